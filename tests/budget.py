@@ -1,7 +1,7 @@
-"""Time budget of randomised tests, in seconds of processor time.
+"""Time budget of randomized tests, in seconds of processor time.
 
 Every `@given` test draws examples until it has used its budget, or has drawn `max_examples`. Cases
-of a parametrised test share its budget. Hypothesis draws the same examples in every run if `CI` is
+of a parametrized test share its budget. Hypothesis draws the same examples in every run if `CI` is
 set, new ones otherwise. For a failure it prints the arguments and a line that reproduces it.
 """
 
@@ -17,7 +17,7 @@ from hypothesis import is_hypothesis_test, settings
 from hypothesis.errors import UnsatisfiedAssumption
 
 SECONDS = float(os.environ.get("STREAMRL_TEST_BUDGET", "1"))
-"""Processor seconds for each randomised test."""
+"""Processor seconds for each randomized test."""
 LEAST = 5
 """Minimum number of examples, regardless of time."""
 
@@ -36,7 +36,7 @@ class BudgetUsedError(KeyboardInterrupt):
 
 
 def within_budget(test: Callable[..., None], seconds: float) -> Callable[..., None]:
-    """Wrap the body of a randomised test so that its run ends once the budget is used.
+    """Wrap the body of a randomized test so that its run ends once the budget is used.
 
     After a failure the budget no longer applies: Hypothesis shrinks the arguments fully.
     """
@@ -61,7 +61,7 @@ def within_budget(test: Callable[..., None], seconds: float) -> Callable[..., No
 
 
 class Budget:
-    """Pytest plugin that applies the budget to every randomised test."""
+    """Pytest plugin that applies the budget to every randomized test."""
 
     def __init__(self) -> None:
         self._num_cases: Counter[object] = Counter()

@@ -1,4 +1,4 @@
-"""Shared run fixtures, randomised-test budgets, and the distribution of tests to xdist workers."""
+"""Shared run fixtures, randomized-test budgets, and the distribution of tests to xdist workers."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Budget of randomised tests: no draws after it is used, and full shrinking of failures."""
+"""Budget of randomized tests: no draws after it is used, and full shrinking of failures."""
 
 import contextlib
 import time
@@ -24,13 +24,13 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
 
 def run(body: Callable[..., None], seconds: float = 0.5) -> None:
-    """Run a body that draws a number as pytest runs a randomised test."""
+    """Run a body that draws a number as pytest runs a randomized test."""
     with contextlib.suppress(BudgetUsedError):
         given(number=st.integers(0))(within_budget(body, seconds))()
 
 
 @pytest.mark.parametrize(("seconds", "draws"), [(0.5, LEAST), (10.0, 11), (10.5, 11)])
-def test_a_randomised_test_stops_drawing_once_its_budget_is_used(
+def test_a_randomized_test_stops_drawing_once_its_budget_is_used(
     drawn: Seen, seconds: float, draws: int
 ):
     def body(number: int) -> None:
@@ -50,7 +50,7 @@ def test_a_failure_is_fully_shrunk_despite_the_budget(drawn: Seen):
     assert drawn[-1] == 0
 
 
-def test_cases_of_a_randomised_test_share_its_budget(drawn: Seen, monkeypatch: pytest.MonkeyPatch):
+def test_cases_of_a_randomized_test_share_its_budget(drawn: Seen, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tests.budget.SECONDS", 40.0)
 
     @given(data=st.data())

@@ -12,7 +12,7 @@ from streamrl.cli.rewards import format_markdown as rewards_markdown
 from streamrl.cli.rewards import list_builtin_kinds
 from streamrl.config.run_config import build_config
 from streamrl.rewards.interface.reward import RewardContext
-from streamrl.rewards.interface.verdict import RewardOutcome
+from streamrl.rewards.interface.reward_result import RewardOutcome
 from streamrl.rewards.registry import build_rewards
 from streamrl.telemetry.metric_names import METRICS
 from tests.test_layering import ROOMS

@@ -110,7 +110,7 @@ def test_coordinator_reads_a_config_without_torch(tmp_path: Path):
         import numpy as np
         import streamrl.actors.coordination.coordinator
         from streamrl.algorithms.adaptive_params import AdaptiveParams
-        from streamrl.algorithms.math.training_metrics import summarise_critic, summarise_policy
+        from streamrl.algorithms.math.training_metrics import summarize_critic, summarize_policy
         from streamrl.data.prompt_stream import PromptStream
         from streamrl.config.role_counts import assign_slots
         for name in ("grpo", "safe_rlhf"):
@@ -119,8 +119,8 @@ def test_coordinator_reads_a_config_without_torch(tmp_path: Path):
             sums = {{"num_sampled": 8.0, "score_sum": 1.0, "cost_sum": 1.0, "kl_ref_sum": 0.5}}
             dials.update_after_step(sums, num_rollouts=2)
             assert dials.values
-            config.algorithm_settings.compute_loss_denominator({{}}), summarise_policy({{}}, 0.0)
-            summarise_critic({{}}, "critic")
+            config.algorithm_settings.compute_loss_denominator({{}}), summarize_policy({{}}, 0.0)
+            summarize_critic({{}}, "critic")
             config.dataflow, config.get_trainer_config("critic"), assign_slots(config)
     """
     assert find_loaded_modules(program, "torch", "transformers") == []

@@ -182,18 +182,16 @@ def iter_rows() -> Iterator[Row]:
     for point, predicted in predictions.items():
         setting = f"{point.model}, {point.gpus} GPUs, {point.strategy}"
         fitted = (point.model, point.gpus, point.strategy) in FITTED
-        measured, modelled = (
-            value or "out of memory" for value in (point.samples_per_s, predicted)
-        )
-        yield Row("flexrlhf", "tables", setting, "samples/s", measured, modelled, fitted)
+        measured, modeled = (value or "out of memory" for value in (point.samples_per_s, predicted))
+        yield Row("flexrlhf", "tables", setting, "samples/s", measured, modeled, fitted)
     for point, predicted in predictions.items():
         base = plain[point.model, point.gpus // (1 + (point == FLEX_MIXED))]
         if point is base or not base.samples_per_s:
             continue
         setting = f"{point.model}, {point.gpus} GPUs, {point.strategy} against colocated"
         printed = _compare(point.samples_per_s, base.samples_per_s)
-        modelled = _compare(predicted, predictions[base])
-        yield Row("flexrlhf", "tables", setting, "faster by 5 %", printed, modelled)
+        modeled = _compare(predicted, predictions[base])
+        yield Row("flexrlhf", "tables", setting, "faster by 5 %", printed, modeled)
 
 
 def _compare(rate: float, base: float) -> str:

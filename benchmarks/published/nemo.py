@@ -1,9 +1,9 @@
 """NeMo-RL's synchronous and asynchronous steps: GRPO on mixtures of experts.
 
 Batch sizes, lengths and parallelism are those of the tables and recipes of v0.6. Experts are split
-over the ranks of a pipeline stage; context parallelism is modelled as tensor parallelism of the
+over the ranks of a pipeline stage; context parallelism is modeled as tensor parallelism of the
 same degree. A micro-batch is one packed sequence of maximum length. The policy's log-probability
-pass is modelled as a reward model beside the reference. Colocated models that do not compute are
+pass is modeled as a reward model beside the reference. Colocated models that do not compute are
 offloaded.
 """
 

@@ -1,7 +1,7 @@
 """verl's synchronous and fully asynchronous steps: GRPO and DAPO on H20.
 
 Batch sizes, lengths and parallelism are those of verl's scripts. The 20k and 8k series are one step
-off: they wait for all of the previous step. Sequence, context and pipeline parallelism are modelled
+off: they wait for all of the previous step. Sequence, context and pipeline parallelism are modeled
 as tensor parallelism of the same degree, and the policy's log-probability pass as a reward model.
 Values that are not published, such as mean response lengths, are fitted on synchronous steps
 (`VerlCalibration`, by `verl_fit`).

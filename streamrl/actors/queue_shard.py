@@ -16,7 +16,7 @@ from streamrl.actors.liveness import PingableActor
 from streamrl.actors.transport.blob_store import (
     has_stored_blobs,
     is_large,
-    resolve_reply,
+    resolve_reply_blobs,
     store_blob,
 )
 from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, await_reply, fetch_reply
@@ -154,7 +154,7 @@ class RemoteShard:
                 reply = await await_reply(
                     self.actor.handle_request.remote(request), call_name, timeout_s
                 )
-            return await resolve_reply(reply)
+            return await resolve_reply_blobs(reply)
 
         result: T = await self._retry_until_back(attempt, call_name, timeout_s)
         return result

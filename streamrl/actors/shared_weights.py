@@ -244,5 +244,5 @@ class SharedWeights:
         """Raise VersionSupersededError unless the shared weights are `version`."""
         if version != self._version:
             raise VersionSupersededError(
-                f"weights version {version} is gone: they have been updated"
+                f"weights version {version} is superseded: the trainer has updated them"
             )

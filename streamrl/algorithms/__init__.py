@@ -9,7 +9,7 @@ from streamrl.algorithms.algorithm import (
 )
 from streamrl.algorithms.config import AlgorithmConfig
 from streamrl.algorithms.math.training_metrics import (
-    summarise_policy,
+    summarize_policy,
 )
 from streamrl.algorithms.table import ALGORITHMS
 
@@ -21,5 +21,5 @@ __all__ = [
     "TokenLossInput",
     "list_derivation_columns",
     "list_required_columns",
-    "summarise_policy",
+    "summarize_policy",
 ]

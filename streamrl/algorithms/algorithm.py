@@ -194,9 +194,9 @@ class Algorithm:
             return function(*arguments)
         # A user's function may raise anything, or call exit().
         except (Exception, SystemExit) as error:
-            place = format_failure(function.__code__.co_filename, error)
+            failure = format_failure(function.__code__.co_filename, error)
             raise AlgorithmError(
-                f"algorithm {self.name}: {function.__name__} at {place}"
+                f"algorithm {self.name}: {function.__name__} at {failure}"
             ) from error
 
     def adapt_param(

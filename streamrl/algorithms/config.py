@@ -159,8 +159,8 @@ class AlgorithmConfig:
                 )
 
     def _check_combinations(self) -> None:
-        kind, place = self._resolve_setting("kl_kind"), self._resolve_setting("kl_in")
-        if place == "reward" and kind.endswith("+"):
+        kind, kl_in = self._resolve_setting("kl_kind"), self._resolve_setting("kl_in")
+        if kl_in == "reward" and kind.endswith("+"):
             raise ConfigError(
                 f"algorithm.kl_kind={kind}: '+' changes only the gradient, which kl_in=reward does"
                 f" not use. Set algorithm.kl_kind={kind.removesuffix('+')}."
@@ -172,7 +172,7 @@ class AlgorithmConfig:
             )
         if any(name.endswith("/*") for name in self.spec.columns):
             shaped: dict[str, float] = {"overlong_buffer": self.overlong_buffer}
-            shaped |= {"kl_coef": self.kl_coef} if place == "reward" else {}
+            shaped |= {"kl_coef": self.kl_coef} if kl_in == "reward" else {}
             for key, value in shaped.items():
                 if value:
                     raise ConfigError(

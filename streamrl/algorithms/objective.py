@@ -114,7 +114,7 @@ def policy_loss(
     entropy: Tensor,
     version: int = 0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the summed loss of a micro-batch (scalar) and the sums for `summarise_policy`.
+    """Return the summed loss of a micro-batch (scalar) and the sums for `summarize_policy`.
 
     The loss is token loss + KL - entropy. All three are aggregated alike, so a single denominator
     normalizes the total.

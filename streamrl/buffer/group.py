@@ -283,7 +283,7 @@ class ShardState:
     ) -> list[GroupState]:
         """Change the state as a journal record says; return the changed groups.
 
-        location: place of the record on disk, during recovery.
+        location: segment and offset of the record on disk, during recovery.
         data: blob of a commit, or its reference in the object store.
 
         Records of removed groups have no effect.

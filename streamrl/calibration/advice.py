@@ -75,8 +75,8 @@ def recommend_settings(trace: RunTrace, cluster: Cluster | None = None) -> Setti
         metrics = _simulate_settings(trace, settings, timings, cluster)
         if metrics is not None:
             change = metrics.step_s / simulated.step_s - 1
-            words = tuple(f"{k}={'null' if v is None else v}" for k, v in settings.items())
-            options.append(SettingsOption(description, words, metrics, change))
+            overrides = tuple(f"{k}={'null' if v is None else v}" for k, v in settings.items())
+            options.append(SettingsOption(description, overrides, metrics, change))
     options.sort(key=lambda option: option.metrics.step_s)
     return SettingsAdvice(SteadyMetrics.from_trace(trace), simulated, options)
 

@@ -164,14 +164,12 @@ def _list_score_links(problem: PlacementProblem, placement: Placement) -> Iterat
         yield ConstantLink(
             "rule_rollout_s", f"score.{rule}.rollout_s", lambda t: t.score[rule].rollout_s
         )
-    modelled = next((stage for stage in stages if stage in placement.assignments), "")
-    if modelled:
-        prefix = f"score.{modelled}"
+    modeled = next((stage for stage in stages if stage in placement.assignments), "")
+    if modeled:
+        prefix = f"score.{modeled}"
+        yield ConstantLink("score_batch_s", f"{prefix}.batch_s", lambda t: t.score[modeled].batch_s)
         yield ConstantLink(
-            "score_batch_s", f"{prefix}.batch_s", lambda t: t.score[modelled].batch_s
-        )
-        yield ConstantLink(
-            "score_rollout_s", f"{prefix}.rollout_s", lambda t: t.score[modelled].rollout_s
+            "score_rollout_s", f"{prefix}.rollout_s", lambda t: t.score[modeled].rollout_s
         )
 
 

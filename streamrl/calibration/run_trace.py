@@ -248,7 +248,7 @@ def _load_run_config(run_dir: Path, location: str) -> RunConfig:
     path = run_dir / "config.yaml"
     if not os.path.isfile(path):
         raise ConfigError(f"{location}: no run: {describe_missing_run(run_dir)}")
-    return load_config(path, is_rehearsed=True)
+    return load_config(path, skips_dry_run=True)
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

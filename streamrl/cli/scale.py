@@ -68,7 +68,7 @@ def _choose_timeout_s(run_dir: Path, counts: Mapping[str, int], timeout_s: float
     if not (run_dir / "config.yaml").is_file():
         rule = "holds no config.yaml" if run_dir.is_dir() else "no such directory"
         raise ConfigError(f"scale {run_dir}: not a run: {rule}")
-    config = load_config(run_dir / "config.yaml", is_rehearsed=True)
+    config = load_config(run_dir / "config.yaml", skips_dry_run=True)
     for option in counts:
         if OPTION_ROLES[option] not in config.dataflow.calls_by_role:
             raise ConfigError(

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.arguments.completion_files import CompletionGroup, read_completion_groups
 from streamrl.cli.arguments.config_args import read_config
-from streamrl.cli.output.score_summary import summarize_scores
+from streamrl.cli.output.score_summary import format_score_summary
 from streamrl.config.run_config import RunConfig, build_config
 from streamrl.data.files import DataFile
 from streamrl.errors import ConfigError, RewardError
@@ -26,7 +26,7 @@ from streamrl.files.python_module import split_reference
 from streamrl.messages import parse_uid
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.interface.reward import RewardContext
-from streamrl.rewards.interface.verdict import RewardOutcome
+from streamrl.rewards.interface.reward_result import RewardOutcome
 from streamrl.rewards.registry import build_rewards
 from streamrl.rewards.reward_scorer import describe_completion
 from streamrl.rewards.reward_set import COSTS, RewardSet
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         sources = {i: group.prompt.data_source for group in groups for i in group.line_indices}
         in_order = [sources[i] for i in range(len(lines))]
         killed = sum((Counter(s.drain_counts()) for s in reward_sets), Counter[str]())
-        text = summarize_scores(lines, in_order, killed, time.monotonic() - started)
+        text = format_score_summary(lines, in_order, killed, time.monotonic() - started)
         print("\n".join(text), file=sys.stderr)
     return EXIT_FAILED if any(line["score"] is None for line in lines) else 0
 

@@ -48,7 +48,7 @@ def _check_legacy_layout(
     for role in roles:
         if not list(checkpoint.get_role_dirs(role)[1].glob("rank_*.pt")):
             continue
-        section = "trainer" if role == POLICY else f"{role}.trainer"
+        section = "trainer" if role == POLICY else "critic.trainer"
         old, new = (vars(c.get_trainer_config(role)) for c in (stored, config))
         for name in TRAINER_LAYOUT_SETTINGS:
             if new[name] != old[name]:
@@ -67,13 +67,13 @@ def _check_ema_reference(checkpoint: Checkpoint, every: int) -> None:
     was_saved = any((state / name).is_file() for name in (REFERENCE_FILE, LEGACY_REFERENCE_FILE))
     if was_saved and not every:
         raise ConfigError(
-            f"reference.every={every}: the reference of {checkpoint.path} has moved; a resumed run"
-            " must keep it moving (reference.every above 0)"
+            f"reference.every={every}: {checkpoint.path} has an EMA reference; a resumed run must"
+            " keep reference.every above 0"
         )
     if every and not was_saved:
         raise ConfigError(
-            f"reference.every={every}: {checkpoint.path} has no moving reference; a resumed run"
-            " must keep reference.every=0"
+            f"reference.every={every}: {checkpoint.path} has no EMA reference; a resumed run must"
+            " keep reference.every=0"
         )
 
 

@@ -234,29 +234,30 @@ class RunConfig:
 
 
 def load_config(
-    path: Path, overrides: Sequence[str] = (), *, is_rehearsed: bool = False
+    path: Path, overrides: Sequence[str] = (), *, skips_dry_run: bool = False
 ) -> RunConfig:
     """Read a YAML file and key=value overrides into a checked RunConfig.
 
-    is_rehearsed: skip the algorithm's dry run, because it passed when the run started. Raises a
+    skips_dry_run: skip the algorithm's dry run, because it passed when the run started. Raises a
     one-line ConfigError with key, value and rule, or with the nearest valid key.
     """
     return build_config(
-        _read_config_file(path), overrides, source=str(path), is_rehearsed=is_rehearsed
+        _read_config_file(path), overrides, source=str(path), skips_dry_run=skips_dry_run
     )
 
 
 def build_config(
-    settings: DictConfig, overrides: Sequence[str] = (), *, source: str, is_rehearsed: bool = False
+    settings: DictConfig, overrides: Sequence[str] = (), *, source: str, skips_dry_run: bool = False
 ) -> RunConfig:
     """Build a checked RunConfig from settings in YAML's structure and key=value overrides.
 
-    source: source of the settings, for errors. is_rehearsed: skip the algorithm's dry run.
+    source: file or command that gave the settings, for errors. skips_dry_run: skip the algorithm's
+    dry run.
     """
     for override in overrides:
         _apply_override(settings, override)
     config = parse_settings(settings, source=source)
-    if not is_rehearsed:
+    if not skips_dry_run:
         check_algorithm(config)
     _make_paths_absolute(config)
     return config
@@ -286,7 +287,7 @@ def with_settings(section: SectionT, settings: Mapping[str, Any]) -> SectionT:
 def parse_settings(settings: DictConfig, *, source: str) -> RunConfig:
     """Convert settings in YAML's structure to a RunConfig; check keys, types and values.
 
-    source: source of the settings, for errors. Raises a one-line ConfigError.
+    source: file or command that gave the settings, for errors. Raises a one-line ConfigError.
     """
     raw = fill_empty_text(_fold_kind_options(OmegaConf.to_container(settings)), RunConfig)
     for key, value, section in _iter_settings(raw, RunConfig, ""):
@@ -322,8 +323,8 @@ def _find_refused_key(error: OmegaConfBaseException, raw: Mapping[str, Any]) -> 
         try:
             OmegaConf.merge(kind, single)
         except OmegaConfBaseException:
-            source = f"{'.'.join(path)}[{number}]"
-            return f"{source}.{key}" if key and not key.isdigit() else source
+            entry_key = f"{'.'.join(path)}[{number}]"
+            return f"{entry_key}.{key}" if key and not key.isdigit() else entry_key
     return key or "config"
 
 
@@ -391,16 +392,16 @@ def _overlay_settings(
     return overlaid
 
 
-def _check_values(settings: Any, source: str) -> None:
+def _check_values(settings: Any, key: str) -> None:
     """Raise ConfigError if nested settings contain a non-finite number, or text with a zero byte.
 
-    source: key of the settings, for the error.
+    key: key of the settings, for the error.
     """
-    for key, value in _iter_leaves(settings, source):
+    for full_key, value in _iter_leaves(settings, key):
         if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{key}={value}: must be a finite number")
+            raise ConfigError(f"{full_key}={value}: must be a finite number")
         if isinstance(value, str) and "\0" in value:
-            raise ConfigError(f"{key}={value!r}: must not contain a zero byte")
+            raise ConfigError(f"{full_key}={value!r}: must not contain a zero byte")
 
 
 def _iter_leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
@@ -408,8 +409,8 @@ def _iter_leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         for name, inner in value.items():
             # The options of a reward or a filter are written beside its fixed keys.
-            source = key if name == "options" else f"{key}.{name}"
-            yield from _iter_leaves(inner, source.removeprefix("."))
+            inner_key = key if name == "options" else f"{key}.{name}"
+            yield from _iter_leaves(inner, inner_key.removeprefix("."))
     elif isinstance(value, list):
         for i, inner in enumerate(value):
             yield from _iter_leaves(inner, f"{key}[{i}]")
@@ -511,7 +512,7 @@ UNSUPPORTED_SETTINGS = dict.fromkeys(
 def _check_key(key: str, value: Any, section: Any, source: str) -> None:
     """Raise ConfigError for an unknown or unsupported key, or a value of the wrong structure.
 
-    section: dataclass that should have the key. source: source of the setting, for the error.
+    section: dataclass that should have the key. source: file or override that has the key.
     """
     hints = get_type_hints(section)
     parent, _, name = key.rpartition(".")

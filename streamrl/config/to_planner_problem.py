@@ -11,7 +11,7 @@ from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_model_length
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.costs.constants import UPPER_BOUNDS, CostConstants
-from streamrl.placement.lora_params import add_lora_adapters
+from streamrl.placement.lora_params import add_adapter_params
 from streamrl.placement.model_shapes import ModelShape, load_model_shape
 from streamrl.placement.problem import PlacementProblem
 from streamrl.placement.run_options import RunOptions
@@ -122,7 +122,7 @@ def _with_trained_adapters(config: RunConfig, role: str, shape: ModelShape) -> M
         return shape
     trainer = config.get_trainer_config(role)
     setting = "trainer.lora_targets" if role == POLICY else "critic.trainer.lora_targets"
-    return add_lora_adapters(shape, trainer.lora_rank, trainer.lora_targets, setting=setting)
+    return add_adapter_params(shape, trainer.lora_rank, trainer.lora_targets, setting=setting)
 
 
 def _load_model_shape(model: str, role: str) -> ModelShape:

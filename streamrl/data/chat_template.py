@@ -298,9 +298,9 @@ def _cut_to_difference(expected: str, actual: str) -> tuple[str, str]:
     width = 12  # characters on either side
     pairs = zip(expected, actual, strict=False)
     shorter = min(len(expected), len(actual))
-    location = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
-    start = max(0, location - width)
-    return expected[start : location + width], actual[start : location + width]
+    index = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
+    start = max(0, index - width)
+    return expected[start : index + width], actual[start : index + width]
 
 
 def _render_text(tokenizer: "PreTrainedTokenizerBase", row: DataRow, template: ChatTemplate) -> str:

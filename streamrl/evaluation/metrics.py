@@ -91,7 +91,7 @@ def to_metric_segment(name: str) -> str:
     return plain.replace("~", "%7E").replace("/", "~")
 
 
-def summarize_scores(
+def compute_evaluation_result(
     scores: Array, answers: Array | None, *, pass_score: float
 ) -> EvaluationResult:
     """Compute all metrics of an evaluation.

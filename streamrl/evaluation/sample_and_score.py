@@ -9,7 +9,7 @@ import numpy as np
 
 from streamrl.errors import DeadlineError, RewardError
 from streamrl.evaluation.config import EvaluationConfig
-from streamrl.evaluation.metrics import EvaluationResult, summarize_scores
+from streamrl.evaluation.metrics import EvaluationResult, compute_evaluation_result
 from streamrl.messages import Array, Columns, Prompt, Rollout, make_rollout_seeds
 
 GenerateFn = Callable[[Prompt, Sequence[int]], Awaitable[list[Rollout]]]
@@ -137,4 +137,6 @@ def _summarize_prompts(rows: Sequence[_PromptScores], pass_score: float) -> Eval
     with_answers = {row.data_source for row in rows if row.answers.any()}
     # A majority vote over a subset of the sources would not compare with the other metrics.
     answers = np.stack([row.answers for row in rows]) if with_answers == sources else None
-    return summarize_scores(np.stack([row.scores for row in rows]), answers, pass_score=pass_score)
+    return compute_evaluation_result(
+        np.stack([row.scores for row in rows]), answers, pass_score=pass_score
+    )

@@ -11,7 +11,7 @@ from streamrl.errors import ConfigError
 from streamrl.placement.model_shapes import ModelShape
 
 
-def add_lora_adapters(
+def add_adapter_params(
     shape: ModelShape, rank: int, targets: Sequence[str] = (), *, setting: str = "lora_targets"
 ) -> ModelShape:
     """Return a model shape with LoRA adapters of this rank and, if present, a trained scalar head.

@@ -23,8 +23,8 @@ def unpack_length(header: bytes) -> int:
 _ALLOWED_CLASSES = frozenset(
     {
         ("streamrl.rewards.user_code.user_function", "FunctionCallSpec"),
-        ("streamrl.rewards.interface.verdict", "RewardResult"),
-        ("streamrl.rewards.interface.verdict", "RewardOutcome"),
+        ("streamrl.rewards.interface.reward_result", "RewardResult"),
+        ("streamrl.rewards.interface.reward_result", "RewardOutcome"),
     }
 )
 """Classes allowed in responses of workers, as (module, class name)."""

@@ -18,7 +18,7 @@ from streamrl.rewards.interface.reward import (
     WorkerOptions,
     WorkerReward,
 )
-from streamrl.rewards.interface.verdict import RewardOutcome, RewardResult
+from streamrl.rewards.interface.reward_result import RewardOutcome, RewardResult
 
 #: Parameters that a user's combine function may declare.
 COMBINE_PARAMETERS = ("rewards", "prompt", "completion")

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from streamrl.evaluation.metrics import to_metric_segment
-from streamrl.rewards.interface.verdict import RewardResult
+from streamrl.rewards.interface.reward_result import RewardResult
 
 MAX_EXTRA_METRICS = 200
 """Limit of distinct extra metrics logged per scorer."""

@@ -17,7 +17,7 @@ from streamrl.rewards.combine import (
     RewardComponent,
     sum_weighted,
 )
-from streamrl.rewards.interface.verdict import RewardResult
+from streamrl.rewards.interface.reward_result import RewardResult
 from streamrl.rewards.metric_means import ExtraMetricSums
 
 START_TIMEOUT_S = 180.0

@@ -102,7 +102,7 @@ class GroupCollector:
             run_state.check_step_limits(ended)
             await drop_late_groups(stage, run_state)
             run_state.publisher.check_failures()
-            # The end of a group with an earlier deadline may free a place for a ready one.
+            # The end of a group with an earlier deadline may free a slot for a ready one.
             if ready or (ended and self._num_drawable):
                 self._notify_waiter()
             await self._check_stall()

@@ -238,7 +238,7 @@ class RunState:
         is_full: the ready groups fill the current step, so that only later steps count.
 
         Removes late groups that are ready from the assembler. Excludes `pending_inserts`, which
-        must reach a shard before they can be removed. Returns {} if credits guarantee a place for
+        must reach a shard before they can be removed. Returns {} if credits guarantee a slot for
         every admitted group; a late group is then a bug, and left for StaleGroupError.
         """
         drops_stale = self.assembler.should_drop_stale
@@ -248,7 +248,7 @@ class RunState:
             outcome = GroupOutcome(STALE_CAUSE, "tokens beyond pipeline.max_staleness")
         else:
             outcome = GroupOutcome(
-                SURPLUS_CAUSE, "no place within pipeline.max_staleness (filter.oversample)"
+                SURPLUS_CAUSE, "no slot within pipeline.max_staleness (filter.oversample)"
             )
         late = self.assembler.remove_late_groups(
             self.admission.version, absent=self.pending_inserts, is_full=is_full and not drops_stale
@@ -268,7 +268,7 @@ class RunState:
         # The lock covers logging and applying: log and ledger must agree for its next holder.
         async with self.run_log_lock:
             retried = [uid for uid, outcome in ended.items() if self._should_readmit(uid, outcome)]
-            # Newer groups may take the places of surplus groups, so these wait for new credits.
+            # Newer groups may take the slots of surplus groups, so these wait for new credits.
             self.surplus_uids += [uid for uid in retried if ended[uid].cause == SURPLUS_CAUSE]
             readmitted = [uid for uid in retried if ended[uid].cause != SURPLUS_CAUSE]
             prompts = [self.prompt_source.retry_prompt(uid) for uid in readmitted]

@@ -69,7 +69,7 @@ def compute_step_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
     Metrics of models that the step did not train are NaN.
     """
     row: dict[str, float | Histogram] = {**dict.fromkeys(TRAINED_METRICS, NAN), "cost/mean": NAN}
-    row |= summarise_scores(facts.metric_sums)
+    row |= compute_score_metrics(facts.metric_sums)
     row |= _compute_rollout_metrics(facts)
     row |= _compute_staleness_metrics(facts)
     row |= _compute_queue_metrics(facts)
@@ -84,7 +84,7 @@ def average_metrics(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: fmean(row[name] for row in rows if name in row) for name in names}
 
 
-def summarise_scores(sums: Mapping[str, float]) -> dict[str, float]:
+def compute_score_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of rewards and costs of a step from the sums over its rollouts."""
     count = sums["rollouts"]
     row: dict[str, float] = {}

@@ -108,9 +108,9 @@ async def test_a_superseded_version_is_not_activated():
     await shared_weights.attach_generator(generator, should_fill_storage=True)  # type: ignore[arg-type]
     shared_weights.publish_version(3)
     await shared_weights.invalidate_weights()
-    with pytest.raises(VersionSupersededError, match="version 3 is gone"):
+    with pytest.raises(VersionSupersededError, match="version 3 is superseded"):
         shared_weights.fetch_version(3)
-    with pytest.raises(VersionSupersededError, match="version 3 is gone"):
+    with pytest.raises(VersionSupersededError, match="version 3 is superseded"):
         await shared_weights.load_weights({}, 3)
     assert generator.calls == ["storage", "pause"]
 
@@ -144,7 +144,7 @@ async def test_a_follower_rank_holds_a_version_once_it_is_published(fills: bool)
     assert fetched.copied_bytes == (4 if fills else 6)
     await shared_weights.load_weights(fetched.tensors, 3)
     await shared_weights.invalidate_weights()
-    with pytest.raises(VersionSupersededError, match="version 3 is gone"):
+    with pytest.raises(VersionSupersededError, match="version 3 is superseded"):
         await shared_weights.load_weights({}, 3)
     async with shared_weights.run_training_phase():
         pass

@@ -171,7 +171,7 @@ async def start_actor(
     writers: Mapping[str, LocalWriter] | None = None,
     resume_dir: Path | None = None,
 ) -> TrainerActor:
-    """Start the actor of a rank in a run with a moving reference; rank 0 publishes by `writers`."""
+    """Start the actor of a rank in a run with an EMA reference; rank 0 publishes by `writers`."""
     context = make_context(
         rank,
         None,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from streamrl.algorithms import (
     ALGORITHMS,
     AlgorithmConfig,
-    summarise_policy,
+    summarize_policy,
 )
 from streamrl.algorithms.correction_config import CorrectionConfig
 from streamrl.algorithms.math.options import LOSS_AGGREGATIONS
@@ -76,8 +76,8 @@ def test_micro_batches_and_ranks_add_up_to_the_whole_step(config, seed, data):
     chosen = make_settings(config)
     divisor = chosen.compute_loss_denominator(sums)
     assert divisor == pytest.approx(chosen.compute_loss_denominator(expected))
-    assert summarise_policy(sums, divisor) == pytest.approx(
-        summarise_policy(expected, divisor), abs=1e-6
+    assert summarize_policy(sums, divisor) == pytest.approx(
+        summarize_policy(expected, divisor), abs=1e-6
     )
 
 
@@ -156,7 +156,7 @@ def test_uncounted_tokens_have_no_gradient(name):
     sums = {name: value.item() for name, value in trained.sums.items()}
     assert set(sums.values()) == {0.0}
     assert make_settings(config).compute_loss_denominator(sums) == 0
-    assert summarise_policy(sums, 0.0) == {}
+    assert summarize_policy(sums, 0.0) == {}
 
 
 def compute_first_step_gradient(config):
@@ -242,7 +242,7 @@ def test_kl_and_entropy_share_the_aggregation():
     kl = 4 * 0.5 + math.log(1.5) + math.log(0.5)
     assert loss == pytest.approx(-0.78 + 0.1 * kl - 0.01 * 4 * 2.0)
     assert sums["kl_ref_sum"] == pytest.approx(kl)
-    metrics = summarise_policy(sums, 4.0)
+    metrics = summarize_policy(sums, 4.0)
     parts = metrics["loss/policy"] + metrics["loss/kl"] + metrics["loss/entropy"]
     assert parts == pytest.approx(loss / 4)
 
@@ -251,13 +251,13 @@ def test_kl_in_reward_is_reported_but_not_in_the_loss():
     config = AlgorithmConfig(name="dapo", kl_coef=0.1, kl_in="reward", kl_kind="k1")
     loss, sums = compute_loss(config)
     assert loss == pytest.approx(-0.78)
-    metrics = summarise_policy(sums, 4.0)
+    metrics = summarize_policy(sums, 4.0)
     assert metrics["policy/kl_ref"] == pytest.approx((4 * 0.5 + math.log(0.75)) / 4)
     assert "loss/kl" not in metrics
 
 
 def test_metrics_by_hand():
-    metrics = summarise_policy(compute_loss(AlgorithmConfig(name="dapo"))[1], 4.0)
+    metrics = summarize_policy(compute_loss(AlgorithmConfig(name="dapo"))[1], 4.0)
     chi2 = (2.25 + 1 + 0.25 + 1) / 4 - 1
     assert metrics == {
         "policy/clip_frac": pytest.approx(0.25),
@@ -275,7 +275,7 @@ def test_metrics_by_hand():
         "loss/policy": pytest.approx(-0.78 / 4),
         "loss/entropy": 0.0,
     }
-    assert summarise_policy({}, 4.0) == {}
+    assert summarize_policy({}, 4.0) == {}
 
 
 def test_decoupled_weights_by_hand():
@@ -284,7 +284,7 @@ def test_decoupled_weights_by_hand():
     loss, sums = compute_loss(AlgorithmConfig(name="dapo", correction=correction))
     assert loss == pytest.approx(-1.2 - 1 - 0.5 + 2.0)
     assert sums["clipped_sum"] == 0
-    assert summarise_policy(sums, 4.0)["correction/weight_mean"] == pytest.approx(3.7 / 4)
+    assert summarize_policy(sums, 4.0)["correction/weight_mean"] == pytest.approx(3.7 / 4)
 
 
 @pytest.mark.parametrize(("count_rejected", "divisor"), [(True, 4), (False, 2)])
@@ -294,7 +294,7 @@ def test_count_rejected_decides_whether_rejected_tokens_count(count_rejected, di
     loss, sums = compute_loss(config)
     assert loss == pytest.approx(-1 + 2.0)  # the ratios 1.5 and 0.5 are out
     assert make_settings(config).compute_loss_denominator(sums) == divisor
-    assert summarise_policy(sums, divisor)["correction/rejected_frac"] == 0.5
+    assert summarize_policy(sums, divisor)["correction/rejected_frac"] == 0.5
 
 
 def test_a_fully_rejected_step_has_denominator_0():
@@ -303,7 +303,7 @@ def test_a_fully_rejected_step_has_denominator_0():
     loss, sums = compute_loss(config)
     assert loss == 0
     assert make_settings(config).compute_loss_denominator(sums) == 0
-    assert summarise_policy(sums, 0.0)["correction/rejected_frac"] == 1
+    assert summarize_policy(sums, 0.0)["correction/rejected_frac"] == 1
 
 
 def test_mask_truncated_keeps_the_score_in_the_group():
@@ -333,7 +333,7 @@ def test_opo_weighs_truncated_rollouts_by_sampled_tokens():
 
 
 def test_overlong_penalty_affects_the_advantages():
-    # Nine tokens at most, penalised from five on: 9 tokens lose 1, 7 lose 0.5.
+    # Nine tokens at most, penalized from five on: 9 tokens lose 1, 7 lose 0.5.
     step = make_step(sizes=(2,))
     mask = torch.zeros(2, 9, dtype=torch.bool)
     mask[0], mask[1, :7] = True, True

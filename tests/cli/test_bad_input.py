@@ -363,8 +363,8 @@ def test_a_resume_keeps_its_critic_and_adaptive_parameters(
 @pytest.mark.parametrize(
     ("old_every", "new_every", "part"),
     [
-        (2, 0, "reference.every=0: the reference of"),
-        (0, 2, "reference.every=2: {checkpoint} has no moving reference"),
+        (2, 0, "reference.every=0: {checkpoint} has an EMA reference"),
+        (0, 2, "reference.every=2: {checkpoint} has no EMA reference"),
     ],
 )
 def test_a_resume_keeps_a_fixed_or_an_ema_reference(
@@ -413,6 +413,22 @@ def test_an_old_checkpoint_format_keeps_its_layout_on_resume(
     (path / "trainer" / "rank_0.pt").touch()
     line = refuse("train", "--resume", run_dir, override)
     assert f"{override}: " in line and "has an old format" in line
+
+
+@pytest.mark.parametrize("role", ["critic", "cost_critic"])
+def test_an_old_checkpoint_format_of_a_critic_names_the_key_critic_trainer(
+    saved: Saved, refuse: Refuse, role: str
+):
+    run_dir, path = saved("algorithm.name=safe_rlhf", "costs=[{kind: exact}]")
+    for folder in (path / name for name in ("critic", "cost_critic")):
+        (folder / "model").mkdir(parents=True)
+        (folder / "model" / "file").touch()
+        (folder / "trainer").mkdir()
+        (folder / "trainer" / "file").touch()
+    (path / role / "trainer" / "rank_0.pt").touch()
+    line = refuse("train", "--resume", run_dir, "critic.trainer.zero_stage=3")
+    assert "critic.trainer.zero_stage=3: " in line and "has an old format" in line
+    assert "cost_critic.trainer" not in line
 
 
 @pytest.mark.parametrize(

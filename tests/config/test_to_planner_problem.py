@@ -53,9 +53,9 @@ def test_a_problem_has_the_workload_and_the_named_models():
     publishing_every_2 = recipe("ppo", "placement.slice_s=0.2", "weights.publish_every=2")
     problem = build_planner_problem(publishing_every_2, cluster, PlannerRequest(20, SIZES))
     assert problem.run_options == RunOptions(slice_s=0.2, publish_every=2)
-    moving_reference = recipe("grpo", "algorithm.kl_coef=0.1", "reference.every=3")
+    ema_reference = recipe("grpo", "algorithm.kl_coef=0.1", "reference.every=3")
     models = {role: SIZES[role] for role in ("policy", "reference")}
-    problem = build_planner_problem(moving_reference, cluster, PlannerRequest(20, models))
+    problem = build_planner_problem(ema_reference, cluster, PlannerRequest(20, models))
     assert problem.run_options.reference_every == 3
 
 

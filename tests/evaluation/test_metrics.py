@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.evaluation.metrics import (
+    compute_evaluation_result,
     compute_fraction_interval,
     compute_maj_at_k,
     compute_mean_interval,
     compute_pass_at_k,
-    summarize_scores,
 )
 
 
@@ -47,7 +47,7 @@ def test_pass_at_k_is_the_mean_over_all_choices_of_k_completions(passed):
 
 @pytest.mark.parametrize(("samples", "ks"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6])])
 def test_k_is_every_power_of_two_and_all_samples(samples, ks):
-    result = summarize_scores(np.ones((2, samples), np.float32), None, pass_score=1.0)
+    result = compute_evaluation_result(np.ones((2, samples), np.float32), None, pass_score=1.0)
     assert list(result.pass_at) == ks
     assert result.pass_at_k == result.pass_at[samples] == 1.0
 
@@ -109,7 +109,7 @@ def test_an_interval_contains_the_estimate_and_lies_within_0_and_1(passed):
 
 def metric_segments(*names):
     """Return the metric segments of sources with these names."""
-    result = summarize_scores(np.ones((1, 1), np.float32), None, pass_score=1.0)
+    result = compute_evaluation_result(np.ones((1, 1), np.float32), None, pass_score=1.0)
     row = replace(result, by_source=dict.fromkeys(names, result)).to_metrics()
     matches = [re.fullmatch(r"eval/source/([^/]+)/pass_at_1", name) for name in row]
     return [match[1] for match in matches if match]

@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from streamrl.process_pool.framing import HEADER_BYTES, pack_message, unpickle_response
-from streamrl.rewards.interface.verdict import RewardResult
+from streamrl.rewards.interface.reward_result import RewardResult
 from streamrl.rewards.user_code.user_function import FunctionCallSpec
 
 
@@ -38,9 +38,9 @@ def test_responses_survive_a_round_trip():
         ("os", "system"),
         ("streamrl.rewards.sandbox.jail", "subprocess.Popen"),
         ("streamrl.rewards.user_code.user_function", "FileFunction"),
-        ("streamrl.rewards.interface.verdict", "Enum"),
-        ("streamrl.rewards.interface.verdict", "RewardResult.from_correctness"),
-        ("streamrl.rewards.interface.verdict", "math.__loader__.load_module"),
+        ("streamrl.rewards.interface.reward_result", "Enum"),
+        ("streamrl.rewards.interface.reward_result", "RewardResult.from_correctness"),
+        ("streamrl.rewards.interface.reward_result", "math.__loader__.load_module"),
         ("streamrl.process_pool.process", "WorkerProcess"),
         ("streamrl.process_pool.process", "subprocess.Popen"),
     ],

@@ -139,7 +139,7 @@ def run_all_executors() -> dict[str, Any]:
 
 
 def run_chosen_executors() -> dict[str, Any]:
-    """Run the executor chosen for layouts with parts on all ranks, towards full copies."""
+    """Run the executor chosen for layouts with parts on all ranks, toward full copies."""
     full_layout = make_layout("1-1-4")
     sources = {
         "zero": partition_zero3(full_layout, [list(range(WORLD))]),

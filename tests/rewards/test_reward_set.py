@@ -12,7 +12,7 @@ from streamrl.messages import GroupInfo, Prompt, check_column_sizes, measure_col
 from streamrl.rewards.combine import RewardComponent
 from streamrl.rewards.interface.config import RewardConfig, ScorerConfig
 from streamrl.rewards.interface.reward import Reward, RewardContext
-from streamrl.rewards.interface.verdict import RewardOutcome, RewardResult
+from streamrl.rewards.interface.reward_result import RewardOutcome, RewardResult
 from streamrl.rewards.metric_means import sums_to_means
 from streamrl.rewards.registry import build_rewards
 from streamrl.rewards.reward_set import COSTS, RewardSet

@@ -11,8 +11,8 @@ from streamrl.actors.actor_context import ActorReport
 from streamrl.actors.coordination.driver_events import DriverEvents, StepReport
 from streamrl.actors.coordination.role_actors import RoleActors
 from streamrl.actors.transport.ray_calls import await_reply
-from streamrl.algorithms import summarise_policy
-from streamrl.algorithms.math.training_metrics import SHARED_CRITIC_PREFIX, summarise_critic
+from streamrl.algorithms import summarize_policy
+from streamrl.algorithms.math.training_metrics import SHARED_CRITIC_PREFIX, summarize_critic
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import CRITIC, CRITIC_BY_COLUMN, POLICY
 from streamrl.errors import ActorLostError, DeadlineError
@@ -212,7 +212,7 @@ class StepReporter:
     def _collect_activity(self) -> dict[str, StageActivity]:
         """Return the spans since the begin of the step, by stage; forget older spans.
 
-        Spans that belong to no stage (a weight pull) count towards the first stage of the role.
+        Spans that belong to no stage (a weight pull) count toward the first stage of the role.
         """
         activity = {}
         for role in self._roles:
@@ -232,20 +232,20 @@ class StepReporter:
     def _compute_metrics(self, snapshot: StepSnapshot) -> dict[str, float]:
         results, settings = snapshot.outcome.results_by_role, self._config.algorithm_settings
         sums = results[POLICY].metric_sums
-        metrics = summarise_policy(sums, settings.compute_loss_denominator(sums))
+        metrics = summarize_policy(sums, settings.compute_loss_denominator(sums))
         shared_critic_sums = {
             name.removeprefix(SHARED_CRITIC_PREFIX): value
             for name, value in sums.items()
             if name.startswith(SHARED_CRITIC_PREFIX)
         }
         if shared_critic_sums:
-            metrics |= summarise_critic(shared_critic_sums, CRITIC)
+            metrics |= summarize_critic(shared_critic_sums, CRITIC)
         adaptive_params = dict(snapshot.outcome.adaptive_params)
         metrics["policy/kl_coef"] = adaptive_params.pop("kl_coef", settings.kl_coef)
         metrics |= {f"dial/{name}": value for name, value in adaptive_params.items()}
         for role in results:
             if role in CRITIC_BY_COLUMN.values():
-                metrics |= summarise_critic(results[role].metric_sums, role)
+                metrics |= summarize_critic(results[role].metric_sums, role)
             metrics |= average_metrics(results[role].update_metrics)
         counts, self._counts = sums_to_means(self._counts), Counter()
         peaks, self._memory_peaks = self._memory_peaks, {}

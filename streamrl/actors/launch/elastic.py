@@ -2,7 +2,7 @@
 
 A change is a series of replies with deadlines, awaited beside all others:
 
-    join:   spawn -> "has a place" -> start -> "started" -> register -> "serves"
+    join:   spawn -> "placed" -> start -> "started" -> register -> "serves"
     leave:  drain -> "left"
 
 No method blocks. Until a joining replica has served, its failure is reported to the requester and
@@ -192,7 +192,7 @@ class ReplicaScaler:
             return
         if pending.milestone == "serves":
             self._finish_join(pending, value, handle)
-        elif pending.milestone == "has a place":
+        elif pending.milestone == "placed":
             self._start_replica(pending)
         else:
             self._register_replica(pending)
@@ -233,9 +233,7 @@ class ReplicaScaler:
             for _ in range(count - counts_before[role]):
                 name, placed_reply = self._registry.spawn_replica(role)
                 deadline = self._clock() + PLACE_TIMEOUT_S
-                self._pending_replies[placed_reply] = PendingReply(
-                    name, role, "has a place", deadline
-                )
+                self._pending_replies[placed_reply] = PendingReply(name, role, "placed", deadline)
             in_order = sorted(roles[role].names, key=lambda name: int(name.rpartition("-")[2]))
             for name in in_order[count:]:
                 self._drain_replica(name, role, handle)
@@ -330,7 +328,7 @@ class ReplicaScaler:
                 self._reject_replica(
                     pending, f"no version of the weights loaded within {self._serve_timeout_s:g} s"
                 )
-            case "has a place":
+            case "placed":
                 demand = self._registry.describe_demand(pending.role)
                 self._reject_replica(
                     pending, f"not placed within {PLACE_TIMEOUT_S:g} s: it {demand}"

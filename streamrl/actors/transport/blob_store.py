@@ -62,7 +62,7 @@ def has_stored_blobs(reply: Any) -> bool:
     )
 
 
-async def resolve_reply(reply: Any) -> Any:
+async def resolve_reply_blobs(reply: Any) -> Any:
     """Return a shard's reply with its large blobs fetched from Ray's object store."""
     if not (isinstance(reply, list) and any(map(list_blobs, reply))):
         return reply

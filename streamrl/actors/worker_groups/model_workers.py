@@ -22,9 +22,9 @@ from streamrl.actors.shared_weights import SharedWeights
 from streamrl.actors.trainer import make_logprob_check
 from streamrl.actors.transport.ray_calls import RAY_ACCESS
 from streamrl.actors.worker_groups.rank_trainer import RankTrainer
-from streamrl.algorithms import summarise_policy
+from streamrl.algorithms import summarize_policy
 from streamrl.algorithms.adaptive_params import AdaptiveParams
-from streamrl.algorithms.math.training_metrics import summarise_critic
+from streamrl.algorithms.math.training_metrics import summarize_critic
 from streamrl.config.own_loop import make_loop_config, set_world_size
 from streamrl.config.preflight import check_worker_memory
 from streamrl.config.run_config import RunConfig
@@ -55,7 +55,7 @@ from streamrl.messages import Array, Columns, Experience, Prompt
 from streamrl.pipeline import verify_weights
 from streamrl.placement.colocated_memory import WorkerMemory
 from streamrl.stream.protocols import TrainStepResult
-from streamrl.stream.step_metrics import average_metrics, summarise_scores
+from streamrl.stream.step_metrics import average_metrics, compute_score_metrics
 from streamrl.weights import WeightManifest
 from streamrl.weights.buckets import publish_gathered, unpack_tensors
 from streamrl.weights.logprob_check import is_logprob_check_due
@@ -157,12 +157,12 @@ class PolicyWorker(TrainedWorker):
         groups, adaptive_params = map_groups_by_uid(batch), dict(self._adaptive_params.values)
         rollouts = [(uid, i) for uid, group in groups.items() for i in range(len(group["lengths"]))]
         sums = sum_rollouts(groups, rollouts)
-        metrics = summarise_scores(sums)
+        metrics = compute_score_metrics(sums)
         result, transfer_metrics = self._loop.run(self._train_next_version(batch, adaptive_params))
         if result:
             sums |= result.metric_sums
             self._adaptive_params.update_after_step(sums, num_rollouts=len(rollouts))
-            metrics |= summarise_policy(sums, self._settings.compute_loss_denominator(sums))
+            metrics |= summarize_policy(sums, self._settings.compute_loss_denominator(sums))
             metrics |= average_metrics(result.update_metrics)
         metrics |= {f"dial/{name}": value for name, value in adaptive_params.items()}
         return {**metrics, **transfer_metrics, **self._gather_memory_peaks()}
@@ -271,7 +271,7 @@ class CriticWorker(TrainedWorker):
         """Train the critic on a batch; return metrics."""
         result = asyncio.run(self._train_batch(batch, {}))
         self._version += 1
-        metrics = summarise_critic(result.metric_sums, self._trainer.role)
+        metrics = summarize_critic(result.metric_sums, self._trainer.role)
         return metrics | average_metrics(result.update_metrics)
 
 

@@ -233,14 +233,14 @@ class WorkerGroupReply:
         return WorkerGroupReply(lambda: _require_batch(self).rename(new_names))
 
 
-def resolve_reply(value: Any) -> Any:
+def unwrap_reply(value: Any) -> Any:
     """Return the result of a WorkerGroupReply, or any other value unchanged."""
     return value.get() if isinstance(value, WorkerGroupReply) else value
 
 
 def _require_batch(value: Any) -> BatchRef:
     """Return the batch of a worker group's reply, or a batch itself; else raise ValueError."""
-    batch = resolve_reply(value)
+    batch = unwrap_reply(value)
     if not isinstance(batch, BatchRef):
         type_name = type(batch).__name__
         raise ValueError(
@@ -343,7 +343,7 @@ class WorkerGroup:
             )
         self.wait_until_ready()
         transfer_method = self._methods[method]
-        calls = transfer_method.distribute_calls(self._mesh, tuple(map(resolve_reply, arguments)))
+        calls = transfer_method.distribute_calls(self._mesh, tuple(map(unwrap_reply, arguments)))
         replies = {
             rank: self._hosts[rank].call_method.options(num_returns=2).remote(method, call)
             for rank, call in enumerate(calls)

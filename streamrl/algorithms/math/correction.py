@@ -143,7 +143,7 @@ def interpolated_proximal(
 
 
 def divergence_sums(log_ratio: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
-    """Return sums over a micro-batch from which `summarise_divergence` computes a step's metrics.
+    """Return sums over a micro-batch from which `summarize_divergence` computes a step's metrics.
 
     `log_ratio` [B, T] is trained minus sampling policy, without gradient. Quantiles of
     micro-batches do not add up, but counts do: log-ratios are counted in bins, narrow near 0 and

@@ -16,7 +16,7 @@ from streamrl.algorithms.math.masks import apply_mask
 def critic_loss(
     batch: Mapping[str, Tensor], values: Tensor, *, clip: float | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the summed value loss of a micro-batch (scalar) and the sums for `summarise_critic`.
+    """Return the summed value loss of a micro-batch (scalar) and the sums for `summarize_critic`.
 
     `batch` contains loss_mask bool, returns, and values (at scoring time), all [B, T]; `values` [B,
     T] are the trained ones. The denominator is the number of tokens of the update.
@@ -28,7 +28,7 @@ def critic_loss(
 def critic_token_losses(
     batch: Mapping[str, Tensor], values: Tensor, *, clip: float | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the critic's value losses per token [B, T] and the sums for `summarise_critic`.
+    """Return the critic's value losses per token [B, T] and the sums for `summarize_critic`.
 
     `batch` contains loss_mask bool, returns, and values (at scoring time), all [B, T]; `values` [B,
     T] are the trained ones. Losses outside the mask are 0.

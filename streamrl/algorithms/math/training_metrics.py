@@ -50,7 +50,7 @@ def compute_loss_denominator(
     return float(num_sequences * max_length)
 
 
-def summarise_policy(sums: Mapping[str, float], denominator: float) -> dict[str, float]:
+def summarize_policy(sums: Mapping[str, float], denominator: float) -> dict[str, float]:
     """Return the policy's metrics of a training step; empty if no token was sampled.
 
     `sums`: sums of `policy_loss` over the step; `denominator`: divisor of its losses. `loss/*` are
@@ -61,7 +61,7 @@ def summarise_policy(sums: Mapping[str, float], denominator: float) -> dict[str,
     num_sampled = sums.get("num_sampled", 0.0)
     if not num_sampled:
         return {}
-    metrics = summarise_divergence(sums, num_sampled) | {
+    metrics = summarize_divergence(sums, num_sampled) | {
         "policy/clip_frac": sums["clipped_sum"] / num_sampled,
         "policy/entropy": sums["entropy_sum"] / num_sampled,
         "correction/rejected_frac": 1 - sums["num_kept"] / num_sampled,
@@ -77,7 +77,7 @@ def summarise_policy(sums: Mapping[str, float], denominator: float) -> dict[str,
     }
 
 
-def summarise_divergence(sums: Mapping[str, float], num_tokens: float) -> dict[str, float]:
+def summarize_divergence(sums: Mapping[str, float], num_tokens: float) -> dict[str, float]:
     """Return metrics of the distance between sampling and trained policy in a training step.
 
     r is the probability ratio of trained over sampling policy. ess is the effective share of the
@@ -109,7 +109,7 @@ def _read_quantile(counts: list[float], q: float) -> float:
     return math.exp(math.copysign(log_ratio, bin_index))
 
 
-def summarise_critic(sums: Mapping[str, float], role: str) -> dict[str, float]:
+def summarize_critic(sums: Mapping[str, float], role: str) -> dict[str, float]:
     """Return a critic's metrics of a training step; empty if the critic trained no token.
 
     `sums`: sums of `critic_token_losses` over the step; `role`: critic or cost_critic.

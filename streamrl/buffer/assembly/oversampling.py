@@ -33,7 +33,7 @@ class OversamplingController:
 
     @property
     def factor(self) -> float:
-        """Undecided groups to keep in flight per open place of a training step, >= 1."""
+        """Undecided groups to keep in flight per open slot of a training step, >= 1."""
         if self._fixed_factor is not None:
             return self._fixed_factor
         # Example: 26 of the last 256 decisions kept the group: (256 + 4) / (26 + 4) = 8.7.

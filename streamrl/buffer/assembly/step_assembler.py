@@ -28,18 +28,18 @@ class StepAssembler:
 
     Deadlines: a group admitted at version a must enter the step of version a + max_staleness or an
     earlier step. The rule is earliest deadline first with reservations: a ready group may enter if
-    all groups with earlier deadlines, ready or not, still fit into the places that the steps up to
-    their deadlines have left (a step has `groups_per_step` places). Considering only groups due in
+    all groups with earlier deadlines, ready or not, still fit into the slots that the steps up to
+    their deadlines have left (a step has `groups_per_step` slots). Considering only groups due in
     the current step is not enough: newcomers could push all groups of a deadline into the last
     possible step, which may be too small. Credits guarantee that all groups fit at admission.
 
     Example: groups_per_step=2, max_staleness=2. a, b, c were admitted at version 0 (deadline: step
-    2), d and e at version 1. In step 1 only d and e are ready. d may enter: one place of step 1 and
+    2), d and e at version 1. In step 1 only d and e are ready. d may enter: one slot of step 1 and
     two of step 2 remain for a, b and c. e must wait.
 
     With `oversampling`, a group without a filter decision (undecided) reserves only the fraction
-    1 / factor of a place, the estimated probability that the filter keeps it. More groups than
-    places may survive the filter; groups that find no place before their deadline are late.
+    1 / factor of a slot, the estimated probability that the filter keeps it. More groups than
+    slots may survive the filter; groups that find no slot before their deadline are late.
 
     With `drops_stale` nothing is reserved: ready groups enter, oldest tokens first, and a group
     with a token older than `max_staleness` is late.
@@ -77,7 +77,7 @@ class StepAssembler:
         self._num_undecided_by_version[version] += 1
 
     def keep_group(self, uid: str) -> None:
-        """Record that the group filter kept a group, which reserves a whole place from now on."""
+        """Record that the group filter kept a group, which reserves a whole slot from now on."""
         if uid in self._undecided:
             self._num_undecided_by_version[self._undecided.pop(uid)] -= 1
 
@@ -106,7 +106,7 @@ class StepAssembler:
         also, without `drops_stale`, groups that are not ready and whose deadline has passed; the
         caller removes these with `drop_group`.
         absent: uids that are never late.
-        is_full: the step of `version` has ready groups for all its places, so that later steps
+        is_full: the step of `version` has ready groups for all its slots, so that later steps
             count.
         """
         exempt = {e.uid for e in self.find_drawable(version)} if is_full else set()
@@ -169,19 +169,19 @@ class StepAssembler:
 
         Order: earliest deadline first; with `drops_stale`, oldest tokens first.
         """
-        places = self._groups_per_step - len(self._step_groups)
+        slots = self._groups_per_step - len(self._step_groups)
         if self.should_drop_stale:
             oldest = sorted(
                 self._ready.values(), key=lambda e: -self._compute_staleness(e, version)
             )
-            return oldest[:places]
+            return oldest[:slots]
         chosen: list[Experience] = []
         drawn_by_version: Counter[int] = Counter()
         for experience in self._ready_by_deadline:
-            places_left = places - 1 - len(chosen)
+            slots_left = slots - 1 - len(chosen)
             # If a group does not fit, no group with the same or a later deadline fits either.
-            if places_left < 0 or not self._can_others_fit(
-                experience, version, places_left, drawn_by_version
+            if slots_left < 0 or not self._can_others_fit(
+                experience, version, slots_left, drawn_by_version
             ):
                 break
             chosen.append(experience)
@@ -189,13 +189,13 @@ class StepAssembler:
         return chosen
 
     def _can_others_fit(
-        self, chosen: Experience, version: int, places: int, drawn_by_version: Counter[int]
+        self, chosen: Experience, version: int, slots: int, drawn_by_version: Counter[int]
     ) -> bool:
-        """Return True if all groups with earlier deadlines fit once `chosen` has a place.
+        """Return True if all groups with earlier deadlines fit once `chosen` has a slot.
 
         Checks every deadline before that of `chosen`: the groups due by then must not outnumber the
-        places of the steps up to then.
-        places: places left in the current step after `chosen`.
+        slots of the steps up to then.
+        slots: slots left in the current step after `chosen`.
         drawn_by_version: number of groups chosen before for this step, by admitted version.
         """
         first, reject_rate = version - self._max_staleness, 1 - 1 / self._oversampling.factor
@@ -208,7 +208,7 @@ class StepAssembler:
                     n for at, n in self._num_undecided_by_version.items() if at <= admitted
                 )
                 due = math.floor(due - reject_rate * undecided)
-            if due > places + (admitted - first) * self._groups_per_step:
+            if due > slots + (admitted - first) * self._groups_per_step:
                 return False
         return True
 

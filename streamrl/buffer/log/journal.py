@@ -235,7 +235,7 @@ class _JournalWriter:
             self._sync_segment()
         lost = self._fsync_s and not self._can_sync
         durable = "fsynced" if lost else "accepted"
-        return f"journal {self.path}: {error.strerror or error}; what was {durable} before is safe"
+        return f"journal {self.path}: {error.strerror or error}; earlier {durable} records are safe"
 
 
 _PositionsFuture = asyncio.Future[list[RecordPosition]]

@@ -29,7 +29,7 @@ PlanningInputs = tuple[PlacementProblem, PlacementCosts, SplitRules]
 def suggest_fixes(
     config: RunConfig, cluster: Cluster, make_inputs: Callable[[RunConfig, Cluster], PlanningInputs]
 ) -> list[str]:
-    """Return changes as command-line words, each of which alone lets some placement fit the memory.
+    """Return command-line arguments, each of which alone lets some placement fit the memory.
 
     make_inputs: returns the planner problem of a config on a cluster, its costs and its split
     rules.
@@ -56,7 +56,7 @@ def suggest_fixes(
     adapters = {"trainer.lora_rank": LORA_RANK}
     if not fixes and not config.trainer.lora_rank and fits(adapters):
         fixes.append(adapters)
-    words = [
+    overrides = [
         ", ".join(f"{key}={format_yaml(value)}" for key, value in settings.items())
         for settings in fixes
     ]
@@ -66,7 +66,7 @@ def suggest_fixes(
         if cluster.num_devices * times <= MAX_DEVICES
     )
     sufficient = next((larger for larger in larger_clusters if fits({}, larger)), None)
-    return words + ([f"--cluster {sufficient}"] if sufficient else [])
+    return overrides + ([f"--cluster {sufficient}"] if sufficient else [])
 
 
 def _iter_lossless_settings(config: RunConfig) -> Iterator[SettingValues]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 
-def summarize_scores(
+def format_score_summary(
     lines: Sequence[Mapping[str, Any]],
     sources: Sequence[str],
     counts: Mapping[str, int],

@@ -26,14 +26,14 @@ class RunDirClaim:
             self.run_lock.release()
 
 
-def begin_run(words: Sequence[str], claim: RunDirClaim) -> RunConfig:
+def begin_run(arguments: Sequence[str], claim: RunDirClaim) -> RunConfig:
     """Load the config of a new run, and lock the run directory that the run replaces, if any.
 
-    words: config file and key=value overrides of the command line. claim: receives the lock.
+    arguments: config file and key=value overrides of the command line. claim: receives the lock.
     """
-    if not words or "=" in words[0]:
+    if not arguments or "=" in arguments[0]:
         raise ConfigError("train: name a config file first, or --resume a run")
-    config = load_config(Path(words[0]), words[1:])
+    config = load_config(Path(arguments[0]), arguments[1:])
     claim_new_run(config, claim)
     return config
 
@@ -109,22 +109,22 @@ def is_fork(config: RunConfig, resume: ResumePoint) -> bool:
 
 
 def resume_run(
-    path: Path, words: Sequence[str], claim: RunDirClaim
+    path: Path, overrides: Sequence[str], claim: RunDirClaim
 ) -> tuple[RunConfig, ResumePoint]:
     """Load the config and the resume point of a run to resume or fork; lock its directories.
 
-    path: run directory or checkpoint. words: key=value overrides. claim: receives the locks. Raises
+    path: run directory or checkpoint. overrides: key=value each. claim: receives the locks. Raises
     ConfigError if the overrides contradict the checkpoint, or if the run has no steps left.
     """
-    if words and "=" not in words[0]:
+    if overrides and "=" not in overrides[0]:
         raise ConfigError(
-            f"--resume uses the run's own config; remove {words[0]} (only key=value may follow)"
+            f"--resume uses the run's own config; remove {overrides[0]} (only key=value may follow)"
         )
     folder = find_run_dir(path)
     if not (folder / "config.yaml").is_file():
         find_resume_point(path)  # raises an error that names the missing file
-    config = load_config(folder / "config.yaml", words)
-    config = replace(config, run=_relocate_run(config, folder, words))
+    config = load_config(folder / "config.yaml", overrides)
+    config = replace(config, run=_relocate_run(config, folder, overrides))
     is_forking = config.run_dir.resolve() != folder
     if is_forking:
         claim.source_locks.enter_context(lock_for_reading(folder, status=_print_status))
@@ -140,7 +140,7 @@ def resume_run(
                 f"--resume {path} run.name={config.run.name}: no checkpoint to fork from"
             )
         resume = replace(resume, should_keep_journal=False)
-    stored = load_config(folder / "config.yaml", is_rehearsed=True)
+    stored = load_config(folder / "config.yaml", skips_dry_run=True)
     check_overrides(stored, config, resume.checkpoint)
     if resume.version >= config.run.steps:
         raise ConfigError(
@@ -150,13 +150,13 @@ def resume_run(
     return config, resume
 
 
-def _relocate_run(config: RunConfig, folder: Path, words: Sequence[str]) -> RunSettings:
+def _relocate_run(config: RunConfig, folder: Path, overrides: Sequence[str]) -> RunSettings:
     """Return the section `run` with the folder in which the run continues.
 
-    folder: may have moved since its config was written. words: overrides; run.name or run.dir
-    among them may fork the run. A fork does not inherit run.overwrite=true.
+    folder: may have moved since its config was written. overrides: run.name or run.dir among
+    them may fork the run. A fork does not inherit run.overwrite=true.
     """
-    overridden = {word.partition("=")[0] for word in words}
+    overridden = {override.partition("=")[0] for override in overrides}
     run = config.run
     name = run.name if "run.name" in overridden else folder.name
     parent = run.dir if "run.dir" in overridden else str(folder.parent)

@@ -378,8 +378,8 @@ def read_parquet_batches(path: str) -> "Iterator[pa.RecordBatch]":
     except ConfigError:
         raise
     except (pa.ArrowException, ValueError, KeyError) as error:
-        location = f"after row {count}" if count else "as parquet"
-        raise ConfigError(f"{path}: cannot be read {location}: {format_error(error)}") from error
+        progress = f"after row {count}" if count else "as parquet"
+        raise ConfigError(f"{path}: cannot be read {progress}: {format_error(error)}") from error
 
 
 def _choose_batch_size(file: "pq.ParquetFile") -> int:
@@ -423,15 +423,17 @@ def _to_plain_type(type_: "pa.DataType") -> "pa.DataType":
     return views.get(type_, type_)
 
 
-def to_plain_records(rows: "pa.Table", places: Sequence[str]) -> list[Any]:
+def to_plain_records(rows: "pa.Table", locations: Sequence[str]) -> list[Any]:
     """Convert Arrow rows to Python values; an unconvertible row becomes its ConfigError."""
     try:
         return _to_python(rows)
     except MemoryError:
         raise
     except Exception:
-        if len(places) > 1:
-            return [to_plain_records(rows.slice(i, 1), [places[i]])[0] for i in range(len(places))]
+        if len(locations) > 1:
+            return [
+                to_plain_records(rows.slice(i, 1), [locations[i]])[0] for i in range(len(locations))
+            ]
         for column in rows.schema:
             try:
                 _to_python(rows.select([column.name]))
@@ -439,7 +441,7 @@ def to_plain_records(rows: "pa.Table", places: Sequence[str]) -> list[Any]:
                 # For an unknown time zone Arrow only reports that pytz is missing.
                 reason = "unknown time zone" if "pytz" in str(error) else format_error(error)
                 text = f"column {column.name!r} of {column.type!s:.80}: {reason}"
-                return [ConfigError(f"{places[0]}: {text}")]
+                return [ConfigError(f"{locations[0]}: {text}")]
         raise
 
 

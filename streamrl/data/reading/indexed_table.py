@@ -147,8 +147,10 @@ class ColumnTable:
                 pieces = [columns.with_format("arrow")[list(rows)]]
         records: IndexedRecords = []
         for run, piece in zip(runs, pieces, strict=True):
-            places = [f"{self.path} row {row + 1}" for row in run]
-            records += zip(places, map(int, run), to_plain_records(piece, places), strict=True)
+            locations = [f"{self.path} row {row + 1}" for row in run]
+            records += zip(
+                locations, map(int, run), to_plain_records(piece, locations), strict=True
+            )
             if isinstance(self._column_loader, _MappedColumns):
                 self._column_loader.release_pages()
         return records

@@ -29,8 +29,8 @@ _CHAT_PATTERN = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 class DataRow:
     """Row of a data file in the schema common to all formats.
 
-    location: location for errors. index: line or record number in the file, from 0. tools: JSON
-    schemas of functions. template_arguments: extra arguments of the chat template.
+    location: file and row, for errors. index: line or record number in the file, from 0.
+    tools: JSON schemas of functions. template_arguments: extra arguments of the chat template.
     """
 
     location: str

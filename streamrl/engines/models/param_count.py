@@ -9,7 +9,7 @@ from streamrl.engines.models.tensor_parallel_support import TENSOR_PARALLEL_FAMI
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_small_json
-from streamrl.placement.lora_params import add_lora_adapters
+from streamrl.placement.lora_params import add_adapter_params
 from streamrl.placement.model_shapes import load_model_shape
 
 BIAS_KEYS = ("attention_bias", "mlp_bias")
@@ -34,7 +34,7 @@ def count_trained_params_from_config(
     except (ConfigError, OSError, ValueError, AttributeError):
         return None
     shape = shape if has_output else shape.to_critic()
-    shape = add_lora_adapters(shape, config.lora_rank, config.lora_targets)
+    shape = add_adapter_params(shape, config.lora_rank, config.lora_targets)
     # The critic's shape includes the weight of its value head but not the bias. A shared model has
     # the value head in addition to the output head.
     return (shape.adapter_params or shape.num_params) + has_value * (1 + has_output * shape.hidden)

@@ -56,8 +56,8 @@ POSITIVE_KEYS = (
 """Keys of config.json that must be above 0; otherwise the model computes NaN or zeros silently."""
 PLAIN_DTYPES = ("None", "float16", "bfloat16", "float32")
 RESAVE_ADVICE = "load the directory with transformers, save it, and train that"
-QUANTISED_ADVICE = (
-    "quantised weights cannot be trained; load the directory with transformers, dequantized, save"
+QUANTIZED_ADVICE = (
+    "quantized weights cannot be trained; load the directory with transformers, dequantized, save"
     " it, and train that"
 )
 
@@ -78,7 +78,7 @@ def check_model_support(
     full_config = read_model_config(path)
     config = full_config.get_text_config()
     settings, stored = config.to_dict(), read_stored_shapes(Path(path), key)
-    problem = _explain_quantised(settings)
+    problem = _explain_quantized(settings)
     if is_served:
         problem = problem or _explain_unservable(full_config, is_part=config is not full_config)
         problem = problem or _explain_vllm_mismatch(config.model_type, settings, stored)
@@ -100,11 +100,11 @@ def describe_untrained_layers(path: str) -> list[str]:
     ]
 
 
-def _explain_quantised(settings: Mapping[str, Any]) -> str:
+def _explain_quantized(settings: Mapping[str, Any]) -> str:
     quantization = settings.get("quantization_config")
     if not quantization:
         return ""
-    return f"quantization_config: {quantization.get('quant_method')} weights: {QUANTISED_ADVICE}"
+    return f"quantization_config: {quantization.get('quant_method')} weights: {QUANTIZED_ADVICE}"
 
 
 def _explain_unservable(config: Any, *, is_part: bool) -> str:
@@ -192,7 +192,7 @@ def check_weight_files(path: str, key: str, *, is_served: bool = True) -> None:
     for name, tensor in tensors.items():
         if name.endswith("weight") and tensor.dtype not in FLOAT_DTYPES:
             raise ConfigError(
-                f"{key}={path}: {name} is stored as {tensor.dtype}: {QUANTISED_ADVICE}"
+                f"{key}={path}: {name} is stored as {tensor.dtype}: {QUANTIZED_ADVICE}"
             )
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     num_layers, last = read_num_layers(Path(path)), max(_parse_layer_numbers(shapes), default=-1)

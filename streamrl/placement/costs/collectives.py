@@ -129,7 +129,7 @@ def build_parallel_groups(
         return CollectiveGroup(ranks, ranks_per_node, link, network, constants)
 
     tensor, data = group(grid.tp_size, 1), group(grid.dp_size, data_stride)
-    # Expert groups take tensor-parallel ranks first, then the ranks of neighbouring replicas.
+    # Expert groups take tensor-parallel ranks first, then the ranks of neighboring replicas.
     ranks_per_node = min(expert, max(1, tensor.ranks_per_node * data.ranks_per_node))
     return ParallelGroups(
         tensor,

@@ -29,7 +29,7 @@ from streamrl.process_pool.pool import (
 )
 from streamrl.rewards.interface.config import SandboxConfig, ScorerConfig
 from streamrl.rewards.interface.extract import PatternTimeoutError
-from streamrl.rewards.interface.verdict import RewardOutcome, RewardResult
+from streamrl.rewards.interface.reward_result import RewardOutcome, RewardResult
 
 OptionsT = TypeVar("OptionsT")
 

@@ -11,7 +11,7 @@ from streamrl.files.typed_settings import read_settings
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.extract import AnswerPattern, PatternTimeoutError
 from streamrl.rewards.interface.reward import RetryOptions, Reward, RewardSpec, retry_infra_errors
-from streamrl.rewards.interface.verdict import RewardOutcome, RewardResult
+from streamrl.rewards.interface.reward_result import RewardOutcome, RewardResult
 from streamrl.rewards.kinds.code_tests import ProgramTest, read_tests
 from streamrl.rewards.sandbox.program import (
     LANGUAGES,

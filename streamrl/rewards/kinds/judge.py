@@ -17,7 +17,7 @@ from streamrl.files.bounded_read import read_small_text
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.extract import AnswerPattern
 from streamrl.rewards.interface.reward import RetryOptions, Reward, RewardSpec, retry_infra_errors
-from streamrl.rewards.interface.verdict import RewardResult
+from streamrl.rewards.interface.reward_result import RewardResult
 
 if TYPE_CHECKING:
     from streamrl.rewards.kinds.openai_client import ChatClient
@@ -154,7 +154,7 @@ class JudgeReward(Reward):
         return result
 
     async def _judge_once(self, text: str) -> RewardResult:
-        """Request a judgement. Raises RewardInfraError if the response has no valid number."""
+        """Request a judgment. Raises RewardInfraError if the response has no valid number."""
         assert self._client is not None
         size = len(text.encode("utf-8", "replace"))
         response = await self._client.request_completion(

@@ -14,7 +14,7 @@ from streamrl.errors import ConfigError, RewardError, RewardTimeoutError
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.micro_batcher import MicroBatcher, RowLogits, TokenRow
 from streamrl.rewards.interface.reward import RetryOptions, Reward, RewardSpec, retry_infra_errors
-from streamrl.rewards.interface.verdict import RewardResult
+from streamrl.rewards.interface.reward_result import RewardResult
 
 if TYPE_CHECKING:
     from streamrl.rewards.kinds.classifier import ClassifierFiles, SequenceClassifier

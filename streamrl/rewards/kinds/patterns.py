@@ -10,7 +10,7 @@ from omegaconf import MISSING
 from streamrl.errors import RewardError
 from streamrl.rewards.interface.extract import AnswerPattern
 from streamrl.rewards.interface.reward import RuleReward
-from streamrl.rewards.interface.verdict import RewardResult
+from streamrl.rewards.interface.reward_result import RewardResult
 from streamrl.rewards.matchers.matcher import parse_truth_text
 
 # Bounds on text and exponent protect memory: 1e999999999 as an integer takes 415 MB.

@@ -18,7 +18,7 @@ from streamrl.rewards.interface.reward import (
     WorkerReward,
     retry_infra_errors,
 )
-from streamrl.rewards.interface.verdict import RewardOutcome, RewardResult
+from streamrl.rewards.interface.reward_result import RewardOutcome, RewardResult
 from streamrl.rewards.matchers.choice import LETTERS
 from streamrl.rewards.matchers.matcher_table import MATCHERS, find_matcher
 
@@ -154,7 +154,7 @@ class SymbolicReward(WorkerReward):
 
 def make_symbolic_handler(_: None) -> Callable[[Any], RewardResult]:
     """Return the handler of a worker of SymbolicReward: (truth, completion) to RewardResult."""
-    # Imported here so that the slow import does not count towards the first call's deadline.
+    # Imported here so that the slow import does not count toward the first call's deadline.
     import math_verify  # noqa: F401
 
     judge = MATCHERS["symbolic"].judge_completion

@@ -7,7 +7,7 @@ lists the differences from verl.
 import re
 
 from streamrl.errors import RewardError
-from streamrl.rewards.interface.verdict import RewardResult
+from streamrl.rewards.interface.reward_result import RewardResult
 from streamrl.rewards.matchers.matcher import (
     GroundTruth,
     make_missing_answer_result,

@@ -6,7 +6,7 @@ from functools import lru_cache
 import regex
 
 from streamrl.errors import ConfigError, RewardError
-from streamrl.rewards.interface.verdict import RewardResult
+from streamrl.rewards.interface.reward_result import RewardResult
 from streamrl.rewards.matchers.matcher import (
     GroundTruth,
     make_missing_answer_result,

@@ -6,7 +6,7 @@ arXiv 2206.14858, appendix D), scores of verl; docs/rewards_reference.md lists t
 
 import re
 
-from streamrl.rewards.interface.verdict import RewardResult
+from streamrl.rewards.interface.reward_result import RewardResult
 from streamrl.rewards.matchers.boxed import extract_braced
 from streamrl.rewards.matchers.matcher import (
     GroundTruth,

@@ -3,7 +3,7 @@
 import math
 
 from streamrl.errors import ConfigError
-from streamrl.rewards.interface.verdict import RewardResult
+from streamrl.rewards.interface.reward_result import RewardResult
 from streamrl.rewards.matchers.matcher import GroundTruth, accept_any_truth
 
 UNITS = ("words", "characters")

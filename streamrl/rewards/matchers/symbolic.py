@@ -8,7 +8,7 @@ import logging
 from typing import Any
 
 from streamrl.errors import RewardError
-from streamrl.rewards.interface.verdict import RewardResult
+from streamrl.rewards.interface.reward_result import RewardResult
 from streamrl.rewards.matchers.matcher import (
     GroundTruth,
     make_missing_answer_result,

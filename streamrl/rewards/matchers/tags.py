@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from streamrl.errors import ConfigError
-from streamrl.rewards.interface.verdict import RewardResult
+from streamrl.rewards.interface.reward_result import RewardResult
 from streamrl.rewards.matchers.matcher import GroundTruth, accept_any_truth
 
 validate_truth = accept_any_truth

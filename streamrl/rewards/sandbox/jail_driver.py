@@ -262,7 +262,7 @@ def has_too_many_files(job: JobMessage) -> bool:
 
 
 def reap_orphans(but: int) -> None:
-    """Reap exited orphans, which count towards the process limit; `but` is the program itself."""
+    """Reap exited orphans, which count toward the process limit; `but` is the program itself."""
     while True:
         try:
             child = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)

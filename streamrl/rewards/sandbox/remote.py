@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 
 from streamrl.errors import RewardInfraError
-from streamrl.rewards.interface.verdict import RewardOutcome
+from streamrl.rewards.interface.reward_result import RewardOutcome
 from streamrl.rewards.sandbox.compare import can_be_value, is_same_text, is_same_value, parse_value
 from streamrl.rewards.sandbox.program import (
     CallTest,

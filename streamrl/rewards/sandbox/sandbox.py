@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from streamrl.errors import ConfigError
-from streamrl.rewards.interface.verdict import RewardOutcome
+from streamrl.rewards.interface.reward_result import RewardOutcome
 from streamrl.rewards.sandbox.backend_choice import check_language_tools, choose_isolation
 from streamrl.rewards.sandbox.jail import (
     GRACE_PERIOD_S,

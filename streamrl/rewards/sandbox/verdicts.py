@@ -9,7 +9,7 @@ import reprlib
 import signal
 from typing import Any
 
-from streamrl.rewards.interface.verdict import RewardOutcome
+from streamrl.rewards.interface.reward_result import RewardOutcome
 from streamrl.rewards.sandbox import jail_driver
 from streamrl.rewards.sandbox.compare import (
     can_be_value,

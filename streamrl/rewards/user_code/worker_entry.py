@@ -10,7 +10,7 @@ import numpy as np
 from streamrl.errors import RewardError
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.checks import format_value, to_finite_float
-from streamrl.rewards.interface.verdict import RewardOutcome, RewardResult
+from streamrl.rewards.interface.reward_result import RewardOutcome, RewardResult
 from streamrl.rewards.user_code.user_function import (
     CallArguments,
     FunctionCallSpec,

@@ -103,8 +103,8 @@ VERSIONS = torch.tensor([[5, 4, 2, 6]])
 
 def test_interpolated_proximal_by_hand():
     logprobs = torch.full((1, 4), -1.0, requires_grad=True)
-    behaviour = torch.full((1, 4), -3.0)
-    proximal = interpolated_proximal(logprobs, behaviour, VERSIONS, version=5)
+    behavior = torch.full((1, 4), -3.0)
+    proximal = interpolated_proximal(logprobs, behavior, VERSIONS, version=5)
     # Shares 0, 1/2, 3/4 of the 2 between them.
     torch.testing.assert_close(proximal, torch.tensor([[-3.0, -2.0, -1.5, -3.0]]))
     assert not proximal.requires_grad

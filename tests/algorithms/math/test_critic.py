@@ -7,7 +7,7 @@ import torch
 
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.algorithms.math.critic import critic_loss
-from streamrl.algorithms.math.training_metrics import summarise_critic
+from streamrl.algorithms.math.training_metrics import summarize_critic
 from streamrl.dataflow import CRITIC
 from tests.algorithms.ragged import gradient
 from tests.algorithms.steps import derive_columns, make_step
@@ -35,19 +35,19 @@ def test_value_loss_by_hand_takes_the_larger_error_of_value_and_clipped_value():
 
 
 def test_critic_metrics_by_hand():
-    metrics = summarise_critic(sums_of(critic_loss(BATCH, VALUES, clip=0.45)), CRITIC)
+    metrics = summarize_critic(sums_of(critic_loss(BATCH, VALUES, clip=0.45)), CRITIC)
     # Errors 0.6, 0 and 0.5; returns 1, 2 and 0 have a variance of 2/3.
     errors = torch.tensor([0.6, 0.0, 0.5])
     assert metrics["critic/value_mean"] == pytest.approx(1.9 / 3)
     assert metrics["critic/clip_frac"] == pytest.approx(2 / 3)
     expected = 1 - errors.var(correction=0).item() / (2 / 3)
     assert metrics["critic/explained_variance"] == pytest.approx(expected, rel=1e-5)
-    assert summarise_critic({}, CRITIC) == {}
+    assert summarize_critic({}, CRITIC) == {}
 
 
 def test_equal_returns_have_no_explained_variance():
     batch = BATCH | {"returns": torch.ones(1, 4)}
-    metrics = summarise_critic(sums_of(critic_loss(batch, VALUES, clip=None)), CRITIC)
+    metrics = summarize_critic(sums_of(critic_loss(batch, VALUES, clip=None)), CRITIC)
     assert "critic/explained_variance" not in metrics
 
 

@@ -11,7 +11,7 @@ from streamrl.algorithms.math.correction import divergence_sums
 from streamrl.algorithms.math.training_metrics import (
     MIN_LOG_RATIO,
     NUM_BINS_PER_SIDE,
-    summarise_divergence,
+    summarize_divergence,
 )
 from tests.algorithms import ragged
 from tests.algorithms.ragged import BATCHES, BOUNDS
@@ -26,7 +26,7 @@ def sums_of(batch):
 
 def summary(log_ratio: list[list[float]], mask: list[list[bool]]) -> dict[str, float]:
     x, counts = torch.tensor(log_ratio, dtype=torch.float64), torch.tensor(mask)
-    return summarise_divergence(sums_of({"log_ratio": x, "loss_mask": counts}), int(counts.sum()))
+    return summarize_divergence(sums_of({"log_ratio": x, "loss_mask": counts}), int(counts.sum()))
 
 
 def test_metrics_by_hand():
@@ -61,7 +61,7 @@ def test_metrics_equal_the_reference_in_python_loops(dtype):
         tokens = [x for row in rows for x in row]
         n, ratios = len(tokens), [math.exp(x) for x in tokens]
         squares, sequences = sum(r * r for r in ratios), [math.exp(2 * sum(row)) for row in rows]
-        metrics = summarise_divergence(sums_of(batch), n)
+        metrics = summarize_divergence(sums_of(batch), n)
         expected = {
             "policy/ratio_mean": sum(ratios) / n,
             "policy/ess": sum(ratios) ** 2 / squares / n,
@@ -101,7 +101,7 @@ def test_quantiles_are_accurate_to_half_a_bin(seed, spread, shift):
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(20, 15, generator=draw).double() * 10**spread + shift
     sums = sums_of({"log_ratio": x.clamp(-20, 20), "loss_mask": torch.ones_like(x).bool()})
-    metrics = summarise_divergence(sums, 300)
+    metrics = summarize_divergence(sums, 300)
     true = x.clamp(-20, 20).flatten().sort().values.tolist()
     # The rank of a quantile among 300 values; half a bin is an eighth of the value.
     for name, rank in (("p01", 3), ("p50", 150), ("p99", 297)):

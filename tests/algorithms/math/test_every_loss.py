@@ -331,7 +331,7 @@ def test_the_first_step_of_gmpo_uses_the_mean_advantage_of_the_rollout():
     lengths = mask.sum(-1, keepdim=True).clamp(min=1)
     mean = apply_mask(batch["advantages"], mask).sum(-1, keepdim=True) / lengths
     gradient = first_step(POLICY_LOSSES["gmpo"], batch, "token-mean")
-    levelled = batch | {"advantages": mean.expand(mask.shape)}
-    expected = first_step(POLICY_LOSSES["reinforce"], levelled, "token-mean")
+    leveled = batch | {"advantages": mean.expand(mask.shape)}
+    expected = first_step(POLICY_LOSSES["reinforce"], leveled, "token-mean")
     torch.testing.assert_close(gradient, expected, atol=1e-15, rtol=1e-15)
     assert not torch.equal(gradient, first_step(POLICY_LOSSES["reinforce"], batch, "token-mean"))

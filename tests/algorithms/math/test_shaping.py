@@ -59,14 +59,14 @@ def rewards_of(batch):
 def test_token_rewards_equal_the_reference_in_python_loops(dtype):
     for seed in range(8):
         batch = ragged.make_batch(seed, dtype)
-        plain, penalised = [], []
+        plain, penalized = [], []
         for row in ragged.list_counted_rows(batch):
             num_tokens = len(row["values"])
             plain.append([0.0] * (num_tokens - 1) + row["scores"][:num_tokens])
-            penalised.append([r - x for r, x in zip(plain[-1], row["values"], strict=True)])
+            penalized.append([r - x for r, x in zip(plain[-1], row["values"], strict=True)])
         mask = batch["loss_mask"]
         ragged.assert_equals_rows(make_token_rewards(batch["scores"], mask), plain, mask, dtype)
-        ragged.assert_equals_rows(rewards_of(batch), penalised, mask, dtype)
+        ragged.assert_equals_rows(rewards_of(batch), penalized, mask, dtype)
 
 
 @given(batch=BATCHES, seed=SEEDS)

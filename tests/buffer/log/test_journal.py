@@ -178,7 +178,7 @@ async def test_full_disk_fails_all_waiters_with_a_clear_message(
         errors = await asyncio.gather(*calls, return_exceptions=True)
     text = (
         f"journal {tmp_path}/00000001.journal: No space left on device;"
-        " what was accepted before is safe"
+        " earlier accepted records are safe"
     )
     assert [(type(error), str(error)) for error in errors] == [(JournalError, text)] * 3
     for call in (journal.append([note(9)]), journal.rotate(), journal.close()):
@@ -244,7 +244,9 @@ async def test_failed_fsync_is_not_retried(
     monkeypatch.setattr(os, "fsync", fail)
     journal.append_nowait([note(1)])
     for _ in range(2):
-        with pytest.raises(JournalError, match=f"Input/output error; what was {safe} before is"):
+        with pytest.raises(
+            JournalError, match=f"Input/output error; earlier {safe} records are safe"
+        ):
             await journal.rotate()
     with pytest.raises(JournalError, match="Input/output error"):
         await journal.close()
@@ -292,7 +294,7 @@ def test_partial_write_keeps_complete_records(tmp_path: Path):
         check=True,
     )
     accepted, *errors = run.stdout.splitlines()
-    text = "00000001.journal: File too large; what was accepted before is safe"
+    text = "00000001.journal: File too large; earlier accepted records are safe"
     assert errors == [f"journal {tmp_path}/{text}"] * 2
     assert int(accepted) == 14
     assert read_numbers(tmp_path) == list(range(14))

@@ -354,8 +354,8 @@ def patch_model_trainer(fault, module):
 
     updated = threading.Event()
 
-    def step(original, self, normaliser):
-        metrics = original(self, normaliser)
+    def step(original, self, loss_denominator):
+        metrics = original(self, loss_denominator)
         if fault.delay_s:
             updated.set()
         else:

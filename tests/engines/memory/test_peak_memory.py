@@ -42,7 +42,7 @@ from streamrl.engines.memory.peak_memory import PROC_STATUS, release_large_block
 if sys.argv[1] == "at once":
     release_large_blocks_eagerly()
 for _ in range(2):
-    # The second time the allocator has learnt of the first.
+    # The second time the allocator has learned of the first.
     held = [torch.ones(8 << 18) for _ in range(20)]
     last = [torch.ones(1 << 10) for _ in range(2000)]
     del held

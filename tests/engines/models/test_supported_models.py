@@ -169,7 +169,7 @@ def test_quantized_tensors_without_a_config_are_rejected(
     tensors = load_file(tmp_path / FILE)
     name = next(name for name in tensors if "down_proj" in name)
     save_file({**tensors, name: tensors[name].to(dtype)}, tmp_path / FILE)
-    with pytest.raises(ConfigError, match=f"{name} is stored as .*quantised weights cannot"):
+    with pytest.raises(ConfigError, match=f"{name} is stored as .*quantized weights cannot"):
         check_weight_files(path, "model.path")
 
 
@@ -256,7 +256,7 @@ def test_settings_that_vllm_computes_differently_are_rejected(
 def test_quantized_weights_are_rejected(tmp_path: Path, method: str):
     path = write(tmp_path, "qwen3")
     change(tmp_path, quantization_config={"quant_method": method})
-    with pytest.raises(ConfigError, match=f"{method} weights: quantised weights cannot be"):
+    with pytest.raises(ConfigError, match=f"{method} weights: quantized weights cannot be"):
         check_model_support(path, "auto")
 
 

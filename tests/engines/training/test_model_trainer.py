@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 from transformers.trainer_utils import SchedulerType
 
-from streamrl.algorithms import summarise_policy
+from streamrl.algorithms import summarize_policy
 from streamrl.algorithms.math.advantages import group_relative_advantages
 from streamrl.algorithms.objective import policy_loss
 from streamrl.data.pretrain_texts import TextStream
@@ -305,7 +305,7 @@ def test_metric_sums_of_micro_batches_and_ranks_add_up_to_those_of_the_step(resu
             case["sums"] for case in layout.select_shares(results[f"update/{layout.label}/{cuts}"])
         ]
         total = {name: sum(case[name] for case in cases) for name in cases[0]}
-        metrics.append(summarise_policy(total, compute_divisor(GROUPS)))
+        metrics.append(summarize_policy(total, compute_divisor(GROUPS)))
     assert metrics[0].keys() >= {"policy/kl_ref", "loss/kl", "policy/ess", "loss/policy"}
     assert all(math.isfinite(value) for value in metrics[0].values())
     for split_metrics in metrics[1:]:

@@ -13,7 +13,7 @@ from streamrl.placement.costs.call_memory import TrainStateBytes
 from streamrl.placement.costs.constants import CostConstants
 from streamrl.placement.costs.cost_model import CostModel
 from streamrl.placement.costs.train_timing import estimate_train_timing
-from streamrl.placement.lora_params import add_lora_adapters
+from streamrl.placement.lora_params import add_adapter_params
 from streamrl.placement.model_shapes import MODEL_SHAPES
 from streamrl.placement.placements import Placement
 from streamrl.placement.problem import PlacementProblem
@@ -105,12 +105,12 @@ def test_pipelined_sampling_reads_the_weights_once_per_batch():
 
 def make_lora_problem(cluster: Cluster, rank: int = 16) -> PlacementProblem:
     return PlacementProblem(
-        GRPO, {"policy": add_lora_adapters(MODEL_SHAPES["llama-7b"], rank)}, WORK, cluster
+        GRPO, {"policy": add_adapter_params(MODEL_SHAPES["llama-7b"], rank)}, WORK, cluster
     )
 
 
 def test_adapters_shrink_training_state_and_skip_products():
-    base, shape = MODEL_SHAPES["llama-7b"], add_lora_adapters(MODEL_SHAPES["llama-7b"], 16)
+    base, shape = MODEL_SHAPES["llama-7b"], add_adapter_params(MODEL_SHAPES["llama-7b"], 16)
     plain = replace(
         CostConstants(), update_s=0.0, collective_s=0.0, link_hop_s=0.0, recompute=False
     )
@@ -135,7 +135,7 @@ def test_adapters_shrink_training_state_and_skip_products():
 
 
 def test_adapters_travel_alone_and_merge_into_host_weights():
-    shape, base = add_lora_adapters(MODEL_SHAPES["llama-7b"], 16), MODEL_SHAPES["llama-7b"]
+    shape, base = add_adapter_params(MODEL_SHAPES["llama-7b"], 16), MODEL_SHAPES["llama-7b"]
     placement = place("1-1-8", "1-1-8", 8)
     sent = CostModel(make_lora_problem(A100)).estimate_transfer("generate", placement)
     full = CostModel(make_grpo_problem("llama-7b", A100)).approximate_costs.estimate_transfer(

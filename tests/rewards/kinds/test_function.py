@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from streamrl.errors import ConfigError, RewardError
 from streamrl.rewards.interface.config import RewardConfig
-from streamrl.rewards.interface.verdict import RewardOutcome, RewardResult
+from streamrl.rewards.interface.reward_result import RewardOutcome, RewardResult
 from streamrl.rewards.registry import build_rewards
 from streamrl.rewards.user_code.user_function import FunctionSource
 from streamrl.rewards.user_code.worker_entry import make_reward_handler

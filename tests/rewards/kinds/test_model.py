@@ -14,7 +14,7 @@ from streamrl.config.run_config import load_config
 from streamrl.errors import ConfigError, RewardError, RewardTimeoutError
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.config import RewardConfig
-from streamrl.rewards.interface.verdict import RewardOutcome
+from streamrl.rewards.interface.reward_result import RewardOutcome
 from streamrl.rewards.kinds.classifier import SequenceClassifier, read_classifier
 from streamrl.rewards.kinds.model import ModelReward, logits_to_score
 from streamrl.rewards.registry import build_rewards

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from streamrl.config.run_config import load_config
 from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import Prompt
-from streamrl.rewards.interface.verdict import RewardOutcome
+from streamrl.rewards.interface.reward_result import RewardOutcome
 from streamrl.rewards.kinds.patterns import (
     PatternOptions,
     RegexOptions,

@@ -6,7 +6,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
-from streamrl.rewards.interface.verdict import RewardResult
+from streamrl.rewards.interface.reward_result import RewardResult
 from streamrl.rewards.matchers import boxed, dapo_math, gsm8k
 
 #: Matchers by their letter in ANSWERS.

@@ -1,7 +1,7 @@
 import pytest
 
 from streamrl.errors import ConfigError
-from streamrl.rewards.interface.verdict import RewardOutcome
+from streamrl.rewards.interface.reward_result import RewardOutcome
 from streamrl.rewards.matchers import length, tags
 
 GOOD = "<think>2 + 3</think>\n<answer>5</answer>"

@@ -1,7 +1,7 @@
 import pytest
 
 from streamrl.errors import ConfigError, RewardError
-from streamrl.rewards.interface.verdict import RewardOutcome
+from streamrl.rewards.interface.reward_result import RewardOutcome
 from streamrl.rewards.matchers import boxed, dapo_math, gsm8k
 from tests.rewards.matchers.answers_table import ANSWERS, RULES
 

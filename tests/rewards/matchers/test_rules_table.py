@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.errors import RewardError
-from streamrl.rewards.interface.verdict import RewardOutcome, RewardResult
+from streamrl.rewards.interface.reward_result import RewardOutcome, RewardResult
 from streamrl.rewards.matchers.matcher_table import MATCHER_BY_SOURCE, MATCHERS, find_matcher
 
 TRUTHS = {"choice": "B"}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from streamrl.rewards.interface.verdict import RewardOutcome
+from streamrl.rewards.interface.reward_result import RewardOutcome
 from streamrl.rewards.sandbox.program import CallTest, SandboxProgram, StdinTest
 
 #: No program in a jail may read this; programs know the prefix to search for.

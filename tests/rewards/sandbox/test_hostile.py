@@ -13,7 +13,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from streamrl.rewards.interface.verdict import RewardOutcome
+from streamrl.rewards.interface.reward_result import RewardOutcome
 from streamrl.rewards.sandbox.program import ProgramLimits, SandboxProgram, StdinTest
 from streamrl.rewards.sandbox.sandbox import Sandbox
 from tests.descendants import descendants
@@ -35,7 +35,7 @@ ATTACK_PARAMS = [
     for attack in ATTACKS
 ]
 JAILS = 2
-NEIGHBOUR = SandboxProgram(
+NEIGHBOR = SandboxProgram(
     "python", "print(sum(map(int, input().split())))", [StdinTest("1 2 3", "6")]
 )
 #: Directories that a program could write to without a jail.
@@ -107,11 +107,11 @@ async def host(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Host]:
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("attack", ATTACK_PARAMS)
 async def test_an_attack_gets_its_outcome_and_leaves_no_trace(host: Host, attack: Attack):
-    outcome, neighbour = await asyncio.gather(
-        host.sandbox.run(attack.make_program(host.facts)), host.sandbox.run(NEIGHBOUR)
+    outcome, neighbor = await asyncio.gather(
+        host.sandbox.run(attack.make_program(host.facts)), host.sandbox.run(NEIGHBOR)
     )
     assert outcome.outcome in attack.outcomes, outcome
-    assert neighbour.outcome is RewardOutcome.PASS, neighbour
+    assert neighbor.outcome is RewardOutcome.PASS, neighbor
     assert host.canary.read_text() == SECRET
     assert host.process.poll() is None
     assert not host.is_contacted()

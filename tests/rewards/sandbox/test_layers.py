@@ -11,7 +11,7 @@ import pyseccomp
 import pytest
 import pytest_asyncio
 
-from streamrl.rewards.interface.verdict import RewardOutcome
+from streamrl.rewards.interface.reward_result import RewardOutcome
 from streamrl.rewards.sandbox.backend_choice import probe_isolation
 from streamrl.rewards.sandbox.isolation import (
     NO_ISOLATION,

@@ -50,7 +50,7 @@ def folder() -> Iterator[Path]:
     rewards = Path(streamrl.__file__).parent / "rewards"
     shutil.copytree(rewards / "sandbox", target / "streamrl" / "rewards" / "sandbox")
     (target / "streamrl" / "rewards" / "interface").mkdir()
-    for name in ("__init__.py", "verdict.py"):
+    for name in ("__init__.py", "reward_result.py"):
         shutil.copy(rewards / "interface" / name, target / "streamrl" / "rewards" / "interface")
     shutil.copy(rewards.parent / "errors.py", target / "streamrl")
     (target / "streamrl" / "process_pool").mkdir()

@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 
 from streamrl.errors import ConfigError
-from streamrl.rewards.interface.verdict import RewardOutcome
+from streamrl.rewards.interface.reward_result import RewardOutcome
 from streamrl.rewards.sandbox.backend_choice import explain_unavailability, probe_isolation
 from streamrl.rewards.sandbox.isolation import ENVIRONMENT, NO_ISOLATION
 from streamrl.rewards.sandbox.jail import make_jail_spec
