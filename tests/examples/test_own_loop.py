@@ -305,7 +305,9 @@ def test_a_mesh_that_is_not_the_trainers_is_refused(pool: ResourcePool):
 
 @pytest.mark.slow
 def test_generating_after_a_failed_update_raises(pool: ResourcePool):
-    config = load_config(PPO, ["run.steps=1", "pipeline.groups_per_step=2"])
+    config = load_config(
+        PPO, ["run.steps=1", "pipeline.groups_per_step=2", "critic.warmup_alone=0"]
+    )
     prepared = prepare_run(config)
     setup = LoopSetup(config, Narrow(pool, 1), prepared.prompts, prepared.max_length)  # type: ignore[arg-type]
     policy = setup.start_group(FailingPolicy)
