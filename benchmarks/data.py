@@ -154,10 +154,10 @@ def _start(folder: str, path: str) -> None:
     sent = pickle.dumps(prepared.prompts)
     began = time.perf_counter()
     stream = pickle.loads(sent)
-    stream.draw(FIRST)
+    stream.draw_prompts(FIRST)
     first = time.perf_counter() - began
     began = time.perf_counter()
-    stream.draw(MORE)
+    stream.draw_prompts(MORE)
     rate = MORE / (time.perf_counter() - began)
     results = {"check_s": seconds, "check_again_s": again, "driver_mb": memory_mb}
     results |= {"sent_mb": len(sent) / 1e6, "first_prompts_s": first, "prompts_per_s": rate}
