@@ -53,6 +53,21 @@ class GenerationError(StreamError):
     """The generation engine died or was closed; the message gives the reason."""
 
 
+class EpisodeError(StreamError):
+    """The infrastructure of an episode failed: never a fault of the policy, never reward 0.
+
+    The environment raised, its process died, or it refused another session.
+    """
+
+    cause = "environment_error"
+
+
+class EpisodeTimeoutError(EpisodeError):
+    """An environment did not answer in time."""
+
+    cause = "environment_timeout"
+
+
 class RewardError(StreamError):
     """Computing a reward failed for a group (such a group never counts as score 0).
 

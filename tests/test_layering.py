@@ -30,7 +30,7 @@ ROOMS = (
     *("algorithms", "buffer", "placement"),
     *("engines", "run_dir", "drawing"),
     *("evaluation", "stream"),
-    *("rewards", "pipeline"),
+    *("rewards", "environments", "pipeline"),
     *("config", "simulator"),
     *("actors", "calibration"),
     "cli",
