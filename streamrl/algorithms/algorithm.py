@@ -59,6 +59,7 @@ class AlgorithmSettings:
     overlong_buffer: int
     overlong_factor: float
     mask_truncated: bool
+    mask_timeouts: bool
     correction: CorrectionConfig
     epochs: int
     mini_batches: int
@@ -66,6 +67,14 @@ class AlgorithmSettings:
     params: Mapping[str, Any]
     max_length: int
     reward_weights: Mapping[str, float]
+
+    @property
+    def masked_reasons(self) -> tuple[int, ...]:
+        """Codes of the finish reasons of rollouts that are not trained."""
+        reasons = TRUNCATIONS if self.mask_truncated else ()
+        if self.mask_timeouts:
+            reasons = (*reasons, FinishReason.TIMEOUT)
+        return tuple(reason.value for reason in reasons)
 
     @property
     def num_updates(self) -> int:

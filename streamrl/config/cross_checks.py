@@ -39,10 +39,10 @@ def check_consistency(config: "RunConfig") -> None:
 
 def _check_group_sizes(config: "RunConfig") -> None:
     """Check settings against the sizes of groups, steps and completions."""
-    longest, buffer = config.generator.max_new_tokens, config.algorithm.overlong_buffer
+    longest, buffer = config.max_completion_tokens, config.algorithm.overlong_buffer
     if buffer > longest:
         raise ConfigError(
-            f"algorithm.overlong_buffer={buffer}: must be at most generator.max_new_tokens="
+            f"algorithm.overlong_buffer={buffer}: must be at most {config.completion_limit_key}="
             f"{longest}"
         )
     rollouts = config.algorithm.group_size * config.pipeline.groups_per_step

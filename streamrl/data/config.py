@@ -64,12 +64,14 @@ class DataConfig:
         files = parse_data_files(value, key=key, prompt_key=self.prompt_key)
         return tuple(replace(file, template_arguments=self.chat_template_kwargs) for file in files)
 
-    def compute_prompt_limit(self, *, model_tokens: int, max_new_tokens: int) -> int:
+    def compute_prompt_limit(
+        self, *, model_tokens: int, max_new_tokens: int, key: str = "generator.max_new_tokens"
+    ) -> int:
         """Return the maximum tokens of a prompt.
 
-        model_tokens: context length of the model. max_new_tokens: longest completion. Raises
-        ConfigError if the completion leaves no tokens for a prompt, or fewer than
-        max_prompt_tokens.
+        model_tokens: context length of the model. max_new_tokens: longest completion, or episode
+        without its prompt. key: setting that limits it, for errors. Raises ConfigError if the
+        completion leaves no tokens for a prompt, or fewer than max_prompt_tokens.
         """
         available = model_tokens - max_new_tokens
         arithmetic = (
@@ -77,7 +79,7 @@ class DataConfig:
         )
         if available < 1:
             raise ConfigError(
-                f"generator.max_new_tokens={max_new_tokens}: no tokens are left for a prompt:"
+                f"{key}={max_new_tokens}: no tokens are left for a prompt:"
                 f" {arithmetic}"
             )
         if self.max_prompt_tokens is None:

@@ -8,7 +8,6 @@ import pytest
 import pytest_asyncio
 import torch
 
-from streamrl.engines.generation.partial_rollouts import derive_continuation_seed
 from streamrl.engines.generation.requests_in_flight import ProgressWatch
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.errors import ConfigError

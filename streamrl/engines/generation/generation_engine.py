@@ -20,7 +20,6 @@ import torch
 from streamrl.dataflow import GENERATE_CALL, GREEDY_CALL
 from streamrl.engines.generation.partial_rollouts import (
     count_remaining_tokens,
-    derive_continuation_seed,
     finish_by_length,
     make_empty_rollout,
     resolve_partials,
@@ -48,6 +47,7 @@ from streamrl.messages import (
     Prompt,
     Rollout,
     columns_to_rollouts,
+    derive_continuation_seed,
     make_rollout_seeds,
     rollouts_to_columns,
 )
