@@ -1,7 +1,8 @@
 """Generator replica: an actor that samples rollouts and follows the weights of the policy."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
 
 from streamrl.actors.actor_context import ActorContext, ActorReport
 from streamrl.actors.liveness import ProcessLocation
@@ -21,6 +22,7 @@ from streamrl.stream.protocols import (
     StageContext,
 )
 from streamrl.stream.stage_worker import read_no_partials, split_slots
+from streamrl.telemetry.spans import SpanArgValue
 
 if TYPE_CHECKING:
     from streamrl.engines.generation.generation_engine import GenerationEngine
@@ -55,9 +57,9 @@ class GeneratorActor(ReplicaActor):
         if config.environment.is_enabled:
             self._driver = await start_episode_driver(
                 config.environment,
+                config.data,
                 self._generator,
                 model_path=config.model.path,
-                template=config.data.episode_template,
                 max_turn_tokens=config.generator.max_new_tokens,
                 num_slots=config.generator.max_concurrent_rollouts,
             )
@@ -139,13 +141,19 @@ class GeneratorActor(ReplicaActor):
                 prompt,
                 seeds=seeds,
                 environment_seed=make_environment_seed(self._config.evaluation.seed, prompt.uid),
-                compute=self._stages[0].record_compute,
+                compute=self._hold_for_evaluation,
                 sampling=sampling,
             )
-        async with self._stages[0].device_lease.hold("evaluate"):
+        async with self._hold_for_evaluation():
             return rollouts_to_columns(
                 await self._generator.generate(prompt.token_ids, seeds=seeds, sampling=sampling)
             )
+
+    @asynccontextmanager
+    async def _hold_for_evaluation(self, **facts: SpanArgValue) -> AsyncIterator[dict[str, Any]]:
+        """Hold the device lease without a span: evaluation is not work of the stage."""
+        async with self._stages[0].device_lease.hold("evaluate"):
+            yield {}
 
     async def ping(self) -> ProcessLocation:
         """Reply once the engine replies between two decode steps.

@@ -204,6 +204,15 @@ class RunConfig:
         )
 
     @property
+    def max_open_rollouts(self) -> int:
+        """Most rollouts that a generator works on, those that wait for their environment included.
+
+        Without an environment they are those that the engine samples.
+        """
+        in_engine = self.generator.max_concurrent_rollouts
+        return self.environment.open_episodes or in_engine
+
+    @property
     def max_completion_tokens(self) -> int:
         """Most tokens that follow the prompt of a row: of a completion, or of a whole episode."""
         if self.environment.is_enabled:

@@ -60,6 +60,18 @@ class DataConfig:
     def eval_files(self) -> tuple[DataFile, ...]:
         return self.parse_files(self.eval, key="data.eval")
 
+    @property
+    def shared_template(self) -> str:
+        """Template of all files. Raises ConfigError if they differ."""
+        files = (*self.train_files, *self.eval_files)
+        for file in files:
+            if file.template != files[0].template:
+                raise ConfigError(
+                    f"{file.key}.template={file.template}: differs from {files[0].key}.template="
+                    f"{files[0].template}; with an environment all files need the same template"
+                )
+        return files[0].template
+
     def parse_files(self, value: Any, *, key: str) -> tuple[DataFile, ...]:
         files = parse_data_files(value, key=key, prompt_key=self.prompt_key)
         return tuple(replace(file, template_arguments=self.chat_template_kwargs) for file in files)
@@ -79,8 +91,7 @@ class DataConfig:
         )
         if available < 1:
             raise ConfigError(
-                f"{key}={max_new_tokens}: no tokens are left for a prompt:"
-                f" {arithmetic}"
+                f"{key}={max_new_tokens}: no tokens are left for a prompt: {arithmetic}"
             )
         if self.max_prompt_tokens is None:
             return available

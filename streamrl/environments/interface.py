@@ -137,7 +137,9 @@ class EnvironmentSession(Protocol):
 
 
 class EnvironmentHosts(Protocol):
-    """Opens a session per episode."""
+    """Processes that run an environment's code; opens a session per episode."""
+
+    async def close(self) -> None: ...
 
     def open_session(self, prompt: Prompt, *, seed: int) -> EnvironmentSession:
         """Return a session that is not reset yet.

@@ -14,7 +14,7 @@ from streamrl.rewards.combine import FunctionCombiner, RewardComponent
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.interface.reward import Reward, RewardContext, RewardSpec
 from streamrl.rewards.kinds.code import CodeOptions, CodeReward
-from streamrl.rewards.kinds.environment import EnvironmentReward
+from streamrl.rewards.kinds.environment import ENVIRONMENT_KIND, EnvironmentReward
 from streamrl.rewards.kinds.function import FunctionOptions, FunctionReward
 from streamrl.rewards.kinds.judge import JudgeOptions, JudgeReward
 from streamrl.rewards.kinds.model import ModelOptions, ModelReward
@@ -125,7 +125,7 @@ REWARD_KINDS: Mapping[str, RewardKind] = {
         ModelReward,
         can_use_devices=True,
     ),
-    "environment": RewardKind(
+    ENVIRONMENT_KIND: RewardKind(
         "score that the run's environment gives an episode",
         EmptyRewardOptions,
         lambda spec: EnvironmentReward(),

@@ -205,9 +205,7 @@ class RewardSet:
         totals = await self._combine_scores(prompt, texts, components)
         for name, results in components.items():
             self._outcome_counts.update(result.outcome.value for result in results)
-            add_extra_metrics(
-                self._extra_metrics, self._score_spec.column_prefix + name, results
-            )
+            add_extra_metrics(self._extra_metrics, self._score_spec.column_prefix + name, results)
         seconds = {
             name: task.result()[1] for name, task in zip(self.component_names, tasks, strict=True)
         }

@@ -62,6 +62,7 @@ class TurnSampler(Protocol):
         seeds: Sequence[int],
         sampling: Any = None,
         max_new_tokens: int | None = None,
+        stop_token_ids: Sequence[int] = (),
     ) -> list[Rollout]: ...
 
 
@@ -164,6 +165,7 @@ class EpisodeDriver:
         self._limits = limits
         self._slots = slots
         self._attempts = attempts
+        self._stop_token_ids = tuple({*renderer.turn_end_ids, *call_format.stop_token_ids})
         self._num_groups = 0
         self.meter = EpisodeMeter()
 
@@ -313,12 +315,17 @@ class EpisodeDriver:
                 seeds=[derive_continuation_seed(request.seed, tokens.num_new_tokens)],
                 sampling=request.sampling,
                 max_new_tokens=min(self._limits.max_turn_tokens, self._count_free_tokens(state)),
+                stop_token_ids=self._stop_token_ids,
             )
             span_facts["tokens"] = int(rollout.loss_mask.sum())
         decode_s = time.perf_counter() - started
         state.elapsed_s += decode_s
         self.meter.add_seconds(wait=started - waiting_since, decode=decode_s)
         return rollout
+
+    async def close(self) -> None:
+        """End the hosts of the environment."""
+        await self._hosts.close()
 
     @contextmanager
     def _measure_environment(self, state: EpisodeState) -> Iterator[None]:

@@ -42,9 +42,7 @@ class Completion:
         return self.turns[-1] if part == LAST_TURN else "\n".join(self.turns)
 
 
-def decode_rollouts(
-    tokenizer: "PreTrainedTokenizerBase", columns: Columns
-) -> list[Completion]:
+def decode_rollouts(tokenizer: "PreTrainedTokenizerBase", columns: Columns) -> list[Completion]:
     """Decode the rollouts of a group, without special tokens.
 
     columns: ROLLOUT_COLUMNS, and EPISODE_COLUMNS if the rollouts have an environment.

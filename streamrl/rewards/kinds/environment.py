@@ -9,6 +9,9 @@ from streamrl.rewards.interface.reward import Reward
 from streamrl.rewards.interface.reward_result import RewardResult
 
 
+ENVIRONMENT_KIND = "environment"
+
+
 class EnvironmentReward(Reward):
     """Takes the environment's score; PASS if it is above 0. The answer is the part's text."""
 
