@@ -43,6 +43,7 @@ from streamrl.pipeline import (
     admit_prompts,
     follow_weights,
     generate_rollouts,
+    hold_lease_per_group,
     score_groups,
     train_policy,
     watch_stalls,

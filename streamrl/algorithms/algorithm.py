@@ -14,7 +14,13 @@ from streamrl.algorithms.correction_config import CorrectionConfig
 from streamrl.algorithms.math.training_metrics import compute_loss_denominator
 from streamrl.errors import AlgorithmError
 from streamrl.files.python_module import format_failure
-from streamrl.messages import COLUMN_SPECS, COMPONENT_PREFIX, ROLLOUT_COLUMNS
+from streamrl.messages import (
+    COLUMN_SPECS,
+    COMPONENT_PREFIX,
+    ROLLOUT_COLUMNS,
+    TRUNCATIONS,
+    FinishReason,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -39,8 +39,8 @@ async def evaluate_policy(
     """Sample and score the first `config.limit` prompts of each file; return all metrics.
 
     prompts: prompts by file name; config.concurrency prompts are in flight at a time.
-    generate: samples a completion per seed; returns their ROLLOUT_COLUMNS. Seeds depend on config.seed and the prompt's uid only,
-        so the result does not depend on scheduling.
+    generate: samples a completion per seed; returns their ROLLOUT_COLUMNS. Seeds depend on
+        config.seed and the prompt's uid only, so the result does not depend on scheduling.
     score: returns column `scores`, and `answers` (an id per distinct answer, 0 for a missing
         answer) if the reward extracts answers. maj@k needs answers from every data_source.
     timeout_s: deadline to sample and score a prompt, s.
@@ -48,8 +48,9 @@ async def evaluate_policy(
         restarts the deadline.
 
     A RewardError of `score` or an EpisodeError of `generate` excludes the prompt: rewards and
-    environments retry internally. If every prompt fails, the first of them is raised. Raises DeadlineError if a prompt exceeds `timeout_s`, and every
-    other error of `generate` and `score`; remaining tasks are cancelled first.
+    environments retry internally. If every prompt fails, the first of them is raised. Raises
+    DeadlineError if a prompt exceeds `timeout_s`, and every other error of `generate` and `score`;
+    remaining tasks are cancelled first.
     """
     chosen = [(name, prompt) for name, file in prompts.items() for prompt in file[: config.limit]]
     if not chosen:

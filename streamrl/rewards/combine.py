@@ -9,8 +9,8 @@ import numpy as np
 from streamrl.errors import ConfigError, RewardError
 from streamrl.files.python_module import FileFunction, load_referenced_function
 from streamrl.messages import Array, Prompt
-from streamrl.rewards.interface.completion import LAST_TURN
 from streamrl.rewards.interface.checks import format_value, to_finite_float
+from streamrl.rewards.interface.completion import LAST_TURN
 from streamrl.rewards.interface.config import ScorerConfig
 from streamrl.rewards.interface.reward import (
     Reward,

@@ -17,8 +17,8 @@ from streamrl.rewards.combine import (
     RewardComponent,
     sum_weighted,
 )
-from streamrl.rewards.interface.reward_result import RewardResult
 from streamrl.rewards.interface.completion import LAST_TURN, Completion
+from streamrl.rewards.interface.reward_result import RewardResult
 from streamrl.rewards.metric_means import MetricSums, add_extra_metrics
 
 START_TIMEOUT_S = 180.0

@@ -158,7 +158,7 @@ class GenerationEngine:
         (rollout,) = await self.generate(prompt.token_ids, seeds=[GREEDY_SEED], sampling=greedy)
         return {"greedy_ids": rollout.completion_ids}
 
-    async def generate(
+    async def generate(  # noqa: PLR0913
         self,
         prompt_ids: Array,
         *,

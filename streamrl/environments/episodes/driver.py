@@ -169,7 +169,7 @@ class EpisodeDriver:
         self._num_groups = 0
         self.meter = EpisodeMeter()
 
-    async def run_group(
+    async def run_group(  # noqa: PLR0913
         self,
         prompt: Prompt,
         *,

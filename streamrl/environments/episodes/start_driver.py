@@ -7,7 +7,7 @@ from streamrl.environments.episodes.decode_slots import DecodeSlots
 from streamrl.environments.episodes.driver import EpisodeDriver, EpisodeLimits, TurnSampler
 from streamrl.environments.hosts.host_pool import EnvironmentHostPool, HostSettings
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
-from streamrl.environments.tool_calls.call_formats import CallFormat, make_call_format
+from streamrl.environments.tool_calls.call_formats import make_call_format
 
 
 def make_host_settings(config: EnvironmentConfig) -> HostSettings:

@@ -8,7 +8,6 @@ from streamrl.rewards.interface.completion import Completion
 from streamrl.rewards.interface.reward import Reward
 from streamrl.rewards.interface.reward_result import RewardResult
 
-
 ENVIRONMENT_KIND = "environment"
 
 
