@@ -10,7 +10,6 @@ trainer use them.
 
 import asyncio
 import hashlib
-import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -50,6 +49,10 @@ from streamrl.messages import (
 
 RETRY_DELAY_S = 0.5
 """Delay before an episode whose environment failed is tried again, s; doubles per attempt."""
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 class TurnSampler(Protocol):
@@ -232,12 +235,12 @@ class EpisodeDriver:
 
     async def _run_episode(self, request: EpisodeRequest, session: EnvironmentSession) -> Episode:
         """Run an episode from reset to score. Raises EpisodeError."""
-        started = time.perf_counter()
+        started = _now()
         start = await session.reset()
         messages = join_messages(request.prompt.messages, start.messages)
         prompt_ids = self._renderer.render_prompt(messages, start.tools)
         state = EpisodeState(request, session, messages, start.tools, EpisodeTokens(prompt_ids))
-        state.elapsed_s = time.perf_counter() - started
+        state.elapsed_s = _now() - started
         if self._count_free_tokens(state) < 1:
             raise EpisodeError(
                 f"{describe_prompt(request.prompt)}: the prompt has {len(prompt_ids)} tokens with"
@@ -302,14 +305,14 @@ class EpisodeDriver:
     async def _sample_turn(self, state: EpisodeState) -> Rollout:
         """Sample the next turn of an episode, holding a decode slot and the device lease."""
         request, tokens = state.request, state.tokens
-        waiting_since = time.perf_counter()
+        waiting_since = _now()
         async with (
             self._slots.hold(request.priority),
             request.compute(
                 uid=request.prompt.uid, turn=len(tokens.turn_ends), context=len(tokens.token_ids)
             ) as span_facts,
         ):
-            started = time.perf_counter()
+            started = _now()
             (rollout,) = await self._sampler.generate(
                 tokens.token_ids,
                 seeds=[derive_continuation_seed(request.seed, tokens.num_new_tokens)],
@@ -318,7 +321,7 @@ class EpisodeDriver:
                 stop_token_ids=self._stop_token_ids,
             )
             span_facts["tokens"] = int(rollout.loss_mask.sum())
-        decode_s = time.perf_counter() - started
+        decode_s = _now() - started
         state.elapsed_s += decode_s
         self.meter.add_seconds(wait=started - waiting_since, decode=decode_s)
         return rollout
@@ -329,10 +332,10 @@ class EpisodeDriver:
 
     @contextmanager
     def _measure_environment(self, state: EpisodeState) -> Iterator[None]:
-        started = time.perf_counter()
+        started = _now()
         try:
             yield
         finally:
-            seconds = time.perf_counter() - started
+            seconds = _now() - started
             state.elapsed_s += seconds
             self.meter.add_seconds(environment=seconds)

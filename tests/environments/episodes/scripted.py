@@ -85,7 +85,7 @@ class ScriptedSession:
     """Answers the n-th reply with `steps[n]`: a StepResult, an error to raise, or a delay first."""
 
     steps: Sequence[object]
-    reset_result: ResetResult = ResetResult()
+    reset_result: ResetResult = field(default_factory=ResetResult)
     final_score: float = 1.0
     replies: list[str] = field(default_factory=list)
     is_closed: bool = False
