@@ -168,7 +168,7 @@ class EpisodeDriver:
         self._limits = limits
         self._slots = slots
         self._attempts = attempts
-        self._stop_token_ids = tuple({*renderer.turn_end_ids, *call_format.stop_token_ids})
+        self._stop_token_ids = tuple({*renderer.end_token_ids, *call_format.stop_token_ids})
         self._num_groups = 0
         self.meter = EpisodeMeter()
 

@@ -22,7 +22,7 @@ PROMPT = Prompt(
 class CodePointRenderer:
     """Renders `[content]`; the brackets are scaffold."""
 
-    turn_end_ids = (END,)
+    end_token_ids = (END,)
 
     def render_prompt(self, messages, tools=()):
         return np.array([ord(c) for m in messages for c in m["content"]], np.int32)
