@@ -33,8 +33,7 @@ from streamrl.environments.interface import (
     ToolSchema,
 )
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
-from streamrl.environments.tool_calls.assistant_message import make_assistant_message
-from streamrl.environments.tool_calls.call_formats import CallFormat
+from streamrl.environments.tool_calls.call_formats import CallFormat, make_assistant_message
 from streamrl.errors import EpisodeError
 from streamrl.messages import (
     Array,
@@ -168,7 +167,7 @@ class EpisodeDriver:
         self._limits = limits
         self._slots = slots
         self._attempts = attempts
-        self._stop_token_ids = tuple({*renderer.end_token_ids, *call_format.stop_token_ids})
+        self._stop_token_ids = tuple(sorted(renderer.end_token_ids))
         self._num_groups = 0
         self.meter = EpisodeMeter()
 

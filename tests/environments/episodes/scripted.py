@@ -36,8 +36,6 @@ class CodePointRenderer:
 class TextFormat:
     """A turn is its text."""
 
-    stop_token_ids = ()
-
     def parse(self, token_ids, tools, *, is_cut=False):
         return Reply("".join(map(chr, token_ids)).rstrip(";"), is_cut=is_cut)
 

@@ -165,7 +165,7 @@ def test_limits_end_an_episode_as_truncated_and_it_is_still_scored(limits, reaso
 @in_virtual_time
 async def test_a_cut_turn_is_not_given_to_the_environment():
     session = ScriptedSession([])
-    sampler = ScriptedSampler(lambda context, seed: "endless")
+    sampler = ScriptedSampler(lambda context, seed: "endless" * 9)
     columns = await run_group(make_driver(sampler, ScriptedHosts(lambda: session)))
     assert list_reasons(columns) == [FinishReason.LENGTH]
     assert session.replies == []
