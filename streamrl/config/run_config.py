@@ -460,6 +460,8 @@ def _make_paths_absolute(config: RunConfig) -> None:
             options["path"] = str(Path(str(path)).absolute())
     if config.scorer.combine:
         config.scorer.combine = str(Path(config.scorer.combine).absolute())
+    if config.environment.path:
+        config.environment.path = str(Path(config.environment.path).absolute())
     if config.algorithm.path:
         config.algorithm.path = str(Path(config.algorithm.path).absolute())
 
