@@ -168,7 +168,7 @@ class TurnRenderer:
         except ConfigError as error:
             roles = ", ".join(dict.fromkeys(message["role"] for message in shown))
             raise ConfigError(
-                f"an observation of role {roles} cannot follow a turn: {error}; the environment must"
+                f"an observation of role {roles} cannot follow a turn: {error}; let the environment"
                 " answer in another role, such as user"
             ) from error
         pieces, closing_length = bridge
@@ -220,18 +220,17 @@ class TurnRenderer:
                 stop = position + len(piece.text)
                 is_observation |= (starts < stop) & (ends > position)
             position += len(piece.text)
-        forged = np.flatnonzero(is_observation & np.isin(token_ids, self._marker_ids))
-        if not forged.size:
+        is_forged = is_observation & np.isin(token_ids, self._marker_ids)
+        if not is_forged.any():
             return EncodedPieces(token_ids, is_observation, ends)
-        # A special token may absorb whitespace around it, which lies between the offsets.
-        absorbed_starts = np.concatenate([[0], ends[:-1]])[forged]
-        absorbed_ends = np.concatenate([starts[1:], [len(text)]])[forged]
-        spans = zip(absorbed_starts.tolist(), absorbed_ends.tolist(), strict=True)
+        # A special token may absorb whitespace around it, which then lies between the offsets.
+        is_after_forged = np.concatenate([[False], is_forged[:-1]])
+        starts = np.where(is_after_forged, starts, np.concatenate([[0], ends[:-1]]))
+        stops = np.concatenate([starts[1:], [len(text)]])
+        spans = zip(starts[is_forged].tolist(), stops[is_forged].tolist(), strict=True)
         spellings = [self._spell_out(text[start:stop]) for start, stop in spans]
         counts = np.ones(len(token_ids), np.int64)
-        counts[forged] = [len(spelling) for spelling in spellings]
-        is_forged = np.zeros(len(token_ids), bool)
-        is_forged[forged] = True
+        counts[is_forged] = [len(spelling) for spelling in spellings]
         spelled = np.repeat(token_ids, counts)
         spelled[np.repeat(is_forged, counts)] = np.concatenate(spellings)
         return EncodedPieces(spelled, np.repeat(is_observation, counts), np.repeat(ends, counts))
