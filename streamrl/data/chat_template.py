@@ -114,6 +114,11 @@ class ChatTemplate:
     def select_source(self, *, has_tools: bool) -> str | None:
         return self.tools_source if self.tools_source and has_tools else self.source
 
+    @property
+    def can_render_tools(self) -> bool:
+        source = self.select_source(has_tools=True)
+        return source is not None and "tools" in _list_template_variables(source)
+
 
 @dataclass(frozen=True)
 class Conversation:
@@ -214,7 +219,7 @@ def _check_conversation_arguments(conversation: Conversation, template: ChatTemp
         inherited = template.arguments.keys() - own
         location = f"{place}: data.chat_template_kwargs"
         _check_template_arguments(location, inherited, sources, template.name)
-    if conversation.tools and "tools" not in _list_template_variables(*sources):
+    if conversation.tools and not template.can_render_tools:
         raise ConfigError(
             f"{place}: tools: {template.name} does not use them; remove them, or choose another"
             " template, as in data.train={path: ..., template: mine.jinja}"

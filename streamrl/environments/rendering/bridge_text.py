@@ -62,9 +62,22 @@ class BridgeWriter:
         self._end_texts = tuple(end_texts)
         question, reply = _make_question(), {"role": "assistant", "content": REPLY}
         # An assistant's turn, as it is last in a conversation.
-        closed = self._render([question, reply], is_closed=True)
+        closed = self.render([question, reply], is_closed=True)
         self._closing = _cut_after_reply(closed) or ""
         self.user_bridge = self.write_bridge([{"role": "user", "content": OBSERVATION}])
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        arguments: Arguments = None,
+        *,
+        is_closed: bool = False,
+    ) -> str:
+        """Render a conversation, up to where the policy writes or, if `is_closed`, to its end."""
+        roles = ", ".join(message["role"] for message in messages)
+        conversation = Conversation(f"conversation of {roles}", messages, tools, arguments or {})
+        return render_text(self._tokenizer, conversation, self._template, is_closed=is_closed)
 
     def write_prompt(
         self,
@@ -75,7 +88,7 @@ class BridgeWriter:
     ) -> list[TextPiece]:
         """Render a conversation that starts with `messages` and ends with an observation."""
         if not observation:
-            return [TextPiece(self._render(messages, tools, arguments), False)]
+            return [TextPiece(self.render(messages, tools, arguments), False)]
         return self._insert(messages, observation, tools, arguments)
 
     def write_bridge(
@@ -94,6 +107,34 @@ class BridgeWriter:
                 problems.append(error)
         raise problems[0]
 
+    def write_turn(
+        self,
+        messages: Sequence[Message],
+        turn: Message,
+        observation: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+    ) -> str:
+        """Return the text of an assistant's turn as the policy would write it, without closing.
+
+        messages: before the turn. observation: after it. Text that the template leaves out, such as
+        a thought, is part of the turn.
+        """
+        opened = self.render(messages, tools)
+        whole = self.render([*messages, turn, *observation], tools)
+        bridge = "".join(piece.text for piece in self.write_bridge(observation).pieces)
+        if whole.startswith(opened) and whole.endswith(bridge):
+            text = whole[len(opened) : len(whole) - len(bridge)]
+        else:
+            closed = self.render([*messages, turn], tools, is_closed=True)
+            pairs = enumerate(zip(opened, closed, strict=False))
+            start = next((i for i, (a, b) in pairs if a != b), min(len(opened), len(closed)))
+            text = closed[start:]
+            text = text[: self._find_turn_end(text)]
+        content = str(turn["content"])
+        if content in text:
+            return text
+        return content + text if "tool_calls" in turn else content
+
     def _write_after(
         self, reply: Message, observation: Sequence[Message], arguments: Arguments
     ) -> BridgeText:
@@ -106,10 +147,10 @@ class BridgeWriter:
             raise self._make_error(context, observation, problem)
         closing = self._closing
         if "tool_calls" in reply:
-            closed = self._render(context, arguments=arguments, is_closed=True)
+            closed = self.render(context, arguments=arguments, is_closed=True)
             tail = _cut_after_reply(closed) or ""
             # The end of a call belongs to the policy's turn: quotes, brackets, </tool_call>.
-            length = self._find_call_end(tail)
+            length = self._find_turn_end(tail)
             if not after.startswith(tail[:length]):
                 problem = "renders a tool call in another way once its result follows"
                 raise self._make_error(context, observation, problem)
@@ -117,11 +158,12 @@ class BridgeWriter:
         pieces[0] = TextPiece(after, False)
         return BridgeText(pieces, self._measure_closing(closing, after))
 
-    def _find_call_end(self, tail: str) -> int:
-        if self._closing and tail.endswith(self._closing):
-            return len(tail) - len(self._closing)
+    def _find_turn_end(self, text: str) -> int:
+        """Return where the closing starts in text that ends with a turn."""
+        if self._closing and text.endswith(self._closing):
+            return len(text) - len(self._closing)
         # Some formats end a turn with calls by a token of its own (Llama 3's <|eom_id|>).
-        return min((tail.find(t) for t in self._end_texts if t in tail), default=len(tail))
+        return min((text.find(t) for t in self._end_texts if t in text), default=len(text))
 
     def _measure_closing(self, closing: str, scaffold: str) -> int:
         """Return how much of a scaffold closes the turn.
@@ -157,7 +199,7 @@ class BridgeWriter:
             {**message, "content": marker}
             for message, marker in zip(observation, markers, strict=True)
         ]
-        skeleton = self._render([*context, *marked], tools, arguments)
+        skeleton = self.render([*context, *marked], tools, arguments)
         starts = _find_in_order(skeleton, markers)
         pieces, end = [], 0
         for number, (message, marker, start) in enumerate(
@@ -167,7 +209,7 @@ class BridgeWriter:
                 problem = f"does not render the message of role {message['role']} after a turn"
                 raise self._make_error(context, marked, problem)
             single = [*marked[:number], message, *marked[number + 1 :]]
-            text = self._render([*context, *single], tools, arguments)
+            text = self.render([*context, *single], tools, arguments)
             before, after = skeleton[:start], skeleton[start + len(marker) :]
             pieces.append(TextPiece(skeleton[end:start], False))
             pieces.append(TextPiece(_cut_out(text, before, after, message["content"]), True))
@@ -175,26 +217,14 @@ class BridgeWriter:
         pieces.append(TextPiece(skeleton[end:], False))
         return pieces
 
-    def _render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[ToolSchema] = (),
-        arguments: Arguments = None,
-        *,
-        is_closed: bool = False,
-    ) -> str:
-        roles = ", ".join(message["role"] for message in messages)
-        conversation = Conversation(f"conversation of {roles}", messages, tools, arguments or {})
-        return render_text(self._tokenizer, conversation, self._template, is_closed=is_closed)
-
     def _make_error(
         self, context: Sequence[Message], observation: Sequence[Message], problem: str
     ) -> ConfigError:
         """Return an error that names the first token at which template and stream part."""
         *earlier, reply = context
-        stream = self._render(earlier) + reply["content"] + self._closing
+        stream = self.render(earlier) + reply["content"] + self._closing
         stream += observation[0]["content"]
-        rendered = self._render([*context, *observation])
+        rendered = self.render([*context, *observation])
         tokenizer = self._tokenizer
         difference = find_difference(
             tokenizer, encode(tokenizer, rendered), encode(tokenizer, stream)

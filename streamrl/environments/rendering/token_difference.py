@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+SHOWN_TOKENS = 6
+
 
 @dataclass(frozen=True)
 class TokenDifference:
     """First different token of two sequences.
 
-    index: position, from 0. rendered: text of the token that the template renders; "" after its
-    last token. appended: text of the token in the stream; "" after its last token.
+    index: position, from 0. rendered, appended: text of the next tokens from there, in the
+    template's rendering and in the stream; "" after the last token.
     """
 
     index: int
@@ -34,8 +36,8 @@ def find_difference(
     """Return the first difference of two sequences of token ids; None if they are equal."""
     for index, pair in enumerate(zip_longest(rendered, appended)):
         if pair[0] != pair[1]:
-            texts = ("" if token is None else decode(tokenizer, [token]) for token in pair)
-            return TokenDifference(index, *texts)
+            sides = (tokens[index : index + SHOWN_TOKENS] for tokens in (rendered, appended))
+            return TokenDifference(index, *(decode(tokenizer, side) for side in sides))
     return None
 
 

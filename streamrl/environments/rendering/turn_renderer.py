@@ -90,9 +90,10 @@ class TurnRenderer:
         pieces, closing_length = self._writer.user_bridge
         bridge = self._encode(pieces)
         closing = self._find_marker(bridge, closing_length)
-        written = [] if closing is None else [int(bridge.token_ids[closing])]
-        self.end_token_ids = end_token_ids.union(written)
-        """Tokens that end a turn: as given, and the one by which the template closes it."""
+        self.closing_id = None if closing is None else int(bridge.token_ids[closing])
+        """Token by which the template closes a turn; None if it does so by text, or not at all."""
+        self.end_token_ids = end_token_ids.union([] if closing is None else [self.closing_id])
+        """Tokens that end a turn: as given, and `closing_id`."""
         if bridge.token_ids[-1] in self.end_token_ids:
             raise ConfigError(
                 f"{template.name}: opens the policy's turn with"
@@ -136,7 +137,7 @@ class TurnRenderer:
         of the environment after `messages`; unlike these they cannot write special tokens. Raises
         ConfigError if the template refuses the conversation.
         """
-        writer = self._tools_writer if tools else self._writer
+        writer = self.get_writer(has_tools=bool(tools))
         shown = _clean_messages(observation)
         pieces = writer.write_prompt(messages, shown, tools, arguments)
         token_ids = self._encode(pieces).token_ids
@@ -162,13 +163,23 @@ class TurnRenderer:
         if not shown:
             raise ConfigError("an observation needs a message, with empty content if need be")
         has_tools = has_tools or any(message["role"] == "tool" for message in shown)
-        writer = self._tools_writer if has_tools else self._writer
-        pieces, closing_length = writer.write_bridge(shown, arguments)
+        try:
+            bridge = self.get_writer(has_tools=has_tools).write_bridge(shown, arguments)
+        except ConfigError as error:
+            roles = ", ".join(dict.fromkeys(message["role"] for message in shown))
+            raise ConfigError(
+                f"an observation of role {roles} cannot follow a turn: {error}; let the environment"
+                " answer in another role, such as user"
+            ) from error
+        pieces, closing_length = bridge
         encoded = self._encode(pieces)
         start = 0
         if not is_cut and len(sampled_ids):
             start = self._count_written(int(sampled_ids[-1]), encoded, pieces, closing_length)
         return BridgeTokens(encoded.token_ids[start:], encoded.is_observation[start:])
+
+    def get_writer(self, *, has_tools: bool) -> BridgeWriter:
+        return self._tools_writer if has_tools else self._writer
 
     def _count_written(
         self, last: int, bridge: EncodedPieces, pieces: Sequence[TextPiece], closing_length: int
@@ -209,18 +220,17 @@ class TurnRenderer:
                 stop = position + len(piece.text)
                 is_observation |= (starts < stop) & (ends > position)
             position += len(piece.text)
-        forged = np.flatnonzero(is_observation & np.isin(token_ids, self._marker_ids))
-        if not forged.size:
+        is_forged = is_observation & np.isin(token_ids, self._marker_ids)
+        if not is_forged.any():
             return EncodedPieces(token_ids, is_observation, ends)
-        # A special token may absorb whitespace around it, which lies between the offsets.
-        absorbed_starts = np.concatenate([[0], ends[:-1]])[forged]
-        absorbed_ends = np.concatenate([starts[1:], [len(text)]])[forged]
-        spans = zip(absorbed_starts.tolist(), absorbed_ends.tolist(), strict=True)
+        # A special token may absorb whitespace around it, which then lies between the offsets.
+        is_after_forged = np.concatenate([[False], is_forged[:-1]])
+        starts = np.where(is_after_forged, starts, np.concatenate([[0], ends[:-1]]))
+        stops = np.concatenate([starts[1:], [len(text)]])
+        spans = zip(starts[is_forged].tolist(), stops[is_forged].tolist(), strict=True)
         spellings = [self._spell_out(text[start:stop]) for start, stop in spans]
         counts = np.ones(len(token_ids), np.int64)
-        counts[forged] = [len(spelling) for spelling in spellings]
-        is_forged = np.zeros(len(token_ids), bool)
-        is_forged[forged] = True
+        counts[is_forged] = [len(spelling) for spelling in spellings]
         spelled = np.repeat(token_ids, counts)
         spelled[np.repeat(is_forged, counts)] = np.concatenate(spellings)
         return EncodedPieces(spelled, np.repeat(is_observation, counts), np.repeat(ends, counts))
