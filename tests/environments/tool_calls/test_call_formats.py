@@ -238,6 +238,28 @@ def test_a_marker_spelled_in_ordinary_tokens_is_text(
     assert parse(marker_tokenizer, name, encode_chars(turn)) == Reply(turn, [])
 
 
+def test_special_tokens_are_no_text_and_do_not_repair_a_call(marker_tokenizer: Any, encode: Encode):
+    reply = parse(marker_tokenizer, "hermes", encode("The sum<|call|> is 3.<|im_end|>"))
+    assert reply == Reply("The sum is 3.", [])
+    turn = f"<tool_call>{SUM_JSON}</tool_call>"
+    (call,) = parse(marker_tokenizer, "hermes", encode(turn.replace(":", ":<|call|>"))).calls
+    assert call.outcome is CallOutcome.MALFORMED
+    (call,) = parse(
+        marker_tokenizer,
+        "hermes",
+        encode(f"<tool_call>{HI_JSON.replace('hi', 'a<|call|>b</tool_call>')}</tool_call>"),
+    ).calls
+    assert call.arguments == {"text": "a<|call|>b</tool_call>"}
+
+
+def test_a_value_in_xml_may_contain_the_end_of_a_parameter(marker_tokenizer: Any, encode: Encode):
+    text = "\n</parameter> and </function>\n"
+    turn = SUM_XML.replace("add", "say").replace("=a>\n1", f"=text>\n{text}")
+    turn = re.sub(r"<parameter=b>.*?</parameter>", "", turn, flags=re.DOTALL)
+    reply = parse(marker_tokenizer, "qwen_coder", encode(turn))
+    assert describe(reply) == ("", [("say", {"text": text})])
+
+
 def test_a_marker_that_is_no_token_is_found_by_its_spelling(plain_tokenizer: Any):
     turn = f"I add.<tool_call>{SUM_JSON}</tool_call>"
     token_ids = plain_tokenizer.encode(turn)
