@@ -113,7 +113,7 @@ class CallFormat:
         turn = self._decoder.decode(token_ids, by_name, is_cut=is_cut)
         spans = [_check_encodable_call(s) for s in islice(self._find_calls(turn), MAX_SPANS)]
         calls = [_check_call(span, by_name) for span in spans if isinstance(span, WrittenCall)]
-        return Reply(_read_text(turn, spans), calls, is_cut)
+        return Reply(_read_text(turn, spans), tuple(calls), is_cut)
 
 
 def _check_encodable_call(span: WrittenCall | ScaffoldSpan) -> WrittenCall | ScaffoldSpan:
@@ -188,19 +188,21 @@ def detect_call_format(
 ) -> str:
     """Return the name of the format that a model writes.
 
-    The chat template decides, as it shows calls to the model. If it shows none, the vocabulary
-    decides by its markers. Raises ConfigError if neither has any.
+    The chat template decides, as it shows calls to the model. If it knows no tools at all, the
+    vocabulary decides by its markers. Raises ConfigError if the one that decides has no sign.
     """
+    template = template_source or ""
     for name, row in FORMAT_ROWS.items():
-        if re.search(row.template_sign, template_source or ""):
+        if re.search(row.template_sign, template):
             return name
-    vocabulary = tokenizer.get_added_vocab()
+    # Families share markers: GLM has <tool_call>, but in its template, calls look different.
+    vocabulary = {} if "tools" in template else tokenizer.get_added_vocab()
     for name, row in FORMAT_ROWS.items():
         if row.markers[0] in vocabulary:
             return name
     raise ConfigError(
-        f"{setting}=auto: neither chat template nor vocabulary has markers of tool calls; set it to"
-        f" one of {', '.join(CALL_FORMATS)}"
+        f"{setting}=auto: the chat template shows tool calls in no known format; set it to one of"
+        f" {', '.join(CALL_FORMATS)}"
     )
 
 

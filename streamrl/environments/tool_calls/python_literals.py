@@ -4,7 +4,8 @@
 """
 
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from streamrl.environments.tool_calls.strict_json import parse_finite_float
 from streamrl.files.bounded_read import MAX_DEPTH
@@ -25,6 +26,7 @@ _ESCAPE = re.compile(
     r"|(?P<octal>[0-7]{1,3})|(?P<char>[abfnrtv\\'\"\n]))"
 )
 _ESCAPED_CHARS = dict(zip("abfnrtv\\'\"\n", ["\a", "\b", "\f", *"\n\r\t\v\\'\"", ""], strict=True))
+T = TypeVar("T")
 NamedCall = tuple[str, dict[str, Any]]
 """Name and keyword arguments of a call."""
 
@@ -83,13 +85,13 @@ class _LiteralReader:
         self.position = found.end()
         return found[0]
 
-    def read_items(self, opening: str, closing: str, read_item: Any) -> list[Any]:
+    def read_items(self, opening: str, closing: str, read_item: Callable[[], T]) -> list[T]:
         """Read items between two brackets, separated by commas; a last comma is allowed."""
         self._expect(opening)
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise self.make_error("nested too deeply")
-        items = []
+        items: list[T] = []
         while not self._accept(closing):
             items.append(read_item())
             if not self._accept(","):

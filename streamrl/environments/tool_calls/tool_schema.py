@@ -270,9 +270,11 @@ def _list_expected_types(error: "ValidationError") -> str:
         branches = error.validator_value
     else:
         return ""
-    names = [branch.get("type") for branch in branches]
-    if not all(isinstance(name, str) for name in names):
-        names = names[0] if len(names) == 1 and isinstance(names[0], list) else []
+    names = [branch.get("type") for branch in branches if isinstance(branch, Mapping)]
+    if len(names) == 1 and isinstance(names[0], list):
+        names = names[0]
+    if len(names) < len(branches) or not all(isinstance(name, str) for name in names):
+        return ""
     return " or ".join(names)
 
 

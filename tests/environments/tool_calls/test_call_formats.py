@@ -235,7 +235,29 @@ def test_a_marker_spelled_in_ordinary_tokens_is_text(
     }
     turn = turns[name]
     assert len(parse(marker_tokenizer, name, encode(turn)).calls) == 1
-    assert parse(marker_tokenizer, name, encode_chars(turn)) == Reply(turn, [])
+    assert parse(marker_tokenizer, name, encode_chars(turn)) == Reply(turn)
+
+
+def test_special_tokens_are_no_text_and_do_not_repair_a_call(marker_tokenizer: Any, encode: Encode):
+    reply = parse(marker_tokenizer, "hermes", encode("The sum<|call|> is 3.<|im_end|>"))
+    assert reply == Reply("The sum is 3.")
+    turn = f"<tool_call>{SUM_JSON}</tool_call>"
+    (call,) = parse(marker_tokenizer, "hermes", encode(turn.replace(":", ":<|call|>"))).calls
+    assert call.outcome is CallOutcome.MALFORMED
+    (call,) = parse(
+        marker_tokenizer,
+        "hermes",
+        encode(f"<tool_call>{HI_JSON.replace('hi', 'a<|call|>b</tool_call>')}</tool_call>"),
+    ).calls
+    assert call.arguments == {"text": "a<|call|>b</tool_call>"}
+
+
+def test_a_value_in_xml_may_contain_the_end_of_a_parameter(marker_tokenizer: Any, encode: Encode):
+    text = "\n</parameter> and </function>\n"
+    turn = SUM_XML.replace("add", "say").replace("=a>\n1", f"=text>\n{text}")
+    turn = re.sub(r"<parameter=b>.*?</parameter>", "", turn, flags=re.DOTALL)
+    reply = parse(marker_tokenizer, "qwen_coder", encode(turn))
+    assert describe(reply) == ("", [("say", {"text": text})])
 
 
 def test_a_marker_that_is_no_token_is_found_by_its_spelling(plain_tokenizer: Any):
@@ -264,7 +286,7 @@ def test_a_call_cut_by_the_length_limit_is_text_and_not_malformed(
     for length in range(len(token_ids)):
         reply = parse(marker_tokenizer, name, token_ids[:length], is_cut=True)
         assert reply.is_cut
-        assert reply.calls == []
+        assert not reply.calls
         if name != "harmony":  # its headers are no text
             assert CUT_TURNS[name].startswith(reply.text)
 
@@ -342,7 +364,7 @@ def test_text_without_markers_comes_back_unchanged(
     assume(not re.match(r"\s*[\[{]", text))  # Llama 3 and pythonic calls need no marker
     for is_cut in (False, True):
         reply = parse(marker_tokenizer, name, encode_chars(text), is_cut=is_cut)
-        assert reply == Reply(text, [], is_cut)
+        assert reply == Reply(text, is_cut=is_cut)
 
 
 @pytest.mark.parametrize("name", CALL_FORMATS)
@@ -446,14 +468,14 @@ def test_the_format_is_detected_from_the_chat_template(
     assert detect_call_format(plain_tokenizer, template) == name
 
 
-def test_the_vocabulary_decides_if_the_template_shows_no_calls(
+def test_the_vocabulary_decides_if_the_template_knows_no_tools(
     marker_tokenizer: Any, plain_tokenizer: Any
 ):
     assert detect_call_format(marker_tokenizer, "{{ messages[0].content }}") == "hermes"
     with pytest.raises(ConfigError, match="set it to one of hermes, qwen_coder, llama3"):
-        # <arg_key> is GLM's format, which is none of these.
-        detect_call_format(plain_tokenizer, "<tool_call>{{ name }}<arg_key>")
-    with pytest.raises(ConfigError, match="neither chat template nor vocabulary"):
+        # The format of GLM, whose vocabulary has <tool_call>, too.
+        detect_call_format(marker_tokenizer, "{{ tools }}<tool_call>{{ name }}<arg_key>")
+    with pytest.raises(ConfigError, match="shows tool calls in no known format"):
         detect_call_format(plain_tokenizer, None)
 
 

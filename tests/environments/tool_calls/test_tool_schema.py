@@ -163,6 +163,23 @@ def test_schemas_of_servers_may_refer_to_their_own_definitions():
 
 
 @pytest.mark.parametrize(
+    ("schema", "value", "problem"),
+    [
+        ({"type": ["integer", "null"]}, "a", 'x: must be integer or null, got "a"'),
+        ({"anyOf": [{"type": "integer"}, {"enum": ["a"]}]}, "b", "x: 'b' is not valid under any"),
+        ({"anyOf": [False, {"type": "integer"}]}, "b", "x: 'b' is not valid under any"),
+        ({"minimum": 3}, 2, "x: 2 is less than the minimum of 3"),
+        ({"required": ["y"]}, {}, "x: missing key y"),
+        (False, 1, "False schema does not allow 1"),
+    ],
+)
+def test_each_rule_of_a_schema_of_a_server_is_reported(schema: Any, value: Any, problem: str):
+    tool = wrap({"properties": {"x": schema}})
+    check_tool_schema(tool, place="server")
+    assert validate_arguments(tool, {"x": value}).startswith(problem)
+
+
+@pytest.mark.parametrize(
     ("tool", "error"),
     [
         (3, "server: tool schema: must be object, got 3"),
