@@ -116,6 +116,7 @@ def load_combine_function(reference: str) -> tuple[FileFunction, Sequence[str]]:
     Raises ConfigError if the file or the function cannot be used.
     """
     code = load_referenced_function(reference, setting="scorer.combine")
+    code.check_not_async()
     return code, code.select_arguments(COMBINE_PARAMETERS)
 
 
