@@ -34,6 +34,7 @@ from streamrl.engines.models.tensor_parallel_support import (
 )
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.vllm.model_registry import explain_unshareable_process
+from streamrl.environments.check_environment import check_environment
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import (
     list_weight_files,
@@ -94,7 +95,11 @@ def prepare_run(config: RunConfig) -> PreparedRun:
     )
     notes = [asyncio.run(reward_set.run_preflight()) for reward_set in (rewards, *costs)]
 
+    first_prompts: list[Prompt] = []
+
     def inspect(prompts: Sequence[Prompt]) -> None:
+        if not first_prompts:
+            first_prompts.extend(prompts[:1])
         for reward_set in (rewards, *costs):
             reward_set.check_prompts(prompts)
 
@@ -120,6 +125,11 @@ def prepare_run(config: RunConfig) -> PreparedRun:
     eval_prompts = {loaded.file.name: loaded.prompts for loaded in evaluation}
     for prompts in eval_prompts.values():
         inspect(prompts)
+    if config.environment.is_enabled:
+        firsts = [*first_prompts, *(prompts[0] for prompts in eval_prompts.values())]
+        notes.append(
+            check_environment(config.environment, config.data, firsts, model_path=config.model.path)
+        )
     if config.data.pretrain:
         load_texts(config.data.pretrain)
     lengths = (len(prompt.token_ids) for prompts in eval_prompts.values() for prompt in prompts)

@@ -50,7 +50,8 @@ FindCalls = Callable[[MarkedTurn], Iterable[WrittenCall | ScaffoldSpan]]
 """Function that yields the calls of a turn in order; calls of one list share their characters."""
 MAX_SPANS = 256
 """Most calls that are read in a turn; a policy that repeats a marker would write thousands."""
-REGEX_FORMAT = "regex"
+REGEX_FORMAT, TEXT_FORMAT = "regex", "text"
+"""Format of the user's pattern; turns without calls, for environments without tools."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ FORMAT_ROWS: Mapping[str, FormatRow] = {
         r"func_name1\(|<\|python_start\|>|<\|tool_call_start\|>",
     ),
 }
-CALL_FORMATS = (*FORMAT_ROWS, REGEX_FORMAT)
+CALL_FORMATS = (*FORMAT_ROWS, REGEX_FORMAT, TEXT_FORMAT)
 """Names of the formats."""
 
 
@@ -176,6 +177,8 @@ def make_call_format(
         return CallFormat(tokenizer, (), make_pattern_finder(pattern, setting=setting))
     if pattern:
         raise ConfigError(f"{setting}={name}: takes no pattern; only {REGEX_FORMAT} does")
+    if name == TEXT_FORMAT:
+        return CallFormat(tokenizer, (), lambda turn: ())
     row = FORMAT_ROWS[name]
     return CallFormat(tokenizer, row.markers, row.find_calls)
 
