@@ -90,9 +90,10 @@ class TurnRenderer:
         pieces, closing_length = self._writer.user_bridge
         bridge = self._encode(pieces)
         closing = self._find_marker(bridge, closing_length)
-        self.closing_id = None if closing is None else int(bridge.token_ids[closing])
+        closing_ids = [] if closing is None else [int(bridge.token_ids[closing])]
+        self.closing_id = next(iter(closing_ids), None)
         """Token by which the template closes a turn; None if it does so by text, or not at all."""
-        self.end_token_ids = end_token_ids.union([] if closing is None else [self.closing_id])
+        self.end_token_ids = end_token_ids.union(closing_ids)
         """Tokens that end a turn: as given, and `closing_id`."""
         if bridge.token_ids[-1] in self.end_token_ids:
             raise ConfigError(
