@@ -3,7 +3,11 @@
 import asyncio
 from typing import Any
 
-from streamrl.environments.hosts.call_runner import UserCallRunner, UserCodeError
+from streamrl.environments.hosts.call_runner import (
+    CANCEL_TIMEOUT_S,
+    UserCallRunner,
+    UserCodeError,
+)
 from streamrl.environments.hosts.host_protocol import (
     CLOSE_TIMEOUT_S,
     EnvironmentShape,
@@ -74,6 +78,6 @@ class EnvironmentHost:
         running = self._running.get(session_id)
         if running is not None:
             running.cancel()
-            await asyncio.wait({running}, timeout=CLOSE_TIMEOUT_S)
+            await asyncio.wait({running}, timeout=2 * CANCEL_TIMEOUT_S)
         if environment is not None:
             await environment.close()

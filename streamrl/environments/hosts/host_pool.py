@@ -50,7 +50,7 @@ class EnvironmentHostPool:
         self._settings = settings
         self._hosts: list[HostProcess] = []
         self._num_starting = 0
-        self._failed_starts: list[str] = []
+        self._num_failed_starts, self._num_given_up, self._start_error = 0, 0, ""
         self._hosts_changed = asyncio.Event()
         self._tasks = BackgroundTasks()
         self._service_tasks: set[asyncio.Task[None]] = set()
@@ -101,14 +101,15 @@ class EnvironmentHostPool:
 
         Raises EpisodeError if hosts do not start, or the pool is closed.
         """
-        self._failed_starts.clear()
+        if self._num_failed_starts >= MAX_FAILED_STARTS:
+            # The reason may be gone since then: try again for the new session.
+            self._num_failed_starts = 0
+        num_given_up = self._num_given_up
         while not (hosts := self._find_claimable_hosts()):
             if self._is_closed:
                 raise EpisodeError("the environment's processes are closed")
-            if len(self._failed_starts) >= MAX_FAILED_STARTS:
-                raise EpisodeError(
-                    f"the environment's process does not start: {self._failed_starts[-1]}"
-                )
+            if self._num_given_up > num_given_up:
+                raise EpisodeError(f"the environment's process does not start: {self._start_error}")
             self._start_missing_hosts()
             await self._hosts_changed.wait()
         host = min(hosts, key=lambda host: (host.num_hanging, host.num_sessions))
@@ -139,6 +140,7 @@ class EnvironmentHostPool:
             host.was_used if self._settings.isolate else self._num_missing_hosts < 0
         ):
             self._remove_host(host, "it is no longer needed")
+        self._start_missing_hosts()
         self._notify_waiters()
 
     def _has_room(self, host: HostProcess) -> bool:
@@ -163,7 +165,7 @@ class EnvironmentHostPool:
         return MAX_HOSTS_PER_PROCESS * self._settings.processes - len(self._hosts)
 
     def _start_missing_hosts(self) -> None:
-        if self._is_closed or len(self._failed_starts) >= MAX_FAILED_STARTS:
+        if self._is_closed or self._num_failed_starts >= MAX_FAILED_STARTS:
             return
         num_missing = self._num_missing_hosts
         if not self._settings.isolate:
@@ -177,7 +179,9 @@ class EnvironmentHostPool:
         try:
             await self._add_host()
         except (ConfigError, ProcessExitedError, OSError) as error:
-            self._failed_starts.append(str(error))
+            self._start_error = str(error)
+            self._num_failed_starts += 1
+            self._num_given_up += self._num_failed_starts == MAX_FAILED_STARTS
         self._service_tasks -= {task for task in self._service_tasks if task.done()}
         self._start_missing_hosts()
         self._notify_waiters()
@@ -190,7 +194,7 @@ class EnvironmentHostPool:
         if self._is_closed:
             await host.kill()
             return
-        self._failed_starts.clear()
+        self._num_failed_starts = 0
         self._hosts.append(host)
 
     def _kill_host(self, host: HostProcess, reason: str, cause: str) -> None:

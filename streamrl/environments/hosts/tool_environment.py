@@ -73,4 +73,6 @@ class ToolEnvironment(UserEnvironment):
         except TypeError as error:
             # A fault of the tool, which no other call would avoid: not the policy's to learn from.
             raise self.make_result_error(call.name, result, "text or JSON") from error
-        return CallOutcome.OK, cut_middle(text, self._settings.max_reply_chars)[0]
+        text, _ = cut_middle(text, self._settings.max_reply_chars)
+        # join() makes a plain str: the pool does not unpickle str subclasses of the user.
+        return CallOutcome.OK, "".join((text, ""))

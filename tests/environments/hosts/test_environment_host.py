@@ -257,6 +257,10 @@ async def test_a_float_of_numpy_and_messages_pass_as_plain_data(open_session):
     await session.reset()
     result = (await session.step()).result
     (message,) = result.messages
+    tool_session = open_session("class _Text(str): pass\n" + make_tools("return _Text(n)"))
+    await tool_session.reset()
+    (reply,) = (await tool_session.step("", call(5))).result.messages
+    assert reply["content"] == "5" and type(reply["content"]) is str
     assert message == {"role": "user", "content": "hi"} and type(message["content"]) is str
     assert type(result.reward) is float and result.reward == 0.5
 
