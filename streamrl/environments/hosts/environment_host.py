@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.hosts.call_runner import (
     CANCEL_TIMEOUT_S,
     UserCallRunner,
@@ -14,7 +15,6 @@ from streamrl.environments.hosts.host_protocol import (
     HostOperation,
     HostRequest,
     HostResponse,
-    HostSettings,
 )
 from streamrl.environments.hosts.tool_environment import ToolEnvironment
 from streamrl.environments.hosts.user_class import load_user_class
@@ -27,7 +27,7 @@ class EnvironmentHost:
     Construction loads the user's file and raises ConfigError.
     """
 
-    def __init__(self, settings: HostSettings) -> None:
+    def __init__(self, settings: EnvironmentConfig) -> None:
         self._settings = settings
         self._class = load_user_class(settings.path)
         self._runner = UserCallRunner()

@@ -14,12 +14,12 @@ import logging
 from collections import Counter
 from dataclasses import replace
 
+from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.hosts.host_process import START_TIMEOUT_S, HostProcess
 from streamrl.environments.hosts.host_protocol import (
     CLOSE_TIMEOUT_S,
     EnvironmentDescription,
     HostOperation,
-    HostSettings,
 )
 from streamrl.environments.interface import EpisodeSummary, Reply, ResetResult, StepResult
 from streamrl.errors import ConfigError, EpisodeError
@@ -46,7 +46,7 @@ class EnvironmentHostPool:
         unresponsive.
     """
 
-    def __init__(self, settings: HostSettings) -> None:
+    def __init__(self, settings: EnvironmentConfig) -> None:
         self._settings = settings
         self._hosts: list[HostProcess] = []
         self._num_starting = 0
@@ -299,7 +299,7 @@ class HostedSession:
             self._pool.check_host(host)
 
 
-async def describe_environment(settings: HostSettings) -> EnvironmentDescription:
+async def describe_environment(settings: EnvironmentConfig) -> EnvironmentDescription:
     """Load the class in a temporary host and return its description, for checks before a run.
 
     Raises ConfigError if the class cannot be used, and EpisodeError if the host does not start.

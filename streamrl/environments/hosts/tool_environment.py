@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Sequence
 
+from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.hosts.call_runner import UserCallRunner, UserCodeError
-from streamrl.environments.hosts.host_protocol import HostSettings
 from streamrl.environments.hosts.user_class import UserClass
 from streamrl.environments.hosts.user_environment import UserEnvironment
 from streamrl.environments.interface import CallOutcome, Reply, StepResult, ToolCall
@@ -23,7 +23,7 @@ class ToolEnvironment(UserEnvironment):
     """
 
     def __init__(
-        self, user_class: UserClass, settings: HostSettings, runner: UserCallRunner
+        self, user_class: UserClass, settings: EnvironmentConfig, runner: UserCallRunner
     ) -> None:
         super().__init__(user_class, settings, runner)
         self._num_malformed = 0

@@ -5,8 +5,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.hosts.call_runner import UserCallRunner, UserCodeError
-from streamrl.environments.hosts.host_protocol import CLOSE_TIMEOUT_S, HostSettings
+from streamrl.environments.hosts.host_protocol import CLOSE_TIMEOUT_S
 from streamrl.environments.hosts.user_class import CONSTRUCTOR, UserClass
 from streamrl.environments.interface import (
     EpisodeSummary,
@@ -31,7 +32,7 @@ class UserEnvironment:
     """
 
     def __init__(
-        self, user_class: UserClass, settings: HostSettings, runner: UserCallRunner
+        self, user_class: UserClass, settings: EnvironmentConfig, runner: UserCallRunner
     ) -> None:
         self.description = user_class.description
         self._class = user_class

@@ -7,8 +7,9 @@ import threading
 import numpy as np
 import pytest
 
+from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.hosts.environment_host import EnvironmentHost
-from streamrl.environments.hosts.host_protocol import HostOperation, HostRequest, HostSettings
+from streamrl.environments.hosts.host_protocol import HostOperation, HostRequest
 from streamrl.environments.interface import (
     CallOutcome,
     EpisodeSummary,
@@ -63,7 +64,7 @@ def open_session(tmp_path):
         if source not in hosts:
             path = tmp_path / f"environment_{len(hosts)}.py"
             path.write_text(source)
-            hosts[source] = EnvironmentHost(HostSettings(str(path), **settings))
+            hosts[source] = EnvironmentHost(EnvironmentConfig(str(path), **settings))
         return OpenSession(hosts[source])
 
     return open_in_host
