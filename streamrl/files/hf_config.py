@@ -130,12 +130,23 @@ def read_model_length(path: str, *, limit: int | None) -> int:
 
 
 def _check_generation_config(path: Path, vocab_size: int) -> None:
-    """Raise ConfigError for defaults in generation_config.json that vLLM refuses or ignores.
+    """Raise ConfigError for defaults in generation_config.json that vLLM refuses or ignores."""
+    token_ids = read_eos_token_ids(path)
+    if not all(isinstance(token_id, int) and 0 <= token_id < vocab_size for token_id in token_ids):
+        raise ConfigError(
+            f"model.path={path}: {GENERATION_CONFIG}: eos_token_id={token_ids}: must be token"
+            f" ids below the vocabulary size {vocab_size}"
+        )
+
+
+def read_eos_token_ids(path: Path) -> list[int]:
+    """Return the EOS token ids in a model's generation_config.json; [] if it names none.
 
     Warnings of transformers, as about a temperature under greedy decoding, do not matter here.
+    Raises ConfigError for an unreadable file.
     """
     if not (path / GENERATION_CONFIG).is_file():
-        return
+        return []
     from transformers import GenerationConfig
 
     try:
@@ -147,14 +158,7 @@ def _check_generation_config(path: Path, vocab_size: int) -> None:
         reason = " ".join(str(error).split())
         raise ConfigError(f"model.path={path}: {GENERATION_CONFIG}: {reason}") from None
     token_ids = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
-    if not all(
-        token_id is None or (isinstance(token_id, int) and 0 <= token_id < vocab_size)
-        for token_id in token_ids
-    ):
-        raise ConfigError(
-            f"model.path={path}: {GENERATION_CONFIG}: eos_token_id={eos_token_id!r}: must be token"
-            f" ids below the vocabulary size {vocab_size}"
-        )
+    return [token_id for token_id in token_ids if token_id is not None]
 
 
 def compute_max_positions(config: "PreTrainedConfig") -> int:
