@@ -129,12 +129,12 @@ async def measure_rewards(
     try:
         warm_at = time.monotonic() + WARM_S
         while time.monotonic() < warm_at:
-            await asyncio.gather(*(rewards.judge_group(prompt, texts) for _ in range(8)))
+            await asyncio.gather(*(rewards.judge_texts(prompt, texts) for _ in range(8)))
         rates = [await _measure_rate(rewards, prompt, texts, groups) for _ in range(rounds)]
         latency = []
         for _ in range(groups):
             started = time.perf_counter()
-            await rewards.judge_group(prompt, texts)
+            await rewards.judge_texts(prompt, texts)
             latency.append(time.perf_counter() - started)
     finally:
         await rewards.close()
@@ -149,7 +149,7 @@ async def _measure_rate(
     rewards: RewardSet, prompt: Prompt, texts: Sequence[str], groups: int
 ) -> float:
     started = time.perf_counter()
-    await asyncio.gather(*(rewards.judge_group(prompt, texts) for _ in range(groups)))
+    await asyncio.gather(*(rewards.judge_texts(prompt, texts) for _ in range(groups)))
     return groups * len(texts) / (time.perf_counter() - started)
 
 

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import networkx as nx
 
-from streamrl.messages import ROLLOUT_COLUMNS
+from streamrl.messages import EPISODE_COLUMNS, ROLLOUT_COLUMNS
 
 
 class CallKind(Enum):
@@ -263,13 +263,15 @@ def build_dataflow(
     shares_critic: bool = False,
     moves_reference: bool = False,
     has_filter: bool = False,
+    has_episodes: bool = False,
 ) -> Dataflow:
     """Build the dataflow that trains a policy on `columns`, with no more calls than necessary.
 
     If a critic's values are among the columns, a critic trains on the same groups, or as a head of
     the policy with `shares_critic`. With `moves_reference` the reference follows the policy. With
     `has_filter` every call outside FILTER_CALLS waits for the filter: a rejected group then costs
-    only its generation and its reward. Raises ValueError for a column that no call produces.
+    only its generation and its reward. With `has_episodes` generation also produces the columns of
+    episodes, which the reward stage reads. Raises ValueError for a column that no call produces.
     """
     needs = tuple(columns)
     train = [ModelCall("train", POLICY, CallKind.TRAIN, needs, ())]
@@ -295,4 +297,14 @@ def build_dataflow(
         ordered = [
             c if c in FILTER_CALLS else replace(c, needs=(*c.needs, FILTER_COLUMN)) for c in ordered
         ]
+    if has_episodes:
+        ordered = [_add_episode_columns(call) for call in ordered]
     return Dataflow([*ordered, *train])
+
+
+def _add_episode_columns(call: ModelCall) -> ModelCall:
+    if call.stage == GENERATE_CALL.stage:
+        return replace(call, produces=(*call.produces, *EPISODE_COLUMNS))
+    if call.stage in (REWARD_CALL.stage, COST_CALL.stage):
+        return replace(call, needs=(*call.needs, *EPISODE_COLUMNS))
+    return call

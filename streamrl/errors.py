@@ -56,10 +56,12 @@ class GenerationError(StreamError):
 class EpisodeError(StreamError):
     """The infrastructure of an episode failed: never a fault of the policy, never reward 0.
 
-    The environment raised, its process died, or it refused another session.
+    The environment raised, its process died, or it refused another session. Final, because the
+    driver of episodes has tried again.
     """
 
     cause = "environment_error"
+    is_final = True
 
 
 class EpisodeTimeoutError(EpisodeError):

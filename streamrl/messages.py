@@ -2,8 +2,9 @@
 
 A group is the rollouts of one prompt. The queue stores a prompt, `GroupInfo` (sizes and versions)
 and named columns. Columns are flat numpy arrays, because Ray passes arrays between processes
-without a copy. A column has one entry per token of the group, one per rollout, or any length
+without a copy. A column has one entry per token of the group, per turn, per rollout, or any length
 (`ColumnAxis`). A token column is the concatenation of the rollouts; `lengths` tells them apart.
+A turn column is the concatenation of the turns of all rollouts; `num_turns` tells them apart.
 
 Example: rollouts of 3 and 2 tokens give lengths = [3, 2] and token_ids of 5 entries.
 
@@ -15,7 +16,7 @@ import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import Any
 
 import msgspec
@@ -29,9 +30,10 @@ Columns = Mapping[str, Array]
 
 
 class ColumnAxis(Enum):
-    """Number of entries of a column: one per token, one per rollout, or any number per group."""
+    """Number of entries of a column: per token, turn or rollout, or any number per group."""
 
     TOKEN = "token"
+    TURN = "turn"
     ROLLOUT = "rollout"
     GROUP = "group"
 
@@ -74,6 +76,16 @@ COLUMN_SPECS: Mapping[str, ColumnSpec] = {
     "ref_logprobs": ColumnSpec(
         "float32", ColumnAxis.TOKEN, "logprob under the reference; 0 elsewhere"
     ),
+    "token_source": ColumnSpec("int8", ColumnAxis.TOKEN, "code of TokenSource"),
+    "num_turns": ColumnSpec("int32", ColumnAxis.ROLLOUT, "turns of the policy in each rollout"),
+    "turn_ends": ColumnSpec(
+        "int32", ColumnAxis.TURN, "end of the turn's sampled tokens, as an offset in its rollout"
+    ),
+    "turn_rewards": ColumnSpec("float32", ColumnAxis.TURN, "the environment's reward of a turn"),
+    "turn_outcomes": ColumnSpec("int8", ColumnAxis.TURN, "code of TurnOutcome"),
+    "environment_scores": ColumnSpec(
+        "float32", ColumnAxis.ROLLOUT, "the environment's score of a rollout"
+    ),
 }
 ROLLOUT_COLUMNS = (
     "token_ids",
@@ -83,6 +95,15 @@ ROLLOUT_COLUMNS = (
     "lengths",
     "finish_reason",
 )
+EPISODE_COLUMNS = (
+    "token_source",
+    "num_turns",
+    "turn_ends",
+    "turn_rewards",
+    "turn_outcomes",
+    "environment_scores",
+)
+"""Further columns of the rollouts of an environment."""
 COMPONENT_PREFIX = "reward/"
 COST_PREFIX = "cost/"
 COMPONENT_COLUMN_SPEC = ColumnSpec(
@@ -109,8 +130,43 @@ class FinishReason(Enum):
     """
 
     STOP = 0
+    """The policy or the environment ended the rollout."""
     LENGTH = 1
+    """The last turn reached the limit of its length or of the model's context."""
     ABORT = 2
+    TURNS = 3
+    """The episode reached the limit of its turns."""
+    TOKENS = 4
+    """The episode reached the limit of its tokens."""
+    TIMEOUT = 5
+    """The episode reached the limit of its time."""
+
+
+TRUNCATIONS = (FinishReason.LENGTH, FinishReason.TURNS, FinishReason.TOKENS)
+"""Reasons of rollouts that reached a limit of tokens or turns."""
+
+
+class TokenSource(IntEnum):
+    """Origin of a token of an episode."""
+
+    PROMPT = 0
+    SAMPLED = 1
+    SCAFFOLD = 2
+    """Written by the chat template between two turns."""
+    OBSERVATION = 3
+    """Written by the environment."""
+
+
+class TurnOutcome(IntEnum):
+    """Outcome of a turn of the policy; of several calls, the worst."""
+
+    SPOKE = 0
+    """Without a tool call."""
+    CALLED = 1
+    MALFORMED = 2
+    """A call could not be parsed, or names no tool, or its arguments do not fit."""
+    TOOL_ERROR = 3
+    TIMED_OUT = 4
 
 
 class Prompt(msgspec.Struct, frozen=True, eq=False):
@@ -236,6 +292,19 @@ def make_rollout_seeds(run_seed: int, uid: str, count: int) -> list[int]:
     return [int.from_bytes(digest.digest(), "big") >> 1 for digest in digests]
 
 
+def derive_continuation_seed(seed: int, num_existing: int) -> int:
+    """Derive the seed for sampling further tokens of a rollout that has `num_existing` new tokens.
+
+    The original seed would repeat the random numbers of the first tokens. The derived seed, 0 to
+    2^63 - 1, depends only on that seed and `num_existing`, so resuming at the same token is
+    reproducible.
+    """
+    if num_existing == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/{num_existing}".encode(), digest_size=8)
+    return int.from_bytes(digest.digest(), "big") >> 1
+
+
 def rollouts_to_columns(rollouts: Sequence[Rollout]) -> dict[str, Array]:
     """Concatenate the rollouts of a group into ROLLOUT_COLUMNS."""
     token_names = ("token_ids", "loss_mask", "generator_logprobs", "policy_version")
@@ -292,11 +361,13 @@ class GroupInfo(msgspec.Struct, frozen=True):
     """Sizes and versions of a group; the coordinator sees these and never the tokens.
 
     `version_tokens` counts the sampled tokens per policy_version, ascending by version.
+    `num_turns` counts the turns of all rollouts; 0 for rollouts without an environment.
     """
 
     lengths: tuple[int, ...]
     num_loss_tokens: int
     version_tokens: tuple[tuple[int, int], ...]
+    num_turns: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -323,6 +394,7 @@ class GroupInfo(msgspec.Struct, frozen=True):
             lengths=tuple(columns["lengths"].tolist()),
             num_loss_tokens=sampled.size,
             version_tokens=tuple(_count_versions(sampled)),
+            num_turns=int(columns["num_turns"].sum()) if "num_turns" in columns else 0,
         )
 
 
@@ -360,8 +432,12 @@ def _get_column_dtype(name: str) -> np.dtype[Any]:
 
 
 def check_column_sizes(sizes: Mapping[str, int], info: GroupInfo) -> None:
-    """Raise ContractError unless each column has an entry per token, or per rollout, of a group."""
-    expected = {ColumnAxis.TOKEN: info.num_tokens, ColumnAxis.ROLLOUT: len(info.lengths)}
+    """Raise ContractError unless each column has an entry per token, turn or rollout of a group."""
+    expected = {
+        ColumnAxis.TOKEN: info.num_tokens,
+        ColumnAxis.TURN: info.num_turns,
+        ColumnAxis.ROLLOUT: len(info.lengths),
+    }
     for name, entries in sizes.items():
         spec = get_column_spec(name)
         wanted = expected.get(spec.axis, entries)

@@ -27,9 +27,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from streamrl.buffer import ExperienceQueue
-from streamrl.errors import VersionSupersededError, WeightsError
-from streamrl.messages import Columns, Experience
+from streamrl.errors import EpisodeError, VersionSupersededError, WeightsError
+from streamrl.messages import Columns, Experience, Prompt
 from streamrl.stream.protocols import (
+    FinishedCallback,
     FollowerProtocol,
     ReadPartialRollouts,
     SampleFunction,
@@ -104,7 +105,8 @@ async def generate_rollouts(
     Consumes: prompts. Waits for: a prompt, a free slot, the version at which the prompt was
     admitted. Produces: the columns that `sample` returns, such as the rollouts of the group.
     Unblocked by: `admit_prompts`, its own finished rollouts, and `follow_weights`. While running,
-    the loop saves partial rollouts so that another generator can resume them.
+    the loop saves partial rollouts so that another generator can resume them. `sample` holds the
+    device lease while it computes: for the whole group (`hold_lease_per_group`), or turn by turn.
     """
     partial_saver = PartialRolloutSaver(stage.queue, exclude_unverified(read_partials, served))
     in_flight = InFlightWork(limit)
@@ -113,13 +115,13 @@ async def generate_rollouts(
         (experience,) = experiences
         assert experience.prompt is not None
         await served.wait_for_version(experience.admitted_version)
-        prompt_tokens = len(experience.prompt.token_ids)
-        async with stage.record_compute(uid=experience.uid, prompt=prompt_tokens) as span_facts:
-            with partial_saver.track_lease(experience.lease):
+        with partial_saver.track_lease(experience.lease):
+            try:
                 columns = await sample(
                     experience.prompt, experience.partial_rollouts, in_flight.make_slot_releaser()
                 )
-            span_facts["lengths"] = " ".join(map(str, count_sampled_tokens(columns)))
+            except EpisodeError as error:
+                return [error]
         # Commit no token of a version before that version is verified.
         await served.wait_for_version(find_newest_version(columns))
         return [columns]
@@ -128,6 +130,21 @@ async def generate_rollouts(
         await serve_stage(
             stage, compute, in_flight, columns=(), batch=1, partial_saver=partial_saver
         )
+
+
+def hold_lease_per_group(stage: StageContext, sample: SampleFunction) -> SampleFunction:
+    """Wrap `sample` to hold the stage's device lease, and record a span, while it runs."""
+
+    async def sample_with_lease(
+        prompt: Prompt, partial_rollouts: Columns | None, on_finished: FinishedCallback
+    ) -> Columns:
+        prompt_tokens = len(prompt.token_ids)
+        async with stage.record_compute(uid=prompt.uid, prompt=prompt_tokens) as span_facts:
+            columns = await sample(prompt, partial_rollouts, on_finished)
+            span_facts["lengths"] = " ".join(map(str, count_sampled_tokens(columns)))
+        return columns
+
+    return sample_with_lease
 
 
 async def wait_for_first_version(stage: StageContext, served: ServedVersion) -> bool:

@@ -43,6 +43,7 @@ from streamrl.pipeline import (
     admit_prompts,
     follow_weights,
     generate_rollouts,
+    hold_lease_per_group,
     score_groups,
     train_policy,
     watch_stalls,
@@ -425,7 +426,8 @@ def start_generator(stream: Stream, stage: Callable[[str, str], StageContext], i
     follow = follow_weights(stage("generate", name), generator, channel, served)
     loops = stream.loops[name] = [asyncio.create_task(follow)]
     for call in stream.dataflow.select_calls(CallKind.GENERATE):
-        context, sample = stage(call.stage, name), generator.stages[call.stage]
+        context = stage(call.stage, name)
+        sample = hold_lease_per_group(context, generator.stages[call.stage])
         read_partials = (
             generator.read_partials if call.stage == GENERATE_CALL.stage else read_no_partials
         )

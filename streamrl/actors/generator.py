@@ -1,7 +1,8 @@
 """Generator replica: an actor that samples rollouts and follows the weights of the policy."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
 
 from streamrl.actors.actor_context import ActorContext, ActorReport
 from streamrl.actors.liveness import ProcessLocation
@@ -9,10 +10,19 @@ from streamrl.actors.replica import ReplicaActor
 from streamrl.actors.shared_weights import SharedWeights
 from streamrl.dataflow import GENERATE_CALL, POLICY, ModelCall
 from streamrl.engines.generator_config import SamplingSettings
+from streamrl.environments.episodes.driver import EpisodeDriver, make_environment_seed
+from streamrl.environments.episodes.start_driver import start_episode_driver
 from streamrl.errors import ActorLostError
-from streamrl.messages import Prompt, Rollout
-from streamrl.pipeline import generate_rollouts
+from streamrl.messages import Columns, Prompt, make_rollout_seeds, rollouts_to_columns
+from streamrl.pipeline import generate_rollouts, hold_lease_per_group
+from streamrl.stream.protocols import (
+    FinishedCallback,
+    ReadPartialRollouts,
+    SampleFunction,
+    StageContext,
+)
 from streamrl.stream.stage_worker import read_no_partials, split_slots
+from streamrl.telemetry.spans import SpanArgValue
 
 if TYPE_CHECKING:
     from streamrl.engines.generation.generation_engine import GenerationEngine
@@ -28,6 +38,7 @@ class GeneratorActor(ReplicaActor):
         shared_weights: weights that a trainer in this process shares with the generator, if any.
         """
         self._generator: GenerationEngine | None = None
+        self._driver: EpisodeDriver | None = None
         self._shared_weights = shared_weights
 
     async def start(self, context: ActorContext, replica: int, calls: Sequence[ModelCall]) -> None:
@@ -42,6 +53,15 @@ class GeneratorActor(ReplicaActor):
         if shared is not None:
             await shared.attach_generator(
                 self._generator, should_fill_storage=config.needs_resharding
+            )
+        if config.environment.is_enabled:
+            self._driver = await start_episode_driver(
+                config.environment,
+                config.data,
+                self._generator,
+                model_path=config.model.path,
+                max_turn_tokens=config.generator.max_new_tokens,
+                num_slots=config.generator.max_concurrent_rollouts,
             )
 
     async def suspend(self) -> None:
@@ -61,35 +81,79 @@ class GeneratorActor(ReplicaActor):
         config, generator, served = self._config, self._generator, self._served_version
         assert generator is not None and served is not None
         slots = split_slots(
-            config.generator.max_concurrent_rollouts,
+            config.max_open_rollouts,
             [stage.name for stage in self._stages],
             group_size=config.algorithm.group_size,
         )
         loops = []
         for stage in self._stages:
-            sample = generator.stages[stage.name]
-            collect_partials = (
-                generator.collect_partial_rollouts
-                if stage.name == GENERATE_CALL.stage
-                else read_no_partials
-            )
+            sample, read_partials = self._make_sample_function(generator, stage)
             loops.append(
                 generate_rollouts(
-                    stage, sample, served, limit=slots[stage.name], read_partials=collect_partials
+                    stage, sample, served, limit=slots[stage.name], read_partials=read_partials
                 )
             )
-        await self._run_loops(loops, self._shared_weights or generator)
+        try:
+            await self._run_loops(loops, self._shared_weights or generator)
+        finally:
+            if self._driver is not None:
+                await self._driver.close()
+
+    def _make_sample_function(
+        self, generator: "GenerationEngine", stage: StageContext
+    ) -> tuple[SampleFunction, ReadPartialRollouts]:
+        """Return what samples the groups of a stage, and what reads their partial rollouts.
+
+        Without an environment the engine samples whole groups; otherwise the driver runs episodes.
+        """
+        if self._driver is None:
+            is_resumable = stage.name == GENERATE_CALL.stage
+            read_partials = generator.collect_partial_rollouts if is_resumable else read_no_partials
+            return hold_lease_per_group(stage, generator.stages[stage.name]), read_partials
+        driver, config = self._driver, self._config
+
+        async def run_episodes(
+            prompt: Prompt, partial_rollouts: Columns | None, on_finished: FinishedCallback
+        ) -> Columns:
+            seed = config.run.seed
+            return await driver.run_group(
+                prompt,
+                seeds=make_rollout_seeds(seed, prompt.uid, config.algorithm.group_size),
+                environment_seed=make_environment_seed(seed, prompt.uid),
+                compute=stage.record_compute,
+                min_episodes=config.environment.min_episodes,
+                on_finished=on_finished,
+            )
+
+        # An interrupted episode begins anew: its environment's state is not saved.
+        return run_episodes, read_no_partials
 
     async def sample(
         self, prompt: Prompt, seeds: Sequence[int], sampling: SamplingSettings, version: int
-    ) -> list[Rollout]:
+    ) -> Columns:
         """Sample a rollout of an evaluation prompt per seed, with `version` or a newer one."""
         if self._generator is None:
             raise ActorLostError("this generator died and has not restarted yet")
         assert self._served_version is not None
         await self._served_version.wait_for_version(version)
+        if self._driver is not None:
+            return await self._driver.run_group(
+                prompt,
+                seeds=seeds,
+                environment_seed=make_environment_seed(self._config.evaluation.seed, prompt.uid),
+                compute=self._hold_for_evaluation,
+                sampling=sampling,
+            )
+        async with self._hold_for_evaluation():
+            return rollouts_to_columns(
+                await self._generator.generate(prompt.token_ids, seeds=seeds, sampling=sampling)
+            )
+
+    @asynccontextmanager
+    async def _hold_for_evaluation(self, **facts: SpanArgValue) -> AsyncIterator[dict[str, Any]]:
+        """Hold the device lease without a span: evaluation is not work of the stage."""
         async with self._stages[0].device_lease.hold("evaluate"):
-            return await self._generator.generate(prompt.token_ids, seeds=seeds, sampling=sampling)
+            yield {}
 
     async def ping(self) -> ProcessLocation:
         """Reply once the engine replies between two decode steps.
@@ -104,7 +168,8 @@ class GeneratorActor(ReplicaActor):
         if self._generator is None:
             return ActorReport("", ())
         spans = self._stages[0].spans
-        return ActorReport(spans.process, spans.drain_spans())
+        counts = {} if self._driver is None else self._driver.meter.drain_counts()
+        return ActorReport(spans.process, spans.drain_spans(), counts=counts)
 
 
 class FollowerRankActor(ReplicaActor):

@@ -14,7 +14,13 @@ from streamrl.algorithms.correction_config import CorrectionConfig
 from streamrl.algorithms.math.training_metrics import compute_loss_denominator
 from streamrl.errors import AlgorithmError
 from streamrl.files.python_module import format_failure
-from streamrl.messages import COLUMN_SPECS, COMPONENT_PREFIX, ROLLOUT_COLUMNS
+from streamrl.messages import (
+    COLUMN_SPECS,
+    COMPONENT_PREFIX,
+    ROLLOUT_COLUMNS,
+    TRUNCATIONS,
+    FinishReason,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,6 +65,7 @@ class AlgorithmSettings:
     overlong_buffer: int
     overlong_factor: float
     mask_truncated: bool
+    mask_timeouts: bool
     correction: CorrectionConfig
     epochs: int
     mini_batches: int
@@ -66,6 +73,14 @@ class AlgorithmSettings:
     params: Mapping[str, Any]
     max_length: int
     reward_weights: Mapping[str, float]
+
+    @property
+    def masked_reasons(self) -> tuple[int, ...]:
+        """Codes of the finish reasons of rollouts that are not trained."""
+        reasons = TRUNCATIONS if self.mask_truncated else ()
+        if self.mask_timeouts:
+            reasons = (*reasons, FinishReason.TIMEOUT)
+        return tuple(reason.value for reason in reasons)
 
     @property
     def num_updates(self) -> int:

@@ -234,16 +234,22 @@ class AlgorithmConfig:
         return {**DEFAULT_SETTINGS, **self.spec.defaults}[key] if value is None else value
 
     def to_settings(
-        self, *, max_length: int, reward_weights: Mapping[str, float]
+        self,
+        *,
+        max_length: int,
+        reward_weights: Mapping[str, float],
+        mask_timeouts: bool = False,
     ) -> AlgorithmSettings:
         """Return the algorithm's settings with all defaults filled in.
 
         `max_length`: longest possible completion in tokens. `reward_weights`: weight by component.
+        `mask_timeouts`: do not train episodes that ended at the limit of their time.
         """
         values = {**vars(self), **DEFAULT_SETTINGS, **self.spec.defaults}
         values |= {key: value for key, value in vars(self).items() if value is not None}
         values |= {"params": {**self.spec.params, **self.params}, "scope": self.scope}
         values |= {"max_length": max_length, "reward_weights": dict(reward_weights)}
+        values["mask_timeouts"] = mask_timeouts
         return AlgorithmSettings(
             **{setting.name: values[setting.name] for setting in fields(AlgorithmSettings)}
         )

@@ -30,7 +30,6 @@ from streamrl.algorithms.math.losses import aggregate_loss_sum
 from streamrl.algorithms.math.masks import apply_mask, masked_row_sum
 from streamrl.algorithms.math.training_metrics import SHARED_CRITIC_PREFIX
 from streamrl.errors import AlgorithmError
-from streamrl.messages import FinishReason
 
 
 def derive_group_columns(
@@ -45,9 +44,9 @@ def derive_group_columns(
     """
     sampled = columns["loss_mask"]
     mask = sampled
-    if settings.mask_truncated:
-        truncated = columns["finish_reason"] == FinishReason.LENGTH.value
-        mask = sampled & ~truncated[:, None]
+    if settings.masked_reasons:
+        reasons = torch.tensor(settings.masked_reasons)
+        mask = sampled & ~torch.isin(columns["finish_reason"], reasons)[:, None]
     inputs = _shape_rewards(settings, columns) | {"loss_mask": mask, "num_tokens": sampled.sum(-1)}
     shapes = [(len(mask),), tuple(mask.shape)]
     advantages = row.call_function(row.advantages, inputs, group_ids, settings)

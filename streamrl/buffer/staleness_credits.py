@@ -44,16 +44,18 @@ BLOB_OVERHEAD_BYTES = 2048
 
 
 def bound_group_bytes(
-    dataflow: Dataflow, components: Sequence[str], *, rollouts: int, tokens: int
+    dataflow: Dataflow, components: Sequence[str], *, rollouts: int, tokens: int, turns: int = 1
 ) -> int:
     """Return the largest size of one group's columns in the queue, bytes.
 
     components: names of the reward component columns.
     rollouts: number of rollouts per group.
     tokens: most tokens of a rollout, prompt included.
+    turns: most turns of a rollout.
     """
     entries = {
         ColumnAxis.TOKEN: rollouts * tokens,
+        ColumnAxis.TURN: rollouts * turns,
         ColumnAxis.ROLLOUT: rollouts,
         ColumnAxis.GROUP: tokens,
     }

@@ -8,8 +8,9 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +24,17 @@ from streamrl.data.files import DataFile, check_eval_files
 from streamrl.data.prompts import load_prompts
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.vllm.environment import make_vllm_env
+from streamrl.environments.config import EnvironmentConfig
+from streamrl.environments.episodes.driver import make_environment_seed
+from streamrl.environments.episodes.start_driver import start_episode_driver
 from streamrl.errors import ConfigError
 from streamrl.evaluation.config import EvaluationConfig
 from streamrl.evaluation.metrics import ConfidenceInterval, EvaluationResult
-from streamrl.evaluation.sample_and_score import evaluate_policy
+from streamrl.evaluation.sample_and_score import GenerateFn, evaluate_policy
 from streamrl.files.hf_config import make_trusted_env, read_model_length
-from streamrl.messages import Columns, Prompt, Rollout
+from streamrl.messages import Columns, Prompt, rollouts_to_columns
+from streamrl.rewards.interface.completion import decode_rollouts
 from streamrl.rewards.interface.config import RewardConfig
-from streamrl.rewards.interface.extract import decode_completions
 from streamrl.rewards.interface.reward import RewardContext
 from streamrl.rewards.registry import build_rewards
 from streamrl.rewards.reward_scorer import hash_answers
@@ -62,6 +66,13 @@ class EvaluationSubject:
     data: DataConfig
     reward_context: RewardContext
     evaluation: EvaluationConfig
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+
+    @property
+    def max_completion_tokens(self) -> int:
+        """Most tokens that follow the prompt of a row."""
+        environment = self.environment
+        return environment.max_tokens if environment.is_enabled else self.generator.max_new_tokens
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -158,7 +169,13 @@ def _resolve_subject(arguments: argparse.Namespace) -> EvaluationSubject:
         )
         context = RewardContext(config.scorer, config.sandbox)
         subject = EvaluationSubject(
-            path, config.rewards, generator, config.data, context, config.evaluation
+            path,
+            config.rewards,
+            generator,
+            config.data,
+            context,
+            config.evaluation,
+            config.environment,
         )
     if arguments.reward is not None:
         # scorer.combine refers to the recipe's rewards, so drop it with them.
@@ -183,7 +200,7 @@ async def _evaluate_files(
     tokenizer = load_tokenizer(model)
     limit = subject.data.compute_prompt_limit(
         model_tokens=read_model_length(model, limit=None),
-        max_new_tokens=subject.generator.max_new_tokens,
+        max_new_tokens=subject.max_completion_tokens,
     )
     limits = PromptLimits(limit, load_vocab_size(model), subject.data.on_long_prompt)
     loaded = load_prompts(files, tokenizer, limits, max_prompts=config.limit)
@@ -193,22 +210,56 @@ async def _evaluate_files(
     for file_prompts in prompts.values():
         rewards.check_prompts(file_prompts)
     longest = max(len(prompt.token_ids) for group in prompts.values() for prompt in group)
-    engine = await _start_engine(subject, config.seed, longest + subject.generator.max_new_tokens)
+    engine = await _start_engine(subject, config.seed, longest + subject.max_completion_tokens)
 
-    async def generate(prompt: Prompt, seeds: Sequence[int]) -> list[Rollout]:
-        return await engine.generate(prompt.token_ids, seeds=seeds, sampling=config.sampling)
-
-    async def score(prompt: Prompt, rollouts: list[Rollout]) -> Columns:
-        completions = [rollout.completion_ids for rollout in rollouts]
-        result = await rewards.judge_group(prompt, decode_completions(tokenizer, completions))
+    async def score(prompt: Prompt, rollouts: Columns) -> Columns:
+        result = await rewards.judge_group(prompt, decode_rollouts(tokenizer, rollouts))
         return {**rewards.to_columns(result), "answers": hash_answers(result)}
 
     try:
         await rewards.start()
-        return await evaluate_policy(prompts, generate=generate, score=score, config=config)
+        async with _open_sampler(subject, engine, config) as generate:
+            return await evaluate_policy(prompts, generate=generate, score=score, config=config)
     finally:
         await rewards.close()
         await engine.close()
+
+
+@asynccontextmanager
+async def _open_sampler(
+    subject: EvaluationSubject, engine: "GenerationEngine", config: EvaluationConfig
+) -> AsyncIterator[GenerateFn]:
+    """Yield the function that samples the rollouts of a prompt: completions, or episodes."""
+
+    async def generate(prompt: Prompt, seeds: Sequence[int]) -> Columns:
+        rollouts = await engine.generate(prompt.token_ids, seeds=seeds, sampling=config.sampling)
+        return rollouts_to_columns(rollouts)
+
+    if not subject.environment.is_enabled:
+        yield generate
+        return
+    driver = await start_episode_driver(
+        subject.environment,
+        subject.data,
+        engine,
+        model_path=str(subject.model_dir),
+        max_turn_tokens=subject.generator.max_new_tokens,
+        num_slots=subject.generator.max_concurrent_rollouts,
+    )
+
+    async def run_episodes(prompt: Prompt, seeds: Sequence[int]) -> Columns:
+        return await driver.run_group(
+            prompt,
+            seeds=seeds,
+            environment_seed=make_environment_seed(config.seed, prompt.uid),
+            compute=lambda **facts: nullcontext({}),
+            sampling=config.sampling,
+        )
+
+    try:
+        yield run_episodes
+    finally:
+        await driver.close()
 
 
 async def _start_engine(

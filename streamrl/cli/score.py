@@ -211,7 +211,7 @@ async def score_group(
     index, started = parse_uid(group.prompt.uid)[1], time.perf_counter()
     try:
         result, *costs = [
-            await reward_set.judge_group(group.prompt, group.completions)
+            await reward_set.judge_texts(group.prompt, group.completions)
             for reward_set in reward_sets
         ]
     except RewardError as error:

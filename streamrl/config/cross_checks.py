@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from streamrl.algorithms import list_required_columns
 from streamrl.algorithms.table import ALGORITHMS
 from streamrl.buffer.assembly.oversampling import MAX_FACTOR as MOST_OVERSAMPLED
-from streamrl.dataflow import CRITIC, CRITIC_BY_COLUMN, POLICY, build_dataflow
+from streamrl.dataflow import CRITIC, CRITIC_BY_COLUMN, GREEDY_CALL, POLICY, build_dataflow
 from streamrl.engines.trainer_config import CriticConfig
 from streamrl.errors import AlgorithmError, ConfigError
+from streamrl.rewards.kinds.environment import ENVIRONMENT_KIND
 from streamrl.weights.config import AUTO, DISK
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def check_consistency(config: "RunConfig") -> None:
     _check_columns(config)
     _check_pools(config)
     _check_reference(config)
+    _check_environment(config)
     if bool(config.algorithm.ptx_coef) != bool(config.data.pretrain):
         raise ConfigError(
             f"algorithm.ptx_coef={config.algorithm.ptx_coef}, data.pretrain="
@@ -39,10 +41,10 @@ def check_consistency(config: "RunConfig") -> None:
 
 def _check_group_sizes(config: "RunConfig") -> None:
     """Check settings against the sizes of groups, steps and completions."""
-    longest, buffer = config.generator.max_new_tokens, config.algorithm.overlong_buffer
+    longest, buffer = config.max_completion_tokens, config.algorithm.overlong_buffer
     if buffer > longest:
         raise ConfigError(
-            f"algorithm.overlong_buffer={buffer}: must be at most generator.max_new_tokens="
+            f"algorithm.overlong_buffer={buffer}: must be at most {config.completion_limit_key}="
             f"{longest}"
         )
     rollouts = config.algorithm.group_size * config.pipeline.groups_per_step
@@ -83,6 +85,34 @@ def _check_publishing(config: "RunConfig") -> None:
                 f" on tokens that are {publish_every - 1} versions old, but"
                 f" pipeline.{key}={bound}"
             )
+
+
+def _check_environment(config: "RunConfig") -> None:
+    """Check that rewards, limits and algorithm suit episodes, or the lack of them."""
+    environment, kinds = config.environment, [reward.kind for reward in config.rewards]
+    if not environment.is_enabled:
+        if ENVIRONMENT_KIND in kinds:
+            raise ConfigError(
+                f"rewards[{kinds.index(ENVIRONMENT_KIND)}].kind={ENVIRONMENT_KIND}: needs"
+                " environment.path, the file of the environment"
+            )
+        return
+    config.data.shared_template  # noqa: B018 - raises if the files differ
+    if config.generator.max_new_tokens > environment.max_tokens:
+        raise ConfigError(
+            f"environment.max_tokens={environment.max_tokens}: must be at least"
+            f" generator.max_new_tokens={config.generator.max_new_tokens}, the limit of a turn"
+        )
+    group_size, fewest = config.algorithm.group_size, environment.min_episodes
+    if fewest is not None and fewest > group_size:
+        raise ConfigError(
+            f"environment.min_episodes={fewest}: must be at most algorithm.group_size={group_size}"
+        )
+    if any(call.stage == GREEDY_CALL.stage for call in config.dataflow.calls):
+        raise ConfigError(
+            f"algorithm.name={config.algorithm.name}: needs a greedy completion of each prompt,"
+            " which episodes do not have; choose another algorithm, such as grpo"
+        )
 
 
 def _check_pools(config: "RunConfig") -> None:

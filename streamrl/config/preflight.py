@@ -34,6 +34,7 @@ from streamrl.engines.models.tensor_parallel_support import (
 )
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.vllm.model_registry import explain_unshareable_process
+from streamrl.environments.check_environment import check_environment
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import (
     list_weight_files,
@@ -88,15 +89,21 @@ def prepare_run(config: RunConfig) -> PreparedRun:
     model_tokens = read_model_length(config.model.path, limit=config.model.max_length)
     _check_stop_tokens(config)
     limit = config.data.compute_prompt_limit(
-        model_tokens=model_tokens, max_new_tokens=config.generator.max_new_tokens
+        model_tokens=model_tokens,
+        max_new_tokens=config.max_completion_tokens,
+        key=config.completion_limit_key,
     )
     notes = [asyncio.run(reward_set.run_preflight()) for reward_set in (rewards, *costs)]
 
+    first_prompts: list[Prompt] = []
+
     def inspect(prompts: Sequence[Prompt]) -> None:
+        if not first_prompts:
+            first_prompts.extend(prompts[:1])
         for reward_set in (rewards, *costs):
             reward_set.check_prompts(prompts)
 
-    max_new_tokens, on_long = config.generator.max_new_tokens, config.data.on_long_prompt
+    max_new_tokens, on_long = config.max_completion_tokens, config.data.on_long_prompt
     has_prompt_limit = config.data.max_prompt_tokens is not None
     train = open_training_files(
         config.data.train_files,
@@ -118,6 +125,11 @@ def prepare_run(config: RunConfig) -> PreparedRun:
     eval_prompts = {loaded.file.name: loaded.prompts for loaded in evaluation}
     for prompts in eval_prompts.values():
         inspect(prompts)
+    if config.environment.is_enabled:
+        firsts = [*first_prompts, *(prompts[0] for prompts in eval_prompts.values())]
+        notes.append(
+            check_environment(config.environment, config.data, firsts, model_path=config.model.path)
+        )
     if config.data.pretrain:
         load_texts(config.data.pretrain)
     lengths = (len(prompt.token_ids) for prompts in eval_prompts.values() for prompt in prompts)
@@ -329,6 +341,7 @@ def compute_max_group_bytes(config: RunConfig, prepared: PreparedRun) -> int:
         prepared.component_columns,
         rollouts=config.algorithm.group_size,
         tokens=prepared.max_length,
+        turns=config.environment.max_turns,
     )
 
 
@@ -388,12 +401,12 @@ def _check_stop_tokens(config: RunConfig) -> None:
 
 def _check_micro_batch(config: RunConfig, max_length: int) -> None:
     """Raise ConfigError if a rollout of `max_length` tokens exceeds a micro-batch."""
-    budget, max_new_tokens = config.pipeline.micro_batch_tokens, config.generator.max_new_tokens
+    budget, max_new_tokens = config.pipeline.micro_batch_tokens, config.max_completion_tokens
     if budget < max_length:
         raise ConfigError(
             f"pipeline.micro_batch_tokens={budget}: must fit one rollout of {max_length} tokens"
             f" = longest prompt {max_length - max_new_tokens}"
-            f" + generator.max_new_tokens {max_new_tokens}"
+            f" + {config.completion_limit_key} {max_new_tokens}"
         )
 
 

@@ -30,6 +30,7 @@ from streamrl.dataflow import CRITIC, POLICY, Dataflow, build_dataflow
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.reference_config import ReferenceConfig
 from streamrl.engines.trainer_config import CriticConfig, TrainerConfig
+from streamrl.environments.config import EnvironmentConfig
 from streamrl.errors import ConfigError
 from streamrl.evaluation.config import MAX_SEED, EvaluationConfig
 from streamrl.files.bounded_read import read_small_yaml
@@ -130,6 +131,7 @@ class RunConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     rewards: list[RewardConfig] = field(default_factory=list)
     costs: list[RewardConfig] = field(default_factory=list)
     filter: FilterConfig = field(default_factory=FilterConfig)
@@ -184,8 +186,9 @@ class RunConfig:
     def algorithm_settings(self) -> AlgorithmSettings:
         """Algorithm settings, with defaults that depend on other config sections filled in."""
         return self.algorithm.to_settings(
-            max_length=self.generator.max_new_tokens,
+            max_length=self.max_completion_tokens,
             reward_weights={reward.component_name: reward.weight for reward in self.rewards},
+            mask_timeouts=self.environment.is_enabled and self.environment.on_timeout == "mask",
         )
 
     @property
@@ -197,7 +200,30 @@ class RunConfig:
             shares_critic=self.critic.shared_coef is not None,
             moves_reference=bool(self.reference.every),
             has_filter=self.filter.is_enabled,
+            has_episodes=self.environment.is_enabled,
         )
+
+    @property
+    def max_open_rollouts(self) -> int:
+        """Most rollouts that a generator works on, those that wait for their environment included.
+
+        Without an environment they are those that the engine samples.
+        """
+        in_engine = self.generator.max_concurrent_rollouts
+        return self.environment.open_episodes or in_engine
+
+    @property
+    def max_completion_tokens(self) -> int:
+        """Most tokens that follow the prompt of a row: of a completion, or of a whole episode."""
+        if self.environment.is_enabled:
+            return self.environment.max_tokens
+        return self.generator.max_new_tokens
+
+    @property
+    def completion_limit_key(self) -> str:
+        """Setting that gives `max_completion_tokens`, for messages."""
+        has_episodes = self.environment.is_enabled
+        return "environment.max_tokens" if has_episodes else "generator.max_new_tokens"
 
     def get_trainer_config(self, role: str) -> TrainerConfig:
         """Return the training settings of a role: `trainer`, for critics changed by critic.trainer.
@@ -434,6 +460,8 @@ def _make_paths_absolute(config: RunConfig) -> None:
             options["path"] = str(Path(str(path)).absolute())
     if config.scorer.combine:
         config.scorer.combine = str(Path(config.scorer.combine).absolute())
+    if config.environment.path:
+        config.environment.path = str(Path(config.environment.path).absolute())
     if config.algorithm.path:
         config.algorithm.path = str(Path(config.algorithm.path).absolute())
 

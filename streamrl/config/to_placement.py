@@ -145,7 +145,11 @@ def configure_for_cluster(config: RunConfig, cluster: Cluster, *, longest_tokens
     components += [COST_PREFIX + cost.component_name for cost in config.costs]
     rollouts = config.algorithm.group_size
     group_bytes = bound_group_bytes(
-        config.dataflow, components, rollouts=rollouts, tokens=longest_tokens
+        config.dataflow,
+        components,
+        rollouts=rollouts,
+        tokens=longest_tokens,
+        turns=config.environment.max_turns,
     )
     step_bytes = config.pipeline.groups_per_step * group_bytes * config.queue.shards
     needed_mb = math.ceil(OBJECT_STORE_SLACK * step_bytes / config.queue.store_share / (1 << 20))

@@ -49,13 +49,13 @@ def build_planner_problem(
         config.pipeline.groups_per_step,
         algorithm.group_size,
         request.prompt_tokens,
-        request.lengths or FixedLength(generator.max_new_tokens),
+        request.lengths or FixedLength(config.max_completion_tokens),
         settings.epochs,
         settings.mini_batches,
         config.pipeline.micro_batch_tokens,
         settings.scope == "step" or settings.num_updates > 1,
         request.filtered_fraction,
-        (longest_prompt, generator.max_new_tokens),
+        (longest_prompt, config.max_completion_tokens),
     )
     return PlacementProblem(
         config.dataflow,
@@ -149,7 +149,8 @@ def measure_prompt_tokens(config: RunConfig) -> tuple[float, int]:
     try:
         limit = config.data.compute_prompt_limit(
             model_tokens=read_model_length(config.model.path, limit=config.model.max_length),
-            max_new_tokens=config.generator.max_new_tokens,
+            max_new_tokens=config.max_completion_tokens,
+            key=config.completion_limit_key,
         )
         data, model = config.data, config.model.path
         opened = open_training_files(

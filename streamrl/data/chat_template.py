@@ -111,8 +111,27 @@ class ChatTemplate:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     tools_source: str | None = None
 
-    def select_source(self, row: DataRow) -> str | None:
-        return self.tools_source if self.tools_source and row.tools else self.source
+    def select_source(self, *, has_tools: bool) -> str | None:
+        return self.tools_source if self.tools_source and has_tools else self.source
+
+    @property
+    def can_render_tools(self) -> bool:
+        source = self.select_source(has_tools=True)
+        return source is not None and "tools" in _list_template_variables(source)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Chat messages, and everything else that a chat template needs to render them.
+
+    location: place of the messages, for errors. tools: JSON schemas of functions.
+    template_arguments: arguments of the template besides its own.
+    """
+
+    location: str
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 def load_chat_template(
@@ -190,19 +209,20 @@ def _check_template_arguments(
             raise ConfigError(f"{location}.{name}: {label} uses no such argument; {rule} remove it")
 
 
-def _check_row_arguments(row: DataRow, template: ChatTemplate) -> None:
-    source = template.select_source(row)
+def _check_conversation_arguments(conversation: Conversation, template: ChatTemplate) -> None:
+    place = conversation.location
+    source = template.select_source(has_tools=bool(conversation.tools))
     sources = [] if source is None else [source]
-    location = f"{row.location}: chat_template_kwargs"
-    _check_template_arguments(location, row.template_arguments, sources, template.name)
+    own = conversation.template_arguments
+    _check_template_arguments(f"{place}: chat_template_kwargs", own, sources, template.name)
     if sources:
-        inherited = template.arguments.keys() - row.template_arguments
-        location = f"{row.location}: data.chat_template_kwargs"
+        inherited = template.arguments.keys() - own
+        location = f"{place}: data.chat_template_kwargs"
         _check_template_arguments(location, inherited, sources, template.name)
-    if row.tools and "tools" not in _list_template_variables(*sources):
+    if conversation.tools and not template.can_render_tools:
         raise ConfigError(
-            f"{row.location}: tools: {template.name} does not use them; remove them from the row,"
-            " or choose another template, as in data.train={path: ..., template: mine.jinja}"
+            f"{place}: tools: {template.name} does not use them; remove them, or choose another"
+            " template, as in data.train={path: ..., template: mine.jinja}"
         )
 
 
@@ -231,11 +251,14 @@ def render_prompts(
     ConfigError for a row that the template refuses or the tokenizer does not round-trip.
     """
     template = template or load_chat_template(MODEL_TEMPLATE, tokenizer)
-    texts = [_render_text(tokenizer, row, template) for row in rows]
+    conversations = [
+        Conversation(row.location, row.messages, row.tools, row.template_arguments) for row in rows
+    ]
+    texts = [render_text(tokenizer, conversation, template) for conversation in conversations]
     _check_round_trip(tokenizer, rows, texts)
     # Templates write special tokens themselves. One batched call is far faster than a loop.
     encoded = _encode_texts(tokenizer, texts)
-    opening = _get_opening_tokens(tokenizer) if template.source is None else []
+    opening = get_opening_tokens(tokenizer) if template.source is None else []
     for row, token_ids in zip(rows, encoded, strict=True):
         if token_ids and token_ids[-1] == tokenizer.eos_token_id:
             raise ConfigError(
@@ -253,7 +276,7 @@ def _encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) ->
     return list(encoded["input_ids"])
 
 
-def _get_opening_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+def get_opening_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     """Return the special tokens that a tokenizer adds before a text (BOS), not after it (EOS)."""
     (content,) = _encode_texts(tokenizer, ["a"])
     with_special: list[int] = list(tokenizer("a")["input_ids"])
@@ -303,26 +326,38 @@ def _cut_to_difference(expected: str, actual: str) -> tuple[str, str]:
     return expected[start : index + width], actual[start : index + width]
 
 
-def _render_text(tokenizer: "PreTrainedTokenizerBase", row: DataRow, template: ChatTemplate) -> str:
-    _check_row_arguments(row, template)
-    source = template.select_source(row)
+def render_text(
+    tokenizer: "PreTrainedTokenizerBase",
+    conversation: Conversation,
+    template: ChatTemplate,
+    *,
+    is_closed: bool = False,
+) -> str:
+    """Render a conversation to text that ends where the policy starts to write.
+
+    A last assistant message is left open for the policy to continue. is_closed: end after the last
+    message instead. Raises ConfigError for a conversation that the template refuses.
+    """
+    _check_conversation_arguments(conversation, template)
+    source = template.select_source(has_tools=bool(conversation.tools))
+    messages = [dict(message) for message in conversation.messages]
     if source is None:
-        return "\n".join(message["content"] for message in row.messages)
-    is_open = row.messages[-1]["role"] == "assistant"
+        return "\n".join(message["content"] for message in messages)
+    is_open = not is_closed and messages[-1]["role"] == "assistant"
     try:
         text = tokenizer.apply_chat_template(
-            [dict(message) for message in row.messages],
-            tools=list(row.tools) or None,
+            messages,
+            tools=list(conversation.tools) or None,
             chat_template=source,
-            add_generation_prompt=not is_open,
+            add_generation_prompt=not is_closed and not is_open,
             continue_final_message=is_open,
             tokenize=False,
-            **{**template.arguments, **row.template_arguments},
+            **{**template.arguments, **conversation.template_arguments},
         )
     # Template expressions may raise any Python exception.
     except Exception as error:
         raise ConfigError(
-            f"{row.location}: {template.name} refuses the prompt: {_format_error(error)}"
+            f"{conversation.location}: {template.name} refuses the prompt: {_format_error(error)}"
         ) from error
     return str(text)
 

@@ -60,16 +60,30 @@ class DataConfig:
     def eval_files(self) -> tuple[DataFile, ...]:
         return self.parse_files(self.eval, key="data.eval")
 
+    @property
+    def shared_template(self) -> str:
+        """Template of all files. Raises ConfigError if they differ."""
+        files = (*self.train_files, *self.eval_files)
+        for file in files:
+            if file.template != files[0].template:
+                raise ConfigError(
+                    f"{file.key}.template={file.template}: differs from {files[0].key}.template="
+                    f"{files[0].template}; with an environment all files need the same template"
+                )
+        return files[0].template
+
     def parse_files(self, value: Any, *, key: str) -> tuple[DataFile, ...]:
         files = parse_data_files(value, key=key, prompt_key=self.prompt_key)
         return tuple(replace(file, template_arguments=self.chat_template_kwargs) for file in files)
 
-    def compute_prompt_limit(self, *, model_tokens: int, max_new_tokens: int) -> int:
+    def compute_prompt_limit(
+        self, *, model_tokens: int, max_new_tokens: int, key: str = "generator.max_new_tokens"
+    ) -> int:
         """Return the maximum tokens of a prompt.
 
-        model_tokens: context length of the model. max_new_tokens: longest completion. Raises
-        ConfigError if the completion leaves no tokens for a prompt, or fewer than
-        max_prompt_tokens.
+        model_tokens: context length of the model. max_new_tokens: longest completion, or episode
+        without its prompt. key: setting that limits it, for errors. Raises ConfigError if the
+        completion leaves no tokens for a prompt, or fewer than max_prompt_tokens.
         """
         available = model_tokens - max_new_tokens
         arithmetic = (
@@ -77,8 +91,7 @@ class DataConfig:
         )
         if available < 1:
             raise ConfigError(
-                f"generator.max_new_tokens={max_new_tokens}: no tokens are left for a prompt:"
-                f" {arithmetic}"
+                f"{key}={max_new_tokens}: no tokens are left for a prompt: {arithmetic}"
             )
         if self.max_prompt_tokens is None:
             return available

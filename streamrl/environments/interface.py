@@ -52,7 +52,8 @@ class CallOutcome(StrEnum):
 class ToolCall:
     """Tool call in a sampled turn, as parsed.
 
-    arguments: keyword arguments; {} unless `outcome` is OK.
+    arguments: keyword arguments as written, {} for a malformed call. Only those of an OK call match
+    the schema of the tool.
     error: for another outcome, the text to tell the policy.
     """
 
@@ -66,7 +67,7 @@ class ToolCall:
 class Reply:
     """Sampled turn, decoded without special tokens.
 
-    text: the turn without its tool calls.
+    text: the turn without its tool calls; a malformed call stays in it, as written.
     calls: tool calls in the order in which they were written.
     is_cut: the turn ended at a length limit, not at a token that ends a turn.
     """
@@ -137,7 +138,9 @@ class EnvironmentSession(Protocol):
 
 
 class EnvironmentHosts(Protocol):
-    """Opens a session per episode."""
+    """Processes that run an environment's code; opens a session per episode."""
+
+    async def close(self) -> None: ...
 
     def open_session(self, prompt: Prompt, *, seed: int) -> EnvironmentSession:
         """Return a session that is not reset yet.

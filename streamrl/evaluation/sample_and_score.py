@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from streamrl.errors import DeadlineError, RewardError
+from streamrl.errors import DeadlineError, EpisodeError, RewardError
 from streamrl.evaluation.config import EvaluationConfig
 from streamrl.evaluation.metrics import EvaluationResult, compute_evaluation_result
-from streamrl.messages import Array, Columns, Prompt, Rollout, make_rollout_seeds
+from streamrl.messages import Array, Columns, Prompt, make_rollout_seeds
 
-GenerateFn = Callable[[Prompt, Sequence[int]], Awaitable[list[Rollout]]]
-ScoreFn = Callable[[Prompt, list[Rollout]], Awaitable[Columns]]
+GenerateFn = Callable[[Prompt, Sequence[int]], Awaitable[Columns]]
+ScoreFn = Callable[[Prompt, Columns], Awaitable[Columns]]
 #: Returns a timeout context of the given number of seconds, as asyncio.timeout does.
 DeadlineFactory = Callable[[float], AbstractAsyncContextManager[asyncio.Timeout]]
 
@@ -39,17 +39,18 @@ async def evaluate_policy(
     """Sample and score the first `config.limit` prompts of each file; return all metrics.
 
     prompts: prompts by file name; config.concurrency prompts are in flight at a time.
-    generate: samples a completion per seed. Seeds depend on config.seed and the prompt's uid only,
-        so the result does not depend on scheduling.
+    generate: samples a completion per seed; returns their ROLLOUT_COLUMNS. Seeds depend on
+        config.seed and the prompt's uid only, so the result does not depend on scheduling.
     score: returns column `scores`, and `answers` (an id per distinct answer, 0 for a missing
         answer) if the reward extracts answers. maj@k needs answers from every data_source.
     timeout_s: deadline to sample and score a prompt, s.
     patience: makes the timeout context of that deadline: wall time by default; in a run, progress
         restarts the deadline.
 
-    A RewardError of `score` excludes the prompt; rewards retry internally. If every prompt fails,
-    the first RewardError is raised. Raises DeadlineError if a prompt exceeds `timeout_s`, and every
-    other error of `generate` and `score`; remaining tasks are cancelled first.
+    A RewardError of `score` or an EpisodeError of `generate` excludes the prompt: rewards and
+    environments retry internally. If every prompt fails, the first of them is raised. Raises
+    DeadlineError if a prompt exceeds `timeout_s`, and every other error of `generate` and `score`;
+    remaining tasks are cancelled first.
     """
     chosen = [(name, prompt) for name, file in prompts.items() for prompt in file[: config.limit]]
     if not chosen:
@@ -61,20 +62,20 @@ async def evaluate_policy(
             async with patience(timeout_s) as deadline:
                 seeds = make_rollout_seeds(config.seed, prompt.uid, config.samples)
                 rollouts = await generate(prompt, seeds)
-                columns = await score(prompt, rollouts)
+                scores = await score(prompt, rollouts)
         except TimeoutError as error:
             if not deadline.expired():
                 raise
             raise DeadlineError(
                 f"evaluation of uid {prompt.uid}: no scores in {timeout_s:g} s"
             ) from error
-        return _to_prompt_scores(columns, prompt, config.samples)
+        return _to_prompt_scores(scores, prompt, config.samples)
 
-    async def sample_or_error(prompt: Prompt) -> _PromptScores | RewardError:
+    async def sample_or_error(prompt: Prompt) -> _PromptScores | RewardError | EpisodeError:
         async with slots:
             try:
                 return await sample_prompt(prompt)
-            except RewardError as error:
+            except (RewardError, EpisodeError) as error:
                 return error
 
     try:
@@ -99,15 +100,14 @@ def _to_prompt_scores(columns: Columns, prompt: Prompt, samples: int) -> _Prompt
 
 def _summarize_outcomes(
     chosen: Sequence[tuple[str, Prompt]],
-    outcomes: Sequence[_PromptScores | RewardError],
+    outcomes: Sequence[_PromptScores | RewardError | EpisodeError],
     pass_score: float,
 ) -> EvaluationResult:
     """Compute metrics over the scored prompts: overall, by data_source and by file name.
 
-    chosen: file name and prompt of each outcome. Raises the first RewardError if every prompt
-        failed.
+    chosen: file name and prompt of each outcome. Raises the first error if every prompt failed.
     """
-    errors = [outcome for outcome in outcomes if isinstance(outcome, RewardError)]
+    errors = [outcome for outcome in outcomes if not isinstance(outcome, _PromptScores)]
     scored = [
         (name, outcome)
         for (name, _), outcome in zip(chosen, outcomes, strict=True)

@@ -153,7 +153,7 @@ def parse_json(text: str | bytes) -> Any:
     digits (CPython's limit is 4300).
     """
     try:
-        value = json.loads(text, object_pairs_hook=_make_unique_dict)
+        value = json.loads(text, object_pairs_hook=make_unique_dict)
     except (json.JSONDecodeError, UnicodeDecodeError, RepeatedKeyError):
         raise
     except ValueError:
@@ -168,7 +168,7 @@ class RepeatedKeyError(ValueError):
     """Error: a JSON object has a duplicate key."""
 
 
-def _make_unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def make_unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build a dict from the pairs of a JSON object. Raises RepeatedKeyError for a duplicate key."""
     unique = dict(pairs)
     if len(unique) < len(pairs):

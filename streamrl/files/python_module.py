@@ -75,9 +75,8 @@ class FileFunction:
         """Return the offered arguments that the function takes by keyword.
 
         offered: names of the arguments that the caller can pass. Raises ConfigError for a required
-        parameter that is not offered, or an async function.
+        parameter that is not offered.
         """
-        self.check_not_async()
         positional_only = {
             name for name, p in self.parameters.items() if p.kind is Parameter.POSITIONAL_ONLY
         }
@@ -119,6 +118,33 @@ def load_referenced_function(reference: str, *, setting: str) -> FileFunction:
     """Load the function to which the value of a setting refers as file.py:function."""
     path, name = split_reference(reference, setting=setting)
     return load_function(path, name, setting=setting, label=f"{setting}={reference}")
+
+
+def load_referenced_class(reference: str, *, setting: str) -> tuple[str, type]:
+    """Load the class to which the value of a setting refers as file.py or file.py:Class.
+
+    Returns the resolved path of the file and the class. Without a name, the file must define a
+    single public class. Raises ConfigError.
+    """
+    path, _, name = (reference, "", "") if reference.endswith(".py") else reference.rpartition(":")
+    if not path or (name and not name.isidentifier()):
+        raise ConfigError(f"{setting}={reference}: write it as file.py or file.py:Class")
+    module = import_file(path, setting=setting)
+    classes = {
+        key: value
+        for key, value in vars(module).items()
+        if inspect.isclass(value) and value.__module__ == module.__name__ and key[0] != "_"
+    }
+    names = ", ".join(classes) or "none"
+    if not name and len(classes) != 1:
+        raise ConfigError(
+            f"{setting}={reference}: must define one class, or be written as file.py:Class;"
+            f" its classes are {names}"
+        )
+    found = vars(module).get(name) if name else next(iter(classes.values()))
+    if not inspect.isclass(found):
+        raise ConfigError(f"{setting}={reference}: no such class; its classes are {names}")
+    return str(Path(path).resolve()), found
 
 
 def make_file_function(

@@ -22,6 +22,12 @@ def unpack_length(header: bytes) -> int:
 
 _ALLOWED_CLASSES = frozenset(
     {
+        ("streamrl.environments.hosts.host_protocol", "EnvironmentDescription"),
+        ("streamrl.environments.hosts.host_protocol", "EnvironmentShape"),
+        ("streamrl.environments.hosts.host_protocol", "HostResponse"),
+        ("streamrl.environments.interface", "CallOutcome"),
+        ("streamrl.environments.interface", "ResetResult"),
+        ("streamrl.environments.interface", "StepResult"),
         ("streamrl.rewards.user_code.user_function", "FunctionCallSpec"),
         ("streamrl.rewards.interface.reward_result", "RewardResult"),
         ("streamrl.rewards.interface.reward_result", "RewardOutcome"),

@@ -15,15 +15,14 @@ import itertools
 import logging
 import statistics
 from collections import Counter, deque
-from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from streamrl.errors import ConfigError
+from streamrl.process_pool.background_tasks import BackgroundTasks
 from streamrl.process_pool.proc_stats import ProcessTable
 from streamrl.process_pool.process import ProcessExitedError, WorkerProcess
 
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
@@ -126,7 +125,7 @@ class WorkerPool:
         self._has_concurrent_calls = False
         self._call_ids = itertools.count()
         self._recent_durations: deque[float] = deque(maxlen=100)
-        self._background_tasks: set[asyncio.Task[Any]] = set()
+        self._background_tasks = BackgroundTasks()
         self._service_tasks: set[asyncio.Task[None]] = set()
         self._process_table = ProcessTable()
         self._is_closed = False
@@ -140,7 +139,7 @@ class WorkerPool:
         """
         self._num_starting += 1
         await self._add_worker()
-        self._service_tasks.add(self._spawn_task(self._monitor_workers()))
+        self._service_tasks.add(self._background_tasks.spawn(self._monitor_workers()))
 
     async def call(self, request: Any, *, exclusive: bool = False) -> Any:
         """Run a request in a worker and return the handler's result. Raises WorkerError.
@@ -162,7 +161,7 @@ class WorkerPool:
         finally:
             self._num_exclusive_waiters -= exclusive
         return await asyncio.shield(
-            self._spawn_task(self._await_response(worker, call_id, request))
+            self._background_tasks.spawn(self._await_response(worker, call_id, request))
         )
 
     async def _await_response(self, worker: _WorkerState, call_id: int, request: Any) -> Any:
@@ -257,7 +256,7 @@ class WorkerPool:
     def _start_missing_worker(self) -> None:
         if self._num_missing > 0:
             self._num_starting += 1
-            self._service_tasks.add(self._spawn_task(self._try_add_worker()))
+            self._service_tasks.add(self._background_tasks.spawn(self._try_add_worker()))
 
     @property
     def _num_missing(self) -> int:
@@ -312,7 +311,7 @@ class WorkerPool:
     def _retire_worker(self, worker: _WorkerState) -> None:
         if worker in self._workers:
             self._workers.remove(worker)
-            self._spawn_task(worker.process.kill())
+            self._background_tasks.spawn(worker.process.kill())
 
     async def _monitor_workers(self) -> None:
         """Look for stragglers and excessive memory every MONITOR_INTERVAL_S, until cancelled."""
@@ -336,30 +335,14 @@ class WorkerPool:
                     worker.process.lower_priority()
 
     async def _kill_over_memory(self) -> None:
-        limit_bytes = self._settings.memory_bytes
         for worker in list(self._workers):
-            used_bytes = await asyncio.to_thread(
-                self._process_table.measure_tree_memory, worker.process.pid
+            excess = await asyncio.to_thread(
+                self._process_table.describe_excess,
+                worker.process.pid,
+                self._settings.memory_bytes,
             )
-            if used_bytes > limit_bytes:
-                text = (
-                    f"worker process used {used_bytes >> 20} MiB,"
-                    f" the limit is {limit_bytes >> 20} MiB"
-                )
-                self._kill_worker(worker, WorkerMemoryError(text), "memory")
-
-    def _spawn_task(self, coroutine: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        """Start a task and keep a reference until it ends; asyncio keeps only a weak reference."""
-        task = asyncio.create_task(coroutine)
-        self._background_tasks.add(task)
-        task.add_done_callback(self._on_task_done)
-        return task
-
-    def _on_task_done(self, task: "asyncio.Task[Any]") -> None:
-        self._background_tasks.discard(task)
-        if not task.cancelled():
-            # Retrieve the exception; asyncio logs "exception was never retrieved" otherwise.
-            task.exception()
+            if excess:
+                self._kill_worker(worker, WorkerMemoryError(excess), "memory")
 
     async def close(self) -> None:
         """Kill all workers; running calls raise WorkerCrashError."""
@@ -370,5 +353,4 @@ class WorkerPool:
         for worker in workers:
             worker.exit_error = WorkerCrashError(f"the workers of {self._name} are closed")
         await asyncio.gather(*(worker.process.kill() for worker in workers))
-        while self._background_tasks:
-            await asyncio.wait(set(self._background_tasks))
+        await self._background_tasks.drain()

@@ -158,6 +158,12 @@ class WorkerProcess:
         return f"worker process exited with code {code}"
 
     @property
+    def has_exited(self) -> bool:
+        """True once the socket is closed; the exit status may follow a little later."""
+        is_reading = self._reader_task is not None and not self._reader_task.done()
+        return not is_reading or self._writer.is_closing()
+
+    @property
     def pid(self) -> int:
         """Pid of the reaper, the root of the worker's process tree."""
         return self._reaper.pid

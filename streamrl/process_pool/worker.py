@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, NoReturn
 
 from streamrl.errors import ConfigError
@@ -78,7 +79,9 @@ def _exit_if_forked(worker_pid: int) -> None:
 
 def _serve_async(handler: RequestHandler, channel: socket.socket, reader: BinaryIO) -> None:
     """Handle requests concurrently on an event loop; cancel a request if the pool demands so."""
-    send_lock, worker_pid = asyncio.Lock(), os.getpid()
+    worker_pid = os.getpid()
+    # Not the loop's default executor, which user code may fill with calls that block.
+    reading_thread, sending_thread = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
 
     async def handle_request(call_id: int, request: Any) -> None:
         try:
@@ -89,13 +92,16 @@ def _serve_async(handler: RequestHandler, channel: socket.socket, reader: Binary
         else:
             message = _handle_request(call_id, lambda _: result, None)
         _exit_if_forked(worker_pid)
-        async with send_lock:
-            await asyncio.to_thread(channel.sendall, message)
+        # Not awaited: a request cancelled now must still be answered.
+        sending_thread.submit(channel.sendall, message)
 
     async def serve() -> None:
         tasks: dict[int, asyncio.Task[None]] = {}
+        loop = asyncio.get_running_loop()
         while True:
-            kind, call_id, request = await asyncio.to_thread(read_message, reader.read)
+            kind, call_id, request = await loop.run_in_executor(
+                reading_thread, read_message, reader.read
+            )
             if kind == REQUEST:
                 tasks[call_id] = asyncio.create_task(
                     handle_request(call_id, request), name=str(call_id)

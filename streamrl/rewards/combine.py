@@ -10,6 +10,7 @@ from streamrl.errors import ConfigError, RewardError
 from streamrl.files.python_module import FileFunction, load_referenced_function
 from streamrl.messages import Array, Prompt
 from streamrl.rewards.interface.checks import format_value, to_finite_float
+from streamrl.rewards.interface.completion import LAST_TURN
 from streamrl.rewards.interface.config import ScorerConfig
 from streamrl.rewards.interface.reward import (
     Reward,
@@ -33,12 +34,14 @@ class RewardComponent:
 
     name: suffix of the logged metric reward/<name>.
     is_gate: a completion that fails this component has combined score 0.
+    part: part of a completion that the reward reads, one of COMPLETION_PARTS.
     """
 
     name: str
     weight: float
     is_gate: bool
     reward: Reward
+    part: str = LAST_TURN
 
 
 def sum_weighted(
@@ -92,7 +95,7 @@ class FunctionCombiner(WorkerReward):
     async def combine_scores(
         self, prompt: Prompt, completions: Sequence[str], results: ResultsByComponent
     ) -> Array:
-        """Call the user's function for each completion; return its numbers, float64 [G].
+        """Call the user's function for each completion's text; return its numbers, float64 [G].
 
         Raises RewardError if a result is not a number.
         """
@@ -113,6 +116,7 @@ def load_combine_function(reference: str) -> tuple[FileFunction, Sequence[str]]:
     Raises ConfigError if the file or the function cannot be used.
     """
     code = load_referenced_function(reference, setting="scorer.combine")
+    code.check_not_async()
     return code, code.select_arguments(COMBINE_PARAMETERS)
 
 

@@ -159,6 +159,7 @@ def make_function_filter(options: FunctionFilterOptions) -> GroupFilter:
     """
     label = f"filter.function={options.function}"
     code = load_function(options.path, options.function, setting="filter.path", label=label)
+    code.check_not_async()
     parameters = code.select_arguments(FILTER_PARAMETERS)
 
     def reject_unkept(prompt: Prompt, columns: Columns) -> str | None:

@@ -1,4 +1,4 @@
-"""Means of the extra metrics that rewards return with their scores."""
+"""Means that are collected as sums, which can be added across processes before they are divided."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,28 +11,36 @@ MAX_EXTRA_METRICS = 200
 _SUM_SUFFIX, _COUNT_SUFFIX = ":sum", ":count"
 
 
-class ExtraMetricSums:
-    """Sums and counts of the extra metrics that rewards return, by metric name.
-
-    Unlike means, sums can be added across scorers.
-    """
+class MetricSums:
+    """Sums and counts of numbers, by metric name; `sums_to_means` divides them."""
 
     def __init__(self) -> None:
         self._sums: Counter[str] = Counter()
 
-    def add_results(self, component: str, results: Sequence[RewardResult]) -> None:
-        """Add a component's extra metrics; new names beyond MAX_EXTRA_METRICS are ignored."""
-        for result in results:
-            for name, number in result.extra_metrics:
-                metric = f"{component}/{to_metric_segment(name)}"
-                if metric + _COUNT_SUFFIX in self._sums or len(self._sums) < 2 * MAX_EXTRA_METRICS:
-                    self._sums[metric + _SUM_SUFFIX] += number  # type: ignore[assignment]
-                    self._sums[metric + _COUNT_SUFFIX] += 1
+    def __contains__(self, metric: str) -> bool:
+        return metric + _COUNT_SUFFIX in self._sums
+
+    def __len__(self) -> int:
+        return len(self._sums) // 2
+
+    def add(self, metric: str, number: float, *, weight: float = 1.0) -> None:
+        """Add a number; `weight` is what it adds to the divisor of the mean."""
+        self._sums[metric + _SUM_SUFFIX] += number  # type: ignore[assignment]
+        self._sums[metric + _COUNT_SUFFIX] += weight  # type: ignore[assignment]
 
     def drain_sums(self) -> dict[str, float]:
         """Return the sums and counts since the last call, by name with suffix, and reset them."""
         sums, self._sums = self._sums, Counter()
         return dict(sums)
+
+
+def add_extra_metrics(sums: MetricSums, component: str, results: Sequence[RewardResult]) -> None:
+    """Add a reward component's extra metrics; new names beyond MAX_EXTRA_METRICS are ignored."""
+    for result in results:
+        for name, number in result.extra_metrics:
+            metric = f"{component}/{to_metric_segment(name)}"
+            if metric in sums or len(sums) < MAX_EXTRA_METRICS:
+                sums.add(metric, number)
 
 
 def sums_to_means(counts: Mapping[str, float]) -> dict[str, float]:

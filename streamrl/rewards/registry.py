@@ -14,6 +14,7 @@ from streamrl.rewards.combine import FunctionCombiner, RewardComponent
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.interface.reward import Reward, RewardContext, RewardSpec
 from streamrl.rewards.kinds.code import CodeOptions, CodeReward
+from streamrl.rewards.kinds.environment import ENVIRONMENT_KIND, EnvironmentReward
 from streamrl.rewards.kinds.function import FunctionOptions, FunctionReward
 from streamrl.rewards.kinds.judge import JudgeOptions, JudgeReward
 from streamrl.rewards.kinds.model import ModelOptions, ModelReward
@@ -124,6 +125,11 @@ REWARD_KINDS: Mapping[str, RewardKind] = {
         ModelReward,
         can_use_devices=True,
     ),
+    ENVIRONMENT_KIND: RewardKind(
+        "score that the run's environment gives an episode",
+        EmptyRewardOptions,
+        lambda spec: EnvironmentReward(),
+    ),
     "judge": RewardKind(
         "score from a language model behind an OpenAI-compatible server", JudgeOptions, JudgeReward
     ),
@@ -153,7 +159,7 @@ def build_rewards(
             _check_entry(config, score_spec)
             reward = _build_reward(config, context)
         components.append(
-            RewardComponent(config.component_name, config.weight, config.gate, reward)
+            RewardComponent(config.component_name, config.weight, config.gate, reward, config.of)
         )
     names = [component.name for component in components]
     for name in names:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from streamrl.errors import RewardError, StreamError
-from streamrl.messages import Array, Columns, Experience, FilteredGroup, extract_completions
+from streamrl.messages import Array, Columns, Experience, FilteredGroup
 from streamrl.rewards.group_filter import GroupFilter
+from streamrl.rewards.interface.completion import Completion, decode_rollouts
 from streamrl.rewards.interface.extract import decode_completions
 from streamrl.rewards.reward_set import GroupRewardResult, RewardSet
 from streamrl.stream.stage_worker import StageResult
@@ -21,12 +22,12 @@ MAX_SAMPLES_PER_DRAIN = 2
 
 
 async def _judge_group(
-    rewards: RewardSet, experience: Experience, texts: Sequence[str]
+    rewards: RewardSet, experience: Experience, completions: Sequence[Completion]
 ) -> GroupRewardResult | StreamError:
     """Score the decoded completions of a group; return a RewardError instead of raising."""
     assert experience.prompt is not None
     try:
-        return await rewards.judge_group(experience.prompt, texts)
+        return await rewards.judge_group(experience.prompt, completions)
     except RewardError as error:
         return error
 
@@ -93,7 +94,9 @@ class RewardScorer:
     async def _score_greedy(self, experience: Experience) -> Columns | StreamError:
         columns = experience.columns
         (text,) = decode_completions(self._tokenizer, [columns["greedy_ids"]])
-        group_result = await _judge_group(self._reward_set, experience, [text])
+        group_result = await _judge_group(
+            self._reward_set, experience, [Completion.from_text(text)]
+        )
         if isinstance(group_result, StreamError):
             return group_result
         baseline = group_result.totals.astype(np.float32)
@@ -102,8 +105,8 @@ class RewardScorer:
     async def _score_group(self, experience: Experience) -> StageResult:
         """Score a group of the stream or of an evaluation; filter only groups of the stream."""
         assert experience.prompt is not None
-        texts = decode_completions(self._tokenizer, extract_completions(experience.columns))
-        group_result = await _judge_group(self._reward_set, experience, texts)
+        completions = decode_rollouts(self._tokenizer, experience.columns)
+        group_result = await _judge_group(self._reward_set, experience, completions)
         if isinstance(group_result, StreamError):
             return group_result
         columns = self._reward_set.to_columns(group_result)
@@ -117,11 +120,14 @@ class RewardScorer:
         if reason:
             return FilteredGroup(reason)
         if len(self._samples) < MAX_SAMPLES_PER_DRAIN:
-            self._record_sample(experience, texts, group_result)
+            self._record_sample(experience, completions, group_result)
         return columns
 
     def _record_sample(
-        self, experience: Experience, texts: Sequence[str], group_result: GroupRewardResult
+        self,
+        experience: Experience,
+        completions: Sequence[Completion],
+        group_result: GroupRewardResult,
     ) -> None:
         assert experience.prompt is not None
         self._samples.append(
@@ -130,9 +136,13 @@ class RewardScorer:
                 "prompt": [dict(message) for message in experience.prompt.messages],
                 "ground_truth": experience.prompt.ground_truth,
                 "rollouts": [
-                    {"completion": text, "score": score, **describe_completion(group_result, i)}
-                    for i, (text, score) in enumerate(
-                        zip(texts, group_result.totals.tolist(), strict=True)
+                    {
+                        "completion": completion.conversation,
+                        "score": score,
+                        **describe_completion(group_result, i),
+                    }
+                    for i, (completion, score) in enumerate(
+                        zip(completions, group_result.totals.tolist(), strict=True)
                     )
                 ],
             }
@@ -148,11 +158,11 @@ async def score_costs(
     costs: RewardSet, tokenizer: "PreTrainedTokenizerBase", experiences: Sequence[Experience]
 ) -> Sequence[StageResult]:
     """Return columns `costs` and `cost/<name>`, float32 [G], or an error, per group."""
-    texts = [
-        decode_completions(tokenizer, extract_completions(group.columns)) for group in experiences
-    ]
     results = await asyncio.gather(
-        *(_judge_group(costs, *pair) for pair in zip(experiences, texts, strict=True))
+        *(
+            _judge_group(costs, group, decode_rollouts(tokenizer, group.columns))
+            for group in experiences
+        )
     )
     return [
         result if isinstance(result, StreamError) else costs.to_columns(result)

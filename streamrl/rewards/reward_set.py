@@ -17,8 +17,9 @@ from streamrl.rewards.combine import (
     RewardComponent,
     sum_weighted,
 )
+from streamrl.rewards.interface.completion import LAST_TURN, Completion
 from streamrl.rewards.interface.reward_result import RewardResult
-from streamrl.rewards.metric_means import ExtraMetricSums
+from streamrl.rewards.metric_means import MetricSums, add_extra_metrics
 
 START_TIMEOUT_S = 180.0
 """Deadline to start a reward; long because a reward may load a model."""
@@ -85,7 +86,7 @@ class RewardSet:
         self._combiner = combiner
         self._score_spec = score_spec
         self._outcome_counts: Counter[str] = Counter()
-        self._extra_metrics = ExtraMetricSums()
+        self._extra_metrics = MetricSums()
         self._last_kill_counts: Counter[str] = Counter()
 
     @property
@@ -159,7 +160,7 @@ class RewardSet:
 
         Raises RewardError naming the reward and the uid.
         """
-        return self.to_columns(await self.judge_group(prompt, completions))
+        return self.to_columns(await self.judge_texts(prompt, completions))
 
     def to_columns(self, group_result: GroupRewardResult) -> dict[str, Array]:
         """Return the scores of a group as columns, float32 [G]: one per component, and combined."""
@@ -171,7 +172,13 @@ class RewardSet:
         }
         return {**columns, self._score_spec.total_column: group_result.totals.astype(np.float32)}
 
-    async def judge_group(self, prompt: Prompt, completions: Sequence[str]) -> GroupRewardResult:
+    async def judge_texts(self, prompt: Prompt, completions: Sequence[str]) -> GroupRewardResult:
+        """Score completions of a single turn, as `judge_group` does."""
+        return await self.judge_group(prompt, [*map(Completion.from_text, completions)])
+
+    async def judge_group(
+        self, prompt: Prompt, completions: Sequence[Completion]
+    ) -> GroupRewardResult:
         """Score the completions of a group with all rewards, concurrently, and combine the scores.
 
         Raises RewardError naming the reward and the uid.
@@ -194,10 +201,11 @@ class RewardSet:
             scores = np.array([0.0 if r.is_not_judged else r.score for r in results])
             _validate_finite(scores, where)
             components[name] = results
-        totals = await self._combine_scores(prompt, completions, components)
+        texts = [completion.get_part(LAST_TURN) for completion in completions]
+        totals = await self._combine_scores(prompt, texts, components)
         for name, results in components.items():
             self._outcome_counts.update(result.outcome.value for result in results)
-            self._extra_metrics.add_results(self._score_spec.column_prefix + name, results)
+            add_extra_metrics(self._extra_metrics, self._score_spec.column_prefix + name, results)
         seconds = {
             name: task.result()[1] for name, task in zip(self.component_names, tasks, strict=True)
         }
@@ -205,10 +213,10 @@ class RewardSet:
 
     @staticmethod
     async def _score_timed(
-        component: RewardComponent, prompt: Prompt, completions: Sequence[str]
+        component: RewardComponent, prompt: Prompt, completions: Sequence[Completion]
     ) -> tuple[Sequence[RewardResult], float]:
         started = time.perf_counter()
-        results = await component.reward.score(prompt, completions)
+        results = await component.reward.score_completions(prompt, completions, component.part)
         return results, time.perf_counter() - started
 
     async def _combine_scores(

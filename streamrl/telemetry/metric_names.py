@@ -72,11 +72,13 @@ class MetricSpec:
 
     name: may hold a `<placeholder>` for one path segment.
     unit: empty for plain numbers.
+    has_episodes: only runs with an environment log the metric.
     """
 
     name: str
     unit: str
     meaning: str
+    has_episodes: bool = False
 
     @property
     def is_pattern(self) -> bool:
@@ -91,6 +93,25 @@ class MetricSpec:
         return re.fullmatch(re.sub("<[a-z]+>", "[^/]+", self.name), name) is not None
 
 
+EPISODE_METRICS = tuple(
+    MetricSpec(f"episode/{name}", unit, meaning, has_episodes=True)
+    for name, unit, meaning in (
+        ("turns", "turns", "mean turns of the episodes that ended since the last row"),
+        ("sampled_tokens", "tokens", "mean sampled tokens of those episodes"),
+        ("observed_tokens", "tokens", "mean tokens that their environment wrote"),
+        ("calls", "calls", "mean tool calls of those episodes"),
+        ("malformed_frac", "fraction", "calls that name no tool, do not parse or do not fit"),
+        ("tool_error_frac", "fraction", "calls whose tool raised"),
+        ("tool_timeout_frac", "fraction", "calls past their deadline"),
+        ("truncated_frac", "fraction", "episodes that ended at a limit of turns or tokens"),
+        ("timeout_frac", "fraction", "episodes that ended at the limit of their time"),
+        ("infra_errors", "episodes", "attempts at an episode whose environment failed"),
+        ("open", "episodes", "episodes open now"),
+        ("decode_frac", "fraction", "share of the episodes' time in which the engine samples"),
+        ("wait_frac", "fraction", "share in which they wait for a decode slot or the devices"),
+        ("environment_frac", "fraction", "share in which they wait for their environment"),
+    )
+)
 METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("reward/mean", "", "mean combined reward of the rollouts trained in the step"),
     MetricSpec("reward/std", "", "standard deviation of that reward over the step's rollouts"),
@@ -222,6 +243,7 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("ledger/filtered", "groups", "groups filtered since the run began"),
     MetricSpec("ledger/dropped", "groups", "groups dropped for any cause since the run began"),
     MetricSpec("ledger/in_flight", "groups", "groups admitted and not yet ended"),
+    *EPISODE_METRICS,
     MetricSpec("time/step_s", "s", "wall time from the last step's end to this one's"),
     MetricSpec("time/generate_s", "s", "time the generators computed in the step"),
     MetricSpec("time/score_s", "s", "time the scorers computed in the step"),
@@ -274,9 +296,13 @@ def validate_row(row: MetricsRow) -> None:
 def find_missing_metrics(row: MetricsRow) -> list[str]:
     """Return the names that every run must log but that this metrics row lacks.
 
-    They are the names without a placeholder.
+    They are the names without a placeholder, but for those of episodes.
     """
-    return [name for name in _METRICS_BY_NAME if name not in row]
+    return [
+        name
+        for name, metric in _METRICS_BY_NAME.items()
+        if name not in row and not metric.has_episodes
+    ]
 
 
 def to_json_value(value: float | Histogram) -> int | float | dict[str, list[float]] | None:

@@ -15,7 +15,7 @@ from streamrl.algorithms import (
 )
 from streamrl.algorithms.correction_config import CorrectionConfig
 from streamrl.algorithms.math.options import LOSS_AGGREGATIONS
-from streamrl.algorithms.objective import policy_loss
+from streamrl.algorithms.objective import derive_group_columns, policy_loss
 from streamrl.errors import AlgorithmError
 from streamrl.messages import FinishReason
 from tests.algorithms.steps import MAX_LENGTH, derive_columns, make_settings, make_step, train
@@ -317,6 +317,27 @@ def test_mask_truncated_keeps_the_score_in_the_group():
     assert not masked["loss_mask"][cut_off].any()
     assert torch.equal(masked["loss_mask"][~cut_off], plain["loss_mask"][~cut_off])
     assert masked["group_tokens"].tolist() == [int(masked["loss_mask"].sum())] * 3
+
+
+def test_an_episode_past_its_time_is_masked_apart_from_truncated_ones():
+    step = make_step(sizes=(4,))
+    reasons = [FinishReason.STOP, FinishReason.TURNS, FinishReason.TOKENS, FinishReason.TIMEOUT]
+    codes = torch.tensor([reason.value for reason in reasons], dtype=torch.int8)
+    step.columns = {**step.columns, "finish_reason": codes}
+
+    def list_trained(*, mask_truncated, mask_timeouts):
+        settings = replace(
+            make_settings(AlgorithmConfig(mask_truncated=mask_truncated)),
+            mask_timeouts=mask_timeouts,
+        )
+        spec = AlgorithmConfig().spec
+        derived = derive_group_columns(spec, settings, step.columns, step.group_ids)
+        return derived["loss_mask"].any(-1).tolist()
+
+    assert list_trained(mask_truncated=False, mask_timeouts=False) == [True] * 4
+    assert list_trained(mask_truncated=False, mask_timeouts=True) == [True, True, True, False]
+    assert list_trained(mask_truncated=True, mask_timeouts=False) == [True, False, False, True]
+    assert list_trained(mask_truncated=True, mask_timeouts=True) == [True, False, False, False]
 
 
 def test_opo_weighs_truncated_rollouts_by_sampled_tokens():

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from streamrl.config.role_counts import count_actors
 from streamrl.config.run_config import RunConfig, config_to_dict, dump_config, load_config
 from streamrl.errors import ConfigError
+from streamrl.messages import EPISODE_COLUMNS
 from streamrl.rewards.interface.config import RewardConfig
 
 MINIMAL = """
@@ -231,6 +232,20 @@ def test_paths_become_absolute(recipe: Path):
             "filter={kind: equal_rewards, oversample: 1e9}",
             "oversample=1000000000.0: must be at most 32$",
         ),
+        ("environment.max_turns=0", "environment.max_turns=0: must be above 0"),
+        ("environment.turn_timeout_s=.inf", "environment.turn_timeout_s, .*: must be finite"),
+        ("environment.on_timeout=retry", "environment.on_timeout=retry: must be one of mask, sc"),
+        ("environment.call_pattern=x", "call_pattern: needs environment.call_format=regex, not a"),
+        ("rewards=[{kind: environment}]", r"rewards\[0\].kind=environment: needs environment.path"),
+        ("rewards=[{kind: exact, of: all}]", "rewards.of=all: must be one of last_turn, sampled, "),
+        (
+            "environment={path: a.py, max_tokens: 255}",
+            "environment.max_tokens=255: must be at least generator.max_new_tokens=256, the limit",
+        ),
+        (
+            "environment={path: a.py, min_episodes: 9}",
+            "environment.min_episodes=9: must be at most algorithm.group_size=8",
+        ),
         ("justaword", "'justaword': write an override as key=value"),
     ],
 )
@@ -336,7 +351,7 @@ def test_the_number_of_settings_stays_small():
             total += count(inner) if isinstance(inner, type) and is_dataclass(inner) else 1
         return total
 
-    assert count(RunConfig) <= 179
+    assert count(RunConfig) <= 199
 
 
 @pytest.mark.parametrize("path", sorted(Path("configs").glob("*.yaml")), ids=lambda path: path.stem)
@@ -344,3 +359,28 @@ def test_every_recipe_in_the_repository_loads(path: Path):
     config = load_config(path)
     assert config.algorithm_settings.num_updates >= 1
     assert config.algorithm.name in path.stem
+
+
+def test_an_environment_bounds_what_follows_a_prompt_and_keeps_more_rollouts_open(recipe: Path):
+    plain = load_config(recipe)
+    assert plain.max_completion_tokens == plain.generator.max_new_tokens
+    assert plain.max_open_rollouts == plain.generator.max_concurrent_rollouts
+    settings = {"path": "a.py:Game", "max_tokens": 900, "open_episodes": 5000}
+    overrides = [f"environment.{key}={value}" for key, value in settings.items()]
+    config = load_config(recipe, overrides)
+    assert config.environment.path == str(Path("a.py:Game").absolute())
+    assert (config.max_completion_tokens, config.max_open_rollouts) == (900, 5000)
+    assert config.algorithm_settings.max_length == 900
+    calls = {call.stage: call for call in config.dataflow.calls}
+    assert {*EPISODE_COLUMNS} <= {*calls["generate"].produces} & {*calls["reward"].needs}
+
+
+def test_episodes_need_one_template_for_all_files(recipe: Path):
+    files = "data.train=[{path: a.jsonl}, {path: b.jsonl, template: plain}]"
+    with pytest.raises(ConfigError, match=r"data.train\[1\].template=plain: differs from data"):
+        load_config(recipe, ["environment.path=a.py", files])
+
+
+def test_an_algorithm_with_greedy_completions_has_no_episodes(recipe: Path):
+    with pytest.raises(ConfigError, match=r"algorithm.name=remax: needs a greedy completion"):
+        load_config(recipe, ["environment.path=a.py", "algorithm.name=remax"])

@@ -374,7 +374,7 @@ def test_indirect_use_of_tools_is_recognized(tokenizer, write_rows, source):
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
-        ({"tools": TOOLS}, r"tools: .* does not use them; remove them from the row, or choose"),
+        ({"tools": TOOLS}, r"tools: .* does not use them; remove them, or choose"),
         (
             {"chat_template_kwargs": {"enable_thinkin": False}},
             r"chat_template_kwargs.enable_thinkin: .* uses no such argument; it uses .*remove it",

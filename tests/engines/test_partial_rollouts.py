@@ -8,11 +8,16 @@ import pytest
 import pytest_asyncio
 import torch
 
-from streamrl.engines.generation.partial_rollouts import derive_continuation_seed
 from streamrl.engines.generation.requests_in_flight import ProgressWatch
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.errors import ConfigError
-from streamrl.messages import FinishReason, Prompt, Rollout, columns_to_rollouts
+from streamrl.messages import (
+    FinishReason,
+    Prompt,
+    Rollout,
+    columns_to_rollouts,
+    derive_continuation_seed,
+)
 from streamrl.weights.buckets import publish_version, unpack_tensors
 from streamrl.weights.logprob_check import NUM_SEQUENCES
 from streamrl.weights.parameters import order_for_fusion

@@ -6,7 +6,7 @@ import pytest
 from streamrl.errors import ActorError, ConfigError, DeadlineError, RewardError
 from streamrl.evaluation.config import EvaluationConfig
 from streamrl.evaluation.sample_and_score import evaluate_policy
-from streamrl.messages import FinishReason, Prompt, Rollout, make_uid
+from streamrl.messages import FinishReason, Prompt, Rollout, make_uid, rollouts_to_columns
 
 
 def make_prompts(*sources):
@@ -19,19 +19,25 @@ def make_prompts(*sources):
 
 async def generate(prompt, seeds):
     """Return a rollout per seed; the only sampled token is the seed."""
-    return [
-        Rollout.from_single_turn(
-            prompt.token_ids, [seed], logprobs=[0.0], versions=[0], finish_reason=FinishReason.STOP
-        )
-        for seed in seeds
-    ]
+    return rollouts_to_columns(
+        [
+            Rollout.from_single_turn(
+                prompt.token_ids,
+                [seed],
+                logprobs=[0.0],
+                versions=[0],
+                finish_reason=FinishReason.STOP,
+            )
+            for seed in seeds
+        ]
+    )
 
 
 def make_score(table):
     """Return a score function that looks up scores by uid."""
 
     async def score(prompt, rollouts):
-        return {"scores": np.array(table[prompt.uid][: len(rollouts)], np.float32)}
+        return {"scores": np.array(table[prompt.uid][: len(rollouts["lengths"])], np.float32)}
 
     return score
 
@@ -157,7 +163,7 @@ async def test_concurrency_bounds_prompts_in_flight(concurrency):
         return await generate(prompt, seeds)
 
     async def score_ones(prompt, rollouts):
-        return {"scores": np.ones(len(rollouts), np.float32)}
+        return {"scores": np.ones(len(rollouts["lengths"]), np.float32)}
 
     await evaluate(
         make_prompts(*[""] * 20), generate=count_running, score=score_ones, concurrency=concurrency

@@ -30,7 +30,7 @@ async def started_rewards(*configs: RewardConfig, **scorer: Any) -> AsyncIterato
 async def judge(config: RewardConfig, row: Prompt, *completions: str) -> list[tuple[float, str]]:
     """Return score and outcome of each completion by a reward alone."""
     async with started_rewards(config) as rewards:
-        results = (await rewards.judge_group(row, completions)).components[config.component_name]
+        results = (await rewards.judge_texts(row, completions)).components[config.component_name]
     return [(result.score, result.outcome.value) for result in results]
 
 

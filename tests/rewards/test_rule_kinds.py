@@ -66,4 +66,4 @@ async def test_auto_selects_the_rule_by_data_source():
 
 async def test_an_unusable_ground_truth_is_an_error_during_the_run():
     with pytest.raises(RewardError, match="reward gsm8k, uid 0:0:0: ground_truth"):
-        await build_rewards([RewardConfig("gsm8k")]).judge_group(prompt("seven"), ["#### 7"])
+        await build_rewards([RewardConfig("gsm8k")]).judge_texts(prompt("seven"), ["#### 7"])

@@ -17,7 +17,7 @@ from streamrl.errors import (
 )
 from streamrl.evaluation.metrics import EvaluationResult
 from streamrl.evaluation.sample_and_score import evaluate_policy
-from streamrl.messages import Columns, Experience, Prompt, Rollout, rollouts_to_columns
+from streamrl.messages import Columns, Experience, Prompt
 from streamrl.stream.device_lease import ProgressClock
 
 RETRY_INTERVAL_S = 0.5
@@ -51,13 +51,12 @@ class RunEvaluator:
     ) -> EvaluationResult:
         """Sample and score evaluation prompts, given by data set, with `version` or a newer one."""
 
-        async def generate(prompt: Prompt, seeds: Sequence[int]) -> list[Rollout]:
+        async def generate(prompt: Prompt, seeds: Sequence[int]) -> Columns:
             arguments = (prompt, seeds, self._config.sampling, version)
-            return list(await self._call_replica(self._generators, "sample", *arguments))
+            return dict(await self._call_replica(self._generators, "sample", *arguments))
 
-        async def score(prompt: Prompt, rollouts: list[Rollout]) -> Columns:
-            columns = rollouts_to_columns(rollouts)
-            group = Experience.make_unqueued(columns, prompt, version)
+        async def score(prompt: Prompt, rollouts: Columns) -> Columns:
+            group = Experience.make_unqueued(rollouts, prompt, version)
             (scored,) = await self._call_replica(self._scorers, "score", [group])
             if isinstance(scored, StreamError):
                 raise scored

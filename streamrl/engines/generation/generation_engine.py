@@ -20,7 +20,6 @@ import torch
 from streamrl.dataflow import GENERATE_CALL, GREEDY_CALL
 from streamrl.engines.generation.partial_rollouts import (
     count_remaining_tokens,
-    derive_continuation_seed,
     finish_by_length,
     make_empty_rollout,
     resolve_partials,
@@ -48,6 +47,7 @@ from streamrl.messages import (
     Prompt,
     Rollout,
     columns_to_rollouts,
+    derive_continuation_seed,
     make_rollout_seeds,
     rollouts_to_columns,
 )
@@ -158,13 +158,14 @@ class GenerationEngine:
         (rollout,) = await self.generate(prompt.token_ids, seeds=[GREEDY_SEED], sampling=greedy)
         return {"greedy_ids": rollout.completion_ids}
 
-    async def generate(
+    async def generate(  # noqa: PLR0913
         self,
         prompt_ids: Array,
         *,
         seeds: Sequence[int],
         sampling: SamplingSettings | None = None,
         max_new_tokens: int | None = None,
+        stop_token_ids: Sequence[int] = (),
         partial_rollouts: Sequence[Rollout] = (),
         watch: ProgressWatch | None = None,
     ) -> list[Rollout]:
@@ -173,8 +174,9 @@ class GenerationEngine:
         At a fixed version, a seed yields the same tokens regardless of the engine's other work, up
         to rounding that depends on the batch. Logprobs are those of the sampling distribution
         (`sampling`, by default the generator's temperature); at temperature 0 they are taken at
-        temperature 1. A rollout ends at the end-of-sequence token, at a stop token, at the token
-        that completes a stop string (included), or at the length limit.
+        temperature 1. A rollout ends at the end-of-sequence token, at a stop token (those of the
+        generator and `stop_token_ids`), at the token that completes a stop string (included), or at
+        the length limit.
 
         `partial_rollouts` resumes earlier work: empty, or a rollout per seed. Finished rollouts are
         returned unchanged; unfinished ones keep their tokens and continue under the same length
@@ -216,7 +218,13 @@ class GenerationEngine:
         if sequences:
             settings = sampling or SamplingSettings(config.temperature)
             await self._run_request(
-                SamplingRequest(self._make_request_id(), sequences, settings), request
+                SamplingRequest(
+                    self._make_request_id(),
+                    sequences,
+                    settings,
+                    stop_token_ids=tuple(stop_token_ids),
+                ),
+                request,
             )
         return request.build_rollouts()
 

@@ -5,7 +5,6 @@ their logprobs and versions; new tokens are appended. An unfinished rollout has 
 a rollout without sampled tokens consists of the prompt.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -68,19 +67,6 @@ def finish_by_length(rollout: Rollout) -> Rollout:
     if rollout.finish_reason is not FinishReason.ABORT:
         return rollout
     return replace(rollout, finish_reason=FinishReason.LENGTH)
-
-
-def derive_continuation_seed(seed: int, num_sampled: int) -> int:
-    """Derive the seed for resuming a rollout of which `num_sampled` tokens exist.
-
-    The original seed would repeat the random numbers of the first tokens. The derived seed, 0 to
-    2^63 - 1, depends only on that seed and `num_sampled`, so resuming at the same token is
-    reproducible.
-    """
-    if num_sampled == 0:
-        return seed
-    digest = hashlib.blake2b(f"{seed}/{num_sampled}".encode(), digest_size=8)
-    return int.from_bytes(digest.digest(), "big") >> 1
 
 
 def extend_rollout(rollout: Rollout, sampled: SampledSequence) -> Rollout:

@@ -4,7 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 
 from streamrl.buffer.assembly.packing import RolloutIndex
-from streamrl.messages import Columns, FinishReason, is_component_column, split_token_column
+from streamrl.messages import TRUNCATIONS, Columns, is_component_column, split_token_column
+
+_TRUNCATION_CODES = tuple(reason.value for reason in TRUNCATIONS)
 
 
 def sum_rollouts(groups: Mapping[str, Columns], picks: Sequence[RolloutIndex]) -> dict[str, float]:
@@ -29,7 +31,7 @@ def sum_rollouts(groups: Mapping[str, Columns], picks: Sequence[RolloutIndex]) -
         sums["score_squared_sum"] += score * score
         sums["sampled_sum"] += tokens
         sums["sampled_max"] = max(sums["sampled_max"], tokens)
-        sums["truncated_sum"] += columns["finish_reason"][index] == FinishReason.LENGTH.value
+        sums["truncated_sum"] += columns["finish_reason"][index] in _TRUNCATION_CODES
         for name in columns:
             if is_component_column(name):
                 _add_component(sums, name, float(columns[name][index]))

@@ -93,13 +93,15 @@ class SequenceRequest:
 class SamplingRequest:
     """Rollouts of a prompt to sample with the same settings; results carry `request_id`.
 
-    With `should_score_prompt`, results also contain the logprobs of the prefix.
+    With `should_score_prompt`, results also contain the logprobs of the prefix. `stop_token_ids`
+    end a rollout besides those of the engine.
     """
 
     request_id: int
     sequences: tuple[SequenceRequest, ...]
     sampling: SamplingSettings
     should_score_prompt: bool = False
+    stop_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -240,7 +242,9 @@ def add_request(engine: VllmEngine, request: SamplingRequest, stops: StopConditi
                 "cache_salt": salt,
             }
             vllm_id = make_vllm_request_id(request.request_id, sequence.index)
-            params = _make_sampling_params(request, sequence, stops.token_ids)
+            params = _make_sampling_params(
+                request, sequence, (*stops.token_ids, *request.stop_token_ids)
+            )
             internal_id = engine.add_request(vllm_id, prompt, params)
             sampled = sequence.token_ids[len(sequence.token_ids) - sequence.num_sampled :]
             if detokenizer := stops.make_detokenizer(sampled):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from streamrl.errors import ConfigError
+from streamrl.rewards.interface.completion import COMPLETION_PARTS, LAST_TURN
 
 
 @dataclass
@@ -16,6 +17,8 @@ class RewardConfig:
     name: component name, logged as reward/<name>; empty: the kind.
     weight: factor in the weighted sum; 0 only logs the component.
     gate: a completion that fails this component has combined score 0.
+    of: part of an episode that the reward reads: last_turn, sampled (all turns of the policy) or
+        conversation (with the environment's words). Equal for completions of a single turn.
     options: options of the kind; may also be given directly, as in {kind: regex, pattern: x}.
     """
 
@@ -23,7 +26,12 @@ class RewardConfig:
     name: str = ""
     weight: float = 1.0
     gate: bool = False
+    of: str = LAST_TURN
     options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.of not in COMPLETION_PARTS:
+            raise ConfigError(f"rewards.of={self.of}: must be one of {', '.join(COMPLETION_PARTS)}")
 
     @property
     def component_name(self) -> str:

@@ -27,6 +27,7 @@ from streamrl.process_pool.pool import (
     WorkerPoolSettings,
     WorkerTimeoutError,
 )
+from streamrl.rewards.interface.completion import Completion
 from streamrl.rewards.interface.config import SandboxConfig, ScorerConfig
 from streamrl.rewards.interface.extract import PatternTimeoutError
 from streamrl.rewards.interface.reward_result import RewardOutcome, RewardResult
@@ -76,8 +77,17 @@ class Reward:
     async def start(self) -> None:
         """Start processes and load models. Raises ConfigError or RewardError."""
 
+    async def score_completions(
+        self, prompt: Prompt, completions: Sequence[Completion], part: str
+    ) -> Sequence[RewardResult]:
+        """Return a result per completion, of which the reward reads one of COMPLETION_PARTS.
+
+        Raises RewardError: a failure is never a score of 0.
+        """
+        return await self.score(prompt, [completion.get_part(part) for completion in completions])
+
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
-        """Return a result per completion. Raises RewardError: a failure is never a score of 0."""
+        """Return a result per text; raises as `score_completions`, which calls it, does."""
         raise NotImplementedError
 
     async def close(self) -> None:

@@ -66,7 +66,7 @@ def started(start_rewards):
 
 
 async def judged(rewards, *texts, prompt=PROMPT):
-    return (await rewards.judge_group(prompt, list(texts))).components["judge"]
+    return (await rewards.judge_texts(prompt, list(texts))).components["judge"]
 
 
 async def scores(rewards, *texts, prompt=PROMPT):

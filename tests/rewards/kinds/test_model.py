@@ -42,7 +42,7 @@ def started(start_rewards):
 
 
 async def judged(rewards, texts=TEXTS, prompt=PROMPT):
-    return (await rewards.judge_group(prompt, texts)).components["model"]
+    return (await rewards.judge_texts(prompt, texts)).components["model"]
 
 
 async def scores(rewards, texts=TEXTS, prompt=PROMPT):

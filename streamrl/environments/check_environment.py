@@ -1,0 +1,67 @@
+"""Checks of a run's environment before the run: class, chat template, room for the first turn."""
+
+import asyncio
+from collections.abc import Sequence
+
+from streamrl.data.config import DataConfig
+from streamrl.environments.config import EnvironmentConfig
+from streamrl.environments.episodes.driver import join_messages, make_environment_seed
+from streamrl.environments.episodes.start_driver import choose_call_format, load_turn_renderer
+from streamrl.environments.hosts.host_pool import EnvironmentHostPool
+from streamrl.environments.rendering.conformance import check_template
+from streamrl.environments.rendering.turn_renderer import TurnRenderer
+from streamrl.errors import ConfigError, EpisodeError
+from streamrl.messages import Prompt, describe_prompt
+
+
+def check_environment(
+    config: EnvironmentConfig, data: DataConfig, prompts: Sequence[Prompt], *, model_path: str
+) -> list[str]:
+    """Check environment and template, and reset an episode of each prompt; return notes.
+
+    Raises ConfigError for a class, template or call format that cannot be used, an environment that
+    fails at its reset, and a prompt that leaves no room for a turn.
+    """
+    renderer = load_turn_renderer(data, model_path)
+    report = check_template(renderer)
+    notes = [
+        f"chat template, {kind}: {difference}; kept as sampled: the policy is trained on the"
+        " tokens that it saw"
+        for kind, difference in report.differences.items()
+    ]
+    note = asyncio.run(_check_class(config, renderer, prompts))
+    return [*notes, *([note] if note else [])]
+
+
+async def _check_class(
+    config: EnvironmentConfig, renderer: TurnRenderer, prompts: Sequence[Prompt]
+) -> str:
+    hosts = EnvironmentHostPool(config)
+    try:
+        await hosts.start()
+        choose_call_format(config, renderer, hosts.description.tools)
+        for prompt in prompts:
+            await _check_reset(config, hosts, renderer, prompt)
+        return hosts.description.note
+    except EpisodeError as error:
+        raise ConfigError(f"environment.path={config.path}: {error}") from error
+    finally:
+        await hosts.close()
+
+
+async def _check_reset(
+    config: EnvironmentConfig, hosts: EnvironmentHostPool, renderer: TurnRenderer, prompt: Prompt
+) -> None:
+    session = hosts.open_session(prompt, seed=make_environment_seed(0, prompt.uid))
+    try:
+        start = await session.reset()
+    finally:
+        await session.close()
+    messages = join_messages(prompt.messages, start.messages)
+    num_tokens = len(renderer.render_prompt(messages, start.tools))
+    added = num_tokens - len(prompt.token_ids)
+    if added >= config.max_tokens:
+        raise ConfigError(
+            f"environment.max_tokens={config.max_tokens}: leaves no room for a turn:"
+            f" tools and first observation add {added} tokens to {describe_prompt(prompt)}"
+        )

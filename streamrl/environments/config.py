@@ -1,0 +1,80 @@
+"""Config section `environment`: the environment of a run's episodes, and their limits."""
+
+import math
+from dataclasses import dataclass
+
+from streamrl.errors import ConfigError
+
+TIMEOUT_ACTIONS = ("mask", "score")
+
+
+@dataclass
+class EnvironmentConfig:
+    """Environment of a run. Without a path every rollout is a single turn.
+
+    path: file of the environment, as file.py or file.py:Class.
+    max_turns: most turns of an episode.
+    max_tokens: most tokens of an episode besides the row's prompt: sampled tokens, observations,
+        what the chat template writes between turns, and the schemas of tools.
+    turn_timeout_s: deadline of a call of the environment (reset, step, score), s.
+    call_timeout_s: deadline of a tool call, s.
+    episode_timeout_s: most time of an episode in the engine and in its environment, s.
+    open_episodes: episodes that a generator keeps open, those that wait for their environment
+        included; null: generator.max_concurrent_rollouts.
+    processes: host processes per generator that run the environment's code.
+    isolate: run each episode in a process of its own.
+    memory_gib: memory limit of a host process including its children, GiB.
+    call_format: format of the policy's tool calls; auto: that of the model's chat template.
+    call_pattern: regular expression of a call, for call_format: regex.
+    parallel_calls: calls of a turn that run side by side.
+    max_reply_chars: most characters of a tool's reply; longer replies are cut in the middle.
+    max_malformed: consecutive turns without a valid call among their calls after which an episode
+        ends.
+    attempts: attempts at an episode whose environment fails.
+    min_episodes: least episodes with which a group is trained if the environment fails for the
+        others; null: all.
+    on_timeout: treatment of an episode at episode_timeout_s: mask (its tokens are not trained) or
+        score.
+    """
+
+    path: str = ""
+    max_turns: int = 8
+    max_tokens: int = 1024
+    turn_timeout_s: float = 60.0
+    call_timeout_s: float = 30.0
+    episode_timeout_s: float = 1800.0
+    open_episodes: int | None = None
+    processes: int = 1
+    isolate: bool = False
+    memory_gib: float = 4.0
+    call_format: str = "auto"
+    call_pattern: str = ""
+    parallel_calls: int = 8
+    max_reply_chars: int = 8000
+    max_malformed: int = 3
+    attempts: int = 3
+    min_episodes: int | None = None
+    on_timeout: str = "mask"
+
+    def __post_init__(self) -> None:
+        for key, value in vars(self).items():
+            if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
+                raise ConfigError(f"environment.{key}={value}: must be above 0")
+        if not math.isfinite(self.episode_timeout_s + self.turn_timeout_s + self.call_timeout_s):
+            raise ConfigError(
+                "environment.turn_timeout_s, call_timeout_s, episode_timeout_s: must be finite"
+            )
+        if self.on_timeout not in TIMEOUT_ACTIONS:
+            raise ConfigError(
+                f"environment.on_timeout={self.on_timeout}: must be one of "
+                + ", ".join(TIMEOUT_ACTIONS)
+            )
+        if self.call_pattern and self.call_format != "regex":
+            raise ConfigError(
+                f"environment.call_pattern: needs environment.call_format=regex, not"
+                f" {self.call_format}"
+            )
+
+    @property
+    def is_enabled(self) -> bool:
+        return bool(self.path)

@@ -1,0 +1,340 @@
+"""Driver of episodes: one loop for training, evaluation and play.
+
+    reset -> [ sample a turn -> parse -> step -> append the observation ] ... -> score
+
+The policy's turns and the environment's answers alternate within an episode; episodes run side by
+side as asyncio tasks. A turn holds a decode slot and the device lease while it is sampled; an
+episode that waits for its environment holds neither, so other turns and, on shared devices, the
+trainer use them.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from streamrl.environments.episodes.decode_slots import DecodeSlots
+from streamrl.environments.episodes.episode import (
+    Episode,
+    EpisodeTokens,
+    episodes_to_columns,
+    find_turn_outcome,
+)
+from streamrl.environments.episodes.episode_meter import EpisodeMeter
+from streamrl.environments.interface import (
+    CallOutcome,
+    EnvironmentHosts,
+    EnvironmentSession,
+    EpisodeSummary,
+    Message,
+    StepResult,
+    ToolSchema,
+)
+from streamrl.environments.rendering.turn_renderer import TurnRenderer
+from streamrl.environments.tool_calls.call_formats import CallFormat, make_assistant_message
+from streamrl.errors import EpisodeError
+from streamrl.messages import (
+    Array,
+    Columns,
+    FinishReason,
+    Prompt,
+    Rollout,
+    TurnOutcome,
+    derive_continuation_seed,
+    describe_prompt,
+)
+
+RETRY_DELAY_S = 0.5
+"""Delay before an episode whose environment failed is tried again, s; doubles per attempt."""
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class TurnSampler(Protocol):
+    """Generation engine as the driver uses it (`GenerationEngine.generate`)."""
+
+    async def generate(
+        self,
+        prompt_ids: Array,
+        *,
+        seeds: Sequence[int],
+        sampling: Any = None,
+        max_new_tokens: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+    ) -> list[Rollout]: ...
+
+
+ComputeContext = Callable[..., AbstractAsyncContextManager[MutableMapping[str, Any]]]
+"""Returns a context that holds the device lease and records a span with facts, as
+`StageContext.record_compute` does."""
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """Limits of an episode.
+
+    max_turn_tokens: most tokens of a turn. max_tokens: most tokens besides the row's prompt.
+    timeout_s: most time in engine and environment, s; waits for a slot or device do not count.
+    """
+
+    max_turns: int
+    max_turn_tokens: int
+    max_tokens: int
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class EpisodeRequest:
+    """Episode to run: the row's prompt, seeds of policy and environment, and how to sample.
+
+    priority: number of the group by admission; lower numbers get decode slots first.
+    sampling: settings of the engine; None: those of the run.
+    compute: context in which turns are sampled.
+    """
+
+    prompt: Prompt
+    seed: int
+    environment_seed: int
+    priority: int
+    compute: ComputeContext
+    sampling: Any = None
+
+
+@dataclass
+class EpisodeState:
+    """Running episode: what was said, sampled and earned so far, and the time that it took."""
+
+    request: EpisodeRequest
+    session: EnvironmentSession
+    messages: list[Message]
+    tools: Sequence[ToolSchema]
+    tokens: EpisodeTokens
+    rewards: list[float] = field(default_factory=list)
+    turn_outcomes: list[TurnOutcome] = field(default_factory=list)
+    call_outcomes: list[CallOutcome] = field(default_factory=list)
+    elapsed_s: float = 0.0
+
+    def add_turn(self, result: StepResult) -> None:
+        self.rewards.append(result.reward)
+        self.turn_outcomes.append(find_turn_outcome(result.outcomes))
+        self.call_outcomes += result.outcomes
+
+
+def make_environment_seed(seed: int, uid: str) -> int:
+    """Return the environment's seed, 0 to 2^31 - 1: equal for all episodes of the prompt `uid`."""
+    digest = hashlib.blake2b(f"{seed}/environment/{uid}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def join_messages(row: Sequence[Message], reset: Sequence[Message]) -> list[Message]:
+    """Return the row's messages followed by those of `reset`.
+
+    Two user messages in a row become one, separated by an empty line: many chat templates refuse
+    consecutive messages of one role.
+    """
+    if row and reset and row[-1]["role"] == reset[0]["role"] == "user":
+        joined = {**row[-1], "content": f"{row[-1]['content']}\n\n{reset[0]['content']}"}
+        return [*row[:-1], joined, *reset[1:]]
+    return [*row, *reset]
+
+
+class EpisodeDriver:
+    """Runs episodes against an engine and the hosts of an environment.
+
+    Use it only on the engine's event loop. attempts: attempts at an episode whose environment
+    fails. meter: counts of the episodes that have ended.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        sampler: TurnSampler,
+        hosts: EnvironmentHosts,
+        renderer: TurnRenderer,
+        call_format: CallFormat,
+        *,
+        limits: EpisodeLimits,
+        slots: DecodeSlots,
+        attempts: int,
+    ) -> None:
+        self._sampler = sampler
+        self._hosts = hosts
+        self._renderer = renderer
+        self._call_format = call_format
+        self._limits = limits
+        self._slots = slots
+        self._attempts = attempts
+        self._stop_token_ids = tuple(sorted(renderer.end_token_ids))
+        self._num_groups = 0
+        self.meter = EpisodeMeter()
+
+    async def run_group(  # noqa: PLR0913
+        self,
+        prompt: Prompt,
+        *,
+        seeds: Sequence[int],
+        environment_seed: int,
+        compute: ComputeContext,
+        sampling: Any = None,
+        min_episodes: int | None = None,
+        on_finished: Callable[[], None] = lambda: None,
+    ) -> Columns:
+        """Run an episode per seed, side by side; return ROLLOUT_COLUMNS and EPISODE_COLUMNS.
+
+        environment_seed: seed of the environment, equal for all episodes of the group.
+        sampling: settings of the engine; None: those of the run.
+        min_episodes: least episodes of the group; None: one per seed.
+        on_finished: called once for each episode that ended.
+
+        An episode whose environment fails is run again, and left out after the last attempt. Raises
+        EpisodeError if fewer than `min_episodes` are left, and the errors of the engine.
+        """
+        self._num_groups += 1
+        requests = [
+            EpisodeRequest(prompt, seed, environment_seed, self._num_groups, compute, sampling)
+            for seed in seeds
+        ]
+
+        async def run(request: EpisodeRequest) -> Episode | EpisodeError:
+            try:
+                return await self._run_with_retries(request)
+            except EpisodeError as error:
+                return error
+            finally:
+                on_finished()
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(run(request)) for request in requests]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        results = [task.result() for task in running]
+        episodes = [result for result in results if isinstance(result, Episode)]
+        if len(episodes) < min(min_episodes or len(seeds), len(seeds)):
+            raise next(result for result in results if isinstance(result, EpisodeError))
+        return episodes_to_columns(episodes)
+
+    async def _run_with_retries(self, request: EpisodeRequest) -> Episode:
+        for attempt in range(1, self._attempts + 1):
+            session = self._hosts.open_session(request.prompt, seed=request.environment_seed)
+            try:
+                with self.meter.track_open():
+                    return await self._run_episode(request, session)
+            except EpisodeError:
+                self.meter.count_infra_error()
+                if attempt == self._attempts:
+                    raise
+            finally:
+                await session.close()
+            await asyncio.sleep(RETRY_DELAY_S * 2 ** (attempt - 1))
+        raise AssertionError("attempts is at least 1")
+
+    async def _run_episode(self, request: EpisodeRequest, session: EnvironmentSession) -> Episode:
+        """Run an episode from reset to score. Raises EpisodeError."""
+        started = _now()
+        start = await session.reset()
+        messages = join_messages(request.prompt.messages, start.messages)
+        prompt_ids = self._renderer.render_prompt(messages, start.tools)
+        state = EpisodeState(request, session, messages, start.tools, EpisodeTokens(prompt_ids))
+        state.elapsed_s = _now() - started
+        if self._count_free_tokens(state) < 1:
+            raise EpisodeError(
+                f"{describe_prompt(request.prompt)}: the prompt has {len(prompt_ids)} tokens with"
+                " the environment's tools and first observation,"
+                f" {len(request.prompt.token_ids)} without; environment.max_tokens="
+                f"{self._limits.max_tokens} leaves no room for a turn"
+            )
+        reason = None
+        while reason is None:
+            reason = await self._take_turn(state)
+        rollout, source = state.tokens.finish(reason)
+        # An environment that did not answer in time may still be busy: its score cannot be asked.
+        score = sum(state.rewards)
+        if reason is not FinishReason.TIMEOUT:
+            summary = EpisodeSummary(state.messages, state.rewards, reason.name.lower())
+            with self._measure_environment(state):
+                score = await session.score(summary)
+        episode = Episode(
+            rollout, source, state.tokens.turn_ends, state.rewards, state.turn_outcomes, score
+        )
+        self.meter.add_episode(episode, state.call_outcomes)
+        return episode
+
+    async def _take_turn(self, state: EpisodeState) -> FinishReason | None:
+        """Sample a turn, have the environment answer and append the answer.
+
+        Returns the reason if the episode has ended.
+        """
+        sampled = await self._sample_turn(state)
+        turn_ids = state.tokens.append_turn(sampled).tolist()
+        is_cut = sampled.finish_reason is FinishReason.LENGTH
+        reply = self._call_format.parse(turn_ids, state.tools, is_cut=is_cut)
+        state.messages.append(make_assistant_message(reply))
+        if is_cut:
+            state.add_turn(StepResult())
+            was_full = len(turn_ids) == self._limits.max_turn_tokens
+            return FinishReason.LENGTH if was_full else FinishReason.TOKENS
+        try:
+            async with asyncio.timeout(max(0.0, self._limits.timeout_s - state.elapsed_s)):
+                with self._measure_environment(state):
+                    result = await state.session.step(reply)
+        except TimeoutError:
+            state.add_turn(StepResult(outcomes=[CallOutcome.TIMED_OUT]))
+            return FinishReason.TIMEOUT
+        state.add_turn(result)
+        if result.done:
+            return FinishReason.STOP
+        if len(state.rewards) == self._limits.max_turns:
+            return FinishReason.TURNS
+        bridge = self._renderer.render_bridge(turn_ids, result.messages, is_cut=False)
+        if self._count_free_tokens(state) <= len(bridge.token_ids):
+            return FinishReason.TOKENS
+        state.tokens.append_bridge(bridge)
+        state.messages += result.messages
+        return None
+
+    def _count_free_tokens(self, state: EpisodeState) -> int:
+        """Return how many tokens the episode may still grow by."""
+        num_row_tokens = len(state.request.prompt.token_ids)
+        return num_row_tokens + self._limits.max_tokens - len(state.tokens.token_ids)
+
+    async def _sample_turn(self, state: EpisodeState) -> Rollout:
+        """Sample the next turn of an episode, holding a decode slot and the device lease."""
+        request, tokens = state.request, state.tokens
+        waiting_since = _now()
+        async with (
+            self._slots.hold(request.priority),
+            request.compute(
+                uid=request.prompt.uid, turn=len(tokens.turn_ends), context=len(tokens.token_ids)
+            ) as span_facts,
+        ):
+            started = _now()
+            (rollout,) = await self._sampler.generate(
+                tokens.token_ids,
+                seeds=[derive_continuation_seed(request.seed, tokens.num_new_tokens)],
+                sampling=request.sampling,
+                max_new_tokens=min(self._limits.max_turn_tokens, self._count_free_tokens(state)),
+                stop_token_ids=self._stop_token_ids,
+            )
+            span_facts["tokens"] = int(rollout.loss_mask.sum())
+        decode_s = _now() - started
+        state.elapsed_s += decode_s
+        self.meter.add_seconds(wait=started - waiting_since, decode=decode_s)
+        return rollout
+
+    async def close(self) -> None:
+        """End the hosts of the environment."""
+        await self._hosts.close()
+
+    @contextmanager
+    def _measure_environment(self, state: EpisodeState) -> Iterator[None]:
+        started = _now()
+        try:
+            yield
+        finally:
+            seconds = _now() - started
+            state.elapsed_s += seconds
+            self.meter.add_seconds(environment=seconds)

@@ -1,0 +1,79 @@
+"""Start of a driver: the model's tokenizer and template, and the hosts of the environment."""
+
+from collections.abc import Sequence
+
+from streamrl.data.chat_template import load_chat_template, load_tokenizer
+from streamrl.data.config import DataConfig
+from streamrl.environments.config import EnvironmentConfig
+from streamrl.environments.episodes.decode_slots import DecodeSlots
+from streamrl.environments.episodes.driver import EpisodeDriver, EpisodeLimits, TurnSampler
+from streamrl.environments.hosts.host_pool import EnvironmentHostPool
+from streamrl.environments.interface import ToolSchema
+from streamrl.environments.rendering.turn_renderer import TurnRenderer
+from streamrl.environments.tool_calls.call_formats import (
+    TEXT_FORMAT,
+    CallFormat,
+    detect_call_format,
+    make_call_format,
+)
+from streamrl.files.hf_config import read_end_token_ids
+
+AUTO = "auto"
+
+
+def load_turn_renderer(data: DataConfig, model_path: str) -> TurnRenderer:
+    """Derive the renderer from the template that all prompts of a run share.
+
+    Raises ConfigError for a tokenizer or template that cannot render episodes.
+    """
+    tokenizer = load_tokenizer(model_path)
+    template = load_chat_template(
+        data.shared_template, tokenizer, arguments=data.chat_template_kwargs
+    )
+    end_token_ids = read_end_token_ids(model_path)
+    return TurnRenderer.from_template(tokenizer, template, end_token_ids=end_token_ids)
+
+
+def choose_call_format(
+    config: EnvironmentConfig, renderer: TurnRenderer, tools: Sequence[ToolSchema]
+) -> CallFormat:
+    """Return the format of the policy's calls; without tools every turn is text.
+
+    Raises ConfigError for an unknown format, or if `auto` finds none.
+    """
+    name = config.call_format
+    if name == AUTO:
+        template = renderer.template
+        source = template.tools_source or template.source
+        name = detect_call_format(renderer.tokenizer, source) if tools else TEXT_FORMAT
+    return make_call_format(name, renderer.tokenizer, pattern=config.call_pattern)
+
+
+async def start_episode_driver(
+    config: EnvironmentConfig,
+    data: DataConfig,
+    sampler: TurnSampler,
+    *,
+    model_path: str,
+    max_turn_tokens: int,
+    num_slots: int,
+) -> EpisodeDriver:
+    """Start the hosts of an environment and return a driver that runs its episodes.
+
+    sampler: the engine. max_turn_tokens: most tokens of a turn. num_slots: turns that the engine
+    samples at the same time. Raises ConfigError for an environment or template that cannot be used.
+    """
+    renderer = load_turn_renderer(data, model_path)
+    hosts = EnvironmentHostPool(config)
+    await hosts.start()
+    return EpisodeDriver(
+        sampler,
+        hosts,
+        renderer,
+        choose_call_format(config, renderer, hosts.description.tools),
+        limits=EpisodeLimits(
+            config.max_turns, max_turn_tokens, config.max_tokens, config.episode_timeout_s
+        ),
+        slots=DecodeSlots(num_slots),
+        attempts=config.attempts,
+    )

@@ -1,0 +1,1 @@
+"""Environments of users, in worker processes that can be killed."""

@@ -1,0 +1,83 @@
+"""Handler of a host process: the sessions of a user's environment class, on one event loop."""
+
+import asyncio
+from typing import Any
+
+from streamrl.environments.hosts.call_runner import (
+    CANCEL_TIMEOUT_S,
+    UserCallRunner,
+    UserCodeError,
+)
+from streamrl.environments.hosts.host_protocol import (
+    CLOSE_TIMEOUT_S,
+    EnvironmentShape,
+    HostOperation,
+    HostRequest,
+    HostResponse,
+    HostSettings,
+)
+from streamrl.environments.hosts.tool_environment import ToolEnvironment
+from streamrl.environments.hosts.user_class import load_user_class
+from streamrl.environments.hosts.user_environment import TurnEnvironment, UserEnvironment
+
+
+class EnvironmentHost:
+    """Sessions of a process. An idle session costs memory only: no thread and no task.
+
+    Construction loads the user's file and raises ConfigError.
+    """
+
+    def __init__(self, settings: HostSettings) -> None:
+        self._settings = settings
+        self._class = load_user_class(settings.path)
+        self._runner = UserCallRunner()
+        self._sessions: dict[int, UserEnvironment] = {}
+        self._running: dict[int, asyncio.Task[Any]] = {}
+
+    async def __call__(self, request: HostRequest) -> HostResponse:
+        try:
+            result = await self._run_operation(request)
+        except TimeoutError:
+            name = f"{self._class.description.name}.{request.operation.value}"
+            timeout_s = self._settings.turn_timeout_s
+            if request.operation is HostOperation.CLOSE:
+                timeout_s = CLOSE_TIMEOUT_S
+            error = f"{name} in {self._class.description.file}: no result in {timeout_s:g} s"
+            return HostResponse(error=error, is_timeout=True, num_hanging=self._runner.num_hanging)
+        except UserCodeError as error:
+            return HostResponse(error=str(error), num_hanging=self._runner.num_hanging)
+        return HostResponse(result, num_hanging=self._runner.num_hanging)
+
+    async def _run_operation(self, request: HostRequest) -> Any:
+        session_id, arguments = request.session_id, request.arguments
+        if request.operation is HostOperation.DESCRIBE:
+            return self._class.description
+        if request.operation is HostOperation.CLOSE:
+            return await self._close_session(session_id)
+        if request.operation is HostOperation.RESET:
+            is_tools = self._class.description.shape is EnvironmentShape.TOOLS
+            kind = ToolEnvironment if is_tools else TurnEnvironment
+            self._sessions[session_id] = kind(self._class, self._settings, self._runner)
+        environment = self._sessions[session_id]
+        methods = {
+            HostOperation.RESET: environment.reset,
+            HostOperation.STEP: environment.step,
+            HostOperation.SCORE: environment.score,
+        }
+        task = asyncio.current_task()
+        assert task is not None
+        self._running[session_id] = task
+        try:
+            return await methods[request.operation](*arguments)
+        finally:
+            del self._running[session_id]
+
+    async def _close_session(self, session_id: int) -> None:
+        """Give up the operation that the session is in, if any, and close the session."""
+        environment = self._sessions.pop(session_id, None)
+        running = self._running.get(session_id)
+        if running is not None:
+            running.cancel()
+            await asyncio.wait({running}, timeout=2 * CANCEL_TIMEOUT_S)
+        if environment is not None:
+            await environment.close()

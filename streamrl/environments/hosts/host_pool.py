@@ -1,0 +1,312 @@
+"""Pool of host processes: opens sessions, and replaces hosts that hang, crash or use much memory.
+
+A session stays in its host from reset to close. An operation that failed is never repeated by the
+pool: environments have side effects.
+
+Hanging calls: a sync method past its deadline cannot be stopped. Its host takes no new sessions
+until the call returns, and a further host is started. The host is killed when its last session is
+closed, or when more than MAX_HANGING_CALLS hang.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections import Counter
+from dataclasses import replace
+
+from streamrl.environments.hosts.host_process import START_TIMEOUT_S, HostProcess
+from streamrl.environments.hosts.host_protocol import (
+    CLOSE_TIMEOUT_S,
+    EnvironmentDescription,
+    HostOperation,
+    HostSettings,
+)
+from streamrl.environments.interface import EpisodeSummary, Reply, ResetResult, StepResult
+from streamrl.errors import ConfigError, EpisodeError
+from streamrl.messages import Prompt
+from streamrl.process_pool.background_tasks import BackgroundTasks
+from streamrl.process_pool.proc_stats import ProcessTable
+from streamrl.process_pool.process import ProcessExitedError
+
+_log = logging.getLogger(__name__)
+
+MAX_FAILED_STARTS = 3
+"""Consecutive failures after which sessions that wait for a host raise EpisodeError."""
+MAX_HANGING_CALLS = 8
+MAX_HOSTS_PER_PROCESS = 2
+"""Limit of all hosts, as a multiple of `processes`. At the limit, hosts with hanging calls take new
+sessions, too."""
+MONITOR_INTERVAL_S = 0.5
+
+
+class EnvironmentHostPool:
+    """Host processes of an environment class.
+
+    kill_counts: number of hosts that ended or were killed, by cause: crash, memory, hanging,
+        unresponsive.
+    """
+
+    def __init__(self, settings: HostSettings) -> None:
+        self._settings = settings
+        self._hosts: list[HostProcess] = []
+        self._num_starting = 0
+        self._num_failed_starts, self._num_given_up, self._start_error = 0, 0, ""
+        self._hosts_changed = asyncio.Event()
+        self._tasks = BackgroundTasks()
+        self._service_tasks: set[asyncio.Task[None]] = set()
+        self._process_table = ProcessTable()
+        self._session_ids = itertools.count()
+        self._description: EnvironmentDescription | None = None
+        self._is_closed = False
+        self.kill_counts: Counter[str] = Counter()
+
+    async def start(self) -> None:
+        """Start the first host, check the class, and start the other hosts in the background.
+
+        Raises ConfigError if the class cannot be used, and EpisodeError if the host does not start.
+        """
+        self._num_starting += 1
+        try:
+            await self._add_host()
+        except (ProcessExitedError, OSError) as error:
+            raise EpisodeError(f"the environment's process does not start: {error}") from None
+        self._description = await self._hosts[0].call(
+            HostOperation.DESCRIBE, 0, timeout_s=START_TIMEOUT_S
+        )
+        self._service_tasks.add(self._tasks.spawn(self._monitor_hosts()))
+        self._start_missing_hosts()
+
+    @property
+    def turn_timeout_s(self) -> float:
+        return self._settings.turn_timeout_s
+
+    @property
+    def description(self) -> EnvironmentDescription:
+        assert self._description is not None, "call start first"
+        return self._description
+
+    @property
+    def num_hosts(self) -> int:
+        return len(self._hosts)
+
+    @property
+    def num_sessions(self) -> int:
+        return sum(host.num_sessions for host in self._hosts)
+
+    def open_session(self, prompt: Prompt, *, seed: int) -> "HostedSession":
+        return HostedSession(self, next(self._session_ids), prompt, seed)
+
+    async def claim_host(self) -> HostProcess:
+        """Wait for a host with room for a session; return the one with the fewest sessions.
+
+        Raises EpisodeError if hosts do not start, or the pool is closed.
+        """
+        if self._num_failed_starts >= MAX_FAILED_STARTS:
+            # The reason may be gone since then: try again for the new session.
+            self._num_failed_starts = 0
+        num_given_up = self._num_given_up
+        while not (hosts := self._find_claimable_hosts()):
+            if self._is_closed:
+                raise EpisodeError("the environment's processes are closed")
+            if self._num_given_up > num_given_up:
+                raise EpisodeError(f"the environment's process does not start: {self._start_error}")
+            self._start_missing_hosts()
+            await self._hosts_changed.wait()
+        host = min(hosts, key=lambda host: (host.num_hanging, host.num_sessions))
+        host.num_sessions += 1
+        host.was_used = True
+        self._start_missing_hosts()
+        return host
+
+    def release_host(self, host: HostProcess) -> None:
+        """Release the slot of a session that is closed."""
+        host.num_sessions -= 1
+        self.check_host(host)
+
+    def check_host(self, host: HostProcess) -> None:
+        """Kill a host if its state demands it, and start hosts that are missing."""
+        if host not in self._hosts:
+            return
+        if host.has_exited:
+            # Without a reason: the exit status, which may follow later, is the reason.
+            self._kill_host(host, "", "crash")
+        elif host.is_unresponsive:
+            self._kill_host(host, "a call of another episode blocked it", "unresponsive")
+        elif host.num_hanging > MAX_HANGING_CALLS:
+            self._kill_host(host, f"{host.num_hanging} calls hang in it", "hanging")
+        elif not host.num_sessions and host.num_hanging:
+            self._kill_host(host, "calls hang in it", "hanging")
+        elif not host.num_sessions and (
+            host.was_used if self._settings.isolate else self._num_missing_hosts < 0
+        ):
+            self._remove_host(host, "it is no longer needed")
+        self._start_missing_hosts()
+        self._notify_waiters()
+
+    def _has_room(self, host: HostProcess) -> bool:
+        is_taken = self._settings.isolate and host.was_used
+        return not (is_taken or host.num_hanging or host.has_exited)
+
+    def _find_claimable_hosts(self) -> list[HostProcess]:
+        hosts = [host for host in self._hosts if self._has_room(host)]
+        if hosts or self._settings.isolate or self._num_startable_hosts > 0:
+            return hosts
+        return [host for host in self._hosts if not host.has_exited]
+
+    @property
+    def _num_missing_hosts(self) -> int:
+        """Number of hosts to start; negative if the pool has more than needed."""
+        num_free = sum(map(self._has_room, self._hosts))
+        return self._settings.processes - num_free - self._num_starting
+
+    @property
+    def _num_startable_hosts(self) -> int:
+        """Number of hosts below the limit of all hosts; those that are starting do not count."""
+        return MAX_HOSTS_PER_PROCESS * self._settings.processes - len(self._hosts)
+
+    def _start_missing_hosts(self) -> None:
+        if self._is_closed or self._num_failed_starts >= MAX_FAILED_STARTS:
+            return
+        num_missing = self._num_missing_hosts
+        if not self._settings.isolate:
+            num_missing = min(num_missing, self._num_startable_hosts - self._num_starting)
+        for _ in range(num_missing):
+            self._num_starting += 1
+            self._service_tasks.add(self._tasks.spawn(self._try_add_host()))
+
+    async def _try_add_host(self) -> None:
+        """Add a host in the background; record a failure for the sessions that wait for a host."""
+        try:
+            await self._add_host()
+        except (ConfigError, ProcessExitedError, OSError) as error:
+            self._start_error = str(error)
+            self._num_failed_starts += 1
+            self._num_given_up += self._num_failed_starts == MAX_FAILED_STARTS
+        self._service_tasks -= {task for task in self._service_tasks if task.done()}
+        self._start_missing_hosts()
+        self._notify_waiters()
+
+    async def _add_host(self) -> None:
+        try:
+            host = await HostProcess.start(self._settings)
+        finally:
+            self._num_starting -= 1
+        if self._is_closed:
+            await host.kill()
+            return
+        self._num_failed_starts = 0
+        self._hosts.append(host)
+
+    def _kill_host(self, host: HostProcess, reason: str, cause: str) -> None:
+        self.kill_counts[cause] += 1
+        self._remove_host(host, reason)
+
+    def _remove_host(self, host: HostProcess, reason: str) -> None:
+        self._hosts.remove(host)
+        host.kill_reason = reason
+        self._tasks.spawn(self._end_host(host))
+        self._start_missing_hosts()
+
+    async def _end_host(self, host: HostProcess) -> None:
+        num_sessions = host.num_sessions
+        await host.kill()
+        if num_sessions and not self._is_closed:
+            _log.warning(
+                "an environment process with %d open sessions ended: %s",
+                *(num_sessions, host.exit_reason),
+            )
+
+    def _notify_waiters(self) -> None:
+        self._hosts_changed.set()
+        self._hosts_changed = asyncio.Event()
+
+    async def _monitor_hosts(self) -> None:
+        """Look for exited hosts and excessive memory every MONITOR_INTERVAL_S, until cancelled."""
+        while True:
+            await asyncio.sleep(MONITOR_INTERVAL_S)
+            try:
+                await self._check_all_hosts()
+            except Exception:  # noqa: BLE001 - otherwise the monitor would stop for good
+                _log.exception("monitoring the environment's processes failed")
+
+    async def _check_all_hosts(self) -> None:
+        for host in list(self._hosts):
+            excess = await asyncio.to_thread(
+                self._process_table.describe_excess, host.pid, self._settings.memory_bytes
+            )
+            if excess and host in self._hosts:
+                self._kill_host(host, excess, "memory")
+            self.check_host(host)
+
+    async def close(self) -> None:
+        """Kill all hosts; open sessions and those that wait for a host raise EpisodeError."""
+        self._is_closed = True
+        for task in self._service_tasks:
+            task.cancel()
+        for host in list(self._hosts):
+            self._remove_host(host, "the environment's processes are closed")
+        self._notify_waiters()
+        await self._tasks.drain()
+
+
+class HostedSession:
+    """Session of a user's environment in a host process (EnvironmentSession)."""
+
+    def __init__(
+        self, pool: EnvironmentHostPool, session_id: int, prompt: Prompt, seed: int
+    ) -> None:
+        self._pool = pool
+        self._id = session_id
+        self._prompt = prompt
+        self._seed = seed
+        self._host: HostProcess | None = None
+
+    async def reset(self) -> ResetResult:
+        """Wait for a host, and reset a new environment object in it."""
+        self._host = await self._pool.claim_host()
+        result: ResetResult = await self._call(HostOperation.RESET, self._prompt, self._seed)
+        return result
+
+    async def step(self, reply: Reply) -> StepResult:
+        result: StepResult = await self._call(HostOperation.STEP, reply)
+        return result
+
+    async def score(self, episode: EpisodeSummary) -> float:
+        result: float = await self._call(HostOperation.SCORE, episode)
+        return result
+
+    async def close(self) -> None:
+        """Close the environment and give up a call that still runs. A failure is only logged."""
+        host, self._host = self._host, None
+        if host is None:
+            return
+        try:
+            if not host.has_exited:
+                await host.call(HostOperation.CLOSE, self._id, timeout_s=CLOSE_TIMEOUT_S)
+        except EpisodeError as error:
+            _log.warning("closing an environment failed: %s", error)
+        finally:
+            self._pool.release_host(host)
+
+    async def _call(self, operation: HostOperation, *arguments: object) -> object:
+        host = self._host
+        assert host is not None, "call reset first"
+        try:
+            return await host.call(
+                operation, self._id, *arguments, timeout_s=self._pool.turn_timeout_s
+            )
+        finally:
+            self._pool.check_host(host)
+
+
+async def describe_environment(settings: HostSettings) -> EnvironmentDescription:
+    """Load the class in a temporary host and return its description, for checks before a run.
+
+    Raises ConfigError if the class cannot be used, and EpisodeError if the host does not start.
+    """
+    pool = EnvironmentHostPool(replace(settings, processes=1))
+    try:
+        await pool.start()
+        return pool.description
+    finally:
+        await pool.close()

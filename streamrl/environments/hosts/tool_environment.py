@@ -1,0 +1,78 @@
+"""Environment whose class has tools: a reply's calls are executed and answered."""
+
+import asyncio
+from collections.abc import Sequence
+
+from streamrl.environments.hosts.call_runner import UserCallRunner, UserCodeError
+from streamrl.environments.hosts.host_protocol import HostSettings
+from streamrl.environments.hosts.user_class import UserClass
+from streamrl.environments.hosts.user_environment import UserEnvironment
+from streamrl.environments.interface import CallOutcome, Reply, StepResult, ToolCall
+from streamrl.environments.tool_calls.reply_text import (
+    cut_middle,
+    format_tool_error,
+    format_tool_result,
+)
+
+
+class ToolEnvironment(UserEnvironment):
+    """Environment that ends when the policy replies without a call.
+
+    A call that fails is answered by a text that says why: it is a fault of the policy, which learns
+    from it. After `max_malformed` replies in a row without a valid call, the episode ends.
+    """
+
+    def __init__(
+        self, user_class: UserClass, settings: HostSettings, runner: UserCallRunner
+    ) -> None:
+        super().__init__(user_class, settings, runner)
+        self._num_malformed = 0
+
+    async def step(self, reply: Reply) -> StepResult:
+        if not reply.calls:
+            return StepResult(done=True)
+        is_valid = any(call.outcome is CallOutcome.OK for call in reply.calls)
+        self._num_malformed = 0 if is_valid else self._num_malformed + 1
+        answers = await self._run_calls(reply.calls)
+        messages = [
+            {"role": "tool", "tool_call_id": f"call_{i}", "name": call.name, "content": text}
+            for i, (call, (_, text)) in enumerate(zip(reply.calls, answers, strict=True))
+        ]
+        return StepResult(
+            messages,
+            done=self._num_malformed >= self._settings.max_malformed,
+            outcomes=[outcome for outcome, _ in answers],
+        )
+
+    async def _run_calls(self, calls: Sequence[ToolCall]) -> list[tuple[CallOutcome, str]]:
+        """Run calls concurrently; return outcome and answer of each, in order."""
+        slots = asyncio.Semaphore(self._settings.parallel_calls)
+        # Many slow calls are the policy's doing: the turn's deadline ends them, not the episode.
+        deadline = asyncio.get_running_loop().time() + self._settings.turn_timeout_s
+        return await asyncio.gather(*(self._run_call(call, slots, deadline) for call in calls))
+
+    async def _run_call(
+        self, call: ToolCall, slots: asyncio.Semaphore, deadline: float
+    ) -> tuple[CallOutcome, str]:
+        """Run a call. deadline: of the turn, s of the event loop's clock."""
+        if call.outcome is not CallOutcome.OK:
+            return call.outcome, call.error
+        try:
+            async with asyncio.timeout_at(deadline), slots:
+                async with asyncio.timeout(self._settings.call_timeout_s):
+                    result = await self.call(call.name, **call.arguments)
+        except TimeoutError:
+            limit_s = min(self._settings.call_timeout_s, self._settings.turn_timeout_s)
+            return CallOutcome.TIMED_OUT, f"{call.name} timed out after {limit_s:g} s"
+        except UserCodeError as error:
+            assert error.__cause__ is not None
+            text = format_tool_error(error.__cause__, self.description.file)
+            return CallOutcome.TOOL_ERROR, text
+        try:
+            text = format_tool_result(result)
+        except TypeError as error:
+            # A fault of the tool, which no other call would avoid: not the policy's to learn from.
+            raise self.make_result_error(call.name, result, "text or JSON") from error
+        text, _ = cut_middle(text, self._settings.max_reply_chars)
+        # join() makes a plain str: the pool does not unpickle str subclasses of the user.
+        return CallOutcome.OK, "".join((text, ""))

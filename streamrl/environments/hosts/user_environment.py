@@ -1,0 +1,128 @@
+"""A session's object of a user's class, behind the same methods for both shapes."""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from streamrl.environments.hosts.call_runner import UserCallRunner, UserCodeError
+from streamrl.environments.hosts.host_protocol import CLOSE_TIMEOUT_S, HostSettings
+from streamrl.environments.hosts.user_class import CONSTRUCTOR, UserClass
+from streamrl.environments.interface import (
+    EpisodeSummary,
+    Message,
+    Reply,
+    ResetResult,
+    StepResult,
+    Turn,
+)
+from streamrl.files.bounded_read import MIB
+from streamrl.messages import Prompt
+from streamrl.rewards.interface.checks import format_value, to_finite_float
+
+MAX_OBSERVATION_BYTES = 16 * MIB
+"""Limit of an observation as JSON: a guard for the socket, far above any context window."""
+
+
+class UserEnvironment:
+    """Environment of a session. Every method raises UserCodeError, and TimeoutError if too slow.
+
+    Siblings share nothing: each session has an object of its own.
+    """
+
+    def __init__(
+        self, user_class: UserClass, settings: HostSettings, runner: UserCallRunner
+    ) -> None:
+        self.description = user_class.description
+        self._class = user_class
+        self._settings = settings
+        self._runner = runner
+        self._object: Any = None
+
+    async def reset(self, prompt: Prompt, seed: int) -> ResetResult:
+        """Construct the object, and reset it if the class has `reset`."""
+        offered = {"row": prompt, "seed": seed}
+        observation = None
+        async with asyncio.timeout(self._settings.turn_timeout_s):
+            self._object = await self._runner.run(
+                self._class.methods[CONSTRUCTOR], self._class.class_object
+            )
+            if "reset" in self._class.methods:
+                arguments = {name: offered[name] for name in self._class.reset_arguments}
+                observation = await self.call("reset", **arguments)
+        messages = () if observation is None else self.to_messages("reset", observation)
+        return ResetResult(messages, self.description.tools)
+
+    async def step(self, reply: Reply) -> StepResult:
+        raise NotImplementedError
+
+    async def score(self, episode: EpisodeSummary) -> float:
+        if not self.description.has_score:
+            return sum(episode.rewards)
+        async with asyncio.timeout(self._settings.turn_timeout_s):
+            return self.to_float("score", await self.call("score", episode))
+
+    async def close(self) -> None:
+        if self._object is not None and "close" in self._class.methods:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self.call("close")
+
+    async def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        function = getattr(self._object, name)
+        return await self._runner.run(self._class.methods[name], function, *args, **kwargs)
+
+    def to_float(self, name: str, value: Any) -> float:
+        number = to_finite_float(value)
+        if number is None:
+            raise self.make_result_error(name, value, "a finite number")
+        return number
+
+    def to_messages(self, name: str, observation: Any) -> Sequence[Message]:
+        """Return what a method returned as chat messages of plain data; a text is a user message.
+
+        Raises UserCodeError if `observation` is neither, or longer than MAX_OBSERVATION_BYTES.
+        """
+        if isinstance(observation, str):
+            observation = [{"role": "user", "content": observation}]
+        if not _are_messages(observation):
+            raise self.make_result_error(name, observation, "a text or a list of chat messages")
+        try:
+            # A copy of plain data: the pool unpickles neither subclasses of str nor user classes.
+            text = json.dumps([dict(message) for message in observation])
+        except (TypeError, ValueError, RecursionError) as error:
+            raise self.make_result_error(name, observation, f"plain JSON data ({error})") from error
+        if len(text) > MAX_OBSERVATION_BYTES:
+            raise UserCodeError(
+                f"{self._locate(name)} returned an observation of {len(text) / MIB:.1f} MiB; the"
+                f" limit is {MAX_OBSERVATION_BYTES // MIB} MiB"
+            )
+        messages: list[Message] = json.loads(text)
+        return messages
+
+    def make_result_error(self, name: str, value: Any, wanted: str) -> UserCodeError:
+        return UserCodeError(f"{self._locate(name)} returned {format_value(value)}, not {wanted}")
+
+    def _locate(self, name: str) -> str:
+        method = self._class.methods[name]
+        return f"{method.name} in {method.file}"
+
+
+class TurnEnvironment(UserEnvironment):
+    """Environment whose class has `step`."""
+
+    async def step(self, reply: Reply) -> StepResult:
+        async with asyncio.timeout(self._settings.turn_timeout_s):
+            turn = await self.call("step", reply)
+        if not isinstance(turn, Turn):
+            raise self.make_result_error("step", turn, "a Turn")
+        reward, done = self.to_float("step", turn.reward), bool(turn.done)
+        return StepResult(() if done else self.to_messages("step", turn.observation), reward, done)
+
+
+def _are_messages(observation: Any) -> bool:
+    return isinstance(observation, list | tuple) and all(
+        isinstance(message, Mapping)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str | list)
+        for message in observation
+    )

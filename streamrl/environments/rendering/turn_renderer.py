@@ -1,0 +1,290 @@
+"""Tokens of an episode that the policy does not sample: its prompt, and bridges between turns.
+
+Tokens are appended, never made again:
+
+    stream = prompt + sampled + bridge + sampled + bridge + sampled
+
+A bridge closes the sampled turn, if the policy did not, shows the observation, and opens the next
+turn. Rendering the whole conversation again would change tokens that the policy has sampled: a
+decoded and encoded text rarely has the same tokens, and many templates rewrite earlier turns.
+"""
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from streamrl.data.chat_template import ChatTemplate, get_opening_tokens
+from streamrl.environments.interface import Message, ToolSchema
+from streamrl.environments.rendering.bridge_text import BridgeWriter, TextPiece
+from streamrl.environments.rendering.token_difference import decode, encode
+from streamrl.errors import ConfigError
+from streamrl.messages import Array
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ROLES = ("user", "tool", "system")
+"""Roles of an observation's messages."""
+CACHED_SPELLINGS = 1024
+_NAME_CHARACTERS = re.compile(r"[^\w.:/-]")
+
+
+@dataclass(frozen=True)
+class BridgeTokens:
+    """Tokens to append after a sampled turn.
+
+    token_ids: int32 [B]. is_observation: bool [B], true for tokens with text of the environment,
+    false for scaffold.
+    """
+
+    token_ids: Array
+    is_observation: Array
+
+
+@dataclass(frozen=True)
+class EncodedPieces:
+    """Pieces of text as tokens.
+
+    token_ids: int32 [T]. is_observation: bool [T]. ends: int64 [T], where each token ends in the
+    text, in characters.
+    """
+
+    token_ids: Array
+    is_observation: Array
+    ends: Array
+
+
+class TurnRenderer:
+    """Renderer of prompts and bridges with a chat template.
+
+    An observation never writes a special token: text such as <|im_end|> in a tool's output becomes
+    ordinary characters. So does every other added token that the template writes. Without a
+    template, observations are preceded by a newline, and nothing closes or opens a turn.
+
+    end_token_ids: tokens that end a turn. generation_config.json of the model may name more of them
+    than its tokenizer. Methods may run in several threads.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        template: ChatTemplate,
+        end_token_ids: frozenset[int],
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self._marker_ids = _list_markers(tokenizer, template)
+        end_texts = [decode(tokenizer, [token]) for token in sorted(end_token_ids)]
+        self._writer = BridgeWriter(tokenizer, template, end_texts)
+        self._tools_writer = self._writer
+        if template.tools_source and template.tools_source != template.source:
+            tools_template = replace(template, source=template.tools_source, tools_source=None)
+            self._tools_writer = BridgeWriter(tokenizer, tools_template, end_texts)
+        self._opening_ids = get_opening_tokens(tokenizer) if template.source is None else []
+        # Many special tokens in an observation are the same few.
+        self._spell_out = functools.lru_cache(CACHED_SPELLINGS)(self._encode_ordinary)
+        pieces, closing_length = self._writer.user_bridge
+        bridge = self._encode(pieces)
+        closing = self._find_marker(bridge, closing_length)
+        closing_ids = [] if closing is None else [int(bridge.token_ids[closing])]
+        self.closing_id = next(iter(closing_ids), None)
+        """Token by which the template closes a turn; None if it does so by text, or not at all."""
+        self.end_token_ids = end_token_ids.union(closing_ids)
+        """Tokens that end a turn: as given, and `closing_id`."""
+        if bridge.token_ids[-1] in self.end_token_ids:
+            raise ConfigError(
+                f"{template.name}: opens the policy's turn with"
+                f" {decode(tokenizer, bridge.token_ids[-1:])}, which ends it; the template must"
+                " leave the turn open, as with add_generation_prompt"
+            )
+
+    @classmethod
+    def from_template(
+        cls,
+        tokenizer: "PreTrainedTokenizerBase",
+        template: ChatTemplate,
+        *,
+        end_token_ids: Sequence[int] = (),
+    ) -> "TurnRenderer":
+        """Derive the bridges from a template. Raises ConfigError if that is impossible.
+
+        end_token_ids: tokens that end a turn, as in generation_config.json, besides the tokenizer's
+        EOS and the token by which the template closes a turn.
+        """
+        if not tokenizer.is_fast:
+            raise ConfigError(
+                f"{tokenizer.name_or_path}: {type(tokenizer).__name__} does not tell which"
+                " characters a token stands for; environments need a tokenizer with tokenizer.json"
+            )
+        eos = tokenizer.eos_token_id
+        own = () if eos is None else (int(eos),)
+        return cls(tokenizer, template, frozenset((*own, *end_token_ids)))
+
+    def render_prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        observation: Sequence[Message] = (),
+    ) -> Array:
+        """Return the prompt of an episode, int32 [P], up to where the policy writes.
+
+        arguments: arguments of the template, as a row's chat_template_kwargs. observation: messages
+        of the environment after `messages`; unlike these they cannot write special tokens. Raises
+        ConfigError if the template refuses the conversation.
+        """
+        writer = self.get_writer(has_tools=bool(tools))
+        shown = _clean_messages(observation)
+        pieces = writer.write_prompt(messages, shown, tools, arguments)
+        token_ids = self._encode(pieces).token_ids
+        return np.concatenate([np.array(self._opening_ids, np.int32), token_ids])
+
+    def render_bridge(
+        self,
+        sampled_ids: Sequence[int] | Array,
+        messages: Sequence[Message],
+        *,
+        is_cut: bool,
+        has_tools: bool = False,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> BridgeTokens:
+        """Return the tokens between a sampled turn and the next one.
+
+        sampled_ids: the sampled turn, with the token that ended it. messages: the observation.
+        is_cut: the turn ended at a length limit, so the bridge contains the whole closing.
+        has_tools: the prompt was rendered with tools. arguments: as for the prompt. Raises
+        ConfigError for a role that the template does not support after a turn.
+        """
+        shown = _clean_messages(messages)
+        if not shown:
+            raise ConfigError("an observation needs a message, with empty content if need be")
+        has_tools = has_tools or any(message["role"] == "tool" for message in shown)
+        try:
+            bridge = self.get_writer(has_tools=has_tools).write_bridge(shown, arguments)
+        except ConfigError as error:
+            roles = ", ".join(dict.fromkeys(message["role"] for message in shown))
+            raise ConfigError(
+                f"an observation of role {roles} cannot follow a turn: {error}; let the environment"
+                " answer in another role, such as user"
+            ) from error
+        pieces, closing_length = bridge
+        encoded = self._encode(pieces)
+        start = 0
+        if not is_cut and len(sampled_ids):
+            start = self._count_written(int(sampled_ids[-1]), encoded, pieces, closing_length)
+        return BridgeTokens(encoded.token_ids[start:], encoded.is_observation[start:])
+
+    def get_writer(self, *, has_tools: bool) -> BridgeWriter:
+        return self._tools_writer if has_tools else self._writer
+
+    def _count_written(
+        self, last: int, bridge: EncodedPieces, pieces: Sequence[TextPiece], closing_length: int
+    ) -> int:
+        """Return how many tokens of a bridge the policy made unnecessary with its last token."""
+        closing = self._find_marker(bridge, closing_length)
+        if closing is not None:
+            # <|endoftext|> closes a turn as well as the template's own <|im_end|>.
+            is_closed = last in self.end_token_ids or last == bridge.token_ids[closing]
+            return closing + 1 if is_closed else 0
+        # GLM-4 ends a turn with the first token of the next one's header, <|user|>.
+        header = self._find_marker(bridge, len(pieces[0].text))
+        is_header = header is not None and last == bridge.token_ids[header]
+        return header + 1 if header is not None and is_header and last in self.end_token_ids else 0
+
+    def _find_marker(self, bridge: EncodedPieces, length: int) -> int | None:
+        """Return the index of the first special token that ends within `length` characters."""
+        within = bridge.ends <= length
+        found = np.flatnonzero(within & np.isin(bridge.token_ids, self._marker_ids))
+        return int(found[0]) if found.size else None
+
+    def _encode(self, pieces: Sequence[TextPiece]) -> EncodedPieces:
+        """Encode pieces as one text, so that the tokens at their borders are the template's."""
+        text = "".join(piece.text for piece in pieces)
+        encoding = self.tokenizer(
+            text,
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_offsets_mapping=True,
+            verbose=False,
+        )
+        token_ids = np.array(encoding["input_ids"], np.int32)
+        starts, ends = np.array(encoding["offset_mapping"], np.int64).reshape(-1, 2).T
+        is_observation = np.zeros(len(token_ids), bool)
+        position = 0
+        for piece in pieces:
+            if piece.is_observation:
+                stop = position + len(piece.text)
+                is_observation |= (starts < stop) & (ends > position)
+            position += len(piece.text)
+        is_forged = is_observation & np.isin(token_ids, self._marker_ids)
+        if not is_forged.any():
+            return EncodedPieces(token_ids, is_observation, ends)
+        # A special token may absorb whitespace around it, which then lies between the offsets.
+        is_after_forged = np.concatenate([[False], is_forged[:-1]])
+        starts = np.where(is_after_forged, starts, np.concatenate([[0], ends[:-1]]))
+        stops = np.concatenate([starts[1:], [len(text)]])
+        spans = zip(starts[is_forged].tolist(), stops[is_forged].tolist(), strict=True)
+        spellings = [self._spell_out(text[start:stop]) for start, stop in spans]
+        counts = np.ones(len(token_ids), np.int64)
+        counts[is_forged] = [len(spelling) for spelling in spellings]
+        spelled = np.repeat(token_ids, counts)
+        spelled[np.repeat(is_forged, counts)] = np.concatenate(spellings)
+        return EncodedPieces(spelled, np.repeat(is_observation, counts), np.repeat(ends, counts))
+
+    def _encode_ordinary(self, text: str) -> Array:
+        """Encode text without special tokens, int32 [T].
+
+        Encodes the halves of a text with special tokens separately. The tokenizer's own option for
+        this, split_special_tokens, is state that all threads share, and it spares the added tokens
+        that are not special. A special token of a single character has no other spelling, and is
+        left out.
+        """
+        token_ids = np.array(encode(self.tokenizer, text), np.int32)
+        if not np.isin(token_ids, self._marker_ids).any():
+            return token_ids
+        middle = len(text) // 2
+        if not middle:
+            return np.zeros(0, np.int32)
+        halves = (text[:middle], text[middle:])
+        return np.concatenate([self._encode_ordinary(half) for half in halves])
+
+
+def _list_markers(tokenizer: "PreTrainedTokenizerBase", template: ChatTemplate) -> Array:
+    """Return the ids of all special tokens, and of other added tokens that the template writes.
+
+    Some models declare the tokens of their chat format as not special: DeepSeek's <|User|>.
+    """
+    source = f"{template.source}{template.tools_source}"
+    markers = [
+        token_id
+        for token_id, token in tokenizer.added_tokens_decoder.items()
+        if token.special or (token.content.strip() and token.content in source)
+    ]
+    # Characters outside the vocabulary become <unk>, which is special, too.
+    return np.array([i for i in markers if i != tokenizer.unk_token_id], np.int32)
+
+
+def _clean_messages(messages: Sequence[Message]) -> list[Message]:
+    """Check the messages of an observation, and replace what no tokenizer takes."""
+    cleaned = []
+    for number, message in enumerate(messages):
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES or not isinstance(content, str):
+            shown = f"role {role!r} and content of type {type(content).__name__}"
+            rule = f"role {', '.join(ROLES[:-1])} or {ROLES[-1]}, and text as content"
+            raise ConfigError(f"message {number} of an observation has {shown}; it needs {rule}")
+        # Lone surrogates, from bytes that are no UTF-8, cannot be encoded. A pair is a character.
+        text = content.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        copy = {**message, "content": text}
+        if role == "tool":
+            # The template may write both, and the policy may have made them up. Mistral's templates
+            # require nine letters and digits as id.
+            for key, default in (("name", "tool"), ("tool_call_id", f"call{number:05}")):
+                copy[key] = _NAME_CHARACTERS.sub("_", str(message.get(key) or default))
+        cleaned.append(copy)
+    return cleaned

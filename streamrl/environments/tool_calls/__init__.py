@@ -1,0 +1,1 @@
+"""Tools of an environment: schemas, calls in sampled turns, results as text."""

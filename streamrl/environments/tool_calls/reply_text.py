@@ -1,0 +1,80 @@
+"""Results and errors of tools as text for the model."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from streamrl.files.python_module import format_failure
+
+CHARS_PER_TOKEN = 16
+"""Most characters per token that a cut keeps before it counts tokens; text in English has 4."""
+
+
+def format_tool_result(value: Any) -> str:
+    """Return what a tool returned as text: text as it is, None as "", other values as JSON.
+
+    Bytes are decoded as UTF-8. Bytes and characters that UTF-8 does not allow become U+FFFD. Raises
+    TypeError for a value that JSON does not have.
+    """
+    if value is None:
+        return ""
+    if isinstance(value, bytes | bytearray):
+        return bytes(value).decode(errors="replace")
+    if not isinstance(value, str):
+        try:
+            value = json.dumps(value, ensure_ascii=False)
+        except (TypeError, ValueError) as error:
+            kind = type(value).__name__
+            raise TypeError(f"a tool returned {kind}, not text or JSON: {error}") from None
+    return _replace_surrogates(value)
+
+
+def _replace_surrogates(text: str) -> str:
+    """Replace lone surrogates, as in the names of files: a tokenizer refuses to encode them."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def format_tool_error(error: BaseException, file: str) -> str:
+    """Return an exception of a tool as text: innermost line in the user's file, type and message.
+
+    file: path of the user's file; the text has only its name, as paths differ between machines.
+    """
+    failure = format_failure(file, error).removeprefix(file)
+    return _replace_surrogates(f"error: {Path(file).name}{failure}")
+
+
+def cut_middle(text: str, max_chars: int) -> tuple[str, int]:
+    """Cut characters out of the middle of a text; return it and how many were left out.
+
+    Keeps `max_chars` characters, half of them from each end, around a mark that says how many are
+    missing.
+    """
+    left_out = len(text) - max_chars
+    if left_out <= 0:
+        return text, 0
+    tail = max_chars // 2
+    head = max_chars - tail
+    mark = f"\n[... {left_out} characters left out ...]\n"
+    return f"{text[:head]}{mark}{text[len(text) - tail :]}", left_out
+
+
+def cut_middle_to_tokens(
+    text: str, max_tokens: int, count_tokens: Callable[[str], int]
+) -> tuple[str, int]:
+    """Cut the middle out of a text until it has at most `max_tokens` tokens, mark included.
+
+    Returns the text and the number of characters left out. Never counts the tokens of more than
+    CHARS_PER_TOKEN * max_tokens characters and the mark, so that 20 MB take no longer than a page.
+    A limit below the tokens of the mark leaves the mark alone.
+    """
+    kept = min(len(text), CHARS_PER_TOKEN * max_tokens)
+    while True:
+        shown, left_out = cut_middle(text, kept)
+        tokens = count_tokens(shown)
+        if tokens <= max_tokens or kept == 0:
+            return shown, left_out
+        # Each round drops at least a sixteenth, so that the rounds are few.
+        kept = min(kept * max_tokens // tokens, kept - kept // 16 - 1)

@@ -1,0 +1,286 @@
+"""Tool schemas from Python functions, and validation of arguments against a schema.
+
+Schemas come from here or from a server (MCP), so validation needs nothing but the schema.
+"""
+
+import functools
+import inspect
+import json
+import re
+import types
+from collections.abc import Callable, Iterator, Mapping
+from inspect import Parameter
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+from typing import get_type_hints as resolve_annotations
+
+from streamrl.environments.interface import ToolSchema
+from streamrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jsonschema import ValidationError
+
+JSON_TYPES = (str, int, float, bool, type(None), list, dict, Any)
+"""Annotations of values that JSON can carry as they are."""
+ANNOTATION_RULE = "use str, int, float, bool, list, dict, Literal, or a union of these"
+MAX_PROBLEMS = 3
+"""Most problems of one call that are reported to the policy."""
+MAX_VALUE_CHARS = 60
+"""Most characters of a wrong value that are repeated to the policy."""
+_SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Example|Examples):\s*$")
+_DESCRIBED_NAME = re.compile(r"^\s*(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
+
+
+def make_tool_schema(function: Callable[..., Any]) -> ToolSchema:
+    """Return the schema of a tool that a function or bound method implements.
+
+    The description is the first paragraph of the docstring. An `Args:` section in Google's style
+    may describe parameters, as may `Annotated[int, pydantic.Field(description=...)]`. Raises
+    ConfigError for a function without docstring, and for a parameter without annotation, of a type
+    that JSON does not have, or that callers cannot pass by name.
+    """
+    # pydantic takes half a second to import; only hosts of environments with tools need it.
+    from pydantic import TypeAdapter
+    from pydantic.json_schema import GenerateJsonSchema
+
+    class UntitledSchema(GenerateJsonSchema):
+        """JSON schema without titles, which repeat the names of the parameters."""
+
+        def field_title_should_be_set(self, schema: Any) -> bool:
+            return False
+
+    _check_signature(function)
+    paragraph, descriptions = _read_docstring(function)
+    adapter = TypeAdapter(function)
+    parameters = adapter.json_schema(schema_generator=UntitledSchema)
+    properties = parameters.setdefault("properties", {})
+    for name in descriptions.keys() & properties.keys():
+        properties[name].setdefault("description", descriptions[name])
+    parameters = {"type": "object", "properties": properties, **parameters}
+    described = {"name": function.__name__, "description": paragraph, "parameters": parameters}
+    return {"type": "function", "function": described}
+
+
+def _check_signature(function: Callable[..., Any]) -> None:
+    place = _describe_place(function)
+    if not (inspect.getdoc(function) or "").strip():
+        raise ConfigError(f"{place}: needs a docstring, which describes the tool to the model")
+    try:
+        annotations = resolve_annotations(function, include_extras=True)
+    except NameError as error:
+        raise ConfigError(f"{place}: annotations: {error}") from None
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind not in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY):
+            raise ConfigError(
+                f"{place}: parameter {parameter}: {parameter.kind.description}; a model passes"
+                " arguments by name only"
+            )
+        if name not in annotations:
+            raise ConfigError(f"{place}: parameter {name} has no annotation; {ANNOTATION_RULE}")
+        if not _is_json_type(annotations[name]):
+            text = inspect.formatannotation(annotations[name])
+            raise ConfigError(
+                f"{place}: parameter {name}: {text}: not a type of JSON; {ANNOTATION_RULE}"
+            )
+
+
+def _describe_place(function: Callable[..., Any]) -> str:
+    if not (inspect.isfunction(function) or inspect.ismethod(function)):
+        raise ConfigError(f"tool {function!r}: must be a function or method written in Python")
+    code = inspect.unwrap(function).__code__
+    return f"{code.co_filename}:{code.co_firstlineno}: tool {function.__name__}"
+
+
+def _is_json_type(annotation: Any) -> bool:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _is_json_type(arguments[0])
+    if origin is Literal:
+        return all(value is None or isinstance(value, str | int) for value in arguments)
+    if origin is dict:
+        return arguments[0] is str and _is_json_type(arguments[1])
+    if origin in (list, Union, types.UnionType):
+        return all(map(_is_json_type, arguments))
+    return annotation in JSON_TYPES
+
+
+def _read_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+    """Return the first paragraph of a docstring, and the descriptions in its Args section."""
+    first: list[str] = []
+    descriptions: dict[str, str] = {}
+    section, name, indent = "", "", 0
+    for line in (inspect.getdoc(function) or "").strip().split("\n"):
+        if header := _SECTION.match(line):
+            section = header[1]
+        elif not section and line.strip():
+            first.append(line.strip())
+        elif not section:
+            section = "(further paragraphs)"
+        elif section in ("Args", "Arguments", "Parameters") and line.strip():
+            depth = len(line) - len(line.lstrip())
+            described = _DESCRIBED_NAME.match(line)
+            if described and (not name or depth <= indent):
+                name, indent = described[1], depth
+                descriptions[name] = described[2].strip()
+            elif name:
+                descriptions[name] = f"{descriptions[name]} {line.strip()}".strip()
+    return " ".join(first), descriptions
+
+
+def get_tool_name(tool: ToolSchema) -> str:
+    return str(tool["function"]["name"])
+
+
+def _get_parameters(tool: ToolSchema) -> Mapping[str, Any]:
+    parameters: Mapping[str, Any] = tool["function"].get("parameters") or {}
+    return parameters
+
+
+def check_tool_schema(tool: Any, *, place: str) -> None:
+    """Raise ConfigError unless `tool` is a tool schema in OpenAI's form.
+
+    place: origin of the schema, for errors.
+    """
+    import jsonschema
+
+    form = {
+        "type": "object",
+        "required": ["type", "function"],
+        "properties": {
+            "type": {"const": "function"},
+            "function": {
+                "type": "object",
+                "required": ["name"],
+                "properties": {
+                    "name": {"type": "string", "minLength": 1},
+                    "parameters": {"type": "object"},
+                },
+            },
+        },
+    }
+    try:
+        _make_validator(form).validate(tool)
+    except jsonschema.ValidationError as error:
+        problem = _describe_problem(error, noun="key")
+        raise ConfigError(f"{place}: tool schema: {problem}") from None
+    parameters = _get_parameters(tool)
+    label = f"{place}: tool {get_tool_name(tool)}: parameters"
+    try:
+        _make_validator_class().check_schema(parameters)
+    except jsonschema.SchemaError as error:
+        raise ConfigError(f"{label}: {_describe_problem(error, noun='key')}") from None
+    _check_references(parameters, label)
+
+
+def _check_references(parameters: Mapping[str, Any], label: str) -> None:
+    """Raise ConfigError for a $ref that leads out of the schema, or nowhere."""
+    from referencing import Registry
+    from referencing.exceptions import Unresolvable
+    from referencing.jsonschema import DRAFT202012
+
+    resource = DRAFT202012.create_resource(parameters)
+    resolver = Registry().with_resource("", resource).resolver()
+    for reference in _list_references(parameters):
+        try:
+            resolver.lookup(reference)
+        except Unresolvable:
+            raise ConfigError(
+                f"{label}: $ref {reference}: must lead to a definition in the same schema"
+            ) from None
+
+
+def _list_references(schema: Any) -> Iterator[str]:
+    if isinstance(schema, Mapping):
+        if isinstance(schema.get("$ref"), str):
+            yield schema["$ref"]
+        schema = list(schema.values())
+    for part in schema if isinstance(schema, list) else ():
+        yield from _list_references(part)
+
+
+def validate_arguments(tool: ToolSchema, arguments: Mapping[str, Any]) -> str:
+    """Return why arguments do not match the schema of a tool, for the policy; "" if they do.
+
+    Types are strict: "3" and 3.0 are no integers; 3 is a number.
+    """
+    parameters = _get_parameters(tool)
+    errors = sorted(_make_validator(parameters).iter_errors(arguments), key=lambda e: e.json_path)
+    problems = dict.fromkeys(map(_describe_problem, errors))
+    return "; ".join(list(problems)[:MAX_PROBLEMS])
+
+
+def is_valid_argument(tool: ToolSchema, name: str, value: Any) -> bool:
+    """Return whether a value matches the schema of one parameter of a tool."""
+    parameters = _get_parameters(tool)
+    definitions = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
+    schema = parameters.get("properties", {}).get(name, {})
+    if isinstance(schema, Mapping):
+        schema = {**schema, **definitions}
+    return bool(_make_validator(schema).is_valid(value))
+
+
+@functools.cache
+def _make_validator_class() -> Any:
+    from jsonschema import Draft202012Validator
+    from jsonschema.validators import extend
+
+    def is_integer(checker: Any, value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool)
+
+    # JSON schema counts 3.0 as an integer, but a tool in Python that takes int cannot use it.
+    types_of_json = Draft202012Validator.TYPE_CHECKER.redefine("integer", is_integer)
+    return extend(Draft202012Validator, type_checker=types_of_json)
+
+
+def _make_validator(schema: Any) -> Any:
+    from referencing import Registry
+
+    # Without a registry, jsonschema fetches a $ref to another host over the network.
+    return _make_validator_class()(schema, registry=Registry())
+
+
+def _describe_problem(error: "ValidationError", noun: str = "argument") -> str:
+    """Describe an error. noun: term for a key of the outermost object."""
+    # A branch of a union that failed inside the value says more than the union.
+    if inner := [branch for branch in error.context or () if branch.relative_path]:
+        return _describe_problem(inner[0], noun)
+    place = error.json_path.removeprefix("$").removeprefix(".")
+    noun = "key" if place else noun
+    prefix = f"{place}: " if place else ""
+    rule, value = error.validator_value, error.instance
+    if error.validator == "required":
+        missing = [str(name) for name in rule if name not in value]
+        return f"{prefix}missing {noun} {', '.join(missing)}"
+    if error.validator == "additionalProperties" and rule is False:
+        known = error.schema.get("properties", {})
+        extra = [str(name) for name in value if name not in known]
+        names = f"the {noun}s are {', '.join(known)}" if known else f"there are no {noun}s"
+        return f"{prefix}unexpected {noun} {_shorten(', '.join(extra))}; {names}"
+    if expected := _list_expected_types(error):
+        return f"{prefix}must be {expected}, got {_format_value(value)}"
+    if error.validator == "enum":
+        return f"{prefix}must be one of {_format_value(rule)}, got {_format_value(value)}"
+    return f"{prefix}{_shorten(error.message)}"
+
+
+def _list_expected_types(error: "ValidationError") -> str:
+    """Return the types that a value must have; "" if the error is about something else."""
+    if error.validator == "type":
+        branches = [error.schema]
+    elif error.validator == "anyOf":
+        branches = error.validator_value
+    else:
+        return ""
+    names = [branch.get("type") for branch in branches if isinstance(branch, Mapping)]
+    if len(names) == 1 and isinstance(names[0], list):
+        names = names[0]
+    if len(names) < len(branches) or not all(isinstance(name, str) for name in names):
+        return ""
+    return " or ".join(names)
+
+
+def _format_value(value: Any) -> str:
+    return _shorten(json.dumps(value, ensure_ascii=False, default=str))
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}..."

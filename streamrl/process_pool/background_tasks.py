@@ -1,0 +1,31 @@
+"""Tasks that a pool starts without waiting for them at once."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class BackgroundTasks:
+    """Tasks kept alive until they end; asyncio itself keeps only weak references to tasks."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[Any]] = set()
+
+    def spawn(self, coroutine: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        task = asyncio.create_task(coroutine)
+        self._running.add(task)
+        task.add_done_callback(self._on_task_done)
+        return task
+
+    def _on_task_done(self, task: "asyncio.Task[Any]") -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            # Retrieve the exception; asyncio logs "exception was never retrieved" otherwise.
+            task.exception()
+
+    async def drain(self) -> None:
+        """Wait until all tasks have ended, those started meanwhile included."""
+        while self._running:
+            await asyncio.wait(set(self._running))

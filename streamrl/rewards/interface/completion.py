@@ -1,0 +1,70 @@
+"""Completions as rewards read them: the policy's words, apart from those of its environment."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from streamrl.messages import Columns, extract_completions
+from streamrl.rewards.interface.extract import decode_completions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LAST_TURN, SAMPLED, CONVERSATION = "last_turn", "sampled", "conversation"
+COMPLETION_PARTS = (LAST_TURN, SAMPLED, CONVERSATION)
+"""Parts of a completion that a reward may read; equal for a completion of a single turn."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Text of a rollout after its prompt.
+
+    turns: what the policy sampled, by turn.
+    conversation: everything from the first sampled token on, observations and scaffold included.
+    environment_score: score of the rollout's environment; None without an environment.
+    """
+
+    turns: tuple[str, ...]
+    conversation: str
+    environment_score: float | None = None
+
+    @classmethod
+    def from_text(cls, text: str) -> "Completion":
+        """Wrap the text of a rollout of a single turn."""
+        return cls((text,), text)
+
+    def get_part(self, part: str) -> str:
+        """Return the text of a part, one of COMPLETION_PARTS; turns are joined by newlines."""
+        if part == CONVERSATION:
+            return self.conversation
+        return self.turns[-1] if part == LAST_TURN else "\n".join(self.turns)
+
+
+def decode_rollouts(tokenizer: "PreTrainedTokenizerBase", columns: Columns) -> list[Completion]:
+    """Decode the rollouts of a group, without special tokens.
+
+    columns: ROLLOUT_COLUMNS, and EPISODE_COLUMNS if the rollouts have an environment.
+    """
+    conversations = decode_completions(tokenizer, extract_completions(columns))
+    if "turn_ends" not in columns:
+        return [Completion.from_text(text) for text in conversations]
+    starts = np.cumsum(columns["lengths"]) - columns["lengths"]
+    turn_starts = np.repeat(starts, columns["num_turns"])
+    turn_ids, previous = [], 0
+    for start, end in zip(turn_starts, turn_starts + columns["turn_ends"], strict=True):
+        sampled = slice(max(start, previous), end)
+        turn_ids.append(columns["token_ids"][sampled][columns["loss_mask"][sampled]])
+        previous = end
+    turns = iter(decode_completions(tokenizer, turn_ids))
+    return [
+        Completion(tuple(next(turns) for _ in range(count)), conversation, float(score))
+        for count, conversation, score in zip(
+            columns["num_turns"], conversations, columns["environment_scores"], strict=True
+        )
+    ]
+
+
+def get_parts(completions: Sequence[Completion], part: str) -> list[str]:
+    return [completion.get_part(part) for completion in completions]

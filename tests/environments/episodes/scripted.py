@@ -1,0 +1,156 @@
+"""Scripted engine, renderer and environment: tokens are code points, every turn ends with END."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from streamrl.environments.episodes.decode_slots import DecodeSlots
+from streamrl.environments.episodes.driver import EpisodeDriver, EpisodeLimits
+from streamrl.environments.interface import Reply, ResetResult, StepResult
+from streamrl.environments.rendering.turn_renderer import BridgeTokens
+from streamrl.messages import FinishReason, Prompt, Rollout
+
+END = ord(";")
+PROMPT = Prompt(
+    "0:0:0", np.array([ord("?")], np.int32), messages=[{"role": "user", "content": "?"}]
+)
+
+
+class CodePointRenderer:
+    """Renders `[content]`; the brackets are scaffold."""
+
+    end_token_ids = (END,)
+
+    def render_prompt(self, messages, tools=()):
+        return np.array([ord(c) for m in messages for c in m["content"]], np.int32)
+
+    def render_bridge(self, sampled_ids, messages, *, is_cut):
+        text = "".join(f"[{message['content']}]" for message in messages)
+        tokens = np.array([ord(c) for c in text], np.int32)
+        return BridgeTokens(tokens, ~np.isin(tokens, [ord("["), ord("]")]))
+
+
+class TextFormat:
+    """A turn is its text."""
+
+    def parse(self, token_ids, tools, *, is_cut=False):
+        return Reply("".join(map(chr, token_ids)).rstrip(";"), is_cut=is_cut)
+
+
+@dataclass
+class ScriptedSampler:
+    """Samples `write(context, seed)`, a token per `token_s`, with the version served then."""
+
+    write: Callable[[str, int], str]
+    token_s: float = 0.0
+    version: int = 0
+    num_running: int = 0
+    max_running: int = 0
+    contexts: list[str] = field(default_factory=list)
+
+    async def generate(
+        self, prompt_ids, *, seeds, sampling=None, max_new_tokens=None, stop_token_ids=()
+    ):
+        (seed,) = seeds
+        context = "".join(map(chr, prompt_ids))
+        self.contexts.append(context)
+        self.num_running += 1
+        self.max_running = max(self.max_running, self.num_running)
+        text, versions = self.write(context, seed)[:max_new_tokens], []
+        try:
+            for _ in text:
+                await asyncio.sleep(self.token_s)
+                versions.append(self.version)
+        finally:
+            self.num_running -= 1
+        has_ended = bool(text) and ord(text[-1]) in stop_token_ids
+        return [
+            Rollout.from_single_turn(
+                prompt_ids,
+                [ord(c) for c in text],
+                logprobs=[-0.5] * len(text),
+                versions=versions,
+                finish_reason=FinishReason.STOP if has_ended else FinishReason.LENGTH,
+            )
+        ]
+
+
+@dataclass
+class ScriptedSession:
+    """Answers the n-th reply with `steps[n]`: a StepResult, an error to raise, or a delay first."""
+
+    steps: Sequence[object]
+    reset_result: ResetResult = field(default_factory=ResetResult)
+    final_score: float = 1.0
+    replies: list[str] = field(default_factory=list)
+    is_closed: bool = False
+    summary: object = None
+
+    async def reset(self):
+        return self.reset_result
+
+    async def step(self, reply):
+        answer = self.steps[len(self.replies)]
+        self.replies.append(reply.text)
+        if isinstance(answer, tuple):
+            delay_s, answer = answer
+            await asyncio.sleep(delay_s)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def score(self, episode):
+        self.summary = episode
+        return self.final_score
+
+    async def close(self):
+        self.is_closed = True
+
+
+class ScriptedHosts:
+    """Opens the given sessions in order, or the result of `open_next`; keeps the seeds."""
+
+    def __init__(self, open_next: Callable[[], ScriptedSession]) -> None:
+        self._open_next = open_next
+        self.sessions: list[ScriptedSession] = []
+        self.seeds: list[int] = []
+
+    def open_session(self, prompt, *, seed):
+        self.seeds.append(seed)
+        self.sessions.append(self._open_next())
+        return self.sessions[-1]
+
+    async def close(self):
+        pass
+
+
+@asynccontextmanager
+async def no_lease(**facts):
+    yield facts
+
+
+def say(text: str, **values: object) -> StepResult:
+    """Return a step whose observation is a user message."""
+    return StepResult(messages=[{"role": "user", "content": text}], **values)
+
+
+def make_driver(sampler, hosts, *, slots=64, attempts=3, **limits):
+    values = {"max_turns": 8, "max_turn_tokens": 16, "max_tokens": 256, "timeout_s": 100.0}
+    return EpisodeDriver(
+        sampler,
+        hosts,
+        CodePointRenderer(),
+        TextFormat(),
+        limits=EpisodeLimits(**{**values, **limits}),
+        slots=DecodeSlots(slots),
+        attempts=attempts,
+    )
+
+
+async def run_group(driver, *, seeds=(0,), compute=no_lease, prompt=PROMPT, **options):
+    return await driver.run_group(
+        prompt, seeds=seeds, environment_seed=7, compute=compute, **options
+    )

@@ -1,0 +1,344 @@
+"""The driver of episodes: bookkeeping of tokens, limits, failures, slots and leases."""
+
+import asyncio
+import random
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.environments.episodes.driver import join_messages, make_environment_seed
+from streamrl.environments.interface import CallOutcome, ResetResult, StepResult
+from streamrl.errors import EpisodeError, GenerationError
+from streamrl.messages import (
+    EPISODE_COLUMNS,
+    ROLLOUT_COLUMNS,
+    FinishReason,
+    GroupInfo,
+    TokenSource,
+    TurnOutcome,
+    check_column_sizes,
+    measure_columns,
+    split_token_column,
+)
+from streamrl.simulator.replicas.virtual_loop import run_virtual
+from tests.environments.episodes.scripted import (
+    ScriptedHosts,
+    ScriptedSampler,
+    ScriptedSession,
+    make_driver,
+    run_group,
+    say,
+)
+from tests.virtual_time import in_virtual_time
+
+
+def to_text(tokens):
+    return "".join(map(chr, tokens))
+
+
+def list_reasons(columns):
+    return [FinishReason(code) for code in columns["finish_reason"].tolist()]
+
+
+DONE = StepResult(reward=1.0, done=True)
+
+
+@in_virtual_time
+async def test_a_worked_episode_of_two_turns():
+    session = ScriptedSession(
+        [say("lower", reward=0.25), DONE],
+        ResetResult(messages=[{"role": "system", "content": "0-9"}]),
+        final_score=2.0,
+    )
+    driver = make_driver(
+        ScriptedSampler(lambda context, seed: "5;" if "lower" not in context else "3;"),
+        ScriptedHosts(lambda: session),
+    )
+    columns = await run_group(driver)
+    assert to_text(columns["token_ids"]) == "?0-95;[lower]3;"
+    source = TokenSource.PROMPT, TokenSource.SAMPLED, TokenSource.SCAFFOLD, TokenSource.OBSERVATION
+    letters = "".join("PSCO"[source.index(code)] for code in columns["token_source"].tolist())
+    assert letters == "PPPPSSCOOOOOCSS"
+    np.testing.assert_array_equal(columns["loss_mask"], [c == "S" for c in letters])
+    assert set(columns["generator_logprobs"][~columns["loss_mask"]].tolist()) == {0.0}
+    assert set(columns["policy_version"][~columns["loss_mask"]].tolist()) == {-1}
+    assert columns["turn_ends"].tolist() == [6, 15]
+    assert columns["turn_rewards"].tolist() == [0.25, 1.0]
+    assert columns["environment_scores"].tolist() == [2.0]
+    assert list_reasons(columns) == [FinishReason.STOP]
+    assert session.replies == ["5", "3"]
+    assert [m["role"] for m in session.summary.messages] == [
+        *("user", "system", "assistant", "user", "assistant")
+    ]
+    assert session.summary.answer == "3"
+    assert session.is_closed
+
+
+@given(st.integers(0, 10_000))
+def test_trained_tokens_are_the_sampled_tokens_and_columns_keep_the_schema(seed):
+    rng = random.Random(seed)
+    turns: list[str] = []
+
+    def write(context, turn_seed):
+        text = "".join(rng.choice("ab{}<>") for _ in range(rng.randint(1, 5))) + ";"
+        turns.append(text)
+        return text
+
+    def open_session():
+        count = rng.randint(1, 5)
+        steps = [say("x" * rng.randint(0, 9), reward=rng.random()) for _ in range(count - 1)]
+        return ScriptedSession([*steps, DONE])
+
+    async def run():
+        hosts = ScriptedHosts(open_session)
+        driver = make_driver(ScriptedSampler(write), hosts, slots=1)
+        columns = await run_group(driver, seeds=range(rng.randint(1, 4)))
+        assert columns.keys() == {*ROLLOUT_COLUMNS, *EPISODE_COLUMNS}
+        info = GroupInfo.from_columns(columns)
+        check_column_sizes(measure_columns(columns), info)
+        rows = zip(
+            split_token_column(columns["token_ids"], columns["lengths"]),
+            split_token_column(columns["loss_mask"], columns["lengths"]),
+            strict=True,
+        )
+        ends = iter(columns["turn_ends"].tolist())
+        for (tokens, mask), session in zip(rows, hosts.sessions, strict=True):
+            assert to_text(tokens[mask]).split(";")[:-1] == session.replies
+            assert [tokens[next(ends) - 1] for _ in session.replies] == [ord(";")] * len(
+                session.replies
+            )
+        assert sorted(to_text(columns["token_ids"][columns["loss_mask"]])) == sorted("".join(turns))
+
+    run_virtual(run())
+
+
+@in_virtual_time
+async def test_every_turn_continues_all_tokens_before_it():
+    sampler = ScriptedSampler(lambda context, seed: f"{len(context)};")
+    hosts = ScriptedHosts(lambda: ScriptedSession([say("go"), say("on"), DONE]))
+    await run_group(make_driver(sampler, hosts))
+    assert sampler.contexts == ["?", "?1;[go]", "?1;[go]7;[on]"]
+
+
+@in_virtual_time
+async def test_a_turn_that_does_not_continue_the_episode_is_an_infrastructure_error():
+    sampler = ScriptedSampler(lambda context, seed: "a;")
+    original = sampler.generate
+
+    async def generate(prompt_ids, **options):
+        return await original(np.where(prompt_ids == ord("?"), ord("!"), prompt_ids), **options)
+
+    sampler.generate = generate
+    hosts = ScriptedHosts(lambda: ScriptedSession([DONE]))
+    with pytest.raises(EpisodeError, match=r"token 0 of 1 differs; sent \[63\], got \[33\]"):
+        await run_group(make_driver(sampler, hosts, attempts=1))
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason", "turns"),
+    [
+        ({"max_turns": 2}, FinishReason.TURNS, 2),
+        ({"max_turn_tokens": 3}, FinishReason.LENGTH, 1),
+        ({"max_tokens": 12}, FinishReason.TOKENS, 1),  # no room for the observation
+        ({"max_tokens": 14}, FinishReason.TOKENS, 2),  # no room for the second turn
+    ],
+)
+def test_limits_end_an_episode_as_truncated_and_it_is_still_scored(limits, reason, turns):
+    async def run():
+        session = ScriptedSession([say("again", reward=0.5)] * 9, final_score=0.25)
+        driver = make_driver(
+            ScriptedSampler(lambda context, seed: "four;"), ScriptedHosts(lambda: session), **limits
+        )
+        columns = await run_group(driver)
+        assert list_reasons(columns) == [reason]
+        assert columns["num_turns"].tolist() == [turns]
+        assert columns["environment_scores"].tolist() == [0.25]
+        assert len(columns["token_ids"]) <= 1 + limits.get("max_tokens", 256)
+        assert session.summary.finish_reason == reason.name.lower()
+
+    run_virtual(run())
+
+
+@in_virtual_time
+async def test_a_cut_turn_is_not_given_to_the_environment():
+    session = ScriptedSession([])
+    sampler = ScriptedSampler(lambda context, seed: "endless" * 9)
+    columns = await run_group(make_driver(sampler, ScriptedHosts(lambda: session)))
+    assert list_reasons(columns) == [FinishReason.LENGTH]
+    assert session.replies == []
+
+
+@in_virtual_time
+async def test_time_in_engine_and_environment_ends_an_episode_waiting_for_a_slot_does_not():
+    sampler = ScriptedSampler(lambda context, seed: "a;")
+
+    def open_session():
+        return ScriptedSession([(4.0, say("slow", reward=0.5))] * 9)
+
+    driver = make_driver(sampler, ScriptedHosts(open_session), timeout_s=10.0)
+    columns = await run_group(driver, seeds=range(3))
+    assert set(list_reasons(columns)) == {FinishReason.TIMEOUT}
+    # Not the score of an environment that may still be busy, but the rewards before.
+    assert columns["environment_scores"].tolist() == pytest.approx([1.0] * 3)
+    assert TurnOutcome(columns["turn_outcomes"][-1]) is TurnOutcome.TIMED_OUT
+
+
+@in_virtual_time
+async def test_an_episode_whose_environment_fails_is_run_again_from_its_reset():
+    sessions = iter(
+        [
+            ScriptedSession([say("x"), EpisodeError("host died")]),
+            ScriptedSession([say("y"), DONE]),
+        ]
+    )
+    hosts = ScriptedHosts(lambda: next(sessions))
+    driver = make_driver(ScriptedSampler(lambda context, seed: "a;"), hosts)
+    columns = await run_group(driver)
+    assert to_text(columns["token_ids"]) == "?a;[y]a;"
+    assert hosts.seeds == [7, 7]
+    assert all(session.is_closed for session in hosts.sessions)
+    assert driver.meter.drain_counts()["episode/infra_errors"] == 1
+
+
+@pytest.mark.parametrize("min_episodes", [None, 3, 2])
+def test_a_group_is_trained_without_failed_episodes_only_if_allowed(min_episodes):
+    async def run():
+        count = iter(range(9))
+
+        def open_session():
+            return ScriptedSession([EpisodeError("refused") if next(count) == 0 else DONE])
+
+        driver = make_driver(
+            ScriptedSampler(lambda context, seed: "a;"), ScriptedHosts(open_session), attempts=1
+        )
+        group = run_group(driver, seeds=range(3), min_episodes=min_episodes)
+        if min_episodes == 2:
+            assert len((await group)["lengths"]) == 2
+        else:
+            with pytest.raises(EpisodeError, match="refused"):
+                await group
+
+    run_virtual(run())
+
+
+@in_virtual_time
+async def test_an_error_of_the_engine_is_no_fault_of_the_environment():
+    sampler = ScriptedSampler(lambda context, seed: "a;")
+
+    async def generate(*arguments, **options):
+        raise GenerationError("the engine died")
+
+    sampler.generate = generate
+    hosts = ScriptedHosts(lambda: ScriptedSession([DONE]))
+    with pytest.raises(GenerationError):
+        await run_group(make_driver(sampler, hosts))
+    assert [session.is_closed for session in hosts.sessions] == [True]
+
+
+@in_virtual_time
+async def test_an_episode_holds_slot_and_lease_only_while_it_samples():
+    holders, most = 0, 0
+
+    @asynccontextmanager
+    async def lease(**facts):
+        nonlocal holders, most
+        holders += 1
+        most = max(most, holders)
+        try:
+            yield {}
+        finally:
+            holders -= 1
+
+    sampler = ScriptedSampler(lambda context, seed: "a;", token_s=0.5)
+    hosts = ScriptedHosts(lambda: ScriptedSession([(30.0, say("x")), (30.0, DONE)]))
+    driver = make_driver(sampler, hosts, slots=2)
+    group = asyncio.create_task(run_group(driver, seeds=range(8), compute=lease))
+    await asyncio.sleep(4.5)  # all have had their first turn, two at a time
+    assert (holders, sampler.num_running) == (0, 0)
+    await group
+    assert most == sampler.max_running == 2
+    counts = driver.meter.drain_counts()
+    assert counts["episode/open"] == 0
+
+
+@in_virtual_time
+async def test_turns_of_earlier_groups_go_first():
+    order = []
+
+    def write(context, seed):
+        order.append(seed)
+        return "a;"
+
+    hosts = ScriptedHosts(lambda: ScriptedSession([say("x"), say("y"), DONE]))
+    driver = make_driver(ScriptedSampler(write, token_s=1.0), hosts, slots=1)
+    await asyncio.gather(*(run_group(driver, seeds=[seed]) for seed in (100, 200, 300)))
+    first_turns = [order.index(seed) for seed in (100, 200, 300)]
+    assert first_turns == sorted(first_turns)
+    assert order.index(300) >= 6  # all turns of the first two groups come before the third group
+
+
+@in_virtual_time
+async def test_tokens_keep_the_version_that_sampled_them_across_an_update_in_every_turn():
+    sampler = ScriptedSampler(lambda context, seed: "ab;", token_s=1.0)
+
+    async def update_weights():
+        while True:
+            await asyncio.sleep(2.0)
+            sampler.version += 1
+
+    updates = asyncio.create_task(update_weights())
+    hosts = ScriptedHosts(lambda: ScriptedSession([say("x"), DONE]))
+    columns = await run_group(make_driver(sampler, hosts))
+    updates.cancel()
+    versions = columns["policy_version"][columns["loss_mask"]]
+    assert versions.tolist() == sorted(versions.tolist())
+    assert len(set(versions.tolist())) >= 3
+
+
+@in_virtual_time
+async def test_cancelling_a_group_closes_its_sessions():
+    hosts = ScriptedHosts(lambda: ScriptedSession([(1000.0, DONE)]))
+    driver = make_driver(ScriptedSampler(lambda context, seed: "a;"), hosts)
+    group = asyncio.create_task(run_group(driver, seeds=range(3)))
+    await asyncio.sleep(1)
+    group.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await group
+    assert [session.is_closed for session in hosts.sessions] == [True] * 3
+
+
+@in_virtual_time
+async def test_a_first_observation_without_room_for_a_turn_is_no_episode():
+    start = ResetResult(messages=[{"role": "user", "content": "x" * 300}])
+    hosts = ScriptedHosts(lambda: ScriptedSession([DONE], start))
+    driver = make_driver(ScriptedSampler(lambda context, seed: "a;"), hosts, attempts=1)
+    with pytest.raises(EpisodeError, match=r"environment.max_tokens=256 leaves no room"):
+        await run_group(driver)
+
+
+@in_virtual_time
+async def test_the_worst_outcome_of_its_calls_is_that_of_the_turn():
+    calls = [CallOutcome.OK, CallOutcome.TOOL_ERROR, CallOutcome.UNKNOWN_TOOL]
+    hosts = ScriptedHosts(lambda: ScriptedSession([say("x", outcomes=calls), DONE]))
+    driver = make_driver(ScriptedSampler(lambda context, seed: "a;"), hosts)
+    columns = await run_group(driver)
+    assert columns["turn_outcomes"].tolist() == [TurnOutcome.TOOL_ERROR, TurnOutcome.SPOKE]
+    counts = driver.meter.drain_counts()
+    assert counts["episode/malformed_frac:sum"] == 1
+    assert counts["episode/malformed_frac:count"] == 3
+
+
+def test_a_text_of_reset_joins_the_users_message_of_the_row():
+    row = [{"role": "system", "content": "s"}, {"role": "user", "content": "Guess."}]
+    joined = join_messages(row, [{"role": "user", "content": "0-63"}])
+    assert [message["content"] for message in joined] == ["s", "Guess.\n\n0-63"]
+    assert join_messages(row, []) == row
+    assert len(join_messages(row, [{"role": "tool", "content": "x"}])) == 3
+
+
+def test_the_environments_seed_depends_on_run_and_prompt_only():
+    assert make_environment_seed(0, "0:1:0") == make_environment_seed(0, "0:1:0")
+    assert len({make_environment_seed(s, u) for s in (0, 1) for u in ("0:1:0", "0:2:0")}) == 4

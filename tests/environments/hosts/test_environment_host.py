@@ -1,0 +1,350 @@
+"""Sessions of a host, in this process: steps, tool calls, deadlines, exceptions of user code."""
+
+import asyncio
+import itertools
+import threading
+
+import numpy as np
+import pytest
+
+from streamrl.environments.hosts.environment_host import EnvironmentHost
+from streamrl.environments.hosts.host_protocol import HostOperation, HostRequest, HostSettings
+from streamrl.environments.interface import (
+    CallOutcome,
+    EpisodeSummary,
+    Reply,
+    ResetResult,
+    ToolCall,
+)
+from streamrl.messages import Prompt
+from tests.environments.hosts.user_files import (
+    ASYNC_CALCULATOR,
+    ASYNC_GUESS,
+    CALCULATOR,
+    GUESS,
+)
+
+
+class OpenSession:
+    """Session of a host, with the requests of a pool as methods."""
+
+    ids = itertools.count()
+
+    def __init__(self, host, row=None):
+        self.host, self.id = host, next(self.ids)
+        self.row = row or Prompt("u", np.zeros(1, np.int32), ground_truth="391")
+
+    async def send(self, operation, *arguments):
+        return await self.host(HostRequest(operation, self.id, arguments))
+
+    async def reset(self, seed=7):
+        return await self.send(HostOperation.RESET, self.row, seed)
+
+    async def step(self, text="", *calls):
+        return await self.send(HostOperation.STEP, Reply(text, calls))
+
+    async def score(self, *messages, rewards=()):
+        return await self.send(HostOperation.SCORE, EpisodeSummary(messages, rewards, "stop"))
+
+    async def close(self):
+        return await self.send(HostOperation.CLOSE)
+
+    async def wait_until_none_hangs(self):
+        async with asyncio.timeout(30):
+            while (await self.send(HostOperation.DESCRIBE)).num_hanging:
+                await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+def open_session(tmp_path):
+    hosts = {}
+
+    def open_in_host(source, **settings):
+        if source not in hosts:
+            path = tmp_path / f"environment_{len(hosts)}.py"
+            path.write_text(source)
+            hosts[source] = EnvironmentHost(HostSettings(str(path), **settings))
+        return OpenSession(hosts[source])
+
+    return open_in_host
+
+
+def make_turns(body, *, before="", is_async=False):
+    step = "async def step" if is_async else "def step"
+    return (
+        "import asyncio, threading, time\nfrom streamrl.environments import Turn\n"
+        f"class Mine:\n    {before or 'pass'}\n    {step}(self, reply):\n        {body}\n"
+    )
+
+
+def make_tools(body, *, is_async=False, parameters="n: int"):
+    define = "async def" if is_async else "def"
+    return (
+        "import asyncio, threading, time\nSTARTED = []\nclass Mine:\n"
+        f'    {define} work(self, {parameters}):\n        """Work."""\n        {body}\n'
+    )
+
+
+def call(n=0, name="work", **arguments):
+    return ToolCall(name, arguments or {"n": n})
+
+
+@pytest.mark.parametrize("source", [GUESS, ASYNC_GUESS])
+async def test_a_binary_search_finds_the_number(open_session, source):
+    session, low, high = open_session(source), 0, 63
+    reset = (await session.reset()).result
+    assert reset == ResetResult([{"role": "user", "content": "0-63"}])
+    for _ in range(7):
+        middle = (low + high) // 2
+        result = (await session.step(str(middle))).result
+        if result.done:
+            break
+        (message,) = result.messages
+        low, high = (low, middle - 1) if message["content"] == "<" else (middle + 1, high)
+    assert result.done and result.reward == 1.0 and not result.messages
+    assert (await session.score(rewards=[0.0, 0.25, 1.0])).result == 1.25
+
+
+async def test_the_seed_of_the_group_decides_and_siblings_share_no_state(open_session):
+    answers = []
+    for seed in (1, 1, 2):
+        sibling = open_session(GUESS)
+        await sibling.reset(seed)
+        answers.append([(await sibling.step(str(n))).result.done for n in range(64)])
+    assert answers[0] == answers[1] != answers[2]
+
+
+@pytest.mark.parametrize("source", [CALCULATOR, ASYNC_CALCULATOR])
+async def test_a_tool_is_called_and_the_answer_scored(open_session, source):
+    session = open_session(source)
+    (tool,) = (await session.reset()).result.tools
+    assert tool["function"]["name"] == "multiply"
+    result = (await session.step("", call(name="multiply", a=17, b=23))).result
+    (message,) = result.messages
+    assert message == {
+        "role": "tool",
+        "tool_call_id": "call_0",
+        "name": "multiply",
+        "content": "391",
+    }
+    assert result.outcomes == [CallOutcome.OK] and not result.done
+    assert (await session.step("391")).result.done
+    answer = {"role": "assistant", "content": "391"}
+    assert (await session.score(message, answer)).result == 1.0
+    assert (await session.score(answer, {"role": "assistant", "content": "390"})).result == 0.0
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_calls_run_side_by_side_and_are_answered_in_order(open_session, is_async):
+    # Each call waits until all three have started.
+    sync = "STARTED.append(n)\n        while len(STARTED) < 3: time.sleep(0.001)\n        return n"
+    source = make_tools(
+        sync.replace("time.sleep", "await asyncio.sleep") if is_async else sync, is_async=is_async
+    )
+    session = open_session(source, parallel_calls=3)
+    await session.reset()
+    result = (await session.step("", call(3), call(1), call(2))).result
+    assert [(m["tool_call_id"], m["content"]) for m in result.messages] == [
+        ("call_0", "3"),
+        ("call_1", "1"),
+        ("call_2", "2"),
+    ]
+
+
+async def test_no_more_than_parallel_calls_run_at_once(open_session):
+    body = (
+        "STARTED.append(n)\n        time.sleep(0.02)\n        running = len(STARTED)\n"
+        "        STARTED.pop()\n        return running"
+    )
+    session = open_session(make_tools(body), parallel_calls=2)
+    await session.reset()
+    result = (await session.step("", *map(call, range(8)))).result
+    assert max(int(message["content"]) for message in result.messages) <= 2
+
+
+async def test_failed_calls_are_answered_by_text(open_session):
+    body = "if n: time.sleep(n)\n        raise ValueError('no such\\nrow')"
+    source = make_tools(body, parameters="n: float")
+    session = open_session(source, call_timeout_s=0.5, parallel_calls=4)
+    await session.reset()
+    malformed = ToolCall("work", outcome=CallOutcome.MALFORMED, error="not JSON at character 3")
+    response = await session.step("", call(0), malformed, call(1.0))
+    texts = [message["content"] for message in response.result.messages]
+    assert "ValueError: no such row" in texts[0] and "Traceback" not in texts[0]
+    assert texts[1:] == ["not JSON at character 3", "work timed out after 0.5 s"]
+    assert response.result.outcomes == [
+        CallOutcome.TOOL_ERROR,
+        CallOutcome.MALFORMED,
+        CallOutcome.TIMED_OUT,
+    ]
+    assert response.num_hanging == 1
+    await session.wait_until_none_hangs()
+
+
+async def test_a_tool_that_returns_no_json_fails_the_episode(open_session):
+    session = open_session(make_tools("return {1, 2}"))
+    await session.reset()
+    response = await session.step("", call(0))
+    assert (
+        "Mine.work in" in response.error and "returned {1, 2}, not text or JSON" in response.error
+    )
+
+
+async def test_calls_beyond_the_deadline_of_the_turn_time_out_without_failing_the_episode(
+    open_session,
+):
+    source = make_tools("await asyncio.sleep(n)\n        return n", is_async=True)
+    session = open_session(source, turn_timeout_s=0.5, call_timeout_s=60, parallel_calls=1)
+    await session.reset()
+    response = await session.step("", call(0), call(30), call(0))
+    assert [message["content"] for message in response.result.messages] == [
+        "0",
+        "work timed out after 0.5 s",
+        "work timed out after 0.5 s",
+    ]
+    assert response.num_hanging == 0, "async methods are cancelled"
+
+
+async def test_an_episode_ends_after_malformed_replies_in_a_row(open_session):
+    session = open_session(make_tools("return n"), max_malformed=2)
+    await session.reset()
+    unknown = ToolCall("play", outcome=CallOutcome.UNKNOWN_TOOL, error="there is no tool play")
+    for calls, is_done in (([unknown], False), ([unknown, call(1)], False), ([unknown], False)):
+        assert (await session.step("", *calls)).result.done == is_done
+    result = (await session.step("", unknown, unknown)).result
+    assert result.done and result.outcomes == [CallOutcome.UNKNOWN_TOOL] * 2
+
+
+async def test_long_replies_are_cut_in_the_middle(open_session):
+    session = open_session(make_tools("return 'a' * n + 'z' * n"), max_reply_chars=1000)
+    await session.reset()
+    (message,) = (await session.step("", call(10_000_000))).result.messages
+    assert message["content"].startswith("a" * 400) and message["content"].endswith("z" * 400)
+    assert len(message["content"]) < 1100
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("return 'x'", "Mine.step in {path} returned 'x', not a Turn"),
+        ("return Turn(7)", "Mine.step in {path} returned 7, not a text or a list of chat messages"),
+        ("return Turn([{'role': 'user'}])", "not a text or a list of chat messages"),
+        ("return Turn([{'role': 'user', 'content': [{1}]}])", "not plain JSON data (Object of"),
+        ("return Turn('x' * (17 << 20))", "an observation of 17.0 MiB; the limit is 16 MiB"),
+        ("return Turn('', reward=float('nan'))", "returned nan, not a finite number"),
+        ("return Turn('', reward='1')", "returned '1', not a finite number"),
+        ("raise SystemExit(3)", "Mine.step at {path}:6: SystemExit: 3"),
+        ("raise TimeoutError('server')", "Mine.step at {path}:6: TimeoutError: server"),
+        ("raise asyncio.CancelledError", "Mine.step at {path}:6: CancelledError"),
+        ("raise StopIteration", "Mine.step at {path}"),
+        ("[] + {}", "Mine.step at {path}:6: TypeError: can only concatenate list"),
+    ],
+)
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_exceptions_and_wrong_results_name_the_method(open_session, body, words, is_async):
+    session = open_session(make_turns(body, is_async=is_async))
+    await session.reset()
+    response = await session.step()
+    expected = words.format(path=session.host._class.description.file)
+    assert expected in response.error and not response.is_timeout
+    assert len(response.error) < 1000 and "\n" not in response.error
+
+
+async def test_a_float_of_numpy_and_messages_pass_as_plain_data(open_session):
+    body = "return Turn(({'role': 'user', 'content': _Text('hi')},), reward=np.float32(0.5))"
+    source = "import numpy as np\nclass _Text(str): pass\n" + make_turns(body)
+    session = open_session(source)
+    await session.reset()
+    result = (await session.step()).result
+    (message,) = result.messages
+    tool_session = open_session("class _Text(str): pass\n" + make_tools("return _Text(n)"))
+    await tool_session.reset()
+    (reply,) = (await tool_session.step("", call(5))).result.messages
+    assert reply["content"] == "5" and type(reply["content"]) is str
+    assert message == {"role": "user", "content": "hi"} and type(message["content"]) is str
+    assert type(result.reward) is float and result.reward == 0.5
+
+
+@pytest.mark.parametrize("method", ["__init__", "reset", "step", "score", "close"])
+async def test_a_hanging_method_times_out_and_counts_until_it_returns(
+    open_session, monkeypatch, method
+):
+    monkeypatch.setattr("streamrl.environments.hosts.user_environment.CLOSE_TIMEOUT_S", 0.2)
+    hang = "EVENTS.append(threading.Event()) or EVENTS[-1].wait(60)"
+    parameters = {"score": ", episode", "step": ", reply"}
+    methods = {"step": "return Turn('')", method: hang}
+    lines = "".join(
+        f"    def {name}(self{parameters.get(name, '')}):\n        {body}\n"
+        for name, body in methods.items()
+    )
+    source = (
+        "import threading\nfrom streamrl.environments import Turn\nEVENTS = []\nclass Mine:\n"
+        f"{lines}"
+    )
+    session = open_session(source, turn_timeout_s=0.5)
+    responses = [await session.reset()]
+    if method in ("step", "score", "close"):
+        assert not responses[0].error
+        arguments = {
+            "step": [Reply("")],
+            "score": [EpisodeSummary((), (), "stop")],
+            "close": [],
+        }[method]
+        responses.append(await session.send(HostOperation(method), *arguments))
+    assert responses[-1].is_timeout and responses[-1].num_hanging == 1
+    assert "no result in" in responses[-1].error
+    session.host._class.methods["step"].function.__globals__["EVENTS"][0].set()
+    await session.wait_until_none_hangs()
+
+
+async def test_an_async_method_is_cancelled_at_its_deadline(open_session, monkeypatch):
+    monkeypatch.setattr("streamrl.environments.hosts.call_runner.CANCEL_TIMEOUT_S", 0.1)
+    stubborn = (
+        "try: await asyncio.sleep(60)\n        finally:\n"
+        "            if reply.text: await asyncio.sleep(60)"
+    )
+    session = open_session(make_turns(stubborn, is_async=True), turn_timeout_s=0.1)
+    await session.reset()
+    response = await session.step()
+    assert response.is_timeout and response.num_hanging == 0
+    response = await session.step("cleans up for a minute")
+    assert response.is_timeout and response.num_hanging == 1
+
+
+async def test_a_blocking_step_delays_no_other_session(open_session):
+    # The first session's step returns only after the second session's step.
+    body = (
+        "if reply.text == 'first':\n            EVENT.wait(60)\n        else:\n"
+        "            EVENT.set()\n        return Turn(reply.text)"
+    )
+    source = make_turns(body).replace("class Mine", "EVENT = threading.Event()\nclass Mine")
+    first, second = open_session(source), open_session(source)
+    await asyncio.gather(first.reset(), second.reset())
+    blocked = asyncio.create_task(first.step("first"))
+    await asyncio.sleep(0.01)
+    assert (await second.step("second")).result.messages[0]["content"] == "second"
+    assert (await blocked).result.messages[0]["content"] == "first"
+
+
+async def test_closing_gives_up_a_running_step(open_session):
+    source = make_turns(
+        "await asyncio.sleep(600)",
+        before="CLOSED = []\n    def close(self): self.CLOSED.append(self)",
+        is_async=True,
+    )
+    session = open_session(source)
+    await session.reset()
+    stepping = asyncio.create_task(session.step())
+    await asyncio.sleep(0.01)
+    assert not (await session.close()).error
+    assert stepping.cancelled()
+    assert len(session.host._class.class_object.CLOSED) == 1
+
+
+async def test_thousands_of_sleeping_sessions_cost_no_thread(open_session):
+    body = "await asyncio.sleep(0.5)\n        return Turn(str(threading.active_count()))"
+    sessions = [open_session(make_turns(body, is_async=True)) for _ in range(3000)]
+    await asyncio.gather(*(session.reset() for session in sessions))
+    before = threading.active_count()
+    responses = await asyncio.gather(*(session.step() for session in sessions))
+    assert max(int(response.result.messages[0]["content"]) for response in responses) <= before

@@ -1,0 +1,301 @@
+"""Pool of environment hosts with real processes: crashes, hangs, memory, isolation, capacity."""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections import Counter
+
+import numpy as np
+import psutil
+import pytest
+
+from streamrl.environments.hosts import host_pool, host_process
+from streamrl.environments.hosts.host_pool import EnvironmentHostPool, describe_environment
+from streamrl.environments.hosts.host_protocol import HostSettings
+from streamrl.environments.interface import CallOutcome, EpisodeSummary, Reply, ToolCall
+from streamrl.errors import ConfigError, EpisodeError, EpisodeTimeoutError
+from streamrl.messages import Prompt
+from tests.descendants import descendants
+from tests.environments.hosts.user_files import CALCULATOR, COMMANDS
+
+
+@pytest.fixture
+async def start_pool(tmp_path):
+    """Start pools; close them at the end and check that no process is left."""
+    before, pools = descendants(), []
+
+    async def start(source=COMMANDS, *, name="Commands", **settings):
+        path = tmp_path / "mine.py"
+        path.write_text(source)
+        pools.append(EnvironmentHostPool(HostSettings(f"{path}:{name}", **settings)))
+        await pools[-1].start()
+        return pools[-1]
+
+    yield start
+    for pool in pools:
+        await pool.close()
+    assert not descendants() - before
+
+
+def make_prompt(**commands):
+    return Prompt("u", np.zeros(1, np.int32), extra_info=commands, ground_truth="391")
+
+
+def summarize(finish_reason="stop"):
+    return EpisodeSummary((), (), finish_reason)
+
+
+@contextlib.asynccontextmanager
+async def open_session(pool, **commands):
+    """Open a session; yield it and the pid of its host."""
+    session = pool.open_session(make_prompt(**commands), seed=0)
+    try:
+        reset = await session.reset()
+        yield session, int(reset.messages[0]["content"])
+    finally:
+        await session.close()
+
+
+async def step(session, command):
+    result = await session.step(Reply(command))
+    return result.messages[0]["content"]
+
+
+async def wait_until(condition, *, within_s=30.0):
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+async def test_a_failure_ends_its_own_episode_or_host_and_names_the_reason(start_pool, tmp_path):
+    pool = await start_pool(processes=1)
+    async with open_session(pool) as (session, pid):
+        # Neither prints nor a fork that returns disturb the protocol.
+        for command in ("print", "fork", ""):
+            assert await step(session, command) == str(pid)
+        assert await session.score(summarize()) == 0.5
+        path = tmp_path / "mine.py"
+        with pytest.raises(EpisodeError, match=rf"^Commands.step at {path}:\d+: RuntimeError: it"):
+            await step(session, "raise")
+        with pytest.raises(EpisodeError, match=r"Commands.score at"):
+            await session.score(summarize("raise"))
+        with pytest.raises(EpisodeError, match=r"Commands.reset at"):
+            async with open_session(pool, reset="raise"):
+                pass
+        async with open_session(pool, close="raise") as (other, other_pid):
+            assert other_pid == pid
+            children = [int(child) for child in (await step(session, "breed")).split()]
+            waiting = asyncio.create_task(step(other, "await 60"))
+            with pytest.raises(EpisodeError, match=r"step: .* ended: .* was killed by SIGKILL"):
+                await step(session, "kill")
+            with pytest.raises(EpisodeError, match=r"was killed by SIGKILL"):
+                await waiting
+            await wait_until(lambda: not any(map(psutil.pid_exists, children)))
+        with pytest.raises(EpisodeError, match=r"score: .* was killed by SIGKILL"):
+            await session.score(summarize())
+    async with open_session(pool) as (session, new_pid):
+        assert new_pid != pid and await step(session, "") == str(new_pid)
+    assert pool.kill_counts == Counter(crash=1) and pool.num_sessions == 0
+
+
+async def test_a_host_above_its_memory_limit_is_killed(start_pool):
+    pool = await start_pool(processes=1, memory_gib=0.3)
+    async with open_session(pool) as (session, _):
+        with pytest.raises(EpisodeError, match=r"worker process used \d+ MiB, the limit is 307"):
+            await step(session, "leak")
+    async with open_session(pool) as (session, pid):
+        assert await step(session, "") == str(pid)
+    assert pool.kill_counts == Counter(memory=1)
+
+
+async def test_hanging_methods_time_out_and_their_host_is_replaced(start_pool, monkeypatch):
+    monkeypatch.setattr(host_pool, "CLOSE_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(
+        "streamrl.environments.hosts.user_environment.CLOSE_TIMEOUT_S", 2.0, raising=True
+    )
+    pool = await start_pool(name="SyncCommands", processes=1, turn_timeout_s=2.0)
+    timeout = r"SyncCommands.{} in .*mine.py: no result in 2 s"
+    async with open_session(pool) as (patient, old_pid):
+        async with open_session(pool) as (session, pid):
+            assert pid == old_pid
+            with pytest.raises(EpisodeTimeoutError, match=timeout.format("step")):
+                await step(session, "hang")
+        # The next session gets a new host, while the old host goes on with its own.
+        async with open_session(pool) as (session, new_pid):
+            assert new_pid != old_pid
+            assert await step(session, "") == str(new_pid)
+        assert await step(patient, "") == str(old_pid)
+        with pytest.raises(EpisodeTimeoutError, match=timeout.format("score")):
+            await patient.score(summarize("hang"))
+        assert psutil.pid_exists(old_pid)
+    await wait_until(lambda: not psutil.pid_exists(old_pid))
+    with pytest.raises(EpisodeTimeoutError, match=timeout.format("reset")):
+        async with open_session(pool, reset="hang"):
+            pass
+    async with open_session(pool) as (session, pid):
+        assert await step(session, "") == str(pid)
+    assert pool.kill_counts == Counter(hanging=2) and pool.num_sessions == 0
+
+
+async def test_a_call_that_returns_late_leaves_its_host_in_use(start_pool, tmp_path):
+    pool = await start_pool(name="SyncCommands", processes=1, turn_timeout_s=2.0)
+    event = tmp_path / "event"
+    async with open_session(pool) as (keeper, pid):
+        async with open_session(pool) as (session, _):
+            with pytest.raises(EpisodeTimeoutError):
+                await step(session, f"wait_for {event}")
+        event.touch()
+        await wait_until(lambda: pool.num_hosts == 2)
+        while host_is_hanging(pool):
+            assert await step(keeper, "sleep 0.01") == str(pid)
+        await wait_until(lambda: pool.num_hosts == 1)
+    assert not pool.kill_counts
+
+
+def host_is_hanging(pool):
+    return any(host.num_hanging for host in pool._hosts)
+
+
+async def test_a_host_with_many_hanging_calls_is_killed(start_pool, monkeypatch):
+    monkeypatch.setattr(host_pool, "MAX_HANGING_CALLS", 2)
+    pool = await start_pool(name="SyncCommands", processes=1, turn_timeout_s=2.0)
+    async with contextlib.AsyncExitStack() as stack:
+        sessions = [(await stack.enter_async_context(open_session(pool)))[0] for _ in range(4)]
+        waiting = asyncio.create_task(step(sessions[3], "sleep 60"))
+        ends = await asyncio.gather(
+            *(step(session, "hang") for session in sessions[:3]), return_exceptions=True
+        )
+        assert {type(end) for end in ends} <= {EpisodeTimeoutError, EpisodeError}
+        with pytest.raises(EpisodeError):
+            await waiting
+    assert pool.kill_counts == Counter(hanging=1)
+
+
+async def test_a_blocked_event_loop_is_found(start_pool, monkeypatch):
+    monkeypatch.setattr(host_process, "REACTION_TIMEOUT_S", 0.5)
+    pool = await start_pool(processes=1, turn_timeout_s=2.0)
+    async with open_session(pool) as (session, _):
+        with pytest.raises(EpisodeTimeoutError, match=r"async methods must not block the event"):
+            await step(session, "block the loop")
+    async with open_session(pool) as (session, pid):
+        assert await step(session, "") == str(pid)
+    assert pool.kill_counts == Counter(unresponsive=1)
+
+
+async def test_an_isolated_session_has_a_process_that_dies_with_it(start_pool):
+    pool = await start_pool(processes=1, isolate=True)
+    async with open_session(pool) as (first, first_pid), open_session(pool) as (second, pid):
+        assert first_pid != pid
+        child = int((await step(first, "breed")).split()[0])
+        with pytest.raises(EpisodeError, match=r"SIGKILL"):
+            await step(second, "kill")
+        assert await step(first, "") == str(first_pid)
+    await wait_until(lambda: not psutil.pid_exists(first_pid) and not psutil.pid_exists(child))
+    await wait_until(lambda: pool.num_hosts == 1)
+    assert pool.kill_counts == Counter(crash=1)
+
+
+async def test_blocking_calls_of_async_methods_do_not_block_the_host(start_pool, tmp_path):
+    pool = await start_pool(processes=1)
+    event = tmp_path / "event"
+    async with contextlib.AsyncExitStack() as stack:
+        opened = [await stack.enter_async_context(open_session(pool)) for _ in range(40)]
+        other, _ = opened.pop()
+        # More calls of asyncio.to_thread than its executor has threads.
+        blocked = [asyncio.create_task(step(session, f"wait_for {event}")) for session, _ in opened]
+        assert await other.score(summarize()) == 0.5
+        event.touch()
+        assert await asyncio.gather(*blocked) == [str(pid) for _, pid in opened]
+
+
+async def test_hundreds_of_sleeping_sessions_cost_no_thread_and_no_process(start_pool):
+    pool = await start_pool(processes=1)
+    async with contextlib.AsyncExitStack() as stack:
+        opened = await asyncio.gather(
+            *(stack.enter_async_context(open_session(pool)) for _ in range(300))
+        )
+        (pid,) = {pid for _, pid in opened}
+        host, this_process = psutil.Process(pid), psutil.Process()
+        threads, tasks = host.num_threads(), len(asyncio.all_tasks())
+        here = this_process.num_threads()
+        sleeping = [asyncio.create_task(step(session, "await 1")) for session, _ in opened]
+        await asyncio.sleep(0.2)
+        assert host.num_threads() <= threads and this_process.num_threads() <= here + 1
+        assert await asyncio.gather(*sleeping) == [str(pid)] * 300
+        await wait_until(lambda: len(asyncio.all_tasks()) <= tasks)
+        assert pool.num_sessions == 300
+
+
+async def test_sessions_go_to_the_host_with_the_fewest(start_pool):
+    pool = await start_pool(processes=2)
+    await wait_until(lambda: pool.num_hosts == 2)
+    async with contextlib.AsyncExitStack() as stack:
+        pids = [(await stack.enter_async_context(open_session(pool)))[1] for _ in range(6)]
+    assert sorted(Counter(pids).values()) == [3, 3]
+
+
+async def test_a_tool_is_called_in_a_host(start_pool):
+    pool = await start_pool(CALCULATOR, name="Calculator", processes=1)
+    assert pool.description.tools[0]["function"]["name"] == "multiply"
+    session = pool.open_session(make_prompt(), seed=0)
+    assert (await session.reset()).tools == pool.description.tools
+    result = await session.step(Reply("", [ToolCall("multiply", {"a": 17, "b": 23})]))
+    assert result.messages[0]["content"] == "391" and result.outcomes == [CallOutcome.OK]
+    assert (await session.step(Reply("391"))).done
+    answer = EpisodeSummary([{"role": "assistant", "content": "391"}], (0.0, 0.0), "stop")
+    assert await session.score(answer) == 1.0
+    await session.close()
+    await session.close()
+
+
+async def test_cancelling_a_step_and_closing_ends_it_in_the_host(start_pool):
+    pool = await start_pool(processes=1)
+    async with open_session(pool) as (session, _):
+        stepping = asyncio.create_task(step(session, "await 600"))
+        await asyncio.sleep(0.05)
+        stepping.cancel()
+        await asyncio.gather(stepping, return_exceptions=True)
+    assert pool.num_sessions == 0 and not pool.kill_counts
+
+
+async def test_closing_the_pool_fails_open_and_waiting_sessions(start_pool):
+    pool = await start_pool(processes=1, isolate=True)
+    async with open_session(pool) as (session, _):
+        stepping = asyncio.create_task(step(session, "await 600"))
+        await asyncio.sleep(0.05)
+        await pool.close()
+        with pytest.raises(EpisodeError, match=r"processes are closed"):
+            await stepping
+        with pytest.raises(EpisodeError, match=r"processes are closed"):
+            await pool.open_session(make_prompt(), seed=0).reset()
+
+
+async def test_a_class_that_does_not_load_is_refused_at_the_start(start_pool):
+    with pytest.raises(ConfigError, match=r"environment.path=.*: .*/mine.py has no public method"):
+        await start_pool("class Mine: pass", name="Mine")
+    with pytest.raises(EpisodeError, match=r"does not start: worker process exited with code 5"):
+        await start_pool("import os\nos._exit(5)", name="Mine")
+
+
+async def test_hosts_that_do_not_start_again_fail_the_sessions_that_wait(start_pool, tmp_path):
+    pool = await start_pool(processes=1)
+    (tmp_path / "mine.py").write_text("1 / 0")
+    async with open_session(pool) as (session, _):
+        with pytest.raises(EpisodeError):
+            await step(session, "kill")
+    with pytest.raises(EpisodeError, match=r"does not start: environment.path=.*ZeroDivisionError"):
+        await pool.open_session(make_prompt(), seed=0).reset()
+    (tmp_path / "mine.py").write_text(COMMANDS)
+    async with open_session(pool) as (session, pid):
+        assert await step(session, "") == str(pid) != str(os.getpid())
+
+
+async def test_a_class_is_described_by_a_temporary_host(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(CALCULATOR)
+    before = descendants()
+    description = await describe_environment(HostSettings(str(path)))
+    assert description.name == "Calculator" and description.has_score
+    assert not descendants() - before

@@ -1,0 +1,134 @@
+"""Environment classes of users: the two shapes, and classes that fit neither."""
+
+import pytest
+
+from streamrl.environments.hosts.host_protocol import EnvironmentShape
+from streamrl.environments.hosts.user_class import load_user_class
+from streamrl.errors import ConfigError
+from tests.environments.hosts.user_files import CALCULATOR, GUESS
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_file(source):
+        path = tmp_path / "mine.py"
+        path.write_text(source)
+        return str(path)
+
+    return write_file
+
+
+def test_a_class_with_step_has_turns(write):
+    loaded = load_user_class(write(GUESS))
+    description = loaded.description
+    assert (description.name, description.shape) == ("Guess", EnvironmentShape.TURNS)
+    assert (description.tools, description.has_score, description.note) == ((), False, "")
+    assert loaded.reset_arguments == ("row", "seed")
+
+
+def test_the_other_public_methods_are_tools(write):
+    description = load_user_class(write(CALCULATOR)).description
+    assert description.shape is EnvironmentShape.TOOLS
+    (tool,) = description.tools
+    assert tool["function"]["name"] == "multiply"
+    assert tool["function"]["description"] == "Multiply two numbers."
+    assert list(tool["function"]["parameters"]["properties"]) == ["a", "b"]
+
+
+def test_tools_keep_their_order_and_may_be_inherited_static_or_of_the_class(write):
+    source = '''
+class Shared:
+    @staticmethod
+    def zebra(a: int) -> int:
+        """Z"""
+    def _helper(self): pass
+
+class Mine(Shared):
+    limit = 3
+    class Inner: pass
+    @property
+    def size(self): return 1
+    @classmethod
+    async def lion(cls, a: int) -> int:
+        """L"""
+    def ape(self, a: int) -> int:
+        """A"""
+'''
+    loaded = load_user_class(write(source) + ":Mine")
+    tools = [tool["function"]["name"] for tool in loaded.description.tools]
+    assert tools == ["zebra", "lion", "ape"]
+    assert loaded.methods["lion"].is_async and not loaded.methods["ape"].is_async
+
+
+def test_tools_without_score_come_with_a_note(write):
+    source = CALCULATOR[: CALCULATOR.index("    def score")]
+    description = load_user_class(write(source)).description
+    assert "its own score is 0 for every episode" in description.note
+
+
+TOOL = 'def calculate(self, a: str):\n        """C"""'
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("class A:\n    def reset(self): pass", "{label}: in {path} has no public method; write"),
+        (
+            f"class A:\n    def step(self, reply): pass\n    {TOOL}",
+            "{label}: in {path} has step and also calculate; write either step(self, reply)",
+        ),
+        (
+            "class A:\n    def step(self): pass",
+            "{label}.step: in {path} has parameters () after self; write it as step(self, reply)",
+        ),
+        (
+            "class A:\n    def step(self, reply, row): pass",
+            "{label}.step: in {path} has parameters (reply, row) after self; write it as step(",
+        ),
+        (
+            "class A:\n    def step(self, reply): pass\n    def reset(self, prompt): pass",
+            "{label}.reset: in {path} requires prompt; available, by keyword: row, seed",
+        ),
+        (
+            f"class A:\n    {TOOL}\n    def score(self): pass",
+            "{label}.score: in {path} has parameters () after self; write it as score(self, ep",
+        ),
+        (
+            "class A:\n    def step(self, reply): pass\n    def close(self, now): pass",
+            "{label}.close: in {path} has parameters (now) after self; write it as close(self)",
+        ),
+        (
+            "class A:\n    def __init__(self, n): pass\n    def step(self, reply): pass",
+            "{label}: in {path} cannot be constructed without arguments: missing a required",
+        ),
+        ("def f(): pass", "environment.path={path}: must define one class, or be written as"),
+        (
+            "class A: pass\nclass B: pass",
+            "environment.path={path}: must define one class, or be written as file.py:Class;"
+            " its classes are A, B",
+        ),
+        ("x = 1\nraise OSError('no')", "environment.path={path}:2: OSError: no"),
+    ],
+)
+def test_a_class_of_no_shape_is_refused_in_one_line(write, source, words):
+    path = write(source)
+    with pytest.raises(ConfigError) as caught:
+        load_user_class(path)
+    expected = words.format(path=path, label=f"environment.path={path}:A")
+    assert str(caught.value).startswith(expected) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("reference", "words"),
+    [
+        (":B", "no such class; its classes are A"),
+        (":x", "no such class; its classes are A"),
+        (":A:B", "no such file|must be a .py file"),
+        (":1", "write it as file.py or file.py:Class"),
+        ("x", "write it as file.py or file.py:Class"),
+    ],
+)
+def test_a_reference_that_names_no_class_is_refused(write, reference, words):
+    path = write("x = 1\nclass A:\n    def step(self, reply): pass")
+    with pytest.raises(ConfigError, match=words):
+        load_user_class(path + reference)

@@ -1,0 +1,137 @@
+import re
+
+import pytest
+
+from streamrl.environments.rendering.conformance import check_template, format_report
+from streamrl.environments.rendering.token_difference import find_difference
+from streamrl.errors import ConfigError
+
+TOOL_KINDS = {
+    *("one tool call", "several tool calls", "user message after a tool"),
+    *("thoughts before tool calls", "empty tool result"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "differences", "unsupported"),
+    [
+        ("qwen2_5", set(), set()),
+        ("qwen3", {"thoughts"}, set()),
+        (
+            "llama3",
+            {"whitespace around a text", "thoughts before tool calls"},
+            {"several tool calls"},
+        ),
+        (
+            "mistral",
+            {"user message after a tool", "thoughts before tool calls"},
+            {"system message"},
+        ),
+        ("gemma", {"whitespace around a text"}, {*TOOL_KINDS, "system message"}),
+        ("plain", set(), set()),
+        ("toy", set(), set()),
+    ],
+)
+def test_kinds_of_conversation_that_a_chat_format_rewrites_or_refuses(
+    load_renderer, name, differences, unsupported
+):
+    report = check_template(load_renderer(name))
+    assert set(report.differences) == differences
+    assert {result.kind for result in report.results if result.unsupported} == unsupported
+    assert {result.kind for result in report.results} > TOOL_KINDS
+
+
+def test_the_report_names_the_first_token_of_a_dropped_thought(load_renderer):
+    renderer = load_renderer("qwen3")
+    report = check_template(renderer)
+    difference = report.differences["thoughts"]
+    prompt = renderer.render_prompt([{"role": "user", "content": "Find the words."}])
+    assert difference.index == len(prompt)
+    assert difference.rendered.startswith("The")
+    assert difference.appended.startswith("<think")
+    lines = format_report(report)
+    (line,) = [line for line in lines if line.startswith("  thoughts  ")]
+    assert f"differs at token {len(prompt)}: the template renders 'The" in line
+    assert lines[1].split("  ")[1:] == ["user messages", *[""] * 6, " identical"]
+    assert "kept as sampled" in lines[-1]
+
+
+def test_the_report_of_an_append_only_template_has_no_remark(load_renderer):
+    lines = format_report(check_template(load_renderer("qwen2_5")))
+    assert all(line.endswith("identical") for line in lines[1:])
+
+
+def test_the_report_says_why_a_kind_is_not_supported(load_renderer):
+    lines = format_report(check_template(load_renderer("gemma")))
+    (line,) = [line for line in lines if line.startswith("  system message  ")]
+    assert re.search(r"not supported: .*gemma.jinja .*System role not supported", line)
+
+
+TURN = "{{ '<|' + m.role + '|>' + m.content + '<eos>' }}"
+OPEN = "<|assistant|>"
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("{% set m = messages[-1] %}" + TURN + OPEN, r"token 1: .*renders 'Ob.*stream has 'Qu"),
+        (
+            "{% for m in messages|rejectattr('role', 'equalto', 'assistant') %}"
+            + TURN
+            + "{% endfor %}"
+            + OPEN,
+            r"token \d+: .*renders '<\|user\|>.*stream has '<\|assistant\|>",
+        ),
+        (
+            "{% for m in messages|rejectattr('role', 'equalto', 'user') %}"
+            + TURN
+            + "{% endfor %}"
+            + OPEN,
+            r"does not render the message of role user .*renders nothing, .*has 'Ob",
+        ),
+        (
+            "{% for m in messages|reverse %}" + TURN + "{% endfor %}" + OPEN,
+            r"does not render a user's message and the reply to it .*token 1: .*renders 'Ob",
+        ),
+        (
+            "{% for m in messages[:2] %}" + TURN + "{% endfor %}" + OPEN,
+            r"does not render the message of role user .*token \d+: ",
+        ),
+        (
+            "{% for m in messages %}{{ '<|' + m.role + '|><eos>' }}{% endfor %}" + OPEN,
+            r"does not render the message of role user .*renders '<eos>.*has 'Reply",
+        ),
+        (
+            "{% for m in messages %}{% if m.role == 'assistant' %}"
+            "{{ raise_exception('no assistant') }}{% endif %}" + TURN + "{% endfor %}" + OPEN,
+            "refuses the prompt: TemplateError: no assistant",
+        ),
+    ],
+    ids=["last message", "no reply", "no user", "reversed", "no observation", "empty", "raises"],
+)
+def test_a_template_without_derivable_bridges_is_refused(make_renderer, source, error):
+    with pytest.raises(ConfigError, match=rf"(?s)mine\.jinja.*{error}") as caught:
+        make_renderer(source)
+    assert "user, assistant" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    ["(messages[-3:] if messages|length > 3 else messages)", "messages|sort(attribute='content')"],
+    ids=["last messages", "sorted"],
+)
+def test_a_template_that_loses_the_order_of_longer_conversations_is_refused(
+    make_renderer, messages
+):
+    source = f"{{% for m in {messages} %}}{TURN}{{% endfor %}}{OPEN}"
+    with pytest.raises(ConfigError, match=r"mine\.jinja: does not render .*token \d+: "):
+        check_template(make_renderer(source))
+
+
+def test_the_first_difference_may_be_the_end_of_either_side(bpe_tokenizer):
+    end = bpe_tokenizer.eos_token_id
+    assert find_difference(bpe_tokenizer, [5, end], [5, end]) is None
+    longer = find_difference(bpe_tokenizer, [5], [5, end])
+    assert str(longer) == "token 1: the template renders nothing, the stream has '<|im_end|>'"
+    shorter = find_difference(bpe_tokenizer, [5, end], [5])
+    assert str(shorter) == "token 1: the template renders '<|im_end|>', the stream has nothing"

@@ -1,0 +1,501 @@
+"""Parsing of sampled turns: families' formats, markers by token id, outcomes, cut turns."""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from streamrl.environments.interface import CallOutcome, Reply
+from streamrl.environments.tool_calls.call_formats import (
+    CALL_FORMATS,
+    MAX_SPANS,
+    detect_call_format,
+    make_assistant_message,
+    make_call_format,
+)
+from streamrl.errors import ConfigError
+
+Encode = Callable[[str], list[int]]
+PATTERN = r"<<(?P<name>\w+) (?P<arguments>.*?)>>"
+
+
+def make_tool(name: str, properties: dict[str, Any] | None = None) -> dict[str, Any]:
+    parameters: dict[str, Any] = {"type": "object"}
+    if properties is not None:
+        parameters |= {
+            "properties": properties,
+            "required": list(properties),
+            "additionalProperties": False,
+        }
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+ADD = make_tool("add", {"a": {"type": "integer"}, "b": {"type": "integer"}})
+SAY = make_tool("say", {"text": {"type": "string"}})
+TOOLS = [ADD, SAY, make_tool("any")]
+
+
+def parse(tokenizer: Any, name: str, token_ids: list[int], **options: Any) -> Reply:
+    pattern = PATTERN if name == "regex" else ""
+    return make_call_format(name, tokenizer, pattern=pattern).parse(token_ids, TOOLS, **options)
+
+
+def describe(reply: Reply) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
+    assert all(call.outcome is CallOutcome.OK for call in reply.calls), reply.calls
+    return reply.text, [(call.name, dict(call.arguments)) for call in reply.calls]
+
+
+SUM = ("add", {"a": 1, "b": 2})
+HI = ("say", {"text": "hi"})
+SUM_JSON = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
+HI_JSON = '{"name": "say", "arguments": {"text": "hi"}}'
+SUM_XML = (
+    "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>"
+    "\n</function>\n</tool_call>"
+)
+TO_ADD = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1, "b": 2}'
+THOUGHT = "<|channel|>analysis<|message|>add 1 and 2?<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("name", "turn", "text", "calls"),
+    [
+        ("hermes", f"<tool_call>\n{SUM_JSON}\n</tool_call>", "", [SUM]),
+        ("hermes", f"I add.\n<tool_call>{SUM_JSON}</tool_call>\nDone.", "I add.\nDone.", [SUM]),
+        (
+            "hermes",
+            f"<tool_call>{SUM_JSON}</tool_call>\n<tool_call>{HI_JSON}</tool_call>",
+            "",
+            [SUM, HI],
+        ),
+        (
+            "hermes",
+            f"<think><tool_call>{SUM_JSON}</tool_call></think>\n<tool_call>{HI_JSON}</tool_call>",
+            f"<think><tool_call>{SUM_JSON}</tool_call></think>",
+            [HI],
+        ),
+        ("qwen_coder", f"I add.\n{SUM_XML}", "I add.", [SUM]),
+        (
+            "qwen_coder",
+            "<tool_call><function=say><parameter=text>hi</parameter></function></tool_call>",
+            "",
+            [HI],
+        ),
+        ("llama3", SUM_JSON.replace("arguments", "parameters"), "", [SUM]),
+        ("llama3", f"I add. <|python_tag|>{SUM_JSON}", "I add.", [SUM]),
+        ("llama3", f"{SUM_JSON}; {HI_JSON}<|im_end|>", "", [SUM, HI]),
+        ("llama3", f"{SUM_JSON} Done.", "Done.", [SUM]),
+        ("llama3", '{"name": "Ada", "born": 1815}', '{"name": "Ada", "born": 1815}', []),
+        ("mistral", f"[TOOL_CALLS] [{SUM_JSON}, {HI_JSON}]", "", [SUM, HI]),
+        ("mistral", f"[TOOL_CALLS][{SUM_JSON[:-1]}, " + '"id": "abcdefghi"}]', "", [SUM]),
+        (
+            "mistral",
+            '[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{"a": 1, "b": 2}'
+            '[TOOL_CALLS]say[ARGS]{"text": "hi"}',
+            "",
+            [SUM, HI],
+        ),
+        ("harmony", f"{THOUGHT}{TO_ADD}<|call|>", "", [SUM]),
+        ("harmony", f"{THOUGHT}{TO_ADD}", "", [SUM]),
+        (
+            "harmony",
+            ' to=functions.add<|channel|>commentary json<|message|>{"a": 1, "b": 2}<|call|>',
+            "",
+            [SUM],
+        ),
+        ("harmony", f"{THOUGHT}<|channel|>final<|message|>It is 3.<|return|>", "It is 3.", []),
+        (
+            "harmony",
+            f"<|channel|>commentary<|message|>I add.<|end|><|start|>assistant{TO_ADD}<|call|>",
+            "I add.",
+            [SUM],
+        ),
+        ("pythonic", "[add(a=1, b=2), say(text='hi')]", "", [SUM, HI]),
+        ("pythonic", "I add.<|python_start|>[add(a=1, b=2)]<|python_end|>", "I add.", [SUM]),
+        ("pythonic", "[1, 2]", "[1, 2]", []),
+        ("regex", '<<add {"a": 1, "b": 2}>> then <<say {"text": "hi"}>>', "then", [SUM, HI]),
+    ],
+)
+def test_calls_in_the_format_of_a_family_are_parsed(
+    marker_tokenizer: Any, encode: Encode, name: str, turn: str, text: str, calls: list[Any]
+):
+    assert describe(parse(marker_tokenizer, name, encode(turn))) == (text, calls)
+
+
+@pytest.mark.parametrize(
+    ("name", "turn", "error"),
+    [
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1,}}</tool_call>', "character"),
+        ("hermes", f"<tool_call>{SUM_JSON}", "expected </tool_call>"),
+        ("hermes", f"<tool_call>{SUM_JSON} twice</tool_call>", "expected </tool_call>"),
+        ("hermes", "<tool_call>add</tool_call>", "Expecting value at character 0"),
+        ("hermes", '<tool_call>["add"]</tool_call>', "must be a JSON object"),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "key name"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": "1"}</tool_call>', "key arguments"),
+        (
+            "hermes",
+            '<tool_call>{"name": "any", "arguments": {"a": NaN}}</tool_call>',
+            "NaN is not JSON",
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "any", "arguments": {"a": 1e999}}</tool_call>',
+            "out of range",
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "any", "arguments": {"a": 1, "a": 2}}</tool_call>',
+            "must occur only once",
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "any", "arguments": {"a": "\\ud800"}}</tool_call>',
+            "surrogate",
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "any", "arguments": {"a": ' + "[" * 5000 + "</tool_call>",
+            "nested",
+        ),
+        ("qwen_coder", "<tool_call>add(1, 2)</tool_call>", "expected <function=NAME>"),
+        (
+            "qwen_coder",
+            "<tool_call><function=say><parameter=text>hi</function></tool_call>",
+            "</parameter>",
+        ),
+        (
+            "qwen_coder",
+            "<tool_call><function=say><parameter=text>a</parameter><parameter=text>b</parameter>"
+            "</function></tool_call>",
+            "occurs twice",
+        ),
+        ("llama3", '{"name": "add", "parameters": {"a": 1', "delimiter at character"),
+        ("llama3", "<|python_tag|>print(1)", "Expecting value"),
+        ("mistral", "[TOOL_CALLS]add 1 2", "expected NAME[ARGS]"),
+        ("mistral", "[TOOL_CALLS] []", "empty"),
+        ("mistral", "[TOOL_CALLS]add[ARGS][1]", "JSON object with the arguments"),
+        ("harmony", f"{TO_ADD[:-1]}<|call|>", "delimiter"),
+        ("harmony", f"{TO_ADD} or so<|call|>", "expected the end of the message"),
+        ("pythonic", "[add(a=1, b=x)]", "expected a literal at character"),
+        ("pythonic", "[add(1, 2)]", "expected a name"),
+        ("pythonic", "[add(a=1, a=2)]", "twice"),
+        ("pythonic", "[add(a=" + "[" * 5000 + ")]", "nested too deeply"),
+        ("pythonic", "[any(a='\\ud800')]", "surrogate"),
+        ("pythonic", "<|python_start|>add<|python_end|>", "expected ["),
+        ("regex", "<<add 1>>", "JSON object with the arguments"),
+    ],
+)
+def test_a_call_that_cannot_be_parsed_is_malformed_and_stays_in_the_text(
+    marker_tokenizer: Any, encode: Encode, name: str, turn: str, error: str
+):
+    reply = parse(marker_tokenizer, name, encode(turn))
+    (call,) = reply.calls
+    assert call.outcome is CallOutcome.MALFORMED
+    assert error in call.error
+    assert call.arguments == {}
+    assert "\n" not in call.error
+    assert reply.text == turn
+
+
+def test_a_call_after_a_malformed_one_is_made(marker_tokenizer: Any, encode: Encode):
+    turn = f'<tool_call>{{"name": "add<tool_call>{SUM_JSON}</tool_call>'
+    reply = parse(marker_tokenizer, "hermes", encode(turn))
+    assert [call.outcome for call in reply.calls] == [CallOutcome.MALFORMED, CallOutcome.OK]
+
+
+def test_unknown_tools_and_wrong_arguments_are_told_apart(marker_tokenizer: Any, encode: Encode):
+    turn = "[ad(a=1, b=2), add(a=1), add(a='1', b=2), add(a=1, b=2, c=3)]"
+    calls = parse(marker_tokenizer, "pythonic", encode(turn)).calls
+    wrong = CallOutcome.WRONG_ARGUMENTS
+    assert [call.outcome for call in calls] == [CallOutcome.UNKNOWN_TOOL, wrong, wrong, wrong]
+    assert [call.error for call in calls] == [
+        "unknown tool 'ad'; the nearest tool is add",
+        "wrong arguments for add: missing argument b",
+        'wrong arguments for add: a: must be integer, got "1"',
+        "wrong arguments for add: unexpected argument c; the arguments are a, b",
+    ]
+    assert calls[2].arguments == {"a": "1", "b": 2}
+
+
+@pytest.mark.parametrize("name", [name for name in CALL_FORMATS if name not in ("regex",)])
+def test_a_marker_spelled_in_ordinary_tokens_is_text(
+    marker_tokenizer: Any, encode: Encode, encode_chars: Encode, name: str
+):
+    turns = {
+        "hermes": f"<tool_call>{SUM_JSON}</tool_call>",
+        "qwen_coder": SUM_XML,
+        "llama3": f"Say <|python_tag|>{SUM_JSON}",
+        "mistral": f"[TOOL_CALLS][{SUM_JSON}]",
+        "harmony": f"{THOUGHT}{TO_ADD}<|call|>",
+        "pythonic": "Say <|python_start|>[add(a=1, b=2)]<|python_end|>",
+    }
+    turn = turns[name]
+    assert len(parse(marker_tokenizer, name, encode(turn)).calls) == 1
+    assert parse(marker_tokenizer, name, encode_chars(turn)) == Reply(turn)
+
+
+def test_special_tokens_are_no_text_and_do_not_repair_a_call(marker_tokenizer: Any, encode: Encode):
+    reply = parse(marker_tokenizer, "hermes", encode("The sum<|call|> is 3.<|im_end|>"))
+    assert reply == Reply("The sum is 3.")
+    turn = f"<tool_call>{SUM_JSON}</tool_call>"
+    (call,) = parse(marker_tokenizer, "hermes", encode(turn.replace(":", ":<|call|>"))).calls
+    assert call.outcome is CallOutcome.MALFORMED
+    (call,) = parse(
+        marker_tokenizer,
+        "hermes",
+        encode(f"<tool_call>{HI_JSON.replace('hi', 'a<|call|>b</tool_call>')}</tool_call>"),
+    ).calls
+    assert call.arguments == {"text": "a<|call|>b</tool_call>"}
+
+
+def test_a_value_in_xml_may_contain_the_end_of_a_parameter(marker_tokenizer: Any, encode: Encode):
+    text = "\n</parameter> and </function>\n"
+    turn = SUM_XML.replace("add", "say").replace("=a>\n1", f"=text>\n{text}")
+    turn = re.sub(r"<parameter=b>.*?</parameter>", "", turn, flags=re.DOTALL)
+    reply = parse(marker_tokenizer, "qwen_coder", encode(turn))
+    assert describe(reply) == ("", [("say", {"text": text})])
+
+
+def test_a_marker_that_is_no_token_is_found_by_its_spelling(plain_tokenizer: Any):
+    turn = f"I add.<tool_call>{SUM_JSON}</tool_call>"
+    token_ids = plain_tokenizer.encode(turn)
+    assert describe(parse(plain_tokenizer, "hermes", token_ids)) == ("I add.", [SUM])
+
+
+CUT_TURNS = {
+    "hermes": f"<tool_call>{SUM_JSON}</tool_call>",
+    "qwen_coder": SUM_XML,
+    "llama3": f"<|python_tag|>{SUM_JSON}",
+    "mistral": '[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}',
+    "harmony": f"{TO_ADD}<|call|>",
+    "pythonic": "[add(a=1, b=2)]",
+    "regex": '<<add {"a": 1, "b": 2}>>',
+}
+
+
+@pytest.mark.parametrize("name", CALL_FORMATS)
+def test_a_call_cut_by_the_length_limit_is_text_and_not_malformed(
+    marker_tokenizer: Any, encode: Encode, name: str
+):
+    token_ids = encode(CUT_TURNS[name])
+    assert len(parse(marker_tokenizer, name, token_ids, is_cut=True).calls) == 1
+    for length in range(len(token_ids)):
+        reply = parse(marker_tokenizer, name, token_ids[:length], is_cut=True)
+        assert reply.is_cut
+        assert not reply.calls
+        if name != "harmony":  # its headers are no text
+            assert CUT_TURNS[name].startswith(reply.text)
+
+
+NAMES = st.text("abcdefgh_", min_size=1).map("x".__add__)
+MARKER_TEXTS = st.sampled_from(
+    ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|call|>", "<|python_end|>", '"', "'", "\\"]
+)
+STRINGS = st.text() | st.lists(MARKER_TEXTS | st.text(max_size=3), max_size=5).map("".join)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    | STRINGS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(STRINGS, inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+ARGUMENTS = st.dictionaries(STRINGS, VALUES, max_size=4)
+NAMED_ARGUMENTS = st.dictionaries(NAMES, VALUES, max_size=4)
+
+
+def write_object(arguments: dict[str, Any], is_ascii: bool, key: str = "arguments") -> str:
+    return json.dumps({"name": "any", key: arguments}, ensure_ascii=is_ascii)
+
+
+JSON_WRITERS: dict[str, Callable[[dict[str, Any], bool], str]] = {
+    "hermes": lambda a, x: f"<tool_call>\n{write_object(a, x)}\n</tool_call>",
+    "llama3": lambda a, x: f"<|python_tag|>{write_object(a, x, 'parameters')}",
+    "mistral": lambda a, x: f"[TOOL_CALLS] [{write_object(a, x)}]",
+    "mistral list": lambda a, x: f"[TOOL_CALLS]any[ARGS]{json.dumps(a, ensure_ascii=x)}",
+    "harmony": lambda a, x: (
+        f"<|channel|>commentary to=functions.any <|constrain|>json<|message|>"
+        f"{json.dumps(a, ensure_ascii=x)}<|call|>"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", JSON_WRITERS)
+@given(arguments=ARGUMENTS, is_ascii=st.booleans())
+def test_any_arguments_written_in_json_come_back(
+    marker_tokenizer: Any, encode: Encode, name: str, arguments: dict[str, Any], is_ascii: bool
+):
+    turn = JSON_WRITERS[name](arguments, is_ascii)
+    reply = parse(marker_tokenizer, name.split()[0], encode(turn))
+    assert describe(reply) == ("", [("any", arguments)])
+
+
+@given(arguments=NAMED_ARGUMENTS)
+def test_any_arguments_written_in_python_come_back(
+    marker_tokenizer: Any, encode: Encode, arguments: dict[str, Any]
+):
+    written = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    reply = parse(marker_tokenizer, "pythonic", encode(f"[any({written})]"))
+    assert describe(reply) == ("", [("any", arguments)])
+
+
+@given(arguments=NAMED_ARGUMENTS)
+def test_any_arguments_written_in_xml_come_back(
+    marker_tokenizer: Any, encode: Encode, arguments: dict[str, Any]
+):
+    types = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
+    schemas = {name: {"type": types.get(type(v), "number")} for name, v in arguments.items()}
+    tool = make_tool("any", schemas)
+    # As the models' template writes them: True, None, and no quotes around strings.
+    texts = {n: json.dumps(v) if isinstance(v, list | dict) else v for n, v in arguments.items()}
+    written = "".join(f"<parameter={n}>\n{text}\n</parameter>\n" for n, text in texts.items())
+    turn = f"<tool_call>\n<function=any>\n{written}</function>\n</tool_call>"
+    reply = make_call_format("qwen_coder", marker_tokenizer).parse(encode(turn), [tool])
+    assert describe(reply) == ("", [("any", arguments)])
+
+
+@pytest.mark.parametrize("name", CALL_FORMATS)
+@given(text=st.text() | STRINGS)
+def test_text_without_markers_comes_back_unchanged(
+    marker_tokenizer: Any, encode_chars: Encode, name: str, text: str
+):
+    assume(not re.match(r"\s*[\[{]", text))  # Llama 3 and pythonic calls need no marker
+    for is_cut in (False, True):
+        reply = parse(marker_tokenizer, name, encode_chars(text), is_cut=is_cut)
+        assert reply == Reply(text, is_cut=is_cut)
+
+
+@pytest.mark.parametrize("name", CALL_FORMATS)
+@given(data=st.data(), is_cut=st.booleans())
+def test_a_garbled_turn_never_raises(
+    marker_tokenizer: Any, encode: Encode, name: str, data: st.DataObject, is_cut: bool
+):
+    known = st.sampled_from(encode(CUT_TURNS[name] + SUM_XML + TO_ADD))
+    any_token = st.integers(0, len(marker_tokenizer) - 1)
+    token_ids = data.draw(st.lists(known | any_token, max_size=40))
+    reply = parse(marker_tokenizer, name, token_ids, is_cut=is_cut)
+    for call in reply.calls:
+        assert bool(call.error) == (call.outcome is not CallOutcome.OK)
+    reply.text.encode()
+    json.dumps(make_assistant_message(reply)).encode()
+
+
+def test_a_repeated_marker_makes_a_bounded_number_of_calls(marker_tokenizer: Any, encode: Encode):
+    token_ids = encode("<tool_call>") * 5000
+    assert len(parse(marker_tokenizer, "hermes", token_ids).calls) == MAX_SPANS
+
+
+def test_text_arguments_take_the_types_of_the_schema(marker_tokenizer: Any, encode: Encode):
+    properties = {
+        "flag": {"type": "boolean"},
+        "text": {"type": "string"},
+        "limit": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "anything": {},
+    }
+    values = {"flag": "True", "text": "12", "limit": "null", "note": "12", "anything": "[1]"}
+    written = "".join(f"<parameter={n}>\n{v}\n</parameter>\n" for n, v in values.items())
+    turn = f"<tool_call><function=set>{written}</function></tool_call>"
+    call_format = make_call_format("qwen_coder", marker_tokenizer)
+    (call,) = call_format.parse(encode(turn), [make_tool("set", properties)]).calls
+    expected = {"flag": True, "text": "12", "limit": None, "note": "12", "anything": [1]}
+    assert call.arguments == expected
+    assert call.outcome is CallOutcome.OK
+
+
+def test_a_pattern_without_name_calls_the_only_tool(marker_tokenizer: Any, encode: Encode):
+    pattern = r"\((?P<a>-?\d+)\+(?P<b>[^)]*)\)"
+    call_format = make_call_format("regex", marker_tokenizer, pattern=pattern)
+    assert describe(call_format.parse(encode("so (1+2) and (3+4)"), [ADD])) == (
+        "so\nand",
+        [SUM, ("add", {"a": 3, "b": 4})],
+    )
+    (call,) = call_format.parse(encode("(1+x)"), [ADD]).calls
+    assert call.outcome is CallOutcome.WRONG_ARGUMENTS
+    with pytest.raises(ConfigError, match="must have one tool, not 2"):
+        call_format.parse(encode("(1+2)"), [ADD, SAY])
+
+
+def test_a_pattern_that_backtracks_has_a_deadline(
+    marker_tokenizer: Any, encode: Encode, monkeypatch: pytest.MonkeyPatch
+):
+    module = "streamrl.environments.tool_calls.literal_calls.SEARCH_TIMEOUT_S"
+    monkeypatch.setattr(module, 0.01)
+    call_format = make_call_format("regex", marker_tokenizer, pattern=r"(?P<a>(x+x+)+)y")
+    reply = call_format.parse(encode("x" * 5000), [ADD])
+    assert [call.outcome for call in reply.calls] == [CallOutcome.MALFORMED]
+    assert reply.text == "x" * 5000
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "error"),
+    [
+        ("hermse", "", "environment.call_format=hermse: .*the nearest format is hermes"),
+        (
+            "xyz",
+            "",
+            "the formats are hermes, qwen_coder, llama3, mistral, harmony, pythonic, regex",
+        ),
+        ("regex", "", "needs a pattern"),
+        ("regex", "(", "missing \\)"),
+        ("regex", "(a)", "has no named groups"),
+        ("hermes", "(?P<a>.)", "takes no pattern"),
+    ],
+)
+def test_an_unusable_format_is_refused(marker_tokenizer: Any, name: str, pattern: str, error: str):
+    with pytest.raises(ConfigError, match=error):
+        make_call_format(name, marker_tokenizer, pattern=pattern)
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        (r"""{{ '<tool_call>\n{"name": <function-name>, "arguments": ...' }}""", "hermes"),
+        (r"{{ '<tool_call>\n<function=' + call.name + '>\n' }}", "qwen_coder"),
+        ("""{{ '{"name": function name, "parameters": dictionary of argument' }}""", "llama3"),
+        ("{{ '<|python_tag|>' + call.name }}", "llama3"),
+        ("{{ '[TOOL_CALLS] [' }}", "mistral"),
+        ("{{ '<|start|>assistant<|channel|>commentary to=functions.' }}", "harmony"),
+        ("{{ 'Respond in the format [func_name1(params_name1=params_value1)]' }}", "pythonic"),
+        ("{{ '<|tool_call_start|>' }}", "pythonic"),
+    ],
+)
+def test_the_format_is_detected_from_the_chat_template(
+    plain_tokenizer: Any, template: str, name: str
+):
+    assert detect_call_format(plain_tokenizer, template) == name
+
+
+def test_the_vocabulary_decides_if_the_template_knows_no_tools(
+    marker_tokenizer: Any, plain_tokenizer: Any
+):
+    assert detect_call_format(marker_tokenizer, "{{ messages[0].content }}") == "hermes"
+    with pytest.raises(ConfigError, match="set it to one of hermes, qwen_coder, llama3"):
+        # The format of GLM, whose vocabulary has <tool_call>, too.
+        detect_call_format(marker_tokenizer, "{{ tools }}<tool_call>{{ name }}<arg_key>")
+    with pytest.raises(ConfigError, match="shows tool calls in no known format"):
+        detect_call_format(plain_tokenizer, None)
+
+
+def test_a_reply_becomes_an_assistant_message(marker_tokenizer: Any, encode: Encode):
+    turn = f"I add.\n<tool_call>{SUM_JSON}</tool_call><tool_call>{HI_JSON}</tool_call>"
+    message = make_assistant_message(parse(marker_tokenizer, "hermes", encode(turn)))
+    assert message == {
+        "role": "assistant",
+        "content": "I add.",
+        "tool_calls": [
+            {
+                "id": "call_0",
+                "type": "function",
+                "function": {"name": "add", "arguments": {"a": 1, "b": 2}},
+            },
+            {
+                "id": "call_1",
+                "type": "function",
+                "function": {"name": "say", "arguments": {"text": "hi"}},
+            },
+        ],
+    }
+    assert make_assistant_message(Reply("hello")) == {"role": "assistant", "content": "hello"}

@@ -1,0 +1,197 @@
+"""Tool schemas from functions, and validation of arguments against schemas."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from streamrl.environments.tool_calls.tool_schema import (
+    check_tool_schema,
+    make_tool_schema,
+    validate_arguments,
+)
+from streamrl.errors import ConfigError
+
+
+class Library:
+    def calculate(self, expression: str) -> str:
+        """Work out an expression such as 12*(3+4)."""
+        return expression
+
+    async def search(
+        self,
+        query: str,
+        limit: int = 3,
+        *,
+        tags: list[str] | None = None,
+        weights: dict[str, float] | None = None,
+        order: Literal["date", "title"] = "date",
+    ) -> str:
+        """Search the library
+        for books.
+
+        Slow at night.
+
+        Args:
+            query: Words: all of
+                them must occur.
+            limit (int): Most books.
+
+        Returns:
+            tags: not a parameter here.
+        """
+        return f"{query}{limit}{tags}{weights}{order}"
+
+
+def test_a_method_with_one_line_of_docstring_is_a_tool():
+    assert make_tool_schema(Library().calculate) == {
+        "type": "function",
+        "function": {
+            "name": "calculate",
+            "description": "Work out an expression such as 12*(3+4).",
+            "parameters": {
+                "type": "object",
+                "properties": {"expression": {"type": "string"}},
+                "required": ["expression"],
+                "additionalProperties": False,
+            },
+        },
+    }
+
+
+def test_types_defaults_and_the_args_section_reach_the_schema():
+    tool = make_tool_schema(Library().search)["function"]
+    assert tool["description"] == "Search the library for books."
+    parameters = tool["parameters"]
+    assert parameters["required"] == ["query"]
+    assert parameters["properties"] == {
+        "query": {"type": "string", "description": "Words: all of them must occur."},
+        "limit": {"type": "integer", "default": 3, "description": "Most books."},
+        "tags": {
+            "anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}],
+            "default": None,
+        },
+        "weights": {
+            "anyOf": [
+                {"type": "object", "additionalProperties": {"type": "number"}},
+                {"type": "null"},
+            ],
+            "default": None,
+        },
+        "order": {"type": "string", "enum": ["date", "title"], "default": "date"},
+    }
+
+
+def no_annotation(x):  # type: ignore[no-untyped-def]
+    """Take anything."""
+
+
+def many(*x: int) -> None:
+    """Take many."""
+
+
+def by_position(x: int, /) -> None:
+    """Take one."""
+
+
+def takes_path(x: list[Path]) -> None:
+    """Take paths."""
+
+
+def undocumented(x: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        (no_annotation, "parameter x has no annotation; use str, int"),
+        (many, r"parameter \*x: int: variadic positional; a model passes arguments by name"),
+        (by_position, "parameter x: int: positional-only"),
+        (takes_path, r"parameter x: list\[pathlib.Path\]: not a type of JSON; use str"),
+        (undocumented, "needs a docstring"),
+        (len, "written in Python"),
+    ],
+)
+def test_a_function_that_a_model_cannot_call_is_refused_with_its_line(
+    function: Callable[..., Any], error: str
+):
+    with pytest.raises(ConfigError, match=error) as caught:
+        make_tool_schema(function)
+    assert function is len or f"{__file__}:" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"query": "rl", "limit": 2, "tags": ["a"], "weights": {"a": 1, "b": 0.5}}, ""),
+        ({"query": "rl", "tags": None}, ""),
+        ({}, "missing argument query"),
+        ({"query": 3}, "query: must be string, got 3"),
+        ({"query": "rl", "limit": "3"}, 'limit: must be integer, got "3"'),
+        ({"query": "rl", "limit": 3.0}, "limit: must be integer, got 3.0"),
+        ({"query": "rl", "limit": True}, "limit: must be integer, got true"),
+        ({"query": "rl", "tags": ["a", 1]}, "tags[1]: must be string, got 1"),
+        ({"query": "rl", "tags": "a"}, 'tags: must be array or null, got "a"'),
+        ({"query": "rl", "order": "x"}, 'order: must be one of ["date", "title"], got "x"'),
+        (
+            {"text": "rl"},
+            "unexpected argument text; the arguments are query, limit, tags, weights, order;"
+            " missing argument query",
+        ),
+    ],
+)
+def test_arguments_are_validated_strictly(arguments: dict[str, Any], problem: str):
+    assert validate_arguments(make_tool_schema(Library().search), arguments) == problem
+
+
+def test_a_problem_with_a_long_value_is_reported_in_one_short_line():
+    problem = validate_arguments(make_tool_schema(Library().search), {"query": ["x" * 10_000]})
+    assert len(problem) < 120
+
+
+def wrap(parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+def test_schemas_of_servers_may_refer_to_their_own_definitions():
+    properties = {"x": {"$ref": "#/$defs/size"}}
+    tool = wrap({"properties": properties, "$defs": {"size": {"type": "integer"}}})
+    check_tool_schema(tool, place="server")
+    assert validate_arguments(tool, {"x": 1}) == ""
+    assert validate_arguments(tool, {"x": "1"}) == 'x: must be integer, got "1"'
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "problem"),
+    [
+        ({"type": ["integer", "null"]}, "a", 'x: must be integer or null, got "a"'),
+        ({"anyOf": [{"type": "integer"}, {"enum": ["a"]}]}, "b", "x: 'b' is not valid under any"),
+        ({"anyOf": [False, {"type": "integer"}]}, "b", "x: 'b' is not valid under any"),
+        ({"minimum": 3}, 2, "x: 2 is less than the minimum of 3"),
+        ({"required": ["y"]}, {}, "x: missing key y"),
+        (False, 1, "False schema does not allow 1"),
+    ],
+)
+def test_each_rule_of_a_schema_of_a_server_is_reported(schema: Any, value: Any, problem: str):
+    tool = wrap({"properties": {"x": schema}})
+    check_tool_schema(tool, place="server")
+    assert validate_arguments(tool, {"x": value}).startswith(problem)
+
+
+@pytest.mark.parametrize(
+    ("tool", "error"),
+    [
+        (3, "server: tool schema: must be object, got 3"),
+        ({"type": "function"}, "server: tool schema: missing key function"),
+        (wrap([]), r"server: tool schema: function.parameters: must be object"),
+        (wrap({"type": "objekt"}), "server: tool f: parameters: type: 'objekt' is not valid"),
+        (
+            wrap({"properties": {"x": {"$ref": "http://elsewhere/schema"}}}),
+            "server: tool f: parameters: .*http://elsewhere/schema: must lead to a definition",
+        ),
+    ],
+)
+def test_an_unusable_schema_of_a_server_is_refused(tool: Any, error: str):
+    with pytest.raises(ConfigError, match=error):
+        check_tool_schema(tool, place="server")
