@@ -21,9 +21,21 @@ CHAT_TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- 'OPENING' }}{%- endif %}"
 )
+# Template for many turns: every message but the assistant's is a line, and an assistant's turn ends
+# with EOS. Nothing opens a turn, and more messages never change the text before them.
+TURNS_TEMPLATE = (
+    "{{- bos_token }}"
+    "{%- for message in messages %}"
+    "{%- if message.role == 'assistant' %}{{- (message.content or '') + eos_token }}"
+    "{%- else %}{{- message.content + '\\n' }}"
+    "{%- endif %}"
+    "{%- endfor %}"
+)
 
 
-def make_tokenizer(opening: str = "=") -> PreTrainedTokenizerFast:
+def make_tokenizer(
+    opening: str = "=", chat_template: str = CHAT_TEMPLATE
+) -> PreTrainedTokenizerFast:
     """Build a tokenizer of 64 single characters; all ids decode, so that each sample has a text.
 
     opening: text of the chat template before the assistant's message.
@@ -38,15 +50,17 @@ def make_tokenizer(opening: str = "=") -> PreTrainedTokenizerFast:
         bos_token="<bos>",
         eos_token="<eos>",
         unk_token="<unk>",
-        chat_template=CHAT_TEMPLATE.replace("OPENING", opening),
+        chat_template=chat_template.replace("OPENING", opening),
         model_max_length=MAX_TOKENS,
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
 
 
-def make_untrained(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen2ForCausalLM:
-    """Build a Qwen2 with 0.5 M random parameters and 32 dimensions per head."""
+def make_untrained(
+    tokenizer: PreTrainedTokenizerFast, *, seed: int, hidden_size: int = 128
+) -> Qwen2ForCausalLM:
+    """Build a Qwen2 with random parameters, 0.5 M by default, and 32 dimensions per head."""
     special_ids = {
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id,
@@ -54,11 +68,11 @@ def make_untrained(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen2For
     }
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=512,
+        hidden_size=hidden_size,
+        intermediate_size=4 * hidden_size,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=hidden_size // 32,
+        num_key_value_heads=hidden_size // 64,
         max_position_embeddings=MAX_TOKENS,
         tie_word_embeddings=True,
         initializer_range=0.05,
