@@ -1,6 +1,7 @@
 """Handler of a host process: the sessions of a user's environment class, on one event loop."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from streamrl.environments.config import EnvironmentConfig
@@ -59,7 +60,7 @@ class EnvironmentHost:
             kind = ToolEnvironment if is_tools else TurnEnvironment
             self._sessions[session_id] = kind(self._class, self._settings, self._runner)
         environment = self._sessions[session_id]
-        methods = {
+        methods: dict[HostOperation, Callable[..., Awaitable[Any]]] = {
             HostOperation.RESET: environment.reset,
             HostOperation.STEP: environment.step,
             HostOperation.SCORE: environment.score,

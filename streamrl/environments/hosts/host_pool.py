@@ -13,6 +13,7 @@ import itertools
 import logging
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.hosts.host_process import START_TIMEOUT_S, HostProcess
@@ -288,7 +289,7 @@ class HostedSession:
         finally:
             self._pool.release_host(host)
 
-    async def _call(self, operation: HostOperation, *arguments: object) -> object:
+    async def _call(self, operation: HostOperation, *arguments: Any) -> Any:
         host = self._host
         assert host is not None, "call reset first"
         try:

@@ -1,7 +1,9 @@
 """Messages between the pool and its hosts.
 
-pool --HostRequest--> host process (user's environment objects, one per session)
-     <-HostResponse--
+    pool --HostRequest--> host process
+         <-HostResponse--
+
+A host process has an object of the user's class per session.
 """
 
 from collections.abc import Sequence
