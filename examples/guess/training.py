@@ -5,9 +5,8 @@ from collections.abc import Callable
 
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from examples.guess.guess import MAX_GUESSES, Guess
+from examples.guess.guess import Guess
 from examples.toy_models.demonstrations import Conversation, DemonstrationRecipe
-from examples.toy_models.episodes import play_episodes
 from examples.toy_models.rows import Row
 from streamrl.environments.interface import Reply
 

@@ -27,9 +27,9 @@ from streamrl.environments.interface import (
     CallOutcome,
     EnvironmentHosts,
     EnvironmentSession,
+    EnvironmentStep,
     EpisodeSummary,
     Message,
-    StepResult,
     ToolSchema,
 )
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
@@ -118,7 +118,7 @@ class EpisodeState:
     call_outcomes: list[CallOutcome] = field(default_factory=list)
     elapsed_s: float = 0.0
 
-    def add_turn(self, result: StepResult) -> None:
+    def add_turn(self, result: EnvironmentStep) -> None:
         self.rewards.append(result.reward)
         self.turn_outcomes.append(find_turn_outcome(result.outcomes))
         self.call_outcomes += result.outcomes
@@ -274,7 +274,7 @@ class EpisodeDriver:
         reply = self._call_format.parse(turn_ids, state.tools, is_cut=is_cut)
         state.messages.append(make_assistant_message(reply))
         if is_cut:
-            state.add_turn(StepResult())
+            state.add_turn(EnvironmentStep())
             was_full = len(turn_ids) == self._limits.max_turn_tokens
             return FinishReason.LENGTH if was_full else FinishReason.TOKENS
         try:
@@ -282,7 +282,7 @@ class EpisodeDriver:
                 with self._measure_environment(state):
                     result = await state.session.step(reply)
         except TimeoutError:
-            state.add_turn(StepResult(outcomes=[CallOutcome.TIMED_OUT]))
+            state.add_turn(EnvironmentStep(outcomes=[CallOutcome.TIMED_OUT]))
             return FinishReason.TIMEOUT
         state.add_turn(result)
         if result.done:

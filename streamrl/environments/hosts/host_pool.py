@@ -22,7 +22,7 @@ from streamrl.environments.hosts.host_protocol import (
     EnvironmentDescription,
     HostOperation,
 )
-from streamrl.environments.interface import EpisodeSummary, Reply, ResetResult, StepResult
+from streamrl.environments.interface import EnvironmentStep, EpisodeSummary, Reply, ResetResult
 from streamrl.errors import ConfigError, EpisodeError
 from streamrl.messages import Prompt
 from streamrl.process_pool.background_tasks import BackgroundTasks
@@ -268,8 +268,8 @@ class HostedSession:
         result: ResetResult = await self._call(HostOperation.RESET, self._prompt, self._seed)
         return result
 
-    async def step(self, reply: Reply) -> StepResult:
-        result: StepResult = await self._call(HostOperation.STEP, reply)
+    async def step(self, reply: Reply) -> EnvironmentStep:
+        result: EnvironmentStep = await self._call(HostOperation.STEP, reply)
         return result
 
     async def score(self, episode: EpisodeSummary) -> float:

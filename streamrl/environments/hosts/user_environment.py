@@ -10,11 +10,11 @@ from streamrl.environments.hosts.call_runner import UserCallRunner, UserCodeErro
 from streamrl.environments.hosts.host_protocol import CLOSE_TIMEOUT_S
 from streamrl.environments.hosts.user_class import CONSTRUCTOR, UserClass
 from streamrl.environments.interface import (
+    EnvironmentStep,
     EpisodeSummary,
     Message,
     Reply,
     ResetResult,
-    StepResult,
     Turn,
 )
 from streamrl.files.bounded_read import MIB
@@ -54,7 +54,7 @@ class UserEnvironment:
         messages = () if observation is None else self.to_messages("reset", observation)
         return ResetResult(messages, self.description.tools)
 
-    async def step(self, reply: Reply) -> StepResult:
+    async def step(self, reply: Reply) -> EnvironmentStep:
         raise NotImplementedError
 
     async def score(self, episode: EpisodeSummary) -> float:
@@ -111,13 +111,14 @@ class UserEnvironment:
 class TurnEnvironment(UserEnvironment):
     """Environment whose class has `step`."""
 
-    async def step(self, reply: Reply) -> StepResult:
+    async def step(self, reply: Reply) -> EnvironmentStep:
         async with asyncio.timeout(self._settings.turn_timeout_s):
             turn = await self.call("step", reply)
         if not isinstance(turn, Turn):
             raise self.make_result_error("step", turn, "a Turn")
         reward, done = self.to_float("step", turn.reward), bool(turn.done)
-        return StepResult(() if done else self.to_messages("step", turn.observation), reward, done)
+        messages = () if done else self.to_messages("step", turn.observation)
+        return EnvironmentStep(messages, reward, done)
 
 
 def _are_messages(observation: Any) -> bool:

@@ -212,7 +212,7 @@ def detect_call_format(
 def make_assistant_message(reply: Reply) -> Message:
     """Return a reply as a chat message.
 
-    The id of call i is call_<i>. Arguments are objects, as chat templates take them; OpenAI's API
+    Arguments are objects, as chat templates take them; OpenAI's API
     has JSON text there.
     """
     message: dict[str, object] = {"role": "assistant", "content": reply.text}
@@ -229,5 +229,8 @@ def make_assistant_message(reply: Reply) -> Message:
 
 
 def make_call_id(number: int) -> str:
-    """Return the id of call `number` of a reply, which the tool message answers."""
-    return f"call_{number}"
+    """Return the id of call `number` of a reply, which the tool message answers.
+
+    Nine letters and digits: Mistral's templates refuse other ids.
+    """
+    return f"call{number:05}"

@@ -9,7 +9,7 @@ import numpy as np
 
 from streamrl.environments.episodes.decode_slots import DecodeSlots
 from streamrl.environments.episodes.driver import EpisodeDriver, EpisodeLimits
-from streamrl.environments.interface import Reply, ResetResult, StepResult
+from streamrl.environments.interface import EnvironmentStep, Reply, ResetResult
 from streamrl.environments.rendering.turn_renderer import BridgeTokens
 from streamrl.messages import FinishReason, Prompt, Rollout
 
@@ -80,7 +80,7 @@ class ScriptedSampler:
 
 @dataclass
 class ScriptedSession:
-    """Answers the n-th reply with `steps[n]`: a StepResult, an error to raise, or a delay first."""
+    """Answers the n-th reply with `steps[n]`: an answer, an error, or a delay and an answer."""
 
     steps: Sequence[object]
     reset_result: ResetResult = field(default_factory=ResetResult)
@@ -132,9 +132,9 @@ async def no_lease(**facts):
     yield facts
 
 
-def say(text: str, **values: object) -> StepResult:
+def say(text: str, **values: object) -> EnvironmentStep:
     """Return a step whose observation is a user message."""
-    return StepResult(messages=[{"role": "user", "content": text}], **values)
+    return EnvironmentStep(messages=[{"role": "user", "content": text}], **values)
 
 
 def make_driver(sampler, hosts, *, slots=64, attempts=3, **limits):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.environments.episodes.driver import join_messages, make_environment_seed
-from streamrl.environments.interface import CallOutcome, ResetResult, StepResult
+from streamrl.environments.interface import CallOutcome, EnvironmentStep, ResetResult
 from streamrl.errors import EpisodeError, GenerationError
 from streamrl.messages import (
     EPISODE_COLUMNS,
@@ -43,7 +43,7 @@ def list_reasons(columns):
     return [FinishReason(code) for code in columns["finish_reason"].tolist()]
 
 
-DONE = StepResult(reward=1.0, done=True)
+DONE = EnvironmentStep(reward=1.0, done=True)
 
 
 @in_virtual_time

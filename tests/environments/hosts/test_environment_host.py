@@ -124,7 +124,7 @@ async def test_a_tool_is_called_and_the_answer_scored(open_session, source):
     (message,) = result.messages
     assert message == {
         "role": "tool",
-        "tool_call_id": "call_0",
+        "tool_call_id": "call00000",
         "name": "multiply",
         "content": "391",
     }
@@ -146,8 +146,8 @@ async def test_calls_run_side_by_side_and_are_answered_in_order(open_session, is
     await session.reset()
     result = (await session.step("", call(3), call(1), call(2))).result
     assert [(m["tool_call_id"], m["content"]) for m in result.messages] == [
-        ("call_0", "3"),
-        ("call_1", "1"),
+        ("call00000", "3"),
+        ("call00001", "1"),
         ("call_2", "2"),
     ]
 

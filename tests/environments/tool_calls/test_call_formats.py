@@ -487,12 +487,12 @@ def test_a_reply_becomes_an_assistant_message(marker_tokenizer: Any, encode: Enc
         "content": "I add.",
         "tool_calls": [
             {
-                "id": "call_0",
+                "id": "call00000",
                 "type": "function",
                 "function": {"name": "add", "arguments": {"a": 1, "b": 2}},
             },
             {
-                "id": "call_1",
+                "id": "call00001",
                 "type": "function",
                 "function": {"name": "say", "arguments": {"text": "hi"}},
             },

@@ -39,7 +39,9 @@ async def _check_class(
     hosts = EnvironmentHostPool(config)
     try:
         await hosts.start()
-        choose_call_format(config, renderer, hosts.description.tools)
+        tools = hosts.description.tools
+        # Parsing checks that the format can name each of the tools.
+        choose_call_format(config, renderer, tools).parse([], tools)
         for prompt in prompts:
             await _check_reset(config, hosts, renderer, prompt)
         return hosts.description.note
