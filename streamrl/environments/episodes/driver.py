@@ -10,7 +10,7 @@ trainer use them.
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -30,10 +30,11 @@ from streamrl.environments.interface import (
     EnvironmentStep,
     EpisodeSummary,
     Message,
+    Reply,
     ToolSchema,
 )
-from streamrl.environments.rendering.turn_renderer import TurnRenderer
-from streamrl.environments.tool_calls.call_formats import CallFormat, make_assistant_message
+from streamrl.environments.rendering.turn_renderer import BridgeTokens
+from streamrl.environments.tool_calls.call_formats import make_assistant_message
 from streamrl.errors import EpisodeError
 from streamrl.messages import (
     Array,
@@ -66,6 +67,29 @@ class TurnSampler(Protocol):
         max_new_tokens: int | None = None,
         stop_token_ids: Sequence[int] = (),
     ) -> list[Rollout]: ...
+
+
+class EpisodeRenderer(Protocol):
+    """Renderer of what the policy reads: a model's (`TurnRenderer`), or one of text."""
+
+    @property
+    def end_token_ids(self) -> Collection[int]: ...
+
+    def render_prompt(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
+    ) -> Array: ...
+
+    def render_bridge(
+        self, sampled_ids: Sequence[int], messages: Sequence[Message], *, is_cut: bool
+    ) -> BridgeTokens: ...
+
+
+class TurnParser(Protocol):
+    """Parser of sampled turns: a model's (`CallFormat`), or one of text."""
+
+    def parse(
+        self, token_ids: Sequence[int], tools: Sequence[ToolSchema], *, is_cut: bool = False
+    ) -> Reply: ...
 
 
 ComputeContext = Callable[..., AbstractAsyncContextManager[MutableMapping[str, Any]]]
@@ -153,8 +177,8 @@ class EpisodeDriver:
         self,
         sampler: TurnSampler,
         hosts: EnvironmentHosts,
-        renderer: TurnRenderer,
-        call_format: CallFormat,
+        renderer: EpisodeRenderer,
+        call_format: TurnParser,
         *,
         limits: EpisodeLimits,
         slots: DecodeSlots,
