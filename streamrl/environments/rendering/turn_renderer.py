@@ -96,10 +96,10 @@ class TurnRenderer:
         self.end_token_ids = end_token_ids.union(closing_ids)
         """Tokens that end a turn: as given, and `closing_id`."""
         if bridge.token_ids[-1] in self.end_token_ids:
+            last = decode(tokenizer, bridge.token_ids[-1:].tolist())
             raise ConfigError(
-                f"{template.name}: opens the policy's turn with"
-                f" {decode(tokenizer, bridge.token_ids[-1:])}, which ends it; the template must"
-                " leave the turn open, as with add_generation_prompt"
+                f"{template.name}: opens the policy's turn with {last}, which ends it; the template"
+                " must leave the turn open, as with add_generation_prompt"
             )
 
     @classmethod
@@ -271,7 +271,7 @@ def _list_markers(tokenizer: "PreTrainedTokenizerBase", template: ChatTemplate) 
 
 def _clean_messages(messages: Sequence[Message]) -> list[Message]:
     """Check the messages of an observation, and replace what no tokenizer takes."""
-    cleaned = []
+    cleaned: list[Message] = []
     for number, message in enumerate(messages):
         role, content = message.get("role"), message.get("content")
         if role not in ROLES or not isinstance(content, str):
