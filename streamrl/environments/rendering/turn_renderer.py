@@ -98,7 +98,7 @@ class TurnRenderer:
         if bridge.token_ids[-1] in self.end_token_ids:
             raise ConfigError(
                 f"{template.name}: opens the policy's turn with"
-                f" {decode(tokenizer, bridge.token_ids[-1:])}, which ends it; the template must"
+                f" {decode(tokenizer, bridge.token_ids[-1:].tolist())}, which ends it; the template must"
                 " leave the turn open, as with add_generation_prompt"
             )
 
@@ -205,7 +205,7 @@ class TurnRenderer:
     def _encode(self, pieces: Sequence[TextPiece]) -> EncodedPieces:
         """Encode pieces as one text, so that the tokens at their borders are the template's."""
         text = "".join(piece.text for piece in pieces)
-        encoding = self.tokenizer(
+        encoding: Mapping[str, Any] = self.tokenizer(
             text,
             add_special_tokens=False,
             return_attention_mask=False,
