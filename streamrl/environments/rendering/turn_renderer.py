@@ -95,11 +95,11 @@ class TurnRenderer:
         """Token by which the template closes a turn; None if it does so by text, or not at all."""
         self.end_token_ids = end_token_ids.union(closing_ids)
         """Tokens that end a turn: as given, and `closing_id`."""
-        if bridge.token_ids[-1] in self.end_token_ids:
-            last = decode(tokenizer, bridge.token_ids[-1:].tolist())
+        last = int(bridge.token_ids[-1])
+        if last in self.end_token_ids:
             raise ConfigError(
-                f"{template.name}: opens the policy's turn with {last}, which ends it; the template"
-                " must leave the turn open, as with add_generation_prompt"
+                f"{template.name}: opens the policy's turn with {decode(tokenizer, [last])}, which"
+                " ends it; the template must leave the turn open, as with add_generation_prompt"
             )
 
     @classmethod
@@ -205,7 +205,7 @@ class TurnRenderer:
     def _encode(self, pieces: Sequence[TextPiece]) -> EncodedPieces:
         """Encode pieces as one text, so that the tokens at their borders are the template's."""
         text = "".join(piece.text for piece in pieces)
-        encoding = self.tokenizer(
+        encoding: Mapping[str, Any] = self.tokenizer(
             text,
             add_special_tokens=False,
             return_attention_mask=False,
@@ -271,7 +271,7 @@ def _list_markers(tokenizer: "PreTrainedTokenizerBase", template: ChatTemplate) 
 
 def _clean_messages(messages: Sequence[Message]) -> list[Message]:
     """Check the messages of an observation, and replace what no tokenizer takes."""
-    cleaned: list[Message] = []
+    cleaned = []
     for number, message in enumerate(messages):
         role, content = message.get("role"), message.get("content")
         if role not in ROLES or not isinstance(content, str):
