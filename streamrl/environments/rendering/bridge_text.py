@@ -175,7 +175,7 @@ class BridgeWriter:
             return len(closing)
         if not closing.strip():
             return 0
-        encoding = self._tokenizer(
+        encoding: Mapping[str, Any] = self._tokenizer(
             scaffold, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
         special = {i for i, t in self._tokenizer.added_tokens_decoder.items() if t.special}

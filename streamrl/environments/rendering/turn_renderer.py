@@ -95,11 +95,11 @@ class TurnRenderer:
         """Token by which the template closes a turn; None if it does so by text, or not at all."""
         self.end_token_ids = end_token_ids.union(closing_ids)
         """Tokens that end a turn: as given, and `closing_id`."""
-        if bridge.token_ids[-1] in self.end_token_ids:
+        last = int(bridge.token_ids[-1])
+        if last in self.end_token_ids:
             raise ConfigError(
-                f"{template.name}: opens the policy's turn with"
-                f" {decode(tokenizer, bridge.token_ids[-1:])}, which ends it; the template must"
-                " leave the turn open, as with add_generation_prompt"
+                f"{template.name}: opens the policy's turn with {decode(tokenizer, [last])}, which"
+                " ends it; the template must leave the turn open, as with add_generation_prompt"
             )
 
     @classmethod
@@ -205,7 +205,7 @@ class TurnRenderer:
     def _encode(self, pieces: Sequence[TextPiece]) -> EncodedPieces:
         """Encode pieces as one text, so that the tokens at their borders are the template's."""
         text = "".join(piece.text for piece in pieces)
-        encoding = self.tokenizer(
+        encoding: Mapping[str, Any] = self.tokenizer(
             text,
             add_special_tokens=False,
             return_attention_mask=False,

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import numpy as np
 
@@ -87,7 +88,7 @@ class ScriptedSession:
     final_score: float = 1.0
     replies: list[str] = field(default_factory=list)
     is_closed: bool = False
-    summary: object = None
+    summary: Any = None
 
     async def reset(self):
         return self.reset_result
@@ -132,7 +133,7 @@ async def no_lease(**facts):
     yield facts
 
 
-def say(text: str, **values: object) -> EnvironmentStep:
+def say(text: str, **values: Any) -> EnvironmentStep:
     """Return a step whose observation is a user message."""
     return EnvironmentStep(messages=[{"role": "user", "content": text}], **values)
 
@@ -142,8 +143,8 @@ def make_driver(sampler, hosts, *, slots=64, attempts=3, **limits):
     return EpisodeDriver(
         sampler,
         hosts,
-        CodePointRenderer(),
-        TextFormat(),
+        cast(Any, CodePointRenderer()),
+        cast(Any, TextFormat()),
         limits=EpisodeLimits(**{**values, **limits}),
         slots=DecodeSlots(slots),
         attempts=attempts,

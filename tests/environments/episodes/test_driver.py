@@ -124,14 +124,14 @@ async def test_every_turn_continues_all_tokens_before_it():
 
 
 @in_virtual_time
-async def test_a_turn_that_does_not_continue_the_episode_is_an_infrastructure_error():
+async def test_a_turn_that_does_not_continue_the_episode_is_an_infrastructure_error(monkeypatch):
     sampler = ScriptedSampler(lambda context, seed: "a;")
     original = sampler.generate
 
     async def generate(prompt_ids, **options):
         return await original(np.where(prompt_ids == ord("?"), ord("!"), prompt_ids), **options)
 
-    sampler.generate = generate
+    monkeypatch.setattr(sampler, "generate", generate)
     hosts = ScriptedHosts(lambda: ScriptedSession([DONE]))
     with pytest.raises(EpisodeError, match=r"token 0 of 1 differs; sent \[63\], got \[33\]"):
         await run_group(make_driver(sampler, hosts, attempts=1))
@@ -225,13 +225,13 @@ def test_a_group_is_trained_without_failed_episodes_only_if_allowed(min_episodes
 
 
 @in_virtual_time
-async def test_an_error_of_the_engine_is_no_fault_of_the_environment():
+async def test_an_error_of_the_engine_is_no_fault_of_the_environment(monkeypatch):
     sampler = ScriptedSampler(lambda context, seed: "a;")
 
     async def generate(*arguments, **options):
         raise GenerationError("the engine died")
 
-    sampler.generate = generate
+    monkeypatch.setattr(sampler, "generate", generate)
     hosts = ScriptedHosts(lambda: ScriptedSession([DONE]))
     with pytest.raises(GenerationError):
         await run_group(make_driver(sampler, hosts))

@@ -58,7 +58,7 @@ class OpenSession:
 
 @pytest.fixture
 def open_session(tmp_path):
-    hosts = {}
+    hosts: dict[str, EnvironmentHost] = {}
 
     def open_in_host(source, **settings):
         if source not in hosts:
@@ -148,7 +148,7 @@ async def test_calls_run_side_by_side_and_are_answered_in_order(open_session, is
     assert [(m["tool_call_id"], m["content"]) for m in result.messages] == [
         ("call00000", "3"),
         ("call00001", "1"),
-        ("call_2", "2"),
+        ("call00002", "2"),
     ]
 
 
@@ -286,12 +286,12 @@ async def test_a_hanging_method_times_out_and_counts_until_it_returns(
     responses = [await session.reset()]
     if method in ("step", "score", "close"):
         assert not responses[0].error
-        arguments = {
+        arguments: dict[str, list[object]] = {
             "step": [Reply("")],
             "score": [EpisodeSummary((), (), "stop")],
             "close": [],
-        }[method]
-        responses.append(await session.send(HostOperation(method), *arguments))
+        }
+        responses.append(await session.send(HostOperation(method), *arguments[method]))
     assert responses[-1].is_timeout and responses[-1].num_hanging == 1
     assert "no result in" in responses[-1].error
     session.host._class.methods["step"].function.__globals__["EVENTS"][0].set()
