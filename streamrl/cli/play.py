@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import contextlib
 import math
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
@@ -179,8 +180,15 @@ async def ask_person(messages: Sequence[Message], tools: Sequence[ToolSchema]) -
     """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives input() a history and arrow keys
-    lines = [input(PERSON_PROMPT)]
+    lines = [_read_line(PERSON_PROMPT)]
     while lines[-1].endswith("\\"):
         lines[-1] = lines[-1][:-1]
-        lines.append(input(" " * len(PERSON_PROMPT)))
+        lines.append(_read_line(" " * len(PERSON_PROMPT)))
     return "\n".join(lines)
+
+
+def _read_line(label: str) -> str:
+    line = input(label)
+    if not sys.stdin.isatty():
+        print(line)  # no terminal has shown it
+    return line

@@ -97,11 +97,13 @@ def read_prompts(
     return [make_prompt(row, render_prompt(row.messages)) for row in chosen]
 
 
-def make_text_prompt(text: str, ground_truth: str | None, render_prompt: RenderPrompt) -> Prompt:
-    """Return a prompt of one user message, as of a row {"prompt": text}."""
+def make_text_prompt(
+    text: str, ground_truth: str | None, render_prompt: RenderPrompt, *, index: int = 0
+) -> Prompt:
+    """Return a prompt of one user message, as of row `index` with {"prompt": text}."""
     messages = [{"role": "user", "content": text}]
     return Prompt(
-        make_uid(0, 0),
+        make_uid(0, index),
         render_prompt(messages),
         messages=messages,
         ground_truth=ground_truth,
