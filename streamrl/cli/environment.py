@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import asdict
 
@@ -18,6 +18,7 @@ from streamrl.cli.arguments.environment_args import (
 )
 from streamrl.config.run_config import RunConfig
 from streamrl.engines.generator_config import GeneratorConfig
+from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.episodes.start_driver import load_turn_renderer
 from streamrl.environments.probing.environment_probe import EnvironmentProbe
 from streamrl.environments.probing.finding import Finding, FindingStatus
@@ -72,9 +73,12 @@ async def _collect_findings(arguments: argparse.Namespace) -> list[Finding]:
     return findings
 
 
-async def check(arguments: argparse.Namespace, recipe: RunConfig | None) -> AsyncIterator[Finding]:
+async def check(
+    arguments: argparse.Namespace, recipe: RunConfig | None
+) -> AsyncGenerator[Finding, None]:
     """Yield the findings on the environment and, with a recipe, on the texts of its model."""
-    config = choose_environment(arguments.environment, recipe and recipe.environment)
+    settings = recipe.environment if recipe else EnvironmentConfig()
+    config = choose_environment(arguments.environment, settings)
     renderer = load_turn_renderer(recipe.data, recipe.model.path) if recipe else None
     render_prompt = (renderer or ChatLineRenderer()).render_prompt
     file = choose_data_file(arguments, recipe)

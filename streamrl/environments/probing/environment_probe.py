@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import replace
 
@@ -49,9 +49,10 @@ class EnvironmentProbe:
         self._prompts = prompts
         self._open_episodes = open_episodes
         self._hosts = EnvironmentHostPool(replace(config, processes=1))
+        self._is_reproducible = True
         self.records: list[EpisodeRecord] = []
 
-    async def run(self) -> AsyncIterator[Finding]:
+    async def run(self) -> AsyncGenerator[Finding, None]:
         """Yield findings. Raises ConfigError for a class that cannot be used, and EpisodeError if
         its process does not start."""
         try:
@@ -115,6 +116,7 @@ class EnvironmentProbe:
             second = await self.play(first.policy, first.prompt)
             difference = second.error or find_first_difference(first, second)
             if difference:
+                self._is_reproducible = False
                 return report_failure(
                     subject,
                     f"{first.policy} policy, {describe_prompt(first.prompt)}: two episodes differ:"
@@ -149,14 +151,14 @@ class EnvironmentProbe:
         finally:
             await session.close()
         after = await self.play(before.policy, before.prompt)
-        difference = after.error or find_first_difference(before, after)
+        happened = "after its process was killed in an episode, the next one"
+        advice = "keep no state outside of the object (files, ports, locks), or clear it in reset"
+        if after.error:
+            return report_failure(subject, f"{happened} fails: {after.error}; {advice}")
+        difference = find_first_difference(before, after) if self._is_reproducible else ""
         if difference:
-            return report_failure(
-                subject,
-                f"after its process was killed in an episode, the next one differs: {difference};"
-                " keep no state outside of the object (files, ports, locks), or clear it in reset",
-            )
-        return report_ok(subject, "after its process was killed in an episode, the next one works")
+            return report_failure(subject, f"{happened} differs: {difference}; {advice}")
+        return report_ok(subject, f"{happened} works")
 
     async def _probe_memory(self) -> Finding:
         """Measure the memory of a process with many open sessions."""
@@ -186,7 +188,7 @@ def describe_class(description: EnvironmentDescription) -> Iterator[Finding]:
     """Yield the shape of the class, its tools, and advice if it can score nothing."""
     is_tools = description.shape is EnvironmentShape.TOOLS
     score = "score(episode)" if description.has_score else "the sum of the turns' rewards"
-    shape = f"{len(description.tools)} tools" if is_tools else "step(reply)"
+    shape = "tools" if is_tools else "step(reply)"
     place = f"{description.name} in {description.file}"
     yield report_ok("class", f"{place}: {shape}, scored by {score}")
     for tool in description.tools:
@@ -234,11 +236,12 @@ def judge_scores(
                 " a run would teach this",
             )
     senseless = list_scores(SILENT) + list_scores(RANDOM)
-    if oracle and senseless and sum(oracle) / len(oracle) <= max(senseless):
+    most = max(senseless, default=0.0)
+    if oracle and sum(oracle) / len(oracle) <= most:
         yield report_warning(
             "score",
-            f"the oracle's mean is {sum(oracle) / len(oracle):g}, no more than the"
-            f" {max(senseless):g} of a policy without sense; check oracle and score",
+            f"the oracle's mean is {sum(oracle) / len(oracle):g}, no more than the {most:g} of a"
+            " policy without sense; check oracle and score",
         )
 
 

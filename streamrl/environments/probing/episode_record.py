@@ -49,9 +49,10 @@ def find_first_difference(first: EpisodeRecord, second: EpisodeRecord) -> str:
     if text := _describe("first observation", first.start.messages, second.start.messages):
         return text
     for number, (one, other) in enumerate(zip(first.steps, second.steps, strict=False), start=1):
-        replies = first.replies[number - 1], second.replies[number - 1]
+        reply, other_reply = first.replies[number - 1], second.replies[number - 1]
         pairs: Sequence[tuple[str, Any, Any]] = (
-            ("reply", replies[0], replies[1]),
+            ("reply", reply.text, other_reply.text),
+            ("calls", list(reply.calls), list(other_reply.calls)),
             ("observation", list(one.messages), list(other.messages)),
             ("reward", one.reward, other.reward),
             ("end", one.done, other.done),
