@@ -14,6 +14,7 @@ class Guess:
     """The number, and the interval in which the answers so far leave it."""
 
     def reset(self, row: Any, seed: int) -> None:
+        self.is_won = False
         self.number = random.Random(seed).choice(NUMBERS)
         self.left = NUMBERS
         self.num_guesses = 0
@@ -28,6 +29,7 @@ class Guess:
             return Turn("?", done=self.num_guesses == MAX_GUESSES)
         guess = int(reply.text)
         if guess == self.number:
+            self.is_won = True
             return Turn("=", reward=1.0, done=True)
         size = len(self.left)
         if self.number < guess:

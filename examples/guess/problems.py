@@ -12,9 +12,7 @@ def make_rows(*, num_eval: int = NUM_EVAL) -> dict[str, list[Row]]:
     """Return the rows by split."""
     return {
         name: [
-            make_row(
-                QUESTION, "", data_source="guess", ability="search", split=name, index=i
-            )
+            make_row(QUESTION, "", data_source="guess", ability="search", split=name, index=i)
             for i in range(num_rows)
         ]
         for name, num_rows in (("train", NUM_TRAIN), ("eval", num_eval))
