@@ -10,7 +10,7 @@ trainer use them.
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -34,7 +34,7 @@ from streamrl.environments.interface import (
 )
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
 from streamrl.environments.tool_calls.call_formats import CallFormat, make_assistant_message
-from streamrl.errors import EpisodeError
+from streamrl.errors import ConfigError, EpisodeError
 from streamrl.messages import (
     Array,
     Columns,
@@ -130,16 +130,23 @@ def make_environment_seed(seed: int, uid: str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def join_messages(row: Sequence[Message], reset: Sequence[Message]) -> list[Message]:
-    """Return the row's messages followed by those of `reset`.
+def open_conversation(
+    row: Sequence[Message], reset: Sequence[Message]
+) -> tuple[list[Message], list[Message]]:
+    """Return the messages of the row, and those that the environment adds at its reset.
 
-    Two user messages in a row become one, separated by an empty line: many chat templates refuse
-    consecutive messages of one role.
+    A user message of the row that one of the environment follows becomes part of it, before an
+    empty line: many chat templates refuse consecutive messages of one role.
     """
     if row and reset and row[-1]["role"] == reset[0]["role"] == "user":
         joined = {**row[-1], "content": f"{row[-1]['content']}\n\n{reset[0]['content']}"}
-        return [*row[:-1], joined, *reset[1:]]
-    return [*row, *reset]
+        return [*row[:-1]], [joined, *reset[1:]]
+    return [*row], [*reset]
+
+
+def get_template_arguments(prompt: Prompt) -> Mapping[str, Any] | None:
+    """Return the row's own arguments of the chat template; None without any."""
+    return prompt.extra_info.get("chat_template_kwargs")
 
 
 class EpisodeDriver:
@@ -223,6 +230,9 @@ class EpisodeDriver:
             try:
                 with self.meter.track_open():
                     return await self._run_episode(request, session)
+            except ConfigError as error:
+                # An observation that the chat template does not take: wrong at every attempt.
+                raise EpisodeError(f"{describe_prompt(request.prompt)}: {error}") from error
             except EpisodeError:
                 self.meter.count_infra_error()
                 if attempt == self._attempts:
@@ -236,8 +246,12 @@ class EpisodeDriver:
         """Run an episode from reset to score. Raises EpisodeError."""
         started = _now()
         start = await session.reset()
-        messages = join_messages(request.prompt.messages, start.messages)
-        prompt_ids = self._renderer.render_prompt(messages, start.tools)
+        row, observation = open_conversation(request.prompt.messages, start.messages)
+        shown_tools = start.tools if self._renderer.template.can_render_tools else ()
+        prompt_ids = self._renderer.render_prompt(
+            row, shown_tools, get_template_arguments(request.prompt), observation=observation
+        )
+        messages = [*row, *observation]
         state = EpisodeState(request, session, messages, start.tools, EpisodeTokens(prompt_ids))
         state.elapsed_s = _now() - started
         if self._count_free_tokens(state) < 1:
@@ -289,7 +303,13 @@ class EpisodeDriver:
             return FinishReason.STOP
         if len(state.rewards) == self._limits.max_turns:
             return FinishReason.TURNS
-        bridge = self._renderer.render_bridge(turn_ids, result.messages, is_cut=False)
+        bridge = self._renderer.render_bridge(
+            turn_ids,
+            result.messages,
+            is_cut=False,
+            has_tools=bool(state.tools) and self._renderer.template.can_render_tools,
+            arguments=get_template_arguments(state.request.prompt),
+        )
         if self._count_free_tokens(state) <= len(bridge.token_ids):
             return FinishReason.TOKENS
         state.tokens.append_bridge(bridge)

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from streamrl.data.chat_template import ChatTemplate
 from streamrl.environments.episodes.decode_slots import DecodeSlots
 from streamrl.environments.episodes.driver import EpisodeDriver, EpisodeLimits
 from streamrl.environments.interface import EnvironmentStep, Reply, ResetResult
@@ -25,10 +26,13 @@ class CodePointRenderer:
 
     end_token_ids = (END,)
 
-    def render_prompt(self, messages, tools=()):
-        return np.array([ord(c) for m in messages for c in m["content"]], np.int32)
+    template = ChatTemplate(None, "plain")
 
-    def render_bridge(self, sampled_ids, messages, *, is_cut):
+    def render_prompt(self, messages, tools=(), arguments=None, *, observation=()):
+        texts = [message["content"] for message in (*messages, *observation)]
+        return np.array([ord(c) for text in texts for c in text], np.int32)
+
+    def render_bridge(self, sampled_ids, messages, *, is_cut, has_tools=False, arguments=None):
         text = "".join(f"[{message['content']}]" for message in messages)
         tokens = np.array([ord(c) for c in text], np.int32)
         return BridgeTokens(tokens, ~np.isin(tokens, [ord("["), ord("]")]))
