@@ -49,7 +49,7 @@ async def _check_class(
         for prompt in prompts:
             await _check_reset(config, hosts, renderer, prompt)
         notes = [hosts.description.note]
-        if tools and not renderer.template.can_render_tools:
+        if tools and not renderer.can_render_tools:
             notes.append(
                 f"{renderer.template.name} shows no tools to the model, which must know them:"
                 f" {', '.join(map(get_tool_name, tools))}"
@@ -70,7 +70,7 @@ async def _check_reset(
     finally:
         await session.close()
     row, observation = open_conversation(prompt.messages, start.messages)
-    tools = start.tools if renderer.template.can_render_tools else ()
+    tools = start.tools if renderer.can_render_tools else ()
     arguments = get_template_arguments(prompt)
     token_ids = renderer.render_prompt(row, tools, arguments, observation=observation)
     added = len(token_ids) - len(prompt.token_ids)

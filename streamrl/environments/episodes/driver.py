@@ -10,7 +10,14 @@ trainer use them.
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -30,10 +37,11 @@ from streamrl.environments.interface import (
     EnvironmentStep,
     EpisodeSummary,
     Message,
+    Reply,
     ToolSchema,
 )
-from streamrl.environments.rendering.turn_renderer import TurnRenderer
-from streamrl.environments.tool_calls.call_formats import CallFormat, make_assistant_message
+from streamrl.environments.rendering.turn_renderer import BridgeTokens
+from streamrl.environments.tool_calls.call_formats import make_assistant_message
 from streamrl.errors import ConfigError, EpisodeError
 from streamrl.messages import (
     Array,
@@ -66,6 +74,43 @@ class TurnSampler(Protocol):
         max_new_tokens: int | None = None,
         stop_token_ids: Sequence[int] = (),
     ) -> list[Rollout]: ...
+
+
+class EpisodeRenderer(Protocol):
+    """Renderer of what the policy reads: a model's (`TurnRenderer`), or one of text."""
+
+    @property
+    def end_token_ids(self) -> Collection[int]: ...
+
+    @property
+    def can_render_tools(self) -> bool: ...
+
+    def render_prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        observation: Sequence[Message] = (),
+    ) -> Array: ...
+
+    def render_bridge(
+        self,
+        sampled_ids: Sequence[int],
+        messages: Sequence[Message],
+        *,
+        is_cut: bool,
+        has_tools: bool = False,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> BridgeTokens: ...
+
+
+class TurnParser(Protocol):
+    """Parser of sampled turns: a model's (`CallFormat`), or one of text."""
+
+    def parse(
+        self, token_ids: Sequence[int], tools: Sequence[ToolSchema], *, is_cut: bool = False
+    ) -> Reply: ...
 
 
 ComputeContext = Callable[..., AbstractAsyncContextManager[MutableMapping[str, Any]]]
@@ -149,6 +194,15 @@ def get_template_arguments(prompt: Prompt) -> Mapping[str, Any] | None:
     return prompt.extra_info.get("chat_template_kwargs")
 
 
+@contextmanager
+def translate_template_errors(prompt: Prompt) -> Iterator[None]:
+    """Raise EpisodeError for an observation that the chat template does not take."""
+    try:
+        yield
+    except ConfigError as error:
+        raise EpisodeError(f"{describe_prompt(prompt)}: {error}") from error
+
+
 class EpisodeDriver:
     """Runs episodes against an engine and the hosts of an environment.
 
@@ -160,8 +214,8 @@ class EpisodeDriver:
         self,
         sampler: TurnSampler,
         hosts: EnvironmentHosts,
-        renderer: TurnRenderer,
-        call_format: CallFormat,
+        renderer: EpisodeRenderer,
+        call_format: TurnParser,
         *,
         limits: EpisodeLimits,
         slots: DecodeSlots,
@@ -230,9 +284,6 @@ class EpisodeDriver:
             try:
                 with self.meter.track_open():
                     return await self._run_episode(request, session)
-            except ConfigError as error:
-                # An observation that the chat template does not take: wrong at every attempt.
-                raise EpisodeError(f"{describe_prompt(request.prompt)}: {error}") from error
             except EpisodeError:
                 self.meter.count_infra_error()
                 if attempt == self._attempts:
@@ -247,10 +298,11 @@ class EpisodeDriver:
         started = _now()
         start = await session.reset()
         row, observation = open_conversation(request.prompt.messages, start.messages)
-        shown_tools = start.tools if self._renderer.template.can_render_tools else ()
-        prompt_ids = self._renderer.render_prompt(
-            row, shown_tools, get_template_arguments(request.prompt), observation=observation
-        )
+        shown_tools = start.tools if self._renderer.can_render_tools else ()
+        with translate_template_errors(request.prompt):
+            prompt_ids = self._renderer.render_prompt(
+                row, shown_tools, get_template_arguments(request.prompt), observation=observation
+            )
         messages = [*row, *observation]
         state = EpisodeState(request, session, messages, start.tools, EpisodeTokens(prompt_ids))
         state.elapsed_s = _now() - started
@@ -303,13 +355,15 @@ class EpisodeDriver:
             return FinishReason.STOP
         if len(state.rewards) == self._limits.max_turns:
             return FinishReason.TURNS
-        bridge = self._renderer.render_bridge(
-            turn_ids,
-            result.messages,
-            is_cut=False,
-            has_tools=bool(state.tools) and self._renderer.template.can_render_tools,
-            arguments=get_template_arguments(state.request.prompt),
-        )
+        prompt = state.request.prompt
+        with translate_template_errors(prompt):
+            bridge = self._renderer.render_bridge(
+                turn_ids,
+                result.messages,
+                is_cut=False,
+                has_tools=bool(state.tools) and self._renderer.can_render_tools,
+                arguments=get_template_arguments(prompt),
+            )
         if self._count_free_tokens(state) <= len(bridge.token_ids):
             return FinishReason.TOKENS
         state.tokens.append_bridge(bridge)

@@ -64,6 +64,7 @@ class EnvironmentHost:
             HostOperation.RESET: environment.reset,
             HostOperation.STEP: environment.step,
             HostOperation.SCORE: environment.score,
+            HostOperation.ORACLE: environment.ask_oracle,
         }
         task = asyncio.current_task()
         assert task is not None

@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,13 @@ from streamrl.environments.hosts.host_protocol import (
     EnvironmentDescription,
     HostOperation,
 )
-from streamrl.environments.interface import EnvironmentStep, EpisodeSummary, Reply, ResetResult
+from streamrl.environments.interface import (
+    EnvironmentStep,
+    EpisodeSummary,
+    Message,
+    Reply,
+    ResetResult,
+)
 from streamrl.errors import ConfigError, EpisodeError
 from streamrl.messages import Prompt
 from streamrl.process_pool.background_tasks import BackgroundTasks
@@ -275,6 +282,17 @@ class HostedSession:
     async def score(self, episode: EpisodeSummary) -> float:
         result: float = await self._call(HostOperation.SCORE, episode)
         return result
+
+    async def ask_oracle(self, messages: Sequence[Message]) -> str:
+        """Return the turn that the class's `oracle` would write after these messages."""
+        reply: str = await self._call(HostOperation.ORACLE, messages)
+        return reply
+
+    @property
+    def host_pid(self) -> int:
+        """Pid of the root of the process tree in which the session is open."""
+        assert self._host is not None, "call reset first"
+        return self._host.pid
 
     async def close(self) -> None:
         """Close the environment and give up a call that still runs. A failure is only logged."""

@@ -32,6 +32,7 @@ class EnvironmentDescription:
     tools: schemas of the tools; () for turns.
     has_score: the class has `score`; otherwise the score is the sum of the turns' rewards, which
         for tools is 0.
+    has_oracle: the class has `oracle`, a policy that solves it, for `streamrl environment check`.
     """
 
     name: str
@@ -39,6 +40,7 @@ class EnvironmentDescription:
     shape: EnvironmentShape
     tools: Sequence[ToolSchema] = ()
     has_score: bool = False
+    has_oracle: bool = False
 
     @property
     def note(self) -> str:
@@ -56,6 +58,7 @@ class HostOperation(Enum):
     RESET = "reset"
     STEP = "step"
     SCORE = "score"
+    ORACLE = "oracle"
     CLOSE = "close"
 
 
@@ -63,7 +66,8 @@ class HostOperation(Enum):
 class HostRequest:
     """Operation on a session.
 
-    arguments: of RESET prompt and seed, of STEP the Reply, of SCORE the EpisodeSummary.
+    arguments: of RESET prompt and seed, of STEP the Reply, of SCORE the EpisodeSummary, of
+        ORACLE the messages of the episode.
     """
 
     operation: HostOperation

@@ -39,11 +39,13 @@ class UserEnvironment:
         self._settings = settings
         self._runner = runner
         self._object: Any = None
+        self._row: Prompt | None = None
 
     async def reset(self, prompt: Prompt, seed: int) -> ResetResult:
         """Construct the object, and reset it if the class has `reset`."""
         offered = {"row": prompt, "seed": seed}
         observation = None
+        self._row = prompt
         async with asyncio.timeout(self._settings.turn_timeout_s):
             self._object = await self._runner.run(
                 self._class.methods[CONSTRUCTOR], self._class.class_object
@@ -62,6 +64,14 @@ class UserEnvironment:
             return sum(episode.rewards)
         async with asyncio.timeout(self._settings.turn_timeout_s):
             return self.to_float("score", await self.call("score", episode))
+
+    async def ask_oracle(self, messages: Sequence[Message]) -> str:
+        """Return the turn that the class's `oracle` would write next."""
+        async with asyncio.timeout(self._settings.turn_timeout_s):
+            reply = await self.call("oracle", self._row, messages)
+        if not isinstance(reply, str):
+            raise self.make_result_error("oracle", reply, "a text")
+        return "".join((reply, ""))  # a plain str, as the pool unpickles no subclass
 
     async def close(self) -> None:
         if self._object is not None and "close" in self._class.methods:

@@ -124,6 +124,11 @@ class TurnRenderer:
         own = () if eos is None else (int(eos),)
         return cls(tokenizer, template, frozenset((*own, *end_token_ids)))
 
+    @property
+    def can_render_tools(self) -> bool:
+        """True if the template shows the schemas of tools to the model."""
+        return self.template.can_render_tools
+
     def render_prompt(
         self,
         messages: Sequence[Message],
@@ -139,7 +144,7 @@ class TurnRenderer:
         ConfigError if the template refuses the conversation.
         """
         writer = self.get_writer(has_tools=bool(tools))
-        shown = _clean_messages(observation)
+        shown = clean_messages(observation)
         pieces = writer.write_prompt(messages, shown, tools, arguments)
         token_ids = self._encode(pieces).token_ids
         return np.concatenate([np.array(self._opening_ids, np.int32), token_ids])
@@ -160,7 +165,7 @@ class TurnRenderer:
         has_tools: the prompt was rendered with tools. arguments: as for the prompt. Raises
         ConfigError for a role that the template does not support after a turn.
         """
-        shown = _clean_messages(messages)
+        shown = clean_messages(messages)
         if not shown:
             raise ConfigError("an observation needs a message, with empty content if need be")
         has_tools = has_tools or any(message["role"] == "tool" for message in shown)
@@ -269,7 +274,7 @@ def _list_markers(tokenizer: "PreTrainedTokenizerBase", template: ChatTemplate) 
     return np.array([i for i in markers if i != tokenizer.unk_token_id], np.int32)
 
 
-def _clean_messages(messages: Sequence[Message]) -> list[Message]:
+def clean_messages(messages: Sequence[Message]) -> list[Message]:
     """Check the messages of an observation, and replace what no tokenizer takes."""
     cleaned = []
     for number, message in enumerate(messages):

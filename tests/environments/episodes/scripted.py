@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from streamrl.data.chat_template import ChatTemplate
 from streamrl.environments.episodes.decode_slots import DecodeSlots
 from streamrl.environments.episodes.driver import EpisodeDriver, EpisodeLimits
 from streamrl.environments.interface import EnvironmentStep, Reply, ResetResult
@@ -26,7 +25,7 @@ class CodePointRenderer:
 
     end_token_ids = (END,)
 
-    template = ChatTemplate(None, "plain")
+    can_render_tools = True
 
     def render_prompt(self, messages, tools=(), arguments=None, *, observation=()):
         texts = [message["content"] for message in (*messages, *observation)]
