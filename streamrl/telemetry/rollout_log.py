@@ -20,6 +20,7 @@ from streamrl.messages import TokenSource
 ROLLOUTS_FOLDER = "rollouts"
 SAMPLED = TokenSource.SAMPLED.name.lower()
 PROMPT = TokenSource.PROMPT.name.lower()
+SCAFFOLD = TokenSource.SCAFFOLD.name.lower()
 
 
 class RecordedTurn(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -42,14 +43,6 @@ class RecordedTurn(msgspec.Struct, frozen=True, omit_defaults=True):
     versions: tuple[tuple[int, int], ...] = ()
     piece_lengths: tuple[int, ...] = ()
     logprobs: tuple[float | None, ...] = ()
-
-    def split_pieces(self) -> tuple[list[str], str]:
-        """Return the pieces of text of the first tokens, and the text of all others."""
-        pieces, start = [], 0
-        for length in self.piece_lengths:
-            pieces.append(self.text[start : start + length])
-            start += length
-        return pieces, self.text[start:]
 
 
 class RecordedRollout(msgspec.Struct, frozen=True):

@@ -160,4 +160,4 @@ async def test_the_turns_that_the_scorer_records_are_read_back(tmp_path: Path):
     assert second.environment_score == 1.0
     assert first.prompt_text == "Guess."
     assert first.version_range == (3, 4)
-    assert first.turns[1].split_pieces() == (["5", "0", "<|end|>"], "")
+    assert (first.turns[1].text, first.turns[1].piece_lengths) == ("50<|end|>", (1, 1, 7))

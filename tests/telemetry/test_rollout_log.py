@@ -69,7 +69,6 @@ def test_rows_recorded_without_an_environment_are_read_as_one_turn(tmp_path: Pat
     assert first.prompt_text is first.version_range is first.finish_reason is None
     (turn,) = first.visible_turns
     assert (turn.source, turn.text, turn.tokens) == ("sampled", "2", None)
-    assert turn.split_pieces() == ([], "2")
 
 
 def test_steps_are_listed_by_number_and_foreign_files_ignored(tmp_path: Path):
