@@ -50,11 +50,11 @@ def print_groups(console: Console, groups: Sequence[RecordedGroup]) -> None:
 def _arrange_row(blocks: Sequence[Sequence[Text]], num_columns: int) -> RenderableType:
     if num_columns == 1:
         return Group(Text(), *blocks[0])
-    table = Table.grid(padding=(1, 2, 0, 0), expand=True)
+    table = Table.grid(padding=(0, 2, 0, 0), expand=True)
     for _ in range(num_columns):
         table.add_column(ratio=1, overflow="fold")
     table.add_row(*(Group(*block) for block in blocks))
-    return table
+    return Group(Text(), table)
 
 
 def make_printable(text: str) -> str:
