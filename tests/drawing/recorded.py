@@ -47,4 +47,4 @@ def make_group(
     rollouts: Sequence[RecordedRollout], *, step: int = 4, uid: str = "0:1:0", **fields: Any
 ) -> RecordedGroup:
     prompt = ({"role": "user", "content": "Guess."},)
-    return RecordedGroup(step, uid, tuple(rollouts), **{"prompt": prompt, **fields})
+    return RecordedGroup(step, uid, tuple(rollouts), prompt, **fields)

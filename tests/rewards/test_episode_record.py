@@ -44,7 +44,12 @@ Segment = tuple[TokenSource, str, int]
 
 def make_columns(episodes: Sequence[Sequence[Segment]]) -> dict[str, Any]:
     """Make the columns of a group; each sampled segment is a turn with reward 0.5, CALLED."""
-    ids, source, versions, lengths, num_turns, turn_ends = [], [], [], [], [], []
+    ids: list[int] = []
+    source: list[TokenSource] = []
+    versions: list[int] = []
+    lengths: list[int] = []
+    num_turns: list[int] = []
+    turn_ends: list[int] = []
     for segments in episodes:
         start, turns_before = len(ids), len(turn_ends)
         for kind, text, version in segments:
