@@ -162,11 +162,20 @@ def resolve_subject(
             raise ConfigError(f"{path}: the run has no checkpoint yet")
         path, recipe = resume.checkpoint.model_dir, recipe or resume.run_dir / "config.yaml"
     if recipe is None:
-        default = min(256, read_model_length(str(path), limit=None) // 2)
+        model_length = read_model_length(str(path), limit=None)
+        default = min(256, model_length // 2)
+        environment = EnvironmentConfig()
+        environment.max_tokens = min(environment.max_tokens, model_length // 2)
         rewards = [RewardConfig(kind="exact")]
         generator = GeneratorConfig(max_new_tokens=default)
         subject = EvaluationSubject(
-            path, rewards, generator, DataConfig(), RewardContext(), EvaluationConfig()
+            path,
+            rewards,
+            generator,
+            DataConfig(),
+            RewardContext(),
+            EvaluationConfig(),
+            environment,
         )
     else:
         config = load_config(recipe)

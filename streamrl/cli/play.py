@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import contextlib
 import math
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
@@ -32,11 +33,16 @@ from streamrl.environments.scripted.chat_lines import ChatLineRenderer
 from streamrl.environments.scripted.observed_hosts import ObservedHosts
 from streamrl.environments.scripted.policy_sampler import load_policy, make_text_driver
 from streamrl.errors import ConfigError
+from streamrl.files.hf_config import read_model_length
 from streamrl.messages import Columns, Prompt
 
 HUMAN = "human"
 PERSON_PROMPT = "you> "
 HINT = "One line is one turn; a backslash at its end continues it. Ctrl-D ends the episode."
+
+
+class TurnInterruptedError(Exception):
+    """Ctrl-C while a person types. asyncio reports a KeyboardInterrupt in a task as unhandled."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,6 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
     except EOFError:
         print("\nended before the environment did: no score")
         return 0
+    except TurnInterruptedError:
+        print()
+        raise KeyboardInterrupt from None
     print(format_end(columns))
     return 0
 
@@ -92,9 +101,8 @@ async def _play(arguments: argparse.Namespace) -> Columns:
 
 
 async def _play_text(arguments: argparse.Namespace, recipe: RunConfig | None) -> Columns:
-    config = choose_environment(
-        arguments.environment, recipe and recipe.environment, max_turns=arguments.max_turns
-    )
+    settings = recipe.environment if recipe else EnvironmentConfig()
+    config = choose_environment(arguments.environment, settings, max_turns=arguments.max_turns)
     is_human = arguments.policy == HUMAN
     policy = ask_person if is_human else load_policy(arguments.policy, setting="--policy")
     prompt = _read_row(arguments, recipe, ChatLineRenderer().render_prompt)
@@ -113,9 +121,15 @@ async def _play_model(arguments: argparse.Namespace, recipe: RunConfig | None) -
     model = str(subject.model_dir)
     renderer = load_turn_renderer(subject.data, model)
     prompt = _read_row(arguments, recipe, renderer.render_prompt)
+    longest = len(prompt.token_ids) + config.max_tokens
+    model_length = read_model_length(model, limit=None)
+    if longest > model_length:
+        raise ConfigError(
+            f"environment.max_tokens={config.max_tokens}: with the row's {len(prompt.token_ids)}"
+            f" tokens it exceeds the model's context of {model_length}; lower it in --config"
+        )
     async with _open_hosts(config, is_human=False) as hosts:
         call_format = choose_call_format(config, renderer, hosts.description.tools)
-        longest = len(prompt.token_ids) + config.max_tokens
         engine = await start_engine(subject, arguments.seed, longest)
         try:
             driver = EpisodeDriver(
@@ -172,15 +186,25 @@ async def _run_episode(driver: EpisodeDriver, prompt: Prompt, seed: int) -> Colu
 
 
 async def ask_person(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
-    """Read the turn of the person at the terminal. Raises EOFError at the end of the input.
+    """Read the turn of the person at the terminal. Raises EOFError and TurnInterruptedError.
 
     Blocks the event loop: only one episode is open, and it waits for this turn. In a thread, the
     read could not be given up at Ctrl-C.
     """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives input() a history and arrow keys
-    lines = [input(PERSON_PROMPT)]
+    lines = [_read_line(PERSON_PROMPT)]
     while lines[-1].endswith("\\"):
         lines[-1] = lines[-1][:-1]
-        lines.append(input(" " * len(PERSON_PROMPT)))
+        lines.append(_read_line(" " * len(PERSON_PROMPT)))
     return "\n".join(lines)
+
+
+def _read_line(label: str) -> str:
+    try:
+        line = input(label)
+    except KeyboardInterrupt:
+        raise TurnInterruptedError from None
+    if not sys.stdin.isatty():
+        print(line)  # no terminal has shown it
+    return line

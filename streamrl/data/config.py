@@ -3,7 +3,13 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from streamrl.data.files import DataFile, check_eval_files, check_stream_weights, parse_data_files
+from streamrl.data.files import (
+    MODEL_TEMPLATE,
+    DataFile,
+    check_eval_files,
+    check_stream_weights,
+    parse_data_files,
+)
 from streamrl.errors import ConfigError
 
 _LONG_PROMPT_ACTIONS = ("error", "skip", "truncate")
@@ -62,7 +68,7 @@ class DataConfig:
 
     @property
     def shared_template(self) -> str:
-        """Template of all files. Raises ConfigError if they differ."""
+        """Template of all files, the model's without files. Raises ConfigError if they differ."""
         files = (*self.train_files, *self.eval_files)
         for file in files:
             if file.template != files[0].template:
@@ -70,7 +76,7 @@ class DataConfig:
                     f"{file.key}.template={file.template}: differs from {files[0].key}.template="
                     f"{files[0].template}; with an environment all files need the same template"
                 )
-        return files[0].template
+        return files[0].template if files else MODEL_TEMPLATE
 
     def parse_files(self, value: Any, *, key: str) -> tuple[DataFile, ...]:
         files = parse_data_files(value, key=key, prompt_key=self.prompt_key)

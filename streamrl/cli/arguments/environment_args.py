@@ -50,16 +50,15 @@ def load_recipe(path: Path | None) -> RunConfig | None:
 
 
 def choose_environment(
-    path: str | None, recipe: EnvironmentConfig | None, **settings: Any
+    path: str | None, recipe: EnvironmentConfig, **settings: Any
 ) -> EnvironmentConfig:
-    """Return the recipe's settings, or the defaults, for the environment at `path`.
+    """Return the recipe's settings for the environment at `path`, by default the recipe's own.
 
     settings: values that replace the recipe's, unless they are None. Raises ConfigError if no
     environment is named.
     """
-    config = recipe or EnvironmentConfig()
     given = {name: value for name, value in settings.items() if value is not None}
-    config = replace(config, path=path or config.path, **given)
+    config = replace(recipe, path=path or recipe.path, **given)
     if not config.is_enabled:
         raise ConfigError("give ENVIRONMENT, as file.py:Class, or a --config with environment.path")
     return config
@@ -94,14 +93,16 @@ def read_prompts(
     chosen = list(islice(rows, first, first + count))
     if not chosen:
         raise ConfigError(f"{file.path}: has no row {first}; rows count from 0")
-    return [make_prompt(row, render_prompt(row.messages)) for row in chosen]
+    return [make_prompt(row, render_prompt(row.messages).tolist()) for row in chosen]
 
 
-def make_text_prompt(text: str, ground_truth: str | None, render_prompt: RenderPrompt) -> Prompt:
-    """Return a prompt of one user message, as of a row {"prompt": text}."""
+def make_text_prompt(
+    text: str, ground_truth: str | None, render_prompt: RenderPrompt, *, index: int = 0
+) -> Prompt:
+    """Return a prompt of one user message, as of row `index` with {"prompt": text}."""
     messages = [{"role": "user", "content": text}]
     return Prompt(
-        make_uid(0, 0),
+        make_uid(0, index),
         render_prompt(messages),
         messages=messages,
         ground_truth=ground_truth,

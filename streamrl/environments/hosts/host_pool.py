@@ -294,6 +294,11 @@ class HostedSession:
         assert self._host is not None, "call reset first"
         return self._host.pid
 
+    async def kill_host(self) -> None:
+        """Kill the process in which the session is open; its episodes fail as after a crash."""
+        assert self._host is not None, "call reset first"
+        await self._host.kill()
+
     async def close(self) -> None:
         """Close the environment and give up a call that still runs. A failure is only logged."""
         host, self._host = self._host, None

@@ -24,7 +24,7 @@ from streamrl.environments.rendering.turn_renderer import TurnRenderer
 from streamrl.errors import ConfigError
 
 KEPT = "Differences are kept as sampled: the policy is trained on the tokens it saw."
-USER_MESSAGES, SPECIAL_TEXT = "user messages", "special tokens as text"
+USER_MESSAGES, TOOL_CALL, SPECIAL_TEXT = "user messages", "one tool call", "special tokens as text"
 LOOK_UP: ToolSchema = {
     "type": "function",
     "function": {
@@ -127,7 +127,7 @@ def make_conversations(special_text: str, *, is_json: bool) -> dict[str, list[Me
     plain = [assistant("I know the first."), user("Go on."), assistant("And the second.")]
     return {
         USER_MESSAGES: [*ask, *plain, user("Done?")],
-        "one tool call": [*ask, call("one"), *results("1"), call("two"), *results("2\n3")],
+        TOOL_CALL: [*ask, call("one"), *results("1"), call("two"), *results("2\n3")],
         "several tool calls": [*ask, call("one", "two"), *results("1", "2")],
         "user message after a tool": [*ask, call("one"), *results("1"), *plain, user("Done?")],
         "thoughts": [

@@ -144,7 +144,7 @@ class TurnRenderer:
         ConfigError if the template refuses the conversation.
         """
         writer = self.get_writer(has_tools=bool(tools))
-        shown = clean_messages(observation)
+        shown = _clean_messages(observation)
         pieces = writer.write_prompt(messages, shown, tools, arguments)
         token_ids = self._encode(pieces).token_ids
         return np.concatenate([np.array(self._opening_ids, np.int32), token_ids])
@@ -165,9 +165,7 @@ class TurnRenderer:
         has_tools: the prompt was rendered with tools. arguments: as for the prompt. Raises
         ConfigError for a role that the template does not support after a turn.
         """
-        shown = clean_messages(messages)
-        if not shown:
-            raise ConfigError("an observation needs a message, with empty content if need be")
+        shown = clean_observation(messages)
         has_tools = has_tools or any(message["role"] == "tool" for message in shown)
         try:
             bridge = self.get_writer(has_tools=has_tools).write_bridge(shown, arguments)
@@ -274,9 +272,16 @@ def _list_markers(tokenizer: "PreTrainedTokenizerBase", template: ChatTemplate) 
     return np.array([i for i in markers if i != tokenizer.unk_token_id], np.int32)
 
 
-def clean_messages(messages: Sequence[Message]) -> list[Message]:
+def clean_observation(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages after a turn, checked. Raises ConfigError, also if there is none."""
+    if not messages:
+        raise ConfigError("an observation needs a message, with empty content if need be")
+    return _clean_messages(messages)
+
+
+def _clean_messages(messages: Sequence[Message]) -> list[Message]:
     """Check the messages of an observation, and replace what no tokenizer takes."""
-    cleaned = []
+    cleaned: list[Message] = []
     for number, message in enumerate(messages):
         role, content = message.get("role"), message.get("content")
         if role not in ROLES or not isinstance(content, str):

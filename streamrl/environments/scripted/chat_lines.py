@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from streamrl.environments.interface import Message, Reply, ToolCall, ToolSchema
-from streamrl.environments.rendering.turn_renderer import BridgeTokens, clean_messages
+from streamrl.environments.rendering.turn_renderer import BridgeTokens, clean_observation
 from streamrl.environments.tool_calls.call_formats import check_call
 from streamrl.environments.tool_calls.call_objects import read_call_object
 from streamrl.environments.tool_calls.marked_turn import WrittenCall
@@ -73,7 +73,7 @@ class ChatLineRenderer:
         arguments: Mapping[str, Any] | None = None,
     ) -> BridgeTokens:
         """Return the observation's tokens. Raises ConfigError as for a model's template."""
-        token_ids = encode_lines(clean_messages(messages))
+        token_ids = encode_lines(clean_observation(messages))
         return BridgeTokens(token_ids, np.ones(len(token_ids), np.bool_))
 
 

@@ -1,0 +1,283 @@
+"""Probe of an environment: episodes of scripted policies, seeds, deadlines, crash, memory."""
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, nullcontext
+from dataclasses import replace
+
+from streamrl.environments.config import EnvironmentConfig
+from streamrl.environments.episodes.driver import make_environment_seed
+from streamrl.environments.hosts.host_pool import EnvironmentHostPool
+from streamrl.environments.hosts.host_protocol import EnvironmentDescription, EnvironmentShape
+from streamrl.environments.interface import Message, ToolSchema
+from streamrl.environments.probing.episode_record import EpisodeRecord, find_first_difference
+from streamrl.environments.probing.finding import (
+    Finding,
+    report_failure,
+    report_ok,
+    report_warning,
+)
+from streamrl.environments.probing.probe_policies import make_random_policy, stay_silent
+from streamrl.environments.scripted.observed_hosts import ObservedHosts
+from streamrl.environments.scripted.policy_sampler import Policy, make_text_driver
+from streamrl.environments.tool_calls.tool_signature import format_tool
+from streamrl.errors import ConfigError, EpisodeError
+from streamrl.files.bounded_read import MIB
+from streamrl.messages import Prompt, describe_prompt
+from streamrl.process_pool.proc_stats import ProcessTable
+
+SILENT, RANDOM, ORACLE = "silent", "random", "oracle"
+FULL_SCORE = 1.0
+"""Score of a solved episode, where no oracle shows it."""
+NUM_OPEN_SESSIONS = 50
+SLOW_SHARE = 0.5
+"""Share of a deadline from which an operation counts as slow: machines of a run are busier."""
+
+
+class EnvironmentProbe:
+    """Checks of an environment against its hosts; `run` yields findings as they come.
+
+    prompts: rows of the episodes. open_episodes: episodes that a generator keeps open.
+    records: episodes so far.
+    """
+
+    def __init__(
+        self, config: EnvironmentConfig, prompts: Sequence[Prompt], *, open_episodes: int
+    ) -> None:
+        self._config = config
+        self._prompts = prompts
+        self._open_episodes = open_episodes
+        self._hosts = EnvironmentHostPool(replace(config, processes=1))
+        self._is_reproducible = True
+        self.records: list[EpisodeRecord] = []
+
+    async def run(self) -> AsyncGenerator[Finding, None]:
+        """Yield findings. Raises ConfigError for a class that cannot be used, and EpisodeError if
+        its process does not start."""
+        try:
+            await self._hosts.start()
+            for finding in describe_class(self.description):
+                yield finding
+            policies = [SILENT, RANDOM, *([ORACLE] if self.description.has_oracle else [])]
+            for policy in policies:
+                records = [await self.play(policy, prompt) for prompt in self._prompts]
+                self.records += records
+                yield describe_episodes(policy, records)
+            for finding in judge_scores(self.records, self.description):
+                yield finding
+            yield await self._compare_same_seed(policies)
+            yield await self._compare_seeds(policies[-1])
+            for finding in judge_seconds(self.records, self._config):
+                yield finding
+            yield await self._probe_crash()
+            yield await self._probe_memory()
+        finally:
+            await self._hosts.close()
+
+    @property
+    def description(self) -> EnvironmentDescription:
+        return self._hosts.description
+
+    async def play(self, policy: str, prompt: Prompt, *, seed_offset: int = 0) -> EpisodeRecord:
+        """Run an episode to its end; a failure of the environment is part of the record."""
+        record = EpisodeRecord(prompt, policy)
+        hosts = ObservedHosts(self._hosts, record)
+        seed = make_environment_seed(0, prompt.uid) + seed_offset
+
+        async def ask_oracle(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
+            assert hosts.session is not None
+            return await hosts.session.ask_oracle(messages)
+
+        functions: dict[str, Policy] = {
+            SILENT: stay_silent,
+            RANDOM: make_random_policy(make_environment_seed(1, prompt.uid)),
+            ORACLE: ask_oracle,
+        }
+        driver = make_text_driver(
+            self._config, hosts, functions[policy], timeout_s=self._config.episode_timeout_s
+        )
+        try:
+            await driver.run_group(
+                prompt,
+                seeds=[0],
+                environment_seed=seed,
+                compute=lambda **facts: nullcontext({}),
+            )
+        # ConfigError: an observation that no chat template could show.
+        except (EpisodeError, ConfigError) as error:
+            record.error = str(error)
+        return record
+
+    async def _compare_same_seed(self, policies: Sequence[str]) -> Finding:
+        subject = "same seed"
+        complete = [record for record in self.records if not record.error]
+        for first in complete:
+            second = await self.play(first.policy, first.prompt)
+            difference = second.error or find_first_difference(first, second)
+            if difference:
+                self._is_reproducible = False
+                return report_failure(
+                    subject,
+                    f"{first.policy} policy, {describe_prompt(first.prompt)}: two episodes differ:"
+                    f" {difference}; take all randomness from random.Random(seed) of"
+                    " reset(row, seed), or a group compares different tasks",
+                )
+        if not complete:
+            return report_warning(subject, "not compared: no episode came to its end")
+        return report_ok(subject, f"{len(complete)} episodes are equal when they are repeated")
+
+    async def _compare_seeds(self, policy: str) -> Finding:
+        subject = "other seed"
+        firsts = [r for r in self.records if r.policy == policy and not r.error]
+        if not firsts:
+            return report_warning(subject, f"not compared: the {policy} policy meets failures")
+        second = await self.play(policy, firsts[0].prompt, seed_offset=1)
+        difference = second.error or find_first_difference(firsts[0], second)
+        if not difference:
+            return report_ok(subject, f"changes nothing for the {policy} policy")
+        return report_ok(subject, f"changes the episode: {difference}")
+
+    async def _probe_crash(self) -> Finding:
+        """Kill the process of an open session, and run the next episode."""
+        subject = "crash"
+        before = next((record for record in self.records if not record.error), None)
+        if before is None:
+            return report_warning(subject, "not tried: no episode came to its end")
+        session = self._hosts.open_session(before.prompt, seed=0)
+        try:
+            await session.reset()
+            await session.kill_host()
+        finally:
+            await session.close()
+        after = await self.play(before.policy, before.prompt)
+        happened = "after its process was killed in an episode, the next one"
+        advice = "keep no state outside of the object (files, ports, locks), or clear it in reset"
+        if after.error:
+            return report_failure(subject, f"{happened} fails: {after.error}; {advice}")
+        difference = find_first_difference(before, after) if self._is_reproducible else ""
+        if difference:
+            return report_failure(subject, f"{happened} differs: {difference}; {advice}")
+        return report_ok(subject, f"{happened} works")
+
+    async def _probe_memory(self) -> Finding:
+        """Measure the memory of a process with many open sessions."""
+        subject = "memory"
+        count = 1 if self._config.isolate else NUM_OPEN_SESSIONS
+        table = ProcessTable()
+        async with AsyncExitStack() as stack:
+            sizes = []
+            for number in (1, count):
+                sessions = []
+                for _ in range(number):
+                    sessions.append(self._hosts.open_session(self._prompts[0], seed=0))
+                    stack.push_async_callback(sessions[-1].close)
+                try:
+                    await asyncio.gather(*(session.reset() for session in sessions))
+                except EpisodeError as error:
+                    return report_failure(subject, f"{count} open episodes: {error}")
+                sizes.append(table.measure_tree_memory(sessions[-1].host_pid))
+        if self._config.isolate:
+            return judge_memory(sizes[0], 0, 0, self._config)
+        per_episode = max(0, sizes[1] - sizes[0]) / count
+        num_open = math.ceil(self._open_episodes / self._config.processes)
+        return judge_memory(sizes[0], per_episode, num_open, self._config)
+
+
+def describe_class(description: EnvironmentDescription) -> Iterator[Finding]:
+    """Yield the shape of the class, its tools, and advice if it can score nothing."""
+    is_tools = description.shape is EnvironmentShape.TOOLS
+    score = "score(episode)" if description.has_score else "the sum of the turns' rewards"
+    shape = "tools" if is_tools else "step(reply)"
+    place = f"{description.name} in {description.file}"
+    yield report_ok("class", f"{place}: {shape}, scored by {score}")
+    for tool in description.tools:
+        yield report_ok("tool", format_tool(tool))
+    if description.note:
+        yield report_warning("score", description.note)
+
+
+def describe_episodes(policy: str, records: Sequence[EpisodeRecord]) -> Finding:
+    """Report a policy's episodes: turns, scores and ends, or the first failure."""
+    failed = [record for record in records if record.error]
+    if failed:
+        first = failed[0]
+        return report_failure(
+            policy,
+            f"{len(failed)} of {len(records)} episodes failed, {describe_prompt(first.prompt)} at"
+            f" turn {len(first.steps) + 1}: {first.error}; answer a bad reply by an observation or"
+            " a low reward: a run repeats such episodes, then drops their group",
+        )
+    turns = sum(len(record.steps) for record in records) / len(records)
+    scores = [record.score for record in records if record.score is not None]
+    reasons = ", ".join(sorted({record.finish_reason or "timeout" for record in records}))
+    shown = f"scores {min(scores):g} to {max(scores):g}" if scores else "no score"
+    return report_ok(
+        policy, f"{len(records)} episodes, {turns:.1f} turns, {shown}, ends: {reasons}"
+    )
+
+
+def judge_scores(
+    records: Sequence[EpisodeRecord], description: EnvironmentDescription
+) -> Iterator[Finding]:
+    """Yield a warning for each policy without sense that gets the full score, and a weak oracle."""
+
+    def list_scores(policy: str) -> list[float]:
+        return [r.score for r in records if r.policy == policy and r.score is not None]
+
+    oracle = list_scores(ORACLE)
+    full = max(oracle, default=FULL_SCORE)
+    for policy in (SILENT, RANDOM):
+        num_full = sum(score >= full for score in list_scores(policy))
+        if num_full:
+            yield report_warning(
+                "score",
+                f"gives {full:g} to nonsense: the {policy} policy gets it in {num_full} episodes;"
+                " a run would teach this",
+            )
+    senseless = list_scores(SILENT) + list_scores(RANDOM)
+    most = max(senseless, default=0.0)
+    if oracle and sum(oracle) / len(oracle) <= most:
+        yield report_warning(
+            "score",
+            f"the oracle's mean is {sum(oracle) / len(oracle):g}, no more than the {most:g} of a"
+            " policy without sense; check oracle and score",
+        )
+
+
+def judge_seconds(records: Sequence[EpisodeRecord], config: EnvironmentConfig) -> Iterator[Finding]:
+    """Yield the slowest answers, compared with the deadline."""
+    slowest: dict[str, float] = {}
+    for record in records:
+        for name, seconds in record.seconds.items():
+            slowest[name] = max(seconds, slowest.get(name, 0.0))
+    if not slowest:
+        return
+    limit_s = config.turn_timeout_s
+    text = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in slowest.items())
+    report: Callable[[str, str], Finding] = report_ok
+    advice = ""
+    if max(slowest.values()) > SLOW_SHARE * limit_s:
+        report, advice = report_warning, "; a busy machine will miss it: raise it"
+    yield report("time", f"slowest {text}; environment.turn_timeout_s={limit_s:g}{advice}")
+
+
+def judge_memory(
+    first_bytes: float, per_episode: float, num_open: int, config: EnvironmentConfig
+) -> Finding:
+    """Compare the memory that a process will need with its limit.
+
+    first_bytes: memory of a process with one open episode. per_episode: memory of each further one,
+    bytes. num_open: open episodes of a process in a run.
+    """
+    needed = first_bytes + per_episode * num_open
+    text = f"a process with an open episode has {first_bytes / MIB:.0f} MiB"
+    if num_open:
+        text += (
+            f", each further episode {per_episode / MIB:.3f} MiB; a run's {num_open} per process"
+            f" need {needed / MIB:.0f} MiB"
+        )
+    text += f"; environment.memory_gib={config.memory_gib:g}"
+    if needed > config.memory_bytes:
+        return report_warning("memory", f"{text}: raise it, or lower environment.open_episodes")
+    return report_ok("memory", text)

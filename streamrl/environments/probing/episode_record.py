@@ -1,0 +1,70 @@
+"""Record of an episode: all that the environment answered, and how long it took."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from streamrl.environments.interface import EnvironmentStep, EpisodeSummary, Reply, ResetResult
+from streamrl.messages import Prompt
+from streamrl.rewards.interface.checks import format_value
+
+
+@dataclass
+class EpisodeRecord:
+    """Record of an episode, filled while it runs (`EpisodeObserver`).
+
+    score: None without an end. error: failure that ended it; "" if none did.
+    seconds: longest time of each operation.
+    """
+
+    prompt: Prompt
+    policy: str
+    start: ResetResult = field(default_factory=ResetResult)
+    replies: list[Reply] = field(default_factory=list)
+    steps: list[EnvironmentStep] = field(default_factory=list)
+    finish_reason: str = ""
+    score: float | None = None
+    error: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def see_reset(self, prompt: Prompt, start: ResetResult, seconds: float) -> None:
+        self.start = start
+        self._add_seconds("reset", seconds)
+
+    def see_step(self, reply: Reply, step: EnvironmentStep, seconds: float) -> None:
+        self.replies.append(reply)
+        self.steps.append(step)
+        self._add_seconds("step", seconds)
+
+    def see_score(self, episode: EpisodeSummary, score: float, seconds: float) -> None:
+        self.finish_reason, self.score = episode.finish_reason, score
+        self._add_seconds("score", seconds)
+
+    def _add_seconds(self, operation: str, seconds: float) -> None:
+        self.seconds[operation] = max(seconds, self.seconds.get(operation, 0.0))
+
+
+def find_first_difference(first: EpisodeRecord, second: EpisodeRecord) -> str:
+    """Return the first difference of two episodes, with its turn from 1; "" if they are equal."""
+    if text := _describe("first observation", first.start.messages, second.start.messages):
+        return text
+    for number, (one, other) in enumerate(zip(first.steps, second.steps, strict=False), start=1):
+        reply, other_reply = first.replies[number - 1], second.replies[number - 1]
+        pairs: Sequence[tuple[str, Any, Any]] = (
+            ("reply", reply.text, other_reply.text),
+            ("calls", list(reply.calls), list(other_reply.calls)),
+            ("observation", list(one.messages), list(other.messages)),
+            ("reward", one.reward, other.reward),
+            ("end", one.done, other.done),
+            ("outcomes of calls", list(one.outcomes), list(other.outcomes)),
+        )
+        for name, *values in pairs:
+            if text := _describe(f"turn {number}: {name}", *values):
+                return text
+    return _describe("number of turns", len(first.steps), len(second.steps)) or _describe(
+        "score", first.score, second.score
+    )
+
+
+def _describe(name: str, first: Any, second: Any) -> str:
+    return "" if first == second else f"{name}: {format_value(first)}, then {format_value(second)}"

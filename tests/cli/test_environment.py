@@ -1,0 +1,56 @@
+"""`streamrl environment check`: lines of findings, or JSON, and the exit code."""
+
+import json
+
+import pytest
+
+from streamrl.cli.main import main
+from tests.environments.hosts.user_files import CALCULATOR, GUESS
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch, capsys):
+    """Run the command on an environment's source; return exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(source, *words):
+        (tmp_path / "mine.py").write_text(source)
+        code = main(["environment", "check", "mine.py", *words])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_an_environment_that_raises_at_nonsense_fails(check):
+    code, out, _ = check(GUESS, "--rows", "1")
+    assert code == 1
+    lines = out.splitlines()
+    assert lines[0].startswith("ok    class        Guess in ")
+    assert lines[1].startswith("fail  silent       1 of 1 episodes failed, uid 0:0:0 at turn 1: ")
+
+
+def test_findings_on_tools_are_printed_as_json(check, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "17*23", "ground_truth": "391"}\n' * 3)
+    code, out, _ = check(CALCULATOR, "--data", "rows.jsonl", "--rows", "2", "--json")
+    assert code == 0
+    findings = {f["subject"]: f for f in json.loads(out)["findings"]}
+    assert findings["tool"] == {
+        "status": "ok",
+        "subject": "tool",
+        "text": "multiply(a: integer, b: integer): Multiply two numbers.",
+    }
+    assert findings["silent"]["text"].startswith("2 episodes, 1.0 turns, scores 0 to 0")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rows", "0"], "--rows=0: must be at least 1"),
+        (["--data", "none.jsonl"], "none.jsonl"),
+        (["--config", "none.yaml"], "none.yaml"),
+    ],
+)
+def test_bad_input_is_refused_with_one_line(check, words, message):
+    code, out, error = check(GUESS, *words)
+    assert (code, out) == (2, "")
+    assert message in error and error.count("\n") == 1

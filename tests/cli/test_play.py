@@ -1,0 +1,126 @@
+"""`streamrl play`: a person or a function plays an episode in the terminal."""
+
+import io
+
+import pytest
+
+from streamrl.cli.main import main
+from tests.descendants import descendants
+from tests.environments.hosts.user_files import CALCULATOR, GUESS
+
+POLICIES = """
+def solve(messages, tools):
+    if messages[-1]["role"] == "user":
+        function = {"name": tools[0]["function"]["name"], "arguments": {"a": 17, "b": 23}}
+        return {"content": "", "tool_calls": [{"function": function}]}
+    return messages[-1]["content"]
+
+def number(messages, tools):
+    return 3
+
+def unnamed():
+    return ""
+"""
+
+
+@pytest.fixture
+def play(tmp_path, monkeypatch, capsys):
+    """Run the command in a folder of user files, with typed lines; return code, out and err."""
+    for name, source in (("guess", GUESS), ("calculator", CALCULATOR), ("policies", POLICIES)):
+        (tmp_path / f"{name}.py").write_text(source)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "first"}\n{"prompt": "17*23"}\n')
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words, typed=""):
+        before = descendants()
+        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+        code = main(["play", *words])
+        assert not descendants() - before, "a process of the environment is left"
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_a_person_calls_tools_and_answers(play):
+    typed = 'multiply(a=17, b="x")\nmultiply(a=17, \\\nb=23)\n391\n'
+    code, out, _ = play("calculator.py", "--prompt", "17*23", "--truth", "391", typed=typed)
+    assert code == 0
+    assert out.splitlines()[1:] == [
+        "tools:",
+        "  multiply(a: integer, b: integer): Multiply two numbers.",
+        'Call a tool as name(argument="value"); any other text answers and ends the episode.',
+        "user> 17*23",
+        'you> multiply(a=17, b="x")',
+        "  call multiply: wrong_arguments",
+        'tool multiply> wrong arguments for multiply: b: must be integer, got "x"',
+        "you> multiply(a=17, \\",
+        "     b=23)",
+        "  call multiply: ok",
+        "tool multiply> 391",
+        "you> 391",
+        "end: stop after turn 3; rewards 0, 0, 0; score 1",
+    ]
+
+
+def test_the_end_of_the_input_ends_the_episode_without_a_score(play):
+    code, out, error = play("guess.py", "--data", "rows.jsonl", "--row", "1", typed="99\n")
+    assert (code, error) == (0, "")
+    assert "user> 17*23\nuser> 0-63\nyou> 99\nuser> <\n" in out
+    assert out.endswith("\nended before the environment did: no score\n")
+
+
+def test_an_interrupt_while_typing_ends_the_episode(play, monkeypatch):
+    def interrupt(label):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", interrupt)
+    code, _, error = play("guess.py")
+    assert (code, error) == (130, "streamrl: interrupted\n")
+
+
+def test_a_function_plays_up_to_the_limit_of_turns(play):
+    words = (
+        "calculator.py",
+        "--prompt",
+        "17*23",
+        "--truth",
+        "391",
+        "--policy",
+        "policies.py:solve",
+    )
+    code, out, _ = play(*words)
+    assert code == 0
+    assert "policy> multiply(a=17, b=23)\n  call multiply: ok\ntool multiply> 391\n" in out
+    assert out.endswith("policy> 391\nend: stop after turn 2; rewards 0, 0; score 1\n")
+    _, out, _ = play(*words, "--max-turns", "1")
+    assert out.endswith("end: turns after turn 1; rewards 0; score 0\n")
+
+
+def test_an_environment_that_raises_fails_the_command_with_its_line(play):
+    code, _, error = play("guess.py", typed="seven\n")
+    assert code == 1
+    assert "Guess.step at" in error and "ValueError: invalid literal" in error
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give ENVIRONMENT, as file.py:Class, or a --config with environment.path"),
+        (["none.py"], "environment.path=none.py: no such file"),
+        (["guess.py", "--row", "1"], "--row=1: needs a prompt file; give --data"),
+        (["guess.py", "--row", "-1"], "--row=-1: must be at least 0"),
+        (["guess.py", "--data", "rows.jsonl", "--row", "2"], "rows.jsonl: has no row 2"),
+        (["guess.py", "--truth", "1"], "--truth=1: needs --prompt"),
+        (["guess.py", "--split", "x"], "--split=x has no effect"),
+        (["guess.py", "--prompt", "x", "--row", "0"], "--prompt: gives the row itself"),
+        (["guess.py", "--max-turns", "0"], "environment.max_turns=0: must be above 0"),
+        (["guess.py", "--policy", "policies.py:none"], "--policy=policies.py:none: not in"),
+        (["guess.py", "--policy", "policies.py:unnamed"], "write it as unnamed(messages, tools)"),
+        (["guess.py", "--policy", "policies.py:number"], "returned 3; a policy returns text"),
+    ],
+)
+def test_bad_input_is_refused_with_one_line(play, words, message):
+    code, _, error = play(*words)
+    assert code == 2
+    assert error.startswith("streamrl: ") and error.count("\n") == 1
+    assert message in error
