@@ -115,7 +115,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    subject = _resolve_subject(arguments)
+    subject = resolve_subject(
+        arguments.model,
+        arguments.config,
+        reward=arguments.reward,
+        max_new_tokens=arguments.max_new_tokens,
+    )
     config = choose_sampling(arguments, subject.evaluation)
     named = parse_named_files(arguments, arguments.data, subject.data)
     # The command line cannot name files, and base names may collide (test.parquet in two folders).
@@ -134,14 +139,19 @@ def choose_sampling(arguments: argparse.Namespace, config: EvaluationConfig) -> 
     return replace(config, **{name: value for name, value in options.items() if value is not None})
 
 
-def _resolve_subject(arguments: argparse.Namespace) -> EvaluationSubject:
+def resolve_subject(
+    path: Path,
+    recipe: Path | None,
+    *,
+    reward: str | None = None,
+    max_new_tokens: int | None = None,
+) -> EvaluationSubject:
     """Find the model to evaluate and its settings.
 
-    MODEL is a model directory, a checkpoint, or a run directory, whose newest checkpoint counts.
-    Settings come from --config, else from the run, else from defaults.
+    path: model directory, checkpoint, or run directory, whose newest checkpoint counts. recipe:
+    config file with the settings; None: those of the run, else defaults. reward, max_new_tokens:
+    replace the settings' own. Raises ConfigError.
     """
-    path: Path = arguments.model
-    recipe: Path | None = arguments.config
     if not (path / "config.json").is_file():
         if not (path / "state.json").is_file() and not (path / "checkpoints").is_dir():
             raise ConfigError(
@@ -152,9 +162,9 @@ def _resolve_subject(arguments: argparse.Namespace) -> EvaluationSubject:
             raise ConfigError(f"{path}: the run has no checkpoint yet")
         path, recipe = resume.checkpoint.model_dir, recipe or resume.run_dir / "config.yaml"
     if recipe is None:
-        max_new_tokens = min(256, read_model_length(str(path), limit=None) // 2)
+        default = min(256, read_model_length(str(path), limit=None) // 2)
         rewards = [RewardConfig(kind="exact")]
-        generator = GeneratorConfig(max_new_tokens=max_new_tokens)
+        generator = GeneratorConfig(max_new_tokens=default)
         subject = EvaluationSubject(
             path, rewards, generator, DataConfig(), RewardContext(), EvaluationConfig()
         )
@@ -177,14 +187,14 @@ def _resolve_subject(arguments: argparse.Namespace) -> EvaluationSubject:
             config.evaluation,
             config.environment,
         )
-    if arguments.reward is not None:
+    if reward is not None:
         # scorer.combine refers to the recipe's rewards, so drop it with them.
         context = subject.reward_context
         context = replace(context, scorer=replace(context.scorer, combine=""))
-        rewards = [RewardConfig(kind=arguments.reward)]
+        rewards = [RewardConfig(kind=reward)]
         subject = replace(subject, rewards=rewards, reward_context=context)
-    if arguments.max_new_tokens is not None:
-        generator = replace(subject.generator, max_new_tokens=arguments.max_new_tokens)
+    if max_new_tokens is not None:
+        generator = replace(subject.generator, max_new_tokens=max_new_tokens)
         subject = replace(subject, generator=generator)
     return subject
 
@@ -210,7 +220,7 @@ async def _evaluate_files(
     for file_prompts in prompts.values():
         rewards.check_prompts(file_prompts)
     longest = max(len(prompt.token_ids) for group in prompts.values() for prompt in group)
-    engine = await _start_engine(subject, config.seed, longest + subject.max_completion_tokens)
+    engine = await start_engine(subject, config.seed, longest + subject.max_completion_tokens)
 
     async def score(prompt: Prompt, rollouts: Columns) -> Columns:
         result = await rewards.judge_group(prompt, decode_rollouts(tokenizer, rollouts))
@@ -262,7 +272,7 @@ async def _open_sampler(
         await driver.close()
 
 
-async def _start_engine(
+async def start_engine(
     subject: EvaluationSubject, seed: int, max_length: int
 ) -> "GenerationEngine":
     """Start vLLM in this process; `max_length` limits the tokens of prompt plus completion."""

@@ -22,6 +22,8 @@ COMMANDS = {
     "train": "train a model from a config, or resume a run",
     "scale": "add or remove replicas of a running run",
     "evaluate": "compute pass@k, mean@k and maj@k of a model or checkpoint on prompt files",
+    "play": "play an episode of an environment in the terminal",
+    "environment": "check an environment with scripted policies before a run",
     "score": "score existing completions with a run's rewards",
     "config": "list config keys with their defaults and meanings",
     "rewards": "list reward kinds and their options",

@@ -6,7 +6,7 @@
 import asyncio
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -34,7 +34,7 @@ from streamrl.engines.models.tensor_parallel_support import (
 )
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.vllm.model_registry import explain_unshareable_process
-from streamrl.environments.check_environment import check_environment
+from streamrl.environments.episodes.check_environment import check_environment
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import (
     list_weight_files,
@@ -88,13 +88,7 @@ def prepare_run(config: RunConfig) -> PreparedRun:
     build_group_filter(config.filter)
     model_tokens = read_model_length(config.model.path, limit=config.model.max_length)
     _check_stop_tokens(config)
-    limit = config.data.compute_prompt_limit(
-        model_tokens=model_tokens,
-        max_new_tokens=config.max_completion_tokens,
-        key=config.completion_limit_key,
-    )
     notes = [asyncio.run(reward_set.run_preflight()) for reward_set in (rewards, *costs)]
-
     first_prompts: list[Prompt] = []
 
     def inspect(prompts: Sequence[Prompt]) -> None:
@@ -103,25 +97,7 @@ def prepare_run(config: RunConfig) -> PreparedRun:
         for reward_set in (rewards, *costs):
             reward_set.check_prompts(prompts)
 
-    max_new_tokens, on_long = config.max_completion_tokens, config.data.on_long_prompt
-    has_prompt_limit = config.data.max_prompt_tokens is not None
-    train = open_training_files(
-        config.data.train_files,
-        config.model.path,
-        limit=limit,
-        on_long=on_long,
-        max_sampled_tokens=None
-        if has_prompt_limit
-        else config.pipeline.micro_batch_tokens - max_new_tokens,
-        inspect=inspect,
-    )
-    evaluation = load_prompt_files(
-        config.data.eval_files,
-        config.model.path,
-        limit=limit,
-        on_long=on_long,
-        max_prompts=config.evaluation.limit,
-    )
+    train, evaluation = _open_prompt_files(config, model_tokens, inspect)
     eval_prompts = {loaded.file.name: loaded.prompts for loaded in evaluation}
     for prompts in eval_prompts.values():
         inspect(prompts)
@@ -133,7 +109,7 @@ def prepare_run(config: RunConfig) -> PreparedRun:
     if config.data.pretrain:
         load_texts(config.data.pretrain)
     lengths = (len(prompt.token_ids) for prompts in eval_prompts.values() for prompt in prompts)
-    max_length = max(train.max_prompt_tokens, *lengths, 0) + max_new_tokens
+    max_length = max(train.max_prompt_tokens, *lengths, 0) + config.max_completion_tokens
     _check_micro_batch(config, max_length)
     notes += [_check_trained_model(config, role) for role in config.dataflow.trained_roles]
     notes.append(describe_untrained_layers(config.model.path))
@@ -159,6 +135,36 @@ def prepare_run(config: RunConfig) -> PreparedRun:
             for call, reward_set in zip((REWARD_CALL, COST_CALL), (rewards, *costs), strict=False)
         },
     )
+
+
+def _open_prompt_files(
+    config: RunConfig, model_tokens: int, inspect: Callable[[Sequence[Prompt]], None]
+) -> tuple[TrainingFiles, list[LoadedFile]]:
+    """Open the training files and load the evaluation files; `inspect` receives training prompts.
+
+    model_tokens: context length of the model.
+    """
+    data, max_new_tokens = config.data, config.max_completion_tokens
+    limit = data.compute_prompt_limit(
+        model_tokens=model_tokens, max_new_tokens=max_new_tokens, key=config.completion_limit_key
+    )
+    left_tokens = config.pipeline.micro_batch_tokens - max_new_tokens
+    train = open_training_files(
+        data.train_files,
+        config.model.path,
+        limit=limit,
+        on_long=data.on_long_prompt,
+        max_sampled_tokens=left_tokens if data.max_prompt_tokens is None else None,
+        inspect=inspect,
+    )
+    evaluation = load_prompt_files(
+        data.eval_files,
+        config.model.path,
+        limit=limit,
+        on_long=data.on_long_prompt,
+        max_prompts=config.evaluation.limit,
+    )
+    return train, evaluation
 
 
 def _check_trained_model(config: RunConfig, role: str) -> list[str]:

@@ -16,20 +16,21 @@ class EnvironmentConfig:
     max_turns: most turns of an episode.
     max_tokens: most tokens of an episode besides the row's prompt: sampled tokens, observations,
         what the chat template writes between turns, and the schemas of tools.
-    turn_timeout_s: deadline of a call of the environment (reset, step, score), s.
-    call_timeout_s: deadline of a tool call, s.
+    turn_timeout_s: deadline of `reset`, of `step` and of `score`, each, s. Starting a process has a
+        deadline of its own, because the file may import torch.
+    call_timeout_s: deadline of a tool call, s. The policy reads that the call timed out.
     episode_timeout_s: most time of an episode in the engine and in its environment, s.
     open_episodes: episodes that a generator keeps open, those that wait for their environment
         included; null: generator.max_concurrent_rollouts.
-    processes: host processes per generator that run the environment's code.
-    isolate: run each episode in a process of its own.
+    processes: processes of each generator that run the environment's code and share the open
+        episodes. With `isolate`, processes kept ready for the next episodes.
+    isolate: run each episode in a process of its own, which is killed with the episode.
     memory_gib: memory limit of a host process including its children, GiB.
     call_format: format of the policy's tool calls; auto: that of the model's chat template.
     call_pattern: regular expression of a call, for call_format: regex.
-    parallel_calls: calls of a turn that run side by side.
-    max_reply_chars: most characters of a tool's reply; longer replies are cut in the middle.
-    max_malformed: consecutive turns without a valid call among their calls after which an episode
-        ends.
+    parallel_calls: calls of a turn that run concurrently, on the same environment object.
+    max_reply_chars: longest reply of a tool; the middle of a longer one is cut out.
+    max_malformed: turns in a row whose calls are all invalid, after which an episode ends.
     attempts: attempts at an episode whose environment fails.
     min_episodes: least episodes with which a group is trained if the environment fails for the
         others; null: all.
@@ -44,13 +45,13 @@ class EnvironmentConfig:
     call_timeout_s: float = 30.0
     episode_timeout_s: float = 1800.0
     open_episodes: int | None = None
-    processes: int = 1
+    processes: int = 2
     isolate: bool = False
     memory_gib: float = 4.0
     call_format: str = "auto"
     call_pattern: str = ""
-    parallel_calls: int = 8
-    max_reply_chars: int = 8000
+    parallel_calls: int = 1
+    max_reply_chars: int = 16_000
     max_malformed: int = 3
     attempts: int = 3
     min_episodes: int | None = None
@@ -74,6 +75,10 @@ class EnvironmentConfig:
                 f"environment.call_pattern: needs environment.call_format=regex, not"
                 f" {self.call_format}"
             )
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(self.memory_gib * 2**30)
 
     @property
     def is_enabled(self) -> bool:

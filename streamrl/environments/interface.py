@@ -1,7 +1,7 @@
 """Types that the driver of episodes, the environments and the renderer exchange.
 
     driver ---Reply---> environment      one sampled turn, decoded, with its tool calls
-    driver <--StepResult--- environment  messages that the policy reads next, reward, end
+    driver <--EnvironmentStep--- environment  messages that the policy reads next, reward, end
 
 An episode is one rollout of an environment. A turn is what the policy samples between two
 observations. Environments see text and messages, never tokens.
@@ -90,7 +90,7 @@ class ResetResult:
 
 
 @dataclass(frozen=True)
-class StepResult:
+class EnvironmentStep:
     """Observation after a turn.
 
     messages: messages that the policy reads before its next turn.
@@ -128,7 +128,7 @@ class EnvironmentSession(Protocol):
 
     async def reset(self) -> ResetResult: ...
 
-    async def step(self, reply: Reply) -> StepResult: ...
+    async def step(self, reply: Reply) -> EnvironmentStep: ...
 
     async def score(self, episode: EpisodeSummary) -> float:
         """Return the environment's score; the sum of the rewards if it has no own score."""

@@ -131,32 +131,34 @@ def read_model_length(path: str, *, limit: int | None) -> int:
 
 def _check_generation_config(path: Path, vocab_size: int) -> None:
     """Raise ConfigError for defaults in generation_config.json that vLLM refuses or ignores."""
-    token_ids = read_end_token_ids(str(path))
-    if not all(isinstance(token, int) and 0 <= token < vocab_size for token in token_ids):
+    token_ids = read_eos_token_ids(path)
+    if not all(isinstance(token_id, int) and 0 <= token_id < vocab_size for token_id in token_ids):
         raise ConfigError(
-            f"model.path={path}: {GENERATION_CONFIG}: eos_token_id={token_ids!r}: must be token"
+            f"model.path={path}: {GENERATION_CONFIG}: eos_token_id={token_ids}: must be token"
             f" ids below the vocabulary size {vocab_size}"
         )
 
 
-def read_end_token_ids(path: str) -> list[int]:
-    """Return the tokens that end a completion, by generation_config.json; [] if it names none.
+def read_eos_token_ids(path: Path) -> list[int]:
+    """Return the EOS token ids in a model's generation_config.json; [] if it names none.
 
-    Raises ConfigError for a file that transformers refuses. Its warnings, as about a temperature
-    under greedy decoding, do not matter here.
+    Warnings of transformers, as about a temperature under greedy decoding, do not matter here.
+    Raises ConfigError for an unreadable file.
     """
-    if not (Path(path) / GENERATION_CONFIG).is_file():
+    if not (path / GENERATION_CONFIG).is_file():
         return []
     from transformers import GenerationConfig
 
     try:
         with silence_transformers():
-            eos = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
+            eos_token_id = GenerationConfig.from_pretrained(
+                path, local_files_only=True
+            ).eos_token_id
     except _get_config_error_types() as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"model.path={path}: {GENERATION_CONFIG}: {reason}") from None
-    token_ids = eos if isinstance(eos, list) else [eos]
-    return [token for token in token_ids if token is not None]
+    token_ids = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
+    return [token_id for token_id in token_ids if token_id is not None]
 
 
 def compute_max_positions(config: "PreTrainedConfig") -> int:

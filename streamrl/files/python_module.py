@@ -93,6 +93,19 @@ class FileFunction:
         if self.is_async:
             raise ConfigError(f"{self.label}: in {self.file} must not be async")
 
+    def check_positional(self, arguments: Sequence[str]) -> None:
+        """Raise ConfigError unless the function takes these positional arguments."""
+        try:
+            inspect.Signature([*self.parameters.values()]).bind(*arguments)
+        except TypeError:
+            owner, _, name = self.name.rpartition(".")
+            after = " after self" if owner else ""
+            wanted = ", ".join([*(["self"] if owner else []), *arguments])
+            raise ConfigError(
+                f"{self.label}: in {self.file} has parameters ({self.signature_text}){after};"
+                f" write it as {name}({wanted})"
+            ) from None
+
     def describe_error(self, error: BaseException) -> str:
         """Format an exception from the function, with the innermost line of the user's file."""
         return f"{self.name} at {format_failure(self.file, error)}"

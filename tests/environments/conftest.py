@@ -15,8 +15,12 @@ SPECIAL_TOKENS = (
     *("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
     *("<|system|>", "<|user|>", "<|assistant|>", "<|return|>", "<|call|>", "<|end|>"),
 )
-PLAIN_ADDED_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-"""Added tokens that are not special, as in Qwen's tokenizers."""
+PLAIN_ADDED_TOKENS = (
+    *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
+    *("<|User|>", "<|Assistant|>", "<|tool_call_begin|>", "<|tool_call_end|>"),
+    *("<|tool_output_begin|>", "<|tool_output_end|>"),
+)
+"""Added tokens that are not special, as in the tokenizers of Qwen and DeepSeek."""
 NUM_MERGES = 1000
 
 

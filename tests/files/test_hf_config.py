@@ -19,6 +19,7 @@ from streamrl.files.hf_config import (
     TRUSTED_MODELS_ENV,
     compute_max_positions,
     make_trusted_env,
+    read_eos_token_ids,
     read_model_config,
     read_model_length,
     read_stored_shapes,
@@ -101,7 +102,7 @@ def test_gemma_3_states_positions_after_scaling():
     [
         ('{"max_new_tokens": -1}', "max_new_tokens"),
         ('{"eos', "not a valid JSON file"),
-        ('{"eos_token_id": "x"}', "eos_token_id='x': must be token ids"),
+        ('{"eos_token_id": "x"}', "eos_token_id=['x']: must be token ids"),
         ('{"eos_token_id": [4, -5]}', "must be token ids"),
         ('{"eos_token_id": 10000000}', "must be token ids below"),
     ],
@@ -112,6 +113,17 @@ def test_invalid_generation_defaults_are_refused(content: str, words: str, copy_
     with pytest.raises(ConfigError, match=r"generation_config\.json: ") as caught:
         read_model_length(str(path), limit=None)
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "token_ids"), [('{"eos_token_id": [2, 5]}', [2, 5]), ('{"eos_token_id": 7}', [7])]
+)
+def test_eos_tokens_are_read_from_the_generation_config(
+    content: str, token_ids: list[int], tmp_path: Path
+):
+    assert read_eos_token_ids(tmp_path) == []
+    (tmp_path / "generation_config.json").write_text(content)
+    assert read_eos_token_ids(tmp_path) == token_ids
 
 
 def test_generation_defaults_are_copied_into_checkpoints(copy_with_config: Any, tmp_path: Path):

@@ -10,7 +10,14 @@ trainer use them.
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -27,14 +34,15 @@ from streamrl.environments.interface import (
     CallOutcome,
     EnvironmentHosts,
     EnvironmentSession,
+    EnvironmentStep,
     EpisodeSummary,
     Message,
-    StepResult,
+    Reply,
     ToolSchema,
 )
-from streamrl.environments.rendering.turn_renderer import TurnRenderer
-from streamrl.environments.tool_calls.call_formats import CallFormat, make_assistant_message
-from streamrl.errors import EpisodeError
+from streamrl.environments.rendering.turn_renderer import BridgeTokens
+from streamrl.environments.tool_calls.call_formats import make_assistant_message
+from streamrl.errors import ConfigError, EpisodeError
 from streamrl.messages import (
     Array,
     Columns,
@@ -66,6 +74,43 @@ class TurnSampler(Protocol):
         max_new_tokens: int | None = None,
         stop_token_ids: Sequence[int] = (),
     ) -> list[Rollout]: ...
+
+
+class EpisodeRenderer(Protocol):
+    """Renderer of what the policy reads: a model's (`TurnRenderer`), or one of text."""
+
+    @property
+    def end_token_ids(self) -> Collection[int]: ...
+
+    @property
+    def can_render_tools(self) -> bool: ...
+
+    def render_prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        observation: Sequence[Message] = (),
+    ) -> Array: ...
+
+    def render_bridge(
+        self,
+        sampled_ids: Sequence[int],
+        messages: Sequence[Message],
+        *,
+        is_cut: bool,
+        has_tools: bool = False,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> BridgeTokens: ...
+
+
+class TurnParser(Protocol):
+    """Parser of sampled turns: a model's (`CallFormat`), or one of text."""
+
+    def parse(
+        self, token_ids: Sequence[int], tools: Sequence[ToolSchema], *, is_cut: bool = False
+    ) -> Reply: ...
 
 
 ComputeContext = Callable[..., AbstractAsyncContextManager[MutableMapping[str, Any]]]
@@ -118,7 +163,7 @@ class EpisodeState:
     call_outcomes: list[CallOutcome] = field(default_factory=list)
     elapsed_s: float = 0.0
 
-    def add_turn(self, result: StepResult) -> None:
+    def add_turn(self, result: EnvironmentStep) -> None:
         self.rewards.append(result.reward)
         self.turn_outcomes.append(find_turn_outcome(result.outcomes))
         self.call_outcomes += result.outcomes
@@ -130,16 +175,32 @@ def make_environment_seed(seed: int, uid: str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def join_messages(row: Sequence[Message], reset: Sequence[Message]) -> list[Message]:
-    """Return the row's messages followed by those of `reset`.
+def open_conversation(
+    row: Sequence[Message], reset: Sequence[Message]
+) -> tuple[list[Message], list[Message]]:
+    """Return the messages of the row, and those that the environment adds at its reset.
 
-    Two user messages in a row become one, separated by an empty line: many chat templates refuse
-    consecutive messages of one role.
+    A user message of the row that one of the environment follows becomes part of it, before an
+    empty line: many chat templates refuse consecutive messages of one role.
     """
     if row and reset and row[-1]["role"] == reset[0]["role"] == "user":
         joined = {**row[-1], "content": f"{row[-1]['content']}\n\n{reset[0]['content']}"}
-        return [*row[:-1], joined, *reset[1:]]
-    return [*row, *reset]
+        return [*row[:-1]], [joined, *reset[1:]]
+    return [*row], [*reset]
+
+
+def get_template_arguments(prompt: Prompt) -> Mapping[str, Any] | None:
+    """Return the row's own arguments of the chat template; None without any."""
+    return prompt.extra_info.get("chat_template_kwargs")
+
+
+@contextmanager
+def translate_template_errors(prompt: Prompt) -> Iterator[None]:
+    """Raise EpisodeError for an observation that the chat template does not take."""
+    try:
+        yield
+    except ConfigError as error:
+        raise EpisodeError(f"{describe_prompt(prompt)}: {error}") from error
 
 
 class EpisodeDriver:
@@ -153,8 +214,8 @@ class EpisodeDriver:
         self,
         sampler: TurnSampler,
         hosts: EnvironmentHosts,
-        renderer: TurnRenderer,
-        call_format: CallFormat,
+        renderer: EpisodeRenderer,
+        call_format: TurnParser,
         *,
         limits: EpisodeLimits,
         slots: DecodeSlots,
@@ -236,8 +297,13 @@ class EpisodeDriver:
         """Run an episode from reset to score. Raises EpisodeError."""
         started = _now()
         start = await session.reset()
-        messages = join_messages(request.prompt.messages, start.messages)
-        prompt_ids = self._renderer.render_prompt(messages, start.tools)
+        row, observation = open_conversation(request.prompt.messages, start.messages)
+        shown_tools = start.tools if self._renderer.can_render_tools else ()
+        with translate_template_errors(request.prompt):
+            prompt_ids = self._renderer.render_prompt(
+                row, shown_tools, get_template_arguments(request.prompt), observation=observation
+            )
+        messages = [*row, *observation]
         state = EpisodeState(request, session, messages, start.tools, EpisodeTokens(prompt_ids))
         state.elapsed_s = _now() - started
         if self._count_free_tokens(state) < 1:
@@ -274,7 +340,7 @@ class EpisodeDriver:
         reply = self._call_format.parse(turn_ids, state.tools, is_cut=is_cut)
         state.messages.append(make_assistant_message(reply))
         if is_cut:
-            state.add_turn(StepResult())
+            state.add_turn(EnvironmentStep())
             was_full = len(turn_ids) == self._limits.max_turn_tokens
             return FinishReason.LENGTH if was_full else FinishReason.TOKENS
         try:
@@ -282,14 +348,22 @@ class EpisodeDriver:
                 with self._measure_environment(state):
                     result = await state.session.step(reply)
         except TimeoutError:
-            state.add_turn(StepResult(outcomes=[CallOutcome.TIMED_OUT]))
+            state.add_turn(EnvironmentStep(outcomes=[CallOutcome.TIMED_OUT]))
             return FinishReason.TIMEOUT
         state.add_turn(result)
         if result.done:
             return FinishReason.STOP
         if len(state.rewards) == self._limits.max_turns:
             return FinishReason.TURNS
-        bridge = self._renderer.render_bridge(turn_ids, result.messages, is_cut=False)
+        prompt = state.request.prompt
+        with translate_template_errors(prompt):
+            bridge = self._renderer.render_bridge(
+                turn_ids,
+                result.messages,
+                is_cut=False,
+                has_tools=bool(state.tools) and self._renderer.can_render_tools,
+                arguments=get_template_arguments(prompt),
+            )
         if self._count_free_tokens(state) <= len(bridge.token_ids):
             return FinishReason.TOKENS
         state.tokens.append_bridge(bridge)

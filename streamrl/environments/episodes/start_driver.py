@@ -1,6 +1,7 @@
 """Start of a driver: the model's tokenizer and template, and the hosts of the environment."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from streamrl.data.chat_template import load_chat_template, load_tokenizer
 from streamrl.data.config import DataConfig
@@ -16,7 +17,7 @@ from streamrl.environments.tool_calls.call_formats import (
     detect_call_format,
     make_call_format,
 )
-from streamrl.files.hf_config import read_end_token_ids
+from streamrl.files.hf_config import read_eos_token_ids
 
 AUTO = "auto"
 
@@ -30,7 +31,7 @@ def load_turn_renderer(data: DataConfig, model_path: str) -> TurnRenderer:
     template = load_chat_template(
         data.shared_template, tokenizer, arguments=data.chat_template_kwargs
     )
-    end_token_ids = read_end_token_ids(model_path)
+    end_token_ids = read_eos_token_ids(Path(model_path))
     return TurnRenderer.from_template(tokenizer, template, end_token_ids=end_token_ids)
 
 

@@ -1,8 +1,10 @@
 """Handler of a host process: the sessions of a user's environment class, on one event loop."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
+from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.hosts.call_runner import (
     CANCEL_TIMEOUT_S,
     UserCallRunner,
@@ -14,7 +16,6 @@ from streamrl.environments.hosts.host_protocol import (
     HostOperation,
     HostRequest,
     HostResponse,
-    HostSettings,
 )
 from streamrl.environments.hosts.tool_environment import ToolEnvironment
 from streamrl.environments.hosts.user_class import load_user_class
@@ -27,7 +28,7 @@ class EnvironmentHost:
     Construction loads the user's file and raises ConfigError.
     """
 
-    def __init__(self, settings: HostSettings) -> None:
+    def __init__(self, settings: EnvironmentConfig) -> None:
         self._settings = settings
         self._class = load_user_class(settings.path)
         self._runner = UserCallRunner()
@@ -59,10 +60,11 @@ class EnvironmentHost:
             kind = ToolEnvironment if is_tools else TurnEnvironment
             self._sessions[session_id] = kind(self._class, self._settings, self._runner)
         environment = self._sessions[session_id]
-        methods = {
+        methods: dict[HostOperation, Callable[..., Awaitable[Any]]] = {
             HostOperation.RESET: environment.reset,
             HostOperation.STEP: environment.step,
             HostOperation.SCORE: environment.score,
+            HostOperation.ORACLE: environment.ask_oracle,
         }
         task = asyncio.current_task()
         assert task is not None

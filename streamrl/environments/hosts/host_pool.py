@@ -12,16 +12,24 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.hosts.host_process import START_TIMEOUT_S, HostProcess
 from streamrl.environments.hosts.host_protocol import (
     CLOSE_TIMEOUT_S,
     EnvironmentDescription,
     HostOperation,
-    HostSettings,
 )
-from streamrl.environments.interface import EpisodeSummary, Reply, ResetResult, StepResult
+from streamrl.environments.interface import (
+    EnvironmentStep,
+    EpisodeSummary,
+    Message,
+    Reply,
+    ResetResult,
+)
 from streamrl.errors import ConfigError, EpisodeError
 from streamrl.messages import Prompt
 from streamrl.process_pool.background_tasks import BackgroundTasks
@@ -46,7 +54,7 @@ class EnvironmentHostPool:
         unresponsive.
     """
 
-    def __init__(self, settings: HostSettings) -> None:
+    def __init__(self, settings: EnvironmentConfig) -> None:
         self._settings = settings
         self._hosts: list[HostProcess] = []
         self._num_starting = 0
@@ -267,13 +275,24 @@ class HostedSession:
         result: ResetResult = await self._call(HostOperation.RESET, self._prompt, self._seed)
         return result
 
-    async def step(self, reply: Reply) -> StepResult:
-        result: StepResult = await self._call(HostOperation.STEP, reply)
+    async def step(self, reply: Reply) -> EnvironmentStep:
+        result: EnvironmentStep = await self._call(HostOperation.STEP, reply)
         return result
 
     async def score(self, episode: EpisodeSummary) -> float:
         result: float = await self._call(HostOperation.SCORE, episode)
         return result
+
+    async def ask_oracle(self, messages: Sequence[Message]) -> str:
+        """Return the turn that the class's `oracle` would write after these messages."""
+        reply: str = await self._call(HostOperation.ORACLE, messages)
+        return reply
+
+    @property
+    def host_pid(self) -> int:
+        """Pid of the root of the process tree in which the session is open."""
+        assert self._host is not None, "call reset first"
+        return self._host.pid
 
     async def close(self) -> None:
         """Close the environment and give up a call that still runs. A failure is only logged."""
@@ -288,7 +307,7 @@ class HostedSession:
         finally:
             self._pool.release_host(host)
 
-    async def _call(self, operation: HostOperation, *arguments: object) -> object:
+    async def _call(self, operation: HostOperation, *arguments: Any) -> Any:
         host = self._host
         assert host is not None, "call reset first"
         try:
@@ -299,7 +318,7 @@ class HostedSession:
             self._pool.check_host(host)
 
 
-async def describe_environment(settings: HostSettings) -> EnvironmentDescription:
+async def describe_environment(settings: EnvironmentConfig) -> EnvironmentDescription:
     """Load the class in a temporary host and return its description, for checks before a run.
 
     Raises ConfigError if the class cannot be used, and EpisodeError if the host does not start.

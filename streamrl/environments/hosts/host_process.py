@@ -4,11 +4,11 @@ import asyncio
 import itertools
 from typing import Any
 
+from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.hosts.host_protocol import (
     HostOperation,
     HostRequest,
     HostResponse,
-    HostSettings,
 )
 from streamrl.errors import EpisodeError, EpisodeTimeoutError
 from streamrl.process_pool.process import ProcessExitedError, WorkerProcess
@@ -40,7 +40,7 @@ class HostProcess:
         self.kill_reason = ""
 
     @classmethod
-    async def start(cls, settings: HostSettings) -> "HostProcess":
+    async def start(cls, settings: EnvironmentConfig) -> "HostProcess":
         """Start a process. Raises ConfigError, and ProcessExitedError (`WorkerProcess.start`)."""
         return cls(await WorkerProcess.start(TARGET, settings, within_s=START_TIMEOUT_S))
 

@@ -1,7 +1,9 @@
-"""Settings of environment hosts, and the messages between the pool and its hosts.
+"""Messages between the pool and its hosts.
 
-pool --HostRequest--> host process (user's environment objects, one per session)
-     <-HostResponse--
+    pool --HostRequest--> host process
+         <-HostResponse--
+
+A host process has an object of the user's class per session.
 """
 
 from collections.abc import Sequence
@@ -10,50 +12,9 @@ from enum import Enum, StrEnum
 from typing import Any
 
 from streamrl.environments.interface import ToolSchema
-from streamrl.errors import ConfigError
 
 CLOSE_TIMEOUT_S = 5.0
 """Deadline of a user's `close`, s."""
-
-
-@dataclass(frozen=True)
-class HostSettings:
-    """Class of the environment, and limits of the processes that run it.
-
-    path: file.py or file.py:Class.
-    processes: processes that share the open sessions. With `isolate`, processes kept ready for the
-        next sessions.
-    turn_timeout_s: deadline of `reset`, of `step` and of `score`, each, s. Starting a process has a
-        deadline of its own, because the user's file may import torch.
-    call_timeout_s: deadline of a tool call, s. The policy reads that the call timed out.
-    max_reply_chars: longest reply of a tool; the middle of a longer one is cut out.
-    max_malformed: replies in a row without a valid call after which an episode ends.
-    parallel_calls: calls of a reply that run concurrently, on the same environment object.
-    memory_gib: memory limit of a process including its children, GiB.
-    isolate: run each session in a process of its own, which is killed with the session.
-    """
-
-    path: str
-    processes: int = 2
-    turn_timeout_s: float = 60.0
-    call_timeout_s: float = 30.0
-    max_reply_chars: int = 16_000
-    max_malformed: int = 3
-    parallel_calls: int = 1
-    memory_gib: float = 4.0
-    isolate: bool = False
-
-    def __post_init__(self) -> None:
-        for key in ("processes", "max_reply_chars", "max_malformed", "parallel_calls"):
-            if vars(self)[key] < 1:
-                raise ConfigError(f"{key}={vars(self)[key]}: must be 1 or more")
-        for key in ("turn_timeout_s", "call_timeout_s", "memory_gib"):
-            if vars(self)[key] <= 0:
-                raise ConfigError(f"{key}={vars(self)[key]}: must be above 0")
-
-    @property
-    def memory_bytes(self) -> int:
-        return int(self.memory_gib * 2**30)
 
 
 class EnvironmentShape(StrEnum):
@@ -71,6 +32,7 @@ class EnvironmentDescription:
     tools: schemas of the tools; () for turns.
     has_score: the class has `score`; otherwise the score is the sum of the turns' rewards, which
         for tools is 0.
+    has_oracle: the class has `oracle`, a policy that solves it, for `streamrl environment check`.
     """
 
     name: str
@@ -78,6 +40,7 @@ class EnvironmentDescription:
     shape: EnvironmentShape
     tools: Sequence[ToolSchema] = ()
     has_score: bool = False
+    has_oracle: bool = False
 
     @property
     def note(self) -> str:
@@ -95,6 +58,7 @@ class HostOperation(Enum):
     RESET = "reset"
     STEP = "step"
     SCORE = "score"
+    ORACLE = "oracle"
     CLOSE = "close"
 
 
@@ -102,7 +66,8 @@ class HostOperation(Enum):
 class HostRequest:
     """Operation on a session.
 
-    arguments: of RESET prompt and seed, of STEP the Reply, of SCORE the EpisodeSummary.
+    arguments: of RESET prompt and seed, of STEP the Reply, of SCORE the EpisodeSummary, of
+        ORACLE the messages of the episode.
     """
 
     operation: HostOperation

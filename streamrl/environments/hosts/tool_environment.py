@@ -3,11 +3,12 @@
 import asyncio
 from collections.abc import Sequence
 
+from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.hosts.call_runner import UserCallRunner, UserCodeError
-from streamrl.environments.hosts.host_protocol import HostSettings
 from streamrl.environments.hosts.user_class import UserClass
 from streamrl.environments.hosts.user_environment import UserEnvironment
-from streamrl.environments.interface import CallOutcome, Reply, StepResult, ToolCall
+from streamrl.environments.interface import CallOutcome, EnvironmentStep, Reply, ToolCall
+from streamrl.environments.tool_calls.call_formats import make_call_id
 from streamrl.environments.tool_calls.reply_text import (
     cut_middle,
     format_tool_error,
@@ -23,22 +24,22 @@ class ToolEnvironment(UserEnvironment):
     """
 
     def __init__(
-        self, user_class: UserClass, settings: HostSettings, runner: UserCallRunner
+        self, user_class: UserClass, settings: EnvironmentConfig, runner: UserCallRunner
     ) -> None:
         super().__init__(user_class, settings, runner)
         self._num_malformed = 0
 
-    async def step(self, reply: Reply) -> StepResult:
+    async def step(self, reply: Reply) -> EnvironmentStep:
         if not reply.calls:
-            return StepResult(done=True)
+            return EnvironmentStep(done=True)
         is_valid = any(call.outcome is CallOutcome.OK for call in reply.calls)
         self._num_malformed = 0 if is_valid else self._num_malformed + 1
         answers = await self._run_calls(reply.calls)
         messages = [
-            {"role": "tool", "tool_call_id": f"call_{i}", "name": call.name, "content": text}
+            {"role": "tool", "tool_call_id": make_call_id(i), "name": call.name, "content": text}
             for i, (call, (_, text)) in enumerate(zip(reply.calls, answers, strict=True))
         ]
-        return StepResult(
+        return EnvironmentStep(
             messages,
             done=self._num_malformed >= self._settings.max_malformed,
             outcomes=[outcome for outcome, _ in answers],

@@ -3,7 +3,8 @@
 class Guess:                        turns: the class has `step`
     def reset(self, row, seed): ...
     def step(self, reply): ...
-    def score(self, episode): ...   optional, as are reset and close
+    def score(self, episode): ...   optional, as are reset, close, and for tests
+    def oracle(self, row, messages): ...
 
 class Calculator:                   tools: its other public methods
     def reset(self, row): ...
@@ -22,7 +23,12 @@ from streamrl.files.python_module import FileFunction, load_referenced_class, ma
 
 RESET_PARAMETERS = ("row", "seed")
 """Parameters that `reset` may declare."""
-POSITIONAL_ARGUMENTS = {"step": ("reply",), "score": ("episode",), "close": ()}
+POSITIONAL_ARGUMENTS = {
+    "step": ("reply",),
+    "score": ("episode",),
+    "oracle": ("row", "messages"),
+    "close": (),
+}
 """Positional arguments of the other methods that are not tools."""
 CONSTRUCTOR = "__init__"
 SETTING = "environment.path"
@@ -32,8 +38,8 @@ SETTING = "environment.path"
 class UserClass:
     """Environment class of a user.
 
-    methods: `reset`, `step`, `score`, `close` and tools by name, as far as the class has them, and
-        the constructor.
+    methods: `reset`, `step`, `score`, `oracle`, `close` and tools by name, as far as the class has
+        them, and the constructor.
     reset_arguments: names of the arguments that `reset` takes.
     """
 
@@ -62,7 +68,7 @@ def load_user_class(path: str) -> UserClass:
         )
     for name, arguments in POSITIONAL_ARGUMENTS.items():
         if name in methods:
-            _check_positional(methods[name], arguments)
+            methods[name].check_positional(arguments)
     reset_arguments: tuple[str, ...] = ()
     if "reset" in methods:
         reset_arguments = methods["reset"].select_arguments(RESET_PARAMETERS)
@@ -72,6 +78,7 @@ def load_user_class(path: str) -> UserClass:
         shape=EnvironmentShape.TOOLS if tools else EnvironmentShape.TURNS,
         tools=tuple(make_tool_schema(methods[name].function) for name in tools),
         has_score="score" in methods,
+        has_oracle="oracle" in methods,
     )
     constructor = FileFunction(file, class_object.__name__, class_object, {}, label)
     return UserClass(
@@ -105,14 +112,3 @@ def _check_constructor(class_object: type, file: str, label: str) -> None:
         ) from None
     except ValueError as error:  # some C classes have no signature
         raise ConfigError(f"{label}: in {file}: {error}") from None
-
-
-def _check_positional(method: FileFunction, arguments: tuple[str, ...]) -> None:
-    try:
-        inspect.Signature([*method.parameters.values()]).bind(*arguments)
-    except TypeError:
-        wanted = ", ".join(["self", *arguments])
-        raise ConfigError(
-            f"{method.label}: in {method.file} has parameters ({method.signature_text}) after self;"
-            f" write it as {method.name.rpartition('.')[2]}({wanted})"
-        ) from None

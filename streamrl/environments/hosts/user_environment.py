@@ -5,15 +5,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.hosts.call_runner import UserCallRunner, UserCodeError
-from streamrl.environments.hosts.host_protocol import CLOSE_TIMEOUT_S, HostSettings
+from streamrl.environments.hosts.host_protocol import CLOSE_TIMEOUT_S
 from streamrl.environments.hosts.user_class import CONSTRUCTOR, UserClass
 from streamrl.environments.interface import (
+    EnvironmentStep,
     EpisodeSummary,
     Message,
     Reply,
     ResetResult,
-    StepResult,
     Turn,
 )
 from streamrl.files.bounded_read import MIB
@@ -31,18 +32,20 @@ class UserEnvironment:
     """
 
     def __init__(
-        self, user_class: UserClass, settings: HostSettings, runner: UserCallRunner
+        self, user_class: UserClass, settings: EnvironmentConfig, runner: UserCallRunner
     ) -> None:
         self.description = user_class.description
         self._class = user_class
         self._settings = settings
         self._runner = runner
         self._object: Any = None
+        self._row: Prompt | None = None
 
     async def reset(self, prompt: Prompt, seed: int) -> ResetResult:
         """Construct the object, and reset it if the class has `reset`."""
         offered = {"row": prompt, "seed": seed}
         observation = None
+        self._row = prompt
         async with asyncio.timeout(self._settings.turn_timeout_s):
             self._object = await self._runner.run(
                 self._class.methods[CONSTRUCTOR], self._class.class_object
@@ -53,7 +56,7 @@ class UserEnvironment:
         messages = () if observation is None else self.to_messages("reset", observation)
         return ResetResult(messages, self.description.tools)
 
-    async def step(self, reply: Reply) -> StepResult:
+    async def step(self, reply: Reply) -> EnvironmentStep:
         raise NotImplementedError
 
     async def score(self, episode: EpisodeSummary) -> float:
@@ -61,6 +64,14 @@ class UserEnvironment:
             return sum(episode.rewards)
         async with asyncio.timeout(self._settings.turn_timeout_s):
             return self.to_float("score", await self.call("score", episode))
+
+    async def ask_oracle(self, messages: Sequence[Message]) -> str:
+        """Return the turn that the class's `oracle` would write next."""
+        async with asyncio.timeout(self._settings.turn_timeout_s):
+            reply = await self.call("oracle", self._row, messages)
+        if not isinstance(reply, str):
+            raise self.make_result_error("oracle", reply, "a text")
+        return "".join((reply, ""))  # a plain str, as the pool unpickles no subclass
 
     async def close(self) -> None:
         if self._object is not None and "close" in self._class.methods:
@@ -110,13 +121,14 @@ class UserEnvironment:
 class TurnEnvironment(UserEnvironment):
     """Environment whose class has `step`."""
 
-    async def step(self, reply: Reply) -> StepResult:
+    async def step(self, reply: Reply) -> EnvironmentStep:
         async with asyncio.timeout(self._settings.turn_timeout_s):
             turn = await self.call("step", reply)
         if not isinstance(turn, Turn):
             raise self.make_result_error("step", turn, "a Turn")
         reward, done = self.to_float("step", turn.reward), bool(turn.done)
-        return StepResult(() if done else self.to_messages("step", turn.observation), reward, done)
+        messages = () if done else self.to_messages("step", turn.observation)
+        return EnvironmentStep(messages, reward, done)
 
 
 def _are_messages(observation: Any) -> bool:

@@ -1,10 +1,10 @@
-"""Text between two sampled turns, derived from a chat template.
+r"""Text between two sampled turns, derived from a chat template.
 
 A template renders whole conversations only. The writer renders a synthetic one, whose reply and
 observations are marker words, and takes what follows the reply:
 
-    ...<|im_start|>assistant\\nREPLY <|im_end|>\\n<|im_start|>user\\n OBSERVATION <|im_end|>\\n...
-                                  |--- closing ---||--- header ---|             |--- opening ---|
+    ...assistant\nREPLY <|im_end|>\n<|im_start|>user\n OBSERVATION <|im_end|>\n<|im_start|>assi...
+                        |- closing -||--- header ----|             |-------- opening ----------|
 
 Scaffold is every text that the template writes itself: closing, headers and opening.
 """
@@ -175,7 +175,7 @@ class BridgeWriter:
             return len(closing)
         if not closing.strip():
             return 0
-        encoding = self._tokenizer(
+        encoding: Mapping[str, Any] = self._tokenizer(
             scaffold, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
         special = {i for i, t in self._tokenizer.added_tokens_decoder.items() if t.special}
@@ -206,7 +206,7 @@ class BridgeWriter:
             zip(observation, markers, starts, strict=True)
         ):
             if start < 0:
-                problem = f"does not render the message of role {message['role']} after a turn"
+                problem = f"does not render the message of role {message['role']}"
                 raise self._make_error(context, marked, problem)
             single = [*marked[:number], message, *marked[number + 1 :]]
             text = self.render([*context, *single], tools, arguments)
@@ -221,8 +221,10 @@ class BridgeWriter:
         self, context: Sequence[Message], observation: Sequence[Message], problem: str
     ) -> ConfigError:
         """Return an error that names the first token at which template and stream part."""
-        *earlier, reply = context
-        stream = self.render(earlier) + reply["content"] + self._closing
+        if context[-1]["role"] == "assistant":
+            stream = self.render(context[:-1]) + context[-1]["content"] + self._closing
+        else:
+            stream = self.render(context, is_closed=True)
         stream += observation[0]["content"]
         rendered = self.render([*context, *observation])
         tokenizer = self._tokenizer

@@ -7,6 +7,8 @@ A template that rewrites earlier turns, by dropping thoughts or trimming whitesp
 the stream keeps what the policy sampled. The report names the first token of each difference.
 """
 
+import functools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,17 +74,30 @@ def check_template(renderer: TurnRenderer) -> ConformanceReport:
     """
     tokenizer = renderer.tokenizer
     end_texts = [decode(tokenizer, [token]) for token in sorted(renderer.end_token_ids)]
-    results = []
-    for kind, messages in make_conversations(" ".join(["see", *end_texts, "there"])).items():
+    special_text = " ".join(["see", *end_texts, "there"])
+    # Some templates take a call's arguments as an object, some as JSON text.
+    conversations, with_json = (
+        make_conversations(special_text, is_json=is_json) for is_json in (False, True)
+    )
+    results = [
+        _check_kind(renderer, kind, [messages, with_json[kind]])
+        for kind, messages in conversations.items()
+    ]
+    return ConformanceReport(renderer.template.name, results)
+
+
+def _check_kind(
+    renderer: TurnRenderer, kind: str, alternatives: Sequence[Sequence[Message]]
+) -> ConformanceResult:
+    problems: list[ConfigError] = []
+    for messages in alternatives:
         try:
-            difference = _compare(renderer, kind, messages)
+            return ConformanceResult(kind, _compare(renderer, kind, messages))
         except ConfigError as error:
-            if kind == USER_MESSAGES:
-                raise
-            results.append(ConformanceResult(kind, unsupported=str(error)))
-        else:
-            results.append(ConformanceResult(kind, difference))
-    return ConformanceReport(renderer.template.name, tuple(results))
+            problems.append(error)
+    if kind == USER_MESSAGES:
+        raise problems[0]
+    return ConformanceResult(kind, unsupported=str(problems[0]))
 
 
 def format_report(report: ConformanceReport) -> list[str]:
@@ -100,10 +115,13 @@ def format_report(report: ConformanceReport) -> list[str]:
     return [*lines, KEPT] if report.differences else lines
 
 
-def make_conversations(special_text: str) -> dict[str, list[Message]]:
-    """Return a conversation of each kind, ending with an observation."""
-    user, assistant = _make_user, _make_assistant
-    call, results = _make_call, _make_results
+def make_conversations(special_text: str, *, is_json: bool) -> dict[str, list[Message]]:
+    """Return a conversation of each kind, ending with an observation.
+
+    is_json: arguments of calls are JSON text.
+    """
+    user, assistant, results = _make_user, _make_assistant, _make_results
+    call = functools.partial(_make_call, is_json=is_json)
     thought = "<think>\nLet me see.\n</think>\n\n"
     ask = [user("Find the words.")]
     plain = [assistant("I know the first."), user("Go on."), assistant("And the second.")]
@@ -142,12 +160,15 @@ def _make_assistant(content: str) -> Message:
     return {"role": "assistant", "content": content}
 
 
-def _make_call(*words: str, content: str = "") -> Message:
+def _make_call(*words: str, is_json: bool, content: str = "") -> Message:
     calls: list[dict[str, Any]] = [
         {
             "id": f"call{number:05}",
             "type": "function",
-            "function": {"name": "look_up", "arguments": {"word": word}},
+            "function": {
+                "name": "look_up",
+                "arguments": json.dumps({"word": word}) if is_json else {"word": word},
+            },
         }
         for number, word in enumerate(words)
     ]

@@ -1,9 +1,9 @@
 """First token at which the stream of an episode and a rendering of its conversation differ."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,5 +52,5 @@ def decode(tokenizer: "PreTrainedTokenizerBase", token_ids: Sequence[int]) -> st
 def encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
     """Encode text that contains its special tokens as text."""
     # `verbose` warns of texts above the model's length, which the driver checks.
-    encoding = tokenizer(text, add_special_tokens=False, verbose=False)
+    encoding: Mapping[str, Any] = tokenizer(text, add_special_tokens=False, verbose=False)
     return list(encoding["input_ids"])

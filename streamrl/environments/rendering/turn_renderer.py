@@ -95,11 +95,11 @@ class TurnRenderer:
         """Token by which the template closes a turn; None if it does so by text, or not at all."""
         self.end_token_ids = end_token_ids.union(closing_ids)
         """Tokens that end a turn: as given, and `closing_id`."""
-        if bridge.token_ids[-1] in self.end_token_ids:
+        last = int(bridge.token_ids[-1])
+        if last in self.end_token_ids:
             raise ConfigError(
-                f"{template.name}: opens the policy's turn with"
-                f" {decode(tokenizer, bridge.token_ids[-1:])}, which ends it; the template must"
-                " leave the turn open, as with add_generation_prompt"
+                f"{template.name}: opens the policy's turn with {decode(tokenizer, [last])}, which"
+                " ends it; the template must leave the turn open, as with add_generation_prompt"
             )
 
     @classmethod
@@ -124,6 +124,11 @@ class TurnRenderer:
         own = () if eos is None else (int(eos),)
         return cls(tokenizer, template, frozenset((*own, *end_token_ids)))
 
+    @property
+    def can_render_tools(self) -> bool:
+        """True if the template shows the schemas of tools to the model."""
+        return self.template.can_render_tools
+
     def render_prompt(
         self,
         messages: Sequence[Message],
@@ -139,7 +144,7 @@ class TurnRenderer:
         ConfigError if the template refuses the conversation.
         """
         writer = self.get_writer(has_tools=bool(tools))
-        shown = _clean_messages(observation)
+        shown = clean_messages(observation)
         pieces = writer.write_prompt(messages, shown, tools, arguments)
         token_ids = self._encode(pieces).token_ids
         return np.concatenate([np.array(self._opening_ids, np.int32), token_ids])
@@ -160,7 +165,7 @@ class TurnRenderer:
         has_tools: the prompt was rendered with tools. arguments: as for the prompt. Raises
         ConfigError for a role that the template does not support after a turn.
         """
-        shown = _clean_messages(messages)
+        shown = clean_messages(messages)
         if not shown:
             raise ConfigError("an observation needs a message, with empty content if need be")
         has_tools = has_tools or any(message["role"] == "tool" for message in shown)
@@ -205,7 +210,7 @@ class TurnRenderer:
     def _encode(self, pieces: Sequence[TextPiece]) -> EncodedPieces:
         """Encode pieces as one text, so that the tokens at their borders are the template's."""
         text = "".join(piece.text for piece in pieces)
-        encoding = self.tokenizer(
+        encoding: Mapping[str, Any] = self.tokenizer(
             text,
             add_special_tokens=False,
             return_attention_mask=False,
@@ -269,7 +274,7 @@ def _list_markers(tokenizer: "PreTrainedTokenizerBase", template: ChatTemplate) 
     return np.array([i for i in markers if i != tokenizer.unk_token_id], np.int32)
 
 
-def _clean_messages(messages: Sequence[Message]) -> list[Message]:
+def clean_messages(messages: Sequence[Message]) -> list[Message]:
     """Check the messages of an observation, and replace what no tokenizer takes."""
     cleaned = []
     for number, message in enumerate(messages):

@@ -113,7 +113,7 @@ class CallFormat:
         by_name = {get_tool_name(tool): tool for tool in tools}
         turn = self._decoder.decode(token_ids, by_name, is_cut=is_cut)
         spans = [_check_encodable_call(s) for s in islice(self._find_calls(turn), MAX_SPANS)]
-        calls = [_check_call(span, by_name) for span in spans if isinstance(span, WrittenCall)]
+        calls = [check_call(span, by_name) for span in spans if isinstance(span, WrittenCall)]
         return Reply(_read_text(turn, spans), tuple(calls), is_cut)
 
 
@@ -127,7 +127,7 @@ def _check_encodable_call(span: WrittenCall | ScaffoldSpan) -> WrittenCall | Sca
     return span
 
 
-def _check_call(call: WrittenCall, tools: Mapping[str, ToolSchema]) -> ToolCall:
+def check_call(call: WrittenCall, tools: Mapping[str, ToolSchema]) -> ToolCall:
     """Return the call with its outcome and, unless it is OK, the text to tell the policy."""
     if call.error:
         error = f"malformed tool call: {call.error}"
@@ -212,7 +212,7 @@ def detect_call_format(
 def make_assistant_message(reply: Reply) -> Message:
     """Return a reply as a chat message.
 
-    The id of call i is call_<i>. Arguments are objects, as chat templates take them; OpenAI's API
+    Arguments are objects, as chat templates take them; OpenAI's API
     has JSON text there.
     """
     message: dict[str, object] = {"role": "assistant", "content": reply.text}
@@ -229,5 +229,8 @@ def make_assistant_message(reply: Reply) -> Message:
 
 
 def make_call_id(number: int) -> str:
-    """Return the id of call `number` of a reply, which the tool message answers."""
-    return f"call_{number}"
+    """Return the id of call `number` of a reply, which the tool message answers.
+
+    Nine letters and digits: Mistral's templates refuse other ids.
+    """
+    return f"call{number:05}"

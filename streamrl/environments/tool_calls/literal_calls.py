@@ -95,13 +95,16 @@ def _read_match(turn: MarkedTurn, found: "regex.Match[str]") -> WrittenCall:
     texts = {key: turn.spell(text) for key, text in found.groupdict().items() if text is not None}
     has_name = NAME_GROUP in found.re.groupindex
     name = texts.pop(NAME_GROUP, "") if has_name else next(iter(turn.tools))
+    start, end = found.span()
     try:
         if ARGUMENTS_GROUP in texts:
             text = texts[ARGUMENTS_GROUP].strip()
-            value, end = parse_json_at(text, 0)
-            if end < len(text):
-                raise ValueError(f"more than one JSON value in the arguments, at character {end}")
-            return WrittenCall(*found.span(), name, read_arguments_object(value, "the call"))
+            value, length = parse_json_at(text, 0)
+            if length < len(text):
+                raise ValueError(
+                    f"more than one JSON value in the arguments, at character {length}"
+                )
+            return WrittenCall(start, end, name, read_arguments_object(value, "the call"))
     except ValueError as error:
-        return WrittenCall(*found.span(), name, error=str(error))
-    return WrittenCall(*found.span(), name, convert_text_arguments(turn.tools.get(name), texts))
+        return WrittenCall(start, end, name, error=str(error))
+    return WrittenCall(start, end, name, convert_text_arguments(turn.tools.get(name), texts))

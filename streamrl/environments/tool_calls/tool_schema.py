@@ -10,7 +10,7 @@ import re
 import types
 from collections.abc import Callable, Iterator, Mapping
 from inspect import Parameter
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, cast, get_args, get_origin
 from typing import get_type_hints as resolve_annotations
 
 from streamrl.environments.interface import ToolSchema
@@ -50,7 +50,7 @@ def make_tool_schema(function: Callable[..., Any]) -> ToolSchema:
 
     _check_signature(function)
     paragraph, descriptions = _read_docstring(function)
-    adapter = TypeAdapter(function)
+    adapter: TypeAdapter[Any] = TypeAdapter(cast(Any, function))
     parameters = adapter.json_schema(schema_generator=UntitledSchema)
     properties = parameters.setdefault("properties", {})
     for name in descriptions.keys() & properties.keys():
@@ -275,7 +275,7 @@ def _list_expected_types(error: "ValidationError") -> str:
         names = names[0]
     if len(names) < len(branches) or not all(isinstance(name, str) for name in names):
         return ""
-    return " or ".join(names)
+    return " or ".join(map(str, names))
 
 
 def _format_value(value: Any) -> str:

@@ -9,7 +9,8 @@ import pytest
 
 from streamrl.actors.coordination.evaluator import RoundRobinReplicas, RunEvaluator
 from streamrl.actors.coordination.role_actors import RoleActors
-from streamrl.config.run_config import ModelConfig, RunConfig
+from streamrl.config.run_config import RunConfig
+from streamrl.config.run_settings import ModelConfig
 from streamrl.data.config import DataConfig
 from streamrl.dataflow import GENERATE_CALL, REWARD_CALL
 from streamrl.engines.generator_config import GeneratorConfig

@@ -205,8 +205,10 @@ def plain_two_headed(coef):
 def test_a_two_headed_model_learns_the_sum_of_both_losses(results, folder, layout):
     parameters = plain_two_headed(SHARED_COEFS[1])
     cases = results[f"two_headed/{layout.label}/{SHARED_COEFS[1]}"]
+    start = parameters_by_name(tiny_model(tied=True, seed=0, kv_heads=2))
+    start |= {name: torch.zeros_like(parameters[name]) for name in parameters.keys() - start.keys()}
     for case in cases:
-        assert measure_max_difference(case["parameters"], parameters) < 0.1 * SEVERAL_LR
+        assert measure_update_error(case["parameters"], parameters, start) < 0.004
     assert sum(case["sums"][1]["critic_loss_value_sum"] for case in cases) > 0
     saved = folder / f"two-headed-{layout.label}-{SHARED_COEFS[1]}" / "model"
     model, info = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
@@ -263,6 +265,19 @@ def test_pretraining_adds_its_mean_loss_for_any_loss_denominator(results, model_
 @pytest.fixture(scope="module")
 def expected():
     return plain_steps(2)
+
+
+def measure_update_error(parameters, expected, start) -> float:
+    """Return the largest error of a parameter's update, relative to the update, by the norm.
+
+    AdamW scales every gradient to about the learning rate: where one is nearly 0, its rounding
+    decides the direction of single elements, and each CPU rounds in its own way.
+    """
+    assert parameters.keys() == expected.keys() == start.keys()
+    return max(
+        ((parameters[name] - expected[name]).norm() / (expected[name] - start[name]).norm()).item()
+        for name in expected
+    )
 
 
 def measure_max_difference(parameters, expected) -> float:

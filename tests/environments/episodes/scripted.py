@@ -4,12 +4,13 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import numpy as np
 
 from streamrl.environments.episodes.decode_slots import DecodeSlots
 from streamrl.environments.episodes.driver import EpisodeDriver, EpisodeLimits
-from streamrl.environments.interface import Reply, ResetResult, StepResult
+from streamrl.environments.interface import EnvironmentStep, Reply, ResetResult
 from streamrl.environments.rendering.turn_renderer import BridgeTokens
 from streamrl.messages import FinishReason, Prompt, Rollout
 
@@ -24,10 +25,13 @@ class CodePointRenderer:
 
     end_token_ids = (END,)
 
-    def render_prompt(self, messages, tools=()):
-        return np.array([ord(c) for m in messages for c in m["content"]], np.int32)
+    can_render_tools = True
 
-    def render_bridge(self, sampled_ids, messages, *, is_cut):
+    def render_prompt(self, messages, tools=(), arguments=None, *, observation=()):
+        texts = [message["content"] for message in (*messages, *observation)]
+        return np.array([ord(c) for text in texts for c in text], np.int32)
+
+    def render_bridge(self, sampled_ids, messages, *, is_cut, has_tools=False, arguments=None):
         text = "".join(f"[{message['content']}]" for message in messages)
         tokens = np.array([ord(c) for c in text], np.int32)
         return BridgeTokens(tokens, ~np.isin(tokens, [ord("["), ord("]")]))
@@ -80,14 +84,14 @@ class ScriptedSampler:
 
 @dataclass
 class ScriptedSession:
-    """Answers the n-th reply with `steps[n]`: a StepResult, an error to raise, or a delay first."""
+    """Answers the n-th reply with `steps[n]`: an answer, an error, or a delay and an answer."""
 
     steps: Sequence[object]
     reset_result: ResetResult = field(default_factory=ResetResult)
     final_score: float = 1.0
     replies: list[str] = field(default_factory=list)
     is_closed: bool = False
-    summary: object = None
+    summary: Any = None
 
     async def reset(self):
         return self.reset_result
@@ -132,9 +136,9 @@ async def no_lease(**facts):
     yield facts
 
 
-def say(text: str, **values: object) -> StepResult:
+def say(text: str, **values: Any) -> EnvironmentStep:
     """Return a step whose observation is a user message."""
-    return StepResult(messages=[{"role": "user", "content": text}], **values)
+    return EnvironmentStep(messages=[{"role": "user", "content": text}], **values)
 
 
 def make_driver(sampler, hosts, *, slots=64, attempts=3, **limits):
@@ -142,8 +146,8 @@ def make_driver(sampler, hosts, *, slots=64, attempts=3, **limits):
     return EpisodeDriver(
         sampler,
         hosts,
-        CodePointRenderer(),
-        TextFormat(),
+        cast(Any, CodePointRenderer()),
+        cast(Any, TextFormat()),
         limits=EpisodeLimits(**{**values, **limits}),
         slots=DecodeSlots(slots),
         attempts=attempts,

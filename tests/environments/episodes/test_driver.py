@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.environments.episodes.driver import join_messages, make_environment_seed
-from streamrl.environments.interface import CallOutcome, ResetResult, StepResult
+from streamrl.environments.episodes.driver import make_environment_seed, open_conversation
+from streamrl.environments.interface import CallOutcome, EnvironmentStep, ResetResult
 from streamrl.errors import EpisodeError, GenerationError
 from streamrl.messages import (
     EPISODE_COLUMNS,
@@ -43,7 +43,7 @@ def list_reasons(columns):
     return [FinishReason(code) for code in columns["finish_reason"].tolist()]
 
 
-DONE = StepResult(reward=1.0, done=True)
+DONE = EnvironmentStep(reward=1.0, done=True)
 
 
 @in_virtual_time
@@ -124,14 +124,14 @@ async def test_every_turn_continues_all_tokens_before_it():
 
 
 @in_virtual_time
-async def test_a_turn_that_does_not_continue_the_episode_is_an_infrastructure_error():
+async def test_a_turn_that_does_not_continue_the_episode_is_an_infrastructure_error(monkeypatch):
     sampler = ScriptedSampler(lambda context, seed: "a;")
     original = sampler.generate
 
     async def generate(prompt_ids, **options):
         return await original(np.where(prompt_ids == ord("?"), ord("!"), prompt_ids), **options)
 
-    sampler.generate = generate
+    monkeypatch.setattr(sampler, "generate", generate)
     hosts = ScriptedHosts(lambda: ScriptedSession([DONE]))
     with pytest.raises(EpisodeError, match=r"token 0 of 1 differs; sent \[63\], got \[33\]"):
         await run_group(make_driver(sampler, hosts, attempts=1))
@@ -225,13 +225,13 @@ def test_a_group_is_trained_without_failed_episodes_only_if_allowed(min_episodes
 
 
 @in_virtual_time
-async def test_an_error_of_the_engine_is_no_fault_of_the_environment():
+async def test_an_error_of_the_engine_is_no_fault_of_the_environment(monkeypatch):
     sampler = ScriptedSampler(lambda context, seed: "a;")
 
     async def generate(*arguments, **options):
         raise GenerationError("the engine died")
 
-    sampler.generate = generate
+    monkeypatch.setattr(sampler, "generate", generate)
     hosts = ScriptedHosts(lambda: ScriptedSession([DONE]))
     with pytest.raises(GenerationError):
         await run_group(make_driver(sampler, hosts))
@@ -333,10 +333,12 @@ async def test_the_worst_outcome_of_its_calls_is_that_of_the_turn():
 
 def test_a_text_of_reset_joins_the_users_message_of_the_row():
     row = [{"role": "system", "content": "s"}, {"role": "user", "content": "Guess."}]
-    joined = join_messages(row, [{"role": "user", "content": "0-63"}])
-    assert [message["content"] for message in joined] == ["s", "Guess.\n\n0-63"]
-    assert join_messages(row, []) == row
-    assert len(join_messages(row, [{"role": "tool", "content": "x"}])) == 3
+    system, joined = open_conversation(row, [{"role": "user", "content": "0-63"}])
+    assert system == row[:1]
+    assert joined == [{"role": "user", "content": "Guess.\n\n0-63"}]
+    assert open_conversation(row, []) == (row, [])
+    hint = [{"role": "system", "content": "x"}]
+    assert open_conversation(row, hint) == (row, hint)
 
 
 def test_the_environments_seed_depends_on_run_and_prompt_only():

@@ -7,8 +7,9 @@ import threading
 import numpy as np
 import pytest
 
+from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.hosts.environment_host import EnvironmentHost
-from streamrl.environments.hosts.host_protocol import HostOperation, HostRequest, HostSettings
+from streamrl.environments.hosts.host_protocol import HostOperation, HostRequest
 from streamrl.environments.interface import (
     CallOutcome,
     EpisodeSummary,
@@ -57,13 +58,13 @@ class OpenSession:
 
 @pytest.fixture
 def open_session(tmp_path):
-    hosts = {}
+    hosts: dict[str, EnvironmentHost] = {}
 
     def open_in_host(source, **settings):
         if source not in hosts:
             path = tmp_path / f"environment_{len(hosts)}.py"
             path.write_text(source)
-            hosts[source] = EnvironmentHost(HostSettings(str(path), **settings))
+            hosts[source] = EnvironmentHost(EnvironmentConfig(str(path), **settings))
         return OpenSession(hosts[source])
 
     return open_in_host
@@ -123,7 +124,7 @@ async def test_a_tool_is_called_and_the_answer_scored(open_session, source):
     (message,) = result.messages
     assert message == {
         "role": "tool",
-        "tool_call_id": "call_0",
+        "tool_call_id": "call00000",
         "name": "multiply",
         "content": "391",
     }
@@ -145,9 +146,9 @@ async def test_calls_run_side_by_side_and_are_answered_in_order(open_session, is
     await session.reset()
     result = (await session.step("", call(3), call(1), call(2))).result
     assert [(m["tool_call_id"], m["content"]) for m in result.messages] == [
-        ("call_0", "3"),
-        ("call_1", "1"),
-        ("call_2", "2"),
+        ("call00000", "3"),
+        ("call00001", "1"),
+        ("call00002", "2"),
     ]
 
 
@@ -285,12 +286,12 @@ async def test_a_hanging_method_times_out_and_counts_until_it_returns(
     responses = [await session.reset()]
     if method in ("step", "score", "close"):
         assert not responses[0].error
-        arguments = {
+        arguments: dict[str, list[object]] = {
             "step": [Reply("")],
             "score": [EpisodeSummary((), (), "stop")],
             "close": [],
-        }[method]
-        responses.append(await session.send(HostOperation(method), *arguments))
+        }
+        responses.append(await session.send(HostOperation(method), *arguments[method]))
     assert responses[-1].is_timeout and responses[-1].num_hanging == 1
     assert "no result in" in responses[-1].error
     session.host._class.methods["step"].function.__globals__["EVENTS"][0].set()

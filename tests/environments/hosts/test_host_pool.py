@@ -10,9 +10,9 @@ import numpy as np
 import psutil
 import pytest
 
+from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.hosts import host_pool, host_process
 from streamrl.environments.hosts.host_pool import EnvironmentHostPool, describe_environment
-from streamrl.environments.hosts.host_protocol import HostSettings
 from streamrl.environments.interface import CallOutcome, EpisodeSummary, Reply, ToolCall
 from streamrl.errors import ConfigError, EpisodeError, EpisodeTimeoutError
 from streamrl.messages import Prompt
@@ -28,7 +28,7 @@ async def start_pool(tmp_path):
     async def start(source=COMMANDS, *, name="Commands", **settings):
         path = tmp_path / "mine.py"
         path.write_text(source)
-        pools.append(EnvironmentHostPool(HostSettings(f"{path}:{name}", **settings)))
+        pools.append(EnvironmentHostPool(EnvironmentConfig(f"{path}:{name}", **settings)))
         await pools[-1].start()
         return pools[-1]
 
@@ -296,6 +296,6 @@ async def test_a_class_is_described_by_a_temporary_host(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(CALCULATOR)
     before = descendants()
-    description = await describe_environment(HostSettings(str(path)))
+    description = await describe_environment(EnvironmentConfig(str(path)))
     assert description.name == "Calculator" and description.has_score
     assert not descendants() - before

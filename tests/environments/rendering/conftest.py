@@ -15,6 +15,7 @@ TOKENS = {
     "llama3": ("<|eot_id|>", "<|begin_of_text|>"),
     "mistral": ("</s>", "<s>"),
     "gemma": ("<eos>", "<bos>"),
+    "deepseek": ("</s>", "<s>"),
 }
 """EOS and BOS of the formats; Gemma's turns end with <end_of_turn>, not with its EOS."""
 

@@ -28,6 +28,7 @@ TOOL_KINDS = {
             {"system message"},
         ),
         ("gemma", {"whitespace around a text"}, {*TOOL_KINDS, "system message"}),
+        ("deepseek", {"thoughts", "thoughts before tool calls"}, {"system message"}),
         ("plain", set(), set()),
         ("toy", set(), set()),
     ],

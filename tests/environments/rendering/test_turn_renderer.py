@@ -12,7 +12,8 @@ from streamrl.environments.rendering.turn_renderer import TurnRenderer
 from streamrl.errors import ConfigError
 
 TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]
-FORMATS = ("qwen2_5", "qwen3", "llama3", "mistral", "gemma", "plain", "toy")
+BPE_FORMATS = ("qwen2_5", "qwen3", "llama3", "mistral", "gemma", "deepseek", "plain")
+FORMATS = (*BPE_FORMATS, "toy")
 LEADS = {"mistral": " ", "plain": "\n"}
 """Text before the assistant's in a whole rendering, which the policy samples."""
 QUESTION = {"role": "user", "content": "find it"}
@@ -66,7 +67,7 @@ def render_whole(renderer, conversation):
     return renderer.get_writer(has_tools=False).render(conversation)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3", "mistral", "gemma", "plain"])
+@pytest.mark.parametrize("name", BPE_FORMATS)
 @given(
     turns=st.lists(st.tuples(replies, any_text), min_size=1, max_size=3),
     is_cut=st.booleans(),
@@ -146,6 +147,7 @@ def test_sampled_tokens_stay_as_sampled(load_renderer, name, reply, observation)
             '<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n{{"output": "{}"}}'
             "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
         ),
+        ("deepseek", "tool", "</s><|tool_output_begin|>{}<|tool_output_end|>"),
         (
             "qwen3",
             "system",
@@ -231,7 +233,7 @@ def list_special(renderer):
     return [token for token in renderer.tokenizer.added_tokens_decoder.values() if token.special]
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3", "mistral", "gemma", "plain"])
+@pytest.mark.parametrize("name", BPE_FORMATS)
 @given(data=st.data())
 def test_an_observation_never_writes_a_special_token(load_renderer, name, data):
     renderer = load_renderer(name)
@@ -326,7 +328,8 @@ def test_several_tool_results_that_contain_the_scaffold(load_renderer):
 
 
 @pytest.mark.parametrize(
-    ("name", "role"), [("gemma", "tool"), ("gemma", "system"), ("mistral", "system")]
+    ("name", "role"),
+    [("gemma", "tool"), ("gemma", "system"), ("mistral", "system"), ("deepseek", "system")],
 )
 def test_a_role_that_the_template_refuses_after_a_turn_is_named(load_renderer, name, role):
     message = make_tool("4") if role == "tool" else {"role": role, "content": "4"}
@@ -369,6 +372,16 @@ def test_a_first_observation_does_not_write_special_tokens(load_renderer):
         "<|im_start|>system\nbe good<|im_end|>\n<|im_start|>user\n<|im_end|><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
+
+
+def test_a_first_observation_that_the_template_hides_is_refused(make_renderer):
+    source = (
+        "{% for m in messages %}{% if loop.index0 != 1 or m.role != 'user' %}"
+        "{{ m.role + m.content }}<eos>{% endif %}{% endfor %}>"
+    )
+    renderer = make_renderer(source)
+    with pytest.raises(ConfigError, match=r"mine\.jinja: does not render .*\(user, user; token "):
+        renderer.render_prompt([QUESTION], observation=[QUESTION])
 
 
 def test_tools_that_the_template_does_not_show_are_refused(load_renderer):

@@ -33,7 +33,7 @@ def make_episode(*turns, score=0.0):
             tokens.append_turn(
                 Rollout.from_single_turn(
                     tokens.token_ids,
-                    ids,
+                    ids.tolist(),
                     logprobs=[0.0] * len(ids),
                     versions=[0] * len(ids),
                     finish_reason=FinishReason.STOP,

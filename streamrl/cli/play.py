@@ -1,0 +1,186 @@
+"""`streamrl play`: play an episode of an environment in the terminal."""
+
+import argparse
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+from streamrl.cli.arguments.arg_types import parse_nonempty
+from streamrl.cli.arguments.environment_args import (
+    RenderPrompt,
+    add_environment_arguments,
+    choose_data_file,
+    choose_environment,
+    load_recipe,
+    make_text_prompt,
+    read_prompts,
+)
+from streamrl.cli.evaluate import resolve_subject, start_engine
+from streamrl.cli.output.episode_transcript import EpisodeTranscript, format_end
+from streamrl.config.run_config import RunConfig
+from streamrl.environments.config import EnvironmentConfig
+from streamrl.environments.episodes.decode_slots import DecodeSlots
+from streamrl.environments.episodes.driver import EpisodeDriver, EpisodeLimits
+from streamrl.environments.episodes.start_driver import choose_call_format, load_turn_renderer
+from streamrl.environments.hosts.host_pool import EnvironmentHostPool
+from streamrl.environments.interface import Message, ToolSchema
+from streamrl.environments.scripted.chat_lines import ChatLineRenderer
+from streamrl.environments.scripted.observed_hosts import ObservedHosts
+from streamrl.environments.scripted.policy_sampler import load_policy, make_text_driver
+from streamrl.errors import ConfigError
+from streamrl.messages import Columns, Prompt
+
+HUMAN = "human"
+PERSON_PROMPT = "you> "
+HINT = "One line is one turn; a backslash at its end continues it. Ctrl-D ends the episode."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = (
+        "streamrl play ENVIRONMENT [--data FILE --row N | --prompt TEXT --truth TEXT]"
+        " [--policy POLICY] [options]"
+    )
+    add_environment_arguments(parser)
+    parser.add_argument("--row", type=int, metavar="N", help="row of the file, from 0 (default: 0)")
+    parser.add_argument("--prompt", metavar="TEXT", help="user message of a row, without a file")
+    parser.add_argument("--truth", metavar="TEXT", help="ground truth of the row of --prompt")
+    parser.add_argument(
+        "--policy",
+        default=HUMAN,
+        type=parse_nonempty,
+        metavar="POLICY",
+        help="human (the default), FILE.py:FUNCTION called with messages and tools, or a model:"
+        " its directory, a checkpoint or a run",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of environment and model (default 0)"
+    )
+    parser.add_argument(
+        "--max-turns", type=int, metavar="N", help="most turns (default: environment.max_turns)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    _check_row_arguments(arguments)
+    try:
+        columns = asyncio.run(_play(arguments))
+    except EOFError:
+        print("\nended before the environment did: no score")
+        return 0
+    print(format_end(columns))
+    return 0
+
+
+def _check_row_arguments(arguments: argparse.Namespace) -> None:
+    if arguments.row is not None and arguments.row < 0:
+        raise ConfigError(f"--row={arguments.row}: must be at least 0")
+    if arguments.prompt is not None and (arguments.data is not None or arguments.row is not None):
+        raise ConfigError("--prompt: gives the row itself; remove --data and --row")
+    if arguments.truth is not None and arguments.prompt is None:
+        raise ConfigError(f"--truth={arguments.truth}: needs --prompt")
+
+
+async def _play(arguments: argparse.Namespace) -> Columns:
+    recipe = load_recipe(arguments.config)
+    is_model = Path(arguments.policy).is_dir()
+    play = _play_model if is_model else _play_text
+    return await play(arguments, recipe)
+
+
+async def _play_text(arguments: argparse.Namespace, recipe: RunConfig | None) -> Columns:
+    config = choose_environment(
+        arguments.environment, recipe and recipe.environment, max_turns=arguments.max_turns
+    )
+    is_human = arguments.policy == HUMAN
+    policy = ask_person if is_human else load_policy(arguments.policy, setting="--policy")
+    prompt = _read_row(arguments, recipe, ChatLineRenderer().render_prompt)
+    async with _open_hosts(config, is_human=is_human) as hosts:
+        # A person may think for as long as they like.
+        timeout_s = math.inf if is_human else config.episode_timeout_s
+        driver = make_text_driver(config, hosts, policy, timeout_s=timeout_s)
+        return await _run_episode(driver, prompt, arguments.seed)
+
+
+async def _play_model(arguments: argparse.Namespace, recipe: RunConfig | None) -> Columns:
+    subject = resolve_subject(Path(arguments.policy), arguments.config)
+    config = choose_environment(
+        arguments.environment, subject.environment, max_turns=arguments.max_turns
+    )
+    model = str(subject.model_dir)
+    renderer = load_turn_renderer(subject.data, model)
+    prompt = _read_row(arguments, recipe, renderer.render_prompt)
+    async with _open_hosts(config, is_human=False) as hosts:
+        call_format = choose_call_format(config, renderer, hosts.description.tools)
+        longest = len(prompt.token_ids) + config.max_tokens
+        engine = await start_engine(subject, arguments.seed, longest)
+        try:
+            driver = EpisodeDriver(
+                engine,
+                hosts,
+                renderer,
+                call_format,
+                limits=EpisodeLimits(
+                    config.max_turns,
+                    subject.generator.max_new_tokens,
+                    config.max_tokens,
+                    config.episode_timeout_s,
+                ),
+                slots=DecodeSlots(1),
+                attempts=1,
+            )
+            return await _run_episode(driver, prompt, arguments.seed)
+        finally:
+            await engine.close()
+
+
+def _read_row(
+    arguments: argparse.Namespace, recipe: RunConfig | None, render_prompt: RenderPrompt
+) -> Prompt:
+    """Return the row of --prompt, else that of the prompt file, else one without text."""
+    if arguments.prompt is None and (file := choose_data_file(arguments, recipe)):
+        (prompt,) = read_prompts(file, render_prompt, first=arguments.row or 0, count=1)
+        return prompt
+    if arguments.row is not None:
+        raise ConfigError(f"--row={arguments.row}: needs a prompt file; give --data")
+    return make_text_prompt(arguments.prompt or "", arguments.truth, render_prompt)
+
+
+@asynccontextmanager
+async def _open_hosts(config: EnvironmentConfig, *, is_human: bool) -> AsyncIterator[ObservedHosts]:
+    """Start a process of the environment; yield hosts that print what the environment answers."""
+    pool = EnvironmentHostPool(replace(config, processes=1))
+    try:
+        await pool.start()
+        if is_human:
+            print(HINT)
+        yield ObservedHosts(pool, EpisodeTranscript(has_person=is_human))
+    finally:
+        await pool.close()
+
+
+async def _run_episode(driver: EpisodeDriver, prompt: Prompt, seed: int) -> Columns:
+    return await driver.run_group(
+        prompt,
+        seeds=[seed],
+        environment_seed=seed,
+        compute=lambda **facts: nullcontext({}),
+    )
+
+
+async def ask_person(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
+    """Read the turn of the person at the terminal. Raises EOFError at the end of the input.
+
+    Blocks the event loop: only one episode is open, and it waits for this turn. In a thread, the
+    read could not be given up at Ctrl-C.
+    """
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - gives input() a history and arrow keys
+    lines = [input(PERSON_PROMPT)]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1][:-1]
+        lines.append(input(" " * len(PERSON_PROMPT)))
+    return "\n".join(lines)

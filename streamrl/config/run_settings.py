@@ -1,0 +1,69 @@
+"""Config sections `run` and `model`."""
+
+from dataclasses import dataclass
+
+from streamrl.errors import ConfigError
+from streamrl.evaluation.config import MAX_SEED
+
+MAX_NAME_BYTES = 200
+
+
+@dataclass
+class RunSettings:
+    """General settings of the run.
+
+    name: name of the run directory, dir/name.
+    dir: parent folder of run directories.
+    seed: seed of the prompt order and of every rollout.
+    steps: training steps in total, including those before a resume.
+    overwrite: replace an existing run directory of the same name.
+    max_restarts: restarts of each generator or scorer after it dies.
+    silent_s: seconds without an answer after which a process counts as dead. Generators, scorers
+        and shards are then killed and restarted; others are only reported. Set
+        it above the longest load of a model, during which a process cannot answer.
+    debug: check the ledger uid by uid at every change, instead of only its sums at every step.
+    """
+
+    name: str = "run"
+    dir: str = "runs"
+    seed: int = 0
+    steps: int = 100
+    overwrite: bool = False
+    max_restarts: int = 3
+    silent_s: float = 120.0
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ConfigError(f"run.steps={self.steps}: must be at least 1")
+        if self.max_restarts < 0:
+            raise ConfigError(f"run.max_restarts={self.max_restarts}: must be 0 or more")
+        if self.silent_s < 1:
+            raise ConfigError(f"run.silent_s={self.silent_s:g}: must be at least 1 s")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ConfigError(f"run.seed={self.seed}: must be from 0 to {MAX_SEED}")
+        is_plain = self.name not in ("", ".", "..") and "/" not in self.name
+        if not is_plain or not self.name.isprintable() or len(self.name.encode()) > MAX_NAME_BYTES:
+            raise ConfigError(
+                f"run.name={self.name!r}: must be a plain folder name of at most"
+                f" {MAX_NAME_BYTES} bytes"
+            )
+
+
+@dataclass
+class ModelConfig:
+    """Starting point of the policy.
+
+    path: Hugging Face model directory.
+    max_length: maximum tokens of prompt plus completion; null takes the model's own limit.
+    trust_remote_code: run Python files that the directory (or the critic's) contains for its model
+        or tokenizer (auto_map). Without trust_remote_code such a directory is refused.
+    """
+
+    path: str = ""
+    max_length: int | None = None
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_length is not None and self.max_length <= 1:
+            raise ConfigError(f"model.max_length={self.max_length}: must be at least 2 tokens")

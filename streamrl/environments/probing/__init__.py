@@ -1,0 +1,1 @@
+"""Probes of an environment with scripted policies, before a model meets it."""
