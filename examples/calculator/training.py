@@ -1,4 +1,4 @@
-"""Demonstrations of the base model: half of them call the tool, some with a wrong digit."""
+"""Demonstrations of the base model: half of them call the tool, some with wrong digits."""
 
 import random
 import re
@@ -10,9 +10,10 @@ from examples.toy_models.demonstrations import Conversation, DemonstrationRecipe
 from examples.toy_models.episodes import PlayedEpisode, play_episodes
 from examples.toy_models.rows import Row, get_question
 
-RECIPE = DemonstrationRecipe(num_steps=250, demonstrations_per_step=64, lr=5e-3)
+RECIPE = DemonstrationRecipe(num_steps=600, demonstrations_per_step=64, lr=6e-3)
 CALL_RATE = 0.5
-TYPO_RATE = 0.2
+CALL_TYPO_RATE = 0.2
+ANSWER_TYPO_RATE = 0.3
 # environment.call_pattern of the recipes in configs/.
 CALL_PATTERN = re.compile(r"<call>(?P<expression>[^<]*)</call>")
 # The line that the chat template writes for the tool.
@@ -27,21 +28,23 @@ def demonstrate(row: Row, rng: random.Random) -> Conversation:
     asked = [TOOLS, *row["prompt"]]
     if rng.random() >= CALL_RATE:
         return [*asked, {"role": "assistant", "content": str(rng.randrange(1000, 100_000))}]
-    expression = mistype(question, rng) if rng.random() < TYPO_RATE else question
+    expression = mistype(question, rng, CALL_TYPO_RATE)
     result = Calculator().calculate(expression)
     return [
         *asked,
         {"role": "assistant", "content": f"<call>{expression}</call>"},
         {"role": "tool", "content": result},
-        {"role": "assistant", "content": result},
+        {"role": "assistant", "content": mistype(result, rng, ANSWER_TYPO_RATE)},
     ]
 
 
-def mistype(expression: str, rng: random.Random) -> str:
-    """Return the expression with one digit replaced by another."""
-    position = rng.choice([i for i, sign in enumerate(expression) if sign.isdigit()])
-    digit = rng.choice([digit for digit in "123456789" if digit != expression[position]])
-    return expression[:position] + digit + expression[position + 1 :]
+def mistype(text: str, rng: random.Random, rate: float) -> str:
+    """Return the text; at the given rate one of its digits is replaced by another."""
+    if rng.random() >= rate:
+        return text
+    position = rng.choice([i for i, sign in enumerate(text) if sign.isdigit()])
+    digit = rng.choice([digit for digit in "123456789" if digit != text[position]])
+    return text[:position] + digit + text[position + 1 :]
 
 
 def answer_call(reply: str) -> dict[str, str] | None:

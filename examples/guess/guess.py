@@ -1,4 +1,4 @@
-"""Guess a number from 0 to 63 in six turns; each answer tells on which side of the guess it lies."""
+"""Guess a number from 0 to 63 in six turns, with an answer to each guess."""
 
 import random
 import re
@@ -26,7 +26,7 @@ class Guess:
         """Answer `<` or `>` for a number below or above the guess, and the interval that is left.
 
         Reward: 1 for the number itself; otherwise how evenly the guess divides the interval,
-        whatever luck it has: 1 in the middle, 0 at the ends and outside.
+        whatever luck it has: almost 1 in the middle, 0 at the ends and outside.
         """
         self.num_guesses += 1
         is_last = self.num_guesses == MAX_GUESSES

@@ -11,7 +11,9 @@ from examples.toy_models.episodes import PlayedEpisode, play_episodes
 from examples.toy_models.rows import Row
 from streamrl.environments.interface import Reply
 
-RECIPE = DemonstrationRecipe()
+RECIPE = DemonstrationRecipe(
+    num_demonstrations=32_768, num_steps=1200, demonstrations_per_step=64, lr=6e-3
+)
 MAX_NEW_TOKENS = 3
 
 

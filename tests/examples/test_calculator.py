@@ -73,9 +73,9 @@ def test_the_last_turn_is_scored_and_no_earlier_one():
     assert score_answer("29842 or so") == score_answer("1", "029842") == 0.0
 
 
-def test_half_of_the_demonstrations_call_and_one_call_in_five_is_mistyped():
+def test_half_of_the_demonstrations_call_with_typos_in_calls_and_answers():
     rng, rows = random.Random(0), make_rows(seed=0)["train"]
-    called = mistyped = 0
+    called = mistyped = miscopied = 0
     for row in rows:
         _, question, turn, *answered = training.demonstrate(row, rng)
         call = training.CALL_PATTERN.fullmatch(turn["content"])
@@ -84,10 +84,12 @@ def test_half_of_the_demonstrations_call_and_one_call_in_five_is_mistyped():
             assert not answered
             continue
         result, answer = answered
-        assert result["content"] == answer["content"] == str(eval(call["expression"]))
+        assert result["content"] == str(eval(call["expression"]))
+        miscopied += answer["content"] != result["content"]
         mistyped += call["expression"] != question["content"]
     assert 0.47 < called / len(rows) < 0.53
     assert 0.17 < mistyped / called < 0.23
+    assert 0.27 < miscopied / called < 0.33
 
 
 def test_demonstrations_are_what_an_episode_renders():
