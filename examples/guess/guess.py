@@ -5,7 +5,6 @@ import re
 from statistics import fmean
 
 from streamrl.environments.interface import EpisodeSummary, Reply, Turn
-from streamrl.messages import Prompt
 
 NUMBERS = range(64)
 MAX_GUESSES = 6
@@ -15,7 +14,7 @@ GUESS = re.compile(r"[0-9]{2}")
 class Guess:
     """Game with a number that only the environment knows."""
 
-    def reset(self, row: Prompt, seed: int) -> None:
+    def reset(self, row: object, seed: int) -> None:
         """Draw the number: the same for all episodes of a group, which have the same seed."""
         self.number = random.Random(seed).choice(NUMBERS)
         self.left = NUMBERS

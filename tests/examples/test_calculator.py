@@ -94,13 +94,13 @@ def test_half_of_the_demonstrations_call_with_typos_in_calls_and_answers():
 
 def test_demonstrations_are_what_an_episode_renders():
     rng, rows = random.Random(0), make_rows(seed=0)["train"][:50]
-    tools = load_user_class(load_config(RECIPE).environment.path).description.tools
+    tools = load_user_class(load_config(Path(RECIPE)).environment.path).description.tools
     demonstrations = [training.demonstrate(row, rng) for row in rows]
     check_demonstrations(demonstrations, num_prompt=1, tools=tools)
 
 
 def test_the_recipe_finds_the_calls_of_the_demonstrations():
-    config = load_config(RECIPE)
+    config = load_config(Path(RECIPE))
     settings = config.environment
     assert settings.call_pattern == training.CALL_PATTERN.pattern
     assert settings.max_turns == training.MAX_TURNS

@@ -113,7 +113,7 @@ def test_demonstrations_guess_within_the_interval_and_render_as_episodes_do():
 
 
 def test_the_recipe_has_the_limits_of_the_game():
-    config = load_config(RECIPE)
+    config = load_config(Path(RECIPE))
     assert config.environment.max_turns == MAX_GUESSES
     assert config.generator.max_new_tokens == training.MAX_NEW_TOKENS
     description = load_user_class(config.environment.path).description

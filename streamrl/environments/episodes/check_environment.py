@@ -5,11 +5,7 @@ from collections.abc import Sequence
 
 from streamrl.data.config import DataConfig
 from streamrl.environments.config import EnvironmentConfig
-from streamrl.environments.episodes.driver import (
-    get_template_arguments,
-    make_environment_seed,
-    open_conversation,
-)
+from streamrl.environments.episodes.driver import make_environment_seed, render_start
 from streamrl.environments.episodes.start_driver import choose_call_format, load_turn_renderer
 from streamrl.environments.hosts.host_pool import EnvironmentHostPool
 from streamrl.environments.rendering.conformance import check_template
@@ -69,10 +65,7 @@ async def _check_reset(
         start = await session.reset()
     finally:
         await session.close()
-    row, observation = open_conversation(prompt.messages, start.messages)
-    tools = start.tools if renderer.can_render_tools else ()
-    arguments = get_template_arguments(prompt)
-    token_ids = renderer.render_prompt(row, tools, arguments, observation=observation)
+    _, token_ids = render_start(renderer, prompt, start)
     added = len(token_ids) - len(prompt.token_ids)
     if added >= config.max_tokens:
         raise ConfigError(

@@ -38,6 +38,7 @@ from streamrl.environments.interface import (
     EpisodeSummary,
     Message,
     Reply,
+    ResetResult,
     ToolSchema,
 )
 from streamrl.environments.rendering.turn_renderer import BridgeTokens
@@ -194,6 +195,24 @@ def get_template_arguments(prompt: Prompt) -> Mapping[str, Any] | None:
     return prompt.extra_info.get("chat_template_kwargs")
 
 
+def render_start(
+    renderer: EpisodeRenderer, prompt: Prompt, start: ResetResult
+) -> tuple[list[Message], Array]:
+    """Return the messages before the first turn of an episode, and their tokens, int32 [P].
+
+    The environment's words cannot write special tokens. Raises ConfigError if the chat template
+    does not take them.
+    """
+    row, observation = open_conversation(prompt.messages, start.messages)
+    token_ids = renderer.render_prompt(
+        row,
+        start.tools if renderer.can_render_tools else (),
+        get_template_arguments(prompt),
+        observation=observation,
+    )
+    return [*row, *observation], token_ids
+
+
 @contextmanager
 def translate_template_errors(prompt: Prompt) -> Iterator[None]:
     """Raise EpisodeError for an observation that the chat template does not take."""
@@ -297,13 +316,8 @@ class EpisodeDriver:
         """Run an episode from reset to score. Raises EpisodeError."""
         started = _now()
         start = await session.reset()
-        row, observation = open_conversation(request.prompt.messages, start.messages)
-        shown_tools = start.tools if self._renderer.can_render_tools else ()
         with translate_template_errors(request.prompt):
-            prompt_ids = self._renderer.render_prompt(
-                row, shown_tools, get_template_arguments(request.prompt), observation=observation
-            )
-        messages = [*row, *observation]
+            messages, prompt_ids = render_start(self._renderer, request.prompt, start)
         state = EpisodeState(request, session, messages, start.tools, EpisodeTokens(prompt_ids))
         state.elapsed_s = _now() - started
         if self._count_free_tokens(state) < 1:

@@ -61,7 +61,8 @@ class ChatLineRenderer:
         *,
         observation: Sequence[Message] = (),
     ) -> Array:
-        return encode_lines([{"tools": list(tools)}, *messages, *clean_messages(observation)])
+        shown = clean_observation(observation) if observation else ()
+        return encode_lines([{"tools": list(tools)}, *messages, *shown])
 
     def render_bridge(
         self,

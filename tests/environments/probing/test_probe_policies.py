@@ -3,7 +3,7 @@
 import asyncio
 import json
 import random
-from typing import Literal
+from typing import Any, Literal
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,7 +55,7 @@ def test_invalid_random_calls_have_every_fault_of_a_policy():
 
 @given(SEEDS, st.integers(0, 9), st.sampled_from([[], [TOOL]]))
 def test_the_same_seed_and_turn_give_the_same_random_turn(seed, num_messages, tools):
-    turns = [
+    turns: list[Any] = [
         asyncio.run(make_random_policy(seed)([{}] * num_messages, tools))  # type: ignore[arg-type]
         for _ in range(2)
     ]
