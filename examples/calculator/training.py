@@ -1,4 +1,4 @@
-"""Demonstrations of the base model: half of them call the tool, some with a wrong digit."""
+"""Demonstrations of the base model: half of them call the tool, some with wrong digits."""
 
 import random
 import re
@@ -7,14 +7,17 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from examples.calculator.calculator import Calculator
 from examples.toy_models.demonstrations import Conversation, DemonstrationRecipe
-from examples.toy_models.episodes import play_episodes
+from examples.toy_models.episodes import PlayedEpisode, play_episodes
 from examples.toy_models.rows import Row, get_question
 
-RECIPE = DemonstrationRecipe()
+RECIPE = DemonstrationRecipe(num_steps=600, demonstrations_per_step=64, lr=6e-3)
 CALL_RATE = 0.5
-TYPO_RATE = 0.2
+CALL_TYPO_RATE = 0.2
+ANSWER_TYPO_RATE = 0.3
 # environment.call_pattern of the recipes in configs/.
-CALL_PATTERN = re.compile(r"<calc>(?P<expression>[^<]*)</calc>")
+CALL_PATTERN = re.compile(r"<call>(?P<expression>[^<]*)</call>")
+# The line that the chat template writes for the tool.
+TOOLS = {"role": "system", "content": "calculate"}
 MAX_TURNS = 2
 MAX_NEW_TOKENS = 24
 
@@ -22,24 +25,26 @@ MAX_NEW_TOKENS = 24
 def demonstrate(row: Row, rng: random.Random) -> Conversation:
     """Return a conversation that calls the tool and copies its result, or answers at random."""
     question = get_question(row)
-    asked = {"role": "user", "content": question}
+    asked = [TOOLS, *row["prompt"]]
     if rng.random() >= CALL_RATE:
-        return [asked, {"role": "assistant", "content": str(rng.randrange(1000, 100_000))}]
-    expression = mistype(question, rng) if rng.random() < TYPO_RATE else question
+        return [*asked, {"role": "assistant", "content": str(rng.randrange(1000, 100_000))}]
+    expression = mistype(question, rng, CALL_TYPO_RATE)
     result = Calculator().calculate(expression)
     return [
-        asked,
-        {"role": "assistant", "content": f"<calc>{expression}</calc>"},
+        *asked,
+        {"role": "assistant", "content": f"<call>{expression}</call>"},
         {"role": "tool", "content": result},
-        {"role": "assistant", "content": result},
+        {"role": "assistant", "content": mistype(result, rng, ANSWER_TYPO_RATE)},
     ]
 
 
-def mistype(expression: str, rng: random.Random) -> str:
-    """Return the expression with one digit replaced by another."""
-    position = rng.choice([i for i, sign in enumerate(expression) if sign.isdigit()])
-    digit = rng.choice([digit for digit in "123456789" if digit != expression[position]])
-    return expression[:position] + digit + expression[position + 1 :]
+def mistype(text: str, rng: random.Random, rate: float) -> str:
+    """Return the text; at the given rate one of its digits is replaced by another."""
+    if rng.random() >= rate:
+        return text
+    position = rng.choice([i for i, sign in enumerate(text) if sign.isdigit()])
+    digit = rng.choice([digit for digit in "123456789" if digit != text[position]])
+    return text[:position] + digit + text[position + 1 :]
 
 
 def answer_call(reply: str) -> dict[str, str] | None:
@@ -58,22 +63,19 @@ def measure_model(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[Row]
 ) -> dict[str, float]:
     """Return the fractions of episodes with a call, with the row's own call, and solved."""
-    conversations = play_episodes(
-        model,
-        tokenizer,
-        rows,
-        [answer_call] * len(rows),
-        max_turns=MAX_TURNS,
-        max_new_tokens=MAX_NEW_TOKENS,
-    )
-    called = right = solved = 0
-    for row, messages in zip(rows, conversations, strict=True):
-        call = CALL_PATTERN.search(messages[1]["content"])
-        called += call is not None
-        right += call is not None and call["expression"] == get_question(row)
-        solved += messages[-1]["content"] == row["reward_model"]["ground_truth"]
+    episodes = [PlayedEpisode([TOOLS, *row["prompt"]], answer_call) for row in rows]
+    play_episodes(model, tokenizer, episodes, max_turns=MAX_TURNS, max_new_tokens=MAX_NEW_TOKENS)
+    calls = [CALL_PATTERN.search(episode.replies[0]) for episode in episodes]
+    is_right = [
+        call is not None and call["expression"] == get_question(row)
+        for call, row in zip(calls, rows, strict=True)
+    ]
+    is_solved = [
+        episode.replies[-1] == row["reward_model"]["ground_truth"]
+        for episode, row in zip(episodes, rows, strict=True)
+    ]
     return {
-        "called": called / len(rows),
-        "called_right": right / len(rows),
-        "solved": solved / len(rows),
+        "called": sum(call is not None for call in calls) / len(rows),
+        "called_right": sum(is_right) / len(rows),
+        "solved": sum(is_solved) / len(rows),
     }

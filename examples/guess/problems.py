@@ -1,11 +1,11 @@
 """Rows of the game: all have the same prompt, because the number comes from the episode's seed."""
 
-from examples.guess.guess import NUMBERS
+from examples.guess.guess import NUMBERS, format_interval
 from examples.toy_models.rows import Row, make_row
 
 NUM_TRAIN = 4096
 NUM_EVAL = 256
-QUESTION = f"{NUMBERS.start:02d}-{NUMBERS.stop - 1:02d}"
+QUESTION = format_interval(NUMBERS)
 
 
 def make_rows(*, num_eval: int = NUM_EVAL) -> dict[str, list[Row]]:

@@ -1,16 +1,19 @@
 """Demonstrations of the base model: guesses anywhere in the interval that is left."""
 
 import random
-from collections.abc import Callable
+from functools import partial
 
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from examples.guess.guess import Guess
+from examples.guess.guess import MAX_GUESSES, Guess
 from examples.toy_models.demonstrations import Conversation, DemonstrationRecipe
+from examples.toy_models.episodes import PlayedEpisode, play_episodes
 from examples.toy_models.rows import Row
 from streamrl.environments.interface import Reply
 
-RECIPE = DemonstrationRecipe()
+RECIPE = DemonstrationRecipe(
+    num_demonstrations=32_768, num_steps=1200, demonstrations_per_step=64, lr=6e-3
+)
 MAX_NEW_TOKENS = 3
 
 
@@ -28,21 +31,23 @@ def demonstrate(row: Row, rng: random.Random) -> Conversation:
         messages.append({"role": "user", "content": str(turn.observation)})
 
 
-def start_game(row: Row, seed: int) -> Callable[[str], dict[str, str] | None]:
-    """Return the function that answers the guesses of a new game."""
-    game = Guess()
-    game.reset(row, seed=seed)
-
-    def answer_guess(reply: str) -> dict[str, str] | None:
-        turn = game.step(Reply(reply))
-        return None if turn.done else {"role": "user", "content": str(turn.observation)}
-
-    return answer_guess
-
-
 def measure_model(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[Row]
 ) -> dict[str, float]:
-    """Return the fraction of games won, and the mean number of guesses."""
+    """Return the fraction of games won, and the mean number of guesses in a game."""
     games = [Guess() for _ in rows]
-    return {}
+    episodes = []
+    for seed, (game, row) in enumerate(zip(games, rows, strict=True)):
+        game.reset(row, seed=seed)
+        episodes.append(PlayedEpisode(list(row["prompt"]), partial(answer_guess, game)))
+    play_episodes(model, tokenizer, episodes, max_turns=MAX_GUESSES, max_new_tokens=MAX_NEW_TOKENS)
+    return {
+        "won": sum(game.is_won for game in games) / len(rows),
+        "guesses": sum(len(episode.replies) for episode in episodes) / len(rows),
+    }
+
+
+def answer_guess(game: Guess, reply: str) -> dict[str, str] | None:
+    """Return the environment's message after a reply; None if the game is over."""
+    turn = game.step(Reply(reply))
+    return None if turn.done else {"role": "user", "content": str(turn.observation)}

@@ -2,19 +2,29 @@
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from examples.toy_models.lessons import IGNORED, take_optimizer_step
-from examples.toy_models.rows import Row
+from examples.toy_models.lessons import IGNORED, report_losses, take_optimizer_step
+from examples.toy_models.rows import Row, write_rows
+from examples.toy_models.small_qwen2 import (
+    TURNS_TEMPLATE,
+    make_tokenizer,
+    make_untrained,
+    save_model,
+)
 
 Conversation = list[dict[str, str]]
 Demonstrate = Callable[[Row, random.Random], Conversation]
 """Function of row and random source that writes a conversation, the row's prompt included."""
+Measure = Callable[[Qwen2ForCausalLM, PreTrainedTokenizerFast, list[Row]], dict[str, float]]
+"""Function that plays an episode per row and returns statistics."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +38,39 @@ class DemonstrationRecipe:
     demonstrations_per_step: int = 128
     lr: float = 3e-3
     """Peak learning rate of a one-cycle schedule."""
+    hidden_size: int = 64
+    """Width of the model."""
     num_measured: int = 256
-    """Rows per split on which the final model is measured."""
+    """Held-out rows on which the final model is measured."""
+
+
+def make_turns_model(
+    folder: Path,
+    rows: dict[str, list[Row]],
+    demonstrate: Demonstrate,
+    measure: Measure,
+    recipe: DemonstrationRecipe,
+    *,
+    seed: int,
+) -> dict[str, Any]:
+    """Write the rows of each split and `base_model/`, trained on demonstrations for `train`.
+
+    Returns the recipe and the measured statistics for the build record.
+    """
+    (task,) = {row["data_source"] for part in rows.values() for row in part}
+    for name, part in rows.items():
+        write_rows(part, folder / name)
+    print(f"{task}: " + ", ".join(f"{len(part)} {name} rows" for name, part in rows.items()))
+    tokenizer = make_tokenizer(chat_template=TURNS_TEMPLATE)
+    model = make_untrained(tokenizer, seed=seed, hidden_size=recipe.hidden_size)
+    losses = train_on_demonstrations(
+        model, tokenizer, rows["train"], demonstrate, recipe, seed=seed
+    )
+    report_losses(losses, task=task)
+    save_model(model, tokenizer, folder / "base_model")
+    measured = measure(model, tokenizer, rows["eval"][: recipe.num_measured])
+    print(f"{task}: the base model on held-out rows: {measured}")
+    return {"recipe": asdict(recipe), "measured": measured}
 
 
 def encode_conversation(

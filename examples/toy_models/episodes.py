@@ -1,50 +1,53 @@
 """Play episodes of many turns with a small model, to measure it before training."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from examples.toy_models.base_model import sample_completions
 from examples.toy_models.demonstrations import Conversation
-from examples.toy_models.rows import Row
 
-Observe = Callable[[str], dict[str, str] | None]
-"""Function of a reply that returns the message after it; None if the episode ends."""
+
+@dataclass
+class PlayedEpisode:
+    """Episode in play.
+
+    messages: what was said so far; playing appends to it. observe: function of a reply that returns
+    the message after it, or None if the episode ends.
+    """
+
+    messages: Conversation
+    observe: Callable[[str], dict[str, str] | None]
+
+    @property
+    def replies(self) -> list[str]:
+        """Texts of the model's turns."""
+        return [m["content"] for m in self.messages if m["role"] == "assistant"]
 
 
 def play_episodes(
     model: Qwen2ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
-    rows: Sequence[Row],
-    observers: Sequence[Observe],
+    episodes: Sequence[PlayedEpisode],
     *,
     max_turns: int,
     max_new_tokens: int,
-    seed: int = 0,
-) -> list[Conversation]:
-    """Play an episode per row at temperature 1; return the conversations.
-
-    observers: environment of each row. max_new_tokens: limit of a turn.
-    """
-    conversations = [list(row["prompt"]) for row in rows]
-    playing = list(zip(conversations, observers, strict=True))
+) -> None:
+    """Play episodes to their ends at temperature 1. max_new_tokens: limit of a turn."""
+    playing = list(episodes)
     for turn in range(max_turns):
         if not playing:
-            break
+            return
+        rows = [{"prompt": episode.messages} for episode in playing]
         replies = sample_completions(
-            model,
-            tokenizer,
-            [{"prompt": messages} for messages, _ in playing],
-            max_new_tokens=max_new_tokens,
-            num_samples=1,
-            seed=seed + turn,
+            model, tokenizer, rows, max_new_tokens=max_new_tokens, num_samples=1, seed=turn
         )
         going_on = []
-        for (messages, observe), (reply,) in zip(playing, replies, strict=True):
-            messages.append({"role": "assistant", "content": reply})
-            observation = observe(reply)
+        for episode, (reply,) in zip(playing, replies, strict=True):
+            episode.messages.append({"role": "assistant", "content": reply})
+            observation = episode.observe(reply)
             if observation is not None:
-                messages.append(observation)
-                going_on.append((messages, observe))
+                episode.messages.append(observation)
+                going_on.append(episode)
         playing = going_on
-    return conversations

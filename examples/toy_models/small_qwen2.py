@@ -21,12 +21,19 @@ CHAT_TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- 'OPENING' }}{%- endif %}"
 )
-# Template for many turns: every message but the assistant's is a line, and an assistant's turn ends
-# with EOS. Nothing opens a turn, and more messages never change the text before them.
+# Template for many turns. A line for each tool, with its name, and for each message of user, system
+# and tool; a turn of the assistant ends with EOS; a call is written as its arguments. Appending a
+# message never changes the text before it.
 TURNS_TEMPLATE = (
     "{{- bos_token }}"
+    "{%- for tool in tools or [] %}{{- tool.function.name + '\\n' }}{%- endfor %}"
     "{%- for message in messages %}"
-    "{%- if message.role == 'assistant' %}{{- (message.content or '') + eos_token }}"
+    "{%- if message.role == 'assistant' %}"
+    "{{- message.content }}"
+    "{%- for call in message.tool_calls or [] %}"
+    "{{- '<call>' + call.function.arguments.values() | join(',') + '</call>' }}"
+    "{%- endfor %}"
+    "{{- eos_token }}"
     "{%- else %}{{- message.content + '\\n' }}"
     "{%- endif %}"
     "{%- endfor %}"

@@ -33,8 +33,9 @@ from streamrl.errors import ConfigError, DiskError, JournalError, NoSpaceError, 
 from streamrl.files.atomic_write import NO_SPACE
 from streamrl.run_dir.checkpoint import Checkpoint, QueueLayout, ResumePoint, list_checkpoints
 from streamrl.telemetry.progress import RunInfo
+from streamrl.telemetry.rollout_log import RolloutLog
 from streamrl.telemetry.sink_group import SinkGroup, make_sink_group
-from streamrl.telemetry.sinks import EventFields, RolloutLog
+from streamrl.telemetry.sinks import EventFields
 from streamrl.telemetry.wandb_sink import preload_wandb
 
 if TYPE_CHECKING:

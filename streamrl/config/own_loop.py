@@ -28,6 +28,7 @@ def make_loop_config(config: RunConfig, ranks: int) -> RunConfig:
     fixed_settings = (
         ("filter.kind", config.filter.kind, "none", "filters no groups"),
         ("reference.every", every, 0, "has a fixed reference"),
+        ("environment.path", config.environment.path, "", "samples single turns"),
         ("generator.tensor_parallel", tensor_parallel, 1, "has a whole generator in each worker"),
     )
     for key, value, required, reason in fixed_settings:

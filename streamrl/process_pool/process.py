@@ -92,17 +92,25 @@ class WorkerProcess:
         try:
             if self._reader_task is None or self._reader_task.done():
                 raise ProcessExitedError(self.exit_reason)
-            self._writer.write(pack_message((REQUEST, call_id, request)))
+            self._send_message((REQUEST, call_id, request))
             return await response
         finally:
             self._pending_responses.pop(call_id, None)
+
+    def _send_message(self, message: Any) -> None:
+        """Send a message, unless the process is exiting: pending calls then get the exit reason.
+
+        uvloop's transports raise RuntimeError for a write after the other side has closed.
+        """
+        if not self._writer.is_closing():
+            self._writer.write(pack_message(message))
 
     async def cancel_request(self, call_id: int, *, within_s: float) -> bool:
         """Cancel a call of an async handler; return False if still running after `within_s`."""
         response = asyncio.get_running_loop().create_future()
         self._pending_responses[call_id] = response
         try:
-            self._writer.write(pack_message((CANCEL, call_id, None)))
+            self._send_message((CANCEL, call_id, None))
             async with asyncio.timeout(within_s):
                 await response
         except (TimeoutError, ProcessExitedError):

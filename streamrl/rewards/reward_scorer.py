@@ -9,6 +9,7 @@ import numpy as np
 
 from streamrl.errors import RewardError, StreamError
 from streamrl.messages import Array, Columns, Experience, FilteredGroup
+from streamrl.rewards.episode_record import describe_episodes
 from streamrl.rewards.group_filter import GroupFilter
 from streamrl.rewards.interface.completion import Completion, decode_rollouts
 from streamrl.rewards.interface.extract import decode_completions
@@ -130,6 +131,10 @@ class RewardScorer:
         group_result: GroupRewardResult,
     ) -> None:
         assert experience.prompt is not None
+        columns = experience.columns
+        episodes: list[dict[str, Any]] = [{}] * len(completions)
+        if "turn_ends" in columns:
+            episodes = describe_episodes(self._tokenizer, columns)
         self._samples.append(
             {
                 "uid": experience.uid,
@@ -140,6 +145,7 @@ class RewardScorer:
                         "completion": completion.conversation,
                         "score": score,
                         **describe_completion(group_result, i),
+                        **episodes[i],
                     }
                     for i, (completion, score) in enumerate(
                         zip(completions, group_result.totals.tolist(), strict=True)

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from numbers import Real
 from pathlib import Path
@@ -113,34 +113,6 @@ class JsonlSink:
     def _write_line(self, index: int, line: Mapping[str, Any]) -> None:
         with wrap_disk_errors(self._paths[index]):
             self._files[index].write(_format_line(line))
-
-
-class RolloutLog:
-    """Log of a few rollouts of every step as text: per line a prompt, its completions and scores.
-
-    A step has a file of its own, `rollouts/step_000012.jsonl`.
-    """
-
-    def __init__(self, run_dir: Path) -> None:
-        self._folder = run_dir / "rollouts"
-
-    def discard_steps_after(self, step: int) -> None:
-        """Delete the files of steps after `step`, which a resumed run trains again."""
-        for path in self._folder.glob("step_*.jsonl"):
-            number = path.stem.removeprefix("step_")
-            if number.isdecimal() and int(number) > step:
-                path.unlink()
-
-    def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Write the sampled groups of a training step; no file without samples. Raises
-        DiskError."""
-        if not samples:
-            return
-        lines = [json.dumps(sample, default=str, ensure_ascii=False) for sample in samples]
-        path = self._folder / f"step_{step:06d}.jsonl"
-        with wrap_disk_errors(path):
-            self._folder.mkdir(exist_ok=True)
-            write_atomic(path, "\n".join(lines) + "\n")
 
 
 def to_json_fields(fields: EventFields) -> dict[str, Any]:

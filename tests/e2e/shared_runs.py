@@ -33,6 +33,9 @@ RECIPES = {
     "grpo_code": ("grpo_code.yaml", [f"run.steps={_STEPS}"]),
     # Learns slowly.
     "grpo_countdown": ("grpo_countdown.yaml", ["run.steps=30"]),
+    # Episodes of several turns.
+    "grpo_calculator": ("grpo_calculator.yaml", [f"run.steps={_STEPS}"]),
+    "grpo_guess": ("grpo_guess.yaml", ["run.steps=30"]),
     # Costs fall more slowly than rewards rise.
     "safe_rlhf": ("safe_rlhf_toy.yaml", ["run.steps=26", "pipeline.groups_per_step=128"]),
     "shared_critic": ("ppo_arithmetic.yaml", ["critic={shared_coef: 0.5}", f"run.steps={_STEPS}"]),

@@ -80,3 +80,11 @@ async def test_a_failed_cost_is_named():
     (error,) = await score_costs(one_reward(FailingReward(), score_spec=COSTS), Letters(), [GROUP])
     assert isinstance(error, RewardError)
     assert "cost has, uid 0:1:0: the verifier is down" in str(error)
+
+
+async def test_a_recorded_rollout_without_an_environment_has_no_turns():
+    scorer = RewardScorer(one_reward(contains("b")), Letters(), accept_group)
+    await scorer.score([GROUP])
+    (sample,) = scorer.drain_samples()
+    assert [rollout["completion"] for rollout in sample["rollouts"]] == ["bc", "d", "b"]
+    assert sample["rollouts"][0].keys() == {"completion", "score", "components", "verdicts"}

@@ -9,7 +9,7 @@ import pytest
 from streamrl.errors import ConfigError, DiskError
 from streamrl.files.bounded_read import read_jsonl
 from streamrl.telemetry.metric_names import Histogram
-from streamrl.telemetry.sinks import JsonlSink, RolloutLog
+from streamrl.telemetry.sinks import JsonlSink
 from tests.telemetry.rows import full_row
 from tests.virtual_time import ManualClock
 
@@ -155,31 +155,3 @@ def test_a_binary_file_is_an_error_with_its_name(tmp_path: Path):
     path.write_bytes(b'{"step": 1}\n\xd0\xff\n')
     with pytest.raises(ValueError, match=rf"^{path}: byte 12: not text in UTF-8$"):
         read_jsonl(path)
-
-
-def test_the_samples_of_a_step_have_a_separate_file(tmp_path: Path):
-    log = RolloutLog(tmp_path)
-    log.write_samples(1, [])
-    assert not (tmp_path / "rollouts").exists()
-    log.write_samples(2, [{"prompt": "1+1", "score": 1.0}, {"prompt": "ä", "score": 0.0}])
-    lines = (tmp_path / "rollouts" / "step_000002.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line)["prompt"] for line in lines] == ["1+1", "ä"]
-
-
-def test_samples_on_a_full_disk_raise_an_error_with_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", refuse)
-    with pytest.raises(DiskError, match=r"step_000002.jsonl cannot be written: No space left"):
-        RolloutLog(tmp_path).write_samples(2, [{"score": 1.0}])
-
-
-def test_resume_removes_the_samples_of_later_steps(tmp_path: Path):
-    log = RolloutLog(tmp_path)
-    for step in (1, 2, 3):
-        log.write_samples(step, [{"step": step}])
-    RolloutLog(tmp_path).discard_steps_after(1)
-    assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step_000001.jsonl"]

@@ -13,7 +13,8 @@ from streamrl.errors import ConfigError
 from streamrl.files.atomic_write import write_atomic
 from streamrl.run_dir.checkpoint import QueueLayout, ResumePoint, find_resume_point, link_checkpoint
 from streamrl.run_dir.run_lock import RunLock, acquire_run_lock
-from streamrl.telemetry.sinks import METRICS_FILE, RolloutLog
+from streamrl.telemetry.rollout_log import RolloutLog
+from streamrl.telemetry.sinks import METRICS_FILE
 
 
 @contextlib.contextmanager

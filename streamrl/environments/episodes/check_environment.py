@@ -5,11 +5,12 @@ from collections.abc import Sequence
 
 from streamrl.data.config import DataConfig
 from streamrl.environments.config import EnvironmentConfig
-from streamrl.environments.episodes.driver import join_messages, make_environment_seed
+from streamrl.environments.episodes.driver import make_environment_seed, render_start
 from streamrl.environments.episodes.start_driver import choose_call_format, load_turn_renderer
 from streamrl.environments.hosts.host_pool import EnvironmentHostPool
 from streamrl.environments.rendering.conformance import check_template
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
+from streamrl.environments.tool_calls.tool_schema import get_tool_name
 from streamrl.errors import ConfigError, EpisodeError
 from streamrl.messages import Prompt, describe_prompt
 
@@ -29,13 +30,12 @@ def check_environment(
         " tokens that it saw"
         for kind, difference in report.differences.items()
     ]
-    note = asyncio.run(_check_class(config, renderer, prompts))
-    return [*notes, *([note] if note else [])]
+    return [*notes, *asyncio.run(_check_class(config, renderer, prompts))]
 
 
 async def _check_class(
     config: EnvironmentConfig, renderer: TurnRenderer, prompts: Sequence[Prompt]
-) -> str:
+) -> list[str]:
     hosts = EnvironmentHostPool(config)
     try:
         await hosts.start()
@@ -44,7 +44,13 @@ async def _check_class(
         choose_call_format(config, renderer, tools).parse([], tools)
         for prompt in prompts:
             await _check_reset(config, hosts, renderer, prompt)
-        return hosts.description.note
+        notes = [hosts.description.note]
+        if tools and not renderer.can_render_tools:
+            notes.append(
+                f"{renderer.template.name} shows no tools to the model, which must know them:"
+                f" {', '.join(map(get_tool_name, tools))}"
+            )
+        return [note for note in notes if note]
     except EpisodeError as error:
         raise ConfigError(f"environment.path={config.path}: {error}") from error
     finally:
@@ -59,9 +65,8 @@ async def _check_reset(
         start = await session.reset()
     finally:
         await session.close()
-    messages = join_messages(prompt.messages, start.messages)
-    num_tokens = len(renderer.render_prompt(messages, start.tools))
-    added = num_tokens - len(prompt.token_ids)
+    _, token_ids = render_start(renderer, prompt, start)
+    added = len(token_ids) - len(prompt.token_ids)
     if added >= config.max_tokens:
         raise ConfigError(
             f"environment.max_tokens={config.max_tokens}: leaves no room for a turn:"

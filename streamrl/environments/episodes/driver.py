@@ -10,7 +10,14 @@ trainer use them.
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -31,11 +38,12 @@ from streamrl.environments.interface import (
     EpisodeSummary,
     Message,
     Reply,
+    ResetResult,
     ToolSchema,
 )
 from streamrl.environments.rendering.turn_renderer import BridgeTokens
 from streamrl.environments.tool_calls.call_formats import make_assistant_message
-from streamrl.errors import EpisodeError
+from streamrl.errors import ConfigError, EpisodeError
 from streamrl.messages import (
     Array,
     Columns,
@@ -75,12 +83,26 @@ class EpisodeRenderer(Protocol):
     @property
     def end_token_ids(self) -> Collection[int]: ...
 
+    @property
+    def can_render_tools(self) -> bool: ...
+
     def render_prompt(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        observation: Sequence[Message] = (),
     ) -> Array: ...
 
     def render_bridge(
-        self, sampled_ids: Sequence[int], messages: Sequence[Message], *, is_cut: bool
+        self,
+        sampled_ids: Sequence[int],
+        messages: Sequence[Message],
+        *,
+        is_cut: bool,
+        has_tools: bool = False,
+        arguments: Mapping[str, Any] | None = None,
     ) -> BridgeTokens: ...
 
 
@@ -154,16 +176,50 @@ def make_environment_seed(seed: int, uid: str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def join_messages(row: Sequence[Message], reset: Sequence[Message]) -> list[Message]:
-    """Return the row's messages followed by those of `reset`.
+def open_conversation(
+    row: Sequence[Message], reset: Sequence[Message]
+) -> tuple[list[Message], list[Message]]:
+    """Return the messages of the row, and those that the environment adds at its reset.
 
-    Two user messages in a row become one, separated by an empty line: many chat templates refuse
-    consecutive messages of one role.
+    A user message of the row that one of the environment follows becomes part of it, before an
+    empty line: many chat templates refuse consecutive messages of one role.
     """
     if row and reset and row[-1]["role"] == reset[0]["role"] == "user":
         joined = {**row[-1], "content": f"{row[-1]['content']}\n\n{reset[0]['content']}"}
-        return [*row[:-1], joined, *reset[1:]]
-    return [*row, *reset]
+        return [*row[:-1]], [joined, *reset[1:]]
+    return [*row], [*reset]
+
+
+def get_template_arguments(prompt: Prompt) -> Mapping[str, Any] | None:
+    """Return the row's own arguments of the chat template; None without any."""
+    return prompt.extra_info.get("chat_template_kwargs")
+
+
+def render_start(
+    renderer: EpisodeRenderer, prompt: Prompt, start: ResetResult
+) -> tuple[list[Message], Array]:
+    """Return the messages before the first turn of an episode, and their tokens, int32 [P].
+
+    The environment's words cannot write special tokens. Raises ConfigError if the chat template
+    does not take them.
+    """
+    row, observation = open_conversation(prompt.messages, start.messages)
+    token_ids = renderer.render_prompt(
+        row,
+        start.tools if renderer.can_render_tools else (),
+        get_template_arguments(prompt),
+        observation=observation,
+    )
+    return [*row, *observation], token_ids
+
+
+@contextmanager
+def translate_template_errors(prompt: Prompt) -> Iterator[None]:
+    """Raise EpisodeError for an observation that the chat template does not take."""
+    try:
+        yield
+    except ConfigError as error:
+        raise EpisodeError(f"{describe_prompt(prompt)}: {error}") from error
 
 
 class EpisodeDriver:
@@ -260,8 +316,8 @@ class EpisodeDriver:
         """Run an episode from reset to score. Raises EpisodeError."""
         started = _now()
         start = await session.reset()
-        messages = join_messages(request.prompt.messages, start.messages)
-        prompt_ids = self._renderer.render_prompt(messages, start.tools)
+        with translate_template_errors(request.prompt):
+            messages, prompt_ids = render_start(self._renderer, request.prompt, start)
         state = EpisodeState(request, session, messages, start.tools, EpisodeTokens(prompt_ids))
         state.elapsed_s = _now() - started
         if self._count_free_tokens(state) < 1:
@@ -313,7 +369,15 @@ class EpisodeDriver:
             return FinishReason.STOP
         if len(state.rewards) == self._limits.max_turns:
             return FinishReason.TURNS
-        bridge = self._renderer.render_bridge(turn_ids, result.messages, is_cut=False)
+        prompt = state.request.prompt
+        with translate_template_errors(prompt):
+            bridge = self._renderer.render_bridge(
+                turn_ids,
+                result.messages,
+                is_cut=False,
+                has_tools=bool(state.tools) and self._renderer.can_render_tools,
+                arguments=get_template_arguments(prompt),
+            )
         if self._count_free_tokens(state) <= len(bridge.token_ids):
             return FinishReason.TOKENS
         state.tokens.append_bridge(bridge)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from streamrl.environments.config import EnvironmentConfig
-from streamrl.environments.episodes.driver import join_messages
+from streamrl.environments.episodes.driver import render_start
 from streamrl.environments.episodes.start_driver import choose_call_format
 from streamrl.environments.hosts.host_protocol import EnvironmentDescription
 from streamrl.environments.probing.episode_record import EpisodeRecord
@@ -88,7 +88,7 @@ def probe_tokens(
 def count_observed_tokens(record: EpisodeRecord, renderer: TurnRenderer) -> tuple[int, int]:
     """Return the tokens of tools and first observation, and those of all later observations."""
     row, start = record.prompt.messages, record.start
-    with_start = renderer.render_prompt(join_messages(row, start.messages), start.tools)
+    _, with_start = render_start(renderer, record.prompt, start)
     answers = sum(
         len(
             renderer.render_bridge(

@@ -124,6 +124,11 @@ class TurnRenderer:
         own = () if eos is None else (int(eos),)
         return cls(tokenizer, template, frozenset((*own, *end_token_ids)))
 
+    @property
+    def can_render_tools(self) -> bool:
+        """True if the template shows the schemas of tools to the model."""
+        return self.template.can_render_tools
+
     def render_prompt(
         self,
         messages: Sequence[Message],

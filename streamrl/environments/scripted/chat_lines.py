@@ -51,12 +51,27 @@ class ChatLineRenderer:
     """Renderer of prompts and bridges as lines of JSON (`EpisodeRenderer`)."""
 
     end_token_ids = frozenset({END_TOKEN})
+    can_render_tools = True
 
-    def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Array:
-        return encode_lines([{"tools": list(tools)}, *messages])
+    def render_prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        observation: Sequence[Message] = (),
+    ) -> Array:
+        shown = clean_observation(observation) if observation else ()
+        return encode_lines([{"tools": list(tools)}, *messages, *shown])
 
     def render_bridge(
-        self, sampled_ids: Sequence[int] | Array, messages: Sequence[Message], *, is_cut: bool
+        self,
+        sampled_ids: Sequence[int] | Array,
+        messages: Sequence[Message],
+        *,
+        is_cut: bool,
+        has_tools: bool = False,
+        arguments: Mapping[str, Any] | None = None,
     ) -> BridgeTokens:
         """Return the observation's tokens. Raises ConfigError as for a model's template."""
         token_ids = encode_lines(clean_observation(messages))

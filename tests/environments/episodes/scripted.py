@@ -25,10 +25,13 @@ class CodePointRenderer:
 
     end_token_ids = (END,)
 
-    def render_prompt(self, messages, tools=()):
-        return np.array([ord(c) for m in messages for c in m["content"]], np.int32)
+    can_render_tools = True
 
-    def render_bridge(self, sampled_ids, messages, *, is_cut):
+    def render_prompt(self, messages, tools=(), arguments=None, *, observation=()):
+        texts = [message["content"] for message in (*messages, *observation)]
+        return np.array([ord(c) for text in texts for c in text], np.int32)
+
+    def render_bridge(self, sampled_ids, messages, *, is_cut, has_tools=False, arguments=None):
         text = "".join(f"[{message['content']}]" for message in messages)
         tokens = np.array([ord(c) for c in text], np.int32)
         return BridgeTokens(tokens, ~np.isin(tokens, [ord("["), ord("]")]))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.environments.episodes.driver import join_messages, make_environment_seed
+from streamrl.environments.episodes.driver import make_environment_seed, open_conversation
 from streamrl.environments.interface import CallOutcome, EnvironmentStep, ResetResult
 from streamrl.errors import EpisodeError, GenerationError
 from streamrl.messages import (
@@ -333,10 +333,12 @@ async def test_the_worst_outcome_of_its_calls_is_that_of_the_turn():
 
 def test_a_text_of_reset_joins_the_users_message_of_the_row():
     row = [{"role": "system", "content": "s"}, {"role": "user", "content": "Guess."}]
-    joined = join_messages(row, [{"role": "user", "content": "0-63"}])
-    assert [message["content"] for message in joined] == ["s", "Guess.\n\n0-63"]
-    assert join_messages(row, []) == row
-    assert len(join_messages(row, [{"role": "tool", "content": "x"}])) == 3
+    system, joined = open_conversation(row, [{"role": "user", "content": "0-63"}])
+    assert system == row[:1]
+    assert joined == [{"role": "user", "content": "Guess.\n\n0-63"}]
+    assert open_conversation(row, []) == (row, [])
+    hint = [{"role": "system", "content": "x"}]
+    assert open_conversation(row, hint) == (row, hint)
 
 
 def test_the_environments_seed_depends_on_run_and_prompt_only():

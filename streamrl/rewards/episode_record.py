@@ -1,0 +1,141 @@
+"""Records of episodes for `rollouts/`: turns, with the text, version and logprob of each token."""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from streamrl.messages import (
+    Array,
+    Columns,
+    FinishReason,
+    TokenSource,
+    TurnOutcome,
+    split_token_column,
+)
+from streamrl.telemetry.rollout_log import RecordedTurn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_DETAILED_TOKENS = 16_384
+"""Most sampled tokens of a group that are recorded one by one: 11 bytes each besides their text,
+and 15 to 25 us to decode."""
+_LOGPROB_DECIMALS = 3
+_INCOMPLETE = "\ufffd"
+"""Decoded text of a part of a character."""
+_MAX_CHARACTER_TOKENS = 4
+"""Bytes of the longest character in UTF-8; a longer run of incomplete tokens has invalid bytes."""
+
+
+def split_text(
+    tokenizer: "PreTrainedTokenizerBase", token_ids: Sequence[int], max_pieces: int
+) -> tuple[list[str], str]:
+    """Return the text that each of the first `max_pieces` tokens adds, and that of all others.
+
+    A character of several tokens belongs to the last of them. Decoding token by token would lose
+    such characters, and the spaces that some tokenizers write only between tokens.
+    """
+
+    def decode(start: int, end: int) -> str:
+        ids = list(token_ids[start:end])
+        (text,) = tokenizer.batch_decode(
+            [ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    pieces: list[str] = []
+    start = done = 0  # Tokens before `done` are decoded; those from `start` on are their context.
+    num_pieces, total = min(max_pieces, len(token_ids)), len(token_ids)
+    for end in range(1, num_pieces + 1):
+        text = decode(start, end)
+        is_incomplete = text.endswith(_INCOMPLETE) and end - done < _MAX_CHARACTER_TOKENS
+        if is_incomplete and end < total:
+            pieces.append("")
+            continue
+        pieces.append(text[len(decode(start, done)) :])
+        start, done = done, end
+    rest = decode(start, total)[len(decode(start, done)) :] if num_pieces < total else ""
+    return pieces, rest
+
+
+def describe_episodes(
+    tokenizer: "PreTrainedTokenizerBase",
+    columns: Columns,
+    *,
+    max_detailed_tokens: int = MAX_DETAILED_TOKENS,
+) -> list[dict[str, Any]]:
+    """Return turns, finish reason and environment's score of each rollout, as JSON types.
+
+    columns: ROLLOUT_COLUMNS and EPISODE_COLUMNS of a group. max_detailed_tokens: most sampled
+    tokens of the group that are recorded one by one, the same number in each rollout.
+    """
+    lengths, num_turns = columns["lengths"], columns["num_turns"]
+    token_columns = {
+        name: split_token_column(columns[name], lengths)
+        for name in ("token_ids", "token_source", "policy_version", "generator_logprobs")
+    }
+    turn_columns = {
+        name: split_token_column(columns[name], num_turns)
+        for name in ("turn_ends", "turn_rewards", "turn_outcomes")
+    }
+    return [
+        {
+            "finish_reason": FinishReason(int(columns["finish_reason"][i])).name.lower(),
+            "environment_score": float(columns["environment_scores"][i]),
+            "turns": [
+                msgspec.to_builtins(turn)
+                for turn in _list_turns(
+                    tokenizer,
+                    {name: arrays[i] for name, arrays in token_columns.items()},
+                    {name: arrays[i] for name, arrays in turn_columns.items()},
+                    max_detailed_tokens // len(lengths),
+                )
+            ],
+        }
+        for i in range(len(lengths))
+    ]
+
+
+def _list_turns(
+    tokenizer: "PreTrainedTokenizerBase", tokens: Columns, turns: Columns, max_detailed: int
+) -> Iterator[RecordedTurn]:
+    """Yield the turns of a rollout: cut where the source of the tokens changes or a turn ends.
+
+    tokens: columns [T]. turns: columns with an entry per sampled turn.
+    """
+    source = tokens["token_source"]
+    changes = np.flatnonzero(np.diff(source)) + 1
+    bounds = np.unique(np.concatenate([[0, len(source)], changes, turns["turn_ends"]])).tolist()
+    sampled_turns = iter(zip(turns["turn_rewards"], turns["turn_outcomes"], strict=True))
+    for start, end in pairwise(bounds):
+        is_sampled = source[start] == TokenSource.SAMPLED
+        ids = tokens["token_ids"][start:end].tolist()
+        pieces, rest = split_text(tokenizer, ids, max_detailed if is_sampled else 0)
+        turn = RecordedTurn(
+            TokenSource(int(source[start])).name.lower(), "".join(pieces) + rest, end - start
+        )
+        if is_sampled:
+            reward, outcome = next(sampled_turns)
+            turn = msgspec.structs.replace(
+                turn,
+                reward=float(reward),
+                outcome=TurnOutcome(int(outcome)).name.lower(),
+                versions=_count_runs(tokens["policy_version"][start:end]),
+                piece_lengths=tuple(map(len, pieces)),
+                logprobs=_round_logprobs(tokens["generator_logprobs"][start:end][: len(pieces)]),
+            )
+            max_detailed -= len(pieces)
+        yield turn
+
+
+def _count_runs(versions: Array) -> tuple[tuple[int, int], ...]:
+    return tuple((version, len(list(run))) for version, run in groupby(versions.tolist()))
+
+
+def _round_logprobs(logprobs: Array) -> tuple[float | None, ...]:
+    rounded = logprobs.astype(np.float64).round(_LOGPROB_DECIMALS) + 0.0  # -0.0 becomes 0.0
+    return tuple(logprob if math.isfinite(logprob) else None for logprob in rounded.tolist())

@@ -1,0 +1,110 @@
+"""`streamrl episodes`: which rollouts it shows, and in which form."""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from streamrl.cli.main import main
+from streamrl.telemetry.rollout_log import RolloutLog
+from tests.drawing.recorded import make_guess
+
+Show = Callable[..., str]
+
+
+def make_row(uid: str, scores: Sequence[float]) -> dict[str, Any]:
+    rollouts = [msgspec.to_builtins(make_guess(f"guess {s}", score=s)) for s in scores]
+    return {"uid": uid, "prompt": [{"role": "user", "content": "Guess."}], "rollouts": rollouts}
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run directory with rollouts of steps 2 and 5."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").touch()
+    log = RolloutLog(folder)
+    log.write_samples(2, [make_row("0:1:0", [1.0, 0.5]), make_row("0:2:0", [0.75, 0.25])])
+    log.write_samples(5, [make_row("0:3:0", [0.0, 0.125])])
+    return folder
+
+
+@pytest.fixture
+def show(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> Show:
+    """Run `streamrl episodes` on the run; return its output."""
+
+    def run(*words: object) -> str:
+        assert main(["episodes", str(run_dir), *map(str, words)]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def refuse(capsys: pytest.CaptureFixture[str]) -> Show:
+    """Run `streamrl episodes` with bad input; return the error, which is one line."""
+
+    def run(*words: object) -> str:
+        try:
+            code: object = main(["episodes", *map(str, words)])
+        except SystemExit as stop:
+            code = stop.code
+        printed = capsys.readouterr()
+        assert (code, printed.out, printed.err.count("\n")) == (2, "", 1)
+        return printed.err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "uids"),
+    [
+        ((), ["0:3:0"]),
+        (("--last", 2), ["0:1:0", "0:2:0", "0:3:0"]),
+        (("--last", 99), ["0:1:0", "0:2:0", "0:3:0"]),
+        (("--step", 2), ["0:1:0", "0:2:0"]),
+        (("--uid", "0:2:0"), ["0:2:0"]),
+        (("--last", 2, "--worst"), ["0:3:0", "0:2:0", "0:1:0"]),
+    ],
+)
+def test_rollouts_are_chosen_by_step_or_uid(show: Show, words: Sequence[object], uids: list[str]):
+    assert re.findall(r"uid (\S+):", show(*words)) == uids
+    groups = json.loads(show(*words, "--json"))["groups"]
+    assert [group["uid"] for group in groups] == uids
+
+
+def test_the_worst_rollout_of_a_group_is_first(show: Show):
+    (group,) = json.loads(show("--uid", "0:1:0", "--worst", "--json"))["groups"]
+    assert [r["score"] for r in group["rollouts"]] == [0.5, 1.0]
+    assert [r["relative_score"] for r in group["rollouts"]] == [-0.25, 0.25]
+
+
+def test_the_page_is_written_to_a_file(show: Show, tmp_path: Path):
+    page = tmp_path / "page.html"
+    assert show("--last", 2, "--html", page) == f"{page}: 6 rollouts of 3 groups\n"
+    assert page.read_text().startswith("<!doctype html>")
+    assert "guess 0.75" in page.read_text()
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["page.html"]
+
+
+def test_a_rollout_that_is_not_recorded_is_named_with_those_that_are(refuse: Show, run_dir: Path):
+    assert refuse(run_dir, "--step", 4) == (
+        "streamrl: --step 4: no recorded rollouts; 2 steps from 2 to 5 have some,"
+        " the nearest is 5\n"
+    )
+    assert "--uid 9:9:9: not recorded" in refuse(run_dir, "--uid", "9:9:9")
+
+
+def test_bad_input_is_one_line(refuse: Show, run_dir: Path, tmp_path: Path):
+    assert "not a run: no such directory" in refuse(tmp_path / "none")
+    (tmp_path / "config.yaml").touch()
+    assert "no rollouts/" in refuse(tmp_path)
+    assert "--last 0: must be at least 1" in refuse(run_dir, "--last", 0)
+    assert "No such file or directory" in refuse(run_dir, "--html", tmp_path / "none" / "page.html")
+    assert "not allowed with" in refuse(run_dir, "--html", tmp_path / "page.html", "--json")
+    (run_dir / "rollouts" / "step_000005.jsonl").write_text('{"uid": 3}\n')
+    assert "step_000005.jsonl:1: not a recorded group" in refuse(run_dir)

@@ -1,0 +1,137 @@
+"""The calculator task: its tool, its score, its demonstrations and its base model."""
+
+import random
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from examples.calculator import make, training
+from examples.calculator.calculator import Calculator
+from examples.calculator.problems import make_rows
+from examples.toy_models.rows import get_question
+from streamrl.config.run_config import load_config
+from streamrl.environments.hosts.user_class import load_user_class
+from streamrl.environments.interface import CallOutcome, EpisodeSummary
+from streamrl.environments.tool_calls.call_formats import make_call_format
+from streamrl.messages import Prompt
+from tests.examples.builds import check_split
+from tests.examples.turns import (
+    SHORT_RECIPE,
+    check_demonstrations,
+    check_turns_build,
+    make_renderer,
+)
+
+RECIPE = "configs/grpo_calculator.yaml"
+PRODUCT = Prompt("0:0:0", np.array([1], np.int32), ground_truth="29842")
+
+
+def score_answer(*turns: str) -> float:
+    calculator = Calculator()
+    calculator.reset(PRODUCT)
+    messages = [{"role": "assistant", "content": text} for text in turns]
+    return calculator.score(EpisodeSummary(messages, [0.0] * len(turns), "stop"))
+
+
+def test_every_ground_truth_is_the_product():
+    for part in make_rows(seed=0).values():
+        for row in part:
+            first, second = map(int, get_question(row).split("*"))
+            assert row["reward_model"]["ground_truth"] == str(first * second)
+
+
+def test_held_out_problems_are_not_trained_on():
+    check_split(make_rows, num_train=8000, num_eval=256)
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [("347*86", "29842"), ("12*(3+4)", "84"), (" 7 - 10 ", "-3"), ("5", "5"), ("2+3*4", "14")],
+)
+def test_the_tool_works_out_an_expression(expression: str, value: str):
+    assert Calculator().calculate(expression) == value
+
+
+WRONG = [
+    *("", " ", "347*", "(3", "3)", "7 2", "2(3)", "3x", "86!", "1e9", "0x19", "2.5", "True"),
+    *("9**9", "9//2", "9/2", "-7", "007", "__import__('os').abort()", "(lambda:25)()"),
+    *("(" * 19 + "9" + ")" * 21, "9*" * 100_000 + "9", "\u0662*2", "1,2", "2\n*3"),
+]
+
+
+@pytest.mark.parametrize("expression", WRONG, ids=lambda text: repr(text)[:20])
+def test_the_tool_refuses_everything_else(expression: str):
+    with pytest.raises((ValueError, SyntaxError)):
+        Calculator().calculate(expression)
+
+
+def test_the_last_turn_is_scored_and_no_earlier_one():
+    assert score_answer("29842") == score_answer("", "29842") == 1.0
+    assert score_answer("29842", "") == score_answer("29843") == score_answer() == 0.0
+    assert score_answer("29842 or so") == score_answer("1", "029842") == 0.0
+
+
+def test_half_of_the_demonstrations_call_with_typos_in_calls_and_answers():
+    rng, rows = random.Random(0), make_rows(seed=0)["train"]
+    called = mistyped = miscopied = 0
+    for row in rows:
+        _, question, turn, *answered = training.demonstrate(row, rng)
+        call = training.CALL_PATTERN.fullmatch(turn["content"])
+        called += call is not None
+        if call is None:
+            assert not answered
+            continue
+        result, answer = answered
+        assert result["content"] == str(eval(call["expression"]))
+        miscopied += answer["content"] != result["content"]
+        mistyped += call["expression"] != question["content"]
+    assert 0.47 < called / len(rows) < 0.53
+    assert 0.17 < mistyped / called < 0.23
+    assert 0.27 < miscopied / called < 0.33
+
+
+def test_demonstrations_are_what_an_episode_renders():
+    rng, rows = random.Random(0), make_rows(seed=0)["train"][:50]
+    tools = load_user_class(load_config(Path(RECIPE)).environment.path).description.tools
+    demonstrations = [training.demonstrate(row, rng) for row in rows]
+    check_demonstrations(demonstrations, num_prompt=1, tools=tools)
+
+
+def test_the_recipe_finds_the_calls_of_the_demonstrations():
+    config = load_config(Path(RECIPE))
+    settings = config.environment
+    assert settings.call_pattern == training.CALL_PATTERN.pattern
+    assert settings.max_turns == training.MAX_TURNS
+    assert config.generator.max_new_tokens == training.MAX_NEW_TOKENS
+    tokenizer = make_renderer().tokenizer
+    call_format = make_call_format(settings.call_format, tokenizer, pattern=settings.call_pattern)
+    tools = load_user_class(settings.path).description.tools
+    turn = [*tokenizer("<call>347*86</call>").input_ids, tokenizer.eos_token_id]
+    assert len(turn) <= config.generator.max_new_tokens
+    reply = call_format.parse(turn, tools)
+    (call,) = reply.calls
+    assert (reply.text, call.name, call.outcome) == ("", "calculate", CallOutcome.OK)
+    assert call.arguments == {"expression": "347*86"}
+
+
+def test_measured_episodes_answer_calls_and_end_with_an_answer():
+    assert training.answer_call("<call>347*86</call>") == {"role": "tool", "content": "29842"}
+    assert training.answer_call("29842") is None
+    refused = training.answer_call("<call>347*x</call>")
+    assert refused is not None and "only whole numbers" in refused["content"]
+
+
+def test_a_build_is_complete_and_its_rows_load(tmp_path: Path):
+    measured = check_turns_build(
+        "calculator", partial(make.write_contents, recipe=SHORT_RECIPE), tmp_path
+    )
+    assert measured.keys() == {"called", "called_right", "solved"}
+
+
+@pytest.mark.slow
+def test_the_base_model_calls_in_half_of_the_cases_and_solves_a_quarter(tmp_path: Path):
+    measured = check_turns_build("calculator", make.write_contents, tmp_path)
+    assert 0.4 < measured["called"] < 0.6
+    assert 0.15 < measured["solved"] < 0.35

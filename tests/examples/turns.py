@@ -1,0 +1,69 @@
+"""Checks that the example tasks of many turns share: their template and their build."""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from examples.toy_models.building import RECORD, Build
+from examples.toy_models.demonstrations import (
+    Conversation,
+    DemonstrationRecipe,
+    encode_conversation,
+)
+from examples.toy_models.lessons import IGNORED
+from examples.toy_models.small_qwen2 import TURNS_TEMPLATE, make_tokenizer
+from streamrl.data.chat_template import load_chat_template
+from streamrl.data.reading.rows import load_rows
+from streamrl.environments.interface import ToolSchema
+from streamrl.environments.rendering.turn_renderer import TurnRenderer
+
+SHORT_RECIPE = DemonstrationRecipe(
+    num_demonstrations=8, num_steps=2, demonstrations_per_step=4, num_measured=4
+)
+
+
+def make_renderer() -> TurnRenderer:
+    """Return the renderer of the tasks' base models."""
+    tokenizer = make_tokenizer(chat_template=TURNS_TEMPLATE)
+    return TurnRenderer.from_template(tokenizer, load_chat_template("model", tokenizer))
+
+
+def check_demonstrations(
+    demonstrations: Iterable[Conversation], *, num_prompt: int, tools: Sequence[ToolSchema] = ()
+) -> None:
+    """Assert that training sees the tokens of an episode, and learns what the policy samples.
+
+    num_prompt: messages before the first turn that the tools' schemas do not stand for.
+    """
+    renderer = make_renderer()
+    tokenizer = renderer.tokenizer
+    for messages in demonstrations:
+        opening, turns = messages[: num_prompt + len(tools)], messages[num_prompt + len(tools) :]
+        stream = renderer.render_prompt(opening[len(tools) :], tools).tolist()
+        labels = [IGNORED] * len(stream)
+        for message, following in zip(turns, [*turns[1:], None], strict=True):
+            if message["role"] != "assistant":
+                continue
+            sampled = [*tokenizer(message["content"]).input_ids, tokenizer.eos_token_id]
+            stream += sampled
+            labels += sampled
+            if following is not None:
+                bridge = renderer.render_bridge(sampled, [following], is_cut=False).token_ids
+                stream += bridge.tolist()
+                labels += [IGNORED] * len(bridge)
+        assert encode_conversation(messages, tokenizer) == (stream, labels)
+
+
+def check_turns_build(name: str, fill: Callable[..., Any], folder: Path) -> dict[str, float]:
+    """Build a task; assert that its model exists and its rows load; return what was measured."""
+    out = folder / "build"
+    build = Build(name, out, format=1, fill=fill)
+    build.make(out, seed=0)
+    assert build.is_made(out, seed=0)
+    for part in ("train", "eval"):
+        lists = [list(load_rows(str(path))) for path in sorted(out.glob(f"{part}.*"))]
+        assert [len(rows) for rows in lists] == [len(lists[0])] * 2
+    assert (out / "base_model" / "model.safetensors").is_file()
+    measured: dict[str, float] = json.loads((out / RECORD).read_text())["measured"]
+    return measured

@@ -1,0 +1,168 @@
+"""Records of episodes: turns with the text, version and logprob of each sampled token."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from streamrl.messages import Experience, GroupLease, Prompt, TokenSource, TurnOutcome
+from streamrl.rewards.combine import RewardComponent
+from streamrl.rewards.episode_record import describe_episodes, split_text
+from streamrl.rewards.group_filter import accept_group
+from streamrl.rewards.kinds.environment import EnvironmentReward
+from streamrl.rewards.reward_scorer import RewardScorer
+from streamrl.rewards.reward_set import RewardSet
+from streamrl.telemetry.rollout_log import RolloutLog, read_recorded_groups
+
+
+def make_byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Make a tokenizer whose tokens are the 256 bytes, and the special token `<|end|>`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    model = models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[])
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+
+
+TOKENIZER = make_byte_tokenizer()
+PROMPT, SAMPLED, SCAFFOLD, OBSERVATION = TokenSource
+
+
+def encode(text: str) -> list[int]:
+    return list(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+Segment = tuple[TokenSource, str, int]
+"""Source, text and policy version of a segment of an episode."""
+
+
+def make_columns(episodes: Sequence[Sequence[Segment]]) -> dict[str, Any]:
+    """Make the columns of a group; each sampled segment is a turn with reward 0.5, CALLED."""
+    ids: list[int] = []
+    source: list[TokenSource] = []
+    versions: list[int] = []
+    lengths: list[int] = []
+    num_turns: list[int] = []
+    turn_ends: list[int] = []
+    for segments in episodes:
+        start, turns_before = len(ids), len(turn_ends)
+        for kind, text, version in segments:
+            tokens = encode(text)
+            ids += tokens
+            source += [kind] * len(tokens)
+            versions += [version if kind is SAMPLED else -1] * len(tokens)
+            if kind is SAMPLED:
+                turn_ends.append(len(ids) - start)
+        lengths.append(len(ids) - start)
+        num_turns.append(len(turn_ends) - turns_before)
+    mask = np.array(source) == SAMPLED
+    return {
+        "token_ids": np.array(ids, np.int32),
+        "loss_mask": mask,
+        "generator_logprobs": np.where(mask, -0.12345, 0).astype(np.float32),
+        "policy_version": np.array(versions, np.int32),
+        "lengths": np.array(lengths, np.int32),
+        "finish_reason": np.zeros(len(lengths), np.int8),
+        "token_source": np.array(source, np.int8),
+        "num_turns": np.array(num_turns, np.int32),
+        "turn_ends": np.array(turn_ends, np.int32),
+        "turn_rewards": np.full(len(turn_ends), 0.5, np.float32),
+        "turn_outcomes": np.full(len(turn_ends), TurnOutcome.CALLED, np.int8),
+        "environment_scores": np.arange(len(lengths), dtype=np.float32),
+    }
+
+
+TWO_TURNS: list[Segment] = [
+    (PROMPT, "Guess.", -1),
+    (SAMPLED, "50<|end|>", 3),
+    (SCAFFOLD, "\nuser ", -1),
+    (OBSERVATION, "higher ü", -1),
+    (SCAFFOLD, "\n", -1),
+    (SAMPLED, "75", 4),
+]
+
+
+def test_an_episode_is_cut_where_the_source_changes():
+    (episode,) = describe_episodes(TOKENIZER, make_columns([TWO_TURNS]))
+    assert (episode["finish_reason"], episode["environment_score"]) == ("stop", 0.0)
+    assert [(t["source"], t["text"], t["tokens"]) for t in episode["turns"]] == [
+        ("prompt", "Guess.", 6),
+        ("sampled", "50<|end|>", 3),
+        ("scaffold", "\nuser ", 6),
+        ("observation", "higher ü", 9),
+        ("scaffold", "\n", 1),
+        ("sampled", "75", 2),
+    ]
+    assert episode["turns"][1] == {
+        "source": "sampled",
+        "text": "50<|end|>",
+        "tokens": 3,
+        "reward": 0.5,
+        "outcome": "called",
+        "versions": ((3, 3),),
+        "piece_lengths": (1, 1, 7),
+        "logprobs": (-0.123, -0.123, -0.123),
+    }
+
+
+def test_consecutive_turns_are_apart_and_a_turn_lists_the_versions_that_sampled_it():
+    columns = make_columns([[(PROMPT, "p", -1), (SAMPLED, "ab", 1), (SAMPLED, "cde", 2)]])
+    columns["policy_version"][-1] = 3
+    (episode,) = describe_episodes(TOKENIZER, columns)
+    assert [(t["text"], t["versions"]) for t in episode["turns"] if "versions" in t] == [
+        ("ab", ((1, 2),)),
+        ("cde", ((2, 2), (3, 1))),
+    ]
+
+
+def test_a_logprob_that_is_not_finite_is_null():
+    columns = make_columns([[(PROMPT, "p", -1), (SAMPLED, "ab", 1)]])
+    columns["generator_logprobs"][-1] = -np.inf
+    (episode,) = describe_episodes(TOKENIZER, columns)
+    assert episode["turns"][-1]["logprobs"] == (-0.123, None)
+
+
+def test_the_detailed_tokens_of_a_group_are_bounded_and_the_text_is_complete():
+    columns = make_columns([TWO_TURNS, TWO_TURNS])
+    for episode in describe_episodes(TOKENIZER, columns, max_detailed_tokens=8):
+        sampled = [turn for turn in episode["turns"] if turn["source"] == "sampled"]
+        assert [turn["text"] for turn in sampled] == ["50<|end|>", "75"]
+        assert [len(turn["logprobs"]) for turn in sampled] == [3, 1]
+        assert [len(turn["piece_lengths"]) for turn in sampled] == [3, 1]
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])), st.integers(0, 80))
+def test_the_pieces_of_a_text_join_to_the_text(text: str, max_pieces: int):
+    ids = encode(text)
+    pieces, rest = split_text(TOKENIZER, ids, max_pieces)
+    assert len(pieces) == min(max_pieces, len(ids))
+    assert "".join(pieces) + rest == text
+
+
+@given(st.lists(st.integers(0, 255), max_size=40))
+def test_bytes_that_are_not_a_text_have_a_piece_per_token(ids: list[int]):
+    pieces, rest = split_text(TOKENIZER, ids, len(ids))
+    assert (len(pieces), rest) == (len(ids), "")
+
+
+async def test_the_turns_that_the_scorer_records_are_read_back(tmp_path: Path):
+    columns = make_columns([TWO_TURNS, TWO_TURNS])
+    rewards = [RewardComponent("env", 1.0, False, EnvironmentReward())]
+    prompt = Prompt("0:1:0", np.array(encode("Guess."), np.int32))
+    lease = GroupLease(token=1, uid=prompt.uid, stage="reward", attempt=1, expires_at=9.0)
+    scorer = RewardScorer(RewardSet(rewards), TOKENIZER, accept_group)
+    await scorer.score([Experience(lease, 0, prompt=prompt, columns=columns)])
+    RolloutLog(tmp_path).write_samples(1, scorer.drain_samples())
+    (group,) = read_recorded_groups(tmp_path, 1)
+    first, second = group.rollouts
+    assert [r.score for r in group.rollouts] == [0.0, 1.0]
+    assert second.environment_score == 1.0
+    assert first.prompt_text == "Guess."
+    assert first.version_range == (3, 4)
+    assert (first.turns[1].text, first.turns[1].piece_lengths) == ("50<|end|>", (1, 1, 7))
