@@ -15,7 +15,7 @@ from streamrl.data.config import DataConfig
 from streamrl.dataflow import GENERATE_CALL, REWARD_CALL
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.errors import DeadlineError, GenerationError
-from streamrl.messages import Array, Experience, Prompt, Rollout
+from streamrl.messages import Array, Columns, Experience, Prompt, rollouts_to_columns
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 from streamrl.stream.device_lease import ProgressClock
@@ -41,12 +41,12 @@ class Replica:
         self._seconds, self._dies = seconds, dies
         self.sample, self.score = Method(self._sample), Method(self._score)
 
-    async def _sample(self, prompt: Prompt, seeds: Sequence[int], *_: Any) -> list[Rollout]:
+    async def _sample(self, prompt: Prompt, seeds: Sequence[int], *_: Any) -> Columns:
         await asyncio.sleep(self._seconds)
         if self._dies:
             self._dies = False
             raise GenerationError("the replica is about to be restarted")
-        return [make_rollout(prompt.token_ids, [1]) for _ in seeds]
+        return rollouts_to_columns([make_rollout(prompt.token_ids, [1]) for _ in seeds])
 
     async def _score(self, groups: Sequence[Experience]) -> list[dict[str, Array]]:
         return [{"scores": np.ones(4, np.float32)} for _ in groups]
