@@ -104,12 +104,7 @@ def _check_fixed_settings(stored: RunConfig, config: RunConfig) -> None:
     for key, value in fixed.items():
         if value(config) != value(stored):
             raise ConfigError(f"{key}={value(config)}: a resumed run must keep {value(stored)}")
-    if config.environment.is_enabled != stored.environment.is_enabled:
-        groups = "episodes" if stored.environment.is_enabled else "no episodes"
-        raise ConfigError(
-            f"environment.path={config.environment.path}: a resumed run must keep"
-            f" {stored.environment.path or 'none'}: groups in its queue have {groups}"
-        )
+    _check_kind_of_rollouts(stored, config)
     old_params, new_params = (
         AdaptiveParams(c.algorithm.spec, c.algorithm_settings).values for c in (stored, config)
     )
@@ -125,4 +120,14 @@ def _check_fixed_settings(stored: RunConfig, config: RunConfig) -> None:
         raise ConfigError(
             f"pipeline.max_staleness={now}: a resumed run has prompts in flight for {before};"
             " the bound may only grow"
+        )
+
+
+def _check_kind_of_rollouts(stored: RunConfig, config: RunConfig) -> None:
+    """Raise ConfigError if an override adds an environment or removes it: groups would mix."""
+    if config.environment.is_enabled != stored.environment.is_enabled:
+        groups = "episodes" if stored.environment.is_enabled else "no episodes"
+        raise ConfigError(
+            f"environment.path={config.environment.path}: a resumed run must keep"
+            f" {stored.environment.path or 'none'}: groups in its queue have {groups}"
         )
