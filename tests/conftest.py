@@ -7,8 +7,8 @@ from xdist.scheduler import LoadGroupScheduling
 
 from tests.budget import Budget
 
-# Fixtures of runs that several tests read.
-pytest_plugins = ("tests.e2e.shared_runs",)
+# Fixtures that several folders share: runs, and a tokenizer.
+pytest_plugins = ("tests.e2e.shared_runs", "tests.bpe_tokenizer")
 
 LONGEST_FIRST = (
     *("e2e", "chaos", "examples", "test_lint.py", "benchmarks", "engines", "actors", "rewards"),

@@ -21,10 +21,12 @@ EOS = 2
 MAX_LENGTH = 512
 
 
-def tiny_model(*, tied: bool, seed: int, kv_heads: int = 1) -> Qwen2ForCausalLM:
+def tiny_model(
+    *, tied: bool, seed: int, kv_heads: int = 1, vocabulary: int = VOCABULARY, eos: int = EOS
+) -> Qwen2ForCausalLM:
     """Build a float32 model with peaked distributions that differ from seed to seed."""
     config = Qwen2Config(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -33,7 +35,7 @@ def tiny_model(*, tied: bool, seed: int, kv_heads: int = 1) -> Qwen2ForCausalLM:
         max_position_embeddings=MAX_LENGTH,
         tie_word_embeddings=tied,
         bos_token_id=1,
-        eos_token_id=EOS,
+        eos_token_id=eos,
         pad_token_id=0,
     )
     model = Qwen2ForCausalLM(config)
@@ -51,16 +53,21 @@ def fill(model: PreTrainedModel, *, seed: int) -> None:
 
 
 def endless_model(*, seed: int) -> Qwen2ForCausalLM:
-    """Build an untied model that never samples EOS: a constant direction suppresses it."""
+    """Build an untied model that never samples EOS."""
     model = tiny_model(tied=False, seed=seed)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight[0] = 0
-            layer.mlp.down_proj.weight[0] = 0
-        model.model.norm.weight[0] = 1
-        model.model.embed_tokens.weight[:, 0] = 4
-        model.lm_head.weight[EOS, 0] = -100
+    bias_token(model, EOS, -100)
     return model
+
+
+@torch.no_grad()
+def bias_token(model: Qwen2ForCausalLM, token: int, weight: float) -> None:
+    """Make a token likelier or less likely everywhere, by a constant direction of hidden states."""
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight[0] = 0
+        layer.mlp.down_proj.weight[0] = 0
+    model.model.norm.weight[0] = 1
+    model.model.embed_tokens.weight[:, 0] = 4
+    model.lm_head.weight[token, 0] = weight
 
 
 def save(model: PreTrainedModel, folder: Path, *, ends: bool = True) -> str:

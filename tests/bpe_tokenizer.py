@@ -3,10 +3,8 @@
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[1] / "docs"
 SPECIAL_TOKENS = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     *("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
@@ -26,6 +24,9 @@ NUM_MERGES = 1000
 
 @pytest.fixture(scope="session")
 def bpe_backend():
+    # Imported here: this module is a plugin of every test session.
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -44,6 +45,8 @@ def bpe_backend():
 @pytest.fixture(scope="session")
 def make_bpe_tokenizer(bpe_backend):
     """Make a BPE tokenizer with the given BOS and EOS tokens, of SPECIAL_TOKENS."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
 
     def make(eos_token, bos_token=None):
         return PreTrainedTokenizerFast(
