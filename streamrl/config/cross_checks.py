@@ -103,10 +103,18 @@ def _check_environment(config: "RunConfig") -> None:
             f"environment.max_tokens={environment.max_tokens}: must be at least"
             f" generator.max_new_tokens={config.generator.max_new_tokens}, the limit of a turn"
         )
-    group_size, fewest = config.algorithm.group_size, environment.min_episodes
-    if fewest is not None and fewest > group_size:
+    if environment.episode_timeout_s >= config.pipeline.stall_s:
         raise ConfigError(
-            f"environment.min_episodes={fewest}: must be at most algorithm.group_size={group_size}"
+            f"environment.episode_timeout_s={environment.episode_timeout_s:g}: must be below"
+            f" pipeline.stall_s={config.pipeline.stall_s:g}, after which a step without a group, or"
+            " an evaluation, is given up; raise pipeline.stall_s"
+        )
+    group_size, least = config.algorithm.group_size, config.algorithm.spec.min_group_size
+    fewest = environment.min_episodes
+    if fewest is not None and not least <= fewest <= group_size:
+        raise ConfigError(
+            f"environment.min_episodes={fewest}: must be from {least}, the smallest group of"
+            f" {config.algorithm.name}, to algorithm.group_size={group_size}"
         )
     if any(call.stage == GREEDY_CALL.stage for call in config.dataflow.calls):
         raise ConfigError(

@@ -19,7 +19,8 @@ class EnvironmentConfig:
     turn_timeout_s: deadline of `reset`, of `step` and of `score`, each, s. Starting a process has a
         deadline of its own, because the file may import torch.
     call_timeout_s: deadline of a tool call, s. The policy reads that the call timed out.
-    episode_timeout_s: most time of an episode in the engine and in its environment, s.
+    episode_timeout_s: most time of an episode in the engine and in its environment, s. Waits for a
+        decode slot do not count, suspensions on shared devices do. Below pipeline.stall_s.
     open_episodes: episodes that a generator keeps open, those that wait for their environment
         included; null: generator.max_concurrent_rollouts.
     processes: processes of each generator that run the environment's code and share the open
@@ -43,7 +44,7 @@ class EnvironmentConfig:
     max_tokens: int = 1024
     turn_timeout_s: float = 60.0
     call_timeout_s: float = 30.0
-    episode_timeout_s: float = 1800.0
+    episode_timeout_s: float = 240.0
     open_episodes: int | None = None
     processes: int = 2
     isolate: bool = False
@@ -51,7 +52,7 @@ class EnvironmentConfig:
     call_format: str = "auto"
     call_pattern: str = ""
     parallel_calls: int = 1
-    max_reply_chars: int = 16_000
+    max_reply_chars: int = 2000
     max_malformed: int = 3
     attempts: int = 3
     min_episodes: int | None = None

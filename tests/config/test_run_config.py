@@ -244,7 +244,12 @@ def test_paths_become_absolute(recipe: Path):
         ),
         (
             "environment={path: a.py, min_episodes: 9}",
-            "environment.min_episodes=9: must be at most algorithm.group_size=8",
+            "environment.min_episodes=9: must be from 2, .* grpo, to algorithm.group_size=8",
+        ),
+        ("environment={path: a.py, min_episodes: 1}", "min_episodes=1: must be from 2, the smalle"),
+        (
+            "environment={path: a.py, episode_timeout_s: 300}",
+            "episode_timeout_s=300: must be below pipeline.stall_s=300, .*; raise pipeline.stall_s",
         ),
         ("justaword", "'justaword': write an override as key=value"),
     ],

@@ -55,6 +55,8 @@ from streamrl.messages import (
     describe_prompt,
 )
 
+MAX_CHARS_PER_TOKEN = 128
+"""Observations with more characters per free token are not encoded; text has about 4."""
 RETRY_DELAY_S = 0.5
 """Delay before an episode whose environment failed is tried again, s; doubles per attempt."""
 
@@ -124,7 +126,7 @@ class EpisodeLimits:
     """Limits of an episode.
 
     max_turn_tokens: most tokens of a turn. max_tokens: most tokens besides the row's prompt.
-    timeout_s: most time in engine and environment, s; waits for a slot or device do not count.
+    timeout_s: most time in engine and environment, s; waits for a slot do not count.
     """
 
     max_turns: int
@@ -316,6 +318,13 @@ class EpisodeDriver:
         """Run an episode from reset to score. Raises EpisodeError."""
         started = _now()
         start = await session.reset()
+        num_chars = sum(len(str(message["content"])) for message in start.messages)
+        if num_chars > MAX_CHARS_PER_TOKEN * self._limits.max_tokens:
+            raise EpisodeError(
+                f"{describe_prompt(request.prompt)}: the environment's first observation has"
+                f" {num_chars} characters; environment.max_tokens={self._limits.max_tokens} leaves"
+                " no room for a turn"
+            )
         with translate_template_errors(request.prompt):
             messages, prompt_ids = render_start(self._renderer, request.prompt, start)
         state = EpisodeState(request, session, messages, start.tools, EpisodeTokens(prompt_ids))
@@ -369,11 +378,21 @@ class EpisodeDriver:
             return FinishReason.STOP
         if len(state.rewards) == self._limits.max_turns:
             return FinishReason.TURNS
+        return self._append_observation(state, turn_ids, result.messages)
+
+    def _append_observation(
+        self, state: EpisodeState, turn_ids: Sequence[int], messages: Sequence[Message]
+    ) -> FinishReason | None:
+        """Append what the environment says after a turn; return TOKENS if it leaves no room."""
+        # Encoding megabytes that cannot fit would block the event loop for seconds.
+        num_chars = sum(len(str(message["content"])) for message in messages)
+        if num_chars > MAX_CHARS_PER_TOKEN * self._count_free_tokens(state):
+            return FinishReason.TOKENS
         prompt = state.request.prompt
         with translate_template_errors(prompt):
             bridge = self._renderer.render_bridge(
                 turn_ids,
-                result.messages,
+                messages,
                 is_cut=False,
                 has_tools=bool(state.tools) and self._renderer.can_render_tools,
                 arguments=get_template_arguments(prompt),
@@ -381,7 +400,7 @@ class EpisodeDriver:
         if self._count_free_tokens(state) <= len(bridge.token_ids):
             return FinishReason.TOKENS
         state.tokens.append_bridge(bridge)
-        state.messages += result.messages
+        state.messages += messages
         return None
 
     def _count_free_tokens(self, state: EpisodeState) -> int:

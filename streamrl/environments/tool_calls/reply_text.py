@@ -1,14 +1,10 @@
 """Results and errors of tools as text for the model."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from streamrl.files.python_module import format_failure
-
-CHARS_PER_TOKEN = 16
-"""Most characters per token that a cut keeps before it counts tokens; text in English has 4."""
 
 
 def format_tool_result(value: Any) -> str:
@@ -59,22 +55,3 @@ def cut_middle(text: str, max_chars: int) -> tuple[str, int]:
     head = max_chars - tail
     mark = f"\n[... {left_out} characters left out ...]\n"
     return f"{text[:head]}{mark}{text[len(text) - tail :]}", left_out
-
-
-def cut_middle_to_tokens(
-    text: str, max_tokens: int, count_tokens: Callable[[str], int]
-) -> tuple[str, int]:
-    """Cut the middle out of a text until it has at most `max_tokens` tokens, mark included.
-
-    Returns the text and the number of characters left out. Never counts the tokens of more than
-    CHARS_PER_TOKEN * max_tokens characters and the mark, so that 20 MB take no longer than a page.
-    A limit below the tokens of the mark leaves the mark alone.
-    """
-    kept = min(len(text), CHARS_PER_TOKEN * max_tokens)
-    while True:
-        shown, left_out = cut_middle(text, kept)
-        tokens = count_tokens(shown)
-        if tokens <= max_tokens or kept == 0:
-            return shown, left_out
-        # Each round drops at least a sixteenth, so that the rounds are few.
-        kept = min(kept * max_tokens // tokens, kept - kept // 16 - 1)

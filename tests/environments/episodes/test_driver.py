@@ -25,6 +25,7 @@ from streamrl.messages import (
 )
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 from tests.environments.episodes.scripted import (
+    CodePointRenderer,
     ScriptedHosts,
     ScriptedSampler,
     ScriptedSession,
@@ -316,6 +317,22 @@ async def test_a_first_observation_without_room_for_a_turn_is_no_episode():
     hosts = ScriptedHosts(lambda: ScriptedSession([DONE], start))
     driver = make_driver(ScriptedSampler(lambda context, seed: "a;"), hosts, attempts=1)
     with pytest.raises(EpisodeError, match=r"environment.max_tokens=256 leaves no room"):
+        await run_group(driver)
+
+
+@in_virtual_time
+async def test_an_observation_that_cannot_fit_is_not_encoded(monkeypatch):
+    def refuse(*arguments, **options):
+        raise AssertionError("megabytes were encoded")
+
+    monkeypatch.setattr(CodePointRenderer, "render_bridge", refuse)
+    hosts = ScriptedHosts(lambda: ScriptedSession([say("x" * 1_000_000), DONE]))
+    columns = await run_group(make_driver(ScriptedSampler(lambda context, seed: "a;"), hosts))
+    assert list_reasons(columns) == [FinishReason.TOKENS]
+    start = ResetResult(messages=[{"role": "user", "content": "x" * 1_000_000}])
+    hosts = ScriptedHosts(lambda: ScriptedSession([DONE], start))
+    driver = make_driver(ScriptedSampler(lambda context, seed: "a;"), hosts, attempts=1)
+    with pytest.raises(EpisodeError, match="has 1000000 characters"):
         await run_group(driver)
 
 
