@@ -122,7 +122,7 @@ class TrainingFiles:
         )
 
 
-def open_training_files(
+def open_training_files(  # noqa: PLR0913
     files: Sequence[DataFile],
     model: str,
     *,
@@ -136,9 +136,9 @@ def open_training_files(
 
     limit: maximum tokens of a prompt. on_long: action on a longer prompt. environments: names that
     rows may give, as of PromptLimits. In a sampled file prompts may exceed the longest sampled
-    prompt by LENGTH_MARGIN, up to max_sampled_tokens; None allows `limit`. inspect: receives the classified prompts. Raises a one-line ConfigError with file, row
-    and rule for the first bad row among those classified, an unusable file, template or filter, or
-    a file without any usable row.
+    prompt by LENGTH_MARGIN, up to max_sampled_tokens; None allows `limit`. inspect: receives the
+    classified prompts. Raises a one-line ConfigError with file, row and rule for the first bad row
+    among those classified, an unusable file, template or filter, or a file without any usable row.
     """
     tokenizer = LazyTokenizer(model)
     limits = PromptLimits(limit, load_vocab_size(model), on_long, environments)

@@ -1,9 +1,9 @@
 """Rows of a data file in the schemas of verl, TRL and OpenRLHF, or plain text.
 
-Known columns: the prompt (chat messages, or text as one user message), `data_source`, `environment`,
-`reward_model.ground_truth` (or top-level `ground_truth`, or the column of `label_key`), `tools` and
-`chat_template_kwargs` (arguments of the chat template), `extra_info`. Objects and messages may be
-JSON text, as in CSV files. All further columns go into extra_info under their names, where rewards
+Known columns: the prompt (chat messages, or text as one user message), `data_source`,
+`environment` (its name, if the run has several), `reward_model.ground_truth` (or top-level
+`ground_truth`, or the column of `label_key`), `tools` and `chat_template_kwargs` (arguments of the
+chat template), `extra_info`. Objects and messages may be JSON text, as in CSV files. All further columns go into extra_info under their names, where rewards
 find them; so do the columns of `label_key` and of the template. The row's own extra_info wins.
 
 A parquet struct stores every key of its file in every row, as null if the row lacks the key. Nulls
