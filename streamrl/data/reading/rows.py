@@ -3,8 +3,9 @@
 Known columns: the prompt (chat messages, or text as one user message), `data_source`,
 `environment` (its name, if the run has several), `reward_model.ground_truth` (or top-level
 `ground_truth`, or the column of `label_key`), `tools` and `chat_template_kwargs` (arguments of the
-chat template), `extra_info`. Objects and messages may be JSON text, as in CSV files. All further columns go into extra_info under their names, where rewards
-find them; so do the columns of `label_key` and of the template. The row's own extra_info wins.
+chat template), `extra_info`. Objects and messages may be JSON text, as in CSV files. All further
+columns go into extra_info under their names, where rewards find them; so do the columns of
+`label_key` and of the template. The row's own extra_info wins.
 
 A parquet struct stores every key of its file in every row, as null if the row lacks the key. Nulls
 are removed in all formats, so a row reads the same from each.
@@ -100,10 +101,10 @@ def _parse_row(
     data_source = _check_type(
         fields.pop("data_source", ""), str, name="data_source", location=location
     )
+    ground_truth = fields.get(label_key) if label_key else _take_ground_truth(fields, location)
     environment = _check_type(
         fields.pop("environment", ""), str, name="environment", location=location
     )
-    ground_truth = fields.get(label_key) if label_key else _take_ground_truth(fields, location)
     extra_info = _check_type(
         fields.pop("extra_info", {}), dict, name="extra_info", location=location
     )
