@@ -136,10 +136,10 @@ def _classify_prompt(
     length = len(prompt.token_ids)
     try:
         _check_token_ids(row, prompt, limits.vocab_size)
-        if limits.environments is not None:
-            check_row_environment(prompt, limits.environments)
         if not keep(prompt, row.location):
             return ClassifiedRow(RowStatus.FILTERED, row.index, length)
+        if limits.environments is not None:
+            check_row_environment(prompt, limits.environments)
         if length <= limits.max_tokens:
             return ClassifiedRow(RowStatus.KEPT, row.index, length, prompt)
         if limits.on_long == "truncate":

@@ -39,7 +39,8 @@ class Thrice:
             except FileExistsError:
                 pass
         await asyncio.sleep(0.05)
-        return Turn("1+1", reward=float("1" in reply.text), done=self.num_turns == 3)
+        is_odd = any(digit in reply.text for digit in "13579")
+        return Turn("1+1", reward=float(is_odd), done=self.num_turns == 3)
 
 
 class Adder:
