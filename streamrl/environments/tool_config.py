@@ -2,13 +2,14 @@
 
 import math
 from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
 
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import suggest_nearest
 
 PYTHON, MCP = "python", "mcp"
 TOOL_KINDS = (PYTHON, MCP)
-SECTION = "environment.tools"
+TOOLS_SECTION = "environment.tools"
 KEYS_BY_FORM = {
     "kind python": ("kind", "memory_mib", "cpu_s"),
     "a command": ("kind", "command", "env", "share", "only"),
@@ -49,26 +50,29 @@ class ToolConfig:
     def __post_init__(self) -> None:
         if self.kind not in TOOL_KINDS:
             hint = suggest_nearest(self.kind, TOOL_KINDS, noun="kind")
-            raise ConfigError(f"{SECTION}.kind={self.kind}: no such kind of tools; {hint}")
+            raise ConfigError(f"{TOOLS_SECTION}.kind={self.kind}: no such kind of tools; {hint}")
         form = "kind python" if self.kind == PYTHON else self._find_server_form()
         for key in self._list_given_keys():
             if key not in KEYS_BY_FORM[form]:
                 allowed = ", ".join(KEYS_BY_FORM[form][1:])
                 raise ConfigError(
-                    f"{SECTION}.{key}={vars(self)[key]}: has no effect with {form}, whose settings"
-                    f" are {allowed}"
+                    f"{TOOLS_SECTION}.{key}={vars(self)[key]}: has no effect with {form}, whose"
+                    f" settings are {allowed}"
                 )
         if self.url and not self.url.startswith(("http://", "https://")):
-            raise ConfigError(f"{SECTION}.url={self.url}: must begin with http:// or https://")
+            raise ConfigError(
+                f"{TOOLS_SECTION}.url={self.url}: must begin with http:// or https://"
+            )
         for key in ("memory_mib", "cpu_s"):
-            if not 0 < vars(self)[key] < math.inf:
-                raise ConfigError(f"{SECTION}.{key}={vars(self)[key]}: must be above 0 and finite")
+            value = vars(self)[key]
+            if not 0 < value < math.inf:
+                raise ConfigError(f"{TOOLS_SECTION}.{key}={value}: must be above 0 and finite")
 
     def _find_server_form(self) -> str:
         if bool(self.command) == bool(self.url):
             given = "both command and url" if self.url else "neither command nor url"
             raise ConfigError(
-                f"{SECTION}: an entry of kind {MCP} has {given}; give command, which starts a"
+                f"{TOOLS_SECTION}: an entry of kind {MCP} has {given}; give command, which starts a"
                 " server, or url, the address of one"
             )
         return "a command" if self.command else "a url"
@@ -84,9 +88,19 @@ class ToolConfig:
                 given.append(spec.name)
         return given
 
+    def make_command_absolute(self) -> None:
+        """Make the parts of `command` that name files absolute, in place.
+
+        The program itself stays as it is if it has no slash: it is looked up on PATH.
+        """
+        self.command = [
+            str(Path(part).absolute()) if (number or "/" in part) and Path(part).is_file() else part
+            for number, part in enumerate(self.command)
+        ]
+
     @property
     def label(self) -> str:
         """Name of the entry, for errors."""
         if self.kind == PYTHON:
-            return f"{SECTION}: python"
-        return f"{SECTION}: MCP server {self.url or ' '.join(self.command)}"
+            return f"{TOOLS_SECTION}: python"
+        return f"{TOOLS_SECTION}: MCP server {self.url or ' '.join(self.command)}"
