@@ -1,4 +1,4 @@
-"""Tools of a class, `python` and an MCP server side by side, in a host in this process or a pool."""
+"""Tools of a class, `python` and an MCP server side by side, in a host here or in a pool."""
 
 import asyncio
 import sys
