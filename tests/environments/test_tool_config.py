@@ -12,7 +12,7 @@ from streamrl.errors import ConfigError
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
-        ({"kind": "pyton"}, "tools.kind=pyton: no such kind of tools; the nearest kind is python"),
+        ({"kind": "pyton"}, "kind=pyton: no such kind of tools; the nearest kind is python"),
         ({"kind": "mcp"}, "kind mcp has neither command nor url; give command"),
         ({"kind": "mcp", "command": ["a"], "url": "http://a"}, "has both command and url"),
         ({"kind": "mcp", "url": "a.org"}, "url=a.org: must begin with http:// or https://"),

@@ -19,7 +19,7 @@ READ_TIMEOUT_S = 300.0
 class HttpServer:
     """Address of a server with streamable HTTP."""
 
-    has_exited = False
+    has_ended = False
     last_error = ""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:

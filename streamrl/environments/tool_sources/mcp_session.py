@@ -80,7 +80,7 @@ class McpSession:
     @property
     def is_open(self) -> bool:
         is_ending = self._owner.done() or self.was_given_up or self._closing.is_set()
-        return not (is_ending or self._server.has_exited)
+        return not (is_ending or self._server.has_ended)
 
     @property
     def end_reason(self) -> str:

@@ -26,18 +26,17 @@ class StdioServer:
 
     The package's own stdio client inherits more of the environment, gives no way to kill the server
     at once, and leaves processes that are no longer in its process group.
+
+    has_ended: the server has closed its stdout, as at its exit.
     """
 
     def __init__(self, command: Sequence[str], variables: Sequence[str]) -> None:
         self._command = command
         self._variables = variables
         self._process: asyncio.subprocess.Process | None = None
+        self.has_ended = False
         self._errors = b""
         self._has_no_more_errors = asyncio.Event()
-
-    @property
-    def has_exited(self) -> bool:
-        return self._process is not None and self._process.returncode is not None
 
     @property
     def last_error(self) -> str:
@@ -47,7 +46,7 @@ class StdioServer:
 
     def kill(self) -> None:
         """Begin to kill all processes of the server."""
-        if self._process is not None and not self.has_exited:
+        if self._process is not None and self._process.returncode is None:
             self._process.terminate()
 
     @asynccontextmanager
@@ -113,6 +112,7 @@ class StdioServer:
                     except (anyio.BrokenResourceError, anyio.ClosedResourceError):
                         return
                 del buffer[: end + 1]
+            self.has_ended = True
             with anyio.move_on_after(LAST_WORDS_S):
                 await self._has_no_more_errors.wait()
 

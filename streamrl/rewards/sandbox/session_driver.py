@@ -92,8 +92,10 @@ class Interpreter:
         if self._pid == 0:
             os.dup2(output_fd, 1)
             os.dup2(output_fd, 2)
-            os.dup2(code_fd, _CODE_FD, inheritable=False)
-            os.dup2(end_fd, _END_FD, inheritable=False)
+            os.dup2(code_fd, _CODE_FD)
+            os.dup2(end_fd, _END_FD)
+            for fd in (_CODE_FD, _END_FD):
+                os.set_inheritable(fd, False)
             os.closerange(_END_FD + 1, MAX_FDS)
             set_rlimits(settings)
             serve_code()
@@ -137,7 +139,7 @@ class Interpreter:
                 if fd == HOST_FD:  # the host sends nothing during a call: it has closed the socket
                     os._exit(0)
                 exit_kind = exit_kind or self._handle_event(fd, output)
-            if exit_kind is None and has_too_many_files(self._settings):
+            if exit_kind != EXITED and has_too_many_files(self._settings):
                 exit_kind = FILE_LIMIT
             reap_orphans(but=self._pid)
         return exit_kind

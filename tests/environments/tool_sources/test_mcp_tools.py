@@ -154,7 +154,7 @@ async def test_an_error_of_the_protocol_is_a_text_and_the_death_of_a_server_an_e
 ):
     episode = await open_episode(make_source())
     refused = await episode.call("refuse", {})
-    assert refused == ToolAnswer("error: no method 'tools/call'", CallOutcome.TOOL_ERROR)
+    assert refused == ToolAnswer("error: no method tools/call", CallOutcome.TOOL_ERROR)
     with pytest.raises(EpisodeError, match=r"MCP server .*raw_mcp_server.py: ended: out of luck"):
         await episode.call("die", {})
     with pytest.raises(EpisodeError, match="ended: out of luck"):
@@ -218,7 +218,7 @@ async def test_shared_servers_serve_one_episode_after_another(open_episode):
     os.kill(int(pids[0]), 9)
     # A server that has died while it was idle is replaced.
     async with asyncio.timeout(30):
-        while psutil.pid_exists(int(pids[0])):
+        while source._idle[0].is_open:
             await asyncio.sleep(0.01)
     fourth = await open_episode(source)
     assert (await read(fourth, "count")).split()[0] == "1"
