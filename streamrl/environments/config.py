@@ -23,7 +23,8 @@ class EnvironmentSpec:
     path: file of the environment, as file.py or file.py:Class.
     kind: class (that of `path`), or an adapter.
     options: keyword arguments of the class's constructor.
-    tools: tools besides the methods of a class without `step`, or without any class.
+    tools: tools besides the methods of a class without `step`, or without any class; as in
+        environment.tools.
     """
 
     path: str = ""

@@ -92,6 +92,7 @@ async def test_all_kinds_of_tools_answer_side_by_side(open_session):
             f"{'x' * 50}\n[... 19999900 characters left out ...]\n{'x' * 50}",
         ),
     ],
+    ids=["tokens", "nothing", "long"],
 )
 async def test_the_policy_reads_the_same_of_every_kind_of_tool(open_session, shape, code, text):
     session = open_session(WRITER, tools=[PYTHON, RAW], max_reply_chars=100)
