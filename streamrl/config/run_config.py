@@ -403,6 +403,8 @@ def _make_paths_absolute(config: RunConfig) -> None:
     for spec in config.environment.specs.values():
         if spec.path:
             spec.path = str(Path(spec.path).absolute())
+        for tool in spec.tools:
+            tool.make_command_absolute()
     if config.algorithm.path:
         config.algorithm.path = str(Path(config.algorithm.path).absolute())
 

@@ -245,7 +245,7 @@ def test_paths_become_absolute(recipe: Path):
         ),
         (
             "environment={path: a.py, named: {b: {path: b.py}}}",
-            "environment.named: .*environment.path or kind names another; give that one a name",
+            "environment.named: .*environment.path, kind or tools names another; give that one",
         ),
         ("environment.named.b={}", "environment.named.b.path: missing; it names the file of the"),
         (
