@@ -316,8 +316,8 @@ def test_a_run_that_fits_nowhere_is_reported_with_the_arithmetic(
         (["--cluster", "8xH100", "--lengths", "lognormal:3"], "--lengths lognormal:3"),
         (["--cluster", "8xH100", "--lengths", "no/file"], "--lengths no/file: no such file"),
         (["--cluster", "8xH100", "--lengths", "fixed:nan"], "--lengths fixed:nan: 'nan': must be"),
-        (["--cluster", "8xH100", "--lengths", "fixed:inf"], "must be whole tokens"),
-        (["--cluster", "8xH100", "--lengths", "fixed:12.7"], "must be whole tokens"),
+        (["--cluster", "8xH100", "--lengths", "fixed:inf"], "must be a whole number"),
+        (["--cluster", "8xH100", "--lengths", "fixed:12.7"], "must be a whole number"),
         (
             ["--cluster", "8xH100", "--lengths", "fixed:999999"],
             "--lengths fixed:999999: 999999 tokens: must be at most generator.max_new_tokens=12",
@@ -355,15 +355,15 @@ def test_bad_input_is_a_one_line_error(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[1e400, 3]", "inf: must be whole tokens"),
-        ("[3.7, 5]", "3.7: must be whole tokens"),
-        ("[true]", "True: must be whole tokens"),
-        ("[[1]]", "[1]: must be whole tokens"),
-        ("1 2 x", "'x': must be whole tokens"),
-        ("[0]", "0: must be whole tokens, at least 1"),
+        ("[1e400, 3]", "inf: must be a whole number"),
+        ("[3.7, 5]", "3.7: must be a whole number"),
+        ("[true]", "True: must be a whole number"),
+        ("[[1]]", "[1]: must be a whole number"),
+        ("1 2 x", "'x': must be a whole number"),
+        ("[0]", "0: must be a whole number, at least 1"),
         ("[]", "must contain at least one length"),
         ("[1,", "Expecting value"),
-        ("[" + "9" * 400 + "]", "must be whole tokens"),
+        ("[" + "9" * 400 + "]", "must be a whole number"),
         ("3 13", "13 tokens: must be at most generator.max_new_tokens=12"),
     ],
 )

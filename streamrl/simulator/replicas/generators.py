@@ -358,7 +358,10 @@ class SimulatedGenerator:
             num_sampled = sum(completions.get_lengths(group.uid))
             rollout_tokens = tuple(completions.get_rollout_tokens(group.uid))
             group.is_filtered = completions.is_filtered(group.uid)
-            group.info = GroupInfo(rollout_tokens, num_sampled, versions)
+            num_turns = 0
+            if completions.has_environment:
+                num_turns = sum(len(e.turns) for e in completions.get_episodes(group.uid))
+            group.info = GroupInfo(rollout_tokens, num_sampled, versions, num_turns)
 
 
 class GeneratorPool:
