@@ -36,9 +36,10 @@ from tests.simulator.test_invariants import (
 )
 from tests.simulator.test_simulation import APART, FLOW, GENERATOR, TIMINGS, TOGETHER
 
-NO_PULLS = replace(TIMINGS, weights={})
-"""A token takes a second, a score half of one; a step ends 2 + 1 seconds after its last score."""
-AFTER_GENERATION_S = 0.5 + 2 + 1
+FREE_SCORE = ScoreTiming(1, 100, batch_s=0.0, rollout_s=0.0, token_s=0.0)
+NO_PULLS = replace(TIMINGS, weights={}, score={"reward": FREE_SCORE})
+"""A token takes a second, a score nothing, training 2 + 1 seconds."""
+AFTER_GENERATION_S = 2 + 1
 
 
 def make_episode(
@@ -161,7 +162,8 @@ class PairedLengths(FixedLength):
 def test_shared_devices_are_free_while_all_episodes_are_in_their_environment():
     turns = EpisodeTurns((EpisodeWork((TurnWork(0.0, 0, 4),)), make_episode(4, 4, delay_s=10.0)))
     workload = make_workload(*turns.episodes, lengths=PairedLengths(8))
-    result = run_simulation(FLOW, TOGETHER, NO_PULLS, workload, steps=1, seed=1)
+    timings = replace(TIMINGS, weights={})
+    result = run_simulation(FLOW, TOGETHER, timings, workload, steps=1, seed=1)
     scores = [(span.start_s, span.end_s) for span in result.spans if span.name == "reward"]
     # The first group ends at 4 and is scored before the second takes its next turn at 14.
     assert scores == [(4.0, 4.5), (28.0, 28.5)]
@@ -181,13 +183,12 @@ class TurnCase:
         """Return the seconds until all episodes of a step have ended."""
         episode = make_episode(*[self.tokens] * self.num_turns, delay_s=self.delay_s)
         generator = sampler(1.0, max_running=self.max_running, kv_tokens=10**6)
-        free_score = ScoreTiming(1, 100, batch_s=0.0, rollout_s=0.0, token_s=0.0)
-        timings = replace(NO_PULLS, generator=generator, score={"reward": free_score})
+        timings = replace(NO_PULLS, generator=generator)
         workload = make_workload(
             episode, groups=self.groups, micro_batch_tokens=1000, requires_whole_step=True
         )
         (end,) = find_step_ends(workload, timings, open_episodes=open_episodes)
-        return end - 3
+        return end - AFTER_GENERATION_S
 
     @property
     def episode_s(self) -> float:
