@@ -154,7 +154,10 @@ class EpisodeRequest:
 
 @dataclass
 class EpisodeState:
-    """Running episode: what was said, sampled and earned so far, and the time that it took."""
+    """Running episode: what was said, sampled and earned so far, and the time that it took.
+
+    elapsed_s: time in engine and environment, s; environment_s: of it, time in the environment.
+    """
 
     request: EpisodeRequest
     session: EnvironmentSession
@@ -165,6 +168,7 @@ class EpisodeState:
     turn_outcomes: list[TurnOutcome] = field(default_factory=list)
     call_outcomes: list[CallOutcome] = field(default_factory=list)
     elapsed_s: float = 0.0
+    environment_s: float = 0.0
 
     def add_turn(self, result: EnvironmentStep) -> None:
         self.rewards.append(result.reward)
@@ -328,7 +332,7 @@ class EpisodeDriver:
         with translate_template_errors(request.prompt):
             messages, prompt_ids = render_start(self._renderer, request.prompt, start)
         state = EpisodeState(request, session, messages, start.tools, EpisodeTokens(prompt_ids))
-        state.elapsed_s = _now() - started
+        state.elapsed_s = state.environment_s = _now() - started
         if self._count_free_tokens(state) < 1:
             raise EpisodeError(
                 f"{describe_prompt(request.prompt)}: the prompt has {len(prompt_ids)} tokens with"
@@ -349,7 +353,7 @@ class EpisodeDriver:
         episode = Episode(
             rollout, source, state.tokens.turn_ends, state.rewards, state.turn_outcomes, score
         )
-        self.meter.add_episode(episode, state.call_outcomes)
+        self.meter.add_episode(episode, state.call_outcomes, environment_s=state.environment_s)
         return episode
 
     async def _take_turn(self, state: EpisodeState) -> FinishReason | None:
@@ -415,7 +419,11 @@ class EpisodeDriver:
         async with (
             self._slots.hold(request.priority),
             request.compute(
-                uid=request.prompt.uid, turn=len(tokens.turn_ends), context=len(tokens.token_ids)
+                uid=request.prompt.uid,
+                seed=request.seed,
+                turn=len(tokens.turn_ends),
+                context=len(tokens.token_ids),
+                environment_s=state.environment_s,
             ) as span_facts,
         ):
             started = _now()
@@ -444,4 +452,5 @@ class EpisodeDriver:
         finally:
             seconds = _now() - started
             state.elapsed_s += seconds
+            state.environment_s += seconds
             self.meter.add_seconds(environment=seconds)

@@ -39,8 +39,10 @@ class EpisodeMeter:
         """Add time that episodes spent in `decode`, in `wait` for a slot or in `environment`."""
         self._seconds.update(seconds)
 
-    def add_episode(self, episode: Episode, outcomes: Sequence[CallOutcome]) -> None:
-        """Add a finished episode and the outcomes of its tool calls."""
+    def add_episode(
+        self, episode: Episode, outcomes: Sequence[CallOutcome], *, environment_s: float
+    ) -> None:
+        """Add a finished episode, the outcomes of its tool calls and its environment's time, s."""
         sources = np.bincount(episode.token_source, minlength=len(TokenSource))
         reason = episode.rollout.finish_reason
         for name, value in {
@@ -48,6 +50,7 @@ class EpisodeMeter:
             "sampled_tokens": sources[TokenSource.SAMPLED],
             "observed_tokens": sources[TokenSource.OBSERVATION],
             "calls": len(outcomes),
+            "environment_s": environment_s,
             "timeout_frac": reason is FinishReason.TIMEOUT,
             "truncated_frac": reason in TRUNCATIONS,
         }.items():
