@@ -11,7 +11,7 @@ from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.data.classify_rows import make_prompt
 from streamrl.data.files import DataFile
-from streamrl.data.reading.rows import load_rows
+from streamrl.data.prompt_file import load_data_rows
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.errors import ConfigError
 from streamrl.messages import Array, Prompt, make_uid
@@ -89,7 +89,7 @@ def read_prompts(
 
     Raises ConfigError for a bad row, and for a file without row `first`.
     """
-    rows = load_rows(file.path, file.prompt_key, label_key=file.label_key, split=file.split)
+    rows = load_data_rows(file)
     chosen = list(islice(rows, first, first + count))
     if not chosen:
         raise ConfigError(f"{file.path}: has no row {first}; rows count from 0")
