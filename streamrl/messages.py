@@ -30,12 +30,16 @@ Columns = Mapping[str, Array]
 
 
 class ColumnAxis(Enum):
-    """Number of entries of a column: per token, turn or rollout, or any number per group."""
+    """Number of entries of a column: per token, turn or rollout, or any number per group.
+
+    TEXT is a group's text in bytes, about as long as its tokens.
+    """
 
     TOKEN = "token"
     TURN = "turn"
     ROLLOUT = "rollout"
     GROUP = "group"
+    TEXT = "text"
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,9 @@ COLUMN_SPECS: Mapping[str, ColumnSpec] = {
     "environment_scores": ColumnSpec(
         "float32", ColumnAxis.ROLLOUT, "the environment's score of a rollout"
     ),
+    "conversations": ColumnSpec(
+        "uint8", ColumnAxis.TEXT, "chat messages of each rollout, as compressed JSON"
+    ),
 }
 ROLLOUT_COLUMNS = (
     "token_ids",
@@ -102,6 +109,7 @@ EPISODE_COLUMNS = (
     "turn_rewards",
     "turn_outcomes",
     "environment_scores",
+    "conversations",
 )
 """Further columns of the rollouts of an environment."""
 COMPONENT_PREFIX = "reward/"

@@ -351,7 +351,13 @@ class EpisodeDriver:
             with self._measure_environment(state):
                 score = await session.score(summary)
         episode = Episode(
-            rollout, source, state.tokens.turn_ends, state.rewards, state.turn_outcomes, score
+            rollout,
+            source,
+            state.tokens.turn_ends,
+            state.rewards,
+            state.turn_outcomes,
+            score,
+            state.messages,
         )
         self.meter.add_episode(episode, state.call_outcomes, environment_s=state.environment_s)
         return episode

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from streamrl.environments.interface import CallOutcome
+from streamrl.environments.interface import CallOutcome, Message
 from streamrl.environments.rendering.turn_renderer import BridgeTokens
 from streamrl.errors import EpisodeError
 from streamrl.messages import (
@@ -16,6 +16,7 @@ from streamrl.messages import (
     TurnOutcome,
     rollouts_to_columns,
 )
+from streamrl.rewards.interface.conversations import encode_conversations
 
 _TURN_OUTCOMES = {
     CallOutcome.OK: TurnOutcome.CALLED,
@@ -42,6 +43,7 @@ class Episode:
     turn_ends: end of each turn's sampled tokens, ascending offsets in [1, T], one per turn.
     turn_rewards, turn_outcomes: one entry per turn.
     score: the environment's score.
+    messages: the whole conversation, the row's messages included.
     """
 
     rollout: Rollout
@@ -50,6 +52,7 @@ class Episode:
     turn_rewards: Sequence[float]
     turn_outcomes: Sequence[TurnOutcome]
     score: float
+    messages: Sequence[Message]
 
 
 def episodes_to_columns(episodes: Sequence[Episode]) -> dict[str, Array]:
@@ -64,6 +67,7 @@ def episodes_to_columns(episodes: Sequence[Episode]) -> dict[str, Array]:
         "turn_rewards": np.array(rewards, np.float32),
         "turn_outcomes": np.array(outcomes, np.int8),
         "environment_scores": np.array([episode.score for episode in episodes], np.float32),
+        "conversations": encode_conversations([episode.messages for episode in episodes]),
     }
 
 
