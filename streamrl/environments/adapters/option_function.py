@@ -12,13 +12,17 @@ _LOADING = threading.Lock()
 
 
 def load_option_function(
-    reference: str, *, option: str, parameters: Sequence[str], lets_through: type[Exception] | None
+    reference: str,
+    *,
+    option: str,
+    parameters: Sequence[str],
+    lets_through: tuple[type[Exception], ...] = (),
 ) -> Callable[..., Any]:
     """Return the function of an option; each process imports its file once.
 
-    parameters: names of the positional arguments of its calls. lets_through: exception of the
-    function that its caller handles; any other becomes an EpisodeError with the user's line. Raises
-    ConfigError if the function cannot be loaded or has other parameters.
+    parameters: names of the positional arguments of its calls. lets_through: exceptions of
+    the function that its caller handles; any other becomes an EpisodeError with the user's line.
+    Raises ConfigError if the function cannot be loaded or has other parameters.
     """
     setting = f"environment.options.{option}"
     with _LOADING:  # sessions load it from threads; one import at a time
@@ -29,9 +33,9 @@ def load_option_function(
     def call(*arguments: Any) -> Any:
         try:
             return code.function(*arguments)
+        except lets_through:
+            raise
         except Exception as error:
-            if lets_through and isinstance(error, lets_through):
-                raise
             raise EpisodeError(f"{setting}={code.describe_error(error)}") from error
 
     return call
