@@ -24,13 +24,13 @@ _NAME = re.compile(r"[\w-]+")
 class EnvironmentSpec:
     """Class of an environment and the options of its constructor.
 
-    kind: class (that of `path`) or an adapter.
     path: file of the environment, as file.py or file.py:Class.
+    kind: class (that of `path`), or an adapter.
     options: keyword arguments of the class's constructor.
     """
 
-    kind: str = CLASS_KIND
     path: str = ""
+    kind: str = CLASS_KIND
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -71,7 +71,7 @@ class EnvironmentSpec:
 class EnvironmentConfig(EnvironmentSpec):
     """Environments of a run. Without any, every rollout is a single turn.
 
-    named: several environments by name, each with kind, path and options, in place of those above.
+    named: several environments by name, each with path, kind and options, in place of those above.
         Each row names its environment in the column `environment`. All other settings are shared.
     max_turns: most turns of an episode.
     max_tokens: most tokens of an episode besides the row's prompt: sampled tokens, observations,
@@ -171,6 +171,14 @@ class EnvironmentConfig(EnvironmentSpec):
         """Name and spec of the environment of a config that has exactly one (`select`)."""
         (entry,) = self.specs.items()
         return entry
+
+    @property
+    def settings_text(self) -> str:
+        """Settings that name the environments, as key=value, for errors."""
+        settings = [
+            spec.format_setting(get_environment_section(name)) for name, spec in self.specs.items()
+        ]
+        return ", ".join(settings) or f"{SECTION}={{}}"
 
     def select(self, name: str) -> "EnvironmentConfig":
         """Return the config of one environment alone, with the shared settings."""
