@@ -1,8 +1,11 @@
 """Adapters in host processes: from the config to columns of a group; missing packages."""
 
+import re
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.environment_kinds import ADAPTER_CLASSES
@@ -79,3 +82,14 @@ def test_paths_in_options_become_absolute(monkeypatch, tmp_path):
     config.make_paths_absolute()
     expected = {"game": f"{tmp_path}/a.z8", "actions": f"{tmp_path}/b.py:f", "folder": ""}
     assert config.options == expected
+
+
+def test_the_examples_of_the_docs_can_be_loaded():
+    page = (Path(__file__).parents[3] / "docs" / "environments.md").read_text()
+    section = page.partition("\n## Adapters\n")[2].partition("\n## ")[0]
+    kinds = []
+    for block in re.findall(r"^```yaml\n(.*?)^```", section, flags=re.DOTALL | re.MULTILINE):
+        config = EnvironmentConfig(**yaml.safe_load(block)["environment"])
+        load_user_class(config)
+        kinds.append(config.kind)
+    assert kinds == [*ADAPTER_CLASSES]

@@ -132,9 +132,7 @@ def test_legal_actions_are_those_that_the_game_listed_last(text, actions):
 
 
 def test_a_game_that_lists_no_actions_needs_an_opponent():
-    with pytest.raises(
-        ConfigError, match=r"options.opponent: missing, and the game lists no"
-    ):
+    with pytest.raises(ConfigError, match=r"options.opponent: missing, and the game lists no"):
         draw_legal_action("Say something.", random.Random(0))
 
 
