@@ -85,9 +85,9 @@ def test_a_time_limit_ends_the_episode():
 
 
 def test_equal_seeds_give_equal_episodes_and_others_differ():
-    def observe(seed, **options):
+    def observe(environment_seed, **options):
         pole = GymnasiumEnvironment(id="CartPole-v1", **options)
-        return pole.reset(make_row(), seed)
+        return pole.reset(make_row(), environment_seed)
 
     assert observe(1) == observe(1) != observe(2)
     assert observe(1, seed=5) == observe(2, seed=5)
