@@ -4,17 +4,18 @@ import importlib
 import json
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from streamrl.environments.adapters.optional_package import import_optional
 from streamrl.environments.adapters.row_options import ROW_KEY
 from streamrl.environments.adapters.terminal_text import mark_colours
 from streamrl.environments.adapters.text_game import TextGame
 from streamrl.errors import ConfigError
+from streamrl.files.optional_package import import_optional
 
-KIND = "gymnasium"
+import_package = partial(import_optional, setting="environment.kind=gymnasium", extra="gymnasium")
 TEXT_RENDER_MODE = "ansi"
 INTEGER = re.compile(r"(?<![\w.])-?\d+(?!\w|\.\d)")
 
@@ -55,7 +56,7 @@ class GymnasiumEnvironment(TextGame):
 
     @classmethod
     def check_options(cls, **options: Any) -> None:
-        import_optional("gymnasium", kind=KIND)
+        import_package("gymnasium")
         cls(**options)
 
     def close(self) -> None:
@@ -63,7 +64,7 @@ class GymnasiumEnvironment(TextGame):
             self._game.close()
 
     def _start(self, options: Mapping[str, Any]) -> Any:
-        gymnasium = import_optional("gymnasium", kind=KIND)
+        gymnasium = import_package("gymnasium")
         name = options["id"]
         if ":" in name and name != self._options["id"]:
             raise ConfigError(f"extra_info.{ROW_KEY}.id={name}: a row names no module")
@@ -87,7 +88,7 @@ class GymnasiumEnvironment(TextGame):
                     f"environment.options.actions.{action}={value}: not in the action space"
                     f" {space} of {name}"
                 )
-        is_discrete = isinstance(space, import_optional("gymnasium.spaces", kind=KIND).Discrete)
+        is_discrete = isinstance(space, import_package("gymnasium.spaces").Discrete)
         if not (self._actions or self._action_function or is_discrete):
             raise ConfigError(
                 f"environment.options.actions: {name} has the action space {space}; name its"
@@ -135,13 +136,13 @@ def _find_spec(name: str) -> Any:
     module, _, name = name.rpartition(":")
     if module:
         importlib.import_module(module)
-    return import_optional("gymnasium", kind=KIND).spec(name)
+    return import_package("gymnasium").spec(name)
 
 
 def _list_render_modes(spec: Any) -> list[str]:
     creator = spec.entry_point
     if isinstance(creator, str):
-        registration = import_optional("gymnasium.envs.registration", kind=KIND)
+        registration = import_package("gymnasium.envs.registration")
         creator = registration.load_env_creator(creator)
     # A function that makes the environment has no metadata.
     return list(creator.metadata.get("render_modes", ())) if hasattr(creator, "metadata") else []

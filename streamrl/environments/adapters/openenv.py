@@ -15,20 +15,21 @@ import contextlib
 import json
 import random
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 from streamrl.environments.adapters.option_function import load_option_function
-from streamrl.environments.adapters.optional_package import import_optional
 from streamrl.environments.adapters.row_options import merge_row_options
 from streamrl.environments.interface import Reply, Turn
 from streamrl.environments.tool_calls.strict_json import check_encodable, parse_json_at
 from streamrl.errors import ConfigError, EpisodeError
 from streamrl.files.bounded_read import MIB
+from streamrl.files.optional_package import import_optional
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.checks import format_value
 
-KIND = "openenv"
+import_package = partial(import_optional, setting="environment.kind=openenv", extra="openenv")
 SCHEMES = ("ws", "wss")
 MAX_MESSAGE_BYTES = 16 * MIB
 CONNECT_TIMEOUT_S = 10.0
@@ -91,7 +92,7 @@ class OpenEnvEnvironment:
 
     @classmethod
     def check_options(cls, **options: Any) -> None:
-        import_optional("websockets.asyncio.client", kind=KIND)
+        import_package("websockets.asyncio.client")
         cls(**options)
 
     async def reset(self, row: Prompt, seed: int) -> str:
@@ -119,7 +120,7 @@ class OpenEnvEnvironment:
     async def close(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            closed = import_optional("websockets.exceptions", kind=KIND).ConnectionClosed
+            closed = import_package("websockets.exceptions").ConnectionClosed
             with contextlib.suppress(closed):
                 await connection.send(json.dumps({"type": "close"}))
             await connection.close()
@@ -144,8 +145,8 @@ class OpenEnvEnvironment:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _connect(self) -> None:
-        client = import_optional("websockets.asyncio.client", kind=KIND)
-        failure = import_optional("websockets.exceptions", kind=KIND).WebSocketException
+        client = import_package("websockets.asyncio.client")
+        failure = import_package("websockets.exceptions").WebSocketException
         try:
             self._connection = await client.connect(
                 self._url,
@@ -169,7 +170,7 @@ class OpenEnvEnvironment:
 
         is_first: the server may end the connection instead, which means that it is full.
         """
-        closed = import_optional("websockets.exceptions", kind=KIND).ConnectionClosed
+        closed = import_package("websockets.exceptions").ConnectionClosed
         with contextlib.suppress(closed):  # its last words may be there to read
             await self._connection.send(json.dumps(message))
         try:

@@ -3,16 +3,17 @@
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from streamrl.environments.adapters.option_function import load_option_function
-from streamrl.environments.adapters.optional_package import import_optional
 from streamrl.environments.adapters.private_globals import PrivateGlobals
 from streamrl.environments.adapters.text_game import TextGame
 from streamrl.errors import ConfigError, EpisodeError
+from streamrl.files.optional_package import import_optional
 from streamrl.rewards.interface.checks import format_value
 
-KIND = "textarena"
+import_package = partial(import_optional, setting="environment.kind=textarena", extra="textarena")
 LEGAL_ACTIONS = re.compile(
     r"\b(?:available|valid|legal|allowed|possible) (?:move|action|column)s?\b[^:\n]*:"
     r"(.+?)(?:\n\n|\Z)",
@@ -76,7 +77,7 @@ class TextArenaEnvironment(TextGame):
 
     @classmethod
     def check_options(cls, **options: Any) -> None:
-        import_optional("textarena", kind=KIND)
+        import_package("textarena")
         cls(**options)
 
     def close(self) -> None:
@@ -92,10 +93,10 @@ class TextArenaEnvironment(TextGame):
         self._rng = random.Random(seed)
         self._globals = PrivateGlobals(seed)
         with self._globals.hold():
-            textarena = import_optional("textarena", kind=KIND)
+            textarena = import_package("textarena")
             try:
                 self._game = textarena.make(name, **options["make"])
-            except ValueError as error:
+            except (ValueError, ImportError) as error:
                 raise ConfigError(f"environment.options.id={name}: {error}") from error
             try:
                 self._game.reset(num_players=self._players, seed=seed)
@@ -145,7 +146,7 @@ class TextArenaEnvironment(TextGame):
         """Return what the player whose turn it is was sent since the last call."""
         game = self._game
         # TextArena's wrappers of observations repeat the whole game every turn.
-        wrapper = import_optional("textarena", kind=KIND).Wrapper
+        wrapper = import_package("textarena").Wrapper
         while isinstance(game, wrapper):
             game = game.env
         with self._globals.hold():

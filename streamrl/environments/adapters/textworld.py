@@ -7,18 +7,20 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from streamrl.environments.adapters.optional_package import import_optional
 from streamrl.environments.adapters.private_globals import PrivateGlobals
 from streamrl.environments.adapters.text_game import TextGame
 from streamrl.environments.interface import Message
 from streamrl.errors import ConfigError, EpisodeError
+from streamrl.files.optional_package import import_optional
 from streamrl.messages import Prompt
 
-KIND = "textworld"
-GAME_SUFFIXES = (".z8", ".ulx", ".z1", ".z2", ".z3", ".z4", ".z5", ".z6", ".z7")
+import_package = partial(import_optional, setting="environment.kind=textworld", extra="textworld")
+GAME_SUFFIX = re.compile(r"\.z[1-8]")
+"""Suffix of games of the Z-machine; TextWorld 1.7 plays no others as text."""
 MAKE_OPTIONS = {
     "world_size": "nb_rooms",
     "nb_objects": "nb_objects",
@@ -28,6 +30,8 @@ MAKE_OPTIONS = {
 }
 """Properties of a made game, with the attribute of textworld.GameOptions."""
 DEFAULT_FOLDER = "~/.cache/streamrl/textworld"
+STATUS_LINE = re.compile(r"\s*>?[ ]{20,}[^\n]*\Z|\s*>\s*\Z")
+"""End of the interpreter's output: its prompt, and a line with place, score and moves."""
 MAX_COMMAND_CHARS = 120
 """Longest command; the interpreters' buffers have about 200 characters."""
 META_COMMAND = re.compile(
@@ -42,7 +46,7 @@ interpreter, or tell what a player cannot know."""
 class TextWorldEnvironment(TextGame):
     """Game of TextWorld. A turn's reward is its gain in score, as a share of the highest score.
 
-    game: file .z8 or .ulx, with its .json for games that TextWorld has made.
+    game: file .z1 to .z8, with its .json for games that TextWorld has made.
     make: properties of a game to make instead: world_size (rooms), nb_objects, quest_length,
         quest_breadth, nb_parallel_quests and seed, without which each prompt has a game of its own.
     folder: where made games are kept. Making one takes about ten seconds, once.
@@ -81,7 +85,7 @@ class TextWorldEnvironment(TextGame):
 
     @classmethod
     def check_options(cls, **options: Any) -> None:
-        import_optional("textworld", kind=KIND)
+        import_package("textworld")
         cls(**options)
 
     def oracle(self, row: Prompt, messages: Sequence[Message]) -> str:
@@ -98,7 +102,7 @@ class TextWorldEnvironment(TextGame):
     def _start(self, options: Mapping[str, Any]) -> Any:
         self._globals = PrivateGlobals(options["seed"])
         with self._globals.hold():
-            textworld = import_optional("textworld", kind=KIND)
+            textworld = import_package("textworld")
             self._path = self._find_game(options)
             infos = textworld.EnvInfos(
                 objective=True,
@@ -129,8 +133,13 @@ class TextWorldEnvironment(TextGame):
         if properties:
             return make_game({"seed": options["seed"], **properties}, self._folder)
         path = Path(game)
-        if path.suffix not in GAME_SUFFIXES or not path.is_file():
-            raise ConfigError(f"environment.options.game={game}: no such .z8 or .ulx file")
+        if not (GAME_SUFFIX.fullmatch(path.suffix) and path.is_file()):
+            raise ConfigError(f"environment.options.game={game}: no such file .z1 to .z8")
+        if self._has_commands and not path.with_suffix(".json").is_file():
+            raise ConfigError(
+                f"environment.options.admissible_commands: {game} has no .json beside it, which"
+                " only games that TextWorld has made have"
+            )
         return path
 
     def _format_observation(self, observation: Any) -> str:
@@ -138,9 +147,9 @@ class TextWorldEnvironment(TextGame):
         objective = observation["objective"]
         if objective and objective in text:  # the first observation, below a banner
             text = text[text.index(objective) :]
-        text = text.strip().removesuffix(">").rstrip()
+        text = re.sub(r"\n{3,}", "\n\n", STATUS_LINE.sub("", text).strip())
         if not self._has_commands:
-            return str(text)
+            return text
         commands = "\n".join(observation["admissible_commands"] or ())
         return f"{text}\n\nAdmissible commands:\n{commands}"
 
@@ -163,7 +172,7 @@ def make_game(properties: Mapping[str, Any], folder: Path) -> Path:
 
     properties: MAKE_OPTIONS and seed. Call it with the session's globals held.
     """
-    textworld = import_optional("textworld", kind=KIND)
+    textworld = import_package("textworld")
     unknown = [name for name in properties if name not in {*MAKE_OPTIONS, "seed"}]
     if unknown:
         raise ConfigError(
