@@ -401,10 +401,7 @@ def _make_paths_absolute(config: RunConfig) -> None:
     if config.scorer.combine:
         config.scorer.combine = str(Path(config.scorer.combine).absolute())
     for spec in config.environment.specs.values():
-        if spec.path:
-            spec.path = str(Path(spec.path).absolute())
-        for tool in spec.tools:
-            tool.make_command_absolute()
+        spec.make_paths_absolute()
     if config.algorithm.path:
         config.algorithm.path = str(Path(config.algorithm.path).absolute())
 

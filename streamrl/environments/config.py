@@ -4,9 +4,14 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from streamrl.environments.environment_kinds import CLASS_KIND, ENVIRONMENT_KINDS
+from streamrl.environments.environment_kinds import (
+    CLASS_KIND,
+    ENVIRONMENT_KINDS,
+    PATH_OPTIONS,
+)
 from streamrl.environments.tool_config import ToolConfig
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import suggest_nearest
@@ -48,6 +53,15 @@ class EnvironmentSpec:
         if self.kind == CLASS_KIND:
             return f"{section}.path={self.path}"
         return f"{section}.kind={self.kind}"
+
+    def make_paths_absolute(self) -> None:
+        if self.path:
+            self.path = str(Path(self.path).absolute())
+        for name in PATH_OPTIONS.get(self.kind, ()):
+            if (text := self.options.get(name)) and isinstance(text, str):
+                self.options[name] = str(Path(text).expanduser().absolute())
+        for tool in self.tools:
+            tool.make_command_absolute()
 
     def check(self, section: str) -> None:
         """Raise ConfigError for an unknown kind, or settings that do not suit the kind.
