@@ -447,6 +447,27 @@ def check_column_sizes(sizes: Mapping[str, int], info: GroupInfo) -> None:
             )
 
 
+def check_loss_mask(columns: Columns) -> None:
+    """Raise ContractError if loss_mask is true for a token that the policy did not sample.
+
+    For the rollouts of an environment, which have `token_source`. Training on the environment's
+    words also raises the reward, by less, so that no metric shows the mistake.
+    """
+    if "token_source" not in columns:
+        return
+    loss_mask, source = columns["loss_mask"], columns["token_source"]
+    if loss_mask.size != source.size:
+        sizes = f"loss_mask[{loss_mask.size}], token_source[{source.size}]"
+        raise ContractError(f"columns of one group differ in length: {sizes}")
+    wrong = np.flatnonzero(loss_mask & (source != TokenSource.SAMPLED))
+    if wrong.size:
+        first = int(wrong[0])
+        raise ContractError(
+            f"column loss_mask: true for token {first} of the group, which the policy did not"
+            f" sample: its token_source is {TokenSource(int(source[first])).name}"
+        )
+
+
 class GroupLease(msgspec.Struct, frozen=True, weakref=True):
     """The right of `holder` to work on a group for a stage. Times: s of the shard's clock.
 
