@@ -35,6 +35,8 @@ class FakeEpisodeGenerator(FakeGenerator):
     that an episode waited for its environment.
     """
 
+    paused_s = 0.0
+
     def __init__(self, plan: Plan, rng: random.Random, generated: Counter[str]) -> None:
         super().__init__(plan, rng, generated)
         self.waits: list[tuple[str, float, float]] = []

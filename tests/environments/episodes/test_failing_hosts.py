@@ -8,6 +8,7 @@ import pytest_asyncio
 
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.episodes import driver as driver_module
+from streamrl.environments.episodes.driver import derive_attempt_seed
 from streamrl.environments.hosts.host_pool import EnvironmentHostPool
 from streamrl.errors import EpisodeError, EpisodeTimeoutError
 from streamrl.messages import Prompt
@@ -45,8 +46,9 @@ async def test_episodes_of_a_hanging_environment_are_tried_again_and_have_no_rew
     pool, monkeypatch
 ):
     monkeypatch.setattr(driver_module, "RETRY_DELAY_S", 0.01)
-    # The second episode of each group hangs in its step.
-    driver = start_driver(pool, lambda context, seed: "await 600;" if seed == 1 else "go;")
+    # The second episode of each group hangs in its step, at both attempts.
+    hanging = {1, derive_attempt_seed(1, 2)}
+    driver = start_driver(pool, lambda context, seed: "await 600;" if seed in hanging else "go;")
     reset, score, step, smaller, close = await asyncio.gather(
         run_group(driver, prompt=make_prompt(reset="hang")),
         run_group(driver, prompt=make_prompt(score="hang")),

@@ -47,6 +47,8 @@ MARKERS_SOURCE = repr(MARKERS)
 class WrittenTurns:
     """Samples the given turns in order, each with the token that ends it."""
 
+    paused_s = 0.0
+
     def __init__(self, renderer: TurnRenderer, turns: Sequence[str]) -> None:
         self._renderer = renderer
         self._turns = list(turns)
