@@ -8,7 +8,7 @@ from streamrl.environments.hosts.call_runner import UserCallRunner, UserCodeErro
 from streamrl.environments.hosts.user_class import UserClass
 from streamrl.environments.hosts.user_environment import UserEnvironment
 from streamrl.environments.interface import CallOutcome, EnvironmentStep, Reply, ToolCall
-from streamrl.environments.tool_calls.call_formats import make_call_id
+from streamrl.environments.tool_calls.call_id import make_call_id
 from streamrl.environments.tool_calls.reply_text import (
     cut_middle,
     format_tool_error,
