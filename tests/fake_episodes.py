@@ -22,7 +22,7 @@ from streamrl.stream.protocols import FinishedCallback, SampleFunction, StageCon
 from tests.environments.episodes.scripted import make_driver
 from tests.fakes import FakeGenerator, Plan, SampledToken
 
-SLOW_S = 300.0
+SLOW_S = 60.0
 """Time that the environment takes for each turn of `Plan.slow_prompt`, s."""
 ATTEMPTS = 2
 MAX_TURN_TOKENS = 3

@@ -91,7 +91,7 @@ class Plan:
     environment_fail_rate: float = 0.0
     """Fraction of turns in which the environment fails."""
     slow_prompt: str = ""
-    """Uid of a prompt whose environment takes minutes for each turn."""
+    """Uid of a prompt whose environment takes a minute for each turn."""
     critic_warmup_steps: int = 0
     """Number of first steps that train only the critic."""
     one_at_a_time: bool = False

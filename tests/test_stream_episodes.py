@@ -25,7 +25,7 @@ SLOW = Plan(
     slow_prompt="0:0:0",
     stall_s=LONG_S,
 )
-"""Steps of seconds, and a prompt whose environment takes minutes for each turn."""
+"""Steps of seconds, and a prompt whose environment takes a minute for each turn."""
 
 
 def list_waits(stream: Stream) -> list[tuple[str, float, float]]:
@@ -86,10 +86,11 @@ def test_an_episode_longer_than_the_bound_is_dropped_as_stale_and_its_prompt_sam
     plan = replace(SLOW, max_staleness=1, on_stale="drop", steps=6)
     stream = run_virtual(run_stream(plan))
     check_accounts(stream)
-    assert [(uid, how.cause) for uid, how in stream.ended] == [("0:0:0", "stale")]
+    ended = {uid: how.cause for uid, how in stream.ended}
+    assert ended["0:0:0"] == "stale" and set(ended.values()) == {"stale"}
     trained = [group.uid for outcome in stream.outcomes for group in outcome.groups]
     assert "0:0:1" in trained
-    assert stream.step_ends[-1] < SLOW_S, "no step waited for it"
+    assert stream.step_ends[-2] < SLOW_S, "only the last step, without other prompts, waits"
 
 
 @given(draw_plans(**{**FAULTS, **EPISODES}, environment_fail_rate=st.sampled_from([0.0, 0.05])))
@@ -110,7 +111,7 @@ def test_groups_whose_environment_fails_are_dropped_with_the_cause_and_replaced(
 
 
 def test_on_shared_devices_the_trainer_trains_while_all_open_episodes_wait():
-    # The episodes of the second prompt wait for minutes, while those of the first are trained.
+    # The episodes of the second prompt wait for a minute, while those of the first are trained.
     plan = replace(
         SLOW, groups_per_step=1, max_staleness=1, slow_prompt="0:1:0", one_at_a_time=True
     )
