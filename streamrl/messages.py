@@ -87,6 +87,10 @@ COLUMN_SPECS: Mapping[str, ColumnSpec] = {
     ),
     "turn_rewards": ColumnSpec("float32", ColumnAxis.TURN, "the environment's reward of a turn"),
     "turn_outcomes": ColumnSpec("int8", ColumnAxis.TURN, "code of TurnOutcome"),
+    "num_calls": ColumnSpec("int32", ColumnAxis.ROLLOUT, "tool calls in each rollout"),
+    "num_invalid_calls": ColumnSpec(
+        "int32", ColumnAxis.ROLLOUT, "calls that do not parse, name no tool, or do not fit it"
+    ),
     "environment_scores": ColumnSpec(
         "float32", ColumnAxis.ROLLOUT, "the environment's score of a rollout"
     ),
@@ -108,6 +112,8 @@ EPISODE_COLUMNS = (
     "turn_ends",
     "turn_rewards",
     "turn_outcomes",
+    "num_calls",
+    "num_invalid_calls",
     "environment_scores",
     "conversations",
 )
@@ -455,6 +461,27 @@ def check_column_sizes(sizes: Mapping[str, int], info: GroupInfo) -> None:
             raise ContractError(
                 f"column {name}: {spec.dtype}[{entries}], wanted {spec.dtype}[{wanted}]"
             )
+
+
+def check_loss_mask(columns: Columns) -> None:
+    """Raise ContractError if loss_mask is true for a token that the policy did not sample.
+
+    For the rollouts of an environment, which have `token_source`. Training on the environment's
+    words also raises the reward, by less, so that no metric shows the mistake.
+    """
+    if "token_source" not in columns:
+        return
+    loss_mask, source = columns["loss_mask"], columns["token_source"]
+    if loss_mask.size != source.size:
+        sizes = f"loss_mask[{loss_mask.size}], token_source[{source.size}]"
+        raise ContractError(f"columns of one group differ in length: {sizes}")
+    wrong = np.flatnonzero(loss_mask & (source != TokenSource.SAMPLED))
+    if wrong.size:
+        first = int(wrong[0])
+        raise ContractError(
+            f"column loss_mask: true for token {first} of the group, which the policy did not"
+            f" sample: its token_source is {TokenSource(int(source[first])).name}"
+        )
 
 
 class GroupLease(msgspec.Struct, frozen=True, weakref=True):

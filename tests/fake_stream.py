@@ -56,6 +56,7 @@ from streamrl.stream.weight_publisher import PublishFunction, WeightPublisher
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import ServedVersion, WeightManifest
 from streamrl.weights.versions import WeightRegistry
+from tests.fake_episodes import FakeEpisodeGenerator
 from tests.fake_shards import LocalShard, MemoryLog
 from tests.fakes import (
     GROUP_BYTES,
@@ -73,6 +74,16 @@ PACES = (UpdatePlan(), UpdatePlan(True), UpdatePlan(True, 2, 1), UpdatePlan(True
 GROUPS_AT_ONCE = 3
 """Concurrent groups of a generator by default."""
 STREAM_COLUMNS = (*ROLLOUT_COLUMNS, "scores")
+
+
+EPISODES: dict[str, st.SearchStrategy[Any]] = {
+    "max_turns": st.integers(1, 4),
+    "environment_s": st.sampled_from([(0.0, 0.1), (0.5, 20.0), (5.0, 60.0)]),
+    # Fits the longest episode.
+    "micro_batch_tokens": st.integers(50, 200),
+    "greedy": st.just(False),
+}
+"""Overrides of `draw_plans` for runs with an environment."""
 
 
 def draw_plans(**overrides: st.SearchStrategy[Any]) -> st.SearchStrategy[Plan]:
@@ -206,7 +217,7 @@ def dataflow_of(plan: Plan) -> Dataflow:
         "baseline_scores": plan.greedy,
     }
     columns = (*STREAM_COLUMNS, *(name for name, is_enabled in optional.items() if is_enabled))
-    return build_dataflow(columns, has_filter=plan.filter_rate > 0)
+    return build_dataflow(columns, has_filter=plan.filter_rate > 0, has_episodes=plan.max_turns > 0)
 
 
 def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first") -> Stream:
@@ -293,7 +304,7 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
         rng=rng,
     )
     control.on_group_finished = lambda uid, how: stream.ended.append((uid, how))
-    control.on_stall = stream.stalls.extend
+    control.on_stall = lambda overdue, waits: stream.stalls.extend(overdue)
     return stream
 
 
@@ -419,7 +430,8 @@ def start_generator(stream: Stream, stage: Callable[[str, str], StageContext], i
     """Start a generator, or restart a dead one: it serves no version yet."""
     name, plan = f"generator-{index}", stream.plan
     stream.leaving[name] = asyncio.Event()
-    generator, served = FakeGenerator(plan, stream.rng, stream.disk.generated), ServedVersion(name)
+    kind = FakeEpisodeGenerator if plan.max_turns else FakeGenerator
+    generator, served = kind(plan, stream.rng, stream.disk.generated), ServedVersion(name)
     generator.computed = stream.disk.computed["greedy"]
     channel = LocalChannel(stream.control.publisher.registries[POLICY], name)
     stream.samplers.append(generator)
@@ -431,6 +443,8 @@ def start_generator(stream: Stream, stage: Callable[[str, str], StageContext], i
         read_partials = (
             generator.read_partials if call.stage == GENERATE_CALL.stage else read_no_partials
         )
+        if isinstance(generator, FakeEpisodeGenerator):
+            sample, read_partials = generator.hold_lease_per_turn(context), read_no_partials
         limit = ConcurrencyLimit(plan.slots or GROUPS_AT_ONCE * plan.group_size, plan.group_size)
         loop = generate_rollouts(context, sample, served, limit=limit, read_partials=read_partials)
         loops.append(asyncio.create_task(loop))

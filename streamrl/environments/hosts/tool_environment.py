@@ -15,7 +15,7 @@ from streamrl.environments.interface import (
     ResetResult,
     ToolCall,
 )
-from streamrl.environments.tool_calls.call_formats import make_call_id
+from streamrl.environments.tool_calls.call_id import make_call_id
 from streamrl.environments.tool_calls.reply_text import cut_middle
 from streamrl.environments.tool_calls.tool_schema import get_tool_name
 from streamrl.environments.tool_sources.tool_source import ToolSession

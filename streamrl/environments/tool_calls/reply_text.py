@@ -27,7 +27,7 @@ def format_tool_result(value: Any) -> str:
 
 
 def replace_surrogates(text: str) -> str:
-    """Replace lone surrogates, as in the names of files: a tokenizer refuses to encode them."""
+    """Replace lone surrogates, as in the names of files, which UTF-8 cannot encode, by U+FFFD."""
     if text.isascii():
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

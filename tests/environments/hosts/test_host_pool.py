@@ -100,14 +100,16 @@ async def test_a_failure_ends_its_own_episode_or_host_and_names_the_reason(start
     assert pool.kill_counts == Counter(crash=1) and pool.num_sessions == 0
 
 
-async def test_a_host_above_its_memory_limit_is_killed(start_pool):
-    pool = await start_pool(processes=1, memory_gib=0.3)
-    async with open_session(pool) as (session, _):
-        with pytest.raises(EpisodeError, match=r"worker process used \d+ MiB, the limit is 307"):
-            await step(session, "leak")
+async def test_a_host_above_its_memory_limit_is_killed_as_is_a_fork_bomb(start_pool, tmp_path):
+    pool, pids = await start_pool(processes=1, memory_gib=0.3), tmp_path / "pids"
+    for command in ("leak", f"fork_bomb {pids}"):
+        async with open_session(pool) as (session, _):
+            with pytest.raises(EpisodeError, match=r"process used \d+ MiB, the limit is 307"):
+                await step(session, command)
+    await wait_until(lambda: not any(map(psutil.pid_exists, map(int, pids.read_text().split()))))
     async with open_session(pool) as (session, pid):
         assert await step(session, "") == str(pid)
-    assert pool.kill_counts == Counter(memory=1)
+    assert pool.kill_counts == Counter(memory=2)
 
 
 async def test_hanging_methods_time_out_and_their_host_is_replaced(start_pool, monkeypatch):
@@ -178,7 +180,7 @@ async def test_a_blocked_event_loop_is_found(start_pool, monkeypatch):
     pool = await start_pool(processes=1, turn_timeout_s=2.0)
     async with open_session(pool) as (session, _):
         with pytest.raises(EpisodeTimeoutError, match=r"async methods must not block the event"):
-            await step(session, "block the loop")
+            await step(session, "block 600")
     async with open_session(pool) as (session, pid):
         assert await step(session, "") == str(pid)
     assert pool.kill_counts == Counter(unresponsive=1)
