@@ -3,6 +3,7 @@
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from streamrl.environments.tool_sources.stdio_server import MAX_MESSAGE_BYTES
@@ -52,22 +53,25 @@ class HttpServer:
             yield streams
 
     def mark_open(self) -> None:
-        """Take every refusal of a request as the end of the session from now on.
+        """End the session at every refused request from now on.
 
         Before, refusals belong to the negotiation of the protocol's version.
         """
         self._is_open = True
 
     async def _check_response(self, response: "httpx2.Response") -> None:
-        """End the session at a response without an answer of the server.
+        """End the session if the server refuses a request, as after it has lost the session.
 
-        The package would report it like an error of the tool.
+        The package would report that like an error of the tool. Only with status 400 may a server
+        that goes on answer a call.
         """
         import httpx2
 
-        least = 400 if self._is_open else 500
+        status = response.status_code
         is_json = response.headers.get("content-type", "").startswith("application/json")
-        if response.request.method == "POST" and response.status_code >= least and not is_json:
+        least = HTTPStatus.BAD_REQUEST if self._is_open else HTTPStatus.INTERNAL_SERVER_ERROR
+        is_answer = status == HTTPStatus.BAD_REQUEST and is_json
+        if response.request.method == "POST" and status >= least and not is_answer:
             raise httpx2.HTTPStatusError(
                 f"HTTP status {response.status_code}", request=response.request, response=response
             )

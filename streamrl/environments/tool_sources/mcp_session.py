@@ -111,6 +111,8 @@ class McpSession:
         """
         from mcp import MCPError
 
+        if not self.is_open:
+            raise await self._make_end_error()
         assert self._client is not None
         try:
             result = await self._request(self._client.call_tool(name, dict(arguments)), name)
@@ -137,17 +139,21 @@ class McpSession:
         try:
             await asyncio.wait({answering, self._owner}, return_when=asyncio.FIRST_COMPLETED)
             if not answering.done():
-                raise EpisodeError(f"{self._label}: ended: {self.end_reason}")
+                raise await self._make_end_error()
             return answering.result()
         except MCPError as error:
             if error.code != CONNECTION_CLOSED:
                 raise
-            raise EpisodeError(f"{self._label}: ended: {self.end_reason}") from error
+            raise await self._make_end_error() from error
         except (RuntimeError, ValueError) as error:
             # The package checks results against the schema that the server has declared.
             raise EpisodeError(f"{self._label}: {purpose}: {error}") from error
         finally:
             answering.cancel()
+
+    async def _make_end_error(self) -> EpisodeError:
+        await self.close()  # so that the reason is known
+        return EpisodeError(f"{self._label}: ended: {self.end_reason}")
 
     async def close(self) -> None:
         """Close the session; kill the server's process and all that it started."""

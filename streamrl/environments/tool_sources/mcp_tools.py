@@ -1,7 +1,6 @@
 """Tools of an MCP server: a session of each episode, and servers that episodes share in turn."""
 
 import asyncio
-import importlib.util
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,6 @@ from streamrl.errors import ConfigError, EpisodeError
 from streamrl.files.typed_settings import suggest_nearest
 from streamrl.process_pool.background_tasks import BackgroundTasks
 
-PACKAGE = "mcp"
 RESTARTED = "the server has been stopped: what it kept of earlier calls is lost"
 
 
@@ -26,24 +24,27 @@ class McpTools:
     """Source of the tools of a server (ToolSource).
 
     A process of a server serves one episode at a time. A session that no episode has used, or that
-    episodes share, is idle until the next episode takes it.
+    episodes share, is idle until the next episode takes it. Construction raises ConfigError without
+    the package `mcp`.
     """
 
     def __init__(self, config: ToolConfig) -> None:
+        try:
+            # Here, because the import takes 1 s, for which no episode should wait.
+            import mcp  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(
+                f"{config.label}: needs the package mcp ({error}): pip install 'streamrl[mcp]'"
+            ) from error
         self.label = config.label
         self._config = config
         self._idle: list[McpSession] = []
         # A Python server starts in about 2 s of one core: all at once, all would be late.
         self._starts = asyncio.Semaphore(len(os.sched_getaffinity(0)))
-        self._headers: Mapping[str, str] = {}
 
     async def check(self) -> None:
-        """Raise ConfigError without the package `mcp`, the command, or a header's variable."""
+        """Raise ConfigError without the command, or the variable of a header."""
         config = self._config
-        if importlib.util.find_spec(PACKAGE) is None:
-            raise ConfigError(
-                f"{self.label}: needs the package {PACKAGE}: pip install 'streamrl[{PACKAGE}]'"
-            )
         if config.command and shutil.which(config.command[0]) is None:
             raise ConfigError(f"{self.label}: {config.command[0]} is not on PATH")
         read_headers(config.headers_env, label=self.label)

@@ -7,7 +7,10 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 import pytest
@@ -22,6 +25,7 @@ from streamrl.environments.tool_sources.mcp_tools import RESTARTED, McpTools
 from streamrl.environments.tool_sources.tool_source import ToolAnswer
 from streamrl.errors import ConfigError, EpisodeError
 from tests.descendants import descendants
+from tests.environments.tool_sources import raw_mcp_server
 
 FOLDER = Path(__file__).parent
 RAW_SERVER = [sys.executable, "-S", str(FOLDER / "raw_mcp_server.py")]
@@ -102,7 +106,70 @@ async def test_a_server_of_the_package_is_played_to_the_end(transport):
         assert failed.outcome is CallOutcome.TOOL_ERROR and "b must not be 0" in failed.text
         assert await read(episode, "draw") == "[image, image/png, 8 bytes of base64]"
         await episode.close()
+        if transport == "http":
+            orphan = await source.open(in_time())
+            stack.close()
+            with pytest.raises(EpisodeError, match=r"127.0.0.1:\d+/mcp: ended: ConnectError"):
+                await orphan.call("divide", {"a": 1, "b": 1})
+            await orphan.close()
     assert not descendants() - before
+
+
+class RawHttpServer(BaseHTTPRequestHandler):
+    """The raw server's answers over HTTP; a call with a number is refused with this status."""
+
+    authorizations: ClassVar[set[str]] = set()
+
+    def do_POST(self):
+        self.authorizations.add(self.headers["Authorization"])
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        response, status = {"jsonrpc": "2.0", "id": request.get("id")}, 200
+        text = request.get("params", {}).get("arguments", {}).get("text", "")
+        try:
+            response["result"] = raw_mcp_server.answer(request)
+        except LookupError as error:
+            response["error"] = {"code": -32601, "message": str(error)}
+        if text.isdigit():
+            response = {**response, "error": {"code": -32600, "message": "Session not found"}}
+            status = int(text)
+            del response["result"]
+        data = json.dumps(response).encode() if "id" in request else b""
+        self.send_response(status if data else 202)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        """Print nothing."""
+
+
+async def test_headers_come_from_the_environment_and_a_refused_request_ends_the_session(
+    monkeypatch,
+):
+    monkeypatch.setenv("DOCS_TOKEN", "Bearer secret")
+    with ThreadingHTTPServer(("127.0.0.1", 0), RawHttpServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/mcp"
+        headers = {"Authorization": "DOCS_TOKEN"}
+        source = McpTools(ToolConfig("mcp", url=url, headers_env=headers))
+        episode = await source.open(in_time())
+        assert await read(episode, "say", text="hi") == "hi"
+        assert RawHttpServer.authorizations == {"Bearer secret"}
+        # An answer to the call, which the policy reads.
+        answered = await episode.call("say", {"text": "400"})
+        assert answered == ToolAnswer("error: Session not found", CallOutcome.TOOL_ERROR)
+        for status in (404, 429, 503):
+            with pytest.raises(EpisodeError, match=f"ended: HTTPStatusError: HTTP status {status}"):
+                await episode.call("say", {"text": str(status)})
+            await episode.close()
+            episode = await source.open(in_time())
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await episode.call("sleep", {"seconds": 0.5})
+        assert episode.timeout_note == "" and await read(episode, "say", text="hi") == "hi"
+        await episode.close()
+        server.shutdown()
 
 
 async def test_a_call_that_is_given_up_does_not_delay_the_next(open_episode):
@@ -181,9 +248,9 @@ async def test_what_a_machine_lacks_is_a_config_error(monkeypatch):
     remote = ToolConfig("mcp", url="http://x/mcp", headers_env={"Authorization": "NO_TOKEN"})
     with pytest.raises(ConfigError, match=r"headers_env: .* NO_TOKEN are not set, or empty$"):
         await McpTools(remote).check()
-    monkeypatch.setattr("streamrl.environments.tool_sources.mcp_tools.PACKAGE", "no_such_package")
-    with pytest.raises(ConfigError, match=r"pip install 'streamrl\[no_such_package\]'"):
-        await make_source().check()
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    with pytest.raises(ConfigError, match=r"needs the package mcp .*: pip install 'streamrl\[mcp"):
+        make_source()
 
 
 async def test_only_chooses_tools_of_a_server_by_name(open_episode):
