@@ -95,6 +95,7 @@ class EpisodeGenerator(FakeGenerator):
 plans = draw_plans(
     on_stale=st.sampled_from(["wait", "drop"]),
     groups_per_step=st.integers(1, 3),
+    micro_batch_tokens=st.integers(25, 120),
     generate_s=st.sampled_from([(0.0, 0.1), (0.1, 20.0), (20.0, 60.0)]),
     train_s=st.sampled_from([0.0, 0.3]),
     one_at_a_time=st.booleans(),
