@@ -125,7 +125,7 @@ def test_the_staleness_bound_holds_for_episodes_of_any_length(plan: Plan):
 
 LONG = Plan(
     seed=1,
-    steps=12,
+    steps=8,
     groups_per_step=2,
     max_staleness=1,
     depth=4,
@@ -160,7 +160,7 @@ class LenientGenerator(EpisodeGenerator):
 
 
 def test_a_group_without_its_failed_episodes_is_trained_with_the_others():
-    plan = Plan(seed=2, steps=6, group_size=3, fail_rate=0.6, train_s=0.1, stall_s=5000.0)
+    plan = Plan(seed=2, steps=4, group_size=3, fail_rate=0.6, train_s=0.1, stall_s=5000.0)
     stream = run_virtual(run_stream(plan, generator_class=LenientGenerator))
     sizes = {
         group.uid: len(group.info.lengths) for step in stream.outcomes for group in step.groups
