@@ -4,7 +4,7 @@ import asyncio
 import random
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from streamrl.environments.episodes.driver import make_environment_seed
@@ -50,8 +50,8 @@ class FakeEpisodeGenerator(FakeGenerator):
             timeout_s=1e6,
         )
 
-    def hold_lease_per_turn(self, stage: StageContext) -> SampleFunction:
-        """Return a function that runs the episodes of a group, as that of GeneratorActor."""
+    def make_sample_function(self, stage: StageContext) -> SampleFunction:
+        """Return a function that runs the episodes of a group; it holds the lease per turn."""
         plan = self._plan
 
         async def run_episodes(
@@ -64,10 +64,15 @@ class FakeEpisodeGenerator(FakeGenerator):
                 seeds=make_rollout_seeds(plan.seed, prompt.uid, plan.group_size),
                 environment_seed=make_environment_seed(plan.seed, prompt.uid),
                 compute=stage.record_compute,
+                min_episodes=plan.min_episodes,
                 on_finished=finished,
             )
 
         return run_episodes
+
+    async def read_partials(self) -> Mapping[str, Columns]:
+        """Return none: an interrupted episode begins anew."""
+        return {}
 
     async def generate(
         self, prompt_ids: Array, *, seeds: Sequence[int], max_new_tokens: int, **options: Any

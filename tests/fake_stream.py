@@ -43,7 +43,6 @@ from streamrl.pipeline import (
     admit_prompts,
     follow_weights,
     generate_rollouts,
-    hold_lease_per_group,
     score_groups,
     train_policy,
     watch_stalls,
@@ -308,7 +307,11 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
     return stream
 
 
-async def run_stream(plan: Plan, *, disturb: "Disturb | None" = None) -> Stream:
+async def run_stream(
+    plan: Plan,
+    *,
+    disturb: "Disturb | None" = None,
+) -> Stream:
     """Run all loops of a plan to the end of its last step."""
     stream = build_stream(plan)
     await stream.control.reconcile_queue(stream.queue)
@@ -439,12 +442,10 @@ def start_generator(stream: Stream, stage: Callable[[str, str], StageContext], i
     loops = stream.loops[name] = [asyncio.create_task(follow)]
     for call in stream.dataflow.select_calls(CallKind.GENERATE):
         context = stage(call.stage, name)
-        sample = hold_lease_per_group(context, generator.stages[call.stage])
+        sample = generator.make_sample_function(context)
         read_partials = (
             generator.read_partials if call.stage == GENERATE_CALL.stage else read_no_partials
         )
-        if isinstance(generator, FakeEpisodeGenerator):
-            sample, read_partials = generator.hold_lease_per_turn(context), read_no_partials
         limit = ConcurrencyLimit(plan.slots or GROUPS_AT_ONCE * plan.group_size, plan.group_size)
         loop = generate_rollouts(context, sample, served, limit=limit, read_partials=read_partials)
         loops.append(asyncio.create_task(loop))

@@ -29,7 +29,13 @@ from streamrl.messages import (
     parse_uid,
     rollouts_to_columns,
 )
-from streamrl.stream.protocols import FetchedWeights, FinishedCallback, SampleFunction
+from streamrl.pipeline import hold_lease_per_group
+from streamrl.stream.protocols import (
+    FetchedWeights,
+    FinishedCallback,
+    SampleFunction,
+    StageContext,
+)
 from streamrl.stream.stage_worker import StageResult
 from streamrl.weights import WeightLoadStats, WeightManifest
 from streamrl.weights.logprob_check import LogprobCheck
@@ -86,6 +92,8 @@ class Plan:
     """Sample a greedy completion besides each group; its score is a column."""
     max_turns: int = 0
     """Most turns of an episode; 0: rollouts have no environment."""
+    min_episodes: int | None = None
+    """Least episodes with which a group is trained; None: all."""
     environment_s: tuple[float, float] = (0.5, 2.0)
     """Time that the environment takes for a turn, s."""
     environment_fail_rate: float = 0.0
@@ -164,6 +172,9 @@ class FakeGenerator:
     @property
     def stages(self) -> Mapping[str, SampleFunction]:
         return {"generate": self.group, "greedy": self.greedy}
+
+    def make_sample_function(self, stage: StageContext) -> SampleFunction:
+        return hold_lease_per_group(stage, self.stages[stage.name])
 
     async def read_partials(self) -> Mapping[str, Columns]:
         """Return the tokens sampled so far."""

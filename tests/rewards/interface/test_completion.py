@@ -48,7 +48,7 @@ def make_episode(*turns, score=0.0):
     roles = ("assistant", "tool")
     messages = [{"role": "user", "content": "?"}]
     messages += [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
-    return Episode(rollout, source, tokens.turn_ends, [0.0] * count, outcomes, score, messages)
+    return Episode(rollout, source, tokens.turn_ends, [0.0] * count, outcomes, (), score, messages)
 
 
 COLUMNS = episodes_to_columns(
