@@ -58,7 +58,7 @@ clean: ## remove both environments and the tools' caches; runs/ stays
 	rm -rf .venv $(PARITY) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-$(STAMP): setup.cfg requirements/cpu_overrides.txt scripts/install.py
+$(STAMP): setup.cfg requirements/adapters.txt requirements/cpu_overrides.txt scripts/install.py
 	@for python in $(PYTHON); do \
 	    $$python -c '$(FITS)' 2>/dev/null \
 	    && exec $$python scripts/install.py --device $(DEVICE) --stamp $@; \

@@ -1,9 +1,9 @@
 """Tasks of reasoning-gym as rows: by index, the same in every process, apart from evaluation."""
 
+import contextlib
 import json
 import pickle
 import sys
-from itertools import islice
 
 import pytest
 
@@ -13,7 +13,13 @@ from streamrl.data.prompt_file import PromptFile, load_data_rows
 from streamrl.data.prompt_stream import PromptStream
 from streamrl.data.prompts import load_prompts
 from streamrl.data.reading import reasoning_gym_table
-from streamrl.data.reading.reasoning_gym_table import ReasoningGymTable, ReasoningGymTasks
+from streamrl.data.reading.reasoning_gym_table import (
+    ReasoningGymTable,
+    ReasoningGymTasks,
+    create_dataset,
+    make_task,
+    task_worker,
+)
 from streamrl.data.training_files import classify_training_files
 from streamrl.errors import ConfigError
 
@@ -32,6 +38,13 @@ MIXED = {
 LIMITS = PromptLimits(400, 300)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def ended_worker():
+    """End the process that makes the tasks of these tests."""
+    yield
+    task_worker.close()
+
+
 def parse_entry(entry):
     (file,) = DataConfig(train=entry).train_files
     return file
@@ -46,22 +59,19 @@ def read_records(table, rows):
     return [record for _, _, record in table.read_rows(rows)]
 
 
-def test_a_row_is_the_task_of_the_package_with_the_same_seed_and_index():
-    import reasoning_gym
-
-    rows = list(islice(load_data_rows(parse_entry({**SUMS, "system": "Add."})), 3))
-    dataset = reasoning_gym.create_dataset("chain_sum", seed=7, size=40)
-    for index, row in enumerate(rows):
-        assert [message["content"] for message in row.messages] == [
-            "Add.",
-            dataset[index]["question"],
-        ]
-        assert row.ground_truth == dataset[index]["answer"]
-        assert (row.index, row.data_source) == (index, "chain_sum")
-        assert row.location == f"reasoning_gym:chain_sum task {index}"
+def test_a_row_is_the_task_with_its_seed_and_index():
+    first, second, *_ = load_data_rows(parse_entry({**SUMS, "system": "Add."}))
+    # As reasoning_gym.create_dataset("chain_sum", seed=7)[0] and [1].
+    question = "State the final answer to the following arithmetic problem: 60 + 93 - 16 + 19 ="
+    assert [message["content"] for message in first.messages] == ["Add.", question]
+    assert (first.ground_truth, second.ground_truth) == ("156", "1010")
+    assert (second.index, second.data_source) == (1, "chain_sum")
+    assert second.location == "reasoning_gym:chain_sum task 1"
 
 
-@pytest.mark.parametrize("dataset", ["chain_sum", "knights_knaves", "countdown", "family_tree"])
+@pytest.mark.parametrize(
+    "dataset", ["chain_sum", "knights_knaves", "countdown", "family_relationships"]
+)
 def test_a_late_task_is_made_without_those_before_it(dataset):
     table = open_tasks(dataset=dataset, size=10**9)
     (late,) = read_records(table, [10**9 - 1])
@@ -85,7 +95,8 @@ def test_a_stream_of_tasks_resumes_at_the_next_task(tokenizer):
 
 def test_other_tasks_are_not_resumed(tokenizer):
     def open_stream(**changes):
-        prompts = [PromptFile(parse_entry({**SUMS, **changes}), lambda: tokenizer, LIMITS)]
+        entry = parse_entry({**SUMS, "template": "plain", **changes})
+        prompts = [PromptFile(entry, lambda: tokenizer, LIMITS)]
         return PromptStream(classify_training_files(prompts, max_full_rows=9), seed=1)
 
     state = open_stream().state_dict()
@@ -149,7 +160,7 @@ def test_without_the_package_the_error_names_the_extra(monkeypatch):
     monkeypatch.delitem(sys.modules, "reasoning_gym.factory", raising=False)
     message = r"kind=reasoning_gym: .* run pip install 'streamrl\[reasoning_gym\]'"
     with pytest.raises(ConfigError, match=message):
-        open_tasks()
+        create_dataset(ReasoningGymTasks("chain_sum", 1).to_text(), setting="data.train")
 
 
 @pytest.mark.parametrize(
@@ -173,36 +184,46 @@ def test_tasks_of_an_evaluation_must_not_be_among_those_of_training(train, evalu
         DataConfig(train=train, eval=evaluation)
 
 
-class SlowSums:
-    """Dataset whose second task fails, and whose third takes too long."""
+class ListedTasks:
+    """Dataset of listed tasks; an exception is raised, and an endless one never made."""
+
+    def __init__(self, *tasks):
+        self._tasks = tasks
 
     def __getitem__(self, index):
-        if index == 1:
-            raise ValueError("no task\nhere")
-        if index == 2:
-            reasoning_gym_table.time.clock += 3.0
-        return {"question": "1+1", "answer": "2", "metadata": {}}
+        task = self._tasks[index]
+        if isinstance(task, Exception):
+            raise task
+        while task == "endless":
+            # As code that retries until it succeeds.
+            with contextlib.suppress(Exception):
+                sum(range(1000))
+        return task
 
 
-class ManualTime:
-    clock = 0.0
+def test_a_task_that_fails_or_takes_long_is_a_bad_row_that_says_why(monkeypatch):
+    monkeypatch.setattr(reasoning_gym_table, "MAX_TASK_SECONDS", 0.05)
+    fine = {"question": "1+1", "answer": "2", "metadata": {}}
+    dataset = ListedTasks(fine, ValueError("no task\nhere"), "endless", fine)
+    made = [make_task(dataset, index, name="x") for index in range(4)]
+    assert made == [
+        ("1+1", "2", "x"),
+        "cannot be made: ValueError: no task here",
+        "took more than 0.05 s to make; choose options that make smaller tasks, or another dataset",
+        ("1+1", "2", "x"),
+    ]
 
-    def thread_time(self):
-        return self.clock
 
-
-def test_a_task_that_fails_or_takes_long_is_a_bad_row_that_names_the_dataset(monkeypatch):
-    table = open_tasks()
-    monkeypatch.setattr(reasoning_gym_table, "create_dataset", lambda *_, **__: SlowSums())
-    monkeypatch.setattr(reasoning_gym_table, "time", ManualTime())
-    copied = pickle.loads(pickle.dumps(table))
-    fine, failed, slow = read_records(copied, [0, 1, 2])
-    assert fine["ground_truth"] == "2"
-    assert str(failed) == "reasoning_gym:x task 1: cannot be made: ValueError: no task here"
-    assert str(slow).startswith("reasoning_gym:x task 2: took 3.0 s to make, more than 2 s; choose")
+def test_another_process_makes_the_same_tasks():
+    # The tasks of these two depend on the hashes of text.
+    names = ("isomorphic_strings", "polynomial_multiplication")
+    tables = [open_tasks(dataset=name) for name in names]
+    before = [read_records(table, range(3)) for table in tables]
+    task_worker.close()
+    assert [read_records(table, range(3)) for table in tables] == before
 
 
 def test_a_judge_that_takes_nonsense_for_right_is_named():
     (note,) = open_tasks(dataset="game_of_life_halting").list_notes()
-    assert note.startswith("reasoning_gym:x: the judge of game_of_life_halting gives 'zzz' a score")
+    assert note.startswith("reasoning_gym:x: the judge gives 'zzz' a score of 1 or more in ")
     assert open_tasks().list_notes() == []
