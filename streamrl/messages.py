@@ -83,6 +83,10 @@ COLUMN_SPECS: Mapping[str, ColumnSpec] = {
     ),
     "turn_rewards": ColumnSpec("float32", ColumnAxis.TURN, "the environment's reward of a turn"),
     "turn_outcomes": ColumnSpec("int8", ColumnAxis.TURN, "code of TurnOutcome"),
+    "num_calls": ColumnSpec("int32", ColumnAxis.ROLLOUT, "tool calls in each rollout"),
+    "num_invalid_calls": ColumnSpec(
+        "int32", ColumnAxis.ROLLOUT, "calls that do not parse, name no tool, or do not fit it"
+    ),
     "environment_scores": ColumnSpec(
         "float32", ColumnAxis.ROLLOUT, "the environment's score of a rollout"
     ),
@@ -101,6 +105,8 @@ EPISODE_COLUMNS = (
     "turn_ends",
     "turn_rewards",
     "turn_outcomes",
+    "num_calls",
+    "num_invalid_calls",
     "environment_scores",
 )
 """Further columns of the rollouts of an environment."""
@@ -176,6 +182,7 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
     `token_ids` is int32 [P], the rendered chat template.
     `row_location` is the file and row number of the data row; the remaining fields are copied
     from that row. `is_chat` is false for a plain-text prompt, which becomes one user message.
+    `environment` names the environment of the prompt's episodes; "" if it needs no name.
     """
 
     uid: str
@@ -186,6 +193,7 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
     extra_info: Mapping[str, Any] = msgspec.field(default_factory=dict)
     row_location: str = ""
     is_chat: bool = True
+    environment: str = ""
 
     def __post_init__(self) -> None:
         tokens = self.token_ids
@@ -199,7 +207,7 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
         # Pickling the array itself takes ten times as long as the rest of a prompt.
         tokens = self.token_ids.tobytes()
         row = (self.messages, self.data_source, self.ground_truth, self.extra_info)
-        origin = (self.row_location, self.is_chat)
+        origin = (self.row_location, self.is_chat, self.environment)
         return prompt_from_parts, (self.uid, tokens, *row, *origin)
 
 

@@ -58,11 +58,12 @@ from streamrl.telemetry.config import TelemetryConfig
 from streamrl.weights import WeightsConfig
 
 SectionT = TypeVar("SectionT")
+ConfigT = TypeVar("ConfigT", bound="ConfigSections")
 
 
 @dataclass
-class RunConfig:
-    """Settings of a run, one field per config section."""
+class ConfigSections:
+    """Config sections, each checked alone. They need not be enough for a run."""
 
     run: RunSettings = field(default_factory=RunSettings)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -88,6 +89,14 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _check_values(config_to_dict(self), "")
+
+
+@dataclass
+class RunConfig(ConfigSections):
+    """Settings of a run: complete, and consistent across the config sections."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.model.path:
             raise ConfigError("model.path: missing; it names a Hugging Face model directory")
         if not self.data.train:
@@ -211,6 +220,16 @@ def load_config(
     )
 
 
+def load_sections(path: Path) -> ConfigSections:
+    """Read the config sections of a YAML file, which may leave out what a run needs.
+
+    Raises a one-line ConfigError as `load_config` does, without the checks across sections.
+    """
+    sections = _build_sections(ConfigSections, _read_config_file(path), source=str(path))
+    _make_paths_absolute(sections)
+    return sections
+
+
 def build_config(
     settings: DictConfig, overrides: Sequence[str] = (), *, source: str, skips_dry_run: bool = False
 ) -> RunConfig:
@@ -254,11 +273,15 @@ def parse_settings(settings: DictConfig, *, source: str) -> RunConfig:
 
     source: file or command that gave the settings, for errors. Raises a one-line ConfigError.
     """
-    raw = fill_empty_text(_fold_kind_options(OmegaConf.to_container(settings)), RunConfig)
-    for key, value, section in _iter_settings(raw, RunConfig, ""):
+    return _build_sections(RunConfig, settings, source=source)
+
+
+def _build_sections(kind: type[ConfigT], settings: DictConfig, *, source: str) -> ConfigT:
+    raw = fill_empty_text(_fold_kind_options(OmegaConf.to_container(settings)), kind)
+    for key, value, section in _iter_settings(raw, kind, ""):
         _check_key(key, value, section, source)
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), raw))
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), raw))
         OmegaConf.structured(config)  # merge does not validate values inside lists
     except OmegaConfBaseException as error:
         reason = str(error.msg or error).splitlines()[0]
@@ -267,7 +290,7 @@ def parse_settings(settings: DictConfig, *, source: str) -> RunConfig:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{source}: {error}") from None
-    assert isinstance(config, RunConfig)
+    assert isinstance(config, kind)
     return config
 
 
@@ -374,7 +397,8 @@ def _iter_leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         for name, inner in value.items():
             # The options of a reward or a filter are written beside its fixed keys.
-            inner_key = key if name == "options" else f"{key}.{name}"
+            is_inline = name == "options" and key.partition("[")[0] in _OPTION_SECTIONS
+            inner_key = key if is_inline else f"{key}.{name}"
             yield from _iter_leaves(inner, inner_key.removeprefix("."))
     elif isinstance(value, list):
         for i, inner in enumerate(value):
@@ -383,12 +407,13 @@ def _iter_leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _make_paths_absolute(config: RunConfig) -> None:
+def _make_paths_absolute(config: ConfigSections) -> None:
     """Make all paths in the config absolute, in place.
 
     Actors and later resumes may run in another working directory.
     """
-    config.model.path = str(Path(config.model.path).absolute())
+    if config.model.path:
+        config.model.path = str(Path(config.model.path).absolute())
     if config.critic.path:
         config.critic.path = str(Path(config.critic.path).absolute())
     for key in ("train", "eval", "pretrain"):
@@ -399,8 +424,9 @@ def _make_paths_absolute(config: RunConfig) -> None:
             options["path"] = str(Path(str(path)).absolute())
     if config.scorer.combine:
         config.scorer.combine = str(Path(config.scorer.combine).absolute())
-    if config.environment.path:
-        config.environment.path = str(Path(config.environment.path).absolute())
+    for spec in config.environment.specs.values():
+        if spec.path:
+            spec.path = str(Path(spec.path).absolute())
     if config.algorithm.path:
         config.algorithm.path = str(Path(config.algorithm.path).absolute())
 
@@ -409,7 +435,7 @@ def dump_config(config: RunConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def config_to_dict(config: RunConfig) -> dict[str, Any]:
+def config_to_dict(config: ConfigSections) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
@@ -461,6 +487,9 @@ def _iter_settings(raw: Any, kind: Any, prefix: str) -> Iterator[tuple[str, Any,
     if get_origin(kind) is list and isinstance(raw, list):
         for i, item in enumerate(raw):
             yield from _iter_settings(item, get_args(kind)[0], f"{prefix.removesuffix('.')}[{i}].")
+    elif get_origin(kind) is dict and isinstance(raw, dict):
+        for name, value in raw.items():
+            yield from _iter_settings(value, get_args(kind)[1], f"{prefix}{name}.")
     elif is_dataclass(kind) and isinstance(raw, dict):
         hints = get_type_hints(kind)
         for name, value in raw.items():
@@ -497,11 +526,24 @@ def _check_key(key: str, value: Any, section: Any, source: str) -> None:
         raise ConfigError(
             f"{source}: {key}={value!r}: must be a list, as in {format_as_list(key, value)}"
         )
+    if get_origin(hints[name]) is dict and is_dataclass(get_args(hints[name])[1]):
+        _check_named_entries(key, value, source)
     if isinstance(value, bool) and str in (hints[name], *get_args(hints[name])):
         words = "on, yes and true" if value else "off, no and false"
         raise ConfigError(
             f"{source}: {key}={value}: must be text; YAML reads unquoted {words} as a boolean"
         )
+
+
+def _check_named_entries(key: str, value: Any, source: str) -> None:
+    """Raise ConfigError unless a value is a mapping of names to mappings of settings."""
+    if not isinstance(value, dict):
+        raise ConfigError(f"{source}: {key}={value!r}: must be a mapping of names to settings")
+    for name, entry in value.items():
+        if not isinstance(name, str):
+            raise ConfigError(f"{source}: {key}.{name}: the name must be text; quote it")
+        if not isinstance(entry, dict):
+            raise ConfigError(f"{source}: {key}.{name}={entry!r}: must be a mapping of settings")
 
 
 def _suggest_key(parent: str, name: str, siblings: Iterable[str]) -> str:

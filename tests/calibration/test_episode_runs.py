@@ -35,7 +35,12 @@ EPISODES = EpisodeTurns(
 )
 TIMINGS = replace(TRUE, cores=0)
 SHARES = {"decode_frac": 0.2, "wait_frac": 0.1, "environment_frac": 0.7}
-MEANS = {"turns": 2.0, "sampled_tokens": 12.2, "environment_s": EPISODES.mean_environment_s}
+MEANS = {
+    "turns": 2.0,
+    "calls": 1.0,
+    "sampled_tokens": 12.2,
+    "environment_s": EPISODES.mean_environment_s,
+}
 
 
 def make_config(folder: Path, *overrides: str) -> RunConfig:
@@ -108,7 +113,8 @@ def test_too_few_open_episodes_are_reported_with_the_number_that_fills_the_slots
     assert (load.needed_open, load.has_too_few_open) == (16, True)
     lines = describe_run(trace)
     start = lines.index(next(line for line in lines if line.startswith("episodes ")))
-    assert "20% in the engine, 10% waiting for it, 70% in the environment" in lines[start]
+    assert lines[start].startswith("episodes    2 turns, 1 calls, 12.2 sampled tokens; of their ")
+    assert "20% sampling, 10% waiting for a slot or the devices, 70% waiting for" in lines[start]
     assert "environment.open_episodes=16 keep more of its 4 decode slots" in lines[start + 1]
     assert report_to_json(trace)["episodes"]["needed_open"] == 16
     monkeypatch.setattr("streamrl.calibration.advice.list_alternatives", lambda config: [])
@@ -127,7 +133,7 @@ def test_a_run_without_environment_time_is_refused(tmp_path: Path):
 
 def make_span(turn: int, start_s: float, end_s: float, tokens: int | str = 3, **facts) -> Span:
     context = 10 + 8 * turn
-    names = {"uid": "0:0:0", "seed": 1, "turn": turn, "context": context, "environment_s": 1.0}
+    names = {"uid": "0:0:0", "episode": 1, "turn": turn, "context": context, "environment_s": 1.0}
     return Span("generator-0", "generate", 0, start_s, end_s, {**names, "tokens": tokens, **facts})
 
 
@@ -149,7 +155,7 @@ def test_an_episode_that_was_run_again_counts_once():
 
 
 def test_a_group_counts_once_all_of_its_episodes_have_ended():
-    turns = collect_turns([make_span(0, 1.0, 2.0), make_span(0, 1.0, 2.0, seed=2)], since=0.0)
+    turns = collect_turns([make_span(0, 1.0, 2.0), make_span(0, 1.0, 2.0, episode=2)], since=0.0)
 
     def count(ended: set[str], group_size: int) -> int:
         recorded = RecordedEpisodes.from_turns(

@@ -57,15 +57,15 @@ def advice_to_json(advice: SettingsAdvice) -> dict[str, Any]:
 
 
 def describe_run(trace: RunTrace) -> list[str]:
-    """Format the measurements of a run: bottleneck, load of each stage, cost of its filter."""
+    """Format a run's measurements: bottleneck, load of each stage, episodes, cost of its filter."""
     loads = measure_stage_loads(trace)
     return [
         f"{trace.run_dir}: {len(trace.steps)} steps of {trace.mean_step_s:.3g} s,"
         f" staleness {trace.staleness_mean:.2g}{describe_excluded_steps(trace)}",
         f"bound by    {_describe_bottleneck(loads[0])}",
         *_describe_loads(loads),
-        *_describe_filter(trace),
         *_describe_episodes(trace),
+        *_describe_filter(trace),
     ]
 
 
@@ -119,9 +119,10 @@ def _describe_episodes(trace: RunTrace) -> Iterable[str]:
     if load is None:
         return
     yield (
-        f"episodes    {load.turns:.3g} turns, {load.sampled_tokens:.3g} sampled tokens; of their"
-        f" time {load.decode_frac:.0%} in the engine, {load.wait_frac:.0%} waiting for it,"
-        f" {load.environment_frac:.0%} in the environment ({load.environment_s:.3g} s)"
+        f"episodes    {load.turns:.3g} turns, {load.calls:.3g} calls, {load.sampled_tokens:.3g}"
+        f" sampled tokens; of their time {load.decode_frac:.0%} sampling, {load.wait_frac:.0%}"
+        f" waiting for a slot or the devices, {load.environment_frac:.0%} waiting for their"
+        f" environment ({load.environment_s:.3g} s)"
     )
     if load.has_too_few_open:
         slots = trace.config.generator.max_concurrent_rollouts
