@@ -131,7 +131,7 @@ def test_a_run_without_environment_time_is_refused(tmp_path: Path):
         load_run_trace(run_dir)
 
 
-def make_span(turn: int, start_s: float, end_s: float, tokens: int | str = 3, **facts) -> Span:
+def make_span(turn: int, start_s: float, end_s: float, tokens: int | str = 3, **facts: int) -> Span:
     context = 10 + 8 * turn
     names = {"uid": "0:0:0", "episode": 1, "turn": turn, "context": context, "environment_s": 1.0}
     return Span("generator-0", "generate", 0, start_s, end_s, {**names, "tokens": tokens, **facts})
