@@ -124,7 +124,7 @@ def measure_filter_cost(trace: RunTrace) -> FilterCost:
 class EpisodeLoad:
     """Episodes of a run, as means over its steps.
 
-    turns, sampled_tokens, environment_s: of an episode.
+    turns, calls, sampled_tokens, environment_s: of an episode.
     decode_frac, wait_frac, environment_frac: shares of an episode's time in the engine, waiting for
         a slot or the devices, and in its environment.
     max_open: most open episodes of a generator.
@@ -133,6 +133,7 @@ class EpisodeLoad:
     """
 
     turns: float
+    calls: float
     sampled_tokens: float
     environment_s: float
     decode_frac: float
@@ -164,6 +165,7 @@ def measure_episodes(trace: RunTrace) -> EpisodeLoad | None:
     in_flight = groups * config.algorithm.group_size / len(generators)
     return EpisodeLoad(
         average("turns"),
+        average("calls"),
         average("sampled_tokens"),
         average("environment_s"),
         decode,

@@ -82,7 +82,7 @@ def collect_groups(
 class SampledTurn:
     """Turn of an episode in a trace.
 
-    seed: number of the episode within its group.
+    episode: number of the episode within its group.
     context: tokens before the turn. tokens: sampled tokens.
     environment_s: seconds that the environment took in the episode so far.
     """
@@ -90,7 +90,7 @@ class SampledTurn:
     process: str
     stage: str
     uid: str
-    seed: int
+    episode: int
     turn: int
     intervals: tuple[tuple[float, float], ...]
     context: int
@@ -199,7 +199,7 @@ def collect_turns(spans: Sequence[Span], *, since: float) -> list[SampledTurn]:
         args = span.args
         if "turn" not in args:
             continue
-        key = (span.process, *(args[name] for name in ("uid", "seed", "turn")))
+        key = (span.process, *(args[name] for name in ("uid", "episode", "turn")))
         intervals_by_turn[key].append((span.start_s, span.end_s))
         # Only the last part of a turn that was paused has its tokens.
         if args.get("tokens"):
@@ -208,7 +208,7 @@ def collect_turns(spans: Sequence[Span], *, since: float) -> list[SampledTurn]:
                 span.process,
                 span.name,
                 str(args["uid"]),
-                int(args["seed"]),
+                int(args["episode"]),
                 int(args["turn"]),
                 intervals,
                 int(args["context"]),
@@ -223,10 +223,13 @@ def collect_turns(spans: Sequence[Span], *, since: float) -> list[SampledTurn]:
 def split_episodes(
     turns: Sequence[SampledTurn],
 ) -> Mapping[tuple[str, str, int], Sequence[SampledTurn]]:
-    """Return the turns of each episode by process, uid and seed; only those of its last attempt."""
+    """Return the turns of each episode by process, uid and number.
+
+    Only the turns of its last attempt count.
+    """
     episodes: dict[tuple[str, str, int], list[SampledTurn]] = {}
     for turn in turns:
-        key = (turn.process, turn.uid, turn.seed)
+        key = (turn.process, turn.uid, turn.episode)
         if turn.turn == 0 or key not in episodes:
             episodes[key] = []
         episodes[key].append(turn)
@@ -249,7 +252,7 @@ def list_turn_groups(
     latest: dict[tuple[str, str, int], SampledTurn] = {}
     groups = []
     for turn in turns:
-        key = (turn.process, turn.uid, turn.seed)
+        key = (turn.process, turn.uid, turn.episode)
         before, cached_tokens = latest.get(key), 0
         loads = loads_by_process[turn.process]
         if turn.turn and before is not None:

@@ -65,7 +65,6 @@ def describe_run(trace: RunTrace) -> list[str]:
         f"bound by    {_describe_bottleneck(loads[0])}",
         *_describe_loads(loads),
         *_describe_filter(trace),
-        *_describe_episodes(trace),
     ]
 
 
@@ -119,9 +118,10 @@ def _describe_episodes(trace: RunTrace) -> Iterable[str]:
     if load is None:
         return
     yield (
-        f"episodes    {load.turns:.3g} turns, {load.sampled_tokens:.3g} sampled tokens; of their"
-        f" time {load.decode_frac:.0%} in the engine, {load.wait_frac:.0%} waiting for it,"
-        f" {load.environment_frac:.0%} in the environment ({load.environment_s:.3g} s)"
+        f"episodes    {load.turns:.3g} turns, {load.calls:.3g} calls, {load.sampled_tokens:.3g}"
+        f" sampled tokens; of their time {load.decode_frac:.0%} sampling, {load.wait_frac:.0%}"
+        f" waiting for a slot or the devices, {load.environment_frac:.0%} waiting for their"
+        f" environment ({load.environment_s:.3g} s)"
     )
     if load.has_too_few_open:
         slots = trace.config.generator.max_concurrent_rollouts

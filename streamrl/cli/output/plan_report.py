@@ -42,7 +42,7 @@ SimulatedPoint = tuple[ParetoPoint, SimulationResult]
 
 
 def describe_problem(config: RunConfig, problem: PlacementProblem) -> str:
-    """Describe a planner problem in two lines: algorithm, cluster and models; work of a step."""
+    """Describe a planner problem: a line of algorithm, cluster and models; the work of a step."""
     workload, turns = problem.workload, problem.workload.turns
     episodes = (
         f"; {turns.mean_turns:.3g} turns with {turns.mean_observed_tokens:.0f} observed tokens and"

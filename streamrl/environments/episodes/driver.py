@@ -145,6 +145,7 @@ class EpisodeLimits:
 class EpisodeRequest:
     """Episode to run: the row's prompt, seeds of policy and environment, and how to sample.
 
+    index: number of the episode within its group.
     priority: number of the group by admission; lower numbers get decode slots first.
     compute: context in which turns are sampled.
     meter: receives the counts of the episode.
@@ -152,6 +153,7 @@ class EpisodeRequest:
     """
 
     prompt: Prompt
+    index: int
     seed: int
     environment_seed: int
     priority: int
@@ -310,8 +312,8 @@ class EpisodeDriver:
         of the engine.
         """
         self._num_groups += 1
-        group = self._num_groups, compute, meter or self.meter, sampling
-        requests = [EpisodeRequest(prompt, seed, environment_seed, *group) for seed in seeds]
+        group = environment_seed, self._num_groups, compute, meter or self.meter, sampling
+        requests = [EpisodeRequest(prompt, index, seed, *group) for index, seed in enumerate(seeds)]
 
         async def run(request: EpisodeRequest) -> Episode | EpisodeError:
             try:
@@ -489,7 +491,7 @@ class EpisodeDriver:
             self._slots.hold(request.priority),
             request.compute(
                 uid=request.prompt.uid,
-                seed=request.seed,
+                episode=request.index,
                 turn=len(tokens.turn_ends),
                 context=len(tokens.token_ids),
                 environment_s=state.environment_s,

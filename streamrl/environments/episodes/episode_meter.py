@@ -61,7 +61,7 @@ class EpisodeMeter:
         )
 
     def add_episode(self, episode: Episode, *, environment_s: float) -> None:
-        """Add a finished episode and the time of its environment, s."""
+        """Add a finished episode and the time in which it waited for its environment, s."""
         sources = np.bincount(episode.token_source, minlength=len(TokenSource))
         reason = episode.rollout.finish_reason
         for name, value in {

@@ -245,7 +245,7 @@ class SimulatedGenerator:
             return {"uid": uid, "prompt": request.context, "lengths": text}
         return {
             "uid": uid,
-            "seed": request.index,
+            "episode": request.index,
             "turn": request.turn,
             "context": request.context + turn.observed_tokens,
             "environment_s": request.environment_s,

@@ -362,7 +362,8 @@ async def test_spans_of_turns_have_the_time_of_the_environment_so_far():
     driver = make_driver(sampler, hosts)
     await run_group(driver, seeds=[5], compute=record)
     first, second = turns
-    assert [(t["seed"], t["turn"], t["environment_s"]) for t in turns] == [(5, 0, 0.0), (5, 1, 2.0)]
+    facts = [(turn["episode"], turn["turn"], turn["environment_s"]) for turn in turns]
+    assert facts == [(0, 0, 0.0), (0, 1, 2.0)]
     assert second["context"] > first["context"] + first["tokens"]
     counts = driver.meter.drain_counts()
     assert counts["episode/environment_s:sum"] == 5.0
