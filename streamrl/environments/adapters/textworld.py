@@ -46,6 +46,8 @@ interpreter, or tell what a player cannot know."""
 class TextWorldEnvironment(TextGame):
     """Game of TextWorld. A turn's reward is its gain in score, as a share of the highest score.
 
+    Games that neither TextWorld has made nor Jericho knows have no score: all rewards are 0.
+
     game: file .z1 to .z8, with its .json for games that TextWorld has made.
     make: properties of a game to make instead: world_size (rooms), nb_objects, quest_length,
         quest_breadth, nb_parallel_quests and seed, without which each prompt has a game of its own.
@@ -114,14 +116,16 @@ class TextWorldEnvironment(TextGame):
             self._game = textworld.start(str(self._path), infos)
             self._game.seed(options["seed"])
             state = self._game.reset()
-        self._score, self._max_score = float(state["score"] or 0), float(state["max_score"] or 0)
-        self._walkthrough = list(state["extra.walkthrough"] or ())
+        self._score = float(state.get("score") or 0)
+        self._max_score = float(state.get("max_score") or 0)
+        self._walkthrough = list(state.get("extra.walkthrough") or ())
         return state
 
     def _play(self, action: str) -> tuple[Any, float, bool]:
         with self._globals.hold():
             state, score, is_over = self._game.step(action)
         self._num_steps += 1
+        score = float(score or 0)
         gain, self._score = score - self._score, score
         return state, gain / (self._max_score or 1.0), bool(is_over)
 
@@ -144,7 +148,7 @@ class TextWorldEnvironment(TextGame):
 
     def _format_observation(self, observation: Any) -> str:
         text = observation["feedback"]
-        objective = observation["objective"]
+        objective = observation.get("objective")
         if objective and objective in text:  # the first observation, below a banner
             text = text[text.index(objective) :]
         text = re.sub(r"\n{3,}", "\n\n", STATUS_LINE.sub("", text).strip())

@@ -10,6 +10,8 @@ from streamrl.environments.interface import Turn
 from streamrl.errors import ConfigError, EpisodeError
 from tests.environments.adapters.rows import make_row, play
 
+# TextWorld turns this warning off at its import, pytest on again; Jericho knows other games.
+pytestmark = pytest.mark.filterwarnings("ignore:Game '.*' is not fully supported")
 ARCHIVE = Path(__file__).with_name("textworld_house.tar.xz")
 HOUSE = {
     "world_size": 2,
