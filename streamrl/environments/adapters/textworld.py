@@ -34,9 +34,14 @@ STATUS_LINE = re.compile(r"\s*>?[ ]{20,}[^\n]*\Z|\s*>\s*\Z")
 """End of the interpreter's output: its prompt, and a line with place, score and moves."""
 MAX_COMMAND_CHARS = 120
 """Longest command; the interpreters' buffers have about 200 characters."""
+COMMAND_CHARS = re.compile(r"[A-Za-z0-9 ,.;:'\"!?()-]*")
+"""Characters of commands. A backslash is a command to the terminal, in which the interpreter hangs;
+TextWorld reads score, actions and the end of a game from marks in <>, [] and **, which a game may
+repeat from a command."""
 META_COMMAND = re.compile(
     r"(?:^|[.,;]|\bthen\b)\s*(?:tw-\S+|q|quit|restart|restore|save|undo|oops|script|unscript"
-    r"|transcript|verify|version|superbrief|brief|verbose|notify)\b",
+    r"|transcript|verify|version|superbrief|brief|verbose|notify|restrict commands"
+    r"|(?:enable|disable) print state option)\b",
     re.IGNORECASE,
 )
 """Commands to the interpreter and TextWorld's own, which no turn may use: they write files, end the
@@ -164,8 +169,8 @@ class TextWorldEnvironment(TextGame):
         command = lines[-1]
         if len(command) > MAX_COMMAND_CHARS:
             raise ValueError(f"A command has at most {MAX_COMMAND_CHARS} characters.")
-        if not (command.isascii() and command.isprintable()):
-            raise ValueError("A command consists of ASCII characters.")
+        if not COMMAND_CHARS.fullmatch(command):
+            raise ValueError("A command consists of letters, digits and punctuation.")
         if META_COMMAND.search(command):
             raise ValueError("This command is not part of the game.")
         return command
