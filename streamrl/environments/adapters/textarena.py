@@ -20,6 +20,7 @@ LEGAL_ACTIONS = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 """List of actions in an observation, such as: Available Moves: '[0]', '[1]'."""
+BOARD = "ObservationType.GAME_BOARD"
 BRACKETED = re.compile(r"\[[^\[\]]+\]")
 
 GameMessage = tuple[int, str, Any]
@@ -96,7 +97,8 @@ class TextArenaEnvironment(TextGame):
             textarena = import_package("textarena")
             try:
                 self._game = textarena.make(name, **options["make"])
-            except (ValueError, ImportError) as error:
+            # SyntaxError: some games need Python 3.12.
+            except (ValueError, ImportError, SyntaxError) as error:
                 raise ConfigError(f"environment.options.id={name}: {error}") from error
             try:
                 self._game.reset(num_players=self._players, seed=seed)
@@ -169,7 +171,8 @@ def format_messages(messages: Sequence[GameMessage], roles: Mapping[int, str]) -
 
     roles: names of the players, which precede what players have said.
     """
-    boards = [i for i, (_, _, kind) in enumerate(messages) if kind.name == "GAME_BOARD"]
+    # Some games write another text in place of the type.
+    boards = [i for i, (_, _, kind) in enumerate(messages) if str(kind) == BOARD]
     texts = []
     for i, (sender, text, _) in enumerate(messages):
         if i not in boards[:-1]:
@@ -188,6 +191,6 @@ def draw_legal_action(observation: str, rng: random.Random) -> str:
     if not actions:
         raise ConfigError(
             "environment.options.opponent: missing, and the game lists no legal actions to draw"
-            f" from in {format_value(observation)}; write file.py:function"
+            " from; write file.py:function"
         )
     return rng.choice(actions)

@@ -137,10 +137,7 @@ def test_a_game_that_lists_no_actions_needs_an_opponent():
 
 
 def test_other_players_are_named_and_the_game_is_not():
-    class Kind:
-        name = "GAME_MESSAGE"
-
-    messages = [(-1, "Begin.\n", Kind), (1, "hello", Kind), (2, "hi", Kind)]
+    messages = [(-1, "Begin.\n", "x"), (1, "hello", "x"), (2, "hi", "x")]
     assert format_messages(messages, {1: "Bob"}) == "Begin.\n\n[Bob] hello\n\n[Player 2] hi"
 
 
