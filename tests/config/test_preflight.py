@@ -280,7 +280,11 @@ def test_preflight_resets_a_row_of_each_environment(
     [
         (NAMED, [TURNS, {}], "line 2: names no environment; .* one of turns, tools"),
         (NAMED, [{"environment": "tool"}], "environment=tool: .*nearest environment is tools"),
-        ("environment={path: FILE:Turns}", [TURNS], "environment=turns: the only environment has"),
+        (
+            "environment={path: FILE:Turns, max_tokens: 48}",
+            [TURNS],
+            "environment=turns: the only environment has",
+        ),
         ("environment={}", [TURNS], "environment=turns: no environment is set"),
     ],
 )
