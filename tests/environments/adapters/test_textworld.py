@@ -34,7 +34,9 @@ def house(tmp_path_factory):
 
 def play_walkthrough(game):
     """Play what the oracle says to the end; return commands and turns."""
-    row, commands, turns = make_row(), [], []
+    row = make_row()
+    commands: list[str] = []
+    turns: list[Turn] = []
     while not (turns and turns[-1].done):
         commands.append(game.oracle(row, ()))
         turns += play(game, commands[-1])
