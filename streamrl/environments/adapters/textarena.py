@@ -81,10 +81,6 @@ class TextArenaEnvironment(TextGame):
         import_package("textarena")
         cls(**options)
 
-    def close(self) -> None:
-        """End the session; a game holds no resources."""
-        self._game = None
-
     def _start(self, options: Mapping[str, Any]) -> Sequence[GameMessage]:
         name, self._player, seed = options["id"], options["player"], options["seed"]
         if self._player not in range(self._players):
@@ -125,9 +121,11 @@ class TextArenaEnvironment(TextGame):
         """Play until it is the policy's turn; return whether the game is over."""
         while self._game.state.current_player_id != self._player:
             sender = self._game.state.current_player_id
-            self._read_by_opponent.append(
-                format_messages(self._take_messages(), self._game.state.role_mapping)
-            )
+            messages = self._take_messages()
+            if self._opponent is draw_legal_action:
+                # The policy's words could hold a list of actions that are not legal.
+                messages = [message for message in messages if message[0] < 0]
+            self._read_by_opponent.append(format_messages(messages, self._game.state.role_mapping))
             action = self._opponent("\n\n".join(self._read_by_opponent), self._rng)
             if not isinstance(action, str):
                 raise EpisodeError(

@@ -50,7 +50,6 @@ def test_tictactoe_is_won_against_a_scripted_opponent(opponent):
     assert " X | 1 | 2 " in first.observation
     assert not second.done
     assert last == Turn("", 1.0, done=True)
-    game.close()
 
 
 def test_a_game_is_lost_by_the_opponents_last_move(opponent):
