@@ -49,7 +49,7 @@ class OpenEnvEnvironment:
         JSON object of the reply is the action.
     observation: {field: NAME}: the policy reads the field NAME of an observation. A text is a
         function(observation) as file.py:function. By default the policy reads the only field, if it
-        has text, otherwise all fields as JSON.
+        has text, otherwise all fields as JSON; `metadata` is not for the policy.
     reset: further data of the reset message, such as a task.
     wait_s: longest wait for a server at capacity, s. Below environment.turn_timeout_s.
 
@@ -214,7 +214,7 @@ class OpenEnvEnvironment:
                     f"environment.options.observation: returned {format_value(text)}, not text"
                 )
             return text
-        value: Any = observation
+        value: Any = {name: entry for name, entry in observation.items() if name != "metadata"}
         if self._observation_field:
             if self._observation_field not in observation:
                 raise EpisodeError(
@@ -222,7 +222,7 @@ class OpenEnvEnvironment:
                     f" {', '.join(observation) or 'no fields'}"
                 )
             value = observation[self._observation_field]
-        elif len(observation) == 1 and isinstance(only := next(iter(observation.values())), str):
+        elif len(value) == 1 and isinstance(only := next(iter(value.values())), str):
             value = only
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 

@@ -20,6 +20,7 @@ LEGAL_ACTIONS = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 """List of actions in an observation, such as: Available Moves: '[0]', '[1]'."""
+BOARD = "ObservationType.GAME_BOARD"
 BRACKETED = re.compile(r"\[[^\[\]]+\]")
 
 GameMessage = tuple[int, str, Any]
@@ -80,10 +81,6 @@ class TextArenaEnvironment(TextGame):
         import_package("textarena")
         cls(**options)
 
-    def close(self) -> None:
-        """End the session; a game holds no resources."""
-        self._game = None
-
     def _start(self, options: Mapping[str, Any]) -> Sequence[GameMessage]:
         name, self._player, seed = options["id"], options["player"], options["seed"]
         if self._player not in range(self._players):
@@ -96,7 +93,8 @@ class TextArenaEnvironment(TextGame):
             textarena = import_package("textarena")
             try:
                 self._game = textarena.make(name, **options["make"])
-            except (ValueError, ImportError) as error:
+            # SyntaxError: some games need Python 3.12.
+            except (ValueError, ImportError, SyntaxError) as error:
                 raise ConfigError(f"environment.options.id={name}: {error}") from error
             try:
                 self._game.reset(num_players=self._players, seed=seed)
@@ -123,9 +121,11 @@ class TextArenaEnvironment(TextGame):
         """Play until it is the policy's turn; return whether the game is over."""
         while self._game.state.current_player_id != self._player:
             sender = self._game.state.current_player_id
-            self._read_by_opponent.append(
-                format_messages(self._take_messages(), self._game.state.role_mapping)
-            )
+            messages = self._take_messages()
+            if self._opponent is draw_legal_action:
+                # The policy's words could hold a list of actions that are not legal.
+                messages = [message for message in messages if message[0] < 0]
+            self._read_by_opponent.append(format_messages(messages, self._game.state.role_mapping))
             action = self._opponent("\n\n".join(self._read_by_opponent), self._rng)
             if not isinstance(action, str):
                 raise EpisodeError(
@@ -169,7 +169,8 @@ def format_messages(messages: Sequence[GameMessage], roles: Mapping[int, str]) -
 
     roles: names of the players, which precede what players have said.
     """
-    boards = [i for i, (_, _, kind) in enumerate(messages) if kind.name == "GAME_BOARD"]
+    # Some games write another text in place of the type.
+    boards = [i for i, (_, _, kind) in enumerate(messages) if str(kind) == BOARD]
     texts = []
     for i, (sender, text, _) in enumerate(messages):
         if i not in boards[:-1]:
@@ -188,6 +189,6 @@ def draw_legal_action(observation: str, rng: random.Random) -> str:
     if not actions:
         raise ConfigError(
             "environment.options.opponent: missing, and the game lists no legal actions to draw"
-            f" from in {format_value(observation)}; write file.py:function"
+            " from; write file.py:function"
         )
     return rng.choice(actions)

@@ -34,9 +34,14 @@ STATUS_LINE = re.compile(r"\s*>?[ ]{20,}[^\n]*\Z|\s*>\s*\Z")
 """End of the interpreter's output: its prompt, and a line with place, score and moves."""
 MAX_COMMAND_CHARS = 120
 """Longest command; the interpreters' buffers have about 200 characters."""
+COMMAND_CHARS = re.compile(r"[A-Za-z0-9 ,.;:'\"!?()-]*")
+"""Characters of commands. A backslash is a command to the terminal, in which the interpreter hangs;
+TextWorld reads score, actions and the end of a game from marks in <>, [] and **, which a game may
+repeat from a command."""
 META_COMMAND = re.compile(
     r"(?:^|[.,;]|\bthen\b)\s*(?:tw-\S+|q|quit|restart|restore|save|undo|oops|script|unscript"
-    r"|transcript|verify|version|superbrief|brief|verbose|notify)\b",
+    r"|transcript|verify|version|superbrief|brief|verbose|notify|restrict commands"
+    r"|(?:enable|disable) print state option)\b",
     re.IGNORECASE,
 )
 """Commands to the interpreter and TextWorld's own, which no turn may use: they write files, end the
@@ -45,6 +50,8 @@ interpreter, or tell what a player cannot know."""
 
 class TextWorldEnvironment(TextGame):
     """Game of TextWorld. A turn's reward is its gain in score, as a share of the highest score.
+
+    Games that neither TextWorld has made nor Jericho knows have no score: all rewards are 0.
 
     game: file .z1 to .z8, with its .json for games that TextWorld has made.
     make: properties of a game to make instead: world_size (rooms), nb_objects, quest_length,
@@ -114,14 +121,16 @@ class TextWorldEnvironment(TextGame):
             self._game = textworld.start(str(self._path), infos)
             self._game.seed(options["seed"])
             state = self._game.reset()
-        self._score, self._max_score = float(state["score"] or 0), float(state["max_score"] or 0)
-        self._walkthrough = list(state["extra.walkthrough"] or ())
+        self._score = float(state.get("score") or 0)
+        self._max_score = float(state.get("max_score") or 0)
+        self._walkthrough = list(state.get("extra.walkthrough") or ())
         return state
 
     def _play(self, action: str) -> tuple[Any, float, bool]:
         with self._globals.hold():
             state, score, is_over = self._game.step(action)
         self._num_steps += 1
+        score = float(score or 0)
         gain, self._score = score - self._score, score
         return state, gain / (self._max_score or 1.0), bool(is_over)
 
@@ -144,7 +153,7 @@ class TextWorldEnvironment(TextGame):
 
     def _format_observation(self, observation: Any) -> str:
         text = observation["feedback"]
-        objective = observation["objective"]
+        objective = observation.get("objective")
         if objective and objective in text:  # the first observation, below a banner
             text = text[text.index(objective) :]
         text = re.sub(r"\n{3,}", "\n\n", STATUS_LINE.sub("", text).strip())
@@ -160,8 +169,8 @@ class TextWorldEnvironment(TextGame):
         command = lines[-1]
         if len(command) > MAX_COMMAND_CHARS:
             raise ValueError(f"A command has at most {MAX_COMMAND_CHARS} characters.")
-        if not (command.isascii() and command.isprintable()):
-            raise ValueError("A command consists of ASCII characters.")
+        if not COMMAND_CHARS.fullmatch(command):
+            raise ValueError("A command consists of letters, digits and punctuation.")
         if META_COMMAND.search(command):
             raise ValueError("This command is not part of the game.")
         return command

@@ -61,7 +61,7 @@ async def answer_messages(connection):
 
 
 def make_observation(observation, reward, *, done=False):
-    data = {"observation": observation, "reward": reward, "done": done}
+    data = {"observation": {"metadata": {}, **observation}, "reward": reward, "done": done}
     return json.dumps({"type": "observation", "data": data})
 
 

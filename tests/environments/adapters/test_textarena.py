@@ -50,7 +50,6 @@ def test_tictactoe_is_won_against_a_scripted_opponent(opponent):
     assert " X | 1 | 2 " in first.observation
     assert not second.done
     assert last == Turn("", 1.0, done=True)
-    game.close()
 
 
 def test_a_game_is_lost_by_the_opponents_last_move(opponent):
@@ -137,10 +136,7 @@ def test_a_game_that_lists_no_actions_needs_an_opponent():
 
 
 def test_other_players_are_named_and_the_game_is_not():
-    class Kind:
-        name = "GAME_MESSAGE"
-
-    messages = [(-1, "Begin.\n", Kind), (1, "hello", Kind), (2, "hi", Kind)]
+    messages = [(-1, "Begin.\n", "x"), (1, "hello", "x"), (2, "hi", "x")]
     assert format_messages(messages, {1: "Bob"}) == "Begin.\n\n[Bob] hello\n\n[Player 2] hi"
 
 

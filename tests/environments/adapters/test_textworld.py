@@ -10,6 +10,8 @@ from streamrl.environments.interface import Turn
 from streamrl.errors import ConfigError, EpisodeError
 from tests.environments.adapters.rows import make_row, play
 
+# TextWorld turns this warning off at its import, pytest on again; Jericho knows other games.
+pytestmark = pytest.mark.filterwarnings("ignore:Game '.*' is not fully supported")
 ARCHIVE = Path(__file__).with_name("textworld_house.tar.xz")
 HOUSE = {
     "world_size": 2,
@@ -32,7 +34,9 @@ def house(tmp_path_factory):
 
 def play_walkthrough(game):
     """Play what the oracle says to the end; return commands and turns."""
-    row, commands, turns = make_row(), [], []
+    row = make_row()
+    commands: list[str] = []
+    turns: list[Turn] = []
     while not (turns and turns[-1].done):
         commands.append(game.oracle(row, ()))
         turns += play(game, commands[-1])
@@ -73,7 +77,10 @@ def test_admissible_commands_are_listed_on_demand(house):
     [
         ("", "Your reply was empty; reply with a command."),
         ("x" * 121, "A command has at most 120 characters."),
-        ("caf\u00e9", "A command consists of ASCII characters."),
+        ("caf\u00e9", "A command consists of letters, digits and punctuation."),
+        ("\\help", "A command consists of letters, digits and punctuation."),
+        ('say "*** The End ***"', "A command consists of letters, digits and punctuation."),
+        ("restrict commands", "This command is not part of the game."),
         ("look. quit", "This command is not part of the game."),
         ("TW-print state", "This command is not part of the game."),
         ("go east then save", "This command is not part of the game."),
