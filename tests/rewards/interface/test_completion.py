@@ -5,7 +5,14 @@ import pytest
 
 from streamrl.environments.episodes.episode import Episode, EpisodeTokens, episodes_to_columns
 from streamrl.environments.rendering.turn_renderer import BridgeTokens
-from streamrl.messages import FinishReason, Prompt, Rollout, TurnOutcome, rollouts_to_columns
+from streamrl.messages import (
+    FinishReason,
+    Prompt,
+    Rollout,
+    TokenSource,
+    TurnOutcome,
+    rollouts_to_columns,
+)
 from streamrl.rewards.combine import RewardComponent
 from streamrl.rewards.interface.completion import Completion, decode_rollouts
 from streamrl.rewards.kinds.environment import EnvironmentReward
@@ -91,3 +98,26 @@ async def test_the_environments_score_is_a_component_with_a_weight():
     result = await rewards.judge_group(PROMPT, decode_rollouts(CodePoints(), COLUMNS))
     assert result.totals.tolist() == [2.0, -2.0, 1.0]
     assert [r.outcome.value for r in result.components["environment"]] == ["pass", "wrong", "pass"]
+
+
+def test_samples_of_an_episode_are_one_completion_without_what_they_repeat():
+    first = make_episode("9+1", "=10", "ten", score=1.0)
+    # The second sample shows the conversation again, without "9+1", then "so?".
+    source = np.array([0, 0, 0, 0, 3, 3, 3, 1, 1], np.int8)
+    second = Rollout(
+        np.array([*map(ord, "?tenso?10")], np.int32),
+        source == TokenSource.SAMPLED,
+        np.zeros(9, np.float32),
+        np.where(source == TokenSource.SAMPLED, 0, -1).astype(np.int32),
+        FinishReason.STOP,
+    )
+    columns = rollouts_to_columns([first.rollout, second]) | {
+        "token_source": np.concatenate([first.token_source, source]),
+        "num_turns": np.array([2, 1], np.int32),
+        "turn_ends": np.array([*first.turn_ends, 9], np.int32),
+        "environment_scores": np.array([1.0, 1.0], np.float32),
+        "episode": np.array([0, 0], np.int32),
+    }
+    assert decode_rollouts(CodePoints(), columns) == [
+        Completion(("9+1", "ten", "10"), "9+1=10tenso?10", 1.0)
+    ]
