@@ -84,6 +84,10 @@ COLUMN_SPECS: Mapping[str, ColumnSpec] = {
     ),
     "turn_rewards": ColumnSpec("float32", ColumnAxis.TURN, "the environment's reward of a turn"),
     "turn_outcomes": ColumnSpec("int8", ColumnAxis.TURN, "code of TurnOutcome"),
+    "num_calls": ColumnSpec("int32", ColumnAxis.ROLLOUT, "tool calls in each rollout"),
+    "num_invalid_calls": ColumnSpec(
+        "int32", ColumnAxis.ROLLOUT, "calls that do not parse, name no tool, or do not fit it"
+    ),
     "environment_scores": ColumnSpec(
         "float32", ColumnAxis.ROLLOUT, "the environment's score of a rollout"
     ),
@@ -105,6 +109,8 @@ EPISODE_COLUMNS = (
     "turn_ends",
     "turn_rewards",
     "turn_outcomes",
+    "num_calls",
+    "num_invalid_calls",
     "environment_scores",
 )
 """Further columns of the rollouts of an environment."""

@@ -293,7 +293,7 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
         rng=rng,
     )
     control.on_group_finished = lambda uid, how: stream.ended.append((uid, how))
-    control.on_stall = stream.stalls.extend
+    control.on_stall = lambda overdue, waits: stream.stalls.extend(overdue)
     return stream
 
 

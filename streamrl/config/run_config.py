@@ -58,11 +58,12 @@ from streamrl.telemetry.config import TelemetryConfig
 from streamrl.weights import WeightsConfig
 
 SectionT = TypeVar("SectionT")
+ConfigT = TypeVar("ConfigT", bound="ConfigSections")
 
 
 @dataclass
-class RunConfig:
-    """Settings of a run, one field per config section."""
+class ConfigSections:
+    """Config sections, each checked alone. They need not be enough for a run."""
 
     run: RunSettings = field(default_factory=RunSettings)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -88,6 +89,14 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _check_values(config_to_dict(self), "")
+
+
+@dataclass
+class RunConfig(ConfigSections):
+    """Settings of a run: complete, and consistent across the config sections."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.model.path:
             raise ConfigError("model.path: missing; it names a Hugging Face model directory")
         if not self.data.train:
@@ -217,6 +226,16 @@ def load_config(
     )
 
 
+def load_sections(path: Path) -> ConfigSections:
+    """Read the config sections of a YAML file, which may leave out what a run needs.
+
+    Raises a one-line ConfigError as `load_config` does, without the checks across sections.
+    """
+    sections = _build_sections(ConfigSections, _read_config_file(path), source=str(path))
+    _make_paths_absolute(sections)
+    return sections
+
+
 def build_config(
     settings: DictConfig, overrides: Sequence[str] = (), *, source: str, skips_dry_run: bool = False
 ) -> RunConfig:
@@ -260,11 +279,15 @@ def parse_settings(settings: DictConfig, *, source: str) -> RunConfig:
 
     source: file or command that gave the settings, for errors. Raises a one-line ConfigError.
     """
-    raw = fill_empty_text(_fold_kind_options(OmegaConf.to_container(settings)), RunConfig)
-    for key, value, section in _iter_settings(raw, RunConfig, ""):
+    return _build_sections(RunConfig, settings, source=source)
+
+
+def _build_sections(kind: type[ConfigT], settings: DictConfig, *, source: str) -> ConfigT:
+    raw = fill_empty_text(_fold_kind_options(OmegaConf.to_container(settings)), kind)
+    for key, value, section in _iter_settings(raw, kind, ""):
         _check_key(key, value, section, source)
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), raw))
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), raw))
         OmegaConf.structured(config)  # merge does not validate values inside lists
     except OmegaConfBaseException as error:
         reason = str(error.msg or error).splitlines()[0]
@@ -273,7 +296,7 @@ def parse_settings(settings: DictConfig, *, source: str) -> RunConfig:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{source}: {error}") from None
-    assert isinstance(config, RunConfig)
+    assert isinstance(config, kind)
     return config
 
 
@@ -390,12 +413,13 @@ def _iter_leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _make_paths_absolute(config: RunConfig) -> None:
+def _make_paths_absolute(config: ConfigSections) -> None:
     """Make all paths in the config absolute, in place.
 
     Actors and later resumes may run in another working directory.
     """
-    config.model.path = str(Path(config.model.path).absolute())
+    if config.model.path:
+        config.model.path = str(Path(config.model.path).absolute())
     if config.critic.path:
         config.critic.path = str(Path(config.critic.path).absolute())
     for key in ("train", "eval", "pretrain"):
@@ -417,7 +441,7 @@ def dump_config(config: RunConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def config_to_dict(config: RunConfig) -> dict[str, Any]:
+def config_to_dict(config: ConfigSections) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 

@@ -19,7 +19,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import AbstractAsyncContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from streamrl.environments.episodes.decode_slots import DecodeSlots
@@ -43,7 +43,7 @@ from streamrl.environments.interface import (
 )
 from streamrl.environments.rendering.turn_renderer import BridgeTokens
 from streamrl.environments.tool_calls.call_formats import make_assistant_message
-from streamrl.errors import ConfigError, EpisodeError
+from streamrl.errors import ConfigError, EpisodeError, GenerationError
 from streamrl.messages import (
     Array,
     Columns,
@@ -66,7 +66,12 @@ def _now() -> float:
 
 
 class TurnSampler(Protocol):
-    """Generation engine as the driver uses it (`GenerationEngine.generate`)."""
+    """Generation engine as the driver uses it (`GenerationEngine`)."""
+
+    @property
+    def paused_s(self) -> float:
+        """Time for which the engine has been paused since its start, s."""
+        ...
 
     async def generate(
         self,
@@ -126,7 +131,8 @@ class EpisodeLimits:
     """Limits of an episode.
 
     max_turn_tokens: most tokens of a turn. max_tokens: most tokens besides the row's prompt.
-    timeout_s: most time in engine and environment, s; waits for a slot do not count.
+    timeout_s: most time in engine and environment, s; waits for a slot or for the devices do not
+        count.
     """
 
     max_turns: int
@@ -140,8 +146,9 @@ class EpisodeRequest:
     """Episode to run: the row's prompt, seeds of policy and environment, and how to sample.
 
     priority: number of the group by admission; lower numbers get decode slots first.
-    sampling: settings of the engine; None: those of the run.
     compute: context in which turns are sampled.
+    meter: receives the counts of the episode.
+    sampling: settings of the engine; None: those of the run.
     """
 
     prompt: Prompt
@@ -149,6 +156,7 @@ class EpisodeRequest:
     environment_seed: int
     priority: int
     compute: ComputeContext
+    meter: EpisodeMeter
     sampling: Any = None
 
 
@@ -176,6 +184,22 @@ def make_environment_seed(seed: int, uid: str) -> int:
     """Return the environment's seed, 0 to 2^31 - 1: equal for all episodes of the prompt `uid`."""
     digest = hashlib.blake2b(f"{seed}/environment/{uid}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def derive_attempt_seed(seed: int, attempt: int) -> int:
+    """Return the policy's seed of an attempt at an episode, from 1; the first has `seed` itself.
+
+    With the same seed the policy would write the words again at which its environment has failed.
+    """
+    if attempt == 1:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/attempt/{attempt}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+async def wait_before_retry(attempt: int) -> None:
+    """Wait after a failed attempt, from 1, before the next one."""
+    await asyncio.sleep(RETRY_DELAY_S * 2 ** (attempt - 1))
 
 
 def open_conversation(
@@ -228,7 +252,7 @@ class EpisodeDriver:
     """Runs episodes against an engine and the hosts of an environment.
 
     Use it only on the engine's event loop. attempts: attempts at an episode whose environment
-    fails. meter: counts of the episodes that have ended.
+    fails. meter: counts of the episodes of groups without a meter of their own.
     """
 
     def __init__(  # noqa: PLR0913
@@ -251,6 +275,7 @@ class EpisodeDriver:
         self._attempts = attempts
         self._stop_token_ids = tuple(sorted(renderer.end_token_ids))
         self._num_groups = 0
+        self._is_closed = False
         self.meter = EpisodeMeter()
 
     async def run_group(  # noqa: PLR0913
@@ -262,28 +287,33 @@ class EpisodeDriver:
         compute: ComputeContext,
         sampling: Any = None,
         min_episodes: int | None = None,
+        meter: EpisodeMeter | None = None,
         on_finished: Callable[[], None] = lambda: None,
+        on_left_out: Callable[[EpisodeError], None] = lambda error: None,
     ) -> Columns:
         """Run an episode per seed, side by side; return ROLLOUT_COLUMNS and EPISODE_COLUMNS.
 
         environment_seed: seed of the environment, equal for all episodes of the group.
         sampling: settings of the engine; None: those of the run.
         min_episodes: least episodes of the group; None: one per seed.
+        meter: receives the counts of the episodes; None: that of the driver.
         on_finished: called once for each episode that ended.
+        on_left_out: called with the last failure of each episode that is left out.
 
-        An episode whose environment fails is run again, and left out after the last attempt. Raises
-        EpisodeError if fewer than `min_episodes` are left, and the errors of the engine.
+        An episode whose environment fails is run again, with the environment's seed and another one
+        of the policy, and left out after the last attempt. Raises EpisodeError if fewer than
+        `min_episodes` are left, GenerationError if the driver is closed meanwhile, and the errors
+        of the engine.
         """
         self._num_groups += 1
-        requests = [
-            EpisodeRequest(prompt, seed, environment_seed, self._num_groups, compute, sampling)
-            for seed in seeds
-        ]
+        group = self._num_groups, compute, meter or self.meter, sampling
+        requests = [EpisodeRequest(prompt, seed, environment_seed, *group) for seed in seeds]
 
         async def run(request: EpisodeRequest) -> Episode | EpisodeError:
             try:
                 return await self._run_with_retries(request)
             except EpisodeError as error:
+                on_left_out(error)
                 return error
             finally:
                 on_finished()
@@ -299,25 +329,57 @@ class EpisodeDriver:
             raise next(result for result in results if isinstance(result, EpisodeError))
         return episodes_to_columns(episodes)
 
+    async def run_evaluation(
+        self,
+        prompt: Prompt,
+        *,
+        seeds: Sequence[int],
+        environment_seed: int,
+        compute: ComputeContext,
+        sampling: Any,
+    ) -> tuple[Columns, str]:
+        """Run the episodes of an evaluation, which do not count in `self.meter`.
+
+        Returns the columns of those whose environment did not fail, and the first failure, "" if
+        there is none. Raises as `run_group` does, EpisodeError if all fail.
+        """
+        failures: list[EpisodeError] = []
+        columns = await self.run_group(
+            prompt,
+            seeds=seeds,
+            environment_seed=environment_seed,
+            compute=compute,
+            sampling=sampling,
+            min_episodes=1,
+            meter=EpisodeMeter(),
+            on_left_out=failures.append,
+        )
+        return columns, str(failures[0]) if failures else ""
+
     async def _run_with_retries(self, request: EpisodeRequest) -> Episode:
         for attempt in range(1, self._attempts + 1):
             session = self._hosts.open_session(request.prompt, seed=request.environment_seed)
+            seeded = replace(request, seed=derive_attempt_seed(request.seed, attempt))
             try:
-                with self.meter.track_open():
-                    return await self._run_episode(request, session)
-            except EpisodeError:
-                self.meter.count_infra_error()
+                with request.meter.track_open():
+                    return await self._run_episode(seeded, session)
+            except EpisodeError as error:
+                if self._is_closed:
+                    # Not a failure of this episode: another generator can run it.
+                    raise GenerationError(f"the driver of episodes was closed: {error}") from error
+                request.meter.count_infra_error()
                 if attempt == self._attempts:
                     raise
             finally:
                 await session.close()
-            await asyncio.sleep(RETRY_DELAY_S * 2 ** (attempt - 1))
+            await wait_before_retry(attempt)
         raise AssertionError("attempts is at least 1")
 
     async def _run_episode(self, request: EpisodeRequest, session: EnvironmentSession) -> Episode:
         """Run an episode from reset to score. Raises EpisodeError."""
         started = _now()
-        start = await session.reset()
+        with request.meter.measure_environment():
+            start = await session.reset()
         num_chars = sum(len(str(message["content"])) for message in start.messages)
         if num_chars > MAX_CHARS_PER_TOKEN * self._limits.max_tokens:
             raise EpisodeError(
@@ -347,9 +409,15 @@ class EpisodeDriver:
             with self._measure_environment(state):
                 score = await session.score(summary)
         episode = Episode(
-            rollout, source, state.tokens.turn_ends, state.rewards, state.turn_outcomes, score
+            rollout,
+            source,
+            state.tokens.turn_ends,
+            state.rewards,
+            state.turn_outcomes,
+            state.call_outcomes,
+            score,
         )
-        self.meter.add_episode(episode, state.call_outcomes)
+        request.meter.add_episode(episode)
         return episode
 
     async def _take_turn(self, state: EpisodeState) -> FinishReason | None:
@@ -418,7 +486,7 @@ class EpisodeDriver:
                 uid=request.prompt.uid, turn=len(tokens.turn_ends), context=len(tokens.token_ids)
             ) as span_facts,
         ):
-            started = _now()
+            started, paused_before = _now(), self._sampler.paused_s
             (rollout,) = await self._sampler.generate(
                 tokens.token_ids,
                 seeds=[derive_continuation_seed(request.seed, tokens.num_new_tokens)],
@@ -426,22 +494,24 @@ class EpisodeDriver:
                 max_new_tokens=min(self._limits.max_turn_tokens, self._count_free_tokens(state)),
                 stop_token_ids=self._stop_token_ids,
             )
+            # On shared devices the engine is suspended while others compute: a wait as well.
+            paused_s = self._sampler.paused_s - paused_before
+            decode_s = _now() - started - paused_s
             span_facts["tokens"] = int(rollout.loss_mask.sum())
-        decode_s = _now() - started
         state.elapsed_s += decode_s
-        self.meter.add_seconds(wait=started - waiting_since, decode=decode_s)
+        request.meter.add_seconds(wait=started - waiting_since + paused_s, decode=decode_s)
         return rollout
 
     async def close(self) -> None:
-        """End the hosts of the environment."""
+        """End the hosts of the environment; `run_group` raises GenerationError from then on."""
+        self._is_closed = True
         await self._hosts.close()
 
     @contextmanager
     def _measure_environment(self, state: EpisodeState) -> Iterator[None]:
         started = _now()
         try:
-            yield
+            with state.request.meter.measure_environment():
+                yield
         finally:
-            seconds = _now() - started
-            state.elapsed_s += seconds
-            self.meter.add_seconds(environment=seconds)
+            state.elapsed_s += _now() - started

@@ -41,6 +41,7 @@ class Episode:
     rollout: all tokens, [T]. token_source: code of TokenSource, int8 [T].
     turn_ends: end of each turn's sampled tokens, ascending offsets in [1, T], one per turn.
     turn_rewards, turn_outcomes: one entry per turn.
+    call_outcomes: one entry per tool call.
     score: the environment's score.
     """
 
@@ -49,7 +50,15 @@ class Episode:
     turn_ends: Sequence[int]
     turn_rewards: Sequence[float]
     turn_outcomes: Sequence[TurnOutcome]
+    call_outcomes: Sequence[CallOutcome]
     score: float
+
+    @property
+    def num_invalid_calls(self) -> int:
+        """Number of calls that could not be parsed, name no tool, or do not fit its schema."""
+        return sum(
+            _TURN_OUTCOMES[outcome] is TurnOutcome.MALFORMED for outcome in self.call_outcomes
+        )
 
 
 def episodes_to_columns(episodes: Sequence[Episode]) -> dict[str, Array]:
@@ -57,12 +66,15 @@ def episodes_to_columns(episodes: Sequence[Episode]) -> dict[str, Array]:
     turns = [turn for episode in episodes for turn in episode.turn_ends]
     rewards = [reward for episode in episodes for reward in episode.turn_rewards]
     outcomes = [outcome for episode in episodes for outcome in episode.turn_outcomes]
+    invalid = [episode.num_invalid_calls for episode in episodes]
     return rollouts_to_columns([episode.rollout for episode in episodes]) | {
         "token_source": np.concatenate([episode.token_source for episode in episodes]),
         "num_turns": np.array([len(episode.turn_ends) for episode in episodes], np.int32),
         "turn_ends": np.array(turns, np.int32),
         "turn_rewards": np.array(rewards, np.float32),
         "turn_outcomes": np.array(outcomes, np.int8),
+        "num_calls": np.array([len(episode.call_outcomes) for episode in episodes], np.int32),
+        "num_invalid_calls": np.array(invalid, np.int32),
         "environment_scores": np.array([episode.score for episode in episodes], np.float32),
     }
 

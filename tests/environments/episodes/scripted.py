@@ -50,6 +50,7 @@ class ScriptedSampler:
 
     write: Callable[[str, int], str]
     token_s: float = 0.0
+    paused_s: float = 0.0
     version: int = 0
     num_running: int = 0
     max_running: int = 0
