@@ -31,12 +31,16 @@ Columns = Mapping[str, Array]
 
 
 class ColumnAxis(Enum):
-    """Number of entries of a column: per token, turn or rollout, or any number per group."""
+    """Number of entries of a column: per token, turn or rollout, or any number per group.
+
+    TEXT is a group's text in bytes, about as long as its tokens.
+    """
 
     TOKEN = "token"
     TURN = "turn"
     ROLLOUT = "rollout"
     GROUP = "group"
+    TEXT = "text"
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,9 @@ COLUMN_SPECS: Mapping[str, ColumnSpec] = {
     "environment_scores": ColumnSpec(
         "float32", ColumnAxis.ROLLOUT, "the environment's score of a rollout"
     ),
+    "conversations": ColumnSpec(
+        "uint8", ColumnAxis.TEXT, "chat messages of each episode, as compressed JSON"
+    ),
     "episode": ColumnSpec(
         "int32", ColumnAxis.ROLLOUT, "index of the episode that the rollout is a sample of"
     ),
@@ -112,6 +119,7 @@ EPISODE_COLUMNS = (
     "num_calls",
     "num_invalid_calls",
     "environment_scores",
+    "conversations",
 )
 """Further columns of the rollouts of an environment."""
 EPISODE_COLUMN = "episode"

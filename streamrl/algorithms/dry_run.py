@@ -93,7 +93,7 @@ def _make_columns(row: Algorithm, settings: AlgorithmSettings, size: int) -> dic
     logprob_columns = ("generator_logprobs", "ref_logprobs")
     for name in dict.fromkeys((*list_derivation_columns(row, settings), *logprob_columns)):
         spec = get_column_spec(name)
-        if spec.axis is ColumnAxis.GROUP:
+        if spec.axis in (ColumnAxis.GROUP, ColumnAxis.TEXT):
             raise AlgorithmError(f"algorithm {row.name}: column {name} has no values per rollout")
         shape = (rows, NUM_POSITIONS) if spec.axis is ColumnAxis.TOKEN else (rows,)
         values = torch.rand(shape, generator=random)

@@ -41,6 +41,8 @@ def check_capacity(capacity_groups: int, *, depth: int, groups_per_step: int) ->
 
 BLOB_OVERHEAD_BYTES = 2048
 """Upper bound of a safetensors header per stage: names and dtypes of its columns."""
+TEXT_BYTES_PER_TOKEN = 6
+"""Compressed text: prose has 1 to 2 bytes per token, random tokens of a large vocabulary 5."""
 
 
 def bound_group_bytes(
@@ -58,6 +60,7 @@ def bound_group_bytes(
         ColumnAxis.TURN: rollouts * turns,
         ColumnAxis.ROLLOUT: rollouts,
         ColumnAxis.GROUP: tokens,
+        ColumnAxis.TEXT: rollouts * tokens * TEXT_BYTES_PER_TOKEN,
     }
     produced = [name for call in dataflow.calls for name in call.produces]
     specs = [get_column_spec(name) for name in (*produced, *components)]

@@ -7,6 +7,7 @@ from streamrl.data.files import (
     MODEL_TEMPLATE,
     DataFile,
     check_eval_files,
+    check_separate_tasks,
     check_stream_weights,
     parse_data_files,
 )
@@ -20,7 +21,8 @@ class DataConfig:
     """Prompt files, and the treatment of prompts that are too long.
 
     train: training prompts: a file, a mapping of DataFile's keys (path, weight, split, prompt_key,
-        label_key, template, filter, name), or a list of files and mappings.
+        label_key, template, filter, name; of kind reasoning_gym: dataset, size, seed, options,
+        system), or a list of files and mappings.
     eval: evaluation prompts in the same form, without weights; may be empty.
     pretrain: file of texts (column `text`) for algorithm.ptx_coef; may be empty.
     prompt_key: column with the prompt, chat messages or text, unless a file sets its own.
@@ -57,6 +59,7 @@ class DataConfig:
             raise ConfigError("data.prompt_key=: must name a column")
         check_stream_weights(self.train_files, key="data.train")
         check_eval_files(self.eval_files, key="data.eval")
+        check_separate_tasks(self.train_files, self.eval_files)
 
     @property
     def train_files(self) -> tuple[DataFile, ...]:

@@ -1,24 +1,31 @@
-"""Data file entries of `data.train` and `data.eval`: path, weight and reading options."""
+"""Entries of `data.train` and `data.eval`: files, or tasks of a package, and reading options."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from streamrl.data.reading.reasoning_gym_table import REASONING_GYM, ReasoningGymTasks
 from streamrl.errors import ConfigError
 from streamrl.files.python_module import split_reference
-from streamrl.files.typed_settings import suggest_nearest
+from streamrl.files.typed_settings import read_settings, suggest_nearest
 
 MODEL_TEMPLATE, PLAIN_TEMPLATE = "model", "plain"
 """Template names that are not files: the model's chat template, and joining by newlines."""
+
+
+FILE_KIND = "file"
+DATA_KINDS = (FILE_KIND, REASONING_GYM)
 
 
 @dataclass(frozen=True)
 class DataFile:
     """One prompt file with its reading options.
 
+    kind: file, or reasoning_gym: tasks that this package makes, in place of a file.
     path: .jsonl or .parquet file, directory of parquet shards, or Hugging Face dataset on disk.
     weight: weight in the stream, relative to the other files; null: proportional to its rows.
     split: split to read from a dataset or shard directory with several.
@@ -31,6 +38,7 @@ class DataFile:
 
     key: setting that names the file, for errors, e.g. data.train[0].
     template_arguments: data.chat_template_kwargs.
+    tasks: tasks of kind reasoning_gym; the path is then their name in messages.
     """
 
     path: str
@@ -41,16 +49,21 @@ class DataFile:
     template: str = MODEL_TEMPLATE
     filter: str = ""
     name: str = ""
+    kind: str = FILE_KIND
     key: str = "data"
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    tasks: ReasoningGymTasks | None = None
 
 
 FILE_KEYS = tuple(
     setting.name
     for setting in dataclasses.fields(DataFile)
-    if setting.name not in ("key", "template_arguments")
+    if setting.name not in ("key", "template_arguments", "tasks")
 )
-"""Keys that a user may set."""
+"""Keys that a user may set for a file."""
+TASK_KEYS = tuple(setting.name for setting in dataclasses.fields(ReasoningGymTasks))
+COMMON_KEYS = ("kind", "weight", "template", "filter", "name")
+"""Keys that a user may also set for tasks."""
 
 
 def parse_data_files(value: Any, *, key: str, prompt_key: str) -> tuple[DataFile, ...]:
@@ -91,6 +104,25 @@ def check_eval_files(files: Sequence[DataFile], *, key: str) -> None:
         names.append(file.name)
 
 
+def check_separate_tasks(train: Sequence[DataFile], evaluation: Sequence[DataFile]) -> None:
+    """Raise ConfigError if tasks of an evaluation are among those of training.
+
+    Seed and index determine a task through their sum, so seeds that only differ are not enough.
+    """
+    for file, other in itertools.product(evaluation, train):
+        if file.tasks is None or other.tasks is None:
+            continue
+        pairs = itertools.product(file.tasks.seed_ranges, other.tasks.seed_ranges)
+        for (name, seeds), (other_name, other_seeds) in pairs:
+            overlap = range(max(seeds[0], other_seeds[0]), min(seeds[-1], other_seeds[-1]) + 1)
+            if name == other_name and overlap:
+                raise ConfigError(
+                    f"{file.key}.seed={file.tasks.seed}: {len(overlap)} tasks of {name} are also in"
+                    f" {other.key}, as task i is made from seed + i; seeds must be as far apart as"
+                    " the size"
+                )
+
+
 def make_paths_absolute(value: Any) -> Any:
     if isinstance(value, str) and value:
         return str(Path(value).absolute())
@@ -117,6 +149,11 @@ def _parse_data_file(entry: Any, key: str, prompt_key: str) -> DataFile:
             f"{key}={entry!r}: must be a path, a mapping of {', '.join(FILE_KEYS)}, or a"
             f" list of these"
         )
+    kind = entry.get("kind") or FILE_KIND
+    if kind not in DATA_KINDS:
+        raise ConfigError(f"{key}.kind={kind}: must be one of {', '.join(DATA_KINDS)}")
+    if kind == REASONING_GYM:
+        return _parse_tasks(entry, key)
     for name, value in entry.items():
         _check_entry(f"{key}.{name}", str(name), value)
     if not entry.get("path"):
@@ -128,9 +165,20 @@ def _parse_data_file(entry: Any, key: str, prompt_key: str) -> DataFile:
     )
 
 
-def _check_entry(key: str, name: str, value: Any) -> None:
-    if name not in FILE_KEYS:
-        raise ConfigError(f"{key}={value!r}: unknown; {suggest_nearest(name, FILE_KEYS)}")
+def _parse_tasks(entry: Mapping[str, Any], key: str) -> DataFile:
+    own = {name: value for name, value in entry.items() if name in TASK_KEYS}
+    common = {name: value for name, value in entry.items() if name not in TASK_KEYS}
+    for name, value in common.items():
+        _check_entry(f"{key}.{name}", str(name), value, keys=(*COMMON_KEYS, *TASK_KEYS))
+    tasks = read_settings(ReasoningGymTasks, own, section=key)
+    settings = {name: value for name, value in common.items() if value is not None}
+    file = DataFile(f"{REASONING_GYM}:{tasks.dataset}", **settings, tasks=tasks, key=key)
+    return dataclasses.replace(file, prompt_key="prompt", name=file.name or tasks.dataset)
+
+
+def _check_entry(key: str, name: str, value: Any, keys: Sequence[str] = FILE_KEYS) -> None:
+    if name not in keys:
+        raise ConfigError(f"{key}={value!r}: unknown; {suggest_nearest(name, keys)}")
     if value is None:
         return
     if name == "weight":

@@ -16,8 +16,9 @@ from streamrl.data.classify_rows import (
     RowClassifier,
 )
 from streamrl.data.files import MODEL_TEMPLATE, PLAIN_TEMPLATE, DataFile
-from streamrl.data.reading.indexed_table import IndexedTable, open_table
-from streamrl.data.reading.rows import parse_record
+from streamrl.data.reading.indexed_table import IndexedTable, iterate_records, open_table
+from streamrl.data.reading.reasoning_gym_table import ReasoningGymTable
+from streamrl.data.reading.rows import DataRow, parse_record, parse_records
 from streamrl.files.bounded_read import MAX_LINE_BYTES, open_regular_file
 from streamrl.files.hf_config import is_trusted, make_trusted_env
 
@@ -31,6 +32,22 @@ _render_lock = threading.Lock()
 def _hash_file(path: str) -> str:
     with open_regular_file(path) as file:
         return hashlib.blake2b(file.read(MAX_LINE_BYTES), digest_size=8).hexdigest()
+
+
+RowTable = IndexedTable | ReasoningGymTable
+
+
+def open_rows(file: DataFile) -> RowTable:
+    """Open the rows of an entry. Raises ConfigError for data that cannot be used."""
+    if file.tasks is not None:
+        return ReasoningGymTable(file.tasks, path=file.path, key=file.key)
+    return open_table(file.path, file.split)
+
+
+def load_data_rows(file: DataFile) -> Iterator[DataRow]:
+    """Yield the rows of an entry in order. Raises ConfigError at the first bad row."""
+    records = iterate_records(open_rows(file))
+    return parse_records(records, prompt_key=file.prompt_key, label_key=file.label_key)
 
 
 class LazyTokenizer:
@@ -64,11 +81,11 @@ class PromptFile:
         limits: PromptLimits,
         *,
         first: int = 0,
-        table: IndexedTable | None = None,
+        table: RowTable | None = None,
     ) -> None:
         self.file = file
         self.limits = limits
-        self.table = open_table(file.path, file.split) if table is None else table
+        self.table = open_rows(file) if table is None else table
         self.indices = first + self.table.get_indices()
         self._first_index = first
         self._tokenizer = tokenizer
@@ -102,6 +119,11 @@ class PromptFile:
         return PromptFile(
             self.file, self._tokenizer, limits, first=self._first_index, table=self.table
         )
+
+    @property
+    def notes(self) -> list[str]:
+        """Notes for the user on the rows themselves."""
+        return self.table.list_notes() if isinstance(self.table, ReasoningGymTable) else []
 
     @property
     def settings_text(self) -> str:

@@ -55,14 +55,15 @@ class TrainingFile:
     def notes(self) -> list[str]:
         file, num_classified = self.prompt_file.file, sum(self.status_counts.values())
         if self.is_fully_classified:
-            return describe_unused_rows(file, self.status_counts)
+            return [*self.prompt_file.notes, *describe_unused_rows(file, self.status_counts)]
         suffix = f", of {num_classified} checked"
         note = (
             f"{file.path}: {num_classified} of {len(self.row_indices)} rows checked, the"
             f" rest when drawn;"
             f" prompts may have {self.prompt_file.limits.max_tokens} tokens"
         )
-        return [note, *describe_unused_rows(file, self.status_counts, suffix)]
+        unused = describe_unused_rows(file, self.status_counts, suffix)
+        return [*self.prompt_file.notes, note, *unused]
 
 
 @dataclass(frozen=True)

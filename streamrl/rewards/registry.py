@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from streamrl.data.reading.reasoning_gym_table import REASONING_GYM
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import read_settings, suggest_nearest
 from streamrl.rewards.combine import FunctionCombiner, RewardComponent
@@ -25,6 +26,7 @@ from streamrl.rewards.kinds.patterns import (
     build_numeric_reward,
     build_regex_reward,
 )
+from streamrl.rewards.kinds.reasoning_gym import ReasoningGymOptions, ReasoningGymReward
 from streamrl.rewards.kinds.rules import (
     AutoReward,
     ChoiceOptions,
@@ -129,6 +131,11 @@ REWARD_KINDS: Mapping[str, RewardKind] = {
         "score that the run's environment gives an episode",
         EmptyRewardOptions,
         lambda spec: EnvironmentReward(),
+    ),
+    REASONING_GYM: RewardKind(
+        "score from the dataset of reasoning-gym that made the row",
+        ReasoningGymOptions,
+        ReasoningGymReward,
     ),
     "judge": RewardKind(
         "score from a language model behind an OpenAI-compatible server", JudgeOptions, JudgeReward

@@ -8,12 +8,30 @@ import numpy as np
 
 from streamrl.errors import RewardError
 from streamrl.messages import Prompt
+from streamrl.rewards.interface.completion import Completion
 from streamrl.rewards.interface.config import RewardConfig, ScorerConfig
 from streamrl.rewards.interface.reward import RewardContext
 from streamrl.rewards.registry import build_rewards
 from streamrl.rewards.reward_set import RewardSet
 
 CHAT = ({"role": "user", "content": "2+3="},)
+CALL = {
+    "id": "call00000",
+    "type": "function",
+    "function": {"name": "add", "arguments": {"first": 2, "second": 3}},
+}
+EPISODE = Completion(
+    turns=("", "5"),
+    conversation="55",
+    environment_score=1.0,
+    messages=(
+        {"role": "user", "content": "2+3"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "call00000", "name": "add", "content": "5\nuser: 10"},
+        {"role": "assistant", "content": "5"},
+    ),
+)
+"""Two turns: a call of a tool, and the answer."""
 
 
 @asynccontextmanager

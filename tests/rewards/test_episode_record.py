@@ -14,6 +14,7 @@ from streamrl.messages import Experience, GroupLease, Prompt, TokenSource, TurnO
 from streamrl.rewards.combine import RewardComponent
 from streamrl.rewards.episode_record import describe_episodes, split_text
 from streamrl.rewards.group_filter import accept_group
+from streamrl.rewards.interface.conversations import encode_conversations
 from streamrl.rewards.kinds.environment import EnvironmentReward
 from streamrl.rewards.reward_scorer import RewardScorer
 from streamrl.rewards.reward_set import RewardSet
@@ -75,6 +76,7 @@ def make_columns(episodes: Sequence[Sequence[Segment]]) -> dict[str, Any]:
         "turn_rewards": np.full(len(turn_ends), 0.5, np.float32),
         "turn_outcomes": np.full(len(turn_ends), TurnOutcome.CALLED, np.int8),
         "environment_scores": np.arange(len(lengths), dtype=np.float32),
+        "conversations": encode_conversations([()] * len(lengths)),
     }
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from streamrl.data.classify_rows import make_prompt
 from streamrl.data.files import DataFile
+from streamrl.data.prompt_file import load_data_rows
 from streamrl.data.reading.formats import JsonLines, parse_text_row
-from streamrl.data.reading.rows import load_rows
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import open_regular_file
 from streamrl.messages import Prompt
@@ -30,7 +30,7 @@ def read_completion_groups(file: DataFile, completions: str) -> list[CompletionG
     ConfigError, with file and line, for a malformed record or an index without a row.
     """
     records = list(_read_completions(completions))
-    rows = load_rows(file.path, file.prompt_key, label_key=file.label_key, split=file.split)
+    rows = load_data_rows(file)
     wanted = {index for _, index, _ in records}
     # Rewards read only the messages, so one dummy token will do.
     prompts = {row.index: make_prompt(row, [0]) for row in rows if row.index in wanted}

@@ -11,7 +11,7 @@ from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.config.run_config import ConfigSections, load_sections
 from streamrl.data.classify_rows import check_row_environment, make_prompt
 from streamrl.data.files import DataFile
-from streamrl.data.reading.rows import load_rows
+from streamrl.data.prompt_file import load_data_rows
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.environment_kinds import CLASS_KIND
 from streamrl.errors import ConfigError
@@ -120,7 +120,7 @@ def read_prompts(
     environment: name that the rows must have; None: any. Raises ConfigError for a bad row, and for
     a file without such rows.
     """
-    rows = load_rows(file.path, file.prompt_key, label_key=file.label_key, split=file.split)
+    rows = load_data_rows(file)
     if environment is not None:
         rows = (row for row in rows if row.environment == environment)
     chosen = list(islice(rows, first, first + count))

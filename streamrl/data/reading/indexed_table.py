@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import numpy as np
 import xxhash
@@ -181,6 +181,14 @@ class ColumnTable:
 IndexedTable = TextTable | ColumnTable
 
 
+class RandomAccessRows(Protocol):
+    """Rows that can be read in any order."""
+
+    def __len__(self) -> int: ...
+
+    def read_rows(self, rows: Sequence[int]) -> IndexedRecords: ...
+
+
 @contextlib.contextmanager
 def wrap_data_errors(path: str) -> Iterator[None]:
     """Convert any error of reading rows during a run to DataError with the path."""
@@ -215,7 +223,11 @@ def read_records(path: str, split: str = "") -> Iterator[tuple[str, int, Any]]:
     The record of an unreadable row is its ConfigError. Raises ConfigError for unreadable or empty
     data.
     """
-    table = open_table(path, split)
+    yield from iterate_records(open_table(path, split))
+
+
+def iterate_records(table: "RandomAccessRows") -> Iterator[tuple[str, int, Any]]:
+    """Yield (location, index, record) of each row of a table in order."""
     for start in range(0, len(table), READ_BATCH_ROWS):
         yield from table.read_rows(range(start, min(start + READ_BATCH_ROWS, len(table))))
 

@@ -12,7 +12,7 @@ are removed in all formats, so a row reads the same from each.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,7 +63,15 @@ def load_rows(
     Raises ConfigError with file, row and rule at the first bad row, and at once for an unreadable
     or empty file.
     """
-    for location, index, record in read_records(path, split):
+    records = read_records(path, split)
+    return parse_records(records, prompt_key=prompt_key, label_key=label_key)
+
+
+def parse_records(
+    records: Iterable[tuple[str, int, Any]], *, prompt_key: str, label_key: str
+) -> Iterator[DataRow]:
+    """Yield the rows of (location, index, record). Raises ConfigError at the first bad row."""
+    for location, index, record in records:
         row = parse_record(record, location, index, prompt_key=prompt_key, label_key=label_key)
         if isinstance(row, BadRow):
             raise row.problem

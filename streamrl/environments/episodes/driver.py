@@ -416,6 +416,7 @@ class EpisodeDriver:
             state.turn_outcomes,
             state.call_outcomes,
             score,
+            state.messages,
         )
         request.meter.add_episode(episode)
         return episode

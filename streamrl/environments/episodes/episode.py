@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from streamrl.environments.interface import CallOutcome
+from streamrl.environments.interface import CallOutcome, Message
 from streamrl.environments.rendering.turn_renderer import BridgeTokens
 from streamrl.errors import EpisodeError
 from streamrl.messages import (
@@ -16,6 +16,7 @@ from streamrl.messages import (
     TurnOutcome,
     rollouts_to_columns,
 )
+from streamrl.rewards.interface.conversations import encode_conversations
 
 _TURN_OUTCOMES = {
     CallOutcome.OK: TurnOutcome.CALLED,
@@ -43,6 +44,7 @@ class Episode:
     turn_rewards, turn_outcomes: one entry per turn.
     call_outcomes: one entry per tool call.
     score: the environment's score.
+    messages: the whole conversation, the row's messages included.
     """
 
     rollout: Rollout
@@ -52,6 +54,7 @@ class Episode:
     turn_outcomes: Sequence[TurnOutcome]
     call_outcomes: Sequence[CallOutcome]
     score: float
+    messages: Sequence[Message]
 
     @property
     def num_invalid_calls(self) -> int:
@@ -76,6 +79,7 @@ def episodes_to_columns(episodes: Sequence[Episode]) -> dict[str, Array]:
         "num_calls": np.array([len(episode.call_outcomes) for episode in episodes], np.int32),
         "num_invalid_calls": np.array(invalid, np.int32),
         "environment_scores": np.array([episode.score for episode in episodes], np.float32),
+        "conversations": encode_conversations([episode.messages for episode in episodes]),
     }
 
 

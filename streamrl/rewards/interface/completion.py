@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from streamrl.messages import (
     Array,
     Columns,
+    Prompt,
     TokenSource,
     count_samples,
     extract_completions,
@@ -16,6 +17,7 @@ from streamrl.messages import (
     split_token_column,
     sum_over_samples,
 )
+from streamrl.rewards.interface.conversations import Conversation, decode_conversations
 from streamrl.rewards.interface.extract import decode_completions
 
 if TYPE_CHECKING:
@@ -34,11 +36,14 @@ class Completion:
     conversation: everything from the first sampled token on, observations and scaffold included.
         Of an episode of several samples, without what later samples repeat.
     environment_score: score of the rollout's environment; None without an environment.
+    messages: the whole conversation as chat messages, the prompt's included; () without an
+        environment.
     """
 
     turns: tuple[str, ...]
     conversation: str
     environment_score: float | None = None
+    messages: Conversation = ()
 
     @classmethod
     def from_text(cls, text: str) -> "Completion":
@@ -50,6 +55,17 @@ class Completion:
         if part == CONVERSATION:
             return self.conversation
         return self.turns[-1] if part == LAST_TURN else "\n".join(self.turns)
+
+    def get_messages(self, prompt: Prompt, part: str) -> list[dict[str, Any]]:
+        """Return the chat messages up to the end of the completion, as far as the part goes.
+
+        CONVERSATION is the episode as it was, with observations, tools and their calls. Any other
+        part is one message of the assistant after those of the prompt.
+        """
+        if part == CONVERSATION and self.messages:
+            return [dict(message) for message in self.messages]
+        answer = {"role": "assistant", "content": self.get_part(part)}
+        return [*(dict(message) for message in prompt.messages), answer]
 
 
 def decode_rollouts(tokenizer: "PreTrainedTokenizerBase", columns: Columns) -> list[Completion]:
@@ -71,11 +87,12 @@ def decode_rollouts(tokenizer: "PreTrainedTokenizerBase", columns: Columns) -> l
         previous = end
     turns = iter(decode_completions(tokenizer, turn_ids))
     return [
-        Completion(tuple(next(turns) for _ in range(count)), conversation, float(score))
-        for count, conversation, score in zip(
+        Completion(tuple(next(turns) for _ in range(count)), conversation, float(score), messages)
+        for count, conversation, score, messages in zip(
             sum_over_samples(columns["num_turns"], samples),
             conversations,
             columns["environment_scores"][find_first_samples(samples)],
+            decode_conversations(columns["conversations"]),
             strict=True,
         )
     ]

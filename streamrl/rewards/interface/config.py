@@ -18,7 +18,8 @@ class RewardConfig:
     weight: factor in the weighted sum; 0 only logs the component.
     gate: a completion that fails this component has combined score 0.
     of: part of an episode that the reward reads: last_turn, sampled (all turns of the policy) or
-        conversation (with the environment's words). Equal for completions of a single turn.
+        conversation (with the environment's words; the kinds judge and model read chat messages).
+        Equal for completions of a single turn.
     options: options of the kind; may also be given directly, as in {kind: regex, pattern: x}.
     """
 

@@ -36,6 +36,8 @@ OptionsT = TypeVar("OptionsT")
 
 BACKOFF_S = 0.25
 """Retry backoff: attempt n + 1 waits BACKOFF_S * 2^n * uniform(0.5, 1.5) seconds."""
+_LIMIT_ATTEMPTS = 2
+"""Timeouts or memory errors that decide a completion: a busy machine may cause the first."""
 
 
 @dataclass(frozen=True)
@@ -241,6 +243,38 @@ class WorkerReward(Reward):
 
     async def close(self) -> None:
         await self._pool.close()
+
+
+class CompletionWorkerReward(WorkerReward):
+    """Reward computed in worker processes, a call per completion, whose text may break its judge.
+
+    A completion that exceeds the deadline or the memory limit twice has outcome TIMEOUT or MEMORY
+    and score 0; this is no infrastructure error.
+    """
+
+    async def judge_completion(self, request: Any) -> RewardResult:
+        """Judge a completion in a worker; judge again after an error.
+
+        The second timeout or memory error, counted together, gives score 0 with that outcome.
+        """
+        num_limit_errors = 0
+
+        async def judge_once() -> RewardResult:
+            nonlocal num_limit_errors
+            try:
+                result: RewardResult = await self._call_once(request)
+                return result
+            except (RewardTimeoutError, RewardMemoryError) as error:
+                num_limit_errors += 1
+                if num_limit_errors < _LIMIT_ATTEMPTS:
+                    raise
+                is_timeout = isinstance(error, RewardTimeoutError)
+                outcome = RewardOutcome.TIMEOUT if is_timeout else RewardOutcome.MEMORY
+                return RewardResult(0.0, outcome, detail=str(error))
+
+        attempts = max(self._attempts, _LIMIT_ATTEMPTS)
+        result: RewardResult = await retry_infra_errors(judge_once, attempts)
+        return result
 
 
 async def _start_pool(pool: WorkerPool) -> None:

@@ -15,6 +15,7 @@ from omegaconf import MISSING
 from streamrl.errors import ConfigError, RewardError, RewardInfraError
 from streamrl.files.bounded_read import read_small_text
 from streamrl.messages import Prompt
+from streamrl.rewards.interface.completion import CONVERSATION, Completion
 from streamrl.rewards.interface.extract import AnswerPattern
 from streamrl.rewards.interface.reward import RetryOptions, Reward, RewardSpec, retry_infra_errors
 from streamrl.rewards.interface.reward_result import RewardResult
@@ -133,11 +134,13 @@ class JudgeReward(Reward):
         )
         return ChatClient(options.url.rstrip("/"), options.model, self._api_key, limits)
 
-    async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
+    async def score_completions(
+        self, prompt: Prompt, completions: Sequence[Completion], part: str
+    ) -> Sequence[RewardResult]:
         """Judge each completion. The first RewardError cancels the other requests of the group."""
         self.validate_prompt(prompt)
         tasks = [
-            asyncio.create_task(self._judge_completion(prompt, completion))
+            asyncio.create_task(self._judge_text(prompt, _write_completion(completion, part)))
             for completion in completions
         ]
         try:
@@ -146,7 +149,7 @@ class JudgeReward(Reward):
             for task in tasks:
                 task.cancel()
 
-    async def _judge_completion(self, prompt: Prompt, completion: str) -> RewardResult:
+    async def _judge_text(self, prompt: Prompt, completion: str) -> RewardResult:
         text = _fill_template(self._template, prompt, completion)
         result: RewardResult = await retry_infra_errors(
             lambda: self._judge_once(text), self._options.attempts
@@ -216,6 +219,16 @@ def _fill_template(template: str, prompt: Prompt, completion: str) -> str:
         "ground_truth": _to_text(prompt.ground_truth),
     }
     return PLACEHOLDER.sub(lambda match: texts[match[1]], template)
+
+
+def _write_completion(completion: Completion, part: str) -> str:
+    """Return the text of a part; of an episode's conversation, a chat message per line as JSON.
+
+    In JSON the policy cannot write a line that looks like a message of its environment.
+    """
+    if part == CONVERSATION and completion.messages:
+        return "\n".join(json.dumps(m, ensure_ascii=False) for m in completion.messages)
+    return completion.get_part(part)
 
 
 def _render_conversation(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from omegaconf import MISSING
 
 from streamrl.errors import ConfigError, RewardError, RewardTimeoutError
 from streamrl.messages import Prompt
+from streamrl.rewards.interface.completion import LAST_TURN, Completion
 from streamrl.rewards.interface.micro_batcher import MicroBatcher, RowLogits, TokenRow
 from streamrl.rewards.interface.reward import RetryOptions, Reward, RewardSpec, retry_infra_errors
 from streamrl.rewards.interface.reward_result import RewardResult
@@ -69,8 +70,9 @@ class ModelOptions(RetryOptions):
 class ModelReward(Reward):
     """Runs a reward model in a thread, batching the completions of several groups.
 
-    Input text: prompt and completion (as the assistant's turn) in the model's chat template. For a
-    model without a template: the prompt's contents joined by newlines, then the completion.
+    Input text: prompt and completion (as the assistant's turn) in the model's chat template, or the
+    whole conversation of an episode. For a model without a template: the contents before the
+    completion joined by newlines, then the completion.
 
     Raises ConfigError unless option `path` is the directory of a complete classification model, and
     for a label or max_length that the model does not have.
@@ -105,7 +107,7 @@ class ModelReward(Reward):
         self.model_bytes = files.weight_bytes
 
     def validate_prompt(self, prompt: Prompt) -> None:
-        self._render_text(prompt, "")
+        self._render_text(Completion.from_text("").get_messages(prompt, LAST_TURN))
 
     async def run_preflight(self) -> str:
         if self._files.pad_id is None:
@@ -121,12 +123,16 @@ class ModelReward(Reward):
         )
         self._model = await loop.run_in_executor(self._model_thread, load)
 
-    async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
+    async def score_completions(
+        self, prompt: Prompt, completions: Sequence[Completion], part: str
+    ) -> Sequence[RewardResult]:
         """Score each completion.
 
         Raises RewardError for a logit not finite, and for a text too long unless truncated.
         """
-        texts = [self._render_text(prompt, completion) for completion in completions]
+        texts = [
+            self._render_text(completion.get_messages(prompt, part)) for completion in completions
+        ]
         return await retry_infra_errors(lambda: self._score_texts(texts), self._options.attempts)
 
     async def _score_texts(self, texts: Sequence[str]) -> list[RewardResult]:
@@ -136,15 +142,14 @@ class ModelReward(Reward):
         logits = await self._batcher.compute_rows(rows)
         return [self._to_result(row, i) for i, row in enumerate(logits)]
 
-    def _render_text(self, prompt: Prompt, completion: str) -> str:
+    def _render_text(self, messages: list[dict[str, Any]]) -> str:
         from jinja2 import TemplateError
 
-        messages = [dict(message) for message in prompt.messages]
         if self._tokenizer.chat_template is None:
-            return "\n".join(message["content"] for message in messages) + completion
-        turn = {"role": "assistant", "content": completion}
+            *contents, completion = [message["content"] for message in messages]
+            return "\n".join(contents) + completion
         try:
-            return str(self._tokenizer.apply_chat_template([*messages, turn], tokenize=False))
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False))
         # TypeError and ValueError come from Python expressions inside a template.
         except (TemplateError, TypeError, ValueError) as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -8,22 +8,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from streamrl.errors import RewardMemoryError, RewardTimeoutError
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.reward import (
+    CompletionWorkerReward,
     Reward,
     RewardSpec,
     RuleReward,
     WorkerOptions,
-    WorkerReward,
-    retry_infra_errors,
 )
-from streamrl.rewards.interface.reward_result import RewardOutcome, RewardResult
+from streamrl.rewards.interface.reward_result import RewardResult
 from streamrl.rewards.matchers.choice import LETTERS
 from streamrl.rewards.matchers.matcher_table import MATCHERS, find_matcher
-
-_LIMIT_ATTEMPTS = 2
-"""Timeouts or memory errors that decide a completion: a busy machine may cause the first."""
 
 
 @dataclass
@@ -109,13 +104,8 @@ def build_rule_reward(name: str, spec: RewardSpec[Any]) -> RuleReward:
     return RuleReward(partial(rule.judge_completion, **options), check)
 
 
-class SymbolicReward(WorkerReward):
-    """Scores completions with math-verify in worker processes, a call per completion.
-
-    Parsing a completion may take forever or all memory. A completion that exceeds the deadline or
-    the memory limit twice has outcome TIMEOUT or MEMORY and score 0; this is no infrastructure
-    error.
-    """
+class SymbolicReward(CompletionWorkerReward):
+    """Scores completions with math-verify: parsing one may take forever or all memory."""
 
     def __init__(self, spec: RewardSpec[SymbolicOptions]) -> None:
         super().__init__("streamrl.rewards.kinds.rules:make_symbolic_handler", None, spec)
@@ -125,31 +115,7 @@ class SymbolicReward(WorkerReward):
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
         truth = prompt.ground_truth
-        return await asyncio.gather(*(self._judge_completion(truth, text) for text in completions))
-
-    async def _judge_completion(self, truth: Any, completion: str) -> RewardResult:
-        """Judge a completion in a worker; judge again after an error.
-
-        The second timeout or memory error, counted together, gives score 0 with that outcome.
-        """
-        num_limit_errors = 0
-
-        async def judge_once() -> RewardResult:
-            nonlocal num_limit_errors
-            try:
-                result: RewardResult = await self._call_once((truth, completion))
-                return result
-            except (RewardTimeoutError, RewardMemoryError) as error:
-                num_limit_errors += 1
-                if num_limit_errors < _LIMIT_ATTEMPTS:
-                    raise
-                is_timeout = isinstance(error, RewardTimeoutError)
-                outcome = RewardOutcome.TIMEOUT if is_timeout else RewardOutcome.MEMORY
-                return RewardResult(0.0, outcome, detail=str(error))
-
-        attempts = max(self._attempts, _LIMIT_ATTEMPTS)
-        result: RewardResult = await retry_infra_errors(judge_once, attempts)
-        return result
+        return await asyncio.gather(*(self.judge_completion((truth, text)) for text in completions))
 
 
 def make_symbolic_handler(_: None) -> Callable[[Any], RewardResult]:

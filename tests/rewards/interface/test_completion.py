@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from streamrl.environments.episodes.episode import Episode, EpisodeTokens, episodes_to_columns
 from streamrl.environments.rendering.turn_renderer import BridgeTokens
@@ -15,6 +17,7 @@ from streamrl.messages import (
 )
 from streamrl.rewards.combine import RewardComponent
 from streamrl.rewards.interface.completion import Completion, decode_rollouts
+from streamrl.rewards.interface.conversations import decode_conversations, encode_conversations
 from streamrl.rewards.kinds.environment import EnvironmentReward
 from streamrl.rewards.kinds.patterns import RegexOptions, build_regex_reward
 from streamrl.rewards.reward_set import RewardSet
@@ -49,7 +52,10 @@ def make_episode(*turns, score=0.0):
     count = len(tokens.turn_ends)
     outcomes = [TurnOutcome.SPOKE] * count
     rollout, source = tokens.finish(FinishReason.STOP)
-    return Episode(rollout, source, tokens.turn_ends, [0.0] * count, outcomes, score)
+    roles = ("assistant", "tool")
+    messages = [{"role": "user", "content": "?"}]
+    messages += [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
+    return Episode(rollout, source, tokens.turn_ends, [0.0] * count, outcomes, score, messages)
 
 
 COLUMNS = episodes_to_columns(
@@ -70,6 +76,36 @@ def test_a_reward_reads_the_policys_words_unless_it_asks_for_more():
         ["e", "a\nc\ne", "abcde"],
     ]
     assert [episode.environment_score for episode in episodes] == [1.0, -1.0, 0.5]
+
+
+def test_a_conversation_is_the_episodes_messages_and_any_other_part_an_answer():
+    episode, *_ = decode_rollouts(CodePoints(), COLUMNS)
+    prompt = Prompt("0:0:0", PROMPT.token_ids, messages=({"role": "user", "content": "?"},))
+    assert [(m["role"], m["content"]) for m in episode.get_messages(prompt, "conversation")] == [
+        ("user", "?"),
+        ("assistant", "9+1"),
+        ("tool", "=10"),
+        ("assistant", "ten"),
+    ]
+    for part, answer in (("last_turn", "ten"), ("sampled", "9+1\nten")):
+        assert episode.get_messages(prompt, part) == [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": answer},
+        ]
+    single = Completion.from_text("10").get_messages(prompt, "conversation")
+    assert single[-1] == {"role": "assistant", "content": "10"}
+
+
+@given(st.lists(st.lists(st.fixed_dictionaries({"content": st.text()})), min_size=1))
+def test_conversations_travel_as_a_column(conversations):
+    column = encode_conversations(conversations)
+    assert column.dtype == np.uint8
+    assert decode_conversations(column) == conversations
+
+
+def test_what_utf8_cannot_encode_in_a_conversation_is_replaced():
+    column = encode_conversations([[{"role": "tool", "content": "\ud800x"}]])
+    assert decode_conversations(column) == [[{"role": "tool", "content": "?x"}]]
 
 
 def test_a_rollout_without_an_environment_is_one_turn():

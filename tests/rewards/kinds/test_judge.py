@@ -17,6 +17,7 @@ from streamrl.rewards.kinds import openai_client as endpoint_module
 from streamrl.rewards.kinds.openai_client import RateLimiter, parse_retry_after
 from streamrl.rewards.registry import build_rewards
 from tests.rewards.chat_server import MODEL, ChatServer
+from tests.rewards.judged import EPISODE
 from tests.virtual_time import in_virtual_time
 
 CHAT = ({"role": "user", "content": "2+3"},)
@@ -107,6 +108,22 @@ async def test_a_conversation_and_a_template_from_a_file(server, started, tmp_pa
     (request,) = server.requests
     expected = 'system: add\n\nuser: 2+3|A: 3\n{"sum": 5} {other} {}'
     assert request["messages"][0]["content"] == expected
+
+
+async def test_a_judge_of_conversations_reads_each_message_of_an_episode_with_its_calls(
+    server, start_rewards
+):
+    server.reply = lambda content: "Score: 2"
+    template = "{prompt} {completion}"
+    for part in ("conversation", "last_turn"):
+        options = {**OPTIONS, "url": server.url, "template": template}
+        rewards = await start_rewards(RewardConfig("judge", of=part, options=options))
+        result = await rewards.judge_group(PROMPT, [EPISODE])
+        assert result.totals.tolist() == [2.0]
+    conversation, last_turn = (request["messages"][0]["content"] for request in server.requests)
+    lines = conversation.removeprefix("2+3 ").split("\n")
+    assert [json.loads(line) for line in lines] == list(EPISODE.messages)
+    assert last_turn == "2+3 5"
 
 
 async def test_placeholders_in_a_completion_are_not_replaced(server, started):

@@ -18,6 +18,7 @@ from streamrl.rewards.interface.reward_result import RewardOutcome
 from streamrl.rewards.kinds.classifier import SequenceClassifier, read_classifier
 from streamrl.rewards.kinds.model import ModelReward, logits_to_score
 from streamrl.rewards.registry import build_rewards
+from tests.rewards.judged import EPISODE
 from tests.rewards.tiny_classifier import write_classifier
 from tests.toy import SYMBOLS, write_model, write_toy
 
@@ -95,6 +96,24 @@ async def test_without_a_template_the_completion_follows_the_prompt(path, tmp_pa
     prompt = Prompt("0:0:0", PROMPT.token_ids, messages=chat)
     results = await scores(await started(copy_without_template(path, tmp_path)), prompt=prompt)
     assert results == [compute_reference_logit(path, f"9\n2+3{text}") for text in TEXTS]
+
+
+async def test_an_episode_is_rendered_by_the_reward_models_own_template(
+    path, tmp_path, start_rewards
+):
+    own = copy_with_config(path, tmp_path / "own")
+    (own / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ {'user': '=', 'assistant': '+', 'tool': '-'}[m.role] }}"
+        "{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "{{ call.function.arguments.first }} {{ call.function.arguments.second }}"
+        "{% endfor %}{% endfor %}"
+    )
+    texts = {"conversation": "=2+3+2 3-5\nuser: 10+5", "last_turn": "=2+3+5"}
+    for part, text in texts.items():
+        config = RewardConfig("model", of=part, options={"path": str(own)})
+        rewards = await start_rewards(config, timeout_s=30.0)
+        result = await rewards.judge_group(PROMPT, [EPISODE])
+        assert result.totals[0] == compute_reference_logit(path, text)
 
 
 async def test_scores_do_not_depend_on_the_batch(path, started):

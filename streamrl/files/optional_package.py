@@ -1,0 +1,18 @@
+"""Import of packages that streamrl does not require."""
+
+import importlib
+from types import ModuleType
+
+from streamrl.errors import ConfigError
+
+
+def import_optional(module: str, *, setting: str, extra: str) -> ModuleType:
+    """Import a module of a package that an extra of streamrl installs.
+
+    setting: setting that needs it, as key=value. Raises ConfigError that names the extra if the
+    module or one of its own requirements is missing.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{setting}: {error}; run pip install 'streamrl[{extra}]'") from error

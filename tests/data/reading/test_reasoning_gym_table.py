@@ -1,0 +1,208 @@
+"""Tasks of reasoning-gym as rows: by index, the same in every process, apart from evaluation."""
+
+import json
+import pickle
+import sys
+from itertools import islice
+
+import pytest
+
+from streamrl.data.classify_rows import PromptLimits
+from streamrl.data.config import DataConfig
+from streamrl.data.prompt_file import PromptFile, load_data_rows
+from streamrl.data.prompt_stream import PromptStream
+from streamrl.data.prompts import load_prompts
+from streamrl.data.reading import reasoning_gym_table
+from streamrl.data.reading.reasoning_gym_table import ReasoningGymTable, ReasoningGymTasks
+from streamrl.data.training_files import classify_training_files
+from streamrl.errors import ConfigError
+
+SUMS = {"kind": "reasoning_gym", "dataset": "chain_sum", "size": 40, "seed": 7}
+MIXED = {
+    "kind": "reasoning_gym",
+    "dataset": "composite",
+    "size": 30,
+    "options": {
+        "datasets": [
+            {"name": "chain_sum", "weight": 2, "config": {"min_terms": 2, "max_terms": 2}},
+            {"name": "leg_counting", "weight": 1, "config": {}},
+        ]
+    },
+}
+LIMITS = PromptLimits(400, 300)
+
+
+def parse_entry(entry):
+    (file,) = DataConfig(train=entry).train_files
+    return file
+
+
+def open_tasks(**settings):
+    tasks = ReasoningGymTasks(**{"dataset": "chain_sum", "size": 10, **settings})
+    return ReasoningGymTable(tasks, path="reasoning_gym:x", key="data.train")
+
+
+def read_records(table, rows):
+    return [record for _, _, record in table.read_rows(rows)]
+
+
+def test_a_row_is_the_task_of_the_package_with_the_same_seed_and_index():
+    import reasoning_gym
+
+    rows = list(islice(load_data_rows(parse_entry({**SUMS, "system": "Add."})), 3))
+    dataset = reasoning_gym.create_dataset("chain_sum", seed=7, size=40)
+    for index, row in enumerate(rows):
+        assert [message["content"] for message in row.messages] == [
+            "Add.",
+            dataset[index]["question"],
+        ]
+        assert row.ground_truth == dataset[index]["answer"]
+        assert (row.index, row.data_source) == (index, "chain_sum")
+        assert row.location == f"reasoning_gym:chain_sum task {index}"
+
+
+@pytest.mark.parametrize("dataset", ["chain_sum", "knights_knaves", "countdown", "family_tree"])
+def test_a_late_task_is_made_without_those_before_it(dataset):
+    table = open_tasks(dataset=dataset, size=10**9)
+    (late,) = read_records(table, [10**9 - 1])
+    (again,) = read_records(pickle.loads(pickle.dumps(table)), [10**9 - 1])
+    assert late == again
+    assert late["prompt"] != read_records(table, [0])[0]["prompt"]
+
+
+def test_a_stream_of_tasks_resumes_at_the_next_task(tokenizer):
+    def open_stream():
+        prompts = [PromptFile(parse_entry(SUMS), lambda: tokenizer, LIMITS)]
+        return PromptStream(classify_training_files(prompts), seed=1, reads_ahead=False)
+
+    stream, resumed = open_stream(), open_stream()
+    stream.draw_prompts(50)
+    resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+    uids = [(p.uid, p.ground_truth) for p in stream.draw_prompts(40)]
+    assert [(p.uid, p.ground_truth) for p in resumed.draw_prompts(40)] == uids
+    assert resumed.get_prompt(uids[0][0]).ground_truth == uids[0][1]
+
+
+def test_other_tasks_are_not_resumed(tokenizer):
+    def open_stream(**changes):
+        prompts = [PromptFile(parse_entry({**SUMS, **changes}), lambda: tokenizer, LIMITS)]
+        return PromptStream(classify_training_files(prompts, max_full_rows=9), seed=1)
+
+    state = open_stream().state_dict()
+    for changes in ({"seed": 8}, {"options": {"max_terms": 3}}, {"system": "Add."}):
+        with pytest.raises(ConfigError, match=r"the content of data\.train"):
+            open_stream(**changes).load_state_dict(state)
+
+
+def test_a_composite_mixes_datasets_and_names_them():
+    sources = [row.data_source for row in load_data_rows(parse_entry(MIXED))]
+    assert {*sources} == {"chain_sum", "leg_counting"}
+    assert sources.count("chain_sum") > sources.count("leg_counting")
+
+
+def test_tasks_mix_with_files_by_weight(tokenizer, write_rows):
+    rows = {"path": write_rows({"prompt": "1"}, {"prompt": "2"}), "weight": 1}
+    files = DataConfig(train=[rows, {**SUMS, "weight": 3, "name": "sums"}]).train_files
+    loaded = load_prompts(files, tokenizer, LIMITS, max_prompts=2)
+    assert [file.file.name for file in loaded] == ["rows", "sums"]
+    assert [file.file.weight for file in loaded] == [1, 3]
+    assert [prompt.uid for prompt in loaded[1].prompts] == ["0:2:0", "0:3:0"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kind": "gym"}, "data.train.kind=gym: must be one of file, reasoning_gym"),
+        ({"dataset": None}, "data.train.dataset: missing"),
+        ({"size": "many"}, "data.train.size: "),
+        ({"size": 0}, "data.train.size=0: must be 1 or more"),
+        ({"seed": -1}, "data.train.seed=-1: must be 0 or more"),
+        ({"options": {"seed": 3}}, "data.train.options.seed: give seed beside dataset"),
+        ({"path": "rows.jsonl"}, "data.train.path='rows.jsonl': unknown; "),
+        ({"label_key": "x"}, "data.train.label_key='x': unknown; "),
+        ({"dataset": "composite"}, "data.train.options.datasets: must be a list of mappings"),
+        ({"weight": 0}, "data.train.weight=0: must be a number above 0"),
+    ],
+)
+def test_an_invalid_entry_names_its_key(changes, words):
+    entry = {name: value for name, value in {**SUMS, **changes}.items() if value is not None}
+    with pytest.raises(ConfigError) as caught:
+        DataConfig(train=entry)
+    assert str(caught.value).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"dataset": "chain_sun"}, "data.train.dataset=chain_sun: no such dataset; the nearest"),
+        ({"options": {"terms": 3}}, "data.train.options: chain_sum: .*unexpected keyword.*terms"),
+        ({"options": {"min_terms": -1}}, "data.train.options: chain_sum: min_terms must be"),
+    ],
+)
+def test_a_dataset_or_option_that_does_not_exist_is_named(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        open_tasks(**settings)
+
+
+def test_without_the_package_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    monkeypatch.delitem(sys.modules, "reasoning_gym.factory", raising=False)
+    message = r"kind=reasoning_gym: .* run pip install 'streamrl\[reasoning_gym\]'"
+    with pytest.raises(ConfigError, match=message):
+        open_tasks()
+
+
+@pytest.mark.parametrize(
+    ("train", "evaluation", "has_overlap"),
+    [
+        (SUMS, {**SUMS, "seed": 8}, True),
+        (SUMS, {**SUMS, "seed": 46, "size": 1}, True),
+        (SUMS, {**SUMS, "seed": 47}, False),
+        (SUMS, {**SUMS, "seed": 0, "size": 7}, False),
+        (SUMS, {**SUMS, "dataset": "leg_counting"}, False),
+        (MIXED, {**SUMS, "seed": 0, "size": 1}, False),
+        (MIXED, {**SUMS, "seed": 0, "size": 2}, True),
+        (MIXED, {**MIXED, "seed": 30}, False),
+    ],
+)
+def test_tasks_of_an_evaluation_must_not_be_among_those_of_training(train, evaluation, has_overlap):
+    if not has_overlap:
+        DataConfig(train=train, eval=evaluation)
+        return
+    with pytest.raises(ConfigError, match=r"data\.eval\.seed=\d+: \d+ tasks of chain_sum are also"):
+        DataConfig(train=train, eval=evaluation)
+
+
+class SlowSums:
+    """Dataset whose second task fails, and whose third takes too long."""
+
+    def __getitem__(self, index):
+        if index == 1:
+            raise ValueError("no task\nhere")
+        if index == 2:
+            reasoning_gym_table.time.clock += 3.0
+        return {"question": "1+1", "answer": "2", "metadata": {}}
+
+
+class ManualTime:
+    clock = 0.0
+
+    def thread_time(self):
+        return self.clock
+
+
+def test_a_task_that_fails_or_takes_long_is_a_bad_row_that_names_the_dataset(monkeypatch):
+    table = open_tasks()
+    monkeypatch.setattr(reasoning_gym_table, "create_dataset", lambda *_, **__: SlowSums())
+    monkeypatch.setattr(reasoning_gym_table, "time", ManualTime())
+    copied = pickle.loads(pickle.dumps(table))
+    fine, failed, slow = read_records(copied, [0, 1, 2])
+    assert fine["ground_truth"] == "2"
+    assert str(failed) == "reasoning_gym:x task 1: cannot be made: ValueError: no task here"
+    assert str(slow).startswith("reasoning_gym:x task 2: took 3.0 s to make, more than 2 s; choose")
+
+
+def test_a_judge_that_takes_nonsense_for_right_is_named():
+    (note,) = open_tasks(dataset="game_of_life_halting").list_notes()
+    assert note.startswith("reasoning_gym:x: the judge of game_of_life_halting gives 'zzz' a score")
+    assert open_tasks().list_notes() == []
