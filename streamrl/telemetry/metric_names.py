@@ -99,6 +99,7 @@ EPISODE_METRICS = tuple(
         ("turns", "turns", "mean turns of the episodes that ended since the last row"),
         ("sampled_tokens", "tokens", "mean sampled tokens of those episodes"),
         ("observed_tokens", "tokens", "mean tokens that their environment wrote"),
+        ("samples", "samples", "mean training samples of those episodes"),
         ("calls", "calls", "mean tool calls of those episodes"),
         ("malformed_frac", "fraction", "calls that name no tool, do not parse or do not fit"),
         ("tool_error_frac", "fraction", "calls whose tool raised"),

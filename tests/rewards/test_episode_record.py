@@ -175,6 +175,7 @@ async def test_an_episode_of_several_samples_is_scored_filtered_and_recorded_onc
     columns = make_columns([TWO_TURNS, [(PROMPT, "Again.", -1), (SAMPLED, "60", 4)], TWO_TURNS])
     columns["episode"] = np.array([0, 0, 1], np.int32)
     columns["environment_scores"] = np.array([2.0, 2.0, 5.0], np.float32)
+    columns["conversations"] = make_columns([TWO_TURNS, TWO_TURNS])["conversations"]
     filtered = []
 
     def record(prompt, scored):

@@ -81,7 +81,11 @@ async def start_episode_driver(
         renderer,
         call_format,
         limits=EpisodeLimits(
-            config.max_turns, max_turn_tokens, config.max_tokens, config.episode_timeout_s
+            config.max_turns,
+            max_turn_tokens,
+            config.max_tokens,
+            config.episode_timeout_s,
+            config.max_samples,
         ),
         slots=DecodeSlots(num_slots),
         attempts=config.attempts,
