@@ -50,12 +50,14 @@ def test_a_resumed_run_may_change_environments_and_add_a_named_one(resume, befor
         (
             ONE,
             [*ONE, "environment.max_samples=2"],
-            "environment.max_samples=2: must keep 1 in a resumed run: groups in its queue would",
+            "environment.max_samples=2: must keep 1 in a resumed run: groups in its queue would not"
+            " have the same columns",
         ),
         (
             [*ONE, "environment.max_samples=2"],
             ONE,
-            "environment.max_samples=1: must stay above 1 in a resumed run: groups in its queue",
+            "environment.max_samples=1: must stay above 1 in a resumed run: groups in its queue"
+            " would not have the same columns",
         ),
         (
             ONE,

@@ -97,7 +97,7 @@ def train(config, groups, *, world_size=1):
 
 
 @every_config
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(seed=st.integers(0, 9999), world_size=st.integers(1, 3))
 def test_an_episode_in_one_or_in_several_samples_gives_the_same_update(config, seed, world_size):
     whole, split = make_pair(seed)
@@ -119,7 +119,7 @@ def test_the_samples_make_the_update_differ_if_each_is_taken_for_an_episode():
 
 
 @pytest.mark.parametrize("name", ["ppo", "safe_rlhf"])
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(seed=st.integers(0, 9999))
 def test_a_critic_learns_the_same_returns(name, seed):
     config, returns = AlgorithmConfig(name=name, gamma=0.9), []
@@ -137,7 +137,7 @@ class GivenScores(TwoHeadedTask):
         return TokenScores(batch["logprobs"], batch["entropy"]), batch["trained_values"]
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(seed=st.integers(0, 9999))
 def test_a_shared_critic_weighs_episodes_as_the_policy_does(seed):
     config = AlgorithmConfig(name="ppo", loss_aggregation="seq-mean-token-mean")

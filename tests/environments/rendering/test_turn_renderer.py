@@ -460,7 +460,7 @@ def test_a_template_that_drops_thoughts_rewrites_the_conversation(load_renderer)
     assert "Let me see." not in rewritten
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", BPE_FORMATS)
 @given(turns=st.lists(st.tuples(replies, any_text), min_size=1, max_size=3))
 def test_appended_turns_that_differ_in_whitespace_at_most_are_not_rewritten(
     load_renderer, name, turns
@@ -487,7 +487,7 @@ def test_observations_in_a_rewritten_conversation_do_not_write_special_tokens(lo
 
 
 def test_a_turn_that_continues_a_message_of_the_row_is_one_message_with_it(load_renderer):
-    renderer = load_renderer("qwen3")
+    renderer = load_renderer("qwen2_5")
     row, turn = [QUESTION, make_assistant("The ")], make_assistant("first.")
     sampled = [*encode(renderer.tokenizer, "first."), renderer.closing_id]
     bridge = renderer.render_bridge(sampled, [make_user("Go on.")], is_cut=False)
