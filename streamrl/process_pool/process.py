@@ -208,7 +208,7 @@ async def _launch_reaper(
     theirs: socket.socket, target: str, ours: socket.socket
 ) -> "subprocess.Popen[bytes]":
     """Start a reaper, which starts the worker; if cancelled, wait for the reaper's exit."""
-    launching = asyncio.create_task(asyncio.to_thread(_spawn_reaper, theirs.fileno(), target))
+    launching = asyncio.create_task(asyncio.to_thread(spawn_reaper, theirs.fileno(), target))
     try:
         return await asyncio.shield(launching)
     except asyncio.CancelledError:
@@ -220,7 +220,10 @@ async def _launch_reaper(
         raise
 
 
-def _spawn_reaper(fd: int, target: str) -> "subprocess.Popen[bytes]":
+def spawn_reaper(fd: int, target: str) -> "subprocess.Popen[bytes]":
+    """Start a reaper and its worker, which serves the socket `fd`."""
     # -P and sys.path: the child imports from the same folders as this process, and no others.
     command = [sys.executable, "-P", reaper.__file__, str(fd), target, json.dumps(sys.path)]
-    return subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL)
+    # Every worker hashes text alike: code that iterates over a set of words is reproducible.
+    env = {**os.environ, "PYTHONHASHSEED": "0"}
+    return subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL, env=env)

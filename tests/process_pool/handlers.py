@@ -40,6 +40,10 @@ def pid(_: Any) -> int:
     return os.getpid()
 
 
+def hash_text(text: str) -> int:
+    return hash(text)
+
+
 def slow(number: int) -> int:
     time.sleep(random.uniform(0.0, 0.4))
     return number * number
@@ -131,7 +135,7 @@ def fork(_: Any) -> str:
 OPERATIONS: dict[str, Callable[[Any], Any]] = {
     operation.__name__: operation
     for operation in (
-        *(square, pid, slow, work, dawdle, fork),
+        *(square, pid, hash_text, slow, work, dawdle, fork),
         *(garble, orphan, sly, hang, crash, leak, breed),
     )
 }

@@ -1,11 +1,16 @@
-"""Tasks of the package reasoning-gym as rows: made on demand from a seed, in any order."""
+"""Tasks of the package reasoning-gym as rows: made on demand from a seed, in any order.
+
+A worker process makes them. Some datasets iterate over sets of words, so their tasks depend on the
+hashes of text, which are equal in all workers. A task that takes too long can be stopped there.
+"""
 
 import importlib.metadata
 import json
-import threading
-import time
-from collections.abc import Iterator, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,13 +22,18 @@ from streamrl.data.reading.indexed_table import IndexedRecords, wrap_data_errors
 from streamrl.errors import ConfigError
 from streamrl.files.optional_package import import_optional
 from streamrl.files.typed_settings import suggest_nearest
+from streamrl.process_pool.blocking_worker import BlockingWorker
+from streamrl.process_pool.pool import WorkerError
 
 REASONING_GYM = "reasoning_gym"
 """Kind of data, extra, module, and key of `extra_info` under which a row names its task."""
 COMPOSITE = "composite"
 """Dataset that mixes others by weight."""
 MAX_TASK_SECONDS = 2.0
-"""Longest processor time of a task: the threads of the coordinator make the rows."""
+"""Longest processor time to make a task."""
+TASKS_PER_CALL, CALL_TIMEOUT_S = 16, 180.0
+"""Tasks that the worker makes at a time, and its deadline for them, which only a hang exceeds."""
+CACHED_DATASETS = 16
 NUM_PROBED_TASKS = 8
 NONSENSE = "zzz"
 """Answer that is wrong in every dataset."""
@@ -81,12 +91,13 @@ class ReasoningGymTasks:
         return cls(*json.loads(text))
 
 
-def create_dataset(tasks: ReasoningGymTasks, *, setting: str) -> Any:
+def create_dataset(text: str, *, setting: str) -> Any:
     """Return the package's dataset, whose `dataset[i]` makes task i.
 
-    setting: config section of the tasks, for errors. Raises ConfigError if the package is missing,
-    or for an unknown dataset or an unusable option.
+    text: as `ReasoningGymTasks.to_text`. setting: config section of the tasks, for errors. Raises
+    ConfigError if the package is missing, or for an unknown dataset or an unusable option.
     """
+    tasks = ReasoningGymTasks.from_text(text)
     label = f"{setting}.kind={REASONING_GYM}"
     factory = import_optional("reasoning_gym.factory", setting=label, extra=REASONING_GYM)
     # Importing the package registers its datasets.
@@ -107,8 +118,99 @@ def create_dataset(tasks: ReasoningGymTasks, *, setting: str) -> Any:
         raise ConfigError(f"{setting}.options: {tasks.dataset}: {format_error(error)}") from error
 
 
+class _TaskTimeoutError(BaseException):
+    """A task took too long. No Exception, which the code of a dataset may catch."""
+
+
+@contextmanager
+def _limit_processor_time(seconds: float) -> Iterator[None]:
+    """Raise _TaskTimeoutError after `seconds` of processor time; for the main thread.
+
+    On a busy machine a deadline by the clock would make another row bad in each run.
+    """
+
+    def raise_timeout(*_: Any) -> None:
+        raise _TaskTimeoutError
+
+    previous = signal.signal(signal.SIGPROF, raise_timeout)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, previous)
+
+
+MadeTask = tuple[str, Any, str]
+"""Question, answer and dataset of a task."""
+
+
+def make_task(dataset: Any, index: int, *, name: str) -> MadeTask | str:
+    """Make a task; return the reason if that fails. name: dataset, unless the task has its own."""
+    try:
+        with _limit_processor_time(MAX_TASK_SECONDS):
+            task = dataset[index]
+    except _TaskTimeoutError:
+        return (
+            f"took more than {MAX_TASK_SECONDS:g} s to make; choose options that make smaller"
+            " tasks, or another dataset"
+        )
+    # The package's code may raise anything.
+    except Exception as error:  # noqa: BLE001
+        return f"cannot be made: {type(error).__name__}: {format_error(error)}"
+    return task["question"], task["answer"], task["metadata"].get("source_dataset", name)
+
+
+def is_nonsense_right(dataset: Any, index: int) -> bool:
+    """Return whether the judge of a task gives full marks to NONSENSE."""
+    try:
+        with _limit_processor_time(MAX_TASK_SECONDS):
+            return bool(dataset.score_answer(NONSENSE, dataset[index]) >= 1)
+    except _TaskTimeoutError:
+        return False
+    # Some judges raise on what they cannot parse.
+    except Exception:  # noqa: BLE001
+        return False
+
+
+@dataclass(frozen=True)
+class TaskRequest:
+    """Request to the worker: tasks with these indices, or whether their judges take nonsense.
+
+    tasks: as `ReasoningGymTasks.to_text`. setting: config section of the tasks, for errors.
+    """
+
+    tasks: str
+    setting: str
+    indices: Sequence[int]
+    is_probe: bool = False
+
+
+def make_task_handler(_: None) -> Callable[[TaskRequest], Sequence[MadeTask | str | bool] | str]:
+    """Return the handler of the worker: a result per index, or the error of unusable tasks."""
+    load_dataset = lru_cache(CACHED_DATASETS)(create_dataset)
+
+    def handle_request(request: TaskRequest) -> Sequence[MadeTask | str | bool] | str:
+        tasks = ReasoningGymTasks.from_text(request.tasks)
+        try:
+            dataset = load_dataset(request.tasks, setting=request.setting)
+        except ConfigError as error:
+            return str(error)
+        if request.is_probe:
+            return [is_nonsense_right(dataset, index) for index in request.indices]
+        return [make_task(dataset, index, name=tasks.dataset) for index in request.indices]
+
+    return handle_request
+
+
+task_worker = BlockingWorker(
+    f"{__name__}:{make_task_handler.__name__}", None, timeout_s=CALL_TIMEOUT_S
+)
+"""Worker of all tables of this process."""
+
+
 class ReasoningGymTable:
-    """Rows of tasks, with random access. Methods may run in several threads.
+    """Rows of tasks, with random access.
 
     path: name of the data in errors. key: config section of the tasks, for errors. Raises
     ConfigError if the package, the dataset or its options cannot be used.
@@ -118,9 +220,7 @@ class ReasoningGymTable:
         self.path = path
         self._tasks = tasks
         self._key = key
-        self._lock = threading.Lock()
-        self._dataset: Any = None
-        self._load_dataset()
+        self._call_worker([])
 
     def __len__(self) -> int:
         return self._tasks.size
@@ -142,65 +242,44 @@ class ReasoningGymTable:
 
         Raises DataError if the package can no longer be used.
         """
-        with self._lock, wrap_data_errors(self.path):
-            dataset = self._load_dataset()
-            return [self._make_record(dataset, int(index)) for index in rows]
-
-    def _load_dataset(self) -> Any:
-        if self._dataset is None:
-            self._dataset = create_dataset(self._tasks, setting=self._key)
-        return self._dataset
-
-    def _make_record(self, dataset: Any, index: int) -> tuple[str, int, Any]:
-        location = f"{self.path} task {index}"
-        # Processor time: on a busy machine a task must not become a bad row.
-        started = time.thread_time()
-        try:
-            task = dataset[index]
-        except Exception as error:  # noqa: BLE001 - the package's code may raise anything
-            reason = f"cannot be made: {type(error).__name__}: {format_error(error)}"
-            return location, index, ConfigError(f"{location}: {reason}")
-        seconds = time.thread_time() - started
-        if seconds > MAX_TASK_SECONDS:
-            limit = f"took {seconds:.1f} s to make, more than {MAX_TASK_SECONDS:g} s"
-            hint = "choose options that make smaller tasks, or another dataset"
-            return location, index, ConfigError(f"{location}: {limit}; {hint}")
-        return location, index, self._to_record(task, index)
-
-    def _to_record(self, task: dict[str, Any], index: int) -> dict[str, Any]:
-        system = [{"role": "system", "content": self._tasks.system}] if self._tasks.system else []
-        return {
-            "prompt": [*system, {"role": "user", "content": task["question"]}],
-            "ground_truth": task["answer"],
-            "data_source": task["metadata"].get("source_dataset", self._tasks.dataset),
-            "extra_info": {REASONING_GYM: {"tasks": self._tasks.to_text(), "index": index}},
-        }
+        records: IndexedRecords = []
+        with wrap_data_errors(self.path):
+            for start in range(0, len(rows), TASKS_PER_CALL):
+                indices = [int(row) for row in rows[start : start + TASKS_PER_CALL]]
+                for index, made in zip(indices, self._call_worker(indices), strict=True):
+                    location = f"{self.path} task {index}"
+                    record = self._to_record(made, index) if isinstance(made, tuple) else None
+                    records.append((location, index, record or ConfigError(f"{location} {made}")))
+        return records
 
     def list_notes(self) -> list[str]:
-        """Return a note if the dataset's judge gives full marks to nonsense."""
-        sources = [*self._list_fooled_datasets()]
+        """Return a note if the judge gives full marks to nonsense. Raises ConfigError."""
+        indices = range(min(NUM_PROBED_TASKS, len(self)))
+        num_fooled = sum(self._call_worker(indices, is_probe=True))
+        if not num_fooled:
+            return []
         return [
-            f"{self.path}: the judge of {name} gives {NONSENSE!r} a score of 1 or more in"
-            f" {sources.count(name)} of the first {NUM_PROBED_TASKS} tasks: a policy can earn it"
-            " without solving them"
-            for name in dict.fromkeys(sources)
+            f"{self.path}: the judge gives {NONSENSE!r} a score of 1 or more in {num_fooled} of"
+            f" the first {len(indices)} tasks: a policy can earn it without solving them"
         ]
 
-    def _list_fooled_datasets(self) -> Iterator[str]:
-        """Yield the dataset of each of the first tasks whose judge takes nonsense for right."""
-        dataset = self._load_dataset()
-        for index in range(min(NUM_PROBED_TASKS, len(self))):
-            try:
-                task = dataset[index]
-                is_fooled = dataset.score_answer(NONSENSE, task) >= 1
-            # Some judges raise on what they cannot parse.
-            except Exception:  # noqa: BLE001
-                continue
-            if is_fooled:
-                yield task["metadata"].get("source_dataset", self._tasks.dataset)
+    def _call_worker(self, indices: Sequence[int], *, is_probe: bool = False) -> Sequence[Any]:
+        request = TaskRequest(self._tasks.to_text(), self._key, indices, is_probe)
+        try:
+            answer = task_worker.call(request)
+        except WorkerError as error:
+            raise ConfigError(f"{self.path}: {error}") from None
+        if isinstance(answer, str):
+            raise ConfigError(answer)
+        results: Sequence[Any] = answer
+        return results
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_lock": None, "_dataset": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=threading.Lock())
+    def _to_record(self, made: MadeTask, index: int) -> dict[str, Any]:
+        question, answer, source = made
+        system = [{"role": "system", "content": self._tasks.system}] if self._tasks.system else []
+        return {
+            "prompt": [*system, {"role": "user", "content": question}],
+            "ground_truth": answer,
+            "data_source": source,
+            "extra_info": {REASONING_GYM: {"tasks": self._tasks.to_text(), "index": index}},
+        }

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from streamrl.data.reading.reasoning_gym_table import (
+    CACHED_DATASETS,
     REASONING_GYM,
     ReasoningGymTasks,
     create_dataset,
@@ -21,7 +22,7 @@ from streamrl.rewards.interface.reward import CompletionWorkerReward, RewardSpec
 from streamrl.rewards.interface.reward_result import RewardOutcome, RewardResult
 
 _SETTING = f"rewards.kind={REASONING_GYM}"
-_CACHED_DATASETS, _CACHED_TASKS = 16, 64
+_CACHED_TASKS = 64
 
 JudgeRequest = tuple[str, int, str, str]
 """Tasks as text, index of the task, its question, and the policy's answer."""
@@ -90,18 +91,16 @@ def make_reasoning_gym_handler(pass_score: float) -> Callable[[JudgeRequest], Re
     # Imported here so that the slow import does not count toward the first call's deadline.
     import_optional("reasoning_gym", setting=_SETTING, extra=REASONING_GYM)
 
-    @lru_cache(_CACHED_DATASETS)
-    def load_dataset(tasks: str) -> Any:
-        return create_dataset(ReasoningGymTasks.from_text(tasks), setting="data.train")
+    load_dataset = lru_cache(CACHED_DATASETS)(create_dataset)
 
     @lru_cache(_CACHED_TASKS)
     def make_task(tasks: str, index: int) -> Any:
-        return load_dataset(tasks)[index]
+        return load_dataset(tasks, setting="data")[index]
 
     def handle_request(request: JudgeRequest) -> RewardResult | str:
         tasks, index, question, answer = request
         try:
-            dataset = load_dataset(tasks)
+            dataset = load_dataset(tasks, setting="data")
         except ConfigError as error:
             return str(error)
         task = make_task(tasks, index)

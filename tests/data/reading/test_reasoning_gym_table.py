@@ -1,5 +1,6 @@
 """Tasks of reasoning-gym as rows: by index, the same in every process, apart from evaluation."""
 
+import contextlib
 import json
 import pickle
 import sys
@@ -13,7 +14,13 @@ from streamrl.data.prompt_file import PromptFile, load_data_rows
 from streamrl.data.prompt_stream import PromptStream
 from streamrl.data.prompts import load_prompts
 from streamrl.data.reading import reasoning_gym_table
-from streamrl.data.reading.reasoning_gym_table import ReasoningGymTable, ReasoningGymTasks
+from streamrl.data.reading.reasoning_gym_table import (
+    ReasoningGymTable,
+    ReasoningGymTasks,
+    create_dataset,
+    make_task,
+    task_worker,
+)
 from streamrl.data.training_files import classify_training_files
 from streamrl.errors import ConfigError
 
@@ -30,6 +37,13 @@ MIXED = {
     },
 }
 LIMITS = PromptLimits(400, 300)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ended_worker():
+    """End the process that makes the tasks of these tests."""
+    yield
+    task_worker.close()
 
 
 def parse_entry(entry):
@@ -149,7 +163,7 @@ def test_without_the_package_the_error_names_the_extra(monkeypatch):
     monkeypatch.delitem(sys.modules, "reasoning_gym.factory", raising=False)
     message = r"kind=reasoning_gym: .* run pip install 'streamrl\[reasoning_gym\]'"
     with pytest.raises(ConfigError, match=message):
-        open_tasks()
+        create_dataset(ReasoningGymTasks("chain_sum", 1).to_text(), setting="data.train")
 
 
 @pytest.mark.parametrize(
@@ -173,36 +187,46 @@ def test_tasks_of_an_evaluation_must_not_be_among_those_of_training(train, evalu
         DataConfig(train=train, eval=evaluation)
 
 
-class SlowSums:
-    """Dataset whose second task fails, and whose third takes too long."""
+class ListedTasks:
+    """Dataset of listed tasks; an exception is raised, and an endless one never made."""
+
+    def __init__(self, *tasks):
+        self._tasks = tasks
 
     def __getitem__(self, index):
-        if index == 1:
-            raise ValueError("no task\nhere")
-        if index == 2:
-            reasoning_gym_table.time.clock += 3.0
-        return {"question": "1+1", "answer": "2", "metadata": {}}
+        task = self._tasks[index]
+        if isinstance(task, Exception):
+            raise task
+        while task == "endless":
+            # As code that retries until it succeeds.
+            with contextlib.suppress(Exception):
+                sum(range(1000))
+        return task
 
 
-class ManualTime:
-    clock = 0.0
+def test_a_task_that_fails_or_takes_long_is_a_bad_row_that_says_why(monkeypatch):
+    monkeypatch.setattr(reasoning_gym_table, "MAX_TASK_SECONDS", 0.05)
+    fine = {"question": "1+1", "answer": "2", "metadata": {}}
+    dataset = ListedTasks(fine, ValueError("no task\nhere"), "endless", fine)
+    made = [make_task(dataset, index, name="x") for index in range(4)]
+    assert made == [
+        ("1+1", "2", "x"),
+        "cannot be made: ValueError: no task here",
+        "took more than 0.05 s to make; choose options that make smaller tasks, or another dataset",
+        ("1+1", "2", "x"),
+    ]
 
-    def thread_time(self):
-        return self.clock
 
-
-def test_a_task_that_fails_or_takes_long_is_a_bad_row_that_names_the_dataset(monkeypatch):
-    table = open_tasks()
-    monkeypatch.setattr(reasoning_gym_table, "create_dataset", lambda *_, **__: SlowSums())
-    monkeypatch.setattr(reasoning_gym_table, "time", ManualTime())
-    copied = pickle.loads(pickle.dumps(table))
-    fine, failed, slow = read_records(copied, [0, 1, 2])
-    assert fine["ground_truth"] == "2"
-    assert str(failed) == "reasoning_gym:x task 1: cannot be made: ValueError: no task here"
-    assert str(slow).startswith("reasoning_gym:x task 2: took 3.0 s to make, more than 2 s; choose")
+@pytest.mark.parametrize("dataset", ["isomorphic_strings", "polynomial_multiplication"])
+def test_another_process_makes_the_same_tasks(dataset):
+    # Their tasks depend on the hashes of text.
+    table = open_tasks(dataset=dataset)
+    before = read_records(table, range(3))
+    task_worker.close()
+    assert read_records(table, range(3)) == before
 
 
 def test_a_judge_that_takes_nonsense_for_right_is_named():
     (note,) = open_tasks(dataset="game_of_life_halting").list_notes()
-    assert note.startswith("reasoning_gym:x: the judge of game_of_life_halting gives 'zzz' a score")
+    assert note.startswith("reasoning_gym:x: the judge gives 'zzz' a score of 1 or more in ")
     assert open_tasks().list_notes() == []
