@@ -36,7 +36,8 @@ def make_episode(rng: np.random.Generator) -> RandomEpisode:
     names = ("scores", "costs", "baseline_scores", *(f"reward/{name}" for name in WEIGHTS))
     # Some scores are 0.
     scores = {name: float(rng.normal() * (rng.random() < 0.8)) for name in names}
-    return RandomEpisode(turns, scores | {"finish_reason": rng.choice(_REASONS).value})
+    reason = _REASONS[int(rng.integers(len(_REASONS)))]
+    return RandomEpisode(turns, scores | {"finish_reason": reason.value})
 
 
 def make_groups(

@@ -1,6 +1,6 @@
 """Records of episodes: turns with the text, version and logprob of each sampled token."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +188,7 @@ async def test_an_episode_of_several_samples_is_scored_filtered_and_recorded_onc
     async def score(token):
         lease = GroupLease(token, uid=prompt.uid, stage="reward", attempt=1, expires_at=9.0)
         (result,) = await scorer.score([Experience(lease, 0, prompt=prompt, columns=columns)])
+        assert isinstance(result, Mapping)
         return {name: column.tolist() for name, column in result.items()}
 
     assert await score(token=1) == {"scores": [2.0, 2.0, 5.0], "reward/env": [2.0, 2.0, 5.0]}

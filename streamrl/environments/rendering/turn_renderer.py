@@ -225,7 +225,7 @@ class TurnRenderer:
         return None
 
     def _drop_whitespace(self, token_ids: Sequence[int] | Array) -> str:
-        return "".join(decode(self.tokenizer, token_ids).split())
+        return "".join(decode(self.tokenizer, list(token_ids)).split())
 
     def get_writer(self, *, has_tools: bool) -> BridgeWriter:
         return self._tools_writer if has_tools else self._writer

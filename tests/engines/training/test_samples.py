@@ -76,7 +76,8 @@ def train(config, groups, *, world_size=1):
     packer = MicroBatchPacker(world_size=world_size, micro_batch_tokens=BUDGET)
     for uid, columns in groups.items():
         packer.add_group(uid, columns["lengths"].tolist(), count_samples(columns).tolist())
-    loss, sums, gradients = 0.0, {}, {}
+    loss, sums = 0.0, dict[str, float]()
+    gradients = dict[tuple[str, int], torch.Tensor]()
     for picks in (picks for work in packer.take_rounds(final=True) for picks in work if picks):
         names = (*TOKEN_COLUMNS, "logprobs", "entropy")
         batch = build_batch(groups, picks, derived=derived, token_columns=names).to_dict()
@@ -85,8 +86,9 @@ def train(config, groups, *, world_size=1):
         part, part_sums = task.compute_loss_from_scores(scores, batch, version=1)
         part.backward()
         loss += part.item()
-        for name, value in {**part_sums, **sum_rollouts(groups, picks)}.items():
-            sums[name] = sums.get(name, 0.0) + float(value)
+        values = {name: float(value) for name, value in part_sums.items()}
+        for name, value in (values | sum_rollouts(groups, picks)).items():
+            sums[name] = sums.get(name, 0.0) + value
         lengths = batch["attention_mask"].sum(-1).tolist()
         gradients |= {pick: row[:n] for pick, row, n in zip(picks, leaf.grad, lengths, strict=True)}
     # Every episode may have ended in a way that masks it.
@@ -127,7 +129,7 @@ def test_a_critic_learns_the_same_returns(name, seed):
         derived = derive_columns(config.spec, make_settings(config, groups), groups)
         masks = {uid: columns["loss_mask"] for uid, columns in groups.items()}
         returns.append(np.concatenate([derived[uid]["returns"][masks[uid]] for uid in groups]))
-    np.testing.assert_allclose(*returns, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(returns[1], returns[0], rtol=1e-5, atol=1e-6)
 
 
 class GivenScores(TwoHeadedTask):
@@ -153,7 +155,8 @@ def test_a_shared_critic_weighs_episodes_as_the_policy_does(seed):
         batch = build_batch(groups, picks, derived=derived, token_columns=names)
         batch["trained_values"] = batch["logprobs"]
         loss, sums = task.compute_loss(lambda: None, batch, version=0)
-        losses.append(float(loss) / task.compute_loss_denominator(sums))
+        divisor = task.compute_loss_denominator({name: float(x) for name, x in sums.items()}) or 1.0
+        losses.append(float(loss) / divisor)
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
