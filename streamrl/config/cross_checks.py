@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from streamrl.algorithms import list_required_columns
 from streamrl.algorithms.table import ALGORITHMS
 from streamrl.buffer.assembly.oversampling import MAX_FACTOR as MOST_OVERSAMPLED
-from streamrl.dataflow import CRITIC, CRITIC_BY_COLUMN, GREEDY_CALL, POLICY, build_dataflow
+from streamrl.dataflow import CRITIC, CRITIC_BY_COLUMN, GREEDY_CALL, POLICY
 from streamrl.engines.trainer_config import CriticConfig
 from streamrl.errors import AlgorithmError, ConfigError
 from streamrl.rewards.kinds.environment import ENVIRONMENT_KIND
@@ -270,7 +270,7 @@ def _check_columns(config: "RunConfig") -> None:
     """Raise ConfigError if the algorithm requires a column that no stage produces."""
     try:
         # Raises for a column that no stage produces.
-        build_dataflow(list_required_columns(config.algorithm.spec, config.algorithm_settings))
+        config.dataflow  # noqa: B018
     except (AlgorithmError, ValueError) as error:
         raise ConfigError(str(error)) from error
 

@@ -88,6 +88,9 @@ class EnvironmentConfig(EnvironmentSpec):
     max_turns: most turns of an episode.
     max_tokens: most tokens of an episode besides the row's prompt: sampled tokens, observations,
         what the chat template writes between turns, and the schemas of tools.
+    max_samples: most training samples of an episode. Where the chat template rewrites the
+        conversation before a turn, such as by dropping thoughts, the turn begins a new sample with
+        the rendering as its prompt. After the last sample, and with 1, tokens are appended.
     turn_timeout_s: deadline of `reset`, of `step` and of `score`, each, s. Starting a process has a
         deadline of its own, because the file may import torch.
     call_timeout_s: deadline of a tool call, s. The policy reads that the call timed out.
@@ -115,6 +118,7 @@ class EnvironmentConfig(EnvironmentSpec):
     named: dict[str, EnvironmentSpec] = field(default_factory=dict)
     max_turns: int = 8
     max_tokens: int = 1024
+    max_samples: int = 1
     turn_timeout_s: float = 60.0
     call_timeout_s: float = 30.0
     episode_timeout_s: float = 240.0

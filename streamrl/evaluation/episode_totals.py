@@ -5,7 +5,13 @@ from typing import Self
 
 import numpy as np
 
-from streamrl.messages import TRUNCATIONS, Columns, FinishReason
+from streamrl.messages import (
+    TRUNCATIONS,
+    Columns,
+    FinishReason,
+    count_samples,
+    find_first_samples,
+)
 
 
 @dataclass(frozen=True)
@@ -27,12 +33,13 @@ class EpisodeTotals:
         """Compute the totals of a prompt's rollouts; all are 0 for completions."""
         if "num_turns" not in columns:
             return cls()
-        reasons = columns["finish_reason"]
+        firsts = find_first_samples(count_samples(columns))
+        reasons = columns["finish_reason"][firsts]
         return cls(
             episodes=len(reasons),
             turns=int(columns["num_turns"].sum()),
-            calls=int(columns["num_calls"].sum()),
-            invalid_calls=int(columns["num_invalid_calls"].sum()),
+            calls=int(columns["num_calls"][firsts].sum()),
+            invalid_calls=int(columns["num_invalid_calls"][firsts].sum()),
             truncated=int(np.isin(reasons, [reason.value for reason in TRUNCATIONS]).sum()),
             timeouts=int((reasons == FinishReason.TIMEOUT.value).sum()),
         )

@@ -11,7 +11,7 @@ from streamrl.errors import DeadlineError, EpisodeError, RewardError
 from streamrl.evaluation.config import EvaluationConfig
 from streamrl.evaluation.episode_totals import EpisodeTotals
 from streamrl.evaluation.metrics import EvaluationResult, compute_evaluation_result
-from streamrl.messages import Array, Columns, Prompt, make_rollout_seeds
+from streamrl.messages import Array, Columns, Prompt, count_samples, make_rollout_seeds
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ async def evaluate_policy(
 
 def _to_prompt_scores(columns: Columns, prompt: Prompt, sampled: SampledPrompt) -> _PromptScores:
     """Take scores and answers from the columns that `score` returned; ValueError: wrong shape."""
-    count = len(sampled.columns["lengths"])
+    count = len(count_samples(sampled.columns))
     arrays = {"answers": np.zeros(count, np.int64), **columns}
     for name in ("scores", "answers"):
         if arrays[name].shape != (count,):

@@ -99,6 +99,7 @@ EPISODE_METRICS = tuple(
         ("turns", "turns", "mean turns of the episodes for training that ended since the last row"),
         ("sampled_tokens", "tokens", "mean sampled tokens of those episodes"),
         ("observed_tokens", "tokens", "mean tokens that their environment wrote"),
+        ("samples", "samples", "mean training samples of those episodes"),
         ("calls", "calls", "mean tool calls of those episodes"),
         ("environment_s", "s", "mean time that those episodes waited for their environment"),
         ("malformed_frac", "fraction", "calls that name no tool, do not parse or do not fit"),

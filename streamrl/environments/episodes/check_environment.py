@@ -15,7 +15,7 @@ from streamrl.environments.episodes.start_driver import choose_call_format, load
 from streamrl.environments.hosts.host_pool import EnvironmentHostPool
 from streamrl.environments.hosts.host_protocol import EnvironmentDescription
 from streamrl.environments.interface import ResetResult, ToolSchema
-from streamrl.environments.rendering.conformance import check_template
+from streamrl.environments.rendering.conformance import check_template, describe_treatment
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
 from streamrl.environments.tool_calls.call_formats import REGEX_FORMAT
 from streamrl.environments.tool_calls.tool_schema import get_tool_name
@@ -34,8 +34,7 @@ def check_environments(
     renderer = load_turn_renderer(data, model_path)
     report = check_template(renderer)
     notes = [
-        f"chat template, {kind}: {difference}; kept as sampled: the policy is trained on the"
-        " tokens that it saw"
+        f"chat template, {kind}: {difference}. {describe_treatment(config.max_samples)}"
         for kind, difference in report.differences.items()
     ]
     return [*notes, *asyncio.run(_check_classes(config, renderer, prompts))]

@@ -10,17 +10,12 @@ trainer use them.
 
 import asyncio
 import hashlib
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
+
+import numpy as np
 
 from streamrl.environments.episodes.decode_slots import DecodeSlots
 from streamrl.environments.episodes.episode import (
@@ -30,6 +25,12 @@ from streamrl.environments.episodes.episode import (
     find_turn_outcome,
 )
 from streamrl.environments.episodes.episode_meter import EpisodeMeter
+from streamrl.environments.episodes.protocols import (
+    ComputeContext,
+    EpisodeRenderer,
+    TurnParser,
+    TurnSampler,
+)
 from streamrl.environments.interface import (
     CallOutcome,
     EnvironmentHosts,
@@ -37,7 +38,6 @@ from streamrl.environments.interface import (
     EnvironmentStep,
     EpisodeSummary,
     Message,
-    Reply,
     ResetResult,
     ToolSchema,
 )
@@ -65,72 +65,12 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-class TurnSampler(Protocol):
-    """Generation engine as the driver uses it (`GenerationEngine`)."""
-
-    @property
-    def paused_s(self) -> float:
-        """Time for which the engine has been paused since its start, s."""
-        ...
-
-    async def generate(
-        self,
-        prompt_ids: Array,
-        *,
-        seeds: Sequence[int],
-        sampling: Any = None,
-        max_new_tokens: int | None = None,
-        stop_token_ids: Sequence[int] = (),
-    ) -> list[Rollout]: ...
-
-
-class EpisodeRenderer(Protocol):
-    """Renderer of what the policy reads: a model's (`TurnRenderer`), or one of text."""
-
-    @property
-    def end_token_ids(self) -> Collection[int]: ...
-
-    @property
-    def can_render_tools(self) -> bool: ...
-
-    def render_prompt(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[ToolSchema] = (),
-        arguments: Mapping[str, Any] | None = None,
-        *,
-        observation: Sequence[Message] = (),
-    ) -> Array: ...
-
-    def render_bridge(
-        self,
-        sampled_ids: Sequence[int],
-        messages: Sequence[Message],
-        *,
-        is_cut: bool,
-        has_tools: bool = False,
-        arguments: Mapping[str, Any] | None = None,
-    ) -> BridgeTokens: ...
-
-
-class TurnParser(Protocol):
-    """Parser of sampled turns: a model's (`CallFormat`), or one of text."""
-
-    def parse(
-        self, token_ids: Sequence[int], tools: Sequence[ToolSchema], *, is_cut: bool = False
-    ) -> Reply: ...
-
-
-ComputeContext = Callable[..., AbstractAsyncContextManager[MutableMapping[str, Any]]]
-"""Returns a context that holds the device lease and records a span with facts, as
-`StageContext.record_compute` does."""
-
-
 @dataclass(frozen=True)
 class EpisodeLimits:
     """Limits of an episode.
 
-    max_turn_tokens: most tokens of a turn. max_tokens: most tokens besides the row's prompt.
+    max_turn_tokens: most tokens of a turn. max_tokens: most tokens besides the row's prompt, as if
+        all turns were appended. max_samples: most samples.
     timeout_s: most time in engine and environment, s; waits for a slot or for the devices do not
         count.
     """
@@ -139,6 +79,7 @@ class EpisodeLimits:
     max_turn_tokens: int
     max_tokens: int
     timeout_s: float
+    max_samples: int = 1
 
 
 @dataclass(frozen=True)
@@ -166,6 +107,7 @@ class EpisodeRequest:
 class EpisodeState:
     """Running episode: what was said, sampled and earned so far, and the time that it took.
 
+    num_row_messages: number of `messages` that are the data row's.
     elapsed_s: time in engine and environment, s; environment_s: of it, time in the environment.
     """
 
@@ -174,6 +116,7 @@ class EpisodeState:
     messages: list[Message]
     tools: Sequence[ToolSchema]
     tokens: EpisodeTokens
+    num_row_messages: int
     rewards: list[float] = field(default_factory=list)
     turn_outcomes: list[TurnOutcome] = field(default_factory=list)
     call_outcomes: list[CallOutcome] = field(default_factory=list)
@@ -299,6 +242,8 @@ class EpisodeDriver:
     ) -> Columns:
         """Run an episode per seed, side by side; return ROLLOUT_COLUMNS and EPISODE_COLUMNS.
 
+        If an episode may have several samples, EPISODE_COLUMN is among the columns.
+
         environment_seed: seed of the environment, equal for all episodes of the group.
         sampling: settings of the engine; None: those of the run.
         min_episodes: least episodes of the group; None: one per seed.
@@ -333,7 +278,7 @@ class EpisodeDriver:
         episodes = [result for result in results if isinstance(result, Episode)]
         if len(episodes) < min(min_episodes or len(seeds), len(seeds)):
             raise next(result for result in results if isinstance(result, EpisodeError))
-        return episodes_to_columns(episodes)
+        return episodes_to_columns(episodes, may_split=self._limits.max_samples > 1)
 
     async def run_evaluation(
         self,
@@ -395,7 +340,9 @@ class EpisodeDriver:
             )
         with translate_template_errors(request.prompt):
             messages, prompt_ids = render_start(self._renderer, request.prompt, start)
-        state = EpisodeState(request, session, messages, start.tools, EpisodeTokens(prompt_ids))
+        row, _ = open_conversation(request.prompt.messages, start.messages)
+        tokens = EpisodeTokens(prompt_ids)
+        state = EpisodeState(request, session, messages, start.tools, tokens, len(row))
         state.elapsed_s = state.environment_s = _now() - started
         if self._count_free_tokens(state) < 1:
             raise EpisodeError(
@@ -407,7 +354,6 @@ class EpisodeDriver:
         reason = None
         while reason is None:
             reason = await self._take_turn(state)
-        rollout, source = state.tokens.finish(reason)
         # An environment that did not answer in time may still be busy: its score cannot be asked.
         score = sum(state.rewards)
         if reason is not FinishReason.TIMEOUT:
@@ -415,9 +361,7 @@ class EpisodeDriver:
             with self._measure_environment(state):
                 score = await session.score(summary)
         episode = Episode(
-            rollout,
-            source,
-            state.tokens.turn_ends,
+            state.tokens.finish(reason),
             state.rewards,
             state.turn_outcomes,
             state.call_outcomes,
@@ -458,7 +402,10 @@ class EpisodeDriver:
     def _append_observation(
         self, state: EpisodeState, turn_ids: Sequence[int], messages: Sequence[Message]
     ) -> FinishReason | None:
-        """Append what the environment says after a turn; return TOKENS if it leaves no room."""
+        """Append what the environment says after a turn; return TOKENS if it leaves no room.
+
+        Where the chat template rewrites the conversation, the next turn begins a new sample.
+        """
         # Encoding megabytes that cannot fit would block the event loop for seconds.
         num_chars = sum(len(str(message["content"])) for message in messages)
         if num_chars > MAX_CHARS_PER_TOKEN * self._count_free_tokens(state):
@@ -474,14 +421,44 @@ class EpisodeDriver:
             )
         if self._count_free_tokens(state) <= len(bridge.token_ids):
             return FinishReason.TOKENS
-        state.tokens.append_bridge(bridge)
+        rewritten = self._render_rewritten(state, bridge, messages)
+        if rewritten is None:
+            state.tokens.append_bridge(bridge)
+        elif len(rewritten) < self._get_most_tokens(state):
+            state.tokens.start_sample(rewritten, bridge)
+        else:
+            return FinishReason.TOKENS
         state.messages += messages
         return None
 
+    def _render_rewritten(
+        self, state: EpisodeState, bridge: BridgeTokens, messages: Sequence[Message]
+    ) -> Array | None:
+        """Return the prompt of a new sample; None if the next turn continues the current one.
+
+        messages: what the environment says after the last turn. bridge: their tokens.
+        """
+        tokens, count = state.tokens, state.num_row_messages
+        if tokens.num_samples >= self._limits.max_samples:
+            return None
+        with translate_template_errors(state.request.prompt):
+            return self._renderer.render_rewritten(
+                np.concatenate([tokens.token_ids, bridge.token_ids]),
+                state.messages[:count],
+                [*state.messages[count:], *messages],
+                state.tools if self._renderer.can_render_tools else (),
+                get_template_arguments(state.request.prompt),
+            )
+
+    def _get_most_tokens(self, state: EpisodeState) -> int:
+        """Return the most tokens of a sample, the row's prompt included."""
+        return len(state.request.prompt.token_ids) + self._limits.max_tokens
+
     def _count_free_tokens(self, state: EpisodeState) -> int:
         """Return how many tokens the episode may still grow by."""
-        num_row_tokens = len(state.request.prompt.token_ids)
-        return num_row_tokens + self._limits.max_tokens - len(state.tokens.token_ids)
+        tokens = state.tokens
+        used = max(tokens.num_appended, len(tokens.token_ids))
+        return self._get_most_tokens(state) - used
 
     async def _sample_turn(self, state: EpisodeState) -> Rollout:
         """Sample the next turn of an episode, holding a decode slot and the device lease."""
@@ -492,7 +469,7 @@ class EpisodeDriver:
             request.compute(
                 uid=request.prompt.uid,
                 episode=request.index,
-                turn=len(tokens.turn_ends),
+                turn=len(state.rewards),
                 context=len(tokens.token_ids),
                 environment_s=state.environment_s,
             ) as span_facts,

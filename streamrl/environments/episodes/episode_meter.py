@@ -62,10 +62,12 @@ class EpisodeMeter:
 
     def add_episode(self, episode: Episode, *, environment_s: float) -> None:
         """Add a finished episode and the time in which it waited for its environment, s."""
-        sources = np.bincount(episode.token_source, minlength=len(TokenSource))
-        reason = episode.rollout.finish_reason
+        all_sources = np.concatenate([sample.token_source for sample in episode.samples])
+        sources = np.bincount(all_sources, minlength=len(TokenSource))
+        reason = episode.finish_reason
         for name, value in {
-            "turns": len(episode.turn_ends),
+            "turns": len(episode.turn_rewards),
+            "samples": len(episode.samples),
             "sampled_tokens": sources[TokenSource.SAMPLED],
             "observed_tokens": sources[TokenSource.OBSERVATION],
             "calls": len(episode.call_outcomes),
