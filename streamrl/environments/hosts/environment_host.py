@@ -88,7 +88,7 @@ class EnvironmentHost:
         await self._sources.check()
         deadline = asyncio.get_running_loop().time() + self._settings.turn_timeout_s
         tools = await self._sources.list_tools(deadline)
-        return replace(self._class.description, tools=tuple(tools))
+        return replace(self._class.description, tools=tools)
 
     def _make_environment(self) -> UserEnvironment:
         if self._class.description.shape is EnvironmentShape.TURNS:

@@ -55,14 +55,15 @@ class StdioServer:
         import anyio
         from mcp.shared.message import SessionMessage
 
-        self._process = await self._start_process()
+        self._process = process = await self._start_process()
+        assert process.stdin and process.stdout and process.stderr
         incoming_writer, incoming = anyio.create_memory_object_stream[SessionMessage | Exception]()
         outgoing, outgoing_reader = anyio.create_memory_object_stream[SessionMessage]()
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._receive, self._process.stdout, incoming_writer)
-                tasks.start_soon(self._send, outgoing_reader, self._process.stdin)
-                tasks.start_soon(self._read_errors, self._process.stderr)
+                tasks.start_soon(self._receive, process.stdout, incoming_writer)
+                tasks.start_soon(self._send, outgoing_reader, process.stdin)
+                tasks.start_soon(self._read_errors, process.stderr)
                 try:
                     yield incoming, outgoing
                 finally:

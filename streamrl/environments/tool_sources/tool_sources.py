@@ -42,7 +42,7 @@ class ToolSources:
         the same name.
         """
         listed = [tools for _, tools in await self._list_by_source(deadline)]
-        return [*self._own_tools, *(tool for tools in listed for tool in tools)]
+        return (*self._own_tools, *(tool for tools in listed for tool in tools))
 
     async def _list_by_source(
         self, deadline: float

@@ -191,6 +191,7 @@ def run_code(code: str, name: str, names: JobMessage, sources: dict[str, str]) -
     """
     try:
         tree = compile(code, name, "exec", _ast.PyCF_ONLY_AST, dont_inherit=True)
+        assert isinstance(tree, _ast.Module)
         ends_with_value = bool(tree.body) and isinstance(tree.body[-1], _ast.Expr)
         last = _ast.Interactive(body=[tree.body.pop()] if ends_with_value else [])
         exec(compile(tree, name, "exec", dont_inherit=True), names)

@@ -34,6 +34,7 @@ def call(name, arguments):
         code = "import os; os.setsid(); os.fork() and os._exit(0); print(os.getpid(), flush=True)"
         command = [sys.executable, "-S", "-c", f"{code}; import time; time.sleep(600)"]
         orphan = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert orphan.stdout is not None
         return f"{orphan.stdout.readline().strip()} {os.getpid()}"
     if name == "show_environment":
         return json.dumps(dict(os.environ))
