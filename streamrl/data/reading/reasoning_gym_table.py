@@ -100,8 +100,9 @@ def create_dataset(text: str, *, setting: str) -> Any:
     tasks = ReasoningGymTasks.from_text(text)
     label = f"{setting}.kind={REASONING_GYM}"
     import_module = partial(import_optional, setting=label, extra=REASONING_GYM)
+    # Registers the datasets. After a failure, its submodules would be imported without it.
+    import_module("reasoning_gym")
     factory = import_module("reasoning_gym.factory")
-    # Importing the package registers its datasets.
     if tasks.dataset not in factory.DATASETS:
         hint = suggest_nearest(tasks.dataset, factory.DATASETS, noun="dataset")
         raise ConfigError(f"{setting}.dataset={tasks.dataset}: no such dataset; {hint}")
