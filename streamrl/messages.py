@@ -184,6 +184,7 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
     `token_ids` is int32 [P], the rendered chat template.
     `row_location` is the file and row number of the data row; the remaining fields are copied
     from that row. `is_chat` is false for a plain-text prompt, which becomes one user message.
+    `environment` names the environment of the prompt's episodes; "" if it needs no name.
     """
 
     uid: str
@@ -194,6 +195,7 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
     extra_info: Mapping[str, Any] = msgspec.field(default_factory=dict)
     row_location: str = ""
     is_chat: bool = True
+    environment: str = ""
 
     def __post_init__(self) -> None:
         tokens = self.token_ids
@@ -207,7 +209,7 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
         # Pickling the array itself takes ten times as long as the rest of a prompt.
         tokens = self.token_ids.tobytes()
         row = (self.messages, self.data_source, self.ground_truth, self.extra_info)
-        origin = (self.row_location, self.is_chat)
+        origin = (self.row_location, self.is_chat, self.environment)
         return prompt_from_parts, (self.uid, tokens, *row, *origin)
 
 

@@ -27,7 +27,8 @@ from streamrl.rewards.group_filter import FILTER_KINDS
 class ConfigKey:
     """Key of the run's config as users write it, such as `trainer.lr`, with type and meaning.
 
-    Keys of list entries contain brackets, such as `rewards[].kind`.
+    Keys of list entries contain brackets, such as `rewards[].kind`, keys of named entries the place
+    of the name, such as `environment.named.NAME.path`.
     """
 
     name: str
@@ -83,6 +84,9 @@ def list_config_keys(settings: type = RunConfig, prefix: str = "") -> Iterator[C
             yield from list_config_keys(typing.cast(type, hint), f"{name}.")
         elif typing.get_origin(hint) is list and entry is not None:
             yield from list_config_keys(typing.cast(type, entry), f"{name}[].")
+        elif typing.get_origin(hint) is dict and entry is not None:
+            yield ConfigKey(name, "mapping", format_default(field), meanings.get(field.name, ""))
+            yield from list_config_keys(typing.cast(type, entry), f"{name}.NAME.")
         else:
             default = format_default(field)
             yield ConfigKey(name, _format_type(hint), default, meanings.get(field.name, ""))

@@ -152,9 +152,11 @@ def _make_limits(
     data = replace(recipe.data if recipe else DataConfig(), **options)
     most = data.compute_prompt_limit(
         model_tokens=read_model_length(model, limit=recipe.model.max_length if recipe else None),
-        max_new_tokens=recipe.generator.max_new_tokens if recipe else 1,
+        max_new_tokens=recipe.max_completion_tokens if recipe else 1,
+        key=recipe.completion_limit_key if recipe else "generator.max_new_tokens",
     )
-    return PromptLimits(most, load_vocab_size(model), data.on_long_prompt)
+    environments = tuple(recipe.environment.specs) if recipe else None
+    return PromptLimits(most, load_vocab_size(model), data.on_long_prompt, environments)
 
 
 def describe_file(report: FileReport, limits: PromptLimits) -> list[str]:

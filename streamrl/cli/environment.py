@@ -9,6 +9,7 @@ from contextlib import aclosing
 from dataclasses import asdict
 
 from streamrl.cli.arguments.environment_args import (
+    RenderPrompt,
     add_environment_arguments,
     choose_data_file,
     choose_environment,
@@ -25,6 +26,7 @@ from streamrl.environments.probing.finding import Finding, FindingStatus
 from streamrl.environments.probing.token_probe import probe_template, probe_tokens
 from streamrl.environments.scripted.chat_lines import ChatLineRenderer
 from streamrl.errors import ConfigError
+from streamrl.messages import Prompt
 
 EXIT_FAILED = 1
 DEFAULT_ROWS = 4
@@ -78,16 +80,10 @@ async def check(
 ) -> AsyncGenerator[Finding, None]:
     """Yield the findings on the environment and, with a recipe, on the texts of its model."""
     settings = recipe.environment if recipe else EnvironmentConfig()
-    config = choose_environment(arguments.environment, settings)
     renderer = load_turn_renderer(recipe.data, recipe.model.path) if recipe else None
-    render_prompt = (renderer or ChatLineRenderer()).render_prompt
-    file = choose_data_file(arguments, recipe)
-    if file:
-        prompts = read_prompts(file, render_prompt, first=0, count=arguments.rows)
-    else:
-        prompts = [
-            make_text_prompt("", None, render_prompt, index=i) for i in range(arguments.rows)
-        ]
+    config, prompts = _choose_rows(
+        arguments, recipe, settings, (renderer or ChatLineRenderer()).render_prompt
+    )
     generator = recipe.generator if recipe else GeneratorConfig()
     probe = EnvironmentProbe(
         config,
@@ -102,6 +98,28 @@ async def check(
             yield finding
         for finding in probe_tokens(probe.records, config, renderer):
             yield finding
+
+
+def _choose_rows(
+    arguments: argparse.Namespace,
+    recipe: RunConfig | None,
+    settings: EnvironmentConfig,
+    render_prompt: RenderPrompt,
+) -> tuple[EnvironmentConfig, list[Prompt]]:
+    """Return the environment to check, by default that of the file's first row, and its rows."""
+    file = choose_data_file(arguments, recipe)
+    if not file:
+        prompts = [
+            make_text_prompt("", None, render_prompt, index=i) for i in range(arguments.rows)
+        ]
+        return choose_environment(arguments, settings, prompts[0]), prompts
+    (first,) = read_prompts(file, render_prompt, first=0, count=1)
+    config = choose_environment(arguments, settings, first)
+    name, _ = config.single
+    prompts = read_prompts(
+        file, render_prompt, first=0, count=arguments.rows, environment=name or None
+    )
+    return config, prompts
 
 
 def format_finding(finding: Finding) -> str:

@@ -221,7 +221,12 @@ async def _evaluate_files(
         model_tokens=read_model_length(model, limit=None),
         max_new_tokens=subject.max_completion_tokens,
     )
-    limits = PromptLimits(limit, load_vocab_size(model), subject.data.on_long_prompt)
+    limits = PromptLimits(
+        limit,
+        load_vocab_size(model),
+        subject.data.on_long_prompt,
+        tuple(subject.environment.specs),
+    )
     loaded = load_prompts(files, tokenizer, limits, max_prompts=config.limit)
     for note in await rewards.run_preflight():
         print(f"streamrl: {note}", file=sys.stderr)

@@ -102,10 +102,10 @@ async def _play(arguments: argparse.Namespace) -> Columns:
 
 async def _play_text(arguments: argparse.Namespace, recipe: RunConfig | None) -> Columns:
     settings = recipe.environment if recipe else EnvironmentConfig()
-    config = choose_environment(arguments.environment, settings, max_turns=arguments.max_turns)
+    prompt = _read_row(arguments, recipe, ChatLineRenderer().render_prompt)
+    config = choose_environment(arguments, settings, prompt, max_turns=arguments.max_turns)
     is_human = arguments.policy == HUMAN
     policy = ask_person if is_human else load_policy(arguments.policy, setting="--policy")
-    prompt = _read_row(arguments, recipe, ChatLineRenderer().render_prompt)
     async with _open_hosts(config, is_human=is_human) as hosts:
         # A person may think for as long as they like.
         timeout_s = math.inf if is_human else config.episode_timeout_s
@@ -115,12 +115,12 @@ async def _play_text(arguments: argparse.Namespace, recipe: RunConfig | None) ->
 
 async def _play_model(arguments: argparse.Namespace, recipe: RunConfig | None) -> Columns:
     subject = resolve_subject(Path(arguments.policy), arguments.config)
-    config = choose_environment(
-        arguments.environment, subject.environment, max_turns=arguments.max_turns
-    )
     model = str(subject.model_dir)
     renderer = load_turn_renderer(subject.data, model)
     prompt = _read_row(arguments, recipe, renderer.render_prompt)
+    config = choose_environment(
+        arguments, subject.environment, prompt, max_turns=arguments.max_turns
+    )
     longest = len(prompt.token_ids) + config.max_tokens
     model_length = read_model_length(model, limit=None)
     if longest > model_length:

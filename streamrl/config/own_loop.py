@@ -28,12 +28,13 @@ def make_loop_config(config: RunConfig, ranks: int) -> RunConfig:
     fixed_settings = (
         ("filter.kind", config.filter.kind, "none", "filters no groups"),
         ("reference.every", every, 0, "has a fixed reference"),
-        ("environment.path", config.environment.path, "", "samples single turns"),
         ("generator.tensor_parallel", tensor_parallel, 1, "has a whole generator in each worker"),
     )
     for key, value, required, reason in fixed_settings:
         if value != required:
             raise ConfigError(f"{key}={value}: an own loop {reason}; must be {required}")
+    if config.environment.is_enabled:
+        raise ConfigError(f"{config.environment.settings_text}: an own loop samples single turns")
     if mode not in ("auto", "colocated"):
         raise ConfigError(
             f"placement.mode={mode}: in an own loop the policy's workers both train and"

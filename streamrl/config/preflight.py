@@ -34,7 +34,7 @@ from streamrl.engines.models.tensor_parallel_support import (
 )
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.vllm.model_registry import explain_unshareable_process
-from streamrl.environments.episodes.check_environment import check_environment
+from streamrl.environments.episodes.check_environment import check_environments
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import (
     list_weight_files,
@@ -89,11 +89,11 @@ def prepare_run(config: RunConfig) -> PreparedRun:
     model_tokens = read_model_length(config.model.path, limit=config.model.max_length)
     _check_stop_tokens(config)
     notes = [asyncio.run(reward_set.run_preflight()) for reward_set in (rewards, *costs)]
-    first_prompts: list[Prompt] = []
+    first_prompts: dict[str, Prompt] = {}
 
     def inspect(prompts: Sequence[Prompt]) -> None:
-        if not first_prompts:
-            first_prompts.extend(prompts[:1])
+        for prompt in prompts:
+            first_prompts.setdefault(prompt.environment, prompt)
         for reward_set in (rewards, *costs):
             reward_set.check_prompts(prompts)
 
@@ -102,9 +102,13 @@ def prepare_run(config: RunConfig) -> PreparedRun:
     for prompts in eval_prompts.values():
         inspect(prompts)
     if config.environment.is_enabled:
-        firsts = [*first_prompts, *(prompts[0] for prompts in eval_prompts.values())]
+        firsts = [*first_prompts.values()]
+        for prompts in eval_prompts.values():
+            firsts += {prompt.environment: prompt for prompt in reversed(prompts)}.values()
         notes.append(
-            check_environment(config.environment, config.data, firsts, model_path=config.model.path)
+            check_environments(
+                config.environment, config.data, firsts, model_path=config.model.path
+            )
         )
     if config.data.pretrain:
         load_texts(config.data.pretrain)
@@ -154,6 +158,7 @@ def _open_prompt_files(
         config.model.path,
         limit=limit,
         on_long=data.on_long_prompt,
+        environments=tuple(config.environment.specs),
         max_sampled_tokens=left_tokens if data.max_prompt_tokens is None else None,
         inspect=inspect,
     )
@@ -162,6 +167,7 @@ def _open_prompt_files(
         config.model.path,
         limit=limit,
         on_long=data.on_long_prompt,
+        environments=tuple(config.environment.specs),
         max_prompts=config.evaluation.limit,
     )
     return train, evaluation

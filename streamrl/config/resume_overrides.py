@@ -124,10 +124,17 @@ def _check_fixed_settings(stored: RunConfig, config: RunConfig) -> None:
 
 
 def _check_kind_of_rollouts(stored: RunConfig, config: RunConfig) -> None:
-    """Raise ConfigError if an override adds an environment or removes it: groups would mix."""
-    if config.environment.is_enabled != stored.environment.is_enabled:
-        groups = "episodes" if stored.environment.is_enabled else "no episodes"
-        raise ConfigError(
-            f"environment.path={config.environment.path}: a resumed run must keep"
-            f" {stored.environment.path or 'none'}: groups in its queue have {groups}"
-        )
+    """Raise ConfigError if groups in the queue would not suit the environments.
+
+    An override may add an environment to several, but not to none.
+    """
+    old, new = stored.environment, config.environment
+    if old.is_enabled == new.is_enabled and old.specs.keys() <= new.specs.keys():
+        return
+    groups = "have no episodes"
+    if old.is_enabled:
+        groups = f"name {', '.join(old.named)}" if old.named else "have episodes without a name"
+    raise ConfigError(
+        f"{new.settings_text}: a resumed run must keep {old.settings_text}: groups in its queue"
+        f" {groups}"
+    )

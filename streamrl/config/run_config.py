@@ -374,7 +374,8 @@ def _iter_leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         for name, inner in value.items():
             # The options of a reward or a filter are written beside its fixed keys.
-            inner_key = key if name == "options" else f"{key}.{name}"
+            is_inline = name == "options" and key.partition("[")[0] in _OPTION_SECTIONS
+            inner_key = key if is_inline else f"{key}.{name}"
             yield from _iter_leaves(inner, inner_key.removeprefix("."))
     elif isinstance(value, list):
         for i, inner in enumerate(value):
@@ -399,8 +400,9 @@ def _make_paths_absolute(config: RunConfig) -> None:
             options["path"] = str(Path(str(path)).absolute())
     if config.scorer.combine:
         config.scorer.combine = str(Path(config.scorer.combine).absolute())
-    if config.environment.path:
-        config.environment.path = str(Path(config.environment.path).absolute())
+    for spec in config.environment.specs.values():
+        if spec.path:
+            spec.path = str(Path(spec.path).absolute())
     if config.algorithm.path:
         config.algorithm.path = str(Path(config.algorithm.path).absolute())
 
@@ -461,6 +463,9 @@ def _iter_settings(raw: Any, kind: Any, prefix: str) -> Iterator[tuple[str, Any,
     if get_origin(kind) is list and isinstance(raw, list):
         for i, item in enumerate(raw):
             yield from _iter_settings(item, get_args(kind)[0], f"{prefix.removesuffix('.')}[{i}].")
+    elif get_origin(kind) is dict and isinstance(raw, dict):
+        for name, value in raw.items():
+            yield from _iter_settings(value, get_args(kind)[1], f"{prefix}{name}.")
     elif is_dataclass(kind) and isinstance(raw, dict):
         hints = get_type_hints(kind)
         for name, value in raw.items():
@@ -497,11 +502,24 @@ def _check_key(key: str, value: Any, section: Any, source: str) -> None:
         raise ConfigError(
             f"{source}: {key}={value!r}: must be a list, as in {format_as_list(key, value)}"
         )
+    if get_origin(hints[name]) is dict and is_dataclass(get_args(hints[name])[1]):
+        _check_named_entries(key, value, source)
     if isinstance(value, bool) and str in (hints[name], *get_args(hints[name])):
         words = "on, yes and true" if value else "off, no and false"
         raise ConfigError(
             f"{source}: {key}={value}: must be text; YAML reads unquoted {words} as a boolean"
         )
+
+
+def _check_named_entries(key: str, value: Any, source: str) -> None:
+    """Raise ConfigError unless a value is a mapping of names to mappings of settings."""
+    if not isinstance(value, dict):
+        raise ConfigError(f"{source}: {key}={value!r}: must be a mapping of names to settings")
+    for name, entry in value.items():
+        if not isinstance(name, str):
+            raise ConfigError(f"{source}: {key}.{name}: the name must be text; quote it")
+        if not isinstance(entry, dict):
+            raise ConfigError(f"{source}: {key}.{name}={entry!r}: must be a mapping of settings")
 
 
 def _suggest_key(parent: str, name: str, siblings: Iterable[str]) -> str:

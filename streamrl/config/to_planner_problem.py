@@ -152,15 +152,20 @@ def measure_prompt_tokens(config: RunConfig) -> tuple[float, int]:
             max_new_tokens=config.max_completion_tokens,
             key=config.completion_limit_key,
         )
-        data, model = config.data, config.model.path
+        data, model, environments = config.data, config.model.path, tuple(config.environment.specs)
         opened = open_training_files(
-            data.train_files, model, limit=limit, on_long=data.on_long_prompt
+            data.train_files,
+            model,
+            limit=limit,
+            on_long=data.on_long_prompt,
+            environments=environments,
         )
         evaluation = load_prompt_files(
             data.eval_files,
             model,
             limit=limit,
             on_long=data.on_long_prompt,
+            environments=environments,
             max_prompts=config.evaluation.limit,
         )
     except ConfigError as error:

@@ -14,6 +14,7 @@ from streamrl.data.files import DataFile
 from streamrl.data.reading.rows import BadRow, DataRow
 from streamrl.errors import ConfigError
 from streamrl.files.python_module import load_referenced_function
+from streamrl.files.typed_settings import suggest_nearest
 from streamrl.messages import Prompt, make_uid
 
 if TYPE_CHECKING:
@@ -29,12 +30,14 @@ RENDER_BATCH_ROWS = 512
 class PromptLimits:
     """Limits of a prompt: length in tokens, size of the vocabulary, action on a longer prompt.
 
-    on_long: "error", "skip" or "truncate".
+    on_long: "error", "skip" or "truncate". environments: names of the run's environments, ("",) for
+    a single one without a name, () for a run without any; None accepts all names.
     """
 
     max_tokens: int
     vocab_size: int
     on_long: str = "error"
+    environments: tuple[str, ...] | None = None
 
 
 class RowStatus(Enum):
@@ -123,6 +126,7 @@ def make_prompt(row: DataRow, token_ids: Sequence[int], *, first: int = 0) -> Pr
         extra_info=row.extra_info,
         row_location=row.location,
         is_chat=row.is_chat,
+        environment=row.environment,
     )
 
 
@@ -134,6 +138,8 @@ def _classify_prompt(
         _check_token_ids(row, prompt, limits.vocab_size)
         if not keep(prompt, row.location):
             return ClassifiedRow(RowStatus.FILTERED, row.index, length)
+        if limits.environments is not None:
+            check_row_environment(prompt, limits.environments)
         if length <= limits.max_tokens:
             return ClassifiedRow(RowStatus.KEPT, row.index, length, prompt)
         if limits.on_long == "truncate":
@@ -158,6 +164,33 @@ def _check_token_ids(row: DataRow, prompt: Prompt, vocab_size: int) -> None:
             f"{row.location}: the prompt has token id {largest}, but the model's vocabulary has "
             f"{vocab_size} ids: tokenizer and model do not match"
         )
+
+
+def check_row_environment(prompt: Prompt, environments: Sequence[str]) -> None:
+    """Raise ConfigError unless the row of a prompt names an environment exactly if it must.
+
+    environments: names of the run's environments, as of `PromptLimits`.
+    """
+    name = prompt.environment
+    if name in (environments or ("",)):
+        return
+    if not name:
+        raise ConfigError(
+            f"{prompt.row_location}: names no environment; its column 'environment' must be one of"
+            f" {', '.join(environments)}"
+        )
+    label = f"{prompt.row_location}: environment={name}"
+    if not environments:
+        raise ConfigError(
+            f"{label}: no environment is set; set environment.named.{name}, or remove the column"
+        )
+    if not any(environments):
+        raise ConfigError(
+            f"{label}: the only environment has no name; move its settings from environment to"
+            f" environment.named.{name}, or remove the column"
+        )
+    hint = suggest_nearest(name, environments, noun="environment")
+    raise ConfigError(f"{label}: no such environment in environment.named; {hint}")
 
 
 def load_prompt_filter(reference: str, *, setting: str) -> PromptFilter:

@@ -55,14 +55,16 @@ def load_prompt_files(
     *,
     limit: int,
     on_long: str,
+    environments: tuple[str, ...] | None = None,
     max_prompts: int | None = None,
 ) -> list[LoadedFile]:
     """Load the prompts of small files, with the tokenizer of a model directory.
 
     limit: maximum tokens of a prompt. on_long: action on a longer prompt: error, skip or truncate.
-    max_prompts: prompts per file. Raises a one-line ConfigError for a bad row or an unusable file.
+    environments: names that rows may give, as of PromptLimits. max_prompts: prompts per file.
+    Raises a one-line ConfigError for a bad row or an unusable file.
     """
-    limits = PromptLimits(limit, load_vocab_size(model), on_long)
+    limits = PromptLimits(limit, load_vocab_size(model), on_long, environments)
     return load_prompts(files, load_tokenizer(model), limits, max_prompts=max_prompts)
 
 

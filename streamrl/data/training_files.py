@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,24 +123,26 @@ class TrainingFiles:
         )
 
 
-def open_training_files(
+def open_training_files(  # noqa: PLR0913
     files: Sequence[DataFile],
     model: str,
     *,
     limit: int,
     on_long: str,
+    environments: tuple[str, ...] | None = None,
     max_sampled_tokens: float | None = math.inf,
     inspect: PromptInspector = lambda prompts: None,
 ) -> TrainingFiles:
     """Open training files with the tokenizer of a model directory, and classify their rows.
 
-    limit: maximum tokens of a prompt. on_long: action on a longer prompt. In a sampled file prompts
-    may exceed the longest sampled prompt by LENGTH_MARGIN, up to max_sampled_tokens; None allows
-    `limit`. inspect: receives the classified prompts. Raises a one-line ConfigError with file, row
-    and rule for the first bad row among those classified, an unusable file, template or filter, or
-    a file without any usable row.
+    limit: maximum tokens of a prompt. on_long: action on a longer prompt. environments: names that
+    rows may give, as of PromptLimits. In a sampled file prompts may exceed the longest sampled
+    prompt by LENGTH_MARGIN, up to max_sampled_tokens; None allows `limit`. inspect: receives the
+    classified prompts. Raises a one-line ConfigError with file, row and rule for the first bad row
+    among those classified, an unusable file, template or filter, or a file without any usable row.
     """
-    tokenizer, limits = LazyTokenizer(model), PromptLimits(limit, load_vocab_size(model), on_long)
+    tokenizer = LazyTokenizer(model)
+    limits = PromptLimits(limit, load_vocab_size(model), on_long, environments)
     opened, first = [], 0
     for file in files:
         prompts = PromptFile(file, tokenizer, limits, first=first)
@@ -248,6 +251,8 @@ def choose_rows(
 
 
 def hash_prompt(digest: "hashlib.blake2b", prompt: Prompt) -> None:
-    facts = (parse_uid(prompt.uid)[1], prompt.data_source, prompt.ground_truth)
+    facts: tuple[Any, ...] = (parse_uid(prompt.uid)[1], prompt.data_source, prompt.ground_truth)
+    # Runs of versions without named environments must find the hash of their data unchanged.
+    facts += (prompt.environment,) if prompt.environment else ()
     digest.update(repr((facts, len(prompt.token_ids))).encode("utf-8", "backslashreplace"))
     digest.update(prompt.token_ids.astype(np.int32).tobytes())

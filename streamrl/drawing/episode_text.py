@@ -65,7 +65,8 @@ def make_printable(text: str) -> str:
 def _describe_group(group: RecordedGroup) -> Iterator[Text]:
     mean = f"mean score {group.mean_score:.3g}"
     size = _count(len(group.rollouts), "rollout")
-    title = f"step {group.step}, uid {group.uid}: {size}, {mean}"
+    environment = f", environment {group.environment}" if group.environment else ""
+    title = f"step {group.step}, uid {group.uid}{environment}: {size}, {mean}"
     yield Text(make_printable(title), style="bold")
     if group.ground_truth not in (None, ""):
         yield Text(make_printable(f"ground truth: {group.ground_truth}"))

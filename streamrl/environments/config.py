@@ -1,18 +1,66 @@
-"""Config section `environment`: the environment of a run's episodes, and their limits."""
+"""Config section `environment`: the environments of a run's episodes, and their limits."""
 
 import math
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+from streamrl.environments.environment_kinds import CLASS_KIND, ENVIRONMENT_KINDS
 from streamrl.errors import ConfigError
+from streamrl.files.typed_settings import suggest_nearest
 
 TIMEOUT_ACTIONS = ("mask", "score")
+SECTION = "environment"
+_NAME = re.compile(r"[\w-]+")
 
 
 @dataclass
-class EnvironmentConfig:
-    """Environment of a run. Without a path every rollout is a single turn.
+class EnvironmentSpec:
+    """Class of an environment and the options of its constructor.
 
     path: file of the environment, as file.py or file.py:Class.
+    kind: class (that of `path`), or an adapter.
+    options: keyword arguments of the class's constructor.
+    """
+
+    path: str = ""
+    kind: str = CLASS_KIND
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_given(self) -> bool:
+        """True if the settings name an environment."""
+        return bool(self.path) or self.kind != CLASS_KIND
+
+    def format_setting(self, section: str) -> str:
+        """Return the setting that names the environment as key=value, for errors."""
+        if self.kind == CLASS_KIND:
+            return f"{section}.path={self.path}"
+        return f"{section}.kind={self.kind}"
+
+    def check(self, section: str) -> None:
+        """Raise ConfigError for an unknown kind, or settings that do not suit the kind.
+
+        section: config section of the spec, for errors.
+        """
+        if self.kind not in ENVIRONMENT_KINDS:
+            hint = suggest_nearest(self.kind, ENVIRONMENT_KINDS, noun="kind")
+            raise ConfigError(f"{section}.kind={self.kind}: no such kind of environment; {hint}")
+        if self.path and self.kind != CLASS_KIND:
+            raise ConfigError(
+                f"{section}.path={self.path}: needs {section}.kind={CLASS_KIND}, not {self.kind}"
+            )
+        if self.options and not self.is_given:
+            raise ConfigError(f"{section}.options: needs {section}.path, the file of the class")
+
+
+@dataclass
+class EnvironmentConfig(EnvironmentSpec):
+    """Environments of a run. Without any, every rollout is a single turn.
+
+    named: several environments by name, each with path, kind and options, in place of those above.
+        Each row names its environment in the column `environment`. All other settings are shared.
     max_turns: most turns of an episode.
     max_tokens: most tokens of an episode besides the row's prompt: sampled tokens, observations,
         what the chat template writes between turns, and the schemas of tools.
@@ -39,7 +87,7 @@ class EnvironmentConfig:
         score.
     """
 
-    path: str = ""
+    named: dict[str, EnvironmentSpec] = field(default_factory=dict)
     max_turns: int = 8
     max_tokens: int = 1024
     turn_timeout_s: float = 60.0
@@ -76,6 +124,22 @@ class EnvironmentConfig:
                 f"environment.call_pattern: needs environment.call_format=regex, not"
                 f" {self.call_format}"
             )
+        self._check_specs()
+
+    def _check_specs(self) -> None:
+        if self.named and self.is_given:
+            raise ConfigError(
+                f"{SECTION}.named: has environments, and {SECTION}.path or kind names another;"
+                " give that one a name, too"
+            )
+        for name, spec in self.named.items():
+            section = get_environment_section(name)
+            if not _NAME.fullmatch(name):
+                raise ConfigError(f"{section}: a name consists of letters, digits, _ and -")
+            if not spec.is_given:
+                raise ConfigError(f"{section}.path: missing; it names the file of the environment")
+            spec.check(section)
+        self.check(SECTION)
 
     @property
     def memory_bytes(self) -> int:
@@ -83,4 +147,32 @@ class EnvironmentConfig:
 
     @property
     def is_enabled(self) -> bool:
-        return bool(self.path)
+        return bool(self.specs)
+
+    @property
+    def specs(self) -> Mapping[str, EnvironmentSpec]:
+        """Environments by name; a single one without a name has the name ""."""
+        return self.named or ({"": self} if self.is_given else {})
+
+    @property
+    def single(self) -> tuple[str, EnvironmentSpec]:
+        """Name and spec of the environment of a config that has exactly one (`select`)."""
+        (entry,) = self.specs.items()
+        return entry
+
+    @property
+    def settings_text(self) -> str:
+        """Settings that name the environments, as key=value, for errors."""
+        settings = [
+            spec.format_setting(get_environment_section(name)) for name, spec in self.specs.items()
+        ]
+        return ", ".join(settings) or f"{SECTION}={{}}"
+
+    def select(self, name: str) -> "EnvironmentConfig":
+        """Return the config of one environment alone, with the shared settings."""
+        return replace(self, named={name: self.named[name]}) if self.named else self
+
+
+def get_environment_section(name: str) -> str:
+    """Return the config section that names an environment; "" is the one without a name."""
+    return f"{SECTION}.named.{name}" if name else SECTION

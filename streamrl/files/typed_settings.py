@@ -51,6 +51,8 @@ def fill_empty_text(raw: Any, kind: Any) -> Any:
     """
     if get_origin(kind) is list and isinstance(raw, list):
         return [fill_empty_text(entry, get_args(kind)[0]) for entry in raw]
+    if get_origin(kind) is dict and isinstance(raw, dict):
+        return {name: fill_empty_text(entry, get_args(kind)[1]) for name, entry in raw.items()}
     if kind is str and raw is None:
         return ""
     if not (dataclasses.is_dataclass(kind) and isinstance(raw, dict)):

@@ -132,14 +132,16 @@ class RewardScorer:
     ) -> None:
         assert experience.prompt is not None
         columns = experience.columns
+        prompt = experience.prompt
         episodes: list[dict[str, Any]] = [{}] * len(completions)
         if "turn_ends" in columns:
             episodes = describe_episodes(self._tokenizer, columns)
         self._samples.append(
             {
                 "uid": experience.uid,
-                "prompt": [dict(message) for message in experience.prompt.messages],
-                "ground_truth": experience.prompt.ground_truth,
+                **({"environment": prompt.environment} if prompt.environment else {}),
+                "prompt": [dict(message) for message in prompt.messages],
+                "ground_truth": prompt.ground_truth,
                 "rollouts": [
                     {
                         "completion": completion.conversation,

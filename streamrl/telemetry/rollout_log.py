@@ -79,13 +79,17 @@ class RecordedRollout(msgspec.Struct, frozen=True):
 
 
 class RecordedGroup(msgspec.Struct, frozen=True):
-    """Rollouts of a prompt, all of which were trained in the training step `step`."""
+    """Rollouts of a prompt, all of which were trained in the training step `step`.
+
+    environment: name of their environment; "" if the run has no named ones.
+    """
 
     step: int
     uid: str
     rollouts: tuple[RecordedRollout, ...]
     prompt: tuple[dict[str, Any], ...] = ()
     ground_truth: Any = None
+    environment: str = ""
 
     @property
     def mean_score(self) -> float:

@@ -325,7 +325,7 @@ def test_overwrite_refuses_to_remove_inputs_of_the_new_run(
         ("trainer.lora_rank=4", "trainer.lora_rank=4: a resumed run must keep 0"),
         ("algorithm.mini_batches=2", "algorithm.mini_batches=2: a resumed run must keep 1"),
         ("queue.journal.enabled=false", "a resumed run must keep True"),
-        ("environment.path=a.py", "must keep none: groups in its queue have no episodes"),
+        ("environment.path=a.py", "must keep environment={}: groups in its queue have no"),
         ("run.seed=5", "cannot resume the data stream"),
     ],
 )

@@ -1,6 +1,7 @@
 """`streamrl play`: a person or a function plays an episode in the terminal."""
 
 import io
+import json
 
 import pytest
 
@@ -94,6 +95,25 @@ def test_a_function_plays_up_to_the_limit_of_turns(play):
     assert out.endswith("policy> 391\nend: stop after turn 2; rewards 0, 0; score 1\n")
     _, out, _ = play(*words, "--max-turns", "1")
     assert out.endswith("end: turns after turn 1; rewards 0; score 0\n")
+
+
+def test_the_row_names_its_environment_among_those_of_a_recipe(play, tmp_path):
+    named = {"guess": {"path": "guess.py"}, "calculator": {"path": "calculator.py"}}
+    recipe = {
+        "model": {"path": "m"},
+        "data": {"train": "named.jsonl"},
+        "rewards": [{"kind": "exact"}],
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps({**recipe, "environment": {"named": named}}))
+    rows = [
+        {"prompt": "Guess.", "environment": "guess"},
+        {"prompt": "17*23", "environment": "calculator", "ground_truth": "391"},
+    ]
+    (tmp_path / "named.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, out, _ = play("--config", "recipe.yaml", "--row", "1", typed="391\n")
+    assert code == 0 and "multiply(a: integer, b: integer)" in out and "score 1" in out
+    _, out, _ = play("--config", "recipe.yaml", typed="99\n")
+    assert "tools:" not in out and "user> <" in out
 
 
 def test_an_environment_that_raises_fails_the_command_with_its_line(play):

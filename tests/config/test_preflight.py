@@ -1,5 +1,7 @@
 """Preflight: resource demands and limits of a run, computed before it starts."""
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -218,6 +220,82 @@ def test_shares_of_several_files_are_noted_and_a_bad_row_names_its_file(tmp_path
     second.write_text("\n".join([rows[0], '{"prompt": "1+1"}']))
     with pytest.raises(ConfigError, match=f"{second} line 2 .*ground_truth"):
         prepare_run(load_config(toy / "recipe.yaml", [mix]))
+
+
+ENVIRONMENTS = """
+from streamrl.environments import Turn
+
+class Turns:
+    def __init__(self, word="+"): self.word = word
+    def reset(self, row): return row.extra_info.get("first", self.word)
+    def step(self, reply): return Turn(done=True)
+
+class Tools:
+    def reset(self, row):
+        if "fails" in row.extra_info: raise OSError("no server")
+    def add(self, a: int) -> int:
+        \"\"\"Add.\"\"\"
+"""
+
+
+@pytest.fixture(scope="module")
+def prepare_named(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[str, ...]]:
+    """Prepare a run with environments and rows; return its notes."""
+    toy = write_toy(tmp_path_factory.mktemp("toy"))
+    (toy / "named.py").write_text(ENVIRONMENTS)
+
+    def prepare(environment: str, *rows: dict[str, object]) -> tuple[str, ...]:
+        full = [{"prompt": "1+1", "ground_truth": "2", **row} for row in rows]
+        path = toy / "named.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in full))
+        overrides = [f"data={{train: {path}}}", environment.replace("FILE", f"{toy}/named.py")]
+        return prepare_run(load_config(toy / "recipe.yaml", overrides)).notes
+
+    return prepare
+
+
+TURNS, TOOLS = {"environment": "turns"}, {"environment": "tools"}
+NAMED = (
+    "environment={max_tokens: 48, call_format: hermes,"
+    " named: {turns: {path: FILE:Turns, options: {word: '-'}}, tools: {path: FILE:Tools}}}"
+)
+
+
+def test_preflight_resets_a_row_of_each_environment(
+    prepare_named: Callable[..., tuple[str, ...]],
+):
+    notes = prepare_named(NAMED, TURNS, TURNS, TOOLS)
+    assert any("Tools in" in note and "has no score" in note for note in notes)
+    assert not any("names it" in note for note in notes)
+    notes = prepare_named(NAMED, TURNS)
+    assert "environment.named.tools: no row that was checked names it" in notes
+    with pytest.raises(ConfigError, match=r"^environment.named.tools.path=.*OSError: no server"):
+        prepare_named(NAMED, TURNS, {**TOOLS, "fails": True})
+    with pytest.raises(ConfigError, match=r"max_tokens=48: leaves no room for a turn: .*line 2"):
+        prepare_named(NAMED, TOOLS, {**TURNS, "first": "1" * 48})
+
+
+@pytest.mark.parametrize(
+    ("environment", "rows", "message"),
+    [
+        (NAMED, [TURNS, {}], "line 2: names no environment; .* one of turns, tools"),
+        (NAMED, [{"environment": "tool"}], "environment=tool: .*nearest environment is tools"),
+        (
+            "environment={path: FILE:Turns, max_tokens: 48}",
+            [TURNS],
+            "environment=turns: the only environment has",
+        ),
+        ("environment={}", [TURNS], "environment=turns: no environment is set"),
+    ],
+)
+def test_preflight_refuses_rows_that_do_not_suit_the_environments(
+    prepare_named: Callable[..., tuple[str, ...]],
+    environment: str,
+    rows: list[dict[str, object]],
+    message: str,
+):
+    with pytest.raises(ConfigError, match=message):
+        prepare_named(environment, *rows)
 
 
 def test_a_learning_rate_error_of_the_critic_names_the_critic(run: tuple[RunConfig, PreparedRun]):

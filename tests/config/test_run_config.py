@@ -237,6 +237,33 @@ def test_paths_become_absolute(recipe: Path):
         ("environment.on_timeout=retry", "environment.on_timeout=retry: must be one of mask, sc"),
         ("environment.call_pattern=x", "call_pattern: needs environment.call_format=regex, not a"),
         ("rewards=[{kind: environment}]", r"rewards\[0\].kind=environment: needs environment.path"),
+        ("environment.kind=gym", "environment.kind=gym: no such kind of environment; .* class"),
+        ("environment.options.size=4", "environment.options: needs environment.path, the file"),
+        (
+            "environment={path: a.py, options: {n: .inf}}",
+            "environment.options.n=inf: must be a fin",
+        ),
+        (
+            "environment={path: a.py, named: {b: {path: b.py}}}",
+            "environment.named: .*environment.path or kind names another; give that one a name",
+        ),
+        ("environment.named.b={}", "environment.named.b.path: missing; it names the file of the"),
+        (
+            "environment.named.b.pth=b.py",
+            "environment.named.b.pth='b.py'; .* environment.named.b.pa",
+        ),
+        (
+            "environment.named.b.max_turns=3",
+            "unknown key environment.named.b.max_turns=3; the near",
+        ),
+        ("environment.named.b=b.py", "environment.named.b='b.py': must be a mapping of settings"),
+        ("environment.named=b.py", "environment.named='b.py': must be a mapping of names to set"),
+        (
+            "environment.named={1: {path: b.py}}",
+            "environment.named.1: the name must be text; quote",
+        ),
+        ("environment.named={'b c': {path: b.py}}", "environment.named.b c: a name consists of l"),
+        ("environment.named.b={path: b.py, options: 3}", "environment.named.b.options"),
         ("rewards=[{kind: exact, of: all}]", "rewards.of=all: must be one of last_turn, sampled, "),
         (
             "environment={path: a.py, max_tokens: 255}",
@@ -378,6 +405,32 @@ def test_an_environment_bounds_what_follows_a_prompt_and_keeps_more_rollouts_ope
     assert config.algorithm_settings.max_length == 900
     calls = {call.stage: call for call in config.dataflow.calls}
     assert {*EPISODE_COLUMNS} <= {*calls["generate"].produces} & {*calls["reward"].needs}
+
+
+def test_several_environments_come_from_the_file_and_from_overrides(recipe: Path):
+    named = "environment: {max_turns: 3, named: {guess: {path: a.py, options: {size: 4}}}}\n"
+    recipe.write_text(recipe.read_text() + named)
+    config = load_config(recipe, ["environment.named.other.path=b.py:B", "run.seed=1"]).environment
+    assert {name: spec.path for name, spec in config.specs.items()} == {
+        "guess": str(Path("a.py").absolute()),
+        "other": str(Path("b.py:B").absolute()),
+    }
+    assert config.is_enabled and not config.is_given
+    guess = config.select("guess")
+    assert guess.single == ("guess", config.named["guess"])
+    assert (guess.max_turns, guess.single[1].options) == (3, {"size": 4})
+
+
+def test_a_single_environment_has_no_name(recipe: Path):
+    config = load_config(recipe, ["environment.path=a.py"]).environment
+    assert (config.single, config.select("")) == (("", config), config)
+    assert not load_config(recipe).environment.specs
+
+
+def test_a_stored_config_of_several_environments_is_read_again(recipe: Path, tmp_path: Path):
+    config = load_config(recipe, ["environment.named.b={path: b.py, options: {words: [x]}}"])
+    (tmp_path / "stored.yaml").write_text(dump_config(config))
+    assert config_to_dict(load_config(tmp_path / "stored.yaml")) == config_to_dict(config)
 
 
 def test_episodes_need_one_template_for_all_files(recipe: Path):

@@ -34,6 +34,56 @@ def test_prompts_carry_the_row_and_int32_tokens(tokenizer, write_rows):
     assert prompt.extra_info["n"] == 3
 
 
+def load_named(path, tokenizer, environments):
+    files = parse_data_files([path], key="data.train", prompt_key="prompt")
+    (loaded,) = load_prompts(files, tokenizer, PromptLimits(20, 300, environments=environments))
+    return [prompt.environment for prompt in loaded.prompts]
+
+
+def test_a_row_may_name_its_environment(tokenizer, write_rows):
+    path = write_rows({"prompt": "a", "environment": "guess"}, {"prompt": "b"})
+    (named, other) = load(path, tokenizer=tokenizer).prompts
+    assert (named.environment, other.environment) == ("guess", "")
+    assert "environment" not in named.extra_info
+    path = write_rows({"prompt": "a", "environment": "b"}, {"prompt": "a", "environment": "a"})
+    assert load_named(path, tokenizer, ("a", "b")) == ["b", "a"]
+
+
+NAMED, UNNAMED = {"prompt": "a", "environment": "gues"}, {"prompt": "a"}
+
+
+@pytest.mark.parametrize(
+    ("row", "environments", "message"),
+    [
+        (UNNAMED, ("guess", "other"), "names no environment; its column 'environment' must be one"),
+        (
+            NAMED,
+            ("guess", "other"),
+            "environment=gues: no such environment in environment.named; t",
+        ),
+        (
+            NAMED,
+            ("",),
+            "environment=gues: the only environment has no name; move its settings from",
+        ),
+        (NAMED, (), "environment=gues: no environment is set; set environment.named.gues, or rem"),
+        ({"prompt": "a", "environment": 3}, ("guess",), "environment must be text, got int"),
+    ],
+)
+def test_a_row_without_one_of_the_environments_of_the_run_is_refused(
+    tokenizer, write_rows, row, environments, message
+):
+    path = write_rows(row)
+    with pytest.raises(ConfigError) as caught:
+        load_named(path, tokenizer, environments)
+    assert str(caught.value).startswith(f"{path} line 1: {message}")
+
+
+@pytest.mark.parametrize("environments", [(), ("",), None])
+def test_a_row_needs_no_name_for_the_only_environment(tokenizer, write_rows, environments):
+    assert load_named(write_rows(UNNAMED), tokenizer, environments) == [""]
+
+
 def test_a_prompt_at_the_limit_passes(tokenizer, write_rows):
     path = write_rows({"prompt": "x" * 17})
     assert len(load(path, tokenizer=tokenizer, limit=20).prompts[0].token_ids) == 20

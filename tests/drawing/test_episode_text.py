@@ -45,6 +45,11 @@ def test_a_rollout_of_an_environment_is_shown_by_turns():
     ]
 
 
+def test_a_group_of_a_named_environment_shows_the_name():
+    title = show([make_group([WON], environment="guess")]).splitlines()[0]
+    assert title == "step 4, uid 0:1:0, environment guess: 1 rollout, mean score 1"
+
+
 def test_a_rollout_without_an_environment_is_one_completion():
     assert show([make_group([RecordedRollout("4\n2", 1.0)])]).splitlines() == [
         "step 4, uid 0:1:0: 1 rollout, mean score 1",

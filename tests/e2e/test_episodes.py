@@ -1,6 +1,8 @@
-"""A colocated run of episodes whose host process is killed in the middle of them."""
+"""A colocated run of two environments; a host process of one is killed amid episodes."""
 
 import json
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -8,12 +10,13 @@ import pytest
 from streamrl.buffer.books.ledger_audit import audit_run_log
 from streamrl.buffer.books.run_log import read_history
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
+from streamrl.telemetry.rollout_log import SAMPLED, RecordedTurn, read_recorded_groups
 from tests.e2e.launched import Launched
 from tests.e2e.shared_runs import Ended
 
 pytestmark = pytest.mark.xdist_group("episodes")
 STEPS = 4
-ENVIRONMENT = """
+ENVIRONMENTS = '''
 import asyncio
 import os
 import signal
@@ -36,15 +39,37 @@ class Thrice:
             except FileExistsError:
                 pass
         await asyncio.sleep(0.05)
-        return Turn("1+1", reward=float("1" in reply.text), done=self.num_turns == 3)
-"""
+        is_odd = any(digit in reply.text for digit in "13579")
+        return Turn("1+1", reward=float(is_odd), done=self.num_turns == 3)
+
+
+class Adder:
+    def __init__(self, score):
+        self._score = score
+
+    def add(self, digit: int) -> str:
+        """Add one."""
+        return f"{digit}+1"
+
+    def score(self, episode):
+        return self._score
+'''
+NAMED = "{{thrice: {{path: {0}:Thrice}}, adder: {{path: {0}:Adder, options: {{score: 0.5}}}}}}"
+# Low digits are calls, and any other text is an answer.
+FORMAT = "call_format: regex, call_pattern: '(?P<digit>[0-4])'"
 
 
 @pytest.fixture(scope="module")
 def run(toy: Path) -> Ended:
-    (toy / "thrice.py").write_text(ENVIRONMENT)
+    (toy / "mine.py").write_text(ENVIRONMENTS)
+    rows = [json.loads(line) for line in (toy / "rows.jsonl").read_text().splitlines()]
+    for i, row in enumerate(rows):
+        row["environment"] = row["data_source"] = ("thrice", "adder")[i % 2]
+    (toy / "named.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["train", str(toy / "recipe.yaml"), f"run.dir={toy}/runs", "run.name=episodes"]
-    words += [f"environment={{path: {toy}/thrice.py, max_turns: 3, max_tokens: 48}}"]
+    words += [f"data.{key}={toy}/named.jsonl" for key in ("train", "eval")]
+    named = NAMED.format(toy / "mine.py")
+    words += [f"environment={{named: {named}, max_turns: 3, max_tokens: 48, {FORMAT}}}"]
     words += ["rewards=[{kind: environment}, {kind: length, weight: 0, of: sampled}]"]
     # A digit ends a turn: the random model seldom samples EOS.
     words += ["generator.stop_token_ids=[3,4,5,6,7,8,9,10,11,12]"]
@@ -69,24 +94,31 @@ def test_generator_and_trainer_agree_on_every_turn(run: Ended):
     for row in run.rows:
         assert row["policy/ratio_mean"] == pytest.approx(1, abs=1e-4)
         assert row["policy/clip_frac"] == 0
-        assert row["episode/turns"] > 2
-        assert row["episode/observed_tokens"] > 3
+        assert 1 < row["episode/turns"] <= 3
+        assert row["episode/observed_tokens"] > 0
         assert row["staleness/max"] == 0
 
 
-def test_evaluation_runs_episodes_with_the_same_limits(run: Ended):
-    assert 0 < run.rows[-1]["eval/mean_at_k"] < 3, "the rewards of three turns"
+def test_evaluation_runs_episodes_of_both_environments_with_the_same_limits(run: Ended):
+    row = run.rows[-1]
+    assert 0 < row["eval/source/thrice/mean_at_k"] < 3, "the rewards of three turns"
+    assert row["eval/source/adder/mean_at_k"] == 0.5
 
 
-def test_recorded_rollouts_have_turns(run: Ended):
-    lines = [
-        json.loads(line)
-        for file in (run.run_dir / "rollouts").glob("*.jsonl")
-        for line in file.read_text().splitlines()
-    ]
-    rollouts = [rollout for line in lines for rollout in line["rollouts"]]
-    sources = {turn["source"] for rollout in rollouts for turn in rollout["turns"]}
+def test_recorded_rollouts_have_the_turns_and_rewards_of_their_environment(run: Ended):
+    outcomes, sources = defaultdict[str, set[str | None]](set), set[str]()
+    for step in range(1, STEPS + 1):
+        for group in read_recorded_groups(run.run_dir, step):
+            for rollout in group.rollouts:
+                turns = [turn for turn in rollout.turns if turn.source == SAMPLED]
+                outcomes[group.environment] |= {turn.outcome for turn in turns}
+                sources |= {turn.source for turn in rollout.turns}
+                assert rollout.environment_score == rollout.score
+                expected = 0.5 if group.environment == "adder" else sum_rewards(turns)
+                assert rollout.score == expected
+    assert outcomes == {"thrice": {"spoke"}, "adder": {"spoke", "called"}}
     assert sources == {"prompt", "sampled", "observation", "scaffold"}
-    for rollout in rollouts:
-        rewards = [turn["reward"] for turn in rollout["turns"] if turn["source"] == "sampled"]
-        assert sum(rewards) == rollout["environment_score"] == rollout["score"]
+
+
+def sum_rewards(turns: Sequence[RecordedTurn]) -> float:
+    return sum(turn.reward or 0.0 for turn in turns)

@@ -94,7 +94,7 @@ def test_half_of_the_demonstrations_call_with_typos_in_calls_and_answers():
 
 def test_demonstrations_are_what_an_episode_renders():
     rng, rows = random.Random(0), make_rows(seed=0)["train"][:50]
-    tools = load_user_class(load_config(Path(RECIPE)).environment.path).description.tools
+    tools = load_user_class(load_config(Path(RECIPE)).environment).description.tools
     demonstrations = [training.demonstrate(row, rng) for row in rows]
     check_demonstrations(demonstrations, num_prompt=1, tools=tools)
 
@@ -107,7 +107,7 @@ def test_the_recipe_finds_the_calls_of_the_demonstrations():
     assert config.generator.max_new_tokens == training.MAX_NEW_TOKENS
     tokenizer = make_renderer().tokenizer
     call_format = make_call_format(settings.call_format, tokenizer, pattern=settings.call_pattern)
-    tools = load_user_class(settings.path).description.tools
+    tools = load_user_class(settings).description.tools
     turn = [*tokenizer("<call>347*86</call>").input_ids, tokenizer.eos_token_id]
     assert len(turn) <= config.generator.max_new_tokens
     reply = call_format.parse(turn, tools)

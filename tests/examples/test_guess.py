@@ -116,7 +116,7 @@ def test_the_recipe_has_the_limits_of_the_game():
     config = load_config(Path(RECIPE))
     assert config.environment.max_turns == MAX_GUESSES
     assert config.generator.max_new_tokens == training.MAX_NEW_TOKENS
-    description = load_user_class(config.environment.path).description
+    description = load_user_class(config.environment).description
     assert description.has_score and not description.tools
     # All tokens of the longest game: guesses with EOS, and answers, which end with a newline.
     longest = MAX_GUESSES * training.MAX_NEW_TOKENS + (MAX_GUESSES - 1) * len(">32-63\n")

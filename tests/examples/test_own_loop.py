@@ -369,6 +369,7 @@ TENSOR_PARALLEL = ["trainer.tensor_parallel=2", "trainer.world_size=2", "--worke
             "algorithm.name=grpo: this is a loop of ppo",
         ),
         (["filter.kind=mean_outside"], "filter.kind=mean_outside: an own loop filters no"),
+        (["environment.path=/a.py"], "environment.path=/a.py: an own loop samples single turns"),
         (["reference.every=2"], "reference.every=2: an own loop has a fixed reference"),
         (["generator.tensor_parallel=2"], "generator.tensor_parallel=2: an own loop has"),
         (["placement.mode=split"], "placement.mode=split: in an own loop the policy's"),

@@ -156,13 +156,14 @@ def test_bytes_that_are_not_a_text_have_a_piece_per_token(ids: list[int]):
 async def test_the_turns_that_the_scorer_records_are_read_back(tmp_path: Path):
     columns = make_columns([TWO_TURNS, TWO_TURNS])
     rewards = [RewardComponent("env", 1.0, False, EnvironmentReward())]
-    prompt = Prompt("0:1:0", np.array(encode("Guess."), np.int32))
+    prompt = Prompt("0:1:0", np.array(encode("Guess."), np.int32), environment="guess")
     lease = GroupLease(token=1, uid=prompt.uid, stage="reward", attempt=1, expires_at=9.0)
     scorer = RewardScorer(RewardSet(rewards), TOKENIZER, accept_group)
     await scorer.score([Experience(lease, 0, prompt=prompt, columns=columns)])
     RolloutLog(tmp_path).write_samples(1, scorer.drain_samples())
     (group,) = read_recorded_groups(tmp_path, 1)
     first, second = group.rollouts
+    assert group.environment == "guess"
     assert [r.score for r in group.rollouts] == [0.0, 1.0]
     assert second.environment_score == 1.0
     assert first.prompt_text == "Guess."

@@ -49,7 +49,8 @@ def encode_prompt(prompt: Prompt) -> bytes:
     """Encode a prompt as msgpack. Raises TypeError naming a value of an unsupported type."""
     rest = (prompt.messages, prompt.data_source, prompt.ground_truth, prompt.extra_info)
     parts = (prompt.uid, prompt.token_ids.tobytes(), *map(_to_plain, rest))
-    return _to_msgpack((*parts, _to_plain(prompt.row_location), prompt.is_chat))
+    origin = (_to_plain(prompt.row_location), prompt.is_chat, _to_plain(prompt.environment))
+    return _to_msgpack((*parts, *origin))
 
 
 def decode_prompt(data: bytes) -> Prompt:

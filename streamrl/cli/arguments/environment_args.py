@@ -9,11 +9,13 @@ from typing import Any
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.config.run_config import RunConfig, load_config
-from streamrl.data.classify_rows import make_prompt
+from streamrl.data.classify_rows import check_row_environment, make_prompt
 from streamrl.data.files import DataFile
 from streamrl.data.prompt_file import load_data_rows
 from streamrl.environments.config import EnvironmentConfig
+from streamrl.environments.environment_kinds import CLASS_KIND
 from streamrl.errors import ConfigError
+from streamrl.files.typed_settings import suggest_nearest
 from streamrl.messages import Array, Prompt, make_uid
 
 RenderPrompt = Callable[..., Array]
@@ -28,6 +30,13 @@ def add_environment_arguments(parser: argparse.ArgumentParser) -> None:
         type=parse_nonempty,
         metavar="ENVIRONMENT",
         help="file.py or file.py:Class, as in environment.path (default: the config's)",
+    )
+    parser.add_argument(
+        "--environment",
+        dest="environment_name",
+        type=parse_nonempty,
+        metavar="NAME",
+        help="environment among environment.named of --config (default: the row's)",
     )
     parser.add_argument(
         "--config",
@@ -50,18 +59,31 @@ def load_recipe(path: Path | None) -> RunConfig | None:
 
 
 def choose_environment(
-    path: str | None, recipe: EnvironmentConfig, **settings: Any
+    arguments: argparse.Namespace, recipe: EnvironmentConfig, prompt: Prompt, **settings: Any
 ) -> EnvironmentConfig:
-    """Return the recipe's settings for the environment at `path`, by default the recipe's own.
+    """Return settings of the environment of ENVIRONMENT, else of --environment, else of the prompt.
 
     settings: values that replace the recipe's, unless they are None. Raises ConfigError if no
-    environment is named.
+    environment is named, or the recipe lacks it.
     """
-    given = {name: value for name, value in settings.items() if value is not None}
-    config = replace(recipe, path=path or recipe.path, **given)
-    if not config.is_enabled:
+    path, name = arguments.environment, arguments.environment_name
+    given = {key: value for key, value in settings.items() if value is not None}
+    if path is not None:
+        if name is not None:
+            raise ConfigError(f"--environment={name} has no effect: ENVIRONMENT={path} is given")
+        return replace(recipe, path=path, kind=CLASS_KIND, options={}, named={}, **given)
+    if not recipe.is_enabled:
         raise ConfigError("give ENVIRONMENT, as file.py:Class, or a --config with environment.path")
-    return config
+    names = tuple(recipe.specs)
+    if name is not None and name not in recipe.named:
+        hint = suggest_nearest(name, recipe.named, noun="environment")
+        raise ConfigError(f"--environment={name}: not in environment.named of --config; {hint}")
+    if name is None and recipe.named and not prompt.row_location:
+        raise ConfigError(f"give --environment NAME, one of {', '.join(names)}")
+    if name is None:
+        check_row_environment(prompt, names)
+        name = prompt.environment
+    return replace(recipe.select(name), **given)
 
 
 def choose_data_file(arguments: argparse.Namespace, recipe: RunConfig | None) -> DataFile | None:
@@ -83,14 +105,24 @@ def choose_data_file(arguments: argparse.Namespace, recipe: RunConfig | None) ->
 
 
 def read_prompts(
-    file: DataFile, render_prompt: RenderPrompt, *, first: int, count: int
+    file: DataFile,
+    render_prompt: RenderPrompt,
+    *,
+    first: int,
+    count: int,
+    environment: str | None = None,
 ) -> list[Prompt]:
     """Return `count` prompts of a file from row `first` on, fewer at its end.
 
-    Raises ConfigError for a bad row, and for a file without row `first`.
+    environment: name that the rows must have; None: any. Raises ConfigError for a bad row, and for
+    a file without such rows.
     """
     rows = load_data_rows(file)
+    if environment is not None:
+        rows = (row for row in rows if row.environment == environment)
     chosen = list(islice(rows, first, first + count))
+    if not chosen and environment is not None:
+        raise ConfigError(f"{file.path}: no row names the environment {environment}")
     if not chosen:
         raise ConfigError(f"{file.path}: has no row {first}; rows count from 0")
     return [make_prompt(row, render_prompt(row.messages).tolist()) for row in chosen]

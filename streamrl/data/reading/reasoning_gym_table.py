@@ -49,6 +49,7 @@ class ReasoningGymTasks:
     options: settings of the dataset. Those of `composite` are `datasets`, a list of mappings with
         name, weight and config.
     system: system message before each task; empty: none.
+    environment: environment of the tasks, in a run with several.
     """
 
     dataset: str = MISSING
@@ -56,6 +57,7 @@ class ReasoningGymTasks:
     seed: int = 0
     options: dict[str, Any] = field(default_factory=dict)
     system: str = ""
+    environment: str = ""
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -230,7 +232,8 @@ class ReasoningGymTable:
     def digest(self) -> str:
         """Text that identifies all tasks: a release of the package may make others."""
         version = importlib.metadata.version(REASONING_GYM)
-        return f"{version} {self._tasks.system} {self._tasks.to_text()}"
+        tasks = self._tasks
+        return repr((version, tasks.to_text(), tasks.system, tasks.environment))
 
     def get_indices(self) -> NDArray[np.int64]:
         return np.arange(len(self))
@@ -282,5 +285,6 @@ class ReasoningGymTable:
             "prompt": [*system, {"role": "user", "content": question}],
             "ground_truth": answer,
             "data_source": source,
+            "environment": self._tasks.environment,
             "extra_info": {REASONING_GYM: {"tasks": self._tasks.to_text(), "index": index}},
         }

@@ -1,10 +1,11 @@
 """Rows of a data file in the schemas of verl, TRL and OpenRLHF, or plain text.
 
 Known columns: the prompt (chat messages, or text as one user message), `data_source`,
-`reward_model.ground_truth` (or top-level `ground_truth`, or the column of `label_key`), `tools` and
-`chat_template_kwargs` (arguments of the chat template), `extra_info`. Objects and messages may be
-JSON text, as in CSV files. All further columns go into extra_info under their names, where rewards
-find them; so do the columns of `label_key` and of the template. The row's own extra_info wins.
+`environment` (its name, if the run has several), `reward_model.ground_truth` (or top-level
+`ground_truth`, or the column of `label_key`), `tools` and `chat_template_kwargs` (arguments of the
+chat template), `extra_info`. Objects and messages may be JSON text, as in CSV files. All further
+columns go into extra_info under their names, where rewards find them; so do the columns of
+`label_key` and of the template. The row's own extra_info wins.
 
 A parquet struct stores every key of its file in every row, as null if the row lacks the key. Nulls
 are removed in all formats, so a row reads the same from each.
@@ -30,6 +31,7 @@ class DataRow:
     """Row of a data file in the schema common to all formats.
 
     location: file and row, for errors. index: line or record number in the file, from 0.
+    environment: name of the environment of the row's episodes; "" if the row names none.
     tools: JSON schemas of functions. template_arguments: extra arguments of the chat template.
     """
 
@@ -42,6 +44,7 @@ class DataRow:
     is_chat: bool
     tools: Sequence[Mapping[str, Any]] = ()
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    environment: str = ""
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,9 @@ def _parse_row(
         fields.pop("data_source", ""), str, name="data_source", location=location
     )
     ground_truth = fields.get(label_key) if label_key else _take_ground_truth(fields, location)
+    environment = _check_type(
+        fields.pop("environment", ""), str, name="environment", location=location
+    )
     extra_info = _check_type(
         fields.pop("extra_info", {}), dict, name="extra_info", location=location
     )
@@ -125,6 +131,7 @@ def _parse_row(
             name="chat_template_kwargs",
             location=location,
         ),
+        environment=environment,
     )
 
 

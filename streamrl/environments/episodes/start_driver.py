@@ -1,4 +1,4 @@
-"""Start of a driver: the model's tokenizer and template, and the hosts of the environment."""
+"""Start of a driver: the model's tokenizer and template, and the hosts of the environments."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ from streamrl.data.config import DataConfig
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.episodes.decode_slots import DecodeSlots
 from streamrl.environments.episodes.driver import EpisodeDriver, EpisodeLimits, TurnSampler
-from streamrl.environments.hosts.host_pool import EnvironmentHostPool
+from streamrl.environments.hosts.environment_pools import EnvironmentPools
 from streamrl.environments.interface import ToolSchema
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
 from streamrl.environments.tool_calls.call_formats import (
@@ -17,6 +17,7 @@ from streamrl.environments.tool_calls.call_formats import (
     detect_call_format,
     make_call_format,
 )
+from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_eos_token_ids
 
 AUTO = "auto"
@@ -40,7 +41,8 @@ def choose_call_format(
 ) -> CallFormat:
     """Return the format of the policy's calls; without tools every turn is text.
 
-    Raises ConfigError for an unknown format, or if `auto` finds none.
+    tools: those of all environments; where one has none, its own turns are text. Raises ConfigError
+    for an unknown format, or if `auto` finds none.
     """
     name = config.call_format
     if name == AUTO:
@@ -59,19 +61,25 @@ async def start_episode_driver(
     max_turn_tokens: int,
     num_slots: int,
 ) -> EpisodeDriver:
-    """Start the hosts of an environment and return a driver that runs its episodes.
+    """Start the hosts of a run's environments and return a driver that runs their episodes.
 
     sampler: the engine. max_turn_tokens: most tokens of a turn. num_slots: turns that the engine
     samples at the same time. Raises ConfigError for an environment or template that cannot be used.
     """
     renderer = load_turn_renderer(data, model_path)
-    hosts = EnvironmentHostPool(config)
+    hosts = EnvironmentPools(config)
     await hosts.start()
+    tools = [tool for found in hosts.descriptions.values() for tool in found.tools]
+    try:
+        call_format = choose_call_format(config, renderer, tools)
+    except ConfigError:
+        await hosts.close()
+        raise
     return EpisodeDriver(
         sampler,
         hosts,
         renderer,
-        choose_call_format(config, renderer, hosts.description.tools),
+        call_format,
         limits=EpisodeLimits(
             config.max_turns, max_turn_tokens, config.max_tokens, config.episode_timeout_s
         ),

@@ -36,11 +36,12 @@ class UserCallRunner:
         return len(self._hanging)
 
     async def run(
-        self, method: FileFunction, function: Callable[..., Any], *args: Any, **kwargs: Any
+        self, method: FileFunction, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """Call a method and return its result; give it up when cancelled. Raises UserCodeError.
 
-        method: description of the function, for its errors. A sync call has a thread of its own,
+        method: description of the function, for its errors. Positional, because keyword arguments
+        of tools and constructors may have any name. A sync call has a thread of its own,
         so nothing thread-local passes from one session to another.
         """
         call = partial(function, *args, **kwargs)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from streamrl.environments.config import EnvironmentConfig
+from streamrl.environments.config import EnvironmentConfig, get_environment_section
 from streamrl.environments.hosts.call_runner import (
     CANCEL_TIMEOUT_S,
     UserCallRunner,
@@ -25,12 +25,13 @@ from streamrl.environments.hosts.user_environment import TurnEnvironment, UserEn
 class EnvironmentHost:
     """Sessions of a process. An idle session costs memory only: no thread and no task.
 
-    Construction loads the user's file and raises ConfigError.
+    settings: of a single environment. Construction loads its class and raises ConfigError.
     """
 
     def __init__(self, settings: EnvironmentConfig) -> None:
         self._settings = settings
-        self._class = load_user_class(settings.path)
+        name, spec = settings.single
+        self._class = load_user_class(spec, section=get_environment_section(name))
         self._runner = UserCallRunner()
         self._sessions: dict[int, UserEnvironment] = {}
         self._running: dict[int, asyncio.Task[Any]] = {}

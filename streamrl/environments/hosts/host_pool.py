@@ -50,6 +50,7 @@ MONITOR_INTERVAL_S = 0.5
 class EnvironmentHostPool:
     """Host processes of an environment class.
 
+    settings: of a single environment.
     kill_counts: number of hosts that ended or were killed, by cause: crash, memory, hanging,
         unresponsive.
     """

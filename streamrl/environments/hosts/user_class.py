@@ -1,4 +1,4 @@
-"""Environment classes of users: loading, and telling their two shapes apart.
+"""Environment classes of users and adapters: loading, and telling their two shapes apart.
 
 class Guess:                        turns: the class has `step`
     def reset(self, row, seed): ...
@@ -12,14 +12,19 @@ class Calculator:                   tools: its other public methods
     def score(self, episode): ...
 """
 
+import importlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from streamrl.environments.config import SECTION, EnvironmentSpec
+from streamrl.environments.environment_kinds import ADAPTER_CLASSES, CLASS_KIND, OPTIONS_CHECK
 from streamrl.environments.hosts.host_protocol import EnvironmentDescription, EnvironmentShape
 from streamrl.environments.tool_calls.tool_schema import make_tool_schema
 from streamrl.errors import ConfigError
 from streamrl.files.python_module import FileFunction, load_referenced_class, make_file_function
+from streamrl.files.typed_settings import suggest_nearest
 
 RESET_PARAMETERS = ("row", "seed")
 """Parameters that `reset` may declare."""
@@ -31,34 +36,40 @@ POSITIONAL_ARGUMENTS = {
 }
 """Positional arguments of the other methods that are not tools."""
 CONSTRUCTOR = "__init__"
-SETTING = "environment.path"
 
 
 @dataclass(frozen=True)
 class UserClass:
-    """Environment class of a user.
+    """Environment class of a user or adapter.
 
+    options: keyword arguments of the constructor.
     methods: `reset`, `step`, `score`, `oracle`, `close` and tools by name, as far as the class has
         them, and the constructor.
     reset_arguments: names of the arguments that `reset` takes.
     """
 
     class_object: type
+    options: Mapping[str, Any]
     description: EnvironmentDescription
     methods: Mapping[str, FileFunction]
     reset_arguments: tuple[str, ...]
 
 
-def load_user_class(path: str) -> UserClass:
-    """Load the class that the setting `environment.path` names, and check its methods.
+def load_user_class(spec: EnvironmentSpec, *, section: str = SECTION) -> UserClass:
+    """Load the class that a spec names, and check its constructor and methods.
 
-    Raises ConfigError if the file cannot be imported, the class has neither shape or both, or a
-    method has other parameters than its caller passes.
+    section: config section of the spec, for errors. Raises ConfigError if the file cannot be
+    imported, the class has neither shape or both, a method has other parameters than its caller
+    passes, or the constructor does not take the options.
     """
-    file, class_object = load_referenced_class(path, setting=SETTING)
-    label = f"{SETTING}={path.removesuffix(':' + class_object.__name__)}:{class_object.__name__}"
-    _check_constructor(class_object, file, label)
+    file, class_object, label = _import_class(spec, section)
+    constructor = make_file_function(file, class_object.__name__, class_object, label=label)
+    _check_options(constructor, spec.options, section)
+    if spec.kind != CLASS_KIND and OPTIONS_CHECK in vars(class_object):
+        getattr(class_object, OPTIONS_CHECK)(**spec.options)
     methods = _find_methods(class_object, file, label)
+    if spec.kind != CLASS_KIND:
+        methods.pop(OPTIONS_CHECK, None)
     tools = [name for name in methods if name not in ("reset", *POSITIONAL_ARGUMENTS)]
     if ("step" in methods) == bool(tools):
         found = f"step and also {', '.join(tools)}" if tools else "no public method"
@@ -80,10 +91,24 @@ def load_user_class(path: str) -> UserClass:
         has_score="score" in methods,
         has_oracle="oracle" in methods,
     )
-    constructor = FileFunction(file, class_object.__name__, class_object, {}, label)
     return UserClass(
-        class_object, description, {CONSTRUCTOR: constructor, **methods}, reset_arguments
+        class_object,
+        spec.options,
+        description,
+        {CONSTRUCTOR: constructor, **methods},
+        reset_arguments,
     )
+
+
+def _import_class(spec: EnvironmentSpec, section: str) -> tuple[str, type, str]:
+    """Return the file of the class, the class, and its setting=value for errors."""
+    if spec.kind == CLASS_KIND:
+        file, class_object = load_referenced_class(spec.path, setting=f"{section}.path")
+        path = spec.path.removesuffix(f":{class_object.__name__}")
+        return file, class_object, f"{section}.path={path}:{class_object.__name__}"
+    module_name, _, class_name = ADAPTER_CLASSES[spec.kind].partition(":")
+    module = importlib.import_module(module_name)
+    return str(module.__file__), vars(module)[class_name], spec.format_setting(section)
 
 
 def _find_methods(class_object: type, file: str, label: str) -> dict[str, FileFunction]:
@@ -102,13 +127,21 @@ def _find_methods(class_object: type, file: str, label: str) -> dict[str, FileFu
     return methods
 
 
-def _check_constructor(class_object: type, file: str, label: str) -> None:
-    try:
-        inspect.signature(class_object).bind()
-    except TypeError as error:
+def _check_options(constructor: FileFunction, options: Mapping[str, Any], section: str) -> None:
+    """Raise ConfigError for an option that is missing, or that the constructor does not take."""
+    named = [name for name in constructor.parameters if name in constructor.keyword_names]
+    owner = f"{constructor.name} in {constructor.file}"
+    for name, value in options.items():
+        if name not in named and not constructor.has_var_keyword:
+            hint = suggest_nearest(name, named, noun="parameter")
+            raise ConfigError(
+                f"{section}.options.{name}={value!r}: {owner} has no such parameter; {hint}"
+            )
+    given = options.keys() & {*named}
+    required = constructor.required_names - given
+    missing = [name for name in constructor.parameters if name in required]
+    if missing:
         raise ConfigError(
-            f"{label}: in {file} cannot be constructed without arguments: {error}; move them to"
-            " reset(self, row, seed)"
-        ) from None
-    except ValueError as error:  # some C classes have no signature
-        raise ConfigError(f"{label}: in {file}: {error}") from None
+            f"{section}.options: {', '.join(missing)} missing: {owner} has parameters"
+            f" ({constructor.signature_text}); set each required one in {section}.options"
+        )

@@ -1,6 +1,7 @@
 """A session's object of a user's class, behind the same methods for both shapes."""
 
 import asyncio
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -47,8 +48,10 @@ class UserEnvironment:
         observation = None
         self._row = prompt
         async with asyncio.timeout(self._settings.turn_timeout_s):
+            # Copied: an object that changes a list among its options must not change its siblings'.
+            options = copy.deepcopy(dict(self._class.options))
             self._object = await self._runner.run(
-                self._class.methods[CONSTRUCTOR], self._class.class_object
+                self._class.methods[CONSTRUCTOR], self._class.class_object, **options
             )
             if "reset" in self._class.methods:
                 arguments = {name: offered[name] for name in self._class.reset_arguments}
@@ -78,7 +81,7 @@ class UserEnvironment:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self.call("close")
 
-    async def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    async def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         function = getattr(self._object, name)
         return await self._runner.run(self._class.methods[name], function, *args, **kwargs)
 

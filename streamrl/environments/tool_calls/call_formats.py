@@ -107,12 +107,14 @@ class CallFormat:
         """Split a sampled turn into text and tool calls, each with its outcome.
 
         token_ids: the sampled tokens, with or without the token that ended the turn. is_cut: the
-        turn ended at a length limit; a call that it did not finish is text. Never raises for what
-        the policy wrote.
+        turn ended at a length limit; a call that it did not finish is text, and so is any call
+        without tools. Never raises for what the policy wrote.
         """
         by_name = {get_tool_name(tool): tool for tool in tools}
         turn = self._decoder.decode(token_ids, by_name, is_cut=is_cut)
         spans = [_check_encodable_call(s) for s in islice(self._find_calls(turn), MAX_SPANS)]
+        if not tools:
+            spans = [span for span in spans if isinstance(span, ScaffoldSpan)]
         calls = [check_call(span, by_name) for span in spans if isinstance(span, WrittenCall)]
         return Reply(_read_text(turn, spans), tuple(calls), is_cut)
 

@@ -71,6 +71,8 @@ def make_pattern_finder(
         )
 
     def find_calls(turn: MarkedTurn) -> Iterator[WrittenCall]:
+        if not turn.tools:
+            return
         if NAME_GROUP not in groups and len(turn.tools) != 1:
             raise ConfigError(
                 f"{setting}={pattern}: without a group {NAME_GROUP}, the environment must have one"

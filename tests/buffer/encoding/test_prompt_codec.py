@@ -27,7 +27,8 @@ VALUES = [
 def prompt(value: Any) -> Prompt:
     extra = {"value": value}
     chat = [{"role": "user", "content": "1+1"}]
-    return Prompt("0:1:0", np.array([1, 2], np.int32), chat, "set", value, extra, "rows:3", False)
+    row = (chat, "set", value, extra, "rows:3", False, "guess")
+    return Prompt("0:1:0", np.array([1, 2], np.int32), *row)
 
 
 def fields(decoded: Prompt) -> list[Any]:

@@ -135,6 +135,34 @@ async def test_a_tool_is_called_and_the_answer_scored(open_session, source):
     assert (await session.score(answer, {"role": "assistant", "content": "390"})).result == 0.0
 
 
+OPTIONS = """
+from streamrl.environments import Turn
+class Mine:
+    def __init__(self, method, words):
+        self.words = words
+    def step(self, reply):
+        self.words.append(reply.text)
+        return Turn(" ".join(self.words))
+"""
+
+
+async def test_each_object_has_options_of_its_own(open_session):
+    for word in ("b", "c"):
+        session = open_session(OPTIONS, options={"method": 1, "words": ["a"]})
+        await session.reset()
+        (message,) = (await session.step(word)).result.messages
+        assert message["content"] == f"a {word}"
+
+
+async def test_arguments_of_a_tool_may_have_any_name(open_session):
+    names = ("name", "method", "function", "args", "kwargs")
+    parameters = ", ".join(f"{name}: int" for name in names)
+    session = open_session(make_tools("return name", parameters=parameters))
+    await session.reset()
+    result = (await session.step("", ToolCall("work", dict.fromkeys(names, 3)))).result
+    assert result.outcomes == [CallOutcome.OK] and result.messages[0]["content"] == "3"
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 async def test_calls_run_side_by_side_and_are_answered_in_order(open_session, is_async):
     # Each call waits until all three have started.

@@ -1,7 +1,12 @@
 """Environment classes of users: the two shapes, and classes that fit neither."""
 
+import sys
+from types import ModuleType
+
 import pytest
 
+from streamrl.environments.config import EnvironmentSpec
+from streamrl.environments.hosts import user_class
 from streamrl.environments.hosts.host_protocol import EnvironmentShape
 from streamrl.environments.hosts.user_class import load_user_class
 from streamrl.errors import ConfigError
@@ -18,8 +23,12 @@ def write(tmp_path):
     return write_file
 
 
+def load(path, **settings):
+    return load_user_class(EnvironmentSpec(path=path, **settings))
+
+
 def test_a_class_with_step_has_turns(write):
-    loaded = load_user_class(write(GUESS))
+    loaded = load(write(GUESS))
     description = loaded.description
     assert (description.name, description.shape) == ("Guess", EnvironmentShape.TURNS)
     assert (description.tools, description.has_score, description.note) == ((), False, "")
@@ -27,7 +36,7 @@ def test_a_class_with_step_has_turns(write):
 
 
 def test_the_other_public_methods_are_tools(write):
-    description = load_user_class(write(CALCULATOR)).description
+    description = load(write(CALCULATOR)).description
     assert description.shape is EnvironmentShape.TOOLS
     (tool,) = description.tools
     assert tool["function"]["name"] == "multiply"
@@ -54,7 +63,7 @@ class Mine(Shared):
     def ape(self, a: int) -> int:
         """A"""
 '''
-    loaded = load_user_class(write(source) + ":Mine")
+    loaded = load(write(source) + ":Mine")
     tools = [tool["function"]["name"] for tool in loaded.description.tools]
     assert tools == ["zebra", "lion", "ape"]
     assert loaded.methods["lion"].is_async and not loaded.methods["ape"].is_async
@@ -62,7 +71,7 @@ class Mine(Shared):
 
 def test_tools_without_score_come_with_a_note(write):
     source = CALCULATOR[: CALCULATOR.index("    def score")]
-    description = load_user_class(write(source)).description
+    description = load(write(source)).description
     assert "its own score is 0 for every episode" in description.note
 
 
@@ -99,7 +108,7 @@ TOOL = 'def calculate(self, a: str):\n        """C"""'
         ),
         (
             "class A:\n    def __init__(self, n): pass\n    def step(self, reply): pass",
-            "{label}: in {path} cannot be constructed without arguments: missing a required",
+            "environment.options: n missing: A in {path} has parameters (n); set each required",
         ),
         ("def f(): pass", "environment.path={path}: must define one class, or be written as"),
         (
@@ -113,7 +122,7 @@ TOOL = 'def calculate(self, a: str):\n        """C"""'
 def test_a_class_of_no_shape_is_refused_in_one_line(write, source, words):
     path = write(source)
     with pytest.raises(ConfigError) as caught:
-        load_user_class(path)
+        load(path)
     expected = words.format(path=path, label=f"environment.path={path}:A")
     assert str(caught.value).startswith(expected) and "\n" not in str(caught.value)
 
@@ -131,4 +140,68 @@ def test_a_class_of_no_shape_is_refused_in_one_line(write, source, words):
 def test_a_reference_that_names_no_class_is_refused(write, reference, words):
     path = write("x = 1\nclass A:\n    def step(self, reply): pass")
     with pytest.raises(ConfigError, match=words):
-        load_user_class(path + reference)
+        load(path + reference)
+
+
+WITH_OPTIONS = """
+class Mine:
+    def __init__(self, size, *, words=()): pass
+    def step(self, reply): pass
+"""
+
+
+def test_the_options_are_keyword_arguments_of_the_constructor(write):
+    options = {"size": 4, "words": ["a"]}
+    assert load(write(WITH_OPTIONS), options=options).options == options
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "options: size missing: Mine in {path} has parameters (size, *, words=())"),
+        (
+            {"size": 4, "word": "a"},
+            "options.word='a': Mine in {path} has no such parameter; the nearest parameter is w",
+        ),
+    ],
+)
+@pytest.mark.parametrize("section", ["environment", "environment.named.guess"])
+def test_an_option_that_does_not_suit_the_constructor_is_named(write, section, options, words):
+    path = write(WITH_OPTIONS)
+    with pytest.raises(ConfigError) as caught:
+        load_user_class(EnvironmentSpec(path=path, options=options), section=section)
+    assert str(caught.value).startswith(f"{section}.{words.format(path=path)}")
+
+
+def test_a_constructor_with_any_keyword_arguments_takes_any_options(write):
+    source = WITH_OPTIONS.replace("*, words=()", "**others")
+    assert load(write(source), options={"size": 4, "word": "a"}).options["word"] == "a"
+
+
+@pytest.fixture
+def adapter_kind(monkeypatch):
+    """Kind whose class refuses the option size=0."""
+
+    class Boxed:
+        def __init__(self, size=1): ...
+
+        @classmethod
+        def check_options(cls, size=1):
+            if size == 0:
+                raise ConfigError("environment.options.size=0: must be above 0")
+
+        def step(self, reply): ...
+
+    module = ModuleType("boxed_adapter")
+    vars(module).update(Boxed=Boxed, __file__="boxed_adapter.py")
+    monkeypatch.setitem(sys.modules, "boxed_adapter", module)
+    monkeypatch.setattr(user_class, "ADAPTER_CLASSES", {"boxed": "boxed_adapter:Boxed"})
+    return "boxed"
+
+
+def test_an_adapter_is_a_class_that_checks_its_options_once_per_host(adapter_kind):
+    loaded = load("", kind=adapter_kind, options={"size": 2})
+    assert (loaded.description.name, loaded.description.file) == ("Boxed", "boxed_adapter.py")
+    assert loaded.description.shape is EnvironmentShape.TURNS
+    with pytest.raises(ConfigError, match="size=0: must be above 0"):
+        load("", kind=adapter_kind, options={"size": 0})

@@ -420,6 +420,14 @@ def test_a_pattern_without_name_calls_the_only_tool(marker_tokenizer: Any, encod
         call_format.parse(encode("(1+2)"), [ADD, SAY])
 
 
+@pytest.mark.parametrize("name", ["hermes", "regex"])
+def test_without_tools_a_call_is_text(name: str, marker_tokenizer: Any, encode: Encode):
+    turn = 'so <tool_call>{"name": "add", "arguments": {}}</tool_call> or (1+2)'
+    pattern = r"\((?P<a>\d)\+(?P<b>\d)\)" if name == "regex" else ""
+    call_format = make_call_format(name, marker_tokenizer, pattern=pattern)
+    assert call_format.parse(encode(turn), []) == Reply(turn)
+
+
 def test_a_pattern_that_backtracks_has_a_deadline(
     marker_tokenizer: Any, encode: Encode, monkeypatch: pytest.MonkeyPatch
 ):
