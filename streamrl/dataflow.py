@@ -4,14 +4,14 @@ This module is pure: executors read the declaration; nothing here runs anything.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 from functools import cached_property
 
 import networkx as nx
 
-from streamrl.messages import EPISODE_COLUMNS, ROLLOUT_COLUMNS
+from streamrl.messages import EPISODE_COLUMN, EPISODE_COLUMNS, ROLLOUT_COLUMNS
 
 
 class CallKind(Enum):
@@ -271,7 +271,8 @@ def build_dataflow(
     the policy with `shares_critic`. With `moves_reference` the reference follows the policy. With
     `has_filter` every call outside FILTER_CALLS waits for the filter: a rejected group then costs
     only its generation and its reward. With `has_episodes` generation also produces the columns of
-    episodes, which the reward stage reads. Raises ValueError for a column that no call produces.
+    episodes, which the reward stage reads; with EPISODE_COLUMN among `columns` an episode may have
+    several samples. Raises ValueError for a column that no call produces.
     """
     needs = tuple(columns)
     train = [ModelCall("train", POLICY, CallKind.TRAIN, needs, ())]
@@ -298,13 +299,15 @@ def build_dataflow(
             c if c in FILTER_CALLS else replace(c, needs=(*c.needs, FILTER_COLUMN)) for c in ordered
         ]
     if has_episodes:
-        ordered = [_add_episode_columns(call) for call in ordered]
+        episode = (EPISODE_COLUMN,) if EPISODE_COLUMN in needs else ()
+        ordered = [_add_columns(call, (*EPISODE_COLUMNS, *episode)) for call in ordered]
     return Dataflow([*ordered, *train])
 
 
-def _add_episode_columns(call: ModelCall) -> ModelCall:
+def _add_columns(call: ModelCall, episode_columns: Sequence[str]) -> ModelCall:
+    """Return a call that also produces, or reads, the columns of episodes."""
     if call.stage == GENERATE_CALL.stage:
-        return replace(call, produces=(*call.produces, *EPISODE_COLUMNS))
+        return replace(call, produces=(*call.produces, *episode_columns))
     if call.stage in (REWARD_CALL.stage, COST_CALL.stage):
-        return replace(call, needs=(*call.needs, *EPISODE_COLUMNS))
+        return replace(call, needs=(*call.needs, *episode_columns))
     return call

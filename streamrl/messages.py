@@ -5,6 +5,7 @@ and named columns. Columns are flat numpy arrays, because Ray passes arrays betw
 without a copy. A column has one entry per token of the group, per turn, per rollout, or any length
 (`ColumnAxis`). A token column is the concatenation of the rollouts; `lengths` tells them apart.
 A turn column is the concatenation of the turns of all rollouts; `num_turns` tells them apart.
+A rollout is an episode, unless the column `episode` gives several rollouts to one.
 
 Example: rollouts of 3 and 2 tokens give lengths = [3, 2] and token_ids of 5 entries.
 
@@ -87,11 +88,18 @@ COLUMN_SPECS: Mapping[str, ColumnSpec] = {
     ),
     "turn_rewards": ColumnSpec("float32", ColumnAxis.TURN, "the environment's reward of a turn"),
     "turn_outcomes": ColumnSpec("int8", ColumnAxis.TURN, "code of TurnOutcome"),
+    "num_calls": ColumnSpec("int32", ColumnAxis.ROLLOUT, "tool calls in each rollout"),
+    "num_invalid_calls": ColumnSpec(
+        "int32", ColumnAxis.ROLLOUT, "calls that do not parse, name no tool, or do not fit it"
+    ),
     "environment_scores": ColumnSpec(
         "float32", ColumnAxis.ROLLOUT, "the environment's score of a rollout"
     ),
     "conversations": ColumnSpec(
-        "uint8", ColumnAxis.TEXT, "chat messages of each rollout, as compressed JSON"
+        "uint8", ColumnAxis.TEXT, "chat messages of each episode, as compressed JSON"
+    ),
+    "episode": ColumnSpec(
+        "int32", ColumnAxis.ROLLOUT, "index of the episode that the rollout is a sample of"
     ),
 }
 ROLLOUT_COLUMNS = (
@@ -108,10 +116,19 @@ EPISODE_COLUMNS = (
     "turn_ends",
     "turn_rewards",
     "turn_outcomes",
+    "num_calls",
+    "num_invalid_calls",
     "environment_scores",
     "conversations",
 )
 """Further columns of the rollouts of an environment."""
+EPISODE_COLUMN = "episode"
+"""Column of groups whose episodes may consist of several samples, which are rollouts of the group.
+
+Samples of an episode follow each other in the order in which they were sampled. A sampled token has
+`loss_mask` true in one of them. Their finish reason and scores are those of the episode. Without
+the column each rollout is an episode.
+"""
 COMPONENT_PREFIX = "reward/"
 COST_PREFIX = "cost/"
 COMPONENT_COLUMN_SPEC = ColumnSpec(
@@ -351,6 +368,25 @@ def columns_to_rollouts(columns: Columns) -> list[Rollout]:
     ]
 
 
+def count_samples(columns: Columns) -> Array:
+    """Return the number of rollouts of each episode of a group, int64 [E]."""
+    if EPISODE_COLUMN not in columns:
+        return np.ones(len(columns["lengths"]), np.int64)
+    return np.bincount(columns[EPISODE_COLUMN])
+
+
+def find_first_samples(samples: Array) -> Array:
+    """Return the index of each episode's first rollout, given `count_samples`: int64 [E]."""
+    firsts: Array = np.cumsum(samples) - samples
+    return firsts
+
+
+def sum_over_samples(column: Array, samples: Array) -> Array:
+    """Return the sum of a column [R] over the samples of each episode: [E]."""
+    sums: Array = np.add.reduceat(column, find_first_samples(samples))
+    return sums
+
+
 def extract_completions(columns: Columns) -> list[Array]:
     """Return the tokens after the prompt of each rollout of a group, int32 [C] each, as views.
 
@@ -372,12 +408,18 @@ class GroupInfo(msgspec.Struct, frozen=True):
 
     `version_tokens` counts the sampled tokens per policy_version, ascending by version.
     `num_turns` counts the turns of all rollouts; 0 for rollouts without an environment.
+    `samples` counts the rollouts of each episode; () if each rollout is an episode.
     """
 
     lengths: tuple[int, ...]
     num_loss_tokens: int
     version_tokens: tuple[tuple[int, int], ...]
     num_turns: int = 0
+    samples: tuple[int, ...] = ()
+
+    @property
+    def num_episodes(self) -> int:
+        return len(self.samples or self.lengths)
 
     @property
     def num_tokens(self) -> int:
@@ -393,18 +435,40 @@ class GroupInfo(msgspec.Struct, frozen=True):
     def from_columns(cls, columns: Columns) -> "GroupInfo":
         """Compute sizes and versions of a group from its ROLLOUT_COLUMNS.
 
-        Raises ContractError if column lengths differ.
+        Reads the columns `episode`, `token_source` and `num_turns` if they exist. Raises
+        ContractError if column lengths differ, if the samples of an episode do not follow each
+        other, or if a token is trained in a sample in which it was not sampled.
         """
         versions, mask = columns["policy_version"], columns["loss_mask"]
         if versions.size != mask.size:
             sizes = f"policy_version[{versions.size}], loss_mask[{mask.size}]"
             raise ContractError(f"columns of one group differ in length: {sizes}")
+        if EPISODE_COLUMN in columns:
+            _check_samples(columns)
         sampled = versions[mask]
         return cls(
             lengths=tuple(columns["lengths"].tolist()),
             num_loss_tokens=sampled.size,
             version_tokens=tuple(_count_versions(sampled)),
             num_turns=int(columns["num_turns"].sum()) if "num_turns" in columns else 0,
+            samples=tuple(count_samples(columns).tolist()) if EPISODE_COLUMN in columns else (),
+        )
+
+
+def _check_samples(columns: Columns) -> None:
+    """Raise ContractError unless samples of an episode are adjacent and train what they sampled."""
+    episodes = columns[EPISODE_COLUMN]
+    is_in_order = np.isin(np.diff(episodes, prepend=-1), (0, 1)).all() and (episodes >= 0).all()
+    if len(episodes) != len(columns["lengths"]) or not is_in_order:
+        raise ContractError(
+            f"column {EPISODE_COLUMN}: {episodes.tolist()[:16]} for {len(columns['lengths'])}"
+            " rollouts; must number the episodes from 0, samples of an episode next to each other"
+        )
+    is_sampled = columns["token_source"] == TokenSource.SAMPLED
+    if not np.array_equal(is_sampled, columns["loss_mask"]):
+        raise ContractError(
+            "loss_mask is not true exactly where token_source is SAMPLED: a sampled token is"
+            " trained in the sample in which it was sampled"
         )
 
 
@@ -455,6 +519,27 @@ def check_column_sizes(sizes: Mapping[str, int], info: GroupInfo) -> None:
             raise ContractError(
                 f"column {name}: {spec.dtype}[{entries}], wanted {spec.dtype}[{wanted}]"
             )
+
+
+def check_loss_mask(columns: Columns) -> None:
+    """Raise ContractError if loss_mask is true for a token that the policy did not sample.
+
+    For the rollouts of an environment, which have `token_source`. Training on the environment's
+    words also raises the reward, by less, so that no metric shows the mistake.
+    """
+    if "token_source" not in columns:
+        return
+    loss_mask, source = columns["loss_mask"], columns["token_source"]
+    if loss_mask.size != source.size:
+        sizes = f"loss_mask[{loss_mask.size}], token_source[{source.size}]"
+        raise ContractError(f"columns of one group differ in length: {sizes}")
+    wrong = np.flatnonzero(loss_mask & (source != TokenSource.SAMPLED))
+    if wrong.size:
+        first = int(wrong[0])
+        raise ContractError(
+            f"column loss_mask: true for token {first} of the group, which the policy did not"
+            f" sample: its token_source is {TokenSource(int(source[first])).name}"
+        )
 
 
 class GroupLease(msgspec.Struct, frozen=True, weakref=True):

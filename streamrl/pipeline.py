@@ -360,6 +360,6 @@ async def watch_stalls(run_state: RunState, queue: ExperienceQueue, config: Pipe
         new_stalls = [lease for lease in overdue if lease.stall_key not in reported]
         reported = {lease.stall_key for lease in overdue}
         if new_stalls:
-            run_state.on_stall(new_stalls)
+            run_state.on_stall(new_stalls, await run_state.describe_waits())
         if config.on_stall == "redeliver":
             await queue.requeue_overdue(overdue)

@@ -43,7 +43,6 @@ from streamrl.pipeline import (
     admit_prompts,
     follow_weights,
     generate_rollouts,
-    hold_lease_per_group,
     score_groups,
     train_policy,
     watch_stalls,
@@ -56,6 +55,7 @@ from streamrl.stream.weight_publisher import PublishFunction, WeightPublisher
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import ServedVersion, WeightManifest
 from streamrl.weights.versions import WeightRegistry
+from tests.fake_episodes import FakeEpisodeGenerator
 from tests.fake_shards import LocalShard, MemoryLog
 from tests.fakes import (
     GROUP_BYTES,
@@ -73,6 +73,16 @@ PACES = (UpdatePlan(), UpdatePlan(True), UpdatePlan(True, 2, 1), UpdatePlan(True
 GROUPS_AT_ONCE = 3
 """Concurrent groups of a generator by default."""
 STREAM_COLUMNS = (*ROLLOUT_COLUMNS, "scores")
+
+
+EPISODES: dict[str, st.SearchStrategy[Any]] = {
+    "max_turns": st.integers(1, 4),
+    "environment_s": st.sampled_from([(0.0, 0.1), (0.5, 20.0), (5.0, 60.0)]),
+    # Fits the longest episode.
+    "micro_batch_tokens": st.integers(50, 200),
+    "greedy": st.just(False),
+}
+"""Overrides of `draw_plans` for runs with an environment."""
 
 
 def draw_plans(**overrides: st.SearchStrategy[Any]) -> st.SearchStrategy[Plan]:
@@ -206,7 +216,7 @@ def dataflow_of(plan: Plan) -> Dataflow:
         "baseline_scores": plan.greedy,
     }
     columns = (*STREAM_COLUMNS, *(name for name, is_enabled in optional.items() if is_enabled))
-    return build_dataflow(columns, has_filter=plan.filter_rate > 0)
+    return build_dataflow(columns, has_filter=plan.filter_rate > 0, has_episodes=plan.max_turns > 0)
 
 
 def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first") -> Stream:
@@ -293,11 +303,15 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
         rng=rng,
     )
     control.on_group_finished = lambda uid, how: stream.ended.append((uid, how))
-    control.on_stall = stream.stalls.extend
+    control.on_stall = lambda overdue, waits: stream.stalls.extend(overdue)
     return stream
 
 
-async def run_stream(plan: Plan, *, disturb: "Disturb | None" = None) -> Stream:
+async def run_stream(
+    plan: Plan,
+    *,
+    disturb: "Disturb | None" = None,
+) -> Stream:
     """Run all loops of a plan to the end of its last step."""
     stream = build_stream(plan)
     await stream.control.reconcile_queue(stream.queue)
@@ -419,7 +433,8 @@ def start_generator(stream: Stream, stage: Callable[[str, str], StageContext], i
     """Start a generator, or restart a dead one: it serves no version yet."""
     name, plan = f"generator-{index}", stream.plan
     stream.leaving[name] = asyncio.Event()
-    generator, served = FakeGenerator(plan, stream.rng, stream.disk.generated), ServedVersion(name)
+    kind = FakeEpisodeGenerator if plan.max_turns else FakeGenerator
+    generator, served = kind(plan, stream.rng, stream.disk.generated), ServedVersion(name)
     generator.computed = stream.disk.computed["greedy"]
     channel = LocalChannel(stream.control.publisher.registries[POLICY], name)
     stream.samplers.append(generator)
@@ -427,7 +442,7 @@ def start_generator(stream: Stream, stage: Callable[[str, str], StageContext], i
     loops = stream.loops[name] = [asyncio.create_task(follow)]
     for call in stream.dataflow.select_calls(CallKind.GENERATE):
         context = stage(call.stage, name)
-        sample = hold_lease_per_group(context, generator.stages[call.stage])
+        sample = generator.make_sample_function(context)
         read_partials = (
             generator.read_partials if call.stage == GENERATE_CALL.stage else read_no_partials
         )

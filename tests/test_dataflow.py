@@ -196,6 +196,16 @@ def test_filter_adds_the_reward_call_even_if_untrained():
     assert flow.stages == ["generate", "reward", "reference", "train"]
 
 
+def test_samples_of_an_episode_are_known_where_it_is_scored_and_trained():
+    columns = (*ROLLOUT, "scores", "values", "episode")
+    flow = build_dataflow(columns, has_episodes=True)
+    assert set(flow.graph["generate"]) == {"reward", "value", "train", "train_critic"}
+    readers = [call.stage for call in flow.calls if "episode" in call.needs]
+    assert sorted(readers) == ["reward", "train", "train_critic"]
+    with pytest.raises(ValueError, match="needs column episode: no stage produces it"):
+        build_dataflow(columns)
+
+
 def test_shared_critic_and_ema_reference_follow_the_policy():
     columns = (*ROLLOUT, "scores", "values", "ref_logprobs")
     flow = build_dataflow(columns, shares_critic=True, moves_reference=True)

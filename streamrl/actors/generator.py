@@ -13,6 +13,7 @@ from streamrl.engines.generator_config import SamplingSettings
 from streamrl.environments.episodes.driver import EpisodeDriver, make_environment_seed
 from streamrl.environments.episodes.start_driver import start_episode_driver
 from streamrl.errors import ActorLostError
+from streamrl.evaluation.sample_and_score import SampledPrompt
 from streamrl.messages import Columns, Prompt, make_rollout_seeds, rollouts_to_columns
 from streamrl.pipeline import generate_rollouts, hold_lease_per_group
 from streamrl.stream.protocols import (
@@ -130,30 +131,40 @@ class GeneratorActor(ReplicaActor):
 
     async def sample(
         self, prompt: Prompt, seeds: Sequence[int], sampling: SamplingSettings, version: int
-    ) -> Columns:
-        """Sample a rollout of an evaluation prompt per seed, with `version` or a newer one."""
+    ) -> SampledPrompt:
+        """Sample a rollout of an evaluation prompt per seed, with `version` or a newer one.
+
+        Episodes whose environment fails are left out. Raises EpisodeError if all do, and
+        ActorLostError or GenerationError if another generator has to sample the prompt.
+        """
         if self._generator is None:
             raise ActorLostError("this generator died and has not restarted yet")
         assert self._served_version is not None
         await self._served_version.wait_for_version(version)
         if self._driver is not None:
-            return await self._driver.run_group(
+            episodes = await self._driver.run_evaluation(
                 prompt,
                 seeds=seeds,
                 environment_seed=make_environment_seed(self._config.evaluation.seed, prompt.uid),
                 compute=self._hold_for_evaluation,
                 sampling=sampling,
             )
+            return SampledPrompt(*episodes)
         async with self._hold_for_evaluation():
-            return rollouts_to_columns(
-                await self._generator.generate(prompt.token_ids, seeds=seeds, sampling=sampling)
+            rollouts = await self._generator.generate(
+                prompt.token_ids, seeds=seeds, sampling=sampling
             )
+            return SampledPrompt(rollouts_to_columns(rollouts))
 
     @asynccontextmanager
     async def _hold_for_evaluation(self, **facts: SpanArgValue) -> AsyncIterator[dict[str, Any]]:
         """Hold the device lease without a span: evaluation is not work of the stage."""
         async with self._stages[0].device_lease.hold("evaluate"):
             yield {}
+
+    async def describe_waits(self) -> str:
+        """Return what the open episodes wait for; "" if none waits for its environment."""
+        return "" if self._driver is None else self._driver.meter.describe_waits()
 
     async def ping(self) -> ProcessLocation:
         """Reply once the engine replies between two decode steps.

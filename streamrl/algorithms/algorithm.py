@@ -17,6 +17,7 @@ from streamrl.files.python_module import format_failure
 from streamrl.messages import (
     COLUMN_SPECS,
     COMPONENT_PREFIX,
+    EPISODE_COLUMN,
     ROLLOUT_COLUMNS,
     TRUNCATIONS,
     FinishReason,
@@ -42,7 +43,7 @@ class AlgorithmSettings:
 
     max_length: longest possible completion in tokens. scope: group or step, see `Algorithm`.
     params: the algorithm's own numbers by name. reward_weights: weight of each reward component by
-    name.
+    name. splits_episodes: an episode may consist of several samples.
     """
 
     group_size: int
@@ -73,6 +74,7 @@ class AlgorithmSettings:
     params: Mapping[str, Any]
     max_length: int
     reward_weights: Mapping[str, float]
+    splits_episodes: bool = False
 
     @property
     def masked_reasons(self) -> tuple[int, ...]:
@@ -144,7 +146,8 @@ class Algorithm:
     """A row of the algorithm table.
 
     - columns: columns that the functions read, besides `loss_mask` and `num_tokens` [B], the number
-      of sampled tokens. "reward/*" stands for all reward components. Columns are [B] or [B, T].
+      of sampled tokens. "reward/*" stands for all reward components. Columns are [B] or [B, T]. A
+      row is an episode: several samples of one are joined to a row.
     - advantages: (columns, group_ids [B], settings) -> [B] or [B, T], from whole groups.
     - token_loss: (tokens, settings) -> loss [B, T] and a mask of clipped gradients, bool [B, T].
     - defaults: values for fields that `AlgorithmConfig` leaves at null.
@@ -237,7 +240,8 @@ def list_required_columns(row: Algorithm, settings: AlgorithmSettings) -> tuple[
     """
     columns = [name for name in row.columns if name != ALL_COMPONENTS]
     reference = ("ref_logprobs",) if settings.kl_coef else ()
-    return tuple(dict.fromkeys((*ROLLOUT_COLUMNS, "scores", *columns, *reference)))
+    episode = (EPISODE_COLUMN,) if settings.splits_episodes else ()
+    return tuple(dict.fromkeys((*ROLLOUT_COLUMNS, "scores", *columns, *reference, *episode)))
 
 
 def list_derivation_columns(row: Algorithm, settings: AlgorithmSettings) -> tuple[str, ...]:
@@ -248,4 +252,6 @@ def list_derivation_columns(row: Algorithm, settings: AlgorithmSettings) -> tupl
         columns += [COMPONENT_PREFIX + c for c in settings.reward_weights] if is_all else [name]
     penalty = settings.kl_coef and settings.kl_in == "reward"
     kl = ("generator_logprobs", "ref_logprobs") if penalty else ()
-    return tuple(dict.fromkeys(("lengths", "loss_mask", "finish_reason", "scores", *columns, *kl)))
+    episode = (EPISODE_COLUMN,) if settings.splits_episodes else ()
+    always = ("lengths", "loss_mask", "finish_reason", "scores")
+    return tuple(dict.fromkeys((*always, *columns, *kl, *episode)))

@@ -239,17 +239,19 @@ class AlgorithmConfig:
         max_length: int,
         reward_weights: Mapping[str, float],
         mask_timeouts: bool = False,
+        splits_episodes: bool = False,
     ) -> AlgorithmSettings:
         """Return the algorithm's settings with all defaults filled in.
 
         `max_length`: longest possible completion in tokens. `reward_weights`: weight by component.
         `mask_timeouts`: do not train episodes that ended at the limit of their time.
+        `splits_episodes`: an episode may consist of several samples.
         """
         values = {**vars(self), **DEFAULT_SETTINGS, **self.spec.defaults}
         values |= {key: value for key, value in vars(self).items() if value is not None}
         values |= {"params": {**self.spec.params, **self.params}, "scope": self.scope}
         values |= {"max_length": max_length, "reward_weights": dict(reward_weights)}
-        values["mask_timeouts"] = mask_timeouts
+        values |= {"mask_timeouts": mask_timeouts, "splits_episodes": splits_episodes}
         return AlgorithmSettings(
             **{setting.name: values[setting.name] for setting in fields(AlgorithmSettings)}
         )

@@ -32,6 +32,7 @@ from streamrl.messages import (
     GroupInfo,
     GroupLease,
     Prompt,
+    check_loss_mask,
     measure_columns,
 )
 
@@ -509,7 +510,10 @@ def _encode_entry(prompt: Prompt, version: int) -> tuple[str, bytes, int]:
 
 def _make_commit(lease: GroupLease, columns: Columns) -> ColumnCommit:
     sizes = measure_columns(columns)
-    info = GroupInfo.from_columns(columns) if columns.keys() >= _ROLLOUT_COLUMN_NAMES else None
+    info = None
+    if columns.keys() >= _ROLLOUT_COLUMN_NAMES:
+        info = GroupInfo.from_columns(columns)
+        check_loss_mask(columns)
     return ColumnCommit(lease, encode_columns(columns), sizes, info)
 
 

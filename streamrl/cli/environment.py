@@ -17,7 +17,7 @@ from streamrl.cli.arguments.environment_args import (
     make_text_prompt,
     read_prompts,
 )
-from streamrl.config.run_config import RunConfig
+from streamrl.config.run_config import ConfigSections
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.episodes.start_driver import load_turn_renderer
@@ -76,11 +76,12 @@ async def _collect_findings(arguments: argparse.Namespace) -> list[Finding]:
 
 
 async def check(
-    arguments: argparse.Namespace, recipe: RunConfig | None
+    arguments: argparse.Namespace, recipe: ConfigSections | None
 ) -> AsyncGenerator[Finding, None]:
-    """Yield the findings on the environment and, with a recipe, on the texts of its model."""
+    """Yield the findings on the environment and, with a recipe's model, on the texts for it."""
     settings = recipe.environment if recipe else EnvironmentConfig()
-    renderer = load_turn_renderer(recipe.data, recipe.model.path) if recipe else None
+    has_model = recipe is not None and bool(recipe.model.path)
+    renderer = load_turn_renderer(recipe.data, recipe.model.path) if recipe and has_model else None
     config, prompts = _choose_rows(
         arguments, recipe, settings, (renderer or ChatLineRenderer()).render_prompt
     )
@@ -102,7 +103,7 @@ async def check(
 
 def _choose_rows(
     arguments: argparse.Namespace,
-    recipe: RunConfig | None,
+    recipe: ConfigSections | None,
     settings: EnvironmentConfig,
     render_prompt: RenderPrompt,
 ) -> tuple[EnvironmentConfig, list[Prompt]]:

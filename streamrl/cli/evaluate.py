@@ -30,7 +30,7 @@ from streamrl.environments.episodes.start_driver import start_episode_driver
 from streamrl.errors import ConfigError
 from streamrl.evaluation.config import EvaluationConfig
 from streamrl.evaluation.metrics import ConfidenceInterval, EvaluationResult
-from streamrl.evaluation.sample_and_score import GenerateFn, evaluate_policy
+from streamrl.evaluation.sample_and_score import GenerateFn, SampledPrompt, evaluate_policy
 from streamrl.files.hf_config import make_trusted_env, read_model_length
 from streamrl.messages import Columns, Prompt, rollouts_to_columns
 from streamrl.rewards.interface.completion import decode_rollouts
@@ -39,6 +39,7 @@ from streamrl.rewards.interface.reward import RewardContext
 from streamrl.rewards.registry import build_rewards
 from streamrl.rewards.reward_scorer import hash_answers
 from streamrl.run_dir.checkpoint import find_resume_point
+from streamrl.telemetry.metric_names import to_json_value
 
 if TYPE_CHECKING:
     from streamrl.engines.generation.generation_engine import GenerationEngine
@@ -255,9 +256,9 @@ async def _open_sampler(
 ) -> AsyncIterator[GenerateFn]:
     """Yield the function that samples the rollouts of a prompt: completions, or episodes."""
 
-    async def generate(prompt: Prompt, seeds: Sequence[int]) -> Columns:
+    async def generate(prompt: Prompt, seeds: Sequence[int]) -> SampledPrompt:
         rollouts = await engine.generate(prompt.token_ids, seeds=seeds, sampling=config.sampling)
-        return rollouts_to_columns(rollouts)
+        return SampledPrompt(rollouts_to_columns(rollouts))
 
     if not subject.environment.is_enabled:
         yield generate
@@ -271,14 +272,15 @@ async def _open_sampler(
         num_slots=subject.generator.max_concurrent_rollouts,
     )
 
-    async def run_episodes(prompt: Prompt, seeds: Sequence[int]) -> Columns:
-        return await driver.run_group(
+    async def run_episodes(prompt: Prompt, seeds: Sequence[int]) -> SampledPrompt:
+        episodes = await driver.run_evaluation(
             prompt,
             seeds=seeds,
             environment_seed=make_environment_seed(config.seed, prompt.uid),
             compute=lambda **facts: nullcontext({}),
             sampling=config.sampling,
         )
+        return SampledPrompt(*episodes)
 
     try:
         yield run_episodes
@@ -316,7 +318,8 @@ def _print_result(
     model, rewards = subject.model_dir, [reward.kind for reward in subject.rewards]
     if as_json:
         fields = {"model": str(model), "rewards": rewards, "seconds": seconds}
-        fields |= {"unscored": result.num_unscored, **_result_to_dict(result)}
+        fields |= {"unscored": result.num_unscored}
+        fields |= {"unscored_samples": result.num_unscored_samples, **_result_to_dict(result)}
         for key, parts in (("by_source", result.by_source), ("by_file", result.by_file)):
             fields[key] = {name: _result_to_dict(part) for name, part in parts.items()}
         print(json.dumps(fields))
@@ -330,8 +333,11 @@ def _print_result(
         interval = intervals.get(name)
         note = f"  (95 %: {interval[0]:.4f} to {interval[1]:.4f})" if interval else ""
         print(f"  {name:<12} {value:.4f}{note}")
-    if result.num_unscored:
-        print(f"  {result.num_unscored} more prompts have no score: {result.unscored_reason}")
+    if result.unscored_reason:
+        print(
+            f"  without a score: {result.num_unscored} more prompts, and"
+            f" {result.num_unscored_samples} samples of those above: {result.unscored_reason}"
+        )
     for kind, parts in (("source", result.by_source), ("file", result.by_file)):
         for name, part in parts.items() if len(parts) > 1 else ():
             metrics = ", ".join(
@@ -344,7 +350,8 @@ def _result_to_dict(result: EvaluationResult) -> dict[str, Any]:
     intervals = {
         f"{name}_interval": interval for name, interval in _collect_intervals(result).items()
     }
-    return {"prompts": result.num_prompts, **_collect_scores(result), **intervals}
+    scores = {name: to_json_value(score) for name, score in _collect_scores(result).items()}
+    return {"prompts": result.num_prompts, **scores, **intervals}
 
 
 def _collect_scores(result: EvaluationResult) -> dict[str, float]:
@@ -352,7 +359,7 @@ def _collect_scores(result: EvaluationResult) -> dict[str, float]:
     scores[f"mean@{result.samples}"] = result.mean_at_k
     if result.maj_at_k is not None:
         scores[f"maj@{result.samples}"] = result.maj_at_k
-    return scores
+    return {**scores, **result.episode_means}
 
 
 def _collect_intervals(result: EvaluationResult) -> dict[str, ConfidenceInterval | None]:

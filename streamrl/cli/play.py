@@ -22,7 +22,7 @@ from streamrl.cli.arguments.environment_args import (
 )
 from streamrl.cli.evaluate import resolve_subject, start_engine
 from streamrl.cli.output.episode_transcript import EpisodeTranscript, format_end
-from streamrl.config.run_config import RunConfig
+from streamrl.config.run_config import ConfigSections
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.episodes.decode_slots import DecodeSlots
 from streamrl.environments.episodes.driver import EpisodeDriver, EpisodeLimits
@@ -100,7 +100,7 @@ async def _play(arguments: argparse.Namespace) -> Columns:
     return await play(arguments, recipe)
 
 
-async def _play_text(arguments: argparse.Namespace, recipe: RunConfig | None) -> Columns:
+async def _play_text(arguments: argparse.Namespace, recipe: ConfigSections | None) -> Columns:
     settings = recipe.environment if recipe else EnvironmentConfig()
     prompt = _read_row(arguments, recipe, ChatLineRenderer().render_prompt)
     config = choose_environment(arguments, settings, prompt, max_turns=arguments.max_turns)
@@ -113,7 +113,7 @@ async def _play_text(arguments: argparse.Namespace, recipe: RunConfig | None) ->
         return await _run_episode(driver, prompt, arguments.seed)
 
 
-async def _play_model(arguments: argparse.Namespace, recipe: RunConfig | None) -> Columns:
+async def _play_model(arguments: argparse.Namespace, recipe: ConfigSections | None) -> Columns:
     subject = resolve_subject(Path(arguments.policy), arguments.config)
     model = str(subject.model_dir)
     renderer = load_turn_renderer(subject.data, model)
@@ -152,7 +152,7 @@ async def _play_model(arguments: argparse.Namespace, recipe: RunConfig | None) -
 
 
 def _read_row(
-    arguments: argparse.Namespace, recipe: RunConfig | None, render_prompt: RenderPrompt
+    arguments: argparse.Namespace, recipe: ConfigSections | None, render_prompt: RenderPrompt
 ) -> Prompt:
     """Return the row of --prompt, else that of the prompt file, else one without text."""
     if arguments.prompt is None and (file := choose_data_file(arguments, recipe)):

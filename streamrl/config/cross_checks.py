@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from streamrl.algorithms import list_required_columns
 from streamrl.algorithms.table import ALGORITHMS
 from streamrl.buffer.assembly.oversampling import MAX_FACTOR as MOST_OVERSAMPLED
-from streamrl.dataflow import CRITIC, CRITIC_BY_COLUMN, GREEDY_CALL, POLICY, build_dataflow
+from streamrl.dataflow import CRITIC, CRITIC_BY_COLUMN, GREEDY_CALL, POLICY
 from streamrl.engines.trainer_config import CriticConfig
 from streamrl.errors import AlgorithmError, ConfigError
 from streamrl.rewards.kinds.environment import ENVIRONMENT_KIND
@@ -97,6 +97,12 @@ def _check_environment(config: "RunConfig") -> None:
                 " environment.path, the file of the environment"
             )
         return
+    if ENVIRONMENT_KIND in kinds and not any(spec.has_class for spec in environment.specs.values()):
+        raise ConfigError(
+            f"rewards[{kinds.index(ENVIRONMENT_KIND)}].kind={ENVIRONMENT_KIND}: gives every episode"
+            " 0, as environment.tools alone scores nothing; choose other rewards, or add"
+            " environment.path with score(episode)"
+        )
     config.data.shared_template  # noqa: B018 - raises if the files differ
     if config.generator.max_new_tokens > environment.max_tokens:
         raise ConfigError(
@@ -264,7 +270,7 @@ def _check_columns(config: "RunConfig") -> None:
     """Raise ConfigError if the algorithm requires a column that no stage produces."""
     try:
         # Raises for a column that no stage produces.
-        build_dataflow(list_required_columns(config.algorithm.spec, config.algorithm_settings))
+        config.dataflow  # noqa: B018
     except (AlgorithmError, ValueError) as error:
         raise ConfigError(str(error)) from error
 

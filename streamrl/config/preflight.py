@@ -351,7 +351,7 @@ def compute_max_group_bytes(config: RunConfig, prepared: PreparedRun) -> int:
     return bound_group_bytes(
         prepared.dataflow,
         prepared.component_columns,
-        rollouts=config.algorithm.group_size,
+        rollouts=config.algorithm.group_size * config.max_samples,
         tokens=prepared.max_length,
         turns=config.environment.max_turns,
     )
@@ -412,11 +412,18 @@ def _check_stop_tokens(config: RunConfig) -> None:
 
 
 def _check_micro_batch(config: RunConfig, max_length: int) -> None:
-    """Raise ConfigError if a rollout of `max_length` tokens exceeds a micro-batch."""
+    """Raise ConfigError if an episode, with samples of `max_length` tokens, exceeds a micro-batch.
+
+    The samples of an episode are in the same micro-batch.
+    """
     budget, max_new_tokens = config.pipeline.micro_batch_tokens, config.max_completion_tokens
-    if budget < max_length:
+    samples = config.max_samples
+    if budget < samples * max_length:
+        count = (
+            "one rollout" if samples == 1 else f"environment.max_samples={samples} samples, each"
+        )
         raise ConfigError(
-            f"pipeline.micro_batch_tokens={budget}: must fit one rollout of {max_length} tokens"
+            f"pipeline.micro_batch_tokens={budget}: must fit {count} of {max_length} tokens"
             f" = longest prompt {max_length - max_new_tokens}"
             f" + {config.completion_limit_key} {max_new_tokens}"
         )

@@ -129,6 +129,13 @@ def _check_kind_of_rollouts(stored: RunConfig, config: RunConfig) -> None:
     An override may add an environment to several, but not to none.
     """
     old, new = stored.environment, config.environment
+    both_enabled = old.is_enabled and new.is_enabled
+    if both_enabled and (old.max_samples > 1) != (new.max_samples > 1):
+        rule = "keep 1" if old.max_samples == 1 else "stay above 1"
+        raise ConfigError(
+            f"environment.max_samples={new.max_samples}: must {rule} in a resumed run: groups in"
+            " its queue would not have the same columns"
+        )
     if old.is_enabled == new.is_enabled and old.specs.keys() <= new.specs.keys():
         return
     groups = "have no episodes"

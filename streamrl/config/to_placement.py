@@ -143,11 +143,10 @@ def configure_for_cluster(config: RunConfig, cluster: Cluster, *, longest_tokens
         return replace(config, placement=replace(placement, address=RAY_AUTO_ADDRESS))
     components = [COMPONENT_PREFIX + reward.component_name for reward in config.rewards]
     components += [COST_PREFIX + cost.component_name for cost in config.costs]
-    rollouts = config.algorithm.group_size
     group_bytes = bound_group_bytes(
         config.dataflow,
         components,
-        rollouts=rollouts,
+        rollouts=config.algorithm.group_size * config.max_samples,
         tokens=longest_tokens,
         turns=config.environment.max_turns,
     )

@@ -96,9 +96,12 @@ def _describe_rollout(
         make_printable("".join(f", {fact}" for fact in _list_facts(rollout))),
     )
     turn_numbers = count(1)
-    for turn in rollout.visible_turns:
-        if turn.source == SCAFFOLD or (turn.source == PROMPT and _find_common_prompt(group)):
+    for index, turn in enumerate(rollout.visible_turns):
+        is_shown_above = index == 0 and turn.source == PROMPT and _find_common_prompt(group)
+        if turn.source == SCAFFOLD or is_shown_above:
             continue
+        if index and turn.source == PROMPT:
+            yield Text("new sample: the chat template rewrites earlier turns", style="bold")
         yield Text(make_printable(_describe_turn(turn, turn_numbers)), style="bold")
         yield _indent(turn.text, _STYLES.get(turn.source, ""))
 

@@ -4,9 +4,15 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from streamrl.environments.environment_kinds import CLASS_KIND, ENVIRONMENT_KINDS
+from streamrl.environments.environment_kinds import (
+    CLASS_KIND,
+    ENVIRONMENT_KINDS,
+    PATH_OPTIONS,
+)
+from streamrl.environments.tool_config import ToolConfig
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import suggest_nearest
 
@@ -17,27 +23,45 @@ _NAME = re.compile(r"[\w-]+")
 
 @dataclass
 class EnvironmentSpec:
-    """Class of an environment and the options of its constructor.
+    """Class of an environment, the options of its constructor, and further tools.
 
     path: file of the environment, as file.py or file.py:Class.
     kind: class (that of `path`), or an adapter.
     options: keyword arguments of the class's constructor.
+    tools: tools besides the methods of a class without `step`, or without any class; as in
+        environment.tools.
     """
 
     path: str = ""
     kind: str = CLASS_KIND
     options: dict[str, Any] = field(default_factory=dict)
+    tools: list[ToolConfig] = field(default_factory=list)
+
+    @property
+    def has_class(self) -> bool:
+        return bool(self.path) or self.kind != CLASS_KIND
 
     @property
     def is_given(self) -> bool:
         """True if the settings name an environment."""
-        return bool(self.path) or self.kind != CLASS_KIND
+        return self.has_class or bool(self.tools)
 
     def format_setting(self, section: str) -> str:
         """Return the setting that names the environment as key=value, for errors."""
+        if not self.has_class:
+            return f"{section}.tools={', '.join(tool.kind for tool in self.tools)}"
         if self.kind == CLASS_KIND:
             return f"{section}.path={self.path}"
         return f"{section}.kind={self.kind}"
+
+    def make_paths_absolute(self) -> None:
+        if self.path:
+            self.path = str(Path(self.path).absolute())
+        for name in PATH_OPTIONS.get(self.kind, ()):
+            if (text := self.options.get(name)) and isinstance(text, str):
+                self.options[name] = str(Path(text).expanduser().absolute())
+        for tool in self.tools:
+            tool.make_command_absolute()
 
     def check(self, section: str) -> None:
         """Raise ConfigError for an unknown kind, or settings that do not suit the kind.
@@ -51,7 +75,7 @@ class EnvironmentSpec:
             raise ConfigError(
                 f"{section}.path={self.path}: needs {section}.kind={CLASS_KIND}, not {self.kind}"
             )
-        if self.options and not self.is_given:
+        if self.options and not self.has_class:
             raise ConfigError(f"{section}.options: needs {section}.path, the file of the class")
 
 
@@ -64,11 +88,14 @@ class EnvironmentConfig(EnvironmentSpec):
     max_turns: most turns of an episode.
     max_tokens: most tokens of an episode besides the row's prompt: sampled tokens, observations,
         what the chat template writes between turns, and the schemas of tools.
+    max_samples: most training samples of an episode. Where the chat template rewrites the
+        conversation before a turn, such as by dropping thoughts, the turn begins a new sample with
+        the rendering as its prompt. After the last sample, and with 1, tokens are appended.
     turn_timeout_s: deadline of `reset`, of `step` and of `score`, each, s. Starting a process has a
         deadline of its own, because the file may import torch.
     call_timeout_s: deadline of a tool call, s. The policy reads that the call timed out.
     episode_timeout_s: most time of an episode in the engine and in its environment, s. Waits for a
-        decode slot do not count, suspensions on shared devices do. Below pipeline.stall_s.
+        decode slot or for shared devices do not count. Below pipeline.stall_s.
     open_episodes: episodes that a generator keeps open, those that wait for their environment
         included; null: generator.max_concurrent_rollouts.
     processes: processes of each generator that run the environment's code and share the open
@@ -80,7 +107,8 @@ class EnvironmentConfig(EnvironmentSpec):
     parallel_calls: calls of a turn that run concurrently, on the same environment object.
     max_reply_chars: longest reply of a tool; the middle of a longer one is cut out.
     max_malformed: turns in a row whose calls are all invalid, after which an episode ends.
-    attempts: attempts at an episode whose environment fails.
+    attempts: attempts at an episode whose environment fails. The environment keeps its seed, the
+        policy gets another one, or the words at which the environment failed would return.
     min_episodes: least episodes with which a group is trained if the environment fails for the
         others; null: all.
     on_timeout: treatment of an episode at episode_timeout_s: mask (its tokens are not trained) or
@@ -90,6 +118,7 @@ class EnvironmentConfig(EnvironmentSpec):
     named: dict[str, EnvironmentSpec] = field(default_factory=dict)
     max_turns: int = 8
     max_tokens: int = 1024
+    max_samples: int = 1
     turn_timeout_s: float = 60.0
     call_timeout_s: float = 30.0
     episode_timeout_s: float = 240.0
@@ -129,15 +158,18 @@ class EnvironmentConfig(EnvironmentSpec):
     def _check_specs(self) -> None:
         if self.named and self.is_given:
             raise ConfigError(
-                f"{SECTION}.named: has environments, and {SECTION}.path or kind names another;"
-                " give that one a name, too"
+                f"{SECTION}.named: has environments, and {SECTION}.path, kind or tools names"
+                " another; give that one a name, too"
             )
         for name, spec in self.named.items():
             section = get_environment_section(name)
             if not _NAME.fullmatch(name):
                 raise ConfigError(f"{section}: a name consists of letters, digits, _ and -")
             if not spec.is_given:
-                raise ConfigError(f"{section}.path: missing; it names the file of the environment")
+                raise ConfigError(
+                    f"{section}.path: missing; it names the file of the environment, unless it has"
+                    " only tools"
+                )
             spec.check(section)
         self.check(SECTION)
 

@@ -1,14 +1,16 @@
 """Metrics of an evaluation: pass@k, mean@k, maj@k and their 95 % confidence intervals.
 
-All scores have shape [prompts, samples]. Completions of the same prompt are correlated; only
-prompts are independent observations. Confidence intervals are therefore clustered by prompt.
+Scores are an array [n] per prompt, with n = samples unless some completions of the prompt have no
+score. Completions of the same prompt are correlated; only prompts are independent observations.
+Confidence intervals are therefore clustered by prompt.
 """
 
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from urllib.parse import quote
 
 import numpy as np
@@ -26,13 +28,16 @@ _RESERVED_SEGMENTS = {"": "none", "none": "%6Eone"}
 class EvaluationResult:
     """Metrics of `num_prompts` prompts with `samples` completions each; intervals cover 95 %.
 
-    pass_at: probability that at least one of k completions passes, k = 1, 2, 4, ..., `samples`.
+    pass_at: probability that at least one of k completions passes, k = 1, 2, 4, ..., `samples`; NaN
+        if no prompt has k scored completions.
     mean_at_k: mean score of all completions, k = samples.
     maj_at_k: probability that the majority answer passes; None if the reward extracts no answers.
     pass_at_1_interval: confidence interval of pass_at[1].
     mean_at_k_interval: confidence interval of mean_at_k; None for a single prompt.
-    num_unscored: prompts excluded from all metrics because their reward failed.
-    unscored_reason: error of the first excluded prompt.
+    episode_means: means over the episodes by metric name (`EpisodeTotals`); {} for completions.
+    num_unscored: prompts excluded from all metrics because their reward or environment failed.
+    num_unscored_samples: further samples left out, of prompts with other samples.
+    unscored_reason: first error that excluded a prompt or sample.
     by_source, by_file: results per data_source and per file name.
     """
 
@@ -43,7 +48,9 @@ class EvaluationResult:
     maj_at_k: float | None
     pass_at_1_interval: ConfidenceInterval
     mean_at_k_interval: ConfidenceInterval | None
+    episode_means: Mapping[str, float] = field(default_factory=dict)
     num_unscored: int = 0
+    num_unscored_samples: int = 0
     unscored_reason: str = ""
     by_source: Mapping[str, "EvaluationResult"] = field(default_factory=dict)
     by_file: Mapping[str, "EvaluationResult"] = field(default_factory=dict)
@@ -74,8 +81,10 @@ class EvaluationResult:
         return row
 
     def _list_mean_metrics(self, prefix: str) -> dict[str, float]:
-        maj = {} if self.maj_at_k is None else {f"{prefix}maj_at_k": self.maj_at_k}
-        return {f"{prefix}mean_at_k": self.mean_at_k, **maj}
+        means = {"mean_at_k": self.mean_at_k, **self.episode_means}
+        if self.maj_at_k is not None:
+            means["maj_at_k"] = self.maj_at_k
+        return {f"{prefix}{name}": mean for name, mean in means.items()}
 
 
 def to_metric_segment(name: str) -> str:
@@ -92,21 +101,25 @@ def to_metric_segment(name: str) -> str:
 
 
 def compute_evaluation_result(
-    scores: Array, answers: Array | None, *, pass_score: float
+    scores: Collection[Array],
+    answers: Collection[Array] | None,
+    *,
+    samples: int,
+    pass_score: float,
 ) -> EvaluationResult:
     """Compute all metrics of an evaluation.
 
-    scores: float [prompts, samples].
-    answers: int64 [prompts, samples], an id per distinct answer; 0 marks a missing answer. None
-        omits maj@k.
+    scores: float [n] per prompt, n <= `samples`.
+    answers: int64 [n] per prompt, an id per distinct answer; 0 marks a missing answer. None omits
+        maj@k.
+    samples: completions sampled per prompt.
     pass_score: lowest score of a completion that passes.
     """
-    num_prompts, samples = scores.shape
-    passed = scores >= pass_score
+    passed = [row >= pass_score for row in scores]
     ks = [*(2**i for i in range(samples.bit_length()) if 2**i < samples), samples]
-    means = scores.mean(axis=1, dtype=np.float64)
+    means = np.array([row.mean(dtype=np.float64) for row in scores])
     return EvaluationResult(
-        num_prompts=num_prompts,
+        num_prompts=len(scores),
         samples=samples,
         pass_at={k: compute_pass_at_k(passed, k) for k in ks},
         mean_at_k=float(means.mean()),
@@ -116,26 +129,29 @@ def compute_evaluation_result(
     )
 
 
-def compute_pass_at_k(passed: Array, k: int) -> float:
-    """Return the unbiased estimate of pass@k, averaged over prompts.
+def compute_pass_at_k(passed: Collection[Array], k: int) -> float:
+    """Return the unbiased estimate of pass@k, averaged over prompts; NaN if none has k completions.
 
-    passed: bool [prompts, samples], k <= samples.
+    passed: bool [n] per prompt; prompts with n < k allow no estimate and are left out.
 
     For n completions of a prompt, c of which pass: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021,
     arXiv:2107.03374, eq. 1). Example: n = 4, c = 1, k = 2 gives 1 - 3/6 = 0.5.
     """
-    samples = passed.shape[1]
-    # Integer binomials: the division is the only rounding.
-    num_subsets = math.comb(samples, k) * len(passed)
-    num_failing = sum(math.comb(samples - int(c), k) for c in passed.sum(axis=1))
-    return (num_subsets - num_failing) / num_subsets
+    prompts = Counter((len(row), int(row.sum())) for row in passed if len(row) >= k)
+    if not prompts:
+        return math.nan
+    # Fractions: the conversion at the end is the only rounding.
+    failing = sum(
+        count * Fraction(math.comb(n - c, k), math.comb(n, k)) for (n, c), count in prompts.items()
+    )
+    return float(1 - failing / prompts.total())
 
 
-def compute_maj_at_k(passed: Array, answers: Array) -> float:
+def compute_maj_at_k(passed: Collection[Array], answers: Collection[Array]) -> float:
     """Return maj@k (self-consistency, Wang et al. 2022, arXiv:2203.11171), averaged over prompts.
 
-    passed: bool [prompts, samples].
-    answers: int64 [prompts, samples], an id per distinct answer; 0 marks a missing answer.
+    passed: bool [n] per prompt.
+    answers: int64 [n] per prompt, an id per distinct answer; 0 marks a missing answer.
 
     Completions without an answer do not vote. Tied answers count with equal weight. A prompt
     without answers fails.
@@ -159,7 +175,7 @@ def compute_mean_interval(means: Array) -> ConfidenceInterval | None:
 
     For n prompts the interval is mean +- 1.96 SE with SE^2 = sum (m_i - mean)^2 / (n (n - 1)), the
     standard error clustered by prompt for equal numbers of completions (Miller 2024,
-    arXiv:2411.00640).
+    arXiv:2411.00640). Completions without a score make the numbers slightly unequal.
     """
     if len(means) == 1:
         return None
@@ -167,20 +183,21 @@ def compute_mean_interval(means: Array) -> ConfidenceInterval | None:
     return float(means.mean()) - half, float(means.mean()) + half
 
 
-def compute_fraction_interval(passed: Array) -> ConfidenceInterval:
+def compute_fraction_interval(passed: Collection[Array]) -> ConfidenceInterval:
     """Return the 95 % confidence interval of the fraction of completions that pass, within [0, 1].
 
-    passed: bool [prompts, samples].
+    passed: bool [n] per prompt.
 
     Wilson's score interval for the fraction p at the effective sample size n* = p (1 - p) / SE^2,
     with the standard error SE of `compute_mean_interval` (Wilson 1927; Korn and Graubard 1998). n*
     is at most the number of completions. For p = 0, for p = 1 and for a single prompt, n* is the
     number of prompts.
     """
-    p, count = float(passed.mean()), float(len(passed))
-    if 0 < p < 1 and len(passed) > 1:
-        variance = float(passed.mean(axis=1).var(ddof=1)) / len(passed)
-        count = min(p * (1 - p) / variance, passed.size) if variance else float(passed.size)
+    means = np.array([row.mean() for row in passed])
+    p, count = float(means.mean()), float(len(means))
+    if 0 < p < 1 and len(means) > 1:
+        variance, size = float(means.var(ddof=1)) / len(means), float(sum(map(len, passed)))
+        count = min(p * (1 - p) / variance, size) if variance else size
     scale = 1 + _NORMAL_QUANTILE_95**2 / count
     center = (p + _NORMAL_QUANTILE_95**2 / (2 * count)) / scale
     half = (

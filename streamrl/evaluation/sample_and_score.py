@@ -9,10 +9,23 @@ import numpy as np
 
 from streamrl.errors import DeadlineError, EpisodeError, RewardError
 from streamrl.evaluation.config import EvaluationConfig
+from streamrl.evaluation.episode_totals import EpisodeTotals
 from streamrl.evaluation.metrics import EvaluationResult, compute_evaluation_result
-from streamrl.messages import Array, Columns, Prompt, make_rollout_seeds
+from streamrl.messages import Array, Columns, Prompt, count_samples, make_rollout_seeds
 
-GenerateFn = Callable[[Prompt, Sequence[int]], Awaitable[Columns]]
+
+@dataclass(frozen=True)
+class SampledPrompt:
+    """Rollouts of an evaluation prompt: ROLLOUT_COLUMNS, and EPISODE_COLUMNS of episodes.
+
+    failure: error of the first sample that was left out; "" if none was.
+    """
+
+    columns: Columns
+    failure: str = ""
+
+
+GenerateFn = Callable[[Prompt, Sequence[int]], Awaitable[SampledPrompt]]
 ScoreFn = Callable[[Prompt, Columns], Awaitable[Columns]]
 #: Returns a timeout context of the given number of seconds, as asyncio.timeout does.
 DeadlineFactory = Callable[[float], AbstractAsyncContextManager[asyncio.Timeout]]
@@ -20,11 +33,16 @@ DeadlineFactory = Callable[[float], AbstractAsyncContextManager[asyncio.Timeout]
 
 @dataclass(frozen=True)
 class _PromptScores:
-    """Scores and answer ids of a prompt's completions, shape [samples] each; id 0: no answer."""
+    """Scores and answer ids of a prompt's n completions, shape [n] each; id 0: no answer.
+
+    failure: error of the first sample that was left out; "" if none was.
+    """
 
     data_source: str
     scores: Array
     answers: Array
+    episodes: EpisodeTotals
+    failure: str
 
 
 async def evaluate_policy(
@@ -39,8 +57,9 @@ async def evaluate_policy(
     """Sample and score the first `config.limit` prompts of each file; return all metrics.
 
     prompts: prompts by file name; config.concurrency prompts are in flight at a time.
-    generate: samples a completion per seed; returns their ROLLOUT_COLUMNS. Seeds depend on
-        config.seed and the prompt's uid only, so the result does not depend on scheduling.
+    generate: samples a rollout per seed, in the order of the seeds; episodes whose environment
+        failed may be missing. Seeds depend on config.seed and the prompt's uid only, so the result
+        does not depend on scheduling.
     score: returns column `scores`, and `answers` (an id per distinct answer, 0 for a missing
         answer) if the reward extracts answers. maj@k needs answers from every data_source.
     timeout_s: deadline to sample and score a prompt, s.
@@ -48,9 +67,9 @@ async def evaluate_policy(
         restarts the deadline.
 
     A RewardError of `score` or an EpisodeError of `generate` excludes the prompt: rewards and
-    environments retry internally. If every prompt fails, the first of them is raised. Raises
-    DeadlineError if a prompt exceeds `timeout_s`, and every other error of `generate` and `score`;
-    remaining tasks are cancelled first.
+    environments retry internally. If every prompt fails, an error of the first one's type is raised
+    with its text. Raises DeadlineError if a prompt exceeds `timeout_s`, and every other error of
+    `generate` and `score`; remaining tasks are cancelled first.
     """
     chosen = [(name, prompt) for name, file in prompts.items() for prompt in file[: config.limit]]
     if not chosen:
@@ -61,15 +80,15 @@ async def evaluate_policy(
         try:
             async with patience(timeout_s) as deadline:
                 seeds = make_rollout_seeds(config.seed, prompt.uid, config.samples)
-                rollouts = await generate(prompt, seeds)
-                scores = await score(prompt, rollouts)
+                sampled = await generate(prompt, seeds)
+                scores = await score(prompt, sampled.columns)
         except TimeoutError as error:
             if not deadline.expired():
                 raise
             raise DeadlineError(
                 f"evaluation of uid {prompt.uid}: no scores in {timeout_s:g} s"
             ) from error
-        return _to_prompt_scores(scores, prompt, config.samples)
+        return _to_prompt_scores(scores, prompt, sampled)
 
     async def sample_or_error(prompt: Prompt) -> _PromptScores | RewardError | EpisodeError:
         async with slots:
@@ -83,29 +102,37 @@ async def evaluate_policy(
             tasks = [group.create_task(sample_or_error(prompt)) for _, prompt in chosen]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    return _summarize_outcomes(chosen, [task.result() for task in tasks], config.pass_score)
+    return _summarize_outcomes(chosen, [task.result() for task in tasks], config)
 
 
-def _to_prompt_scores(columns: Columns, prompt: Prompt, samples: int) -> _PromptScores:
+def _to_prompt_scores(columns: Columns, prompt: Prompt, sampled: SampledPrompt) -> _PromptScores:
     """Take scores and answers from the columns that `score` returned; ValueError: wrong shape."""
-    arrays = {"answers": np.zeros(samples, np.int64), **columns}
+    count = len(count_samples(sampled.columns))
+    arrays = {"answers": np.zeros(count, np.int64), **columns}
     for name in ("scores", "answers"):
-        if arrays[name].shape != (samples,):
+        if arrays[name].shape != (count,):
             raise ValueError(
                 f"evaluation of uid {prompt.uid}: column {name} has shape {arrays[name].shape},"
-                f" expected ({samples},)"
+                f" expected ({count},)"
             )
-    return _PromptScores(prompt.data_source, arrays["scores"], arrays["answers"])
+    return _PromptScores(
+        prompt.data_source,
+        arrays["scores"],
+        arrays["answers"],
+        EpisodeTotals.from_columns(sampled.columns),
+        sampled.failure,
+    )
 
 
 def _summarize_outcomes(
     chosen: Sequence[tuple[str, Prompt]],
     outcomes: Sequence[_PromptScores | RewardError | EpisodeError],
-    pass_score: float,
+    config: EvaluationConfig,
 ) -> EvaluationResult:
     """Compute metrics over the scored prompts: overall, by data_source and by file name.
 
-    chosen: file name and prompt of each outcome. Raises the first error if every prompt failed.
+    chosen: file name and prompt of each outcome. Raises an error of the first one's type if every
+    prompt failed.
     """
     errors = [outcome for outcome in outcomes if not isinstance(outcome, _PromptScores)]
     scored = [
@@ -114,29 +141,34 @@ def _summarize_outcomes(
         if isinstance(outcome, _PromptScores)
     ]
     if not scored:
-        raise errors[0]
+        raise type(errors[0])(
+            f"evaluation: none of {len(errors)} prompts has a score; the first: {errors[0]}"
+        ) from errors[0]
+    rows = [row for _, row in scored]
+    failures = [*map(str, errors), *(row.failure for row in rows if row.failure)]
     return replace(
-        _summarize_prompts([row for _, row in scored], pass_score),
+        _summarize_prompts(rows, config),
         by_source={
-            source: _summarize_prompts(
-                [row for _, row in scored if row.data_source == source], pass_score
-            )
-            for source in sorted({row.data_source for _, row in scored})
+            source: _summarize_prompts([row for row in rows if row.data_source == source], config)
+            for source in sorted({row.data_source for row in rows})
         },
         by_file={
-            name: _summarize_prompts([row for file, row in scored if file == name], pass_score)
+            name: _summarize_prompts([row for file, row in scored if file == name], config)
             for name in dict.fromkeys(name for name, _ in scored)
         },
         num_unscored=len(errors),
-        unscored_reason=str(errors[0]) if errors else "",
+        num_unscored_samples=config.samples * len(rows) - sum(len(row.scores) for row in rows),
+        unscored_reason=next(iter(failures), ""),
     )
 
 
-def _summarize_prompts(rows: Sequence[_PromptScores], pass_score: float) -> EvaluationResult:
+def _summarize_prompts(rows: Sequence[_PromptScores], config: EvaluationConfig) -> EvaluationResult:
     sources = {row.data_source for row in rows}
     with_answers = {row.data_source for row in rows if row.answers.any()}
     # A majority vote over a subset of the sources would not compare with the other metrics.
-    answers = np.stack([row.answers for row in rows]) if with_answers == sources else None
-    return compute_evaluation_result(
-        np.stack([row.scores for row in rows]), answers, pass_score=pass_score
+    answers = [row.answers for row in rows] if with_answers == sources else None
+    result = compute_evaluation_result(
+        [row.scores for row in rows], answers, samples=config.samples, pass_score=config.pass_score
     )
+    totals = sum((row.episodes for row in rows), EpisodeTotals())
+    return replace(result, episode_means=totals.compute_means())

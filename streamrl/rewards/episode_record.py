@@ -14,6 +14,8 @@ from streamrl.messages import (
     FinishReason,
     TokenSource,
     TurnOutcome,
+    count_samples,
+    find_first_samples,
     split_token_column,
 )
 from streamrl.telemetry.rollout_log import RecordedTurn
@@ -68,12 +70,15 @@ def describe_episodes(
     *,
     max_detailed_tokens: int = MAX_DETAILED_TOKENS,
 ) -> list[dict[str, Any]]:
-    """Return turns, finish reason and environment's score of each rollout, as JSON types.
+    """Return turns, finish reason and environment's score of each episode, as JSON types.
+
+    The turns of a later sample of an episode begin with its prompt, as those of the first.
 
     columns: ROLLOUT_COLUMNS and EPISODE_COLUMNS of a group. max_detailed_tokens: most sampled
     tokens of the group that are recorded one by one, the same number in each rollout.
     """
     lengths, num_turns = columns["lengths"], columns["num_turns"]
+    samples = count_samples(columns)
     token_columns = {
         name: split_token_column(columns[name], lengths)
         for name in ("token_ids", "token_source", "policy_version", "generator_logprobs")
@@ -84,10 +89,11 @@ def describe_episodes(
     }
     return [
         {
-            "finish_reason": FinishReason(int(columns["finish_reason"][i])).name.lower(),
-            "environment_score": float(columns["environment_scores"][i]),
+            "finish_reason": FinishReason(int(columns["finish_reason"][first])).name.lower(),
+            "environment_score": float(columns["environment_scores"][first]),
             "turns": [
                 msgspec.to_builtins(turn)
+                for i in range(first, first + count)
                 for turn in _list_turns(
                     tokenizer,
                     {name: arrays[i] for name, arrays in token_columns.items()},
@@ -96,7 +102,7 @@ def describe_episodes(
                 )
             ],
         }
-        for i in range(len(lengths))
+        for first, count in zip(find_first_samples(samples), samples, strict=True)
     ]
 
 

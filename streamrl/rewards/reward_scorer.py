@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from streamrl.errors import RewardError, StreamError
-from streamrl.messages import Array, Columns, Experience, FilteredGroup
+from streamrl.messages import Array, Columns, Experience, FilteredGroup, count_samples
 from streamrl.rewards.episode_record import describe_episodes
 from streamrl.rewards.group_filter import GroupFilter
 from streamrl.rewards.interface.completion import Completion, decode_rollouts
@@ -104,7 +104,10 @@ class RewardScorer:
         return {"baseline_scores": np.repeat(baseline, len(columns["lengths"]))}
 
     async def _score_group(self, experience: Experience) -> StageResult:
-        """Score a group of the stream or of an evaluation; filter only groups of the stream."""
+        """Score a group of the stream or of an evaluation; filter only groups of the stream.
+
+        Columns of the stream have an entry per rollout, those of an evaluation per episode.
+        """
         assert experience.prompt is not None
         completions = decode_rollouts(self._tokenizer, experience.columns)
         group_result = await _judge_group(self._reward_set, experience, completions)
@@ -122,7 +125,7 @@ class RewardScorer:
             return FilteredGroup(reason)
         if len(self._samples) < MAX_SAMPLES_PER_DRAIN:
             self._record_sample(experience, completions, group_result)
-        return columns
+        return _repeat_per_rollout(columns, experience)
 
     def _record_sample(
         self,
@@ -173,6 +176,14 @@ async def score_costs(
         )
     )
     return [
-        result if isinstance(result, StreamError) else costs.to_columns(result)
-        for result in results
+        result
+        if isinstance(result, StreamError)
+        else _repeat_per_rollout(costs.to_columns(result), group)
+        for group, result in zip(experiences, results, strict=True)
     ]
+
+
+def _repeat_per_rollout(columns: Columns, experience: Experience) -> Columns:
+    """Return columns with an entry per rollout, from columns with an entry per episode."""
+    samples = count_samples(experience.columns)
+    return {name: np.repeat(column, samples) for name, column in columns.items()}

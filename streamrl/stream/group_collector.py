@@ -159,7 +159,7 @@ async def make_stall_error(
 ) -> DeadlineError:
     """Build the error of a training step that got no group for `waited_s` seconds.
 
-    Its message names the missing groups and their holders.
+    Its message names the missing groups and their holders, and what open episodes wait for.
     """
     version = run_state.admission.version
     uids = run_state.assembler.pending_uids
@@ -170,8 +170,9 @@ async def make_stall_error(
         "; ".join(f"{uid}: {location}" for uid, location in locations.items())
         or "no prompt admitted"
     )
+    waits = await run_state.describe_waits()
     return DeadlineError(
         f"stage {stage.name} got no group for {waited_s:g} s at version {version}: its step has"
         f" {run_state.assembler.num_drawn} of {groups_per_step} groups, and {len(uids)} that were"
-        f" admitted are not ready ({first}){drops}"
+        f" admitted are not ready ({first}){drops}{waits and f'; {waits}'}"
     )

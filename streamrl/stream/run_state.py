@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from streamrl.algorithms.adaptive_params import AdaptiveParams
@@ -80,6 +80,11 @@ class PipelineConfig:
         return self.max_staleness if self.depth is None else self.depth
 
 
+async def describe_no_waits() -> str:
+    """Describe the waits of a run without episodes."""
+    return ""
+
+
 @dataclass
 class RunState:
     """State that the admission loop and the training loop share.
@@ -105,8 +110,10 @@ class RunState:
     max_dropped: float = float("inf")
     on_group_finished: Callable[[str, GroupOutcome], None] = lambda uid, outcome: None
     """Called for every group that ends untrained."""
-    on_stall: Callable[[Sequence[OverdueLease]], None] = lambda overdue: None
-    """Called with leases that have become overdue since the last check."""
+    on_stall: Callable[[Sequence[OverdueLease], str], None] = lambda overdue, waits: None
+    """Called with leases that have become overdue since the last check, and `describe_waits`."""
+    describe_waits: Callable[[], Awaitable[str]] = describe_no_waits
+    """Returns what open episodes wait for, for the report of a stall; "" if for nothing."""
     stop_requested: asyncio.Event = field(default_factory=asyncio.Event)
     stop_deadline: float = -math.inf
     """Time (of the event loop) until which a stopping run may finish a half-updated step."""

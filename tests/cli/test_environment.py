@@ -42,6 +42,17 @@ def test_findings_on_tools_are_printed_as_json(check, tmp_path):
     assert findings["silent"]["text"].startswith("2 episodes, 1.0 turns, scores 0 to 0")
 
 
+def test_a_config_may_consist_of_the_environment_alone(check, tmp_path):
+    (tmp_path / "mine.yaml").write_text("environment: {turn_timeout_s: 7, max_turns: 2}")
+    code, out, _ = check(CALCULATOR, "--config", "mine.yaml", "--rows", "1")
+    assert code == 0
+    assert "environment.turn_timeout_s=7" in out
+    (tmp_path / "mine.yaml").write_text("environment: {turn_timeouts: 7}")
+    code, out, error = check(CALCULATOR, "--config", "mine.yaml")
+    assert (code, out) == (2, "")
+    assert "the nearest key is environment.turn_timeout_s" in error
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

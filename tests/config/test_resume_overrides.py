@@ -30,6 +30,7 @@ def resume(tmp_path):
     [
         (NONE, NONE),
         (ONE, ["environment.path=/other.py"]),
+        ([*ONE, "environment.max_samples=2"], [*ONE, "environment.max_samples=4"]),
         (GUESS, TWO),
         (TWO, [*GUESS, "environment.named.other={path: /c.py, options: {n: 1}}"]),
     ],
@@ -46,6 +47,18 @@ def test_a_resumed_run_may_change_environments_and_add_a_named_one(resume, befor
             GUESS,
             "environment.named.guess.path=/a.py: a resumed run must keep environment={}: groups in"
             " its queue have no episodes",
+        ),
+        (
+            ONE,
+            [*ONE, "environment.max_samples=2"],
+            "environment.max_samples=2: must keep 1 in a resumed run: groups in its queue would not"
+            " have the same columns",
+        ),
+        (
+            [*ONE, "environment.max_samples=2"],
+            ONE,
+            "environment.max_samples=1: must stay above 1 in a resumed run: groups in its queue"
+            " would not have the same columns",
         ),
         (
             ONE,

@@ -70,6 +70,19 @@ def test_prompts_that_differ_are_shown_with_their_rollouts():
     assert [line for line in lines if "<user>" in line] == ["  <user>Guess.", "  <user>Begin."]
 
 
+def test_a_later_sample_begins_with_its_own_prompt():
+    sample = (RecordedTurn("prompt", "<user>77.", 2), *WON.turns[1:2])
+    split = msgspec.structs.replace(WON, turns=(*WON.turns, *sample))
+    assert show([make_group([split, LOST])]).splitlines()[9:15] == [
+        "turn 2 (2 tokens): spoke, reward 1, versions 3 to 4",
+        "  77",
+        "new sample: the chat template rewrites earlier turns",
+        "prompt (2 tokens)",
+        "  <user>77.",
+        "turn 3 (2 tokens): called, reward 0, version 3",
+    ]
+
+
 def test_siblings_are_side_by_side_on_a_wide_terminal_and_in_color():
     text = show([make_group([WON, LOST])], force_terminal=True, width=150, color_system="standard")
     assert any("50" in line and "80" in line for line in text.splitlines())

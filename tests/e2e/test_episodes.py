@@ -56,6 +56,8 @@ class Adder:
 '''
 NAMED = "{{thrice: {{path: {0}:Thrice}}, adder: {{path: {0}:Adder, options: {{score: 0.5}}}}}}"
 # Low digits are calls, and any other text is an answer.
+# The template shows the opening "=" of the last turn only: the second turn begins a new sample.
+LIMITS = "max_tokens: 48, max_samples: 2"
 FORMAT = "call_format: regex, call_pattern: '(?P<digit>[0-4])'"
 
 
@@ -69,7 +71,7 @@ def run(toy: Path) -> Ended:
     words = ["train", str(toy / "recipe.yaml"), f"run.dir={toy}/runs", "run.name=episodes"]
     words += [f"data.{key}={toy}/named.jsonl" for key in ("train", "eval")]
     named = NAMED.format(toy / "mine.py")
-    words += [f"environment={{named: {named}, max_turns: 3, max_tokens: 48, {FORMAT}}}"]
+    words += [f"environment={{named: {named}, max_turns: 3, {LIMITS}, {FORMAT}}}"]
     words += ["rewards=[{kind: environment}, {kind: length, weight: 0, of: sampled}]"]
     # A digit ends a turn: the random model seldom samples EOS.
     words += ["generator.stop_token_ids=[3,4,5,6,7,8,9,10,11,12]"]
@@ -94,7 +96,7 @@ def test_generator_and_trainer_agree_on_every_turn(run: Ended):
     for row in run.rows:
         assert row["policy/ratio_mean"] == pytest.approx(1, abs=1e-4)
         assert row["policy/clip_frac"] == 0
-        assert 1 < row["episode/turns"] <= 3
+        assert 1 < row["episode/samples"] < row["episode/turns"] <= 3
         assert row["episode/observed_tokens"] > 0
         assert row["staleness/max"] == 0
 
@@ -103,6 +105,9 @@ def test_evaluation_runs_episodes_of_both_environments_with_the_same_limits(run:
     row = run.rows[-1]
     assert 0 < row["eval/source/thrice/mean_at_k"] < 3, "the rewards of three turns"
     assert row["eval/source/adder/mean_at_k"] == 0.5
+    assert 1 < row["eval/turns"] <= 3
+    assert row["eval/source/thrice/calls"] == 0 < row["eval/source/adder/calls"]
+    assert row["eval/timeout_frac"] == row["eval/malformed_frac"] == 0
 
 
 def test_recorded_rollouts_have_the_turns_and_rewards_of_their_environment(run: Ended):

@@ -45,9 +45,26 @@ def test_pass_at_k_is_the_mean_over_all_choices_of_k_completions(passed):
         assert compute_pass_at_k(passed, k) == pytest.approx(np.mean(chosen))
 
 
+@given(tables, st.integers(1, 4))
+def test_pass_at_k_stays_unbiased_when_a_random_completion_has_no_score(passed, k):
+    remaining = [
+        compute_pass_at_k([np.delete(row, i) for row in passed], k) for i in range(passed.shape[1])
+    ]
+    assert np.mean(remaining) == pytest.approx(compute_pass_at_k(passed, k))
+
+
+def test_pass_at_k_needs_k_completions_of_a_prompt():
+    rows = [np.array([True, False]), np.array([False] * 4)]
+    assert compute_pass_at_k(rows, 1) == (1 / 2 + 0) / 2
+    assert compute_pass_at_k(rows, 2) == (1 + 0) / 2
+    assert compute_pass_at_k(rows, 4) == 0.0
+    assert math.isnan(compute_pass_at_k(rows, 5))
+
+
 @pytest.mark.parametrize(("samples", "ks"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6])])
 def test_k_is_every_power_of_two_and_all_samples(samples, ks):
-    result = compute_evaluation_result(np.ones((2, samples), np.float32), None, pass_score=1.0)
+    scores = np.ones((2, samples), np.float32)
+    result = compute_evaluation_result(scores, None, samples=samples, pass_score=1.0)
     assert list(result.pass_at) == ks
     assert result.pass_at_k == result.pass_at[samples] == 1.0
 
@@ -109,7 +126,8 @@ def test_an_interval_contains_the_estimate_and_lies_within_0_and_1(passed):
 
 def metric_segments(*names):
     """Return the metric segments of sources with these names."""
-    result = compute_evaluation_result(np.ones((1, 1), np.float32), None, pass_score=1.0)
+    scores = np.ones((1, 1), np.float32)
+    result = compute_evaluation_result(scores, None, samples=1, pass_score=1.0)
     row = replace(result, by_source=dict.fromkeys(names, result)).to_metrics()
     matches = [re.fullmatch(r"eval/source/([^/]+)/pass_at_1", name) for name in row]
     return [match[1] for match in matches if match]

@@ -3,9 +3,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from streamrl.errors import ActorError, ConfigError, DeadlineError, RewardError
+from streamrl.errors import ActorError, ConfigError, DeadlineError, EpisodeError, RewardError
 from streamrl.evaluation.config import EvaluationConfig
-from streamrl.evaluation.sample_and_score import evaluate_policy
+from streamrl.evaluation.sample_and_score import SampledPrompt, evaluate_policy
 from streamrl.messages import FinishReason, Prompt, Rollout, make_uid, rollouts_to_columns
 
 
@@ -19,18 +19,17 @@ def make_prompts(*sources):
 
 async def generate(prompt, seeds):
     """Return a rollout per seed; the only sampled token is the seed."""
-    return rollouts_to_columns(
-        [
-            Rollout.from_single_turn(
-                prompt.token_ids,
-                [seed],
-                logprobs=[0.0],
-                versions=[0],
-                finish_reason=FinishReason.STOP,
-            )
-            for seed in seeds
-        ]
-    )
+    rollouts = [
+        Rollout.from_single_turn(
+            prompt.token_ids,
+            [seed],
+            logprobs=[0.0],
+            versions=[0],
+            finish_reason=FinishReason.STOP,
+        )
+        for seed in seeds
+    ]
+    return SampledPrompt(rollouts_to_columns(rollouts))
 
 
 def make_score(table):
@@ -194,9 +193,59 @@ async def test_a_prompt_with_a_failed_reward_is_excluded_and_counted():
     assert list(result.by_source) == ["easy"]
 
 
-async def test_an_evaluation_without_scores_raises():
-    with pytest.raises(RewardError, match="judge is down"):
+async def test_an_evaluation_without_scores_raises_the_first_error():
+    message = r"none of 2 prompts has a score; the first: judge is down"
+    with pytest.raises(RewardError, match=message):
         await evaluate(make_prompts("", ""), score=make_failing_score(TABLE, ["0:0:0", "0:1:0"]))
+
+    async def refuse(prompt, seeds):
+        raise EpisodeError(f"{prompt.uid}: capacity refused")
+
+    with pytest.raises(EpisodeError, match=r"none of 2 prompts .*: 0:0:0: capacity refused"):
+        await evaluate(make_prompts("", ""), generate=refuse)
+
+
+async def test_a_prompt_is_scored_by_the_samples_whose_environment_did_not_fail():
+    async def lose_samples(prompt, seeds):
+        """Lose half of the first prompt's samples."""
+        if prompt.uid != "0:0:0":
+            return await generate(prompt, seeds)
+        sampled = await generate(prompt, seeds[:2])
+        return SampledPrompt(sampled.columns, "host died")
+
+    result = await evaluate(make_prompts("easy", "hard", "hard"), generate=lose_samples, samples=4)
+    assert (result.num_prompts, result.num_unscored, result.num_unscored_samples) == (3, 0, 2)
+    assert result.unscored_reason == "host died"
+    # Scores 1, 0 are left of the first prompt; the others have 0 and 4 of 4 that pass.
+    assert result.pass_at[1] == pytest.approx((1 / 2 + 0 + 1) / 3)
+    assert result.pass_at[2] == pytest.approx((1 + 0 + 1) / 3)
+    assert result.pass_at_k == pytest.approx((0 + 1) / 2), "of prompts with all samples"
+    assert result.mean_at_k == pytest.approx((1 / 2 + 1 / 4 + 5 / 4) / 3)
+    assert np.isnan(result.by_source["easy"].pass_at_k)
+
+
+async def test_means_of_the_evaluated_episodes():
+    async def play(prompt, seeds):
+        """Return episodes of 1, 2, 3 and 4 turns with a call in each but the first."""
+        sampled = await generate(prompt, seeds)
+        reasons = [FinishReason.STOP, FinishReason.TURNS, FinishReason.TOKENS, FinishReason.TIMEOUT]
+        return SampledPrompt(
+            {
+                **sampled.columns,
+                "finish_reason": np.array([reason.value for reason in reasons], np.int8),
+                "num_turns": np.array([1, 2, 3, 4], np.int32),
+                "num_calls": np.array([0, 1, 2, 3], np.int32),
+                "num_invalid_calls": np.array([0, 0, 0, 3], np.int32),
+            }
+        )
+
+    row = (await evaluate(make_prompts("", "", ""), generate=play, samples=4)).to_metrics()
+    assert row["eval/turns"] == 2.5
+    assert row["eval/calls"] == 1.5
+    assert row["eval/malformed_frac"] == 0.5
+    assert row["eval/truncated_frac"] == 0.5
+    assert row["eval/timeout_frac"] == 0.25
+    assert "eval/turns" not in (await evaluate(make_prompts("", "", ""))).to_metrics()
 
 
 async def test_a_failure_is_raised_unchanged_and_cancels_other_prompts():

@@ -1,6 +1,6 @@
 """Records of episodes: turns with the text, version and logprob of each sampled token."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +169,37 @@ async def test_the_turns_that_the_scorer_records_are_read_back(tmp_path: Path):
     assert first.prompt_text == "Guess."
     assert first.version_range == (3, 4)
     assert (first.turns[1].text, first.turns[1].piece_lengths) == ("50<|end|>", (1, 1, 7))
+
+
+async def test_an_episode_of_several_samples_is_scored_filtered_and_recorded_once():
+    columns = make_columns([TWO_TURNS, [(PROMPT, "Again.", -1), (SAMPLED, "60", 4)], TWO_TURNS])
+    columns["episode"] = np.array([0, 0, 1], np.int32)
+    columns["environment_scores"] = np.array([2.0, 2.0, 5.0], np.float32)
+    columns["conversations"] = make_columns([TWO_TURNS, TWO_TURNS])["conversations"]
+    filtered = []
+
+    def record(prompt, scored):
+        filtered.append(scored["scores"].tolist())
+
+    rewards = [RewardComponent("env", 1.0, False, EnvironmentReward())]
+    prompt = Prompt("0:1:0", np.array(encode("Guess."), np.int32))
+    scorer = RewardScorer(RewardSet(rewards), TOKENIZER, record)
+
+    async def score(token):
+        lease = GroupLease(token, uid=prompt.uid, stage="reward", attempt=1, expires_at=9.0)
+        (result,) = await scorer.score([Experience(lease, 0, prompt=prompt, columns=columns)])
+        assert isinstance(result, Mapping)
+        return {name: column.tolist() for name, column in result.items()}
+
+    assert await score(token=1) == {"scores": [2.0, 2.0, 5.0], "reward/env": [2.0, 2.0, 5.0]}
+    assert filtered == [[2.0, 5.0]]
+    (sample,) = scorer.drain_samples()
+    first, second = sample["rollouts"]
+    assert [turn["text"] for turn in first["turns"] if turn["source"] in ("prompt", "sampled")] == [
+        *("Guess.", "50<|end|>", "75"),
+        *("Again.", "60"),
+    ]
+    assert [rollout["environment_score"] for rollout in (first, second)] == [2.0, 5.0]
+    in_evaluation = await score(token=0)
+    assert in_evaluation["scores"] == [2.0, 5.0]
+    assert len(in_evaluation["answers"]) == 2

@@ -307,6 +307,21 @@ def test_stall_error_counts_groups_of_the_step_and_missing_ones():
     assert 0 < num_ready < 6 and num_ready + num_missing == 12
 
 
+def test_stall_error_tells_what_open_episodes_wait_for():
+    waits = "generator-0: 2 of 4 open episodes wait for their environment, the longest for 49 s"
+
+    async def describe_waits() -> str:
+        return waits
+
+    async def add_description(stream: Stream) -> None:
+        stream.control.describe_waits = describe_waits
+        await asyncio.Event().wait()
+
+    plan = Plan(generate_s=(1e6, 1e6), stall_s=50.0, lease_s=1e7)
+    with pytest.raises(DeadlineError, match=f"; {waits}$"):
+        run_virtual(run_stream(plan, disturb=add_description))
+
+
 def test_stall_is_reported_once_and_redelivered_if_configured():
     async def stop_first_generator(stream: Stream) -> None:
         """Stop the first generator in the middle of its work."""

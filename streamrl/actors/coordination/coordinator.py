@@ -21,7 +21,7 @@ from streamrl.actors.coordination.driver_events import (
     StepReport,
 )
 from streamrl.actors.coordination.evaluator import RunEvaluator
-from streamrl.actors.coordination.role_actors import RoleActors
+from streamrl.actors.coordination.role_actors import RoleActors, describe_waits
 from streamrl.actors.coordination.run_persistence import RunPersistence
 from streamrl.actors.coordination.step_reporter import StepReporter, StepSnapshot
 from streamrl.actors.coordination.trainer_group import TrainerGroup
@@ -187,9 +187,10 @@ class CoordinatorActor(PingableActor):
             on_group_finished=lambda uid, outcome: self._post_reports(
                 make_drop_reports(uid, outcome)
             ),
-            on_stall=lambda overdue: self._post_reports(
-                make_stall_reports(overdue, pipeline.on_stall)
+            on_stall=lambda overdue, waits: self._post_reports(
+                make_stall_reports(overdue, pipeline.on_stall, waits)
             ),
+            describe_waits=lambda: describe_waits(self._role_actors[GENERATE_CALL.role]),
             progress_clock=self._progress_clock,
         )
 
@@ -341,8 +342,9 @@ class CoordinatorActor(PingableActor):
             evaluation.cancel()
             return {}
         result = evaluation.result()
-        if result.num_unscored:
+        if result.unscored_reason:
             fields = {"version": version, "prompts": result.num_unscored}
+            fields |= {"samples": result.num_unscored_samples}
             self._driver_events.post_report(
                 EventReport("unscored", {**fields, "reason": result.unscored_reason})
             )
@@ -476,10 +478,13 @@ def make_drop_reports(uid: str, outcome: GroupOutcome) -> list[EventReport]:
     return [EventReport("drop", {"uid": uid, "cause": outcome.cause, "reason": outcome.reason})]
 
 
-def make_stall_reports(overdue: Sequence[OverdueLease], action: str) -> list[EventReport]:
+def make_stall_reports(
+    overdue: Sequence[OverdueLease], action: str, waits: str
+) -> list[EventReport]:
     """Return a stall event per stage and actor that holds overdue leases.
 
     action: reaction of the run to a stall (pipeline.on_stall), as text for the event.
+    waits: what open episodes wait for, for the events of their stage; "" if for nothing.
     """
     by_holder: dict[tuple[str, str], list[OverdueLease]] = {}
     for lease in overdue:
@@ -489,5 +494,7 @@ def make_stall_reports(overdue: Sequence[OverdueLease], action: str) -> list[Eve
         fields: dict[str, str | int | float] = {"stage": stage, "holder": holder}
         fields |= {"groups": len(leases), "age_s": round(max(lease.age_s for lease in leases), 1)}
         fields |= {"uids": " ".join(lease.uid for lease in leases[:8]), "action": action}
+        if waits and stage == GENERATE_CALL.stage:
+            fields["waits"] = waits
         reports.append(EventReport("stall", fields))
     return reports

@@ -16,7 +16,7 @@ from streamrl.errors import (
     WeightsError,
 )
 from streamrl.evaluation.metrics import EvaluationResult
-from streamrl.evaluation.sample_and_score import evaluate_policy
+from streamrl.evaluation.sample_and_score import SampledPrompt, evaluate_policy
 from streamrl.messages import Columns, Experience, Prompt
 from streamrl.stream.device_lease import ProgressClock
 
@@ -51,9 +51,11 @@ class RunEvaluator:
     ) -> EvaluationResult:
         """Sample and score evaluation prompts, given by data set, with `version` or a newer one."""
 
-        async def generate(prompt: Prompt, seeds: Sequence[int]) -> Columns:
+        async def generate(prompt: Prompt, seeds: Sequence[int]) -> SampledPrompt:
             arguments = (prompt, seeds, self._config.sampling, version)
-            return dict(await self._call_replica(self._generators, "sample", *arguments))
+            sampled = await self._call_replica(self._generators, "sample", *arguments)
+            assert isinstance(sampled, SampledPrompt)
+            return sampled
 
         async def score(prompt: Prompt, rollouts: Columns) -> Columns:
             group = Experience.make_unqueued(rollouts, prompt, version)

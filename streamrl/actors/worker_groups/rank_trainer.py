@@ -11,7 +11,7 @@ from streamrl.buffer.assembly.micro_batch_schedule import ScheduledRound
 from streamrl.buffer.assembly.packing import MicroBatch, Round
 from streamrl.config.run_config import RunConfig
 from streamrl.distributed.process_group import translate_collective_errors
-from streamrl.messages import Columns
+from streamrl.messages import Columns, count_samples
 from streamrl.stream.device_lease import DedicatedDeviceLease
 from streamrl.stream.protocols import TrainStepResult
 from streamrl.stream.train_step import ReadyRounds, RoundRunner, make_scheduler
@@ -56,7 +56,7 @@ class RankTrainer(ParallelTrainer):
         self.begin_step(version, adaptive_params)
         scheduler = make_scheduler(self, self._pipeline)
         for uid, columns in groups.items():
-            scheduler.add_group(uid, columns["lengths"].tolist())
+            scheduler.add_group(uid, columns["lengths"].tolist(), count_samples(columns).tolist())
         ready = ReadyRounds({self.role: scheduler.take_rounds(complete=True)}, list(groups))
         runner = RoundRunner(self, UninterruptedStep(), DedicatedDeviceLease())
         await runner.run_rounds(self.role, ready)

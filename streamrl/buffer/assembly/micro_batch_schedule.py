@@ -89,17 +89,19 @@ class StepScheduler:
         self, update_plan: UpdatePlan, *, world_size: int, micro_batch_tokens: int
     ) -> None:
         self._update_plan = update_plan
-        self._group_lengths: dict[str, Sequence[int]] = {}
+        self._groups: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
+        """Lengths of the rollouts, and number of samples of each episode, by uid."""
         self._packer = MicroBatchPacker(
             world_size=world_size, micro_batch_tokens=micro_batch_tokens
         )
         self._update_rounds: list[tuple[Round, ...]] = [()]
 
-    def add_group(self, uid: str, lengths: Sequence[int]) -> None:
+    def add_group(self, uid: str, lengths: Sequence[int], samples: Sequence[int] = ()) -> None:
+        """Add a group as `MicroBatchPacker.add_group` does."""
         if self._update_plan.requires_full_step:
-            self._group_lengths[uid] = lengths
+            self._groups[uid] = lengths, samples
         else:
-            self._packer.add_group(uid, lengths)
+            self._packer.add_group(uid, lengths, samples)
 
     def take_rounds(self, *, complete: bool) -> list[ScheduledRound]:
         """Return the rounds that can be trained now and were not returned before.
@@ -126,7 +128,7 @@ class StepScheduler:
 
     def _split_mini_batches(self) -> list[list[str]]:
         """Divide the uids of all groups into mini-batches, in the order of a hash of the uid."""
-        order = sorted(self._group_lengths, key=lambda uid: hashlib.blake2b(uid.encode()).digest())
+        order = sorted(self._groups, key=lambda uid: hashlib.blake2b(uid.encode()).digest())
         return [
             order[i :: self._update_plan.num_mini_batches]
             for i in range(self._update_plan.num_mini_batches)
@@ -134,5 +136,5 @@ class StepScheduler:
 
     def _pack_groups(self, uids: Sequence[str]) -> tuple[Round, ...]:
         for uid in uids:
-            self._packer.add_group(uid, self._group_lengths[uid])
+            self._packer.add_group(uid, *self._groups[uid])
         return tuple(self._packer.take_rounds(final=True))

@@ -2,7 +2,8 @@
 
 Pure: lengths in, plans out. A micro-batch is padded to its longest rollout, so its cost is
 rows * longest, and rollouts of similar length go together. All ranks take part in every round
-because their collectives pair up; a rank without work gets an empty micro-batch.
+because their collectives pair up; a rank without work gets an empty micro-batch. The samples of an
+episode stay in one micro-batch, because a loss may compare all tokens of an episode.
 
 Example: lengths 9, 8, 4, 4, 3 with micro_batch_tokens=12 and two ranks. Sorted and cut into
 micro-batches, each padded to its first rollout: [9], [8], [4, 4, 3]. Three micro-batches do not
@@ -10,6 +11,7 @@ divide into two ranks, so the largest is halved: [4, 3] and [4]. Rounds: ([9], [
 """
 
 import heapq
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from operator import itemgetter
@@ -21,9 +23,9 @@ Round = tuple[MicroBatch, ...]
 """One micro-batch per rank, trained at the same time."""
 
 
-_SizedRollout = tuple[int, str, int]
-"""(-tokens with prompt, uid, index): sorts longest first. A plain tuple, because thousands are
-sorted.
+_SizedEpisode = tuple[int, str, int, int]
+"""(-tokens of the longest sample with prompt, uid, index of the first sample, number of samples):
+sorts longest first. A plain tuple, because thousands are sorted.
 """
 
 
@@ -32,10 +34,10 @@ def pack_rollouts(
 ) -> list[Round]:
     """Pack rollouts (uid, index in the group, tokens) into rounds for `world_size` ranks.
 
-    Every rollout appears exactly once. Every micro-batch has at most `micro_batch_tokens` with
-    padding. The padded tokens of two ranks, over all rounds, differ by at most
-    `micro_batch_tokens`. No rank is idle in a round while a different rank has two rollouts. Raises
-    ValueError if a single rollout is longer than `micro_batch_tokens`.
+    Every rollout appears exactly once and is an episode of its own. Every micro-batch has at most
+    `micro_batch_tokens` with padding. The padded tokens of two ranks, over all rounds, differ by at
+    most `micro_batch_tokens`. No rank is idle in a round while a different rank has two episodes.
+    Raises ValueError if a single rollout is longer than `micro_batch_tokens`.
     """
     packer = MicroBatchPacker(world_size=world_size, micro_batch_tokens=micro_batch_tokens)
     for uid, index, length in rollouts:
@@ -52,21 +54,39 @@ class MicroBatchPacker:
     def __init__(self, *, world_size: int, micro_batch_tokens: int) -> None:
         self._world_size = world_size
         self._max_tokens = micro_batch_tokens
-        self._pending_rollouts: list[_SizedRollout] = []
+        self._pending_episodes: list[_SizedEpisode] = []
         self._rank_loads = [0] * world_size
 
-    def add_group(self, uid: str, lengths: Sequence[int]) -> None:
+    def add_group(self, uid: str, lengths: Sequence[int], samples: Sequence[int] = ()) -> None:
         """Add a group; `lengths` are the tokens of its rollouts.
 
-        Raises ValueError for a rollout with more tokens than a micro-batch may have.
+        `samples` counts the rollouts of each episode; () if each rollout is an episode. Raises
+        ValueError for an episode with more tokens than a micro-batch may have.
         """
-        if max(lengths, default=0) > self._max_tokens:
-            self._check_length(uid, *max(enumerate(lengths), key=itemgetter(1)))
-        self._pending_rollouts += [(-length, uid, index) for index, length in enumerate(lengths)]
+        if not samples:
+            if max(lengths, default=0) > self._max_tokens:
+                self._check_length(uid, *max(enumerate(lengths), key=itemgetter(1)))
+            self._pending_episodes += [(-n, uid, index, 1) for index, n in enumerate(lengths)]
+            return
+        first = 0
+        for count in samples:
+            self._add_episode(uid, first, lengths[first : first + count])
+            first += count
+
+    def _add_episode(self, uid: str, first: int, lengths: Sequence[int]) -> None:
+        longest = max(lengths)
+        if len(lengths) * longest > self._max_tokens:
+            self._check_length(uid, first, longest)
+            raise ValueError(
+                f"rollouts {first} to {first + len(lengths) - 1} of {uid} are samples of an"
+                f" episode and have up to {longest} tokens each; a micro-batch, which must hold"
+                f" them together, holds {self._max_tokens}"
+            )
+        self._pending_episodes.append((-longest, uid, first, len(lengths)))
 
     def add_rollout(self, uid: str, index: int, length: int) -> None:
         self._check_length(uid, index, length)
-        self._pending_rollouts.append((-length, uid, index))
+        self._pending_episodes.append((-length, uid, index, 1))
 
     def _check_length(self, uid: str, index: int, length: int) -> None:
         if length > self._max_tokens:
@@ -79,19 +99,19 @@ class MicroBatchPacker:
         """Remove and return the rounds that can be trained now.
 
         final: all groups of the step were added; return all remaining rollouts. Otherwise only
-        rounds of full micro-batches are returned. A micro-batch is full if a further rollout as
-        long as its longest would exceed the token budget, so full micro-batches are more than half
-        full.
+        rounds of full micro-batches are returned. A micro-batch is full if the next episode, or a
+        further rollout as long as its longest, would exceed the token budget, so full micro-batches
+        of episodes of one sample are more than half full.
         """
         # Mostly sorted already, which timsort handles in near-linear time.
-        self._pending_rollouts.sort()
-        cuts = _find_cuts(self._pending_rollouts, self._max_tokens)
+        self._pending_episodes.sort()
+        cuts = _find_cuts(self._pending_episodes, self._max_tokens)
         if not final:
-            last = self._pending_rollouts[cuts[-2] : cuts[-1]] if len(cuts) > 1 else []
+            last = self._pending_episodes[cuts[-2] : cuts[-1]] if len(cuts) > 1 else []
             num_full = len(cuts) - 1 - bool(last and not _is_full(last, self._max_tokens))
             cuts = cuts[: num_full // self._world_size * self._world_size + 1]
-        bins = [self._pending_rollouts[start:end] for start, end in pairwise(cuts)]
-        self._pending_rollouts = self._pending_rollouts[cuts[-1] :]
+        bins = [self._pending_episodes[start:end] for start, end in pairwise(cuts)]
+        self._pending_episodes = self._pending_episodes[cuts[-1] :]
         rounds = _assign_ranks(
             _split_largest(bins, self._world_size) if final else bins, self._rank_loads
         )
@@ -100,28 +120,30 @@ class MicroBatchPacker:
         return rounds
 
 
-def _find_cuts(rollouts: Sequence[_SizedRollout], budget: int) -> list[int]:
-    """Return the indices at which sorted rollouts are cut into micro-batches of `budget` tokens.
+def _find_cuts(episodes: Sequence[_SizedEpisode], budget: int) -> list[int]:
+    """Return the indices at which sorted episodes are cut into micro-batches of `budget` tokens.
 
-    rollouts: longest first, so that a micro-batch is padded to its first rollout.
+    episodes: longest first, so that a micro-batch is padded to its first episode's longest sample.
     """
-    cuts = [0]
-    while cuts[-1] < len(rollouts):
-        length = -rollouts[cuts[-1]][0]
-        rows = budget // length if length else len(rollouts)
-        cuts.append(min(cuts[-1] + rows, len(rollouts)))
-    return cuts
+    cuts, rows, most = [0], 0, 0.0
+    for i, (negative_length, _, _, samples) in enumerate(episodes):
+        rows += samples
+        if rows > most:
+            if i:
+                cuts.append(i)
+            rows, most = samples, budget // -negative_length if negative_length else math.inf
+    return [*cuts, len(episodes)] if episodes else cuts
 
 
-def _is_full(rows: Sequence[_SizedRollout], budget: int) -> bool:
+def _is_full(episodes: Sequence[_SizedEpisode], budget: int) -> bool:
     """Return True if a further rollout as long as the first would exceed `budget` tokens."""
-    return (len(rows) + 1) * -rows[0][0] > budget
+    return _count_padded_tokens(episodes) - episodes[0][0] > budget
 
 
-def _split_largest(bins: list[list[_SizedRollout]], world_size: int) -> list[list[_SizedRollout]]:
+def _split_largest(bins: list[list[_SizedEpisode]], world_size: int) -> list[list[_SizedEpisode]]:
     """Halve the largest micro-batches until their number is a multiple of `world_size`.
 
-    Stops early if only micro-batches of a single rollout are left.
+    Stops early if only micro-batches of a single episode are left.
     """
     heap = [(-_count_padded_tokens(rows), i, rows) for i, rows in enumerate(bins) if len(rows) > 1]
     heapq.heapify(heap)
@@ -137,7 +159,7 @@ def _split_largest(bins: list[list[_SizedRollout]], world_size: int) -> list[lis
     return [rows for i, rows in enumerate(split) if i not in halved]
 
 
-def _assign_ranks(bins: list[list[_SizedRollout]], loads: list[int]) -> list[Round]:
+def _assign_ranks(bins: list[list[_SizedEpisode]], loads: list[int]) -> list[Round]:
     """Form rounds of one micro-batch per rank; the largest goes to the least loaded rank.
 
     loads: padded tokens of each rank so far; updated in place.
@@ -148,11 +170,13 @@ def _assign_ranks(bins: list[list[_SizedRollout]], loads: list[int]) -> list[Rou
         micro_batches: list[MicroBatch] = [()] * len(loads)
         ranks = sorted(range(len(loads)), key=loads.__getitem__)
         for rank, rows in zip(ranks, bins[start : start + len(loads)], strict=False):
-            micro_batches[rank] = tuple([(uid, index) for _, uid, index in rows])
+            micro_batches[rank] = tuple(
+                [(uid, first + i) for _, uid, first, samples in rows for i in range(samples)]
+            )
             loads[rank] += _count_padded_tokens(rows)
         rounds.append(tuple(micro_batches))
     return rounds
 
 
-def _count_padded_tokens(rows: Sequence[_SizedRollout]) -> int:
-    return len(rows) * -rows[0][0]
+def _count_padded_tokens(episodes: Sequence[_SizedEpisode]) -> int:
+    return -episodes[0][0] * sum(samples for *_, samples in episodes)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
-from streamrl.config.run_config import RunConfig, load_config
+from streamrl.config.run_config import ConfigSections, load_sections
 from streamrl.data.classify_rows import check_row_environment, make_prompt
 from streamrl.data.files import DataFile
 from streamrl.data.prompt_file import load_data_rows
@@ -42,7 +42,7 @@ def add_environment_arguments(parser: argparse.ArgumentParser) -> None:
         "--config",
         type=parse_path,
         metavar="CONFIG",
-        help="YAML file with the environment.* settings to use",
+        help="YAML file with the sections to use: environment and, if given, model and data",
     )
     parser.add_argument(
         "--data", type=parse_nonempty, metavar="FILE", help="prompt file with the rows of episodes"
@@ -54,8 +54,9 @@ def add_environment_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--split", metavar="NAME", help="split to read from a dataset with several")
 
 
-def load_recipe(path: Path | None) -> RunConfig | None:
-    return None if path is None else load_config(path)
+def load_recipe(path: Path | None) -> ConfigSections | None:
+    """Read the file of --config, which need not be the whole config of a run."""
+    return None if path is None else load_sections(path)
 
 
 def choose_environment(
@@ -71,7 +72,7 @@ def choose_environment(
     if path is not None:
         if name is not None:
             raise ConfigError(f"--environment={name} has no effect: ENVIRONMENT={path} is given")
-        return replace(recipe, path=path, kind=CLASS_KIND, options={}, named={}, **given)
+        return replace(recipe, path=path, kind=CLASS_KIND, options={}, tools=[], named={}, **given)
     if not recipe.is_enabled:
         raise ConfigError("give ENVIRONMENT, as file.py:Class, or a --config with environment.path")
     names = tuple(recipe.specs)
@@ -86,7 +87,9 @@ def choose_environment(
     return replace(recipe.select(name), **given)
 
 
-def choose_data_file(arguments: argparse.Namespace, recipe: RunConfig | None) -> DataFile | None:
+def choose_data_file(
+    arguments: argparse.Namespace, recipe: ConfigSections | None
+) -> DataFile | None:
     """Return the prompt file of --data, else the first of the recipe, else None.
 
     Raises ConfigError for a reading option without a file.

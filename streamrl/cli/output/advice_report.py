@@ -7,6 +7,7 @@ from streamrl.calibration.advice import (
     SettingsAdvice,
     SettingsOption,
     StageLoad,
+    measure_episodes,
     measure_filter_cost,
     measure_stage_loads,
 )
@@ -23,7 +24,7 @@ SUFFICIENT_OVERSAMPLING = 0.7
 
 def report_to_json(trace: RunTrace) -> dict[str, Any]:
     """Return the JSON of `streamrl report`: stage loads, filter cost and step metrics of a run."""
-    loads = measure_stage_loads(trace)
+    loads, episodes = measure_stage_loads(trace), measure_episodes(trace)
     return {
         "steps": len(trace.steps),
         "left_out": dict(trace.excluded_steps),
@@ -33,6 +34,7 @@ def report_to_json(trace: RunTrace) -> dict[str, Any]:
             load.stage: {"busy": load.busy_fraction, "depth": load.mean_depth} for load in loads
         },
         "filter": vars(measure_filter_cost(trace)),
+        "episodes": episodes and vars(episodes),
         "measured": vars(SteadyMetrics.from_trace(trace)),
     }
 
@@ -108,6 +110,25 @@ def _describe_filter(trace: RunTrace) -> Iterable[str]:
             f"            {cost.oversample:.3g} prompts are admitted per trained group, and one"
             f" in {1 / (1 - cost.share):.3g} is kept: filter.oversample=auto fills a step in one"
             " round"
+        )
+
+
+def _describe_episodes(trace: RunTrace) -> Iterable[str]:
+    load = measure_episodes(trace)
+    if load is None:
+        return
+    yield (
+        f"episodes    {load.turns:.3g} turns, {load.calls:.3g} calls, {load.sampled_tokens:.3g}"
+        f" sampled tokens; of their time {load.decode_frac:.0%} sampling, {load.wait_frac:.0%}"
+        f" waiting for a slot or the devices, {load.environment_frac:.0%} waiting for their"
+        f" environment ({load.environment_s:.3g} s)"
+    )
+    if load.has_too_few_open:
+        slots = trace.config.generator.max_concurrent_rollouts
+        yield (
+            f"            at most {load.max_open} are open per generator:"
+            f" environment.open_episodes={load.needed_open} keep more of its {slots} decode slots"
+            " busy"
         )
 
 

@@ -67,7 +67,7 @@ def format_end(columns: Columns) -> str:
     """Format the end of the only episode of a group."""
     reason = FinishReason(int(columns["finish_reason"][0])).name.lower()
     rewards = ", ".join(f"{reward:g}" for reward in columns["turn_rewards"])
-    turns = int(columns["num_turns"][0])
+    turns = int(columns["num_turns"].sum())
     score = float(columns["environment_scores"][0])
     return f"end: {reason} after turn {turns}; rewards {rewards}; score {score:g}"
 

@@ -115,6 +115,11 @@ class GenerationEngine:
         return self._thread.version
 
     @property
+    def paused_s(self) -> float:
+        """Time for which the engine has been paused since its start, s."""
+        return self._pause_state.paused_s
+
+    @property
     def num_running(self) -> int:
         """Number of unfinished rollouts that callers of `generate` wait for."""
         return sum(len(request.missing_indices) for request in self._requests.values())

@@ -84,13 +84,21 @@ class PauseState:
 
     def __init__(self) -> None:
         self._reasons: set[str] = set()
+        self._ended_pauses_s = self._paused_since = 0.0
         #: Running timeouts and, while paused, the seconds that remain of each.
         self._remaining_s: dict[asyncio.Timeout, float] = {}
+
+    @property
+    def paused_s(self) -> float:
+        """Time with a reason to pause, that of the current pause included, s."""
+        if not self._reasons:
+            return self._ended_pauses_s
+        return self._ended_pauses_s + asyncio.get_running_loop().time() - self._paused_since
 
     def add_reason(self, reason: str) -> None:
         """Add a reason to pause the engine; the first suspends all pausable timeouts."""
         if not self._reasons:
-            now = asyncio.get_running_loop().time()
+            now = self._paused_since = asyncio.get_running_loop().time()
             for deadline in self._remaining_s:
                 self._remaining_s[deadline] = (deadline.when() or now) - now
                 deadline.reschedule(None)
@@ -105,6 +113,7 @@ class PauseState:
         self._reasons.discard(reason)
         if was_last:
             now = asyncio.get_running_loop().time()
+            self._ended_pauses_s += now - self._paused_since
             for deadline, remaining_s in self._remaining_s.items():
                 deadline.reschedule(now + remaining_s)
         return was_last

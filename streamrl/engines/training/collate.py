@@ -10,7 +10,17 @@ from torch import Tensor
 from streamrl.algorithms import Algorithm, AlgorithmSettings, list_derivation_columns
 from streamrl.algorithms.objective import derive_group_columns
 from streamrl.buffer.assembly.packing import RolloutIndex
-from streamrl.messages import Array, ColumnAxis, Columns, get_column_spec, split_token_column
+from streamrl.messages import (
+    EPISODE_COLUMN,
+    Array,
+    ColumnAxis,
+    Columns,
+    count_samples,
+    find_first_samples,
+    get_column_spec,
+    split_token_column,
+    sum_over_samples,
+)
 
 TOKEN_COLUMNS = ("token_ids", "loss_mask", "generator_logprobs", "policy_version", "ref_logprobs")
 """Columns of a group that a loss may read per token; a batch omits columns that the group lacks."""
@@ -21,37 +31,59 @@ def derive_columns(
 ) -> dict[str, Columns]:
     """Compute the columns that the algorithm derives from complete groups, such as advantages.
 
-    Returns derived columns for each uid, with an entry per rollout or per token (rollouts
-    concatenated).
+    The algorithm sees an episode as one row, whose samples are concatenated. Returns derived
+    columns for each uid, with an entry per rollout or per token (rollouts concatenated).
     """
     if not groups:
         return {}
-    sizes = [len(columns["lengths"]) for columns in groups.values()]
+    names = list_derivation_columns(spec, settings)
+    samples = {uid: count_samples(columns) for uid, columns in groups.items()}
+    episodes = [
+        join_samples({name: columns[name] for name in names}, samples[uid])
+        for uid, columns in groups.items()
+    ]
+    sizes = [*map(len, samples.values())]
     group_ids = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-    lengths = np.concatenate([columns["lengths"] for columns in groups.values()])
+    lengths = np.concatenate([columns["lengths"] for columns in episodes])
     padded: dict[str, Tensor] = {}
-    for name in list_derivation_columns(spec, settings):
-        column = np.concatenate([columns[name] for columns in groups.values()])
+    for name in names:
+        column = np.concatenate([columns[name] for columns in episodes])
         if get_column_spec(name).axis is ColumnAxis.TOKEN:
             column = _pad_rows(split_token_column(column, lengths))
         padded[name] = torch.from_numpy(column)
     derived = derive_group_columns(spec, settings, padded, group_ids)
     ends = np.cumsum(sizes).tolist()
-    rollout_slices = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    episode_slices = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
     return {
         uid: {
-            name: _unpad_rows(values[rollout_slice], lengths[rollout_slice])
+            name: _split_episodes(values[rows], lengths[rows], samples[uid])
             for name, values in derived.items()
         }
-        for uid, rollout_slice in zip(groups, rollout_slices, strict=True)
+        for uid, rows in zip(groups, episode_slices, strict=True)
     }
 
 
-def _unpad_rows(values: Tensor, lengths: Array) -> Array:
-    """Concatenate the first `lengths[i]` entries of each row i of a padded tensor."""
+def join_samples(columns: Columns, samples: Array) -> Columns:
+    """Return the columns of a group with an entry per episode in place of one per rollout.
+
+    samples: number of rollouts of each episode. Token columns stay: samples follow each other.
+    """
+    firsts = find_first_samples(samples)
+    joined = {
+        name: column[firsts] if get_column_spec(name).axis is ColumnAxis.ROLLOUT else column
+        for name, column in columns.items()
+    }
+    return joined | {"lengths": sum_over_samples(columns["lengths"], samples)}
+
+
+def _split_episodes(values: Tensor, lengths: Array, samples: Array) -> Array:
+    """Return a column, with an entry per rollout or per token, from one of episodes.
+
+    values: [E] or, padded, [E, T]. lengths: tokens of each episode.
+    """
     array = values.numpy()
     if array.ndim == 1:
-        return array
+        return np.repeat(array, samples)
     return np.concatenate([row[:length] for row, length in zip(array, lengths, strict=True)])
 
 
@@ -66,7 +98,8 @@ def build_batch(
 
     `picks` are (uid, index of the rollout in its group). Tensors: token_ids int64, attention_mask
     and loss_mask bool, generator_logprobs and (if present) ref_logprobs float32: [B, T], 0 in the
-    padding. The columns of `derived`, [B] or [B, T], replace group columns of the same name.
+    padding. The columns of `derived`, [B] or [B, T], replace group columns of the same name. If
+    episodes may have several samples, `episode` int64 [B] numbers the episodes of the batch.
     Without picks, the batch is a dummy rollout of two masked tokens, so that an idle rank runs the
     same collectives as the others.
     """
@@ -79,7 +112,16 @@ def build_batch(
     batch = {name: torch.from_numpy(_stack_rows([row[name] for row in rows])) for name in rows[0]}
     batch["token_ids"] = batch["token_ids"].long()
     batch["attention_mask"] = torch.from_numpy(np.arange(lengths.max()) < lengths[:, None])
+    if picks and all(EPISODE_COLUMN in groups[uid] for uid, _ in picks):
+        batch[EPISODE_COLUMN] = torch.from_numpy(_number_episodes(groups, picks))
     return TensorDict(batch, batch_size=[len(rows)])
+
+
+def _number_episodes(groups: Mapping[str, Columns], picks: Sequence[RolloutIndex]) -> Array:
+    """Return the number of each picked rollout's episode in the batch, int64 [B], from 0."""
+    episodes = [(uid, int(groups[uid][EPISODE_COLUMN][index])) for uid, index in picks]
+    starts = [a != b for a, b in zip(episodes[1:], episodes, strict=False)]
+    return np.cumsum([0, *starts])
 
 
 def _collect_rollout(

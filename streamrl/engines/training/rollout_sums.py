@@ -4,7 +4,15 @@ import math
 from collections.abc import Mapping, Sequence
 
 from streamrl.buffer.assembly.packing import RolloutIndex
-from streamrl.messages import TRUNCATIONS, Columns, is_component_column, split_token_column
+from streamrl.messages import (
+    TRUNCATIONS,
+    Columns,
+    count_samples,
+    find_first_samples,
+    is_component_column,
+    split_token_column,
+    sum_over_samples,
+)
 
 _TRUNCATION_CODES = tuple(reason.value for reason in TRUNCATIONS)
 
@@ -12,11 +20,12 @@ _TRUNCATION_CODES = tuple(reason.value for reason in TRUNCATIONS)
 def sum_rollouts(groups: Mapping[str, Columns], picks: Sequence[RolloutIndex]) -> dict[str, float]:
     """Sum scores, costs, reward components, sampled tokens and truncations of picked rollouts.
 
-    `picks` are (uid, index of the rollout in its group). Keys are names of metrics; `sampled_max`,
-    the most sampled tokens of a rollout, is a maximum instead of a sum.
+    `picks` are (uid, index of the rollout in its group), with all samples of an episode, which
+    count as one rollout. Keys are names of metrics; `sampled_max`, the most sampled tokens of a
+    rollout, is a maximum instead of a sum.
     """
     sums = {
-        "rollouts": float(len(picks)),
+        "rollouts": 0.0,
         "score_sum": 0.0,
         "score_squared_sum": 0.0,
         "sampled_sum": 0.0,
@@ -25,8 +34,11 @@ def sum_rollouts(groups: Mapping[str, Columns], picks: Sequence[RolloutIndex]) -
     }
     sampled = {uid: _count_sampled_tokens(columns) for uid, columns in groups.items()}
     for uid, index in picks:
+        if index not in sampled[uid]:
+            continue  # not the first sample of its episode
         columns = groups[uid]
         score, tokens = float(columns["scores"][index]), sampled[uid][index]
+        sums["rollouts"] += 1
         sums["score_sum"] += score
         sums["score_squared_sum"] += score * score
         sums["sampled_sum"] += tokens
@@ -50,8 +62,10 @@ def _add_component(sums: dict[str, float], name: str, value: float) -> None:
     sums[key] = sums.get(key, 0.0) + amount
 
 
-def _count_sampled_tokens(columns: Columns) -> list[float]:
-    """Return the number of sampled tokens of each rollout of a group."""
-    return [
-        float(mask.sum()) for mask in split_token_column(columns["loss_mask"], columns["lengths"])
-    ]
+def _count_sampled_tokens(columns: Columns) -> dict[int, float]:
+    """Return the number of sampled tokens of each episode, by the index of its first rollout."""
+    samples = count_samples(columns)
+    lengths = sum_over_samples(columns["lengths"], samples)
+    masks = split_token_column(columns["loss_mask"], lengths)
+    firsts = find_first_samples(samples).tolist()
+    return {first: float(mask.sum()) for first, mask in zip(firsts, masks, strict=True)}

@@ -32,6 +32,8 @@ from streamrl.engines.models.forward import (
 )
 from streamrl.engines.models.two_heads import extract_values, load_two_headed_model
 from streamrl.engines.training.collate import TOKEN_COLUMNS
+from streamrl.engines.training.sample_joiner import SampleJoiner
+from streamrl.messages import EPISODE_COLUMN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -134,13 +136,17 @@ class PolicyTask(TrainingTask):
     def compute_loss_from_scores(
         self, scores: TokenScores, columns: Mapping[str, Tensor], *, version: int
     ) -> LossAndSums:
-        """Return the policy's summed loss and sums for metrics, given logprobs and entropies."""
+        """Return the policy's summed loss and sums for metrics, given logprobs and entropies.
+
+        The loss sees the samples of an episode, all of which are in the batch, as one row.
+        """
+        join = SampleJoiner(columns.get(EPISODE_COLUMN))
         return policy_loss(
             self.spec,
             self.settings,
-            columns,
-            logprobs=scores.logprobs,
-            entropy=scores.entropy,
+            {name: join(column) for name, column in columns.items()},
+            logprobs=join(scores.logprobs),
+            entropy=join(scores.entropy),
             version=version,
         )
 
@@ -177,8 +183,10 @@ class TwoHeadedTask(PolicyTask):
         scores, values = self._score_both_heads(forward, batch)
         columns = batch.to_dict()
         loss, sums = self.compute_loss_from_scores(scores, columns, version=version)
+        join = SampleJoiner(columns.get(EPISODE_COLUMN))
+        episodes = {name: join(column) for name, column in columns.items()}
         value_loss, value_sums = shared_value_loss(
-            self.settings, columns, values, clip=self.value_clip
+            self.settings, episodes, join(values), clip=self.value_clip
         )
         return loss + self.value_coef * value_loss, sums | value_sums
 

@@ -6,12 +6,16 @@ from dataclasses import replace
 
 from streamrl.data.config import DataConfig
 from streamrl.environments.config import EnvironmentConfig, get_environment_section
-from streamrl.environments.episodes.driver import make_environment_seed, render_start
+from streamrl.environments.episodes.driver import (
+    make_environment_seed,
+    render_start,
+    wait_before_retry,
+)
 from streamrl.environments.episodes.start_driver import choose_call_format, load_turn_renderer
 from streamrl.environments.hosts.host_pool import EnvironmentHostPool
 from streamrl.environments.hosts.host_protocol import EnvironmentDescription
-from streamrl.environments.interface import ToolSchema
-from streamrl.environments.rendering.conformance import check_template
+from streamrl.environments.interface import ResetResult, ToolSchema
+from streamrl.environments.rendering.conformance import check_template, describe_treatment
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
 from streamrl.environments.tool_calls.call_formats import REGEX_FORMAT
 from streamrl.environments.tool_calls.tool_schema import get_tool_name
@@ -25,13 +29,12 @@ def check_environments(
     """Check environments and template, and reset an episode of each prompt; return notes.
 
     Raises ConfigError for a class, template or call format that cannot be used, an environment that
-    fails at its reset, and a prompt that leaves no room for a turn.
+    fails at its reset `attempts` times, and a prompt that leaves no room for a turn.
     """
     renderer = load_turn_renderer(data, model_path)
     report = check_template(renderer)
     notes = [
-        f"chat template, {kind}: {difference}; kept as sampled: the policy is trained on the"
-        " tokens that it saw"
+        f"chat template, {kind}: {difference}. {describe_treatment(config.max_samples)}"
         for kind, difference in report.differences.items()
     ]
     return [*notes, *asyncio.run(_check_classes(config, renderer, prompts))]
@@ -84,11 +87,7 @@ async def _check_class(
 async def _check_reset(
     config: EnvironmentConfig, hosts: EnvironmentHostPool, renderer: TurnRenderer, prompt: Prompt
 ) -> None:
-    session = hosts.open_session(prompt, seed=make_environment_seed(0, prompt.uid))
-    try:
-        start = await session.reset()
-    finally:
-        await session.close()
+    start = await _reset_with_retries(config, hosts, prompt)
     _, token_ids = render_start(renderer, prompt, start)
     added = len(token_ids) - len(prompt.token_ids)
     if added >= config.max_tokens:
@@ -96,3 +95,20 @@ async def _check_reset(
             f"environment.max_tokens={config.max_tokens}: leaves no room for a turn:"
             f" tools and first observation add {added} tokens to {describe_prompt(prompt)}"
         )
+
+
+async def _reset_with_retries(
+    config: EnvironmentConfig, hosts: EnvironmentHostPool, prompt: Prompt
+) -> ResetResult:
+    """Reset an episode, as often as a run would. Raises the EpisodeError of the last attempt."""
+    for attempt in range(1, config.attempts + 1):
+        session = hosts.open_session(prompt, seed=make_environment_seed(0, prompt.uid))
+        try:
+            return await session.reset()
+        except EpisodeError:
+            if attempt == config.attempts:
+                raise
+        finally:
+            await session.close()
+        await wait_before_retry(attempt)
+    raise AssertionError("attempts is at least 1")

@@ -10,17 +10,12 @@ trainer use them.
 
 import asyncio
 import hashlib
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
-from contextlib import AbstractAsyncContextManager, contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
 
 from streamrl.environments.episodes.decode_slots import DecodeSlots
 from streamrl.environments.episodes.episode import (
@@ -30,6 +25,12 @@ from streamrl.environments.episodes.episode import (
     find_turn_outcome,
 )
 from streamrl.environments.episodes.episode_meter import EpisodeMeter
+from streamrl.environments.episodes.protocols import (
+    ComputeContext,
+    EpisodeRenderer,
+    TurnParser,
+    TurnSampler,
+)
 from streamrl.environments.interface import (
     CallOutcome,
     EnvironmentHosts,
@@ -37,13 +38,12 @@ from streamrl.environments.interface import (
     EnvironmentStep,
     EpisodeSummary,
     Message,
-    Reply,
     ResetResult,
     ToolSchema,
 )
 from streamrl.environments.rendering.turn_renderer import BridgeTokens
 from streamrl.environments.tool_calls.call_formats import make_assistant_message
-from streamrl.errors import ConfigError, EpisodeError
+from streamrl.errors import ConfigError, EpisodeError, GenerationError
 from streamrl.messages import (
     Array,
     Columns,
@@ -65,106 +65,63 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-class TurnSampler(Protocol):
-    """Generation engine as the driver uses it (`GenerationEngine.generate`)."""
-
-    async def generate(
-        self,
-        prompt_ids: Array,
-        *,
-        seeds: Sequence[int],
-        sampling: Any = None,
-        max_new_tokens: int | None = None,
-        stop_token_ids: Sequence[int] = (),
-    ) -> list[Rollout]: ...
-
-
-class EpisodeRenderer(Protocol):
-    """Renderer of what the policy reads: a model's (`TurnRenderer`), or one of text."""
-
-    @property
-    def end_token_ids(self) -> Collection[int]: ...
-
-    @property
-    def can_render_tools(self) -> bool: ...
-
-    def render_prompt(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[ToolSchema] = (),
-        arguments: Mapping[str, Any] | None = None,
-        *,
-        observation: Sequence[Message] = (),
-    ) -> Array: ...
-
-    def render_bridge(
-        self,
-        sampled_ids: Sequence[int],
-        messages: Sequence[Message],
-        *,
-        is_cut: bool,
-        has_tools: bool = False,
-        arguments: Mapping[str, Any] | None = None,
-    ) -> BridgeTokens: ...
-
-
-class TurnParser(Protocol):
-    """Parser of sampled turns: a model's (`CallFormat`), or one of text."""
-
-    def parse(
-        self, token_ids: Sequence[int], tools: Sequence[ToolSchema], *, is_cut: bool = False
-    ) -> Reply: ...
-
-
-ComputeContext = Callable[..., AbstractAsyncContextManager[MutableMapping[str, Any]]]
-"""Returns a context that holds the device lease and records a span with facts, as
-`StageContext.record_compute` does."""
-
-
 @dataclass(frozen=True)
 class EpisodeLimits:
     """Limits of an episode.
 
-    max_turn_tokens: most tokens of a turn. max_tokens: most tokens besides the row's prompt.
-    timeout_s: most time in engine and environment, s; waits for a slot do not count.
+    max_turn_tokens: most tokens of a turn. max_tokens: most tokens besides the row's prompt, as if
+        all turns were appended. max_samples: most samples.
+    timeout_s: most time in engine and environment, s; waits for a slot or for the devices do not
+        count.
     """
 
     max_turns: int
     max_turn_tokens: int
     max_tokens: int
     timeout_s: float
+    max_samples: int = 1
 
 
 @dataclass(frozen=True)
 class EpisodeRequest:
     """Episode to run: the row's prompt, seeds of policy and environment, and how to sample.
 
+    index: number of the episode within its group.
     priority: number of the group by admission; lower numbers get decode slots first.
-    sampling: settings of the engine; None: those of the run.
     compute: context in which turns are sampled.
+    meter: receives the counts of the episode.
+    sampling: settings of the engine; None: those of the run.
     """
 
     prompt: Prompt
+    index: int
     seed: int
     environment_seed: int
     priority: int
     compute: ComputeContext
+    meter: EpisodeMeter
     sampling: Any = None
 
 
 @dataclass
 class EpisodeState:
-    """Running episode: what was said, sampled and earned so far, and the time that it took."""
+    """Running episode: what was said, sampled and earned so far, and the time that it took.
+
+    num_row_messages: number of `messages` that are the data row's.
+    elapsed_s: time in engine and environment, s; environment_s: of it, time in the environment.
+    """
 
     request: EpisodeRequest
     session: EnvironmentSession
     messages: list[Message]
     tools: Sequence[ToolSchema]
     tokens: EpisodeTokens
+    num_row_messages: int
     rewards: list[float] = field(default_factory=list)
     turn_outcomes: list[TurnOutcome] = field(default_factory=list)
     call_outcomes: list[CallOutcome] = field(default_factory=list)
     elapsed_s: float = 0.0
+    environment_s: float = 0.0
 
     def add_turn(self, result: EnvironmentStep) -> None:
         self.rewards.append(result.reward)
@@ -176,6 +133,22 @@ def make_environment_seed(seed: int, uid: str) -> int:
     """Return the environment's seed, 0 to 2^31 - 1: equal for all episodes of the prompt `uid`."""
     digest = hashlib.blake2b(f"{seed}/environment/{uid}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def derive_attempt_seed(seed: int, attempt: int) -> int:
+    """Return the policy's seed of an attempt at an episode, from 1; the first has `seed` itself.
+
+    With the same seed the policy would write the words again at which its environment has failed.
+    """
+    if attempt == 1:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/attempt/{attempt}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+async def wait_before_retry(attempt: int) -> None:
+    """Wait after a failed attempt, from 1, before the next one."""
+    await asyncio.sleep(RETRY_DELAY_S * 2 ** (attempt - 1))
 
 
 def open_conversation(
@@ -228,7 +201,7 @@ class EpisodeDriver:
     """Runs episodes against an engine and the hosts of an environment.
 
     Use it only on the engine's event loop. attempts: attempts at an episode whose environment
-    fails. meter: counts of the episodes that have ended.
+    fails. meter: counts of the episodes of groups without a meter of their own.
     """
 
     def __init__(  # noqa: PLR0913
@@ -251,6 +224,7 @@ class EpisodeDriver:
         self._attempts = attempts
         self._stop_token_ids = tuple(sorted(renderer.end_token_ids))
         self._num_groups = 0
+        self._is_closed = False
         self.meter = EpisodeMeter()
 
     async def run_group(  # noqa: PLR0913
@@ -262,28 +236,35 @@ class EpisodeDriver:
         compute: ComputeContext,
         sampling: Any = None,
         min_episodes: int | None = None,
+        meter: EpisodeMeter | None = None,
         on_finished: Callable[[], None] = lambda: None,
+        on_left_out: Callable[[EpisodeError], None] = lambda error: None,
     ) -> Columns:
         """Run an episode per seed, side by side; return ROLLOUT_COLUMNS and EPISODE_COLUMNS.
+
+        If an episode may have several samples, EPISODE_COLUMN is among the columns.
 
         environment_seed: seed of the environment, equal for all episodes of the group.
         sampling: settings of the engine; None: those of the run.
         min_episodes: least episodes of the group; None: one per seed.
+        meter: receives the counts of the episodes; None: that of the driver.
         on_finished: called once for each episode that ended.
+        on_left_out: called with the last failure of each episode that is left out.
 
-        An episode whose environment fails is run again, and left out after the last attempt. Raises
-        EpisodeError if fewer than `min_episodes` are left, and the errors of the engine.
+        An episode whose environment fails is run again, with the environment's seed and another one
+        of the policy, and left out after the last attempt. Raises EpisodeError if fewer than
+        `min_episodes` are left, GenerationError if the driver is closed meanwhile, and the errors
+        of the engine.
         """
         self._num_groups += 1
-        requests = [
-            EpisodeRequest(prompt, seed, environment_seed, self._num_groups, compute, sampling)
-            for seed in seeds
-        ]
+        group = environment_seed, self._num_groups, compute, meter or self.meter, sampling
+        requests = [EpisodeRequest(prompt, index, seed, *group) for index, seed in enumerate(seeds)]
 
         async def run(request: EpisodeRequest) -> Episode | EpisodeError:
             try:
                 return await self._run_with_retries(request)
             except EpisodeError as error:
+                on_left_out(error)
                 return error
             finally:
                 on_finished()
@@ -297,27 +278,59 @@ class EpisodeDriver:
         episodes = [result for result in results if isinstance(result, Episode)]
         if len(episodes) < min(min_episodes or len(seeds), len(seeds)):
             raise next(result for result in results if isinstance(result, EpisodeError))
-        return episodes_to_columns(episodes)
+        return episodes_to_columns(episodes, may_split=self._limits.max_samples > 1)
+
+    async def run_evaluation(
+        self,
+        prompt: Prompt,
+        *,
+        seeds: Sequence[int],
+        environment_seed: int,
+        compute: ComputeContext,
+        sampling: Any,
+    ) -> tuple[Columns, str]:
+        """Run the episodes of an evaluation, which do not count in `self.meter`.
+
+        Returns the columns of those whose environment did not fail, and the first failure, "" if
+        there is none. Raises as `run_group` does, EpisodeError if all fail.
+        """
+        failures: list[EpisodeError] = []
+        columns = await self.run_group(
+            prompt,
+            seeds=seeds,
+            environment_seed=environment_seed,
+            compute=compute,
+            sampling=sampling,
+            min_episodes=1,
+            meter=EpisodeMeter(),
+            on_left_out=failures.append,
+        )
+        return columns, str(failures[0]) if failures else ""
 
     async def _run_with_retries(self, request: EpisodeRequest) -> Episode:
         for attempt in range(1, self._attempts + 1):
             session = self._hosts.open_session(request.prompt, seed=request.environment_seed)
+            seeded = replace(request, seed=derive_attempt_seed(request.seed, attempt))
             try:
-                with self.meter.track_open():
-                    return await self._run_episode(request, session)
-            except EpisodeError:
-                self.meter.count_infra_error()
+                with request.meter.track_open():
+                    return await self._run_episode(seeded, session)
+            except EpisodeError as error:
+                if self._is_closed:
+                    # Not a failure of this episode: another generator can run it.
+                    raise GenerationError(f"the driver of episodes was closed: {error}") from error
+                request.meter.count_infra_error()
                 if attempt == self._attempts:
                     raise
             finally:
                 await session.close()
-            await asyncio.sleep(RETRY_DELAY_S * 2 ** (attempt - 1))
+            await wait_before_retry(attempt)
         raise AssertionError("attempts is at least 1")
 
     async def _run_episode(self, request: EpisodeRequest, session: EnvironmentSession) -> Episode:
         """Run an episode from reset to score. Raises EpisodeError."""
         started = _now()
-        start = await session.reset()
+        with request.meter.measure_environment():
+            start = await session.reset()
         num_chars = sum(len(str(message["content"])) for message in start.messages)
         if num_chars > MAX_CHARS_PER_TOKEN * self._limits.max_tokens:
             raise EpisodeError(
@@ -327,8 +340,10 @@ class EpisodeDriver:
             )
         with translate_template_errors(request.prompt):
             messages, prompt_ids = render_start(self._renderer, request.prompt, start)
-        state = EpisodeState(request, session, messages, start.tools, EpisodeTokens(prompt_ids))
-        state.elapsed_s = _now() - started
+        row, _ = open_conversation(request.prompt.messages, start.messages)
+        tokens = EpisodeTokens(prompt_ids)
+        state = EpisodeState(request, session, messages, start.tools, tokens, len(row))
+        state.elapsed_s = state.environment_s = _now() - started
         if self._count_free_tokens(state) < 1:
             raise EpisodeError(
                 f"{describe_prompt(request.prompt)}: the prompt has {len(prompt_ids)} tokens with"
@@ -339,7 +354,6 @@ class EpisodeDriver:
         reason = None
         while reason is None:
             reason = await self._take_turn(state)
-        rollout, source = state.tokens.finish(reason)
         # An environment that did not answer in time may still be busy: its score cannot be asked.
         score = sum(state.rewards)
         if reason is not FinishReason.TIMEOUT:
@@ -347,15 +361,14 @@ class EpisodeDriver:
             with self._measure_environment(state):
                 score = await session.score(summary)
         episode = Episode(
-            rollout,
-            source,
-            state.tokens.turn_ends,
+            state.tokens.finish(reason),
             state.rewards,
             state.turn_outcomes,
+            state.call_outcomes,
             score,
             state.messages,
         )
-        self.meter.add_episode(episode, state.call_outcomes)
+        request.meter.add_episode(episode, environment_s=state.environment_s)
         return episode
 
     async def _take_turn(self, state: EpisodeState) -> FinishReason | None:
@@ -389,7 +402,10 @@ class EpisodeDriver:
     def _append_observation(
         self, state: EpisodeState, turn_ids: Sequence[int], messages: Sequence[Message]
     ) -> FinishReason | None:
-        """Append what the environment says after a turn; return TOKENS if it leaves no room."""
+        """Append what the environment says after a turn; return TOKENS if it leaves no room.
+
+        Where the chat template rewrites the conversation, the next turn begins a new sample.
+        """
         # Encoding megabytes that cannot fit would block the event loop for seconds.
         num_chars = sum(len(str(message["content"])) for message in messages)
         if num_chars > MAX_CHARS_PER_TOKEN * self._count_free_tokens(state):
@@ -405,14 +421,44 @@ class EpisodeDriver:
             )
         if self._count_free_tokens(state) <= len(bridge.token_ids):
             return FinishReason.TOKENS
-        state.tokens.append_bridge(bridge)
+        rewritten = self._render_rewritten(state, bridge, messages)
+        if rewritten is None:
+            state.tokens.append_bridge(bridge)
+        elif len(rewritten) < self._get_most_tokens(state):
+            state.tokens.start_sample(rewritten, bridge)
+        else:
+            return FinishReason.TOKENS
         state.messages += messages
         return None
 
+    def _render_rewritten(
+        self, state: EpisodeState, bridge: BridgeTokens, messages: Sequence[Message]
+    ) -> Array | None:
+        """Return the prompt of a new sample; None if the next turn continues the current one.
+
+        messages: what the environment says after the last turn. bridge: their tokens.
+        """
+        tokens, count = state.tokens, state.num_row_messages
+        if tokens.num_samples >= self._limits.max_samples:
+            return None
+        with translate_template_errors(state.request.prompt):
+            return self._renderer.render_rewritten(
+                np.concatenate([tokens.token_ids, bridge.token_ids]),
+                state.messages[:count],
+                [*state.messages[count:], *messages],
+                state.tools if self._renderer.can_render_tools else (),
+                get_template_arguments(state.request.prompt),
+            )
+
+    def _get_most_tokens(self, state: EpisodeState) -> int:
+        """Return the most tokens of a sample, the row's prompt included."""
+        return len(state.request.prompt.token_ids) + self._limits.max_tokens
+
     def _count_free_tokens(self, state: EpisodeState) -> int:
         """Return how many tokens the episode may still grow by."""
-        num_row_tokens = len(state.request.prompt.token_ids)
-        return num_row_tokens + self._limits.max_tokens - len(state.tokens.token_ids)
+        tokens = state.tokens
+        used = max(tokens.num_appended, len(tokens.token_ids))
+        return self._get_most_tokens(state) - used
 
     async def _sample_turn(self, state: EpisodeState) -> Rollout:
         """Sample the next turn of an episode, holding a decode slot and the device lease."""
@@ -421,10 +467,14 @@ class EpisodeDriver:
         async with (
             self._slots.hold(request.priority),
             request.compute(
-                uid=request.prompt.uid, turn=len(tokens.turn_ends), context=len(tokens.token_ids)
+                uid=request.prompt.uid,
+                episode=request.index,
+                turn=len(state.rewards),
+                context=len(tokens.token_ids),
+                environment_s=state.environment_s,
             ) as span_facts,
         ):
-            started = _now()
+            started, paused_before = _now(), self._sampler.paused_s
             (rollout,) = await self._sampler.generate(
                 tokens.token_ids,
                 seeds=[derive_continuation_seed(request.seed, tokens.num_new_tokens)],
@@ -432,22 +482,26 @@ class EpisodeDriver:
                 max_new_tokens=min(self._limits.max_turn_tokens, self._count_free_tokens(state)),
                 stop_token_ids=self._stop_token_ids,
             )
+            # On shared devices the engine is suspended while others compute: a wait as well.
+            paused_s = self._sampler.paused_s - paused_before
+            decode_s = _now() - started - paused_s
             span_facts["tokens"] = int(rollout.loss_mask.sum())
-        decode_s = _now() - started
         state.elapsed_s += decode_s
-        self.meter.add_seconds(wait=started - waiting_since, decode=decode_s)
+        request.meter.add_seconds(wait=started - waiting_since + paused_s, decode=decode_s)
         return rollout
 
     async def close(self) -> None:
-        """End the hosts of the environment."""
+        """End the hosts of the environment; `run_group` raises GenerationError from then on."""
+        self._is_closed = True
         await self._hosts.close()
 
     @contextmanager
     def _measure_environment(self, state: EpisodeState) -> Iterator[None]:
         started = _now()
         try:
-            yield
+            with state.request.meter.measure_environment():
+                yield
         finally:
             seconds = _now() - started
             state.elapsed_s += seconds
-            self.meter.add_seconds(environment=seconds)
+            state.environment_s += seconds

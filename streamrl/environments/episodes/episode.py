@@ -9,6 +9,7 @@ from streamrl.environments.interface import CallOutcome, Message
 from streamrl.environments.rendering.turn_renderer import BridgeTokens
 from streamrl.errors import EpisodeError
 from streamrl.messages import (
+    EPISODE_COLUMN,
     Array,
     FinishReason,
     Rollout,
@@ -36,93 +37,145 @@ def find_turn_outcome(outcomes: Sequence[CallOutcome]) -> TurnOutcome:
 
 
 @dataclass(frozen=True, eq=False)
-class Episode:
-    """Finished episode.
+class EpisodeSample:
+    """Training sample of an episode: all of its turns, or those after a rewritten conversation.
 
     rollout: all tokens, [T]. token_source: code of TokenSource, int8 [T].
-    turn_ends: end of each turn's sampled tokens, ascending offsets in [1, T], one per turn.
-    turn_rewards, turn_outcomes: one entry per turn.
-    score: the environment's score.
-    messages: the whole conversation, the row's messages included.
+    turn_ends: end of each turn's sampled tokens, ascending offsets in [1, T], one per turn of the
+        sample.
     """
 
     rollout: Rollout
     token_source: Array
     turn_ends: Sequence[int]
+
+
+@dataclass(frozen=True, eq=False)
+class Episode:
+    """Finished episode.
+
+    samples: at least one, in the order of their turns; all have the episode's finish reason.
+    turn_rewards, turn_outcomes: one entry per turn.
+    call_outcomes: one entry per tool call.
+    score: the environment's score.
+    messages: the whole conversation, the row's messages included.
+    """
+
+    samples: Sequence[EpisodeSample]
     turn_rewards: Sequence[float]
     turn_outcomes: Sequence[TurnOutcome]
+    call_outcomes: Sequence[CallOutcome]
     score: float
     messages: Sequence[Message]
 
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.samples[0].rollout.finish_reason
 
-def episodes_to_columns(episodes: Sequence[Episode]) -> dict[str, Array]:
-    """Concatenate the episodes of a group into ROLLOUT_COLUMNS and EPISODE_COLUMNS."""
-    turns = [turn for episode in episodes for turn in episode.turn_ends]
+    @property
+    def num_invalid_calls(self) -> int:
+        """Number of calls that could not be parsed, name no tool, or do not fit its schema."""
+        return sum(
+            _TURN_OUTCOMES[outcome] is TurnOutcome.MALFORMED for outcome in self.call_outcomes
+        )
+
+
+def episodes_to_columns(
+    episodes: Sequence[Episode], *, may_split: bool = False
+) -> dict[str, Array]:
+    """Concatenate the episodes of a group into ROLLOUT_COLUMNS and EPISODE_COLUMNS.
+
+    may_split: with EPISODE_COLUMN, as an episode may have several samples. Columns with an entry
+    per rollout repeat those of an episode for each of its samples, except for lengths and turns.
+    """
+    counts = [len(episode.samples) for episode in episodes]
+    samples = [sample for episode in episodes for sample in episode.samples]
+    turns = [end for sample in samples for end in sample.turn_ends]
     rewards = [reward for episode in episodes for reward in episode.turn_rewards]
     outcomes = [outcome for episode in episodes for outcome in episode.turn_outcomes]
-    return rollouts_to_columns([episode.rollout for episode in episodes]) | {
-        "token_source": np.concatenate([episode.token_source for episode in episodes]),
-        "num_turns": np.array([len(episode.turn_ends) for episode in episodes], np.int32),
+    calls = np.array([len(episode.call_outcomes) for episode in episodes], np.int32)
+    invalid = np.array([episode.num_invalid_calls for episode in episodes], np.int32)
+    scores = np.array([episode.score for episode in episodes], np.float32)
+    columns = rollouts_to_columns([sample.rollout for sample in samples]) | {
+        "token_source": np.concatenate([sample.token_source for sample in samples]),
+        "num_turns": np.array([len(sample.turn_ends) for sample in samples], np.int32),
         "turn_ends": np.array(turns, np.int32),
         "turn_rewards": np.array(rewards, np.float32),
         "turn_outcomes": np.array(outcomes, np.int8),
-        "environment_scores": np.array([episode.score for episode in episodes], np.float32),
+        "num_calls": np.repeat(calls, counts),
+        "num_invalid_calls": np.repeat(invalid, counts),
+        "environment_scores": np.repeat(scores, counts),
         "conversations": encode_conversations([episode.messages for episode in episodes]),
     }
+    if may_split:
+        columns[EPISODE_COLUMN] = np.repeat(np.arange(len(episodes), dtype=np.int32), counts)
+    return columns
 
 
 class EpisodeTokens:
     """Tokens of a running episode: appended turn by turn, never made again.
 
-    prompt_ids: int32 [P].
+    prompt_ids: int32 [P]. num_appended: length of the episode if all its turns were appended, in
+        one sample.
     """
 
     def __init__(self, prompt_ids: Array) -> None:
-        num_prompt = len(prompt_ids)
-        self._rollout = Rollout(
-            token_ids=prompt_ids,
-            loss_mask=np.zeros(num_prompt, np.bool_),
-            generator_logprobs=np.zeros(num_prompt, np.float32),
-            policy_version=np.full(num_prompt, -1, np.int32),
-            finish_reason=FinishReason.ABORT,
-        )
-        self._source = np.full(num_prompt, TokenSource.PROMPT, np.int8)
-        self._num_prompt = num_prompt
-        self.turn_ends: list[int] = []
+        self._num_prompt = self.num_appended = len(prompt_ids)
+        self._finished: list[EpisodeSample] = []
+        self._open_sample(prompt_ids)
+
+    def _open_sample(self, prompt_ids: Array) -> None:
+        self._rollout = _make_masked(prompt_ids)
+        self._source = np.full(len(prompt_ids), TokenSource.PROMPT, np.int8)
+        self._turn_ends: list[int] = []
 
     @property
     def token_ids(self) -> Array:
+        """Tokens of the current sample, which the next turn continues."""
         return self._rollout.token_ids
+
+    @property
+    def num_samples(self) -> int:
+        return len(self._finished) + 1
 
     @property
     def num_new_tokens(self) -> int:
         """Number of tokens after the prompt: sampled, scaffold and observations."""
-        return len(self._rollout.token_ids) - self._num_prompt
+        return self.num_appended - self._num_prompt
+
+    def start_sample(self, prompt_ids: Array, bridge: BridgeTokens) -> None:
+        """Begin a new sample with a rewritten conversation; its tokens are not trained.
+
+        prompt_ids: int32 [P]. bridge: tokens that would follow the last turn in the current sample.
+            Where the rewritten conversation ends with them, they are no repetition, but the words
+            of the environment that this sample has to show.
+        """
+        self._finished.append(EpisodeSample(self._rollout, self._source, self._turn_ends))
+        self._open_sample(prompt_ids)
+        self.num_appended += len(bridge.token_ids)
+        count = _count_common_tail(prompt_ids, bridge.token_ids)
+        start = len(prompt_ids) - count
+        self._source[start:] = TokenSource.SCAFFOLD
+        is_observation = bridge.is_observation[len(bridge.token_ids) - count :]
+        self._source[start:][is_observation] = TokenSource.OBSERVATION
 
     def append_turn(self, sampled: Rollout) -> Array:
         """Append a sampled turn; return its tokens, int32 [N].
 
-        sampled: rollout whose prompt are all tokens of the episode so far. Raises EpisodeError if
-            it does not begin with them.
+        sampled: rollout whose prompt are all tokens of the current sample so far. Raises
+            EpisodeError if it does not begin with them.
         """
         start = len(self.token_ids)
         if not np.array_equal(sampled.token_ids[:start], self.token_ids):
             raise EpisodeError(_describe_difference(self.token_ids, sampled.token_ids[:start]))
         self._append(sampled, start, TokenSource.SAMPLED)
-        self.turn_ends.append(len(self.token_ids))
+        self._turn_ends.append(len(self.token_ids))
         return self.token_ids[start:]
 
     def append_bridge(self, bridge: BridgeTokens) -> None:
         """Append what lies between two turns: scaffold and observation."""
         count = len(bridge.token_ids)
-        masked = Rollout(
-            token_ids=bridge.token_ids,
-            loss_mask=np.zeros(count, np.bool_),
-            generator_logprobs=np.zeros(count, np.float32),
-            policy_version=np.full(count, -1, np.int32),
-            finish_reason=FinishReason.ABORT,
-        )
-        self._append(masked, 0, TokenSource.SCAFFOLD)
+        self._append(_make_masked(bridge.token_ids), 0, TokenSource.SCAFFOLD)
         self._source[-count:][bridge.is_observation] = TokenSource.OBSERVATION
 
     def _append(self, rollout: Rollout, start: int, source: TokenSource) -> None:
@@ -136,10 +189,34 @@ class EpisodeTokens:
         )
         added = np.full(len(rollout.token_ids) - start, source, np.int8)
         self._source = np.concatenate([self._source, added])
+        self.num_appended += len(added)
 
-    def finish(self, reason: FinishReason) -> tuple[Rollout, Array]:
-        """Return the rollout and the source of each token, int8 [T]."""
-        return replace(self._rollout, finish_reason=reason), self._source
+    def finish(self, reason: FinishReason) -> list[EpisodeSample]:
+        """Return the samples of the episode, which ended for this reason."""
+        samples = [*self._finished, EpisodeSample(self._rollout, self._source, self._turn_ends)]
+        return [
+            replace(sample, rollout=replace(sample.rollout, finish_reason=reason))
+            for sample in samples
+        ]
+
+
+def _make_masked(token_ids: Array) -> Rollout:
+    """Return tokens that the policy did not sample as the beginning of a rollout."""
+    count = len(token_ids)
+    return Rollout(
+        token_ids=token_ids,
+        loss_mask=np.zeros(count, np.bool_),
+        generator_logprobs=np.zeros(count, np.float32),
+        policy_version=np.full(count, -1, np.int32),
+        finish_reason=FinishReason.ABORT,
+    )
+
+
+def _count_common_tail(first: Array, second: Array) -> int:
+    """Return the number of equal tokens at the end of both."""
+    size = min(len(first), len(second))
+    differs = np.flatnonzero(first[len(first) - size :] != second[len(second) - size :])
+    return size - 1 - int(differs.max(initial=-1))
 
 
 def _describe_difference(expected: Array, actual: Array) -> str:

@@ -7,7 +7,8 @@ from streamrl.data.chat_template import load_chat_template, load_tokenizer
 from streamrl.data.config import DataConfig
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.episodes.decode_slots import DecodeSlots
-from streamrl.environments.episodes.driver import EpisodeDriver, EpisodeLimits, TurnSampler
+from streamrl.environments.episodes.driver import EpisodeDriver, EpisodeLimits
+from streamrl.environments.episodes.protocols import TurnSampler
 from streamrl.environments.hosts.environment_pools import EnvironmentPools
 from streamrl.environments.interface import ToolSchema
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
@@ -81,7 +82,11 @@ async def start_episode_driver(
         renderer,
         call_format,
         limits=EpisodeLimits(
-            config.max_turns, max_turn_tokens, config.max_tokens, config.episode_timeout_s
+            config.max_turns,
+            max_turn_tokens,
+            config.max_tokens,
+            config.episode_timeout_s,
+            config.max_samples,
         ),
         slots=DecodeSlots(num_slots),
         attempts=config.attempts,

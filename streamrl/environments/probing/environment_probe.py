@@ -132,10 +132,18 @@ class EnvironmentProbe:
         firsts = [r for r in self.records if r.policy == policy and not r.error]
         if not firsts:
             return report_warning(subject, f"not compared: the {policy} policy meets failures")
-        second = await self.play(policy, firsts[0].prompt, seed_offset=1)
-        difference = second.error or find_first_difference(firsts[0], second)
+        first = firsts[0]
+        second = await self.play(policy, first.prompt, seed_offset=1)
+        difference = second.error or find_first_difference(first, second)
         if not difference:
-            return report_ok(subject, f"changes nothing for the {policy} policy")
+            return report_warning(
+                subject,
+                "two seeds gave the same first observation and, for the"
+                f" {policy} policy, the same episode; right if the row is the whole task: otherwise"
+                " draw the task from the seed of reset(row, seed)",
+            )
+        if first.start == second.start:
+            difference += "; two seeds gave the same first observation"
         return report_ok(subject, f"changes the episode: {difference}")
 
     async def _probe_crash(self) -> Finding:
@@ -189,8 +197,7 @@ def describe_class(description: EnvironmentDescription) -> Iterator[Finding]:
     is_tools = description.shape is EnvironmentShape.TOOLS
     score = "score(episode)" if description.has_score else "the sum of the turns' rewards"
     shape = "tools" if is_tools else "step(reply)"
-    place = f"{description.name} in {description.file}"
-    yield report_ok("class", f"{place}: {shape}, scored by {score}")
+    yield report_ok("class", f"{description.place}: {shape}, scored by {score}")
     for tool in description.tools:
         yield report_ok("tool", format_tool(tool))
     if description.note:

@@ -13,7 +13,11 @@ from streamrl.environments.probing.finding import (
     report_ok,
     report_warning,
 )
-from streamrl.environments.rendering.conformance import KEPT, TOOL_CALL, check_template
+from streamrl.environments.rendering.conformance import (
+    TOOL_CALL,
+    check_template,
+    describe_treatment,
+)
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
 from streamrl.errors import ConfigError
 from streamrl.messages import describe_prompt
@@ -37,7 +41,8 @@ def probe_template(
         " identical to a whole rendering",
     )
     for kind, difference in report.differences.items():
-        yield report_ok("template", f"{kind}: differs at {difference}. {KEPT}")
+        treatment = describe_treatment(config.max_samples)
+        yield report_ok("template", f"{kind}: differs at {difference}. {treatment}")
     unsupported = {r.kind: r.unsupported for r in report.results if r.unsupported}
     for kind, reason in unsupported.items():
         text = f"{kind}: not supported: {reason}"

@@ -89,7 +89,8 @@ class BridgeWriter:
         """Render a conversation that starts with `messages` and ends with an observation."""
         if not observation:
             return [TextPiece(self.render(messages, tools, arguments), False)]
-        return self._insert(messages, observation, tools, arguments)
+        inserted = range(len(messages), len(messages) + len(observation))
+        return self.write_conversation([*messages, *observation], inserted, tools, arguments)
 
     def write_bridge(
         self, observation: Sequence[Message], arguments: Arguments = None
@@ -139,7 +140,7 @@ class BridgeWriter:
         self, reply: Message, observation: Sequence[Message], arguments: Arguments
     ) -> BridgeText:
         context = [_make_question(), reply]
-        pieces = self._insert(context, observation, arguments=arguments)
+        pieces = self.write_prompt(context, observation, arguments=arguments)
         before = pieces[0].text
         after = _cut_after_reply(before)
         if after is None or QUESTION not in before[: len(before) - len(after)]:
@@ -182,34 +183,33 @@ class BridgeWriter:
         tokens = zip(encoding["input_ids"], encoding["offset_mapping"], strict=True)
         return next((stop for token, (_, stop) in tokens if token in special), 0)
 
-    def _insert(
+    def write_conversation(
         self,
-        context: Sequence[Message],
-        observation: Sequence[Message],
+        messages: Sequence[Message],
+        inserted: Sequence[int],
         tools: Sequence[ToolSchema] = (),
         arguments: Arguments = None,
     ) -> list[TextPiece]:
-        """Render `context` and an observation; return scaffold and observation in turn.
+        """Render a conversation; return scaffold and observation in turn.
 
-        The messages are rendered one at a time, between markers. This finds each text even if it
-        contains the scaffold, and as the template trims or escapes it.
+        inserted: ascending indices of the messages that are observations; the words of all others
+        are scaffold. The observations are rendered one at a time, between markers. This finds each
+        text even if it contains the scaffold, and as the template trims or escapes it.
         """
-        markers = [f"{OBSERVATION}{number}x" for number in range(len(observation))]
-        marked = [
-            {**message, "content": marker}
-            for message, marker in zip(observation, markers, strict=True)
-        ]
-        skeleton = self.render([*context, *marked], tools, arguments)
+        markers = [f"{OBSERVATION}{number}x" for number in range(len(inserted))]
+        marked = list(messages)
+        for index, marker in zip(inserted, markers, strict=True):
+            marked[index] = {**messages[index], "content": marker}
+        skeleton = self.render(marked, tools, arguments)
         starts = _find_in_order(skeleton, markers)
         pieces, end = [], 0
-        for number, (message, marker, start) in enumerate(
-            zip(observation, markers, starts, strict=True)
-        ):
+        for index, marker, start in zip(inserted, markers, starts, strict=True):
+            message = messages[index]
             if start < 0:
                 problem = f"does not render the message of role {message['role']}"
-                raise self._make_error(context, marked, problem)
-            single = [*marked[:number], message, *marked[number + 1 :]]
-            text = self.render([*context, *single], tools, arguments)
+                raise self._make_error(marked[: inserted[0]], marked[inserted[0] :], problem)
+            single = [*marked[:index], message, *marked[index + 1 :]]
+            text = self.render(single, tools, arguments)
             before, after = skeleton[:start], skeleton[start + len(marker) :]
             pieces.append(TextPiece(skeleton[end:start], False))
             pieces.append(TextPiece(_cut_out(text, before, after, message["content"]), True))

@@ -24,6 +24,7 @@ from streamrl.environments.rendering.turn_renderer import TurnRenderer
 from streamrl.errors import ConfigError
 
 KEPT = "Differences are kept as sampled: the policy is trained on the tokens it saw."
+REWRITTEN = "Where more than whitespace differs, the next turn begins a new sample of the episode."
 USER_MESSAGES, TOOL_CALL, SPECIAL_TEXT = "user messages", "one tool call", "special tokens as text"
 LOOK_UP: ToolSchema = {
     "type": "function",
@@ -64,6 +65,13 @@ class ConformanceReport:
     def differences(self) -> Mapping[str, TokenDifference]:
         """First different token of each kind in which the stream is not the rendering."""
         return {r.kind: r.difference for r in self.results if r.difference is not None}
+
+
+def describe_treatment(max_samples: int) -> str:
+    """Return what becomes of differences, given the most samples of an episode."""
+    if max_samples == 1:
+        return KEPT
+    return f"{REWRITTEN} After environment.max_samples={max_samples}, turns are appended."
 
 
 def check_template(renderer: TurnRenderer) -> ConformanceReport:

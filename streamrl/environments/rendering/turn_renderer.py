@@ -6,13 +6,16 @@ Tokens are appended, never made again:
 
 A bridge closes the sampled turn, if the policy did not, shows the observation, and opens the next
 turn. Rendering the whole conversation again would change tokens that the policy has sampled: a
-decoded and encoded text rarely has the same tokens, and many templates rewrite earlier turns.
+decoded and encoded text rarely has the same tokens, and many templates rewrite earlier turns. Where
+one does, the next turn may begin a new sample, whose prompt is the rendering (`render_rewritten`).
 """
 
 import functools
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -182,6 +185,48 @@ class TurnRenderer:
             start = self._count_written(int(sampled_ids[-1]), encoded, pieces, closing_length)
         return BridgeTokens(encoded.token_ids[start:], encoded.is_observation[start:])
 
+    def render_rewritten(
+        self,
+        stream_ids: Sequence[int] | Array,
+        row: Sequence[Message],
+        later: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        arguments: Mapping[str, Any] | None = None,
+    ) -> Array | None:
+        """Return a conversation as the template rewrites it, int32 [P]; None if it does not.
+
+        stream_ids: appended tokens of the conversation, up to where the policy writes next. row:
+        messages of the data row. later: turns and observations after it. tools, arguments: as for
+        the prompt. The words of observations cannot write special tokens.
+
+        Differences of whitespace alone are no rewriting: templates trim texts. Neither is a
+        conversation that the template refuses, or of which it leaves out an observation.
+        """
+        if self.template.source is None:
+            return None
+        if row and later and _is_turn(row[-1]) and _is_turn(later[0]):
+            # The policy continues the row's last message.
+            turn = {**later[0], "content": row[-1]["content"] + later[0]["content"]}
+            row, later = row[:-1], [turn, *later[1:]]
+        messages = [*row, *_clean_later(later)]
+        inserted = [i for i in range(len(row), len(messages)) if not _is_turn(messages[i])]
+        has_tools = bool(tools) or any(message["role"] == "tool" for message in messages)
+        writer = self.get_writer(has_tools=has_tools)
+        # Most templates render arguments as JSON; DeepSeek's concatenates them as text.
+        for form in (messages, [*map(_write_arguments, messages)]):
+            try:
+                rendered = encode(self.tokenizer, writer.render(form, tools, arguments))
+                if self._drop_whitespace(rendered) == self._drop_whitespace(stream_ids):
+                    return None
+                pieces = writer.write_conversation(form, inserted, tools, arguments)
+            except ConfigError:
+                continue
+            return self._encode(pieces).token_ids
+        return None
+
+    def _drop_whitespace(self, token_ids: Sequence[int] | Array) -> str:
+        return "".join(decode(self.tokenizer, list(token_ids)).split())
+
     def get_writer(self, *, has_tools: bool) -> BridgeWriter:
         return self._tools_writer if has_tools else self._writer
 
@@ -270,6 +315,32 @@ def _list_markers(tokenizer: "PreTrainedTokenizerBase", template: ChatTemplate) 
     ]
     # Characters outside the vocabulary become <unk>, which is special, too.
     return np.array([i for i in markers if i != tokenizer.unk_token_id], np.int32)
+
+
+def _is_turn(message: Message) -> bool:
+    """Return whether the policy wrote the message."""
+    return bool(message["role"] == "assistant")
+
+
+def _clean_later(messages: Sequence[Message]) -> list[Message]:
+    """Return turns of the policy as they are, and observations cleaned."""
+    cleaned: list[Message] = []
+    for is_turn, run in groupby(messages, key=_is_turn):
+        said = [*run]
+        cleaned += said if is_turn else _clean_messages(said)
+    return cleaned
+
+
+def _write_arguments(message: Message) -> Message:
+    """Return a message whose tool calls have their arguments as JSON text."""
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {**call, "function": {**function, "arguments": json.dumps(function["arguments"])}}
+        for call in message["tool_calls"]
+        for function in (call["function"],)
+    ]
+    return {**message, "tool_calls": calls}
 
 
 def clean_observation(messages: Sequence[Message]) -> list[Message]:

@@ -77,6 +77,16 @@ class ChatLineRenderer:
         token_ids = encode_lines(clean_observation(messages))
         return BridgeTokens(token_ids, np.ones(len(token_ids), np.bool_))
 
+    def render_rewritten(
+        self,
+        stream_ids: Sequence[int] | Array,
+        row: Sequence[Message],
+        later: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Return None: lines are never rewritten."""
+
 
 class ChatLineFormat:
     """Parser of a sampled line (`TurnParser`).

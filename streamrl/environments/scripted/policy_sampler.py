@@ -31,6 +31,8 @@ MAX_CHARACTERS = 2**31 - 1
 class PolicySampler:
     """Sampler that has a policy write the turn (`TurnSampler`); its tokens are characters."""
 
+    paused_s = 0.0
+
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
 

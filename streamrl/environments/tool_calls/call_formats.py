@@ -12,6 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from streamrl.environments.interface import CallOutcome, Message, Reply, ToolCall, ToolSchema
+from streamrl.environments.tool_calls.call_id import make_call_id
 from streamrl.environments.tool_calls.enclosed_calls import (
     CLOSING,
     OPENING,
@@ -215,24 +216,16 @@ def make_assistant_message(reply: Reply) -> Message:
     """Return a reply as a chat message.
 
     Arguments are objects, as chat templates take them; OpenAI's API
-    has JSON text there.
+    has JSON text there. A call that could not be parsed is part of the content, as written.
     """
     message: dict[str, object] = {"role": "assistant", "content": reply.text}
-    if reply.calls:
-        message["tool_calls"] = [
-            {
-                "id": make_call_id(number),
-                "type": "function",
-                "function": {"name": call.name, "arguments": dict(call.arguments)},
-            }
-            for number, call in enumerate(reply.calls)
-        ]
-    return message
-
-
-def make_call_id(number: int) -> str:
-    """Return the id of call `number` of a reply, which the tool message answers.
-
-    Nine letters and digits: Mistral's templates refuse other ids.
-    """
-    return f"call{number:05}"
+    calls = [
+        {
+            "id": make_call_id(number),
+            "type": "function",
+            "function": {"name": call.name, "arguments": dict(call.arguments)},
+        }
+        for number, call in enumerate(reply.calls)
+        if call.outcome is not CallOutcome.MALFORMED
+    ]
+    return {**message, "tool_calls": calls} if calls else message

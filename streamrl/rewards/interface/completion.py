@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from streamrl.messages import Columns, Prompt, extract_completions
+from streamrl.messages import (
+    Array,
+    Columns,
+    Prompt,
+    TokenSource,
+    count_samples,
+    extract_completions,
+    find_first_samples,
+    split_token_column,
+    sum_over_samples,
+)
 from streamrl.rewards.interface.conversations import Conversation, decode_conversations
 from streamrl.rewards.interface.extract import decode_completions
 
@@ -24,6 +34,7 @@ class Completion:
 
     turns: what the policy sampled, by turn.
     conversation: everything from the first sampled token on, observations and scaffold included.
+        Of an episode of several samples, without what later samples repeat.
     environment_score: score of the rollout's environment; None without an environment.
     messages: the whole conversation as chat messages, the prompt's included; () without an
         environment.
@@ -58,13 +69,15 @@ class Completion:
 
 
 def decode_rollouts(tokenizer: "PreTrainedTokenizerBase", columns: Columns) -> list[Completion]:
-    """Decode the rollouts of a group, without special tokens.
+    """Decode the rollouts of a group, without special tokens; samples of an episode as one.
 
     columns: ROLLOUT_COLUMNS, and EPISODE_COLUMNS if the rollouts have an environment.
     """
-    conversations = decode_completions(tokenizer, extract_completions(columns))
     if "turn_ends" not in columns:
-        return [Completion.from_text(text) for text in conversations]
+        texts = decode_completions(tokenizer, extract_completions(columns))
+        return [Completion.from_text(text) for text in texts]
+    samples = count_samples(columns)
+    conversations = decode_completions(tokenizer, _extract_conversations(columns, samples))
     starts = np.cumsum(columns["lengths"]) - columns["lengths"]
     turn_starts = np.repeat(starts, columns["num_turns"])
     turn_ids, previous = [], 0
@@ -76,10 +89,27 @@ def decode_rollouts(tokenizer: "PreTrainedTokenizerBase", columns: Columns) -> l
     return [
         Completion(tuple(next(turns) for _ in range(count)), conversation, float(score), messages)
         for count, conversation, score, messages in zip(
-            columns["num_turns"],
+            sum_over_samples(columns["num_turns"], samples),
             conversations,
-            columns["environment_scores"],
+            columns["environment_scores"][find_first_samples(samples)],
             decode_conversations(columns["conversations"]),
+            strict=True,
+        )
+    ]
+
+
+def _extract_conversations(columns: Columns, samples: Array) -> list[Array]:
+    """Return the tokens of each episode, int32 [C], without its prompt and that of later samples.
+
+    samples: number of rollouts of each episode.
+    """
+    lengths = sum_over_samples(columns["lengths"], samples)
+    is_new = columns["token_source"] != TokenSource.PROMPT
+    return [
+        token_ids[mask]
+        for token_ids, mask in zip(
+            split_token_column(columns["token_ids"], lengths),
+            split_token_column(is_new, lengths),
             strict=True,
         )
     ]

@@ -10,12 +10,14 @@ import pytest
 from streamrl.actors.coordination.evaluator import RoundRobinReplicas, RunEvaluator
 from streamrl.actors.coordination.role_actors import RoleActors
 from streamrl.config.run_config import RunConfig
-from streamrl.config.run_settings import ModelConfig
+from streamrl.config.run_settings import ModelConfig, RunSettings
 from streamrl.data.config import DataConfig
 from streamrl.dataflow import GENERATE_CALL, REWARD_CALL
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.errors import DeadlineError, GenerationError
-from streamrl.messages import Array, Columns, Experience, Prompt, rollouts_to_columns
+from streamrl.evaluation.metrics import EvaluationResult
+from streamrl.evaluation.sample_and_score import SampledPrompt
+from streamrl.messages import Array, Experience, Prompt, rollouts_to_columns
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 from streamrl.stream.device_lease import ProgressClock
@@ -41,12 +43,13 @@ class Replica:
         self._seconds, self._dies = seconds, dies
         self.sample, self.score = Method(self._sample), Method(self._score)
 
-    async def _sample(self, prompt: Prompt, seeds: Sequence[int], *_: Any) -> Columns:
+    async def _sample(self, prompt: Prompt, seeds: Sequence[int], *_: Any) -> SampledPrompt:
         await asyncio.sleep(self._seconds)
         if self._dies:
             self._dies = False
             raise GenerationError("the replica is about to be restarted")
-        return rollouts_to_columns([make_rollout(prompt.token_ids, [1]) for _ in seeds])
+        rollouts = [make_rollout(prompt.token_ids, [1]) for _ in seeds]
+        return SampledPrompt(rollouts_to_columns(rollouts))
 
     async def _score(self, groups: Sequence[Experience]) -> list[dict[str, Array]]:
         return [{"scores": np.ones(4, np.float32)} for _ in groups]
@@ -62,16 +65,40 @@ class Method:
         return asyncio.ensure_future(self._function(*arguments))
 
 
-@pytest.mark.parametrize(("moves", "dies"), [(True, False), (True, True), (False, False)])
-def test_the_evaluation_timeout_counts_only_time_without_progress(moves: bool, dies: bool):
-    progress_clock = ProgressClock()
-    config = RunConfig(
+def make_config(**settings: Any) -> RunConfig:
+    return RunConfig(
         model=ModelConfig(path="model"),
         data=DataConfig(train="rows.jsonl"),
         pipeline=PipelineConfig(stall_s=10.0),
         generator=GeneratorConfig(request_timeout_s=10.0),
         rewards=[RewardConfig("exact")],
+        **settings,
     )
+
+
+def test_prompts_of_a_generator_that_leaves_are_sampled_by_another():
+    """Without restarts, too: the generator has not died."""
+    leaving, staying = Replica(5.0, dies=True), Replica(5.0)
+    sampling = RoleActors([GENERATE_CALL], ["generator-0", "generator-1"], [leaving, staying])
+    scoring = RoleActors([REWARD_CALL], ["reward-0"], [staying])
+    config = make_config(run=RunSettings(max_restarts=0))
+    prompts = [Prompt(f"0:{i}:0", np.array([1], np.int32)) for i in range(4)]
+
+    async def main() -> EvaluationResult:
+        evaluator = RunEvaluator(config, sampling, scoring, ProgressClock())
+        evaluation = asyncio.create_task(evaluator.run_evaluation({"held_out": prompts}, version=0))
+        await asyncio.sleep(1.0)
+        sampling.remove_replica("generator-0")
+        return await evaluation
+
+    result = run_virtual(main())
+    assert (result.num_prompts, result.num_unscored, result.num_unscored_samples) == (4, 0, 0)
+
+
+@pytest.mark.parametrize(("moves", "dies"), [(True, False), (True, True), (False, False)])
+def test_the_evaluation_timeout_counts_only_time_without_progress(moves: bool, dies: bool):
+    progress_clock = ProgressClock()
+    config = make_config()
     replica = Replica(100.0, dies=dies)
     sampling, scoring = (
         RoleActors([call], [call.role], [replica]) for call in (GENERATE_CALL, REWARD_CALL)

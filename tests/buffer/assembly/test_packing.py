@@ -90,6 +90,43 @@ def test_packing_worked_examples(
     assert pack_rollouts(rollouts, world_size=world_size, micro_batch_tokens=20) == rounds
 
 
+@given(
+    st.lists(
+        st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=4), min_size=1, max_size=5),
+        max_size=12,
+    ),
+    WORLD,
+)
+def test_samples_of_an_episode_are_in_one_micro_batch(groups, world_size):
+    packer = MicroBatchPacker(world_size=world_size, micro_batch_tokens=BUDGET)
+    rollouts, episodes, rounds = [], [], []
+    for g, group in enumerate(groups):
+        lengths = [length for episode in group for length in episode]
+        rollouts += [(f"g{g}", i, length) for i, length in enumerate(lengths)]
+        firsts = [sum(map(len, group[:e])) for e in range(len(group))]
+        episodes += [
+            [(f"g{g}", first + i) for i in range(len(episode))]
+            for first, episode in zip(firsts, group, strict=True)
+        ]
+        packer.add_group(f"g{g}", lengths, [len(episode) for episode in group])
+        rounds += packer.take_rounds(final=False)
+    rounds += packer.take_rounds(final=True)
+    check_rounds(rounds, rollouts, world_size)
+    micro_batches = [picks for work in rounds for picks in work]
+    for episode in episodes:
+        (holder,) = [picks for picks in micro_batches if episode[0] in picks]
+        start = holder.index(episode[0])
+        assert list(holder[start : start + len(episode)]) == episode
+
+
+def test_episode_whose_samples_exceed_a_micro_batch_together_raises():
+    message = "rollouts 1 to 3 of 3:7:0 are samples of an episode and have up to 7 tokens each"
+    with pytest.raises(ValueError, match=message):
+        MicroBatchPacker(world_size=1, micro_batch_tokens=20).add_group(
+            "3:7:0", [20, 5, 7, 6], [1, 3]
+        )
+
+
 def test_streamed_packing_waits_for_a_full_micro_batch_per_rank():
     packer = MicroBatchPacker(world_size=2, micro_batch_tokens=20)
     packer.add_group("a", [10, 10, 10])

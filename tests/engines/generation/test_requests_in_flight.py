@@ -45,6 +45,24 @@ async def test_a_timeout_is_suspended_while_the_engine_is_paused():
 
 
 @in_virtual_time
+async def test_paused_time_counts_overlapping_pauses_once_and_the_current_one():
+    pause = PauseState()
+    await asyncio.sleep(7.0)
+    assert pause.paused_s == 0.0
+    pause.add_reason("lease")
+    await asyncio.sleep(2.0)
+    pause.add_reason("update")
+    await asyncio.sleep(1.0)
+    pause.remove_reason("lease")
+    assert pause.paused_s == 3.0
+    pause.remove_reason("update")
+    await asyncio.sleep(9.0)
+    pause.add_reason("lease")
+    await asyncio.sleep(4.0)
+    assert pause.paused_s == 7.0
+
+
+@in_virtual_time
 async def test_the_engine_resumes_after_the_last_reason_is_removed():
     pause = PauseState()
     pause.add_reason("update")

@@ -1,6 +1,7 @@
 """Scripted engine, renderer and environment: tokens are code points, every turn ends with END."""
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ PROMPT = Prompt(
 
 
 class CodePointRenderer:
-    """Renders `[content]`; the brackets are scaffold."""
+    """Renders `[content]`; the brackets are scaffold. A rendering drops thoughts in braces."""
 
     end_token_ids = (END,)
 
@@ -35,6 +36,15 @@ class CodePointRenderer:
         text = "".join(f"[{message['content']}]" for message in messages)
         tokens = np.array([ord(c) for c in text], np.int32)
         return BridgeTokens(tokens, ~np.isin(tokens, [ord("["), ord("]")]))
+
+    def render_rewritten(self, stream_ids, row, later, tools=(), arguments=None):
+        text = "".join(message["content"] for message in row)
+        for message in later:
+            is_turn = message["role"] == "assistant"
+            content = message["content"]
+            text += re.sub("{.*?}", "", content) + ";" if is_turn else f"[{content}]"
+        tokens = np.array([ord(c) for c in text], np.int32)
+        return None if np.array_equal(tokens, stream_ids) else tokens
 
 
 class TextFormat:
@@ -50,6 +60,7 @@ class ScriptedSampler:
 
     write: Callable[[str, int], str]
     token_s: float = 0.0
+    paused_s: float = 0.0
     version: int = 0
     num_running: int = 0
     max_running: int = 0

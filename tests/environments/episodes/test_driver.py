@@ -9,7 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.environments.episodes.driver import make_environment_seed, open_conversation
+from streamrl.environments.episodes.driver import (
+    derive_attempt_seed,
+    make_environment_seed,
+    open_conversation,
+)
 from streamrl.environments.interface import CallOutcome, EnvironmentStep, ResetResult
 from streamrl.errors import EpisodeError, GenerationError
 from streamrl.messages import (
@@ -23,13 +27,16 @@ from streamrl.messages import (
     measure_columns,
     split_token_column,
 )
+from streamrl.rewards.metric_means import sums_to_means
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 from tests.environments.episodes.scripted import (
+    PROMPT,
     CodePointRenderer,
     ScriptedHosts,
     ScriptedSampler,
     ScriptedSession,
     make_driver,
+    no_lease,
     run_group,
     say,
 )
@@ -188,6 +195,82 @@ async def test_time_in_engine_and_environment_ends_an_episode_waiting_for_a_slot
 
 
 @in_virtual_time
+async def test_an_episodes_clock_stops_while_its_engine_is_suspended(monkeypatch):
+    sampler = ScriptedSampler(lambda context, seed: "a;", token_s=1.0)
+    sample = sampler.generate
+
+    async def generate(*arguments, **options):
+        await asyncio.sleep(1000.0)
+        sampler.paused_s += 1000.0
+        return await sample(*arguments, **options)
+
+    monkeypatch.setattr(sampler, "generate", generate)
+    hosts = ScriptedHosts(lambda: ScriptedSession([(3.0, say("x")), (3.0, DONE)]))
+    driver = make_driver(sampler, hosts, timeout_s=12.0)
+    columns = await run_group(driver)
+    assert list_reasons(columns) == [FinishReason.STOP]
+    # The engine samples 4 s of 2010 and is suspended for 2000; the environment works for 6.
+    shares = sums_to_means(driver.meter.drain_counts())
+    assert shares["episode/decode_frac"] == pytest.approx(4 / 2010)
+    assert shares["episode/wait_frac"] == pytest.approx(2000 / 2010)
+    assert shares["episode/environment_frac"] == pytest.approx(6 / 2010)
+
+
+@in_virtual_time
+async def test_a_retry_writes_other_words_in_the_same_environment():
+    """With the first seed, words that crash the environment would crash it at every attempt."""
+    hosts = ScriptedHosts(
+        lambda: ScriptedSession([DONE if hosts.sessions else EpisodeError("crash")])
+    )
+    driver = make_driver(ScriptedSampler(lambda context, seed: f"{seed};"), hosts)
+    await run_group(driver, seeds=[5])
+    words = [session.replies for session in hosts.sessions]
+    assert words == [["5"], [str(derive_attempt_seed(5, 2))]]
+    assert hosts.seeds == [7, 7]
+    assert len({derive_attempt_seed(5, attempt) for attempt in range(1, 9)}) == 8
+
+
+@in_virtual_time
+async def test_an_episode_that_the_drivers_close_interrupts_is_left_to_another_generator():
+    closed = EpisodeError("the environment's processes are closed")
+    hosts = ScriptedHosts(lambda: ScriptedSession([(10.0, closed)]))
+    driver = make_driver(ScriptedSampler(lambda context, seed: "a;"), hosts)
+    group = asyncio.create_task(run_group(driver, seeds=range(2), min_episodes=1))
+    await asyncio.sleep(1.0)
+    await driver.close()
+    with pytest.raises(GenerationError, match="the driver of episodes was closed"):
+        await group
+    assert len(hosts.sessions) == 2, "no episode was tried again"
+    assert driver.meter.drain_counts()["episode/infra_errors"] == 0
+
+
+@in_virtual_time
+async def test_an_evaluation_leaves_out_failed_samples_and_counts_in_no_metric_of_training():
+    answers = iter([DONE, EpisodeError("refused"), DONE])
+    hosts = ScriptedHosts(lambda: ScriptedSession([next(answers)]))
+    driver = make_driver(ScriptedSampler(lambda context, seed: "a;"), hosts, attempts=1)
+    columns, failure = await driver.run_evaluation(
+        PROMPT, seeds=range(3), environment_seed=7, compute=no_lease, sampling=None
+    )
+    assert (len(columns["lengths"]), failure) == (2, "refused")
+    assert not any(driver.meter.drain_counts().values())
+
+
+@in_virtual_time
+async def test_the_meter_tells_how_many_open_episodes_wait_for_their_environment():
+    sampler = ScriptedSampler(lambda context, seed: "a;", token_s=1.0)
+    hosts = ScriptedHosts(lambda: ScriptedSession([(500.0, DONE)]))
+    driver = make_driver(sampler, hosts, slots=1, timeout_s=1000.0)
+    group = asyncio.create_task(run_group(driver, seeds=range(3)))
+    await asyncio.sleep(5.0)  # the third turn is being sampled
+    assert driver.meter.describe_waits() == (
+        "2 of 3 open episodes wait for their environment, the longest for 3 s"
+    )
+    await group
+    assert driver.meter.describe_waits() == ""
+
+
+@in_virtual_time
 async def test_an_episode_whose_environment_fails_is_run_again_from_its_reset():
     sessions = iter(
         [
@@ -263,6 +346,27 @@ async def test_an_episode_holds_slot_and_lease_only_while_it_samples():
     assert most == sampler.max_running == 2
     counts = driver.meter.drain_counts()
     assert counts["episode/open"] == 0
+
+
+@in_virtual_time
+async def test_spans_of_turns_have_the_time_of_the_environment_so_far():
+    turns = []
+
+    @asynccontextmanager
+    async def record(**facts):
+        yield facts
+        turns.append(facts)
+
+    sampler = ScriptedSampler(lambda context, seed: "a;", token_s=0.5)
+    hosts = ScriptedHosts(lambda: ScriptedSession([(2.0, say("xy")), (3.0, DONE)]))
+    driver = make_driver(sampler, hosts)
+    await run_group(driver, seeds=[5], compute=record)
+    first, second = turns
+    facts = [(turn["episode"], turn["turn"], turn["environment_s"]) for turn in turns]
+    assert facts == [(0, 0, 0.0), (0, 1, 2.0)]
+    assert second["context"] > first["context"] + first["tokens"]
+    counts = driver.meter.drain_counts()
+    assert counts["episode/environment_s:sum"] == 5.0
 
 
 @in_virtual_time
@@ -343,6 +447,7 @@ async def test_the_worst_outcome_of_its_calls_is_that_of_the_turn():
     driver = make_driver(ScriptedSampler(lambda context, seed: "a;"), hosts)
     columns = await run_group(driver)
     assert columns["turn_outcomes"].tolist() == [TurnOutcome.TOOL_ERROR, TurnOutcome.SPOKE]
+    assert (columns["num_calls"].tolist(), columns["num_invalid_calls"].tolist()) == ([3], [1])
     counts = driver.meter.drain_counts()
     assert counts["episode/malformed_frac:sum"] == 1
     assert counts["episode/malformed_frac:count"] == 3

@@ -71,6 +71,22 @@ async def test_a_sound_environment_passes_every_check(tmp_path):
     assert {"crash", "memory", "time"} <= found.keys()
 
 
+@pytest.mark.parametrize(
+    ("observation", "status", "text"),
+    [
+        ("Say it.", FindingStatus.OK, "; two seeds gave the same first observation"),
+        ("Say it.", FindingStatus.WARN, "two seeds gave the same first observation and, for"),
+    ],
+)
+async def test_a_seed_without_a_visible_effect_is_pointed_out(tmp_path, observation, status, text):
+    source = SOUND.replace('f"Say {self.number}."', repr(observation))
+    if status is FindingStatus.WARN:
+        source = source.replace("random.Random(seed).randrange(1000)", "7")
+    found, _ = await probe(tmp_path, source)
+    assert found["other seed"][0] is status
+    assert text in found["other seed"][1]
+
+
 async def test_failures_name_turn_and_line_and_a_group_whose_episodes_differ(tmp_path):
     found, _ = await probe(tmp_path, BAD, max_turns=2)
     status, text = found["random"]

@@ -25,30 +25,45 @@ class CodePoints:
         return ["".join(map(chr, row)) for row in ids]
 
 
+def encode(text):
+    return np.array([*map(ord, text)], np.int32)
+
+
+def make_bridge(text):
+    return BridgeTokens(encode(text), np.ones(len(text), np.bool_))
+
+
+def sample_turn(tokens, text):
+    tokens.append_turn(
+        Rollout.from_single_turn(
+            tokens.token_ids,
+            encode(text).tolist(),
+            logprobs=[0.0] * len(text),
+            versions=[0] * len(text),
+            finish_reason=FinishReason.STOP,
+        )
+    )
+
+
 def make_episode(*turns, score=0.0):
     """Return an episode of turns; every second text is an observation."""
     tokens = EpisodeTokens(PROMPT.token_ids)
     for number, text in enumerate(turns):
-        ids = np.array([*map(ord, text)], np.int32)
         if number % 2:
-            tokens.append_bridge(BridgeTokens(ids, np.ones(len(ids), np.bool_)))
+            tokens.append_bridge(make_bridge(text))
         else:
-            tokens.append_turn(
-                Rollout.from_single_turn(
-                    tokens.token_ids,
-                    ids.tolist(),
-                    logprobs=[0.0] * len(ids),
-                    versions=[0] * len(ids),
-                    finish_reason=FinishReason.STOP,
-                )
-            )
-    count = len(tokens.turn_ends)
+            sample_turn(tokens, text)
+    return finish_episode(tokens, turns, score)
+
+
+def finish_episode(tokens, turns, score):
+    count = len(turns[::2])
     outcomes = [TurnOutcome.SPOKE] * count
-    rollout, source = tokens.finish(FinishReason.STOP)
     roles = ("assistant", "tool")
     messages = [{"role": "user", "content": "?"}]
     messages += [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
-    return Episode(rollout, source, tokens.turn_ends, [0.0] * count, outcomes, score, messages)
+    samples = tokens.finish(FinishReason.STOP)
+    return Episode(samples, [0.0] * count, outcomes, [], score, messages)
 
 
 COLUMNS = episodes_to_columns(
@@ -127,3 +142,23 @@ async def test_the_environments_score_is_a_component_with_a_weight():
     result = await rewards.judge_group(PROMPT, decode_rollouts(CodePoints(), COLUMNS))
     assert result.totals.tolist() == [2.0, -2.0, 1.0]
     assert [r.outcome.value for r in result.components["environment"]] == ["pass", "wrong", "pass"]
+
+
+def test_samples_of_an_episode_are_one_completion_without_what_they_repeat():
+    tokens = EpisodeTokens(PROMPT.token_ids)
+    sample_turn(tokens, "9+1")
+    tokens.append_bridge(make_bridge("=10"))
+    sample_turn(tokens, "ten")
+    # The template drops "9+1".
+    tokens.start_sample(encode("?=10;ten so?"), make_bridge("so?"))
+    sample_turn(tokens, "10")
+    episode = finish_episode(tokens, ["9+1", "=10", "ten", "so?", "10"], 1.0)
+    columns = episodes_to_columns([make_episode("a"), episode], may_split=True)
+    assert columns["episode"].tolist() == [0, 1, 1]
+    assert columns["num_turns"].tolist() == [1, 2, 1]
+    assert columns["environment_scores"].tolist() == [0.0, 1.0, 1.0]
+    _, completion = decode_rollouts(CodePoints(), columns)
+    assert completion.turns == ("9+1", "ten", "10")
+    assert completion.conversation == "9+1=10tenso?10"
+    assert completion.environment_score == 1.0
+    assert [m["content"] for m in completion.messages] == ["?", "9+1", "=10", "ten", "so?", "10"]

@@ -1,0 +1,179 @@
+"""Episodes of several samples: they train as if each were one rollout."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
+from streamrl.algorithms.correction_config import CorrectionConfig
+from streamrl.algorithms.math.options import LOSS_AGGREGATIONS
+from streamrl.buffer.assembly.packing import MicroBatchPacker
+from streamrl.engines.models.forward import TokenScores
+from streamrl.engines.training.collate import TOKEN_COLUMNS, build_batch, derive_columns
+from streamrl.engines.training.rollout_sums import sum_rollouts
+from streamrl.engines.training.sample_joiner import SampleJoiner
+from streamrl.engines.training.tasks import PolicyTask, TwoHeadedTask
+from streamrl.messages import count_samples
+from tests.engines.split_episodes import MAX_SAMPLED, WEIGHTS, make_episode, make_groups
+
+SEQUENCE_WEIGHTS = CorrectionConfig(
+    proximal="interpolated",
+    weights="geometric",
+    reject="k1",
+    reject_level="mean",
+    reject_low=0.8,
+    reject_high=1.3,
+    off_policy_threshold=0.1,
+    count_rejected=False,
+)
+CONFIGS = [
+    *(AlgorithmConfig(name=name) for name in ALGORITHMS),
+    *(AlgorithmConfig(loss_aggregation=mode) for mode in LOSS_AGGREGATIONS),
+    AlgorithmConfig(kl_coef=0.1, entropy_coef=0.02, mask_truncated=True, overlong_buffer=6),
+    AlgorithmConfig(kl_coef=0.1, kl_in="reward", kl_kind="k1", advantage_scale="batch"),
+    AlgorithmConfig(name="ppo", gamma=0.9, kl_coef=0.1),
+    AlgorithmConfig(name="gspo", single_rollout="keep", correction=SEQUENCE_WEIGHTS),
+    AlgorithmConfig(name="clip_cov", params={"covariance_low": 0.01, "covariance_fraction": 0.3}),
+]
+every_config = pytest.mark.parametrize(
+    "config", CONFIGS, ids=[f"{config.name}-{i}" for i, config in enumerate(CONFIGS)]
+)
+BUDGET = 160
+
+
+def make_pair(seed, sizes=(4, 3, 2)):
+    """Return the groups of a step, whose episodes are one rollout each, and several samples."""
+    rng = np.random.default_rng(seed)
+    episodes = {f"0:{i}:0": [make_episode(rng) for _ in range(n)] for i, n in enumerate(sizes)}
+    return [make_groups(episodes, rng, is_split=is_split) for is_split in (False, True)]
+
+
+def make_settings(config, groups):
+    is_split = any("episode" in columns for columns in groups.values())
+    return config.to_settings(
+        max_length=MAX_SAMPLED, reward_weights=WEIGHTS, mask_timeouts=True, splits_episodes=is_split
+    )
+
+
+@dataclass
+class Trained:
+    """Loss, gradient at each sampled token and sums of a training step, divided as an update is."""
+
+    loss: float
+    gradients: torch.Tensor
+    sums: dict[str, float]
+
+
+def train(config, groups, *, world_size=1):
+    """Train a step in the micro-batches of `world_size` ranks, on given logprobs."""
+    chosen = make_settings(config, groups)
+    task = PolicyTask("", config.spec, chosen, temperature=1.0)
+    derived = derive_columns(config.spec, chosen, groups)
+    packer = MicroBatchPacker(world_size=world_size, micro_batch_tokens=BUDGET)
+    for uid, columns in groups.items():
+        packer.add_group(uid, columns["lengths"].tolist(), count_samples(columns).tolist())
+    loss, sums = 0.0, dict[str, float]()
+    gradients = dict[tuple[str, int], torch.Tensor]()
+    for picks in (picks for work in packer.take_rounds(final=True) for picks in work if picks):
+        names = (*TOKEN_COLUMNS, "logprobs", "entropy")
+        batch = build_batch(groups, picks, derived=derived, token_columns=names).to_dict()
+        leaf = batch.pop("logprobs").requires_grad_()
+        scores = TokenScores(leaf, batch.pop("entropy"))
+        part, part_sums = task.compute_loss_from_scores(scores, batch, version=1)
+        part.backward()
+        loss += part.item()
+        values = {name: float(value) for name, value in part_sums.items()}
+        for name, value in (values | sum_rollouts(groups, picks)).items():
+            sums[name] = sums.get(name, 0.0) + value
+        lengths = batch["attention_mask"].sum(-1).tolist()
+        gradients |= {pick: row[:n] for pick, row, n in zip(picks, leaf.grad, lengths, strict=True)}
+    # Every episode may have ended in a way that masks it.
+    divisor = task.compute_loss_denominator(sums) or 1.0
+    ordered = torch.cat([gradients[pick] for pick in sorted(gradients)])
+    mask = np.concatenate([columns["loss_mask"] for columns in groups.values()])
+    return Trained(loss / divisor, ordered[torch.from_numpy(mask)] / divisor, sums)
+
+
+@every_config
+@settings(max_examples=3)
+@given(seed=st.integers(0, 9999), world_size=st.integers(1, 3))
+def test_an_episode_in_one_or_in_several_samples_gives_the_same_update(config, seed, world_size):
+    whole, split = make_pair(seed)
+    expected, trained = train(config, whole), train(config, split, world_size=world_size)
+    assert trained.loss == pytest.approx(expected.loss, rel=1e-6, abs=1e-6)
+    torch.testing.assert_close(trained.gradients, expected.gradients, rtol=1e-5, atol=1e-6)
+    for result in (trained, expected):
+        del result.sums["sampled_max"]  # no sum, and the micro-batches differ
+    assert trained.sums == pytest.approx(expected.sums, rel=1e-5, abs=1e-5)
+
+
+def test_the_samples_make_the_update_differ_if_each_is_taken_for_an_episode():
+    config = AlgorithmConfig()
+    whole, split = make_pair(3)
+    for columns in split.values():
+        del columns["episode"]
+    gradients = train(config, whole).gradients, train(config, split).gradients
+    assert not torch.allclose(*gradients, rtol=0.1, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["ppo", "safe_rlhf"])
+@settings(max_examples=3)
+@given(seed=st.integers(0, 9999))
+def test_a_critic_learns_the_same_returns(name, seed):
+    config, returns = AlgorithmConfig(name=name, gamma=0.9), []
+    for groups in make_pair(seed):
+        derived = derive_columns(config.spec, make_settings(config, groups), groups)
+        masks = {uid: columns["loss_mask"] for uid, columns in groups.items()}
+        returns.append(np.concatenate([derived[uid]["returns"][masks[uid]] for uid in groups]))
+    np.testing.assert_allclose(returns[1], returns[0], rtol=1e-5, atol=1e-6)
+
+
+class GivenScores(TwoHeadedTask):
+    """Task that scores a batch with its columns in place of a model."""
+
+    def _score_both_heads(self, forward, batch):
+        return TokenScores(batch["logprobs"], batch["entropy"]), batch["trained_values"]
+
+
+@settings(max_examples=3)
+@given(seed=st.integers(0, 9999))
+def test_a_shared_critic_weighs_episodes_as_the_policy_does(seed):
+    config = AlgorithmConfig(name="ppo", loss_aggregation="seq-mean-token-mean")
+    losses = []
+    for groups in make_pair(seed):
+        chosen = make_settings(config, groups)
+        task = GivenScores("", config.spec, chosen, temperature=1.0, value_clip=0.2)
+        picks = [
+            (uid, i) for uid, columns in groups.items() for i in range(len(columns["lengths"]))
+        ]
+        names = (*TOKEN_COLUMNS, "values", "logprobs", "entropy")
+        derived = derive_columns(config.spec, chosen, groups)
+        batch = build_batch(groups, picks, derived=derived, token_columns=names)
+        batch["trained_values"] = batch["logprobs"]
+        loss, sums = task.compute_loss(lambda: None, batch, version=0)
+        divisor = task.compute_loss_denominator({name: float(x) for name, x in sums.items()}) or 1.0
+        losses.append(float(loss) / divisor)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_samples_of_an_episode_are_joined_in_their_order():
+    join = SampleJoiner(torch.tensor([0, 1, 1, 1, 2]))
+    tokens = torch.tensor([[1, 2], [3, 0], [4, 5], [6, 7], [8, 9]])
+    assert join(tokens).tolist() == [[1, 2, 0, 0, 0, 0], [3, 0, 4, 5, 6, 7], [8, 9, 0, 0, 0, 0]]
+    assert join(torch.tensor([0.5, 2, 2, 2, 1])).tolist() == [0.5, 2, 1]
+
+
+def test_metrics_count_an_episode_once():
+    whole, split = make_pair(5, sizes=(3, 2))
+    results = [
+        sum_rollouts(
+            groups, [(uid, i) for uid, c in groups.items() for i in range(len(c["scores"]))]
+        )
+        for groups in (whole, split)
+    ]
+    assert results[0] == pytest.approx(results[1])
+    assert results[1]["rollouts"] == 5
