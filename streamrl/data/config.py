@@ -22,7 +22,7 @@ class DataConfig:
 
     train: training prompts: a file, a mapping of DataFile's keys (path, weight, split, prompt_key,
         label_key, template, filter, name; of kind reasoning_gym: dataset, size, seed, options,
-        system), or a list of files and mappings.
+        system, environment), or a list of files and mappings.
     eval: evaluation prompts in the same form, without weights; may be empty.
     pretrain: file of texts (column `text`) for algorithm.ptx_coef; may be empty.
     prompt_key: column with the prompt, chat messages or text, unless a file sets its own.

@@ -49,6 +49,7 @@ class ReasoningGymTasks:
     options: settings of the dataset. Those of `composite` are `datasets`, a list of mappings with
         name, weight and config.
     system: system message before each task; empty: none.
+    environment: environment of the tasks, in a run with several.
     """
 
     dataset: str = MISSING
@@ -56,6 +57,7 @@ class ReasoningGymTasks:
     seed: int = 0
     options: dict[str, Any] = field(default_factory=dict)
     system: str = ""
+    environment: str = ""
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -100,8 +102,9 @@ def create_dataset(text: str, *, setting: str) -> Any:
     tasks = ReasoningGymTasks.from_text(text)
     label = f"{setting}.kind={REASONING_GYM}"
     import_module = partial(import_optional, setting=label, extra=REASONING_GYM)
+    # Registers the datasets. After a failure, its submodules would be imported without it.
+    import_module("reasoning_gym")
     factory = import_module("reasoning_gym.factory")
-    # Importing the package registers its datasets.
     if tasks.dataset not in factory.DATASETS:
         hint = suggest_nearest(tasks.dataset, factory.DATASETS, noun="dataset")
         raise ConfigError(f"{setting}.dataset={tasks.dataset}: no such dataset; {hint}")
@@ -229,7 +232,8 @@ class ReasoningGymTable:
     def digest(self) -> str:
         """Text that identifies all tasks: a release of the package may make others."""
         version = importlib.metadata.version(REASONING_GYM)
-        return f"{version} {self._tasks.system} {self._tasks.to_text()}"
+        tasks = self._tasks
+        return repr((version, tasks.to_text(), tasks.system, tasks.environment))
 
     def get_indices(self) -> NDArray[np.int64]:
         return np.arange(len(self))
@@ -281,5 +285,6 @@ class ReasoningGymTable:
             "prompt": [*system, {"role": "user", "content": question}],
             "ground_truth": answer,
             "data_source": source,
+            "environment": self._tasks.environment,
             "extra_info": {REASONING_GYM: {"tasks": self._tasks.to_text(), "index": index}},
         }

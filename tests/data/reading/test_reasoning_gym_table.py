@@ -60,12 +60,13 @@ def read_records(table, rows):
 
 
 def test_a_row_is_the_task_with_its_seed_and_index():
-    first, second, *_ = load_data_rows(parse_entry({**SUMS, "system": "Add."}))
+    entry = {**SUMS, "system": "Add.", "environment": "tools"}
+    first, second, *_ = load_data_rows(parse_entry(entry))
     # As reasoning_gym.create_dataset("chain_sum", seed=7)[0] and [1].
     question = "State the final answer to the following arithmetic problem: 60 + 93 - 16 + 19 ="
     assert [message["content"] for message in first.messages] == ["Add.", question]
     assert (first.ground_truth, second.ground_truth) == ("156", "1010")
-    assert (second.index, second.data_source) == (1, "chain_sum")
+    assert (second.index, second.data_source, second.environment) == (1, "chain_sum", "tools")
     assert second.location == "reasoning_gym:chain_sum task 1"
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import pickle
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -89,7 +90,9 @@ async def test_an_answer_on_which_the_judge_raises_is_wrong(tagged):
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_each_member_of_a_composite_judges_its_tasks(tagged):
-    members = [{"name": name, "weight": 1, "config": {}} for name in ("chain_sum", "leg_counting")]
+    members: list[dict[str, Any]] = [
+        {"name": name, "weight": 1, "config": {}} for name in ("chain_sum", "leg_counting")
+    ]
     prompts = make_prompts("composite", size=6, datasets=members)
     results = [await judge(tagged, prompt, tag(prompt.ground_truth)) for prompt in prompts]
     assert [score for ((score, *_),) in results] == [1.0] * 6
