@@ -43,7 +43,6 @@ from streamrl.pipeline import (
     admit_prompts,
     follow_weights,
     generate_rollouts,
-    hold_lease_per_group,
     score_groups,
     train_policy,
     watch_stalls,
@@ -154,6 +153,7 @@ class Stream:
     start_generator: Callable[[int], None] = lambda index: None
     leaving: dict[str, asyncio.Event] = field(default_factory=dict)
     samplers: list[FakeGenerator] = field(default_factory=list)
+    generator_class: type[FakeGenerator] = FakeGenerator
 
     @property
     def trainer(self) -> FakeTrainer:
@@ -308,9 +308,15 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
     return stream
 
 
-async def run_stream(plan: Plan, *, disturb: "Disturb | None" = None) -> Stream:
+async def run_stream(
+    plan: Plan,
+    *,
+    disturb: "Disturb | None" = None,
+    generator_class: type[FakeGenerator] = FakeGenerator,
+) -> Stream:
     """Run all loops of a plan to the end of its last step."""
     stream = build_stream(plan)
+    stream.generator_class = generator_class
     await stream.control.reconcile_queue(stream.queue)
     await run_loops(stream, disturb=disturb)
     return stream
@@ -430,8 +436,9 @@ def start_generator(stream: Stream, stage: Callable[[str, str], StageContext], i
     """Start a generator, or restart a dead one: it serves no version yet."""
     name, plan = f"generator-{index}", stream.plan
     stream.leaving[name] = asyncio.Event()
-    kind = FakeEpisodeGenerator if plan.max_turns else FakeGenerator
-    generator, served = kind(plan, stream.rng, stream.disk.generated), ServedVersion(name)
+    served = ServedVersion(name)
+    kind = FakeEpisodeGenerator if plan.max_turns else stream.generator_class
+    generator = kind(plan, stream.rng, stream.disk.generated)
     generator.computed = stream.disk.computed["greedy"]
     channel = LocalChannel(stream.control.publisher.registries[POLICY], name)
     stream.samplers.append(generator)
@@ -439,7 +446,7 @@ def start_generator(stream: Stream, stage: Callable[[str, str], StageContext], i
     loops = stream.loops[name] = [asyncio.create_task(follow)]
     for call in stream.dataflow.select_calls(CallKind.GENERATE):
         context = stage(call.stage, name)
-        sample = hold_lease_per_group(context, generator.stages[call.stage])
+        sample = generator.make_sample_function(context)
         read_partials = (
             generator.read_partials if call.stage == GENERATE_CALL.stage else read_no_partials
         )

@@ -29,7 +29,13 @@ from streamrl.messages import (
     parse_uid,
     rollouts_to_columns,
 )
-from streamrl.stream.protocols import FetchedWeights, FinishedCallback, SampleFunction
+from streamrl.pipeline import hold_lease_per_group
+from streamrl.stream.protocols import (
+    FetchedWeights,
+    FinishedCallback,
+    SampleFunction,
+    StageContext,
+)
 from streamrl.stream.stage_worker import StageResult
 from streamrl.weights import WeightLoadStats, WeightManifest
 from streamrl.weights.logprob_check import LogprobCheck
@@ -164,6 +170,9 @@ class FakeGenerator:
     @property
     def stages(self) -> Mapping[str, SampleFunction]:
         return {"generate": self.group, "greedy": self.greedy}
+
+    def make_sample_function(self, stage: StageContext) -> SampleFunction:
+        return hold_lease_per_group(stage, self.stages[stage.name])
 
     async def read_partials(self) -> Mapping[str, Columns]:
         """Return the tokens sampled so far."""

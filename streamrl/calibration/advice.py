@@ -118,6 +118,16 @@ def measure_filter_cost(trace: RunTrace) -> FilterCost:
     return FilterCost(trace.filtered_fraction, *means)
 
 
+def measure_episodes(trace: RunTrace) -> dict[str, float]:
+    """Return means over the steps of metrics of episodes, without their prefix; {} without any."""
+    means = {}
+    for name in ("turns", "calls", "decode_frac", "wait_frac", "environment_frac"):
+        values = [step.row.get(f"episode/{name}") for step in trace.steps]
+        if present := [float(value) for value in values if value is not None]:
+            means[name] = statistics.fmean(present)
+    return means
+
+
 def list_alternatives(config: RunConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield alternatives to a config, each as a description and the settings to change.
 

@@ -86,9 +86,10 @@ class PlannedRun:
     ) -> "PlannedRun":
         """Build the problem and placement of a config, with the workload of a measured run.
 
-        Without `cluster`, the devices are CPU cores. Raises ConfigError if the cluster is too small
-        or a model cannot be sized.
+        Without `cluster`, the devices are CPU cores. Raises ConfigError for a run of episodes, if
+        the cluster is too small, or a model cannot be sized.
         """
+        trace.check_plannable()
         lengths = trace.grouped_lengths
         request = PlannerRequest(
             trace.mean_prompt_tokens, lengths=lengths, filtered_fraction=trace.filtered_fraction

@@ -114,7 +114,8 @@ class RunTrace:
 
     steps: steady steps only; `excluded_steps` counts all others by reason.
     spans: of the whole run, by time.
-    generated_groups: groups that begin after the start of the first of `steps`.
+    generated_groups: groups that begin after the start of the first of `steps`; none in a run of
+        episodes, whose spans are turns.
     """
 
     run_dir: Path
@@ -136,6 +137,8 @@ class RunTrace:
 
     @cached_property
     def lengths(self) -> EmpiricalLengths:
+        """Completion lengths. Raises ConfigError for a run of episodes (`check_plannable`)."""
+        self.check_plannable()
         return EmpiricalLengths.from_samples(
             [tokens for group in self._trained_groups for tokens in group.lengths]
         )
@@ -145,6 +148,14 @@ class RunTrace:
         return GroupedLengths.from_groups(
             (group.uid, group.stage, group.lengths) for group in self.generated_groups
         )
+
+    def check_plannable(self) -> None:
+        """Raise ConfigError for a run of episodes, which planner and simulator do not model."""
+        if self.config.environment.is_enabled:
+            raise ConfigError(
+                f"{self.run_dir}: has episodes of several turns, from which completion lengths and"
+                " costs cannot be fitted yet; streamrl report RUN works, without --what-if"
+            )
 
     @cached_property
     def mean_prompt_tokens(self) -> float:
@@ -216,7 +227,7 @@ def load_run_trace(run_dir: Path) -> RunTrace:
         )
     _check_rows(config, steps, run_dir / METRICS_FILE)
     groups = _collect_groups(spans, run_log.admissions, since=steps[0].start_s)
-    if not groups:
+    if not groups and not config.environment.is_enabled:
         raise ConfigError(
             f"{location}: {TRACE_FILE} has no generate spans with lengths: the file is truncated"
             " or of an older version"

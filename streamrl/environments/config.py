@@ -68,7 +68,7 @@ class EnvironmentConfig(EnvironmentSpec):
         deadline of its own, because the file may import torch.
     call_timeout_s: deadline of a tool call, s. The policy reads that the call timed out.
     episode_timeout_s: most time of an episode in the engine and in its environment, s. Waits for a
-        decode slot do not count, suspensions on shared devices do. Below pipeline.stall_s.
+        decode slot or for shared devices do not count. Below pipeline.stall_s.
     open_episodes: episodes that a generator keeps open, those that wait for their environment
         included; null: generator.max_concurrent_rollouts.
     processes: processes of each generator that run the environment's code and share the open
@@ -80,7 +80,8 @@ class EnvironmentConfig(EnvironmentSpec):
     parallel_calls: calls of a turn that run concurrently, on the same environment object.
     max_reply_chars: longest reply of a tool; the middle of a longer one is cut out.
     max_malformed: turns in a row whose calls are all invalid, after which an episode ends.
-    attempts: attempts at an episode whose environment fails.
+    attempts: attempts at an episode whose environment fails. The environment keeps its seed, the
+        policy gets another one, or the words at which the environment failed would return.
     min_episodes: least episodes with which a group is trained if the environment fails for the
         others; null: all.
     on_timeout: treatment of an episode at episode_timeout_s: mask (its tokens are not trained) or

@@ -96,7 +96,7 @@ class MetricSpec:
 EPISODE_METRICS = tuple(
     MetricSpec(f"episode/{name}", unit, meaning, has_episodes=True)
     for name, unit, meaning in (
-        ("turns", "turns", "mean turns of the episodes that ended since the last row"),
+        ("turns", "turns", "mean turns of the episodes for training that ended since the last row"),
         ("sampled_tokens", "tokens", "mean sampled tokens of those episodes"),
         ("observed_tokens", "tokens", "mean tokens that their environment wrote"),
         ("calls", "calls", "mean tool calls of those episodes"),
@@ -110,6 +110,20 @@ EPISODE_METRICS = tuple(
         ("decode_frac", "fraction", "share of the episodes' time in which the engine samples"),
         ("wait_frac", "fraction", "share in which they wait for a decode slot or the devices"),
         ("environment_frac", "fraction", "share in which they wait for their environment"),
+    )
+)
+EVALUATED_EPISODE_METRICS = tuple(
+    MetricSpec(f"eval/{name}", unit, meaning, has_episodes=True)
+    for name, unit, meaning in (
+        ("turns", "turns", "mean turns of the evaluated episodes"),
+        ("calls", "calls", "mean tool calls of the evaluated episodes"),
+        ("malformed_frac", "fraction", "calls that name no tool, do not parse or do not fit"),
+        (
+            "truncated_frac",
+            "fraction",
+            "evaluated episodes at a limit of turns or tokens",
+        ),
+        ("timeout_frac", "fraction", "evaluated episodes at the limit of their time"),
     )
 )
 METRICS: tuple[MetricSpec, ...] = (
@@ -255,6 +269,7 @@ METRICS: tuple[MetricSpec, ...] = (
         "MB",
         "peak memory of a worker in this phase since the last row (colocated runs)",
     ),
+    *EVALUATED_EPISODE_METRICS,
     MetricSpec("eval/<name>", "", "an evaluation under the step's weights, such as eval/pass_at_1"),
     MetricSpec("eval/interval/<name>", "", "bound of the 95 % interval, such as pass_at_1_low"),
     MetricSpec(

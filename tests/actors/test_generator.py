@@ -1,15 +1,22 @@
-"""Generator on shared devices: suspend and resume, and the device lease of episodes."""
+"""Generator on shared devices, its episodes, and evaluation on a generator that leaves."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from streamrl.actors.generator import GeneratorActor
+from streamrl.engines.generator_config import SamplingSettings
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.interface import EnvironmentStep, Reply
+from streamrl.errors import EpisodeError, GenerationError
+from streamrl.evaluation.config import EvaluationConfig
+from streamrl.stream.device_lease import DedicatedDeviceLease
 from streamrl.stream.protocols import StageContext
 from streamrl.telemetry.spans import SpanRecorder
+from streamrl.weights import ServedVersion
 from tests.environments.episodes.scripted import (
     PROMPT,
     ScriptedHosts,
@@ -18,6 +25,7 @@ from tests.environments.episodes.scripted import (
     make_driver,
     say,
 )
+from tests.virtual_time import in_virtual_time
 
 
 class Engine:
@@ -88,3 +96,21 @@ async def test_an_episode_holds_the_device_lease_for_its_turns_and_not_for_its_g
     assert (while_sampling, while_waiting) == ([1, 1], [0, 0])
     assert columns["num_turns"].tolist() == [2]
     assert await read_partials() == {}, "an interrupted episode begins anew"
+
+
+@in_virtual_time
+async def test_an_evaluation_prompt_on_a_generator_that_left_is_not_a_failed_prompt():
+    """Its environment's processes are gone: the evaluator asks another generator."""
+    actor: Any = GeneratorActor()
+    actor._generator, actor._served_version = Engine(), ServedVersion("generator-0")
+    actor._served_version.advance_to(0)
+    actor._config = SimpleNamespace(evaluation=EvaluationConfig())
+    actor._stages = [SimpleNamespace(device_lease=DedicatedDeviceLease())]
+    answers = iter([EnvironmentStep(done=True), EpisodeError("the processes are closed")])
+    hosts = ScriptedHosts(lambda: ScriptedSession([next(answers)]))
+    actor._driver = make_driver(ScriptedSampler(lambda context, seed: "a;"), hosts)
+    sampled = await actor.sample(PROMPT, [1], SamplingSettings(), 0)
+    assert len(sampled.columns["lengths"]) == 1 and not sampled.failure
+    await actor._driver.close()
+    with pytest.raises(GenerationError, match="the driver of episodes was closed"):
+        await actor.sample(PROMPT, [1], SamplingSettings(), 0)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import yaml
+
 from streamrl.buffer.books.run_log import TrainedStep
 from streamrl.buffer.log.journal import Journal, JournalConfig
 from streamrl.buffer.log.segment_file import JournalRecord
@@ -129,6 +131,18 @@ def write_run(
         sink.close({})
     asyncio.run(_keep_books(run_dir, config, simulated))
     return run_dir
+
+
+def make_run_of_episodes(run_dir: Path, **means: float) -> None:
+    """Give a run directory an environment, spans of turns, and these means of its episodes."""
+    trace, config, metrics = (run_dir / f for f in ("trace.json", "config.yaml", "metrics.jsonl"))
+    trace.write_text(trace.read_text().replace('"lengths"', '"turn"'))
+    settings = yaml.safe_load(config.read_text())
+    settings["environment"]["path"] = "mine.py"
+    config.write_text(yaml.safe_dump(settings))
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    named = {f"episode/{name}": mean for name, mean in means.items()}
+    metrics.write_text("".join(json.dumps({**row, **named}) + "\n" for row in rows))
 
 
 def _process(role: str) -> str:

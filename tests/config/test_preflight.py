@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -223,6 +224,8 @@ def test_shares_of_several_files_are_noted_and_a_bad_row_names_its_file(tmp_path
 
 
 ENVIRONMENTS = """
+from pathlib import Path
+
 from streamrl.environments import Turn
 
 class Turns:
@@ -233,6 +236,10 @@ class Turns:
 class Tools:
     def reset(self, row):
         if "fails" in row.extra_info: raise OSError("no server")
+        if "fails_once" in row.extra_info:
+            try: Path(row.extra_info["fails_once"]).touch(exist_ok=False)
+            except FileExistsError: return
+            raise OSError("server restarts")
     def add(self, a: int) -> int:
         \"\"\"Add.\"\"\"
 """
@@ -275,12 +282,28 @@ def test_preflight_resets_a_row_of_each_environment(
         prepare_named(NAMED, TOOLS, {**TURNS, "first": "1" * 48})
 
 
+def test_preflight_resets_an_episode_as_often_as_a_run_does(
+    prepare_named: Callable[..., tuple[str, ...]], tmp_path: Path
+):
+    environment = "environment={path: FILE:Tools, max_tokens: 48, call_format: hermes}"
+    row = {"fails_once": str(tmp_path / "failed")}
+    assert any("has no score" in note for note in prepare_named(environment, row))
+    assert (tmp_path / "failed").exists()
+    with pytest.raises(ConfigError, match="OSError: server restarts"):
+        once = environment.replace("max_tokens", "attempts: 1, max_tokens")
+        prepare_named(once, {"fails_once": str(tmp_path / "failed again")})
+
+
 @pytest.mark.parametrize(
     ("environment", "rows", "message"),
     [
         (NAMED, [TURNS, {}], "line 2: names no environment; .* one of turns, tools"),
         (NAMED, [{"environment": "tool"}], "environment=tool: .*nearest environment is tools"),
-        ("environment={path: FILE:Turns}", [TURNS], "environment=turns: the only environment has"),
+        (
+            "environment={path: FILE:Turns, max_tokens: 48}",
+            [TURNS],
+            "environment=turns: the only environment has",
+        ),
         ("environment={}", [TURNS], "environment=turns: no environment is set"),
     ],
 )

@@ -103,6 +103,9 @@ def test_evaluation_runs_episodes_of_both_environments_with_the_same_limits(run:
     row = run.rows[-1]
     assert 0 < row["eval/source/thrice/mean_at_k"] < 3, "the rewards of three turns"
     assert row["eval/source/adder/mean_at_k"] == 0.5
+    assert 1 < row["eval/turns"] <= 3
+    assert row["eval/source/thrice/calls"] == 0 < row["eval/source/adder/calls"]
+    assert row["eval/timeout_frac"] == row["eval/malformed_frac"] == 0
 
 
 def test_recorded_rollouts_have_the_turns_and_rewards_of_their_environment(run: Ended):

@@ -125,7 +125,9 @@ def read_planner_inputs(arguments: argparse.Namespace, config: RunConfig) -> Pla
         constants = CostConstants.from_yaml(arguments.constants, constants)
     lengths = None
     if arguments.lengths is not None:
-        lengths = read_lengths(arguments.lengths, config.generator.max_new_tokens)
+        lengths = read_lengths(
+            arguments.lengths, config.max_completion_tokens, key=config.completion_limit_key
+        )
     filtered = arguments.filtered
     if filtered and config.filter.kind == "none":
         raise ConfigError(
@@ -187,17 +189,18 @@ def read_models(config: RunConfig, words: list[str]) -> dict[str, str]:
     return models
 
 
-def read_lengths(text: str, limit: int) -> LengthDistribution:
+def read_lengths(
+    text: str, limit: int, *, key: str = "generator.max_new_tokens"
+) -> LengthDistribution:
     """Parse the value of --lengths, the distribution of completion lengths in tokens.
 
-    limit: longest completion, generator.max_new_tokens. Raises ConfigError for a malformed value or
-    a length above `limit`.
+    limit: longest completion, the value of the setting `key`. Raises ConfigError for a malformed
+    value or a length above `limit`.
     """
     lengths = _parse_lengths(text, limit)
     if lengths.max_tokens > limit:
         raise ConfigError(
-            f"--lengths {text}: {lengths.max_tokens} tokens: must be at most"
-            f" generator.max_new_tokens={limit}"
+            f"--lengths {text}: {lengths.max_tokens} tokens: must be at most {key}={limit}"
         )
     return lengths
 

@@ -7,6 +7,7 @@ from streamrl.calibration.advice import (
     SettingsAdvice,
     SettingsOption,
     StageLoad,
+    measure_episodes,
     measure_filter_cost,
     measure_stage_loads,
 )
@@ -33,6 +34,7 @@ def report_to_json(trace: RunTrace) -> dict[str, Any]:
             load.stage: {"busy": load.busy_fraction, "depth": load.mean_depth} for load in loads
         },
         "filter": vars(measure_filter_cost(trace)),
+        "episodes": measure_episodes(trace),
         "measured": vars(SteadyMetrics.from_trace(trace)),
     }
 
@@ -55,13 +57,14 @@ def advice_to_json(advice: SettingsAdvice) -> dict[str, Any]:
 
 
 def describe_run(trace: RunTrace) -> list[str]:
-    """Format the measurements of a run: bottleneck, load of each stage, cost of its filter."""
+    """Format a run's measurements: bottleneck, load of each stage, episodes, cost of its filter."""
     loads = measure_stage_loads(trace)
     return [
         f"{trace.run_dir}: {len(trace.steps)} steps of {trace.mean_step_s:.3g} s,"
         f" staleness {trace.staleness_mean:.2g}{describe_excluded_steps(trace)}",
         f"bound by    {_describe_bottleneck(loads[0])}",
         *_describe_loads(loads),
+        *_describe_episodes(trace),
         *_describe_filter(trace),
     ]
 
@@ -109,6 +112,17 @@ def _describe_filter(trace: RunTrace) -> Iterable[str]:
             f" in {1 / (1 - cost.share):.3g} is kept: filter.oversample=auto fills a step in one"
             " round"
         )
+
+
+def _describe_episodes(trace: RunTrace) -> Iterable[str]:
+    means = measure_episodes(trace)
+    if "decode_frac" not in means:
+        return
+    yield (
+        f"episodes    {means['turns']:.3g} turns, {means['calls']:.3g} calls; of their time"
+        f" {means['decode_frac']:.0%} sampling, {means['wait_frac']:.0%} waiting for a slot or the"
+        f" devices, {means['environment_frac']:.0%} waiting for their environment"
+    )
 
 
 def _describe_loads(loads: Iterable[StageLoad]) -> Iterable[str]:

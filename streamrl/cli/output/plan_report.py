@@ -39,7 +39,7 @@ SimulatedPoint = tuple[ParetoPoint, SimulationResult]
 
 
 def describe_problem(config: RunConfig, problem: PlacementProblem) -> str:
-    """Describe a planner problem in two lines: algorithm, cluster and models; work of a step."""
+    """Describe a planner problem: a line of algorithm, cluster and models; the work of a step."""
     workload = problem.workload
     models = ", ".join(f"{role} {shape.name}" for role, shape in problem.models.items())
     return (
@@ -51,6 +51,11 @@ def describe_problem(config: RunConfig, problem: PlacementProblem) -> str:
         + (
             f"; {format_inner_percent(workload.filtered_fraction)} of all groups are filtered"
             if workload.filtered_fraction
+            else ""
+        )
+        + (
+            "\nan episode counts as one completion, and its environment takes no time"
+            if config.environment.is_enabled
             else ""
         )
     )
