@@ -151,7 +151,8 @@ class Scenario:
     def __str__(self) -> str:
         ends = {0.0: "", AT_THE_END_S: ", at its end"}
         delay = ends.get(self.delay_s, f", after {self.delay_s * 1000:g} ms")
-        facts = [f"{key.partition('.')[2]}={value}" for key, value in self.settings.items()]
+        shown = {k: v for k, v in self.settings.items() if k in ON_POLICY or k not in EPISODES}
+        facts = [f"{key.partition('.')[2]}={value}" for key, value in shown.items()]
         facts += ["stored"] * self.stored
         return f"{self.actor} as {self.text} (no. {self.hit}{delay}; {' '.join(facts)})"
 

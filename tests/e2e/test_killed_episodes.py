@@ -24,7 +24,7 @@ from streamrl.environments import Turn
 class Logged:
     def reset(self, row):
         self.num_turns = 0
-        self.log("began")
+        self._log("began")
 
     async def step(self, reply):
         self.num_turns += 1
@@ -32,10 +32,10 @@ class Logged:
         return Turn("1+1", reward=float("1" in reply.text), done=self.num_turns == 3)
 
     def score(self, episode):
-        self.log("ended")
+        self._log("ended")
         return sum(episode.rewards)
 
-    def log(self, event):
+    def _log(self, event):
         with (Path(__file__).parent / "log").open("a") as file:
             file.write(f"{os.getpid()} {event}\\n")
 """

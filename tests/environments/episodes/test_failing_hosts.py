@@ -1,6 +1,8 @@
 """The driver on real host processes whose environment hangs, blocks or dies."""
 
 import asyncio
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,7 +51,7 @@ async def test_episodes_of_a_hanging_environment_are_tried_again_and_have_no_rew
     # The second episode of each group hangs in its step, at both attempts.
     hanging = {1, derive_attempt_seed(1, 2)}
     driver = start_driver(pool, lambda context, seed: "await 600;" if seed in hanging else "go;")
-    reset, score, step, smaller, close = await asyncio.gather(
+    outcomes: Sequence[Any] = await asyncio.gather(
         run_group(driver, prompt=make_prompt(reset="hang")),
         run_group(driver, prompt=make_prompt(score="hang")),
         run_group(driver, prompt=make_prompt(), seeds=(0, 1)),
@@ -57,6 +59,7 @@ async def test_episodes_of_a_hanging_environment_are_tried_again_and_have_no_rew
         run_group(driver, prompt=make_prompt(close="hang")),
         return_exceptions=True,
     )
+    reset, score, step, smaller, close = outcomes
     for error, method in ((reset, "reset"), (score, "score"), (step, "step")):
         assert isinstance(error, EpisodeTimeoutError), error
         assert f"Commands.{method} in " in str(error) and "no result in 2 s" in str(error)

@@ -54,7 +54,9 @@ class WrittenTurns:
         self._turns = list(turns)
 
     async def generate(self, prompt_ids, **options):
-        turn = [*encode(self._renderer.tokenizer, self._turns.pop(0)), self._renderer.closing_id]
+        closing_id = self._renderer.closing_id
+        assert closing_id is not None
+        turn = [*encode(self._renderer.tokenizer, self._turns.pop(0)), closing_id]
         return [
             Rollout.from_single_turn(
                 prompt_ids,

@@ -81,8 +81,9 @@ def train(columns, logprobs):
     derived = derive_columns(config.spec, settings, groups)
     batch = build_batch(groups, [("u", 0), ("u", 1)], derived=derived)
     leaf = logprobs.clone().requires_grad_()
+    tensors: dict[str, torch.Tensor] = batch.to_dict()
     loss, _ = policy_loss(
-        config.spec, settings, dict(batch.items()), logprobs=leaf, entropy=torch.zeros_like(leaf)
+        config.spec, settings, tensors, logprobs=leaf, entropy=torch.zeros_like(leaf)
     )
     (gradient,) = torch.autograd.grad(loss, leaf)
     return loss.item(), gradient
