@@ -23,6 +23,7 @@ from streamrl.buffer.leases import LeaseRequest, OverdueLease
 from streamrl.buffer.shard import QueueShard
 from streamrl.buffer.shard_stats import ShardStats, merge_stats
 from streamrl.errors import ContractError, DeadlineError, StreamError
+from streamrl.group_episodes import check_samples
 from streamrl.messages import (
     ROLLOUT_COLUMNS,
     Array,
@@ -509,6 +510,7 @@ def _encode_entry(prompt: Prompt, version: int) -> tuple[str, bytes, int]:
 
 def _make_commit(lease: GroupLease, columns: Columns) -> ColumnCommit:
     sizes = measure_columns(columns)
+    check_samples(columns)
     info = GroupInfo.from_columns(columns) if columns.keys() >= _ROLLOUT_COLUMN_NAMES else None
     return ColumnCommit(lease, encode_columns(columns), sizes, info)
 
