@@ -41,7 +41,7 @@ test-all: $(STAMP) $(PARITY)/installed ## run every test, random schedules three
 	$(BASE_MODEL)
 	STREAMRL_TEST_BUDGET=3 $(PYTEST) $(ARGS)
 
-test-chaos: $(STAMP) ## kill -9 every kind of actor at every moment of a run; 8 to 10 minutes (SEED=3)
+test-chaos: $(STAMP) ## kill -9 every kind of process at every moment of a run; 9 to 11 minutes (SEED=3)
 	$(BIN)/python -m tests.chaos.run_chaos --seed $(SEED) $(ARGS)
 
 parity: $(PARITY)/installed ## compare our functions with those of verl and TRL (ARGS="--seed 3")
@@ -58,7 +58,7 @@ clean: ## remove both environments and the tools' caches; runs/ stays
 	rm -rf .venv $(PARITY) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-$(STAMP): setup.cfg requirements/cpu_overrides.txt scripts/install.py
+$(STAMP): setup.cfg requirements/adapters.txt requirements/cpu_overrides.txt scripts/install.py
 	@for python in $(PYTHON); do \
 	    $$python -c '$(FITS)' 2>/dev/null \
 	    && exec $$python scripts/install.py --device $(DEVICE) --stamp $@; \

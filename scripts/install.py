@@ -43,6 +43,7 @@ def main() -> None:
     try:
         venv.create(VENV, clear=True, with_pip=True)
         install(arguments.device)
+        say(install_adapters(arguments.device))
         say("checking that torch, transformers, vllm, ray, deepspeed and peft import together")
         check(arguments.device)
         say(bring_bubblewrap(VENV / "bubblewrap"))
@@ -67,6 +68,20 @@ def install(device: str) -> None:
     if device == "cpu":
         command += ["--override", "requirements/cpu_overrides.txt"]
     subprocess.run(command, cwd=ROOT, env=uv_environment(device), check=True)
+
+
+def install_adapters(device: str) -> str:
+    """Put the packages of the optional extras into .venv, for their tests; return a line about it.
+
+    Two of them are compiled, so an install continues without.
+    """
+    command = [PYTHON, "-m", "uv", "pip", "install", "--quiet", "--python", PYTHON, "--no-deps"]
+    command += ["-r", "requirements/adapters.txt"]
+    try:
+        subprocess.run(command, cwd=ROOT, env=uv_environment(device), check=True)
+    except subprocess.CalledProcessError:
+        return "no packages of the extras, so their tests will fail (apt install gcc make)"
+    return "packages of the extras are in .venv"
 
 
 def uv_environment(device: str) -> dict[str, str]:

@@ -55,6 +55,7 @@ from streamrl.stream.weight_publisher import PublishFunction, WeightPublisher
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import ServedVersion, WeightManifest
 from streamrl.weights.versions import WeightRegistry
+from tests.fake_episodes import FakeEpisodeGenerator
 from tests.fake_shards import LocalShard, MemoryLog
 from tests.fakes import (
     GROUP_BYTES,
@@ -72,6 +73,16 @@ PACES = (UpdatePlan(), UpdatePlan(True), UpdatePlan(True, 2, 1), UpdatePlan(True
 GROUPS_AT_ONCE = 3
 """Concurrent groups of a generator by default."""
 STREAM_COLUMNS = (*ROLLOUT_COLUMNS, "scores")
+
+
+EPISODES: dict[str, st.SearchStrategy[Any]] = {
+    "max_turns": st.integers(1, 4),
+    "environment_s": st.sampled_from([(0.0, 0.1), (0.5, 20.0), (5.0, 60.0)]),
+    # Fits the longest episode.
+    "micro_batch_tokens": st.integers(50, 200),
+    "greedy": st.just(False),
+}
+"""Overrides of `draw_plans` for runs with an environment."""
 
 
 def draw_plans(**overrides: st.SearchStrategy[Any]) -> st.SearchStrategy[Plan]:
@@ -142,7 +153,6 @@ class Stream:
     start_generator: Callable[[int], None] = lambda index: None
     leaving: dict[str, asyncio.Event] = field(default_factory=dict)
     samplers: list[FakeGenerator] = field(default_factory=list)
-    generator_class: type[FakeGenerator] = FakeGenerator
 
     @property
     def trainer(self) -> FakeTrainer:
@@ -206,7 +216,7 @@ def dataflow_of(plan: Plan) -> Dataflow:
         "baseline_scores": plan.greedy,
     }
     columns = (*STREAM_COLUMNS, *(name for name, is_enabled in optional.items() if is_enabled))
-    return build_dataflow(columns, has_filter=plan.filter_rate > 0)
+    return build_dataflow(columns, has_filter=plan.filter_rate > 0, has_episodes=plan.max_turns > 0)
 
 
 def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first") -> Stream:
@@ -301,11 +311,9 @@ async def run_stream(
     plan: Plan,
     *,
     disturb: "Disturb | None" = None,
-    generator_class: type[FakeGenerator] = FakeGenerator,
 ) -> Stream:
     """Run all loops of a plan to the end of its last step."""
     stream = build_stream(plan)
-    stream.generator_class = generator_class
     await stream.control.reconcile_queue(stream.queue)
     await run_loops(stream, disturb=disturb)
     return stream
@@ -425,8 +433,8 @@ def start_generator(stream: Stream, stage: Callable[[str, str], StageContext], i
     """Start a generator, or restart a dead one: it serves no version yet."""
     name, plan = f"generator-{index}", stream.plan
     stream.leaving[name] = asyncio.Event()
-    served = ServedVersion(name)
-    generator = stream.generator_class(plan, stream.rng, stream.disk.generated)
+    kind = FakeEpisodeGenerator if plan.max_turns else FakeGenerator
+    generator, served = kind(plan, stream.rng, stream.disk.generated), ServedVersion(name)
     generator.computed = stream.disk.computed["greedy"]
     channel = LocalChannel(stream.control.publisher.registries[POLICY], name)
     stream.samplers.append(generator)

@@ -90,6 +90,16 @@ class Plan:
     """Rollout slots of a generator; enough for three groups if 0."""
     greedy: bool = False
     """Sample a greedy completion besides each group; its score is a column."""
+    max_turns: int = 0
+    """Most turns of an episode; 0: rollouts have no environment."""
+    min_episodes: int | None = None
+    """Least episodes with which a group is trained; None: all."""
+    environment_s: tuple[float, float] = (0.5, 2.0)
+    """Time that the environment takes for a turn, s."""
+    environment_fail_rate: float = 0.0
+    """Fraction of turns in which the environment fails."""
+    slow_prompt: str = ""
+    """Uid of a prompt whose environment takes a minute for each turn."""
     critic_warmup_steps: int = 0
     """Number of first steps that train only the critic."""
     one_at_a_time: bool = False
@@ -108,7 +118,7 @@ class Plan:
 
 
 class FakePrompts:
-    """Endless prompts of three tokens."""
+    """Endless prompts of three tokens, which are also the code points of their message."""
 
     def __init__(self, drawn: int = 0) -> None:
         self.drawn = drawn
@@ -130,12 +140,13 @@ class FakePrompts:
 
     @staticmethod
     def get_prompt(uid: str) -> Prompt:
-        return Prompt(uid, np.array([1, 2, 3], np.int32))
+        message = {"role": "user", "content": "\1\2\3"}
+        return Prompt(uid, np.array([1, 2, 3], np.int32), messages=[message])
 
 
 @dataclass(frozen=True)
 class SampledToken:
-    """A sampled token: its position in the completion (from 1), version and time."""
+    """A sampled token: its position in the completion or turn (from 1), version and time."""
 
     uid: str
     position: int

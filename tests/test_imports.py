@@ -145,6 +145,18 @@ def test_rule_based_rewards_load_no_torch(tmp_path: Path):
     assert find_loaded_modules(program, "torch", "transformers") == ["transformers"]
 
 
+def test_a_process_of_an_environment_loads_no_library_of_a_run(tmp_path: Path):
+    path = tmp_path / "mine.py"
+    path.write_text("class Mine:\n    def step(self, reply): pass\n")
+    program = f"""
+        from streamrl.environments.config import EnvironmentConfig
+        from streamrl.environments.hosts.environment_host import EnvironmentHost
+        EnvironmentHost(EnvironmentConfig({str(path)!r}))
+    """
+    libraries = ("torch", "transformers", "ray", "pydantic", "jsonschema", "omegaconf", "regex")
+    assert find_loaded_modules(program, *libraries) == []
+
+
 def test_the_help_of_every_command_and_doctor_load_no_library_of_a_run():
     program = """
         import contextlib, io

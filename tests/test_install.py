@@ -1,16 +1,37 @@
 """The installation script, as far as it goes without a network."""
 
+import importlib.metadata
 import importlib.util
+from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "install.py"
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "scripts" / "install.py"
+ADAPTERS = ("reasoning_gym", "gymnasium", "textarena", "textworld", "openenv", "mcp")
 spec = importlib.util.spec_from_file_location("install", SCRIPT)
 assert spec is not None
 assert spec.loader is not None
 install = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(install)
+
+
+def test_the_tests_packages_are_releases_that_the_extras_allow():
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    extras = [Requirement(line) for name in ADAPTERS for line in extra_lines(setup, name)]
+    lines = (ROOT / "requirements" / "adapters.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    for extra in extras:
+        # The other two come with vLLM.
+        version = pinned.get(extra.name) or importlib.metadata.version(extra.name)
+        assert extra.specifier.contains(version), extra
+
+
+def extra_lines(setup: ConfigParser, name: str) -> list[str]:
+    return setup["options.extras_require"][name].strip().splitlines()
 
 
 def executable(path: Path, text: str) -> None:

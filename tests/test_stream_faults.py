@@ -5,6 +5,7 @@ import itertools
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -17,19 +18,21 @@ from tests.fake_stream import Disk, Disturb, Stream, build_stream, draw_plans, r
 from tests.fakes import Plan
 from tests.virtual_time import in_virtual_time
 
-plans = draw_plans(
-    shards=st.integers(1, 4),
-    filter_rate=st.sampled_from([0.0, 0.3]),
-    oversample=st.sampled_from([1.0, 1.0, 3.0, None]),
-    duplicate_rate=st.sampled_from([0.0, 0.3]),
-    lost_rate=st.sampled_from([0.0, 0.1]),
-    hedge_s=st.sampled_from([None, 3.0]),
-    readmits=st.booleans(),
-    on_stale=st.sampled_from(["wait", "drop"]),
-    on_stall=st.sampled_from(["abort", "redeliver", "warn"]),
-    lease_s=st.sampled_from([2.0, 30.0]),
-    stall_s=st.just(1000.0),
-)
+FAULTS: dict[str, st.SearchStrategy[Any]] = {
+    "shards": st.integers(1, 4),
+    "filter_rate": st.sampled_from([0.0, 0.3]),
+    "oversample": st.sampled_from([1.0, 1.0, 3.0, None]),
+    "duplicate_rate": st.sampled_from([0.0, 0.3]),
+    "lost_rate": st.sampled_from([0.0, 0.1]),
+    "hedge_s": st.sampled_from([None, 3.0]),
+    "readmits": st.booleans(),
+    "on_stale": st.sampled_from(["wait", "drop"]),
+    "on_stall": st.sampled_from(["abort", "redeliver", "warn"]),
+    "lease_s": st.sampled_from([2.0, 30.0]),
+    "stall_s": st.just(1000.0),
+}
+"""Overrides of `draw_plans` for runs with faults."""
+plans = draw_plans(**FAULTS)
 
 
 async def harm(stream: Stream) -> None:

@@ -23,7 +23,7 @@ from streamrl.buffer.leases import LeaseRequest, OverdueLease
 from streamrl.buffer.shard import QueueShard
 from streamrl.buffer.shard_stats import ShardStats, merge_stats
 from streamrl.errors import ContractError, DeadlineError, StreamError
-from streamrl.group_episodes import check_samples
+from streamrl.group_episodes import check_loss_mask, check_samples
 from streamrl.messages import (
     ROLLOUT_COLUMNS,
     Array,
@@ -510,8 +510,11 @@ def _encode_entry(prompt: Prompt, version: int) -> tuple[str, bytes, int]:
 
 def _make_commit(lease: GroupLease, columns: Columns) -> ColumnCommit:
     sizes = measure_columns(columns)
-    check_samples(columns)
-    info = GroupInfo.from_columns(columns) if columns.keys() >= _ROLLOUT_COLUMN_NAMES else None
+    info = None
+    if columns.keys() >= _ROLLOUT_COLUMN_NAMES:
+        check_samples(columns)
+        info = GroupInfo.from_columns(columns)
+        check_loss_mask(columns)
     return ColumnCommit(lease, encode_columns(columns), sizes, info)
 
 

@@ -1,5 +1,6 @@
 """Advice on a run: its bottleneck, and the effect of other settings by calibrated simulation."""
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,7 +72,8 @@ def recommend_settings(trace: RunTrace, cluster: Cluster | None = None) -> Setti
     timings = fit_timings(trace, planned_run.base_timings).timings
     simulated = predict_metrics(planned_run, timings)
     options = []
-    for description, settings in list_alternatives(trace.config):
+    alternatives = [*list_alternatives(trace.config), *_list_open_episodes(trace)]
+    for description, settings in alternatives:
         metrics = _simulate_settings(trace, settings, timings, cluster)
         if metrics is not None:
             change = metrics.step_s / simulated.step_s - 1
@@ -118,14 +120,69 @@ def measure_filter_cost(trace: RunTrace) -> FilterCost:
     return FilterCost(trace.filtered_fraction, *means)
 
 
-def measure_episodes(trace: RunTrace) -> dict[str, float]:
-    """Return means over the steps of metrics of episodes, without their prefix; {} without any."""
-    means = {}
-    for name in ("turns", "calls", "decode_frac", "wait_frac", "environment_frac"):
+@dataclass(frozen=True)
+class EpisodeLoad:
+    """Episodes of a run, as means over its steps.
+
+    turns, calls, sampled_tokens, environment_s: of an episode.
+    decode_frac, wait_frac, environment_frac: shares of an episode's time in the engine, waiting for
+        a slot or the devices, and in its environment.
+    max_open: most open episodes of a generator.
+    needed_open: open episodes that keep its decode slots busy: by Little's law slots * (1 +
+        environment time / decode time), but no more than it has of the steps in flight.
+    """
+
+    turns: float
+    calls: float
+    sampled_tokens: float
+    environment_s: float
+    decode_frac: float
+    wait_frac: float
+    environment_frac: float
+    max_open: int
+    needed_open: int
+
+    @property
+    def has_too_few_open(self) -> bool:
+        """Whether the limit of open episodes leaves decode slots free."""
+        return self.max_open < self.needed_open
+
+
+def measure_episodes(trace: RunTrace) -> EpisodeLoad | None:
+    """Return the load of a run's episodes; None without an environment."""
+    config = trace.config
+    if not config.environment.is_enabled:
+        return None
+
+    def average(name: str) -> float:
         values = [step.row.get(f"episode/{name}") for step in trace.steps]
-        if present := [float(value) for value in values if value is not None]:
-            means[name] = statistics.fmean(present)
-    return means
+        return statistics.fmean(value for value in values if value is not None)
+
+    decode, environment = average("decode_frac"), average("environment_frac")
+    slots = config.generator.max_concurrent_rollouts
+    generators = {group.process for group in trace.engine_requests}
+    groups = (config.pipeline.max_steps_ahead + 1) * config.pipeline.groups_per_step
+    in_flight = groups * config.algorithm.group_size / len(generators)
+    return EpisodeLoad(
+        average("turns"),
+        average("calls"),
+        average("sampled_tokens"),
+        average("environment_s"),
+        decode,
+        average("wait_frac"),
+        environment,
+        config.max_open_rollouts,
+        math.ceil(min(slots * (1 + environment / decode), in_flight)),
+    )
+
+
+def _list_open_episodes(trace: RunTrace) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    load = measure_episodes(trace)
+    if load is not None and load.has_too_few_open:
+        yield (
+            "open episodes for all decode slots",
+            {"environment.open_episodes": load.needed_open},
+        )
 
 
 def list_alternatives(config: RunConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:

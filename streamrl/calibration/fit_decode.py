@@ -2,7 +2,7 @@
 
 Spans show when a group was sampled, but not its single decode steps. So the fit replays the groups
 through the simulator's engine model and searches the coefficients for which each group finishes
-when it did.
+when it did. A turn of an episode is a group of one rollout.
 """
 
 import heapq
@@ -15,7 +15,7 @@ import numpy as np
 
 from streamrl.calibration.cpu_clocks import Interval, PausableClock, WorkClock
 from streamrl.calibration.robust_fit import RobustFit, fit_parts
-from streamrl.calibration.run_trace import GeneratedGroup
+from streamrl.calibration.sampled_groups import GeneratedGroup
 from streamrl.messages import Array
 from streamrl.placement.stage_timings import GeneratorTiming
 from streamrl.simulator.replicas.simulated_engine import SimulatedEngine
@@ -80,6 +80,7 @@ class DecodeReplay:
     complete_mask: whether all concurrent groups of a group are in the window, so that it counts.
     load_times: when the replica loaded versions.
     cohort_ids: groups with equal numbers were admitted together and share a pace.
+    cached_tokens: prompt tokens of each group in the prefix cache.
     """
 
     begin_times: Array
@@ -89,6 +90,7 @@ class DecodeReplay:
     complete_mask: Array
     load_times: Array
     cohort_ids: Array
+    cached_tokens: Sequence[int]
 
     @classmethod
     def from_process(
@@ -130,6 +132,7 @@ class DecodeReplay:
             np.array([window.contains_group(group) for group in groups]),
             clock.read_at(np.array(window_loads)),
             _number_cohorts([group.admitted_version for group in groups]),
+            [group.cached_tokens for group in groups],
         )
 
     def replay_groups(self, timing: GeneratorTiming, *, pause_s: float) -> Array:
@@ -153,7 +156,9 @@ class DecodeReplay:
                 advance(loads[0])
                 engine.load_version(0, pause_s, loads.popleft())
             advance(begin)
-            engine.add_group(key, self.prompt_tokens[key], self.lengths[key], begin)
+            cached = (self.cached_tokens[key], engine.version)
+            prompt_tokens, lengths = self.prompt_tokens[key], self.lengths[key]
+            engine.add_group(key, prompt_tokens, lengths, begin, cached=cached)
         for load in loads:
             advance(load)
             engine.load_version(0, pause_s, load)
@@ -163,7 +168,7 @@ class DecodeReplay:
     def compute_typical_work(self) -> Array:
         """Return the median work of the engine while a group is sampled, float64 [4].
 
-        The entries are decode steps, decode steps times running rollouts, prompt tokens and groups.
+        The entries are decode steps, decode steps times running rollouts, prefilled tokens, groups.
         The last three include concurrent groups.
         """
         steps = [max(lengths) for lengths in self.lengths]
@@ -177,7 +182,7 @@ class DecodeReplay:
             count = sum(rollouts for _, rollouts in running)
             groups.append(len(running))
             rollout_steps.append(count * steps[key])
-            prompts.append(count * self.prompt_tokens[key])
+            prompts.append(count * (self.prompt_tokens[key] - self.cached_tokens[key]))
         medians: Array = np.median([steps, rollout_steps, prompts, groups], axis=1)
         return medians
 

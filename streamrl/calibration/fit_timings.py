@@ -154,7 +154,7 @@ class _TimingFitter:
 
     def _fit_generator(self) -> GeneratorTiming:
         by_process = defaultdict(list)
-        for group in self._trace.generated_groups:
+        for group in self._trace.engine_requests:
             by_process[group.process].append(group)
         pulls = self._select_spans(GENERATE_CALL.role, "pull")
         replays = [
@@ -180,7 +180,8 @@ class _TimingFitter:
         """Return delays, in seconds, from a prompt's admission to the start of sampling.
 
         Counts only prompts whose generator already had the required version, or, if these are too
-        few, the shortest delays.
+        few, the shortest delays. With an environment counts only the shortest of either: a prompt
+        whose episodes are open may still wait for a decode slot.
         """
         pulls = sorted(self._select_spans(GENERATE_CALL.role, "pull"), key=lambda span: span.end_s)
         release_times = self._list_release_times()
@@ -191,20 +192,18 @@ class _TimingFitter:
                 ready_s = max(
                     group.admitted_s, release_times[num_released - 1] if num_released else 0.0
                 )
-                delays.append(max(0.0, group.start_s - ready_s))
+                delays.append(max(0.0, group.start_s - ready_s - group.reset_s))
                 version = group.admitted_version
                 version_pulls = (
                     s for s in pulls if s.process == group.process and _parse_version(s) >= version
                 )
                 if next((s.end_s for s in version_pulls), 0.0) <= group.admitted_s:
                     undelayed.append(delays[-1])
-        if len(undelayed) >= SHARED_UNDELAYED_FRACTION * len(delays):
+        has_enough = len(undelayed) >= SHARED_UNDELAYED_FRACTION * len(delays)
+        if has_enough and not self._config.environment.is_enabled:
             return self._select_shortest(undelayed)
-        return (
-            sorted(delays)[: max(1, round(SHARED_UNDELAYED_FRACTION * len(delays)))]
-            if delays
-            else []
-        )
+        shortest = sorted(undelayed if has_enough else delays)
+        return shortest[: max(1, round(SHARED_UNDELAYED_FRACTION * len(shortest)))]
 
     def _list_release_times(self) -> list[float]:
         """Return when trained models released shared devices; empty without shared devices."""

@@ -21,6 +21,7 @@ from streamrl.placement.costs.cost_model import CostModel
 from streamrl.placement.placements import Placement
 from streamrl.placement.problem import PlacementProblem
 from streamrl.placement.stage_timings import GeneratorTiming, StageTimings
+from streamrl.placement.workload import SINGLE_TURN
 from streamrl.simulator.simulation import run_simulation
 
 SIMULATED_STEPS = 60
@@ -86,13 +87,15 @@ class PlannedRun:
     ) -> "PlannedRun":
         """Build the problem and placement of a config, with the workload of a measured run.
 
-        Without `cluster`, the devices are CPU cores. Raises ConfigError for a run of episodes, if
-        the cluster is too small, or a model cannot be sized.
+        Without `cluster`, the devices are CPU cores. Raises ConfigError if the cluster is too small
+        or a model cannot be sized.
         """
-        trace.check_plannable()
         lengths = trace.grouped_lengths
         request = PlannerRequest(
-            trace.mean_prompt_tokens, lengths=lengths, filtered_fraction=trace.filtered_fraction
+            trace.mean_prompt_tokens,
+            lengths=lengths,
+            filtered_fraction=trace.filtered_fraction,
+            turns=trace.episode_turns or SINGLE_TURN,
         )
         roles = build_planner_problem(config, cluster or Cluster.from_text("1xCPU"), request).models
         placement = build_run_placement(config, roles)

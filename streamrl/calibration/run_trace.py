@@ -7,7 +7,7 @@ import math
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,11 +17,20 @@ from streamrl.buffer.assembly.step_assembler import TrainedGroup
 from streamrl.buffer.books.run_log import TrainedStep, read_log
 from streamrl.buffer.log.segment_file import list_segments
 from streamrl.calibration.lengths import GroupedLengths
+from streamrl.calibration.sampled_groups import (
+    Admissions,
+    GeneratedGroup,
+    RecordedEpisodes,
+    collect_groups,
+    collect_turns,
+    list_turn_groups,
+)
 from streamrl.config.role_counts import with_placement_mode
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.dataflow import GENERATE_CALL
 from streamrl.errors import ConfigError, JournalError
 from streamrl.files.bounded_read import read_jsonl
+from streamrl.placement.episode_turns import EpisodeTurns
 from streamrl.placement.workload import EmpiricalLengths
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
 from streamrl.telemetry.chrome_trace import TRACE_FILE, read_spans
@@ -82,40 +91,14 @@ class MeasuredStep:
 
 
 @dataclass(frozen=True)
-class GeneratedGroup:
-    """A group of a finished run: when it was sampled, and the completion lengths in tokens.
-
-    intervals: start and end of sampling; several if sampling was paused.
-    admitted_s, admitted_version: time of admission, and the oldest version that may sample the
-        group.
-    """
-
-    process: str
-    stage: str
-    uid: str
-    intervals: tuple[tuple[float, float], ...]
-    prompt_tokens: int
-    lengths: tuple[int, ...]
-    admitted_s: float
-    admitted_version: int
-
-    @property
-    def start_s(self) -> float:
-        return self.intervals[0][0]
-
-    @property
-    def end_s(self) -> float:
-        return self.intervals[-1][1]
-
-
-@dataclass(frozen=True)
 class RunTrace:
     """Steps, spans and groups of a finished run.
 
     steps: steady steps only; `excluded_steps` counts all others by reason.
     spans: of the whole run, by time.
-    generated_groups: groups that begin after the start of the first of `steps`; none in a run of
-        episodes, whose spans are turns.
+    generated_groups: groups that begin after the start of the first of `steps`.
+    engine_requests: what the engines sampled at once: these groups, or the turns of episodes.
+    episode_turns: turns of the rollouts of `generated_groups`; None without an environment.
     """
 
     run_dir: Path
@@ -125,6 +108,8 @@ class RunTrace:
     excluded_steps: Mapping[str, int]
     spans: Sequence[Span]
     generated_groups: Sequence[GeneratedGroup]
+    engine_requests: Sequence[GeneratedGroup]
+    episode_turns: EpisodeTurns | None
 
     @cached_property
     def spans_by_process(self) -> Mapping[str, Sequence[Span]]:
@@ -137,8 +122,6 @@ class RunTrace:
 
     @cached_property
     def lengths(self) -> EmpiricalLengths:
-        """Completion lengths. Raises ConfigError for a run of episodes (`check_plannable`)."""
-        self.check_plannable()
         return EmpiricalLengths.from_samples(
             [tokens for group in self._trained_groups for tokens in group.lengths]
         )
@@ -148,14 +131,6 @@ class RunTrace:
         return GroupedLengths.from_groups(
             (group.uid, group.stage, group.lengths) for group in self.generated_groups
         )
-
-    def check_plannable(self) -> None:
-        """Raise ConfigError for a run of episodes, which planner and simulator do not model."""
-        if self.config.environment.is_enabled:
-            raise ConfigError(
-                f"{self.run_dir}: has episodes of several turns, from which completion lengths and"
-                " costs cannot be fitted yet; streamrl report RUN works, without --what-if"
-            )
 
     @cached_property
     def mean_prompt_tokens(self) -> float:
@@ -226,8 +201,12 @@ def load_run_trace(run_dir: Path) -> RunTrace:
             + (f"; left out: {reasons}" if reasons else "")
         )
     _check_rows(config, steps, run_dir / METRICS_FILE)
-    groups = _collect_groups(spans, run_log.admissions, since=steps[0].start_s)
-    if not groups and not config.environment.is_enabled:
+    if config.environment.is_enabled:
+        groups, requests, turns = _read_episodes(config, steps, spans, run_log, location)
+    else:
+        groups = collect_groups(spans, run_log.admissions, since=steps[0].start_s)
+        requests, turns = groups, None
+    if not groups:
         raise ConfigError(
             f"{location}: {TRACE_FILE} has no generate spans with lengths: the file is truncated"
             " or of an older version"
@@ -240,7 +219,42 @@ def load_run_trace(run_dir: Path) -> RunTrace:
     placed_config = with_placement_mode(
         config, machine_event.get("placement", config.placement.mode)
     )
-    return RunTrace(run_dir, placed_config, machine, steps, excluded, spans, groups)
+    return RunTrace(
+        run_dir, placed_config, machine, steps, excluded, spans, groups, requests, turns
+    )
+
+
+def _read_episodes(
+    config: RunConfig,
+    steps: Sequence[MeasuredStep],
+    spans: Sequence[Span],
+    run_log: "_RunLogIndex",
+    location: str,
+) -> tuple[list[GeneratedGroup], list[GeneratedGroup], EpisodeTurns]:
+    """Return the groups, the turns as groups of one rollout, and the turns of the groups' episodes.
+
+    Raises ConfigError, naming the `location`, without a whole group or the environment's time.
+    """
+    environment_s = _average_present([step.row.get("episode/environment_s") for step in steps])
+    if environment_s is None:
+        raise ConfigError(f"{location}: {METRICS_FILE} has no episode/environment_s")
+    turns = collect_turns(spans, since=steps[0].start_s)
+    episodes = RecordedEpisodes.from_turns(
+        turns,
+        ended=run_log.ended,
+        group_size=config.algorithm.group_size,
+        environment_s=environment_s,
+    )
+    if not episodes.groups:
+        raise ConfigError(
+            f"{location}: {TRACE_FILE} has no group whose {config.algorithm.group_size} episodes"
+            " are recorded from the first turn on"
+        )
+    return (
+        episodes.list_groups(run_log.admissions),
+        list_turn_groups(turns, spans, run_log.admissions),
+        EpisodeTurns(episodes.list_works()),
+    )
 
 
 def describe_missing_run(run_dir: Path) -> str:
@@ -329,10 +343,12 @@ class _RunLogIndex:
     trained_steps: by version, the step, the time of its record, and the number of steps since the
         last start of the run.
     admissions: by uid, time and version.
+    ended: uids of groups that were trained, or sampled and then ended otherwise.
     """
 
     trained_steps: Mapping[int, tuple[TrainedStep, float, int]]
-    admissions: Mapping[str, tuple[float, int]]
+    admissions: Admissions
+    ended: Collection[str]
 
     def iter_steps(
         self, rows: Mapping[int, Mapping[str, Any]]
@@ -353,6 +369,7 @@ def _read_run_log(run_dir: Path, location: str) -> _RunLogIndex:
     """
     trained: dict[int, tuple[TrainedStep, float, int]] = {}
     admitted: dict[str, tuple[float, int]] = {}
+    ended: set[str] = set()
     since_start = 0
     folder = get_journal_dir(run_dir, RUN_LOG_FOLDER)
     if not list_segments(folder):
@@ -371,10 +388,13 @@ def _read_run_log(run_dir: Path, location: str) -> _RunLogIndex:
                     float(meta["time"]),
                     since_start,
                 )
+                ended.update(meta["uids"])
                 since_start += 1
+            elif meta["kind"] == "end" and meta["filtered"]:
+                ended.add(meta["uid"])
     except (OSError, JournalError) as error:
         raise ConfigError(f"{location}: cannot read the run log: {error}") from None
-    return _RunLogIndex(trained, admitted)
+    return _RunLogIndex(trained, admitted, ended)
 
 
 def _select_steady_steps(
@@ -408,31 +428,3 @@ def _select_steady_steps(
         else:
             steady.append(step)
     return steady, excluded
-
-
-def _collect_groups(
-    spans: Sequence[Span], admitted: Mapping[str, tuple[float, int]], *, since: float
-) -> list[GeneratedGroup]:
-    """Return the completely sampled groups that begin at `since` or later, by begin."""
-    intervals_by_group: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
-    groups = []
-    for span in sorted(spans, key=lambda span: span.end_s):
-        uid = span.args.get("uid")
-        if uid is None or "prompt" not in span.args:
-            continue
-        intervals = intervals_by_group[span.process, span.name, str(uid)]
-        intervals.append((span.start_s, span.end_s))
-        lengths = span.args.get("lengths")
-        if lengths and intervals[0][0] >= since:
-            groups.append(
-                GeneratedGroup(
-                    span.process,
-                    span.name,
-                    str(uid),
-                    tuple(intervals),
-                    int(span.args["prompt"]),
-                    tuple(int(tokens) for tokens in str(lengths).split()),
-                    *admitted.get(str(uid), (intervals[0][0], 0)),
-                )
-            )
-    return sorted(groups, key=lambda group: group.start_s)

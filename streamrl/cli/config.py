@@ -22,6 +22,9 @@ from streamrl.engines.trainer_config import CriticConfig, TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.rewards.group_filter import FILTER_KINDS
 
+NAMED = ".NAME."
+"""Place of an entry's name in keys."""
+
 
 @dataclass(frozen=True)
 class ConfigKey:
@@ -73,7 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
 def list_config_keys(settings: type = RunConfig, prefix: str = "") -> Iterator[ConfigKey]:
     """Yield the keys of a settings dataclass and of those nested in it, as `streamrl config` lists.
 
-    prefix: start of each key, such as "trainer.".
+    prefix: start of each key, such as "trainer.". Lists in named entries are single keys: the same
+    lists outside of them have the keys of their entries.
     """
     hints = typing.get_type_hints(settings)
     meanings = read_meanings(settings)
@@ -82,11 +86,11 @@ def list_config_keys(settings: type = RunConfig, prefix: str = "") -> Iterator[C
         entry = next((a for a in typing.get_args(hint) if dataclasses.is_dataclass(a)), None)
         if dataclasses.is_dataclass(hint):
             yield from list_config_keys(typing.cast(type, hint), f"{name}.")
-        elif typing.get_origin(hint) is list and entry is not None:
+        elif typing.get_origin(hint) is list and entry is not None and NAMED not in prefix:
             yield from list_config_keys(typing.cast(type, entry), f"{name}[].")
         elif typing.get_origin(hint) is dict and entry is not None:
             yield ConfigKey(name, "mapping", format_default(field), meanings.get(field.name, ""))
-            yield from list_config_keys(typing.cast(type, entry), f"{name}.NAME.")
+            yield from list_config_keys(typing.cast(type, entry), f"{name}{NAMED}")
         else:
             default = format_default(field)
             yield ConfigKey(name, _format_type(hint), default, meanings.get(field.name, ""))
@@ -125,7 +129,7 @@ def _format_type(hint: Any) -> str:
         return "any"
     if typing.get_origin(hint) is list:
         return f"list of {_format_type(args[0])}"
-    if typing.get_origin(hint) is dict or hint is dict:
+    if typing.get_origin(hint) is dict or hint is dict or dataclasses.is_dataclass(hint):
         return "mapping"
     return {"str": "text", "bool": "true or false"}.get(hint.__name__, hint.__name__)
 

@@ -24,7 +24,7 @@ from streamrl.cli.arguments.staleness_args import (
 )
 from streamrl.cli.output.fit_suggestions import PlanningInputs, suggest_fixes
 from streamrl.cli.output.output_files import check_output_file, write_output_file
-from streamrl.cli.output.plan_report import PlanReport, SimulatedPoint
+from streamrl.cli.output.plan_report import PlanReport, SimulatedPoint, describe_open_episodes
 from streamrl.cli.output.text_table import format_count, format_seconds
 from streamrl.config.run_config import RunConfig, config_to_dict, dump_config
 from streamrl.config.to_placement import (
@@ -153,6 +153,11 @@ def run(arguments: argparse.Namespace) -> int:
     kept, lost = select_gaining_points(simulated, own_bound)
     fixes = suggest_fixes(config, inputs.cluster, make_inputs) if not kept else []
     report = PlanReport(config, problem, planned, kept, [*refused, *lost], own_bound, fixes)
+    if report.best_row is not None:
+        placement = report.best_point.candidate.placement
+        timing = costs.predict_timings(placement).generator
+        advice = describe_open_episodes(problem, timing, placement.max_staleness)
+        report = replace(report, advice=advice)
     settings = _write_files(arguments, report, costs) if report.best_row is not None else {}
     if arguments.json:
         print(json.dumps(report.to_json(settings)))

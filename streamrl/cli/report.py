@@ -114,8 +114,7 @@ def _print_run_report(arguments: argparse.Namespace) -> int:
         return 0
     print("\n".join(advice_report.describe_run(measured)), flush=True)
     if not arguments.what_if:
-        if not measured.config.environment.is_enabled:
-            print("add --what-if to simulate other settings (takes some seconds)")
+        print("add --what-if to simulate other settings (takes some seconds)")
         return 0
     print("\n".join(advice_report.describe_advice(measured, recommend_settings(measured, cluster))))
     return 0

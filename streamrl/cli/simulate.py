@@ -15,7 +15,11 @@ from streamrl.cli.arguments.planner_args import (
     read_planner_inputs,
 )
 from streamrl.cli.output.output_files import check_output_dir
-from streamrl.cli.output.plan_report import describe_problem, simulation_to_json
+from streamrl.cli.output.plan_report import (
+    describe_open_episodes,
+    describe_problem,
+    simulation_to_json,
+)
 from streamrl.cli.output.text_table import (
     format_count,
     format_percent,
@@ -115,7 +119,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(to_json(result)))
     else:
         head = [describe_problem(config, problem), str(placement), ""]
-        print("\n".join([*head, *describe_simulation(result)]))
+        advice = describe_open_episodes(problem, timings.generator, placement.max_staleness)
+        print("\n".join([*head, *describe_simulation(result), *advice]))
     return 0
 
 

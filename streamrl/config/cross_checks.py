@@ -97,6 +97,12 @@ def _check_environment(config: "RunConfig") -> None:
                 " environment.path, the file of the environment"
             )
         return
+    if ENVIRONMENT_KIND in kinds and not any(spec.has_class for spec in environment.specs.values()):
+        raise ConfigError(
+            f"rewards[{kinds.index(ENVIRONMENT_KIND)}].kind={ENVIRONMENT_KIND}: gives every episode"
+            " 0, as environment.tools alone scores nothing; choose other rewards, or add"
+            " environment.path with score(episode)"
+        )
     config.data.shared_template  # noqa: B018 - raises if the files differ
     if config.generator.max_new_tokens > environment.max_tokens:
         raise ConfigError(

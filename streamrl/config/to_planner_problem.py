@@ -15,7 +15,13 @@ from streamrl.placement.lora_params import add_adapter_params
 from streamrl.placement.model_shapes import ModelShape, load_model_shape
 from streamrl.placement.problem import PlacementProblem
 from streamrl.placement.run_options import RunOptions
-from streamrl.placement.workload import FixedLength, LengthDistribution, Workload
+from streamrl.placement.workload import (
+    SINGLE_TURN,
+    FixedLength,
+    LengthDistribution,
+    TurnDistribution,
+    Workload,
+)
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.kinds.model import ModelOptions
 
@@ -28,8 +34,9 @@ class PlannerRequest:
     """Inputs of the planner that a run's config lacks.
 
     prompt_tokens: mean prompt length. models: model names by role, overriding the config's.
-    lengths: completion lengths; None: generator.max_new_tokens for all. filtered_fraction: share of
-    sampled groups that dynamic sampling rejects. max_prompt_tokens: longest prompt; None: the mean.
+    lengths: sampled tokens of a rollout; None: generator.max_new_tokens for all. filtered_fraction:
+    share of sampled groups that dynamic sampling rejects. max_prompt_tokens: longest prompt; None:
+    the mean. turns: turns of the rollouts, which must suit `lengths`.
     """
 
     prompt_tokens: float
@@ -37,6 +44,7 @@ class PlannerRequest:
     lengths: LengthDistribution | None = None
     filtered_fraction: float = 0.0
     max_prompt_tokens: int | None = None
+    turns: TurnDistribution = SINGLE_TURN
 
 
 def build_planner_problem(
@@ -56,6 +64,7 @@ def build_planner_problem(
         settings.scope == "step" or settings.num_updates > 1,
         request.filtered_fraction,
         (longest_prompt, config.max_completion_tokens),
+        request.turns,
     )
     return PlacementProblem(
         config.dataflow,
@@ -213,4 +222,5 @@ def _build_run_options(config: RunConfig) -> RunOptions:
         # A fixed reference has no updates; 1 is neutral.
         reference_every=config.reference.every or 1,
         oversample=config.filter.oversample_factor,
+        open_episodes=config.environment.open_episodes,
     )

@@ -4,9 +4,15 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from streamrl.environments.environment_kinds import CLASS_KIND, ENVIRONMENT_KINDS
+from streamrl.environments.environment_kinds import (
+    CLASS_KIND,
+    ENVIRONMENT_KINDS,
+    PATH_OPTIONS,
+)
+from streamrl.environments.tool_config import ToolConfig
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import suggest_nearest
 
@@ -17,27 +23,45 @@ _NAME = re.compile(r"[\w-]+")
 
 @dataclass
 class EnvironmentSpec:
-    """Class of an environment and the options of its constructor.
+    """Class of an environment, the options of its constructor, and further tools.
 
     path: file of the environment, as file.py or file.py:Class.
     kind: class (that of `path`), or an adapter.
     options: keyword arguments of the class's constructor.
+    tools: tools besides the methods of a class without `step`, or without any class; as in
+        environment.tools.
     """
 
     path: str = ""
     kind: str = CLASS_KIND
     options: dict[str, Any] = field(default_factory=dict)
+    tools: list[ToolConfig] = field(default_factory=list)
+
+    @property
+    def has_class(self) -> bool:
+        return bool(self.path) or self.kind != CLASS_KIND
 
     @property
     def is_given(self) -> bool:
         """True if the settings name an environment."""
-        return bool(self.path) or self.kind != CLASS_KIND
+        return self.has_class or bool(self.tools)
 
     def format_setting(self, section: str) -> str:
         """Return the setting that names the environment as key=value, for errors."""
+        if not self.has_class:
+            return f"{section}.tools={', '.join(tool.kind for tool in self.tools)}"
         if self.kind == CLASS_KIND:
             return f"{section}.path={self.path}"
         return f"{section}.kind={self.kind}"
+
+    def make_paths_absolute(self) -> None:
+        if self.path:
+            self.path = str(Path(self.path).absolute())
+        for name in PATH_OPTIONS.get(self.kind, ()):
+            if (text := self.options.get(name)) and isinstance(text, str):
+                self.options[name] = str(Path(text).expanduser().absolute())
+        for tool in self.tools:
+            tool.make_command_absolute()
 
     def check(self, section: str) -> None:
         """Raise ConfigError for an unknown kind, or settings that do not suit the kind.
@@ -51,7 +75,7 @@ class EnvironmentSpec:
             raise ConfigError(
                 f"{section}.path={self.path}: needs {section}.kind={CLASS_KIND}, not {self.kind}"
             )
-        if self.options and not self.is_given:
+        if self.options and not self.has_class:
             raise ConfigError(f"{section}.options: needs {section}.path, the file of the class")
 
 
@@ -134,15 +158,18 @@ class EnvironmentConfig(EnvironmentSpec):
     def _check_specs(self) -> None:
         if self.named and self.is_given:
             raise ConfigError(
-                f"{SECTION}.named: has environments, and {SECTION}.path or kind names another;"
-                " give that one a name, too"
+                f"{SECTION}.named: has environments, and {SECTION}.path, kind or tools names"
+                " another; give that one a name, too"
             )
         for name, spec in self.named.items():
             section = get_environment_section(name)
             if not _NAME.fullmatch(name):
                 raise ConfigError(f"{section}: a name consists of letters, digits, _ and -")
             if not spec.is_given:
-                raise ConfigError(f"{section}.path: missing; it names the file of the environment")
+                raise ConfigError(
+                    f"{section}.path: missing; it names the file of the environment, unless it has"
+                    " only tools"
+                )
             spec.check(section)
         self.check(SECTION)
 

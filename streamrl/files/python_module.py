@@ -245,7 +245,7 @@ def split_reference(reference: str, *, setting: str) -> tuple[str, str]:
 def format_failure(path: str, error: BaseException) -> str:
     """Format an exception as `path:line: type: message` with the innermost line in the file `path`.
 
-    Truncates long messages; an empty message is omitted.
+    Truncates long messages, and escapes what UTF-8 cannot encode; an empty message is omitted.
     """
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == path]
@@ -253,7 +253,7 @@ def format_failure(path: str, error: BaseException) -> str:
         lines.append(error.lineno)
     location = f"{path}:{lines[-1]}" if lines else path
     try:
-        message = " ".join(str(error).split())
+        message = " ".join(str(error).split()).encode(errors="backslashreplace").decode()
     except Exception:  # noqa: BLE001 - a user's __str__ may raise anything
         message = "(its message cannot be formatted)"
     if len(message) > MAX_MESSAGE_CHARS:

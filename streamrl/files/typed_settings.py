@@ -7,9 +7,6 @@ import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from omegaconf import OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-
 from streamrl.errors import ConfigError
 
 T = TypeVar("T")
@@ -22,6 +19,10 @@ def read_settings(kind: type[T], values: Mapping[str, Any], *, section: str) -> 
     unknown key (with the nearest valid key), a wrong type, a missing field, or an error of the
     dataclass itself.
     """
+    # Worker processes of users' code import this module for its errors only.
+    from omegaconf import OmegaConf
+    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
     if not isinstance(values, Mapping):
         raise ConfigError(f"{section}: must be a mapping")
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]

@@ -1,11 +1,11 @@
-"""Workload of a training step: number and lengths of rollouts, number of updates."""
+"""Workload of a training step: number, lengths and turns of rollouts, number of updates."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import NormalDist
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -160,20 +160,105 @@ class EmpiricalLengths:
         return float(np.asarray(self.samples)[at].mean())
 
 
+class TurnWork(NamedTuple):
+    """Work of a turn.
+
+    environment_s: seconds of the environment before the turn: its reset, or its answer to the last
+        turn.
+    observed_tokens: tokens that the environment and the chat template write before the turn.
+    sampled_tokens: tokens that the policy samples.
+    """
+
+    environment_s: float
+    observed_tokens: int
+    sampled_tokens: int
+
+
+class EpisodeWork(NamedTuple):
+    """Work of an episode: its turns, then `final_s` seconds of the environment.
+
+    The final seconds are those of the answer to the last turn and of the score.
+    """
+
+    turns: tuple[TurnWork, ...]
+    final_s: float = 0.0
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(turn.sampled_tokens for turn in self.turns)
+
+    @property
+    def observed_tokens(self) -> int:
+        return sum(turn.observed_tokens for turn in self.turns)
+
+    @property
+    def environment_s(self) -> float:
+        return sum(turn.environment_s for turn in self.turns) + self.final_s
+
+
+class TurnDistribution(Protocol):
+    """Protocol of how the sampled tokens of a rollout are divided into turns.
+
+    has_environment: whether an environment answers the turns. Otherwise the rollouts of a group are
+        sampled together, as one request.
+    mean_turns, mean_observed_tokens, mean_environment_s: of a rollout.
+    """
+
+    @property
+    def has_environment(self) -> bool: ...
+
+    @property
+    def mean_turns(self) -> float: ...
+
+    @property
+    def mean_observed_tokens(self) -> float: ...
+
+    @property
+    def mean_environment_s(self) -> float: ...
+
+    def draw_episode(self, sampled_tokens: int, rng: np.random.Generator) -> EpisodeWork:
+        """Return a random rollout in which the policy samples so many tokens."""
+        ...
+
+    def add_observed_tokens(self, lengths: LengthDistribution) -> LengthDistribution:
+        """Return the distribution of sampled and observed tokens; `lengths`: of sampled tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class SingleTurn:
+    """Rollouts without an environment: all tokens are sampled in one turn."""
+
+    has_environment = False
+    mean_turns = 1.0
+    mean_observed_tokens = 0.0
+    mean_environment_s = 0.0
+
+    def draw_episode(self, sampled_tokens: int, rng: np.random.Generator) -> EpisodeWork:
+        return EpisodeWork((TurnWork(0.0, 0, sampled_tokens),))
+
+    def add_observed_tokens(self, lengths: LengthDistribution) -> LengthDistribution:
+        return lengths
+
+
+SINGLE_TURN = SingleTurn()
+
+
 @dataclass(frozen=True)
 class Workload:
     """Work of a training step.
 
     groups_per_step, group_size: as in a run's config.
     prompt_tokens: mean length of a prompt.
-    lengths: distribution of completion lengths.
+    lengths: distribution of the sampled tokens of a rollout, in all of its turns.
     epochs, mini_batches: passes over each rollout, and updates per epoch.
     micro_batch_tokens: maximum tokens of a rank's micro-batch.
     requires_whole_step: whether training waits for all groups of a step, as streamrl does with
       several updates.
     filtered_fraction: fraction of sampled groups that a filter rejects and the run replaces.
     longest_rollout: (prompt, completion) tokens of the longest rollout that engines and
-      micro-batches must hold; None takes the mean prompt and the longest of `lengths`.
+      micro-batches must hold; None takes the mean prompt and the longest of `completion_lengths`.
+    turns: turns of a rollout, with observations and the time of the environment between them.
     """
 
     groups_per_step: int
@@ -186,6 +271,7 @@ class Workload:
     requires_whole_step: bool = False
     filtered_fraction: float = 0.0
     longest_rollout: tuple[int, int] | None = None
+    turns: TurnDistribution = SINGLE_TURN
 
     def __post_init__(self) -> None:
         if not 0 <= self.filtered_fraction <= MAX_FILTERED_FRACTION:
@@ -209,7 +295,7 @@ class Workload:
         """
         prompt, longest = self.longest_rollout or (
             self.rounded_prompt_tokens,
-            self.lengths.max_tokens,
+            self.completion_lengths.max_tokens,
         )
         if self.micro_batch_tokens < prompt + longest:
             raise ConfigError(
@@ -224,7 +310,13 @@ class Workload:
     @property
     def max_rollout_tokens(self) -> int:
         """Tokens of the longest possible rollout, prompt included."""
-        return sum(self.longest_rollout or (self.rounded_prompt_tokens, self.lengths.max_tokens))
+        longest = (self.rounded_prompt_tokens, self.completion_lengths.max_tokens)
+        return sum(self.longest_rollout or longest)
+
+    @cached_property
+    def completion_lengths(self) -> LengthDistribution:
+        """Distribution of the tokens after the prompt of a rollout, sampled and observed."""
+        return self.turns.add_observed_tokens(self.lengths)
 
     @property
     def num_rollouts(self) -> int:
@@ -253,7 +345,12 @@ class Workload:
 
     @property
     def rollout_tokens(self) -> float:
-        return self.prompt_tokens + self.lengths.mean
+        return self.prompt_tokens + self.completion_lengths.mean
+
+    @property
+    def context_tokens(self) -> float:
+        """Mean tokens of a rollout that are not sampled, over the time in which it is sampled."""
+        return self.prompt_tokens + self.turns.mean_observed_tokens / 2
 
     @property
     def num_tokens(self) -> float:

@@ -60,6 +60,10 @@ def wait_for_worker(channel: socket.socket, worker: int) -> int:
     ready_fds = [fd for fd, _ in poll.poll()]
     if worker_fd not in ready_fds:
         os.kill(worker, signal.SIGKILL)
+    # Kill a fork bomb at once: the kernel lets no process of a group fork while it signals the
+    # group. Before waitpid, as another group may have the worker's pid after it.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(worker, signal.SIGKILL)
     _, status = os.waitpid(worker, 0)
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code

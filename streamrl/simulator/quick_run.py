@@ -109,14 +109,13 @@ def estimate_simulation_s(
     slowdown = math.sqrt(max(1.0, workload.groups_per_step / SLOWDOWN_GROUPS))
     if generator is not None and _exceeds_kv_capacity(workload, generator):
         slowdown *= PREEMPTION_SLOWDOWN
-    return (
-        steps * workload.num_rollouts / (1 - workload.filtered_fraction) * ROLLOUT_COST_S * slowdown
-    )
+    rollouts = steps * workload.num_rollouts / (1 - workload.filtered_fraction)
+    return rollouts * workload.turns.mean_turns * ROLLOUT_COST_S * slowdown
 
 
 def _exceeds_kv_capacity(workload: Workload, generator: GeneratorTiming) -> bool:
     running = min(generator.max_running, workload.num_rollouts / generator.replicas)
-    tokens = workload.rounded_prompt_tokens + workload.lengths.mean
+    tokens = workload.rounded_prompt_tokens + workload.completion_lengths.mean
     return running * tokens > generator.kv_tokens
 
 

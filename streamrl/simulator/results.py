@@ -216,8 +216,9 @@ class SimulationResult:
         end_s: float,
     ) -> MetricsRow:
         prompt_tokens = self.workload.rounded_prompt_tokens
+        # In a run with an environment they include the tokens that it wrote.
         lengths = [n - prompt_tokens for group in outcome.groups for n in group.info.lengths]
-        max_tokens = self.workload.lengths.max_tokens
+        max_tokens = self.workload.completion_lengths.max_tokens
         metrics = {
             "weights/version": float(outcome.version + 1),
             **dict.fromkeys(_UNSIMULATED_METRICS, NAN),
@@ -228,7 +229,7 @@ class SimulationResult:
                 groups=outcome.groups,
                 metric_sums={
                     "rollouts": len(lengths),
-                    "sampled_sum": sum(lengths),
+                    "sampled_sum": sum(group.info.num_loss_tokens for group in outcome.groups),
                     "sampled_max": max(lengths),
                     "truncated_sum": sum(length >= max_tokens for length in lengths),
                     "score_sum": NAN,

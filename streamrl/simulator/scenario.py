@@ -65,6 +65,11 @@ class SimulationScenario:
         return ReferenceConfig(every=self.run_options.reference_every)
 
     @property
+    def max_open_rollouts(self) -> int:
+        """Most rollouts that a generator works on, those in their environment included."""
+        return self.run_options.open_episodes or self.timings.generator.max_running
+
+    @property
     def replica_counts(self) -> dict[str, int]:
         timings = self.timings
         counts = {}

@@ -74,6 +74,7 @@ class SimulatedRun:
             ProcessRecordings(),
             scenario.reference_config,
             {},
+            scenario.max_open_rollouts,
         )
         self._run_log = SimulatedRunLog(
             Ledger(), step_s=timings.step_s, keeps=scenario.failures is not None

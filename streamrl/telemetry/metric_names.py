@@ -101,6 +101,7 @@ EPISODE_METRICS = tuple(
         ("observed_tokens", "tokens", "mean tokens that their environment wrote"),
         ("samples", "samples", "mean training samples of those episodes"),
         ("calls", "calls", "mean tool calls of those episodes"),
+        ("environment_s", "s", "mean time that those episodes waited for their environment"),
         ("malformed_frac", "fraction", "calls that name no tool, do not parse or do not fit"),
         ("tool_error_frac", "fraction", "calls whose tool raised"),
         ("tool_timeout_frac", "fraction", "calls past their deadline"),

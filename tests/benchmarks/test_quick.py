@@ -224,9 +224,21 @@ def check_trl(figures: Figures) -> None:
     assert abs(ours["reward"] - peer["reward"]) < 0.2
 
 
+def check_episodes(figures: Figures) -> None:
+    assert is_measured(*figures["alone"], *figures["beside"], figures["beside_over_alone"])
+    assert set(figures["kib_per_sleeper"]) == {"driver", "environment"}
+    assert is_measured(figures["open_s"], figures["close_s"])
+
+
 WITH_ENGINES = (
-    *(check_placement_modes, check_simulator_vs_runs, check_staleness, check_startup, check_trl),
-    *(check_updates, check_weights),
+    *(
+        check_episodes,
+        check_placement_modes,
+        check_simulator_vs_runs,
+        check_staleness,
+        check_startup,
+    ),
+    *(check_trl, check_updates, check_weights),
 )
 """Benchmarks that start vLLM: most of a minute of one core for each run."""
 CHECKS = (*QUICK, *WITH_ENGINES)

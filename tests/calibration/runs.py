@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import yaml
-
 from streamrl.buffer.books.run_log import TrainedStep
 from streamrl.buffer.log.journal import Journal, JournalConfig
 from streamrl.buffer.log.segment_file import JournalRecord
@@ -15,6 +13,8 @@ from streamrl.calibration.fit_timings import CROWDING
 from streamrl.config.run_config import RunConfig, config_to_dict, dump_config, load_config
 from streamrl.config.to_placement import build_run_placement
 from streamrl.dataflow import POLICY
+from streamrl.placement.episode_turns import EpisodeTurns
+from streamrl.placement.run_options import RunOptions
 from streamrl.placement.stage_timings import (
     GeneratorTiming,
     ScoreTiming,
@@ -22,7 +22,7 @@ from streamrl.placement.stage_timings import (
     TrainTiming,
     WeightsTiming,
 )
-from streamrl.placement.workload import EmpiricalLengths, Workload
+from streamrl.placement.workload import SINGLE_TURN, EmpiricalLengths, Workload
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
 from streamrl.simulator.results import SimulationResult
 from streamrl.simulator.simulation import run_simulation
@@ -75,21 +75,36 @@ def recipe(folder: Path, *overrides: str) -> RunConfig:
 
 
 def play(
-    config: RunConfig, timings: StageTimings = TRUE, *, steps: int = 16, seed: int = 0
+    config: RunConfig,
+    timings: StageTimings = TRUE,
+    *,
+    steps: int = 16,
+    seed: int = 0,
+    episodes: EpisodeTurns | None = None,
 ) -> SimulationResult:
-    """Simulate a run of this config with these timings."""
+    """Simulate a run of this config with these timings, and with these episodes if any."""
     workload = Workload(
         config.pipeline.groups_per_step,
         config.algorithm.group_size,
         7,
-        LENGTHS,
+        LENGTHS if episodes is None else episodes.lengths,
         config.algorithm_settings.epochs,
         config.algorithm_settings.mini_batches,
         config.pipeline.micro_batch_tokens,
         config.algorithm_settings.scope == "step",
+        turns=episodes or SINGLE_TURN,
     )
     placement = build_run_placement(config, ["policy", "critic"])
-    return run_simulation(config.dataflow, placement, timings, workload, steps=steps, seed=seed)
+    options = RunOptions(open_episodes=config.environment.open_episodes)
+    return run_simulation(
+        config.dataflow,
+        placement,
+        timings,
+        workload,
+        steps=steps,
+        seed=seed,
+        run_options=options,
+    )
 
 
 def write_run(
@@ -131,18 +146,6 @@ def write_run(
         sink.close({})
     asyncio.run(_keep_books(run_dir, config, simulated))
     return run_dir
-
-
-def make_run_of_episodes(run_dir: Path, **means: float) -> None:
-    """Give a run directory an environment, spans of turns, and these means of its episodes."""
-    trace, config, metrics = (run_dir / f for f in ("trace.json", "config.yaml", "metrics.jsonl"))
-    trace.write_text(trace.read_text().replace('"lengths"', '"turn"'))
-    settings = yaml.safe_load(config.read_text())
-    settings["environment"]["path"] = "mine.py"
-    config.write_text(yaml.safe_dump(settings))
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    named = {f"episode/{name}": mean for name, mean in means.items()}
-    metrics.write_text("".join(json.dumps({**row, **named}) + "\n" for row in rows))
 
 
 def _process(role: str) -> str:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from streamrl.calibration.fit_decode import WINDOW_GROUPS, DecodeReplay, GroupWindow, fit_decode
-from streamrl.calibration.run_trace import GeneratedGroup
+from streamrl.calibration.sampled_groups import GeneratedGroup
 from streamrl.messages import Array
 from streamrl.placement.stage_timings import GeneratorTiming
 
@@ -22,7 +22,8 @@ def make_cohorts(paces: list[float]) -> DecodeReplay:
     turns = np.repeat(np.arange(len(paces)), 32)
     begins = 10.0 * turns
     none: Array = np.array([], np.float64)
-    replay = DecodeReplay(begins, begins, [5] * len(lengths), lengths, turns >= 0, none, turns)
+    prompts, cached = [5] * len(lengths), [0] * len(lengths)
+    replay = DecodeReplay(begins, begins, prompts, lengths, turns >= 0, none, turns, cached)
     lasts = replay.replay_groups(TRUE, pause_s=0.0) - begins
     return replace(replay, end_times=begins + lasts * np.array(paces)[turns])
 

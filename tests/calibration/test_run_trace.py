@@ -8,19 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.calibration.prediction import PlannedRun
 from streamrl.calibration.run_trace import load_run_trace
 from streamrl.errors import ConfigError
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
 from streamrl.telemetry.chrome_trace import EARLIER_TRACE_FILE, TRACE_FILE
-from tests.calibration.runs import (
-    LENGTHS,
-    TRUE,
-    make_run_of_episodes,
-    play,
-    recipe,
-    write_run,
-)
+from tests.calibration.runs import LENGTHS, TRUE, play, recipe, write_run
 
 
 @pytest.fixture
@@ -160,17 +152,6 @@ def test_a_short_run_is_an_error(tmp_path: Path):
     run = write_run(tmp_path / "run", config, play(config, steps=8))
     with pytest.raises(ConfigError, match="too short: 4 steady steps, must be at least 6"):
         load_run_trace(run)
-
-
-def test_a_run_of_episodes_is_read_but_not_planned(run_dir: Path):
-    """Its spans are turns, without the lengths of completions."""
-    make_run_of_episodes(run_dir)
-    trace = load_run_trace(run_dir)
-    assert len(trace.steps) == 12 and not trace.generated_groups
-    with pytest.raises(ConfigError, match="run: has episodes of several turns"):
-        PlannedRun.from_trace(trace, trace.config)
-    with pytest.raises(ConfigError, match="run: has episodes of several turns"):
-        trace.lengths  # noqa: B018 - raises
 
 
 def test_spans_without_lengths_are_an_error(run_dir: Path):

@@ -1,4 +1,4 @@
-"""Kill -9 every kind of actor at every fault point: `python -m tests.chaos.run_chaos --seed 3`.
+"""Kill -9 every kind of process at every fault point: `python -m tests.chaos.run_chaos --seed 3`.
 
 Print a line per scenario; for a failed scenario also its problems, its run folder, and the command
 to repeat it.

@@ -1,4 +1,7 @@
-"""Chaos scenarios: roles, five fault points of each, and scenarios derived from a seed."""
+"""Chaos scenarios: roles, five fault points of each, and scenarios derived from a seed.
+
+Two further scenarios have an environment: they kill a generator and a host process in mid-episode.
+"""
 
 import random
 from collections.abc import Mapping
@@ -94,6 +97,23 @@ ROLES: Mapping[str, Role] = {
 }
 
 
+HOST = "host"
+"""Role of the process that runs the environment: no actor, and its generator starts another."""
+EPISODES: dict[str, Any] = {
+    **ON_POLICY,
+    "environment.path": str(Path(__file__).with_name("three_turns.py")),
+    "environment.max_turns": 3,
+    "environment.max_tokens": 48,
+    "environment.processes": 1,
+    # A digit ends a turn: the random model seldom samples EOS.
+    "generator.stop_token_ids": "[3,4,5,6,7,8,9,10,11,12]",
+    "rewards": "[{kind: environment}]",
+}
+"""Settings of a run with an environment."""
+MIN_STEPS_OF_EPISODES = 60
+"""How often every run with an environment calls `step` before its last training step."""
+
+
 @dataclass(frozen=True)
 class Scenario:
     """Run with a single kill.
@@ -120,12 +140,13 @@ class Scenario:
     @property
     def heals(self) -> bool:
         """Whether the run continues after the kill; otherwise the bench resumes it."""
-        return self.role in ROLES and ROLES[self.role].heals
+        return self.role == HOST or (self.role in ROLES and ROLES[self.role].heals)
 
     @property
     def is_on_policy(self) -> bool:
-        """Whether metrics are independent of timing."""
-        return not self.settings["pipeline.max_staleness"]
+        """Whether metrics are independent of timing and of the kill."""
+        # A retried episode writes other words.
+        return not self.settings["pipeline.max_staleness"] and self.role != HOST
 
     def __str__(self) -> str:
         ends = {0.0: "", AT_THE_END_S: ", at its end"}
@@ -183,14 +204,32 @@ def make_scenario(role: str, point: str, seed: int) -> Scenario:
     )
 
 
+def make_episode_scenario(role: str, actor: str, seed: int) -> Scenario:
+    """Make a scenario that kills a process in mid-episode, during a `step` of the environment."""
+    draw = random.Random(f"{seed}:{role}:mid_episode")
+    hit, delay_s = draw.randint(1, MIN_STEPS_OF_EPISODES), draw.choice((0.0, 0.01, AT_THE_END_S))
+    text = "an episode is between two turns"
+    return Scenario(role, "mid_episode", actor, hit, delay_s, settings=EPISODES, text=text)
+
+
+def episode_scenarios(seed: int) -> list[Scenario]:
+    return [
+        make_episode_scenario("generator", "generator-0", seed),
+        make_episode_scenario(HOST, "the environment's process", seed),
+    ]
+
+
 def all_scenarios(seed: int) -> list[Scenario]:
-    return [make_scenario(role, point, seed) for role in ROLES for point in FAULT_POINTS]
+    """Return a scenario per role and fault point, and those with an environment."""
+    table = [make_scenario(role, point, seed) for role in ROLES for point in FAULT_POINTS]
+    return [*table, *episode_scenarios(seed)]
 
 
 def short_scenarios(seed: int) -> list[Scenario]:
-    """Return a scenario per role; fault points rotate with the seed."""
+    """Return a scenario per role, and those with an environment; fault points rotate."""
     points = [FAULT_POINTS[(seed + i) % len(FAULT_POINTS)] for i in range(len(ROLES))]
-    return [make_scenario(role, point, seed) for role, point in zip(ROLES, points, strict=True)]
+    table = [make_scenario(role, point, seed) for role, point in zip(ROLES, points, strict=True)]
+    return [*table, *episode_scenarios(seed)]
 
 
 def more_scenarios(seed: int) -> list[Scenario]:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.bench import INJECT, Bench
-from tests.chaos.scenarios import ROLES, Scenario, short_scenarios
+from tests.chaos.scenarios import HOST, ROLES, Scenario, short_scenarios
 
 SEED = int(os.environ.get("CHAOS_SEED", "0"))
 
@@ -41,7 +41,7 @@ def test_the_injected_sitecustomize_is_idle_without_a_plan_and_runs_the_hidden_o
     assert output.splitlines() == ["hidden", "[]"]
 
 
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("role", [*ROLES, HOST])
 def test_faults_keep_the_signatures_they_wrap(role: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(INJECT)
     faults = importlib.import_module("chaos_faults")

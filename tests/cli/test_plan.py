@@ -17,6 +17,7 @@ from streamrl.simulator.quick_run import choose_num_steps
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 GRPO = str(CONFIGS / "grpo_arithmetic.yaml")
+GUESS = str(CONFIGS / "grpo_guess.yaml")
 SIZES = ["--model", "qwen2.5-1.5b", "--prompt-tokens", "200", "--lengths", "lognormal:300:0.7"]
 STEP = ["generator.max_new_tokens=2048", "pipeline.groups_per_step=16"]
 SMALL = [GRPO, *STEP, "--cluster", "8xH100", *SIZES, "--proposals", "50"]
@@ -316,8 +317,8 @@ def test_a_run_that_fits_nowhere_is_reported_with_the_arithmetic(
         (["--cluster", "8xH100", "--lengths", "lognormal:3"], "--lengths lognormal:3"),
         (["--cluster", "8xH100", "--lengths", "no/file"], "--lengths no/file: no such file"),
         (["--cluster", "8xH100", "--lengths", "fixed:nan"], "--lengths fixed:nan: 'nan': must be"),
-        (["--cluster", "8xH100", "--lengths", "fixed:inf"], "must be whole tokens"),
-        (["--cluster", "8xH100", "--lengths", "fixed:12.7"], "must be whole tokens"),
+        (["--cluster", "8xH100", "--lengths", "fixed:inf"], "must be a whole number"),
+        (["--cluster", "8xH100", "--lengths", "fixed:12.7"], "must be a whole number"),
         (
             ["--cluster", "8xH100", "--lengths", "fixed:999999"],
             "--lengths fixed:999999: 999999 tokens: must be at most generator.max_new_tokens=12",
@@ -355,15 +356,15 @@ def test_bad_input_is_a_one_line_error(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[1e400, 3]", "inf: must be whole tokens"),
-        ("[3.7, 5]", "3.7: must be whole tokens"),
-        ("[true]", "True: must be whole tokens"),
-        ("[[1]]", "[1]: must be whole tokens"),
-        ("1 2 x", "'x': must be whole tokens"),
-        ("[0]", "0: must be whole tokens, at least 1"),
+        ("[1e400, 3]", "inf: must be a whole number"),
+        ("[3.7, 5]", "3.7: must be a whole number"),
+        ("[true]", "True: must be a whole number"),
+        ("[[1]]", "[1]: must be a whole number"),
+        ("1 2 x", "'x': must be a whole number"),
+        ("[0]", "0: must be a whole number, at least 1"),
         ("[]", "must contain at least one length"),
         ("[1,", "Expecting value"),
-        ("[" + "9" * 400 + "]", "must be whole tokens"),
+        ("[" + "9" * 400 + "]", "must be a whole number"),
         ("3 13", "13 tokens: must be at most generator.max_new_tokens=12"),
     ],
 )
@@ -375,6 +376,46 @@ def test_a_malformed_lengths_file_is_a_one_line_error(
     words = ["--cluster", "8xH100", "--model", "qwen2.5-1.5b", "--prompt-tokens", "20"]
     error = refusal(capsys, "plan", GRPO, *words, "--lengths", str(path))
     assert f"--lengths {path}: " in error and message in error
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "message"),
+    [
+        (GRPO, "--turns fixed:3", "--turns fixed:3 has no effect: the run has no environment"),
+        (GRPO, "--observed-tokens 2", "--observed-tokens 2 has no effect"),
+        (GUESS, "--turns fixed:9", "9 turns: must be at most environment.max_turns=6"),
+        (GUESS, "--turns some", "--turns some: no such file"),
+        (GUESS, "--observed-tokens -1", "--observed-tokens -1: must be 0 or more"),
+        (GUESS, "--environment-s 3", "--environment-s 3: must be fixed:SECONDS or lognormal:MED"),
+        (GUESS, "--environment-s fixed:11", "at most environment.turn_timeout_s=10"),
+        (GUESS, "--environment-s lognormal:1:9", "sigma from 0 to 5"),
+        (GUESS, "--environment-s fixed:nan", "the median must be at least 0 and finite"),
+    ],
+)
+def test_bad_turns_are_a_one_line_error(
+    config: str, words: str, message: str, capsys: pytest.CaptureFixture[str]
+):
+    options = ["--cluster", "2xH100", "--model", "qwen2.5-0.5b", "--prompt-tokens", "20"]
+    assert message in refusal(capsys, "simulate", config, *options, *words.split())
+
+
+def test_a_simulation_of_episodes_says_when_too_few_are_open(capsys: pytest.CaptureFixture[str]):
+    words = ["simulate", GUESS, "--cluster", "2xH100", "--model", "qwen2.5-0.5b", "--steps", "4"]
+    words += ["--prompt-tokens", "20", "--observed-tokens", "3", "--environment-s", "fixed:2"]
+    words += ["--turns", "fixed:4", "pipeline.groups_per_step=16", "pipeline.max_staleness=0"]
+    seconds = {}
+    for count in (64, 128):
+        code, out = run(capsys, *words, f"environment.open_episodes={count}")
+        assert code == 0
+        assert (
+            "completions of 12 (at most 12); 4 turns with 9 observed tokens and 8 s of env" in out
+        )
+        assert ("environment.open_episodes=128 keep" in out) == (count == 64)
+        step = next(line for line in out.splitlines() if line.startswith("step "))
+        seconds[count] = float(step.split()[1])
+    # 128 episodes of 8 s in two waves, or all at once.
+    assert seconds[64] > seconds[128] + 7.9
+    assert seconds[128] > 8
 
 
 def test_integer_lengths_may_have_a_decimal_point():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.cli.main import main
-from tests.calibration.runs import make_run_of_episodes, play, recipe, write_run
+from tests.calibration.runs import play, recipe, write_run
 
 
 @pytest.fixture(scope="module")
@@ -26,21 +26,6 @@ def test_the_bottleneck_is_reported_without_a_simulation(
     assert "instead" not in text
     assert main(["report", str(run_dir), "--json"]) == 0
     assert "options" not in json.loads(capsys.readouterr().out)
-
-
-def test_a_run_of_episodes_reports_the_shares_of_their_time(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    run_copy = shutil.copytree(run_dir, tmp_path / "run")
-    make_run_of_episodes(
-        run_copy, turns=3.5, calls=2.0, decode_frac=0.25, wait_frac=0.05, environment_frac=0.7
-    )
-    assert main(["report", str(run_copy)]) == 0
-    text = capsys.readouterr().out
-    assert "episodes    3.5 turns, 2 calls; of their time 25% sampling, 5% waiting" in text
-    assert "70% waiting for their environment" in text and "--what-if" not in text
-    assert main(["report", str(run_copy), "--what-if"]) == 2
-    assert "has episodes of several turns" in capsys.readouterr().err
 
 
 def test_what_if_lists_the_effect_of_each_option(run_dir: Path, capsys: pytest.CaptureFixture[str]):

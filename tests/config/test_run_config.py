@@ -245,7 +245,7 @@ def test_paths_become_absolute(recipe: Path):
         ),
         (
             "environment={path: a.py, named: {b: {path: b.py}}}",
-            "environment.named: .*environment.path or kind names another; give that one a name",
+            "environment.named: .*environment.path, kind or tools names another; give that one",
         ),
         ("environment.named.b={}", "environment.named.b.path: missing; it names the file of the"),
         (
@@ -264,6 +264,10 @@ def test_paths_become_absolute(recipe: Path):
         ),
         ("environment.named={'b c': {path: b.py}}", "environment.named.b c: a name consists of l"),
         ("environment.named.b={path: b.py, options: 3}", "environment.named.b.options"),
+        ("environment.tools=[{kind: pyton}]", "environment.tools.kind=pyton: .* kind is python"),
+        ("environment.tools=[{kind: mcp}]", "kind mcp has neither command nor url"),
+        ("environment.tools=[{king: mcp}]", r"environment.tools\[0\].king='mcp'; .* is .*kind"),
+        ("environment.named.b={tools: [{kind: mcp, url: a.org}]}", "url=a.org: must begin with"),
         ("rewards=[{kind: exact, of: all}]", "rewards.of=all: must be one of last_turn, sampled, "),
         (
             "environment={path: a.py, max_tokens: 255}",
@@ -419,6 +423,24 @@ def test_several_environments_come_from_the_file_and_from_overrides(recipe: Path
     guess = config.select("guess")
     assert guess.single == ("guess", config.named["guess"])
     assert (guess.max_turns, guess.single[1].options) == (3, {"size": 4})
+
+
+def test_tools_are_read_with_absolute_files_and_need_rewards_of_their_own(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("server.py").touch()
+    server = "{kind: mcp, command: [python, server.py], env: [KEY]}"
+    overrides = [f"environment.tools=[{{kind: python}}, {server}]"]
+    config = load_config(recipe, overrides)
+    python, mcp = config.environment.tools
+    assert (python.kind, mcp.env) == ("python", ["KEY"])
+    assert mcp.command == ["python", str(tmp_path / "server.py")]
+    assert config.environment.is_enabled and config.environment.specs == {"": config.environment}
+    with pytest.raises(ConfigError, match=r"rewards\[0\].kind=environment: gives every episode 0"):
+        load_config(recipe, [*overrides, "rewards=[{kind: environment}]"])
+    named = load_config(recipe, ["environment.named.a.tools=[{kind: python}]"]).environment
+    assert [tool.kind for tool in named.select("a").single[1].tools] == ["python"]
 
 
 def test_a_single_environment_has_no_name(recipe: Path):

@@ -97,6 +97,7 @@ def test_a_required_parameter_that_is_not_offered_is_refused(tmp_path, signature
         ("x = 1\nimport no_such_module", "filter.path={path}:2: ModuleNotFoundError: No"),
         ("x = 1\ny = = 2", "filter.path={path}:2: SyntaxError"),
         ("raise SystemExit(1)", "filter.path={path}:1: SystemExit: 1"),
+        ("raise ValueError('half \\ud800')", "filter.path={path}:1: ValueError: half \\ud800"),
     ],
 )
 def test_a_file_without_the_function_is_refused(tmp_path, source, words):

@@ -46,8 +46,8 @@ def test_an_error_of_the_handler_keeps_the_process_and_an_exit_or_a_hang_replace
     with pytest.raises(WorkerError):
         worker.call(("square", "x"))
     assert worker.call(("pid", None)) == first
-    with pytest.raises(WorkerCrashError, match="exited with code 3"):
-        worker.call(("exit", 3))
+    with pytest.raises(WorkerCrashError, match="exited with code 7"):
+        worker.call(("crash", None))
     second = worker.call(("pid", None))
     assert second != first
     worker._timeout_s = 0.2

@@ -24,11 +24,11 @@ OUT_OF_BAND_BYTES = 4 * 1024
 """Buffers above this size travel beside the pickle without a copy."""
 
 _DTYPES: Mapping[str, np.dtype[np.generic]] = {
-    "U8": np.dtype(np.uint8),
     "I8": np.dtype(np.int8),
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
     "F32": np.dtype(np.float32),
+    "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}

@@ -72,7 +72,7 @@ def choose_environment(
     if path is not None:
         if name is not None:
             raise ConfigError(f"--environment={name} has no effect: ENVIRONMENT={path} is given")
-        return replace(recipe, path=path, kind=CLASS_KIND, options={}, named={}, **given)
+        return replace(recipe, path=path, kind=CLASS_KIND, options={}, tools=[], named={}, **given)
     if not recipe.is_enabled:
         raise ConfigError("give ENVIRONMENT, as file.py:Class, or a --config with environment.path")
     names = tuple(recipe.specs)

@@ -22,12 +22,15 @@ from streamrl.files.bounded_read import MIB, parse_json, read_small_text, read_s
 from streamrl.files.typed_settings import describe_read_error
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.costs.constants import CostConstants
+from streamrl.placement.episode_turns import EnvironmentTime, TurnParameters
 from streamrl.placement.problem import PlacementProblem
 from streamrl.placement.workload import (
+    SINGLE_TURN,
     EmpiricalLengths,
     FixedLength,
     LengthDistribution,
     LognormalLengths,
+    TurnDistribution,
     Workload,
 )
 
@@ -36,9 +39,12 @@ MAX_LENGTHS_BYTES = 16 * MIB
 HOUR_S = 3600.0
 MAX_MEDIAN = 1_000_000_000
 LENGTHS_HELP = (
-    "completion lengths: fixed:TOKENS, lognormal:MEDIAN:SIGMA, a file of numbers, or a run"
-    " directory (default: every completion has generator.max_new_tokens tokens)"
+    "completion lengths, of a turn in a run with an environment: fixed:TOKENS,"
+    " lognormal:MEDIAN:SIGMA, a file of numbers, or a run directory (default: every completion has"
+    " generator.max_new_tokens tokens)"
 )
+Rollouts = tuple[LengthDistribution | None, TurnDistribution]
+"""Sampled tokens of a rollout, and its turns."""
 
 
 def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,6 +74,25 @@ def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
         help="mean prompt length in tokens (default: measured on data.train)",
     )
     parser.add_argument("--lengths", type=parse_nonempty, metavar="SPEC", help=LENGTHS_HELP)
+    parser.add_argument(
+        "--turns",
+        type=parse_nonempty,
+        metavar="SPEC",
+        help="turns of an episode: fixed:N, lognormal:MEDIAN:SIGMA or a file of numbers (default:"
+        " environment.max_turns)",
+    )
+    parser.add_argument(
+        "--observed-tokens",
+        type=int,
+        metavar="N",
+        help="tokens between two turns, of the environment and the chat template (0)",
+    )
+    parser.add_argument(
+        "--environment-s",
+        type=parse_nonempty,
+        metavar="SPEC",
+        help="seconds of the environment after a turn: fixed:S or lognormal:MEDIAN:SIGMA (fixed:0)",
+    )
     parser.add_argument(
         "--filtered",
         type=float,
@@ -123,11 +148,7 @@ def read_planner_inputs(arguments: argparse.Namespace, config: RunConfig) -> Pla
     constants = CostConstants.from_cluster(cluster)
     if arguments.constants is not None:
         constants = CostConstants.from_yaml(arguments.constants, constants)
-    lengths = None
-    if arguments.lengths is not None:
-        lengths = read_lengths(
-            arguments.lengths, config.max_completion_tokens, key=config.completion_limit_key
-        )
+    lengths, turns = read_rollouts(arguments, config)
     filtered = arguments.filtered
     if filtered and config.filter.kind == "none":
         raise ConfigError(
@@ -139,7 +160,7 @@ def read_planner_inputs(arguments: argparse.Namespace, config: RunConfig) -> Pla
     if mean is None:
         mean, longest = measure_prompt_tokens(config)
     models = read_models(config, arguments.model)
-    request = PlannerRequest(mean, models, lengths, filtered, longest)
+    request = PlannerRequest(mean, models, lengths, filtered, longest, turns)
     return PlannerInputs(cluster, request, constants)
 
 
@@ -189,24 +210,112 @@ def read_models(config: RunConfig, words: list[str]) -> dict[str, str]:
     return models
 
 
-def read_lengths(
-    text: str, limit: int, *, key: str = "generator.max_new_tokens"
-) -> LengthDistribution:
+def read_rollouts(arguments: argparse.Namespace, config: RunConfig) -> Rollouts:
+    """Return the sampled tokens of a rollout and its turns. Raises ConfigError.
+
+    Without an environment rollouts have a single turn, and None stands for the default lengths.
+    """
+    spec, limit = arguments.lengths, config.generator.max_new_tokens
+    turn_options = {
+        "--turns": arguments.turns,
+        "--observed-tokens": arguments.observed_tokens,
+        "--environment-s": arguments.environment_s,
+    }
+    given = [f"{option} {value}" for option, value in turn_options.items() if value is not None]
+    if not config.environment.is_enabled:
+        if given:
+            raise ConfigError(
+                f"{given[0]} has no effect: the run has no environment. Remove it, or set"
+                " environment.path"
+            )
+        return (None if spec is None else read_lengths(spec, limit)), SINGLE_TURN
+    if spec is not None and os.path.isdir(spec):
+        if given:
+            raise ConfigError(
+                f"{given[0]}: not together with --lengths {spec}: the episodes of that run have"
+                " their own turns. Remove it"
+            )
+        recorded = load_run_trace(Path(spec)).episode_turns
+        if recorded is None:
+            raise ConfigError(f"--lengths {spec}: the run has no episodes; this one has")
+        return recorded.lengths, recorded
+    turns = TurnParameters(
+        _read_turns(arguments.turns, config.environment.max_turns),
+        FixedLength(limit) if spec is None else read_lengths(spec, limit),
+        _check_observed_tokens(arguments.observed_tokens or 0),
+        _read_environment_time(arguments.environment_s, config.environment.turn_timeout_s),
+        config.environment.max_tokens,
+    ).draw_episodes()
+    return turns.lengths, turns
+
+
+def _read_turns(text: str | None, limit: int) -> LengthDistribution:
+    """Parse the value of --turns; None: every episode has `limit` turns."""
+    if text is None:
+        return FixedLength(limit)
+    turns = _parse_lengths(text, limit, "--turns")
+    if turns.max_tokens > limit:
+        raise ConfigError(
+            f"--turns {text}: {turns.max_tokens} turns: must be at most"
+            f" environment.max_turns={limit}"
+        )
+    return turns
+
+
+def _check_observed_tokens(tokens: int) -> int:
+    if tokens < 0:
+        raise ConfigError(f"--observed-tokens {tokens}: must be 0 or more")
+    return tokens
+
+
+def _read_environment_time(text: str | None, limit_s: float) -> EnvironmentTime:
+    """Parse the value of --environment-s; None: 0 s.
+
+    limit_s: environment.turn_timeout_s, the longest time.
+    """
+    if text is None:
+        return EnvironmentTime(0.0)
+    kind, *words = text.split(":")
+    try:
+        values = [float(word) for word in words]
+    except ValueError:
+        values = []
+    if (kind, len(values)) not in (("fixed", 1), ("lognormal", 2)):
+        raise ConfigError(
+            f"--environment-s {text}: must be fixed:SECONDS or lognormal:MEDIAN:SIGMA, in numbers"
+        )
+    if values[0] > limit_s:
+        raise ConfigError(
+            f"--environment-s {text}: must be at most environment.turn_timeout_s={limit_s:g}"
+        )
+    try:
+        return EnvironmentTime(*values, limit_s=limit_s)
+    except ConfigError as error:
+        raise ConfigError(f"--environment-s {text}: {error}") from None
+
+
+def read_lengths(text: str, limit: int) -> LengthDistribution:
     """Parse the value of --lengths, the distribution of completion lengths in tokens.
 
-    limit: longest completion, the value of the setting `key`. Raises ConfigError for a malformed
-    value or a length above `limit`.
+    limit: longest completion, generator.max_new_tokens. Raises ConfigError for a malformed value or
+    a length above `limit`.
     """
-    lengths = _parse_lengths(text, limit)
+    path = Path(text)
+    lengths: LengthDistribution
+    if os.path.isdir(path):
+        lengths = load_run_trace(path).lengths
+    else:
+        lengths = _parse_lengths(text, limit, "--lengths")
     if lengths.max_tokens > limit:
         raise ConfigError(
-            f"--lengths {text}: {lengths.max_tokens} tokens: must be at most {key}={limit}"
+            f"--lengths {text}: {lengths.max_tokens} tokens: must be at most"
+            f" generator.max_new_tokens={limit}"
         )
     return lengths
 
 
-def _parse_lengths(text: str, limit: int) -> LengthDistribution:
-    """Parse fixed:TOKENS, lognormal:MEDIAN:SIGMA, a file of lengths or a run directory."""
+def _parse_lengths(text: str, limit: int, option: str) -> LengthDistribution:
+    """Parse fixed:N, lognormal:MEDIAN:SIGMA or a file of numbers, the value of an option."""
     kind, *numbers = text.split(":")
     if kind in ("fixed", "lognormal") and not os.path.exists(text):
         try:
@@ -214,34 +323,29 @@ def _parse_lengths(text: str, limit: int) -> LengthDistribution:
         except ValueError:
             values = []
         if kind == "fixed" and len(values) == 1:
-            return FixedLength(_parse_tokens(numbers[0], text))
+            return FixedLength(_parse_whole(numbers[0], f"{option} {text}"))
         if kind == "lognormal" and len(values) == len(("median", "sigma")):
             if values[0] > MAX_MEDIAN:
-                raise ConfigError(f"--lengths {text}: median: must be at most {MAX_MEDIAN}")
+                raise ConfigError(f"{option} {text}: median: must be at most {MAX_MEDIAN}")
             return LognormalLengths(values[0], values[1], limit)
-        raise ConfigError(
-            f"--lengths {text}: must be fixed:TOKENS or lognormal:MEDIAN:SIGMA, in numbers"
-        )
-    path = Path(text)
-    if os.path.isdir(path):
-        return load_run_trace(path).lengths
+        raise ConfigError(f"{option} {text}: must be fixed:N or lognormal:MEDIAN:SIGMA, in numbers")
     try:
-        words = read_small_text(path, most_bytes=MAX_LENGTHS_BYTES)
+        words = read_small_text(Path(text), most_bytes=MAX_LENGTHS_BYTES)
         loaded = parse_json(words) if words.lstrip().startswith("[") else words.split()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--lengths {text}: {describe_read_error(error)}") from None
-    lengths = [_parse_tokens(word, text) for word in loaded]
+        raise ConfigError(f"{option} {text}: {describe_read_error(error)}") from None
+    lengths = [_parse_whole(word, f"{option} {text}") for word in loaded]
     if not lengths:
-        raise ConfigError(f"--lengths {text}: must contain at least one length")
+        raise ConfigError(f"{option} {text}: must contain at least one length")
     return EmpiricalLengths.from_samples(lengths)
 
 
-def _parse_tokens(word: Any, text: str) -> int:
-    """Parse a length in whole tokens; `text` is the value of --lengths, for the error."""
+def _parse_whole(word: Any, location: str) -> int:
+    """Parse a whole number, at least 1; `location` is the option with its value, for the error."""
     try:
         number = float(word)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if isinstance(word, bool) or not number.is_integer() or number < 1:
-        raise ConfigError(f"--lengths {text}: {word!r:.40}: must be whole tokens, at least 1")
+        raise ConfigError(f"{location}: {word!r:.40}: must be a whole number, at least 1")
     return int(number)

@@ -24,7 +24,7 @@ SUFFICIENT_OVERSAMPLING = 0.7
 
 def report_to_json(trace: RunTrace) -> dict[str, Any]:
     """Return the JSON of `streamrl report`: stage loads, filter cost and step metrics of a run."""
-    loads = measure_stage_loads(trace)
+    loads, episodes = measure_stage_loads(trace), measure_episodes(trace)
     return {
         "steps": len(trace.steps),
         "left_out": dict(trace.excluded_steps),
@@ -34,7 +34,7 @@ def report_to_json(trace: RunTrace) -> dict[str, Any]:
             load.stage: {"busy": load.busy_fraction, "depth": load.mean_depth} for load in loads
         },
         "filter": vars(measure_filter_cost(trace)),
-        "episodes": measure_episodes(trace),
+        "episodes": episodes and vars(episodes),
         "measured": vars(SteadyMetrics.from_trace(trace)),
     }
 
@@ -57,14 +57,13 @@ def advice_to_json(advice: SettingsAdvice) -> dict[str, Any]:
 
 
 def describe_run(trace: RunTrace) -> list[str]:
-    """Format a run's measurements: bottleneck, load of each stage, episodes, cost of its filter."""
+    """Format the measurements of a run: bottleneck, load of each stage, cost of its filter."""
     loads = measure_stage_loads(trace)
     return [
         f"{trace.run_dir}: {len(trace.steps)} steps of {trace.mean_step_s:.3g} s,"
         f" staleness {trace.staleness_mean:.2g}{describe_excluded_steps(trace)}",
         f"bound by    {_describe_bottleneck(loads[0])}",
         *_describe_loads(loads),
-        *_describe_episodes(trace),
         *_describe_filter(trace),
     ]
 
@@ -115,14 +114,22 @@ def _describe_filter(trace: RunTrace) -> Iterable[str]:
 
 
 def _describe_episodes(trace: RunTrace) -> Iterable[str]:
-    means = measure_episodes(trace)
-    if "decode_frac" not in means:
+    load = measure_episodes(trace)
+    if load is None:
         return
     yield (
-        f"episodes    {means['turns']:.3g} turns, {means['calls']:.3g} calls; of their time"
-        f" {means['decode_frac']:.0%} sampling, {means['wait_frac']:.0%} waiting for a slot or the"
-        f" devices, {means['environment_frac']:.0%} waiting for their environment"
+        f"episodes    {load.turns:.3g} turns, {load.calls:.3g} calls, {load.sampled_tokens:.3g}"
+        f" sampled tokens; of their time {load.decode_frac:.0%} sampling, {load.wait_frac:.0%}"
+        f" waiting for a slot or the devices, {load.environment_frac:.0%} waiting for their"
+        f" environment ({load.environment_s:.3g} s)"
     )
+    if load.has_too_few_open:
+        slots = trace.config.generator.max_concurrent_rollouts
+        yield (
+            f"            at most {load.max_open} are open per generator:"
+            f" environment.open_episodes={load.needed_open} keep more of its {slots} decode slots"
+            " busy"
+        )
 
 
 def _describe_loads(loads: Iterable[StageLoad]) -> Iterable[str]:

@@ -1,6 +1,7 @@
 """Report of `streamrl plan`, as text and JSON."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -25,6 +26,8 @@ from streamrl.placement.search.pareto import (
     compare_to_winner,
 )
 from streamrl.placement.search.planner import WHOLE_STEPS_SUFFIX
+from streamrl.placement.stage_timings import GeneratorTiming
+from streamrl.placement.steady_state.call_durations import GenerationModel
 from streamrl.simulator.results import SimulationResult
 
 GB = 1e9
@@ -40,25 +43,50 @@ SimulatedPoint = tuple[ParetoPoint, SimulationResult]
 
 def describe_problem(config: RunConfig, problem: PlacementProblem) -> str:
     """Describe a planner problem: a line of algorithm, cluster and models; the work of a step."""
-    workload = problem.workload
+    workload, turns = problem.workload, problem.workload.turns
+    episodes = (
+        f"; {turns.mean_turns:.3g} turns with {turns.mean_observed_tokens:.0f} observed tokens and"
+        f" {turns.mean_environment_s:.3g} s of environment"
+        if turns.has_environment
+        else ""
+    )
     models = ", ".join(f"{role} {shape.name}" for role, shape in problem.models.items())
     return (
         f"{config.algorithm.name} on {problem.cluster} ({problem.cluster.num_devices}"
         f" devices): {models}\n"
         f"a step: {workload.groups_per_step} groups of {workload.group_size}, prompts of"
         f" {workload.prompt_tokens:.0f} tokens, completions of {workload.lengths.mean:.0f} (at most"
-        f" {workload.lengths.max_tokens}), {workload.num_updates} updates"
+        f" {workload.lengths.max_tokens}){episodes}, {workload.num_updates} updates"
         + (
             f"; {format_inner_percent(workload.filtered_fraction)} of all groups are filtered"
             if workload.filtered_fraction
             else ""
         )
-        + (
-            "\nan episode counts as one completion, and its environment takes no time"
-            if config.environment.is_enabled
-            else ""
-        )
     )
+
+
+def describe_open_episodes(
+    problem: PlacementProblem, timing: GeneratorTiming, max_staleness: int
+) -> list[str]:
+    """Return a line if more open episodes would keep more decode slots busy.
+
+    timing: of the generators of a placement with this staleness bound.
+    """
+    workload, options = problem.workload, problem.run_options
+    if not workload.turns.has_environment:
+        return []
+    episodes = GenerationModel(workload).describe_open_episodes(timing)
+    steps = options.get_max_steps_ahead(max_staleness) + 1
+    max_open = options.open_episodes or timing.max_running
+    useful = min(episodes.needed, steps * workload.num_rollouts / timing.replicas)
+    if max_open >= useful:
+        return []
+    return [
+        f"open episodes: with {max_open} per generator, {episodes.find_running(max_open):.3g} of"
+        f" {episodes.slots:.3g} decode slots are busy;"
+        f" environment.open_episodes={math.ceil(useful)} keep"
+        f" {episodes.find_running(useful):.3g} busy"
+    ]
 
 
 @dataclass(frozen=True)
@@ -68,7 +96,7 @@ class PlanReport:
     front: points of the Pareto front of throughput over staleness bound. lost_bounds: bounds that
     the run's settings forbid, or whose simulation is no faster than a lower bound's. own_bound:
     max_staleness of the run's config, None with --max-staleness. fixes: changes that would let the
-    run fit; only filled if no placement fits.
+    run fit; only filled if no placement fits. advice: lines on the best placement.
     """
 
     config: RunConfig
@@ -78,6 +106,7 @@ class PlanReport:
     lost_bounds: Sequence[ExcludedBound]
     own_bound: int | None = None
     fixes: Sequence[str] = ()
+    advice: Sequence[str] = ()
 
     @property
     def absent_bounds(self) -> list[ExcludedBound]:
@@ -132,7 +161,7 @@ class PlanReport:
         )
         lines += [f"  written with {_format_settings(settings)}"] if settings else []
         lines += ["", *self._describe_others()] if explain and self.best_row is not None else []
-        notes = [*self._describe_trade_offs(), *self._describe_absences()]
+        notes = [*self.advice, *self._describe_trade_offs(), *self._describe_absences()]
         return "\n".join([*lines, "", *notes] if notes else lines)
 
     def _describe_no_fit(self) -> list[str]:
@@ -242,6 +271,7 @@ class PlanReport:
             "absent": [vars(bound) for bound in self.absent_bounds],
             "candidates": [_candidate_to_json(c) for c in self.plan.candidates],
             "remedies": list(self.fixes),
+            "advice": list(self.advice),
         }
 
     def _point_to_json(self, point: ParetoPoint, result: SimulationResult) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -99,7 +99,8 @@ def create_dataset(text: str, *, setting: str) -> Any:
     """
     tasks = ReasoningGymTasks.from_text(text)
     label = f"{setting}.kind={REASONING_GYM}"
-    factory = import_optional("reasoning_gym.factory", setting=label, extra=REASONING_GYM)
+    import_module = partial(import_optional, setting=label, extra=REASONING_GYM)
+    factory = import_module("reasoning_gym.factory")
     # Importing the package registers its datasets.
     if tasks.dataset not in factory.DATASETS:
         hint = suggest_nearest(tasks.dataset, factory.DATASETS, noun="dataset")
@@ -107,9 +108,8 @@ def create_dataset(text: str, *, setting: str) -> Any:
     options = dict(tasks.options)
     try:
         if tasks.dataset == COMPOSITE:
-            from reasoning_gym.composite import DatasetSpec
-
-            options["datasets"] = [DatasetSpec(**member) for member in options["datasets"]]
+            make_member = import_module("reasoning_gym.composite").DatasetSpec
+            options["datasets"] = [make_member(**member) for member in options["datasets"]]
         return factory.create_dataset(
             tasks.dataset, **{"size": tasks.size, "seed": tasks.seed, **options}
         )

@@ -86,6 +86,7 @@ class EpisodeLimits:
 class EpisodeRequest:
     """Episode to run: the row's prompt, seeds of policy and environment, and how to sample.
 
+    index: number of the episode within its group.
     priority: number of the group by admission; lower numbers get decode slots first.
     compute: context in which turns are sampled.
     meter: receives the counts of the episode.
@@ -93,6 +94,7 @@ class EpisodeRequest:
     """
 
     prompt: Prompt
+    index: int
     seed: int
     environment_seed: int
     priority: int
@@ -106,6 +108,7 @@ class EpisodeState:
     """Running episode: what was said, sampled and earned so far, and the time that it took.
 
     num_row_messages: number of `messages` that are the data row's.
+    elapsed_s: time in engine and environment, s; environment_s: of it, time in the environment.
     """
 
     request: EpisodeRequest
@@ -118,6 +121,7 @@ class EpisodeState:
     turn_outcomes: list[TurnOutcome] = field(default_factory=list)
     call_outcomes: list[CallOutcome] = field(default_factory=list)
     elapsed_s: float = 0.0
+    environment_s: float = 0.0
 
     def add_turn(self, result: EnvironmentStep) -> None:
         self.rewards.append(result.reward)
@@ -253,8 +257,8 @@ class EpisodeDriver:
         of the engine.
         """
         self._num_groups += 1
-        group = self._num_groups, compute, meter or self.meter, sampling
-        requests = [EpisodeRequest(prompt, seed, environment_seed, *group) for seed in seeds]
+        group = environment_seed, self._num_groups, compute, meter or self.meter, sampling
+        requests = [EpisodeRequest(prompt, index, seed, *group) for index, seed in enumerate(seeds)]
 
         async def run(request: EpisodeRequest) -> Episode | EpisodeError:
             try:
@@ -339,7 +343,7 @@ class EpisodeDriver:
         row, _ = open_conversation(request.prompt.messages, start.messages)
         tokens = EpisodeTokens(prompt_ids)
         state = EpisodeState(request, session, messages, start.tools, tokens, len(row))
-        state.elapsed_s = _now() - started
+        state.elapsed_s = state.environment_s = _now() - started
         if self._count_free_tokens(state) < 1:
             raise EpisodeError(
                 f"{describe_prompt(request.prompt)}: the prompt has {len(prompt_ids)} tokens with"
@@ -364,7 +368,7 @@ class EpisodeDriver:
             score,
             state.messages,
         )
-        request.meter.add_episode(episode)
+        request.meter.add_episode(episode, environment_s=state.environment_s)
         return episode
 
     async def _take_turn(self, state: EpisodeState) -> FinishReason | None:
@@ -463,7 +467,11 @@ class EpisodeDriver:
         async with (
             self._slots.hold(request.priority),
             request.compute(
-                uid=request.prompt.uid, turn=len(state.rewards), context=len(tokens.token_ids)
+                uid=request.prompt.uid,
+                episode=request.index,
+                turn=len(state.rewards),
+                context=len(tokens.token_ids),
+                environment_s=state.environment_s,
             ) as span_facts,
         ):
             started, paused_before = _now(), self._sampler.paused_s
@@ -494,4 +502,6 @@ class EpisodeDriver:
             with state.request.meter.measure_environment():
                 yield
         finally:
-            state.elapsed_s += _now() - started
+            seconds = _now() - started
+            state.elapsed_s += seconds
+            state.environment_s += seconds

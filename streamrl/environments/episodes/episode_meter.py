@@ -60,8 +60,8 @@ class EpisodeMeter:
             f" environment, the longest for {longest_s:.0f} s"
         )
 
-    def add_episode(self, episode: Episode) -> None:
-        """Add a finished episode."""
+    def add_episode(self, episode: Episode, *, environment_s: float) -> None:
+        """Add a finished episode and the time in which it waited for its environment, s."""
         all_sources = np.concatenate([sample.token_source for sample in episode.samples])
         sources = np.bincount(all_sources, minlength=len(TokenSource))
         reason = episode.finish_reason
@@ -71,6 +71,7 @@ class EpisodeMeter:
             "sampled_tokens": sources[TokenSource.SAMPLED],
             "observed_tokens": sources[TokenSource.OBSERVATION],
             "calls": len(episode.call_outcomes),
+            "environment_s": environment_s,
             "timeout_frac": reason is FinishReason.TIMEOUT,
             "truncated_frac": reason in TRUNCATIONS,
         }.items():

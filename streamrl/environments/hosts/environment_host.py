@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 from streamrl.environments.config import EnvironmentConfig, get_environment_section
@@ -12,6 +13,7 @@ from streamrl.environments.hosts.call_runner import (
 )
 from streamrl.environments.hosts.host_protocol import (
     CLOSE_TIMEOUT_S,
+    EnvironmentDescription,
     EnvironmentShape,
     HostOperation,
     HostRequest,
@@ -20,6 +22,8 @@ from streamrl.environments.hosts.host_protocol import (
 from streamrl.environments.hosts.tool_environment import ToolEnvironment
 from streamrl.environments.hosts.user_class import load_user_class
 from streamrl.environments.hosts.user_environment import TurnEnvironment, UserEnvironment
+from streamrl.environments.tool_sources.tool_sources import ToolSources
+from streamrl.errors import ConfigError, EpisodeError
 
 
 class EnvironmentHost:
@@ -32,6 +36,9 @@ class EnvironmentHost:
         self._settings = settings
         name, spec = settings.single
         self._class = load_user_class(spec, section=get_environment_section(name))
+        self._sources = ToolSources(
+            spec.tools, self._class.description.tools, max_reply_chars=settings.max_reply_chars
+        )
         self._runner = UserCallRunner()
         self._sessions: dict[int, UserEnvironment] = {}
         self._running: dict[int, asyncio.Task[Any]] = {}
@@ -46,20 +53,21 @@ class EnvironmentHost:
                 timeout_s = CLOSE_TIMEOUT_S
             error = f"{name} in {self._class.description.file}: no result in {timeout_s:g} s"
             return HostResponse(error=error, is_timeout=True, num_hanging=self._runner.num_hanging)
-        except UserCodeError as error:
+        except (UserCodeError, EpisodeError) as error:
             return HostResponse(error=str(error), num_hanging=self._runner.num_hanging)
+        except ConfigError as error:
+            is_checked = request.operation is HostOperation.DESCRIBE
+            return HostResponse(error=str(error), is_config_error=is_checked)
         return HostResponse(result, num_hanging=self._runner.num_hanging)
 
     async def _run_operation(self, request: HostRequest) -> Any:
         session_id, arguments = request.session_id, request.arguments
         if request.operation is HostOperation.DESCRIBE:
-            return self._class.description
+            return await self._describe()
         if request.operation is HostOperation.CLOSE:
             return await self._close_session(session_id)
         if request.operation is HostOperation.RESET:
-            is_tools = self._class.description.shape is EnvironmentShape.TOOLS
-            kind = ToolEnvironment if is_tools else TurnEnvironment
-            self._sessions[session_id] = kind(self._class, self._settings, self._runner)
+            self._sessions[session_id] = self._make_environment()
         environment = self._sessions[session_id]
         methods: dict[HostOperation, Callable[..., Awaitable[Any]]] = {
             HostOperation.RESET: environment.reset,
@@ -74,6 +82,18 @@ class EnvironmentHost:
             return await methods[request.operation](*arguments)
         finally:
             del self._running[session_id]
+
+    async def _describe(self) -> EnvironmentDescription:
+        """Return the description of the class with the tools of all sources."""
+        await self._sources.check()
+        deadline = asyncio.get_running_loop().time() + self._settings.turn_timeout_s
+        tools = await self._sources.list_tools(deadline)
+        return replace(self._class.description, tools=tuple(tools))
+
+    def _make_environment(self) -> UserEnvironment:
+        if self._class.description.shape is EnvironmentShape.TURNS:
+            return TurnEnvironment(self._class, self._settings, self._runner)
+        return ToolEnvironment(self._class, self._settings, self._runner, self._sources)
 
     async def _close_session(self, session_id: int) -> None:
         """Give up the operation that the session is in, if any, and close the session."""

@@ -13,7 +13,6 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from streamrl.environments.config import EnvironmentConfig
@@ -322,16 +321,3 @@ class HostedSession:
             )
         finally:
             self._pool.check_host(host)
-
-
-async def describe_environment(settings: EnvironmentConfig) -> EnvironmentDescription:
-    """Load the class in a temporary host and return its description, for checks before a run.
-
-    Raises ConfigError if the class cannot be used, and EpisodeError if the host does not start.
-    """
-    pool = EnvironmentHostPool(replace(settings, processes=1))
-    try:
-        await pool.start()
-        return pool.description
-    finally:
-        await pool.close()

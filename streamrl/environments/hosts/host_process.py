@@ -10,7 +10,7 @@ from streamrl.environments.hosts.host_protocol import (
     HostRequest,
     HostResponse,
 )
-from streamrl.errors import EpisodeError, EpisodeTimeoutError
+from streamrl.errors import ConfigError, EpisodeError, EpisodeTimeoutError
 from streamrl.process_pool.process import ProcessExitedError, WorkerProcess
 
 TARGET = "streamrl.environments.hosts.environment_host:EnvironmentHost"
@@ -63,7 +63,8 @@ class HostProcess:
     ) -> Any:
         """Run an operation and return its result.
 
-        Raises EpisodeTimeoutError, and EpisodeError if the user's code raises or the host exits.
+        Raises EpisodeTimeoutError, EpisodeError if the user's code raises or the host exits, and
+        ConfigError for an environment that cannot be used.
         """
         request = HostRequest(operation, session_id, arguments)
         try:
@@ -83,6 +84,8 @@ class HostProcess:
             raise EpisodeError(f"{operation.value}: {answer}")
         response: HostResponse = answer
         self.num_hanging = response.num_hanging
+        if response.is_config_error:
+            raise ConfigError(response.error)
         if response.error:
             raise (EpisodeTimeoutError if response.is_timeout else EpisodeError)(response.error)
         return response.result

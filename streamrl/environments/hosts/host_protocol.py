@@ -28,8 +28,8 @@ class EnvironmentShape(StrEnum):
 class EnvironmentDescription:
     """Properties of a user's class, as checked when a host loads it.
 
-    name: name of the class. file: resolved path of its file.
-    tools: schemas of the tools; () for turns.
+    name: name of the class. file: resolved path of its file; "" without a class.
+    tools: schemas of the tools, those of environment.tools included; () for turns.
     has_score: the class has `score`; otherwise the score is the sum of the turns' rewards, which
         for tools is 0.
     has_oracle: the class has `oracle`, a policy that solves it, for `streamrl environment check`.
@@ -43,13 +43,18 @@ class EnvironmentDescription:
     has_oracle: bool = False
 
     @property
+    def place(self) -> str:
+        """Class and file, for messages."""
+        return f"{self.name} in {self.file}" if self.file else self.name
+
+    @property
     def note(self) -> str:
         """Advice for a user whose episodes all have score 0; "" otherwise."""
         if self.has_score or self.shape is EnvironmentShape.TURNS:
             return ""
         return (
-            f"{self.name} in {self.file} has no score(episode): its own score is 0 for every"
-            " episode; rewards must come from other entries of rewards"
+            f"{self.place} has no score(episode): its own score is 0 for every episode; rewards"
+            " must come from other entries of rewards"
         )
 
 
@@ -81,10 +86,12 @@ class HostResponse:
 
     error: failure of the user's code; "" if there is none.
     is_timeout: the operation missed its deadline.
+    is_config_error: the environment cannot be used, with any episode.
     num_hanging: calls of all sessions that still run although they were given up.
     """
 
     result: Any = None
     error: str = ""
     is_timeout: bool = False
+    is_config_error: bool = False
     num_hanging: int = 0

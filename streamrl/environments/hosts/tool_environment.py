@@ -1,19 +1,26 @@
-"""Environment whose class has tools: a reply's calls are executed and answered."""
+"""Environment with tools: a reply's calls are executed and answered."""
 
 import asyncio
 from collections.abc import Sequence
 
 from streamrl.environments.config import EnvironmentConfig
-from streamrl.environments.hosts.call_runner import UserCallRunner, UserCodeError
+from streamrl.environments.hosts.call_runner import UserCallRunner
+from streamrl.environments.hosts.method_tools import MethodTools
 from streamrl.environments.hosts.user_class import UserClass
 from streamrl.environments.hosts.user_environment import UserEnvironment
-from streamrl.environments.interface import CallOutcome, EnvironmentStep, Reply, ToolCall
-from streamrl.environments.tool_calls.call_formats import make_call_id
-from streamrl.environments.tool_calls.reply_text import (
-    cut_middle,
-    format_tool_error,
-    format_tool_result,
+from streamrl.environments.interface import (
+    CallOutcome,
+    EnvironmentStep,
+    Reply,
+    ResetResult,
+    ToolCall,
 )
+from streamrl.environments.tool_calls.call_id import make_call_id
+from streamrl.environments.tool_calls.reply_text import cut_middle
+from streamrl.environments.tool_calls.tool_schema import get_tool_name
+from streamrl.environments.tool_sources.tool_source import ToolSession
+from streamrl.environments.tool_sources.tool_sources import ToolSources
+from streamrl.messages import Prompt
 
 
 class ToolEnvironment(UserEnvironment):
@@ -21,13 +28,31 @@ class ToolEnvironment(UserEnvironment):
 
     A call that fails is answered by a text that says why: it is a fault of the policy, which learns
     from it. After `max_malformed` replies in a row without a valid call, the episode ends.
+
+    sources: tools besides the methods of the class.
     """
 
     def __init__(
-        self, user_class: UserClass, settings: EnvironmentConfig, runner: UserCallRunner
+        self,
+        user_class: UserClass,
+        settings: EnvironmentConfig,
+        runner: UserCallRunner,
+        sources: ToolSources,
     ) -> None:
         super().__init__(user_class, settings, runner)
+        self._sources = sources
+        methods = MethodTools(self)
+        self._tools: dict[str, ToolSession] = {
+            get_tool_name(tool): methods for tool in self.description.tools
+        }
         self._num_malformed = 0
+
+    async def reset(self, prompt: Prompt, seed: int) -> ResetResult:
+        """Reset the object, and open the other tools for the episode. Raises EpisodeError, too."""
+        deadline = asyncio.get_running_loop().time() + self._settings.turn_timeout_s
+        start = await super().reset(prompt, seed)
+        await self._sources.open(deadline, self._tools)
+        return ResetResult(start.messages, await self._sources.list_tools(deadline))
 
     async def step(self, reply: Reply) -> EnvironmentStep:
         if not reply.calls:
@@ -58,22 +83,22 @@ class ToolEnvironment(UserEnvironment):
         """Run a call. deadline: of the turn, s of the event loop's clock."""
         if call.outcome is not CallOutcome.OK:
             return call.outcome, call.error
+        tool = self._tools[call.name]
         try:
             async with asyncio.timeout_at(deadline), slots:
                 async with asyncio.timeout(self._settings.call_timeout_s):
-                    result = await self.call(call.name, **call.arguments)
+                    answer = await tool.call(call.name, call.arguments)
         except TimeoutError:
             limit_s = min(self._settings.call_timeout_s, self._settings.turn_timeout_s)
-            return CallOutcome.TIMED_OUT, f"{call.name} timed out after {limit_s:g} s"
-        except UserCodeError as error:
-            assert error.__cause__ is not None
-            text = format_tool_error(error.__cause__, self.description.file)
-            return CallOutcome.TOOL_ERROR, text
-        try:
-            text = format_tool_result(result)
-        except TypeError as error:
-            # A fault of the tool, which no other call would avoid: not the policy's to learn from.
-            raise self.make_result_error(call.name, result, "text or JSON") from error
-        text, _ = cut_middle(text, self._settings.max_reply_chars)
+            note = f"; {tool.timeout_note}" if tool.timeout_note else ""
+            return CallOutcome.TIMED_OUT, f"{call.name} timed out after {limit_s:g} s{note}"
+        max_chars = self._settings.max_reply_chars
+        text, _ = cut_middle(answer.text, max_chars, num_missing=answer.num_missing)
         # join() makes a plain str: the pool does not unpickle str subclasses of the user.
-        return CallOutcome.OK, "".join((text, ""))
+        return answer.outcome, "".join((text, ""))
+
+    async def close(self) -> None:
+        try:
+            await super().close()
+        finally:
+            await asyncio.gather(*(tool.close() for tool in set(self._tools.values())))

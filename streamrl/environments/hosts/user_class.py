@@ -58,10 +58,13 @@ class UserClass:
 def load_user_class(spec: EnvironmentSpec, *, section: str = SECTION) -> UserClass:
     """Load the class that a spec names, and check its constructor and methods.
 
-    section: config section of the spec, for errors. Raises ConfigError if the file cannot be
-    imported, the class has neither shape or both, a method has other parameters than its caller
-    passes, or the constructor does not take the options.
+    Without a class, the environment consists of the tools in `spec.tools`. section: config section
+    of the spec, for errors. Raises ConfigError if the file cannot be imported, the class has
+    neither shape or both, a method has other parameters than its caller passes, or the constructor
+    does not take the options.
     """
+    if not spec.has_class:
+        return _make_bare_class()
     file, class_object, label = _import_class(spec, section)
     constructor = make_file_function(file, class_object.__name__, class_object, label=label)
     _check_options(constructor, spec.options, section)
@@ -71,7 +74,12 @@ def load_user_class(spec: EnvironmentSpec, *, section: str = SECTION) -> UserCla
     if spec.kind != CLASS_KIND:
         methods.pop(OPTIONS_CHECK, None)
     tools = [name for name in methods if name not in ("reset", *POSITIONAL_ARGUMENTS)]
-    if ("step" in methods) == bool(tools):
+    if "step" in methods and spec.tools:
+        raise ConfigError(
+            f"{section}.tools: {label} in {file} has step(self, reply), which answers every reply;"
+            " tools need a class without step, or none"
+        )
+    if ("step" in methods) == bool(tools or spec.tools):
         found = f"step and also {', '.join(tools)}" if tools else "no public method"
         raise ConfigError(
             f"{label}: in {file} has {found}; write either step(self, reply), which returns a Turn,"
@@ -86,7 +94,7 @@ def load_user_class(spec: EnvironmentSpec, *, section: str = SECTION) -> UserCla
     description = EnvironmentDescription(
         name=class_object.__name__,
         file=file,
-        shape=EnvironmentShape.TOOLS if tools else EnvironmentShape.TURNS,
+        shape=EnvironmentShape.TURNS if "step" in methods else EnvironmentShape.TOOLS,
         tools=tuple(make_tool_schema(methods[name].function) for name in tools),
         has_score="score" in methods,
         has_oracle="oracle" in methods,
@@ -98,6 +106,14 @@ def load_user_class(spec: EnvironmentSpec, *, section: str = SECTION) -> UserCla
         {CONSTRUCTOR: constructor, **methods},
         reset_arguments,
     )
+
+
+def _make_bare_class() -> UserClass:
+    """Return the class of an environment that has tools only."""
+    name = "an environment without a class"
+    description = EnvironmentDescription(name=name, file="", shape=EnvironmentShape.TOOLS)
+    constructor = FileFunction("", name, object, {}, name)
+    return UserClass(object, {}, description, {CONSTRUCTOR: constructor}, ())
 
 
 def _import_class(spec: EnvironmentSpec, section: str) -> tuple[str, type, str]:

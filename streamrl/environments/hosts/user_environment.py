@@ -18,6 +18,7 @@ from streamrl.environments.interface import (
     ResetResult,
     Turn,
 )
+from streamrl.environments.tool_calls.reply_text import replace_surrogates
 from streamrl.files.bounded_read import MIB
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.checks import format_value, to_finite_float
@@ -102,15 +103,16 @@ class UserEnvironment:
             raise self.make_result_error(name, observation, "a text or a list of chat messages")
         try:
             # A copy of plain data: the pool unpickles neither subclasses of str nor user classes.
-            text = json.dumps([dict(message) for message in observation])
+            text = json.dumps([dict(message) for message in observation], ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise self.make_result_error(name, observation, f"plain JSON data ({error})") from error
-        if len(text) > MAX_OBSERVATION_BYTES:
+        encoded = replace_surrogates(text).encode()
+        if len(encoded) > MAX_OBSERVATION_BYTES:
             raise UserCodeError(
-                f"{self._locate(name)} returned an observation of {len(text) / MIB:.1f} MiB; the"
+                f"{self._locate(name)} returned an observation of {len(encoded) / MIB:.1f} MiB; the"
                 f" limit is {MAX_OBSERVATION_BYTES // MIB} MiB"
             )
-        messages: list[Message] = json.loads(text)
+        messages: list[Message] = json.loads(encoded)
         return messages
 
     def make_result_error(self, name: str, value: Any, wanted: str) -> UserCodeError:

@@ -197,8 +197,7 @@ def describe_class(description: EnvironmentDescription) -> Iterator[Finding]:
     is_tools = description.shape is EnvironmentShape.TOOLS
     score = "score(episode)" if description.has_score else "the sum of the turns' rewards"
     shape = "tools" if is_tools else "step(reply)"
-    place = f"{description.name} in {description.file}"
-    yield report_ok("class", f"{place}: {shape}, scored by {score}")
+    yield report_ok("class", f"{description.place}: {shape}, scored by {score}")
     for tool in description.tools:
         yield report_ok("tool", format_tool(tool))
     if description.note:

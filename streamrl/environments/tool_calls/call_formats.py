@@ -12,6 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from streamrl.environments.interface import CallOutcome, Message, Reply, ToolCall, ToolSchema
+from streamrl.environments.tool_calls.call_id import make_call_id
 from streamrl.environments.tool_calls.enclosed_calls import (
     CLOSING,
     OPENING,
@@ -228,11 +229,3 @@ def make_assistant_message(reply: Reply) -> Message:
         if call.outcome is not CallOutcome.MALFORMED
     ]
     return {**message, "tool_calls": calls} if calls else message
-
-
-def make_call_id(number: int) -> str:
-    """Return the id of call `number` of a reply, which the tool message answers.
-
-    Nine letters and digits: Mistral's templates refuse other ids.
-    """
-    return f"call{number:05}"

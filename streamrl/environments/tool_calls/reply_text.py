@@ -23,11 +23,11 @@ def format_tool_result(value: Any) -> str:
         except (TypeError, ValueError) as error:
             kind = type(value).__name__
             raise TypeError(f"a tool returned {kind}, not text or JSON: {error}") from None
-    return _replace_surrogates(value)
+    return replace_surrogates(value)
 
 
-def _replace_surrogates(text: str) -> str:
-    """Replace lone surrogates, as in the names of files: a tokenizer refuses to encode them."""
+def replace_surrogates(text: str) -> str:
+    """Replace lone surrogates, as in the names of files, which UTF-8 cannot encode, by U+FFFD."""
     if text.isascii():
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -39,16 +39,17 @@ def format_tool_error(error: BaseException, file: str) -> str:
     file: path of the user's file; the text has only its name, as paths differ between machines.
     """
     failure = format_failure(file, error).removeprefix(file)
-    return _replace_surrogates(f"error: {Path(file).name}{failure}")
+    return replace_surrogates(f"error: {Path(file).name}{failure}")
 
 
-def cut_middle(text: str, max_chars: int) -> tuple[str, int]:
+def cut_middle(text: str, max_chars: int, *, num_missing: int = 0) -> tuple[str, int]:
     """Cut characters out of the middle of a text; return it and how many were left out.
 
     Keeps `max_chars` characters, half of them from each end, around a mark that says how many are
-    missing.
+    missing. num_missing: characters that are missing in the middle already; then `text` has at
+    least `max_chars` characters on both sides of the gap.
     """
-    left_out = len(text) - max_chars
+    left_out = len(text) - max_chars + num_missing
     if left_out <= 0:
         return text, 0
     tail = max_chars // 2

@@ -15,6 +15,7 @@ import numpy as np
 from streamrl.messages import Array
 from streamrl.placement.stage_timings import GeneratorTiming, ScoreTiming, TrainTiming
 from streamrl.placement.steady_state.continuous_batching import ReplicaSchedule, schedule_replica
+from streamrl.placement.steady_state.environment_time import OpenEpisodes
 from streamrl.placement.steady_state.in_flight_window import compute_mean_time_in_flight
 from streamrl.placement.steady_state.micro_batch_rounds import pack_mini_batch
 from streamrl.placement.steady_state.overlapping_steps import RolloutProfile
@@ -73,8 +74,31 @@ class GenerationModel:
 
     def count_slots(self, timing: GeneratorTiming) -> float:
         """Return the mean number of rollouts that fit into a replica at a time, at least 1."""
-        fitting = timing.kv_tokens / (self.workload.prompt_tokens + self._mean_age)
+        fitting = timing.kv_tokens / (self.workload.context_tokens + self._mean_age)
         return max(1.0, min(float(timing.max_running), fitting))
+
+    def describe_open_episodes(self, timing: GeneratorTiming) -> OpenEpisodes:
+        return OpenEpisodes.from_workload(
+            timing, self.workload, mean_length=self._mean_length, mean_age=self._mean_age
+        )
+
+    def add_environment_time(
+        self, timing: GeneratorTiming, open_episodes: int | None, steps_ahead: int
+    ) -> GeneratorTiming:
+        """Return a timing in which open episodes count as running rollouts.
+
+        All other methods take such a timing; without an environment it equals `timing`.
+        open_episodes: most open episodes of a replica; None: those that it samples at a time.
+        """
+        max_open = float(open_episodes or timing.max_running)
+        return self.describe_open_episodes(timing).make_timing(
+            (steps_ahead + 1) * self._count_replica_rollouts(timing), max_open
+        )
+
+    def _count_replica_rollouts(self, timing: GeneratorTiming) -> float:
+        """Return the rollouts of a step on each replica."""
+        rollouts = self.workload.num_rollouts / self.workload.group_size * self.rollouts_per_group
+        return rollouts / timing.replicas
 
     def find_completions_s(
         self, timing: GeneratorTiming, cuts: tuple[float, ...], link_s: float = 0.0
@@ -193,7 +217,7 @@ class GenerationModel:
             edges, overhead_s = [*edges, end], [*overhead_s, 0.0]
             running, resident = (
                 [*running, 1.0],
-                [*resident, self.workload.prompt_tokens + undelayed_end],
+                [*resident, self.workload.context_tokens + undelayed_end],
             )
         rollouts = self.count_max_replica_groups(timing.replicas) * self.rollouts_per_group
         slots = self.count_slots(timing)
@@ -215,12 +239,11 @@ class GenerationModel:
 
         All slots are taken, unless the rollouts of `steps_ahead + 1` steps are fewer.
         """
-        rollouts = self.workload.num_rollouts / self.workload.group_size * self.rollouts_per_group
-        replica_rollouts = rollouts / timing.replicas
+        replica_rollouts = self._count_replica_rollouts(timing)
         running = max(1.0, min(self.count_slots(timing), (steps_ahead + 1) * replica_rollouts))
-        resident = running * (self.workload.prompt_tokens + self._mean_age)
+        resident = running * (self.workload.context_tokens + self._mean_age)
         step_s = timing.decode_step_s(running, resident)
-        overhead_s = self.workload.prompt_tokens * timing.prefill_token_s
+        overhead_s = self.workload.context_tokens * timing.prefill_token_s
         overhead_s += timing.group_s / self.rollouts_per_group
         return replica_rollouts * (self._mean_length * step_s / running + overhead_s)
 
@@ -254,7 +277,7 @@ class GenerationModel:
         simulated_groups = max(
             1, min(groups, min(MAX_ROLLOUTS, max_start_rollouts) // self.rollouts_per_group)
         )
-        scale, prompt = groups / simulated_groups, self.workload.prompt_tokens
+        scale, prompt = groups / simulated_groups, self.workload.context_tokens
         slots = min(float(max_running), token_capacity / (prompt + self._mean_age))
         return [
             schedule_replica(

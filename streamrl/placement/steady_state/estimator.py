@@ -10,6 +10,7 @@ rollouts of several steps (`overlapping_steps.py`).
 import itertools
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from streamrl.dataflow import CallKind
 from streamrl.placement.clusters import Cluster
@@ -93,6 +94,10 @@ class PlacementEstimator:
 
     def _make_job_graph(self, placement: Placement) -> JobGraph:
         problem, timings = self.problem, self.costs.predict_timings(placement)
+        generator = self.select_generation(placement).add_environment_time(
+            timings.generator, problem.run_options.open_episodes, placement.max_staleness
+        )
+        timings = replace(timings, generator=generator)
         return JobGraph(self.call_graph, problem.workload, placement, timings, problem.run_options)
 
     def estimate(self, placement: Placement) -> PlacementEstimate:
@@ -151,7 +156,8 @@ class PlacementEstimator:
         if not timings.cores:
             return schedule.period_s
         workload = self.problem.workload
-        generator = timings.generator
+        # Episodes in their environment occupy no core of the generator.
+        generator = self.costs.predict_timings(jobs.placement).generator
         busy_s = generator.replicas * self._ahead_generation.estimate_saturated_step_s(
             generator, jobs.placement.max_staleness
         )

@@ -22,7 +22,7 @@ def pack_mini_batch(workload: Workload, dp_size: int) -> tuple[int, float]:
     if dp_size not in workload.packing_cache:
         rollouts = math.ceil(workload.num_rollouts / workload.mini_batches)
         ranks = (np.arange(rollouts) + 0.5) / rollouts
-        lengths = workload.prompt_tokens + np.rint(workload.lengths.quantiles(ranks))
+        lengths = workload.prompt_tokens + np.rint(workload.completion_lengths.quantiles(ranks))
         workload.packing_cache[dp_size] = pack_rounds(lengths, workload.micro_batch_tokens, dp_size)
     return workload.packing_cache[dp_size]
 

@@ -1,5 +1,8 @@
-"""Sandbox: run untrusted programs against tests, isolated from the host.
+"""Sandbox: run untrusted programs against tests, and interpreters, isolated from the host.
 
 Sandbox -> ProgramRun -> Jail -> | driver (process 1 of the jail) -> program
   pool      a program    host    | inside the jail
+
+PythonSession -> Jail -> | session driver (process 1) -> interpreter
+  calls of an episode
 """

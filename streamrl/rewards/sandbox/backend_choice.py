@@ -97,29 +97,41 @@ def check_language_tools(languages: Mapping[str, LanguageSpec]) -> None:
                 )
 
 
+class IsolationError(Exception):
+    """Programs cannot be isolated here; the message says why and what to do, before an "or"."""
+
+
 async def choose_isolation(limits: ProgramLimits, *, allow_unsafe: bool) -> tuple[JailSpec, str]:
     """Return the settings of jails on this machine, and a warning for the user.
 
     The warning is empty if programs are isolated. Raises ConfigError if programs cannot be
     isolated, unless `allow_unsafe`.
     """
-    problem = _find_missing_dependency()
-    if problem is None:
-        syscall_filter = build_syscall_filter()
-        failures = []
-        for isolation in list_isolation_modes():
-            spec = make_jail_spec(isolation, limits, syscall_filter)
-            failure = await probe_isolation(spec)
-            if failure is None:
-                return spec, ""
-            failures.append(f"{isolation.name}: {failure}")
-        problem = (
-            f"no isolation holds here ({'; '.join(failures)}): allow user namespaces, give the"
-            " container CAP_SYS_ADMIN,"
-        )
-    if not allow_unsafe:
-        raise ConfigError(f"sandbox: {problem} {_UNSAFE_HINT}")
+    try:
+        return await find_isolation(limits), ""
+    except IsolationError as error:
+        if not allow_unsafe:
+            raise ConfigError(f"sandbox: {error} {_UNSAFE_HINT}") from None
     return make_jail_spec(NO_ISOLATION, limits, b""), UNSAFE_NOTE
+
+
+async def find_isolation(limits: ProgramLimits) -> JailSpec:
+    """Return the settings of jails that isolate programs on this machine. Raises IsolationError."""
+    problem = _find_missing_dependency()
+    if problem is not None:
+        raise IsolationError(problem)
+    syscall_filter = build_syscall_filter()
+    failures = []
+    for isolation in list_isolation_modes():
+        spec = make_jail_spec(isolation, limits, syscall_filter)
+        failure = await probe_isolation(spec)
+        if failure is None:
+            return spec
+        failures.append(f"{isolation.name}: {failure}")
+    raise IsolationError(
+        f"no isolation holds here ({'; '.join(failures)}): allow user namespaces, give the"
+        " container CAP_SYS_ADMIN,"
+    )
 
 
 def explain_unavailability() -> str | None:

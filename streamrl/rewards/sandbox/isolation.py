@@ -36,12 +36,14 @@ _FIRST_USER_ID = 1 << 30
 _USERS_PER_PROCESS = 256
 _NUM_USER_IDS = 1 << 32
 
-#: First code of the jail's Python: read the driver's code from stdin and execute it.
+#: First code of the jail's Python: read the driver's modules from stdin and execute them in order.
 _BOOT_SOURCE = (
-    "import marshal,os\n"
-    "size,code={size},b''\n"
-    "while len(code)<size: code+=os.read(0,size-len(code)) or os._exit(0)\n"
-    "exec(marshal.loads(code),{{'__name__':'__main__'}})"
+    "import marshal,os,sys\n"
+    "size,data={size},b''\n"
+    "while len(data)<size: data+=os.read(0,size-len(data)) or os._exit(0)\n"
+    "for name,code in marshal.loads(data):\n"
+    " module=sys.modules[name]=type(sys)(name)\n"
+    " exec(code,module.__dict__)"
 )
 
 

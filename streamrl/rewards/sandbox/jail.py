@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from streamrl.errors import DeadlineError
@@ -82,7 +83,7 @@ class JailSpec:
     """Settings shared by all jails of a sandbox.
 
     syscall_filter: seccomp filter as BPF.
-    driver_code: jail_driver.py as marshaled code.
+    driver_code: modules of the driver, marshaled (`marshal_driver`).
     process_table: measures the memory of jails.
     """
 
@@ -96,11 +97,25 @@ class JailSpec:
 def make_jail_spec(
     isolation: IsolationMode, limits: ProgramLimits, syscall_filter: bytes
 ) -> JailSpec:
-    source = Path(jail_driver.__file__).read_text(encoding="utf-8")
-    code = marshal.dumps(compile(source, "driver", "exec", dont_inherit=True, optimize=2))
     return JailSpec(
-        isolation, limits, syscall_filter, code, ProcessTable(mapping_bytes=_MAPPING_BYTES)
+        isolation,
+        limits,
+        syscall_filter,
+        marshal_driver(jail_driver),
+        ProcessTable(mapping_bytes=_MAPPING_BYTES),
     )
+
+
+def marshal_driver(*modules: ModuleType) -> bytes:
+    """Return the code of modules, in the order of execution; the last one is the driver itself."""
+    codes = []
+    for module in modules:
+        assert module.__file__ is not None
+        source = Path(module.__file__).read_text(encoding="utf-8")
+        name = "__main__" if module is modules[-1] else module.__name__
+        code = compile(source, "driver", "exec", dont_inherit=True, optimize=2)
+        codes.append((name, code))
+    return marshal.dumps(codes)
 
 
 class Jail:

@@ -26,10 +26,10 @@ READY, EXITED, WALL_TIMEOUT, OUTPUT_LIMIT, FILE_LIMIT, COMPILE_FAILED = range(6)
 #: Kind, exit code (negative: a signal), seconds, CPU seconds, bytes of output, bytes of stderr.
 REPORT_FORMAT = struct.Struct("!BiddII")
 LENGTH_FORMAT = struct.Struct("!I")
-_HOST_FD = 200  # the host's socket, away from the descriptors of the program
+HOST_FD = 200  # the host's socket, away from the descriptors of the program
 _MAX_ERROR_BYTES = 4096
-_TICK_MS = 50
-_MAX_FDS = 1 << 12
+TICK_MS = 50
+MAX_FDS = 1 << 12
 _EXEC_STACK_BYTES = 64 << 20
 
 #: Message of the host: first the program, then each test (see verdicts.py).
@@ -42,16 +42,7 @@ def main() -> None:
 
     Returns only in the forked process of a Python program, which thereby exits like a script.
     """
-    os.dup2(0, _HOST_FD)
-    null = os.open("/dev/null", os.O_RDWR)
-    for fd in (0, 1, 2):
-        os.dup2(null, fd)
-    os.closerange(3, _HOST_FD)
-    os.closerange(_HOST_FD + 1, _MAX_FDS)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 ignores signals without a handler
-    builtins.exit = Quitter("exit", "Ctrl-D")  # type: ignore[assignment]
-    builtins.quit = Quitter("quit", "Ctrl-D")  # type: ignore[assignment]
-    send_report(READY)
+    connect_to_host()
     program = receive_message()
     if prepare_program(program):
         return
@@ -63,16 +54,35 @@ def main() -> None:
             return
 
 
+def connect_to_host() -> None:
+    """Move the host's socket away from stdin, close all other descriptors, and report READY."""
+    os.dup2(0, HOST_FD)
+    null = os.open("/dev/null", os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    os.closerange(3, HOST_FD)
+    os.closerange(HOST_FD + 1, MAX_FDS)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 ignores signals without a handler
+    builtins.exit = Quitter("exit", "Ctrl-D")  # type: ignore[assignment]
+    builtins.quit = Quitter("quit", "Ctrl-D")  # type: ignore[assignment]
+    send_report(READY)
+
+
 def receive_message() -> JobMessage:
-    (length,) = LENGTH_FORMAT.unpack(_read_exactly(LENGTH_FORMAT.size))
-    message: JobMessage = marshal.loads(_read_exactly(length))
+    message: JobMessage = marshal.loads(read_block(HOST_FD))
     return message
 
 
-def _read_exactly(size: int) -> bytes:
+def read_block(fd: int) -> bytes:
+    """Read a block of bytes after its length; exit if the other side has closed `fd`."""
+    (length,) = LENGTH_FORMAT.unpack(_read_exactly(fd, LENGTH_FORMAT.size))
+    return _read_exactly(fd, length)
+
+
+def _read_exactly(fd: int, size: int) -> bytes:
     chunks = []
     while size:
-        chunk = os.read(_HOST_FD, min(size, 1 << 20))
+        chunk = os.read(fd, min(size, 1 << 20))
         if not chunk:
             os._exit(0)
         chunks.append(chunk)
@@ -94,8 +104,12 @@ def send_report(
         seconds: wall time. cpu_s: CPU time. out: stdout or return value. err: end of stderr.
     """
     data = REPORT_FORMAT.pack(exit_kind, code, seconds, cpu_s, len(out), len(err)) + out + err
+    write_all(HOST_FD, data)
+
+
+def write_all(fd: int, data: bytes) -> None:
     while data:
-        data = data[os.write(_HOST_FD, data) :]
+        data = data[os.write(fd, data) :]
 
 
 def prepare_program(program: JobMessage) -> bool:
@@ -233,12 +247,12 @@ def wait_for_exit(pid: int, streams: list[PipeReader], job: JobMessage, deadline
     exit_fd = os.pidfd_open(pid)
     poller = select.poll()
     by_fd = {stream.fd: stream for stream in streams}
-    for fd in (exit_fd, _HOST_FD, *by_fd):
+    for fd in (exit_fd, HOST_FD, *by_fd):
         poller.register(fd, select.POLLIN)
     exit_kind = None
     while exit_kind is None:
-        for fd, _ in poller.poll(_TICK_MS):
-            if fd == _HOST_FD:  # the host sends nothing during a run: it has closed the socket
+        for fd, _ in poller.poll(TICK_MS):
+            if fd == HOST_FD:  # the host sends nothing during a run: it has closed the socket
                 os._exit(0)
             if fd == exit_fd:
                 exit_kind = EXITED
@@ -305,7 +319,7 @@ def exec_program(job: JobMessage, pipes: list[int]) -> None:
     first, second = sorted((value, note))
     os.closerange(3, first)
     os.closerange(first + 1, second)
-    os.closerange(second + 1, _MAX_FDS)
+    os.closerange(second + 1, MAX_FDS)
     if not _IS_JAILED:
         os.setsid()
     os.chdir("work")
@@ -391,9 +405,7 @@ def call_function(job: JobMessage, names: JobMessage, result_fd: int) -> None:
     if isinstance(result, CoroutineType):
         result.close()  # avoids the warning "coroutine was never awaited" as last line of stderr
         raise TypeError(f"{name} is async; it must be a plain function")
-    data = json.dumps(result).encode()
-    while data:
-        data = data[os.write(result_fd, data) :]
+    write_all(result_fd, json.dumps(result).encode())
     os._exit(0)
 
 

@@ -2,12 +2,14 @@
 
 import re
 import traceback
-from collections.abc import Callable
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from streamrl.errors import ConfigError
 from streamrl.files.python_module import format_failure, import_file, limit_import_time
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -36,7 +38,7 @@ def reward(name: str) -> Callable[[FunctionT], FunctionT]:
 
 def list_installed_kinds() -> dict[str, str]:
     """Return the reward kinds of installed packages, as {kind: "module:function"}."""
-    return {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
+    return {point.name: point.value for point in _list_entry_points()}
 
 
 def load_registered_kinds(path: str, *, setting: str) -> dict[str, Callable[..., Any]]:
@@ -50,7 +52,14 @@ def load_registered_kinds(path: str, *, setting: str) -> dict[str, Callable[...,
         _registered_functions.update(before)
 
 
-def _load_entry_point(point: EntryPoint) -> Callable[..., Any]:
+def _list_entry_points() -> "Iterable[EntryPoint]":
+    # Imported here: each process of an environment imports this module, and needs no entry points.
+    from importlib.metadata import entry_points
+
+    return entry_points(group=ENTRY_POINT_GROUP)
+
+
+def _load_entry_point(point: "EntryPoint") -> Callable[..., Any]:
     try:
         with limit_import_time():
             function = point.load()
@@ -75,7 +84,7 @@ def find_registered_function(kind: str, path: str) -> Callable[..., Any]:
                 f"rewards.kind={kind}: not registered in {path}, which registers: {names}"
             )
         return functions[kind]
-    for point in entry_points(group=ENTRY_POINT_GROUP):
+    for point in _list_entry_points():
         if point.name == kind:
             return _load_entry_point(point)
     raise ConfigError(f"rewards.kind={kind}: no such kind")

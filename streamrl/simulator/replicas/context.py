@@ -18,6 +18,7 @@ class SimulationContext:
     """Objects that all simulated processes of a run share.
 
     registries: weight registries by followed role; replaced when the trainers restart.
+    max_open_rollouts: most rollouts that a generator works on, those in their environment included.
     """
 
     timings: StageTimings
@@ -28,3 +29,4 @@ class SimulationContext:
     recordings: ProcessRecordings
     reference: ReferenceConfig
     registries: Mapping[str, SimulatedWeightRegistry]
+    max_open_rollouts: int

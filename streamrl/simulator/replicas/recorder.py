@@ -9,6 +9,8 @@ from streamrl.telemetry.spans import Span, SpanArgValue
 
 SpanArgs = Mapping[str, SpanArgValue]
 NO_SPAN_ARGS: SpanArgs = {}
+LAST_FACTS = ("lengths", "tokens")
+"""Facts that a process knows at the end of its work."""
 
 
 class ProcessRecorder:
@@ -36,11 +38,11 @@ class ProcessRecorder:
     def pause_spans(self, names: Collection[str]) -> None:
         """End all open spans of these names; `resume_spans` begins them again.
 
-        The ended part has no `lengths`: only the last part of a group's work carries lengths.
+        The ended part has no LAST_FACTS: only the last part of a work carries them.
         """
         now, self._paused_names = self._clock.time(), names
         self.closed_spans += [
-            (name, lane, since, now, {**args, "lengths": ""} if "lengths" in args else args)
+            (name, lane, since, now, {k: "" if k in LAST_FACTS else v for k, v in args.items()})
             for lane, (name, since, args) in self._open_spans.items()
             if name in names
         ]

@@ -52,11 +52,10 @@ class SimulatedTrainer:
     async def train_round(self, work: Round, *, epoch: int) -> Mapping[str, float]:
         """Wait as long as the data-parallel rank with the round's largest micro-batch computes."""
         num_ranks, rollouts, longest_s, span_args = 0, 0, 0.0, NO_SPAN_ARGS
-        prompt_tokens, completions = self._completions.prompt_tokens, self._completions
+        get_tokens = self._completions.get_rollout_tokens
         for micro_batch in work:
             if micro_batch:
-                tokens = sum([completions.get_lengths(uid)[index] for uid, index in micro_batch])
-                tokens += prompt_tokens * len(micro_batch)
+                tokens = sum([get_tokens(uid)[index] for uid, index in micro_batch])
                 seconds = self._timing.micro_batch_s + self._timing.token_s * tokens
                 if seconds > longest_s:
                     longest_s, span_args = seconds, {"rollouts": len(micro_batch), "tokens": tokens}

@@ -252,6 +252,24 @@ def patch_generation_engine(fault, module):
     kill_during_async(fault, engine, "generate", "generator", "mid_evaluation", named="sampling")
 
 
+def patch_host_pool(fault, module):
+    kill_during_async(fault, module.HostedSession, "step", "generator", "mid_episode")
+
+
+def patch_environment_host(fault, module):
+    """Kill a host process during a step of the environment."""
+    if fault.role == "host":
+        fault.is_target = True
+
+    async def handle(original, self, request):
+        work = functools.partial(original, self, request)
+        if request.operation is not module.HostOperation.STEP:
+            return await work()
+        return await run_and_kill(fault, work, "host", "mid_episode")
+
+    wrap_async(module.EnvironmentHost, "__call__", handle)
+
+
 def patch_weight_channel(fault, module):
     kill_during_async(fault, module.RemoteWeightChannel, "fetch_weights", "generator", "mid_pull")
 
@@ -393,6 +411,8 @@ PATCHES = {
     "streamrl.actors.queue_shard": patch_remote_shard,
     "streamrl.actors.replica": patch_weight_channel,
     "streamrl.engines.generation.generation_engine": patch_generation_engine,
+    "streamrl.environments.hosts.host_pool": patch_host_pool,
+    "streamrl.environments.hosts.environment_host": patch_environment_host,
     "streamrl.rewards.reward_scorer": patch_reward_scorer,
     "streamrl.buffer.durable_shard": patch_durable_shard,
     "streamrl.buffer.shard": patch_queue_shard,

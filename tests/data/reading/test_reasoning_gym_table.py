@@ -4,7 +4,6 @@ import contextlib
 import json
 import pickle
 import sys
-from itertools import islice
 
 import pytest
 
@@ -60,22 +59,19 @@ def read_records(table, rows):
     return [record for _, _, record in table.read_rows(rows)]
 
 
-def test_a_row_is_the_task_of_the_package_with_the_same_seed_and_index():
-    import reasoning_gym
-
-    rows = list(islice(load_data_rows(parse_entry({**SUMS, "system": "Add."})), 3))
-    dataset = reasoning_gym.create_dataset("chain_sum", seed=7, size=40)
-    for index, row in enumerate(rows):
-        assert [message["content"] for message in row.messages] == [
-            "Add.",
-            dataset[index]["question"],
-        ]
-        assert row.ground_truth == dataset[index]["answer"]
-        assert (row.index, row.data_source) == (index, "chain_sum")
-        assert row.location == f"reasoning_gym:chain_sum task {index}"
+def test_a_row_is_the_task_with_its_seed_and_index():
+    first, second, *_ = load_data_rows(parse_entry({**SUMS, "system": "Add."}))
+    # As reasoning_gym.create_dataset("chain_sum", seed=7)[0] and [1].
+    question = "State the final answer to the following arithmetic problem: 60 + 93 - 16 + 19 ="
+    assert [message["content"] for message in first.messages] == ["Add.", question]
+    assert (first.ground_truth, second.ground_truth) == ("156", "1010")
+    assert (second.index, second.data_source) == (1, "chain_sum")
+    assert second.location == "reasoning_gym:chain_sum task 1"
 
 
-@pytest.mark.parametrize("dataset", ["chain_sum", "knights_knaves", "countdown", "family_tree"])
+@pytest.mark.parametrize(
+    "dataset", ["chain_sum", "knights_knaves", "countdown", "family_relationships"]
+)
 def test_a_late_task_is_made_without_those_before_it(dataset):
     table = open_tasks(dataset=dataset, size=10**9)
     (late,) = read_records(table, [10**9 - 1])
@@ -99,7 +95,8 @@ def test_a_stream_of_tasks_resumes_at_the_next_task(tokenizer):
 
 def test_other_tasks_are_not_resumed(tokenizer):
     def open_stream(**changes):
-        prompts = [PromptFile(parse_entry({**SUMS, **changes}), lambda: tokenizer, LIMITS)]
+        entry = parse_entry({**SUMS, "template": "plain", **changes})
+        prompts = [PromptFile(entry, lambda: tokenizer, LIMITS)]
         return PromptStream(classify_training_files(prompts, max_full_rows=9), seed=1)
 
     state = open_stream().state_dict()
@@ -217,13 +214,13 @@ def test_a_task_that_fails_or_takes_long_is_a_bad_row_that_says_why(monkeypatch)
     ]
 
 
-@pytest.mark.parametrize("dataset", ["isomorphic_strings", "polynomial_multiplication"])
-def test_another_process_makes_the_same_tasks(dataset):
-    # Their tasks depend on the hashes of text.
-    table = open_tasks(dataset=dataset)
-    before = read_records(table, range(3))
+def test_another_process_makes_the_same_tasks():
+    # The tasks of these two depend on the hashes of text.
+    names = ("isomorphic_strings", "polynomial_multiplication")
+    tables = [open_tasks(dataset=name) for name in names]
+    before = [read_records(table, range(3)) for table in tables]
     task_worker.close()
-    assert read_records(table, range(3)) == before
+    assert [read_records(table, range(3)) for table in tables] == before
 
 
 def test_a_judge_that_takes_nonsense_for_right_is_named():

@@ -349,6 +349,27 @@ async def test_an_episode_holds_slot_and_lease_only_while_it_samples():
 
 
 @in_virtual_time
+async def test_spans_of_turns_have_the_time_of_the_environment_so_far():
+    turns = []
+
+    @asynccontextmanager
+    async def record(**facts):
+        yield facts
+        turns.append(facts)
+
+    sampler = ScriptedSampler(lambda context, seed: "a;", token_s=0.5)
+    hosts = ScriptedHosts(lambda: ScriptedSession([(2.0, say("xy")), (3.0, DONE)]))
+    driver = make_driver(sampler, hosts)
+    await run_group(driver, seeds=[5], compute=record)
+    first, second = turns
+    facts = [(turn["episode"], turn["turn"], turn["environment_s"]) for turn in turns]
+    assert facts == [(0, 0, 0.0), (0, 1, 2.0)]
+    assert second["context"] > first["context"] + first["tokens"]
+    counts = driver.meter.drain_counts()
+    assert counts["episode/environment_s:sum"] == 5.0
+
+
+@in_virtual_time
 async def test_turns_of_earlier_groups_go_first():
     order = []
 

@@ -9,24 +9,27 @@ from collections import Counter
 import numpy as np
 import psutil
 import pytest
+import pytest_asyncio
 
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.hosts import host_pool, host_process
-from streamrl.environments.hosts.host_pool import EnvironmentHostPool, describe_environment
+from streamrl.environments.hosts.host_pool import EnvironmentHostPool
 from streamrl.environments.interface import CallOutcome, EpisodeSummary, Reply, ToolCall
 from streamrl.errors import ConfigError, EpisodeError, EpisodeTimeoutError
 from streamrl.messages import Prompt
 from tests.descendants import descendants
 from tests.environments.hosts.user_files import CALCULATOR, COMMANDS
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-@pytest.fixture
-async def start_pool(tmp_path):
-    """Start pools; close them at the end and check that no process is left."""
+
+@contextlib.asynccontextmanager
+async def open_pools(folder):
+    """Yield a function that starts pools; at the end close them: no process may be left."""
     before, pools = descendants(), []
 
     async def start(source=COMMANDS, *, name="Commands", **settings):
-        path = tmp_path / "mine.py"
+        path = folder / "mine.py"
         path.write_text(source)
         pools.append(EnvironmentHostPool(EnvironmentConfig(f"{path}:{name}", **settings)))
         await pools[-1].start()
@@ -36,6 +39,40 @@ async def start_pool(tmp_path):
     for pool in pools:
         await pool.close()
     assert not descendants() - before
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def start_pool(tmp_path):
+    async with open_pools(tmp_path) as start:
+        yield start
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_pools(tmp_path_factory):
+    """Pools of one process that several tests use: of Commands, and of SyncCommands."""
+    async with open_pools(tmp_path_factory.mktemp("shared")) as start:
+        sync = await start(name="SyncCommands", processes=1, turn_timeout_s=2.0)
+        yield await start(processes=1), sync
+
+
+async def use_pool(pool):
+    """Yield a shared pool without counts, and wait until it has one host again."""
+    pool.kill_counts.clear()
+    yield pool
+    await wait_until(lambda: pool.num_hosts == 1 and not host_is_hanging(pool))
+    assert pool.num_sessions == 0
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def pool(shared_pools):
+    async for pool in use_pool(shared_pools[0]):
+        yield pool
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def sync_pool(shared_pools):
+    async for pool in use_pool(shared_pools[1]):
+        yield pool
 
 
 def make_prompt(**commands):
@@ -69,14 +106,13 @@ async def wait_until(condition, *, within_s=30.0):
         await asyncio.sleep(0.01)
 
 
-async def test_a_failure_ends_its_own_episode_or_host_and_names_the_reason(start_pool, tmp_path):
-    pool = await start_pool(processes=1)
+async def test_a_failure_ends_its_own_episode_or_host_and_names_the_reason(pool):
     async with open_session(pool) as (session, pid):
         # Neither prints nor a fork that returns disturb the protocol.
         for command in ("print", "fork", ""):
             assert await step(session, command) == str(pid)
         assert await session.score(summarize()) == 0.5
-        path = tmp_path / "mine.py"
+        path = pool.description.file
         with pytest.raises(EpisodeError, match=rf"^Commands.step at {path}:\d+: RuntimeError: it"):
             await step(session, "raise")
         with pytest.raises(EpisodeError, match=r"Commands.score at"):
@@ -100,69 +136,56 @@ async def test_a_failure_ends_its_own_episode_or_host_and_names_the_reason(start
     assert pool.kill_counts == Counter(crash=1) and pool.num_sessions == 0
 
 
-async def test_a_host_above_its_memory_limit_is_killed(start_pool):
-    pool = await start_pool(processes=1, memory_gib=0.3)
-    async with open_session(pool) as (session, _):
-        with pytest.raises(EpisodeError, match=r"worker process used \d+ MiB, the limit is 307"):
-            await step(session, "leak")
+async def test_a_host_above_its_memory_limit_is_killed_as_is_a_fork_bomb(start_pool, tmp_path):
+    pool, pids = await start_pool(processes=1, memory_gib=0.3), tmp_path / "pids"
+    for command in ("leak", f"fork_bomb {pids}"):
+        async with open_session(pool) as (session, _):
+            with pytest.raises(EpisodeError, match=r"process used \d+ MiB, the limit is 307"):
+                await step(session, command)
+    await wait_until(lambda: not any(map(psutil.pid_exists, map(int, pids.read_text().split()))))
     async with open_session(pool) as (session, pid):
         assert await step(session, "") == str(pid)
-    assert pool.kill_counts == Counter(memory=1)
+    assert pool.kill_counts == Counter(memory=2)
 
 
-async def test_hanging_methods_time_out_and_their_host_is_replaced(start_pool, monkeypatch):
-    monkeypatch.setattr(host_pool, "CLOSE_TIMEOUT_S", 2.0)
-    monkeypatch.setattr(
-        "streamrl.environments.hosts.user_environment.CLOSE_TIMEOUT_S", 2.0, raising=True
-    )
-    pool = await start_pool(name="SyncCommands", processes=1, turn_timeout_s=2.0)
-    timeout = r"SyncCommands.{} in .*mine.py: no result in 2 s"
-    async with open_session(pool) as (patient, old_pid):
-        async with open_session(pool) as (session, pid):
+async def test_a_hanging_call_times_out_and_its_host_is_replaced(sync_pool):
+    async with open_session(sync_pool) as (patient, old_pid):
+        async with open_session(sync_pool) as (session, pid):
             assert pid == old_pid
-            with pytest.raises(EpisodeTimeoutError, match=timeout.format("step")):
+            timeout = r"SyncCommands.step in .*mine.py: no result in 2 s"
+            with pytest.raises(EpisodeTimeoutError, match=timeout):
                 await step(session, "hang")
         # The next session gets a new host, while the old host goes on with its own.
-        async with open_session(pool) as (session, new_pid):
+        async with open_session(sync_pool) as (session, new_pid):
             assert new_pid != old_pid
             assert await step(session, "") == str(new_pid)
         assert await step(patient, "") == str(old_pid)
-        with pytest.raises(EpisodeTimeoutError, match=timeout.format("score")):
-            await patient.score(summarize("hang"))
-        assert psutil.pid_exists(old_pid)
     await wait_until(lambda: not psutil.pid_exists(old_pid))
-    with pytest.raises(EpisodeTimeoutError, match=timeout.format("reset")):
-        async with open_session(pool, reset="hang"):
-            pass
-    async with open_session(pool) as (session, pid):
-        assert await step(session, "") == str(pid)
-    assert pool.kill_counts == Counter(hanging=2) and pool.num_sessions == 0
+    assert sync_pool.kill_counts == Counter(hanging=1)
 
 
-async def test_a_call_that_returns_late_leaves_its_host_in_use(start_pool, tmp_path):
-    pool = await start_pool(name="SyncCommands", processes=1, turn_timeout_s=2.0)
+async def test_a_call_that_returns_late_leaves_its_host_in_use(sync_pool, tmp_path):
     event = tmp_path / "event"
-    async with open_session(pool) as (keeper, pid):
-        async with open_session(pool) as (session, _):
+    async with open_session(sync_pool) as (keeper, pid):
+        async with open_session(sync_pool) as (session, _):
             with pytest.raises(EpisodeTimeoutError):
                 await step(session, f"wait_for {event}")
         event.touch()
-        await wait_until(lambda: pool.num_hosts == 2)
-        while host_is_hanging(pool):
+        await wait_until(lambda: sync_pool.num_hosts == 2)
+        while host_is_hanging(sync_pool):
             assert await step(keeper, "sleep 0.01") == str(pid)
-        await wait_until(lambda: pool.num_hosts == 1)
-    assert not pool.kill_counts
+        await wait_until(lambda: sync_pool.num_hosts == 1)
+    assert not sync_pool.kill_counts
 
 
 def host_is_hanging(pool):
     return any(host.num_hanging for host in pool._hosts)
 
 
-async def test_a_host_with_many_hanging_calls_is_killed(start_pool, monkeypatch):
+async def test_a_host_with_many_hanging_calls_is_killed(sync_pool, monkeypatch):
     monkeypatch.setattr(host_pool, "MAX_HANGING_CALLS", 2)
-    pool = await start_pool(name="SyncCommands", processes=1, turn_timeout_s=2.0)
     async with contextlib.AsyncExitStack() as stack:
-        sessions = [(await stack.enter_async_context(open_session(pool)))[0] for _ in range(4)]
+        sessions = [(await stack.enter_async_context(open_session(sync_pool)))[0] for _ in range(4)]
         waiting = asyncio.create_task(step(sessions[3], "sleep 60"))
         ends = await asyncio.gather(
             *(step(session, "hang") for session in sessions[:3]), return_exceptions=True
@@ -170,21 +193,21 @@ async def test_a_host_with_many_hanging_calls_is_killed(start_pool, monkeypatch)
         assert {type(end) for end in ends} <= {EpisodeTimeoutError, EpisodeError}
         with pytest.raises(EpisodeError):
             await waiting
-    assert pool.kill_counts == Counter(hanging=1)
+    assert sync_pool.kill_counts == Counter(hanging=1)
 
 
 async def test_a_blocked_event_loop_is_found(start_pool, monkeypatch):
     monkeypatch.setattr(host_process, "REACTION_TIMEOUT_S", 0.5)
-    pool = await start_pool(processes=1, turn_timeout_s=2.0)
+    pool = await start_pool(processes=1, turn_timeout_s=1.0)
     async with open_session(pool) as (session, _):
         with pytest.raises(EpisodeTimeoutError, match=r"async methods must not block the event"):
-            await step(session, "block the loop")
+            await step(session, "block 600")
     async with open_session(pool) as (session, pid):
         assert await step(session, "") == str(pid)
     assert pool.kill_counts == Counter(unresponsive=1)
 
 
-async def test_an_isolated_session_has_a_process_that_dies_with_it(start_pool):
+async def test_an_isolated_session_has_a_process_that_dies_with_it_and_with_the_pool(start_pool):
     pool = await start_pool(processes=1, isolate=True)
     async with open_session(pool) as (first, first_pid), open_session(pool) as (second, pid):
         assert first_pid != pid
@@ -195,10 +218,22 @@ async def test_an_isolated_session_has_a_process_that_dies_with_it(start_pool):
     await wait_until(lambda: not psutil.pid_exists(first_pid) and not psutil.pid_exists(child))
     await wait_until(lambda: pool.num_hosts == 1)
     assert pool.kill_counts == Counter(crash=1)
+    await check_closed(pool)
 
 
-async def test_blocking_calls_of_async_methods_do_not_block_the_host(start_pool, tmp_path):
-    pool = await start_pool(processes=1)
+async def check_closed(pool):
+    """Close a pool with an open session; check that this one and later sessions fail."""
+    async with open_session(pool) as (session, _):
+        stepping = asyncio.create_task(step(session, "await 600"))
+        await asyncio.sleep(0.05)
+        await pool.close()
+        with pytest.raises(EpisodeError, match=r"processes are closed"):
+            await stepping
+        with pytest.raises(EpisodeError, match=r"processes are closed"):
+            await pool.open_session(make_prompt(), seed=0).reset()
+
+
+async def test_blocking_calls_of_async_methods_do_not_block_the_host(pool, tmp_path):
     event = tmp_path / "event"
     async with contextlib.AsyncExitStack() as stack:
         opened = [await stack.enter_async_context(open_session(pool)) for _ in range(40)]
@@ -210,8 +245,7 @@ async def test_blocking_calls_of_async_methods_do_not_block_the_host(start_pool,
         assert await asyncio.gather(*blocked) == [str(pid) for _, pid in opened]
 
 
-async def test_hundreds_of_sleeping_sessions_cost_no_thread_and_no_process(start_pool):
-    pool = await start_pool(processes=1)
+async def test_hundreds_of_sleeping_sessions_cost_no_thread_and_no_process(pool):
     async with contextlib.AsyncExitStack() as stack:
         opened = await asyncio.gather(
             *(stack.enter_async_context(open_session(pool)) for _ in range(300))
@@ -250,26 +284,13 @@ async def test_a_tool_is_called_in_a_host(start_pool):
     await session.close()
 
 
-async def test_cancelling_a_step_and_closing_ends_it_in_the_host(start_pool):
-    pool = await start_pool(processes=1)
+async def test_cancelling_a_step_and_closing_ends_it_in_the_host(pool):
     async with open_session(pool) as (session, _):
         stepping = asyncio.create_task(step(session, "await 600"))
         await asyncio.sleep(0.05)
         stepping.cancel()
         await asyncio.gather(stepping, return_exceptions=True)
     assert pool.num_sessions == 0 and not pool.kill_counts
-
-
-async def test_closing_the_pool_fails_open_and_waiting_sessions(start_pool):
-    pool = await start_pool(processes=1, isolate=True)
-    async with open_session(pool) as (session, _):
-        stepping = asyncio.create_task(step(session, "await 600"))
-        await asyncio.sleep(0.05)
-        await pool.close()
-        with pytest.raises(EpisodeError, match=r"processes are closed"):
-            await stepping
-        with pytest.raises(EpisodeError, match=r"processes are closed"):
-            await pool.open_session(make_prompt(), seed=0).reset()
 
 
 async def test_a_class_that_does_not_load_is_refused_at_the_start(start_pool):
@@ -279,7 +300,10 @@ async def test_a_class_that_does_not_load_is_refused_at_the_start(start_pool):
         await start_pool("import os\nos._exit(5)", name="Mine")
 
 
-async def test_hosts_that_do_not_start_again_fail_the_sessions_that_wait(start_pool, tmp_path):
+async def test_hosts_that_do_not_start_again_fail_the_sessions_that_wait(
+    start_pool, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(host_pool, "MAX_FAILED_STARTS", 2)
     pool = await start_pool(processes=1)
     (tmp_path / "mine.py").write_text("1 / 0")
     async with open_session(pool) as (session, _):
@@ -290,12 +314,3 @@ async def test_hosts_that_do_not_start_again_fail_the_sessions_that_wait(start_p
     (tmp_path / "mine.py").write_text(COMMANDS)
     async with open_session(pool) as (session, pid):
         assert await step(session, "") == str(pid) != str(os.getpid())
-
-
-async def test_a_class_is_described_by_a_temporary_host(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text(CALCULATOR)
-    before = descendants()
-    description = await describe_environment(EnvironmentConfig(str(path)))
-    assert description.name == "Calculator" and description.has_score
-    assert not descendants() - before

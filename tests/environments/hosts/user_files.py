@@ -43,22 +43,25 @@ from streamrl.environments import Turn
 HOARD = []
 
 class Commands:
-    """Environment whose methods run the command that the policy or the row gives."""
+    """Environment whose methods run the commands that the policy and the row give."""
 
     def reset(self, row):
         self.on_close = row.extra_info.get("close", "")
+        self.on_score = row.extra_info.get("score", "")
         run(row.extra_info.get("reset", ""))
         return str(os.getpid())
 
     async def step(self, reply):
         if reply.text.startswith("await "):
             await asyncio.sleep(float(reply.text.split()[1]))
-        elif reply.text == "block the loop":
-            time.sleep(600)
+        elif reply.text.startswith("block "):
+            time.sleep(float(reply.text.split()[1]))
+        elif reply.text == "now":
+            return Turn()
         return Turn(str(await asyncio.to_thread(run, reply.text)))
 
     def score(self, episode):
-        run(episode.finish_reason)
+        run(self.on_score or episode.finish_reason)
         return 0.5
 
     def close(self):
@@ -93,6 +96,14 @@ def run(command):
     if name == "print":
         print("x" * 100_000, flush=True)
         os.write(1, b"y" * 100_000)
+    if name == "fork_bomb":
+        # Doubles every 0.1 s; if nothing kills it, it ends with 256 processes.
+        for _ in range(8):
+            os.fork()
+            with open(argument, "a") as file:
+                file.write(f"{os.getpid()} ")
+            time.sleep(0.1)
+        time.sleep(600)
     if name == "breed":
         children = [
             subprocess.Popen(["sleep", "600"], start_new_session=True) for _ in range(5)

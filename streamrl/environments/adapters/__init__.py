@@ -1,0 +1,1 @@
+"""Adapters: environments of other packages as classes of users (`environment.kind`)."""

@@ -1,0 +1,166 @@
+"""Adapter of Gymnasium: environments of its registry as games in text."""
+
+import importlib
+import json
+import re
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from streamrl.environments.adapters.row_options import ROW_KEY
+from streamrl.environments.adapters.terminal_text import mark_colours
+from streamrl.environments.adapters.text_game import TextGame
+from streamrl.errors import ConfigError
+from streamrl.files.optional_package import import_optional
+
+import_package = partial(import_optional, setting="environment.kind=gymnasium", extra="gymnasium")
+TEXT_RENDER_MODE = "ansi"
+INTEGER = re.compile(r"(?<![\w.])-?\d+(?!\w|\.\d)")
+
+
+class GymnasiumEnvironment(TextGame):
+    """Environment of Gymnasium, with a reward per turn; it ends terminated or truncated.
+
+    id: name in the registry, or module:name for one that the module registers at its import.
+    make: keyword arguments of gymnasium.make.
+    actions: names of actions with their values, or a function as file.py:function. By default an
+        action is an integer of a Discrete space. The last one in a reply counts.
+    observation: function as file.py:function. By default the text of `render_mode="ansi"` where the
+        environment has this mode, otherwise the observation as JSON.
+    """
+
+    row_options = ("id", "make", "seed")
+
+    def __init__(
+        self,
+        *,
+        id: str,
+        make: Mapping[str, Any] | None = None,
+        actions: Mapping[str, Any] | str = "",
+        observation: str = "",
+        instructions: str = "",
+        seed: int | None = None,
+    ) -> None:
+        self._actions: Mapping[str, Any] = {}
+        if not isinstance(actions, str):
+            self._actions = {str(name).lower(): value for name, value in actions.items()}
+            actions = ""
+        super().__init__(
+            {"id": id, "make": make or {}, "seed": seed},
+            observation=observation,
+            actions=actions,
+            instructions=instructions,
+        )
+
+    @classmethod
+    def check_options(cls, **options: Any) -> None:
+        import_package("gymnasium")
+        cls(**options)
+
+    def close(self) -> None:
+        if self._game is not None:
+            self._game.close()
+
+    def _start(self, options: Mapping[str, Any]) -> Any:
+        gymnasium = import_package("gymnasium")
+        name = options["id"]
+        if ":" in name and name != self._options["id"]:
+            raise ConfigError(f"extra_info.{ROW_KEY}.id={name}: a row names no module")
+        try:
+            spec = _find_spec(name)
+            settings = {"disable_env_checker": True, **options["make"]}
+            if TEXT_RENDER_MODE in _list_render_modes(spec):
+                settings.setdefault("render_mode", TEXT_RENDER_MODE)
+            self._game = gymnasium.make(spec, **settings)
+        except gymnasium.error.Error as error:
+            raise ConfigError(f"environment.options.id={name}: {error}") from error
+        self._check_actions(name)
+        observation, _ = self._game.reset(seed=options["seed"])
+        return observation
+
+    def _check_actions(self, name: str) -> None:
+        space = self._game.action_space
+        for action, value in self._actions.items():
+            if not space.contains(_to_action(value, space)):
+                raise ConfigError(
+                    f"environment.options.actions.{action}={value}: not in the action space"
+                    f" {space} of {name}"
+                )
+        is_discrete = isinstance(space, import_package("gymnasium.spaces").Discrete)
+        if not (self._actions or self._action_function or is_discrete):
+            raise ConfigError(
+                f"environment.options.actions: {name} has the action space {space}; name its"
+                " actions with their values, or write file.py:function"
+            )
+
+    def _play(self, action: Any) -> tuple[Any, float, bool]:
+        observation, reward, terminated, truncated, _ = self._game.step(action)
+        return observation, float(reward), bool(terminated or truncated)
+
+    def _format_observation(self, observation: Any) -> str:
+        if self._game.render_mode == TEXT_RENDER_MODE:
+            return mark_colours(self._game.render()).strip("\n")
+        return json.dumps(_to_plain(observation), ensure_ascii=False)
+
+    def _read_action(self, text: str) -> Any:
+        action = super()._read_action(text)
+        if not self._game.action_space.contains(action):
+            raise ValueError(f"{action} is not a legal action.{self._describe_legal_actions()}")
+        return action
+
+    def _parse_action(self, text: str) -> Any:
+        space = self._game.action_space
+        if self._actions:
+            names = "|".join(re.escape(name) for name in sorted(self._actions, key=len)[::-1])
+            found = re.findall(rf"(?<!\w)(?:{names})(?!\w)", text.lower())
+            if found:
+                return _to_action(self._actions[found[-1]], space)
+        elif found := INTEGER.findall(text):
+            return int(found[-1])
+        raise ValueError(f"No action was found.{self._describe_legal_actions()}")
+
+    def _describe_legal_actions(self) -> str:
+        space = self._game.action_space
+        if self._actions:
+            return f" Reply with one of: {', '.join(self._actions)}."
+        if self._action_function:
+            return ""
+        first = int(space.start)
+        return f" Reply with an integer from {first} to {first + int(space.n) - 1}."
+
+
+def _find_spec(name: str) -> Any:
+    """Return the EnvSpec of a name or module:name; importing the module registers the name."""
+    module, _, name = name.rpartition(":")
+    if module:
+        importlib.import_module(module)
+    return import_package("gymnasium").spec(name)
+
+
+def _list_render_modes(spec: Any) -> list[str]:
+    creator = spec.entry_point
+    if isinstance(creator, str):
+        registration = import_package("gymnasium.envs.registration")
+        creator = registration.load_env_creator(creator)
+    # A function that makes the environment has no metadata.
+    return list(creator.metadata.get("render_modes", ())) if hasattr(creator, "metadata") else []
+
+
+def _to_action(value: Any, space: Any) -> Any:
+    """Convert an action as YAML has it: lists become arrays of the space's dtype."""
+    return np.asarray(value, dtype=space.dtype) if isinstance(value, list) else value
+
+
+def _to_plain(value: Any) -> Any:
+    """Convert an observation to plain data for JSON, with four significant digits."""
+    if isinstance(value, Mapping):
+        return {str(key): _to_plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_plain(entry) for entry in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return _to_plain(value.tolist())
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    return value if isinstance(value, str | int | None) else str(value)

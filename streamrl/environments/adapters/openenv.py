@@ -1,0 +1,245 @@
+"""Adapter of OpenEnv: a client of its WebSocket protocol (message types of OpenEnv 0.10).
+
+    {"type": "reset", "data": {"seed": 1, ...}}  -->
+        <--  {"type": "observation", "data": {"observation": {...}, "reward": 0, "done": false}}
+    {"type": "step", "data": {...}}              -->
+        <--  the same, or {"type": "error", "data": {"message": "...", "code": "...", ...}}
+    {"type": "close"}                            -->
+
+A server gives each connection an environment of its own. At capacity it ends a new connection,
+with code 1000 and, in some releases, an error message before.
+"""
+
+import asyncio
+import contextlib
+import json
+import random
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+from streamrl.environments.adapters.option_function import load_option_function
+from streamrl.environments.adapters.row_options import merge_row_options
+from streamrl.environments.interface import Reply, Turn
+from streamrl.environments.tool_calls.strict_json import check_encodable, parse_json_at
+from streamrl.errors import ConfigError, EpisodeError
+from streamrl.files.bounded_read import MIB
+from streamrl.files.optional_package import import_optional
+from streamrl.messages import Prompt
+from streamrl.rewards.interface.checks import format_value
+
+import_package = partial(import_optional, setting="environment.kind=openenv", extra="openenv")
+SCHEMES = ("ws", "wss")
+MAX_MESSAGE_BYTES = 16 * MIB
+CONNECT_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 2.0
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 2.0
+"""Pauses between connections to a server at capacity: the first, doubled up to the longest, s."""
+NORMAL_CLOSURE = 1000
+VALIDATION_ERROR, CAPACITY_REACHED = "VALIDATION_ERROR", "CAPACITY_REACHED"
+
+
+class OpenEnvEnvironment:
+    """Environment of an OpenEnv server, over a WebSocket of its own.
+
+    url: WebSocket of the server, such as ws://127.0.0.1:8000/ws.
+    action: {field: NAME}: the reply's text is the field NAME of the action. {json: true}: the first
+        JSON object of the reply is the action.
+    observation: {field: NAME}: the policy reads the field NAME of an observation. A text is a
+        function(observation) as file.py:function. By default the policy reads the only field, if it
+        has text, otherwise all fields as JSON; `metadata` is not for the policy.
+    reset: further data of the reset message, such as a task.
+    wait_s: longest wait for a server at capacity, s. Below environment.turn_timeout_s.
+
+    An action that the server finds invalid is answered by its reasons. Any other error of the
+    server, and a lost connection, is a failure of the environment.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        *,
+        url: str,
+        action: Mapping[str, Any] | None = None,
+        observation: Mapping[str, Any] | str = "",
+        instructions: str = "",
+        reset: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+        wait_s: float = 50.0,
+    ) -> None:
+        address = urlsplit(url)
+        if address.scheme not in SCHEMES or not address.hostname:
+            raise ConfigError(
+                f"environment.options.url={url}: must be ws://HOST:PORT/PATH, or wss://"
+            )
+        self._url = url
+        self._host, self._port = address.hostname, address.port
+        action = {"field": "message"} if action is None else action
+        self._field = "" if action == {"json": True} else _read_field("action", action)
+        self._observation_field = ""
+        self._observation_function: Callable[..., Any] | None = None
+        if isinstance(observation, Mapping):
+            self._observation_field = _read_field("observation", observation)
+        elif observation:
+            self._observation_function = load_option_function(
+                observation, option="observation", parameters=("observation",)
+            )
+        self._instructions = instructions
+        self._options = {"reset": reset or {}, "seed": seed}
+        self._wait_s = wait_s
+        self._connection: Any = None
+
+    @classmethod
+    def check_options(cls, **options: Any) -> None:
+        import_package("websockets.asyncio.client")
+        cls(**options)
+
+    async def reset(self, row: Prompt, seed: int) -> str:
+        options = merge_row_options(row, self._options, allowed=("reset", "seed"))
+        if options["seed"] is None:
+            options["seed"] = seed
+        data = {"seed": options["seed"], **options["reset"]}
+        result = self._read_result(await self._open({"type": "reset", "data": data}))
+        text = self._describe(result["observation"])
+        return f"{self._instructions}\n\n{text}" if self._instructions else text
+
+    async def step(self, reply: Reply) -> Turn:
+        try:
+            action = self._read_action(reply.text)
+        except ValueError as error:
+            return Turn(f"Reply with a JSON object: {error}.")
+        answer = await self._exchange({"type": "step", "data": action})
+        if answer["data"].get("code") == VALIDATION_ERROR:
+            return Turn(f"Invalid action: {_format_reasons(answer['data'])}")
+        result = self._read_result(answer)
+        is_done = bool(result.get("done"))
+        text = "" if is_done else self._describe(result["observation"])
+        return Turn(text, float(result.get("reward") or 0.0), is_done)
+
+    async def close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            closed = import_package("websockets.exceptions").ConnectionClosed
+            with contextlib.suppress(closed):
+                await connection.send(json.dumps({"type": "close"}))
+            await connection.close()
+
+    async def _open(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Connect and return the answer to the first message; wait while the server is full."""
+        loop = asyncio.get_running_loop()
+        deadline, pause_s = loop.time() + self._wait_s, FIRST_PAUSE_S
+        while True:
+            await self._connect()
+            answer = await self._exchange(message, is_first=True)
+            if answer["data"].get("code") != CAPACITY_REACHED:
+                return answer
+            await self.close()
+            if loop.time() + pause_s > deadline:
+                raise EpisodeError(
+                    f"{self._url}: at capacity for {self._wait_s:g} s (wait_s); raise the server's"
+                    " max_concurrent_envs, or lower environment.open_episodes"
+                )
+            # Without chance, all that wait would come back at the same moment.
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _connect(self) -> None:
+        client = import_package("websockets.asyncio.client")
+        failure = import_package("websockets.exceptions").WebSocketException
+        try:
+            self._connection = await client.connect(
+                self._url,
+                # As given: neither a proxy nor, with host and port set, a redirect elsewhere.
+                host=self._host,
+                port=self._port or (443 if self._url.startswith("wss") else 80),
+                proxy=None,
+                open_timeout=CONNECT_TIMEOUT_S,
+                close_timeout=CLOSE_TIMEOUT_S,
+                # Pings keep a waiting connection open; a server that steps may answer them late.
+                ping_timeout=None,
+                max_size=MAX_MESSAGE_BYTES,
+            )
+        except (OSError, ValueError, failure) as error:
+            raise EpisodeError(f"{self._url}: no connection: {error}") from error
+
+    async def _exchange(
+        self, message: Mapping[str, Any], *, is_first: bool = False
+    ) -> dict[str, Any]:
+        """Send a message and return the answer; its `data` is a mapping.
+
+        is_first: the server may end the connection instead, which means that it is full.
+        """
+        closed = import_package("websockets.exceptions").ConnectionClosed
+        with contextlib.suppress(closed):  # its last words may be there to read
+            await self._connection.send(json.dumps(message))
+        try:
+            text = await self._connection.recv()
+        except closed as error:
+            if is_first and error.rcvd is not None and error.rcvd.code == NORMAL_CLOSURE:
+                return {"type": "error", "data": {"code": CAPACITY_REACHED}}
+            raise EpisodeError(f"{self._url}: connection lost: {error}") from error
+        try:
+            answer = json.loads(text)
+        except ValueError as error:
+            raise EpisodeError(f"{self._url}: sent no JSON: {error}") from error
+        if not (isinstance(answer, dict) and isinstance(answer.get("data"), dict)):
+            raise EpisodeError(f"{self._url}: not OpenEnv's protocol: {format_value(text)}")
+        return answer
+
+    def _read_result(self, answer: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return observation, reward and done of an answer. Raises EpisodeError for an error."""
+        data = answer["data"]
+        if answer.get("type") != "observation" or not isinstance(data.get("observation"), dict):
+            reason = f"{data.get('code', answer.get('type'))}: {data.get('message', data)}"
+            raise EpisodeError(f"{self._url}: {reason}")
+        return data  # type: ignore[no-any-return]
+
+    def _read_action(self, text: str) -> Mapping[str, Any]:
+        """Return the action of a reply. Raises ValueError if it must be an object and is none."""
+        if self._field:
+            return {self._field: text}
+        start = text.find("{")
+        if start < 0:
+            raise ValueError("there is none")
+        action, _ = parse_json_at(text, start)
+        check_encodable(action)
+        return action  # type: ignore[no-any-return]
+
+    def _describe(self, observation: Mapping[str, Any]) -> str:
+        if self._observation_function is not None:
+            text = self._observation_function(observation)
+            if not isinstance(text, str):
+                raise EpisodeError(
+                    f"environment.options.observation: returned {format_value(text)}, not text"
+                )
+            return text
+        value: Any = {name: entry for name, entry in observation.items() if name != "metadata"}
+        if self._observation_field:
+            if self._observation_field not in observation:
+                raise EpisodeError(
+                    f"environment.options.observation={self._observation_field}: {self._url} sent"
+                    f" {', '.join(observation) or 'no fields'}"
+                )
+            value = observation[self._observation_field]
+        elif len(value) == 1 and isinstance(only := next(iter(value.values())), str):
+            value = only
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _read_field(option: str, value: Any) -> str:
+    """Return NAME of an option {field: NAME}. Raises ConfigError for any other value."""
+    forms = "{field: NAME} or {json: true}" if option == "action" else "{field: NAME}"
+    if not isinstance(value, Mapping) or value.keys() != {"field"}:
+        raise ConfigError(f"environment.options.{option}={value}: must be {forms}")
+    return str(value["field"])
+
+
+def _format_reasons(data: Mapping[str, Any]) -> str:
+    """Return the reasons of a validation error: place and message of each (pydantic)."""
+    reasons = [
+        f"{'.'.join(map(str, error.get('loc', ())))}: {error.get('msg', '')}"
+        for error in data.get("errors") or ()
+        if isinstance(error, Mapping)
+    ]
+    return "; ".join(reasons) or str(data.get("message", "no reason given"))

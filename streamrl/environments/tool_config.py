@@ -1,0 +1,106 @@
+"""Entries of the config list `environment.tools`: tools besides those of the user's class."""
+
+import math
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+
+from streamrl.errors import ConfigError
+from streamrl.files.typed_settings import suggest_nearest
+
+PYTHON, MCP = "python", "mcp"
+TOOL_KINDS = (PYTHON, MCP)
+TOOLS_SECTION = "environment.tools"
+KEYS_BY_FORM = {
+    "kind python": ("kind", "memory_mib", "cpu_s"),
+    "a command": ("kind", "command", "env", "share", "only"),
+    "a url": ("kind", "url", "headers_env", "only"),
+}
+"""Settings that an entry may have, by what it describes."""
+
+
+@dataclass
+class ToolConfig:
+    """Entry of the config list `environment.tools`.
+
+    kind: python (code in a sandbox, with variables that persist in an episode) or mcp (tools of an
+        MCP server).
+    command: for mcp, the command that starts a server which talks over stdin and stdout, as a list.
+    env: for a command, names of the environment variables that the server inherits besides PATH,
+        HOME and LANG.
+    share: for a command, use the server of an ended episode for a later one. Otherwise each episode
+        has a server of its own.
+    url: for mcp, the address of a server with streamable HTTP, instead of a command.
+    headers_env: for a url, HTTP headers, each with the name of the environment variable that has
+        its value.
+    only: for mcp, names of the tools to use; empty: all tools of the server.
+    memory_mib: for python, memory of all processes of an episode together, MiB.
+    cpu_s: for python, CPU time of a process in an episode, s.
+    """
+
+    kind: str = ""
+    command: list[str] = field(default_factory=list)
+    env: list[str] = field(default_factory=list)
+    share: bool = False
+    url: str = ""
+    headers_env: dict[str, str] = field(default_factory=dict)
+    only: list[str] = field(default_factory=list)
+    memory_mib: int = 512
+    cpu_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in TOOL_KINDS:
+            hint = suggest_nearest(self.kind, TOOL_KINDS, noun="kind")
+            raise ConfigError(f"{TOOLS_SECTION}.kind={self.kind}: no such kind of tools; {hint}")
+        form = "kind python" if self.kind == PYTHON else self._find_server_form()
+        for key in self._list_given_keys():
+            if key not in KEYS_BY_FORM[form]:
+                allowed = ", ".join(KEYS_BY_FORM[form][1:])
+                raise ConfigError(
+                    f"{TOOLS_SECTION}.{key}={vars(self)[key]}: has no effect with {form}, whose"
+                    f" settings are {allowed}"
+                )
+        if self.url and not self.url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"{TOOLS_SECTION}.url={self.url}: must begin with http:// or https://"
+            )
+        for key in ("memory_mib", "cpu_s"):
+            value = vars(self)[key]
+            if not 0 < value < math.inf:
+                raise ConfigError(f"{TOOLS_SECTION}.{key}={value}: must be above 0 and finite")
+
+    def _find_server_form(self) -> str:
+        if bool(self.command) == bool(self.url):
+            given = "both command and url" if self.url else "neither command nor url"
+            raise ConfigError(
+                f"{TOOLS_SECTION}: an entry of kind {MCP} has {given}; give command, which starts a"
+                " server, or url, the address of one"
+            )
+        return "a command" if self.command else "a url"
+
+    def _list_given_keys(self) -> list[str]:
+        """Return the settings that differ from their defaults."""
+        given = []
+        for spec in fields(self):
+            default = spec.default
+            if spec.default_factory is not MISSING:
+                default = spec.default_factory()
+            if vars(self)[spec.name] != default:
+                given.append(spec.name)
+        return given
+
+    def make_command_absolute(self) -> None:
+        """Make the parts of `command` that name files absolute, in place.
+
+        The program itself stays as it is if it has no slash: it is looked up on PATH.
+        """
+        self.command = [
+            str(Path(part).absolute()) if (number or "/" in part) and Path(part).is_file() else part
+            for number, part in enumerate(self.command)
+        ]
+
+    @property
+    def label(self) -> str:
+        """Name of the entry, for errors."""
+        if self.kind == PYTHON:
+            return f"{TOOLS_SECTION}: python"
+        return f"{TOOLS_SECTION}: MCP server {self.url or ' '.join(self.command)}"

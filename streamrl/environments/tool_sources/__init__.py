@@ -1,0 +1,1 @@
+"""Sources of tools besides a user's class: Python in the sandbox, MCP servers."""

@@ -1,0 +1,147 @@
+"""Gymnasium adapter on FrozenLake, which has a text mode, and CartPole, which has none."""
+
+import json
+
+import pytest
+
+from streamrl.environments.adapters.gymnasium import GymnasiumEnvironment
+from streamrl.environments.interface import Turn
+from streamrl.errors import ConfigError, EpisodeError
+from tests.environments.adapters.rows import make_row, play
+
+DIRECTIONS = {"left": 0, "down": 1, "right": 2, "up": 3}
+SOLUTION = ("down", "down", "right", "right", "down", "right")
+
+
+def make_lake(**options):
+    settings = {
+        "id": "FrozenLake-v1",
+        "make": {"is_slippery": False},
+        "actions": DIRECTIONS,
+        **options,
+    }
+    GymnasiumEnvironment.check_options(**settings)
+    return GymnasiumEnvironment(**settings)
+
+
+def test_frozen_lake_is_played_to_its_goal_and_marks_the_player():
+    lake = make_lake(instructions="Reach G.")
+    assert lake.reset(make_row(), 0) == "Reach G.\n\n[S]FFF\nFHFH\nFFFH\nHFFG"
+    *turns, last = play(lake, *SOLUTION)
+    assert turns[0].observation == "  (Down)\nSFFF\n[F]HFH\nFFFH\nHFFG"
+    assert [(turn.reward, turn.done) for turn in turns] == [(0.0, False)] * 5
+    assert last == Turn("", 1.0, done=True)
+    lake.close()
+
+
+def test_a_hole_ends_the_game_without_reward():
+    lake = make_lake()
+    lake.reset(make_row(), 0)
+    assert play(lake, "right", "down")[-1] == Turn("", 0.0, done=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [("down", "Down"), ("I go Right.", "Right"), ("not left but DOWN", "Down"), ("**up**", "Up")],
+)
+def test_the_last_name_of_an_action_in_a_reply_counts(text, action):
+    lake = make_lake()
+    lake.reset(make_row(), 0)
+    assert f"({action})" in play(lake, text)[0].observation
+
+
+@pytest.mark.parametrize("text", ["", "downwards", "3", "left_right"])
+def test_a_reply_without_an_action_is_answered_by_the_legal_ones(text):
+    lake = make_lake()
+    start = lake.reset(make_row(), 0)
+    (turn,) = play(lake, text)
+    assert turn == Turn("No action was found. Reply with one of: left, down, right, up.")
+    assert play(lake, "left")[0].observation == "  (Left)\n" + start
+
+
+def test_cart_pole_is_played_to_its_end_by_integers():
+    pole = GymnasiumEnvironment(id="CartPole-v1")
+    assert len(json.loads(pole.reset(make_row(), 3))) == 4
+    turns = play(pole, *["1"] * 5)
+    while not turns[-1].done:
+        turns += play(pole, "push to the right: 1.")
+    assert 5 < len(turns) < 20
+    assert {turn.reward for turn in turns} == {1.0}
+
+
+@pytest.mark.parametrize("text", ["-1", "2", "0.5", "x1", "none"])
+def test_integers_beyond_the_legal_ones_are_no_actions(text):
+    pole = GymnasiumEnvironment(id="CartPole-v1")
+    pole.reset(make_row(), 3)
+    (turn,) = play(pole, text)
+    assert turn.observation.endswith("Reply with an integer from 0 to 1.")
+    assert (turn.reward, turn.done) == (0.0, False)
+
+
+def test_a_time_limit_ends_the_episode():
+    lake = make_lake(make={"is_slippery": False, "max_episode_steps": 2})
+    lake.reset(make_row(), 0)
+    assert [turn.done for turn in play(lake, "left", "left")] == [False, True]
+
+
+def test_equal_seeds_give_equal_episodes_and_others_differ():
+    def observe(environment_seed, **options):
+        pole = GymnasiumEnvironment(id="CartPole-v1", **options)
+        return pole.reset(make_row(), environment_seed)
+
+    assert observe(1) == observe(1) != observe(2)
+    assert observe(1, seed=5) == observe(2, seed=5)
+
+
+def test_a_row_may_have_options_of_its_own():
+    lake = make_lake()
+    row = make_row(make={"map_name": "8x8"}, seed=1)
+    assert lake.reset(row, 0).startswith("[S]FFFFFFF\n")
+    play(lake, "down")
+    with pytest.raises(ConfigError, match=r"options.actions: a row may have id, make, seed$"):
+        make_lake().reset(make_row(actions="mine.py:f"), 0)
+    with pytest.raises(ConfigError, match=r"id=os:Lake-v1: a row names no module"):
+        make_lake().reset(make_row(id="os:Lake-v1"), 0)
+
+
+def test_functions_of_the_user_write_observations_and_read_actions(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("""
+def describe(observation, game):
+    return f"cell {observation} of {game.observation_space.n}"
+
+def read(text, game):
+    if text == "bug":
+        return undefined
+    if not text.isdigit():
+        raise ValueError("Digits, please.")
+    return int(text)
+""")
+    lake = make_lake(observation=f"{path}:describe", actions=f"{path}:read")
+    assert lake.reset(make_row(), 0) == "cell 0 of 16"
+    turns = play(lake, "one", "1", "7")
+    assert [turn.observation for turn in turns] == [
+        *("Digits, please.", "cell 4 of 16", "7 is not a legal action.")
+    ]
+    with pytest.raises(EpisodeError, match=rf"actions=read at {path}:7: NameError"):
+        play(lake, "bug")
+
+
+def test_named_actions_of_continuous_spaces_are_lists():
+    pendulum = GymnasiumEnvironment(id="Pendulum-v1", actions={"brake": [0.0], "push": [2.0]})
+    pendulum.reset(make_row(), 0)
+    assert play(pendulum, "push")[0].reward < 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"id": "FrozenLke-v1"}, "id=FrozenLke-v1: .*Did you mean: `FrozenLake`"),
+        ({"actions": {"jump": 9}}, r"actions.jump=9: not in the action space Discrete\(4\)"),
+        ({"id": "Pendulum-v1", "make": {}, "actions": ""}, "actions: Pendulum-v1 has the action"),
+    ],
+)
+def test_unusable_options_are_refused(options, words):
+    lake = make_lake(**options)
+    with pytest.raises(ConfigError, match=f"^environment.options.{words}"):
+        lake.reset(make_row(), 0)

@@ -1,0 +1,162 @@
+"""OpenEnv adapter against a server of the protocol in another process."""
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from streamrl.environments.adapters.openenv import OpenEnvEnvironment
+from streamrl.environments.interface import Reply, Turn
+from streamrl.errors import ConfigError, EpisodeError
+from tests.environments.adapters.rows import make_row
+
+SERVER = Path(__file__).with_name("openenv_server.py")
+
+
+def start_server():
+    process = subprocess.Popen([sys.executable, str(SERVER)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
+
+
+@pytest.fixture(scope="module")
+def port():
+    process, port = start_server()
+    yield port
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+async def connect(port):
+    """Return environments that are closed at the end."""
+    environments = []
+
+    def make(path="ws", **options):
+        options.setdefault("observation", {"field": "total"})
+        environments.append(OpenEnvEnvironment(url=f"ws://127.0.0.1:{port}/{path}", **options))
+        return environments[-1]
+
+    yield make
+    for environment in environments:
+        await environment.close()
+
+
+async def test_an_episode_has_observations_rewards_and_an_end(connect):
+    environment = connect(instructions="Add.")
+    assert await environment.reset(make_row(), seed=7) == "Add.\n\n7"
+    assert await environment.step(Reply("5")) == Turn("12", 5.0)
+    assert await environment.step(Reply("-2")) == Turn("10", -2.0)
+    assert await environment.step(Reply("0")) == Turn("", 0.0, done=True)
+
+
+async def test_sessions_that_are_open_at_once_are_kept_apart(connect):
+    environments = [connect() for _ in range(8)]
+    starts = [e.reset(make_row(), seed=i) for i, e in enumerate(environments)]
+    assert await asyncio.gather(*starts) == [str(i) for i in range(8)]
+    for n in (1, 2):
+        steps = [e.step(Reply(str(i + 9))) for i, e in enumerate(environments)]
+        turns = await asyncio.gather(*steps)
+        assert [turn.observation for turn in turns] == [str(i + (i + 9) * n) for i in range(8)]
+
+
+@pytest.mark.parametrize("path", ["silent/2", "loud/2"])
+async def test_a_session_waits_for_a_server_at_capacity(connect, path):
+    first, second, third = (connect(path) for _ in range(3))
+    await first.reset(make_row(), seed=1)
+    await second.reset(make_row(), seed=2)
+    waiting = asyncio.create_task(third.reset(make_row(), seed=3))
+    await asyncio.sleep(0.15)
+    assert not waiting.done()
+    await first.close()
+    assert await waiting == "3"
+    impatient = connect(path, wait_s=0.1)
+    with pytest.raises(EpisodeError, match=r"/2: at capacity for 0.1 s \(wait_s\); raise the serv"):
+        await impatient.reset(make_row(), seed=4)
+
+
+async def test_an_invalid_action_is_answered_by_its_reasons_and_the_episode_goes_on(connect):
+    environment = connect()
+    await environment.reset(make_row(), seed=1)
+    answer = Turn("Invalid action: message: Input should be a valid integer")
+    assert await environment.step(Reply("two")) == answer
+    assert await environment.step(Reply("2")) == Turn("3", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [("raise", "/ws: EXECUTION_ERROR: it broke"), ("mumble", "/ws: sent no JSON: Expecting value")],
+)
+async def test_an_error_of_the_server_is_a_failure_of_the_environment(connect, reply, words):
+    environment = connect()
+    await environment.reset(make_row(), seed=1)
+    with pytest.raises(EpisodeError, match=words):
+        await environment.step(Reply(reply))
+
+
+async def test_a_server_that_dies_or_is_not_there_is_a_failure_of_the_environment():
+    process, port = start_server()
+    environment = OpenEnvEnvironment(url=f"ws://127.0.0.1:{port}/ws")
+    await environment.reset(make_row(), seed=1)
+    with pytest.raises(EpisodeError, match=rf"^ws://127.0.0.1:{port}/ws: connection lost: "):
+        await environment.step(Reply("die"))
+    await environment.close()
+    process.wait(timeout=30)
+    with pytest.raises(EpisodeError, match=r"/ws: no connection: .*Connect call failed"):
+        await environment.reset(make_row(), seed=1)
+
+
+async def test_a_redirect_to_another_server_is_not_followed(connect):
+    process, other = start_server()
+    environment = connect(f"elsewhere/{other}")
+    with pytest.raises(EpisodeError, match="no connection: cannot follow cross-origin redirect"):
+        await environment.reset(make_row(), seed=1)
+    process.kill()
+    process.wait()
+
+
+async def test_a_reply_is_a_json_object_where_the_action_is_one(connect):
+    environment = connect(action={"json": True})
+    await environment.reset(make_row(), seed=1)
+    assert await environment.step(Reply('So:\n```json\n{"message": 4}\n```')) == Turn("5", 4.0)
+    assert await environment.step(Reply("4")) == Turn("Reply with a JSON object: there is none.")
+    turn = await environment.step(Reply('{"message": 4'))
+    assert turn.observation.startswith("Reply with a JSON object: Expecting ',' delimiter")
+    turn = await environment.step(Reply('{"other": 4}'))
+    assert turn.observation.startswith("Invalid action: message: ")
+
+
+async def test_a_row_has_a_seed_and_data_of_the_reset_of_its_own(connect, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def describe(seen): return seen['hint'] + seen['total']")
+    environment = connect(observation=f"{path}:describe", reset={"hint": "up"})
+    assert await environment.reset(make_row(), seed=7) == "up7"
+    own = make_row(seed=9, reset={"hint": "down"})
+    assert await environment.reset(own, seed=7) == "down9"
+    with pytest.raises(ConfigError, match=r"extra_info.environment_options.url: a row may have re"):
+        await environment.reset(make_row(url="ws://elsewhere"), seed=7)
+
+
+async def test_all_fields_are_json_and_a_single_text_is_itself(connect):
+    environment = connect(observation="")
+    assert await environment.reset(make_row(), seed=7) == '{"total": "7", "hint": ""}'
+    assert await environment.step(Reply("1")) == Turn("8", 1.0)
+    environment = connect(observation={"field": "board"})
+    with pytest.raises(EpisodeError, match=r"observation=board: ws://.* sent metadata, total"):
+        await environment.reset(make_row(), seed=7)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"url": "http://localhost"}, r"url=http://localhost: must be ws://HOST:PORT/PATH"),
+        ({"action": {"text": "a"}}, r"action=\{'text': 'a'\}: must be \{field: NAME\} or \{json: "),
+        ({"observation": {"json": True}}, r"observation=.*: must be \{field: NAME\}$"),
+        ({"observation": "total"}, r"observation=total: write it as file.py:function"),
+    ],
+)
+def test_unusable_options_are_refused(options, words):
+    with pytest.raises(ConfigError, match=rf"^environment.options.{words}"):
+        OpenEnvEnvironment.check_options(**{"url": "ws://localhost/ws", **options})

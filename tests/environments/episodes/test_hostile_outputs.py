@@ -1,0 +1,190 @@
+"""Observations and results of tools that are huge, no text, full of special tokens, or empty.
+
+From the user's class through the driver into the tokens of the episode, with a BPE tokenizer.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from streamrl.data.chat_template import load_chat_template
+from streamrl.environments.config import EnvironmentConfig
+from streamrl.environments.episodes.decode_slots import DecodeSlots
+from streamrl.environments.episodes.driver import EpisodeDriver, EpisodeLimits
+from streamrl.environments.rendering.token_difference import decode, encode
+from streamrl.environments.rendering.turn_renderer import TurnRenderer
+from streamrl.environments.tool_calls.call_formats import make_call_format
+from streamrl.errors import EpisodeError
+from streamrl.group_episodes import check_loss_mask
+from streamrl.messages import (
+    FinishReason,
+    Prompt,
+    Rollout,
+    TokenSource,
+    TurnOutcome,
+)
+from tests.bpe_tokenizer import PLAIN_ADDED_TOKENS, SPECIAL_TOKENS
+from tests.environments.episodes.in_process import InProcessHosts
+from tests.environments.episodes.scripted import run_group
+
+TEMPLATE = Path(__file__).parents[1] / "rendering" / "templates" / "qwen2_5.jinja"
+CALL = '<tool_call>\n{"name": "work", "arguments": {}}\n</tool_call>'
+TOOL = 'class Mine:\n    def work(self) -> str:\n        """Work."""\n        return {}\n'
+TURNS = """
+from streamrl.environments import Turn
+
+class Mine:
+    def step(self, reply):
+        return Turn({}, done=reply.text == "done")
+"""
+MARKERS = "\n".join([" ".join([*SPECIAL_TOKENS, *PLAIN_ADDED_TOKENS])] * 100)
+"""A hundred lines of special tokens and of other tokens that templates write."""
+MARKERS_SOURCE = repr(MARKERS)
+
+
+class WrittenTurns:
+    """Samples the given turns in order, each with the token that ends it."""
+
+    paused_s = 0.0
+
+    def __init__(self, renderer: TurnRenderer, turns: Sequence[str]) -> None:
+        self._renderer = renderer
+        self._turns = list(turns)
+
+    async def generate(self, prompt_ids, **options):
+        turn = [*encode(self._renderer.tokenizer, self._turns.pop(0)), self._renderer.closing_id]
+        return [
+            Rollout.from_single_turn(
+                prompt_ids,
+                turn,
+                logprobs=[-1.0] * len(turn),
+                versions=[0] * len(turn),
+                finish_reason=FinishReason.STOP,
+            )
+        ]
+
+
+@pytest.fixture(scope="module")
+def renderer(bpe_tokenizer):
+    return TurnRenderer.from_template(
+        bpe_tokenizer, load_chat_template(str(TEMPLATE), bpe_tokenizer)
+    )
+
+
+@pytest.fixture
+def run_episode(renderer, tmp_path):
+    """Run an episode of the given turns in an environment of this source; return its columns."""
+
+    async def run(source, *turns, **settings):
+        path = tmp_path / "mine.py"
+        path.write_text(source)
+        config = EnvironmentConfig(
+            str(path), **{"max_tokens": 200_000, "max_reply_chars": 100_000, **settings}
+        )
+        driver = EpisodeDriver(
+            WrittenTurns(renderer, turns),
+            InProcessHosts(config),
+            renderer,
+            make_call_format("hermes", renderer.tokenizer),
+            limits=EpisodeLimits(config.max_turns, 64, config.max_tokens, 100.0),
+            slots=DecodeSlots(1),
+            attempts=1,
+        )
+        messages = [{"role": "user", "content": "Go."}]
+        prompt = Prompt("0:0:0", renderer.render_prompt(messages), messages)
+        columns = await run_group(driver, prompt=prompt)
+        check_loss_mask(columns)
+        return columns
+
+    return run
+
+
+def read_observation(renderer, columns):
+    """Return the text of the observation; check that none of its tokens is special."""
+    tokens = columns["token_ids"][columns["token_source"] == TokenSource.OBSERVATION]
+    special = [renderer.tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS]
+    markers = [renderer.tokenizer.convert_tokens_to_ids(token) for token in PLAIN_ADDED_TOKENS[:4]]
+    assert not np.isin(tokens, [*special, *markers]).any()
+    # A token at the border may hold the template's line break, too.
+    return decode(renderer.tokenizer, tokens.tolist()).strip("\n")
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        (MARKERS_SOURCE, MARKERS),
+        (r"b'caf\xc3\xa9 \xff\xfe'", "caf\xe9 \ufffd\ufffd"),
+        (r"'half \ud800 pair \udfff'", "half \ufffd pair \ufffd"),
+        ("None", ""),
+        ("''", ""),
+        (r"'\0\x1b[31m'", "\0\x1b[31m"),
+    ],
+    ids=["special tokens", "bytes", "lone surrogates", "None", "nothing", "control characters"],
+)
+async def test_the_policy_reads_the_result_of_a_tool_as_ordinary_text(
+    renderer, run_episode, result, text
+):
+    columns = await run_episode(TOOL.format(result), CALL, "done")
+    assert columns["turn_outcomes"].tolist() == [TurnOutcome.CALLED, TurnOutcome.SPOKE]
+    assert columns["finish_reason"].tolist() == [FinishReason.STOP.value]
+    assert read_observation(renderer, columns) == text
+
+
+async def test_a_tool_that_returns_20_mb_is_cut_in_the_middle(renderer, run_episode):
+    source = TOOL.format("'begin' + 'x' * 20_000_000 + 'end'")
+    columns = await run_episode(source, CALL, "done", max_reply_chars=100)
+    text = read_observation(renderer, columns)
+    assert text.startswith("beginx") and text.endswith("xend") and len(text) < 200
+    assert columns["turn_outcomes"].tolist() == [TurnOutcome.CALLED, TurnOutcome.SPOKE]
+
+
+@pytest.mark.parametrize(
+    ("observation", "text"),
+    [
+        (MARKERS_SOURCE, MARKERS),
+        (r"'half \ud800 pair \udfff'", "half \ufffd pair \ufffd"),
+        ("''", ""),
+        (r"[{'role': 'user', 'content': '\ud800'}]", "\ufffd"),
+    ],
+    ids=["special tokens", "lone surrogates", "nothing", "messages"],
+)
+async def test_the_policy_reads_an_observation_as_ordinary_text(
+    renderer, run_episode, observation, text
+):
+    columns = await run_episode(TURNS.format(observation), "go", "done")
+    assert columns["num_turns"].tolist() == [2]
+    assert columns["finish_reason"].tolist() == [FinishReason.STOP.value]
+    assert read_observation(renderer, columns) == text
+
+
+async def test_score_reads_a_conversation_that_can_be_encoded(run_episode):
+    source = TURNS.format(r"'\ud800'") + (
+        "    def score(self, episode):\n"
+        "        return float(''.join(m['content'] for m in episode.messages).encode() != b'')\n"
+    )
+    columns = await run_episode(source, "go", "done")
+    assert columns["environment_scores"].tolist() == [1.0]
+
+
+async def test_an_observation_longer_than_the_episode_ends_it_as_truncated(run_episode):
+    source = TURNS.format("'x' * 10_000_000")
+    columns = await run_episode(source, "go", "done", max_tokens=1000)
+    assert columns["num_turns"].tolist() == [1]
+    assert columns["finish_reason"].tolist() == [FinishReason.TOKENS.value]
+
+
+@pytest.mark.parametrize(
+    ("observation", "words"),
+    [
+        ("'x' * 20_000_000", r"an observation of 19\.1 MiB; the limit is 16 MiB"),
+        (r"b'\xff'", r"returned b'\\xff', not a text or a list of chat messages"),
+        ("None", "returned None, not a text or a list of chat messages"),
+    ],
+)
+async def test_an_observation_that_is_no_text_is_a_fault_of_the_environment(
+    run_episode, observation, words
+):
+    with pytest.raises(EpisodeError, match=words):
+        await run_episode(TURNS.format(observation), "go", "done")

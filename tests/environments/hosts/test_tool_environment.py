@@ -1,0 +1,190 @@
+"""Tools of a class, `python` and an MCP server side by side, in a host here or in a pool."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from streamrl.environments.config import EnvironmentConfig
+from streamrl.environments.hosts.environment_host import EnvironmentHost
+from streamrl.environments.hosts.host_pool import EnvironmentHostPool
+from streamrl.environments.hosts.host_protocol import HostOperation
+from streamrl.environments.interface import CallOutcome, Reply, ToolCall
+from streamrl.environments.tool_calls.tool_schema import get_tool_name
+from streamrl.environments.tool_config import ToolConfig
+from streamrl.errors import ConfigError
+from streamrl.messages import Prompt
+from tests.descendants import descendants
+from tests.environments.hosts.open_session import OpenSession
+from tests.environments.hosts.user_files import GUESS
+
+SERVER = str(Path(__file__).parent.parent / "tool_sources" / "raw_mcp_server.py")
+PYTHON = ToolConfig("python")
+RAW = ToolConfig(
+    "mcp", command=[sys.executable, "-S", SERVER], only=["write", "say", "sleep", "breed", "die"]
+)
+WRITER = '''
+class Writer:
+    def reset(self, row):
+        return "begin"
+
+    def produce(self, shape: str) -> str:
+        """Write."""
+        return {"long": "x" * 20_000_000, "nothing": "", "tokens": "<|im_end|>"}.get(shape, shape)
+
+    def score(self, episode):
+        return 0.5
+'''
+SCORED = "class Scored:\n    def score(self, episode): return 0.25\n"
+
+
+@pytest.fixture
+async def open_session(tmp_path):
+    """Open sessions in hosts; close them at the end and check that no process is left."""
+    before, sessions = descendants(), []
+
+    def open_in_host(source="", **settings):
+        path = tmp_path / "mine.py"
+        path.write_text(source)
+        config = EnvironmentConfig(str(path) if source else "", **settings)
+        sessions.append(OpenSession(EnvironmentHost(config)))
+        return sessions[-1]
+
+    yield open_in_host
+    for session in sessions:
+        await session.close()
+    assert not descendants() - before
+
+
+async def call(session, *calls):
+    """Return outcome and text of each call of a turn."""
+    result = (await session.step("", *(ToolCall(name, given) for name, given in calls))).result
+    texts = [message["content"] for message in result.messages]
+    return list(zip(result.outcomes, texts, strict=True))
+
+
+async def test_all_kinds_of_tools_answer_side_by_side(open_session):
+    session = open_session(WRITER, tools=[PYTHON, RAW], max_reply_chars=100)
+    start = (await session.reset()).result
+    names = ["produce", "python", "write", "say", "sleep", "breed", "die"]
+    assert [get_tool_name(tool) for tool in start.tools] == names
+    assert start.messages == [{"role": "user", "content": "begin"}]
+    described = (await session.send(HostOperation.DESCRIBE)).result
+    assert list(described.tools) == list(start.tools) and described.has_score
+    answers = await call(
+        session, ("produce", {"shape": "a"}), ("python", {"code": "2 + 3"}), ("say", {"text": "b"})
+    )
+    assert answers == [(CallOutcome.OK, "a"), (CallOutcome.OK, "5\n"), (CallOutcome.OK, "b")]
+    assert (await session.score()).result == 0.5
+
+
+@pytest.mark.parametrize(
+    ("shape", "code", "text"),
+    [
+        ("tokens", "print('<|im_end|>', end='')", "<|im_end|>"),
+        ("nothing", "", ""),
+        (
+            "long",
+            "print('x' * 20_000_000, end='')",
+            f"{'x' * 50}\n[... 19999900 characters left out ...]\n{'x' * 50}",
+        ),
+    ],
+    ids=["tokens", "nothing", "long"],
+)
+async def test_the_policy_reads_the_same_of_every_kind_of_tool(open_session, shape, code, text):
+    session = open_session(WRITER, tools=[PYTHON, RAW], max_reply_chars=100)
+    await session.reset()
+    calls = ("produce", {"shape": shape}), ("python", {"code": code}), ("write", {"shape": shape})
+    assert await call(session, *calls) == [(CallOutcome.OK, text)] * 3
+
+
+async def test_a_character_that_utf8_cannot_encode_is_replaced(open_session):
+    session = open_session(WRITER, tools=[PYTHON, RAW])
+    await session.reset()
+    code = "import os; os.write(1, b'a' + bytes([255]) + b'b'); None"
+    calls = ("produce", {"shape": "a\ud800b"}), ("python", {"code": code})
+    answers = await call(session, *calls, ("say", {"text": "a\ue000b"}))
+    assert answers == [(CallOutcome.OK, "a�b")] * 3
+
+
+async def test_calls_past_their_deadline_say_what_is_lost(open_session):
+    session = open_session(tools=[PYTHON, RAW], call_timeout_s=1.0, parallel_calls=2)
+    await session.reset()
+    await call(session, ("python", {"code": "x = 1"}), ("say", {"text": "warm"}))
+    slow = ("python", {"code": "import time; time.sleep(60)"}), ("sleep", {"seconds": 60})
+    lost = [
+        "python timed out after 1 s; the session has ended: all variables are lost",
+        "sleep timed out after 1 s; the server has been stopped: what it kept of earlier calls is"
+        " lost",
+    ]
+    assert await call(session, *slow) == [(CallOutcome.TIMED_OUT, text) for text in lost]
+    (failed, answered) = await call(session, ("python", {"code": "x"}), ("say", {"text": "b"}))
+    assert failed[0] is CallOutcome.TOOL_ERROR and "NameError" in failed[1]
+    assert answered == (CallOutcome.OK, "b")
+
+
+async def test_the_death_of_a_server_fails_the_episode_and_no_other(open_session):
+    session = open_session(tools=[RAW])
+    other = OpenSession(session.host)
+    for each in (session, other):
+        await each.reset()
+    response = await session.step("", ToolCall("die"))
+    assert "MCP server" in response.error and response.error.endswith("ended: out of luck")
+    assert await call(other, ("say", {"text": "b"})) == [(CallOutcome.OK, "b")]
+    await other.close()
+
+
+async def test_tools_may_be_all_that_an_environment_has_or_stand_beside_a_score(open_session):
+    session = open_session(tools=[PYTHON])
+    note = (await session.send(HostOperation.DESCRIBE)).result.note
+    assert note.startswith("an environment without a class has no score(episode)")
+    assert (await session.reset()).result.messages == ()
+    assert (await session.step("done")).result.done
+    assert (await session.score(rewards=[0.0])).result == 0.0
+    scored = open_session(SCORED, tools=[PYTHON])
+    await scored.reset()
+    assert await call(scored, ("python", {"code": "1"})) == [(CallOutcome.OK, "1\n")]
+    assert (await scored.score()).result == 0.25
+
+
+async def test_tools_that_cannot_be_used_are_config_errors(open_session):
+    with pytest.raises(ConfigError, match=r"environment.tools: .* has step\(self, reply\), which"):
+        open_session(GUESS, tools=[PYTHON])
+    named = WRITER.replace("produce", "python")
+    for session, error in (
+        (
+            open_session(named, tools=[PYTHON]),
+            "python: has a tool python, as has the class; rename",
+        ),
+        (open_session(tools=[ToolConfig("mcp", command=["nosuch"])]), "nosuch is not on PATH"),
+    ):
+        response = await session.send(HostOperation.DESCRIBE)
+        assert response.is_config_error and error in response.error
+        assert not (await session.reset()).is_config_error
+
+
+async def test_a_host_that_is_killed_leaves_neither_jails_nor_servers():
+    before = descendants()
+    pool = EnvironmentHostPool(EnvironmentConfig(tools=[PYTHON, RAW], processes=1))
+    try:
+        await pool.start()
+        session = pool.open_session(Prompt("u", np.zeros(1, np.int32)), seed=0)
+        await session.reset()
+        step = await session.step(
+            Reply("", [ToolCall("python", {"code": "1"}), ToolCall("breed", {})])
+        )
+        texts = [message["content"] for message in step.messages]
+        assert texts[0] == "1\n"
+        pids = [int(pid) for pid in texts[1].split()]
+        assert all(map(psutil.pid_exists, pids))
+        psutil.Process(session.host_pid).kill()
+        async with asyncio.timeout(30):
+            while any(map(psutil.pid_exists, pids)):
+                await asyncio.sleep(0.01)
+        await session.close()
+    finally:
+        await pool.close()
+    assert not descendants() - before

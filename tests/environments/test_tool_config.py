@@ -1,0 +1,47 @@
+"""Entries of environment.tools."""
+
+from pathlib import Path
+
+import pytest
+
+from streamrl.environments.config import EnvironmentConfig
+from streamrl.environments.tool_config import ToolConfig
+from streamrl.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"kind": "pyton"}, "kind=pyton: no such kind of tools; the nearest kind is python"),
+        ({"kind": "mcp"}, "kind mcp has neither command nor url; give command"),
+        ({"kind": "mcp", "command": ["a"], "url": "http://a"}, "has both command and url"),
+        ({"kind": "mcp", "url": "a.org"}, "url=a.org: must begin with http:// or https://"),
+        ({"kind": "python", "share": True}, "share=True: has no effect with kind python, whose"),
+        (
+            {"kind": "mcp", "url": "http://a", "env": ["A"]},
+            "env=.*: has no effect with a url, whose settings are url, headers_env, only",
+        ),
+        ({"kind": "mcp", "command": ["a"], "headers_env": {"A": "B"}}, "no effect with a command"),
+        ({"kind": "python", "cpu_s": 0.0}, "cpu_s=0.0: must be above 0 and finite"),
+    ],
+)
+def test_contradictions_in_an_entry_are_refused(settings, error):
+    with pytest.raises(ConfigError, match=f"environment.tools.*{error}"):
+        ToolConfig(**settings)
+
+
+def test_tools_alone_are_an_environment():
+    config = EnvironmentConfig(tools=[ToolConfig("python")])
+    assert config.is_enabled and not config.has_class
+    assert config.settings_text == "environment.tools=python"
+    with pytest.raises(ConfigError, match=r"environment.options: needs environment.path"):
+        EnvironmentConfig(tools=[ToolConfig("python")], options={"a": 1})
+
+
+def test_files_in_a_command_become_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("server.py", "python"):
+        Path(name).touch()
+    tool = ToolConfig("mcp", command=["python", "server.py", "--port", "80"])
+    tool.make_command_absolute()
+    assert tool.command == ["python", str(tmp_path / "server.py"), "--port", "80"]

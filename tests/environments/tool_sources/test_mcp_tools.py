@@ -1,0 +1,292 @@
+"""Tools of MCP servers: calls, failures, deadlines, and what is left of a server's processes."""
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import psutil
+import pytest
+
+from streamrl.environments.interface import CallOutcome
+from streamrl.environments.tool_calls.call_formats import check_call
+from streamrl.environments.tool_calls.marked_turn import WrittenCall
+from streamrl.environments.tool_calls.tool_schema import get_tool_name
+from streamrl.environments.tool_config import ToolConfig
+from streamrl.environments.tool_sources import tool_sources
+from streamrl.environments.tool_sources.mcp_tools import RESTARTED, McpTools
+from streamrl.environments.tool_sources.tool_source import ToolAnswer
+from streamrl.errors import ConfigError, EpisodeError
+from tests.descendants import descendants
+from tests.environments.tool_sources import raw_mcp_server
+
+FOLDER = Path(__file__).parent
+RAW_SERVER = [sys.executable, "-S", str(FOLDER / "raw_mcp_server.py")]
+PACKAGE_SERVER = [sys.executable, str(FOLDER / "package_mcp_server.py")]
+
+
+def in_time():
+    return asyncio.get_running_loop().time() + 60
+
+
+@pytest.fixture
+async def open_episode():
+    """Open episodes of a server; close them at the end and check that no process is left."""
+    before, episodes = descendants(), []
+
+    async def open_of(source):
+        episodes.append(await source.open(in_time()))
+        return episodes[-1]
+
+    yield open_of
+    for episode in episodes:
+        await episode.close()
+    assert not descendants() - before
+
+
+def make_source(command=RAW_SERVER, **settings):
+    return McpTools(ToolConfig("mcp", command=command, **settings))
+
+
+async def read(episode, name, **arguments):
+    answer = await episode.call(name, arguments)
+    assert answer.outcome is CallOutcome.OK
+    return answer.text
+
+
+@contextlib.contextmanager
+def serve_http():
+    """Start the server of the package on a free port; yield its address."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with subprocess.Popen([*PACKAGE_SERVER, str(port)]) as process:
+        try:
+            yield f"http://127.0.0.1:{port}/mcp"
+        finally:
+            process.kill()
+
+
+async def open_when_ready(source):
+    """List the tools of a server that is starting, and open an episode."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                return await source.list_tools(in_time()), await source.open(in_time())
+            except EpisodeError:
+                await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("transport", ["stdio", "http"])
+async def test_a_server_of_the_package_is_played_to_the_end(transport):
+    before = descendants()
+    with contextlib.ExitStack() as stack:
+        source = make_source(PACKAGE_SERVER)
+        if transport == "http":
+            url = stack.enter_context(serve_http())
+            source = McpTools(ToolConfig("mcp", url=url))
+        await source.check()
+        tools, episode = await open_when_ready(source)
+        by_name = {get_tool_name(tool): tool for tool in tools}
+        assert list(by_name) == ["divide", "draw"]
+        assert by_name["divide"]["function"]["description"] == "Divide two numbers."
+        for name, arguments, error in (
+            ("divide", {"a": "1", "b": 2}, "a: must be integer, got"),
+            ("devide", {}, "the nearest tool is divide"),
+        ):
+            assert error in check_call(WrittenCall(0, 1, name, arguments), by_name).error
+        assert await read(episode, "divide", a=3, b=4) == "0.75"
+        failed = await episode.call("divide", {"a": 3, "b": 0})
+        assert failed.outcome is CallOutcome.TOOL_ERROR and "b must not be 0" in failed.text
+        assert await read(episode, "draw") == "[image, image/png, 8 bytes of base64]"
+        await episode.close()
+        if transport == "http":
+            orphan = await source.open(in_time())
+            stack.close()
+            with pytest.raises(EpisodeError, match=r"127.0.0.1:\d+/mcp: ended: ConnectError"):
+                await orphan.call("divide", {"a": 1, "b": 1})
+            await orphan.close()
+    assert not descendants() - before
+
+
+class RawHttpServer(BaseHTTPRequestHandler):
+    """The raw server's answers over HTTP; a call with a number is refused with this status."""
+
+    authorizations: ClassVar[set[str]] = set()
+
+    def do_POST(self):
+        self.authorizations.add(self.headers["Authorization"])
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        response, status = {"jsonrpc": "2.0", "id": request.get("id")}, 200
+        text = request.get("params", {}).get("arguments", {}).get("text", "")
+        try:
+            response["result"] = raw_mcp_server.answer(request)
+        except LookupError as error:
+            response["error"] = {"code": -32601, "message": str(error)}
+        if text.isdigit():
+            response = {**response, "error": {"code": -32600, "message": "Session not found"}}
+            status = int(text)
+            del response["result"]
+        data = json.dumps(response).encode() if "id" in request else b""
+        self.send_response(status if data else 202)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        """Print nothing."""
+
+
+async def test_headers_come_from_the_environment_and_a_refused_request_ends_the_session(
+    monkeypatch,
+):
+    monkeypatch.setenv("DOCS_TOKEN", "Bearer secret")
+    with ThreadingHTTPServer(("127.0.0.1", 0), RawHttpServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/mcp"
+        headers = {"Authorization": "DOCS_TOKEN"}
+        source = McpTools(ToolConfig("mcp", url=url, headers_env=headers))
+        episode = await source.open(in_time())
+        assert await read(episode, "say", text="hi") == "hi"
+        assert RawHttpServer.authorizations == {"Bearer secret"}
+        # An answer to the call, which the policy reads.
+        answered = await episode.call("say", {"text": "400"})
+        assert answered == ToolAnswer("error: Session not found", CallOutcome.TOOL_ERROR)
+        for status in (404, 429, 503):
+            with pytest.raises(EpisodeError, match=f"ended: HTTPStatusError: HTTP status {status}"):
+                await episode.call("say", {"text": str(status)})
+            await episode.close()
+            episode = await source.open(in_time())
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await episode.call("sleep", {"seconds": 0.5})
+        assert episode.timeout_note == "" and await read(episode, "say", text="hi") == "hi"
+        await episode.close()
+        server.shutdown()
+
+
+async def test_a_call_that_is_given_up_does_not_delay_the_next(open_episode):
+    episode = await open_episode(make_source())
+    first = await read(episode, "count")
+    slow = asyncio.create_task(episode.call("sleep", {"seconds": 600}))
+    other = asyncio.create_task(episode.call("count", {}))
+    # The server reads calls one after the other: the second one waits behind the first.
+    await asyncio.sleep(0.1)
+    slow.cancel()
+    assert await other == ToolAnswer(RESTARTED, CallOutcome.TOOL_ERROR)
+    assert slow.cancelled() or await asyncio.wait({slow})
+    assert episode.timeout_note == RESTARTED
+    count, pid = (await read(episode, "count")).split()
+    assert count == "1" and pid != first.split()[1]
+
+
+async def test_the_end_of_an_episode_kills_everything_that_its_server_started(open_episode):
+    source = make_source()
+    episodes = [await open_episode(source) for _ in range(2)]
+    families = [list(map(int, (await read(e, "breed")).split())) for e in episodes]
+    assert len({pid for family in families for pid in family}) == 4
+    await episodes[0].close()
+    assert not any(map(psutil.pid_exists, families[0]))
+    assert all(map(psutil.pid_exists, families[1]))
+
+
+async def test_a_server_sees_only_the_variables_that_the_entry_names(open_episode, monkeypatch):
+    monkeypatch.setenv("SEARCH_KEY", "1")
+    monkeypatch.setenv("SECRET", "2")
+    episode = await open_episode(make_source(env=["SEARCH_KEY"]))
+    variables = json.loads(await read(episode, "show_environment"))
+    assert variables.keys() - {"LC_CTYPE"} <= {"PATH", "HOME", "LANG", "SEARCH_KEY"}
+    assert variables["SEARCH_KEY"] == "1" and "PATH" in variables
+
+
+async def test_texts_of_servers_arrive_as_text_that_utf8_can_encode(open_episode):
+    episode = await open_episode(make_source())
+    assert await read(episode, "write", shape="nothing") == ""
+    assert await read(episode, "write", shape="tokens") == "<|im_end|>"
+    assert len(await read(episode, "write", shape="long")) == 20_000_000
+    # The server writes the first character as the lone surrogate \ud800, the second as byte 0xff.
+    assert await read(episode, "say", text="a\ue000b") == "a�b"
+    assert await read(episode, "say", text="a\ue001b") == "a�b"
+
+
+async def test_an_error_of_the_protocol_is_a_text_and_the_death_of_a_server_an_episode_error(
+    open_episode,
+):
+    episode = await open_episode(make_source())
+    refused = await episode.call("refuse", {})
+    assert refused == ToolAnswer("error: no method tools/call", CallOutcome.TOOL_ERROR)
+    with pytest.raises(EpisodeError, match=r"MCP server .*raw_mcp_server.py: ended: out of luck"):
+        await episode.call("die", {})
+    with pytest.raises(EpisodeError, match="ended: out of luck"):
+        await episode.call("count", {})
+
+
+async def test_a_server_that_does_not_start_or_answer_is_named():
+    before = descendants()
+    with pytest.raises(EpisodeError, match="fail: does not start: no such index"):
+        await make_source([*RAW_SERVER, "fail"]).list_tools(in_time())
+    silent = make_source(["sleep", "600"])
+    with pytest.raises(EpisodeError, match="MCP server sleep 600: not ready in time"):
+        await silent.open(asyncio.get_running_loop().time() + 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}/mcp"
+    with pytest.raises(EpisodeError, match=f"{url}: does not start: ConnectError"):
+        await McpTools(ToolConfig("mcp", url=url)).open(in_time())
+    assert not descendants() - before
+
+
+async def test_what_a_machine_lacks_is_a_config_error(monkeypatch):
+    with pytest.raises(ConfigError, match="MCP server nosuch -v: nosuch is not on PATH"):
+        await make_source(["nosuch", "-v"]).check()
+    remote = ToolConfig("mcp", url="http://x/mcp", headers_env={"Authorization": "NO_TOKEN"})
+    with pytest.raises(ConfigError, match=r"headers_env: .* NO_TOKEN are not set, or empty$"):
+        await McpTools(remote).check()
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    with pytest.raises(ConfigError, match=r"needs the package mcp .*: pip install 'streamrl\[mcp"):
+        make_source()
+
+
+async def test_only_chooses_tools_of_a_server_by_name(open_episode):
+    source = make_source(only=["say", "count"])
+    assert [get_tool_name(tool) for tool in await source.list_tools(in_time())] == ["say", "count"]
+    await open_episode(source)
+    wrong = make_source(only=["sey"])
+    with pytest.raises(ConfigError, match=r"only: sey: the server has no such tool; the nearest"):
+        await wrong.list_tools(in_time())
+    await open_episode(wrong)
+
+
+async def test_the_same_name_twice_is_refused(open_episode):
+    entries = [ToolConfig("mcp", command=RAW_SERVER, only=["say"]) for _ in range(2)]
+    sources = tool_sources.ToolSources(entries, (), max_reply_chars=9)
+    with pytest.raises(ConfigError, match=r"has a tool say, as has .*; rename one") as caught:
+        await sources.list_tools(in_time())
+    assert "\n" not in str(caught.value)
+    for source in sources._sources:
+        await open_episode(source)
+
+
+async def test_shared_servers_serve_one_episode_after_another(open_episode):
+    source = make_source(share=True)
+    first, second = await open_episode(source), await open_episode(source)
+    pids = [(await read(episode, "count")).split()[1] for episode in (first, second)]
+    assert pids[0] != pids[1]
+    await first.close()
+    third = await open_episode(source)
+    assert await read(third, "count") == f"2 {pids[0]}"
+    await third.close()
+    os.kill(int(pids[0]), 9)
+    # A server that has died while it was idle is replaced.
+    async with asyncio.timeout(30):
+        while source._idle[0].is_open:
+            await asyncio.sleep(0.01)
+    fourth = await open_episode(source)
+    assert (await read(fourth, "count")).split()[0] == "1"
+    source._config.share = False

@@ -1,0 +1,83 @@
+"""The tool `python` in episodes: its session, and what a call past its deadline costs."""
+
+import asyncio
+
+import pytest
+import pytest_asyncio
+
+from streamrl.environments.interface import CallOutcome
+from streamrl.environments.tool_config import ToolConfig
+from streamrl.environments.tool_sources import python_tool
+from streamrl.environments.tool_sources.python_tool import LOST, PythonTools
+from streamrl.environments.tool_sources.tool_source import ToolAnswer
+from streamrl.errors import ConfigError, EpisodeError
+from streamrl.rewards.sandbox.backend_choice import IsolationError
+from tests.descendants import descendants
+
+module_loop = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def source():
+    source = PythonTools(ToolConfig("python", memory_mib=300), kept_chars=1000)
+    await source.check()
+    return source
+
+
+async def run(episode, code):
+    return await episode.call("python", {"code": code})
+
+
+@module_loop
+async def test_episodes_share_no_session_and_one_that_never_calls_has_none(source):
+    before = descendants()
+    episodes = [await source.open(0.0) for _ in range(1000)]
+    assert not descendants() - before
+    for number, episode in enumerate(episodes[:2]):
+        assert await run(episode, f"x = {number}") == ToolAnswer("")
+    texts = [(await run(episode, "x")).text for episode in episodes[:2]]
+    assert texts == ["0\n", "1\n"]
+    assert descendants() - before
+    for episode in episodes:
+        await episode.close()
+    assert not descendants() - before
+
+
+@module_loop
+async def test_a_call_past_its_deadline_costs_the_session_and_the_next_call_gets_a_new_one(source):
+    before = descendants()
+    episode = await source.open(0.0)
+    await run(episode, "x = 1")
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await run(episode, "while True: pass")
+    assert "variables are lost" in episode.timeout_note
+    lost = await run(episode, "x")
+    assert lost.outcome is CallOutcome.TOOL_ERROR and "NameError" in lost.text
+    await episode.close()
+    assert not descendants() - before
+
+
+@module_loop
+async def test_a_call_that_ends_python_is_a_tool_error_that_says_what_is_lost(source):
+    episode = await source.open(0.0)
+    await run(episode, "x = 1")
+    answer = await run(episode, "import os; os._exit(3)")
+    text = f"the Python process exited with code 3\n{LOST}"
+    assert answer == ToolAnswer(text, CallOutcome.TOOL_ERROR)
+    assert "NameError" in (await run(episode, "x")).text
+    await episode.close()
+
+
+@module_loop
+async def test_a_machine_that_cannot_isolate_is_named(monkeypatch):
+    async def refuse(limits):
+        raise IsolationError("bwrap is not on PATH: apt install bubblewrap,")
+
+    monkeypatch.setattr(python_tool, "find_isolation", refuse)
+    source = PythonTools(ToolConfig("python"), kept_chars=10)
+    error = "tools: python: bwrap is not on PATH: apt install bubblewrap,"
+    with pytest.raises(ConfigError, match=f"{error} or remove this tool"):
+        await source.check()
+    with pytest.raises(EpisodeError, match=error):
+        await run(await source.open(0.0), "1")
