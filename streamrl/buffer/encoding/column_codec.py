@@ -28,7 +28,6 @@ _DTYPES: Mapping[str, np.dtype[np.generic]] = {
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
     "F32": np.dtype(np.float32),
-    "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
