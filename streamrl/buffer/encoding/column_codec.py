@@ -24,6 +24,7 @@ OUT_OF_BAND_BYTES = 4 * 1024
 """Buffers above this size travel beside the pickle without a copy."""
 
 _DTYPES: Mapping[str, np.dtype[np.generic]] = {
+    "U8": np.dtype(np.uint8),
     "I8": np.dtype(np.int8),
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),

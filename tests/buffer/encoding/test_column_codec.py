@@ -17,7 +17,7 @@ from streamrl.buffer.encoding.column_codec import (
 from streamrl.messages import COLUMN_SPECS, Columns
 from tests.buffer.shards import rollouts
 
-DTYPES = ("int32", "int8", "float32", "bool", "int64")
+DTYPES = ("int32", "int8", "uint8", "float32", "bool", "int64")
 column_dicts = st.dictionaries(
     st.sampled_from([*COLUMN_SPECS, "reward/exact", "reward/na\u00efve"]),
     st.sampled_from(DTYPES).flatmap(
