@@ -368,25 +368,6 @@ def columns_to_rollouts(columns: Columns) -> list[Rollout]:
     ]
 
 
-def count_samples(columns: Columns) -> Array:
-    """Return the number of rollouts of each episode of a group, int64 [E]."""
-    if EPISODE_COLUMN not in columns:
-        return np.ones(len(columns["lengths"]), np.int64)
-    return np.bincount(columns[EPISODE_COLUMN])
-
-
-def find_first_samples(samples: Array) -> Array:
-    """Return the index of each episode's first rollout, given `count_samples`: int64 [E]."""
-    firsts: Array = np.cumsum(samples) - samples
-    return firsts
-
-
-def sum_over_samples(column: Array, samples: Array) -> Array:
-    """Return the sum of a column [R] over the samples of each episode: [E]."""
-    sums: Array = np.add.reduceat(column, find_first_samples(samples))
-    return sums
-
-
 def extract_completions(columns: Columns) -> list[Array]:
     """Return the tokens after the prompt of each rollout of a group, int32 [C] each, as views.
 
@@ -435,41 +416,26 @@ class GroupInfo(msgspec.Struct, frozen=True):
     def from_columns(cls, columns: Columns) -> "GroupInfo":
         """Compute sizes and versions of a group from its ROLLOUT_COLUMNS.
 
-        Reads the columns `episode`, `token_source` and `num_turns` if they exist. Raises
-        ContractError if column lengths differ, if the samples of an episode do not follow each
-        other, or if a token is trained in a sample in which it was not sampled.
+        Reads the columns `episode` and `num_turns` if they exist. Raises ContractError if column
+        lengths differ.
         """
         versions, mask = columns["policy_version"], columns["loss_mask"]
         if versions.size != mask.size:
             sizes = f"policy_version[{versions.size}], loss_mask[{mask.size}]"
             raise ContractError(f"columns of one group differ in length: {sizes}")
-        if EPISODE_COLUMN in columns:
-            _check_samples(columns)
         sampled = versions[mask]
         return cls(
             lengths=tuple(columns["lengths"].tolist()),
             num_loss_tokens=sampled.size,
             version_tokens=tuple(_count_versions(sampled)),
             num_turns=int(columns["num_turns"].sum()) if "num_turns" in columns else 0,
-            samples=tuple(count_samples(columns).tolist()) if EPISODE_COLUMN in columns else (),
+            samples=_count_samples(columns),
         )
 
 
-def _check_samples(columns: Columns) -> None:
-    """Raise ContractError unless samples of an episode are adjacent and train what they sampled."""
-    episodes = columns[EPISODE_COLUMN]
-    is_in_order = np.isin(np.diff(episodes, prepend=-1), (0, 1)).all() and (episodes >= 0).all()
-    if len(episodes) != len(columns["lengths"]) or not is_in_order:
-        raise ContractError(
-            f"column {EPISODE_COLUMN}: {episodes.tolist()[:16]} for {len(columns['lengths'])}"
-            " rollouts; must number the episodes from 0, samples of an episode next to each other"
-        )
-    is_sampled = columns["token_source"] == TokenSource.SAMPLED
-    if not np.array_equal(is_sampled, columns["loss_mask"]):
-        raise ContractError(
-            "loss_mask is not true exactly where token_source is SAMPLED: a sampled token is"
-            " trained in the sample in which it was sampled"
-        )
+def _count_samples(columns: Columns) -> tuple[int, ...]:
+    episodes = columns.get(EPISODE_COLUMN)
+    return () if episodes is None else tuple(np.bincount(episodes).tolist())
 
 
 def _count_versions(sampled: Array) -> Iterator[tuple[int, int]]:
@@ -519,27 +485,6 @@ def check_column_sizes(sizes: Mapping[str, int], info: GroupInfo) -> None:
             raise ContractError(
                 f"column {name}: {spec.dtype}[{entries}], wanted {spec.dtype}[{wanted}]"
             )
-
-
-def check_loss_mask(columns: Columns) -> None:
-    """Raise ContractError if loss_mask is true for a token that the policy did not sample.
-
-    For the rollouts of an environment, which have `token_source`. Training on the environment's
-    words also raises the reward, by less, so that no metric shows the mistake.
-    """
-    if "token_source" not in columns:
-        return
-    loss_mask, source = columns["loss_mask"], columns["token_source"]
-    if loss_mask.size != source.size:
-        sizes = f"loss_mask[{loss_mask.size}], token_source[{source.size}]"
-        raise ContractError(f"columns of one group differ in length: {sizes}")
-    wrong = np.flatnonzero(loss_mask & (source != TokenSource.SAMPLED))
-    if wrong.size:
-        first = int(wrong[0])
-        raise ContractError(
-            f"column loss_mask: true for token {first} of the group, which the policy did not"
-            f" sample: its token_source is {TokenSource(int(source[first])).name}"
-        )
 
 
 class GroupLease(msgspec.Struct, frozen=True, weakref=True):

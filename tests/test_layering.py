@@ -25,7 +25,7 @@ OLD_WORDS = re.compile(r"\b(old_log_?probs|behaviou?r_policy|rollout_worker)\b")
 NAMES_OF_NOTHING = {"utils", "util", "common", "helpers", "helper", "base", "misc"}
 ROOMS = (
     "errors",
-    *("messages", "files", "distributed", "process_pool", "resharding"),
+    *("messages", "group_episodes", "files", "distributed", "process_pool", "resharding"),
     *("dataflow", "data", "telemetry", "weights", "controller"),
     *("algorithms", "buffer", "placement"),
     *("engines", "run_dir", "drawing"),

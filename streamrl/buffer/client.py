@@ -23,6 +23,7 @@ from streamrl.buffer.leases import LeaseRequest, OverdueLease
 from streamrl.buffer.shard import QueueShard
 from streamrl.buffer.shard_stats import ShardStats, merge_stats
 from streamrl.errors import ContractError, DeadlineError, StreamError
+from streamrl.group_episodes import check_loss_mask, check_samples
 from streamrl.messages import (
     ROLLOUT_COLUMNS,
     Array,
@@ -32,7 +33,6 @@ from streamrl.messages import (
     GroupInfo,
     GroupLease,
     Prompt,
-    check_loss_mask,
     measure_columns,
 )
 
@@ -512,6 +512,7 @@ def _make_commit(lease: GroupLease, columns: Columns) -> ColumnCommit:
     sizes = measure_columns(columns)
     info = None
     if columns.keys() >= _ROLLOUT_COLUMN_NAMES:
+        check_samples(columns)
         info = GroupInfo.from_columns(columns)
         check_loss_mask(columns)
     return ColumnCommit(lease, encode_columns(columns), sizes, info)

@@ -351,7 +351,7 @@ def compute_max_group_bytes(config: RunConfig, prepared: PreparedRun) -> int:
     return bound_group_bytes(
         prepared.dataflow,
         prepared.component_columns,
-        rollouts=config.algorithm.group_size * config.max_samples,
+        rollouts=config.algorithm.group_size * config.environment.max_rollouts_per_episode,
         tokens=prepared.max_length,
         turns=config.environment.max_turns,
     )
@@ -417,7 +417,7 @@ def _check_micro_batch(config: RunConfig, max_length: int) -> None:
     The samples of an episode are in the same micro-batch.
     """
     budget, max_new_tokens = config.pipeline.micro_batch_tokens, config.max_completion_tokens
-    samples = config.max_samples
+    samples = config.environment.max_rollouts_per_episode
     if budget < samples * max_length:
         count = (
             "one rollout" if samples == 1 else f"environment.max_samples={samples} samples, each"

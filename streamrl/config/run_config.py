@@ -135,7 +135,7 @@ class RunConfig(ConfigSections):
             max_length=self.max_completion_tokens,
             reward_weights={reward.component_name: reward.weight for reward in self.rewards},
             mask_timeouts=self.environment.is_enabled and self.environment.on_timeout == "mask",
-            splits_episodes=self.max_samples > 1,
+            splits_episodes=self.environment.max_rollouts_per_episode > 1,
         )
 
     @property
@@ -158,11 +158,6 @@ class RunConfig(ConfigSections):
         """
         in_engine = self.generator.max_concurrent_rollouts
         return self.environment.open_episodes or in_engine
-
-    @property
-    def max_samples(self) -> int:
-        """Most rollouts of a group that are samples of the same episode."""
-        return self.environment.max_samples if self.environment.is_enabled else 1
 
     @property
     def max_completion_tokens(self) -> int:

@@ -146,7 +146,7 @@ def configure_for_cluster(config: RunConfig, cluster: Cluster, *, longest_tokens
     group_bytes = bound_group_bytes(
         config.dataflow,
         components,
-        rollouts=config.algorithm.group_size * config.max_samples,
+        rollouts=config.algorithm.group_size * config.environment.max_rollouts_per_episode,
         tokens=longest_tokens,
         turns=config.environment.max_turns,
     )

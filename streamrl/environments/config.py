@@ -182,6 +182,11 @@ class EnvironmentConfig(EnvironmentSpec):
         return bool(self.specs)
 
     @property
+    def max_rollouts_per_episode(self) -> int:
+        """Most rollouts of a group that are samples of the same episode."""
+        return self.max_samples if self.is_enabled else 1
+
+    @property
     def specs(self) -> Mapping[str, EnvironmentSpec]:
         """Environments by name; a single one without a name has the name ""."""
         return self.named or ({"": self} if self.is_given else {})

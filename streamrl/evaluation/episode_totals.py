@@ -5,13 +5,8 @@ from typing import Self
 
 import numpy as np
 
-from streamrl.messages import (
-    TRUNCATIONS,
-    Columns,
-    FinishReason,
-    count_samples,
-    find_first_samples,
-)
+from streamrl.group_episodes import count_samples, find_first_samples
+from streamrl.messages import TRUNCATIONS, Columns, FinishReason
 
 
 @dataclass(frozen=True)

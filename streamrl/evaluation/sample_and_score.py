@@ -11,7 +11,8 @@ from streamrl.errors import DeadlineError, EpisodeError, RewardError
 from streamrl.evaluation.config import EvaluationConfig
 from streamrl.evaluation.episode_totals import EpisodeTotals
 from streamrl.evaluation.metrics import EvaluationResult, compute_evaluation_result
-from streamrl.messages import Array, Columns, Prompt, count_samples, make_rollout_seeds
+from streamrl.group_episodes import count_samples
+from streamrl.messages import Array, Columns, Prompt, make_rollout_seeds
 
 
 @dataclass(frozen=True)

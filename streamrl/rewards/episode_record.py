@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from streamrl.group_episodes import count_samples, find_first_samples
 from streamrl.messages import (
     Array,
     Columns,
     FinishReason,
     TokenSource,
     TurnOutcome,
-    count_samples,
-    find_first_samples,
     split_token_column,
 )
 from streamrl.telemetry.rollout_log import RecordedTurn

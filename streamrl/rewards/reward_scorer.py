@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from streamrl.errors import RewardError, StreamError
-from streamrl.messages import Array, Columns, Experience, FilteredGroup, count_samples
+from streamrl.group_episodes import count_samples
+from streamrl.messages import Array, Columns, Experience, FilteredGroup
 from streamrl.rewards.episode_record import describe_episodes
 from streamrl.rewards.group_filter import GroupFilter
 from streamrl.rewards.interface.completion import Completion, decode_rollouts

@@ -11,7 +11,8 @@ from streamrl.buffer.assembly.micro_batch_schedule import ScheduledRound
 from streamrl.buffer.assembly.packing import MicroBatch, Round
 from streamrl.config.run_config import RunConfig
 from streamrl.distributed.process_group import translate_collective_errors
-from streamrl.messages import Columns, count_samples
+from streamrl.group_episodes import count_samples
+from streamrl.messages import Columns
 from streamrl.stream.device_lease import DedicatedDeviceLease
 from streamrl.stream.protocols import TrainStepResult
 from streamrl.stream.train_step import ReadyRounds, RoundRunner, make_scheduler

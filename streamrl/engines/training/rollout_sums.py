@@ -4,15 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from streamrl.buffer.assembly.packing import RolloutIndex
-from streamrl.messages import (
-    TRUNCATIONS,
-    Columns,
-    count_samples,
-    find_first_samples,
-    is_component_column,
-    split_token_column,
-    sum_over_samples,
-)
+from streamrl.group_episodes import count_samples, find_first_samples, sum_over_samples
+from streamrl.messages import TRUNCATIONS, Columns, is_component_column, split_token_column
 
 _TRUNCATION_CODES = tuple(reason.value for reason in TRUNCATIONS)
 

@@ -17,7 +17,7 @@ from streamrl.engines.training.collate import TOKEN_COLUMNS, build_batch, derive
 from streamrl.engines.training.rollout_sums import sum_rollouts
 from streamrl.engines.training.sample_joiner import SampleJoiner
 from streamrl.engines.training.tasks import PolicyTask, TwoHeadedTask
-from streamrl.messages import count_samples
+from streamrl.group_episodes import count_samples
 from tests.engines.split_episodes import MAX_SAMPLED, WEIGHTS, make_episode, make_groups
 
 SEQUENCE_WEIGHTS = CorrectionConfig(
