@@ -332,7 +332,7 @@ def _print_result(
     for name, value in _collect_scores(result).items():
         interval = intervals.get(name)
         note = f"  (95 %: {interval[0]:.4f} to {interval[1]:.4f})" if interval else ""
-        print(f"  {name:<12} {value:.4f}{note}")
+        print(f"  {name:<14} {value:.4f}{note}")
     if result.unscored_reason:
         print(
             f"  without a score: {result.num_unscored} more prompts, and"

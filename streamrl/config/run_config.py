@@ -1,12 +1,11 @@
 """RunConfig: all config sections of a run, read from YAML and key=value overrides."""
 
 import dataclasses
-import difflib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, cast, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -24,8 +23,8 @@ from streamrl.config.cross_checks import (
     find_colocation_conflict,
 )
 from streamrl.config.run_settings import ModelConfig, RunSettings
+from streamrl.config.setting_keys import check_setting_keys
 from streamrl.data.config import DataConfig
-from streamrl.data.files import FILE_KEYS as FILE_KEYS
 from streamrl.data.files import make_paths_absolute
 from streamrl.dataflow import CRITIC, POLICY, Dataflow, build_dataflow
 from streamrl.engines.generator_config import GeneratorConfig
@@ -38,7 +37,6 @@ from streamrl.files.bounded_read import read_small_yaml
 from streamrl.files.typed_settings import (
     describe_read_error,
     fill_empty_text,
-    format_as_list,
     rename_error_section,
     suggest_nearest,
 )
@@ -278,8 +276,7 @@ def parse_settings(settings: DictConfig, *, source: str) -> RunConfig:
 
 def _build_sections(kind: type[ConfigT], settings: DictConfig, *, source: str) -> ConfigT:
     raw = fill_empty_text(_fold_kind_options(OmegaConf.to_container(settings)), kind)
-    for key, value, section in _iter_settings(raw, kind, ""):
-        _check_key(key, value, section, source)
+    check_setting_keys(raw, kind, source=source)
     try:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), raw))
         OmegaConf.structured(config)  # merge does not validate values inside lists
@@ -477,92 +474,3 @@ def _apply_override(settings: DictConfig, override: str) -> None:
         raise ConfigError(f"{override!r:.80}: nested too deeply") from None
     except (YAMLError, OmegaConfBaseException, *YAML_VALUE_ERRORS) as error:
         raise ConfigError(f"{override!r:.200}: {' '.join(str(error).split())}") from None
-
-
-def _iter_settings(raw: Any, kind: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (full key, value, dataclass that should have the key) for every setting the user wrote.
-
-    raw: settings as read. kind: type of those settings. prefix: start of the keys.
-    """
-    if get_origin(kind) is list and isinstance(raw, list):
-        for i, item in enumerate(raw):
-            yield from _iter_settings(item, get_args(kind)[0], f"{prefix.removesuffix('.')}[{i}].")
-    elif get_origin(kind) is dict and isinstance(raw, dict):
-        for name, value in raw.items():
-            yield from _iter_settings(value, get_args(kind)[1], f"{prefix}{name}.")
-    elif is_dataclass(kind) and isinstance(raw, dict):
-        hints = get_type_hints(kind)
-        for name, value in raw.items():
-            yield f"{prefix}{name}", value, kind
-            yield from _iter_settings(value, hints.get(str(name)), f"{prefix}{name}.")
-
-
-#: Settings of other systems that streamrl refuses on purpose, with the reason.
-UNSUPPORTED_SETTINGS = dict.fromkeys(
-    ("generator.top_p", "generator.top_k", "generator.min_p"),
-    "not supported in training: tokens would come from another distribution than the one whose"
-    " log-probabilities are trained; evaluation.top_p and evaluation.top_k exist",
-)
-
-
-def _check_key(key: str, value: Any, section: Any, source: str) -> None:
-    """Raise ConfigError for an unknown or unsupported key, or a value of the wrong structure.
-
-    section: dataclass that should have the key. source: file or override that has the key.
-    """
-    hints = get_type_hints(section)
-    parent, _, name = key.rpartition(".")
-    if section is DataConfig and name in FILE_KEYS and name not in hints:
-        hint = f"set it per file, as in data.train={{path: ..., {name}: ...}}"
-        raise ConfigError(f"{source}: unknown key {key}={value!r}; {hint}")
-    if key in UNSUPPORTED_SETTINGS:
-        raise ConfigError(f"{source}: {key}={value!r}: {UNSUPPORTED_SETTINGS[key]}")
-    if name not in hints:
-        hint = _suggest_key(parent, name, hints)
-        raise ConfigError(f"{source}: unknown key {key}={value!r}; {hint}")
-    if is_dataclass(hints[name]) and not isinstance(value, dict):
-        raise ConfigError(f"{source}: {key}={value!r}: must be a mapping of settings")
-    if get_origin(hints[name]) is list and not isinstance(value, list):
-        raise ConfigError(
-            f"{source}: {key}={value!r}: must be a list, as in {format_as_list(key, value)}"
-        )
-    if get_origin(hints[name]) is dict and is_dataclass(get_args(hints[name])[1]):
-        _check_named_entries(key, value, source)
-    if isinstance(value, bool) and str in (hints[name], *get_args(hints[name])):
-        words = "on, yes and true" if value else "off, no and false"
-        raise ConfigError(
-            f"{source}: {key}={value}: must be text; YAML reads unquoted {words} as a boolean"
-        )
-
-
-def _check_named_entries(key: str, value: Any, source: str) -> None:
-    """Raise ConfigError unless a value is a mapping of names to mappings of settings."""
-    if not isinstance(value, dict):
-        raise ConfigError(f"{source}: {key}={value!r}: must be a mapping of names to settings")
-    for name, entry in value.items():
-        if not isinstance(name, str):
-            raise ConfigError(f"{source}: {key}.{name}: the name must be text; quote it")
-        if not isinstance(entry, dict):
-            raise ConfigError(f"{source}: {key}.{name}={entry!r}: must be a mapping of settings")
-
-
-def _suggest_key(parent: str, name: str, siblings: Iterable[str]) -> str:
-    """Return a hint for an unknown key: a similar key of its section, or one of another section.
-
-    parent: dotted key of the section, "" at the top. name: unknown key within the section.
-    """
-    if close := difflib.get_close_matches(name, siblings, n=1):
-        return f"the nearest key is {f'{parent}.{close[0]}'.removeprefix('.')}"
-    elsewhere = [key for key in _iter_keys(RunConfig) if key.rpartition(".")[2] == name]
-    if close := difflib.get_close_matches(f"{parent}.{name}", elsewhere, n=1, cutoff=0.0):
-        return f"the nearest key is {close[0]}"
-    return suggest_nearest(name, siblings)
-
-
-def _iter_keys(kind: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys of a settings dataclass and of dataclasses nested in it."""
-    for name, hint in get_type_hints(kind).items():
-        item = get_args(hint)[0] if get_origin(hint) is list else hint
-        yield f"{prefix}{name}"
-        if is_dataclass(item):
-            yield from _iter_keys(item, f"{prefix}{name}.")

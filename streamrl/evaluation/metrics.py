@@ -81,9 +81,8 @@ class EvaluationResult:
         return row
 
     def _list_mean_metrics(self, prefix: str) -> dict[str, float]:
-        means = {"mean_at_k": self.mean_at_k, **self.episode_means}
-        if self.maj_at_k is not None:
-            means["maj_at_k"] = self.maj_at_k
+        maj = {} if self.maj_at_k is None else {"maj_at_k": self.maj_at_k}
+        means = {"mean_at_k": self.mean_at_k, **maj, **self.episode_means}
         return {f"{prefix}{name}": mean for name, mean in means.items()}
 
 

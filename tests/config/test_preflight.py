@@ -299,7 +299,11 @@ def test_preflight_resets_an_episode_as_often_as_a_run_does(
     [
         (NAMED, [TURNS, {}], "line 2: names no environment; .* one of turns, tools"),
         (NAMED, [{"environment": "tool"}], "environment=tool: .*nearest environment is tools"),
-        ("environment={path: FILE:Turns}", [TURNS], "environment=turns: the only environment has"),
+        (
+            "environment={path: FILE:Turns, max_tokens: 48}",
+            [TURNS],
+            "environment=turns: the only environment has",
+        ),
         ("environment={}", [TURNS], "environment=turns: no environment is set"),
     ],
 )

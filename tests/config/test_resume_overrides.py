@@ -19,7 +19,8 @@ def resume(tmp_path):
     path.write_text("{model: {path: m}, data: {train: d}, rewards: [{kind: exact}]}")
 
     def check(before, after):
-        check_overrides(load_config(path, before), load_config(path, after), None)
+        stored, config = (load_config(path, words, skips_dry_run=True) for words in (before, after))
+        check_overrides(stored, config, None)
 
     return check
 

@@ -13,9 +13,12 @@ def make_run_info(run_dir: Path, *, num_steps: int = 40, resume_step: int | None
 
 
 def full_row(step: int) -> dict[str, float | Histogram]:
-    """Return a row with every metric of the contract; reward rises from 0.1 by 0.1 per step."""
+    """Return a row with every metric of a run without episodes.
+
+    The reward rises from 0.1 by 0.1 per step.
+    """
     row: dict[str, float | Histogram] = {
-        metric.name: 0.5 for metric in METRICS if not metric.is_pattern
+        metric.name: 0.5 for metric in METRICS if not (metric.is_pattern or metric.has_episodes)
     }
     row[STALENESS_HISTOGRAM] = Histogram((0, 1, 2, 3), (100, 20, 3))
     row |= {f"idle/{stage}": 0.25 * i for i, stage in enumerate(STAGES)}

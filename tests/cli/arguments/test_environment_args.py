@@ -72,7 +72,7 @@ def test_rows_of_an_environment_are_read_alone(tmp_path):
 
     def read(environment):
         prompts = read_prompts(
-            DataFile(str(path)),
+            DataFile(str(path), prompt_key="prompt"),
             lambda messages: np.zeros(1, np.int32),
             first=0,
             count=2,

@@ -74,6 +74,10 @@ class RecordingSampler:
         self._engine = engine
         self.turns: dict[tuple[bytes, int], SampledTurn] = {}
 
+    @property
+    def paused_s(self) -> float:
+        return self._engine.paused_s
+
     async def generate(
         self, prompt_ids: Array, *, seeds: Sequence[int], **options: Any
     ) -> list[Rollout]:

@@ -85,7 +85,7 @@ class EpisodeGenerator(FakeGenerator):
         return run_episodes
 
     def _open_session(self) -> ScriptedSession:
-        answers: list[object] = [say("go") for _ in range(self._rng.randint(0, 3))] + [DONE]
+        answers: list[object] = [*(say("go") for _ in range(self._rng.randint(0, 3))), DONE]
         if self._rng.random() < self._plan.fail_rate:
             answers[-1] = EpisodeError("the environment's process ended")
         steps = [(self._rng.uniform(*self._plan.generate_s), answer) for answer in answers]

@@ -42,7 +42,7 @@ def make_episode(*turns, score=0.0):
     count = len(tokens.turn_ends)
     outcomes = [TurnOutcome.SPOKE] * count
     rollout, source = tokens.finish(FinishReason.STOP)
-    return Episode(rollout, source, tokens.turn_ends, [0.0] * count, outcomes, score)
+    return Episode(rollout, source, tokens.turn_ends, [0.0] * count, outcomes, (), score)
 
 
 COLUMNS = episodes_to_columns(
