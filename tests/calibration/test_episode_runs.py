@@ -22,7 +22,7 @@ from streamrl.errors import ConfigError
 from streamrl.placement.episode_turns import EpisodeTurns
 from streamrl.placement.stage_timings import StageTimings
 from streamrl.placement.workload import EpisodeWork, TurnWork
-from streamrl.telemetry.spans import Span
+from streamrl.telemetry.spans import Span, SpanArgValue
 from tests.calibration.runs import ALONE, TRUE, play, recipe, write_run
 
 EPISODES = EpisodeTurns(
@@ -133,8 +133,9 @@ def test_a_run_without_environment_time_is_refused(tmp_path: Path):
 
 def make_span(turn: int, start_s: float, end_s: float, tokens: int | str = 3, **facts: int) -> Span:
     context = 10 + 8 * turn
-    names = {"uid": "0:0:0", "episode": 1, "turn": turn, "context": context, "environment_s": 1.0}
-    return Span("generator-0", "generate", 0, start_s, end_s, {**names, "tokens": tokens, **facts})
+    args: dict[str, SpanArgValue] = {"uid": "0:0:0", "episode": 1, "turn": turn}
+    args |= {"context": context, "environment_s": 1.0, "tokens": tokens, **facts}
+    return Span("generator-0", "generate", 0, start_s, end_s, args)
 
 
 def collect(spans: Sequence[Span]) -> list[tuple[tuple[float, float], ...]]:

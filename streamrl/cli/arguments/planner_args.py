@@ -284,12 +284,13 @@ def _read_environment_time(text: str | None, limit_s: float) -> EnvironmentTime:
         raise ConfigError(
             f"--environment-s {text}: must be fixed:SECONDS or lognormal:MEDIAN:SIGMA, in numbers"
         )
-    if values[0] > limit_s:
+    median_s, sigma = (*values, 0.0)[:2]
+    if median_s > limit_s:
         raise ConfigError(
             f"--environment-s {text}: must be at most environment.turn_timeout_s={limit_s:g}"
         )
     try:
-        return EnvironmentTime(*values, limit_s=limit_s)
+        return EnvironmentTime(median_s, sigma, limit_s)
     except ConfigError as error:
         raise ConfigError(f"--environment-s {text}: {error}") from None
 
