@@ -10,6 +10,7 @@ from streamrl.environments.episodes.driver import make_environment_seed, render_
 from streamrl.environments.episodes.start_driver import choose_call_format, load_turn_renderer
 from streamrl.environments.hosts.host_pool import EnvironmentHostPool
 from streamrl.environments.hosts.host_protocol import EnvironmentDescription
+from streamrl.environments.interface import ToolSchema
 from streamrl.environments.rendering.conformance import check_template
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
 from streamrl.environments.tool_calls.call_formats import REGEX_FORMAT
@@ -40,7 +41,8 @@ async def _check_classes(
     config: EnvironmentConfig, renderer: TurnRenderer, prompts: Sequence[Prompt]
 ) -> list[str]:
     """Check each environment with the prompts that name it."""
-    notes, tools = [], []
+    notes: list[str] = []
+    tools: list[ToolSchema] = []
     for name in config.specs:
         own_prompts = [prompt for prompt in prompts if prompt.environment == name]
         description = await _check_class(config.select(name), renderer, own_prompts)

@@ -193,7 +193,7 @@ def adapter_kind(monkeypatch):
         def step(self, reply): ...
 
     module = ModuleType("boxed_adapter")
-    module.Boxed, module.__file__ = Boxed, "boxed_adapter.py"
+    vars(module).update(Boxed=Boxed, __file__="boxed_adapter.py")
     monkeypatch.setitem(sys.modules, "boxed_adapter", module)
     monkeypatch.setattr(user_class, "ADAPTER_CLASSES", {"boxed": "boxed_adapter:Boxed"})
     return "boxed"
