@@ -50,13 +50,8 @@ NUM_SLOTS = 64
 MAX_TURN_TOKENS = 8
 MAX_LENGTH = 128
 OPEN_TIMEOUT_S = 300.0
-LIMITS = {
-    "max_turns": 8,
-    "max_tokens": MAX_LENGTH - 16,
-    # Sleepers are given up at the end of a round; no deadline may end them before.
-    "turn_timeout_s": 3600.0,
-    "episode_timeout_s": 3600.0,
-}
+NEVER_S = 3600.0
+"""Deadline of a sleeper's turn and episode: it is given up at the end of a round instead."""
 
 
 def make_parser() -> BenchmarkParser:
@@ -125,7 +120,13 @@ async def measure_rounds(arguments: argparse.Namespace) -> list[SleepRound]:
     driver = None
     try:
         driver = await start_episode_driver(
-            EnvironmentConfig(path=str(ENVIRONMENT), **LIMITS),
+            EnvironmentConfig(
+                path=str(ENVIRONMENT),
+                max_turns=8,
+                max_tokens=MAX_LENGTH - 16,
+                turn_timeout_s=NEVER_S,
+                episode_timeout_s=NEVER_S,
+            ),
             DataConfig(),
             engine,
             model_path=str(MODEL),
