@@ -64,6 +64,7 @@ def describe_run(trace: RunTrace) -> list[str]:
         f" staleness {trace.staleness_mean:.2g}{describe_excluded_steps(trace)}",
         f"bound by    {_describe_bottleneck(loads[0])}",
         *_describe_loads(loads),
+        *_describe_episodes(trace),
         *_describe_filter(trace),
     ]
 
