@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+import torch
 
 from benchmarks.command import (
     ROOT,
@@ -38,6 +39,7 @@ from streamrl.data.config import DataConfig
 from streamrl.engines.generation.generation_engine import GenerationEngine
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.vllm.engine import EngineSpec
+from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.episodes.driver import EpisodeDriver
 from streamrl.environments.episodes.start_driver import start_episode_driver
@@ -74,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     make_arithmetic()
+    os.environ.update(make_vllm_env("cuda" if torch.cuda.is_available() else "cpu"))
     rounds = asyncio.run(measure_rounds(arguments))
     return {
         "sleepers": arguments.sleepers,
@@ -119,6 +122,7 @@ async def measure_rounds(arguments: argparse.Namespace) -> list[SleepRound]:
     engine = await GenerationEngine.start(EngineSpec(str(MODEL), config, MAX_LENGTH))
     driver = None
     try:
+        await engine.use_model_dir(0)
         driver = await start_episode_driver(
             EnvironmentConfig(
                 path=str(ENVIRONMENT),

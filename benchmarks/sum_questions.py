@@ -17,12 +17,12 @@ class SumQuestions:
     async def reset(self, row: Prompt, seed: int) -> str:
         self.random = random.Random(seed)
         self.nap_s = float(row.extra_info.get("nap_s", 0))
-        return self.ask()
+        return self._ask()
 
     async def step(self, reply: Reply) -> Turn:
         while self.nap_s:
             await asyncio.sleep(self.nap_s)
-        return Turn(self.ask())
+        return Turn(self._ask())
 
-    def ask(self) -> str:
+    def _ask(self) -> str:
         return f"{self.random.randrange(10, 100)}+{self.random.randrange(10, 100)}"
