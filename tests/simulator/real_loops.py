@@ -22,6 +22,7 @@ from streamrl.messages import (
     Rollout,
     rollouts_to_columns,
 )
+from streamrl.pipeline import hold_lease_per_group
 from streamrl.placement.placements import Placement
 from streamrl.placement.stage_timings import StageTimings, WeightsTiming
 from streamrl.placement.workload import Workload
@@ -161,6 +162,9 @@ class TimedGenerator:
     @property
     def stages(self) -> Mapping[str, SampleFunction]:
         return {"generate": self._group}
+
+    def make_sample_function(self, stage: StageContext) -> SampleFunction:
+        return hold_lease_per_group(stage, self.stages[stage.name])
 
     async def read_partials(self) -> Mapping[str, Columns]:
         return {}

@@ -438,8 +438,10 @@ def to_plain_records(rows: "pa.Table", locations: Sequence[str]) -> list[Any]:
             try:
                 _to_python(rows.select([column.name]))
             except Exception as error:  # noqa: BLE001
-                # For an unknown time zone Arrow only reports that pytz is missing.
-                reason = "unknown time zone" if "pytz" in str(error) else format_error(error)
+                # For an unknown time zone Arrow only reports that pytz is missing or, where it is
+                # installed, passes its KeyError on.
+                is_zone = "pytz" in str(error) or isinstance(error, KeyError)
+                reason = "unknown time zone" if is_zone else format_error(error)
                 text = f"column {column.name!r} of {column.type!s:.80}: {reason}"
                 return [ConfigError(f"{locations[0]}: {text}")]
         raise
