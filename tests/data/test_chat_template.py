@@ -15,8 +15,8 @@ from streamrl.data.chat_template import (
 from streamrl.data.classify_rows import PromptLimits
 from streamrl.data.files import DataFile
 from streamrl.data.prompt_file import PromptFile
-from streamrl.data.reading.rows import load_rows
 from streamrl.errors import ConfigError
+from tests.data_rows import load_rows
 
 CHAT = [
     {"role": "user", "content": "hi <s>"},

@@ -7,7 +7,7 @@ from typing import Any
 from examples.toy_models.building import Build
 from examples.toy_models.lessons import PretrainingRecipe
 from examples.toy_models.rows import Row, get_question
-from streamrl.data.reading.rows import load_rows
+from tests.data_rows import load_rows
 
 SHORT_RECIPE = PretrainingRecipe(
     num_clean_steps=2, num_slip_steps=2, rows_per_step=4, num_measured=4

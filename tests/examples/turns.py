@@ -14,9 +14,9 @@ from examples.toy_models.demonstrations import (
 from examples.toy_models.lessons import IGNORED
 from examples.toy_models.small_qwen2 import TURNS_TEMPLATE, make_tokenizer
 from streamrl.data.chat_template import load_chat_template
-from streamrl.data.reading.rows import load_rows
 from streamrl.environments.interface import ToolSchema
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
+from tests.data_rows import load_rows
 
 SHORT_RECIPE = DemonstrationRecipe(
     num_demonstrations=8, num_steps=2, demonstrations_per_step=4, num_measured=4

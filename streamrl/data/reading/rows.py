@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from streamrl.data.reading.indexed_table import read_records
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import check_depth, parse_json
 
@@ -53,18 +52,6 @@ class BadRow:
 
     index: int
     problem: ConfigError
-
-
-def load_rows(
-    path: str, prompt_key: str = "prompt", *, label_key: str = "", split: str = ""
-) -> Iterator[DataRow]:
-    """Yield the rows of a data file in file order.
-
-    Raises ConfigError with file, row and rule at the first bad row, and at once for an unreadable
-    or empty file.
-    """
-    records = read_records(path, split)
-    return parse_records(records, prompt_key=prompt_key, label_key=label_key)
 
 
 def parse_records(

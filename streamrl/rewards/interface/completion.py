@@ -1,6 +1,5 @@
 """Completions as rewards read them: the policy's words, apart from those of its environment."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +110,3 @@ def _extract_conversations(columns: Columns, samples: Array) -> list[Array]:
             strict=True,
         )
     ]
-
-
-def get_parts(completions: Sequence[Completion], part: str) -> list[str]:
-    return [completion.get_part(part) for completion in completions]

@@ -16,8 +16,8 @@ from datasets import Dataset, DatasetDict
 from datasets.table import InMemoryTable
 
 from streamrl.data.reading import indexed_table
-from streamrl.data.reading.rows import load_rows
 from streamrl.errors import ConfigError
+from tests.data_rows import load_rows
 
 ROWS = [
     {

@@ -10,8 +10,8 @@ import pytest
 
 from streamrl.data.reading import formats
 from streamrl.data.reading.indexed_table import open_table
-from streamrl.data.reading.rows import load_rows
 from streamrl.errors import ConfigError
+from tests.data_rows import load_rows
 
 CHAT = [{"role": "user", "content": "What is 2 plus 3?"}]
 VERL_ROWS = [
