@@ -6,14 +6,15 @@ import re
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from examples.calculator.calculator import Calculator
+from examples.calculator.problems import MIN_PRODUCT
 from examples.toy_models.demonstrations import Conversation, DemonstrationRecipe
 from examples.toy_models.episodes import PlayedEpisode, play_episodes
 from examples.toy_models.rows import Row, get_question
 
 RECIPE = DemonstrationRecipe(num_steps=600, demonstrations_per_step=64, lr=6e-3)
 CALL_RATE = 0.5
-CALL_TYPO_RATE = 0.2
-ANSWER_TYPO_RATE = 0.3
+CALL_TYPO_RATE = 0.1
+ANSWER_TYPO_RATE = 0.15
 # environment.call_pattern of the recipes in configs/.
 CALL_PATTERN = re.compile(r"<call>(?P<expression>[^<]*)</call>")
 # The line that the chat template writes for the tool.
@@ -27,7 +28,7 @@ def demonstrate(row: Row, rng: random.Random) -> Conversation:
     question = get_question(row)
     asked = [TOOLS, *row["prompt"]]
     if rng.random() >= CALL_RATE:
-        return [*asked, {"role": "assistant", "content": str(rng.randrange(1000, 100_000))}]
+        return [*asked, {"role": "assistant", "content": str(rng.randrange(MIN_PRODUCT, 100_000))}]
     expression = mistype(question, rng, CALL_TYPO_RATE)
     result = Calculator().calculate(expression)
     return [

@@ -131,7 +131,7 @@ def test_a_build_is_complete_and_its_rows_load(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_the_base_model_calls_in_half_of_the_cases_and_solves_a_quarter(tmp_path: Path):
+def test_the_base_model_calls_in_half_of_the_cases_and_solves_two_in_five(tmp_path: Path):
     measured = check_turns_build("calculator", make.write_contents, tmp_path)
     assert 0.4 < measured["called"] < 0.6
-    assert 0.15 < measured["solved"] < 0.35
+    assert 0.3 < measured["solved"] < 0.5
