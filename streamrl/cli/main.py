@@ -16,6 +16,7 @@ from typing import NoReturn
 from streamrl import __version__
 from streamrl.cli.run_setup.signals import interrupt_on_signals
 from streamrl.errors import ConfigError, StreamError
+from streamrl.files.printable_text import make_printable
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 COMMANDS = {
@@ -154,7 +155,7 @@ def _reopen_standard_streams() -> None:
 
 def _print_error(message: str, code: int) -> int:
     sys.stdout.flush()
-    print(f"streamrl: {message}", file=sys.stderr)
+    print(f"streamrl: {make_printable(message)}", file=sys.stderr)
     return code
 
 

@@ -8,6 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from streamrl.files.printable_text import make_printable
 from streamrl.telemetry.rollout_log import (
     PROMPT,
     SAMPLED,
@@ -19,11 +20,6 @@ from streamrl.telemetry.rollout_log import (
 
 MIN_COLUMN_WIDTH = 56
 _STYLES = {PROMPT: "dim", SAMPLED: "", "observation": "yellow"}
-_CONTROL_PICTURES = 0x2400
-"""Code point of the picture of control character 0."""
-_UNPRINTABLE = {
-    code: chr(_CONTROL_PICTURES + code) for code in range(0x20) if chr(code) not in "\n\t"
-} | dict.fromkeys((0x7F, *range(0x80, 0xA0), *range(0xD800, 0xE000)), "\ufffd")
 
 
 def print_groups(console: Console, groups: Sequence[RecordedGroup]) -> None:
@@ -55,11 +51,6 @@ def _arrange_row(blocks: Sequence[Sequence[Text]], num_columns: int) -> Renderab
         table.add_column(ratio=1, overflow="fold")
     table.add_row(*(Group(*block) for block in blocks))
     return Group(Text(), table)
-
-
-def make_printable(text: str) -> str:
-    """Replace what a terminal would obey, such as escape sequences, or cannot encode."""
-    return text.translate(_UNPRINTABLE)
 
 
 def _describe_group(group: RecordedGroup) -> Iterator[Text]:

@@ -18,6 +18,9 @@ KEYS_BY_FORM = {
 """Settings that an entry may have, by what it describes."""
 
 
+MIN_MEMORY_MIB = 32
+
+
 @dataclass
 class ToolConfig:
     """Entry of the config list `environment.tools`.
@@ -62,6 +65,11 @@ class ToolConfig:
         if self.url and not self.url.startswith(("http://", "https://")):
             raise ConfigError(
                 f"{TOOLS_SECTION}.url={self.url}: must begin with http:// or https://"
+            )
+        if self.memory_mib < MIN_MEMORY_MIB:
+            raise ConfigError(
+                f"{TOOLS_SECTION}.memory_mib={self.memory_mib}: must be at least {MIN_MEMORY_MIB},"
+                " which Python itself needs"
             )
         for key in ("memory_mib", "cpu_s"):
             value = vars(self)[key]

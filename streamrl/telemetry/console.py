@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from streamrl.files.printable_text import make_printable
 from streamrl.telemetry.metric_names import MetricsRow
 from streamrl.telemetry.progress import (
     DEPTH_PREFIX,
@@ -130,7 +131,7 @@ class RunConsole:
         grid = Table.grid(padding=(0, 2, 0, 0))
         grid.add_column(no_wrap=True, min_width=_LABEL_WIDTH)
         grid.add_column(overflow="fold")
-        grid.add_row(Text(f" {label}", style=style), Text(text))
+        grid.add_row(Text(f" {label}", style=style), Text(make_printable(text)))
         self.console.print(grid)
 
 

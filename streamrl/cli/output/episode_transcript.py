@@ -13,6 +13,7 @@ from streamrl.environments.interface import (
     ToolCall,
 )
 from streamrl.environments.tool_calls.tool_signature import format_tool
+from streamrl.files.printable_text import make_printable
 from streamrl.messages import Columns, FinishReason, Prompt
 
 CALL_HINT = 'Call a tool as name(argument="value"); any other text answers and ends the episode.'
@@ -30,11 +31,11 @@ class EpisodeTranscript:
 
     def see_reset(self, prompt: Prompt, start: ResetResult, seconds: float) -> None:
         if start.tools:
-            print("tools:")
+            _print_line("tools:")
             for tool in start.tools:
-                print(f"  {format_tool(tool)}")
+                _print_line(f"  {format_tool(tool)}")
             if self._has_person:
-                print(CALL_HINT)
+                _print_line(CALL_HINT)
         _print_messages([m for m in prompt.messages if m["content"]])
         _print_messages(start.messages)
 
@@ -42,20 +43,20 @@ class EpisodeTranscript:
         self._num_steps += 1
         if not self._has_person:
             if reply.text or not reply.calls:
-                print(f"policy> {reply.text}")
+                _print_line(f"policy> {reply.text}")
             for call in reply.calls:
-                print(f"policy> {format_call(call)}")
+                _print_line(f"policy> {format_call(call)}")
         for call, outcome in zip_longest(reply.calls, step.outcomes):
-            print(f"  call {call.name or '?'}: {outcome or call.outcome}")
+            _print_line(f"  call {call.name or '?'}: {outcome or call.outcome}")
         if step.reward:
-            print(f"  reward {step.reward:g}")
+            _print_line(f"  reward {step.reward:g}")
         _print_messages(() if step.done else step.messages)
 
     def see_score(self, episode: EpisodeSummary, score: float, seconds: float) -> None:
         turns = [m for m in episode.messages if m["role"] == "assistant"]
         # The environment does not see a turn that was cut at a limit.
         for turn in turns[self._num_steps :]:
-            print(f"policy> {turn['content']}")
+            _print_line(f"policy> {turn['content']}")
 
 
 def format_call(call: ToolCall) -> str:
@@ -75,9 +76,13 @@ def format_end(columns: Columns) -> str:
 def _print_messages(messages: Sequence[Message]) -> None:
     for message in messages:
         name = message.get("name") if message["role"] == "tool" else None
-        print(f"{' '.join(filter(None, (message['role'], name)))}> {_read_text(message)}")
+        _print_line(f"{' '.join(filter(None, (message['role'], name)))}> {_read_text(message)}")
 
 
 def _read_text(message: Message) -> str:
     content = message["content"]
     return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+
+
+def _print_line(text: str) -> None:
+    print(make_printable(text))

@@ -268,6 +268,8 @@ class HostedSession:
         self._prompt = prompt
         self._seed = seed
         self._host: HostProcess | None = None
+        self.close_error = ""
+        """Failure of the user's `close`; "" if it has not failed."""
 
     async def reset(self) -> ResetResult:
         """Wait for a host, and reset a new environment object in it."""
@@ -308,6 +310,7 @@ class HostedSession:
             if not host.has_exited:
                 await host.call(HostOperation.CLOSE, self._id, timeout_s=CLOSE_TIMEOUT_S)
         except EpisodeError as error:
+            self.close_error = str(error)
             _log.warning("closing an environment failed: %s", error)
         finally:
             self._pool.release_host(host)

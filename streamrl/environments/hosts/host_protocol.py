@@ -33,6 +33,7 @@ class EnvironmentDescription:
     has_score: the class has `score`; otherwise the score is the sum of the turns' rewards, which
         for tools is 0.
     has_oracle: the class has `oracle`, a policy that solves it, for `streamrl environment check`.
+    takes_seed: `reset` takes the seed of the group.
     """
 
     name: str
@@ -41,6 +42,7 @@ class EnvironmentDescription:
     tools: Sequence[ToolSchema] = ()
     has_score: bool = False
     has_oracle: bool = False
+    takes_seed: bool = False
 
     @property
     def place(self) -> str:

@@ -31,6 +31,8 @@ SILENT, RANDOM, ORACLE = "silent", "random", "oracle"
 FULL_SCORE = 1.0
 """Score of a solved episode, where no oracle shows it."""
 NUM_OPEN_SESSIONS = 50
+NUM_OTHER_SEEDS = 3
+"""Seeds with which an episode is repeated, until it differs."""
 SLOW_SHARE = 0.5
 """Share of a deadline from which an operation counts as slow: machines of a run are busier."""
 
@@ -66,8 +68,10 @@ class EnvironmentProbe:
                 yield describe_episodes(policy, records)
             for finding in judge_scores(self.records, self.description):
                 yield finding
+            for finding in judge_closing(self.records):
+                yield finding
             yield await self._compare_same_seed(policies)
-            yield await self._compare_seeds(policies[-1])
+            yield await self._compare_seeds(policies[::-1])
             for finding in judge_seconds(self.records, self._config):
                 yield finding
             yield await self._probe_crash()
@@ -107,6 +111,8 @@ class EnvironmentProbe:
         # ConfigError: an observation that no chat template could show.
         except (EpisodeError, ConfigError) as error:
             record.error = str(error)
+        if hosts.session is not None:
+            record.close_error = hosts.session.close_error
         return record
 
     async def _compare_same_seed(self, policies: Sequence[str]) -> Finding:
@@ -127,24 +133,31 @@ class EnvironmentProbe:
             return report_warning(subject, "not compared: no episode came to its end")
         return report_ok(subject, f"{len(complete)} episodes are equal when they are repeated")
 
-    async def _compare_seeds(self, policy: str) -> Finding:
+    async def _compare_seeds(self, policies: Sequence[str]) -> Finding:
+        """Repeat an episode of each policy with other seeds, until one differs."""
         subject = "other seed"
-        firsts = [r for r in self.records if r.policy == policy and not r.error]
-        if not firsts:
-            return report_warning(subject, f"not compared: the {policy} policy meets failures")
-        first = firsts[0]
-        second = await self.play(policy, first.prompt, seed_offset=1)
-        difference = second.error or find_first_difference(first, second)
-        if not difference:
-            return report_warning(
-                subject,
-                "two seeds gave the same first observation and, for the"
-                f" {policy} policy, the same episode; right if the row is the whole task: otherwise"
-                " draw the task from the seed of reset(row, seed)",
-            )
-        if first.start == second.start:
-            difference += "; two seeds gave the same first observation"
-        return report_ok(subject, f"changes the episode: {difference}")
+        if not self.description.takes_seed:
+            return report_ok(subject, "reset takes no seed: the row is the whole task")
+        firsts = [
+            next((r for r in self.records if r.policy == policy and not r.error), None)
+            for policy in policies
+        ]
+        known = [first for first in firsts if first is not None]
+        if not known:
+            return report_warning(subject, "not compared: no episode came to its end")
+        for first in known:
+            for offset in range(1, NUM_OTHER_SEEDS + 1):
+                second = await self.play(first.policy, first.prompt, seed_offset=offset)
+                difference = second.error or find_first_difference(first, second)
+                if difference:
+                    if first.start == second.start:
+                        difference += "; two seeds gave the same first observation"
+                    return report_ok(subject, f"changes the episode: {difference}")
+        return report_warning(
+            subject,
+            f"{NUM_OTHER_SEEDS + 1} seeds gave the same episode of each policy; right if the row"
+            " is the whole task: otherwise draw the task from the seed of reset(row, seed)",
+        )
 
     async def _probe_crash(self) -> Finding:
         """Kill the process of an open session, and run the next episode."""
@@ -212,8 +225,8 @@ def describe_episodes(policy: str, records: Sequence[EpisodeRecord]) -> Finding:
         return report_failure(
             policy,
             f"{len(failed)} of {len(records)} episodes failed, {describe_prompt(first.prompt)} at"
-            f" turn {len(first.steps) + 1}: {first.error}; answer a bad reply by an observation or"
-            " a low reward: a run repeats such episodes, then drops their group",
+            f" {first.place}: {first.error}; {first.advice}: a run repeats such episodes, then"
+            " drops their group",
         )
     turns = sum(len(record.steps) for record in records) / len(records)
     scores = [record.score for record in records if record.score is not None]
@@ -252,6 +265,17 @@ def judge_scores(
         )
 
 
+def judge_closing(records: Sequence[EpisodeRecord]) -> Iterator[Finding]:
+    """Yield a failure if `close` raised, or did not return in time."""
+    failed = [record for record in records if record.close_error]
+    if failed:
+        yield report_failure(
+            "close",
+            f"{len(failed)} of {len(records)} episodes: {failed[0].close_error}; a close that hangs"
+            " costs its process, with all episodes in it",
+        )
+
+
 def judge_seconds(records: Sequence[EpisodeRecord], config: EnvironmentConfig) -> Iterator[Finding]:
     """Yield the slowest answers, compared with the deadline."""
     slowest: dict[str, float] = {}
@@ -285,6 +309,8 @@ def judge_memory(
             f" need {needed / MIB:.0f} MiB"
         )
     text += f"; environment.memory_gib={config.memory_gib:g}"
+    if first_bytes > config.memory_bytes:
+        return report_failure("memory", f"{text}: not even one episode fits: raise it")
     if needed > config.memory_bytes:
         return report_warning("memory", f"{text}: raise it, or lower environment.open_episodes")
     return report_ok("memory", text)

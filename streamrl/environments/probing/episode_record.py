@@ -13,7 +13,8 @@ from streamrl.rewards.interface.checks import format_value
 class EpisodeRecord:
     """Record of an episode, filled while it runs (`EpisodeObserver`).
 
-    score: None without an end. error: failure that ended it; "" if none did.
+    score: None without an end. error: failure that ended it; "" if none did. close_error: failure
+    of `close` after its end.
     seconds: longest time of each operation.
     """
 
@@ -25,7 +26,29 @@ class EpisodeRecord:
     finish_reason: str = ""
     score: float | None = None
     error: str = ""
+    close_error: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def place(self) -> str:
+        """Where an episode stopped, in words."""
+        if "reset" not in self.seconds:
+            return "at its reset"
+        return "at its score" if self.is_over else f"at turn {len(self.steps) + 1}"
+
+    @property
+    def advice(self) -> str:
+        """What a user may do about the failure of an episode."""
+        if "reset" not in self.seconds:
+            return "a reset must succeed for every row"
+        if self.is_over:
+            return "score must judge every episode, also one without a turn"
+        return "answer a bad reply by an observation or a low reward"
+
+    @property
+    def is_over(self) -> bool:
+        """True if the environment or a limit of turns has ended the episode."""
+        return bool(self.steps) and self.steps[-1].done
 
     def see_reset(self, prompt: Prompt, start: ResetResult, seconds: float) -> None:
         self.start = start

@@ -30,6 +30,8 @@ FRAGMENTS = (
 )
 """Pieces of random text: what parsers of replies stumble over."""
 MAX_FRAGMENTS = 12
+NUMBER_RATE = 0.25
+"""Share of random texts that are a number, as games of numbers expect."""
 LONG_TEXT_RATE = 0.1
 LONG_TEXT_REPEATS = 500
 MAX_DEPTH = 3
@@ -55,6 +57,8 @@ def make_random_policy(seed: int) -> Policy:
 
 
 def sample_text(rng: random.Random) -> str:
+    if rng.random() < NUMBER_RATE:
+        return str(rng.randrange(100))
     text = " ".join(rng.choices(FRAGMENTS, k=rng.randint(1, MAX_FRAGMENTS)))
     return text * LONG_TEXT_REPEATS if rng.random() < LONG_TEXT_RATE else text
 

@@ -6,6 +6,7 @@ from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.episodes.driver import render_start
 from streamrl.environments.episodes.start_driver import choose_call_format
 from streamrl.environments.hosts.host_protocol import EnvironmentDescription
+from streamrl.environments.probing.environment_probe import RANDOM
 from streamrl.environments.probing.episode_record import EpisodeRecord
 from streamrl.environments.probing.finding import (
     Finding,
@@ -53,7 +54,9 @@ def probe_template(
             yield report_ok("template", text)
     if description.tools:
         try:
-            choose_call_format(config, renderer, description.tools)
+            # Parsing checks that the format can name each of the tools.
+            choose_call_format(config, renderer, description.tools).parse([], description.tools)
+            yield report_ok("call format", config.call_format)
         except ConfigError as error:
             yield report_failure("call format", str(error))
 
@@ -82,6 +85,8 @@ def probe_tokens(
     )
     if start >= limit:
         yield report_failure(subject, f"{text}: no room for a turn: raise it")
+    elif start + answers > LARGE_SHARE * limit and record.policy == RANDOM:
+        yield report_ok(subject, f"{text}, of which random text and calls may take too many")
     elif start + answers > LARGE_SHARE * limit:
         yield report_warning(
             subject, f"{text} leaves the policy {max(0, limit - start - answers)}: raise it"

@@ -177,7 +177,8 @@ def make_call_format(
     if name == REGEX_FORMAT:
         if not pattern:
             raise ConfigError(f"{setting}={name}: needs a pattern")
-        return CallFormat(tokenizer, (), make_pattern_finder(pattern, setting=setting))
+        pattern_setting = setting.replace("call_format", "call_pattern")
+        return CallFormat(tokenizer, (), make_pattern_finder(pattern, setting=pattern_setting))
     if pattern:
         raise ConfigError(f"{setting}={name}: takes no pattern; only {REGEX_FORMAT} does")
     if name == TEXT_FORMAT:

@@ -1,16 +1,18 @@
 """Calls as Python writes them, and calls that a regular expression of the user finds."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import regex
 
+from streamrl.environments.interface import ToolSchema
 from streamrl.environments.tool_calls.call_objects import read_arguments_object
 from streamrl.environments.tool_calls.marked_turn import MarkedTurn, WrittenCall
 from streamrl.environments.tool_calls.python_literals import parse_calls_at
 from streamrl.environments.tool_calls.strict_json import parse_json_at
 from streamrl.environments.tool_calls.text_arguments import convert_text_arguments
 from streamrl.errors import ConfigError
+from streamrl.files.typed_settings import suggest_nearest
 from streamrl.rewards.interface.extract import SEARCH_TIMEOUT_S
 
 PYTHONIC_MARKERS = {
@@ -73,11 +75,8 @@ def make_pattern_finder(
     def find_calls(turn: MarkedTurn) -> Iterator[WrittenCall]:
         if not turn.tools:
             return
-        if NAME_GROUP not in groups and len(turn.tools) != 1:
-            raise ConfigError(
-                f"{setting}={pattern}: without a group {NAME_GROUP}, the environment must have one"
-                f" tool, not {len(turn.tools)}"
-            )
+        if NAME_GROUP not in groups:
+            _check_groups(groups, turn.tools, place=f"{setting}={pattern}")
         try:
             # concurrent=True releases the GIL during the search.
             yield from (
@@ -91,6 +90,32 @@ def make_pattern_finder(
             yield WrittenCall(end, end, error="searching the turn for calls took too long")
 
     return find_calls
+
+
+def _check_groups(groups: Iterable[str], tools: Mapping[str, ToolSchema], *, place: str) -> None:
+    """Raise ConfigError unless the groups are the arguments of the only tool.
+
+    No call of another pattern could ever be right.
+    """
+    if len(tools) != 1:
+        raise ConfigError(
+            f"{place}: without a group {NAME_GROUP}, the environment must have one tool, not"
+            f" {len(tools)}"
+        )
+    if ARGUMENTS_GROUP in groups:
+        return
+    ((name, tool),) = tools.items()
+    parameters = tool["function"].get("parameters") or {}
+    known = parameters.get("properties", {})
+    for group in groups:
+        if group not in known and parameters.get("additionalProperties", False) is False:
+            hint = suggest_nearest(group, known, noun="argument")
+            raise ConfigError(f"{place}: {name} has no argument {group}; {hint}")
+    missing = [argument for argument in parameters.get("required", ()) if argument not in groups]
+    if missing:
+        raise ConfigError(
+            f"{place}: {name} needs {', '.join(missing)}; name a group after each required argument"
+        )
 
 
 def _read_match(turn: MarkedTurn, found: "regex.Match[str]") -> WrittenCall:

@@ -43,8 +43,11 @@ class McpTools:
         self._starts = asyncio.Semaphore(len(os.sched_getaffinity(0)))
 
     async def check(self) -> None:
-        """Raise ConfigError without the command, or the variable of a header."""
+        """Raise ConfigError without the command, or a variable that it or a header needs."""
         config = self._config
+        for name in config.env:
+            if name not in os.environ:
+                raise ConfigError(f"{self.label}: env: {name} is not set in the environment")
         if config.command and shutil.which(config.command[0]) is None:
             raise ConfigError(f"{self.label}: {config.command[0]} is not on PATH")
         read_headers(config.headers_env, label=self.label)
@@ -110,26 +113,29 @@ class McpTools:
 
 
 class McpEpisode:
-    """Tools of an episode (ToolSession); a call that was given up costs them their server."""
+    """Tools of an episode (ToolSession); a call that was given up costs them their server.
+
+    The next server is started at once, while the policy samples. A call that comes too early and
+    reaches its deadline leaves the start to the next call: a server may take longer to start than
+    a call may take.
+    """
 
     def __init__(self, source: McpTools, session: McpSession) -> None:
         self._source = source
         self._session: McpSession | None = session
-        self._opening = asyncio.Lock()
+        self._starting: asyncio.Task[McpSession] | None = None
         self._closing = BackgroundTasks()
         self.timeout_note = RESTARTED if session.is_own_process else ""
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
-        async with self._opening:
-            if self._session is None:
-                self._session = await self._source.start_session()
-            session = self._session
+        session = self._session or await self._await_start()
         try:
             return await session.call(name, arguments)
         except asyncio.CancelledError:
             if session.is_own_process and self._session is session:
                 self._session = None
                 self._closing.spawn(session.close())
+                self._starting = asyncio.create_task(self._source.start_session())
             raise
         except EpisodeError:
             if session.was_given_up:
@@ -137,7 +143,17 @@ class McpEpisode:
                 return ToolAnswer(RESTARTED, CallOutcome.TOOL_ERROR)
             raise
 
+    async def _await_start(self) -> McpSession:
+        """Wait for the server that is being started. Raises EpisodeError."""
+        assert self._starting is not None
+        self._session = await asyncio.shield(self._starting)
+        return self._session
+
     async def close(self) -> None:
+        if self._session is None and self._starting is not None:
+            self._starting.cancel()
+            (started,) = await asyncio.gather(self._starting, return_exceptions=True)
+            self._session = started if isinstance(started, McpSession) else None
         if self._session is not None:
             await self._source.release(self._session)
             self._session = None

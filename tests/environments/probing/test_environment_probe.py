@@ -1,5 +1,8 @@
 """Findings on environments that raise, repeat nothing, reward nonsense or need much memory."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -75,7 +78,7 @@ async def test_a_sound_environment_passes_every_check(tmp_path):
     ("observation", "status", "text"),
     [
         ("Say it.", FindingStatus.OK, "; two seeds gave the same first observation"),
-        ("Say it.", FindingStatus.WARN, "two seeds gave the same first observation and, for"),
+        ("Say it.", FindingStatus.WARN, "4 seeds gave the same episode of each policy"),
     ],
 )
 async def test_a_seed_without_a_visible_effect_is_pointed_out(tmp_path, observation, status, text):
@@ -85,6 +88,37 @@ async def test_a_seed_without_a_visible_effect_is_pointed_out(tmp_path, observat
     found, _ = await probe(tmp_path, source)
     assert found["other seed"][0] is status
     assert text in found["other seed"][1]
+
+
+async def test_a_class_whose_reset_takes_no_seed_needs_no_other_seed(tmp_path):
+    source = SOUND.replace("row, seed)", "row)").replace("random.Random(seed)", "random.Random(5)")
+    found, _ = await probe(tmp_path, source)
+    assert found["other seed"] == (
+        FindingStatus.OK,
+        "reset takes no seed: the row is the whole task",
+    )
+
+
+async def test_the_first_example_of_the_docs_passes_every_check(tmp_path):
+    page = Path("docs/environments.md").read_text()
+    (source,) = re.findall(r"```python\n(# guess.py.*?)```", page, re.DOTALL)
+    found, _ = await probe(tmp_path, source)
+    assert {status for status, _ in found.values()} == {FindingStatus.OK}
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"), [("raise ValueError('no')", "ValueError: no"), ("time.sleep(600)", "s")]
+)
+async def test_a_close_that_fails_or_hangs_is_a_finding(
+    tmp_path, monkeypatch, body: str, problem: str
+):
+    monkeypatch.setattr("streamrl.environments.hosts.host_pool.CLOSE_TIMEOUT_S", 0.2)
+    found, _ = await probe(
+        tmp_path, f"import time\n{SOUND}\n    def close(self):\n        {body}\n"
+    )
+    status, text = found["close"]
+    assert status is FindingStatus.FAIL
+    assert "3 of 3 episodes: " in text and problem in text
 
 
 async def test_failures_name_turn_and_line_and_a_group_whose_episodes_differ(tmp_path):
@@ -153,6 +187,7 @@ def test_memory_of_the_open_episodes_is_compared_with_the_limit():
     config = EnvironmentConfig("mine.py", memory_gib=1.0)
     mib = 2**20
     assert judge_memory(100 * mib, mib, 100, config).status is FindingStatus.OK
+    assert judge_memory(2048 * mib, 0, 1, config).status is FindingStatus.FAIL
     finding = judge_memory(100 * mib, 10 * mib, 100, config)
     assert finding.status is FindingStatus.WARN
     assert "each further episode 10.000 MiB; a run's 100 per process need 1100 MiB" in finding.text

@@ -420,6 +420,21 @@ def test_a_pattern_without_name_calls_the_only_tool(marker_tokenizer: Any, encod
         call_format.parse(encode("(1+2)"), [ADD, SAY])
 
 
+@pytest.mark.parametrize(
+    ("pattern", "error"),
+    [
+        (r"(?P<first>\d)\+(?P<b>\d)", "environment.call_pattern=.*: add has no argument first"),
+        (r"(?P<a>\d)\+", "add needs b"),
+    ],
+)
+def test_a_pattern_that_could_never_match_the_tool_is_refused(
+    marker_tokenizer: Any, pattern: str, error: str
+):
+    call_format = make_call_format("regex", marker_tokenizer, pattern=pattern)
+    with pytest.raises(ConfigError, match=error):
+        call_format.parse([], [ADD])
+
+
 @pytest.mark.parametrize("name", ["hermes", "regex"])
 def test_without_tools_a_call_is_text(name: str, marker_tokenizer: Any, encode: Encode):
     turn = 'so <tool_call>{"name": "add", "arguments": {}}</tool_call> or (1+2)'
@@ -433,7 +448,7 @@ def test_a_pattern_that_backtracks_has_a_deadline(
 ):
     module = "streamrl.environments.tool_calls.literal_calls.SEARCH_TIMEOUT_S"
     monkeypatch.setattr(module, 0.01)
-    call_format = make_call_format("regex", marker_tokenizer, pattern=r"(?P<a>(x+x+)+)y")
+    call_format = make_call_format("regex", marker_tokenizer, pattern=r"(?P<a>(x+x+)+)(?P<b>y)")
     reply = call_format.parse(encode("x" * 5000), [ADD])
     assert [call.outcome for call in reply.calls] == [CallOutcome.MALFORMED]
     assert reply.text == "x" * 5000
@@ -449,7 +464,7 @@ def test_a_pattern_that_backtracks_has_a_deadline(
             "the formats are hermes, qwen_coder, llama3, mistral, harmony, pythonic, regex",
         ),
         ("regex", "", "needs a pattern"),
-        ("regex", "(", "missing \\)"),
+        ("regex", "(", "environment.call_pattern=.*missing \\)"),
         ("regex", "(a)", "has no named groups"),
         ("hermes", "(?P<a>.)", "takes no pattern"),
     ],

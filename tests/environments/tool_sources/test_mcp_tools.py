@@ -187,6 +187,42 @@ async def test_a_call_that_is_given_up_does_not_delay_the_next(open_episode):
     assert count == "1" and pid != first.split()[1]
 
 
+async def test_a_server_that_starts_slower_than_a_call_may_take_is_ready_in_the_end(
+    open_episode, tmp_path
+):
+    slow_server = tmp_path / "slow_server.py"
+    path = str(FOLDER / "raw_mcp_server.py")
+    slow_server.write_text(
+        f"import runpy, time; time.sleep(0.5); runpy.run_path({path!r}, run_name='__main__')"
+    )
+    episode = await open_episode(make_source([sys.executable, "-S", str(slow_server)]))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await episode.call("sleep", {"seconds": 600})
+    for _ in range(50):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await read(episode, "count")
+                break
+    else:
+        pytest.fail("each call began the start of the server anew")
+
+
+async def test_an_episode_that_ends_while_its_server_restarts_leaves_nothing(open_episode):
+    episode = await open_episode(make_source())
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await episode.call("sleep", {"seconds": 600})
+    await episode.close()
+
+
+async def test_a_variable_that_is_not_set_is_refused(monkeypatch):
+    monkeypatch.delenv("SEARCH_KEY", raising=False)
+    source = make_source(env=["SEARCH_KEY"])
+    with pytest.raises(ConfigError, match="env: SEARCH_KEY is not set"):
+        await source.check()
+
+
 async def test_the_end_of_an_episode_kills_everything_that_its_server_started(open_episode):
     source = make_source()
     episodes = [await open_episode(source) for _ in range(2)]

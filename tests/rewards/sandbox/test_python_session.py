@@ -167,7 +167,8 @@ async def test_a_fork_bomb_is_held_by_the_limit_of_processes(spec):
     output = await run_alone(spec, bomb)
     assert output.has_failed and "BlockingIOError" in output.text
     kept = await run_alone(spec, "x = 5", bomb, "x")
-    assert not kept.has_failed and kept.text.endswith("5\n")
+    # Children of the bomb may print their errors late.
+    assert not kept.has_failed and "5" in kept.text.splitlines()
 
 
 @module_loop
