@@ -29,6 +29,7 @@ from streamrl.stream.device_lease import (
 )
 from streamrl.stream.protocols import DeviceLease, StageContext
 from streamrl.telemetry.cpu_usage import read_process_time
+from streamrl.telemetry.rollout_log import RecordedGroup
 from streamrl.telemetry.spans import Span, SpanRecorder
 from streamrl.weights.transport import TransportSpec
 
@@ -102,9 +103,10 @@ class ActorContext:
 
 @dataclass(frozen=True)
 class ActorReport:
-    """Activity of an actor since its last report: spans, scored texts, counts, memory and CPU time.
+    """Activity of an actor since its last report: spans, rollouts, counts, memory, CPU time.
 
-    samples: scored texts to log.
+    recorded: scored groups for `rollouts/`.
+    advantages: of trained rollouts, by uid and row in the group: mean over the trained tokens.
     counts: numbers that are summed over the actors for the metrics of a step.
     peaks_mb: memory peak by phase, MiB.
     process_time: CPU seconds of the process so far; several actors may share a process.
@@ -112,7 +114,8 @@ class ActorReport:
 
     process: str
     spans: Sequence[Span]
-    samples: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
+    recorded: Sequence[RecordedGroup] = field(default_factory=tuple)
+    advantages: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     counts: Mapping[str, float] = field(default_factory=dict)
     peaks_mb: Mapping[str, float] = field(default_factory=dict)
     process_time: Mapping[str, float] = field(default_factory=read_process_time)

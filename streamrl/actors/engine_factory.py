@@ -26,6 +26,7 @@ from streamrl.engines.memory.gc_paused import pause_gc
 from streamrl.messages import Array, Columns, Experience
 from streamrl.stream.protocols import FollowerProtocol
 from streamrl.stream.stage_worker import ComputeFunction, StageResult
+from streamrl.telemetry.rollout_log import RecordedGroup
 from streamrl.weights import WeightLoadStats
 
 if TYPE_CHECKING:
@@ -50,13 +51,13 @@ class HostedScorer:
     A compute function returns an error in place of a group that it cannot score.
 
     follower: loads new weights; None if no stage uses a model that is trained.
-    drain_samples, drain_counts: return scored texts and metric counts since the last call.
+    drain_recorded, drain_counts: return recorded groups and metric counts since the last call.
     start, close: start and stop the models and processes that the stages need.
     """
 
     stages: Mapping[str, ComputeFunction]
     follower: FollowerProtocol | None = None
-    drain_samples: Callable[[], Sequence[Mapping[str, Any]]] = tuple
+    drain_recorded: Callable[[], Sequence[RecordedGroup]] = tuple
     drain_counts: Callable[[], Mapping[str, float]] = dict
     start: Callable[[], Awaitable[Any]] = _await_nothing
     close: Callable[[], Awaitable[None]] = _await_nothing
@@ -219,12 +220,15 @@ def _make_reward_scorer(config: RunConfig, max_length: int) -> HostedScorer:
 
     rewards = build_rewards(config.rewards, RewardContext(config.scorer, config.sandbox))
     scorer = RewardScorer(
-        rewards, load_tokenizer(config.model.path), build_group_filter(config.filter)
+        rewards,
+        load_tokenizer(config.model.path),
+        build_group_filter(config.filter),
+        config.telemetry.rollouts,
     )
     stages = {REWARD_CALL.stage: scorer.score, BASELINE_CALL.stage: scorer.score_baseline}
     return HostedScorer(
         stages,
-        drain_samples=scorer.drain_samples,
+        drain_recorded=scorer.drain_recorded,
         drain_counts=rewards.drain_counts,
         start=rewards.start,
         close=rewards.close,

@@ -55,5 +55,5 @@ class ScorerActor(ReplicaActor):
         if self._scorer is None:
             return ActorReport("", ())
         spans = self._stages[0].spans
-        samples, counts = self._scorer.drain_samples(), self._scorer.drain_counts()
-        return ActorReport(spans.process, spans.drain_spans(), samples, counts)
+        recorded, counts = self._scorer.drain_recorded(), self._scorer.drain_counts()
+        return ActorReport(spans.process, spans.drain_spans(), recorded, counts=counts)

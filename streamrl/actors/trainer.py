@@ -337,7 +337,12 @@ class TrainerActor(PingableActor):
             else {}
         )
         spans = self._stage.spans
-        return ActorReport(spans.process, spans.drain_spans(), peaks_mb=peaks_mb)
+        return ActorReport(
+            spans.process,
+            spans.drain_spans(),
+            advantages=self._trainer.drain_advantages() if self._role == POLICY else {},
+            peaks_mb=peaks_mb,
+        )
 
     def _run_compute_phase(
         self, *, is_piece: bool = False, may_release_kv: bool = True

@@ -238,10 +238,11 @@ def _forward_reports(
         if claim.run_lock is not None:
             claim.run_lock.verify_owner()
         match report:
-            case StepReport(step, row, spans, samples):
+            case StepReport(step, row, spans, recorded):
                 sinks.log_step(step, row)
                 sinks.write_spans(spans)
-                log.write_samples(step, samples)
+                sinks.log_rollouts(step, recorded)
+                log.write_groups(step, recorded)
             case EventReport(name, fields):
                 sinks.log_event(name, fields)
             case StatusReport(text):

@@ -10,8 +10,7 @@ import msgspec
 
 from streamrl.telemetry.rollout_log import RecordedGroup
 
-_TEMPLATE = Path(__file__).with_name("episode_page.html")
-_DATA_PLACEHOLDER = "@DATA@"
+_FOLDER = Path(__file__).parent
 
 
 def groups_to_json(groups: Sequence[RecordedGroup]) -> dict[str, Any]:
@@ -23,6 +22,9 @@ def groups_to_json(groups: Sequence[RecordedGroup]) -> dict[str, Any]:
                 **msgspec.to_builtins(rollout),
                 "score": _to_json_number(rollout.score),
                 "relative_score": _to_json_number(rollout.score - group.mean_score),
+                "advantage": None
+                if rollout.advantage is None
+                else _to_json_number(rollout.advantage),
             }
             for rollout in group.rollouts
         ]
@@ -37,7 +39,20 @@ def _to_json_number(value: float) -> float | None:
 
 def render_page(title: str, groups: Sequence[RecordedGroup]) -> str:
     """Return an HTML page of the groups: tokens by source, version, logprob or relative score."""
-    data = json.dumps({"title": title, **groups_to_json(groups)}, allow_nan=False)
-    # Only "<" can end the script element that holds the data, or begin a comment in it.
-    data = data.replace("<", "\\u003c")
-    return _TEMPLATE.read_text(encoding="utf-8").replace(_DATA_PLACEHOLDER, data, 1)
+    style, script = read_rollout_view()
+    data = embed_json({"title": title, **groups_to_json(groups)})
+    html = (_FOLDER / "episode_page.html").read_text(encoding="utf-8")
+    for placeholder, text in (("@STYLE@", style), ("@SCRIPT@", script), ("@DATA@", data)):
+        html = html.replace(placeholder, text, 1)
+    return html
+
+
+def read_rollout_view() -> tuple[str, str]:
+    """Return style and script that draw rollouts, for the pages that contain them."""
+    style, script = (_FOLDER / name for name in ("rollout_view.css", "rollout_view.js"))
+    return style.read_text(encoding="utf-8"), script.read_text(encoding="utf-8")
+
+
+def embed_json(value: object) -> str:
+    """Return a value as JSON for a script element, which only "<" can end."""
+    return json.dumps(value, allow_nan=False).replace("<", "\\u003c")

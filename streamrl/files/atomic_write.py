@@ -56,12 +56,15 @@ def wrap_disk_errors(path: Path) -> AbstractContextManager[None]:
     return wrap_os_errors(f"{path} cannot be written", DiskError)
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Write a text file atomically: readers see the old or the new content, even after a crash."""
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write a file atomically: readers see the old or the new content, even after a crash.
+
+    Text is written as UTF-8.
+    """
     partial = get_partial_path(path)
     try:
-        with open(open_new_file(partial), "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(open_new_file(partial), "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
         sync_and_rename(partial, path)
     except OSError:
         # Free the partial file's space: the disk may be full.

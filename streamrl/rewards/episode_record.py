@@ -1,9 +1,9 @@
-"""Records of episodes for `rollouts/`: turns, with the text, version and logprob of each token."""
+"""Records of rollouts for `rollouts/`: their tokens by source and turn, versions and logprobs."""
 
 import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -17,7 +17,7 @@ from streamrl.messages import (
     TurnOutcome,
     split_token_column,
 )
-from streamrl.telemetry.rollout_log import RecordedTurn
+from streamrl.telemetry.rollout_log import RecordedRollout, RecordedTurn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,46 +63,73 @@ def split_text(
     return pieces, rest
 
 
-def describe_episodes(
+def describe_rollouts(
     tokenizer: "PreTrainedTokenizerBase",
     columns: Columns,
     *,
     max_detailed_tokens: int = MAX_DETAILED_TOKENS,
-) -> list[dict[str, Any]]:
-    """Return turns, finish reason and environment's score of each episode, as JSON types.
+) -> list[RecordedRollout]:
+    """Return a record of each episode of a group, still without text of the answer and score.
 
-    The turns of a later sample of an episode begin with its prompt, as those of the first.
+    The turns of a later sample of an episode begin with its prompt, as those of the first. A
+    rollout without an environment is an episode of one turn.
 
-    columns: ROLLOUT_COLUMNS and EPISODE_COLUMNS of a group. max_detailed_tokens: most sampled
-    tokens of the group that are recorded one by one, the same number in each rollout.
+    columns: ROLLOUT_COLUMNS of a group, and EPISODE_COLUMNS with an environment.
+    max_detailed_tokens: most sampled tokens of the group that are recorded one by one, the same
+    number in each rollout.
     """
+    if "turn_ends" not in columns:
+        columns = {**columns, **_make_single_turns(columns)}
     lengths, num_turns = columns["lengths"], columns["num_turns"]
     samples = count_samples(columns)
-    token_columns = {
-        name: split_token_column(columns[name], lengths)
-        for name in ("token_ids", "token_source", "policy_version", "generator_logprobs")
-    }
+    names = ("token_ids", "token_source", "policy_version", "generator_logprobs", "loss_mask")
+    token_columns = {name: split_token_column(columns[name], lengths) for name in names}
     turn_columns = {
         name: split_token_column(columns[name], num_turns)
         for name in ("turn_ends", "turn_rewards", "turn_outcomes")
+        if name in columns
     }
-    return [
-        {
-            "finish_reason": FinishReason(int(columns["finish_reason"][first])).name.lower(),
-            "environment_score": float(columns["environment_scores"][first]),
-            "turns": [
-                msgspec.to_builtins(turn)
-                for i in range(first, first + count)
-                for turn in _list_turns(
-                    tokenizer,
-                    {name: arrays[i] for name, arrays in token_columns.items()},
-                    {name: arrays[i] for name, arrays in turn_columns.items()},
-                    max_detailed_tokens // len(lengths),
-                )
-            ],
-        }
-        for first, count in zip(find_first_samples(samples), samples, strict=True)
-    ]
+    scores = columns.get("environment_scores")
+    records = []
+    for first, count in zip(find_first_samples(samples), samples, strict=True):
+        rows = range(first, first + count)
+        turns = [
+            turn
+            for i in rows
+            for turn in _list_turns(
+                tokenizer,
+                {name: arrays[i] for name, arrays in token_columns.items()},
+                {name: arrays[i] for name, arrays in turn_columns.items()},
+                max_detailed_tokens // len(lengths),
+            )
+        ]
+        masks = [token_columns["loss_mask"][i] for i in rows]
+        versions = np.concatenate(
+            [token_columns["policy_version"][i][mask] for i, mask in zip(rows, masks, strict=True)]
+        )
+        records.append(
+            RecordedRollout(
+                completion="",
+                score=math.nan,
+                turns=tuple(turns),
+                row=int(first),
+                tokens=int(sum(mask.sum() for mask in masks)),
+                versions=(int(versions.min()), int(versions.max())) if versions.size else (),
+                finish_reason=FinishReason(int(columns["finish_reason"][first])).name.lower(),
+                environment_score=None if scores is None else float(scores[first]),
+            )
+        )
+    return records
+
+
+def _make_single_turns(columns: Columns) -> Columns:
+    """Return the episode columns of rollouts without an environment: one turn, sampled last."""
+    mask = columns["loss_mask"]
+    return {
+        "token_source": np.where(mask, TokenSource.SAMPLED, TokenSource.PROMPT).astype(np.int8),
+        "num_turns": np.ones(len(columns["lengths"]), np.int32),
+        "turn_ends": columns["lengths"].astype(np.int32),
+    }
 
 
 def _list_turns(
@@ -115,7 +142,7 @@ def _list_turns(
     source = tokens["token_source"]
     changes = np.flatnonzero(np.diff(source)) + 1
     bounds = np.unique(np.concatenate([[0, len(source)], changes, turns["turn_ends"]])).tolist()
-    sampled_turns = iter(zip(turns["turn_rewards"], turns["turn_outcomes"], strict=True))
+    sampled_turns = zip(turns.get("turn_rewards", ()), turns.get("turn_outcomes", ()), strict=True)
     for start, end in pairwise(bounds):
         is_sampled = source[start] == TokenSource.SAMPLED
         ids = tokens["token_ids"][start:end].tolist()
@@ -124,11 +151,11 @@ def _list_turns(
             TokenSource(int(source[start])).name.lower(), "".join(pieces) + rest, end - start
         )
         if is_sampled:
-            reward, outcome = next(sampled_turns)
+            reward, outcome = next(sampled_turns, (None, None))
             turn = msgspec.structs.replace(
                 turn,
-                reward=float(reward),
-                outcome=TurnOutcome(int(outcome)).name.lower(),
+                reward=None if reward is None else float(reward),
+                outcome=None if outcome is None else TurnOutcome(int(outcome)).name.lower(),
                 versions=_count_runs(tokens["policy_version"][start:end]),
                 piece_lengths=tuple(map(len, pieces)),
                 logprobs=_round_logprobs(tokens["generator_logprobs"][start:end][: len(pieces)]),

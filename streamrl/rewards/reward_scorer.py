@@ -1,26 +1,30 @@
-"""Workers of the reward stage: decode completions, score them, filter groups, record samples."""
+"""Workers of the reward stage: decode completions, score them, filter groups, record rollouts."""
 
 import asyncio
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from streamrl.errors import RewardError, StreamError
 from streamrl.group_episodes import count_samples
 from streamrl.messages import Array, Columns, Experience, FilteredGroup
-from streamrl.rewards.episode_record import describe_episodes
+from streamrl.rewards.episode_record import MAX_DETAILED_TOKENS, describe_rollouts
 from streamrl.rewards.group_filter import GroupFilter
 from streamrl.rewards.interface.completion import Completion, decode_rollouts
 from streamrl.rewards.interface.extract import decode_completions
 from streamrl.rewards.reward_set import GroupRewardResult, RewardSet
 from streamrl.stream.stage_worker import StageResult
+from streamrl.telemetry.config import RolloutConfig
+from streamrl.telemetry.rollout_log import RecordedGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MAX_SAMPLES_PER_DRAIN = 2
+MAX_RECORDED_CHARACTERS = 64_000_000
+"""Most text of recorded groups between two drains; a scorer records no more until the next."""
 
 
 async def _judge_group(
@@ -71,16 +75,23 @@ def describe_completion(group_result: GroupRewardResult, index: int) -> dict[str
 class RewardScorer:
     """Decodes completions and scores them with the run's rewards, all groups concurrently.
 
-    group_filter: applies to groups of the stream, not to groups of an evaluation.
+    group_filter: applies to groups of the stream, not to groups of an evaluation. recording: which
+    scored groups are kept for `rollouts/`.
     """
 
     def __init__(
-        self, rewards: RewardSet, tokenizer: "PreTrainedTokenizerBase", group_filter: GroupFilter
+        self,
+        rewards: RewardSet,
+        tokenizer: "PreTrainedTokenizerBase",
+        group_filter: GroupFilter,
+        recording: RolloutConfig,
     ) -> None:
         self._reward_set = rewards
         self._tokenizer = tokenizer
         self._group_filter = group_filter
-        self._samples: list[Mapping[str, Any]] = []
+        self._recording = recording
+        self._recorded: list[RecordedGroup] = []
+        self._num_recorded = 0
 
     async def score(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
         """Return per group `scores` and `reward/<name>`, float32 [G], a filter verdict or an error.
@@ -124,46 +135,48 @@ class RewardScorer:
             return error
         if reason:
             return FilteredGroup(reason)
-        if len(self._samples) < MAX_SAMPLES_PER_DRAIN:
-            self._record_sample(experience, completions, group_result)
+        if self._recording.every and self._num_recorded < MAX_RECORDED_CHARACTERS:
+            self._record_group(experience, completions, group_result)
         return _repeat_per_rollout(columns, experience)
 
-    def _record_sample(
+    def _record_group(
         self,
         experience: Experience,
         completions: Sequence[Completion],
         group_result: GroupRewardResult,
     ) -> None:
         assert experience.prompt is not None
-        columns = experience.columns
         prompt = experience.prompt
-        episodes: list[dict[str, Any]] = [{}] * len(completions)
-        if "turn_ends" in columns:
-            episodes = describe_episodes(self._tokenizer, columns)
-        self._samples.append(
-            {
-                "uid": experience.uid,
-                **({"environment": prompt.environment} if prompt.environment else {}),
-                "prompt": [dict(message) for message in prompt.messages],
-                "ground_truth": prompt.ground_truth,
-                "rollouts": [
-                    {
-                        "completion": completion.conversation,
-                        "score": score,
-                        **describe_completion(group_result, i),
-                        **episodes[i],
-                    }
-                    for i, (completion, score) in enumerate(
-                        zip(completions, group_result.totals.tolist(), strict=True)
-                    )
-                ],
-            }
+        detailed = MAX_DETAILED_TOKENS if self._recording.logprobs else 0
+        rollouts = describe_rollouts(
+            self._tokenizer, experience.columns, max_detailed_tokens=detailed
         )
+        self._recorded.append(
+            RecordedGroup(
+                step=0,  # known once the group is trained
+                uid=experience.uid,
+                environment=prompt.environment,
+                prompt=tuple(dict(message) for message in prompt.messages),
+                ground_truth=prompt.ground_truth,
+                rollouts=tuple(
+                    msgspec.structs.replace(
+                        rollout,
+                        completion=completion.conversation,
+                        score=score,
+                        **describe_completion(group_result, i),
+                    )
+                    for i, (rollout, completion, score) in enumerate(
+                        zip(rollouts, completions, group_result.totals.tolist(), strict=True)
+                    )
+                ),
+            )
+        )
+        self._num_recorded += sum(len(completion.conversation) for completion in completions)
 
-    def drain_samples(self) -> list[Mapping[str, Any]]:
-        """Return the first groups recorded since the last call, at most MAX_SAMPLES_PER_DRAIN."""
-        samples, self._samples = self._samples, []
-        return samples
+    def drain_recorded(self) -> list[RecordedGroup]:
+        """Return the groups recorded since the last call, in the order of their scoring."""
+        recorded, self._recorded, self._num_recorded = self._recorded, [], 0
+        return recorded
 
 
 async def score_costs(

@@ -1,9 +1,13 @@
-"""Recorded rollouts of a run: `rollouts/step_000012.jsonl` has a few groups of a training step.
+"""Recorded rollouts of a run: `rollouts/step_000012.parquet` has a training step's groups.
 
-A line is a group. A rollout of an environment also has its turns, so that it can be read token by
-token. Rollouts recorded without an environment, or by an earlier version, have only their text.
+    pandas.read_parquet("runs/mine/rollouts")       # all steps
+
+A row is a rollout. The columns `prompt`, `ground_truth` and `turns` are JSON; `turns` has the
+tokens of the rollout by source, so that an episode can be read turn by turn. Earlier versions wrote
+`step_000012.jsonl`, with a group per line and only some groups of a step.
 """
 
+import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -14,8 +18,13 @@ import msgspec
 
 from streamrl.errors import ConfigError
 from streamrl.files.atomic_write import wrap_disk_errors, write_atomic
-from streamrl.files.bounded_read import read_jsonl
-from streamrl.messages import TokenSource
+from streamrl.files.bounded_read import (
+    open_regular_file,
+    parse_json,
+    read_jsonl,
+    wrap_file_errors,
+)
+from streamrl.messages import TokenSource, parse_uid
 
 ROLLOUTS_FOLDER = "rollouts"
 SAMPLED = TokenSource.SAMPLED.name.lower()
@@ -49,6 +58,11 @@ class RecordedRollout(msgspec.Struct, frozen=True):
     """Scored rollout.
 
     completion: text after the prompt, without special tokens.
+    advantage: mean advantage of its trained tokens; None if unknown.
+    row: its row in the columns of the group; that of its first sample if it has several.
+    numbers: extra numbers of the rewards, by component and name.
+    tokens: number of sampled tokens; None if unknown.
+    versions: oldest and newest version that sampled a token; () if unknown.
     turns: all tokens of the rollout, its prompt included; empty without an environment.
     finish_reason: name of the FinishReason, lower case; None if unknown.
     """
@@ -60,6 +74,11 @@ class RecordedRollout(msgspec.Struct, frozen=True):
     turns: tuple[RecordedTurn, ...] = ()
     finish_reason: str | None = None
     environment_score: float | None = None
+    row: int = 0
+    numbers: dict[str, dict[str, float]] = {}
+    advantage: float | None = None
+    tokens: int | None = None
+    versions: tuple[int, ...] = ()
 
     @property
     def visible_turns(self) -> tuple[RecordedTurn, ...]:
@@ -75,6 +94,7 @@ class RecordedRollout(msgspec.Struct, frozen=True):
     def version_range(self) -> tuple[int, int] | None:
         """Oldest and newest version that sampled a token; None if unknown."""
         versions = [version for turn in self.turns for version, _ in turn.versions]
+        versions = versions or [*self.versions]
         return (min(versions), max(versions)) if versions else None
 
 
@@ -99,10 +119,15 @@ class RecordedGroup(msgspec.Struct, frozen=True):
 
 
 class RolloutLog:
-    """Writer of the rollouts of every step; a step has a file of its own."""
+    """Writer of the rollouts of every `every`-th step; a step has a file of its own.
 
-    def __init__(self, run_dir: Path) -> None:
+    max_bytes: size of the folder from which every second step of those recorded is deleted.
+    """
+
+    def __init__(self, run_dir: Path, *, every: int = 1, max_bytes: float = math.inf) -> None:
         self._folder = run_dir / ROLLOUTS_FOLDER
+        self._every = every
+        self._max_bytes = max_bytes
 
     def discard_steps_after(self, step: int) -> None:
         """Delete the files of steps after `step`, which a resumed run trains again."""
@@ -110,18 +135,105 @@ class RolloutLog:
             if number > step:
                 path.unlink()
 
-    def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Write the sampled groups of a training step; no file without samples. Raises
-        DiskError."""
-        if not samples:
+    def write_groups(self, step: int, groups: Sequence[RecordedGroup]) -> None:
+        """Write the groups of a training step, in the order of their uids. Raises DiskError.
+
+        Does nothing for a step that is not recorded, or without groups.
+        """
+        if not groups or not self._every or step % self._every:
             return
-        lines = [json.dumps(sample, default=str, ensure_ascii=False) for sample in samples]
-        path = self._folder / f"step_{step:06d}.jsonl"
-        # A lone surrogate, which JSON may hold but not UTF-8, becomes JSON's escape of it.
-        text = "\n".join(lines).encode("utf-8", "backslashreplace").decode()
+        path = self._folder / f"step_{step:06d}.parquet"
+        content = _encode_groups(sorted(groups, key=lambda group: parse_uid(group.uid)))
         with wrap_disk_errors(path):
             self._folder.mkdir(exist_ok=True)
-            write_atomic(path, text + "\n")
+            write_atomic(path, content)
+            self._thin_out()
+
+    def _thin_out(self) -> None:
+        """While the folder is too large, record half as often, and delete the steps between.
+
+        The latest step stays.
+        """
+        files = _list_step_files(self._folder)
+        sizes = {step: path.stat().st_size for step, path in files.items()}
+        while sum(sizes.values()) > self._max_bytes and len(sizes) > 1:
+            self._every *= 2
+            for step in [step for step in sizes if step % self._every and step != max(sizes)]:
+                files[step].unlink()
+                del sizes[step]
+
+
+def _encode_groups(groups: Sequence[RecordedGroup]) -> bytes:
+    """Return groups as a parquet file with a row per rollout."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [_make_row(group, i) for group in groups for i in range(len(group.rollouts))]
+    names = dict.fromkeys(name for row in rows for name in row)
+    floats = [name for name in names if name.startswith((_SCORE_PREFIX, _NUMBER_PREFIX))]
+    types = {**_COLUMN_TYPES, **dict.fromkeys(floats, "double")}
+    columns = {
+        name: pa.array(
+            [row.get(name) for row in rows], pa.type_for_alias(types.get(name, "string"))
+        )
+        for name in names
+    }
+    buffer = io.BytesIO()
+    pq.write_table(pa.table(columns), buffer, compression="zstd")
+    return buffer.getvalue()
+
+
+_SCORE_PREFIX, _VERDICT_PREFIX, _NUMBER_PREFIX = "score/", "verdict/", "number/"
+_COLUMN_TYPES = {
+    "step": "int64",
+    "rollout": "int32",
+    "score": "double",
+    "advantage": "double",
+    "environment_score": "double",
+    "tokens": "int32",
+    "version_min": "int64",
+    "version_max": "int64",
+}
+"""Types of the columns that are not text."""
+
+
+def _make_row(group: RecordedGroup, index: int) -> dict[str, Any]:
+    """Return a rollout of a group as a row; values that are not known are None."""
+    rollout = group.rollouts[index]
+    oldest, newest = rollout.version_range or (None, None)
+    return {
+        "step": group.step,
+        "uid": group.uid,
+        "rollout": index,
+        "environment": group.environment,
+        "prompt": _to_json(group.prompt),
+        "ground_truth": _to_json(group.ground_truth),
+        "completion": _clean_text(rollout.completion),
+        "score": rollout.score,
+        "advantage": rollout.advantage,
+        "tokens": rollout.tokens,
+        "version_min": oldest,
+        "version_max": newest,
+        "finish_reason": rollout.finish_reason,
+        "environment_score": rollout.environment_score,
+        **{f"{_SCORE_PREFIX}{name}": value for name, value in rollout.components.items()},
+        **{f"{_VERDICT_PREFIX}{name}": verdict for name, verdict in rollout.verdicts.items()},
+        **{
+            f"{_NUMBER_PREFIX}{name}/{key}": value
+            for name, numbers in rollout.numbers.items()
+            for key, value in numbers.items()
+        },
+        "turns": _to_json(rollout.turns),
+    }
+
+
+def _to_json(value: object) -> str:
+    return _clean_text(json.dumps(msgspec.to_builtins(value), default=str, ensure_ascii=False))
+
+
+def _clean_text(text: str) -> str:
+    """Return text that UTF-8 can hold: a lone surrogate becomes JSON's escape of it."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def list_recorded_steps(run_dir: Path) -> list[int]:
@@ -132,11 +244,14 @@ def list_recorded_steps(run_dir: Path) -> list[int]:
 def read_recorded_groups(run_dir: Path, step: int) -> list[RecordedGroup]:
     """Return the recorded groups of a training step; [] if it has none.
 
-    Raises ConfigError with file and line for a row that is not a group.
+    Raises ConfigError with the file for rows that are not rollouts.
     """
     path = _list_step_files(run_dir / ROLLOUTS_FOLDER).get(step)
+    if path is None:
+        return []
+    rows = _read_parquet_rows(path) if path.suffix == ".parquet" else read_jsonl(path)
     groups = []
-    for number, row in enumerate(read_jsonl(path) if path else (), start=1):
+    for number, row in enumerate(rows, start=1):
         try:
             if not isinstance(row, dict):
                 raise msgspec.ValidationError("Expected `object`")
@@ -146,6 +261,59 @@ def read_recorded_groups(run_dir: Path, step: int) -> list[RecordedGroup]:
     return groups
 
 
+def _read_parquet_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the groups of a file, each as the fields of a RecordedGroup."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with wrap_file_errors(path), open_regular_file(path) as file:
+        try:
+            rows = pq.read_table(file).to_pylist()
+            groups: dict[str, dict[str, Any]] = {}
+            for row in rows:
+                group = groups.setdefault(row["uid"], _read_group_fields(row))
+                group["rollouts"].append(_read_rollout_fields(row))
+        except (pa.ArrowException, KeyError, TypeError) as error:
+            raise ValueError(f"not recorded rollouts: {error}") from None
+    return list(groups.values())
+
+
+def _read_group_fields(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "uid": row["uid"],
+        "environment": row["environment"],
+        "prompt": parse_json(row["prompt"]),
+        "ground_truth": parse_json(row["ground_truth"]),
+        "rollouts": [],
+    }
+
+
+def _read_rollout_fields(row: Mapping[str, Any]) -> dict[str, Any]:
+    versions = [row["version_min"], row["version_max"]]
+    verdicts = select_prefixed(row, _VERDICT_PREFIX)
+    scores = select_prefixed(row, _SCORE_PREFIX)
+    names = ("completion", "score", "advantage", "tokens", "finish_reason", "environment_score")
+    return {
+        **{name: row[name] for name in names},
+        "turns": parse_json(row["turns"]),
+        "versions": [version for version in versions if version is not None],
+        # A component that abstained has a verdict without a score.
+        "components": {name: scores.get(name) for name in verdicts or scores},
+        "verdicts": verdicts,
+    }
+
+
+def select_prefixed(row: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the values whose names start with a prefix and that are not None, by the rest."""
+    return {
+        name.removeprefix(prefix): value
+        for name, value in row.items()
+        if name.startswith(prefix) and value is not None
+    }
+
+
 def _list_step_files(folder: Path) -> dict[int, Path]:
-    numbers = {path: path.stem.removeprefix("step_") for path in folder.glob("step_*.jsonl")}
+    """Return the files of recorded steps by step; parquet before JSONL of the same step."""
+    files = [*folder.glob("step_*.jsonl"), *folder.glob("step_*.parquet")]
+    numbers = {path: path.stem.removeprefix("step_") for path in files}
     return {int(number): path for path, number in numbers.items() if number.isdecimal()}

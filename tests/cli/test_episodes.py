@@ -4,21 +4,18 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 
 from streamrl.cli.main import main
-from streamrl.telemetry.rollout_log import RolloutLog
-from tests.drawing.recorded import make_guess
+from streamrl.telemetry.rollout_log import RecordedGroup, RolloutLog
+from tests.drawing.recorded import make_group, make_guess
 
 Show = Callable[..., str]
 
 
-def make_row(uid: str, scores: Sequence[float]) -> dict[str, Any]:
-    rollouts = [msgspec.to_builtins(make_guess(f"guess {s}", score=s)) for s in scores]
-    return {"uid": uid, "prompt": [{"role": "user", "content": "Guess."}], "rollouts": rollouts}
+def make_scored(uid: str, scores: Sequence[float]) -> RecordedGroup:
+    return make_group([make_guess(f"guess {s}", score=s) for s in scores], uid=uid)
 
 
 @pytest.fixture
@@ -28,8 +25,8 @@ def run_dir(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "config.yaml").touch()
     log = RolloutLog(folder)
-    log.write_samples(2, [make_row("0:1:0", [1.0, 0.5]), make_row("0:2:0", [0.75, 0.25])])
-    log.write_samples(5, [make_row("0:3:0", [0.0, 0.125])])
+    log.write_groups(2, [make_scored("0:1:0", [1.0, 0.5]), make_scored("0:2:0", [0.75, 0.25])])
+    log.write_groups(5, [make_scored("0:3:0", [0.0, 0.125])])
     return folder
 
 
@@ -106,5 +103,5 @@ def test_bad_input_is_one_line(refuse: Show, run_dir: Path, tmp_path: Path):
     assert "--last 0: must be at least 1" in refuse(run_dir, "--last", 0)
     assert "No such file or directory" in refuse(run_dir, "--html", tmp_path / "none" / "page.html")
     assert "not allowed with" in refuse(run_dir, "--html", tmp_path / "page.html", "--json")
-    (run_dir / "rollouts" / "step_000005.jsonl").write_text('{"uid": 3}\n')
-    assert "step_000005.jsonl:1: not a recorded group" in refuse(run_dir)
+    (run_dir / "rollouts" / "step_000006.jsonl").write_text('{"uid": 3}\n')
+    assert "step_000006.jsonl:1: not a recorded group" in refuse(run_dir)

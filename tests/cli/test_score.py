@@ -30,6 +30,7 @@ from streamrl.rewards.group_filter import accept_group
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.registry import build_rewards
 from streamrl.rewards.reward_scorer import RewardScorer
+from streamrl.telemetry.config import RolloutConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = (
@@ -97,11 +98,11 @@ async def test_scores_equal_the_scorer_of_a_run(score):
         RewardConfig("regex", "dot", options={"pattern": r"\."}),
         RewardConfig("numeric"),
     ]
-    scorer = RewardScorer(build_rewards(rewards), Characters(), accept_group)
+    scorer = RewardScorer(build_rewards(rewards), Characters(), accept_group, RolloutConfig())
     texts = ["5", "5.0", "6", "five"]
     (columns,) = await scorer.score([experience("5", texts)])
     assert isinstance(columns, Mapping)
-    (sample,) = scorer.drain_samples()
+    (group,) = scorer.drain_recorded()
     words = ("{kind: exact, weight: 0.25, gate: true}", r"{kind: regex, pattern: '\.', name: dot}")
     reward_args = [word for kind in (*words, "numeric") for word in ("--reward", kind)]
     code, lines, _ = await asyncio.to_thread(
@@ -109,10 +110,10 @@ async def test_scores_equal_the_scorer_of_a_run(score):
     )
     assert code == 0
     assert [line["score"] for line in lines] == columns["scores"].tolist() == [1.25, 0, 0, 0]
-    for line, rollout in zip(lines, sample["rollouts"], strict=True):
-        assert {key: line[key] for key in ("score", "components", "verdicts")} == {
-            key: rollout[key] for key in ("score", "components", "verdicts")
-        }
+    for line, rollout in zip(lines, group.rollouts, strict=True):
+        assert line["score"] == rollout.score
+        assert line["components"] == rollout.components
+        assert line["verdicts"] == rollout.verdicts
 
 
 def test_output_lines_keep_file_order_and_an_index_is_a_group(score, reward_file):

@@ -12,13 +12,14 @@ from transformers import PreTrainedTokenizerFast
 
 from streamrl.messages import Experience, GroupLease, Prompt, TokenSource, TurnOutcome
 from streamrl.rewards.combine import RewardComponent
-from streamrl.rewards.episode_record import describe_episodes, split_text
+from streamrl.rewards.episode_record import describe_rollouts, split_text
 from streamrl.rewards.group_filter import accept_group
 from streamrl.rewards.interface.conversations import encode_conversations
 from streamrl.rewards.kinds.environment import EnvironmentReward
 from streamrl.rewards.reward_scorer import RewardScorer
 from streamrl.rewards.reward_set import RewardSet
-from streamrl.telemetry.rollout_log import RolloutLog, read_recorded_groups
+from streamrl.telemetry.config import RolloutConfig
+from streamrl.telemetry.rollout_log import RecordedTurn, RolloutLog, read_recorded_groups
 
 
 def make_byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -91,9 +92,9 @@ TWO_TURNS: list[Segment] = [
 
 
 def test_an_episode_is_cut_where_the_source_changes():
-    (episode,) = describe_episodes(TOKENIZER, make_columns([TWO_TURNS]))
-    assert (episode["finish_reason"], episode["environment_score"]) == ("stop", 0.0)
-    assert [(t["source"], t["text"], t["tokens"]) for t in episode["turns"]] == [
+    (episode,) = describe_rollouts(TOKENIZER, make_columns([TWO_TURNS]))
+    assert (episode.finish_reason, episode.environment_score) == ("stop", 0.0)
+    assert [(t.source, t.text, t.tokens) for t in episode.turns] == [
         ("prompt", "Guess.", 6),
         ("sampled", "50<|end|>", 3),
         ("scaffold", "\nuser ", 6),
@@ -101,23 +102,24 @@ def test_an_episode_is_cut_where_the_source_changes():
         ("scaffold", "\n", 1),
         ("sampled", "75", 2),
     ]
-    assert episode["turns"][1] == {
-        "source": "sampled",
-        "text": "50<|end|>",
-        "tokens": 3,
-        "reward": 0.5,
-        "outcome": "called",
-        "versions": ((3, 3),),
-        "piece_lengths": (1, 1, 7),
-        "logprobs": (-0.123, -0.123, -0.123),
-    }
+    assert episode.turns[1] == RecordedTurn(
+        "sampled",
+        "50<|end|>",
+        3,
+        reward=0.5,
+        outcome="called",
+        versions=((3, 3),),
+        piece_lengths=(1, 1, 7),
+        logprobs=(-0.123, -0.123, -0.123),
+    )
+    assert (episode.tokens, episode.versions) == (5, (3, 4))
 
 
 def test_consecutive_turns_are_apart_and_a_turn_lists_the_versions_that_sampled_it():
     columns = make_columns([[(PROMPT, "p", -1), (SAMPLED, "ab", 1), (SAMPLED, "cde", 2)]])
     columns["policy_version"][-1] = 3
-    (episode,) = describe_episodes(TOKENIZER, columns)
-    assert [(t["text"], t["versions"]) for t in episode["turns"] if "versions" in t] == [
+    (episode,) = describe_rollouts(TOKENIZER, columns)
+    assert [(t.text, t.versions) for t in episode.turns if t.versions] == [
         ("ab", ((1, 2),)),
         ("cde", ((2, 2), (3, 1))),
     ]
@@ -126,17 +128,17 @@ def test_consecutive_turns_are_apart_and_a_turn_lists_the_versions_that_sampled_
 def test_a_logprob_that_is_not_finite_is_null():
     columns = make_columns([[(PROMPT, "p", -1), (SAMPLED, "ab", 1)]])
     columns["generator_logprobs"][-1] = -np.inf
-    (episode,) = describe_episodes(TOKENIZER, columns)
-    assert episode["turns"][-1]["logprobs"] == (-0.123, None)
+    (episode,) = describe_rollouts(TOKENIZER, columns)
+    assert episode.turns[-1].logprobs == (-0.123, None)
 
 
 def test_the_detailed_tokens_of_a_group_are_bounded_and_the_text_is_complete():
     columns = make_columns([TWO_TURNS, TWO_TURNS])
-    for episode in describe_episodes(TOKENIZER, columns, max_detailed_tokens=8):
-        sampled = [turn for turn in episode["turns"] if turn["source"] == "sampled"]
-        assert [turn["text"] for turn in sampled] == ["50<|end|>", "75"]
-        assert [len(turn["logprobs"]) for turn in sampled] == [3, 1]
-        assert [len(turn["piece_lengths"]) for turn in sampled] == [3, 1]
+    for episode in describe_rollouts(TOKENIZER, columns, max_detailed_tokens=8):
+        sampled = [turn for turn in episode.turns if turn.source == "sampled"]
+        assert [turn.text for turn in sampled] == ["50<|end|>", "75"]
+        assert [len(turn.logprobs) for turn in sampled] == [3, 1]
+        assert [len(turn.piece_lengths) for turn in sampled] == [3, 1]
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])), st.integers(0, 80))
@@ -158,9 +160,9 @@ async def test_the_turns_that_the_scorer_records_are_read_back(tmp_path: Path):
     rewards = [RewardComponent("env", 1.0, False, EnvironmentReward())]
     prompt = Prompt("0:1:0", np.array(encode("Guess."), np.int32), environment="guess")
     lease = GroupLease(token=1, uid=prompt.uid, stage="reward", attempt=1, expires_at=9.0)
-    scorer = RewardScorer(RewardSet(rewards), TOKENIZER, accept_group)
+    scorer = RewardScorer(RewardSet(rewards), TOKENIZER, accept_group, RolloutConfig(logprobs=True))
     await scorer.score([Experience(lease, 0, prompt=prompt, columns=columns)])
-    RolloutLog(tmp_path).write_samples(1, scorer.drain_samples())
+    RolloutLog(tmp_path).write_groups(1, scorer.drain_recorded())
     (group,) = read_recorded_groups(tmp_path, 1)
     first, second = group.rollouts
     assert group.environment == "guess"
@@ -183,7 +185,7 @@ async def test_an_episode_of_several_samples_is_scored_filtered_and_recorded_onc
 
     rewards = [RewardComponent("env", 1.0, False, EnvironmentReward())]
     prompt = Prompt("0:1:0", np.array(encode("Guess."), np.int32))
-    scorer = RewardScorer(RewardSet(rewards), TOKENIZER, record)
+    scorer = RewardScorer(RewardSet(rewards), TOKENIZER, record, RolloutConfig())
 
     async def score(token):
         lease = GroupLease(token, uid=prompt.uid, stage="reward", attempt=1, expires_at=9.0)
@@ -193,13 +195,14 @@ async def test_an_episode_of_several_samples_is_scored_filtered_and_recorded_onc
 
     assert await score(token=1) == {"scores": [2.0, 2.0, 5.0], "reward/env": [2.0, 2.0, 5.0]}
     assert filtered == [[2.0, 5.0]]
-    (sample,) = scorer.drain_samples()
-    first, second = sample["rollouts"]
-    assert [turn["text"] for turn in first["turns"] if turn["source"] in ("prompt", "sampled")] == [
+    (group,) = scorer.drain_recorded()
+    first, second = group.rollouts
+    assert [turn.text for turn in first.turns if turn.source in ("prompt", "sampled")] == [
         *("Guess.", "50<|end|>", "75"),
         *("Again.", "60"),
     ]
-    assert [rollout["environment_score"] for rollout in (first, second)] == [2.0, 5.0]
+    assert [rollout.environment_score for rollout in (first, second)] == [2.0, 5.0]
+    assert (first.row, first.tokens, second.row) == (0, 7, 2)
     in_evaluation = await score(token=0)
     assert in_evaluation["scores"] == [2.0, 5.0]
     assert len(in_evaluation["answers"]) == 2

@@ -13,6 +13,7 @@ from streamrl.rewards.interface.reward import Reward
 from streamrl.rewards.kinds.patterns import RegexOptions, build_regex_reward
 from streamrl.rewards.reward_scorer import RewardScorer, score_costs
 from streamrl.rewards.reward_set import COSTS, RewardSet
+from streamrl.telemetry.config import RolloutConfig
 from tests.rollouts import make_rollout
 
 
@@ -51,19 +52,21 @@ def one_reward(reward, **settings):
 
 
 async def test_the_greedy_completion_is_the_baseline_of_every_rollout():
-    scorer = RewardScorer(one_reward(contains("b")), Letters(), lambda prompt, columns: "all out")
+    scorer = RewardScorer(
+        one_reward(contains("b")), Letters(), lambda prompt, columns: "all out", RolloutConfig()
+    )
     (columns,) = await scorer.score_baseline([GREEDY])
     assert isinstance(columns, Mapping)
     expected = {"baseline_scores": [2.0, 2.0, 2.0]}
     assert {name: column.tolist() for name, column in columns.items()} == expected
     assert columns["baseline_scores"].dtype == np.float32
-    assert scorer.drain_samples() == []
+    assert scorer.drain_recorded() == []
     (filtered,) = await scorer.score([GROUP])
     assert isinstance(filtered, FilteredGroup), "the greedy completion alone is not filtered"
 
 
 async def test_a_failed_baseline_is_an_error_not_a_zero():
-    scorer = RewardScorer(one_reward(FailingReward()), Letters(), accept_group)
+    scorer = RewardScorer(one_reward(FailingReward()), Letters(), accept_group, RolloutConfig())
     (error,) = await scorer.score_baseline([GREEDY])
     assert isinstance(error, RewardError)
     assert "reward has, uid 0:1:0: the verifier is down" in str(error)
@@ -82,9 +85,24 @@ async def test_a_failed_cost_is_named():
     assert "cost has, uid 0:1:0: the verifier is down" in str(error)
 
 
-async def test_a_recorded_rollout_without_an_environment_has_no_turns():
-    scorer = RewardScorer(one_reward(contains("b")), Letters(), accept_group)
+async def test_a_rollout_without_an_environment_is_recorded_as_one_turn():
+    scorer = RewardScorer(one_reward(contains("b")), Letters(), accept_group, RolloutConfig())
     await scorer.score([GROUP])
-    (sample,) = scorer.drain_samples()
-    assert [rollout["completion"] for rollout in sample["rollouts"]] == ["bc", "d", "b"]
-    assert sample["rollouts"][0].keys() == {"completion", "score", "components", "verdicts"}
+    (group,) = scorer.drain_recorded()
+    assert [rollout.completion for rollout in group.rollouts] == ["bc", "d", "b"]
+    first = group.rollouts[0]
+    assert [(turn.source, turn.tokens) for turn in first.turns] == [("prompt", 1), ("sampled", 2)]
+    assert (first.score, first.components, first.tokens) == (2.0, {"has": 1.0}, 2)
+    assert first.turns[1].logprobs == ()
+    assert first.versions == (0, 0)
+
+
+async def test_logprobs_are_recorded_on_request_and_nothing_if_recording_is_off():
+    for recording, logprobs in ((RolloutConfig(logprobs=True), 2), (RolloutConfig(every=0), None)):
+        scorer = RewardScorer(one_reward(contains("b")), Letters(), accept_group, recording)
+        await scorer.score([GROUP])
+        recorded = scorer.drain_recorded()
+        if logprobs is None:
+            assert recorded == []
+        else:
+            assert len(recorded[0].rollouts[0].turns[1].logprobs) == logprobs

@@ -1,19 +1,27 @@
-"""Recorded rollouts: written, read, and discarded on resume."""
+"""Recorded rollouts: written, thinned out, read, and discarded on resume."""
 
 import errno
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import pandas as pd
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from streamrl.errors import ConfigError, DiskError
 from streamrl.telemetry.rollout_log import (
+    RecordedGroup,
+    RecordedRollout,
     RolloutLog,
     list_recorded_steps,
     read_recorded_groups,
 )
+from tests.drawing.recorded import make_group, make_guess
 
 OLD_ROW: dict[str, Any] = {
     "uid": "0:1:0",
@@ -32,36 +40,105 @@ OLD_ROW: dict[str, Any] = {
 }
 
 
-def test_the_samples_of_a_step_have_a_separate_file(tmp_path: Path):
-    log = RolloutLog(tmp_path)
-    log.write_samples(1, [])
+def write_old_rows(run_dir: Path, step: int, rows: list[Any]) -> None:
+    """Write rows as earlier versions did."""
+    folder = run_dir / "rollouts"
+    folder.mkdir(exist_ok=True)
+    lines = "\n".join(map(json.dumps, rows))
+    (folder / f"step_{step:06d}.jsonl").write_text(lines + "\n")
+
+
+def test_a_step_without_groups_has_no_file(tmp_path: Path):
+    RolloutLog(tmp_path).write_groups(1, [])
     assert not (tmp_path / "rollouts").exists()
-    log.write_samples(2, [{"prompt": "1+1", "score": 1.0}, {"prompt": "ä", "score": 0.0}])
-    lines = (tmp_path / "rollouts" / "step_000002.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line)["prompt"] for line in lines] == ["1+1", "ä"]
 
 
-def test_samples_on_a_full_disk_raise_an_error_with_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_is_written_is_read(tmp_path: Path):
+    rollouts = [make_guess("50", score=1.0), make_guess("25", score=0.0)]
+    rollouts[0] = msgspec.structs.replace(
+        rollouts[0],
+        advantage=0.5,
+        tokens=4,
+        versions=(3, 4),
+        verdicts={"env": "pass", "judge": "abstained"},
+        numbers={"env": {"turns": 2.0}},
+    )
+    group = make_group(rollouts, environment="guess", ground_truth={"number": 77})
+    RolloutLog(tmp_path).write_groups(4, [group])
+    (read,) = read_recorded_groups(tmp_path, 4)
+    assert (read.step, read.uid, read.environment) == (4, "0:1:0", "guess")
+    assert (read.prompt, read.ground_truth) == (group.prompt, {"number": 77})
+    first, _ = read.rollouts
+    assert first.turns == rollouts[0].turns
+    assert (first.advantage, first.tokens, first.versions) == (0.5, 4, (3, 4))
+    assert (first.finish_reason, first.environment_score) == ("stop", 1.0)
+    assert first.components == {"env": 1.0, "judge": None}
+    assert first.verdicts == {"env": "pass", "judge": "abstained"}
+
+
+def test_pandas_reads_all_steps_in_one_line(tmp_path: Path):
+    log = RolloutLog(tmp_path)
+    for step in (1, 2):
+        rollouts = [RecordedRollout("a", score, advantage=score - 0.5) for score in (0.0, 1.0)]
+        log.write_groups(step, [RecordedGroup(step, f"0:{step}:0", tuple(rollouts))])
+    frame = pd.read_parquet(tmp_path / "rollouts")
+    assert frame.groupby("step")["score"].mean().to_dict() == {1: 0.5, 2: 0.5}
+    assert frame["advantage"].tolist() == [-0.5, 0.5] * 2
+    assert frame["uid"].tolist() == ["0:1:0"] * 2 + ["0:2:0"] * 2
+
+
+def test_groups_are_in_the_order_of_their_prompts(tmp_path: Path):
+    groups = [RecordedGroup(1, uid, (RecordedRollout("", 0.0),)) for uid in ("0:10:0", "0:9:0")]
+    RolloutLog(tmp_path).write_groups(1, groups)
+    assert [group.uid for group in read_recorded_groups(tmp_path, 1)] == ["0:9:0", "0:10:0"]
+
+
+def test_a_full_disk_is_an_error_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", refuse)
-    with pytest.raises(DiskError, match=r"step_000002.jsonl cannot be written: No space left"):
-        RolloutLog(tmp_path).write_samples(2, [{"score": 1.0}])
+    with pytest.raises(DiskError, match=r"step_000002.parquet cannot be written: No space left"):
+        RolloutLog(tmp_path).write_groups(2, [make_group([make_guess("1", score=0.0)])])
 
 
-def test_resume_removes_the_samples_of_later_steps(tmp_path: Path):
-    log = RolloutLog(tmp_path)
-    for step in (1, 2, 3):
-        log.write_samples(step, [{"step": step}])
+def record_steps(log: RolloutLog, steps: range) -> None:
+    for step in steps:
+        log.write_groups(step, [make_group([make_guess("1", score=0.0)], step=step)])
+
+
+def test_resume_removes_later_steps(tmp_path: Path):
+    record_steps(RolloutLog(tmp_path), range(1, 4))
     RolloutLog(tmp_path).discard_steps_after(1)
-    assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step_000001.jsonl"]
+    assert list_recorded_steps(tmp_path) == [1]
 
 
-def test_rows_recorded_without_an_environment_are_read_as_one_turn(tmp_path: Path):
-    RolloutLog(tmp_path).write_samples(4, [OLD_ROW])
+@pytest.mark.parametrize(("every", "steps"), [(0, []), (1, [1, 2, 3, 4, 5, 6]), (3, [3, 6])])
+def test_every_nth_step_is_recorded(tmp_path: Path, every: int, steps: list[int]):
+    record_steps(RolloutLog(tmp_path, every=every), range(1, 7))
+    assert list_recorded_steps(tmp_path) == steps
+
+
+@given(num_steps=st.integers(1, 40), size=st.floats(1.0, 12.0), resumed_at=st.integers(0, 40))
+def test_the_folder_stays_small_and_covers_the_run(
+    tmp_path_factory: pytest.TempPathFactory, num_steps: int, size: float, resumed_at: int
+):
+    folder = tmp_path_factory.mktemp("run")
+    record_steps(RolloutLog(folder), range(1, 2))
+    (file,) = (folder / "rollouts").iterdir()
+    max_bytes = size * file.stat().st_size * 1.05
+    last = max(num_steps, resumed_at)
+    for steps in (range(2, resumed_at), range(max(resumed_at, 2), last + 1)):
+        record_steps(RolloutLog(folder, max_bytes=max_bytes), steps)
+    kept = list_recorded_steps(folder)
+    assert 1 <= len(kept) <= max(1, math.floor(size * 1.1))
+    # No part of the run lacks a recorded step for longer than the room asks for.
+    gaps = [b - a for a, b in zip([0, *kept], [*kept, last], strict=True)]
+    assert max(gaps) <= 4 * math.ceil(last / max(1.0, size)) + 1
+
+
+def test_rows_of_earlier_versions_are_read_as_one_turn(tmp_path: Path):
+    write_old_rows(tmp_path, 4, [OLD_ROW])
     (group,) = read_recorded_groups(tmp_path, 4)
     assert (group.step, group.uid, group.ground_truth, group.mean_score) == (4, "0:1:0", "2", 0.5)
     first = group.rollouts[0]
@@ -73,16 +150,18 @@ def test_rows_recorded_without_an_environment_are_read_as_one_turn(tmp_path: Pat
 
 def test_steps_are_listed_by_number_and_foreign_files_ignored(tmp_path: Path):
     assert list_recorded_steps(tmp_path) == []
-    for step in (1_000_000, 3, 12):
-        RolloutLog(tmp_path).write_samples(step, [OLD_ROW])
+    write_old_rows(tmp_path, 1_000_000, [OLD_ROW])
+    for step in (3, 12):
+        record_steps(RolloutLog(tmp_path), range(step, step + 1))
     (tmp_path / "rollouts" / "step_mine.jsonl").touch()
     assert list_recorded_steps(tmp_path) == [3, 12, 1_000_000]
     assert read_recorded_groups(tmp_path, 4) == []
 
 
-def test_a_lone_surrogate_in_a_prompt_is_written_and_read(tmp_path: Path):
-    RolloutLog(tmp_path).write_samples(1, [{**OLD_ROW, "ground_truth": "\ud800 ä"}])
-    assert read_recorded_groups(tmp_path, 1)[0].ground_truth == "\ud800 ä"
+def test_a_lone_surrogate_is_written_as_its_escape(tmp_path: Path):
+    rollout = RecordedRollout("a \ud800", 0.0)
+    RolloutLog(tmp_path).write_groups(1, [RecordedGroup(1, "0:1:0", (rollout,))])
+    assert read_recorded_groups(tmp_path, 1)[0].rollouts[0].completion == "a \\ud800"
 
 
 @pytest.mark.parametrize(
@@ -96,7 +175,16 @@ def test_a_lone_surrogate_in_a_prompt_is_written_and_read(tmp_path: Path):
 def test_a_row_that_is_not_a_group_is_an_error_with_its_line(
     row: Any, problem: str, tmp_path: Path
 ):
-    RolloutLog(tmp_path).write_samples(2, [OLD_ROW, row])
+    write_old_rows(tmp_path, 2, [OLD_ROW, row])
     with pytest.raises(ConfigError, match=r"step_000002.jsonl:2: not a recorded group: ") as error:
         read_recorded_groups(tmp_path, 2)
     assert problem in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"no parquet at all"])
+def test_a_damaged_file_is_named(content: bytes, tmp_path: Path):
+    record_steps(RolloutLog(tmp_path), range(1, 2))
+    (tmp_path / "rollouts" / "step_000001.parquet").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"step_000001.parquet: ") as error:
+        read_recorded_groups(tmp_path, 1)
+    assert "\n" not in str(error.value)

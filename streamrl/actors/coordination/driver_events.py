@@ -3,22 +3,22 @@
 import asyncio
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from streamrl.errors import DeadlineError
 from streamrl.telemetry.metric_names import MetricsRow
+from streamrl.telemetry.rollout_log import RecordedGroup
 from streamrl.telemetry.spans import Span
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """Report of a finished training step: metrics row, spans for the trace, a few scored texts."""
+    """Report of a finished training step: metrics row, spans for the trace, recorded groups."""
 
     step: int
     row: MetricsRow
     spans: Sequence[Span] = ()
-    samples: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
+    recorded: Sequence[RecordedGroup] = ()
 
 
 @dataclass(frozen=True)

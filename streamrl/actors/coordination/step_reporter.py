@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import msgspec
+
 from streamrl.actors.actor_context import ActorReport
 from streamrl.actors.coordination.driver_events import DriverEvents, StepReport
 from streamrl.actors.coordination.role_actors import RoleActors
@@ -26,6 +28,7 @@ from streamrl.stream.step_metrics import (
 )
 from streamrl.telemetry.cpu_usage import CoreMeter, read_machine_time, read_process_time
 from streamrl.telemetry.metric_names import validate_row
+from streamrl.telemetry.rollout_log import RecordedGroup
 from streamrl.telemetry.spans import Span
 
 
@@ -42,8 +45,8 @@ DRAIN_EVERY_S = 0.2
 """Minimum interval between two drains of the actors; faster steps share a drain."""
 DRAIN_TIMEOUT_S = 3.0
 """Longest time by which a hung actor delays the report of a step."""
-MAX_PENDING_SAMPLES = 200
-"""Number of scored texts kept until their groups are trained."""
+MAX_PENDING_STEPS = 4
+"""Training steps whose number of recorded groups is kept until the groups are trained."""
 
 
 class StepReporter:
@@ -62,11 +65,14 @@ class StepReporter:
         self._driver_events = events
         self._window_start = start_s
         self._spans: dict[str, list[Span]] = {role.role: [] for role in roles}
-        self._samples: list[Mapping[str, Any]] = []
+        self._recorded: dict[str, RecordedGroup] = {}
+        self._advantages: dict[str, dict[int, float]] = {}
         self._counts: Counter[str] = Counter()
         self._memory_peaks: dict[str, float] = {}
         self._core_meters = {name: CoreMeter() for name in ("machine", "stages", "queue")}
         self._busy_cores: dict[str, float] = {}
+        pipeline = config.pipeline
+        self._max_pending = (MAX_PENDING_STEPS + pipeline.max_staleness) * pipeline.groups_per_step
         self._drained_at = 0.0
         self._snapshots: asyncio.Queue[StepSnapshot] = asyncio.Queue()
 
@@ -135,19 +141,28 @@ class StepReporter:
         )
         validate_row(row)
         self._window_start = end_s
-        samples = self._pop_samples(outcome)
-        self._driver_events.post_report(StepReport(outcome.version + 1, row, spans, samples))
+        recorded = self._pop_recorded(outcome)
+        self._driver_events.post_report(StepReport(outcome.version + 1, row, spans, recorded))
 
-    def _pop_samples(self, outcome: StepResult) -> list[Mapping[str, Any]]:
-        """Remove and return the scored texts of a step's groups.
+    def _pop_recorded(self, outcome: StepResult) -> list[RecordedGroup]:
+        """Remove and return the recorded groups of a step, with their advantages.
 
-        Texts of dropped groups stay until newer ones displace them.
+        Others stay until they are trained, or until newer ones displace them.
         """
-        trained = {group.uid for group in outcome.groups}
-        samples = [sample for sample in self._samples if sample["uid"] in trained]
-        others = [sample for sample in self._samples if sample["uid"] not in trained]
-        self._samples = others[-MAX_PENDING_SAMPLES:]
-        return samples
+        step = outcome.version + 1
+        groups = []
+        for uid in (group.uid for group in outcome.groups):
+            advantages = self._advantages.pop(uid, {})
+            if group := self._recorded.pop(uid, None):
+                rollouts = tuple(
+                    msgspec.structs.replace(rollout, advantage=advantages.get(rollout.row or 0))
+                    for rollout in group.rollouts
+                )
+                groups.append(msgspec.structs.replace(group, step=step, rollouts=rollouts))
+        for pending in (self._recorded, self._advantages):
+            for uid in list(pending)[: -self._max_pending]:
+                del pending[uid]
+        return groups
 
     async def _drain_actors(self) -> dict[str, list[ActorReport]]:
         """Collect by role what each actor did since its last report."""
@@ -191,7 +206,7 @@ class StepReporter:
             self._busy_cores[f"cpu/{name}"] = meter.measure_cores(times[name], now)
 
     def _record_reports(self, reports: Mapping[str, Sequence[ActorReport]]) -> list[Span]:
-        """Store the actors' spans, scored texts and counts; return the spans that have ended.
+        """Store the actors' spans, rollouts and counts; return the spans that have ended.
 
         An actor reports a span that is still open again at the next call, with a later end.
         """
@@ -201,8 +216,10 @@ class StepReporter:
                 span for report in reports_of_role for span in report.spans
             ]
         all_reports = [report for role in reports.values() for report in role]
-        self._samples += [sample for report in all_reports for sample in report.samples]
         for report in all_reports:
+            self._recorded |= {group.uid: group for group in report.recorded}
+            for uid, advantages in report.advantages.items():
+                self._advantages.setdefault(uid, {}).update(advantages)
             self._counts.update(report.counts)
             for phase, peak_mb in report.peaks_mb.items():
                 name = f"memory/{phase}_mb"

@@ -27,7 +27,9 @@ def open_run_directory(
     is refused or interrupted before its first step, a new directory is removed, and the run
     directory that it replaced is restored.
     """
-    log, folder = RolloutLog(config.run_dir), config.run_dir
+    folder, recording = config.run_dir, config.telemetry.rollouts
+    max_bytes = recording.max_gib * 2**30
+    log = RolloutLog(folder, every=recording.every, max_bytes=max_bytes)
     replaced = folder.with_name(f".{folder.name}.replaced")
     is_new = resume is None or is_fork(config, resume)
     try:

@@ -1,5 +1,6 @@
 """Collate the columns of groups into the padded tensors of a micro-batch."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -137,6 +138,14 @@ def _collect_rollout(
         name: np.asarray(column[index if len(column) == len(lengths) else tokens])
         for name, column in selected.items()
     }
+
+
+def average_advantage(columns: Columns, derived: Columns, index: int) -> float:
+    """Return the mean advantage of the trained tokens of a rollout; NaN without such tokens."""
+    rollout = _collect_rollout(columns, derived, index, ("loss_mask",))
+    mask = rollout["loss_mask"]
+    advantages = np.broadcast_to(rollout["advantages"], mask.shape)[mask]
+    return float(advantages.mean()) if advantages.size else math.nan
 
 
 def find_token_slice(lengths: Array, index: int) -> slice:

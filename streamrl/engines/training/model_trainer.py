@@ -39,7 +39,7 @@ from streamrl.engines.models.forward import (
 from streamrl.engines.models.lora import add_lora_adapters
 from streamrl.engines.models.save_model import write_hf_model
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.engines.training.collate import build_batch, derive_columns
+from streamrl.engines.training.collate import average_advantage, build_batch, derive_columns
 from streamrl.engines.training.deepspeed_backend import DeepSpeedBackend
 from streamrl.engines.training.forward_scorers import compute_token_column
 from streamrl.engines.training.fsdp_tp_backend import FsdpTpBackend
@@ -106,6 +106,7 @@ class ModelTrainer:
             module.gradient_checkpointing_enable({"use_reentrant": False})
         self._backend = make_backend(module, config)
         set_collective_timeout(config.collective_timeout_s)
+        self._advantages: dict[str, dict[int, float]] = {}
         self._optimizer_offload = OptimizerOffload(
             self._backend.iter_optimizer_state,
             excluding=lambda: (tensor for _, tensor, _ in self._backend.iter_shards()),
@@ -163,9 +164,12 @@ class ModelTrainer:
         because advantages compare all rollouts of a group. `version` is the policy version that the
         step starts from. Without picks, the rank only takes part in the collectives.
         """
-        batch = build_batch(
-            groups, picks, derived=self._get_derived(groups), token_columns=self._task.token_columns
-        ).to(get_local_device())
+        derived = self._get_derived(groups)
+        batch = build_batch(groups, picks, derived=derived, token_columns=self._task.token_columns)
+        batch = batch.to(get_local_device())
+        for uid, index in picks:
+            advantage = average_advantage(groups[uid], derived[uid], index)
+            self._advantages.setdefault(uid, {})[index] = advantage
         with self._limit_wait("a micro-batch"):
             if picks:
                 loss, sums = self._task.compute_loss(self._backend.forward, batch, version=version)
@@ -176,6 +180,11 @@ class ModelTrainer:
             return {}
         values = torch.stack([value.double().cpu() for value in sums.values()]).tolist()
         return dict(zip(sums, values, strict=True))
+
+    def drain_advantages(self) -> dict[str, dict[int, float]]:
+        """Return the mean advantage of the rollouts trained since the last call, by uid and row."""
+        advantages, self._advantages = self._advantages, {}
+        return advantages
 
     def _get_derived(self, groups: Mapping[str, Columns]) -> Mapping[str, Columns]:
         """Return the derived columns of groups by uid, from the step's plan if a plan exists."""

@@ -15,7 +15,6 @@ from streamrl.actors.coordination.role_actors import RoleActors
 from streamrl.actors.coordination.step_reporter import (
     DRAIN_EVERY_S,
     DRAIN_TIMEOUT_S,
-    MAX_PENDING_SAMPLES,
     StepReporter,
     StepSnapshot,
 )
@@ -27,6 +26,7 @@ from streamrl.dataflow import build_dataflow
 from streamrl.errors import DeadlineError
 from streamrl.messages import ROLLOUT_COLUMNS, GroupInfo
 from streamrl.stream.protocols import StepResult, TrainStepResult
+from streamrl.telemetry.rollout_log import RecordedGroup, RecordedRollout
 from streamrl.telemetry.spans import SpanRecorder
 from tests.virtual_time import in_virtual_time
 
@@ -48,7 +48,8 @@ class Worker:
         self.name = name
         self.spans = SpanRecorder(name, lambda: asyncio.get_running_loop().time())
         self.drains: list[float] = []
-        self.samples: list[dict[str, str]] = []
+        self.recorded: list[RecordedGroup] = []
+        self.advantages: dict[str, dict[int, float]] = {}
         self.process_time = {name: 0.0}
         self.collect_report = self
 
@@ -56,7 +57,13 @@ class Worker:
         """Reply to collect_report."""
         self.drains.append(asyncio.get_running_loop().time())
         spans = self.spans.drain_spans()
-        return ActorReport(self.name, spans, self.samples, process_time=self.process_time)
+        return ActorReport(
+            self.name,
+            spans,
+            self.recorded,
+            self.advantages,
+            process_time=self.process_time,
+        )
 
     async def work(self, seconds: float) -> None:
         with self.spans.record_span("work"):
@@ -166,22 +173,48 @@ async def test_busy_cores_count_each_process_of_the_stages_once():
     assert second["cpu/machine"] >= 0.0 and second["cpu/queue"] >= 0.0
 
 
+def make_group(uid: str, *, rows: Sequence[int] = (0,)) -> RecordedGroup:
+    rollouts = tuple(RecordedRollout("a", 1.0, row=row) for row in rows)
+    return RecordedGroup(0, uid, rollouts)
+
+
 @in_virtual_time
-async def test_a_sample_is_reported_with_the_step_that_trained_its_group():
+async def test_a_recorded_group_is_reported_with_the_step_that_trained_it():
     run = Reported()
-    run.generator.samples = [{"uid": uid} for uid in "ab"]
+    run.generator.recorded = [make_group(uid) for uid in "ab"]
     run.reporter.add_step(snapshot(0, ended_at=1.0, uid="a"))
     await asyncio.sleep(1.0)
-    run.generator.samples = [{"uid": "c"}]
+    run.generator.recorded = [make_group("c")]
     run.reporter.add_step(snapshot(1, ended_at=2.0, uid="c"))
     await asyncio.sleep(1.0)
-    run.generator.samples = []
+    run.generator.recorded = []
     run.reporter.add_step(snapshot(2, ended_at=3.0, uid="b"))
     await asyncio.sleep(1.0)
-    run.generator.samples = [{"uid": "dropped"} for _ in range(MAX_PENDING_SAMPLES)]
     run.reporter.add_step(snapshot(3, ended_at=4.0, uid="d"))
-    reported = [[sample["uid"] for sample in r.samples] for r in await run.finish()]
-    assert reported == [["a"], ["c"], ["b"], []]
+    reported = [[(g.uid, g.step) for g in r.recorded] for r in await run.finish()]
+    assert reported == [[("a", 1)], [("c", 2)], [("b", 3)], []]
+
+
+@in_virtual_time
+async def test_a_recorded_rollout_gets_the_advantage_of_its_row():
+    run = Reported()
+    run.generator.recorded = [make_group("a", rows=(0, 2))]
+    run.rank.advantages = {"a": {0: -0.5, 1: 0.25, 2: 0.75}}
+    run.reporter.add_step(snapshot(0, ended_at=1.0, uid="a"))
+    (report,) = await run.finish()
+    assert [rollout.advantage for rollout in report.recorded[0].rollouts] == [-0.5, 0.75]
+
+
+@in_virtual_time
+async def test_groups_that_are_never_trained_are_forgotten():
+    run = Reported()
+    limit = run.reporter._max_pending
+    run.generator.recorded = [make_group("old"), *(make_group(f"0:{i}:0") for i in range(limit))]
+    run.reporter.add_step(snapshot(0, ended_at=1.0, uid="none"))
+    await asyncio.sleep(1.0)
+    run.generator.recorded = []
+    run.reporter.add_step(snapshot(1, ended_at=2.0, uid="old"))
+    assert [list(report.recorded) for report in await run.finish()] == [[], []]
 
 
 @in_virtual_time
