@@ -40,6 +40,9 @@ COUNTER_METRICS = (
 _RUN_PROCESS = "run"
 _LANES_PER_PROCESS = 1000
 _OPENING, _CLOSING = b"[\n", b"\n]\n"
+_NAMING_EVENT = b'{"ph": "M"'
+RECENT_TRACE_BYTES = 4_000_000
+"""Spans of the latest steps: about 15,000."""
 
 
 class TraceSink:
@@ -191,8 +194,23 @@ def read_spans(path: Path) -> list[Span]:
     return [*_load_spans(path.with_name(EARLIER_TRACE_FILE)), *_load_spans(path)]
 
 
+def read_recent_spans(path: Path, *, most_bytes: int = RECENT_TRACE_BYTES) -> list[Span]:
+    """Return the spans in the last `most_bytes` of a trace; [] without a file.
+
+    Names of processes come from the whole file; other lines before are not parsed.
+    """
+    if not path.exists():
+        return []
+    with wrap_file_errors(path):
+        first_byte = path.stat().st_size - most_bytes
+    return _make_spans(list(_read_events(path, first_byte=first_byte)))
+
+
 def _load_spans(path: Path) -> list[Span]:
-    events = list(_read_events(path))
+    return _make_spans(list(_read_events(path)))
+
+
+def _make_spans(events: Sequence[Mapping[str, Any]]) -> list[Span]:
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     return [
         Span(
@@ -214,12 +232,19 @@ def check_trace(run_dir: Path) -> None:
         pass
 
 
-def _read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a trace file, without a last line torn by a crash."""
+def _read_events(path: Path, *, first_byte: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield the events of a trace file, without a last line torn by a crash.
+
+    first_byte: before it, only events that name a process or lane are yielded.
+    """
     if not path.exists():
         return
+    position = 0
     with wrap_file_errors(path), open_regular_file(path) as file:
         for number, line in enumerate(read_lines(file), 1):
+            position += len(line)
+            if position <= first_byte and _NAMING_EVENT not in line:
+                continue
             try:
                 event = parse_json(line.decode().rstrip(",\r\n"))
             except json.JSONDecodeError:

@@ -4,6 +4,7 @@ The live view of a terminal is in live_console.py. Both consoles print evaluatio
 same way.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -161,46 +162,97 @@ class PlainConsole(RunConsole):
         progress = self.progress
         if progress.step == 0:
             return
-        columns = _build_columns(progress)
+        columns = _select_columns(_build_columns(progress), self.console.width)
         if self._steps_shown % _HEADER_EVERY == 0:
-            self.print_line("", f"queue and idle of: {', '.join(progress.stages)}")
-            self._print_cells([header for header, _, _ in columns], columns)
-        self._print_cells([value for _, value, _ in columns], columns)
+            self._print_line(_format_groups(columns))
+            self._print_line(_format_cells(columns, [column.header for column in columns]))
+        self._print_line(_format_cells(columns, [column.value for column in columns]))
         self._steps_shown += 1
 
-    def _print_cells(self, cells: list[str], columns: list[tuple[str, str, int]]) -> None:
-        text = ""
-        for cell, (_, _, width) in zip(cells, columns, strict=True):
-            longer = f"{text}{_GAP if text else ' '}{cell:>{width}}"
-            if text and len(longer) > self.console.width:
-                break
-            text = longer
+    def _print_line(self, text: str) -> None:
         self.console.print(Text(text), no_wrap=True, overflow="crop")
 
 
-def _build_columns(progress: RunProgress) -> list[tuple[str, str, int]]:
-    get_value, run_info, stages = progress.get, progress.run_info, progress.stages
+@dataclass(frozen=True)
+class _Column:
+    """Column of the plain console. group: heading over several columns; "" for a column alone.
+
+    rank: columns of the highest rank are the first to be left out where the line is too long.
+    """
+
+    group: str
+    header: str
+    value: str
+    rank: int = 0
+    min_width: int = 0
+
+    @property
+    def width(self) -> int:
+        return max(len(self.header), len(self.value), self.min_width)
+
+
+def _build_columns(progress: RunProgress) -> list[_Column]:
+    get_value, run_info = progress.get, progress.run_info
     num_steps = str(run_info.num_steps)
-    depths = " ".join(f"{format_number(get_value(DEPTH_PREFIX + stage), 0):>3}" for stage in stages)
-    idles = " ".join(
-        f"{format_number(get_value(IDLE_PREFIX + stage) * 100, 0):>3}" for stage in stages
-    )
-    mean_staleness = format_number(get_value("staleness/mean"), 1)
-    staleness = f"{mean_staleness}/{format_number(get_value('staleness/max'), 0)}"
-    filtered = (
-        [("filtered", " ".join(format_filter_stats(progress)), 11)] if run_info.has_filter else []
-    )
-    return [
-        ("step", f"{progress.step}/{num_steps}", 2 * len(num_steps) + 1),
-        ("reward", format_number(get_value("reward/mean")), 7),
-        ("stale", staleness, 6),
-        *filtered,
-        ("queue", depths, max(len(depths), 5)),
-        ("idle %", idles, max(len(idles), 6)),
-        ("tok/s", format_number(get_value("throughput/tokens_per_s"), 0), 6),
-        ("step s", format_number(get_value("time/step_s"), 1), 6),
-        ("left", format_duration(progress.estimate_remaining_s()), 7),
+    columns = [
+        _Column("", "step", f"{progress.step}/{num_steps}", min_width=2 * len(num_steps) + 1),
+        _Column("", "reward", format_number(get_value("reward/mean")), min_width=7),
+        _Column("staleness", "mean", format_number(get_value("staleness/mean"), 1)),
+        _Column("staleness", "max", format_number(get_value("staleness/max"), 0)),
     ]
+    if run_info.has_filter:
+        fraction, seconds = format_filter_stats(progress)
+        columns += [
+            _Column("filtered", "groups", fraction),
+            _Column("filtered", "cost", seconds, min_width=6),
+        ]
+    columns += [
+        _Column("groups waiting for", stage, format_number(get_value(DEPTH_PREFIX + stage), 0), 1)
+        for stage in progress.stages
+        if math.isfinite(get_value(DEPTH_PREFIX + stage))
+    ]
+    columns += [
+        _Column("busy", stage, _format_busy(get_value(IDLE_PREFIX + stage)), 2)
+        for stage in progress.stages
+    ]
+    return [
+        *columns,
+        _Column("", "tokens/s", format_number(get_value("throughput/tokens_per_s"), 0), 3),
+        _Column("", "s/step", format_number(get_value("time/step_s"), 1)),
+        _Column("", "left", format_duration(progress.estimate_remaining_s()), min_width=7),
+    ]
+
+
+def _format_busy(idle: float) -> str:
+    return f"{max(0.0, 1.0 - idle):.0%}" if math.isfinite(idle) else "-"
+
+
+def _select_columns(columns: list[_Column], width: int) -> list[_Column]:
+    """Return the columns that fit a line; those of the highest rank are left out first."""
+    for rank in (3, 2, 1):
+        if len(_format_groups(columns)) <= width and _measure_line(columns) <= width:
+            break
+        columns = [column for column in columns if column.rank != rank]
+    return columns
+
+
+def _measure_line(columns: list[_Column]) -> int:
+    return len(_format_cells(columns, [column.header for column in columns]))
+
+
+def _format_cells(columns: list[_Column], cells: list[str]) -> str:
+    padded = (f"{cell:>{c.width}}" for c, cell in zip(columns, cells, strict=True))
+    return " " + _GAP.join(padded)
+
+
+def _format_groups(columns: list[_Column]) -> str:
+    """Return the line above the headers: each group's name over its columns."""
+    parts = []
+    for group, members in itertools.groupby(columns, key=lambda column: column.group):
+        for names in [list(members)] if group else [[column] for column in members]:
+            width = sum(column.width for column in names) + len(_GAP) * (len(names) - 1)
+            parts.append(f"{group:<{width}}")
+    return (" " + _GAP.join(parts)).rstrip()
 
 
 def format_filter_stats(progress: RunProgress) -> tuple[str, str]:
@@ -223,9 +275,8 @@ def build_summary_table(progress: RunProgress, wall_s: float, summary: EventFiel
     rows = [("steps", f"{progress.step} of {run_info.num_steps}")]
     if rewards:
         rows.append(("reward", f"{format_number(rewards[0])} -> {format_number(rewards[-1])}"))
-    for name, last in progress.last_evals.items():
-        first = progress.first_evals[name]
-        rows.append(("eval", f"{name} {format_number(first)} -> {format_number(last)}"))
+    for name, values in progress.evals.items():
+        rows.append(("eval", f"{name} {format_number(values[0])} -> {format_number(values[-1])}"))
     since = " since the resume" if run_info.resume_step is not None else ""
     rows.append(("wall time", format_duration(wall_s) + since))
     rows.append(("tokens", f"{progress.num_tokens:,.0f}"))

@@ -1,10 +1,11 @@
-"""Live view of a run on a terminal: progress, reward, staleness, queues and idle times."""
+"""Live view of a run on a terminal: progress, reward, staleness, stages and events."""
 
 import atexit
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -24,6 +25,7 @@ from streamrl.telemetry.progress import (
     RunInfo,
     RunProgress,
     format_duration,
+    format_fields,
     format_number,
     render_sparkline,
 )
@@ -32,6 +34,9 @@ from streamrl.telemetry.sinks import EventFields
 REFRESHES_PER_S = 4
 _ACCENT = "cyan"
 _BAR_WIDTH = 20
+_SHOWN_EVENTS = 3
+SHOWN_EVALS = ("mean_at_k", "pass_at_1")
+"""Evaluations with a line in the view: the first that the run has."""
 
 
 class LiveConsole(RunConsole):
@@ -50,6 +55,7 @@ class LiveConsole(RunConsole):
         self._lock = threading.Lock()
         self._status_text = "starting"
         self._status_since = self._last_step_at = self.started_at
+        self._latest_events: deque[tuple[float, str, str]] = deque(maxlen=_SHOWN_EVENTS)
         self._spinner = Spinner("dots", style=_ACCENT)
         self._live = Live(
             console=console,
@@ -68,6 +74,12 @@ class LiveConsole(RunConsole):
         with self._lock:
             if text != self._status_text:
                 self._status_text, self._status_since = text, self.clock()
+
+    def log_event(self, name: str, fields: EventFields) -> None:
+        with self._lock:
+            since_start_s = self.clock() - self.started_at
+            self._latest_events.append((since_start_s, name, format_fields(fields.items())))
+        super().log_event(name, fields)
 
     def add_row(self, step: int, row: MetricsRow) -> Mapping[str, float]:
         with self._lock:
@@ -91,6 +103,12 @@ class LiveConsole(RunConsole):
                     _build_metrics_grid(self.progress),
                     Text(),
                     _build_stages_grid(self.progress),
+                ]
+            if self._latest_events:
+                parts += [
+                    Text(),
+                    Text(" events", style="dim"),
+                    _build_events_grid(self._latest_events),
                 ]
             if self._status_text:
                 waited = format_duration(self.clock() - self._status_since)
@@ -135,25 +153,27 @@ class _SparklineText:
 
 
 def _build_metrics_grid(progress: RunProgress) -> RenderableType:
-    get_value, rewards = progress.get, progress.rewards
-    bound = progress.run_info.max_staleness
-    exceeds_bound = get_value("staleness/max") > bound
+    get_value, bound = progress.get, progress.run_info.max_staleness
     grid = Table.grid(padding=(0, 2, 0, 0), expand=True)
     grid.add_column(style="dim", no_wrap=True, min_width=11)
     grid.add_column(style="bold", no_wrap=True, min_width=6, justify="right")
     grid.add_column(ratio=1, no_wrap=True)
-    trend = Table.grid(padding=(0, 2, 0, 0))
-    trend.add_column()
-    trend.add_column(no_wrap=True, style="dim")
-    first_reward = f"from {format_number(rewards[0])}" if rewards else ""
-    trend.add_row(_SparklineText(tuple(rewards)), first_reward)
-    grid.add_row(" reward", format_number(get_value("reward/mean")), trend)
-    bound_text = f"max {format_number(get_value('staleness/max'), 0)}, bound {bound}"
-    grid.add_row(
-        " staleness",
-        format_number(get_value("staleness/mean"), 2),
-        Text(bound_text, style="bold red" if exceeds_bound else "dim"),
+    grid.add_row(" reward", format_number(get_value("reward/mean")), _build_trend(progress.rewards))
+    for name in [name for name in SHOWN_EVALS if name in progress.evals][:1]:
+        values = progress.evals[name]
+        grid.add_row(f" eval {name}", format_number(values[-1]), _build_trend(values))
+    mean, largest = get_value("staleness/mean"), get_value("staleness/max")
+    is_exceeded = largest > bound
+    text = f"largest {format_number(largest, 0)}, bound {bound} versions"
+    staleness = Table.grid(padding=(0, 2, 0, 0))
+    staleness.add_column(width=_BAR_WIDTH)
+    staleness.add_column(no_wrap=True)
+    share = min(mean / bound, 1.0) if bound and math.isfinite(mean) else 0.0
+    staleness.add_row(
+        ProgressBar(1.0, share, complete_style=_ACCENT, finished_style=_ACCENT),
+        Text(text, style="bold red" if is_exceeded else "dim"),
     )
+    grid.add_row(" staleness", format_number(mean, 2), staleness)
     tokens = format_number(get_value("throughput/tokens_per_s"), 0)
     step_s = format_number(get_value("time/step_s"), 1)
     grid.add_row(" tokens/s", tokens, Text(f"{step_s} s per step", style="dim"))
@@ -170,21 +190,45 @@ def _build_metrics_grid(progress: RunProgress) -> RenderableType:
     return grid
 
 
+def _build_trend(values: Sequence[float]) -> RenderableType:
+    """Build a sparkline and the first value of a series."""
+    trend = Table.grid(padding=(0, 2, 0, 0))
+    trend.add_column()
+    trend.add_column(no_wrap=True, style="dim")
+    trend.add_row(
+        _SparklineText(tuple(values)), f"from {format_number(values[0])}" if values else ""
+    )
+    return trend
+
+
 def _build_stages_grid(progress: RunProgress) -> RenderableType:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="dim", no_wrap=True, min_width=11)
-    grid.add_column(no_wrap=True, min_width=6, justify="right")
+    grid.add_column(no_wrap=True, min_width=7, justify="right")
     grid.add_column(width=_BAR_WIDTH)
     grid.add_column(no_wrap=True, justify="right", min_width=4)
-    grid.add_row("", Text("queue", style="dim"), Text("idle", style="dim"), "")
+    grid.add_row(" stage", Text("waiting", style="dim"), Text("busy", style="dim"), "")
     for stage in progress.stages:
         depth, idle = progress.get(DEPTH_PREFIX + stage), progress.get(IDLE_PREFIX + stage)
-        bar = ProgressBar(1.0, min(idle, 1.0), complete_style="yellow", finished_style="yellow")
+        busy = min(max(1.0 - idle, 0.0), 1.0)
         is_measured = math.isfinite(idle)
         grid.add_row(
             f" {stage}",
             format_number(depth, 0) if math.isfinite(depth) else "",
-            bar if is_measured else "",
-            f"{idle:.0%}" if is_measured else "",
+            ProgressBar(1.0, busy, complete_style="green", finished_style="green")
+            if is_measured
+            else "",
+            f"{busy:.0%}" if is_measured else "",
         )
+    return grid
+
+
+def _build_events_grid(events: Iterable[tuple[float, str, str]]) -> RenderableType:
+    """Build the latest events: time since the start, name, fields."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="dim", no_wrap=True, min_width=7, justify="right")
+    grid.add_column(style="yellow", no_wrap=True)
+    grid.add_column(no_wrap=True, overflow="ellipsis")
+    for since_start_s, name, text in events:
+        grid.add_row(format_duration(since_start_s), Text(name), Text(text))
     return grid

@@ -39,8 +39,9 @@ class RunInfo:
 
 @dataclass
 class RunProgress:
-    """Latest metrics of a run, its rewards so far, and its first and last evaluations.
+    """Latest metrics of a run, and its rewards and evaluations so far.
 
+    evals: values of each evaluation, by name without `eval/`.
     filter_costs_s: seconds spent on filtered groups so far, by metric.
     recent_step_s: latest step times, in seconds.
     """
@@ -49,8 +50,7 @@ class RunProgress:
     step: int = 0
     latest_values: dict[str, float] = field(default_factory=dict)
     rewards: list[float] = field(default_factory=list)
-    first_evals: dict[str, float] = field(default_factory=dict)
-    last_evals: dict[str, float] = field(default_factory=dict)
+    evals: dict[str, list[float]] = field(default_factory=dict)
     stages: list[str] = field(default_factory=list)
     num_tokens: float = 0.0
     filter_costs_s: dict[str, float] = field(default_factory=dict)
@@ -85,8 +85,8 @@ class RunProgress:
             for name, value in select_prefix(numbers, EVAL_PREFIX).items()
             if "/" not in name
         }
-        self.last_evals.update(evals)
-        self.first_evals = {**evals, **self.first_evals}
+        for name, value in evals.items():
+            self.evals.setdefault(name, []).append(value)
         return evals
 
     def _collect_stages(self, numbers: Mapping[str, float]) -> None:
@@ -155,8 +155,9 @@ def render_sparkline(values: Sequence[float], width: int) -> str:
     cuts = [i * len(values) // count for i in range(count + 1)] if count else [0]
     means = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(cuts)]
     low, high = min(means, default=0.0), max(means, default=0.0)
-    scale = (len(SPARKLINE_BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(SPARKLINE_BLOCKS[round((mean - low) * scale)] for mean in means)
+    # Divided first: the inverse of a tiny range would be infinite.
+    shares = [(mean - low) / (high - low) if high > low else 0.0 for mean in means]
+    return "".join(SPARKLINE_BLOCKS[round(s * (len(SPARKLINE_BLOCKS) - 1))] for s in shares)
 
 
 def format_number(value: float, digits: int = 3) -> str:

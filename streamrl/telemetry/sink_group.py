@@ -8,12 +8,14 @@ from typing import Any
 from rich.console import Console
 
 from streamrl.files.bounded_read import read_jsonl
+from streamrl.telemetry.alerts import ALERT_EVENT, AlertWatch
 from streamrl.telemetry.chrome_trace import MAX_TRACE_BYTES, TraceSink, check_trace
-from streamrl.telemetry.config import TelemetryConfig
+from streamrl.telemetry.config import TENSORBOARD, TRACKIO, TelemetryConfig
 from streamrl.telemetry.console import PlainConsole, RunConsole
 from streamrl.telemetry.live_console import LiveConsole
 from streamrl.telemetry.metric_names import MetricsRow, parse_metrics_row, validate_row
 from streamrl.telemetry.progress import RunInfo
+from streamrl.telemetry.rollout_log import RecordedGroup
 from streamrl.telemetry.sinks import (
     BASE_EVALUATION,
     EVENTS_FILE,
@@ -24,6 +26,8 @@ from streamrl.telemetry.sinks import (
     MetricsSink,
 )
 from streamrl.telemetry.spans import Span
+from streamrl.telemetry.tensorboard_sink import TensorboardSink
+from streamrl.telemetry.trackio_sink import TrackioSink
 from streamrl.telemetry.wandb_sink import WandbSink, load_run_id
 
 
@@ -36,6 +40,7 @@ class SinkGroup:
         *,
         console: RunConsole | None = None,
         trace: TraceSink | None = None,
+        alert_watch: AlertWatch | None = None,
     ) -> None:
         # Sinks start in this order and close in reverse. The console starts first, so its summary
         # is printed last. The trace starts last, because it replaces the trace of an earlier run:
@@ -46,6 +51,7 @@ class SinkGroup:
         ]
         self.console = console
         self._trace_sink = trace
+        self._alert_watch = alert_watch
         self._last_step = -1
         self._open_sinks = ExitStack()
         self._summary: dict[str, EventFieldValue] = {}
@@ -70,10 +76,18 @@ class SinkGroup:
         self._last_step = step
         for sink in self.sinks:
             sink.log_step(step, row)
+        for text in self._alert_watch.find_alerts(step, row) if self._alert_watch else ():
+            self.log_event(ALERT_EVENT, {"step": step, "text": text})
 
     def log_event(self, name: str, fields: EventFields) -> None:
         for sink in self.sinks:
             sink.log_event(name, fields)
+
+    def log_rollouts(self, step: int, groups: Sequence[RecordedGroup]) -> None:
+        """Forward recorded rollouts to wandb, the only sink with tables."""
+        for sink in self.sinks:
+            if isinstance(sink, WandbSink):
+                sink.log_rollouts(step, groups)
 
     def write_spans(self, spans: Iterable[Span]) -> None:
         if self._trace_sink is not None:
@@ -96,20 +110,29 @@ def make_sink_group(
     """Create the sinks of a telemetry config; `console` defaults to standard output."""
     resumed = run_info.resume_step is not None
     sinks: list[MetricsSink] = [JsonlSink(run_info.run_dir, resume_step=run_info.resume_step)]
-    if config.wandb.mode != "disabled":
+    if config.uses_wandb:
         resume_id = load_run_id(run_info.run_dir) if resumed else None
         sinks.append(
             WandbSink(run_info.run_dir, config.wandb, run_name=run_info.name, resume_id=resume_id)
         )
+    if TENSORBOARD in config.sinks:
+        sinks.append(TensorboardSink(run_info.run_dir, resume_step=run_info.resume_step))
+    if TRACKIO in config.sinks:
+        sinks.append(TrackioSink(config.wandb.project, run_name=run_info.name, is_resumed=resumed))
     trace = None
     if config.trace:
         trace = TraceSink(run_info.run_dir, resume=resumed, most_bytes=MAX_TRACE_BYTES)
-    return SinkGroup(sinks, console=make_console(config.console, run_info, console), trace=trace)
+    return SinkGroup(
+        sinks,
+        console=make_console(config.console, run_info, console),
+        trace=trace,
+        alert_watch=AlertWatch(),
+    )
 
 
 def check_resumable_sinks(config: TelemetryConfig, run_dir: Path) -> None:
     """Raise ConfigError if a resumed run cannot continue its trace or its wandb run."""
-    if config.wandb.mode != "disabled":
+    if config.uses_wandb:
         load_run_id(run_dir)
     if config.trace:
         check_trace(run_dir)

@@ -11,11 +11,14 @@ from typing import Any, Protocol, TextIO
 from streamrl.errors import ConfigError
 from streamrl.files.atomic_write import wrap_disk_errors, write_atomic
 from streamrl.files.bounded_read import read_jsonl
+from streamrl.telemetry.alerts import ALERT_EVENT
 from streamrl.telemetry.metric_names import MetricsRow, to_json_value
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 BASE_EVALUATION = "base_evaluation"
+ALERT_EVENTS = (ALERT_EVENT, "stall", "silent", "died")
+"""Events that trackers send as alerts at once; metrics rows arrive only at the end of a step."""
 EventFieldValue = str | int | float | bool
 EventFields = Mapping[str, EventFieldValue]
 

@@ -8,10 +8,11 @@ WANDB_ENTITY still apply.
 import contextlib
 import importlib
 import logging
+import math
 import re
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,21 +24,29 @@ from streamrl.files.atomic_write import wrap_disk_errors, write_atomic
 from streamrl.files.bounded_read import read_small_text, wrap_file_errors
 from streamrl.telemetry.config import WandbConfig
 from streamrl.telemetry.metric_names import Histogram, MetricsRow
-from streamrl.telemetry.sinks import EventFields
+from streamrl.telemetry.rollout_log import SAMPLED, RecordedGroup, RecordedRollout
+from streamrl.telemetry.sinks import ALERT_EVENTS, EventFields
 
 if TYPE_CHECKING:
     import wandb
 
 RUN_ID_FILE = "run_id.txt"
+ROLLOUTS_TABLE = "rollouts"
+"""Key under which a run logs its tables of rollouts."""
 FINISH_TIMEOUT_S = 10.0
 _GRACE_PERIOD_S = 2.0
 _INIT_TIMEOUT_S = 30.0
 _SERVICE_NAME = "wandb-core"
 _RUN_ID_PATTERN = re.compile(r"[\w.-]{1,128}", re.ASCII)
 _log = logging.getLogger(__name__)
-
-ALERT_EVENTS = ("stall", "silent", "died")
-"""Names of events sent as wandb alerts at once; metrics rows arrive only at the end of a step."""
+TABLE_EVERY = 10
+"""Steps between two tables of rollouts."""
+MAX_TABLE_ROWS, MAX_TABLE_TEXT = 64, 2000
+"""Rows of a table of rollouts, and characters of a text in it: 256 KB at most."""
+TABLE_COLUMNS = (
+    *("step", "uid", "prompt", "completion", "turns", "score", "advantage", "scores", "verdicts"),
+    *("tokens", "version_min", "version_max"),
+)
 
 
 def load_run_id(run_dir: Path) -> str | None:
@@ -64,6 +73,35 @@ def preload_wandb(config: WandbConfig) -> None:
 
     if config.mode != "disabled":
         threading.Thread(target=load, name="import wandb").start()
+
+
+def make_table_row(group: RecordedGroup, rollout: RecordedRollout) -> list[Any]:
+    """Return a rollout as a row of the table, in the order of TABLE_COLUMNS."""
+    prompt = "\n".join(f"{message['role']}: {message['content']}" for message in group.prompt)
+    scores = {name: value for name, value in rollout.components.items() if value is not None}
+    oldest, newest = rollout.version_range or (None, None)
+    return [
+        group.step,
+        group.uid,
+        shorten_text(prompt),
+        shorten_text(rollout.completion),
+        len([turn for turn in rollout.turns if turn.source == SAMPLED]) or None,
+        rollout.score,
+        rollout.advantage,
+        ", ".join(f"{name} {score:.3g}" for name, score in scores.items()),
+        ", ".join(f"{name} {verdict}" for name, verdict in rollout.verdicts.items()),
+        rollout.tokens,
+        oldest,
+        newest,
+    ]
+
+
+def shorten_text(text: str) -> str:
+    """Return a text of at most MAX_TABLE_TEXT characters, cut in the middle."""
+    if len(text) <= MAX_TABLE_TEXT:
+        return text
+    half = MAX_TABLE_TEXT // 2 - 3
+    return f"{text[:half]} ... {text[-half:]}"
 
 
 class WandbSink:
@@ -177,9 +215,27 @@ class WandbSink:
             if isinstance(value, Histogram)
             else value
             for name, value in row.items()
+            # A metric without a value, as the critic's in GRPO, would get an empty panel.
+            if isinstance(value, Histogram) or math.isfinite(value)
         }
         try:
             self._run.log(values, step=step)
+        except OSError as error:
+            self._disable_sink(error)
+
+    def log_rollouts(self, step: int, groups: Sequence[RecordedGroup]) -> None:
+        """Log a table of recorded rollouts under each TABLE_EVERY-th step.
+
+        At most MAX_TABLE_ROWS, whole groups first, with texts cut to MAX_TABLE_TEXT.
+        """
+        import wandb
+
+        if not groups or step % TABLE_EVERY or self._run is None or self._has_failed:
+            return
+        rows = [make_table_row(group, rollout) for group in groups for rollout in group.rollouts]
+        table = wandb.Table(columns=[*TABLE_COLUMNS], data=rows[:MAX_TABLE_ROWS])
+        try:
+            self._run.log({ROLLOUTS_TABLE: table}, step=step)
         except OSError as error:
             self._disable_sink(error)
 

@@ -79,29 +79,32 @@ def test_the_plain_console_prints_one_aligned_line_per_step(plain):
     printed = lines(plain.console)
     start = next(i for i, line in enumerate(printed) if line.lstrip().startswith("step"))
     header, steps = printed[start], [line for line in printed if re.match(r" +\d+/40 ", line)]
-    assert " ".join(header.split()) == "step reward stale queue idle % tok/s step s"
+    assert " ".join(header.split()) == "step reward mean max reward reference train s/step left"
+    assert " ".join(printed[start - 1].split()) == "staleness groups waiting for"
     assert len(steps) == 4
     assert {len(line) for line in steps} == {len(header)}
-    assert " ".join(steps[0].split()) == "1/40 0.100 0.6/2 - 1 2 3 0 25 50 75 12.3k 2.0"
+    assert " ".join(steps[0].split()) == "1/40 0.100 0.6 2 1 2 3 2.0 1:18"
 
 
-def test_the_plain_console_uses_the_terminal_width(tmp_path):
+def test_a_wide_plain_console_also_shows_how_busy_each_stage_is(tmp_path):
     console = PlainConsole(make_run_info(tmp_path), pipe(120), clock=ManualClock())
     run(console)
-    assert any(line.endswith("left") for line in lines(console.console))
-
-
-def test_the_plain_console_names_the_stages_behind_its_columns(plain):
-    run(plain)
-    text = "\n".join(lines(plain.console))
-    assert "queue and idle of: generate, reward, reference, train" in text
+    printed = lines(console.console)
+    start = next(i for i, line in enumerate(printed) if line.lstrip().startswith("step"))
+    groups, header = printed[start - 1 : start + 1]
+    # A group's name stands over the first of its columns.
+    assert header[groups.index("busy") :].startswith("generate")
+    assert header[groups.index("groups waiting for") :].startswith("reward")
+    assert header.split()[-3:] == ["tokens/s", "s/step", "left"]
+    step = next(line for line in printed if re.match(r" +1/40 ", line))
+    assert re.search(r"100% +75% +50% +25% +12\.3k", step)
 
 
 def test_the_plain_header_is_repeated(plain):
     plain.start({})
     for step in range(1, 31):
         plain.log_step(step, full_row(step))
-    assert sum("queue and idle of" in line for line in lines(plain.console)) == 2
+    assert sum("groups waiting for" in line for line in lines(plain.console)) == 2
 
 
 def test_the_plain_console_is_ascii_without_escapes(plain):
@@ -226,11 +229,11 @@ def test_the_view_shows_reward_staleness_and_every_stage(live):
     rows = [" ".join(line.split()) for line in text.splitlines()]
     assert "step 3/40" in text and "1:13 left" in text
     assert "reward 0.300 \u2581\u2584\u2588 from 0.100" in rows
-    assert "staleness 0.61 max 2, bound 2" in rows
+    assert re.search(r"staleness +0\.61 +\S+ +largest 2, bound 2 versions", text)
     assert "tokens/s 12.3k 2.0 s per step" in rows
     assert "weights v3 publish 0.50 s, pull 0.50 s" in rows
-    assert "generate 0%" in rows
-    assert re.search(r"train +5 +\S+ +75%", text)
+    assert re.search(r"generate +\S+ +100%", text)
+    assert re.search(r"train +5 +\S+ +25%", text)
     assert "starting" not in text
 
 
@@ -251,10 +254,22 @@ def test_the_view_fits_the_terminal_however_long_the_run(live, width):
     assert "from 0.100" in view(live, width)
 
 
+def test_the_view_shows_evaluations_and_the_latest_events(live):
+    live.log_step(0, {"eval/pass_at_1": 0.125})
+    live.log_step(1, full_row(1))
+    for number in range(5):
+        live.clock.now = 60.0 * number
+        live.log_event("died", {"actor": f"generator-{number}"})
+    live.log_step(2, full_row(2) | {"eval/pass_at_1": 0.5})
+    rows = [" ".join(line.split()) for line in view(live, 80).splitlines()]
+    assert "eval pass_at_1 0.500 \u2581\u2588 from 0.125" in rows
+    assert rows[-3:] == [f"{n}:00 died actor=generator-{n}" for n in (2, 3, 4)]
+
+
 def test_a_full_idle_bar_and_unknown_values_can_be_drawn(live):
     row = full_row(1) | {"idle/train": 1.0, "idle/reward": float("nan"), "queue/depth/train": 0}
     live.log_step(1, row | {"reward/mean": float("nan"), "weights/version": float("nan")})
-    assert re.search(r"train +0 +\S+ +100%", view(live, 80))
+    assert re.search(r"train +0 +0%", view(live, 80))
 
 
 def test_the_cursor_is_restored_after_an_interrupt(live):
@@ -293,9 +308,10 @@ def test_filter_cost_is_shown_with_a_filter(tmp_path):
     for step in (1, 2):
         console.log_step(step, full_row(step) | cost)
     console.close({})
-    header, *body = lines(console.console)[2:]
-    assert "reward stale filtered queue" in " ".join(header.split())
-    assert "90% 12.2s" in body[0]
+    groups, header, *body = lines(console.console)[1:]
+    assert "staleness filtered groups waiting for" in " ".join(groups.split())
+    assert "mean max groups cost reward" in " ".join(header.split())
+    assert re.search(r"90% +12\.2s", body[0])
     summary = next(line for line in body if line.lstrip().startswith("filtered"))
     cost_line = "2 of 12 groups (17%), which took 23.0 s of generation and 1.5 s of scoring"
     assert cost_line in " ".join(summary.split())

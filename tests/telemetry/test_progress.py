@@ -38,14 +38,13 @@ def test_nan_is_excluded_from_sums(progress):
     assert (progress.rewards, progress.num_tokens) == ([], 0.0)
 
 
-def test_first_and_last_evaluations_are_kept(progress):
+def test_all_values_of_an_evaluation_are_kept(progress):
     parts = {"eval/interval/pass_at_1_low": 0.0, "eval/source/easy/pass_at_1": 0.2}
     assert progress.add_row(0, {"eval/pass_at_1": 0.1, **parts}) == {"pass_at_1": 0.1}
     assert progress.add_row(1, full_row(1)) == {}
     progress.add_row(2, {"eval/pass_at_1": 0.3, "eval/mean_at_4": 0.2})
     progress.add_row(3, {"eval/pass_at_1": 0.5})
-    assert progress.first_evals == {"pass_at_1": 0.1, "mean_at_4": 0.2}
-    assert progress.last_evals == {"pass_at_1": 0.5, "mean_at_4": 0.2}
+    assert progress.evals == {"pass_at_1": [0.1, 0.3, 0.5], "mean_at_4": [0.2]}
 
 
 def test_remaining_time_is_the_median_step_time_times_the_remaining_steps(progress):

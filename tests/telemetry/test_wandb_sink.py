@@ -1,4 +1,5 @@
 import io
+import json
 import logging
 import math
 import os
@@ -15,7 +16,14 @@ import pytest
 from streamrl.errors import ConfigError
 from streamrl.telemetry.config import WandbConfig
 from streamrl.telemetry.metric_names import Histogram
-from streamrl.telemetry.wandb_sink import WandbSink, load_run_id
+from streamrl.telemetry.wandb_sink import (
+    MAX_TABLE_ROWS,
+    MAX_TABLE_TEXT,
+    TABLE_COLUMNS,
+    WandbSink,
+    load_run_id,
+)
+from tests.drawing.recorded import make_group, make_guess
 from tests.telemetry.rows import full_row
 from tests.telemetry.wandb_file import read_wandb_file
 
@@ -80,7 +88,9 @@ def services():
     return [c for c in psutil.Process().children() if c.name() == "wandb-core"]
 
 
-def test_an_offline_run_holds_every_metric_of_every_step(tmp_path, connections, capfd, program_log):
+def test_an_offline_run_holds_every_metric_that_has_a_value(
+    tmp_path, connections, capfd, program_log
+):
     sink = started(tmp_path)
     for step in (1, 2, 3):
         sink.log_step(step, full_row(step) | {"loss/value": math.nan})
@@ -90,7 +100,8 @@ def test_an_offline_run_holds_every_metric_of_every_step(tmp_path, connections, 
     assert [row["_step"] for row in run.rows] == [1, 2, 3]
     assert [row["reward/mean"] for row in run.rows] == pytest.approx([0.1, 0.2, 0.3])
     for row in run.rows:
-        assert {name for name in row if not name.startswith("_")} == set(full_row(1))
+        # A metric that the run does not have would get an empty panel.
+        assert {n for n in row if not n.startswith("_")} == set(full_row(1)) - {"loss/value"}
         histogram = row["staleness/histogram"]
         assert (histogram["bins"], histogram["values"]) == ([0, 1, 2, 3], [100, 20, 3])
     assert run.summary["steps"] == 3
@@ -253,3 +264,24 @@ def test_an_invalid_run_id_is_an_error(tmp_path: Path, kind: str):
         os.truncate(path, 1 << 40)
     with pytest.raises(ConfigError, match=r"run_id\.txt: "):
         load_run_id(tmp_path)
+
+
+def test_a_table_of_rollouts_is_logged_every_so_many_steps(tmp_path):
+    sink = started(tmp_path)
+    text = "x" * (2 * MAX_TABLE_TEXT)
+    for step in (9, 10, 11):
+        sink.log_step(step, full_row(step))
+        rollouts = [make_guess(text, score=1.0)] * (MAX_TABLE_ROWS + 8)
+        sink.log_rollouts(step, [make_group(rollouts, step=step)])
+    sink.close({})
+    (run,) = written(tmp_path)
+    assert [row["_step"] for row in run.rows if "rollouts" in row] == [10]
+    (table,) = (tmp_path / "wandb").glob("offline-run-*/files/media/table/rollouts_*.json")
+    content = json.loads(table.read_text())
+    assert content["columns"] == [*TABLE_COLUMNS]
+    assert len(content["data"]) == MAX_TABLE_ROWS
+    row = dict(zip(TABLE_COLUMNS, content["data"][0], strict=True))
+    assert (row["step"], row["uid"], row["score"], row["turns"]) == (10, "0:1:0", 1.0, 2)
+    assert (row["prompt"], row["version_min"], row["version_max"]) == ("user: Guess.", 3, 4)
+    assert len(row["completion"]) <= MAX_TABLE_TEXT
+    assert table.stat().st_size < 300_000
