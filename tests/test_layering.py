@@ -29,7 +29,7 @@ ROOMS = (
     *("dataflow", "data", "telemetry", "weights", "controller"),
     *("algorithms", "buffer", "placement"),
     *("engines", "run_dir", "drawing"),
-    *("evaluation", "stream"),
+    *("evaluation", "stream", "run_page"),
     *("rewards", "environments", "pipeline"),
     *("config", "simulator"),
     *("actors", "calibration"),

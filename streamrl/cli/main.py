@@ -36,6 +36,8 @@ COMMANDS = {
     "calibrate": "fit the planner's cost constants to a run",
     "episodes": "show recorded rollouts turn by turn, as text or as an HTML page",
     "report": "find a run's bottleneck and possible fixes, or audit its prompts",
+    "view": "serve a page of charts of runs, and follow those under way",
+    "wandb-workspace": "make a workspace and a report in a wandb project",
     "doctor": "check this machine's hardware and packages, and say what can run",
 }
 
@@ -63,7 +65,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     for name, purpose in COMMANDS.items():
         sub = commands.add_parser(name, help=purpose, description=purpose)
         if name == command:
-            module = importlib.import_module(f"streamrl.cli.{name}")
+            module = importlib.import_module(f"streamrl.cli.{name.replace('-', '_')}")
             module.add_arguments(sub)
             sub.set_defaults(run=module.run)
     return parser

@@ -1,7 +1,7 @@
-"""`streamrl report`: a run's bottleneck and possible fixes, or an audit of its run log.
+"""`streamrl report`: a run's bottleneck and possible fixes, a page of charts, or an audit.
 
-The command writes no files. The run may still be active or have been killed; a torn last record
-is ignored.
+The command writes no files but that of --html. The run may still be active or have been killed; a
+torn last record is ignored.
 """
 
 import argparse
@@ -20,10 +20,13 @@ from streamrl.calibration.run_trace import describe_missing_run, load_run_trace
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.arguments.config_args import add_run_cluster_argument, read_run_cluster
 from streamrl.cli.output import advice_report
+from streamrl.cli.output.output_files import check_output_file, write_output_file
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_jsonl
 from streamrl.messages import parse_uid
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
+from streamrl.run_page.page import RunPage
+from streamrl.run_page.run_record import RunReader
 from streamrl.telemetry.sinks import EVENTS_FILE
 
 LogEntry = Mapping[str, Any]
@@ -34,14 +37,21 @@ MAX_SHOWN_UIDS = 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "streamrl report RUN [--what-if [--cluster FILE|8xH100]] [--json]\n"
+        "       streamrl report RUN [RUN ...] --html FILE\n"
         "       streamrl report --ledger RUN [--uid UID] [--json]"
     )
     parser.add_argument(
-        "run_dir",
+        "run_dirs",
         type=parse_path,
-        nargs="?",
+        nargs="*",
         metavar="RUN",
         help="run directory; report its bottleneck",
+    )
+    parser.add_argument(
+        "--html",
+        type=parse_path,
+        metavar="FILE",
+        help="write a page of charts, which needs neither network nor server; several runs overlay",
     )
     parser.add_argument(
         "--what-if",
@@ -68,7 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Return exit code 1 if `--ledger` finds a ledger out of balance."""
     _check_options(arguments)
-    if arguments.run_dir is not None:
+    if arguments.html is not None:
+        return _write_page(arguments)
+    if arguments.run_dirs:
         return _print_run_report(arguments)
     run_dir: Path = arguments.ledger
     entries = list(_read_run_log(run_dir))
@@ -88,11 +100,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
-    if (arguments.run_dir is None) == (arguments.ledger is None):
+    if bool(arguments.run_dirs) == (arguments.ledger is not None):
         raise ConfigError(
             "report: name a RUN to find its bottleneck, or --ledger RUN to audit its run log"
         )
-    if arguments.what_if and arguments.run_dir is None:
+    if arguments.html is not None and (arguments.ledger or arguments.what_if or arguments.json):
+        raise ConfigError("report: --html needs RUN, and no other option")
+    if len(arguments.run_dirs) > 1 and arguments.html is None:
+        raise ConfigError(f"report: {len(arguments.run_dirs)} runs: several need --html FILE")
+    if arguments.what_if and not arguments.run_dirs:
         raise ConfigError("report: --what-if needs RUN")
     if arguments.cluster and not arguments.what_if:
         raise ConfigError("report: --cluster needs RUN --what-if")
@@ -100,8 +116,17 @@ def _check_options(arguments: argparse.Namespace) -> None:
         raise ConfigError("report: --uid needs --ledger RUN")
 
 
+def _write_page(arguments: argparse.Namespace) -> int:
+    path: Path = arguments.html
+    check_output_file("--html", path)
+    page = RunPage([RunReader(path) for path in arguments.run_dirs], advice_report.BottleneckText())
+    write_output_file("--html", path, page.render())
+    print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, of {len(arguments.run_dirs)} runs")
+    return 0
+
+
 def _print_run_report(arguments: argparse.Namespace) -> int:
-    measured = load_run_trace(arguments.run_dir)
+    measured = load_run_trace(arguments.run_dirs[0])
     cluster = read_run_cluster(arguments)
     if arguments.what_if:
         # Raises ConfigError for a cluster that the run does not fit, before any output.

@@ -1,6 +1,7 @@
 """Text and JSON of `streamrl report RUN`: the bottleneck, and the effect of other settings."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from streamrl.calibration.advice import (
@@ -12,10 +13,14 @@ from streamrl.calibration.advice import (
     measure_stage_loads,
 )
 from streamrl.calibration.prediction import SteadyMetrics
-from streamrl.calibration.run_trace import RunTrace
+from streamrl.calibration.run_trace import RunTrace, load_run_trace
+from streamrl.errors import ConfigError
+from streamrl.files.bounded_read import read_jsonl
+from streamrl.telemetry.sinks import METRICS_FILE
 
 NEGLIGIBLE_CORES = 0.25
 """CPU cores taken by a driver and Ray's own processes."""
+REFRESH_FACTOR = 1.2
 SATURATED_BUSY = 0.9
 """Busy fraction above which a stage has no reserve."""
 SUFFICIENT_OVERSAMPLING = 0.7
@@ -67,6 +72,28 @@ def describe_run(trace: RunTrace) -> list[str]:
         *_describe_episodes(trace),
         *_describe_filter(trace),
     ]
+
+
+class BottleneckText:
+    """Function of a run directory: the lines of `describe_run`, or why there are none.
+
+    Reading the trace of a long run takes seconds, so the text is kept until the run has
+    REFRESH_FACTOR times as many steps.
+    """
+
+    def __init__(self) -> None:
+        self._texts: dict[Path, tuple[int, Sequence[str]]] = {}
+
+    def __call__(self, run_dir: Path) -> Sequence[str]:
+        num_steps = len(read_jsonl(run_dir / METRICS_FILE))
+        known_steps, lines = self._texts.get(run_dir, (0, ()))
+        if not lines or num_steps > REFRESH_FACTOR * known_steps:
+            try:
+                lines = describe_run(load_run_trace(run_dir))
+            except ConfigError as error:
+                lines = [str(error)]
+            self._texts[run_dir] = num_steps, lines
+        return lines
 
 
 def describe_excluded_steps(trace: RunTrace) -> str:

@@ -224,7 +224,7 @@ def describe_episodes(policy: str, records: Sequence[EpisodeRecord]) -> Finding:
         first = failed[0]
         return report_failure(
             policy,
-            f"{len(failed)} of {len(records)} episodes failed, {describe_prompt(first.prompt)} at"
+            f"{len(failed)} of {len(records)} episodes failed, {describe_prompt(first.prompt)}"
             f" {first.place}: {first.error}; {first.advice}: a run repeats such episodes, then"
             " drops their group",
         )
