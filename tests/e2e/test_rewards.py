@@ -1,10 +1,10 @@
 """A run with a user's own template, filter, rewards, judge and combination."""
 
-import json
 from pathlib import Path
 
 import pytest
 
+from streamrl.telemetry.rollout_log import read_recorded_groups
 from tests.e2e.launched import Launched, events, rows
 from tests.rewards.chat_server import MODEL, serving
 from tests.toy import write_toy
@@ -71,8 +71,7 @@ def test_a_run_uses_a_users_judge_function_filter_template_and_combine(tmp_path:
     assert all(question.startswith("Which mark, from 0 to 10? ") for question in questions)
     # One per trained rollout; more for rollouts that were in flight at the end.
     assert len(server.requests) >= 3 * 4 * 4
-    (first, *_) = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
-    sample = json.loads(first.read_text().splitlines()[0])
-    completion = sample["rollouts"][0]["completion"]
-    question = f"{sample['prompt'][0]['content']} {completion} [{sample['ground_truth']}]"
+    group = read_recorded_groups(run_dir, 1)[0]
+    completion = group.rollouts[0].completion
+    question = f"{group.prompt[0]['content']} {completion} [{group.ground_truth}]"
     assert f"Which mark, from 0 to 10? {question}" in questions

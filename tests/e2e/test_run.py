@@ -2,9 +2,11 @@
 
 import json
 
+import pandas as pd
 import pytest
 
 from streamrl.telemetry.metric_names import METRICS, find_metric
+from streamrl.telemetry.wandb_sink import TABLE_EVERY
 from tests.e2e.launched import events
 from tests.e2e.shared_runs import BUILD, Ended
 from tests.telemetry.wandb_file import read_wandb_file
@@ -44,11 +46,14 @@ def test_rewards_staleness_versions_and_ledger_are_consistent_in_every_step(demo
     assert metrics[-1]["ledger/admitted"] == GROUPS * STEPS
 
 
-def test_the_offline_wandb_run_holds_the_same_keys(demo: Ended):
+def test_the_offline_wandb_run_holds_what_the_run_has_and_tables_of_rollouts(demo: Ended):
     (file,) = demo.run_dir.glob("wandb/**/*.wandb")
     history = [row for row in read_wandb_file(file).rows if "reward/mean" in row]
     for row, logged in zip(demo.rows, history, strict=True):
-        assert row.keys() - {"step", "time"} <= logged.keys()
+        present = {name for name, value in row.items() if value is not None} - {"step", "time"}
+        tables = {"rollouts"} if row["step"] % TABLE_EVERY == 0 else set()
+        assert {name for name in logged if not name.startswith("_")} == present | tables
+        assert not present & {"loss/value", "policy/kl_ref"}, "the demo has neither"
         assert logged["reward/mean"] == pytest.approx(row["reward/mean"])
         assert logged["staleness/histogram"]["_type"] == "histogram"
 
@@ -85,12 +90,18 @@ def test_the_checkpoint_is_a_trained_model_that_transformers_loads(demo: Ended):
     assert all(torch.isfinite(tensor).all() for tensor in after.values())
 
 
-def test_rollouts_of_a_step_are_written_as_jsonl(demo: Ended):
-    files = sorted((demo.run_dir / "rollouts").glob("step_*.jsonl"))
-    sample = json.loads(files[0].read_text().splitlines()[0])
-    assert sample["prompt"][0]["role"] == "user"
-    assert len(sample["rollouts"]) == 8
-    assert {"completion", "score"} <= sample["rollouts"][0].keys()
+def test_every_group_of_every_step_is_recorded(demo: Ended):
+    frame = pd.read_parquet(demo.run_dir / "rollouts")
+    assert frame.groupby("step")["uid"].nunique().tolist() == [GROUPS] * STEPS
+    assert frame["uid"].nunique() == GROUPS * STEPS
+    assert (frame["tokens"] >= 1).all() and frame["completion"].str.len().max() > 1
+    for step, row in enumerate(demo.rows, start=1):
+        part = frame[frame["step"] == step]
+        assert part["score"].mean() == pytest.approx(row["reward/mean"], abs=1e-6)
+        assert part["version_max"].max() <= step - 1
+        assert part["advantage"].mean() == pytest.approx(0.0, abs=1e-3)
+        right, wrong = part[part["score"] == 1], part[part["score"] == 0]
+        assert (right["advantage"] >= 0).all() and (wrong["advantage"] <= 0).all()
 
 
 def test_the_run_ends_with_a_summary(demo: Ended):
