@@ -78,7 +78,7 @@ def _select_groups(arguments: argparse.Namespace) -> list[RecordedGroup]:
     steps = list_recorded_steps(run_dir)
     if not steps:
         raise ConfigError(
-            f"{run_dir}: no {ROLLOUTS_FOLDER}/: the run writes some with every training step"
+            f"{run_dir}: no {ROLLOUTS_FOLDER}/: telemetry.rollouts.every=0, or no step has ended"
         )
     if arguments.uid is not None:
         return [_find_group(run_dir, steps, arguments.uid)]
@@ -104,7 +104,7 @@ def _find_group(run_dir: Path, steps: list[int], uid: str) -> RecordedGroup:
             if group.uid == uid:
                 return group
     raise ConfigError(
-        f"--uid {uid}: not recorded: {ROLLOUTS_FOLDER}/ has a few groups of every step, and"
+        f"--uid {uid}: not recorded: {ROLLOUTS_FOLDER}/ has {len(steps)} steps, and"
         f" `streamrl episodes {run_dir} --last {len(steps)}` shows all"
     )
 
