@@ -137,10 +137,12 @@ def test_rule_based_rewards_load_no_torch(tmp_path: Path):
         from streamrl.rewards.interface.config import SandboxConfig
         from streamrl.rewards.group_filter import FilterConfig, build_group_filter
         from streamrl.rewards.reward_scorer import RewardScorer
+        from streamrl.telemetry.config import RolloutConfig
         rewards = build_rewards(
             [RewardConfig(kind="exact")], RewardContext(ScorerConfig(), SandboxConfig())
         )
-        RewardScorer(rewards, load_tokenizer({path!r}), build_group_filter(FilterConfig()))
+        tokenizer, accept = load_tokenizer({path!r}), build_group_filter(FilterConfig())
+        RewardScorer(rewards, tokenizer, accept, RolloutConfig())
     """
     assert find_loaded_modules(program, "torch", "transformers") == ["transformers"]
 

@@ -29,7 +29,7 @@ ROOMS = (
     *("dataflow", "data", "telemetry", "weights", "controller"),
     *("algorithms", "buffer", "placement"),
     *("engines", "run_dir", "drawing"),
-    *("evaluation", "stream", "run_page"),
+    *("evaluation", "run_page", "stream"),
     *("rewards", "environments", "pipeline"),
     *("config", "simulator"),
     *("actors", "calibration"),
