@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +40,26 @@ def _to_json_number(value: float) -> float | None:
 
 def render_page(title: str, groups: Sequence[RecordedGroup]) -> str:
     """Return an HTML page of the groups: tokens by source, version, logprob or relative score."""
-    style, script = read_rollout_view()
     data = embed_json({"title": title, **groups_to_json(groups)})
-    html = (_FOLDER / "episode_page.html").read_text(encoding="utf-8")
-    for placeholder, text in (("@STYLE@", style), ("@SCRIPT@", script), ("@DATA@", data)):
-        html = html.replace(placeholder, text, 1)
-    return html
+    return fill_template(_FOLDER / "episode_page.html", {**read_rollout_view(), "@DATA@": data})
 
 
-def read_rollout_view() -> tuple[str, str]:
-    """Return style and script that draw rollouts, for the pages that contain them."""
-    style, script = (_FOLDER / name for name in ("rollout_view.css", "rollout_view.js"))
-    return style.read_text(encoding="utf-8"), script.read_text(encoding="utf-8")
+def read_rollout_view() -> dict[str, str]:
+    """Return style, controls and script that draw rollouts, by their places in a template."""
+    files = {"@STYLE@": "css", "@CONTROLS@": "html", "@SCRIPT@": "js"}
+    return {
+        place: (_FOLDER / f"rollout_view.{suffix}").read_text(encoding="utf-8")
+        for place, suffix in files.items()
+    }
+
+
+def fill_template(path: Path, parts: Mapping[str, str]) -> str:
+    """Return the text of a template with each part in its place.
+
+    What stands in a part is never taken for a place: the template is cut at its own places first.
+    """
+    pattern = "|".join(map(re.escape, parts))
+    return re.sub(pattern, lambda place: parts[place[0]], path.read_text(encoding="utf-8"))
 
 
 def embed_json(value: object) -> str:

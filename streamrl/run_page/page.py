@@ -13,7 +13,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from streamrl.drawing.episode_page import embed_json, groups_to_json, read_rollout_view
+from streamrl.drawing.episode_page import (
+    embed_json,
+    fill_template,
+    groups_to_json,
+    read_rollout_view,
+)
 from streamrl.run_page.run_charts import draw_run_charts, draw_shared_charts
 from streamrl.run_page.run_record import RunReader, RunRecord
 from streamrl.telemetry.chrome_trace import TRACE_FILE, read_recent_spans
@@ -90,19 +95,13 @@ class RunPage:
         data = self.describe(
             with_rollouts=not is_served, follow_every_s=FOLLOW_EVERY_S if is_served else 0.0
         )
-        style, script = read_rollout_view()
         parts = {
-            "@STYLE@": style,
-            "@SCRIPT@": script,
+            **read_rollout_view(),
             "@PAGE_SCRIPT@": (_FOLDER / "page.js").read_text(encoding="utf-8"),
             "@DATA@": embed_json(data),
             "@PLOTLY@": load_plotly_script(),
         }
-        html = (_FOLDER / "page.html").read_text(encoding="utf-8")
-        for placeholder, text in parts.items():
-            before, _, after = html.partition(placeholder)
-            html = before + text + after
-        return html
+        return fill_template(_FOLDER / "page.html", parts)
 
 
 def load_plotly_script() -> str:

@@ -10,12 +10,12 @@ from streamrl.run_page.chart import Chart, make_line, pick_color
 from streamrl.run_page.run_record import RunRecord
 from streamrl.run_page.step_bins import StepBins, to_shares
 from streamrl.telemetry.progress import DEPTH_PREFIX, IDLE_PREFIX
-from streamrl.telemetry.sinks import BASE_EVALUATION
+from streamrl.telemetry.sinks import ALERT_EVENTS, BASE_EVALUATION
 from streamrl.telemetry.spans import Span
 
 QUIET_EVENTS = frozenset({"machine", "note", BASE_EVALUATION, "close"})
 """Events that say nothing about how the run went."""
-ALARMING_EVENTS = frozenset({"stall", "silent", "died", "drop", "crash", "weights_fault"})
+ALARMING_EVENTS = frozenset({*ALERT_EVENTS, "crashed", "failed", "drop"})
 MAX_EVENTS = 400
 """Most events in a chart; the latest are shown."""
 TIMELINE_STEPS = 3

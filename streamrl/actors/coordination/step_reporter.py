@@ -155,7 +155,7 @@ class StepReporter:
             advantages = self._advantages.pop(uid, {})
             if group := self._recorded.pop(uid, None):
                 rollouts = tuple(
-                    msgspec.structs.replace(rollout, advantage=advantages.get(rollout.row or 0))
+                    msgspec.structs.replace(rollout, advantage=advantages.get(rollout.row))
                     for rollout in group.rollouts
                 )
                 groups.append(msgspec.structs.replace(group, step=step, rollouts=rollouts))
