@@ -17,11 +17,12 @@ BIN := .venv/bin
 STAMP = .venv/installed-for-$(DEVICE)
 # What `make parity` compares with lies beside .venv and sees its packages.
 PARITY := .venv-parity
+CHROMIUM := .venv/chromium/chromium
 # Tests of one file, and those that share a run or an engine, stay on one process.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PROCESSES) --dist loadgroup
 BASE_MODEL = $(BIN)/python examples/arithmetic/make.py
 
-.PHONY: help install demo test test-all test-chaos parity parity-env lint clean
+.PHONY: help install demo test test-all test-chaos parity parity-env chromium lint clean
 
 help: ## list these targets (the default)
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' Makefile
@@ -37,7 +38,7 @@ test: $(STAMP) ## run the quick tests, the linters among them (ARGS="..." goes t
 	$(BASE_MODEL)
 	$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
-test-all: $(STAMP) $(PARITY)/installed ## run every test, random schedules three times as long
+test-all: $(STAMP) $(PARITY)/installed $(CHROMIUM) ## run every test, random schedules three times as long
 	$(BASE_MODEL)
 	STREAMRL_TEST_BUDGET=3 $(PYTEST) $(ARGS)
 
@@ -49,6 +50,8 @@ parity: $(PARITY)/installed ## compare our functions with those of verl and TRL 
 
 parity-env: $(PARITY)/installed ## build what `make parity` and benchmarks.trl compare with
 
+chromium: $(CHROMIUM) ## bring the browser that tests of pages, their benchmark and pictures use
+
 lint: $(STAMP) ## ruff check, ruff format --check and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -58,7 +61,7 @@ clean: ## remove both environments and the tools' caches; runs/ stays
 	rm -rf .venv $(PARITY) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-$(STAMP): setup.cfg requirements/adapters.txt requirements/cpu_overrides.txt scripts/install.py
+$(STAMP): setup.cfg requirements/adapters.txt requirements/cpu_overrides.txt scripts/install.py scripts/debian_packages.py
 	@for python in $(PYTHON); do \
 	    $$python -c '$(FITS)' 2>/dev/null \
 	    && exec $$python scripts/install.py --device $(DEVICE) --stamp $@; \
@@ -66,6 +69,9 @@ $(STAMP): setup.cfg requirements/adapters.txt requirements/cpu_overrides.txt scr
 	echo 'streamrl: needs Python 3.11 or 3.12 with venv (Debian, Ubuntu: apt install python3-venv);' \
 	    'tried $(PYTHON); name another with make PYTHON=...' >&2; \
 	exit 1
+
+$(CHROMIUM): scripts/install_chromium.py scripts/debian_packages.py $(STAMP)
+	$(BIN)/python scripts/install_chromium.py
 
 # verl carries its own `tests` and `scripts`, which would be imported instead of ours.
 $(PARITY)/installed: requirements/parity.txt $(STAMP)

@@ -16,6 +16,8 @@ import venv
 from pathlib import Path
 from typing import Any
 
+from debian_packages import run, unpack_packages
+
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
@@ -138,53 +140,21 @@ def check(device: str) -> None:
 def bring_bubblewrap(folder: Path) -> str:
     """Put bwrap into `folder` if the machine has none; return a line about the result.
 
-    Only the sandbox of code rewards needs it, so an install continues without. The distribution's
-    package is unpacked, not installed: that needs no privileges and leaves the system unchanged.
+    Only the sandbox of code rewards needs it, so an install continues without.
     """
     if shutil.which("bwrap"):
         return "bubblewrap is on PATH"
-    failed = "no bubblewrap, so code rewards will not run (apt install bubblewrap)"
-    if not shutil.which("apt-get") or not shutil.which("dpkg-deb"):
-        return failed
-    with tempfile.TemporaryDirectory() as name:
-        scratch = Path(name)
+    with tempfile.TemporaryDirectory() as scratch:
+        bwrap = Path(scratch) / "usr" / "bin" / "bwrap"
         try:
-            _unpack(_download("bubblewrap", scratch), scratch / "unpacked")
-            bwrap = scratch / "unpacked" / "usr" / "bin" / "bwrap"
-            _apt([bwrap, "--version"], scratch)
+            unpack_packages(["bubblewrap"], Path(scratch), timeout_s=APT_TIMEOUT_S)
+            run([bwrap, "--version"], APT_TIMEOUT_S)
         except (OSError, subprocess.TimeoutExpired) as error:
-            return f"{failed}: {error}"
+            return f"no bubblewrap, so code rewards will not run (apt install bubblewrap): {error}"
         folder.mkdir(exist_ok=True)
         shutil.copy(bwrap, folder / "new")
         os.replace(folder / "new", folder / "bwrap")  # one that runs stays whole
     return f"bubblewrap is in {folder.relative_to(folder.parent.parent)}"
-
-
-def _download(package: str, scratch: Path) -> Path:
-    """Download the .deb of `package` by the system's package lists, else by fresh ones."""
-    for place in ("lists/partial", "archives/partial"):
-        (scratch / place).mkdir(parents=True)
-    own = ["-qq", "-o", f"Dir::Cache={scratch}", "-o", "APT::Sandbox::User="]
-    try:
-        _apt(["apt-get", *own, "download", package], scratch)
-    except OSError:
-        own += ["-o", f"Dir::State::lists={scratch}/lists", "-o", "Debug::NoLocking=1"]
-        _apt(["apt-get", *own, "update"], scratch)
-        _apt(["apt-get", *own, "download", package], scratch)
-    return next(scratch.glob("*.deb"))
-
-
-def _unpack(package: Path, folder: Path) -> None:
-    _apt(["dpkg-deb", "--extract", package, folder], package.parent)
-
-
-def _apt(command: list[str | Path], folder: Path) -> None:
-    """Run an apt or dpkg command. Raises OSError or TimeoutExpired."""
-    quiet: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    done = subprocess.run(command, cwd=folder, check=False, timeout=APT_TIMEOUT_S, **quiet)
-    if done.returncode != 0:
-        last_line = (done.stdout.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise OSError(f"{command[0]}: {last_line}")
 
 
 if __name__ == "__main__":

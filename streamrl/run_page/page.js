@@ -36,6 +36,7 @@ function drawCharts(container, charts) {
   charts.forEach((chart, i) => {
     boxes[i].firstChild.textContent = chart.title;
     const plot = boxes[i].lastChild, isFirst = !plot.data;
+    boxes[i].classList.toggle("over-steps", chart.hasStepAxis);
     Plotly.react(plot, chart.traces, layOut(chart), PLOT_CONFIG);
     if (isFirst && chart.hasStepAxis) plot.on("plotly_relayout", (change) => zoomAll(plot, change));
   });
@@ -60,8 +61,8 @@ function zoomAll(source, change) {
   else return;
   isZooming = true;
   const update = stepRange ? { "xaxis.range": stepRange.slice() } : { "xaxis.autorange": true };
-  const others = Array.from(document.querySelectorAll(".plot"))
-    .filter((plot) => plot !== source && plot.layout.xaxis.title.text === "training step");
+  const others = Array.from(document.querySelectorAll(".over-steps .plot"))
+    .filter((plot) => plot !== source);
   Promise.all(others.map((plot) => Plotly.relayout(plot, update)))
     .finally(() => { isZooming = false; });
 }

@@ -230,10 +230,16 @@ def check_episodes(figures: Figures) -> None:
     assert is_measured(figures["open_s"], figures["close_s"])
 
 
+def check_run_page(figures: Figures) -> None:
+    assert figures["steps"] == 300
+    assert is_measured(*(figures[name] for name in ("render_s", "open_s", "plotly_s", "ratio")))
+
+
 WITH_ENGINES = (
     *(
         check_episodes,
         check_placement_modes,
+        check_run_page,
         check_simulator_vs_runs,
         check_staleness,
         check_startup,
