@@ -10,6 +10,8 @@ PALETTE = (
 )  # fmt: skip
 """Colors of stages, or of runs that are compared: Tableau's, as in Vega."""
 
+ALARM_COLOR = "#e45756"
+
 
 @dataclass(frozen=True)
 class Chart:
@@ -22,7 +24,7 @@ class Chart:
     chart_id: str
     title: str
     caption: str
-    traces: Sequence[Mapping[str, Any]]
+    traces: Sequence[Mapping[str, Any]] = ()
     layout: Mapping[str, Any] = field(default_factory=dict)
     has_step_axis: bool = True
 

@@ -13,15 +13,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from streamrl.drawing.episode_page import (
     embed_json,
     fill_template,
     groups_to_json,
     read_rollout_view,
 )
-from streamrl.run_page.run_charts import draw_run_charts, draw_shared_charts
+from streamrl.run_page.run_charts import draw_run_charts
 from streamrl.run_page.run_record import RunReader, RunRecord
+from streamrl.run_page.shared_charts import draw_shared_charts
 from streamrl.telemetry.chrome_trace import TRACE_FILE, read_recent_spans
+from streamrl.telemetry.metric_names import CHECKPOINT_TIME, EVALUATE_TIME
 from streamrl.telemetry.progress import IDLE_PREFIX, format_duration, format_number
 from streamrl.telemetry.rollout_log import list_recorded_steps, read_recorded_groups
 
@@ -147,7 +151,7 @@ def list_tiles(run: RunRecord) -> list[tuple[str, str]]:
         return [("step", "0")]
     last = run.rows[-1]
     rewards = run.get_column("reward/mean")
-    rewards = rewards[[math.isfinite(value) for value in rewards]]
+    rewards = rewards[np.isfinite(rewards)]
     tiles = [("step", str(last["step"]))]
     if len(rewards):
         tiles.append(("reward", f"{format_number(rewards[0])} \u2192 {format_number(rewards[-1])}"))
@@ -161,7 +165,7 @@ def list_tiles(run: RunRecord) -> list[tuple[str, str]]:
     tiles.append(("largest staleness", format_number(float(staleness.max()), 0)))
     tiles.append(("tokens/s", format_number(last.get("throughput/tokens_per_s") or math.nan, 0)))
     step_s = run.get_column("time/step_s")
-    tiles.append(("time", format_duration(float(step_s[[math.isfinite(v) for v in step_s]].sum()))))
+    tiles.append(("time", format_duration(float(np.nansum(step_s)))))
     idle = {
         name.removeprefix(IDLE_PREFIX): float(run.get_column(name)[-20:].mean())
         for name in run.select_names(IDLE_PREFIX)
@@ -169,6 +173,11 @@ def list_tiles(run: RunRecord) -> list[tuple[str, str]]:
     if idle:
         stage = min(idle, key=lambda name: idle[name])
         tiles.append(("busiest stage", f"{stage}, {1 - idle[stage]:.0%}"))
+    waited_s = sum(np.nansum(run.get_column(n)) for n in (EVALUATE_TIME, CHECKPOINT_TIME))
+    if waited_s:
+        tiles.append(
+            ("evaluations, checkpoints", f"{waited_s / np.nansum(step_s):.0%} of the time")
+        )
     dropped = last.get("ledger/dropped")
     if dropped:
         tiles.append(("groups dropped", str(dropped)))

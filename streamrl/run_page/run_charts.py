@@ -1,23 +1,18 @@
-"""Charts of a run, in the order of its stream: from reward to the devices' time line.
+"""Charts of a single run, in the order of its stream: from the queue to the devices' time line.
 
 Each function returns None for a run without the measurements of its chart.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from streamrl.run_page.chart import Chart, make_line, pick_color
+from streamrl.run_page.chart import ALARM_COLOR, Chart, make_line, pick_color
+from streamrl.run_page.event_chart import draw_events, escape_text, mark_alarms, shorten_text
 from streamrl.run_page.run_record import RunRecord
 from streamrl.run_page.step_bins import StepBins, to_shares
+from streamrl.telemetry.metric_names import CHECKPOINT_TIME, EVALUATE_TIME
 from streamrl.telemetry.progress import DEPTH_PREFIX, IDLE_PREFIX
-from streamrl.telemetry.sinks import ALERT_EVENTS, BASE_EVALUATION
 from streamrl.telemetry.spans import Span
 
-QUIET_EVENTS = frozenset({"machine", "note", BASE_EVALUATION, "close"})
-"""Events that say nothing about how the run went."""
-ALARMING_EVENTS = frozenset({*ALERT_EVENTS, "crashed", "failed", "drop"})
-MAX_EVENTS = 400
-"""Most events in a chart; the latest are shown."""
 TIMELINE_STEPS = 3
 MAX_TIMELINE_SPANS = 2000
 
@@ -126,6 +121,21 @@ def draw_step_time(run: RunRecord) -> Chart | None:
         )
         for i, name in enumerate(names)
     ]
+    traces += [
+        make_line(
+            name,
+            bins.last_steps,
+            bins.average(run.get_column(metric)),
+            color=color,
+            hover=bins.labels,
+            mode="markers",
+        )
+        for name, metric, color in (
+            ("evaluation", EVALUATE_TIME, "#b279a2"),
+            ("checkpoint", CHECKPOINT_TIME, "#333333"),
+        )
+        if run.has_metric(metric)
+    ]
     whole = make_line(
         "whole step",
         bins.last_steps,
@@ -138,7 +148,7 @@ def draw_step_time(run: RunRecord) -> Chart | None:
         "step_time",
         "Where a step's time went",
         "Seconds in which each stage computed. Stages overlap; the one that touches the dashed"
-        " line determines the step's time.",
+        " line determines the step's time. Training waits for an evaluation and a checkpoint.",
         [*traces, whole],
         {"yaxis": {"title": {"text": "seconds"}, "rangemode": "tozero"}},
     )
@@ -264,13 +274,14 @@ def draw_ledger(run: RunRecord) -> Chart | None:
     if not flows:
         return None
     colors = {"trained": "#54a24b", "filtered": "#eeca3b", "in flight": "#9ecae9"}
+    shown = [colors.get(name, ALARM_COLOR) for name in flows]
     labels = [f"admitted ({last.get('ledger/admitted')})"]
     labels += [f"{name} ({value})" for name, value in flows.items()]
     sankey = {
         "type": "sankey",
         "node": {
             "label": labels,
-            "color": ["#4c78a8", *(colors.get(name, "#e45756") for name in flows)],
+            "color": ["#4c78a8", *shown],
             "pad": 18,
             "hovertemplate": "%{label} groups<extra></extra>",
         },
@@ -278,6 +289,8 @@ def draw_ledger(run: RunRecord) -> Chart | None:
             "source": [0] * len(flows),
             "target": list(range(1, len(flows) + 1)),
             "value": list(flows.values()),
+            # Plotly's own color suits an opaque background; the page's is transparent.
+            "color": [f"{color}66" for color in shown],
             "hovertemplate": "%{value} groups<extra></extra>",
         },
     }
@@ -288,63 +301,6 @@ def draw_ledger(run: RunRecord) -> Chart | None:
         [sankey],
         has_step_axis=False,
     )
-
-
-def draw_events(run: RunRecord) -> Chart | None:
-    """Draw the events of a run, a row for each name."""
-    events = [e for e in run.events if e.get("event") not in QUIET_EVENTS][-MAX_EVENTS:]
-    if not events:
-        return None
-    names = list(dict.fromkeys(str(event["event"]) for event in events))
-    traces = []
-    for name in names:
-        chosen = [event for event in events if event["event"] == name]
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": name,
-                "x": [run.find_step_at(event["time"]) for event in chosen],
-                "y": [name] * len(chosen),
-                "text": [describe_event(event) for event in chosen],
-                "marker": {
-                    "size": 9,
-                    "symbol": "diamond",
-                    "color": "#e45756" if name in ALARMING_EVENTS else "#4c78a8",
-                },
-                "hovertemplate": "%{text}<extra></extra>",
-            }
-        )
-    return Chart(
-        "events",
-        "Events",
-        "When actors died and restarted, groups were dropped, checkpoints written.",
-        traces,
-        {
-            "showlegend": False,
-            "height": 110 + 24 * len(names),
-            "xaxis": {"range": [0, int(max(run.steps, default=1))]},
-        },
-    )
-
-
-def describe_event(event: Mapping[str, Any]) -> str:
-    """Return an event in words, as HTML that Plotly shows: a line per field."""
-    fields = [
-        f"{name}: {_shorten(str(value))}"
-        for name, value in event.items()
-        if name not in ("event", "time")
-    ]
-    return "<br>".join(map(escape_text, [str(event["event"]), *fields]))
-
-
-def escape_text(text: str) -> str:
-    """Return text that Plotly shows as it is: it renders some HTML tags in texts."""
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-
-
-def _shorten(text: str, limit: int = 120) -> str:
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def draw_timeline(run: RunRecord, spans: Sequence[Span]) -> Chart | None:
@@ -404,7 +360,7 @@ def draw_timeline(run: RunRecord, spans: Sequence[Span]) -> Chart | None:
 
 def _describe_span(span: Span) -> str:
     facts = ", ".join(f"{name} {value}" for name, value in span.args.items())
-    return escape_text(_shorten(f"{span.name} {span.end_s - span.start_s:.3g} s {facts}"))
+    return escape_text(shorten_text(f"{span.name} {span.end_s - span.start_s:.3g} s {facts}"))
 
 
 RUN_CHARTS: Sequence[Callable[[RunRecord], Chart | None]] = (
@@ -423,132 +379,5 @@ RUN_CHARTS: Sequence[Callable[[RunRecord], Chart | None]] = (
 
 def draw_run_charts(run: RunRecord, spans: Sequence[Span]) -> list[Chart]:
     """Return the charts of a run that has the measurements for them."""
-    charts = [draw(run) for draw in RUN_CHARTS]
-    return [chart for chart in (*charts, draw_timeline(run, spans)) if chart is not None]
-
-
-def draw_reward(runs: Sequence[RunRecord]) -> Chart | None:
-    """Draw the reward of training and evaluations of one or several runs."""
-    traces = []
-    for i, run in enumerate(runs):
-        prefix = f"{run.name}: " if len(runs) > 1 else ""
-        bins = StepBins.from_steps(run.steps)
-        if run.has_metric("reward/mean"):
-            traces.append(
-                make_line(
-                    f"{prefix}reward",
-                    bins.last_steps,
-                    bins.average(run.get_column("reward/mean")),
-                    color=pick_color(i),
-                    hover=bins.labels,
-                )
-            )
-        traces += _draw_evaluations(run, prefix, color_index=i if len(runs) > 1 else 1)
-    if not traces:
-        return None
-    return Chart(
-        "reward",
-        "Reward and evaluation",
-        "Mean reward of the rollouts trained in a step, and evaluations on held-out prompts with"
-        " their 95 % intervals.",
-        traces,
-        {"yaxis": {"title": {"text": "score"}}},
-    )
-
-
-def _draw_evaluations(run: RunRecord, prefix: str, color_index: int) -> list[dict[str, Any]]:
-    traces: list[dict[str, Any]] = []
-    for metric in ("eval/mean_at_k", "eval/pass_at_1"):
-        steps, values = run.get_evaluations(metric)
-        if not steps:
-            continue
-        name = metric.removeprefix("eval/")
-        bounds = [
-            dict(zip(*run.get_evaluations(f"eval/interval/{name}_{b}"), strict=True))
-            for b in ("low", "high")
-        ]
-        errors = [
-            [abs(bound.get(step, value) - value) for step, value in zip(steps, values, strict=True)]
-            for bound in bounds
-        ]
-        color = pick_color(color_index + 2 * len(traces))
-        line = make_line(f"{prefix}evaluation, {name}", steps, values, color=color)
-        line |= {
-            "mode": "lines+markers",
-            "error_y": {
-                "type": "data", "symmetric": False, "array": errors[1], "arrayminus": errors[0],
-                "thickness": 1,
-            },
-        }  # fmt: skip
-        line["line"] = {"color": color, "width": 1.2, "dash": "dot"}
-        traces.append(line)
-        if values == run.get_evaluations("eval/pass_at_1")[1]:
-            break  # rewards of 0 and 1: both metrics are the same
-    return traces
-
-
-def draw_throughput(runs: Sequence[RunRecord]) -> Chart | None:
-    return _draw_metric(
-        runs,
-        "throughput/tokens_per_s",
-        Chart(
-            "throughput",
-            "Throughput",
-            "Trained tokens per second.",
-            (),
-            {"yaxis": {"title": {"text": "tokens/s"}, "rangemode": "tozero"}},
-        ),
-    )
-
-
-def draw_lengths(runs: Sequence[RunRecord]) -> Chart | None:
-    return _draw_metric(
-        runs,
-        "rollout/length_mean",
-        Chart(
-            "lengths",
-            "Length of rollouts",
-            "Mean sampled tokens of a rollout.",
-            (),
-            {"yaxis": {"title": {"text": "tokens"}, "rangemode": "tozero"}},
-        ),
-    )
-
-
-def draw_entropy(runs: Sequence[RunRecord]) -> Chart | None:
-    return _draw_metric(
-        runs,
-        "policy/entropy",
-        Chart(
-            "entropy",
-            "Entropy of the policy",
-            "A fall to zero means that all rollouts of a group become the same, and nothing is"
-            " learned any more.",
-            (),
-            {"yaxis": {"title": {"text": "nats per token"}, "rangemode": "tozero"}},
-        ),
-    )
-
-
-def _draw_metric(runs: Sequence[RunRecord], metric: str, chart: Chart) -> Chart | None:
-    """Return a chart with a metric's line of each run."""
-    traces = []
-    for i, run in enumerate(runs):
-        if run.has_metric(metric):
-            bins = StepBins.from_steps(run.steps)
-            values = bins.average(run.get_column(metric))
-            traces.append(
-                make_line(run.name, bins.last_steps, values, color=pick_color(i), hover=bins.labels)
-            )
-    layout = {**chart.layout, "showlegend": len(runs) > 1}
-    return Chart(chart.chart_id, chart.title, chart.caption, traces, layout) if traces else None
-
-
-SHARED_CHARTS = (draw_reward, draw_throughput, draw_lengths, draw_entropy)
-"""Charts in which several runs lie over each other."""
-
-
-def draw_shared_charts(runs: Sequence[RunRecord]) -> list[Chart]:
-    """Return the charts in which all runs lie over each other."""
-    charts = [draw(runs) for draw in SHARED_CHARTS]
-    return [chart for chart in charts if chart is not None]
+    charts = [*(draw(run) for draw in RUN_CHARTS), draw_timeline(run, spans)]
+    return [mark_alarms(chart, run) for chart in charts if chart is not None]

@@ -15,6 +15,7 @@ from typing import Any
 
 MAX_BINS = 512
 STALENESS_HISTOGRAM = "staleness/histogram"
+EVALUATE_TIME, CHECKPOINT_TIME = "time/evaluate_s", "time/checkpoint_s"
 
 
 @dataclass(frozen=True)
@@ -264,6 +265,16 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("time/generate_s", "s", "time the generators computed in the step"),
     MetricSpec("time/score_s", "s", "time the scorers computed in the step"),
     MetricSpec("time/train_s", "s", "time the trainers computed in the step"),
+    MetricSpec(
+        EVALUATE_TIME,
+        "s",
+        "part of time/step_s in which training waited for an evaluation (only in such steps)",
+    ),
+    MetricSpec(
+        CHECKPOINT_TIME,
+        "s",
+        "part of time/step_s in which training waited for a checkpoint (only in such steps)",
+    ),
     MetricSpec("throughput/tokens_per_s", "tokens/s", "tokens trained over the step's wall time"),
     MetricSpec("throughput/groups_per_s", "groups/s", "groups trained over the step's wall time"),
     MetricSpec(

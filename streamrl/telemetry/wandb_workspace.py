@@ -11,7 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from streamrl.telemetry.metric_names import STALENESS_HISTOGRAM, MetricSpec, find_metric
+from streamrl.telemetry.metric_names import (
+    CHECKPOINT_TIME,
+    EVALUATE_TIME,
+    STALENESS_HISTOGRAM,
+    MetricSpec,
+    find_metric,
+)
 from streamrl.telemetry.wandb_sink import ROLLOUTS_TABLE
 
 if TYPE_CHECKING:
@@ -91,6 +97,7 @@ SECTIONS: dict[str, tuple[PanelSpec, ...]] = {
     "Stages": (
         PanelSpec("Idle by stage", ("idle/<stage>",)),
         PanelSpec("Step time", ("time/step_s", "time/generate_s", "time/score_s", "time/train_s")),
+        PanelSpec("Waits for evaluation and checkpoint", (EVALUATE_TIME, CHECKPOINT_TIME)),
         PanelSpec("Throughput", ("throughput/tokens_per_s",)),
         PanelSpec("CPU cores", ("cpu/machine", "cpu/stages", "cpu/queue")),
         PanelSpec("Memory", ("memory/<phase>_mb",)),

@@ -24,7 +24,8 @@ from tests.run_page.recorded_run import write_run
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]
 ATTACK = "<img src=x onerror=\"document.title='attacked'\">"
 CHARTS = {
-    *("reward", "throughput", "lengths", "entropy", "queue", "staleness", "idle"),
+    *("reward", "throughput", "lengths", "entropy", "kl", "grad_norm", "critic", "filter"),
+    *("queue", "staleness", "idle"),
     *("step_time", "weights", "ledger", "events", "timeline"),
 }
 
@@ -98,6 +99,14 @@ def test_every_chart_is_drawn(browser: Browser, file: Path, is_dark: bool):
         assert marks.count() > 0, chart
     assert watched.problems == []
     watched.page.close()
+
+
+def test_the_flow_of_the_ledger_can_be_seen(watched: WatchedPage):
+    links = watched.page.locator(f"{plot_of('ledger')} .sankey-link")
+    opacities = links.evaluate_all("links => links.map((l) => +getComputedStyle(l).fillOpacity)")
+    colors = links.evaluate_all("links => links.map((l) => getComputedStyle(l).fill)")
+    assert len(colors) == 4 and min(opacities) > 0.2
+    assert "rgb(255, 255, 255)" not in colors
 
 
 def test_hovering_shows_the_values_of_a_step(watched: WatchedPage):

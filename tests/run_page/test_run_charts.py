@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.run_page.chart import Chart
-from streamrl.run_page.run_charts import draw_run_charts, draw_shared_charts
+from streamrl.run_page.run_charts import draw_run_charts
 from streamrl.run_page.run_record import RunReader, RunRecord
+from streamrl.run_page.shared_charts import draw_shared_charts
 from streamrl.run_page.step_bins import StepBins, to_shares
 from streamrl.telemetry.chrome_trace import TRACE_FILE, read_recent_spans
 from tests.run_page.recorded_run import write_run
@@ -31,7 +32,8 @@ def charts(run: RunRecord) -> dict[str, Chart]:
 
 def test_a_run_has_every_chart_that_it_has_measurements_for(charts: dict[str, Chart]) -> None:
     assert list(charts) == [
-        *("reward", "throughput", "lengths", "entropy", "queue", "staleness", "idle"),
+        *("reward", "throughput", "lengths", "entropy", "kl", "grad_norm", "critic", "filter"),
+        *("queue", "staleness", "idle"),
         *("step_time", "weights", "ledger", "events", "timeline"),
     ]
 
@@ -67,6 +69,14 @@ def test_events_lie_at_their_step_and_cannot_write_markup(charts: dict[str, Char
     (died,) = charts["events"].traces
     assert died["x"] == pytest.approx([3.0])
     assert died["text"] == ["died<br>actor: generator-0<br>reason: &lt;b&gt;killed&lt;/b&gt;"]
+
+
+def test_charts_over_steps_mark_the_death_of_an_actor(charts: dict[str, Chart]) -> None:
+    for chart in charts.values():
+        if chart.has_step_axis:
+            (line,) = chart.layout["shapes"]
+            assert line["x0"] == line["x1"] == pytest.approx(3.0), chart.chart_id
+    assert "shapes" not in charts["ledger"].layout
 
 
 def test_the_time_line_has_the_last_three_steps(charts: dict[str, Chart]) -> None:

@@ -41,6 +41,7 @@ from streamrl.stream.device_lease import ProgressClock
 from streamrl.stream.protocols import StageContext, StepResult
 from streamrl.stream.run_state import SURPLUS_CAUSE, RunState
 from streamrl.stream.weight_publisher import PublishFunction, WeightPublisher, is_publish_due
+from streamrl.telemetry.metric_names import CHECKPOINT_TIME, EVALUATE_TIME
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightManifest
 from streamrl.weights.broadcast_tree import BroadcastTree
@@ -131,6 +132,8 @@ class CoordinatorActor(PingableActor):
         self._eval_prompts = start.eval_prompts
         self._checkpoint = start.checkpoint
         self._saved_version = version
+        # Seconds for which training waited after the last step, by metric.
+        self._waits_s: dict[str, float] = {}
         if run_log.steps_to_replay:
             replayed = f"{min(run_log.steps_to_replay)} to {max(run_log.steps_to_replay)}"
             text = f"steps {replayed} came after the checkpoint; they are replayed as they were"
@@ -305,15 +308,20 @@ class CoordinatorActor(PingableActor):
         admission = self._run_state.admission
         # Reports use the ranks' own spans; drop those of this loop so that they do not accumulate.
         self._loop_spans.drain_spans()
-        evaluation = await self._evaluate_if_due()
+        waits_s, self._waits_s = self._waits_s, {}
+        started_s = time.monotonic()
+        if evaluation := await self._evaluate_if_due():
+            self._waits_s[EVALUATE_TIME] = time.monotonic() - started_s
         registries = self._run_state.publisher.registries
         sync_stats = {role: registry.drain_stats() for role, registry in registries.items()}
         weights = compute_weight_metrics(sync_stats.pop(POLICY), list(sync_stats.values()))
-        row = {**weights, "weights/version": admission.version}
+        row = {**weights, "weights/version": admission.version, **waits_s}
         row |= post_skipped_rows(self._prompts, self._driver_events)
         self._step_reporter.add_step(StepSnapshot(outcome, row, evaluation))
         if self._persistence.is_due(admission.version, outcome.queue_stats.journal_bytes):
+            started_s = time.monotonic()
             await self._save_checkpoint(goes_on=True)
+            self._waits_s[CHECKPOINT_TIME] = time.monotonic() - started_s
 
     def _post_reports(self, reports: Iterable[DriverReport]) -> None:
         for report in reports:
