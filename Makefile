@@ -22,7 +22,7 @@ CHROMIUM := .venv/chromium/chromium
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PROCESSES) --dist loadgroup
 BASE_MODEL = $(BIN)/python examples/arithmetic/make.py
 
-.PHONY: help install demo test test-all test-chaos parity parity-env chromium lint clean
+.PHONY: help install demo test test-all test-chaos parity parity-env chromium pictures lint clean
 
 help: ## list these targets (the default)
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' Makefile
@@ -51,6 +51,10 @@ parity: $(PARITY)/installed ## compare our functions with those of verl and TRL 
 parity-env: $(PARITY)/installed ## build what `make parity` and benchmarks.trl compare with
 
 chromium: $(CHROMIUM) ## bring the browser that tests of pages, their benchmark and pictures use
+
+pictures: $(CHROMIUM) ## take the pictures of the docs from two short runs (ARGS="--docs build/docs" for one of the docs)
+	$(BASE_MODEL)
+	$(BIN)/python -m scripts.make_pictures $(ARGS)
 
 lint: $(STAMP) ## ruff check, ruff format --check and mypy
 	$(BIN)/ruff check

@@ -53,7 +53,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, open_browser() as browser:
         runs = Path(name)
         camera = Camera(browser, arguments.into)
-        words = [f"run.dir={runs}", f"run.steps={arguments.steps}", "evaluation.every=5"]
+        words = [f"run.dir={runs}", f"run.steps={arguments.steps}", "evaluation.every=10"]
+        words.append("telemetry.rollouts.logprobs=true")
         screen = train_on_terminal([*words, "run.name=demo"], arguments.steps)
         camera.take_terminal("console.png", screen)
         output = train_plainly([*words, "run.name=slower", "trainer.lr=5.0e-5"])
@@ -89,7 +90,7 @@ class Camera:
         for name, start in (("page.png", "#tiles"), ("page_stages.png", '[data-chart="queue"]')):
             _scroll_to(page, start)
             page.screenshot(path=self.folder / name)
-        page.select_option("#mode", "advantage")
+        page.select_option("#mode", "logprob")
         _scroll_to(page, "#rollouts")
         page.screenshot(path=self.folder / "page_rollouts.png")
         page.close()

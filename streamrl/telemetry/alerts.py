@@ -12,8 +12,8 @@ from streamrl.telemetry.metric_names import Histogram, MetricsRow
 ALERT_EVENT = "alert"
 MIN_ESS = 0.3
 """Effective sample size, as a fraction of the trained tokens, below which an alert is raised."""
-FULL_FILTER = 0.999
-"""Share of filtered groups from which a filter takes all."""
+COSTLY_FILTER = 0.9
+"""Share of filtered groups from which ten groups and more are sampled for each trained one."""
 QUIET_STEPS = 20
 """Steps without its condition after which an alert may be raised again."""
 
@@ -48,11 +48,11 @@ class AlertWatch:
             " rollouts are too far from the policy that is trained"
         )
 
-    def _find_full_filter(self, row: Mapping[str, float]) -> str:
+    def _find_costly_filter(self, row: Mapping[str, float]) -> str:
         share = row.get("filter/share", math.nan)
-        if not share >= FULL_FILTER:
+        if not share >= COSTLY_FILTER:
             return ""
-        return f"the filter takes {share:.1%} of the groups: hardly any is left to train"
+        return f"the filter takes {share:.1%} of the groups: the prompts are too easy or too hard"
 
     def _find_drops(self, row: Mapping[str, float]) -> str:
         dropped = row.get("ledger/dropped", math.nan) - (self._dropped or 0.0)
@@ -62,6 +62,6 @@ class AlertWatch:
 
 _CONDITIONS: Mapping[str, Callable[[AlertWatch, Mapping[str, float]], str]] = {
     "ess": AlertWatch._find_low_ess,
-    "filter": AlertWatch._find_full_filter,
+    "filter": AlertWatch._find_costly_filter,
     "drops": AlertWatch._find_drops,
 }

@@ -139,6 +139,14 @@ def check_named(ended: Ended, actor: str) -> None:
     assert actor in ended.failures[-1]["error"]
 
 
+def test_the_step_after_an_evaluation_reports_the_wait(stopped: Ended):
+    waits = {
+        row["step"]: row["time/evaluate_s"] for row in stopped.rows if "time/evaluate_s" in row
+    }
+    assert list(waits) == list(range(4, stopped.rows[-1]["step"] + 1, 3))
+    assert 0 < waits[4] <= stopped.rows[3]["time/step_s"]
+
+
 def test_mode_auto_is_colocated_on_one_slot(stopped: Ended):
     text = " ".join(stopped.run.output.split())
     assert "placement: colocated (disaggregated is impossible: the run needs 3 CPU slots =" in text

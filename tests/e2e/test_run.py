@@ -68,6 +68,13 @@ def test_the_evaluation_before_and_after_is_reported(demo: Ended):
     assert "pass_at_1" in demo.output
 
 
+def test_the_step_after_a_checkpoint_reports_the_wait(demo: Ended):
+    waits = {row["step"]: row.get("time/checkpoint_s") for row in demo.rows}
+    (step,) = (step for step, wait_s in waits.items() if wait_s is not None)
+    assert step == 41
+    assert 0 < waits[41] <= demo.rows[40]["time/step_s"]
+
+
 def test_the_trace_shows_stages_that_overlap(demo: Ended):
     trace = json.loads((demo.run_dir / "trace.json").read_text())
     spans = trace["traceEvents"] if isinstance(trace, dict) else trace
