@@ -5,7 +5,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -223,11 +223,13 @@ def _build_stages_grid(progress: RunProgress) -> RenderableType:
     return grid
 
 
-def _build_events_grid(events: Iterable[tuple[float, str, str]]) -> RenderableType:
+def _build_events_grid(events: Collection[tuple[float, str, str]]) -> RenderableType:
     """Build the latest events: time since the start, name, fields."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="dim", no_wrap=True, min_width=7, justify="right")
-    grid.add_column(style="yellow", no_wrap=True)
+    # The fields are cut where they do not fit, never the name.
+    longest = max(len(name) for _, name, _ in events)
+    grid.add_column(style="yellow", no_wrap=True, min_width=longest)
     grid.add_column(no_wrap=True, overflow="ellipsis")
     for since_start_s, name, text in events:
         grid.add_row(format_duration(since_start_s), Text(name), Text(text))

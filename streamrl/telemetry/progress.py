@@ -180,5 +180,9 @@ def format_duration(seconds: float) -> str:
 
 
 def format_fields(fields: Iterable[tuple[str, object]]) -> str:
-    """Format names and values in one line: "step=3 cause=timeout"; floats with three digits."""
-    return "  ".join(f"{n}={v:.3f}" if isinstance(v, float) else f"{n}={v}" for n, v in fields)
+    """Format names and values in one line: "step=3 cause=timeout"; floats with three digits.
+
+    A field `text` is shown without its name.
+    """
+    texts = ((name, f"{v:.3f}" if isinstance(v, float) else str(v)) for name, v in fields)
+    return "  ".join(text if name == "text" else f"{name}={text}" for name, text in texts)

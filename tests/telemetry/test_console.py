@@ -284,6 +284,15 @@ def test_the_cursor_is_restored_after_an_interrupt(live):
     assert sys.stdout is not None and not hasattr(sys.stdout, "rich_proxied_file")
 
 
+def test_the_view_shows_the_names_of_events_beside_long_texts(live):
+    live.log_step(1, full_row(1))
+    live.log_event("note", {"text": "weights: shared memory, " * 20})
+    live.log_event("restarted", {"actor": "generator-0"})
+    shown = view(live, 80)
+    assert re.search(r"0:00 +note +weights: shared", shown)
+    assert re.search(r"0:00 +restarted +actor=generator-0", shown)
+
+
 def test_evaluations_and_events_are_lines_above_the_view(live):
     live.start({})
     live.log_step(1, full_row(1) | {"eval/pass_at_1": 0.5})
@@ -297,7 +306,7 @@ def test_evaluations_and_events_are_lines_above_the_view(live):
 def test_markup_in_names_is_printed_verbatim(plain):
     plain.start({})
     plain.log_event("[bold]", {"text": "[red]x[/red]"})
-    assert any("[bold]" in line and "text=[red]x[/red]" in line for line in lines(plain.console))
+    assert any("[bold]" in line and "[red]x[/red]" in line for line in lines(plain.console))
 
 
 def test_filter_cost_is_shown_with_a_filter(tmp_path):
