@@ -15,13 +15,14 @@ SEED ?= 0
 
 BIN := .venv/bin
 STAMP = .venv/installed-for-$(DEVICE)
+DOCS_STAMP := .venv/installed-docs
 # What `make parity` compares with lies beside .venv and sees its packages.
 PARITY := .venv-parity
 # Tests of one file, and those that share a run or an engine, stay on one process.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PROCESSES) --dist loadgroup
 BASE_MODEL = $(BIN)/python examples/arithmetic/make.py
 
-.PHONY: help install demo test test-all test-chaos parity parity-env lint clean
+.PHONY: help install demo test test-all test-chaos parity parity-env lint docs clean
 
 help: ## list these targets (the default)
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' Makefile
@@ -37,7 +38,7 @@ test: $(STAMP) ## run the quick tests, the linters among them (ARGS="..." goes t
 	$(BASE_MODEL)
 	$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
-test-all: $(STAMP) $(PARITY)/installed ## run every test, random schedules three times as long
+test-all: $(STAMP) $(DOCS_STAMP) $(PARITY)/installed ## run every test, random schedules three times as long
 	$(BASE_MODEL)
 	STREAMRL_TEST_BUDGET=3 $(PYTEST) $(ARGS)
 
@@ -54,6 +55,12 @@ lint: $(STAMP) ## ruff check, ruff format --check and mypy
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+# A page with a warning would not be read again, and so not warned of, by the next build.
+docs: $(DOCS_STAMP) ## build the documentation as a site, into build/docs; check its links
+	@$(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/doctrees . build/docs \
+	    || { rm -rf build/doctrees; exit 1; }
+	@echo 'streamrl: open $(CURDIR)/build/docs/index.html'
+
 clean: ## remove both environments and the tools' caches; runs/ stays
 	rm -rf .venv $(PARITY) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
@@ -66,6 +73,9 @@ $(STAMP): setup.cfg requirements/adapters.txt requirements/cpu_overrides.txt scr
 	echo 'streamrl: needs Python 3.11 or 3.12 with venv (Debian, Ubuntu: apt install python3-venv);' \
 	    'tried $(PYTHON); name another with make PYTHON=...' >&2; \
 	exit 1
+
+$(DOCS_STAMP): $(STAMP)
+	@$(BIN)/python scripts/install.py --device $(DEVICE) --extra docs --stamp $@
 
 # verl carries its own `tests` and `scripts`, which would be imported instead of ours.
 $(PARITY)/installed: requirements/parity.txt $(STAMP)
