@@ -25,6 +25,8 @@ myst_heading_anchors = 4
 # Blocks without a language are commands and their output.
 highlight_language = "text"
 
+toc_object_entries_show_parents = "hide"
+
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 maximum_signature_line_length = 88

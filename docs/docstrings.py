@@ -8,9 +8,10 @@
 import inspect
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sphinx.application import Sphinx
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
 
 SHORTER = {
     "~numpy.ndarray[tuple[~typing.Any, ...], ~numpy.dtype[~typing.Any]]": "Array",
@@ -22,7 +23,7 @@ default that Sphinx could not parse.
 """
 
 
-def setup(app: Sphinx) -> dict[str, Any]:
+def setup(app: "Sphinx") -> dict[str, Any]:
     """Register the extension."""
     app.connect("autodoc-process-docstring", rewrite_docstring)
     app.connect("autodoc-process-signature", rewrite_signature)
