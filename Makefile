@@ -15,6 +15,7 @@ SEED ?= 0
 
 BIN := .venv/bin
 STAMP = .venv/installed-for-$(DEVICE)
+DOCS_STAMP := .venv/installed-docs
 # What `make parity` compares with lies beside .venv and sees its packages.
 PARITY := .venv-parity
 CHROMIUM := .venv/chromium/chromium
@@ -22,7 +23,7 @@ CHROMIUM := .venv/chromium/chromium
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PROCESSES) --dist loadgroup
 BASE_MODEL = $(BIN)/python examples/arithmetic/make.py
 
-.PHONY: help install demo test test-all test-chaos parity parity-env chromium pictures lint clean
+.PHONY: help install demo test test-all test-chaos parity parity-env chromium pictures lint docs clean
 
 help: ## list these targets (the default)
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' Makefile
@@ -38,7 +39,7 @@ test: $(STAMP) ## run the quick tests, the linters among them (ARGS="..." goes t
 	$(BASE_MODEL)
 	$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
-test-all: $(STAMP) $(PARITY)/installed $(CHROMIUM) ## run every test, random schedules three times as long
+test-all: $(STAMP) $(DOCS_STAMP) $(PARITY)/installed $(CHROMIUM) ## run every test, random schedules three times as long
 	$(BASE_MODEL)
 	STREAMRL_TEST_BUDGET=3 $(PYTEST) $(ARGS)
 
@@ -52,7 +53,7 @@ parity-env: $(PARITY)/installed ## build what `make parity` and benchmarks.trl c
 
 chromium: $(CHROMIUM) ## bring the browser that tests of pages, their benchmark and pictures use
 
-pictures: $(CHROMIUM) ## take the pictures of the docs from two short runs (ARGS="--docs build/docs" for one of the docs)
+pictures: $(CHROMIUM) docs ## take the pictures of the docs anew: two short runs, their page, the site
 	$(BASE_MODEL)
 	$(BIN)/python -m scripts.make_pictures $(ARGS)
 
@@ -60,6 +61,12 @@ lint: $(STAMP) ## ruff check, ruff format --check and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+# A page with a warning would not be read again, and so not warned of, by the next build.
+docs: $(DOCS_STAMP) ## build the documentation as a site, into build/docs; check its links
+	@$(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/doctrees . build/docs \
+	    || { rm -rf build/doctrees; exit 1; }
+	@echo 'streamrl: open $(CURDIR)/build/docs/index.html'
 
 clean: ## remove both environments and the tools' caches; runs/ stays
 	rm -rf .venv $(PARITY) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
@@ -76,6 +83,9 @@ $(STAMP): setup.cfg requirements/adapters.txt requirements/cpu_overrides.txt scr
 
 $(CHROMIUM): scripts/install_chromium.py scripts/debian_packages.py $(STAMP)
 	$(BIN)/python scripts/install_chromium.py
+
+$(DOCS_STAMP): $(STAMP)
+	@$(BIN)/python scripts/install.py --device $(DEVICE) --extra docs --stamp $@
 
 # verl carries its own `tests` and `scripts`, which would be imported instead of ours.
 $(PARITY)/installed: requirements/parity.txt $(STAMP)

@@ -6,6 +6,7 @@ writes its stamp last, so an interrupted install is never taken for a complete o
 
 import argparse
 import ast
+import configparser
 import os
 import shutil
 import subprocess
@@ -38,22 +39,32 @@ def main() -> None:
     """Install for the device of the command line; on failure exit with one line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "gpu"], required=True)
+    parser.add_argument("--extra", help="only add the packages of this extra to .venv")
     parser.add_argument("--stamp", type=Path, required=True, help="file to write when done")
     arguments = parser.parse_args()
     started = time.monotonic()
-    say(f"building .venv for {arguments.device} with Python {sys.version.split()[0]}")
     try:
-        venv.create(VENV, clear=True, with_pip=True)
-        install(arguments.device)
-        say(install_adapters(arguments.device))
-        say("checking that torch, transformers, vllm, ray, deepspeed and peft import together")
-        check(arguments.device)
-        say(bring_bubblewrap(VENV / "bubblewrap"))
+        if arguments.extra:
+            say(f"adding the packages of the extra {arguments.extra} to .venv")
+            install_extra(arguments.extra, arguments.device)
+        else:
+            build(arguments.device)
     except subprocess.CalledProcessError as error:
         print(error.output or "", end="", file=sys.stderr)
         sys.exit(f"streamrl: not installed: {' '.join(map(str, error.cmd))[:200]} failed")
     arguments.stamp.touch()
     say(f".venv is ready after {time.monotonic() - started:.0f} s")
+
+
+def build(device: str) -> None:
+    """Build .venv from nothing."""
+    say(f"building .venv for {device} with Python {sys.version.split()[0]}")
+    venv.create(VENV, clear=True, with_pip=True)
+    install(device)
+    say(install_adapters(device))
+    say("checking that torch, transformers, vllm, ray, deepspeed and peft import together")
+    check(device)
+    say(bring_bubblewrap(VENV / "bubblewrap"))
 
 
 def say(text: str) -> None:
@@ -63,13 +74,10 @@ def say(text: str) -> None:
 
 def install(device: str) -> None:
     """Put streamrl, the device's engines and the development tools into .venv."""
-    pip = [PYTHON, "-m", "pip", "--disable-pip-version-check"]
+    pip: list[str | Path] = [PYTHON, "-m", "pip", "--disable-pip-version-check"]
     subprocess.run([*pip, "install", "-qq", "uv>=0.9,<1"], check=True)
-    command = [PYTHON, "-m", "uv", "pip", "install", "--python", PYTHON]
-    command += ["--editable", f".[{device},dev]"]
-    if device == "cpu":
-        command += ["--override", "requirements/cpu_overrides.txt"]
-    subprocess.run(command, cwd=ROOT, env=uv_environment(device), check=True)
+    overrides = ["--override", "requirements/cpu_overrides.txt"] if device == "cpu" else []
+    uv_install(device, "--editable", f".[{device},dev]", *overrides)
 
 
 def install_adapters(device: str) -> str:
@@ -77,13 +85,24 @@ def install_adapters(device: str) -> str:
 
     Two of them are compiled, so an install continues without.
     """
-    command = [PYTHON, "-m", "uv", "pip", "install", "--quiet", "--python", PYTHON, "--no-deps"]
-    command += ["-r", "requirements/adapters.txt"]
     try:
-        subprocess.run(command, cwd=ROOT, env=uv_environment(device), check=True)
+        uv_install(device, "--quiet", "--no-deps", "-r", "requirements/adapters.txt")
     except subprocess.CalledProcessError:
         return "no packages of the extras, so their tests will fail (apt install gcc make)"
     return "packages of the extras are in .venv"
+
+
+def install_extra(name: str, device: str) -> None:
+    """Put the packages of an extra into .venv, without a change to streamrl or its packages."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    uv_install(device, "--quiet", *setup["options.extras_require"][name].split())
+
+
+def uv_install(device: str, *arguments: str) -> None:
+    """Run `uv pip install` for .venv."""
+    command: list[str | Path] = [PYTHON, "-m", "uv", "pip", "install", "--python", PYTHON]
+    subprocess.run([*command, *arguments], cwd=ROOT, env=uv_environment(device), check=True)
 
 
 def uv_environment(device: str) -> dict[str, str]:

@@ -27,6 +27,7 @@ from streamrl.run_page.page import RunPage
 from streamrl.run_page.run_record import RunReader
 
 PICTURES = ROOT / "docs" / "pictures"
+SITE = ROOT / "build" / "docs"
 CONFIG = "configs/dapo_arithmetic.yaml"
 COLUMNS, LINES = 100, 34
 PICTURED_STEP = 34
@@ -46,7 +47,6 @@ COLORS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--into", type=Path, default=PICTURES, metavar="FOLDER")
-    parser.add_argument("--docs", type=Path, metavar="FOLDER", help="built docs")
     parser.add_argument("--steps", type=int, default=40, help="steps of each run")
     arguments = parser.parse_args()
     arguments.into.mkdir(parents=True, exist_ok=True)
@@ -62,8 +62,7 @@ def main() -> None:
         camera.take_terminal("console_plain.png", map(html.escape, lines))
         readers = [RunReader(runs / name) for name in ("demo", "slower")]
         camera.take_run_page(readers, runs / "page.html")
-        if arguments.docs:
-            camera.take_docs(arguments.docs)
+        camera.take_docs(SITE)
 
 
 @dataclass

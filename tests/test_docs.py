@@ -20,7 +20,7 @@ from tests.test_layering import ROOMS
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
     *sorted(ROOT.glob("*.md")),
-    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("docs/**/*.md")),
     *sorted(ROOT.glob("examples/**/README.md")),
 ]
 

@@ -28,6 +28,15 @@ def extra_lines(setup: ConfigParser, name: str) -> list[str]:
     return setup["options.extras_require"][name].strip().splitlines()
 
 
+def test_an_extra_adds_its_packages_and_nothing_else(monkeypatch: pytest.MonkeyPatch):
+    calls: list[tuple[str, ...]] = []
+    monkeypatch.setattr(install, "uv_install", lambda *arguments: calls.append(arguments))
+    install.install_extra("docs", "cpu")
+    ((device, quiet, *packages),) = calls
+    assert (device, quiet) == ("cpu", "--quiet")
+    assert [Requirement(p).name for p in packages] == ["furo", "myst-parser", "sphinx"]
+
+
 def executable(path: Path, text: str) -> None:
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)

@@ -16,7 +16,7 @@ from streamrl.config.run_config import load_config
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").glob("**/*.md")),
     *sorted((ROOT / "examples").glob("*/README.md")),
 )
 RECIPE = ROOT / "configs" / "grpo_arithmetic.yaml"

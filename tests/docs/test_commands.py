@@ -69,6 +69,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (model / "model").symlink_to(ROOT / "examples" / "arithmetic" / "build" / "base_model")
     config = recipe(tmp_path)
     write_run(tmp_path / "runs" / "mine", config, play(config))
+    (tmp_path / "runs" / "demo").symlink_to("mine")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -1,0 +1,50 @@
+"""Docstrings as the site shows them."""
+
+from docs.docstrings import rewrite_docstring, rewrite_signature
+
+
+def function(size, first, last, data): ...
+
+
+def rewrite(docstring: str) -> list[str]:
+    """Return the lines that replace those of a docstring of `function`."""
+    lines = docstring.splitlines()
+    rewrite_docstring(None, "function", "function", function, None, lines)
+    return lines
+
+
+def test_lines_and_sentences_that_name_a_parameter_become_a_field_list():
+    assert rewrite("Cut data.\n\nsize: number of rows,\n    at least 1. first, last: ends.") == [
+        "Cut data.",
+        "",
+        ":param size: number of rows, at least 1.",
+        ":param first: ends.",
+        ":param last: ends.",
+        "",
+    ]
+    assert rewrite("- size: of `data`. Raises ValueError for 0.") == [
+        ":param size: of ``data``\\ .",
+        "",
+        "Raises ValueError for 0.",
+        "",
+    ]
+    assert rewrite("other: no parameter") == ["other: no parameter", ""]
+
+
+def test_code_is_literal_and_links_to_classes():
+    assert rewrite("Return `a | b`, a `Turn`, or OK*.") == [
+        "Return ``a | b``\\ , a :py:obj:`.Turn`\\ , or OK\\*.",
+        "",
+    ]
+    assert rewrite("Example:\n\n    size = 2") == ["Example:", "", "::", "", "    size = 2", ""]
+
+
+def test_signatures_have_the_names_of_array_types():
+    long = "~numpy.ndarray[tuple[~typing.Any, ...], ~numpy.dtype[~typing.Any]]"
+    columns = f"~collections.abc.Mapping[str, {long}]"
+    event = (None, "function", "f", function, None)
+    assert rewrite_signature(*event, f"(x: {columns} = <factory>)", long) == (
+        "(x: Columns = ...)",
+        "Array",
+    )
+    assert rewrite_signature(*event, None, None) is None
