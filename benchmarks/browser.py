@@ -61,9 +61,9 @@ class WatchedPage:
 
 
 def open_page(browser: Browser, address: str, *, is_dark: bool = False) -> WatchedPage:
-    """Open an address in a new window; return when the run page has drawn its charts."""
+    """Open the run page in a new window; return when it has drawn all charts."""
     scheme = "dark" if is_dark else "light"
     watched = WatchedPage(browser.new_page(viewport=WINDOW, color_scheme=scheme))
     watched.page.goto(address)
-    watched.page.wait_for_selector("body[data-ready]")
+    watched.page.wait_for_selector("body[data-drawn]")
     return watched

@@ -24,6 +24,8 @@ exclude_patterns = [".*", "build", "**/build", "runs", "wandb"]
 myst_heading_anchors = 4
 # Blocks without a language are commands and their output.
 highlight_language = "text"
+# Quotes in docstrings are often of code.
+smartquotes = False
 
 toc_object_entries_show_parents = "hide"
 

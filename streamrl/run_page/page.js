@@ -28,18 +28,37 @@ function layOut(chart) {
   return layout;
 }
 
+let waiting = [];  // charts below the window: [box, chart], drawn one by one
+let isDrawing = false;
+
+// Draw the charts in view, and let those below wait for drawWaiting.
 function drawCharts(container, charts) {
   const wanted = new Set(charts.map((chart) => chart.id));
   for (const box of Array.from(container.children)) if (!wanted.has(box.dataset.chart)) box.remove();
   // All boxes first: a plot takes the width that its box has when it is drawn.
   const boxes = charts.map((chart) => findBox(container, chart));
   charts.forEach((chart, i) => {
-    boxes[i].firstChild.textContent = chart.title;
-    const plot = boxes[i].lastChild, isFirst = !plot.data;
-    boxes[i].classList.toggle("over-steps", chart.hasStepAxis);
-    Plotly.react(plot, chart.traces, layOut(chart), PLOT_CONFIG);
-    if (isFirst && chart.hasStepAxis) plot.on("plotly_relayout", (change) => zoomAll(plot, change));
+    if (boxes[i].getBoundingClientRect().top < innerHeight) drawChart(boxes[i], chart);
+    else waiting.push([boxes[i], chart]);
   });
+}
+
+function drawChart(box, chart) {
+  const plot = box.lastChild, isFirst = !plot.data;
+  box.firstChild.textContent = chart.title;
+  box.classList.toggle("over-steps", chart.hasStepAxis);
+  Plotly.react(plot, chart.traces, layOut(chart), PLOT_CONFIG);
+  if (isFirst && chart.hasStepAxis) plot.on("plotly_relayout", (change) => zoomAll(plot, change));
+}
+
+function drawWaiting() {
+  const next = waiting.shift();
+  isDrawing = Boolean(next);
+  if (next) { drawChart(...next); setTimeout(drawWaiting); }
+  else if (!document.body.dataset.drawn) {
+    document.body.dataset.drawn = "true";
+    performance.mark("charts drawn");
+  }
 }
 
 function findBox(container, chart) {
@@ -49,6 +68,8 @@ function findBox(container, chart) {
   box.dataset.chart = chart.id;
   if (["timeline", "events"].includes(chart.id)) box.classList.add("wide");
   box.append(make("h3", "", chart.title), make("p", "caption", chart.caption), make("div", "plot"));
+  // The height that it will have: charts in view are told from those below before they are drawn.
+  box.lastChild.style.minHeight = `${chart.layout.height ?? BASE_LAYOUT.height}px`;
   container.append(box);
   return box;
 }
@@ -62,7 +83,7 @@ function zoomAll(source, change) {
   isZooming = true;
   const update = stepRange ? { "xaxis.range": stepRange.slice() } : { "xaxis.autorange": true };
   const others = Array.from(document.querySelectorAll(".over-steps .plot"))
-    .filter((plot) => plot !== source);
+    .filter((plot) => plot !== source && plot.data);
   Promise.all(others.map((plot) => Plotly.relayout(plot, update)))
     .finally(() => { isZooming = false; });
 }
@@ -115,6 +136,7 @@ function moveStep(distance) {
 }
 
 function drawPage() {
+  waiting = [];
   control("title").textContent = page.title;
   document.title = `${page.title} - streamrl`;
   const chooser = control("run"), wanted = chooser.value;
@@ -127,6 +149,7 @@ function drawPage() {
   control("chooser").hidden = page.runs.length < 2;
   drawCharts(control("shared-charts"), page.charts);
   drawRun();
+  if (!isDrawing) drawWaiting();
 }
 
 async function follow() {
@@ -143,7 +166,7 @@ async function follow() {
   setTimeout(follow, page.followEvery * 1000);
 }
 
-control("run").addEventListener("input", () => { drawRun(); drawRollouts(); });
+control("run").addEventListener("input", () => { drawPage(); drawRollouts(); });
 control("step").addEventListener("input", drawRollouts);
 control("earlier").addEventListener("click", () => moveStep(-1));
 control("later").addEventListener("click", () => moveStep(1));
@@ -151,3 +174,4 @@ drawPage();
 drawRollouts();
 if (isServed && page.followEvery) setTimeout(follow, page.followEvery * 1000);
 document.body.dataset.ready = "true";
+performance.mark("page ready");
