@@ -4,13 +4,8 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typing import Any
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.config.run_config import RunConfig, load_config
@@ -21,9 +16,7 @@ from streamrl.data.files import MODEL_TEMPLATE, PLAIN_TEMPLATE, DataFile
 from streamrl.data.validate import FileReport, validate_file
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_model_length
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from streamrl.telemetry.progress_line import ProgressLine, show_progress
 
 EXIT_BAD_ROWS = 2
 MAX_SHOWN_ROWS = 20  # per file; --json lists more, up to a bound
@@ -113,8 +106,8 @@ def run(arguments: argparse.Namespace) -> int:
     if model is None:
         raise ConfigError("data check: give --model or --config; tokens are counted with its model")
     limits = _make_limits(arguments, recipe, str(model))
-    tokenizer = load_tokenizer(str(model))
-    reports = [_validate_file(file, tokenizer, limits) for file in files]
+    with show_progress("loading the tokenizer") as progress:
+        reports = _validate_files(files, str(model), limits, progress)
     if arguments.json:
         facts = {"model": str(model), "max_prompt_tokens": limits.max_tokens}
         print(json.dumps({**facts, "files": [report.to_dict() for report in reports]}))
@@ -123,24 +116,14 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_BAD_ROWS if any(report.num_bad for report in reports) else 0
 
 
-def _validate_file(
-    file: DataFile, tokenizer: "PreTrainedTokenizerBase", limits: PromptLimits
-) -> FileReport:
-    console = Console(stderr=True)
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("rows"),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as progress:
-        # A file name may contain characters that rich reads as markup.
-        name = escape(Path(file.path).name)
-        track = partial(progress.track, description=f"reading {name}")
-        return validate_file(file, tokenizer, limits, track=track)
+def _validate_files(
+    files: Sequence[DataFile], model: str, limits: PromptLimits, progress: ProgressLine
+) -> list[FileReport]:
+    tokenizer, reports = load_tokenizer(model), []
+    for file in files:
+        progress.describe(f"checking {Path(file.path).name}", unit="rows")
+        reports.append(validate_file(file, tokenizer, limits, track=progress.track))
+    return reports
 
 
 def _make_limits(

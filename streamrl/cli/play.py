@@ -35,6 +35,7 @@ from streamrl.environments.scripted.policy_sampler import load_policy, make_text
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_model_length
 from streamrl.messages import Columns, Prompt
+from streamrl.telemetry.progress_line import show_progress
 
 HUMAN = "human"
 PERSON_PROMPT = "you> "
@@ -130,7 +131,8 @@ async def _play_model(arguments: argparse.Namespace, recipe: ConfigSections | No
         )
     async with _open_hosts(config, is_human=False) as hosts:
         call_format = choose_call_format(config, renderer, hosts.description.tools)
-        engine = await start_engine(subject, arguments.seed, longest)
+        with show_progress("loading the model"):
+            engine = await start_engine(subject, arguments.seed, longest)
         try:
             driver = EpisodeDriver(
                 engine,
@@ -168,7 +170,8 @@ async def _open_hosts(config: EnvironmentConfig, *, is_human: bool) -> AsyncIter
     """Start a process of the environment; yield hosts that print what the environment answers."""
     pool = EnvironmentHostPool(replace(config, processes=1))
     try:
-        await pool.start()
+        with show_progress("starting the environment"):
+            await pool.start()
         if is_human:
             print(HINT)
         yield ObservedHosts(pool, EpisodeTranscript(has_person=is_human))
