@@ -34,8 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run `streamrl calibrate`. Raises ConfigError if the run has too few measurements."""
     if arguments.output is not None:
         check_output_file("-o", arguments.output)
-    cluster = read_run_cluster(arguments)
     with show_progress(f"reading {arguments.run_dir}") as progress:
+        cluster = read_run_cluster(arguments)
         trace = load_run_trace(arguments.run_dir)
         planned = PlannedRun.from_trace(trace, trace.config, cluster)
         progress.describe("fitting")

@@ -94,6 +94,20 @@ def parse_named_files(
 
 def run(arguments: argparse.Namespace) -> int:
     """Return exit code 0 if no row would stop a run, else 2."""
+    with show_progress("loading the tokenizer") as progress:
+        model, limits, reports = _validate_files(arguments, progress)
+    if arguments.json:
+        facts = {"model": model, "max_prompt_tokens": limits.max_tokens}
+        print(json.dumps({**facts, "files": [report.to_dict() for report in reports]}))
+    else:
+        print("\n\n".join("\n".join(describe_file(report, limits)) for report in reports))
+    return EXIT_BAD_ROWS if any(report.num_bad for report in reports) else 0
+
+
+def _validate_files(
+    arguments: argparse.Namespace, progress: ProgressLine
+) -> tuple[str, PromptLimits, list[FileReport]]:
+    """Check the files of the command line; return the model and the limits that hold, too."""
     recipe = load_config(arguments.config) if arguments.config else None
     data = recipe.data if recipe else DataConfig()
     files = parse_named_files(arguments, arguments.files, data) or (
@@ -106,24 +120,11 @@ def run(arguments: argparse.Namespace) -> int:
     if model is None:
         raise ConfigError("data check: give --model or --config; tokens are counted with its model")
     limits = _make_limits(arguments, recipe, str(model))
-    with show_progress("loading the tokenizer") as progress:
-        reports = _validate_files(files, str(model), limits, progress)
-    if arguments.json:
-        facts = {"model": str(model), "max_prompt_tokens": limits.max_tokens}
-        print(json.dumps({**facts, "files": [report.to_dict() for report in reports]}))
-    else:
-        print("\n\n".join("\n".join(describe_file(report, limits)) for report in reports))
-    return EXIT_BAD_ROWS if any(report.num_bad for report in reports) else 0
-
-
-def _validate_files(
-    files: Sequence[DataFile], model: str, limits: PromptLimits, progress: ProgressLine
-) -> list[FileReport]:
-    tokenizer, reports = load_tokenizer(model), []
+    tokenizer, reports = load_tokenizer(str(model)), []
     for file in files:
         progress.describe(f"checking {Path(file.path).name}", unit="rows")
         reports.append(validate_file(file, tokenizer, limits, track=progress.track))
-    return reports
+    return str(model), limits, reports
 
 
 def _make_limits(

@@ -117,6 +117,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    with show_progress("reading config and prompts") as progress:
+        result, subject, seconds = _evaluate(arguments, progress)
+    _print_result(result, subject, seconds, as_json=arguments.json)
+    return 0
+
+
+def _evaluate(
+    arguments: argparse.Namespace, progress: ProgressLine
+) -> tuple[EvaluationResult, EvaluationSubject, float]:
+    """Evaluate the model of the command line; return the seconds that this took, too."""
     subject = resolve_subject(
         arguments.model,
         arguments.config,
@@ -131,10 +141,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("evaluate: give prompt files with --data, or data.eval in the recipe")
     check_eval_files(files, key="--data")
     started = time.monotonic()
-    with show_progress("reading prompts") as progress:
-        result = asyncio.run(_evaluate_files(subject, files, config, progress))
-    _print_result(result, subject, time.monotonic() - started, as_json=arguments.json)
-    return 0
+    result = asyncio.run(_evaluate_files(subject, files, config, progress))
+    return result, subject, time.monotonic() - started
 
 
 def choose_sampling(arguments: argparse.Namespace, config: EvaluationConfig) -> EvaluationConfig:

@@ -95,7 +95,8 @@ def _check_row_arguments(arguments: argparse.Namespace) -> None:
 
 
 async def _play(arguments: argparse.Namespace) -> Columns:
-    recipe = load_recipe(arguments.config)
+    with show_progress("reading config"):
+        recipe = load_recipe(arguments.config)
     is_model = Path(arguments.policy).is_dir()
     play = _play_model if is_model else _play_text
     return await play(arguments, recipe)
@@ -115,10 +116,11 @@ async def _play_text(arguments: argparse.Namespace, recipe: ConfigSections | Non
 
 
 async def _play_model(arguments: argparse.Namespace, recipe: ConfigSections | None) -> Columns:
-    subject = resolve_subject(Path(arguments.policy), arguments.config)
-    model = str(subject.model_dir)
-    renderer = load_turn_renderer(subject.data, model)
-    prompt = _read_row(arguments, recipe, renderer.render_prompt)
+    with show_progress("loading the tokenizer"):
+        subject = resolve_subject(Path(arguments.policy), arguments.config)
+        model = str(subject.model_dir)
+        renderer = load_turn_renderer(subject.data, model)
+        prompt = _read_row(arguments, recipe, renderer.render_prompt)
     config = choose_environment(
         arguments, subject.environment, prompt, max_turns=arguments.max_turns
     )

@@ -87,8 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Return exit code 1 if a completion could not be scored, else 0."""
-    config = _load_score_config(arguments.config, arguments.reward, arguments.overrides)
-    with show_progress("reading rewards and completions") as progress:
+    with show_progress("reading config and completions") as progress:
+        config = _load_score_config(arguments.config, arguments.reward, arguments.overrides)
         # A user's reward file may print while imported; keep that out of the JSON lines.
         with contextlib.redirect_stdout(sys.stderr):
             context = RewardContext(config.scorer, config.sandbox)

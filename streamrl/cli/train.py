@@ -68,10 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     claim = RunDirClaim()
     try:
-        if arguments.resume is not None:
-            config, resume = resume_run(arguments.resume, arguments.words, claim)
-        else:
-            config, resume = begin_run(arguments.words, claim), None
+        with show_progress("reading config"):
+            if arguments.resume is not None:
+                config, resume = resume_run(arguments.resume, arguments.words, claim)
+            else:
+                config, resume = begin_run(arguments.words, claim), None
         with show_progress("loading", mode=config.telemetry.console) as progress:
             finish = train(config, resume, RealEngineFactory(), claim, progress)
     finally:
