@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -103,8 +103,7 @@ def train(
     )
 
     origin, progress = resume, progress or ProgressLine()
-    progress.describe("checking config, model and data", unit="prompts")
-    prepared, layout = _prepare_training(config, resume, progress.advance)
+    prepared, layout = _prepare_training(config, resume, progress)
     # `cli.main` has done this already; callers of `train` from Python have not.
     start_fork_server()
     # Import wandb in the background while Ray starts.
@@ -140,8 +139,7 @@ def train(
             sinks.log_event("machine", site.machine_facts)
             notes = (describe_shared_slots(placed_config), memory.summary_line if memory else "")
             _log_notes(sinks, *prepared.notes, describe_refusal(), site.placement.note, *notes)
-            if origin is not None and is_fork(config, origin):
-                sinks.log_event("forked", {"from": str(origin.run_dir), "step": origin.version})
+            _log_fork(sinks, config, origin)
 
             def report_status(text: str) -> None:
                 check_interrupted()
@@ -162,16 +160,14 @@ def train(
 
 
 def _prepare_training(
-    config: RunConfig, resume: ResumePoint | None, on_checked: Callable[[int], None]
+    config: RunConfig, resume: ResumePoint | None, progress: ProgressLine
 ) -> tuple["PreparedRun", QueueLayout]:
-    """Load and check all inputs, before any file is written; return the queue's layout too.
-
-    on_checked: receives the number of prompts of each batch.
-    """
+    """Load and check all inputs, before any file is written; return the queue's layout too."""
     from streamrl.config.preflight import prepare_run
     from streamrl.config.resume_checks import check_resume
 
-    prepared = prepare_run(config, on_checked)
+    progress.describe("checking config, model and data", unit="prompts")
+    prepared = prepare_run(config, progress.advance)
     if resume is None:
         return prepared, QueueLayout(config.queue.shards)
     if resume.checkpoint is not None:
@@ -200,6 +196,11 @@ def _close_sinks_at_exit(sinks: SinkGroup, summary: EventFields) -> Iterator[Non
 def _log_notes(sinks: SinkGroup, *notes: str) -> None:
     for text in filter(None, notes):
         sinks.log_event("note", {"text": text})
+
+
+def _log_fork(sinks: SinkGroup, config: RunConfig, origin: ResumePoint | None) -> None:
+    if origin is not None and is_fork(config, origin):
+        sinks.log_event("forked", {"from": str(origin.run_dir), "step": origin.version})
 
 
 def _log_failure(

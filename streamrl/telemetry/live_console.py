@@ -112,7 +112,7 @@ class LiveConsole(RunConsole):
                     _build_events_grid(self._latest_events),
                 ]
             if self._status.text:
-                self._status.elapsed_s = self.clock() - self._status_since
+                self._status.set_elapsed(self.clock() - self._status_since)
                 row = build_status_row(self._status, self._spinner)
                 parts += [Text(), Padding(row, (0, 0, 0, 1))]
             return Group(*parts)

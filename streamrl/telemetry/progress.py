@@ -28,6 +28,7 @@ class WorkStatus:
     """Status of work that takes long, `elapsed_s` after its start; no text: there is none.
 
     total: how many units there are, of which `completed` are done; None if unknown.
+    counted, counted_at_s: the latest count whose time is known, and its time.
     """
 
     text: str
@@ -35,9 +36,16 @@ class WorkStatus:
     unit: str = ""
     completed: int = 0
     elapsed_s: float = 0.0
+    counted: int = 0
+    counted_at_s: float = 0.0
 
     def advance(self, count: int = 1) -> None:
         self.completed += count
+
+    def set_elapsed(self, elapsed_s: float) -> None:
+        self.elapsed_s = elapsed_s
+        if self.completed != self.counted:
+            self.counted, self.counted_at_s = self.completed, elapsed_s
 
     @property
     def count_text(self) -> str:
@@ -49,10 +57,10 @@ class WorkStatus:
     @property
     def time_text(self) -> str:
         """Time left as text, "1:04 left"; the time so far while that is unknown."""
-        if not self.total or not 0 < self.completed <= self.total:
+        if not self.total or not 0 < self.counted <= self.total:
             return format_duration(self.elapsed_s)
-        left_s = self.elapsed_s * (self.total - self.completed) / self.completed
-        return f"{format_duration(left_s)} left"
+        end_s = self.counted_at_s * self.total / self.counted
+        return f"{format_duration(max(end_s - self.elapsed_s, 0.0))} left"
 
     @property
     def description(self) -> str:

@@ -65,7 +65,8 @@ class DriverEvents:
         started = clock()
         await asyncio.sleep(SHOW_AFTER_S)
         while True:
-            self.post_report(replace(status, elapsed_s=clock() - started))
+            status.set_elapsed(clock() - started)
+            self.post_report(replace(status))
             await asyncio.sleep(STATUS_EVERY_S)
 
     async def read_after(self, count: int, wait_s: float) -> list[DriverReport]:
