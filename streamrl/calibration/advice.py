@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ from streamrl.rewards.group_filter import AUTO_OVERSAMPLE
 
 MIN_ERROR = 0.02
 """Minimum relative error of the step time that advice assumes for the simulator."""
+Alternative = tuple[str, Mapping[str, Any]]
+"""Description of other settings for a run, and the settings by dotted key."""
 
 
 @dataclass(frozen=True)
@@ -63,17 +65,25 @@ class SettingsAdvice:
         return max(abs(self.simulation_error), MIN_ERROR)
 
 
-def recommend_settings(trace: RunTrace, cluster: Cluster | None = None) -> SettingsAdvice:
+def recommend_settings(
+    trace: RunTrace,
+    cluster: Cluster | None = None,
+    *,
+    track: Callable[[Iterable[Alternative], int], Iterable[Alternative]] = lambda items, total: (
+        items
+    ),
+) -> SettingsAdvice:
     """Simulate a run with its own settings and with `list_alternatives`, there or on `cluster`.
 
-    Raises ConfigError if the run is too short or incomplete.
+    track: wraps the alternatives, for a progress bar; its second argument is their number. Raises
+    ConfigError if the run is too short or incomplete.
     """
     planned_run = PlannedRun.from_trace(trace, trace.config, cluster)
     timings = fit_timings(trace, planned_run.base_timings).timings
     simulated = predict_metrics(planned_run, timings)
     options = []
     alternatives = [*list_alternatives(trace.config), *_list_open_episodes(trace)]
-    for description, settings in alternatives:
+    for description, settings in track(alternatives, len(alternatives)):
         metrics = _simulate_settings(trace, settings, timings, cluster)
         if metrics is not None:
             change = metrics.step_s / simulated.step_s - 1
@@ -176,7 +186,7 @@ def measure_episodes(trace: RunTrace) -> EpisodeLoad | None:
     )
 
 
-def _list_open_episodes(trace: RunTrace) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _list_open_episodes(trace: RunTrace) -> Iterator[Alternative]:
     load = measure_episodes(trace)
     if load is not None and load.has_too_few_open:
         yield (
@@ -185,7 +195,7 @@ def _list_open_episodes(trace: RunTrace) -> Iterator[tuple[str, Mapping[str, Any
         )
 
 
-def list_alternatives(config: RunConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def list_alternatives(config: RunConfig) -> Iterator[Alternative]:
     """Yield alternatives to a config, each as a description and the settings to change.
 
     They are a further replica, other device splits, oversampling and other staleness bounds.
@@ -231,7 +241,7 @@ def _list_replica_settings(config: RunConfig) -> Mapping[str, tuple[str, int, in
     return settings
 
 
-def _list_device_splits(config: RunConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _list_device_splits(config: RunConfig) -> Iterator[Alternative]:
     generator, trainer = config.generator, config.trainer
     if config.placement.shared_pools:
         if config.placement.is_hybrid and trainer.world_size > 1:

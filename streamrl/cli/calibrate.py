@@ -14,6 +14,7 @@ from streamrl.cli.arguments.arg_types import parse_path
 from streamrl.cli.arguments.config_args import add_run_cluster_argument, read_run_cluster
 from streamrl.cli.output.advice_report import describe_excluded_steps
 from streamrl.cli.output.output_files import check_output_file, write_output_file
+from streamrl.telemetry.progress_line import show_progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,15 +34,18 @@ def run(arguments: argparse.Namespace) -> int:
     """Run `streamrl calibrate`. Raises ConfigError if the run has too few measurements."""
     if arguments.output is not None:
         check_output_file("-o", arguments.output)
-    cluster = read_run_cluster(arguments)
-    trace = load_run_trace(arguments.run_dir)
-    planned = PlannedRun.from_trace(trace, trace.config, cluster)
-    fitted = fit_timings(trace, planned.base_timings)
-    calibration = fit_constants(
-        fitted, planned.problem, planned.placement, planned.initial_constants
-    )
-    predicted = predict_metrics(planned, fitted.timings)
-    errors = predicted.compare_with(SteadyMetrics.from_trace(trace))
+    with show_progress(f"reading {arguments.run_dir}") as progress:
+        cluster = read_run_cluster(arguments)
+        trace = load_run_trace(arguments.run_dir)
+        planned = PlannedRun.from_trace(trace, trace.config, cluster)
+        progress.describe("fitting")
+        fitted = fit_timings(trace, planned.base_timings)
+        calibration = fit_constants(
+            fitted, planned.problem, planned.placement, planned.initial_constants
+        )
+        progress.describe("simulating with the fitted constants")
+        predicted = predict_metrics(planned, fitted.timings)
+        errors = predicted.compare_with(SteadyMetrics.from_trace(trace))
     if arguments.output is not None:
         write_output_file("-o", arguments.output, to_yaml(trace, calibration))
     if arguments.json:

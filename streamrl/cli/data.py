@@ -4,13 +4,8 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typing import Any
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.config.run_config import RunConfig, load_config
@@ -21,9 +16,7 @@ from streamrl.data.files import MODEL_TEMPLATE, PLAIN_TEMPLATE, DataFile
 from streamrl.data.validate import FileReport, validate_file
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_model_length
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from streamrl.telemetry.progress_line import ProgressLine, show_progress
 
 EXIT_BAD_ROWS = 2
 MAX_SHOWN_ROWS = 20  # per file; --json lists more, up to a bound
@@ -101,6 +94,20 @@ def parse_named_files(
 
 def run(arguments: argparse.Namespace) -> int:
     """Return exit code 0 if no row would stop a run, else 2."""
+    with show_progress("loading the tokenizer") as progress:
+        model, limits, reports = _validate_files(arguments, progress)
+    if arguments.json:
+        facts = {"model": model, "max_prompt_tokens": limits.max_tokens}
+        print(json.dumps({**facts, "files": [report.to_dict() for report in reports]}))
+    else:
+        print("\n\n".join("\n".join(describe_file(report, limits)) for report in reports))
+    return EXIT_BAD_ROWS if any(report.num_bad for report in reports) else 0
+
+
+def _validate_files(
+    arguments: argparse.Namespace, progress: ProgressLine
+) -> tuple[str, PromptLimits, list[FileReport]]:
+    """Check the files of the command line; return the model and the limits that hold, too."""
     recipe = load_config(arguments.config) if arguments.config else None
     data = recipe.data if recipe else DataConfig()
     files = parse_named_files(arguments, arguments.files, data) or (
@@ -113,34 +120,11 @@ def run(arguments: argparse.Namespace) -> int:
     if model is None:
         raise ConfigError("data check: give --model or --config; tokens are counted with its model")
     limits = _make_limits(arguments, recipe, str(model))
-    tokenizer = load_tokenizer(str(model))
-    reports = [_validate_file(file, tokenizer, limits) for file in files]
-    if arguments.json:
-        facts = {"model": str(model), "max_prompt_tokens": limits.max_tokens}
-        print(json.dumps({**facts, "files": [report.to_dict() for report in reports]}))
-    else:
-        print("\n\n".join("\n".join(describe_file(report, limits)) for report in reports))
-    return EXIT_BAD_ROWS if any(report.num_bad for report in reports) else 0
-
-
-def _validate_file(
-    file: DataFile, tokenizer: "PreTrainedTokenizerBase", limits: PromptLimits
-) -> FileReport:
-    console = Console(stderr=True)
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("rows"),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as progress:
-        # A file name may contain characters that rich reads as markup.
-        name = escape(Path(file.path).name)
-        track = partial(progress.track, description=f"reading {name}")
-        return validate_file(file, tokenizer, limits, track=track)
+    tokenizer, reports = load_tokenizer(str(model)), []
+    for file in files:
+        progress.describe(f"checking {Path(file.path).name}", unit="rows")
+        reports.append(validate_file(file, tokenizer, limits, track=progress.track))
+    return str(model), limits, reports
 
 
 def _make_limits(

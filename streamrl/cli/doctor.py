@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from streamrl.telemetry.progress_line import show_progress
+
 PACKAGES = ("torch", "ray", "deepspeed", "transformers", "wandb")
 GIB = 1 << 30
 MIN_MEMORY_GIB = 6
@@ -40,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Return exit code 0 if a run could start on this machine, else 1."""
-    machine = inspect_machine()
+    with show_progress("checking this machine"):
+        machine = inspect_machine()
     problems = find_problems(machine)
     if arguments.json:
         print(json.dumps({**asdict(machine), "problems": problems}))

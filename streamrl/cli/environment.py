@@ -27,6 +27,7 @@ from streamrl.environments.probing.token_probe import probe_template, probe_toke
 from streamrl.environments.scripted.chat_lines import ChatLineRenderer
 from streamrl.errors import ConfigError
 from streamrl.messages import Prompt
+from streamrl.telemetry.progress_line import ProgressLine, show_progress
 
 EXIT_FAILED = 1
 DEFAULT_ROWS = 4
@@ -57,21 +58,22 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--rows={arguments.rows}: must be at least 1")
     # The pool warns of the process that the probe kills.
     logging.getLogger("streamrl.environments").setLevel(logging.ERROR)
-    findings = asyncio.run(_collect_findings(arguments))
+    with show_progress("checking the environment") as progress:
+        findings = asyncio.run(_collect_findings(arguments, progress))
     if arguments.json:
         print(json.dumps({"findings": [asdict(finding) for finding in findings]}))
     has_failed = any(finding.status is FindingStatus.FAIL for finding in findings)
     return EXIT_FAILED if has_failed else 0
 
 
-async def _collect_findings(arguments: argparse.Namespace) -> list[Finding]:
+async def _collect_findings(arguments: argparse.Namespace, progress: ProgressLine) -> list[Finding]:
     """Check an environment; print each finding as it comes, unless all are printed as JSON."""
     findings = []
     async with aclosing(check(arguments, load_recipe(arguments.config))) as found:
         async for finding in found:
             findings.append(finding)
             if not arguments.json:
-                print(format_finding(finding), flush=True)
+                progress.print_line(format_finding(finding))
     return findings
 
 

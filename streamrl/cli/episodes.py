@@ -18,6 +18,7 @@ from streamrl.cli.output.output_files import check_output_file, write_output_fil
 from streamrl.drawing.episode_page import groups_to_json, render_page
 from streamrl.drawing.episode_text import print_groups
 from streamrl.errors import ConfigError
+from streamrl.telemetry.progress_line import show_progress
 from streamrl.telemetry.rollout_log import (
     ROLLOUTS_FOLDER,
     RecordedGroup,
@@ -56,7 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.html is not None:
         check_output_file("--html", arguments.html)
-    groups = _select_groups(arguments)
+    with show_progress(f"reading {arguments.run_dir}"):
+        groups = _select_groups(arguments)
     if arguments.worst:
         groups = _sort_by_score(groups)
     if arguments.html is not None:

@@ -40,6 +40,7 @@ from streamrl.rewards.registry import build_rewards
 from streamrl.rewards.reward_scorer import hash_answers
 from streamrl.run_dir.checkpoint import find_resume_point
 from streamrl.telemetry.metric_names import to_json_value
+from streamrl.telemetry.progress_line import ProgressLine, show_progress
 
 if TYPE_CHECKING:
     from streamrl.engines.generation.generation_engine import GenerationEngine
@@ -116,6 +117,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    with show_progress("reading config and prompts") as progress:
+        result, subject, seconds = _evaluate(arguments, progress)
+    _print_result(result, subject, seconds, as_json=arguments.json)
+    return 0
+
+
+def _evaluate(
+    arguments: argparse.Namespace, progress: ProgressLine
+) -> tuple[EvaluationResult, EvaluationSubject, float]:
+    """Evaluate the model of the command line; return the seconds that this took, too."""
     subject = resolve_subject(
         arguments.model,
         arguments.config,
@@ -130,9 +141,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("evaluate: give prompt files with --data, or data.eval in the recipe")
     check_eval_files(files, key="--data")
     started = time.monotonic()
-    result = asyncio.run(_evaluate_files(subject, files, config))
-    _print_result(result, subject, time.monotonic() - started, as_json=arguments.json)
-    return 0
+    result = asyncio.run(_evaluate_files(subject, files, config, progress))
+    return result, subject, time.monotonic() - started
 
 
 def choose_sampling(arguments: argparse.Namespace, config: EvaluationConfig) -> EvaluationConfig:
@@ -210,7 +220,10 @@ def resolve_subject(
 
 
 async def _evaluate_files(
-    subject: EvaluationSubject, files: Sequence[DataFile], config: EvaluationConfig
+    subject: EvaluationSubject,
+    files: Sequence[DataFile],
+    config: EvaluationConfig,
+    progress: ProgressLine,
 ) -> EvaluationResult:
     from streamrl.engines.models.supported_models import check_weight_files
 
@@ -234,16 +247,19 @@ async def _evaluate_files(
     prompts = {file.file.name: file.prompts for file in loaded}
     for file_prompts in prompts.values():
         rewards.check_prompts(file_prompts)
+    progress.describe("loading the model")
     longest = max(len(prompt.token_ids) for group in prompts.values() for prompt in group)
     engine = await start_engine(subject, config.seed, longest + subject.max_completion_tokens)
 
     async def score(prompt: Prompt, rollouts: Columns) -> Columns:
         result = await rewards.judge_group(prompt, decode_rollouts(tokenizer, rollouts))
+        progress.advance()
         return {**rewards.to_columns(result), "answers": hash_answers(result)}
 
     try:
         await rewards.start()
         async with _open_sampler(subject, engine, config) as generate:
+            progress.describe("evaluating", sum(map(len, prompts.values())), "prompts")
             return await evaluate_policy(prompts, generate=generate, score=score, config=config)
     finally:
         await rewards.close()

@@ -13,6 +13,7 @@ from streamrl.config.run_config import RunConfig
 from streamrl.drawing.dataflow_graph import DataflowGraph
 from streamrl.drawing.graph_text import render_dot, render_mermaid, render_svg, render_text
 from streamrl.errors import ConfigError
+from streamrl.telemetry.progress_line import show_progress
 
 MAX_STEPS = 100  # more steps make an illegible graph
 
@@ -41,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if not 1 <= arguments.steps <= MAX_STEPS:
         raise ConfigError(f"--steps {arguments.steps}: must be from 1 to {MAX_STEPS}")
-    config = read_config(arguments.config, arguments.overrides)
+    with show_progress("reading config"):
+        config = read_config(arguments.config, arguments.overrides)
     graph = DataflowGraph.from_dataflow(
         config.dataflow,
         name=config.algorithm.name,

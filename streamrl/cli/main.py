@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import takewhile
 from typing import NoReturn
 
@@ -96,7 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         start_fork_server()
     try:
         try:
-            parsed = _parse_arguments(build_parser(command), arguments)
+            with _show_loading(command):
+                parser = build_parser(command)
+            parsed = _parse_arguments(parser, arguments)
             code = int(parsed.run(parsed))
         except Exception:
             # An interrupt inside a library may surface as a different exception.
@@ -120,6 +123,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Discard the remaining buffered output; flushing it would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _print_error("standard output: no space left", EXIT_FAILED)
+
+
+def _show_loading(command: str | None) -> AbstractContextManager[object]:
+    """Show that a command imports its libraries; only --help and --version name no command."""
+    if command is None:
+        return nullcontext()
+    from streamrl.telemetry.progress_line import show_progress
+
+    return show_progress("loading")
 
 
 def _parse_arguments(

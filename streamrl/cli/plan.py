@@ -6,7 +6,7 @@ then runs the best placements of each staleness bound and decides.
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,6 +55,7 @@ from streamrl.simulator.quick_run import (
     split_workload,
 )
 from streamrl.simulator.results import SimulationResult
+from streamrl.telemetry.progress_line import ProgressLine, show_progress
 
 MAX_PROPOSALS = 100_000
 MAX_RUNNER_UP_GROUPS = 512
@@ -104,6 +105,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Return exit code 0 if a placement fits the cluster, else 1."""
     _check_options(arguments)
+    with show_progress("reading config and data") as progress:
+        report, settings = _plan(arguments, progress)
+    if arguments.json:
+        print(json.dumps(report.to_json(settings)))
+    else:
+        print(report.to_text(settings, explain=arguments.explain))
+    return 0 if report.best_row is not None else 1
+
+
+def _plan(
+    arguments: argparse.Namespace, progress: ProgressLine
+) -> tuple[PlanReport, dict[str, Any]]:
+    """Search a placement and write the files asked for; return the settings that -o changes too."""
     config, own_bound, bounds, refused = read_staleness_request(arguments)
     inputs = read_planner_inputs(arguments, config)
     problem, constants = inputs.build_problem(config)
@@ -135,6 +149,7 @@ def run(arguments: argparse.Namespace) -> int:
         run_costs = restrict_costs(config, problem, CostModel(problem, constants))
         return problem, run_costs, make_rules(config, problem)
 
+    progress.describe("searching", unit="placements")
     planned = plan_placement(
         problem,
         make_costs,
@@ -148,9 +163,13 @@ def run(arguments: argparse.Namespace) -> int:
         if problem.workload.groups_per_step <= MAX_RUNNER_UP_GROUPS
         else 0,
         run_bound=own_bound,
+        on_estimated=progress.advance,
     )
-    simulated = _simulate_front(problem, list_shown_points(planned), costs, arguments.seed)
+    front = list_shown_points(planned)
+    progress.describe("simulating", len(front), "placements")
+    simulated = _simulate_front(problem, front, costs, arguments.seed, progress.advance)
     kept, lost = select_gaining_points(simulated, own_bound)
+    progress.describe("comparing")
     fixes = suggest_fixes(config, inputs.cluster, make_inputs) if not kept else []
     report = PlanReport(config, problem, planned, kept, [*refused, *lost], own_bound, fixes)
     if report.best_row is not None:
@@ -159,11 +178,7 @@ def run(arguments: argparse.Namespace) -> int:
         advice = describe_open_episodes(problem, timing, placement.max_staleness)
         report = replace(report, advice=advice)
     settings = _write_files(arguments, report, costs) if report.best_row is not None else {}
-    if arguments.json:
-        print(json.dumps(report.to_json(settings)))
-    else:
-        print(report.to_text(settings, explain=arguments.explain))
-    return 0 if report.best_row is not None else 1
+    return report, settings
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
@@ -195,11 +210,16 @@ def list_shown_points(planned: PlanResult) -> list[ParetoPoint]:
 
 
 def _simulate_front(
-    problem: PlacementProblem, front: Sequence[ParetoPoint], costs: CostModel, seed: int
+    problem: PlacementProblem,
+    front: Sequence[ParetoPoint],
+    costs: CostModel,
+    seed: int,
+    on_simulated: Callable[[], None],
 ) -> list[SimulatedPoint]:
     """Simulate each point of the Pareto front; a faster runner-up replaces the point's placement.
 
-    Simulations of runners-up end when they have used up MAX_REPLAYED_GROUPS.
+    Simulations of runners-up end when they have used up MAX_REPLAYED_GROUPS. on_simulated: called
+    after each point.
     """
     dataflow, workload, manner = problem.dataflow, problem.workload, problem.run_options
 
@@ -216,7 +236,10 @@ def _simulate_front(
         for p in placements
     ]
     check_simulation_time(sum(seconds), workload, prefix="")
-    results = [(point, simulate(point.candidate)) for point in front]
+    results = []
+    for point in front:
+        results.append((point, simulate(point.candidate)))
+        on_simulated()
     groups_left = MAX_REPLAYED_GROUPS
     for rank in range(max((len(point.runners_up) for point in front), default=0)):
         # Spend the budget on the largest bounds first: the overall winner is mostly among them.

@@ -35,6 +35,7 @@ from streamrl.environments.scripted.policy_sampler import load_policy, make_text
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_model_length
 from streamrl.messages import Columns, Prompt
+from streamrl.telemetry.progress_line import show_progress
 
 HUMAN = "human"
 PERSON_PROMPT = "you> "
@@ -94,7 +95,8 @@ def _check_row_arguments(arguments: argparse.Namespace) -> None:
 
 
 async def _play(arguments: argparse.Namespace) -> Columns:
-    recipe = load_recipe(arguments.config)
+    with show_progress("reading config"):
+        recipe = load_recipe(arguments.config)
     is_model = Path(arguments.policy).is_dir()
     play = _play_model if is_model else _play_text
     return await play(arguments, recipe)
@@ -114,10 +116,11 @@ async def _play_text(arguments: argparse.Namespace, recipe: ConfigSections | Non
 
 
 async def _play_model(arguments: argparse.Namespace, recipe: ConfigSections | None) -> Columns:
-    subject = resolve_subject(Path(arguments.policy), arguments.config)
-    model = str(subject.model_dir)
-    renderer = load_turn_renderer(subject.data, model)
-    prompt = _read_row(arguments, recipe, renderer.render_prompt)
+    with show_progress("loading the tokenizer"):
+        subject = resolve_subject(Path(arguments.policy), arguments.config)
+        model = str(subject.model_dir)
+        renderer = load_turn_renderer(subject.data, model)
+        prompt = _read_row(arguments, recipe, renderer.render_prompt)
     config = choose_environment(
         arguments, subject.environment, prompt, max_turns=arguments.max_turns
     )
@@ -130,7 +133,8 @@ async def _play_model(arguments: argparse.Namespace, recipe: ConfigSections | No
         )
     async with _open_hosts(config, is_human=False) as hosts:
         call_format = choose_call_format(config, renderer, hosts.description.tools)
-        engine = await start_engine(subject, arguments.seed, longest)
+        with show_progress("loading the model"):
+            engine = await start_engine(subject, arguments.seed, longest)
         try:
             driver = EpisodeDriver(
                 engine,
@@ -168,7 +172,8 @@ async def _open_hosts(config: EnvironmentConfig, *, is_human: bool) -> AsyncIter
     """Start a process of the environment; yield hosts that print what the environment answers."""
     pool = EnvironmentHostPool(replace(config, processes=1))
     try:
-        await pool.start()
+        with show_progress("starting the environment"):
+            await pool.start()
         if is_human:
             print(HINT)
         yield ObservedHosts(pool, EpisodeTranscript(has_person=is_human))

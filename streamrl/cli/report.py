@@ -14,9 +14,9 @@ from typing import Any
 
 from streamrl.buffer.books.ledger_audit import LedgerAudit, audit_run_log
 from streamrl.buffer.books.run_log import read_history
-from streamrl.calibration.advice import recommend_settings
+from streamrl.calibration.advice import SettingsAdvice, recommend_settings
 from streamrl.calibration.prediction import PlannedRun
-from streamrl.calibration.run_trace import describe_missing_run, load_run_trace
+from streamrl.calibration.run_trace import RunTrace, describe_missing_run, load_run_trace
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.arguments.config_args import add_run_cluster_argument, read_run_cluster
 from streamrl.cli.output import advice_report
@@ -24,9 +24,11 @@ from streamrl.cli.output.output_files import check_output_file, write_output_fil
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_jsonl
 from streamrl.messages import parse_uid
+from streamrl.placement.clusters import Cluster
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
 from streamrl.run_page.page import RunPage
 from streamrl.run_page.run_record import RunReader
+from streamrl.telemetry.progress_line import show_progress
 from streamrl.telemetry.sinks import EVENTS_FILE
 
 LogEntry = Mapping[str, Any]
@@ -83,8 +85,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.run_dirs:
         return _print_run_report(arguments)
     run_dir: Path = arguments.ledger
-    entries = list(_read_run_log(run_dir))
-    audit = audit_run_log(entries)
+    with show_progress(f"reading {run_dir}"):
+        entries = list(_read_run_log(run_dir))
+        audit = audit_run_log(entries)
     events = []
     if arguments.uid is not None:
         _check_uid(arguments.uid, audit)
@@ -120,29 +123,37 @@ def _write_page(arguments: argparse.Namespace) -> int:
     path: Path = arguments.html
     check_output_file("--html", path)
     page = RunPage([RunReader(path) for path in arguments.run_dirs], advice_report.BottleneckText())
-    write_output_file("--html", path, page.render())
+    with show_progress(f"drawing {path}"):
+        write_output_file("--html", path, page.render())
     print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, of {len(arguments.run_dirs)} runs")
     return 0
 
 
 def _print_run_report(arguments: argparse.Namespace) -> int:
-    measured = load_run_trace(arguments.run_dirs[0])
-    cluster = read_run_cluster(arguments)
-    if arguments.what_if:
-        # Raises ConfigError for a cluster that the run does not fit, before any output.
-        PlannedRun.from_trace(measured, measured.config, cluster)
+    with show_progress(f"reading {arguments.run_dirs[0]}"):
+        measured = load_run_trace(arguments.run_dirs[0])
+        cluster = read_run_cluster(arguments)
+        if arguments.what_if:
+            # Raises ConfigError for a cluster that the run does not fit, before any output.
+            PlannedRun.from_trace(measured, measured.config, cluster)
     if arguments.json:
         result = advice_report.report_to_json(measured)
         if arguments.what_if:
-            result |= advice_report.advice_to_json(recommend_settings(measured, cluster))
+            result |= advice_report.advice_to_json(_simulate_settings(measured, cluster))
         print(json.dumps(result))
         return 0
     print("\n".join(advice_report.describe_run(measured)), flush=True)
     if not arguments.what_if:
         print("add --what-if to simulate other settings (takes some seconds)")
         return 0
-    print("\n".join(advice_report.describe_advice(measured, recommend_settings(measured, cluster))))
+    advice = _simulate_settings(measured, cluster)
+    print("\n".join(advice_report.describe_advice(measured, advice)))
     return 0
+
+
+def _simulate_settings(measured: RunTrace, cluster: Cluster | None) -> SettingsAdvice:
+    with show_progress("simulating", unit="settings") as progress:
+        return recommend_settings(measured, cluster, track=progress.track)
 
 
 def trace_uid(uid: str, entries: Iterable[LogEntry], events: Iterable[LogEntry]) -> list[LogEntry]:

@@ -13,6 +13,7 @@ from streamrl.run_dir.control_requests import (
     START_MARGIN_S,
     request_scale,
 )
+from streamrl.telemetry.progress_line import show_progress
 
 OPTION_ROLES = {
     "generators": "generator",
@@ -51,9 +52,10 @@ def run(arguments: argparse.Namespace) -> int:
     for option, count in counts.items():
         if count < 1:
             raise ConfigError(f"--{option.replace('_', '-')} {count}: must be 1 or more")
-    timeout_s = _choose_timeout_s(arguments.run_dir, counts, arguments.timeout)
-    wanted = {OPTION_ROLES[option]: count for option, count in counts.items()}
-    answer = request_scale(arguments.run_dir, wanted, timeout_s=timeout_s)
+    with show_progress(f"waiting for {arguments.run_dir}"):
+        timeout_s = _choose_timeout_s(arguments.run_dir, counts, arguments.timeout)
+        wanted = {OPTION_ROLES[option]: count for option, count in counts.items()}
+        answer = request_scale(arguments.run_dir, wanted, timeout_s=timeout_s)
     if not answer.is_done:
         raise ConfigError("; ".join(answer.lines))
     print("\n".join(answer.lines))

@@ -30,6 +30,7 @@ from streamrl.rewards.interface.reward_result import RewardOutcome
 from streamrl.rewards.registry import build_rewards
 from streamrl.rewards.reward_scorer import describe_completion
 from streamrl.rewards.reward_set import COSTS, RewardSet
+from streamrl.telemetry.progress_line import ProgressLine, show_progress
 
 EXIT_FAILED = 1
 PASS, WRONG, INFRA_ERROR = (
@@ -86,15 +87,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Return exit code 1 if a completion could not be scored, else 0."""
-    config = _load_score_config(arguments.config, arguments.reward, arguments.overrides)
-    # A user's reward file may print while imported; keep that out of the JSON lines.
-    with contextlib.redirect_stdout(sys.stderr):
-        context = RewardContext(config.scorer, config.sandbox)
-        reward_sets = [build_rewards(config.rewards, context)]
-        if config.costs:
-            reward_sets.append(build_rewards(config.costs, context, score_spec=COSTS))
-        groups = read_completion_groups(_choose_data_file(arguments, config), arguments.completions)
-    started, lines = time.monotonic(), asyncio.run(_score_groups(reward_sets, groups, config))
+    with show_progress("reading config and completions") as progress:
+        config = _load_score_config(arguments.config, arguments.reward, arguments.overrides)
+        # A user's reward file may print while imported; keep that out of the JSON lines.
+        with contextlib.redirect_stdout(sys.stderr):
+            context = RewardContext(config.scorer, config.sandbox)
+            reward_sets = [build_rewards(config.rewards, context)]
+            if config.costs:
+                reward_sets.append(build_rewards(config.costs, context, score_spec=COSTS))
+            file = _choose_data_file(arguments, config)
+            groups = read_completion_groups(file, arguments.completions)
+        started = time.monotonic()
+        lines = asyncio.run(_score_groups(reward_sets, groups, config, progress))
     if not arguments.jsonl:
         sources = {i: group.prompt.data_source for group in groups for i in group.line_indices}
         in_order = [sources[i] for i in range(len(lines))]
@@ -144,17 +148,21 @@ def _make_reward_entry(reward: str) -> str:
 
 
 async def _score_groups(
-    reward_sets: Sequence[RewardSet], groups: Sequence[CompletionGroup], config: RunConfig
+    reward_sets: Sequence[RewardSet],
+    groups: Sequence[CompletionGroup],
+    config: RunConfig,
+    progress: ProgressLine,
 ) -> list[ScoreLine]:
     """Score all groups; print each line once all earlier lines of the file are known."""
     unprinted: dict[int, ScoreLine] = {}
     lines: list[ScoreLine] = []
 
     def print_scored(group: CompletionGroup, scored: Sequence[ScoreLine]) -> None:
+        progress.advance(len(scored))
         unprinted.update(zip(group.line_indices, scored, strict=True))
         while len(lines) in unprinted:
             lines.append(unprinted.pop(len(lines)))
-            print(json.dumps(lines[-1]), flush=True)
+            progress.print_line(json.dumps(lines[-1]))
 
     async def judge(group: CompletionGroup) -> tuple[CompletionGroup, Sequence[ScoreLine]]:
         return group, await score_group(reward_sets, group, config.rewards)
@@ -165,6 +173,8 @@ async def _score_groups(
                 print(f"streamrl: {note}", file=sys.stderr)
             reward_set.check_prompts([group.prompt for group in groups])
             await reward_set.start()
+        num_completions = sum(len(group.completions) for group in groups)
+        progress.describe("scoring", num_completions, "completions")
         await score_concurrently(
             judge, groups, max_concurrent=config.scorer.max_groups, on_scored=print_scored
         )

@@ -39,6 +39,7 @@ from streamrl.simulator.quick_run import choose_num_steps, estimate_simulation_s
 from streamrl.simulator.replicas.failures import FailureModel
 from streamrl.simulator.results import SimulationResult
 from streamrl.simulator.simulation import run_simulation
+from streamrl.telemetry.progress_line import ProgressLine, show_progress
 from streamrl.telemetry.sinks import check_no_run
 
 DEFAULT_STEPS = 20
@@ -85,6 +86,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         check_output_dir("-o", arguments.output)
         check_no_run(arguments.output)
+    with show_progress("reading config and data") as progress:
+        text = _simulate(arguments, progress)
+    print(text)
+    return 0
+
+
+def _simulate(arguments: argparse.Namespace, progress: ProgressLine) -> str:
+    """Simulate the placement and write the files asked for; return the output."""
     failures = _parse_failures(arguments)
     chosen = _read_placement(arguments.placement) if arguments.placement is not None else None
     config = read_config(arguments.config, arguments.overrides)
@@ -103,6 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
     if failures is not None:
         failures = _complete_failures(failures, config, problem)
         _check_progress(failures, placement, costs, steps)
+    progress.describe("simulating", steps, "steps")
     result = run_simulation(
         problem.dataflow,
         placement,
@@ -112,16 +122,16 @@ def run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         failures=failures,
         run_options=problem.run_options,
+        on_step=progress.advance,
     )
     if arguments.output is not None:
+        progress.describe(f"writing {arguments.output}")
         result.write_run_files(arguments.output)
     if arguments.json:
-        print(json.dumps(to_json(result)))
-    else:
-        head = [describe_problem(config, problem), str(placement), ""]
-        advice = describe_open_episodes(problem, timings.generator, placement.max_staleness)
-        print("\n".join([*head, *describe_simulation(result), *advice]))
-    return 0
+        return json.dumps(to_json(result))
+    head = [describe_problem(config, problem), str(placement), ""]
+    advice = describe_open_episodes(problem, timings.generator, placement.max_staleness)
+    return "\n".join([*head, *describe_simulation(result), *advice])
 
 
 def _read_placement(path: Path) -> Placement:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from streamrl.actors.coordination.driver_events import (
     DriverReport,
     EventReport,
-    StatusReport,
     StepReport,
 )
 from streamrl.actors.engine_factory import RealEngineFactory
@@ -32,7 +31,8 @@ from streamrl.config.run_config import RunConfig, config_to_dict, load_config
 from streamrl.errors import ConfigError, DiskError, JournalError, NoSpaceError, StreamError
 from streamrl.files.atomic_write import NO_SPACE
 from streamrl.run_dir.checkpoint import Checkpoint, QueueLayout, ResumePoint, list_checkpoints
-from streamrl.telemetry.progress import RunInfo
+from streamrl.telemetry.progress import RunInfo, WorkStatus
+from streamrl.telemetry.progress_line import ProgressLine, show_progress
 from streamrl.telemetry.rollout_log import RolloutLog
 from streamrl.telemetry.sink_group import SinkGroup, make_sink_group
 from streamrl.telemetry.sinks import EventFields
@@ -68,11 +68,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     claim = RunDirClaim()
     try:
-        if arguments.resume is not None:
-            config, resume = resume_run(arguments.resume, arguments.words, claim)
-        else:
-            config, resume = begin_run(arguments.words, claim), None
-        finish = train(config, resume, RealEngineFactory(), claim)
+        with show_progress("reading config"):
+            if arguments.resume is not None:
+                config, resume = resume_run(arguments.resume, arguments.words, claim)
+            else:
+                config, resume = begin_run(arguments.words, claim), None
+        with show_progress("loading", mode=config.telemetry.console) as progress:
+            finish = train(config, resume, RealEngineFactory(), claim, progress)
     finally:
         claim.release()
     return EXIT_INTERRUPTED if finish.is_interrupted else 0
@@ -83,12 +85,13 @@ def train(
     resume: ResumePoint | None,
     engines: RealEngineFactory,
     claim: RunDirClaim | None = None,
+    progress: ProgressLine | None = None,
 ) -> "RunResult":
     """Train a new, resumed or forked run, and write its run directory.
 
     engines: factory of the engines in the actors. claim: locks on run directories that the caller
-    holds already. Raises ConfigError before any file is written, and later the StreamError that
-    ended the run.
+    holds already. progress: shows the work before and after that of the run's console. Raises
+    ConfigError before any file is written, and later the StreamError that ended the run.
     """
     # Importing Ray and torch takes seconds; `--help` needs neither.
     from streamrl.actors.launch.driver import RunSession
@@ -99,12 +102,13 @@ def train(
         list_placement_options,
     )
 
-    origin = resume
-    prepared, layout = _prepare_training(config, resume)
+    origin, progress = resume, progress or ProgressLine()
+    prepared, layout = _prepare_training(config, resume, progress)
     # `cli.main` has done this already; callers of `train` from Python have not.
     start_fork_server()
     # Import wandb in the background while Ray starts.
     preload_wandb(config.telemetry.wandb)
+    progress.describe("starting Ray")
     with uninterrupted_exit_stack() as exit_stack:
         claim = claim_run(config, origin, claim or RunDirClaim())
         exit_stack.callback(claim.release)
@@ -116,6 +120,8 @@ def train(
         shard_bytes = compute_shard_bytes(config, prepared, node_stores=get_object_store_bytes())
         check_interrupted = interrupt_on_signals()
         log, resume = exit_stack.enter_context(open_run_directory(config, origin, layout, claim))
+        exit_stack.callback(progress.describe, "stopping Ray")
+        exit_stack.enter_context(progress.paused())
         sinks = make_sink_group(config.telemetry, _make_run_facts(config, resume))
         sinks.start(config_to_dict(config))
         summary = {"outcome": "failed"}
@@ -131,17 +137,13 @@ def train(
         exit_stack.callback(session.close)
         try:
             sinks.log_event("machine", site.machine_facts)
-            _log_notes(
-                sinks,
-                *(*prepared.notes, describe_refusal(), site.placement.note),
-                *(describe_shared_slots(placed_config), memory.summary_line if memory else ""),
-            )
-            if origin is not None and is_fork(config, origin):
-                sinks.log_event("forked", {"from": str(origin.run_dir), "step": origin.version})
+            notes = (describe_shared_slots(placed_config), memory.summary_line if memory else "")
+            _log_notes(sinks, *prepared.notes, describe_refusal(), site.placement.note, *notes)
+            _log_fork(sinks, config, origin)
 
             def report_status(text: str) -> None:
                 check_interrupted()
-                sinks.show_status(text)
+                sinks.show_status(WorkStatus(text))
 
             for text in session.start(resume.checkpoint if resume else None, report_status):
                 sinks.log_event("corrupt", {"text": text})
@@ -158,13 +160,14 @@ def train(
 
 
 def _prepare_training(
-    config: RunConfig, resume: ResumePoint | None
+    config: RunConfig, resume: ResumePoint | None, progress: ProgressLine
 ) -> tuple["PreparedRun", QueueLayout]:
     """Load and check all inputs, before any file is written; return the queue's layout too."""
     from streamrl.config.preflight import prepare_run
     from streamrl.config.resume_checks import check_resume
 
-    prepared = prepare_run(config)
+    progress.describe("checking config, model and data", unit="prompts")
+    prepared = prepare_run(config, progress.advance)
     if resume is None:
         return prepared, QueueLayout(config.queue.shards)
     if resume.checkpoint is not None:
@@ -193,6 +196,11 @@ def _close_sinks_at_exit(sinks: SinkGroup, summary: EventFields) -> Iterator[Non
 def _log_notes(sinks: SinkGroup, *notes: str) -> None:
     for text in filter(None, notes):
         sinks.log_event("note", {"text": text})
+
+
+def _log_fork(sinks: SinkGroup, config: RunConfig, origin: ResumePoint | None) -> None:
+    if origin is not None and is_fork(config, origin):
+        sinks.log_event("forked", {"from": str(origin.run_dir), "step": origin.version})
 
 
 def _log_failure(
@@ -245,8 +253,8 @@ def _forward_reports(
                 log.write_groups(step, recorded)
             case EventReport(name, fields):
                 sinks.log_event(name, fields)
-            case StatusReport(text):
-                sinks.show_status(text)
+            case WorkStatus() as status:
+                sinks.show_status(status)
 
     with catch_first_interrupt() as stopping:
         return session.watch_actors(handle, stopping)

@@ -5,6 +5,7 @@ import argparse
 from streamrl.cli.arguments.arg_types import parse_nonempty
 from streamrl.errors import ConfigError
 from streamrl.files.optional_package import import_optional
+from streamrl.telemetry.progress_line import show_progress
 from streamrl.telemetry.wandb_workspace import SECTIONS, make_report, make_workspace
 
 
@@ -28,9 +29,10 @@ def run(arguments: argparse.Namespace) -> int:
     import wandb
 
     try:
-        entity = str(arguments.entity or wandb.Api().default_entity)
-        workspace = make_workspace(entity, arguments.project).save()
-        report = make_report(entity, arguments.project).save(draft=True)
+        with show_progress("saving workspace and report"):
+            entity = str(arguments.entity or wandb.Api().default_entity)
+            workspace = make_workspace(entity, arguments.project).save()
+            report = make_report(entity, arguments.project).save(draft=True)
     except (wandb.Error, ValueError, OSError) as error:
         raise ConfigError(
             f"wandb-workspace {arguments.project}: {' '.join(str(error).split())}; it needs an"

@@ -79,8 +79,13 @@ class PreparedRun:
     reward_model_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
-def prepare_run(config: RunConfig) -> PreparedRun:
-    """Load and check everything the run reads. Raises a one-line ConfigError; writes no file."""
+def prepare_run(
+    config: RunConfig, on_checked: Callable[[int], None] = lambda count: None
+) -> PreparedRun:
+    """Load and check everything the run reads. Raises a one-line ConfigError; writes no file.
+
+    on_checked: receives the number of prompts of each batch that is checked.
+    """
     os.environ.update(make_trusted_env(*config.trusted_models))
     context = RewardContext(config.scorer, config.sandbox)
     rewards = build_rewards(config.rewards, context)
@@ -96,6 +101,7 @@ def prepare_run(config: RunConfig) -> PreparedRun:
             first_prompts.setdefault(prompt.environment, prompt)
         for reward_set in (rewards, *costs):
             reward_set.check_prompts(prompts)
+        on_checked(len(prompts))
 
     train, evaluation = _open_prompt_files(config, model_tokens, inspect)
     eval_prompts = {loaded.file.name: loaded.prompts for loaded in evaluation}

@@ -1,5 +1,7 @@
 """Entry point of the simulator: run a placement in virtual time."""
 
+from collections.abc import Callable
+
 from streamrl.dataflow import CallKind, Dataflow
 from streamrl.engines.memory.gc_paused import pause_gc
 from streamrl.errors import ConfigError
@@ -24,11 +26,13 @@ def run_simulation(  # noqa: PLR0913
     seed: int,
     failures: FailureModel | None = None,
     run_options: RunOptions | None = None,
+    on_step: Callable[[], None] = lambda: None,
 ) -> SimulationResult:
     """Simulate a run of `steps` training steps under a placement. Equal seeds give equal results.
 
-    Raises ConfigError if a stage has no timings, or if the longest completion fits neither a
-    micro-batch nor the KV cache of a generator.
+    on_step: called when a step has ended for the first time. Raises ConfigError if a stage has no
+    timings, or if the longest completion fits neither a micro-batch nor the KV cache of a
+    generator.
     """
     run_options = run_options or RunOptions()
     check_timings(dataflow, timings)
@@ -50,7 +54,7 @@ def run_simulation(  # noqa: PLR0913
         dataflow, placement, timings, workload, steps, seed, run_options, failures
     )
     with pause_gc():
-        return run_virtual(_simulate_scenario(scenario), polls=False)
+        return run_virtual(_simulate_scenario(scenario, on_step), polls=False)
 
 
 def check_timings(dataflow: Dataflow, timings: StageTimings) -> None:
@@ -76,9 +80,11 @@ def check_workload(workload: Workload, timings: StageTimings, steps: int) -> Non
         )
 
 
-async def _simulate_scenario(scenario: SimulationScenario) -> SimulationResult:
+async def _simulate_scenario(
+    scenario: SimulationScenario, on_step: Callable[[], None]
+) -> SimulationResult:
     """Run a scenario on this event loop; exclude the first and last steps from the means."""
-    run = SimulatedRun(scenario)
+    run = SimulatedRun(scenario, on_step)
     await run.run()
     lead = scenario.pipeline_config.max_steps_ahead
     result = SimulationResult(

@@ -7,7 +7,7 @@ device arbiter. Computation and transfers are replaced by timers.
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import cast
@@ -43,11 +43,15 @@ StageReplica = SimulatedGenerator | SimulatedScorer
 
 
 class SimulatedRun:
-    """A simulated run of a scenario, including node crashes and restarts."""
+    """A simulated run of a scenario, including node crashes and restarts.
 
-    def __init__(self, scenario: SimulationScenario) -> None:
+    on_step: called when a step has ended for the first time.
+    """
+
+    def __init__(self, scenario: SimulationScenario, on_step: Callable[[], None]) -> None:
         """Build all simulated processes of the scenario; requires a running event loop."""
         self.scenario = scenario
+        self._on_step = on_step
         self.outcomes: list[StepResult] = []
         self.step_ends: list[float] = []
         self.first_step_ends: list[float] = []
@@ -258,6 +262,7 @@ class SimulatedRun:
         self.step_ends.append(self._clock.time())
         if len(self.step_ends) > len(self.first_step_ends):
             self.first_step_ends.append(self.step_ends[-1])
+            self._on_step()
         failures, version = self.scenario.failures, outcome.version + 1
         due = failures is not None and version % failures.checkpoint_every == 0
         if due and not self._run_log.steps_to_replay:

@@ -21,8 +21,10 @@ from streamrl.telemetry.progress import (
     DEPTH_PREFIX,
     FILTER_COST_METRICS,
     IDLE_PREFIX,
+    PRINT_EVERY_S,
     RunInfo,
     RunProgress,
+    WorkStatus,
     format_duration,
     format_fields,
     format_number,
@@ -83,8 +85,8 @@ class RunConsole:
         for step, row in rows:
             self.progress.add_row(step, row)
 
-    def show_status(self, text: str) -> None:
-        """Show the state of a run that waits, such as "starting"; empty text removes the state."""
+    def show_status(self, status: WorkStatus) -> None:
+        """Show the work that a run waits for, such as "starting"; empty text removes the status."""
 
     def log_step(self, step: int, row: MetricsRow) -> None:
         self._print_omitted_events()
@@ -144,6 +146,7 @@ class PlainConsole(RunConsole):
 
     _steps_shown = 0
     _last_status = ""
+    _status_due_at = 0.0
 
     def start(self, config: Mapping[str, Any]) -> None:
         super().start(config)
@@ -153,10 +156,13 @@ class PlainConsole(RunConsole):
             run_info.name, f"{run_info.num_steps} steps{resumed}, writing {run_info.run_dir}"
         )
 
-    def show_status(self, text: str) -> None:
-        if text and text != self._last_status:
-            self.print_line(format_duration(self.clock() - self.started_at), text)
-        self._last_status = text
+    def show_status(self, status: WorkStatus) -> None:
+        """Print a status that is new, and every PRINT_EVERY_S how far it is."""
+        now = self.clock()
+        if status.text and (status.text != self._last_status or now >= self._status_due_at):
+            self.print_line(format_duration(now - self.started_at), status.description)
+            self._status_due_at = now + PRINT_EVERY_S
+        self._last_status = status.text
 
     def show_progress(self) -> None:
         progress = self.progress

@@ -13,7 +13,6 @@ from rich.live import Live
 from rich.measure import Measurement
 from rich.padding import Padding
 from rich.progress_bar import ProgressBar
-from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
@@ -24,15 +23,16 @@ from streamrl.telemetry.progress import (
     IDLE_PREFIX,
     RunInfo,
     RunProgress,
+    WorkStatus,
     format_duration,
     format_fields,
     format_number,
     render_sparkline,
 )
+from streamrl.telemetry.progress_line import ACCENT, build_status_row, make_spinner
 from streamrl.telemetry.sinks import EventFields
 
 REFRESHES_PER_S = 4
-_ACCENT = "cyan"
 _BAR_WIDTH = 20
 _SHOWN_EVENTS = 3
 SHOWN_EVALS = ("mean_at_k", "pass_at_1")
@@ -53,10 +53,10 @@ class LiveConsole(RunConsole):
         # Lock order: rich.live holds its own lock while it calls `render`, which takes this lock.
         # Printing takes rich's lock, so printing under this lock would deadlock.
         self._lock = threading.Lock()
-        self._status_text = "starting"
+        self._status = WorkStatus("starting")
         self._status_since = self._last_step_at = self.started_at
         self._latest_events: deque[tuple[float, str, str]] = deque(maxlen=_SHOWN_EVENTS)
-        self._spinner = Spinner("dots", style=_ACCENT)
+        self._spinner = make_spinner(console)
         self._live = Live(
             console=console,
             get_renderable=self.render,
@@ -70,10 +70,11 @@ class LiveConsole(RunConsole):
         self._live.start(refresh=True)
         atexit.register(self._live.stop)
 
-    def show_status(self, text: str) -> None:
+    def show_status(self, status: WorkStatus) -> None:
         with self._lock:
-            if text != self._status_text:
-                self._status_text, self._status_since = text, self.clock()
+            if status.text != self._status.text:
+                self._status_since = self.clock() - status.elapsed_s
+            self._status = status
 
     def log_event(self, name: str, fields: EventFields) -> None:
         with self._lock:
@@ -85,7 +86,7 @@ class LiveConsole(RunConsole):
         with self._lock:
             self._last_step_at = self.clock()
             if step > 0:
-                self._status_text = ""
+                self._status = WorkStatus("")
             return super().add_row(step, row)
 
     def close(self, summary: EventFields) -> None:
@@ -110,10 +111,10 @@ class LiveConsole(RunConsole):
                     Text(" events", style="dim"),
                     _build_events_grid(self._latest_events),
                 ]
-            if self._status_text:
-                waited = format_duration(self.clock() - self._status_since)
-                self._spinner.update(text=Text(f"{self._status_text}  {waited}", style="dim"))
-                parts += [Text(), Padding(self._spinner, (0, 0, 0, 1))]
+            if self._status.text:
+                self._status.set_elapsed(self.clock() - self._status_since)
+                row = build_status_row(self._status, self._spinner)
+                parts += [Text(), Padding(row, (0, 0, 0, 1))]
             return Group(*parts)
 
     def _build_header(self) -> RenderableType:
@@ -128,9 +129,9 @@ class LiveConsole(RunConsole):
         grid.add_column(no_wrap=True, justify="right")
         remaining_s = progress.estimate_remaining_s(self.clock() - self._last_step_at)
         grid.add_row(
-            Text(f" {run_info.name}", style=f"bold {_ACCENT}"),
+            Text(f" {run_info.name}", style=f"bold {ACCENT}"),
             Text(f"step {progress.step}/{run_info.num_steps}"),
-            ProgressBar(run_info.num_steps, progress.step, complete_style=_ACCENT),
+            ProgressBar(run_info.num_steps, progress.step, complete_style=ACCENT),
             Text(
                 f"{format_duration(remaining_s)} left" if math.isfinite(remaining_s) else "",
                 style="dim",
@@ -146,7 +147,7 @@ class _SparklineText:
         self._values = values
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(render_sparkline(self._values, options.max_width), style=_ACCENT)
+        yield Text(render_sparkline(self._values, options.max_width), style=ACCENT)
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         return Measurement(min(1, options.max_width), min(len(self._values), options.max_width))
@@ -170,7 +171,7 @@ def _build_metrics_grid(progress: RunProgress) -> RenderableType:
     staleness.add_column(no_wrap=True)
     share = min(mean / bound, 1.0) if bound and math.isfinite(mean) else 0.0
     staleness.add_row(
-        ProgressBar(1.0, share, complete_style=_ACCENT, finished_style=_ACCENT),
+        ProgressBar(1.0, share, complete_style=ACCENT, finished_style=ACCENT),
         Text(text, style="bold red" if is_exceeded else "dim"),
     )
     grid.add_row(" staleness", format_number(mean, 2), staleness)

@@ -1,4 +1,4 @@
-"""Progress of a run for the console, computed from metrics rows, and formats of numbers.
+"""Progress of a run for the console, computed from metrics rows, and formats of numbers and time.
 
 Functions return plain values and strings, ASCII except for `render_sparkline`.
 """
@@ -16,7 +16,56 @@ from streamrl.telemetry.metric_names import Histogram, MetricsRow
 DEPTH_PREFIX, IDLE_PREFIX, EVAL_PREFIX, LEDGER_PREFIX = "queue/depth/", "idle/", "eval/", "ledger/"
 FILTER_COST_METRICS = ("filter/generate_s", "filter/score_s")
 SPARKLINE_BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+SHOW_AFTER_S = 2.0
+"""Time that work has to take until a terminal shows it."""
+PRINT_EVERY_S = 30.0
+"""Time between two lines about the same work, where output is no terminal."""
 _RECENT_STEPS = 10
+
+
+@dataclass
+class WorkStatus:
+    """Status of work that takes long, `elapsed_s` after its start; no text: there is none.
+
+    total: how many units there are, of which `completed` are done; None if unknown.
+    counted, counted_at_s: the latest count whose time is known, and its time.
+    """
+
+    text: str
+    total: int | None = None
+    unit: str = ""
+    completed: int = 0
+    elapsed_s: float = 0.0
+    counted: int = 0
+    counted_at_s: float = 0.0
+
+    def advance(self, count: int = 1) -> None:
+        self.completed += count
+
+    def set_elapsed(self, elapsed_s: float) -> None:
+        self.elapsed_s = elapsed_s
+        if self.completed != self.counted:
+            self.counted, self.counted_at_s = self.completed, elapsed_s
+
+    @property
+    def count_text(self) -> str:
+        """Count as text: "64 of 512 prompts", "64 prompts"; empty if nothing is counted."""
+        if self.total:
+            return f"{self.completed:,} of {self.total:,} {self.unit}"
+        return f"{self.completed:,} {self.unit}" if self.completed else ""
+
+    @property
+    def time_text(self) -> str:
+        """Time left as text, "1:04 left"; the time so far while that is unknown."""
+        if not self.total or not 0 < self.counted <= self.total:
+            return format_duration(self.elapsed_s)
+        end_s = self.counted_at_s * self.total / self.counted
+        return f"{format_duration(max(end_s - self.elapsed_s, 0.0))} left"
+
+    @property
+    def description(self) -> str:
+        """Text and count in a line: "evaluating version 3: 64 of 512 prompts"."""
+        return ": ".join(filter(None, (self.text, self.count_text)))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from streamrl.telemetry.config import TENSORBOARD, TRACKIO, TelemetryConfig
 from streamrl.telemetry.console import PlainConsole, RunConsole
 from streamrl.telemetry.live_console import LiveConsole
 from streamrl.telemetry.metric_names import MetricsRow, parse_metrics_row, validate_row
-from streamrl.telemetry.progress import RunInfo
+from streamrl.telemetry.progress import RunInfo, WorkStatus
 from streamrl.telemetry.rollout_log import RecordedGroup
 from streamrl.telemetry.sinks import (
     BASE_EVALUATION,
@@ -93,10 +93,10 @@ class SinkGroup:
         if self._trace_sink is not None:
             self._trace_sink.write_spans(spans)
 
-    def show_status(self, text: str) -> None:
-        """Show the state of a waiting run on the console; empty text removes the state."""
+    def show_status(self, status: WorkStatus) -> None:
+        """Show the work that a run waits for on the console; empty text removes the status."""
         if self.console is not None:
-            self.console.show_status(text)
+            self.console.show_status(status)
 
     def close(self, summary: EventFields) -> None:
         """Close all sinks, the console last, even if some fail. A second call has no effect."""

@@ -115,15 +115,6 @@ def test_filter_and_template_options_are_applied(toy, tmp_path, check):
     assert f"template={tmp_path}/bad.jinja:1: TemplateSyntaxError: " in text
 
 
-def test_the_progress_bar_appears_only_on_a_terminal(toy, monkeypatch, check):
-    words = (toy / "rows.jsonl", "--model", toy / "model")
-    assert "reading" not in check(*words)[1]
-    monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    text = check(*words)[1]
-    assert "reading rows.jsonl" in text and "100/100" in text
-
-
 @pytest.mark.parametrize("command", ["data check", "train"])
 @pytest.mark.parametrize("kind", ["fifo", "device", "deep"])
 def test_an_endless_data_file_is_a_one_line_error(toy, tmp_path, capsys, command, kind):

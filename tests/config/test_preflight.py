@@ -211,7 +211,9 @@ def test_shares_of_several_files_are_noted_and_a_bad_row_names_its_file(tmp_path
     second = toy / "second.jsonl"
     second.write_text("\n".join(rows[:10]))
     mix = f"data.train=[{{path: {toy}/rows.jsonl, weight: 3}}, {{path: {second}, weight: 1}}]"
-    prepared = prepare_run(load_config(toy / "recipe.yaml", [mix]))
+    checked: list[int] = []
+    prepared = prepare_run(load_config(toy / "recipe.yaml", [mix]), checked.append)
+    assert sum(checked) == 110 + sum(map(len, prepared.eval_prompts.values()))
     assert prepared.notes[-2:] == (
         f"{toy}/rows.jsonl, 75% of the stream: 100 prompts; 9 groups are 0.09 epochs",
         f"{second}, 25% of the stream: 10 prompts; 3 groups are 0.30 epochs",

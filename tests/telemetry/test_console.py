@@ -8,6 +8,7 @@ from rich.console import Console
 
 from streamrl.telemetry.console import PlainConsole
 from streamrl.telemetry.live_console import LiveConsole
+from streamrl.telemetry.progress import WorkStatus
 from tests.telemetry.rows import full_row, make_run_info
 from tests.virtual_time import ManualClock
 
@@ -40,7 +41,7 @@ def run(console, *, steps=(1, 2, 3), clock=None):
     evaluation."""
     clock = clock or console.clock
     console.start({})
-    console.show_status("starting: generator 0/1, trainer 1/2")
+    console.show_status(WorkStatus("starting: generator 0/1, trainer 1/2"))
     clock.now += 25.0
     console.log_step(0, {"eval/pass_at_1": 0.125})
     for step in steps:
@@ -117,9 +118,21 @@ def test_the_plain_console_is_ascii_without_escapes(plain):
 def test_the_plain_status_is_printed_when_it_changes(plain):
     plain.start({})
     for text in ("generator 0/1", "generator 0/1", "generator 1/1", ""):
-        plain.show_status(text)
+        plain.show_status(WorkStatus(text))
     text = "\n".join(lines(plain.console))
     assert text.count("generator 0/1") == 1 and text.count("generator 1/1") == 1
+
+
+def test_the_plain_console_repeats_a_status_every_half_minute(plain):
+    plain.start({})
+    for completed in range(100):
+        plain.show_status(WorkStatus("evaluating", 100, "prompts", completed))
+        plain.clock.now += 1.0
+    printed = [" ".join(line.split()) for line in lines(plain.console)]
+    assert [line for line in printed if "evaluating" in line] == [
+        f"{time} evaluating: {completed} of 100 prompts"
+        for time, completed in (("0:00", 0), ("0:30", 30), ("1:00", 60), ("1:30", 90))
+    ]
 
 
 def test_frequent_events_are_limited_per_step_and_counted(plain):
@@ -213,7 +226,7 @@ def test_a_resumed_console_keeps_the_first_reward(tmp_path):
 
 
 def test_the_view_shows_the_status_before_the_first_step(live):
-    live.show_status("starting: generator 0/1, trainer 1/2")
+    live.show_status(WorkStatus("starting: generator 0/1, trainer 1/2"))
     live.clock.now = 12.0
     text = view(live, 80)
     assert "demo  step 0/40" in text
@@ -239,17 +252,24 @@ def test_the_view_shows_reward_staleness_and_every_stage(live):
 
 def test_the_view_shows_a_status_during_the_run_until_it_ends(live):
     live.log_step(1, full_row(1))
-    live.show_status("evaluating")
+    live.show_status(WorkStatus("evaluating"))
     assert "evaluating" in view(live, 80)
-    live.show_status("")
+    live.show_status(WorkStatus(""))
     assert "evaluating" not in view(live, 80)
+
+
+def test_the_view_counts_what_a_status_has_done(live):
+    live.log_step(1, full_row(1))
+    live.clock.now = 60.0
+    live.show_status(WorkStatus("evaluating", 64, "prompts", completed=16, elapsed_s=10.0))
+    assert re.search(r"evaluating  \u2501+ +16 of 64 prompts  0:30 left", view(live, 80))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_view_fits_the_terminal_however_long_the_run(live, width):
     for step in range(1, 200):
         live.log_step(step, full_row(step))
-    live.show_status("evaluating " * 3)
+    live.show_status(WorkStatus("evaluating " * 3))
     assert max(len(line) for line in view(live, width).splitlines()) <= width
     assert "from 0.100" in view(live, width)
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from streamrl.telemetry.progress import (
     SPARKLINE_BLOCKS,
     RunProgress,
+    WorkStatus,
     format_duration,
     format_fields,
     format_number,
@@ -118,3 +119,28 @@ def test_fields_are_named_and_floats_are_short():
     assert (
         format_fields([("step", 3), ("x", 0.12345), ("why", "late")]) == "step=3  x=0.123  why=late"
     )
+
+
+def test_the_time_left_follows_from_the_time_of_the_latest_count():
+    status = WorkStatus("evaluating version 3", 8, "prompts")
+    status.set_elapsed(5.0)
+    assert (status.description, status.time_text) == (
+        "evaluating version 3: 0 of 8 prompts",
+        "0:05",
+    )
+    status.advance(2)
+    status.set_elapsed(10.0)
+    assert status.time_text == "0:30 left"
+    # While nothing is added, the time left decreases, to zero at least.
+    status.set_elapsed(15.0)
+    assert status.time_text == "0:25 left"
+    status.set_elapsed(100.0)
+    assert status.time_text == "0:00 left"
+
+
+def test_a_count_without_a_total_has_no_time_left():
+    status = WorkStatus("searching", unit="placements")
+    assert status.description == "searching"
+    status.advance(12345)
+    status.set_elapsed(70.0)
+    assert (status.description, status.time_text) == ("searching: 12,345 placements", "1:10")

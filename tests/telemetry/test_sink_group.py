@@ -10,6 +10,7 @@ from streamrl.files.bounded_read import read_jsonl
 from streamrl.telemetry.config import TelemetryConfig, WandbConfig
 from streamrl.telemetry.console import PlainConsole
 from streamrl.telemetry.live_console import LiveConsole
+from streamrl.telemetry.progress import WorkStatus
 from streamrl.telemetry.sink_group import SinkGroup, make_console, make_sink_group
 from streamrl.telemetry.spans import Span
 from streamrl.telemetry.wandb_sink import WandbSink
@@ -100,7 +101,7 @@ def test_a_step_is_reported_once_and_in_order(later):
 def test_a_run_leaves_metrics_events_and_a_trace(tmp_path):
     run = make_sink_group(quiet(), make_run_info(tmp_path))
     run.start({"seed": 1})
-    run.show_status("starting")
+    run.show_status(WorkStatus("starting"))
     run.log_step(1, full_row(1))
     run.write_spans([Span("trainer-0", "train", 0, 1.0, 2.0)])
     run.log_event("drop", {"cause": "timeout"})

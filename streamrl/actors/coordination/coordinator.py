@@ -17,7 +17,6 @@ from streamrl.actors.coordination.driver_events import (
     DriverEvents,
     DriverReport,
     EventReport,
-    StatusReport,
     StepReport,
 )
 from streamrl.actors.coordination.evaluator import RunEvaluator
@@ -42,6 +41,7 @@ from streamrl.stream.protocols import StageContext, StepResult
 from streamrl.stream.run_state import SURPLUS_CAUSE, RunState
 from streamrl.stream.weight_publisher import PublishFunction, WeightPublisher, is_publish_due
 from streamrl.telemetry.metric_names import CHECKPOINT_TIME, EVALUATE_TIME
+from streamrl.telemetry.progress import WorkStatus
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightManifest
 from streamrl.weights.broadcast_tree import BroadcastTree
@@ -298,6 +298,8 @@ class CoordinatorActor(PingableActor):
         if self._run_state.admission.version == 0 and (row := await self._evaluate_if_due()):
             self._driver_events.post_report(StepReport(0, row))
         self._step_reporter.begin_step(time.time())
+        step = self._run_state.admission.version + 1
+        self._driver_events.post_report(WorkStatus(f"working on step {step}"))
         stage = StageContext("train", self._queue, self._lease, self._loop_spans)
         await train_policy(
             stage, self._run_state, self._trainers, self._config.pipeline, report=self._finish_step
@@ -338,14 +340,15 @@ class CoordinatorActor(PingableActor):
             return {}
         # Raises here if publishing failed; generators would wait in vain for the version.
         await self._run_state.publisher.wait_until_published()
-        self._driver_events.post_report(StatusReport(f"evaluating version {version}"))
+        num_prompts = sum(map(len, self._eval_prompts.values()))
+        status = WorkStatus(f"evaluating version {version}", num_prompts, "prompts")
         evaluation = asyncio.create_task(
-            self._evaluator.run_evaluation(self._eval_prompts, version)
+            self._evaluator.run_evaluation(self._eval_prompts, version, status.advance)
         )
         stopping = asyncio.create_task(self._run_state.stop_requested.wait())
-        await asyncio.wait({evaluation, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        with self._driver_events.report_status(status):
+            await asyncio.wait({evaluation, stopping}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
-        self._driver_events.post_report(StatusReport(""))
         if not evaluation.done():
             evaluation.cancel()
             return {}
@@ -376,9 +379,10 @@ class CoordinatorActor(PingableActor):
         await self._run_state.publisher.wait_until_published()
         trainers = list(self._trainers.values())
         try:
-            path = await self._persistence.save_checkpoint(
-                self._run_state, trainers, self._wait_until_reported
-            )
+            with self._driver_events.report_status(WorkStatus(f"writing checkpoint {version}")):
+                path = await self._persistence.save_checkpoint(
+                    self._run_state, trainers, self._wait_until_reported
+                )
         except NoSpaceError as error:
             if not goes_on:
                 raise

@@ -2,13 +2,18 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 from streamrl.errors import DeadlineError
 from streamrl.telemetry.metric_names import MetricsRow
+from streamrl.telemetry.progress import SHOW_AFTER_S, WorkStatus
 from streamrl.telemetry.rollout_log import RecordedGroup
 from streamrl.telemetry.spans import Span
+
+STATUS_EVERY_S = 1.0
+"""Time between two reports on the same work."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +34,7 @@ class EventReport:
     fields: Mapping[str, str | int | float | bool]
 
 
-@dataclass(frozen=True)
-class StatusReport:
-    """Status line that the driver shows while no training step is in progress; empty to clear."""
-
-    text: str
-
-
-DriverReport = StepReport | EventReport | StatusReport
+DriverReport = StepReport | EventReport | WorkStatus
 
 
 class DriverEvents:
@@ -51,6 +49,25 @@ class DriverEvents:
     def post_report(self, report: DriverReport) -> None:
         self._reports.append(report)
         self._new_report.set()
+
+    @contextmanager
+    def report_status(self, status: WorkStatus) -> Iterator[None]:
+        """Report the work of the block, which may advance its count, once it takes long."""
+        reporting = asyncio.create_task(self._repeat_status(status))
+        try:
+            yield
+        finally:
+            reporting.cancel()
+            self.post_report(WorkStatus(""))
+
+    async def _repeat_status(self, status: WorkStatus) -> None:
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        await asyncio.sleep(SHOW_AFTER_S)
+        while True:
+            status.set_elapsed(clock() - started)
+            self.post_report(replace(status))
+            await asyncio.sleep(STATUS_EVERY_S)
 
     async def read_after(self, count: int, wait_s: float) -> list[DriverReport]:
         """Return the reports after the first `count` of the run; wait up to `wait_s` for a report.

@@ -1,7 +1,7 @@
 """Evaluation during a run, on the run's own generators and reward scorers, outside the stream."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from streamrl.actors.actor_context import MAX_LEASE_WAIT_S
@@ -47,9 +47,15 @@ class RunEvaluator:
         self._scorers = RoundRobinReplicas(scorers)
 
     async def run_evaluation(
-        self, prompts: Mapping[str, Sequence[Prompt]], version: int
+        self,
+        prompts: Mapping[str, Sequence[Prompt]],
+        version: int,
+        on_scored: Callable[[], None] = lambda: None,
     ) -> EvaluationResult:
-        """Sample and score evaluation prompts, given by data set, with `version` or a newer one."""
+        """Sample and score evaluation prompts, given by data set, with `version` or a newer one.
+
+        on_scored: called for each prompt that has scores.
+        """
 
         async def generate(prompt: Prompt, seeds: Sequence[int]) -> SampledPrompt:
             arguments = (prompt, seeds, self._config.sampling, version)
@@ -62,6 +68,7 @@ class RunEvaluator:
             (scored,) = await self._call_replica(self._scorers, "score", [group])
             if isinstance(scored, StreamError):
                 raise scored
+            on_scored()
             return dict(scored)
 
         return await evaluate_policy(

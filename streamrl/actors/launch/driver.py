@@ -37,6 +37,7 @@ from streamrl.run_dir.checkpoint import Checkpoint, find_snapshot, get_journal_d
 from streamrl.run_dir.control_requests import ScaleRequestInbox
 from streamrl.run_dir.crash_stacks import CrashWatch
 from streamrl.stream.weight_publisher import PUBLISH_ATTEMPTS
+from streamrl.telemetry.progress import WorkStatus
 from streamrl.weights.transport import TransportSpec
 
 POLL_INTERVAL_S = 0.2
@@ -135,6 +136,7 @@ class RunSession:
         self._loop_replies |= registry.watch_shards(context.shards)
         self._irreplaceable = registry.restarts.select_irreplaceable(registry.processes)
         self._request_inbox.open()
+        status("")
         return corrupt
 
     def watch_actors(
@@ -161,6 +163,7 @@ class RunSession:
         while True:
             if stopping() and stop_by == float("inf"):
                 coordinator.request_stop.remote()
+                handle(WorkStatus("stopping after the current micro-batch"))
                 stop_by = time.monotonic() + STOP_TIMEOUT_S
             if stop_by == float("inf"):
                 self._scaler.poll_requests(handle)

@@ -56,6 +56,7 @@ def plan_placement(  # noqa: PLR0913
     proposals: int = DEFAULT_PROPOSALS,
     runners_up: int = 0,
     run_bound: int | None = None,
+    on_estimated: Callable[[], None] = lambda: None,
 ) -> PlanResult:
     """Return the best placement for each staleness bound, the alternatives, and why they lost.
 
@@ -68,6 +69,7 @@ def plan_placement(  # noqa: PLR0913
     runners_up: extra placements per bound, for a caller with a better judge such as the simulator.
     run_bound: staleness bound of the run; the result also holds the best placement that generates
       exactly so many steps ahead.
+    on_estimated: called for each placement whose step time the search estimates.
 
     Equal seeds give equal plans.
     """
@@ -80,6 +82,7 @@ def plan_placement(  # noqa: PLR0913
             rules=rules,
             streamed=streamed,
             runners_up=runners_up,
+            on_estimated=on_estimated,
         )
         for point in planner.plan(bounds, seed=seed, proposals=proposals).front:
             candidates = (point.candidate, *point.runners_up)
@@ -88,7 +91,12 @@ def plan_placement(  # noqa: PLR0913
             ]
     costs = costs_of(problem)
     planner = PlacementPlanner(
-        problem, costs, rules=rules, streamed=streamed, runners_up=runners_up
+        problem,
+        costs,
+        rules=rules,
+        streamed=streamed,
+        runners_up=runners_up,
+        on_estimated=on_estimated,
     )
     return planner.plan(
         bounds, seed=seed, proposals=proposals, known=sub_placements, run_bound=run_bound
@@ -98,7 +106,8 @@ def plan_placement(  # noqa: PLR0913
 class PlacementPlanner:
     """Planner of a single placement problem; caches results.
 
-    runners_up: number of extra placements per staleness bound.
+    runners_up: number of extra placements per staleness bound. on_estimated: called for each
+    placement whose step time the search estimates.
     """
 
     def __init__(
@@ -109,8 +118,9 @@ class PlacementPlanner:
         rules: SplitRules = allow_any_split,
         streamed: Sequence[bool] = (True, False),
         runners_up: int = 0,
+        on_estimated: Callable[[], None] = lambda: None,
     ) -> None:
-        self.estimator = PlacementEstimator(problem, costs.approximate_costs)
+        self.estimator = PlacementEstimator(problem, costs.approximate_costs, on_estimated)
         self.exact_estimator = PlacementEstimator(problem, costs)
         self.choices = ParallelismChoices(self.estimator, rules=rules)
         self.model_mapping = MappingSearch(self.choices, group_roles_by_model(problem))

@@ -9,7 +9,7 @@ rollouts of several steps (`overlapping_steps.py`).
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from streamrl.dataflow import CallKind
@@ -45,11 +45,20 @@ PlacementKey = tuple[tuple[tuple[str, CallAssignment], ...], int, bool]
 
 
 class PlacementEstimator:
-    """Estimator of the placements of a problem; caches their step times."""
+    """Estimator of the placements of a problem; caches their step times.
 
-    def __init__(self, problem: PlacementProblem, costs: PlacementCosts) -> None:
+    on_estimated: called for each step time that is not cached.
+    """
+
+    def __init__(
+        self,
+        problem: PlacementProblem,
+        costs: PlacementCosts,
+        on_estimated: Callable[[], None] = lambda: None,
+    ) -> None:
         self.problem = problem
         self.costs = costs
+        self._on_estimated = on_estimated
         self.call_graph = CallGraph.from_dataflow(problem.dataflow)
         # With generation ahead, other sampled groups make up for filtered ones.
         sampled, replaced = problem.workload.sampled_workload, problem.workload.filtered_fraction
@@ -71,6 +80,7 @@ class PlacementEstimator:
         """
         key = make_placement_key(placement)
         if key not in self._step_durations_s:
+            self._on_estimated()
             seconds = math.inf
             if not self.costs.explain_infeasible(placement):
                 if limit_s < math.inf and self._find_max_busy_s(placement) >= limit_s:

@@ -22,6 +22,7 @@ from streamrl.rewards.interface.config import RewardConfig
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 from streamrl.stream.device_lease import ProgressClock
 from streamrl.stream.run_state import PipelineConfig
+from streamrl.telemetry.progress import WorkStatus
 from tests.rollouts import make_rollout
 
 
@@ -83,16 +84,20 @@ def test_prompts_of_a_generator_that_leaves_are_sampled_by_another():
     scoring = RoleActors([REWARD_CALL], ["reward-0"], [staying])
     config = make_config(run=RunSettings(max_restarts=0))
     prompts = [Prompt(f"0:{i}:0", np.array([1], np.int32)) for i in range(4)]
+    status = WorkStatus("evaluating", len(prompts), "prompts")
 
     async def main() -> EvaluationResult:
         evaluator = RunEvaluator(config, sampling, scoring, ProgressClock())
-        evaluation = asyncio.create_task(evaluator.run_evaluation({"held_out": prompts}, version=0))
+        evaluation = asyncio.create_task(
+            evaluator.run_evaluation({"held_out": prompts}, version=0, on_scored=status.advance)
+        )
         await asyncio.sleep(1.0)
         sampling.remove_replica("generator-0")
         return await evaluation
 
     result = run_virtual(main())
     assert (result.num_prompts, result.num_unscored, result.num_unscored_samples) == (4, 0, 0)
+    assert status.completed == 4
 
 
 @pytest.mark.parametrize(("moves", "dies"), [(True, False), (True, True), (False, False)])

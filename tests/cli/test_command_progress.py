@@ -1,0 +1,79 @@
+"""Commands count their work for the progress line."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.cli.main import main
+from streamrl.telemetry import progress_line
+from streamrl.telemetry.progress import WorkStatus
+from tests.calibration.runs import play, recipe, write_run
+from tests.toy import write_toy
+
+CONFIGS = Path(__file__).parent.parent.parent / "configs"
+PROBLEM = [str(CONFIGS / "grpo_arithmetic.yaml"), "--cluster", "4xH100", "--model", "qwen2.5-1.5b"]
+PROBLEM += ["--prompt-tokens", "200", "--lengths", "lognormal:300:0.7"]
+PROBLEM += ["generator.max_new_tokens=2048", "pipeline.groups_per_step=16"]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Run a command; return the phases of its work, each as it ended."""
+    phases: list[WorkStatus] = []
+
+    def begin_phase(*arguments: Any) -> WorkStatus:
+        phases.append(WorkStatus(*arguments))
+        return phases[-1]
+
+    monkeypatch.setattr(progress_line, "WorkStatus", begin_phase)
+
+    def run_command(*words: str) -> list[str]:
+        assert main(list(words)) == 0
+        return [phase.description for phase in phases]
+
+    return run_command
+
+
+def test_data_check_counts_rows(tmp_path: Path, run: Callable[..., list[str]]):
+    toy = write_toy(tmp_path)
+    assert run("data", "check", f"{toy}/rows.jsonl", "--model", f"{toy}/model") == [
+        "loading",
+        "loading the tokenizer",
+        "checking rows.jsonl: 100 of 100 rows",
+    ]
+
+
+def test_plan_counts_placements(run: Callable[..., list[str]]):
+    words = ("plan", *PROBLEM, "--proposals", "20", "--max-staleness", "0,1")
+    _, reading, searching, simulating, _ = run(*words)
+    assert reading == "reading config and data"
+    assert int(searching.split()[1].replace(",", "")) > 20 and searching.endswith("placements")
+    assert simulating == "simulating: 2 of 2 placements"
+
+
+def test_simulate_counts_steps_once_although_crashes_repeat_them(run: Callable[..., list[str]]):
+    words = ("simulate", *PROBLEM, "--steps", "6", "--mttf-h", "0.02", "--restart-s", "5")
+    assert run(*words)[-1] == "simulating: 6 of 6 steps"
+
+
+def test_score_counts_completions(tmp_path: Path, run: Callable[..., list[str]]):
+    rows, completions = tmp_path / "rows.jsonl", tmp_path / "completions.jsonl"
+    rows.write_text('{"prompt": "2+3=", "ground_truth": "5"}\n' * 2)
+    lines = [json.dumps({"index": index, "completion": "5"}) for index in (0, 0, 1)]
+    completions.write_text("\n".join(lines))
+    words = ("score", str(rows), "--completions", str(completions), "--reward", "exact")
+    assert run(*words)[-1] == "scoring: 3 of 3 completions"
+
+
+def test_calibrate_and_what_if_count_simulations(tmp_path: Path, run: Callable[..., list[str]]):
+    config = recipe(tmp_path)
+    run_dir = write_run(tmp_path / "run", config, play(config))
+    assert run("calibrate", str(run_dir))[-2:] == [
+        "fitting",
+        "simulating with the fitted constants",
+    ]
+    simulating = run("report", str(run_dir), "--what-if")[-1].split()
+    assert simulating[0] == "simulating:" and simulating[1] == simulating[3] != "0"

@@ -1,0 +1,197 @@
+"""Progress of a command on standard error: on a terminal, elsewhere, and when it is interrupted."""
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from rich.console import Console
+
+from streamrl.telemetry.progress import WorkStatus
+from streamrl.telemetry.progress_line import ProgressLine, show_progress
+from tests.virtual_time import ManualClock
+
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+HIDE_CURSOR, SHOW_CURSOR, ERASE_LINE = "\x1b[?25l", "\x1b[?25h", "\x1b[2K"
+
+
+class TerminalFile(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def make_line(file, *, text="checking rows", total=None, unit="rows", mode="auto", **environ):
+    """Return a line that no thread draws: tests set the clock and refresh."""
+    console = Console(file=file, force_terminal=file.isatty() or None, width=80, _environ=environ)
+    status = WorkStatus(text, total, unit)
+    return ProgressLine(status, mode=mode, console=console, clock=ManualClock())
+
+
+def refresh_at(line, *times):
+    for now in times:
+        line._clock.now = now
+        line.refresh()
+
+
+def last_frame(file):
+    return ESCAPES.sub("", file.getvalue()).split("\r")[-1]
+
+
+def test_work_of_less_than_two_seconds_writes_nothing_to_a_terminal():
+    file = TerminalFile()
+    line = make_line(file, total=100)
+    refresh_at(line, 0.0, 1.0, 1.9)
+    line.close()
+    assert file.getvalue() == ""
+
+
+def test_a_terminal_shows_a_bar_with_count_and_time_left():
+    file = TerminalFile()
+    line = make_line(file, total=4000)
+    line.advance(1000)
+    refresh_at(line, 1.0, 2.0)
+    assert HIDE_CURSOR in file.getvalue()
+    frame = last_frame(file)
+    assert re.search(r"checking rows  \u2501+\S*  1,000 of 4,000 rows  0:02 left", frame)
+    refresh_at(line, 3.5)
+    assert "1,000 of 4,000 rows  0:00 left" in last_frame(file)
+
+
+def test_a_terminal_shows_the_elapsed_time_of_work_without_a_total():
+    file = TerminalFile()
+    line = make_line(file, text="searching", unit="placements")
+    refresh_at(line, 5.0)
+    assert last_frame(file).endswith("searching  0:05")
+    line.advance(1234)
+    refresh_at(line, 7.0)
+    assert last_frame(file).endswith("searching  1,234 placements  0:07")
+
+
+def test_closing_erases_the_line_and_restores_the_cursor():
+    file = TerminalFile()
+    line = make_line(file)
+    refresh_at(line, 2.0)
+    line.close()
+    closed = file.getvalue()
+    assert closed.endswith(f"{SHOW_CURSOR}\r\x1b[1A{ERASE_LINE}")
+    line.close()
+    refresh_at(line, 60.0)
+    assert file.getvalue() == closed
+
+
+def test_phases_of_a_shown_line_follow_each_other_without_delay():
+    file = TerminalFile()
+    line = make_line(file, text="loading")
+    refresh_at(line, 2.0)
+    line.describe("scoring", 8, "completions")
+    refresh_at(line, 2.25)
+    assert re.search(r"scoring  \S+  0 of 8 completions  0:00$", last_frame(file))
+
+
+def test_a_paused_line_is_hidden_and_due_again_two_seconds_later():
+    file = TerminalFile()
+    line = make_line(file)
+    refresh_at(line, 2.0)
+    with line.paused():
+        hidden = file.getvalue()
+        assert hidden.endswith(ERASE_LINE)
+        refresh_at(line, 9.0)
+    refresh_at(line, 10.9)
+    assert file.getvalue() == hidden
+    refresh_at(line, 11.0)
+    assert "checking rows" in last_frame(file)
+
+
+@pytest.mark.parametrize("width", [10, 40, 80])
+def test_a_line_never_exceeds_the_terminal(width):
+    file = TerminalFile()
+    line = make_line(file, text="checking a file with a long name.jsonl", total=10)
+    line._console.width = width
+    line.advance(5)
+    refresh_at(line, 4.0)
+    assert "\n" not in file.getvalue() and len(last_frame(file)) <= width
+
+
+@pytest.mark.parametrize(
+    ("file", "mode", "environ"),
+    [
+        (io.StringIO(), "auto", {}),
+        (io.StringIO(), "live", {"FORCE_COLOR": "1"}),
+        (TerminalFile(), "auto", {"TERM": "dumb"}),
+        (TerminalFile(), "plain", {}),
+    ],
+)
+def test_without_a_terminal_long_work_prints_plain_lines(file, mode, environ):
+    line = make_line(file, total=400, mode=mode, **environ)
+    refresh_at(line, 2.0, 9.9)
+    assert file.getvalue() == ""
+    line.advance(100)
+    refresh_at(line, 10.0, 20.0, 39.9)
+    line.describe("writing\x1b[2J files")
+    refresh_at(line, 49.8, 49.9)
+    line.close()
+    assert file.getvalue().splitlines() == [
+        "streamrl: checking rows: 100 of 400 rows, 0:30 left",
+        "streamrl: writing\u241b[2J files, 0:10",
+    ]
+
+
+def test_no_color_keeps_the_bar():
+    file = TerminalFile()
+    line = make_line(file, total=10, NO_COLOR="1")
+    refresh_at(line, 2.0)
+    assert "\x1b[36m" not in file.getvalue() and "0 of 10 rows" in last_frame(file)
+
+
+def test_a_run_without_console_has_no_progress():
+    with show_progress("loading", mode="none"):
+        assert "progress" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_only_printed_lines_go_to_standard_output(capsys, monkeypatch):
+    file = TerminalFile()
+    line = make_line(file)
+    refresh_at(line, 2.0)
+    line.print_line("result 1")
+    assert last_frame(file).endswith("0:02")
+    # A terminal that has both streams must not have a result on the line of the bar.
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    line.print_line("result 2")
+    assert file.getvalue().endswith(ERASE_LINE)
+    assert capsys.readouterr() == ("result 1\nresult 2\n", "")
+
+
+def test_an_interrupt_erases_the_line_before_the_error():
+    code = (
+        "import sys, time\n"
+        "from streamrl.telemetry import progress_line\n"
+        "progress_line.SHOW_AFTER_S = 0.0\n"
+        "try:\n"
+        "    with progress_line.show_progress('checking rows'):\n"
+        "        time.sleep(60)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted', file=sys.stderr)\n"
+    )
+    terminal, child = os.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=child,
+        stdout=subprocess.PIPE,
+        stderr=child,
+        env={**os.environ, "TERM": "xterm"},
+    ) as process:
+        os.close(child)
+        text = ""
+        while "checking rows" not in text:
+            text += os.read(terminal, 4096).decode()
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+        while not text.endswith("interrupted\r\n"):
+            text += os.read(terminal, 4096).decode()
+    os.close(terminal)
+    assert text.endswith(f"{SHOW_CURSOR}\r\x1b[1A{ERASE_LINE}interrupted\r\n")
+    assert (process.returncode, out) == (0, b"")
