@@ -53,8 +53,10 @@ parity-env: $(PARITY)/installed ## build what `make parity` and benchmarks.trl c
 
 chromium: $(CHROMIUM) ## bring the browser that tests of pages, their benchmark and pictures use
 
-pictures: $(CHROMIUM) docs ## take the pictures of the docs anew: two short runs, their page, the site
+# The site without -W: pages may name a picture that is not there yet.
+pictures: $(CHROMIUM) $(DOCS_STAMP) ## take the pictures of the docs anew: two short runs, their page, the site
 	$(BASE_MODEL)
+	$(BIN)/python -m sphinx -q -c docs . build/pictured_docs
 	$(BIN)/python -m scripts.make_pictures $(ARGS)
 
 lint: $(STAMP) ## ruff check, ruff format --check and mypy

@@ -27,7 +27,7 @@ from streamrl.run_page.page import RunPage
 from streamrl.run_page.run_record import RunReader
 
 PICTURES = ROOT / "docs" / "pictures"
-SITE = ROOT / "build" / "docs"
+SITE = ROOT / "build" / "pictured_docs"
 CONFIG = "configs/dapo_arithmetic.yaml"
 COLUMNS, LINES = 100, 34
 PICTURED_STEP = 34
@@ -89,6 +89,8 @@ class Camera:
         for name, start in (("page.png", "#tiles"), ("page_stages.png", '[data-chart="queue"]')):
             _scroll_to(page, start)
             page.screenshot(path=self.folder / name)
+        # The policy is still uncertain, which the colors show.
+        page.select_option("#step", "2")
         page.select_option("#mode", "logprob")
         _scroll_to(page, "#rollouts")
         page.screenshot(path=self.folder / "page_rollouts.png")
@@ -97,7 +99,7 @@ class Camera:
     def take_docs(self, folder: Path) -> None:
         """Take a picture of the first page of the built docs."""
         page = self.browser.new_page(viewport={"width": 1400, "height": 800})
-        page.goto((folder / "index.html").as_uri())
+        page.goto((folder / "docs" / "index.html").as_uri())
         page.screenshot(path=self.folder / "docs.png")
         page.close()
 
