@@ -5,7 +5,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from playwright.sync_api import Browser, ConsoleMessage, Error, Page, Request, sync_playwright
+from playwright.sync_api import (
+    Browser,
+    ConsoleMessage,
+    Error,
+    Page,
+    Request,
+    ViewportSize,
+    sync_playwright,
+)
 
 from benchmarks.command import ROOT, BenchmarkError
 
@@ -15,7 +23,7 @@ ARGUMENTS = (
     *("--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-quic"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 )
-WINDOW = {"width": 1400, "height": 900}
+WINDOW = ViewportSize(width=1400, height=900)
 LOCAL_SCHEMES = ("file:", "data:", "blob:", "http://127.0.0.1:")
 
 
@@ -62,8 +70,8 @@ class WatchedPage:
 
 def open_page(browser: Browser, address: str, *, is_dark: bool = False) -> WatchedPage:
     """Open the run page in a new window; return when it has drawn all charts."""
-    scheme = "dark" if is_dark else "light"
-    watched = WatchedPage(browser.new_page(viewport=WINDOW, color_scheme=scheme))
+    page = browser.new_page(viewport=WINDOW, color_scheme="dark" if is_dark else "light")
+    watched = WatchedPage(page)
     watched.page.goto(address)
     watched.page.wait_for_selector("body[data-drawn]")
     return watched

@@ -25,7 +25,7 @@ from streamrl.run_page.run_charts import draw_run_charts
 from streamrl.run_page.run_record import RunReader, RunRecord
 from streamrl.run_page.shared_charts import draw_shared_charts
 from streamrl.telemetry.chrome_trace import TRACE_FILE, read_recent_spans
-from streamrl.telemetry.metric_names import CHECKPOINT_TIME, EVALUATE_TIME
+from streamrl.telemetry.metric_names import WAIT_METRICS
 from streamrl.telemetry.progress import IDLE_PREFIX, format_duration, format_number
 from streamrl.telemetry.rollout_log import list_recorded_steps, read_recorded_groups
 
@@ -173,7 +173,7 @@ def list_tiles(run: RunRecord) -> list[tuple[str, str]]:
     if idle:
         stage = min(idle, key=lambda name: idle[name])
         tiles.append(("busiest stage", f"{stage}, {1 - idle[stage]:.0%}"))
-    waited_s = sum(np.nansum(run.get_column(n)) for n in (EVALUATE_TIME, CHECKPOINT_TIME))
+    waited_s = sum(np.nansum(run.get_column(n)) for n in WAIT_METRICS)
     if waited_s:
         tiles.append(
             ("evaluations, checkpoints", f"{waited_s / np.nansum(step_s):.0%} of the time")

@@ -15,7 +15,8 @@ from typing import Any
 
 MAX_BINS = 512
 STALENESS_HISTOGRAM = "staleness/histogram"
-EVALUATE_TIME, CHECKPOINT_TIME = "time/evaluate_s", "time/checkpoint_s"
+WAIT_METRICS = EVALUATE_TIME, CHECKPOINT_TIME = "time/evaluate_s", "time/checkpoint_s"
+"""Seconds of a step in which training waited; without a value in other steps."""
 
 
 @dataclass(frozen=True)

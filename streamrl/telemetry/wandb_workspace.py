@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from streamrl.telemetry.metric_names import (
-    CHECKPOINT_TIME,
-    EVALUATE_TIME,
     STALENESS_HISTOGRAM,
+    WAIT_METRICS,
     MetricSpec,
     find_metric,
 )
@@ -97,7 +96,7 @@ SECTIONS: dict[str, tuple[PanelSpec, ...]] = {
     "Stages": (
         PanelSpec("Idle by stage", ("idle/<stage>",)),
         PanelSpec("Step time", ("time/step_s", "time/generate_s", "time/score_s", "time/train_s")),
-        PanelSpec("Waits for evaluation and checkpoint", (EVALUATE_TIME, CHECKPOINT_TIME)),
+        PanelSpec("Waits for evaluation and checkpoint", WAIT_METRICS),
         PanelSpec("Throughput", ("throughput/tokens_per_s",)),
         PanelSpec("CPU cores", ("cpu/machine", "cpu/stages", "cpu/queue")),
         PanelSpec("Memory", ("memory/<phase>_mb",)),

@@ -140,11 +140,9 @@ def check_named(ended: Ended, actor: str) -> None:
 
 
 def test_the_step_after_an_evaluation_reports_the_wait(stopped: Ended):
-    waits = {
-        row["step"]: row["time/evaluate_s"] for row in stopped.rows if "time/evaluate_s" in row
-    }
-    assert list(waits) == list(range(4, stopped.rows[-1]["step"] + 1, 3))
-    assert 0 < waits[4] <= stopped.rows[3]["time/step_s"]
+    waited = [row for row in stopped.rows if row["time/evaluate_s"] is not None]
+    assert [row["step"] for row in waited] == list(range(4, stopped.rows[-1]["step"] + 1, 3))
+    assert 0 < waited[0]["time/evaluate_s"] <= waited[0]["time/step_s"]
 
 
 def test_mode_auto_is_colocated_on_one_slot(stopped: Ended):

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -127,12 +128,12 @@ def test_charts_over_steps_zoom_together(watched: WatchedPage):
     ranges = "(plot) => plot.layout.xaxis.range.map((end) => Math.round(end * 100))"
     zoomed = page.eval_on_selector(plot_of("reward"), ranges)
     assert zoomed[1] - zoomed[0] < 300
+
+    def is_zoomed(chart: str) -> bool:
+        return page.eval_on_selector(plot_of(chart), ranges) == zoomed
+
     for chart in ("queue", "staleness", "weights"):
-        wait_until(
-            page,
-            lambda chart=chart: page.eval_on_selector(plot_of(chart), ranges) == zoomed,
-            f"the zoom of {chart}",
-        )
+        wait_until(page, partial(is_zoomed, chart), f"the zoom of {chart}")
 
 
 def test_rollouts_can_be_paged_through_and_their_text_is_text(watched: WatchedPage):

@@ -4,6 +4,7 @@ The coordinator handles metadata only, never tensors.
 """
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,7 +41,7 @@ from streamrl.stream.device_lease import ProgressClock
 from streamrl.stream.protocols import StageContext, StepResult
 from streamrl.stream.run_state import SURPLUS_CAUSE, RunState
 from streamrl.stream.weight_publisher import PublishFunction, WeightPublisher, is_publish_due
-from streamrl.telemetry.metric_names import CHECKPOINT_TIME, EVALUATE_TIME
+from streamrl.telemetry.metric_names import CHECKPOINT_TIME, EVALUATE_TIME, WAIT_METRICS
 from streamrl.telemetry.progress import WorkStatus
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightManifest
@@ -133,7 +134,7 @@ class CoordinatorActor(PingableActor):
         self._checkpoint = start.checkpoint
         self._saved_version = version
         # Seconds for which training waited after the last step, by metric.
-        self._waits_s: dict[str, float] = {}
+        self._waits_s = dict.fromkeys(WAIT_METRICS, math.nan)
         if run_log.steps_to_replay:
             replayed = f"{min(run_log.steps_to_replay)} to {max(run_log.steps_to_replay)}"
             text = f"steps {replayed} came after the checkpoint; they are replayed as they were"
@@ -310,7 +311,7 @@ class CoordinatorActor(PingableActor):
         admission = self._run_state.admission
         # Reports use the ranks' own spans; drop those of this loop so that they do not accumulate.
         self._loop_spans.drain_spans()
-        waits_s, self._waits_s = self._waits_s, {}
+        waits_s, self._waits_s = self._waits_s, dict.fromkeys(WAIT_METRICS, math.nan)
         started_s = time.monotonic()
         if evaluation := await self._evaluate_if_due():
             self._waits_s[EVALUATE_TIME] = time.monotonic() - started_s
