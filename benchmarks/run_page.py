@@ -81,7 +81,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         write_metrics(run_dir, arguments.steps)
         report_progress(f"metrics of {arguments.steps} steps written")
         started = time.perf_counter()
-        html = RunPage([RunReader(run_dir)], lambda _: []).render()
+        html = RunPage([RunReader(run_dir)], lambda *_: []).render()
         render_s = time.perf_counter() - started
         file.write_text(html, encoding="utf-8")
         values = json.dumps([math.sin(i / 99) for i in range(arguments.steps)])

@@ -273,7 +273,7 @@ def test_resume_generates_no_finished_group_again(plan: Plan, crash: float, ever
 def test_data_set_with_only_filtered_groups_ends_the_run_with_the_reason():
     plan = Plan(filter_rate=1.0, max_filtered=12)
     with pytest.raises(
-        FilterLimitError, match=r"step 0 has filtered 1[3-9] groups.*rewards are equal"
+        FilterLimitError, match=r"step 1 has filtered 1[3-9] groups.*rewards are equal"
     ):
         run_virtual(run_stream(plan))
 

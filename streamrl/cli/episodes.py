@@ -14,7 +14,7 @@ from rich.console import Console
 
 from streamrl.calibration.run_trace import describe_missing_run
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
-from streamrl.cli.output.output_files import check_output_file, write_output_file
+from streamrl.cli.output.output_files import check_html_file, write_output_file
 from streamrl.drawing.episode_page import groups_to_json, render_page
 from streamrl.drawing.episode_text import print_groups
 from streamrl.errors import ConfigError
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.html is not None:
-        check_output_file("--html", arguments.html)
+        check_html_file(arguments.html)
     with show_progress(f"reading {arguments.run_dir}"):
         groups = _select_groups(arguments)
     if arguments.worst:

@@ -20,7 +20,7 @@ from streamrl.calibration.run_trace import RunTrace, describe_missing_run, load_
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.arguments.config_args import add_run_cluster_argument, read_run_cluster
 from streamrl.cli.output import advice_report
-from streamrl.cli.output.output_files import check_output_file, write_output_file
+from streamrl.cli.output.output_files import check_html_file, write_output_file
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_jsonl
 from streamrl.messages import parse_uid
@@ -121,11 +121,12 @@ def _check_options(arguments: argparse.Namespace) -> None:
 
 def _write_page(arguments: argparse.Namespace) -> int:
     path: Path = arguments.html
-    check_output_file("--html", path)
+    check_html_file(path)
     page = RunPage([RunReader(path) for path in arguments.run_dirs], advice_report.BottleneckText())
     with show_progress(f"drawing {path}"):
         write_output_file("--html", path, page.render())
-    print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, of {len(arguments.run_dirs)} runs")
+    runs = f"{len(arguments.run_dirs)} runs" if len(arguments.run_dirs) > 1 else "the run"
+    print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, of {runs}")
     return 0
 
 

@@ -35,8 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
             report = make_report(entity, arguments.project).save(draft=True)
     except (wandb.Error, ValueError, OSError) as error:
         raise ConfigError(
-            f"wandb-workspace {arguments.project}: {' '.join(str(error).split())}; it needs an"
-            " account: run `wandb login`, or set WANDB_API_KEY"
+            f"wandb-workspace {arguments.project}: {' '.join(str(error).split()).rstrip('.')};"
+            " an account is needed: run `wandb login`, or set WANDB_API_KEY"
         ) from None
     print(f"workspace {workspace.url}\nreport    {report.url}")
     return 0

@@ -1,16 +1,14 @@
 """Events of a run as a chart, and alarming ones as lines in the charts over steps."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from streamrl.run_page.chart import ALARM_COLOR, Chart
 from streamrl.run_page.run_record import RunRecord
-from streamrl.telemetry.sinks import ALERT_EVENTS, BASE_EVALUATION
+from streamrl.telemetry.sinks import ALERT_EVENTS, QUIET_EVENTS
 
-QUIET_EVENTS = frozenset({"machine", "note", BASE_EVALUATION, "close"})
-"""Events that say nothing about how the run went."""
-ALARMING_EVENTS = frozenset({*ALERT_EVENTS, "crashed", "failed", "drop"})
+ALARMING_EVENTS = frozenset({*ALERT_EVENTS, "drop"})
 MAX_EVENTS = 400
 """Most events in a chart; the latest are shown."""
 MAX_ALARMS = 40
@@ -19,7 +17,8 @@ MAX_ALARMS = 40
 
 def draw_events(run: RunRecord) -> Chart | None:
     """Draw the events of a run, a row for each name."""
-    events = [e for e in run.events if e.get("event") not in QUIET_EVENTS][-MAX_EVENTS:]
+    events = [e for e in name_endings(run.events) if e.get("event") not in QUIET_EVENTS]
+    events = events[-MAX_EVENTS:]
     if not events:
         return None
     names = list(dict.fromkeys(str(event["event"]) for event in events))
@@ -51,9 +50,25 @@ def draw_events(run: RunRecord) -> Chart | None:
         {
             "showlegend": False,
             "height": 110 + 24 * len(names),
-            "xaxis": {"range": [0, int(max(run.steps, default=1))]},
+            # Room for a marker at the last step.
+            "xaxis": {"range": [0, 1.01 * int(max(run.steps, default=1))]},
         },
     )
+
+
+def name_endings(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return events with starts after the first as "resumed", and ends by their outcome."""
+    named: list[Mapping[str, Any]] = []
+    has_started = False
+    for event in events:
+        name = event.get("event")
+        if name == "machine" and has_started:
+            event = {**event, "event": "resumed"}
+        elif name == "close" and event.get("outcome") != "finished":
+            event = {**event, "event": str(event.get("outcome", "ended"))}
+        has_started = has_started or name == "machine"
+        named.append(event)
+    return named
 
 
 def describe_event(event: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ const PLOT_CONFIG = { responsive: true, displaylogo: false, displayModeBar: "hov
                       modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
 let stepRange = null;  // zoom of all charts over steps
 let isZooming = false;
+let isUnanswered = false;
 
 const styleAxis = (axis) => ({ gridcolor: GRID, zerolinecolor: GRID, ...axis });
 
@@ -37,6 +38,9 @@ function drawCharts(container, charts) {
   for (const box of Array.from(container.children)) if (!wanted.has(box.dataset.chart)) box.remove();
   // All boxes first: a plot takes the width that its box has when it is drawn.
   const boxes = charts.map((chart) => findBox(container, chart));
+  boxes.forEach((box, i) => {
+    if (container.children[i] !== box) container.insertBefore(box, container.children[i]);
+  });
   charts.forEach((chart, i) => {
     if (boxes[i].getBoundingClientRect().top < innerHeight) drawChart(boxes[i], chart);
     else waiting.push([boxes[i], chart]);
@@ -90,6 +94,11 @@ function zoomAll(source, change) {
 
 const chosenRun = () => page.runs.find((run) => run.name === control("run").value) ?? page.runs[0];
 
+// A text that stays the same keeps its selection.
+function setText(id, text) {
+  if (control(id).textContent !== text) control(id).textContent = text;
+}
+
 function drawRun() {
   const run = chosenRun();
   control("tiles").replaceChildren(...run.tiles.map(({ label, value }) => {
@@ -100,8 +109,8 @@ function drawRun() {
   control("state").textContent = run.state;
   control("run-title").textContent = page.runs.length > 1 ? run.name : "";
   drawCharts(control("run-charts"), run.charts);
-  control("advice-text").textContent = run.advice.join("\n");
-  control("config-text").textContent = run.config;
+  setText("advice-text", run.advice.join("\n"));
+  setText("config-text", run.config);
   control("rollouts-note").textContent = run.rolloutsNote;
   const steps = control("step"), wanted = steps.value;
   steps.replaceChildren(...run.rolloutSteps.map((step) => {
@@ -154,14 +163,19 @@ function drawPage() {
 
 async function follow() {
   try {
-    const reply = await fetch(`data?${new URLSearchParams({ token: query.get("token") })}`);
-    if (!reply.ok) throw new Error(`${reply.status}`);
-    const isOpen = control("step").selectedIndex === control("step").options.length - 1;
-    page = await reply.json();
-    drawPage();
-    if (!control("groups").children.length && isOpen) drawRollouts();
+    const known = new URLSearchParams({ token: query.get("token"), state: page.state ?? "" });
+    const reply = await fetch(`data?${known}`);
+    if (!reply.ok) throw new Error(await reply.text());
+    if (reply.status !== 204) {  // 204: the runs have written nothing since
+      const isOpen = control("step").selectedIndex === control("step").options.length - 1;
+      page = await reply.json();
+      drawPage();
+      if (!control("groups").children.length && isOpen) drawRollouts();
+    } else if (isUnanswered) drawRun();
+    isUnanswered = false;
   } catch (error) {
-    control("state").textContent = `not followed any more: ${error.message}`;
+    isUnanswered = true;
+    control("state").textContent = `no answer, trying again: ${error.message}`;
   }
   setTimeout(follow, page.followEvery * 1000);
 }

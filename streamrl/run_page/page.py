@@ -21,34 +21,48 @@ from streamrl.drawing.episode_page import (
     groups_to_json,
     read_rollout_view,
 )
+from streamrl.errors import ConfigError
 from streamrl.run_page.run_charts import draw_run_charts
 from streamrl.run_page.run_record import RunReader, RunRecord
 from streamrl.run_page.shared_charts import draw_shared_charts
 from streamrl.telemetry.chrome_trace import TRACE_FILE, read_recent_spans
 from streamrl.telemetry.metric_names import WAIT_METRICS
 from streamrl.telemetry.progress import IDLE_PREFIX, format_duration, format_number
-from streamrl.telemetry.rollout_log import list_recorded_steps, read_recorded_groups
+from streamrl.telemetry.rollout_log import (
+    ROLLOUTS_FOLDER,
+    list_recorded_steps,
+    read_recorded_groups,
+)
+from streamrl.telemetry.sinks import EVENTS_FILE, METRICS_FILE
 
 FOLLOW_EVERY_S = 5
 """Time after which a served page asks for what the run has written since."""
 MAX_ROLLOUT_BYTES = 8_000_000
 """Most JSON of rollouts in a file; a page that is served has those of all steps."""
 _FOLDER = Path(__file__).parent
-_DescribeBottleneck = Callable[[Path], Sequence[str]]
+SHOWN_FILES = (METRICS_FILE, EVENTS_FILE, TRACE_FILE, ROLLOUTS_FOLDER)
+_DescribeBottleneck = Callable[[Path, int], Sequence[str]]
 
 
 class RunPage:
     """Page of runs that may be under way.
 
-    describe_bottleneck: function of a run directory that returns lines of text, or why there are
-    none.
+    describe_bottleneck: function of a run directory and its number of steps that returns lines of
+    text, or why there are none. Construction raises ConfigError for a run that is given twice.
     """
 
     def __init__(
         self, readers: Sequence[RunReader], describe_bottleneck: _DescribeBottleneck
     ) -> None:
-        self._readers = readers
+        names = name_runs([reader.run_dir for reader in readers])
+        self._readers = dict(zip(names, readers, strict=True))
         self._describe_bottleneck = describe_bottleneck
+
+    def compute_state(self) -> str:
+        """Return a text that changes when a run writes something that the page shows."""
+        files = [reader.run_dir / name for reader in self._readers.values() for name in SHOWN_FILES]
+        stats = [file.stat() if file.exists() else None for file in files]
+        return "-".join(f"{s.st_size:x}.{s.st_mtime_ns:x}" if s else "" for s in stats)
 
     def describe(
         self, *, with_rollouts: bool = False, follow_every_s: float = 0.0
@@ -59,7 +73,7 @@ class RunPage:
         run. follow_every_s: time between two requests of a served page, s; 0: it does not follow.
         Raises ConfigError for a damaged file.
         """
-        records = [reader.read() for reader in self._readers]
+        records = [reader.read(name) for name, reader in self._readers.items()]
         return {
             "title": ", ".join(record.name for record in records),
             "followEvery": follow_every_s,
@@ -80,7 +94,7 @@ class RunPage:
             "state": describe_state(run),
             "tiles": [{"label": label, "value": value} for label, value in list_tiles(run)],
             "charts": [chart.to_json() for chart in draw_run_charts(run, spans)],
-            "advice": list(self._describe_bottleneck(run.run_dir)),
+            "advice": list(self._describe_bottleneck(run.run_dir, len(run.rows))),
             "config": run.config_text,
             "rollouts": rollouts,
             "rolloutSteps": list(rollouts) if with_rollouts else steps,
@@ -89,10 +103,8 @@ class RunPage:
 
     def describe_rollouts(self, run_name: str, step: int) -> dict[str, Any] | None:
         """Return the recorded groups of a run's step as JSON types; None for an unknown run."""
-        for reader in self._readers:
-            if reader.run_dir.name == run_name:
-                return groups_to_json(read_recorded_groups(reader.run_dir, step))
-        return None
+        reader = self._readers.get(run_name)
+        return reader and groups_to_json(read_recorded_groups(reader.run_dir, step))
 
     def render(self, *, is_served: bool = False) -> str:
         """Return the page as HTML. is_served: it asks its server for rollouts and new steps."""
@@ -114,26 +126,40 @@ def load_plotly_script() -> str:
     return str(get_plotlyjs()).replace("</script", "<\\/script")
 
 
+def name_runs(run_dirs: Sequence[Path]) -> list[str]:
+    """Return the folder names of runs, with as many parents as tell them apart.
+
+    Raises ConfigError for a run that is given twice.
+    """
+    paths = [path.resolve() for path in run_dirs]
+    for path, given in zip(paths, run_dirs, strict=True):
+        if paths.count(path) > 1:
+            raise ConfigError(f"{given}: given twice; name each run once")
+    for count in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-count:]) for path in paths]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
 def collect_rollouts(run_dir: Path, steps: Sequence[int]) -> dict[str, list[Any]]:
     """Return the groups of recorded steps as JSON types, by step, up to MAX_ROLLOUT_BYTES.
 
-    If they are too large, those of every second step are left out, until they fit; the last step's
-    stay.
+    If they are too large, every n-th step is taken; the last step always.
     """
-    chosen = list(steps)
-    collected: dict[int, list[Any]] = {}
-    while chosen:
-        collected, size = {}, 0
-        for step in chosen:
-            groups = groups_to_json(read_recorded_groups(run_dir, step))["groups"]
-            size += len(json.dumps(groups))
-            if size > MAX_ROLLOUT_BYTES and len(chosen) > 1:
-                break
-            collected[step] = groups
-        else:
-            break
-        chosen = chosen[::-2][::-1]
-    return {str(step): groups for step, groups in collected.items()}
+
+    def read_groups(step: int) -> list[Any]:
+        groups: list[Any] = groups_to_json(read_recorded_groups(run_dir, step))["groups"]
+        return groups
+
+    # The other steps are about as large as the last one.
+    size = len(json.dumps(read_groups(steps[-1]))) if steps else 0
+    stride = max(1, math.ceil(len(steps) * size / MAX_ROLLOUT_BYTES))
+    while True:
+        collected = {str(step): read_groups(step) for step in steps[::-stride]}
+        if len(collected) <= 1 or len(json.dumps(collected)) <= MAX_ROLLOUT_BYTES:
+            return dict(reversed(collected.items()))
+        stride *= 2
 
 
 def describe_state(run: RunRecord) -> str:

@@ -1,7 +1,9 @@
 """Server of the run page: loopback only, with a random token in the address."""
 
 import json
+import re
 import secrets
+import sys
 import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,6 +13,7 @@ from streamrl.errors import ConfigError
 from streamrl.run_page.page import FOLLOW_EVERY_S, RunPage
 
 LOOPBACK = "127.0.0.1"
+_STEP = re.compile("[0-9]{1,15}", re.ASCII)
 HOST_NAMES = (LOOPBACK, "localhost")
 
 
@@ -35,6 +38,11 @@ class PageServer(ThreadingHTTPServer):
     @property
     def address(self) -> str:
         return f"http://{LOOPBACK}:{self.server_port}/?token={self.token}"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Print nothing for a connection that its browser closed, as by a reload."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Stop `serve_forever`, which another thread runs, and free the port."""
@@ -73,8 +81,13 @@ class PageHandler(BaseHTTPRequestHandler):
             case "/":
                 self._send(page.render(is_served=True), content_type="text/html")
             case "/data":
-                self._send_json(page.describe(follow_every_s=FOLLOW_EVERY_S))
-            case "/rollouts" if query.get("step", "").isdecimal():
+                state = page.compute_state()
+                if query.get("state") == state:
+                    self._send("", HTTPStatus.NO_CONTENT)
+                else:
+                    data = page.describe(follow_every_s=FOLLOW_EVERY_S)
+                    self._send_json({**data, "state": state})
+            case "/rollouts" if _STEP.fullmatch(query.get("step", "")):
                 groups = page.describe_rollouts(query.get("run", ""), int(query["step"]))
                 self._send_json(groups or {"groups": []})
             case _:

@@ -62,7 +62,8 @@ def draw_staleness(run: RunRecord) -> Chart | None:
         "zmax": 1,
         "colorscale": [[0, "#f7fbff"], [1, "#08519c"]],
         "colorbar": {"title": {"text": "share of tokens"}, "tickformat": ".0%", "thickness": 12},
-        "hovertemplate": "step %{x}, %{y} versions old: %{z:.1%} of the tokens<extra></extra>",
+        "text": [bins.labels] * counts.shape[1],
+        "hovertemplate": "%{text}, %{y} versions old: %{z:.1%} of the tokens<extra></extra>",
     }
     mean = bins.average(run.get_column("staleness/mean"))
     largest = bins.take_largest(run.get_column("staleness/max"))
@@ -94,7 +95,8 @@ def draw_idle(run: RunRecord) -> Chart | None:
         "zmax": 1,
         "colorscale": [[0, "#ffffcc"], [0.5, "#feb24c"], [1, "#b10026"]],
         "colorbar": {"title": {"text": "idle"}, "tickformat": ".0%", "thickness": 12},
-        "hovertemplate": "%{y}, step %{x}: %{z:.1%} idle<extra></extra>",
+        "text": [bins.labels] * len(names),
+        "hovertemplate": "%{y}, %{text}: %{z:.1%} idle<extra></extra>",
     }
     return Chart(
         "idle",
@@ -283,7 +285,7 @@ def draw_ledger(run: RunRecord) -> Chart | None:
             "label": labels,
             "color": ["#4c78a8", *shown],
             "pad": 18,
-            "hovertemplate": "%{label} groups<extra></extra>",
+            "hovertemplate": "%{label}<extra></extra>",
         },
         "link": {
             "source": [0] * len(flows),
@@ -305,13 +307,10 @@ def draw_ledger(run: RunRecord) -> Chart | None:
 
 def draw_timeline(run: RunRecord, spans: Sequence[Span]) -> Chart | None:
     """Draw what each process did in the last TIMELINE_STEPS steps."""
-    if not len(run.end_times) or not spans:
+    if not run.rows or not spans:
         return None
-    end_s = min(run.end_times[-1], max(span.end_s for span in spans))
-    first = max(0, len(run.end_times) - 1 - TIMELINE_STEPS)
-    start_s = (
-        run.end_times[first] if len(run.end_times) > 1 else end_s - run.get_column("time/step_s")[0]
-    )
+    bounds = run.step_bounds[-1 - TIMELINE_STEPS :]
+    start_s, end_s = bounds[0], bounds[-1]
     shown = [span for span in spans if span.end_s > start_s and span.start_s < end_s]
     shown = sorted(shown, key=lambda span: span.start_s)[-MAX_TIMELINE_SPANS:]
     if not shown:
@@ -339,19 +338,28 @@ def draw_timeline(run: RunRecord, spans: Sequence[Span]) -> Chart | None:
     ticks = [
         {"type": "line", "x0": t, "x1": t, "y0": 0, "y1": 1, "yref": "paper",
          "line": {"color": "#888888", "width": 1, "dash": "dot"}}
-        for t in (run.end_times[first:] - start_s).tolist()
+        for t in (bounds - start_s).tolist()
     ]  # fmt: skip
+    waits = run.get_column(EVALUATE_TIME)[-len(bounds) + 1 :]
+    evaluations = [
+        {"type": "rect", "x0": t, "x1": t + wait_s, "y0": 0, "y1": 1, "yref": "paper",
+         "fillcolor": "#888888", "opacity": 0.15, "line": {"width": 0}}
+        for t, wait_s in zip((bounds[:-1] - start_s).tolist(), waits.tolist(), strict=True)
+        if wait_s > 0
+    ]  # fmt: skip
+    num_steps = len(bounds) - 1
     processes = sorted({span.process for span in shown}, reverse=True)
     return Chart(
         "timeline",
-        f"The last {min(TIMELINE_STEPS, len(run.rows))} steps",
-        "What each process did when. Dotted lines are ends of steps.",
+        f"The last {num_steps} steps" if num_steps > 1 else "The last step",
+        "What each process did when. Dotted lines are ends of steps. Training waits for an"
+        " evaluation where it is gray.",
         traces,
         {
             "barmode": "overlay",
             "xaxis": {"title": {"text": "seconds"}},
             "yaxis": {"categoryorder": "array", "categoryarray": processes},
-            "shapes": ticks,
+            "shapes": [*ticks, *evaluations],
             "height": 120 + 30 * len(processes),
         },
         has_step_axis=False,

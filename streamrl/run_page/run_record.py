@@ -25,7 +25,7 @@ from streamrl.files.bounded_read import (
     wrap_file_errors,
 )
 from streamrl.messages import Array
-from streamrl.telemetry.metric_names import STALENESS_HISTOGRAM
+from streamrl.telemetry.metric_names import EVALUATE_TIME, STALENESS_HISTOGRAM
 from streamrl.telemetry.sinks import BASE_EVALUATION, EVENTS_FILE, METRICS_FILE
 
 CONFIG_FILE = "config.yaml"
@@ -80,17 +80,15 @@ def _parse_row(line: bytes, offset: int) -> dict[str, Any]:
 class RunRecord:
     """Metrics and events of a run, as far as they are written.
 
-    rows: a metrics row per trained step, ascending. events: in the order of time.
+    name: what the page calls it. rows: a metrics row per trained step, ascending. events: in the
+    order of time.
     """
 
+    name: str
     run_dir: Path
     config_text: str
     rows: Sequence[Mapping[str, Any]] = ()
     events: Sequence[Mapping[str, Any]] = ()
-
-    @property
-    def name(self) -> str:
-        return self.run_dir.name
 
     @cached_property
     def steps(self) -> Array:
@@ -101,6 +99,16 @@ class RunRecord:
     def end_times(self) -> Array:
         """Times at which the steps were logged, float64 [S], s since the epoch."""
         return np.array([row["time"] for row in self.rows], np.float64)
+
+    @cached_property
+    def step_bounds(self) -> Array:
+        """Start of the first step and ends of all steps, float64 [S + 1], s since the epoch.
+
+        A step's row is logged after its evaluation, which the next row's time includes.
+        """
+        waits = np.append(self.get_column(EVALUATE_TIME)[1:], math.nan)
+        ends = self.end_times - np.nan_to_num(waits)
+        return np.concatenate([ends[:1] - self.get_column("time/step_s")[:1], ends])
 
     @cached_property
     def metric_names(self) -> Sequence[str]:
@@ -171,8 +179,13 @@ class RunReader:
         self._metrics_tail = JsonlTail(self.run_dir / METRICS_FILE)
         self._events_tail = JsonlTail(self.run_dir / EVENTS_FILE)
 
-    def read(self) -> RunRecord:
-        """Return what the run has recorded so far. Raises ConfigError for a damaged file."""
+    def read(self, name: str = "") -> RunRecord:
+        """Return what the run has recorded so far, under a name; the default is its folder's.
+
+        Raises ConfigError for a damaged file, or if the run has been deleted.
+        """
+        if not (self.run_dir / CONFIG_FILE).exists():
+            raise ConfigError(f"{self.run_dir}: deleted since this page was opened")
         rows, is_replaced = self._metrics_tail.read()
         if is_replaced:
             self._rows.clear()
@@ -183,4 +196,6 @@ class RunReader:
         events, is_replaced = self._events_tail.read()
         self._events = [*events] if is_replaced else [*self._events, *events]
         ordered = [self._rows[step] for step in sorted(self._rows)]
-        return RunRecord(self.run_dir, self._config_text, ordered, tuple(self._events))
+        events_so_far = tuple(self._events)
+        name = name or self.run_dir.name
+        return RunRecord(name, self.run_dir, self._config_text, ordered, events_so_far)

@@ -54,7 +54,7 @@ def _draw_evaluations(run: RunRecord, prefix: str, color_index: int) -> list[dic
             [abs(bound.get(step, value) - value) for step, value in zip(steps, values, strict=True)]
             for bound in bounds
         ]
-        color = pick_color(color_index + 2 * len(traces))
+        color = pick_color(color_index)
         line = make_line(f"{prefix}evaluation, {name}", steps, values, color=color)
         line |= {
             "mode": "lines+markers",
@@ -63,7 +63,7 @@ def _draw_evaluations(run: RunRecord, prefix: str, color_index: int) -> list[dic
                 "thickness": 1,
             },
         }  # fmt: skip
-        line["line"] = {"color": color, "width": 1.2, "dash": "dot"}
+        line["line"] = {"color": color, "width": 1.2, "dash": "dashdot" if traces else "dot"}
         traces.append(line)
         if values == run.get_evaluations("eval/pass_at_1")[1]:
             break  # rewards of 0 and 1: both metrics are the same

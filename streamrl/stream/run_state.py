@@ -319,7 +319,7 @@ class RunState:
         if count > self.max_filtered:
             reasons = sorted({outcome.reason for outcome in ended if outcome.filtered})
             raise FilterLimitError(
-                f"step {self.admission.version} has filtered {count} groups, more than"
+                f"step {self.admission.version + 1} has filtered {count} groups, more than"
                 f" {self.max_filtered:.0f} (filter.max_filter_rounds): {'; '.join(reasons[:3])}"
             )
 

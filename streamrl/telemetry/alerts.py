@@ -1,6 +1,6 @@
 """Alerts from metrics rows: what someone who does not watch a run should hear of.
 
-Stalls and deaths are events of their own; an alert is an event that a row gives rise to.
+Stalls, deaths and failures are events of their own; an alert is an event that a row gives rise to.
 """
 
 import math

@@ -266,7 +266,7 @@ def format_filter_stats(progress: RunProgress) -> tuple[str, str]:
     filtered_fraction = progress.get("filter/share")
     seconds = sum(progress.get(name) for name in FILTER_COST_METRICS)
     text = f"{filtered_fraction:.0%}" if math.isfinite(filtered_fraction) else "-"
-    return text, f"{format_number(seconds, 1)}s"
+    return text, f"{format_number(seconds, 1)} s"
 
 
 def build_summary_table(progress: RunProgress, wall_s: float, summary: EventFields) -> Table:

@@ -30,7 +30,7 @@ from streamrl.telemetry.progress import (
     render_sparkline,
 )
 from streamrl.telemetry.progress_line import ACCENT, build_status_row, make_spinner
-from streamrl.telemetry.sinks import EventFields
+from streamrl.telemetry.sinks import QUIET_EVENTS, EventFields
 
 REFRESHES_PER_S = 4
 _BAR_WIDTH = 20
@@ -78,8 +78,9 @@ class LiveConsole(RunConsole):
 
     def log_event(self, name: str, fields: EventFields) -> None:
         with self._lock:
-            since_start_s = self.clock() - self.started_at
-            self._latest_events.append((since_start_s, name, format_fields(fields.items())))
+            if name not in QUIET_EVENTS:
+                since_start_s = self.clock() - self.started_at
+                self._latest_events.append((since_start_s, name, format_fields(fields.items())))
         super().log_event(name, fields)
 
     def add_row(self, step: int, row: MetricsRow) -> Mapping[str, float]:
@@ -180,8 +181,7 @@ def _build_metrics_grid(progress: RunProgress) -> RenderableType:
     grid.add_row(" tokens/s", tokens, Text(f"{step_s} s per step", style="dim"))
     if progress.run_info.has_filter:
         filtered_fraction, seconds = format_filter_stats(progress)
-        factor = format_number(get_value("filter/oversample"), 1)
-        filter_text = f"{seconds} of generation and scoring, {factor} prompts per group"
+        filter_text = f"{seconds} of generation and scoring lost"
         grid.add_row(" filtered", filtered_fraction, Text(filter_text, style="dim"))
     publish_s, pull_s = (
         format_number(get_value(f"weights/{n}"), 2) for n in ("publish_s", "pull_s")
@@ -226,12 +226,13 @@ def _build_stages_grid(progress: RunProgress) -> RenderableType:
 
 def _build_events_grid(events: Collection[tuple[float, str, str]]) -> RenderableType:
     """Build the latest events: time since the start, name, fields."""
-    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid = Table.grid(padding=(0, 2, 0, 0), expand=True)
     grid.add_column(style="dim", no_wrap=True, min_width=7, justify="right")
     # The fields are cut where they do not fit, never the name.
     longest = max(len(name) for _, name, _ in events)
     grid.add_column(style="yellow", no_wrap=True, min_width=longest)
-    grid.add_column(no_wrap=True, overflow="ellipsis")
+    grid.add_column(ratio=1)
     for since_start_s, name, text in events:
-        grid.add_row(format_duration(since_start_s), Text(name), Text(text))
+        shown = Text(text, no_wrap=True, overflow="ellipsis")
+        grid.add_row(format_duration(since_start_s), Text(name), shown)
     return grid

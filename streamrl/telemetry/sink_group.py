@@ -1,5 +1,6 @@
 """All sinks of a run as a single object, created from the telemetry section of the config."""
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,6 +30,9 @@ from streamrl.telemetry.spans import Span
 from streamrl.telemetry.tensorboard_sink import TensorboardSink
 from streamrl.telemetry.trackio_sink import TrackioSink
 from streamrl.telemetry.wandb_sink import WandbSink, load_run_id
+
+LOG_WIDTH = 160
+"""Columns of plain lines in a file or pipe."""
 
 
 class SinkGroup:
@@ -145,7 +149,7 @@ def make_console(kind: str, run_info: RunInfo, console: Console | None = None) -
     """
     if kind == "none":
         return None
-    console = console or Console(highlight=False)
+    console = console or make_stdout_console()
     can_be_live = console.is_terminal and not console.is_dumb_terminal
     is_live = kind == "live" or (can_be_live and console.encoding.startswith("utf"))
     run_console = (
@@ -156,6 +160,14 @@ def make_console(kind: str, run_info: RunInfo, console: Console | None = None) -
     if run_info.resume_step is not None:
         run_console.restore_rows(_read_past_rows(run_info))
     return run_console
+
+
+def make_stdout_console() -> Console:
+    """Return a console for standard output; rich gives a file 80 columns, too few for a step."""
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = LOG_WIDTH
+    return console
 
 
 def _read_past_rows(run_info: RunInfo) -> Iterable[tuple[int, MetricsRow]]:

@@ -17,8 +17,10 @@ from streamrl.telemetry.metric_names import MetricsRow, to_json_value
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 BASE_EVALUATION = "base_evaluation"
-ALERT_EVENTS = (ALERT_EVENT, "stall", "silent", "died")
+ALERT_EVENTS = (ALERT_EVENT, "stall", "silent", "died", "crashed", "failed")
 """Events that trackers send as alerts at once; metrics rows arrive only at the end of a step."""
+QUIET_EVENTS = frozenset({"machine", "note", BASE_EVALUATION, "close"})
+"""Events that say nothing about how the run went."""
 EventFieldValue = str | int | float | bool
 EventFields = Mapping[str, EventFieldValue]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import yaml
 
 from streamrl.telemetry.chrome_trace import TraceSink
-from streamrl.telemetry.metric_names import Histogram
+from streamrl.telemetry.metric_names import WAIT_METRICS, Histogram
 from streamrl.telemetry.sinks import JsonlSink
 from streamrl.telemetry.spans import Span
 from tests.telemetry.rows import full_row
@@ -38,9 +38,8 @@ def write_run(folder: Path, *, num_steps: int = 6, is_closed: bool = True) -> Pa
     for step in range(1, num_steps + 1):
         start_s = clock.now
         clock.now += STEP_S
-        row = full_row(step) | {
-            "eval/mean_at_k": 0.1 + 0.1 * step if step % 3 == 0 else float("nan")
-        }
+        row = full_row(step) | dict.fromkeys(WAIT_METRICS, float("nan"))
+        row |= {"eval/mean_at_k": 0.1 + 0.1 * step if step % 3 == 0 else float("nan")}
         row["staleness/histogram"] = Histogram((0, 1, 2, 3), (100, 10 * step, step))
         if step == 3:
             sink.log_event("died", {"actor": "generator-0", "reason": "<b>killed</b>"})

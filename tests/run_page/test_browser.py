@@ -58,7 +58,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def file(run_dir: Path) -> Path:
     file = run_dir.parent / "page.html"
-    file.write_text(RunPage([RunReader(run_dir)], lambda _: ["bound by train"]).render())
+    file.write_text(RunPage([RunReader(run_dir)], lambda *_: ["bound by train"]).render())
     return file
 
 
@@ -152,7 +152,7 @@ def test_rollouts_can_be_paged_through_and_their_text_is_text(watched: WatchedPa
 def test_runs_are_overlaid_and_chosen(browser: Browser, run_dir: Path, tmp_path: Path):
     other = write_run(tmp_path / "other", num_steps=3)
     file = tmp_path / "both.html"
-    file.write_text(RunPage([RunReader(run_dir), RunReader(other)], lambda _: []).render())
+    file.write_text(RunPage([RunReader(run_dir), RunReader(other)], lambda *_: []).render())
     watched = open_page(browser, file.as_uri())
     names = "(plot) => plot.data.map((trace) => trace.name)"
     shown = watched.page.eval_on_selector(plot_of("reward"), names)
@@ -166,15 +166,21 @@ def test_runs_are_overlaid_and_chosen(browser: Browser, run_dir: Path, tmp_path:
 
 def test_a_served_page_follows_its_run(browser: Browser, tmp_path: Path):
     run_dir = write_recorded_run(tmp_path / "under_way")
-    server = PageServer(RunPage([RunReader(run_dir)], lambda _: ["bound by train"]))
+    rows = (run_dir / "metrics.jsonl").read_text()
+    (run_dir / "metrics.jsonl").write_text("")
+    server = PageServer(RunPage([RunReader(run_dir)], lambda *_: ["bound by train"]))
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
         watched = open_page(browser, server.address)
         expect(watched.page.locator("#groups")).to_contain_text("0:4:0")
         with (run_dir / "metrics.jsonl").open("a") as metrics:
-            metrics.write('{"step": 7, "time": 1000014.0, "reward/mean": 0.7}\n')
+            metrics.write(rows + '{"step": 7, "time": 1000014.0, "reward/mean": 0.7}\n')
         expect(watched.page.locator("#tiles .tile").first).to_have_text("7step", timeout=20_000)
+        shown = watched.page.eval_on_selector_all(
+            "#run-charts > *", "boxes => boxes.map((box) => box.dataset.chart)"
+        )
+        assert shown[:3] == ["queue", "staleness", "idle"] and shown[-2:] == ["events", "timeline"]
         assert watched.problems == []
         watched.page.close()
     finally:
@@ -187,7 +193,7 @@ def test_a_run_of_ten_thousand_steps_is_drawn(browser: Browser, tmp_path: Path):
     run_dir.mkdir()
     write_metrics(run_dir, 10_000)
     file = tmp_path / "page.html"
-    file.write_text(RunPage([RunReader(run_dir)], lambda _: []).render())
+    file.write_text(RunPage([RunReader(run_dir)], lambda *_: []).render())
     watched = open_page(browser, file.as_uri())
     last = "(plot) => Math.max(...plot.data.flatMap((trace) => Array.from(trace.x)))"
     for chart in ("reward", "queue", "weights"):

@@ -2,6 +2,9 @@
 
 import json
 import re
+import shutil
+import socket
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +16,7 @@ import pytest
 
 from streamrl.cli.main import main
 from streamrl.errors import ConfigError
+from streamrl.run_page import page as run_page_module
 from streamrl.run_page.page import RunPage
 from streamrl.run_page.page_server import PageServer
 from streamrl.run_page.run_record import RunReader
@@ -21,7 +25,7 @@ from tests.run_page.recorded_run import write_run
 
 
 def make_page(*folders: Path) -> RunPage:
-    return RunPage([RunReader(folder) for folder in folders], lambda run_dir: ["bound by train"])
+    return RunPage([RunReader(folder) for folder in folders], lambda *_: ["bound by train"])
 
 
 @pytest.fixture
@@ -124,6 +128,67 @@ def test_new_steps_reach_a_served_page(folder: Path) -> None:
     assert page.describe()["runs"][0]["tiles"][0]["value"] == "7"
 
 
+def test_unchanged_runs_are_not_sent_again(folder: Path) -> None:
+    with serve(make_page(folder)) as server:
+        address, params = server.address.partition("?")[0] + "data", {"token": server.token}
+        state = httpx.get(address, params=params).json()["state"]
+        assert httpx.get(address, params={**params, "state": state}).status_code == 204
+        with (folder / "events.jsonl").open("a") as file:
+            file.write('{"time": 1000014.0, "event": "died", "actor": "shard-0"}\n')
+        assert httpx.get(address, params={**params, "state": state}).json()["state"] != state
+
+
+def test_a_closed_connection_and_a_bad_step_print_nothing(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with serve(make_page(folder)) as server:
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", server.server_port)) as connection:
+                # A reset, as when a tab is closed before it has read the page.
+                linger = struct.pack("ii", 1, 0)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                request = f"GET /?token={server.token} HTTP/1.1\r\nHost: localhost\r\n\r\n"
+                connection.sendall(request.encode())
+        base, params = server.address.partition("?")[0], {"token": server.token, "run": "run"}
+        for step in ("9" * 5000, "-1", "\u0663", ""):
+            reply = httpx.get(f"{base}rollouts", params={**params, "step": step})
+            assert reply.status_code == 404
+        assert httpx.get(server.address).status_code == 200
+    assert capfd.readouterr().err == ""
+
+
+def test_a_deleted_run_is_reported(folder: Path) -> None:
+    with serve(make_page(folder)) as server:
+        shutil.rmtree(folder)
+        address = server.address.partition("?")[0] + "data"
+        reply = httpx.get(address, params={"token": server.token})
+        assert reply.status_code == 500 and "deleted" in reply.text
+
+
+def test_runs_of_the_same_folder_name_are_told_apart(folder: Path, tmp_path: Path) -> None:
+    other = write_run(tmp_path / "elsewhere" / "run", num_steps=2)
+    page = make_page(folder, other)
+    names = [run["name"] for run in page.describe()["runs"]]
+    assert names == [f"{tmp_path.name}/run", "elsewhere/run"]
+    assert [run["tiles"][0]["value"] for run in page.describe()["runs"]] == ["6", "2"]
+    groups = page.describe_rollouts(names[0], 2)
+    assert groups and groups["groups"]
+    assert page.describe_rollouts("run", 2) is None
+    with pytest.raises(ConfigError, match="given twice"):
+        make_page(folder, folder / ".." / "run")
+
+
+def test_rollouts_of_a_file_are_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in range(3, 30):
+        group = RecordedGroup(step, f"0:{step}:0", (RecordedRollout("x" * 100, 1.0),))
+        RolloutLog(folder).write_groups(step, [group])
+    monkeypatch.setattr(run_page_module, "MAX_ROLLOUT_BYTES", 5000)
+    (run,) = make_page(folder).describe(with_rollouts=True)["runs"]
+    shown = list(map(int, run["rollouts"]))
+    assert shown == sorted(shown) and shown[-1] == 29 and 2 < len(shown) < 28
+    assert len(json.dumps(run["rollouts"])) <= 5000
+
+
 def test_the_command_writes_a_page(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,6 +205,8 @@ def test_the_command_writes_a_page(
         (["view", "{folder}", "--port", "70000"], "--port 70000"),
         (["report", "{folder}", "--html", "{folder}"], "not a file"),
         (["report", "{folder}", "{folder}"], "--html"),
+        (["report", "{folder}", "--html", "{folder}/metrics.jsonl"], "no HTML page"),
+        (["view", "{folder}", "{folder}"], "given twice"),
         (["report", "--html", "page.html"], "RUN"),
         (["report", "{folder}", "--json", "--html", "page.html"], "--html"),
     ],

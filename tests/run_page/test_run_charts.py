@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.run_page.chart import Chart
+from streamrl.run_page.event_chart import draw_events
 from streamrl.run_page.run_charts import draw_run_charts
 from streamrl.run_page.run_record import RunReader, RunRecord
 from streamrl.run_page.shared_charts import draw_shared_charts
@@ -84,6 +85,39 @@ def test_the_time_line_has_the_last_three_steps(charts: dict[str, Chart]) -> Non
     assert generate["base"] == pytest.approx([0.0, 2.0, 4.0])
     assert generate["x"] == pytest.approx([1.5] * 3)
     assert generate["y"] == ["generator-0"] * 3
+
+
+@pytest.mark.parametrize(("rows", "title"), [(1, "The last step"), (2, "The last 2 steps")])
+def test_the_time_line_of_a_short_run_has_all_its_steps(
+    tmp_path: Path, rows: int, title: str
+) -> None:
+    run = RunReader(write_run(tmp_path / "run", num_steps=rows)).read()
+    chart = draw_run_charts(run, read_recent_spans(run.run_dir / TRACE_FILE))[-1]
+    assert chart.title == title
+    lines = [shape["x0"] for shape in chart.layout["shapes"] if shape["type"] == "line"]
+    assert lines == pytest.approx([2.0 * i for i in range(rows + 1)])
+
+
+def test_a_step_ends_before_its_evaluation() -> None:
+    rows = [
+        {"step": 1, "time": 10.0, "time/step_s": 4.0, "time/evaluate_s": None},
+        {"step": 2, "time": 17.0, "time/step_s": 4.0, "time/evaluate_s": None},
+        {"step": 3, "time": 21.0, "time/step_s": 7.0, "time/evaluate_s": 3.0},
+    ]
+    run = RunRecord("mine", Path("mine"), "", rows)
+    assert run.step_bounds.tolist() == [6.0, 10.0, 14.0, 21.0]
+
+
+def test_resumes_and_interruptions_are_events() -> None:
+    events = [
+        {"time": 1.0, "event": "machine"},
+        {"time": 2.0, "event": "close", "outcome": "interrupted"},
+        {"time": 3.0, "event": "machine"},
+        {"time": 4.0, "event": "close", "outcome": "finished"},
+    ]
+    run = RunRecord("mine", Path("mine"), "", [{"step": 1, "time": 4.0}], events)
+    chart = draw_events(run)
+    assert chart and [trace["name"] for trace in chart.traces] == ["interrupted", "resumed"]
 
 
 def test_several_runs_share_a_chart(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_groups_filtered_during_training_are_logged_at_once():
 
 def test_filter_limit_during_training_ends_the_run():
     plan = Plan(**{**vars(FILTERING), "max_filtered": 3, "filter_rate": 0.8})
-    with pytest.raises(FilterLimitError, match="step 0 has filtered"):
+    with pytest.raises(FilterLimitError, match="step 1 has filtered"):
         run_virtual(run_stream(plan))
 
 
@@ -66,7 +66,7 @@ def test_filter_limit_is_raised_even_if_the_run_is_stopped():
         stream.control.request_stop()
         await asyncio.Event().wait()
 
-    with pytest.raises(FilterLimitError, match="step 0 has filtered"):
+    with pytest.raises(FilterLimitError, match="step 1 has filtered"):
         run_virtual(run_stream(plan, disturb=stop))
 
 

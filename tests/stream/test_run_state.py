@@ -365,7 +365,7 @@ async def test_late_group_is_an_error_without_oversampling():
 
 
 def test_step_that_filters_too_much_raises_with_reasons():
-    message = r"^step 0 has filtered 3 groups, more than 2 \(filter.max_filter_rounds\): all 2 rew"
+    message = r"^step 1 has filtered 3 groups, more than 2 \(filter.max_filter_rounds\): all 2 rew"
     with pytest.raises(FilterLimitError, match=message):
         run_with_outcomes(dict.fromkeys(uids(2), FILTERED), {"0:2:0": FILTERED}, max_filtered=2)
 

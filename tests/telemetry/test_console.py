@@ -306,10 +306,12 @@ def test_the_cursor_is_restored_after_an_interrupt(live):
 
 def test_the_view_shows_the_names_of_events_beside_long_texts(live):
     live.log_step(1, full_row(1))
-    live.log_event("note", {"text": "weights: shared memory, " * 20})
+    live.log_event("note", {"text": "notes are not among the latest events"})
+    live.log_event("unscored", {"reason": "no answer, " * 20})
     live.log_event("restarted", {"actor": "generator-0"})
     shown = view(live, 80)
-    assert re.search(r"0:00 +note +weights: shared", shown)
+    assert re.search(r"0:00 +unscored +reason=no answer, .*\u2026", shown)
+    assert "notes are not" not in shown
     assert re.search(r"0:00 +restarted +actor=generator-0", shown)
 
 
@@ -340,16 +342,14 @@ def test_filter_cost_is_shown_with_a_filter(tmp_path):
     groups, header, *body = lines(console.console)[1:]
     assert "staleness filtered groups waiting for" in " ".join(groups.split())
     assert "mean max groups cost reward" in " ".join(header.split())
-    assert re.search(r"90% +12\.2s", body[0])
+    assert re.search(r"90% +12\.2 s", body[0])
     summary = next(line for line in body if line.lstrip().startswith("filtered"))
     cost_line = "2 of 12 groups (17%), which took 23.0 s of generation and 1.5 s of scoring"
     assert cost_line in " ".join(summary.split())
     live = LiveConsole(run_info, terminal(80), clock=ManualClock())
     assert "filtered" not in view(live, 80)
     live.add_row(1, full_row(1) | cost | {"filter/oversample": 8.0})
-    assert "filtered 90% 12.2s of generation and scoring, 8.0 prompts per group" in " ".join(
-        view(live, 80).split()
-    )
+    assert "filtered 90% 12.2 s of generation and scoring lost" in " ".join(view(live, 80).split())
 
 
 def test_filter_cost_is_hidden_without_a_filter(plain):

@@ -15,8 +15,6 @@ from streamrl.calibration.advice import (
 from streamrl.calibration.prediction import SteadyMetrics
 from streamrl.calibration.run_trace import RunTrace, load_run_trace
 from streamrl.errors import ConfigError
-from streamrl.files.bounded_read import read_jsonl
-from streamrl.telemetry.sinks import METRICS_FILE
 
 NEGLIGIBLE_CORES = 0.25
 """CPU cores taken by a driver and Ray's own processes."""
@@ -75,7 +73,7 @@ def describe_run(trace: RunTrace) -> list[str]:
 
 
 class BottleneckText:
-    """Function of a run directory: the lines of `describe_run`, or why there are none.
+    """Function of a run directory and its steps: the lines of `describe_run`, or why none.
 
     Reading the trace of a long run takes seconds, so the text is kept until the run has
     REFRESH_FACTOR times as many steps.
@@ -84,8 +82,7 @@ class BottleneckText:
     def __init__(self) -> None:
         self._texts: dict[Path, tuple[int, Sequence[str]]] = {}
 
-    def __call__(self, run_dir: Path) -> Sequence[str]:
-        num_steps = len(read_jsonl(run_dir / METRICS_FILE))
+    def __call__(self, run_dir: Path, num_steps: int) -> Sequence[str]:
         known_steps, lines = self._texts.get(run_dir, (0, ()))
         if not lines or num_steps > REFRESH_FACTOR * known_steps:
             try:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from streamrl.errors import ConfigError
 from streamrl.files.atomic_write import get_partial_path, write_atomic
+from streamrl.files.bounded_read import wrap_file_errors
 
 
 def check_output_file(option: str, path: Path) -> Path:
@@ -24,6 +25,19 @@ def check_output_file(option: str, path: Path) -> Path:
         code = errno.ENOTDIR if os.path.exists(target.parent) else errno.ENOENT
         raise ConfigError(f"{option} {path}: {os.strerror(code)}")
     _check_creatable(option, path, target.parent, [get_partial_path(target)])
+    return target
+
+
+def check_html_file(path: Path) -> Path:
+    """Return the path to write for `--html`, as `check_output_file` does.
+
+    Also raises ConfigError for an existing file that is no HTML page, such as a run's metrics.
+    """
+    target = check_output_file("--html", path)
+    if target.is_file() and target.stat().st_size:
+        with wrap_file_errors(target), target.open("rb") as file:
+            if not file.read(64).lstrip().lower().startswith(b"<!doctype html"):
+                raise ConfigError(f"--html {path}: exists and is no HTML page; name another file")
     return target
 
 
