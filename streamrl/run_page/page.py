@@ -104,7 +104,9 @@ class RunPage:
     def describe_rollouts(self, run_name: str, step: int) -> dict[str, Any] | None:
         """Return the recorded groups of a run's step as JSON types; None for an unknown run."""
         reader = self._readers.get(run_name)
-        return reader and groups_to_json(read_recorded_groups(reader.run_dir, step))
+        if reader is None:
+            return None
+        return groups_to_json(read_recorded_groups(reader.run_dir, step))
 
     def render(self, *, is_served: bool = False) -> str:
         """Return the page as HTML. is_served: it asks its server for rollouts and new steps."""

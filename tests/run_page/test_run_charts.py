@@ -99,7 +99,7 @@ def test_the_time_line_of_a_short_run_has_all_its_steps(
 
 
 def test_a_step_ends_before_its_evaluation() -> None:
-    rows = [
+    rows: list[dict[str, float | None]] = [
         {"step": 1, "time": 10.0, "time/step_s": 4.0, "time/evaluate_s": None},
         {"step": 2, "time": 17.0, "time/step_s": 4.0, "time/evaluate_s": None},
         {"step": 3, "time": 21.0, "time/step_s": 7.0, "time/evaluate_s": 3.0},
