@@ -255,7 +255,7 @@ class StateReader:
                 continue
             source = read()
             for source_piece, target_piece in overlaps:
-                _view_piece(target, target_piece).copy_(_view_piece(source, source_piece))
+                view_piece(target, target_piece).copy_(view_piece(source, source_piece))
             missing = subtract_boxes(missing, [source_piece.box for source_piece, _ in overlaps])
         if missing:
             raise CheckpointError(
@@ -320,7 +320,7 @@ class _StateWriter:
             self._write_file()
 
 
-def _view_piece(stored: Tensor, piece: ShardPiece) -> Tensor:
+def view_piece(stored: Tensor, piece: ShardPiece) -> Tensor:
     """Return a view of the elements of a contiguous box, given the tensor that stores its shard."""
     offset = int(stored.storage_offset()) + piece.offset
     return stored.as_strided(piece.box.shape, piece.strides, offset)

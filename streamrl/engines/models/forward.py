@@ -1,6 +1,6 @@
 """Load transformers models; compute token logprobs, entropies and values."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -66,19 +66,25 @@ def synchronize_device() -> None:
 
 
 def load_model(
-    path: str, *, dtype: torch.dtype, options: ModelLoadOptions = DEFAULT_OPTIONS
+    path: str,
+    *,
+    dtype: torch.dtype,
+    options: ModelLoadOptions = DEFAULT_OPTIONS,
+    on_meta: bool = False,
 ) -> "PreTrainedModel":
     """Load the causal language model of a Hugging Face directory, in training mode.
 
-    Dropout is disabled: with it, the trained policy would differ from the sampling policy. Raises
-    ConfigError if parameters are missing or misshapen; transformers would initialize them randomly.
+    Dropout is disabled: with it, the trained policy would differ from the sampling policy. With
+    `on_meta`, the tensors in the directory's files stay on the meta device, for `StoredWeights`;
+    others are computed as usual. Raises ConfigError if parameters are missing or misshapen;
+    transformers would initialize them randomly.
     """
     from transformers import AutoModelForCausalLM
 
     config = read_model_config(path)
-    model, missing = _load_pretrained(AutoModelForCausalLM, path, config, dtype, options)
+    model, missing = _load_pretrained(AutoModelForCausalLM, path, config, dtype, options, on_meta)
     _check_complete(path, missing)
-    return model.to(get_local_device()).train()
+    return _move_to_local_device(model).train()
 
 
 def load_skeleton(path: str) -> "PreTrainedModel":
@@ -102,7 +108,12 @@ def load_value_skeleton(path: str) -> "PreTrainedModel":
 
 
 def _load_pretrained(
-    auto_class: Any, path: str, config: Any, dtype: torch.dtype, options: ModelLoadOptions
+    auto_class: Any,
+    path: str,
+    config: Any,
+    dtype: torch.dtype,
+    options: ModelLoadOptions,
+    on_meta: bool,
 ) -> tuple[Any, list[str]]:
     """Load a model with dropout disabled; return the model and its missing parameters."""
     from transformers.utils.logging import disable_progress_bar
@@ -122,17 +133,44 @@ def _load_pretrained(
             attn_implementation=_choose_attention(config, options.attention),
             output_loading_info=True,
             trust_remote_code=is_trusted(path),
+            device_map={"": "meta"} if on_meta else None,
         )
     except (OSError, RuntimeError, ValueError, ImportError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"model.path={path}: cannot be loaded: {reason[:500]}") from error
+    missing = sorted(info["missing_keys"])
+    if on_meta:
+        _initialize_unstored(model, missing)
     _fix_longrope_factors(model, options.max_length)
     if (
         model.config.get_text_config()._attn_implementation == FLEX_ATTENTION
         and torch.cuda.is_available()
     ):
         model.register_forward_pre_hook(_force_prefill_kernel, with_kwargs=True)
-    return model, sorted(info["missing_keys"])
+    return model, missing
+
+
+def _initialize_unstored(model: Any, missing: Collection[str]) -> None:
+    """Initialize the tensors of a model on the meta device that no file stores, on the CPU.
+
+    These are rotary frequencies and a new value head: the same bits, and draws of the random number
+    generator, as without the meta device.
+    """
+    state = model.state_dict()
+    unstored = [name for name, _ in model.named_buffers() if name not in state]
+    for name in (*unstored, *missing):
+        module_name, _, attribute = name.rpartition(".")
+        module = model.get_submodule(module_name)
+        value = torch.empty_like(getattr(module, attribute), device="cpu")
+        setattr(module, attribute, value if name in unstored else torch.nn.Parameter(value))
+        module._is_hf_initialized = False
+    model.initialize_weights()
+
+
+def _move_to_local_device(model: Any) -> Any:
+    """Move a model to this process's device, except its tensors on the meta device."""
+    device = get_local_device()
+    return model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
 def _choose_attention(config: Any, setting: str) -> str | None:
@@ -176,26 +214,32 @@ def _check_complete(path: str, missing: list[str]) -> None:
 
 
 def load_value_model(
-    path: str, *, dtype: torch.dtype, options: ModelLoadOptions = DEFAULT_OPTIONS
+    path: str,
+    *,
+    dtype: torch.dtype,
+    options: ModelLoadOptions = DEFAULT_OPTIONS,
+    on_meta: bool = False,
 ) -> "PreTrainedModel":
     """Load a critic: the directory's model with a value head (a scalar per token) as its only head.
 
     If the directory is a critic's checkpoint, its value head is loaded; otherwise the head starts
-    at 0, so a new critic predicts 0. Raises ConfigError as `load_model` does.
+    at 0, so a new critic predicts 0. `on_meta` and ConfigError are those of `load_model`.
     """
     from transformers import AutoModelForTokenClassification
 
     config = read_model_config(path, num_labels=1)
     # transformers' default is 0.1.
     config.classifier_dropout = 0.0
-    model, missing = _load_pretrained(AutoModelForTokenClassification, path, config, dtype, options)
+    model, missing = _load_pretrained(
+        AutoModelForTokenClassification, path, config, dtype, options, on_meta
+    )
     head = {name for name, _ in model.named_parameters() if name.startswith(VALUE_HEAD_PREFIX)}
     _check_complete(path, [name for name in missing if name not in head])
     if head.intersection(missing):
         with torch.no_grad():
             for parameter in model.score.parameters():
                 parameter.zero_()
-    return model.to(get_local_device()).train()
+    return _move_to_local_device(model).train()
 
 
 def compute_token_values(

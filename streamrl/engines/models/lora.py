@@ -4,11 +4,13 @@ Only adapters are trained and published. LoRA dropout is disabled: with it, the 
 differ from the sampling policy.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from streamrl.engines.models.forward import VALUE_HEAD_PREFIX, load_skeleton
+from streamrl.engines.models.forward import VALUE_HEAD_PREFIX, get_local_device, load_skeleton
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.placement.lora_params import is_lora_target
@@ -27,11 +29,27 @@ def add_lora_adapters(module: "PreTrainedModel", config: TrainerConfig) -> None:
 
     layers = find_lora_layers(module, config)
     settings = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=layers)
-    # In place, so that the model keeps its class and parameter names (PeftModel would wrap it).
-    inject_adapter_in_model(settings, module)
+    with _replace_meta_weights([module.get_submodule(name) for name in layers]):
+        # In place, so that the model keeps its class and parameter names (PeftModel would wrap it).
+        inject_adapter_in_model(settings, module)
     for name, parameter in module.named_parameters():
         if name.startswith(VALUE_HEAD_PREFIX):
             parameter.requires_grad_(True)
+
+
+@contextmanager
+def _replace_meta_weights(layers: Iterable[Any]) -> Iterator[None]:
+    """Give layers on the meta device weights of one element on this process's device in the context.
+
+    peft moves new adapters to the device of their layer; on the meta device they lose their values.
+    """
+    on_meta = [(layer, layer.weight) for layer in layers if layer.weight.is_meta]
+    for layer, weight in on_meta:
+        element = torch.empty((), dtype=weight.dtype, device=get_local_device())
+        layer.weight = torch.nn.Parameter(element.expand(weight.shape))
+    yield
+    for layer, weight in on_meta:
+        layer.weight = weight.requires_grad_(layer.weight.requires_grad)
 
 
 def find_lora_layers(

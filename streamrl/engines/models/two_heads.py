@@ -14,6 +14,7 @@ from torch import Tensor
 from streamrl.engines.models.forward import (
     DEFAULT_OPTIONS,
     ModelLoadOptions,
+    get_local_device,
     load_model,
     shift_right,
 )
@@ -23,16 +24,20 @@ if TYPE_CHECKING:
 
 
 def load_two_headed_model(
-    path: str, *, dtype: torch.dtype, options: ModelLoadOptions = DEFAULT_OPTIONS
+    path: str,
+    *,
+    dtype: torch.dtype,
+    options: ModelLoadOptions = DEFAULT_OPTIONS,
+    on_meta: bool = False,
 ) -> "PreTrainedModel":
     """Load a directory's causal language model and add a value head initialized to 0.
 
-    The value head's parameters have the same names as those of a separate critic. Raises
-    ConfigError as `load_model` does.
+    The value head's parameters have the same names as those of a separate critic. `on_meta` and
+    ConfigError are those of `load_model`.
     """
     make_output = _define_output_class()
-    model = load_model(path, dtype=dtype, options=options)
-    add_value_head(model, dtype=dtype)
+    model = load_model(path, dtype=dtype, options=options, on_meta=on_meta)
+    add_value_head(model, dtype=dtype, device=get_local_device())
     with torch.no_grad():
         for parameter in model.score.parameters():
             parameter.zero_()
@@ -69,10 +74,12 @@ def _define_output_class() -> type[Any]:
     return TwoHeadedOutput
 
 
-def add_value_head(model: "PreTrainedModel", *, dtype: torch.dtype) -> None:
-    """Add a randomly initialized value head, a scalar per token, on the model's device."""
+def add_value_head(
+    model: "PreTrainedModel", *, dtype: torch.dtype, device: torch.device | None = None
+) -> None:
+    """Add a randomly initialized value head, a scalar per token; by default on the model's device."""
     width = model.config.get_text_config().hidden_size
-    model.score = torch.nn.Linear(width, 1, device=model.device, dtype=dtype)
+    model.score = torch.nn.Linear(width, 1, device=device or model.device, dtype=dtype)
 
 
 def extract_values(output: Any, attention_mask: Tensor) -> Tensor:

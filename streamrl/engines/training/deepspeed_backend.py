@@ -29,6 +29,7 @@ from torch import Tensor
 
 from streamrl.engines.checkpoint.sharded_state import ParameterFragment
 from streamrl.engines.models.forward import get_local_device
+from streamrl.engines.models.stored_weights import StoredWeights
 from streamrl.engines.trainer_config import BUCKET_ELEMENTS
 from streamrl.engines.training.training_backend import TrainingBackend, make_siblings_contiguous
 from streamrl.errors import CheckpointError
@@ -46,22 +47,54 @@ FORCE_WEIGHTS_ONLY_ENV = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 class DeepSpeedBackend(TrainingBackend):
     """A rank of a DeepSpeed engine."""
 
-    def __init__(self, module: "PreTrainedModel", config: "TrainerConfig") -> None:
+    def __init__(
+        self,
+        module: "PreTrainedModel",
+        config: "TrainerConfig",
+        weights: StoredWeights | None = None,
+    ) -> None:
         super().__init__(module, config)
         self._deepspeed = _import_deepspeed()
-        make_siblings_contiguous(module)
+        self._deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False)
+        settings = make_deepspeed_config(module, config)
+        if weights is not None:
+            self._partition_weights(weights, settings)
+        elif not self.has_sharded_params:
+            make_siblings_contiguous(module)
         # From stage 1 on, ZeRO flattens them into a block in this order, so that siblings are
         # contiguous.
         self.optimizer = self._make_optimizer(self.trained_params.values())
-        self._deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False)
         self._engine, *_ = self._deepspeed.initialize(
-            model=module, optimizer=self.optimizer, config=make_deepspeed_config(module, config)
+            model=module, optimizer=self.optimizer, config=settings
         )
         self.forward = self._engine
         if self._config.zero_stage == 0:
             self.optimizer.register_step_pre_hook(self._divide_and_clip)
         self._grad_norm = 0.0
         self._grad_divisor = 1.0
+
+    def _partition_weights(self, weights: StoredWeights, settings: dict[str, Any]) -> None:
+        """Read the weights of a model on the meta device; partition each before reading the next.
+
+        Rank 0 reads a parameter, DeepSpeed broadcasts it, and each rank keeps its part.
+        """
+        partitioned: Any = None
+        for stored in weights.iter_tensors():
+            is_parameter = isinstance(stored.value, torch.nn.Parameter)
+            if is_parameter and dist.get_rank():
+                value = torch.empty_like(stored.value, device=get_local_device())
+            else:
+                value = stored.read().to(get_local_device(), stored.value.dtype)
+            parameter = stored.replace_value(value)
+            del value
+            if not is_parameter:
+                continue
+            if partitioned is None:
+                holder = torch.nn.ParameterList([parameter])
+                self._deepspeed.zero.Init(module=holder, config_dict_or_path=settings)
+                partitioned = parameter
+            else:
+                partitioned.convert_to_zero_parameters(param_list=[parameter])
 
     def backward(self, loss: Tensor) -> None:
         self._engine.backward(loss)

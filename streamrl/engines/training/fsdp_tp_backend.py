@@ -26,8 +26,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Cut
 from torch.distributed.tensor.placement_types import _StridedShard as StridedCut
 
-from streamrl.engines.checkpoint.sharded_state import ParameterFragment
+from streamrl.engines.checkpoint.sharded_state import ParameterFragment, view_piece
 from streamrl.engines.models.forward import get_local_device
+from streamrl.engines.models.stored_weights import StoredWeights
 from streamrl.engines.models.tensor_parallel import iter_layers, parallelize_layers
 from streamrl.engines.trainer_config import PARAMETER_SHARDING_STAGE
 from streamrl.engines.training.training_backend import TrainingBackend
@@ -52,7 +53,12 @@ class FsdpTpBackend(TrainingBackend):
     once, then clips.
     """
 
-    def __init__(self, module: "PreTrainedModel", config: "TrainerConfig") -> None:
+    def __init__(
+        self,
+        module: "PreTrainedModel",
+        config: "TrainerConfig",
+        weights: StoredWeights | None = None,
+    ) -> None:
         super().__init__(module, config)
         shape = (config.dp_size, config.tensor_parallel)
         mesh = init_device_mesh(get_local_device().type, shape, mesh_dim_names=(DP_DIM, TP_DIM))
@@ -65,6 +71,8 @@ class FsdpTpBackend(TrainingBackend):
             _copy_unsharded_params(module)
         if self._is_sharded:
             self._apply_fsdp()
+        if weights is not None:
+            self._read_shards(weights)
         self._local_params = {
             name: _to_local(parameter) for name, parameter in self.trained_params.items()
         }
@@ -80,6 +88,19 @@ class FsdpTpBackend(TrainingBackend):
             # Sum gradients instead of averaging; `step` divides.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
+
+    @torch.no_grad()
+    def _read_shards(self, weights: StoredWeights) -> None:
+        """Allocate this rank's shards of a model on the meta device, and read them."""
+        tensors = list(weights.iter_tensors())
+        for stored in tensors:
+            stored.replace_value(torch.empty_like(stored.value, device=get_local_device()))
+        # FSDP2 pads the new shards; it looks for them in its own _apply.
+        self.module._apply(lambda tensor: tensor)
+        for stored in tensors:
+            local, shard = _to_local(stored.value), self._find_shard("", stored.value)
+            for piece in shard.pieces if shard is not None else ():
+                view_piece(local, piece).copy_(stored.read_box(piece.box))
 
     def step(self, *, divisor: float, lr: float) -> float:
         for name, parameter in self.trained_params.items():
@@ -115,13 +136,17 @@ class FsdpTpBackend(TrainingBackend):
 
     def iter_shards(self) -> Iterator[tuple[str, Tensor, TensorShard]]:
         for name, parameter in self.trained_params.items():
-            spec = TensorSpec(name, tuple(parameter.shape), (0,), _find_tp_dim(parameter))
-            tp_rank = self._tp_mesh.get_local_rank()
-            shard: TensorShard | None = create_tensor_shard(spec, tp_rank, self._tp_mesh.size())
-            if self._is_sharded and shard is not None:
-                shard = shard.chunk(0, self._dp_mesh.get_local_rank(), self._dp_mesh.size())
+            shard = self._find_shard(name, parameter)
             if shard is not None:
                 yield name, self._local_params[name], shard
+
+    def _find_shard(self, name: str, tensor: Tensor) -> TensorShard | None:
+        """Return this rank's part of a parameter or buffer; None if it has no element."""
+        spec = TensorSpec(name, tuple(tensor.shape), (0,), _find_tp_dim(tensor))
+        shard = create_tensor_shard(spec, self._tp_mesh.get_local_rank(), self._tp_mesh.size())
+        if shard is None or not self._is_sharded or not isinstance(tensor, DTensor):
+            return shard
+        return shard.chunk(0, self._dp_mesh.get_local_rank(), self._dp_mesh.size())
 
     def alias_into(self, served: ShardStorage) -> None:
         if self._is_sharded:  # FSDP2 gathers from buffers of its own

@@ -38,6 +38,7 @@ from streamrl.engines.models.forward import (
 )
 from streamrl.engines.models.lora import add_lora_adapters
 from streamrl.engines.models.save_model import write_hf_model
+from streamrl.engines.models.stored_weights import StoredWeights
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.collate import average_advantage, build_batch, derive_columns
 from streamrl.engines.training.deepspeed_backend import DeepSpeedBackend
@@ -98,13 +99,15 @@ class ModelTrainer:
         self._num_steps = num_steps
         self._plan: StepPlan | None = None
         self._resharder = WeightResharder(config.collective_timeout_s)
-        module = task.load_model(resolve_trainer_dtype(config))
+        is_sharded = config.has_sharded_params
+        module = task.load_model(resolve_trainer_dtype(config), on_meta=is_sharded)
+        weights = StoredWeights(module, task.model_path) if is_sharded else None
         self._parameters = ParameterSet.from_module(module)
         if config.lora_rank:
             add_lora_adapters(module, config)
         if config.gradient_checkpointing:
             module.gradient_checkpointing_enable({"use_reentrant": False})
-        self._backend = make_backend(module, config)
+        self._backend = make_backend(module, config, weights)
         set_collective_timeout(config.collective_timeout_s)
         self._advantages: dict[str, dict[int, float]] = {}
         self._optimizer_offload = OptimizerOffload(
@@ -429,7 +432,15 @@ class ModelTrainer:
         )
 
 
-def make_backend(module: "PreTrainedModel", config: TrainerConfig) -> TrainingBackend:
+def make_backend(
+    module: "PreTrainedModel", config: TrainerConfig, weights: StoredWeights | None = None
+) -> TrainingBackend:
+    """Shard a model as configured. If it is on the meta device, each rank reads its part of `weights`.
+
+    Only layouts with `has_sharded_params` take a model on the meta device.
+    """
     if config.backend == "deepspeed":
-        return DeepSpeedBackend(module, config)
-    return (FsdpTpBackend if config.has_sharded_params else TorchBackend)(module, config)
+        return DeepSpeedBackend(module, config, weights)
+    if config.has_sharded_params:
+        return FsdpTpBackend(module, config, weights)
+    return TorchBackend(module, config)

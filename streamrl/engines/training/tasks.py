@@ -66,7 +66,8 @@ class TrainingTask(ABC):
     def token_columns(self) -> tuple[str, ...]: ...
 
     @abstractmethod
-    def load_model(self, dtype: torch.dtype) -> "PreTrainedModel": ...
+    def load_model(self, dtype: torch.dtype, *, on_meta: bool = False) -> "PreTrainedModel":
+        """Load the model; with `on_meta` without the weights that its directory stores."""
 
     @abstractmethod
     def compute_loss(
@@ -107,8 +108,10 @@ class PolicyTask(TrainingTask):
         needed = list_required_columns(self.spec, self.settings)
         return tuple(name for name in TOKEN_COLUMNS if name in needed)
 
-    def load_model(self, dtype: torch.dtype) -> "PreTrainedModel":
-        return load_model(self.model_path, dtype=dtype, options=self.options)
+    def load_model(self, dtype: torch.dtype, *, on_meta: bool = False) -> "PreTrainedModel":
+        return load_model(
+            self.model_path, dtype=dtype, options=self.options, on_meta=on_meta
+        )
 
     def score_batch(
         self, forward: ForwardFunction, batch: TensorDict, entropy_mode: EntropyMode = "none"
@@ -174,8 +177,10 @@ class TwoHeadedTask(PolicyTask):
     def token_columns(self) -> tuple[str, ...]:
         return (*super().token_columns, "values")
 
-    def load_model(self, dtype: torch.dtype) -> "PreTrainedModel":
-        return load_two_headed_model(self.model_path, dtype=dtype, options=self.options)
+    def load_model(self, dtype: torch.dtype, *, on_meta: bool = False) -> "PreTrainedModel":
+        return load_two_headed_model(
+            self.model_path, dtype=dtype, options=self.options, on_meta=on_meta
+        )
 
     def compute_loss(
         self, forward: ForwardFunction, batch: TensorDict, *, version: int
@@ -221,8 +226,10 @@ class CriticTask(TrainingTask):
     def token_columns(self) -> tuple[str, ...]:
         return ("token_ids", "loss_mask", CRITIC_COLUMNS[self.name][0])
 
-    def load_model(self, dtype: torch.dtype) -> "PreTrainedModel":
-        return load_value_model(self.model_path, dtype=dtype, options=self.options)
+    def load_model(self, dtype: torch.dtype, *, on_meta: bool = False) -> "PreTrainedModel":
+        return load_value_model(
+            self.model_path, dtype=dtype, options=self.options, on_meta=on_meta
+        )
 
     def compute_loss(
         self, forward: ForwardFunction, batch: TensorDict, *, version: int
