@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 TRUSTED_MODELS_ENV = "STREAMRL_TRUSTED_MODELS"
 """Environment variable: model directories whose own code may run, for all processes of a run."""
 GENERATION_CONFIG = "generation_config.json"
+WEIGHTS_FILE, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_DESCRIPTION_BYTES = 512 * MIB
 """Limit of a metadata file; tokenizers are the largest."""
 DESCRIPTION_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
@@ -206,7 +207,7 @@ def list_weight_files(path: Path) -> list[Path]:
     Files outside the index may duplicate the weights, like Mistral's consolidated file. Raises
     ConfigError for missing files, or files that vLLM would load and transformers would not.
     """
-    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
+    index, single = path / WEIGHTS_INDEX, path / WEIGHTS_FILE
     files = sorted(path.glob("*.safetensors"))
     if index.is_file():
         try:

@@ -240,7 +240,7 @@ def test_a_checkpoint_has_the_trained_weights_in_the_original_layout(
     base = load_model(str(tmp_path / "base"), dtype=torch.float32)
     with torch.no_grad():
         trained = {name: 2 * tensor for name, tensor in weights_of(base).items()}
-    write_hf_model(tmp_path / "saved", base, trained, tokenizer_from=str(tmp_path / "base"))
+    write_hf_model(tmp_path / "saved", base, trained.items(), tokenizer_from=str(tmp_path / "base"))
     read = load_model(str(tmp_path / "saved"), dtype=torch.float32)
     saved_weights, buffers = weights_of(read), dict(base.named_buffers())
     assert saved_weights.keys() == trained.keys()

@@ -185,11 +185,12 @@ def _tie_equal_weights(model: "PreTrainedModel", slices: dict[str, Any]) -> None
 def _are_equal(first: Any, second: Any) -> bool:
     if first.get_shape() != second.get_shape():
         return False
-    starts = range(0, first.get_shape()[0], COMPARED_ROWS)
-    return all(
-        torch.equal(first[start : start + COMPARED_ROWS], second[start : start + COMPARED_ROWS])
-        for start in starts
-    )
+    num_rows = first.get_shape()[0]
+    for start in range(0, num_rows, COMPARED_ROWS):
+        stop = min(start + COMPARED_ROWS, num_rows)
+        if not torch.equal(first[start:stop], second[start:stop]):
+            return False
+    return True
 
 
 def _read_slice(stored: Any, box: TensorBox) -> Tensor:

@@ -12,7 +12,7 @@ split into micro-batches and of the number of ranks.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -367,14 +367,20 @@ class ModelTrainer:
     def save_model(self, directory: Path) -> None:
         """Write the full model and its tokenizer as a Hugging Face directory, on rank 0.
 
-        All ranks must call it, since gathering the parameters may be collective.
+        Parameters are gathered one at a time. All ranks must call it, since gathering may be
+        collective.
         """
-        trained = self._gather_on_cpu()
-        if self.rank == 0:
-            state = dict(self._iter_merged(trained))
-            path = self._task.model_path
-            with wrap_checkpoint_errors(directory):
-                write_hf_model(directory, self._backend.module, state, tokenizer_from=path)
+        state = self.merged_state()
+        try:
+            if self.rank == 0:
+                saved = ((n, tensor.cpu()) for n, tensor in state if self._task.is_saved(n))
+                path = self._task.model_path
+                with wrap_checkpoint_errors(directory):
+                    write_hf_model(directory, self._backend.module, saved, tokenizer_from=path)
+        finally:
+            # Other ranks gather, too, whatever happens here.
+            for _ in state:
+                pass
 
     def merged_state(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and tensor of the full model's parameters, LoRA adapters merged.
@@ -387,7 +393,7 @@ class ModelTrainer:
             return
         trained = self._gather_on_cpu()
         if self.rank == 0:
-            yield from self._iter_merged(trained, self._parameters.unique_names)
+            yield from self._iter_merged(trained)
 
     def _gather_on_cpu(self) -> dict[str, Tensor]:
         """Gather the trained parameters on the CPU of rank 0; other ranks return an empty dict."""
@@ -397,18 +403,15 @@ class ModelTrainer:
                 trained[name] = tensor.cpu()
         return trained
 
-    def _iter_merged(
-        self, trained: Mapping[str, Tensor], names: Iterable[str] | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
+    def _iter_merged(self, trained: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield name and tensor of the full model's parameters, LoRA adapters merged, to be saved.
 
-        `trained` are the tensors of an exhausted `full_state`; `names` selects parameters, all by
-        default.
+        `trained` are the tensors of an exhausted `full_state`.
         """
         cpu, path = torch.device("cpu"), self._task.model_path
         full = build_full_weights(trained, self._parameters, model_path=path, device=cpu)
         dtype = resolve_trainer_dtype(self._config)
-        for name in full if names is None else names:
+        for name in self._parameters.unique_names:
             if self._task.is_saved(name):
                 yield name, full[name] if name in trained else full[name].to(dtype)
 
