@@ -18,7 +18,13 @@ def resolve_dtype(name: str) -> torch.dtype:
 
 
 def resolve_trainer_dtype(config: TrainerConfig) -> torch.dtype:
+    """Return the dtype in which a trainer computes and publishes its model."""
     return resolve_dtype(config.dtype) if config.has_master_weights else torch.float32
+
+
+def resolve_loading_dtype(config: TrainerConfig) -> torch.dtype:
+    """Return the dtype in which a trainer loads its model; backend torch makes bfloat16 copies."""
+    return torch.float32 if config.backend == "torch" else resolve_trainer_dtype(config)
 
 
 def is_float32_on_cpu(trainer: TrainerConfig, generator: GeneratorConfig) -> bool:

@@ -41,7 +41,7 @@ PARAMETER_SHARDING_STAGE = 3
 class TrainerConfig:
     """Config section `trainer`: ranks, parallelism, optimizer, learning rate, LoRA and memory."""
 
-    #: deepspeed, or torch (float32; data and tensor parallel).
+    #: deepspeed, or torch (data and tensor parallel).
     backend: str = "deepspeed"
     #: Number of ranks; data-parallel size times `tensor_parallel`.
     world_size: int = 1
@@ -128,7 +128,8 @@ class TrainerConfig:
         if self.dtype == "bfloat16" and not self.has_master_weights:
             raise ConfigError(
                 "trainer.dtype=bfloat16: needs master weights, which backend deepspeed"
-                " keeps from zero_stage 1 on"
+                " keeps from zero_stage 1 on, and backend torch with tensor_parallel above 1 or"
+                " zero_stage 3 on several ranks"
             )
 
     def _check_schedule(self) -> None:
@@ -182,7 +183,7 @@ class TrainerConfig:
     @property
     def has_master_weights(self) -> bool:
         """Whether the optimizer keeps float32 copies of the parameters."""
-        return self.backend == "deepspeed" and self.zero_stage > 0
+        return self.zero_stage > 0 if self.backend == "deepspeed" else self.has_sharded_params
 
     @property
     def has_sharded_params(self) -> bool:

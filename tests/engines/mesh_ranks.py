@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from streamrl.distributed.process_group import join_process_group
+from streamrl.engines.checkpoint.sharded_state import view_piece
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.model_trainer import make_backend
 from streamrl.engines.training.training_backend import TrainingBackend
@@ -53,15 +54,18 @@ class MeshCase(NamedTuple):
     model: str
     mesh: str
     recomputes: bool = False
+    dtype: str = "float32"
 
     @property
     def label(self) -> str:
-        return f"{self.model}; {self.mesh}{'; recomputed' * self.recomputes}"
+        bfloat16 = "; bfloat16" * (self.dtype == "bfloat16")
+        return f"{self.model}; {self.mesh}{'; recomputed' * self.recomputes}{bfloat16}"
 
 
 CASES = [MeshCase("qwen2 tied", mesh) for mesh in MESHES]
 CASES += [MeshCase(model, WIDE) for model in MODELS if model != "qwen2 tied"]
 CASES += [MeshCase("qwen2 tied", WIDE, recomputes=True)]
+BFLOAT16_CASES = [MeshCase("qwen2 tied", mesh, dtype="bfloat16") for mesh in MESHES]
 
 
 def make_model(model: str) -> PreTrainedModel:
@@ -91,7 +95,9 @@ def run_rank(rank: int, ports: Sequence[int], cases: Sequence[MeshCase]) -> dict
         )
     for case, port in zip(cases, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
-        config = TrainerConfig(backend="torch", world_size=WORLD, **MESHES[case.mesh])
+        config = TrainerConfig(
+            backend="torch", world_size=WORLD, dtype=case.dtype, **MESHES[case.mesh]
+        )
         module = make_model(case.model)
         if case.recomputes:
             module.gradient_checkpointing_enable({"use_reentrant": False})
@@ -123,6 +129,12 @@ def train(rank: int, module: PreTrainedModel, config: TrainerConfig) -> dict[str
         "unchanged": all(full_state[name].equal(before[name]) for name in before),
         "parameters": full_state,
         "misplaced": find_misplaced(backend, full_state),
+        "masters": [
+            (fragment.shard.tensor, piece.box.slices, view_piece(block, piece).clone())
+            for fragment in backend.iter_fragments()
+            for block in [fragment.slice_block(fragment.optimizer_tensor)]
+            for piece in fragment.shard.pieces
+        ],
         "kept_bytes": sum(tensor.nbytes for _, tensor, _ in backend.iter_shards()),
         "memory_bytes": count_memory_bytes(backend),
     }
@@ -139,7 +151,7 @@ def count_memory_bytes(backend: TrainingBackend) -> int:
 def find_misplaced(backend: TrainingBackend, full_state: dict[str, torch.Tensor]) -> list[str]:
     """Return parameters whose shards differ from the full tensor or lie elsewhere."""
     wrong_names = []
-    for name, local, shard in backend.iter_shards():
+    for name, local, shard in backend.iter_forward_shards():
         for piece in shard.pieces:
             offset = local.storage_offset() + piece.offset
             view = torch.as_strided(local, piece.box.shape, piece.strides, offset)

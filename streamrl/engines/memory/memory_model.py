@@ -162,10 +162,14 @@ def _resolve_generator_dtype(generator: GeneratorConfig, *, on_gpu: bool) -> tor
 def _estimate_state_bytes(trainer: TrainerConfig, trained: int) -> tuple[int, int]:
     """Return the bytes of a rank's optimizer state and the bytes of the rank's gradients.
 
-    From ZeRO stage 1 on, the optimizer state includes float32 master weights.
+    From ZeRO stage 1 on, the optimizer state includes float32 master weights. So does that of
+    backend torch in bfloat16; with FSDP2 they take the place of the weights.
     """
     if trainer.backend != "deepspeed" or trainer.zero_stage == 0:
-        return trained * MOMENT_BYTES, trained * FLOAT32_BYTES
+        itemsize = resolve_trainer_dtype(trainer).itemsize
+        is_fsdp = trainer.zero_stage == PARAMETER_SHARDING_STAGE and trainer.dp_size > 1
+        master = 0 if itemsize == FLOAT32_BYTES else FLOAT32_BYTES - itemsize * is_fsdp
+        return trained * (MOMENT_BYTES + master), trained * FLOAT32_BYTES
     shard = -(-trained // trainer.world_size)
     return shard * (MOMENT_BYTES + FLOAT32_BYTES), (
         trained if trainer.zero_stage == 1 else shard

@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -30,6 +31,7 @@ def write_hf_model(
     parameters: Iterable[tuple[str, Tensor]],
     *,
     tokenizer_from: str,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write a Hugging Face directory of a trained model.
 
@@ -37,10 +39,13 @@ def write_hf_model(
     come, at most a file at a time in memory. Buffers and config come from `module`, tokenizer and
     generation_config.json from the directory `tokenizer_from`. The latter file is copied because
     transformers refuses to save a generation config with contradictions, such as a temperature with
-    greedy decoding.
+    greedy decoding. `dtype` is that of the values, by default the module's.
     """
     with _reset_generation_config(module):
         module.save_pretrained(directory, state_dict={})
+    if dtype not in (None, module.dtype):
+        module.config.dtype = dtype
+        module.config.save_pretrained(directory)
     # state_dict() omits non-persistent buffers, such as those of rotary embeddings.
     module_state, buffers = module.state_dict(), dict(module.named_buffers())
     saved_buffers = ((name, module_state[name].cpu()) for name in module_state.keys() & buffers)

@@ -1,4 +1,4 @@
-"""Training backend torch with FSDP2 and tensor parallelism, float32, on nccl and gloo.
+"""Training backend torch with FSDP2 and tensor parallelism, on nccl and gloo.
 
 Example: world_size 4, tensor_parallel 2.
 
@@ -12,21 +12,28 @@ update.
 
 The optimizer updates local shards as plain tensors, since AdamW is elementwise. Only the gradient's
 norm needs communication.
+
+In bfloat16 these local shards are float32 master weights, and gradients are summed over ranks and
+micro-batches in float32. FSDP2 casts a shard before it gathers it; without FSDP2 the module has a
+bfloat16 copy, which follows each update.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Cut
 from torch.distributed.tensor.placement_types import _StridedShard as StridedCut
+from torch.nn import Parameter
 
 from streamrl.engines.checkpoint.sharded_state import ParameterFragment, view_piece
+from streamrl.engines.dtypes import resolve_trainer_dtype
 from streamrl.engines.models.forward import get_local_device
 from streamrl.engines.models.stored_weights import StoredWeights
 from streamrl.engines.models.tensor_parallel import iter_layers, parallelize_layers
@@ -60,6 +67,7 @@ class FsdpTpBackend(TrainingBackend):
         weights: StoredWeights | None = None,
     ) -> None:
         super().__init__(module, config)
+        self._dtype = resolve_trainer_dtype(config)
         shape = (config.dp_size, config.tensor_parallel)
         mesh = init_device_mesh(get_local_device().type, shape, mesh_dim_names=(DP_DIM, TP_DIM))
         self._dp_mesh, self._tp_mesh = mesh[DP_DIM], mesh[TP_DIM]
@@ -76,15 +84,21 @@ class FsdpTpBackend(TrainingBackend):
         self._local_params = {
             name: _to_local(parameter) for name, parameter in self.trained_params.items()
         }
+        self._has_copies = self._dtype != torch.float32 and not self._is_sharded
+        if self._has_copies:
+            self._cast_module()
         self.optimizer = self._make_optimizer(self._local_params.values())
         index = dist.get_rank() if self._is_sharded else self._tp_mesh.get_local_rank()
         self.legacy_state_file = f"torch_state_{index}.pt"
 
     def _apply_fsdp(self) -> None:
         """Shard the parameters of the decoder layers and the rest over the data-parallel ranks."""
+        policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
         for submodule in (*iter_layers(self.module), self.module):
             # By default the root stays gathered after a forward pass without a backward pass.
-            sharded = fully_shard(submodule, mesh=self._dp_mesh, reshard_after_forward=True)
+            sharded = fully_shard(
+                submodule, mesh=self._dp_mesh, reshard_after_forward=True, mp_policy=policy
+            )
             # Sum gradients instead of averaging; `step` divides.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
@@ -102,9 +116,19 @@ class FsdpTpBackend(TrainingBackend):
             for piece in shard.pieces if shard is not None else ():
                 view_piece(local, piece).copy_(stored.read_box(piece.box))
 
+    def _cast_module(self) -> None:
+        """Give the module bfloat16 copies of its parameters; local shards collect the gradients."""
+        self.module._apply(
+            lambda tensor: tensor.to(self._dtype) if isinstance(tensor, Parameter) else tensor
+        )
+        for name, parameter in self.trained_params.items():
+            parameter.register_post_accumulate_grad_hook(
+                partial(_move_gradient, self._local_params[name])
+            )
+
     def step(self, *, divisor: float, lr: float) -> float:
         for name, parameter in self.trained_params.items():
-            gradient = parameter.grad
+            gradient = self._local_params[name].grad if self._has_copies else parameter.grad
             local = self._local_params[name]
             local.grad = torch.zeros_like(local) if gradient is None else _to_local(gradient)
             if not self._is_sharded:
@@ -115,7 +139,11 @@ class FsdpTpBackend(TrainingBackend):
         for local in self._local_params.values():
             assert local.grad is not None
             local.grad *= min(scale, 1.0)
-        return self._apply_update(norm, lr)
+        self._apply_update(norm, lr)
+        if self._has_copies:
+            for name, parameter in self.trained_params.items():
+                _to_local(parameter).copy_(self._local_params[name])
+        return norm
 
     def _compute_grad_norm(self) -> float:
         """Return the norm of the full gradient, counting replicated elements once."""
@@ -132,13 +160,18 @@ class FsdpTpBackend(TrainingBackend):
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in super().full_state():
-            yield name, _gather_tensor(parameter)
+            yield name, _gather_tensor(parameter.to(self._dtype))
 
     def iter_shards(self) -> Iterator[tuple[str, Tensor, TensorShard]]:
         for name, parameter in self.trained_params.items():
             shard = self._find_shard(name, parameter)
             if shard is not None:
-                yield name, self._local_params[name], shard
+                local = _to_local(parameter) if self._has_copies else self._local_params[name]
+                yield name, local, shard
+
+    def iter_forward_shards(self) -> Iterator[tuple[str, Tensor, TensorShard]]:
+        for name, local, shard in self.iter_shards():
+            yield name, local.to(self._dtype), shard
 
     def _find_shard(self, name: str, tensor: Tensor) -> TensorShard | None:
         """Return this rank's part of a parameter or buffer; None if it has no element."""
@@ -163,11 +196,11 @@ class FsdpTpBackend(TrainingBackend):
     def iter_fragments(self) -> Iterator[ParameterFragment]:
         is_dp_replica = not self._is_sharded and self._dp_mesh.get_local_rank() != 0
         is_tp_replica = self._tp_mesh.get_local_rank() != 0
-        for name, local, shard in self.iter_shards():
+        for name, _, shard in self.iter_shards():
             is_copy = is_dp_replica or (
                 is_tp_replica and _find_tp_dim(self.trained_params[name]) is None
             )
-            yield ParameterFragment(shard, local, is_copy=is_copy)
+            yield ParameterFragment(shard, self._local_params[name], is_copy=is_copy)
 
 
 def find_alias_view(
@@ -187,6 +220,14 @@ def find_alias_view(
         return None
     is_compatible = (view.dtype, view.device) == (local.dtype, local.device)
     return view if is_compatible and view.is_contiguous() else None
+
+
+def _move_gradient(master: Tensor, parameter: Tensor) -> None:
+    """Add the gradient of a parameter's copy to that of its master weights."""
+    assert parameter.grad is not None
+    gradient = _to_local(parameter.grad).to(master.dtype)
+    master.grad = gradient if master.grad is None else master.grad + gradient
+    parameter.grad = None
 
 
 def _to_local(tensor: Tensor) -> Tensor:

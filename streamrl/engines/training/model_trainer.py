@@ -29,7 +29,7 @@ from streamrl.distributed.process_group import (
     set_collective_timeout,
     translate_collective_errors,
 )
-from streamrl.engines.dtypes import resolve_trainer_dtype
+from streamrl.engines.dtypes import resolve_loading_dtype, resolve_trainer_dtype
 from streamrl.engines.models.forward import (
     compute_token_logprobs,
     compute_token_values,
@@ -100,7 +100,7 @@ class ModelTrainer:
         self._plan: StepPlan | None = None
         self._resharder = WeightResharder(config.collective_timeout_s)
         is_sharded = config.has_sharded_params
-        module = task.load_model(resolve_trainer_dtype(config), on_meta=is_sharded)
+        module = task.load_model(resolve_loading_dtype(config), on_meta=is_sharded)
         weights = StoredWeights(module, task.model_path) if is_sharded else None
         self._parameters = ParameterSet.from_module(module)
         if config.lora_rank:
@@ -287,7 +287,7 @@ class ModelTrainer:
         """
         if not self.has_sharded_params:
             return 0
-        local_bytes = sum(tensor.nbytes for _, tensor, _ in self._backend.iter_shards())
+        local_bytes = sum(tensor.nbytes for _, tensor, _ in self._backend.iter_forward_shards())
         return sum(t.nbytes for name, t in gathered.items() if name != LORA_SCALE) - local_bytes
 
     @property
@@ -376,7 +376,13 @@ class ModelTrainer:
                 saved = ((n, tensor.cpu()) for n, tensor in state if self._task.is_saved(n))
                 path = self._task.model_path
                 with wrap_checkpoint_errors(directory):
-                    write_hf_model(directory, self._backend.module, saved, tokenizer_from=path)
+                    write_hf_model(
+                        directory,
+                        self._backend.module,
+                        saved,
+                        tokenizer_from=path,
+                        dtype=resolve_trainer_dtype(self._config),
+                    )
         finally:
             # Other ranks gather, too, whatever happens here.
             for _ in state:

@@ -108,6 +108,10 @@ class TrainingBackend:
         for name, parameter in self.trained_params.items():
             yield name, parameter.detach(), create_whole_shard(name, tuple(parameter.shape))
 
+    def iter_forward_shards(self) -> Iterator[tuple[str, Tensor, TensorShard]]:
+        """Yield as `iter_shards` the values that the forward pass computes with, perhaps copies."""
+        yield from self.iter_shards()
+
     def alias_into(self, served: ShardStorage) -> None:
         """Move this rank's shards into its generator's memory where the layout allows.
 

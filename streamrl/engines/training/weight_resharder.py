@@ -73,7 +73,7 @@ class WeightResharder:
         if self._executor is None or served is None:
             return None
         buffers, shards = {}, {}
-        for name, tensor, shard in backend.iter_shards():
+        for name, tensor, shard in backend.iter_forward_shards():
             buffers[name], shards[name] = tensor.to(self._dtypes[name]), shard
         return self._executor.run(create_from_buffers(buffers, shards, version=version), served)
 

@@ -11,6 +11,7 @@ from streamrl.errors import ConfigError
 from tests import forked
 from tests.engines.conftest import list_cases, param_of_ranks
 from tests.engines.mesh_ranks import (
+    BFLOAT16_CASES,
     CASES,
     LR,
     UPDATES,
@@ -25,9 +26,11 @@ from tests.engines.trainer_ranks import find_free_ports
 pytestmark = pytest.mark.xdist_group("ranks")
 
 QUICK = [MeshCase("qwen2 tied", "data 2, tensor 2"), MeshCase("llama", WIDE)]
-CASE_PARAMS = [
-    param_of_ranks(case, cases=[case], is_quick=case in QUICK, label=case.label) for case in CASES
-]
+QUICK += [MeshCase("qwen2 tied", mesh, dtype="bfloat16") for mesh in ("tensor 4", WIDE)]
+CASE_PARAMS, BFLOAT16_PARAMS = (
+    [param_of_ranks(case, cases=[case], is_quick=case in QUICK, label=case.label) for case in cases]
+    for cases in (CASES, BFLOAT16_CASES)
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +61,24 @@ def test_updates_equal_those_of_a_single_rank(ranks: list[dict[str, Any]], case:
                 assert (difference > 0.1 * LR).double().mean() < 1e-3, name
 
 
-@pytest.mark.parametrize("case", CASE_PARAMS)
+@pytest.mark.parametrize("case", BFLOAT16_PARAMS)
+def test_bfloat16_updates_float32_master_weights(ranks: list[dict[str, Any]], case: MeshCase):
+    for results in ranks:
+        single, mesh = results[make_single_rank_key(case.model)], results[case.label]
+        # The forward and backward pass in bfloat16 move the gradient's norm by up to 2 %.
+        assert mesh["norms"][:UPDATES] == pytest.approx(single["norms"][:UPDATES], rel=0.02)
+        for name, box, masters in mesh["masters"]:
+            assert masters.dtype == torch.float32
+            # The published weights are those that the forward pass uses.
+            assert torch.equal(mesh["parameters"][name][box], masters.bfloat16()), name
+            difference = (masters - single["parameters"][name][box]).abs()
+            assert difference.max() <= 2 * UPDATES * LR, name
+            # An update is smaller than a bfloat16's last bit: without master weights it is lost.
+            if not name.endswith("k_proj.bias"):
+                assert difference.mean() < 0.3 * LR, name
+
+
+@pytest.mark.parametrize("case", [*CASE_PARAMS, *BFLOAT16_PARAMS])
 def test_a_non_finite_gradient_norm_changes_no_parameter(
     ranks: list[dict[str, Any]], case: MeshCase
 ):
@@ -67,7 +87,7 @@ def test_a_non_finite_gradient_norm_changes_no_parameter(
         assert results[case.label]["unchanged"]
 
 
-@pytest.mark.parametrize("case", CASE_PARAMS)
+@pytest.mark.parametrize("case", [*CASE_PARAMS, *BFLOAT16_PARAMS])
 def test_a_shard_holds_the_elements_it_describes(ranks: list[dict[str, Any]], case: MeshCase):
     for results in ranks:
         assert results[case.label]["misplaced"] == []
