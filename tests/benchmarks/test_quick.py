@@ -124,6 +124,14 @@ def check_resharding(figures: Figures) -> None:
         assert is_measured(way["seconds"], way["over_all_gather"])
 
 
+def check_loading(figures: Figures) -> None:
+    assert figures["ranks"] == 2 and is_measured(figures["model_mib"])
+    for layout in ("fsdp2", "zero3"):
+        assert figures[layout]["bit_equal"]
+        for way in ("shards", "whole"):
+            assert is_measured(*figures[layout][way].values())
+
+
 def check_rewards(figures: Figures) -> None:
     assert figures["group"] == 8 and figures["groups"] == 10
     for judged in (*figures["1_workers"].values(), figures["gsm8k"]):
@@ -200,12 +208,12 @@ def check_startup(figures: Figures) -> None:
 QUICK = (
     *(check_data, check_filtering, check_overlap, check_planner, check_published, check_queue),
     *(check_nemo_fit, check_verl_fit, check_resharding, check_rewards, check_schedule),
-    check_simulator,
+    *(check_loading, check_simulator),
 )
 
 
 RAY_QUEUE = "ray_queue_batch"
-LONG = (check_data, check_overlap, check_queue)
+LONG = (check_data, check_loading, check_overlap, check_queue)
 """Benchmarks that take half a minute."""
 MORE_OPTIONS = {
     "overlap": ("--parts", "empty", "real", "sleeps"),

@@ -4,20 +4,18 @@ Runs in child processes, because torch.distributed must not be initialized in py
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from streamrl.distributed.process_group import join_process_group
-from streamrl.engines.models.forward import ModelLoadOptions, load_model
+from streamrl.engines.models.forward import ModelLoadOptions, load_model, load_value_model
 from streamrl.engines.models.lora import add_lora_adapters
 from streamrl.engines.models.stored_weights import StoredWeights
 from streamrl.engines.models.two_heads import load_two_headed_model
-from streamrl.engines.models.forward import load_value_model
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.model_trainer import make_backend
-from streamrl.engines.training.training_backend import TrainingBackend
 
 WORLD = 3
 """Divides few sizes, so that shards are padded and some ranks have none."""
@@ -25,7 +23,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp": {"backend": "torch", "zero_stage": 3},
     "zero3": {"backend": "deepspeed", "zero_stage": 3},
 }
-LOADERS = {
+LOADERS: dict[str, Callable[..., Any]] = {
     "policy": load_model,
     "critic": load_value_model,
     "two heads": load_two_headed_model,
@@ -54,13 +52,11 @@ def load_rank(
                 parameter.requires_grad_(True)  # full_state has the trained ones
             if on_meta:
                 backend = make_backend(module, config, weights)
-                parameters = dict(backend.full_state())
-                buffers = dict(module.named_buffers())
+                parameters: Loaded = dict(backend.full_state())
             else:
-                parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
-            loaded.append(
-                {name: t.detach().clone() for name, t in (parameters | buffers).items()}
-            )
+                parameters = dict(module.named_parameters())
+            tensors = parameters | dict(module.named_buffers())
+            loaded.append({name: tensor.detach().clone() for name, tensor in tensors.items()})
         results.append((loaded[0], loaded[1]))
         backend.close()
     return results

@@ -132,7 +132,9 @@ def test_generation_defaults_are_copied_into_checkpoints(copy_with_config: Any, 
     (path / "generation_config.json").write_text(defaults)
     assert read_model_length(str(path), limit=None) == 128
     model = load_model(str(path), dtype=torch.float32)
-    write_model_directory(tmp_path / "saved", model, model.named_parameters(), tokenizer_from=str(path))
+    write_model_directory(
+        tmp_path / "saved", model, model.named_parameters(), tokenizer_from=str(path)
+    )
     assert (tmp_path / "saved" / "generation_config.json").read_text() == defaults
 
 

@@ -39,7 +39,7 @@ def add_lora_adapters(module: "PreTrainedModel", config: TrainerConfig) -> None:
 
 @contextmanager
 def _replace_meta_weights(layers: Iterable[Any]) -> Iterator[None]:
-    """Give layers on the meta device weights of one element on this process's device in the context.
+    """Give layers on the meta device weights of one element on this process's device.
 
     peft moves new adapters to the device of their layer; on the meta device they lose their values.
     """

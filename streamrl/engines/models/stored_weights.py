@@ -1,7 +1,8 @@
 """Weights of a Hugging Face directory, read one tensor or one box of a tensor at a time.
 
-A model on the meta device (`load_model` with `on_meta`) has its structure but no weights. A training
-backend shards the model there, then each rank reads its boxes: no rank ever holds the whole model.
+A model on the meta device (`load_model` with `on_meta`) has its structure but no weights. A
+training backend shards the model there, then each rank reads its boxes: no rank ever holds the
+whole model.
 """
 
 import functools
@@ -66,7 +67,7 @@ class StoredWeights:
         self._model = model
         self._slices = _open_slices(path)
         _tie_equal_weights(model, self._slices)
-        self._owners = _find_owners(model)
+        self._owners = find_owners(model)
         self._tensors = model.state_dict(keep_vars=True)
         self._transforms = _plan_transforms(model, self._tensors, self._slices)
 
@@ -155,7 +156,7 @@ def _is_renaming(transform: Any) -> bool:
     return isinstance(transform, WeightRenaming)
 
 
-def _find_owners(model: nn.Module) -> dict[int, tuple[tuple[nn.Module, str], ...]]:
+def find_owners(model: nn.Module) -> dict[int, tuple[tuple[nn.Module, str], ...]]:
     """Return the modules, and their attributes, that hold each parameter and buffer, by its id."""
     owners: dict[int, tuple[tuple[nn.Module, str], ...]] = {}
     for module in model.modules():

@@ -77,7 +77,7 @@ def _define_output_class() -> type[Any]:
 def add_value_head(
     model: "PreTrainedModel", *, dtype: torch.dtype, device: torch.device | None = None
 ) -> None:
-    """Add a randomly initialized value head, a scalar per token; by default on the model's device."""
+    """Add a randomly initialized value head, a scalar per token, on `device` or the model's."""
     width = model.config.get_text_config().hidden_size
     model.score = torch.nn.Linear(width, 1, device=device or model.device, dtype=dtype)
 

@@ -444,9 +444,10 @@ class ModelTrainer:
 def make_backend(
     module: "PreTrainedModel", config: TrainerConfig, weights: StoredWeights | None = None
 ) -> TrainingBackend:
-    """Shard a model as configured. If it is on the meta device, each rank reads its part of `weights`.
+    """Shard a model as configured.
 
-    Only layouts with `has_sharded_params` take a model on the meta device.
+    If it is on the meta device, which needs `has_sharded_params`, each rank reads its part of
+    `weights`.
     """
     if config.backend == "deepspeed":
         return DeepSpeedBackend(module, config, weights)

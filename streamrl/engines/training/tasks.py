@@ -109,9 +109,7 @@ class PolicyTask(TrainingTask):
         return tuple(name for name in TOKEN_COLUMNS if name in needed)
 
     def load_model(self, dtype: torch.dtype, *, on_meta: bool = False) -> "PreTrainedModel":
-        return load_model(
-            self.model_path, dtype=dtype, options=self.options, on_meta=on_meta
-        )
+        return load_model(self.model_path, dtype=dtype, options=self.options, on_meta=on_meta)
 
     def score_batch(
         self, forward: ForwardFunction, batch: TensorDict, entropy_mode: EntropyMode = "none"
@@ -227,9 +225,7 @@ class CriticTask(TrainingTask):
         return ("token_ids", "loss_mask", CRITIC_COLUMNS[self.name][0])
 
     def load_model(self, dtype: torch.dtype, *, on_meta: bool = False) -> "PreTrainedModel":
-        return load_value_model(
-            self.model_path, dtype=dtype, options=self.options, on_meta=on_meta
-        )
+        return load_value_model(self.model_path, dtype=dtype, options=self.options, on_meta=on_meta)
 
     def compute_loss(
         self, forward: ForwardFunction, batch: TensorDict, *, version: int

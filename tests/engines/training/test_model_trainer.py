@@ -563,7 +563,8 @@ def test_a_schedule_without_a_required_option_is_rejected_before_the_first_step(
         (
             {"dtype": "bfloat16", "zero_stage": 0},
             "trainer.dtype=bfloat16: needs master weights, which backend deepspeed keeps from"
-            " zero_stage 1 on",
+            " zero_stage 1 on, and backend torch with tensor_parallel above 1 or zero_stage 3 on"
+            " several ranks",
         ),
     ],
 )

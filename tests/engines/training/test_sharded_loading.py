@@ -1,0 +1,127 @@
+"""Loading and saving without a whole model on any rank, with the bits of from_pretrained."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from streamrl.engines.models import save_model
+from streamrl.engines.models.forward import load_model
+from streamrl.engines.models.save_model import write_hf_model
+from streamrl.engines.models.stored_weights import StoredWeights
+from streamrl.errors import ConfigError
+from streamrl.files.hf_config import WEIGHTS_FILE, WEIGHTS_INDEX, list_weight_files
+from tests import forked
+from tests.engines.loading_ranks import LAYOUTS, LOADERS, WORLD, load_rank
+from tests.engines.test_architectures import QUICK, SLOW
+from tests.engines.test_architectures import make_model as make_architecture
+from tests.engines.tiny_qwen import save, tiny_model
+from tests.engines.trainer_ranks import find_free_ports
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+def write_variants(folder: Path) -> list[str]:
+    """Write a tied model, one in several files, and one whose files store the tied weight twice."""
+    tied, in_files, twice = (folder / name for name in ("tied", "in_files", "twice"))
+    for path in (tied, twice):
+        save(tiny_model(tied=True, seed=1), path)
+    save(tiny_model(tied=False, seed=1), in_files)
+    (in_files / WEIGHTS_FILE).unlink()
+    tiny_model(tied=False, seed=1).save_pretrained(in_files, max_shard_size="20KB")
+    assert (in_files / WEIGHTS_INDEX).is_file()
+    tensors = load_file(twice / WEIGHTS_FILE)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, twice / WEIGHTS_FILE, {"format": "pt"})
+    return list(map(str, (tied, in_files, twice)))
+
+
+def check_equal(paths: list[str], layout: str, *, kind: str = "policy", lora_rank: int = 0) -> None:
+    ports = find_free_ports(len(paths))
+    arguments = [(rank, ports, paths, layout, kind, lora_rank) for rank in range(WORLD)]
+    for results in forked.run(load_rank, arguments, timeout_s=300):
+        for path, (sharded, whole) in zip(paths, results, strict=True):
+            assert sharded.keys() == whole.keys(), path
+            for name, tensor in whole.items():
+                assert sharded[name].dtype == tensor.dtype
+                assert torch.equal(sharded[name], tensor), f"{path}: {name}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", LOADERS)
+def test_ranks_load_the_bits_of_from_pretrained(kind: str, layout: str, tmp_path: Path):
+    check_equal(write_variants(tmp_path), layout, kind=kind, lora_rank=2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "architectures"),
+    [
+        ("fsdp", QUICK),
+        ("zero3", QUICK),
+        pytest.param("fsdp", SLOW, marks=pytest.mark.slow),
+        pytest.param("zero3", SLOW, marks=pytest.mark.slow),
+    ],
+    ids=["fsdp", "zero3", "fsdp of all", "zero3 of all"],
+)
+def test_ranks_load_all_architectures(
+    layout: str, architectures: dict[str, object], tmp_path: Path
+):
+    for name in architectures:
+        make_architecture(name, tmp_path / name, seed=1)
+    check_equal([str(tmp_path / name) for name in architectures], layout)
+
+
+def test_a_missing_parameter_is_an_error_on_the_meta_device_too(tmp_path: Path):
+    save(tiny_model(tied=True, seed=1), tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS_FILE)
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / WEIGHTS_FILE, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lacks 1 parameters, such as model\.norm\.weight"):
+        load_model(str(tmp_path), dtype=torch.float32, on_meta=True)
+
+
+def test_a_checkpoint_larger_than_a_file_has_an_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(save_model, "MAX_FILE_BYTES", 50_000)
+    save(tiny_model(tied=True, seed=1), tmp_path / "base")
+    base = load_model(str(tmp_path / "base"), dtype=torch.float32)
+    for _ in range(2):  # The second time over the first one's files.
+        write_hf_model(
+            tmp_path / "saved",
+            base,
+            base.named_parameters(),
+            tokenizer_from=str(tmp_path / "base"),
+            dtype=torch.bfloat16,
+        )
+    files = list_weight_files(tmp_path / "saved")
+    assert len(files) > 1 and all(file.stat().st_size < 60_000 for file in files)
+    assert not list((tmp_path / "saved").glob("*.partial"))
+    saved = load_model(str(tmp_path / "saved"), dtype=torch.float32)
+    assert saved.config.dtype == torch.float32  # the dtype asked for
+    assert '"dtype": "bfloat16"' in (tmp_path / "saved" / "config.json").read_text()
+    for name, parameter in base.named_parameters():
+        assert torch.equal(saved.get_parameter(name), parameter)
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+@pytest.mark.parametrize("model", ["7B", "70B"])
+def test_no_rank_ever_holds_the_whole_model(model: str, tensor_parallel: int):
+    command = [sys.executable, "-m", "tests.engines.fake_ranks", model, str(tensor_parallel)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-4000:]
+    whole, share, largest, peak = map(int, result.stdout.split())
+    assert share < whole / 3
+    assert share <= peak <= share + largest
+
+
+def test_stored_tensors_read_a_box_of_a_file(tmp_path: Path):
+    save(tiny_model(tied=True, seed=1), tmp_path)
+    module = load_model(str(tmp_path), dtype=torch.float32, on_meta=True)
+    assert module.get_parameter("model.norm.weight").is_meta
+    assert not module.get_buffer("model.rotary_emb.inv_freq").is_meta
+    tensors = list(StoredWeights(module, str(tmp_path)).iter_tensors())
+    assert len(tensors) == len(list(module.parameters()))
