@@ -174,8 +174,8 @@ def make_split_rules(config: RunConfig, problem: PlacementProblem) -> SplitRules
 
     The function restricts `list_zero_stages` by the run's dtypes and models. The torch backend,
     which trains tensor-parallel layers, supports no adapters under tensor parallelism, and the
-    planner knows no costs of its bfloat16. Without tensor parallelism it shards the whole model (ZeRO 3)
-    or replicates it (0).
+    planner knows no costs of its bfloat16. Without tensor parallelism it shards the whole model
+    (ZeRO 3) or replicates it (0).
     """
     trainers = {role: config.get_trainer_config(role) for role in config.dataflow.trained_roles}
     unsplittable_roles = {
