@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from streamrl.algorithms.math.losses import entropy_from_logits
+from streamrl.engines.models.chunked_head import EntropyMode, run_scoring_forward
 from streamrl.engines.trainer_config import ATTENTION_IMPLEMENTATIONS
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import is_trusted, read_model_config
@@ -16,15 +15,11 @@ from streamrl.files.hf_config import is_trusted, read_model_config
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-CHUNK_TOKENS = 2048
-"""Tokens for which float32 logits over the vocabulary exist at the same time."""
 FLEX_ATTENTION = ATTENTION_IMPLEMENTATIONS["flex"]
 NEXTN_LAYERS_KEY = "num_nextn_predict_layers"
 """Key in config.json of the number of multi-token prediction layers."""
 VALUE_HEAD_PREFIX = "score."
 """Name prefix of the value head, as in transformers' token classification models."""
-
-EntropyMode = Literal["none", "value", "gradient"]
 
 
 @dataclass(frozen=True)
@@ -276,62 +271,19 @@ def compute_token_logprobs(
 
     `token_ids` int64 [B, T], `attention_mask` bool [B, T], padded on the right. Position t holds
     the logprob of token t; position 0 holds 0. Logits are divided by `temperature` as in sampling.
-    float32 distributions are computed in chunks and recomputed in the backward pass. Entropies are
-    0 for mode "none" and carry a gradient only for mode "gradient".
+    Logits exist for a chunk of tokens at a time (`chunked_head`). Entropies are 0 for mode "none"
+    and carry a gradient only for mode "gradient".
     """
-    return score_tokens(
-        run_causal_forward(model, token_ids).logits,
-        token_ids,
-        attention_mask,
-        temperature=temperature,
-        entropy_mode=entropy_mode,
+    output = run_scoring_forward(
+        model, token_ids, temperature=temperature, entropy_mode=entropy_mode
     )
+    return extract_scores(output, attention_mask)
 
 
-def score_tokens(
-    logits: Tensor,
-    token_ids: Tensor,
-    attention_mask: Tensor,
-    *,
-    temperature: float,
-    entropy_mode: EntropyMode = "none",
-) -> TokenScores:
-    """Compute the logprobs and entropies of tokens from the logits [B, T, V] of a forward pass.
-
-    Shapes, temperature and entropy modes are those of `compute_token_logprobs`.
-    """
-    # Split the full logits and drop the last position of the small result. Slicing the logits
-    # instead would make the backward pass pad a gradient of the full size.
-    targets = token_ids.roll(-1, dims=1)
-    width = max(1, CHUNK_TOKENS // len(token_ids))
-    pairs = zip(logits.split(width, dim=1), targets.split(width, dim=1), strict=True)
-    chunks = [
-        checkpoint(
-            _score_chunk,
-            chunk,
-            ids,
-            temperature,
-            entropy_mode,
-            use_reentrant=False,
-            preserve_rng_state=False,
-        )
-        for chunk, ids in pairs
-    ]
-    logprobs, entropies = (torch.cat(results, dim=1) for results in zip(*chunks, strict=True))
-    return TokenScores(
-        shift_right(logprobs, attention_mask), shift_right(entropies, attention_mask)
-    )
-
-
-def _score_chunk(
-    logits: Tensor, targets: Tensor, temperature: float, entropy_mode: EntropyMode
-) -> tuple[Tensor, Tensor]:
-    scaled = logits.float() / temperature
-    chosen = scaled.gather(-1, targets[..., None])[..., 0] - scaled.logsumexp(-1)
-    if entropy_mode == "none":
-        return chosen, torch.zeros_like(chosen)
-    with torch.set_grad_enabled(entropy_mode == "gradient" and torch.is_grad_enabled()):
-        return chosen, entropy_from_logits(scaled)
+def extract_scores(output: Any, attention_mask: Tensor) -> TokenScores:
+    """Return the scores of the tokens at their positions, given a scoring forward pass's output."""
+    logprobs, entropy = (shift_right(x, attention_mask) for x in (output.logprobs, output.entropy))
+    return TokenScores(logprobs, entropy)
 
 
 def shift_right(values: Tensor, attention_mask: Tensor) -> Tensor:

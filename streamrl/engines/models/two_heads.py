@@ -4,13 +4,12 @@ HybridFlow calls this AC-share (arXiv 2409.19256); trlx trains the same. The val
 the shared layers.
 """
 
-import functools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from streamrl.engines.models.chunked_head import define_output_class
 from streamrl.engines.models.forward import (
     DEFAULT_OPTIONS,
     ModelLoadOptions,
@@ -35,7 +34,7 @@ def load_two_headed_model(
     The value head's parameters have the same names as those of a separate critic. `on_meta` and
     ConfigError are those of `load_model`.
     """
-    make_output = _define_output_class()
+    make_output = define_output_class()
     model = load_model(path, dtype=dtype, options=options, on_meta=on_meta)
     add_value_head(model, dtype=dtype, device=get_local_device())
     with torch.no_grad():
@@ -47,31 +46,13 @@ def load_two_headed_model(
         hidden_states.append(inputs[0])
 
     def add_values(module: Any, _: Any, output: Any) -> Any:
-        return make_output(logits=output.logits, state_values=module.score(hidden_states.pop()))
+        results = {name: output.get(name) for name in ("logits", "logprobs", "entropy")}
+        return make_output(**results, state_values=module.score(hidden_states.pop()))
 
     # The output head's input is the last hidden state in every family, whatever its modules' names.
     model.get_output_embeddings().register_forward_pre_hook(save_hidden)
     model.register_forward_hook(add_values)
     return model
-
-
-@functools.cache
-def _define_output_class() -> type[Any]:
-    """Define the output class of a two-headed model; lazily, since transformers imports slowly."""
-    from transformers.utils import ModelOutput
-
-    @dataclass
-    class TwoHeadedOutput(ModelOutput):
-        """Output of a policy with a value head: logits [B, T, V] and values [B, T, 1].
-
-        A ModelOutput is a dataclass and a dict: FSDP registers its gradient hooks on dataclass
-        fields, DeepSpeed on dict entries.
-        """
-
-        logits: Tensor | None = None
-        state_values: Tensor | None = None
-
-    return TwoHeadedOutput
 
 
 def add_value_head(

@@ -17,18 +17,17 @@ from streamrl.algorithms import (
 from streamrl.algorithms.math.critic import critic_loss
 from streamrl.algorithms.objective import policy_loss, shared_value_loss
 from streamrl.dataflow import CRITIC, CRITIC_BY_COLUMN, POLICY, RETURNS_BY_CRITIC
+from streamrl.engines.models.chunked_head import EntropyMode, run_scoring_forward
 from streamrl.engines.models.forward import (
     DEFAULT_OPTIONS,
     VALUE_HEAD_PREFIX,
-    EntropyMode,
     ModelLoadOptions,
     TokenScores,
     compute_token_logprobs,
     compute_token_values,
+    extract_scores,
     load_model,
     load_value_model,
-    run_causal_forward,
-    score_tokens,
 )
 from streamrl.engines.models.two_heads import extract_values, load_two_headed_model
 from streamrl.engines.training.collate import TOKEN_COLUMNS
@@ -202,15 +201,10 @@ class TwoHeadedTask(PolicyTask):
     ) -> tuple[TokenScores, Tensor]:
         """Run the model once; return the tokens' logprobs and entropies, and their values."""
         ids, attention = batch["token_ids"], batch["attention_mask"]
-        output = run_causal_forward(forward, ids)
-        scores = score_tokens(
-            output.logits,
-            ids,
-            attention,
-            temperature=self.temperature,
-            entropy_mode=self.entropy_mode,
+        output = run_scoring_forward(
+            forward, ids, temperature=self.temperature, entropy_mode=self.entropy_mode
         )
-        return scores, extract_values(output, attention)
+        return extract_scores(output, attention), extract_values(output, attention)
 
 
 @dataclass(frozen=True)

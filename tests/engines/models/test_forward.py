@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2For
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from streamrl.engines.dtypes import resolve_dtype
-from streamrl.engines.models import forward
+from streamrl.engines.models import chunked_head, forward
 from streamrl.engines.models.forward import compute_token_logprobs, load_model, run_causal_forward
 from streamrl.engines.training.collate import build_batch
 from streamrl.errors import ConfigError
@@ -91,7 +91,7 @@ def test_chunks_change_neither_values_nor_gradients(model, monkeypatch):
     batch = make_batch()
     results = []
     for chunk_tokens in (2048, 8, 1):
-        monkeypatch.setattr(forward, "CHUNK_TOKENS", chunk_tokens)
+        monkeypatch.setattr(chunked_head, "CHUNK_TOKENS", chunk_tokens)
         model.zero_grad()
         scores = compute_scores(model, batch, entropy_mode="gradient")
         (scores.logprobs.sum() + scores.entropy.sum()).backward()

@@ -1,0 +1,214 @@
+"""Log-probabilities and entropies of tokens through the output head, chunk by chunk.
+
+Logits take tokens x vocabulary elements: 9.3 GiB in bfloat16 for 32,768 tokens and 152k words, and
+as much again for their gradient. So head and softmax see `CHUNK_TOKENS` tokens at a time, and the
+backward pass computes each chunk once more. A custom autograd function does that: it sums the
+head's gradient in float32, where torch's checkpoint per chunk would sum in the parameters' dtype.
+
+The loop runs within one call of the head module, within one call of the model. DeepSpeed's and
+FSDP2's hooks therefore gather the head's parameters once per pass, however many chunks there are.
+"""
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from streamrl.algorithms.math.losses import entropy_from_logits
+
+CHUNK_TOKENS = 2048
+"""Tokens for which logits over the vocabulary exist at the same time."""
+
+EntropyMode = Literal["none", "value", "gradient"]
+ChunkScorer = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Function from the head's inputs [N, H] and the next tokens [N] to logprobs and entropies [N]."""
+
+
+@functools.cache
+def define_output_class() -> type[Any]:
+    """Define the output class of a scoring forward pass; lazily, since transformers imports slowly.
+
+    A ModelOutput is a dataclass and a dict: FSDP registers its gradient hooks on dataclass fields,
+    DeepSpeed on dict entries.
+    """
+    from transformers.utils import ModelOutput
+
+    @dataclass
+    class ScoringOutput(ModelOutput):
+        """Logits [B, T, V], or scores of the next tokens [B, T]; values [B, T, 1] of a second head.
+
+        logprobs: log-probability of the token after each position. entropy: that of its
+        distribution.
+        """
+
+        logits: Tensor | None = None
+        logprobs: Tensor | None = None
+        entropy: Tensor | None = None
+        state_values: Tensor | None = None
+
+    return ScoringOutput
+
+
+def run_scoring_forward(
+    model: Callable[..., Any],
+    token_ids: Tensor,
+    *,
+    temperature: float,
+    entropy_mode: EntropyMode,
+) -> Any:
+    """Run a causal model on int64 [B, T]; its output has logprobs and entropy, float32, not logits.
+
+    `model` is a transformers model or a DeepSpeed engine of one. Position t scores token t + 1; the
+    last position is meaningless. Logits are divided by `temperature`. Entropies are 0 for mode
+    "none" and carry a gradient only for mode "gradient".
+    """
+    module = getattr(model, "module", model)
+    head, base = module.get_output_embeddings(), module.base_model
+    finish = functools.partial(_score_logits, temperature=temperature, entropy_mode=entropy_mode)
+    targets = token_ids.roll(-1, dims=1)
+    name = next((name for name, child in module.named_children() if child is head), None)
+    if name is None or base is module:
+        # transformers knows no head or no base of this model, so its whole logits are needed.
+        output = model(input_ids=token_ids, use_cache=False)
+        logprobs, entropy = _score_in_chunks(finish, output.logits, targets, entropy_mode)
+        values = getattr(output, "state_values", None)
+        return define_output_class()(logprobs=logprobs, entropy=entropy, state_values=values)
+    apply_head = head.forward
+
+    def score_chunk(inputs: Tensor, chunk_targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = _postprocess_logits(module, name, inputs, apply_head(inputs))
+        return finish(logits, chunk_targets)
+
+    def score(inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return _score_in_chunks(score_chunk, inputs, targets, entropy_mode, *head.parameters())
+
+    with _replace_head(module, head, score):
+        return model(input_ids=token_ids, use_cache=False)
+
+
+@contextlib.contextmanager
+def _replace_head(
+    module: nn.Module, head: nn.Module, score: Callable[[Tensor], tuple[Tensor, Tensor]]
+) -> Iterator[None]:
+    """Make the model's forward pass return what `score` computes in place of the head.
+
+    Hooks of the head that are registered already see the scores: DeepSpeed's gather the head's
+    parameters for the backward pass of a module's outputs. The rest of the model's forward pass
+    gets a placeholder for logits. Hooks of the model then see its scores as outputs.
+    """
+    scores: list[tuple[Tensor, Tensor]] = []
+
+    def take_scores(_: nn.Module, __: Any, output: tuple[Tensor, Tensor]) -> Tensor:
+        scores.append(output)
+        return output[0].detach()[..., None]
+
+    def return_scores(_: nn.Module, __: Any, ___: Any) -> Any:
+        logprobs, entropy = scores.pop()
+        return define_output_class()(logprobs=logprobs, entropy=entropy)
+
+    handles = [
+        head.register_forward_hook(take_scores),
+        module.register_forward_hook(return_scores, prepend=True),
+    ]
+    own_forward = vars(head).get("forward")
+    vars(head)["forward"] = score
+    try:
+        yield
+    finally:
+        del vars(head)["forward"]
+        if own_forward is not None:
+            vars(head)["forward"] = own_forward
+        for handle in handles:
+            handle.remove()
+
+
+def _postprocess_logits(
+    module: nn.Module, head_name: str, inputs: Tensor, head_output: Tensor
+) -> Tensor:
+    """Apply to the head's output [N, V] what the model's forward does after the head.
+
+    Soft-capping and scaling are written in each family's forward. A shallow copy of the model,
+    whose base and head return the given tensors, runs that code.
+    """
+    from transformers.modeling_outputs import MoeModelOutputWithPast
+
+    shell: Any = copy.copy(module)
+    base_output = MoeModelOutputWithPast(last_hidden_state=inputs[None])
+    vars(shell)[shell.base_model_prefix] = lambda *_, **__: base_output
+    vars(shell)[head_name] = lambda *_, **__: head_output[None]
+    logits: Tensor = type(module).forward(shell, inputs_embeds=inputs[None], use_cache=False).logits
+    return logits[0]
+
+
+def _score_logits(
+    logits: Tensor, targets: Tensor, temperature: float, entropy_mode: EntropyMode
+) -> tuple[Tensor, Tensor]:
+    scaled = logits.float() / temperature
+    chosen = scaled.gather(-1, targets[..., None])[..., 0] - scaled.logsumexp(-1)
+    if entropy_mode == "none":
+        return chosen, torch.zeros_like(chosen)
+    with torch.set_grad_enabled(entropy_mode == "gradient" and torch.is_grad_enabled()):
+        return chosen, entropy_from_logits(scaled)
+
+
+def _score_in_chunks(
+    score_chunk: ChunkScorer,
+    inputs: Tensor,
+    targets: Tensor,
+    entropy_mode: EntropyMode,
+    *parameters: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Score inputs [B, T, H] in chunks, with gradients of inputs and of the head's `parameters`."""
+    logprobs, entropy = _ChunkedScores.apply(
+        score_chunk, entropy_mode, inputs.flatten(0, 1), targets.flatten(), *parameters
+    )
+    return logprobs.view(targets.shape), entropy.view(targets.shape)
+
+
+class _ChunkedScores(torch.autograd.Function):
+    """Scores [N] of inputs [N, H]; the backward pass computes the chunks again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        score_chunk: ChunkScorer,
+        entropy_mode: EntropyMode,
+        inputs: Tensor,
+        targets: Tensor,
+        *parameters: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.score_chunk, ctx.has_entropy_grad = score_chunk, entropy_mode == "gradient"
+        ctx.save_for_backward(inputs, targets, *parameters)
+        chunks = zip(inputs.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True)
+        results = [score_chunk(*chunk) for chunk in chunks]
+        logprobs, entropy = (torch.cat(scores) for scores in zip(*results, strict=True))
+        if not ctx.has_entropy_grad:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_scores: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, targets, *parameters = ctx.saved_tensors
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        grad_inputs = torch.empty_like(inputs)
+        grad_parameters = [torch.zeros_like(p, dtype=torch.float32) for p in trained]
+        tensors = (inputs, targets, grad_inputs, *grad_scores[: 1 + ctx.has_entropy_grad])
+        for chunk in zip(*(tensor.split(CHUNK_TOKENS) for tensor in tensors), strict=True):
+            leaf, chunk_targets, grad_chunk, *grad_outputs = chunk
+            leaf = leaf.detach().requires_grad_()
+            with torch.enable_grad():
+                scores = ctx.score_chunk(leaf, chunk_targets)[: len(grad_outputs)]
+            grads = torch.autograd.grad(scores, (leaf, *trained), grad_outputs)
+            del scores
+            grad_chunk.copy_(grads[0])
+            for total, grad in zip(grad_parameters, grads[1:], strict=True):
+                total += grad
+        sums = {id(p): total.to(p.dtype) for p, total in zip(trained, grad_parameters, strict=True)}
+        return None, None, grad_inputs, None, *(sums.get(id(p)) for p in parameters)

@@ -1,0 +1,210 @@
+"""Scores through the output head in chunks, against the model's own logits."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from streamrl.algorithms.math.losses import entropy_from_logits
+from streamrl.engines.models import chunked_head
+from streamrl.engines.models.chunked_head import EntropyMode, run_scoring_forward
+from streamrl.engines.models.forward import compute_token_logprobs
+from tests.engines.test_architectures import COMMON, QUICK, SLOW, VOCABULARY
+
+TEMPERATURE = 0.7
+FAMILIES: dict[str, dict[str, Any]] = {
+    **QUICK,
+    **SLOW,
+    # Multiplied logits; biased heads; other names of base and head.
+    "cohere": {"logit_scale": 0.25},
+    "gptj": {"n_embd": 128, "n_layer": 2, "n_head": 4, "rotary_dim": 16, "n_positions": 512},
+    "phi": {},
+}
+Results = tuple[Tensor, Tensor, dict[str, Tensor]]
+
+
+def make_model(family: str, **changes: Any) -> PreTrainedModel:
+    """Build a random model whose parameters all change its logits."""
+    torch.manual_seed(0)
+    options = {**COMMON, **FAMILIES[family], **changes}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **options))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            scale = 0.2 if parameter.dim() == 1 else 1.2 / math.sqrt(parameter.shape[-1])
+            parameter.add_(torch.randn_like(parameter) * scale)
+    return model.train()
+
+
+def make_ids(rows: int, width: int) -> Tensor:
+    return torch.randint(3, VOCABULARY, (rows, width), generator=torch.manual_seed(1))
+
+
+def weigh(logprobs: Tensor, entropy: Tensor) -> Tensor:
+    """Return a sum to which every token contributes differently."""
+    weights = torch.arange(1, logprobs.numel() + 1).view_as(logprobs) / logprobs.numel()
+    return (weights * logprobs).sum() + (weights.flip(0) * entropy).sum()
+
+
+def collect_gradients(model: nn.Module) -> dict[str, Tensor]:
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return grads
+
+
+def score_plainly(model: PreTrainedModel, ids: Tensor, mode: EntropyMode) -> Results:
+    """Score all tokens but the first from the model's logits, [B, T - 1]."""
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float() / TEMPERATURE
+    logprobs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    entropy = entropy_from_logits(logits)
+    if mode != "gradient":
+        entropy = entropy.detach() * (mode == "value")
+    weigh(logprobs, entropy).backward()
+    return logprobs.detach(), entropy.detach(), collect_gradients(model)
+
+
+def score_in_chunks(model: PreTrainedModel, ids: Tensor, mode: EntropyMode) -> Results:
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    scores = compute_token_logprobs(model, ids, mask, temperature=TEMPERATURE, entropy_mode=mode)
+    logprobs, entropy = scores.logprobs[:, 1:], scores.entropy[:, 1:]
+    weigh(logprobs, entropy).backward()
+    return logprobs.detach(), entropy.detach(), collect_gradients(model)
+
+
+def assert_equal_scores(model: PreTrainedModel, ids: Tensor, mode: EntropyMode) -> None:
+    actual, expected = score_in_chunks(model, ids, mode), score_plainly(model, ids, mode)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+@contextmanager
+def chunks_of(tokens: int) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunked_head, "CHUNK_TOKENS", tokens)
+        yield
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_and_gradients_are_those_of_the_logits_of_the_family(family: str):
+    with chunks_of(5):
+        assert_equal_scores(make_model(family), make_ids(2, 12), "gradient")
+
+
+@pytest.mark.parametrize("mode", ["none", "value", "gradient"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_entropy_mode_has_the_gradients_of_the_logits(mode: EntropyMode, tied: bool):
+    model = make_model("qwen2", tie_word_embeddings=tied)
+    with chunks_of(7):
+        assert_equal_scores(model, make_ids(3, 9), mode)
+
+
+@pytest.fixture(scope="module")
+def granite() -> PreTrainedModel:
+    return make_model("granite")
+
+
+@settings(max_examples=15, deadline=None)
+@given(rows=st.integers(1, 3), width=st.integers(2, 20), chunk=st.integers(1, 70))
+def test_the_size_of_the_chunks_changes_nothing(
+    granite: PreTrainedModel, rows: int, width: int, chunk: int
+):
+    with chunks_of(chunk):
+        assert_equal_scores(granite, make_ids(rows, width), "gradient")
+
+
+def test_a_frozen_head_gets_no_gradient_and_passes_it_on():
+    model = make_model("qwen2", tie_word_embeddings=False)
+    model.lm_head.requires_grad_(False)
+    with chunks_of(4):
+        assert_equal_scores(model, make_ids(2, 9), "value")
+
+
+def test_activation_checkpointing_changes_nothing():
+    model = make_model("gemma2")
+    expected = score_in_chunks(model, make_ids(2, 9), "gradient")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with chunks_of(4):
+        actual = score_in_chunks(model, make_ids(2, 9), "gradient")
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_bfloat16_gradients_of_the_head_do_not_depend_on_the_number_of_chunks():
+    model = make_model("qwen2", tie_word_embeddings=False).to(torch.bfloat16)
+    ids, gradients = make_ids(4, 64), []
+    for tokens in (256, 4):
+        with chunks_of(tokens):
+            gradients.append(score_in_chunks(model, ids, "value")[2]["lm_head.weight"].float())
+    error = (gradients[1] - gradients[0]).norm() / gradients[0].norm()
+    assert error < 2**-7
+
+
+def test_the_model_is_left_as_it_was():
+    model = make_model("qwen2")
+    ids = make_ids(1, 6)
+    before = model(ids).logits
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    score_in_chunks(model, ids, "value")
+    with pytest.raises(IndexError):
+        run_scoring_forward(model, ids + VOCABULARY, temperature=1.0, entropy_mode="none")
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
+    assert not any(module._forward_hooks for module in model.modules())
+    assert torch.equal(model(ids).logits, before)
+
+
+class Wrapped(nn.Module):
+    """Output head that is no child of the model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.inner = model
+        self.base_model = model
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.inner.get_output_embeddings()
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.inner(**inputs)
+
+
+def test_a_model_without_a_known_head_is_scored_from_all_its_logits():
+    model: Any = Wrapped(make_model("qwen2"))
+    with chunks_of(4):
+        assert_equal_scores(model, make_ids(2, 9), "gradient")
+
+
+class WidestTensor(TorchDispatchMode):
+    """Records the most elements of any tensor that an operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        self.elements = max(self.elements, *sizes, 0)
+        return output
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("mode", ["none", "gradient"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "granite"])
+def test_no_tensor_has_an_element_per_token_and_word(
+    family: str, mode: EntropyMode, recompute: bool
+):
+    words, tokens = 4 * VOCABULARY, 256
+    model = make_model(family, vocab_size=words)
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    parameters = max(parameter.numel() for parameter in model.parameters())
+    assert parameters < tokens * words
+    with chunks_of(16), WidestTensor() as widest:
+        score_in_chunks(model, make_ids(2, tokens // 2), mode)
+    assert widest.elements <= max(parameters, 2 * tokens * 4 * 128)
