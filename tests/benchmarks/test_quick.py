@@ -76,6 +76,17 @@ def check_data(figures: Figures) -> None:
     assert is_measured(figures["jsonl"]["data_check_rows_per_s"])
 
 
+def check_memory(figures: Figures) -> None:
+    for roles in (figures["counted"]["qwen2.5-7b"], figures["measured"]):
+        assert set(roles) == {"tokens", "policy", "reference", "critic"}
+        assert is_measured(*numbers({role: roles[role] for role in roles}))
+    for role in ("policy", "reference"):
+        chunks, full = (
+            figures["counted"]["qwen2.5-7b"][role][n] for n in ("chunks", "full_logits")
+        )
+        assert chunks < full
+
+
 def check_planner(figures: Figures) -> None:
     assert figures["command"] == []
     (large,) = figures["seconds"]
@@ -206,7 +217,8 @@ def check_startup(figures: Figures) -> None:
 
 
 QUICK = (
-    *(check_data, check_filtering, check_overlap, check_planner, check_published, check_queue),
+    *(check_data, check_filtering, check_memory, check_overlap, check_planner),
+    *(check_published, check_queue),
     *(check_nemo_fit, check_verl_fit, check_resharding, check_rewards, check_schedule),
     *(check_loading, check_simulator),
 )

@@ -10,11 +10,10 @@ FSDP2's hooks therefore gather the head's parameters once per pass, however many
 """
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +21,23 @@ from torch.autograd.function import once_differentiable
 
 from streamrl.algorithms.math.losses import entropy_from_logits
 
-CHUNK_TOKENS = 2048
+CHUNK_TOKENS = 1024
 """Tokens for which logits over the vocabulary exist at the same time."""
 
 EntropyMode = Literal["none", "value", "gradient"]
-ChunkScorer = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Function from the head's inputs [N, H] and the next tokens [N] to logprobs and entropies [N]."""
+ChunkScorer = Callable[[Tensor, Tensor], Tensor]
+"""Function from the head's inputs [N, H] and the next tokens [N] to scores [2, N]."""
+
+
+class NextTokenScores(NamedTuple):
+    """Logprob of the token after each position, and entropy of its distribution, float32 [B, T].
+
+    state_values: values [B, T, 1] of a model with two heads.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+    state_values: Tensor | None
 
 
 @functools.cache
@@ -41,15 +51,14 @@ def define_output_class() -> type[Any]:
 
     @dataclass
     class ScoringOutput(ModelOutput):
-        """Logits [B, T, V], or scores of the next tokens [B, T]; values [B, T, 1] of a second head.
+        """Logits [B, T, V], or logprobs and entropies [2, B, T]; values [B, T, 1] of a second head.
 
-        logprobs: log-probability of the token after each position. entropy: that of its
-        distribution.
+        The scores are one tensor, because DeepSpeed's ZeRO 3 runs a hook for each tensor with a
+        gradient and all ranks must run as many, whether their entropies have one or not.
         """
 
         logits: Tensor | None = None
-        logprobs: Tensor | None = None
-        entropy: Tensor | None = None
+        scores: Tensor | None = None
         state_values: Tensor | None = None
 
     return ScoringOutput
@@ -61,12 +70,12 @@ def run_scoring_forward(
     *,
     temperature: float,
     entropy_mode: EntropyMode,
-) -> Any:
-    """Run a causal model on int64 [B, T]; its output has logprobs and entropy, float32, not logits.
+) -> NextTokenScores:
+    """Run a causal model on token ids, int64 [B, T], and score the next tokens.
 
-    `model` is a transformers model or a DeepSpeed engine of one. Position t scores token t + 1; the
-    last position is meaningless. Logits are divided by `temperature`. Entropies are 0 for mode
-    "none" and carry a gradient only for mode "gradient".
+    `model` is a transformers model or a DeepSpeed engine of one. The last position is meaningless.
+    Logits are divided by `temperature`. Entropies are 0 for mode "none" and carry a gradient only
+    for mode "gradient".
     """
     module = getattr(model, "module", model)
     head, base = module.get_output_embeddings(), module.base_model
@@ -76,25 +85,30 @@ def run_scoring_forward(
     if name is None or base is module:
         # transformers knows no head or no base of this model, so its whole logits are needed.
         output = model(input_ids=token_ids, use_cache=False)
-        logprobs, entropy = _score_in_chunks(finish, output.logits, targets, entropy_mode)
-        values = getattr(output, "state_values", None)
-        return define_output_class()(logprobs=logprobs, entropy=entropy, state_values=values)
-    apply_head = head.forward
+        scores = _score_in_chunks(finish, output.logits, targets, entropy_mode)
+    else:
+        apply_head = head.forward
 
-    def score_chunk(inputs: Tensor, chunk_targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits = _postprocess_logits(module, name, inputs, apply_head(inputs))
-        return finish(logits, chunk_targets)
+        def score_chunk(inputs: Tensor, chunk_targets: Tensor) -> Tensor:
+            logits = _postprocess_logits(module, name, inputs, apply_head(inputs))
+            return finish(logits, chunk_targets)
 
-    def score(inputs: Tensor) -> tuple[Tensor, Tensor]:
-        return _score_in_chunks(score_chunk, inputs, targets, entropy_mode, *head.parameters())
+        def score(inputs: Tensor) -> Tensor:
+            parameters = head.parameters()
+            return _score_in_chunks(score_chunk, inputs, targets, entropy_mode, *parameters)
 
-    with _replace_head(module, head, score):
-        return model(input_ids=token_ids, use_cache=False)
+        with _replace_head(module, head, score):
+            output = model(input_ids=token_ids, use_cache=False)
+        scores = output.scores
+    logprobs, entropy = scores
+    if entropy_mode != "gradient":
+        entropy = entropy.detach()
+    return NextTokenScores(logprobs, entropy, getattr(output, "state_values", None))
 
 
 @contextlib.contextmanager
 def _replace_head(
-    module: nn.Module, head: nn.Module, score: Callable[[Tensor], tuple[Tensor, Tensor]]
+    module: nn.Module, head: nn.Module, score: Callable[[Tensor], Tensor]
 ) -> Iterator[None]:
     """Make the model's forward pass return what `score` computes in place of the head.
 
@@ -102,15 +116,14 @@ def _replace_head(
     parameters for the backward pass of a module's outputs. The rest of the model's forward pass
     gets a placeholder for logits. Hooks of the model then see its scores as outputs.
     """
-    scores: list[tuple[Tensor, Tensor]] = []
+    scores: list[Tensor] = []
 
-    def take_scores(_: nn.Module, __: Any, output: tuple[Tensor, Tensor]) -> Tensor:
+    def take_scores(_: nn.Module, __: Any, output: Tensor) -> Tensor:
         scores.append(output)
         return output[0].detach()[..., None]
 
     def return_scores(_: nn.Module, __: Any, ___: Any) -> Any:
-        logprobs, entropy = scores.pop()
-        return define_output_class()(logprobs=logprobs, entropy=entropy)
+        return define_output_class()(scores=scores.pop())
 
     handles = [
         head.register_forward_hook(take_scores),
@@ -138,7 +151,9 @@ def _postprocess_logits(
     """
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
-    shell: Any = copy.copy(module)
+    # FSDP2's classes cannot be copied by copy.copy.
+    shell: Any = object.__new__(type(module))
+    vars(shell).update(vars(module))
     base_output = MoeModelOutputWithPast(last_hidden_state=inputs[None])
     vars(shell)[shell.base_model_prefix] = lambda *_, **__: base_output
     vars(shell)[head_name] = lambda *_, **__: head_output[None]
@@ -148,13 +163,14 @@ def _postprocess_logits(
 
 def _score_logits(
     logits: Tensor, targets: Tensor, temperature: float, entropy_mode: EntropyMode
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     scaled = logits.float() / temperature
     chosen = scaled.gather(-1, targets[..., None])[..., 0] - scaled.logsumexp(-1)
     if entropy_mode == "none":
-        return chosen, torch.zeros_like(chosen)
+        return torch.stack((chosen, torch.zeros_like(chosen)))
     with torch.set_grad_enabled(entropy_mode == "gradient" and torch.is_grad_enabled()):
-        return chosen, entropy_from_logits(scaled)
+        entropy = entropy_from_logits(scaled)
+    return torch.stack((chosen, entropy))
 
 
 def _score_in_chunks(
@@ -163,16 +179,16 @@ def _score_in_chunks(
     targets: Tensor,
     entropy_mode: EntropyMode,
     *parameters: Tensor,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Score inputs [B, T, H] in chunks, with gradients of inputs and of the head's `parameters`."""
-    logprobs, entropy = _ChunkedScores.apply(
+    scores: Tensor = _ChunkedScores.apply(
         score_chunk, entropy_mode, inputs.flatten(0, 1), targets.flatten(), *parameters
     )
-    return logprobs.view(targets.shape), entropy.view(targets.shape)
+    return scores.view(2, *targets.shape)
 
 
 class _ChunkedScores(torch.autograd.Function):
-    """Scores [N] of inputs [N, H]; the backward pass computes the chunks again."""
+    """Scores [2, N] of inputs [N, H]; the backward pass computes the chunks again."""
 
     @staticmethod
     def forward(
@@ -182,30 +198,28 @@ class _ChunkedScores(torch.autograd.Function):
         inputs: Tensor,
         targets: Tensor,
         *parameters: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.score_chunk, ctx.has_entropy_grad = score_chunk, entropy_mode == "gradient"
+    ) -> Tensor:
+        ctx.score_chunk, ctx.num_scores = score_chunk, 1 + (entropy_mode == "gradient")
         ctx.save_for_backward(inputs, targets, *parameters)
         chunks = zip(inputs.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True)
-        results = [score_chunk(*chunk) for chunk in chunks]
-        logprobs, entropy = (torch.cat(scores) for scores in zip(*results, strict=True))
-        if not ctx.has_entropy_grad:
-            ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        return torch.cat([score_chunk(*chunk) for chunk in chunks], dim=-1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_scores: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_scores: Tensor) -> tuple[Tensor | None, ...]:
         inputs, targets, *parameters = ctx.saved_tensors
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         grad_inputs = torch.empty_like(inputs)
         grad_parameters = [torch.zeros_like(p, dtype=torch.float32) for p in trained]
-        tensors = (inputs, targets, grad_inputs, *grad_scores[: 1 + ctx.has_entropy_grad])
+        # Other gradients of scores are of entropies without one.
+        grads_by_token = grad_scores[: ctx.num_scores].T
+        tensors = (inputs, targets, grads_by_token, grad_inputs)
         for chunk in zip(*(tensor.split(CHUNK_TOKENS) for tensor in tensors), strict=True):
-            leaf, chunk_targets, grad_chunk, *grad_outputs = chunk
+            leaf, chunk_targets, grad_chunk_scores, grad_chunk = chunk
             leaf = leaf.detach().requires_grad_()
             with torch.enable_grad():
-                scores = ctx.score_chunk(leaf, chunk_targets)[: len(grad_outputs)]
-            grads = torch.autograd.grad(scores, (leaf, *trained), grad_outputs)
+                scores = ctx.score_chunk(leaf, chunk_targets)[: ctx.num_scores]
+            grads = torch.autograd.grad(scores, (leaf, *trained), grad_chunk_scores.T)
             del scores
             grad_chunk.copy_(grads[0])
             for total, grad in zip(grad_parameters, grads[1:], strict=True):

@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from streamrl.engines.models.chunked_head import EntropyMode, run_scoring_forward
+from streamrl.engines.models.chunked_head import (
+    EntropyMode,
+    NextTokenScores,
+    run_scoring_forward,
+)
 from streamrl.engines.trainer_config import ATTENTION_IMPLEMENTATIONS
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import is_trusted, read_model_config
@@ -274,15 +278,15 @@ def compute_token_logprobs(
     Logits exist for a chunk of tokens at a time (`chunked_head`). Entropies are 0 for mode "none"
     and carry a gradient only for mode "gradient".
     """
-    output = run_scoring_forward(
+    scores = run_scoring_forward(
         model, token_ids, temperature=temperature, entropy_mode=entropy_mode
     )
-    return extract_scores(output, attention_mask)
+    return shift_scores(scores, attention_mask)
 
 
-def extract_scores(output: Any, attention_mask: Tensor) -> TokenScores:
-    """Return the scores of the tokens at their positions, given a scoring forward pass's output."""
-    logprobs, entropy = (shift_right(x, attention_mask) for x in (output.logprobs, output.entropy))
+def shift_scores(scores: NextTokenScores, attention_mask: Tensor) -> TokenScores:
+    """Move scores of next tokens to the positions of these tokens."""
+    logprobs, entropy = (shift_right(x, attention_mask) for x in (scores.logprobs, scores.entropy))
     return TokenScores(logprobs, entropy)
 
 

@@ -46,7 +46,7 @@ def load_two_headed_model(
         hidden_states.append(inputs[0])
 
     def add_values(module: Any, _: Any, output: Any) -> Any:
-        results = {name: output.get(name) for name in ("logits", "logprobs", "entropy")}
+        results = {name: output.get(name) for name in ("logits", "scores")}
         return make_output(**results, state_values=module.score(hidden_states.pop()))
 
     # The output head's input is the last hidden state in every family, whatever its modules' names.

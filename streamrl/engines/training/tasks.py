@@ -25,9 +25,9 @@ from streamrl.engines.models.forward import (
     TokenScores,
     compute_token_logprobs,
     compute_token_values,
-    extract_scores,
     load_model,
     load_value_model,
+    shift_scores,
 )
 from streamrl.engines.models.two_heads import extract_values, load_two_headed_model
 from streamrl.engines.training.collate import TOKEN_COLUMNS
@@ -204,7 +204,7 @@ class TwoHeadedTask(PolicyTask):
         output = run_scoring_forward(
             forward, ids, temperature=self.temperature, entropy_mode=self.entropy_mode
         )
-        return extract_scores(output, attention), extract_values(output, attention)
+        return shift_scores(output, attention), extract_values(output, attention)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,227 @@
+"""Peak memory of a micro-batch: `python -m benchmarks.memory` prints one JSON object.
+
+Bytes of live tensors beside the parameters, GiB, of a forward pass, its loss and its backward pass:
+
+policy     log-probabilities and entropies, with activation checkpointing
+critic     values of the same shape
+reference  log-probabilities without a gradient
+
+counted    of fake tensors, which have sizes and no data, for models of the shapes --shapes (7B with
+           16,384 tokens, 32B with 32,768). A parameter's gradient is dropped once it is whole, as a
+           ZeRO-3 rank does.
+measured   of a small model that runs, with the growth of the process's resident memory beside it
+
+`full_logits` is the same with all logits at a time and the softmax in chunks. Layers take most of
+the rest: --layers 0 shows the head alone.
+"""
+
+import argparse
+import gc
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+    Qwen2Config,
+)
+
+from benchmarks.command import BenchmarkParser, at_least, report_progress, run_benchmark
+from streamrl.algorithms.math.losses import entropy_from_logits
+from streamrl.engines.memory.peak_memory import (
+    PeakMemoryTracker,
+    release_freed_memory,
+    release_large_blocks_eagerly,
+)
+from streamrl.engines.models.forward import compute_token_logprobs, compute_token_values
+from streamrl.placement.model_shapes import MODEL_SHAPES
+
+GIB = 1 << 30
+TOKENS = {"qwen2.5-7b": 16_384, "qwen2.5-32b": 32_768}
+"""Tokens of the micro-batch of each shape that is counted."""
+ROW_TOKENS = 4096
+SOFTMAX_TOKENS = 2048
+"""Tokens at a time of the softmax over all logits."""
+SMALL = Qwen2Config(
+    vocab_size=32_000,
+    hidden_size=256,
+    intermediate_size=1024,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    tie_word_embeddings=False,
+)
+Loss = Callable[[PreTrainedModel, Tensor], Tensor]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that operations return until they are freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor):
+                self._count(leaf.untyped_storage())
+        return output
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._known:
+            self._known.add(key)
+            self.live += storage.nbytes()
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._forget, key, storage.nbytes())
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.remove(key)
+        self.live -= size
+
+
+def make_config(shape: str, layers: int | None) -> Qwen2Config:
+    sizes = MODEL_SHAPES[shape]
+    return Qwen2Config(
+        vocab_size=sizes.vocab,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.intermediate,
+        num_hidden_layers=sizes.layers if layers is None else layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        tie_word_embeddings=sizes.has_tied_embeddings,
+    )
+
+
+def make_model(config: Qwen2Config, dtype: torch.dtype, *, is_critic: bool) -> PreTrainedModel:
+    """Build a model whose parameters' gradients are dropped as soon as they are whole."""
+    auto_class = AutoModelForTokenClassification if is_critic else AutoModelForCausalLM
+    config.num_labels = 1
+    model: PreTrainedModel = auto_class.from_config(config, dtype=dtype).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    return model
+
+
+def score_in_chunks(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    scores = compute_token_logprobs(model, ids, mask, temperature=1.0, entropy_mode="value")
+    return scores.logprobs.sum() + scores.entropy.sum()
+
+
+def score_full_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Score all logits, in chunks of softmax that the backward pass computes once more."""
+    logits = model(input_ids=ids, use_cache=False).logits
+    width = max(1, SOFTMAX_TOKENS // len(ids))
+    chunks = zip(logits.split(width, 1), ids.roll(-1, 1).split(width, 1), strict=True)
+    sums = [checkpoint(_score_softmax, *chunk, use_reentrant=False) for chunk in chunks]
+    return torch.stack(sums).sum()
+
+
+def _score_softmax(logits: Tensor, targets: Tensor) -> Tensor:
+    scaled = logits.float() / 1.0
+    chosen = scaled.gather(-1, targets[..., None])[..., 0] - scaled.logsumexp(-1)
+    with torch.no_grad():
+        entropy = entropy_from_logits(scaled)
+    return chosen.sum() + entropy.sum()
+
+
+def compute_values(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    return compute_token_values(model, ids, torch.ones_like(ids, dtype=torch.bool)).sum()
+
+
+CASES: dict[str, dict[str, Loss]] = {
+    "policy": {"chunks": score_in_chunks, "full_logits": score_full_logits},
+    "reference": {"chunks": score_in_chunks, "full_logits": score_full_logits},
+    "critic": {"values": compute_values},
+}
+
+
+def run_case(model: PreTrainedModel, ids: Tensor, loss: Loss, *, has_grad: bool) -> None:
+    with torch.set_grad_enabled(has_grad):
+        result = loss(model, ids)
+    if has_grad:
+        result.backward()
+
+
+def count_peaks(config: Qwen2Config, tokens: int) -> dict[str, dict[str, float]]:
+    """Count the peak of every case on fake tensors, GiB."""
+    peaks: dict[str, dict[str, float]] = {}
+    for role, losses in CASES.items():
+        for name, loss in losses.items():
+            with (
+                torch.autograd.set_multithreading_enabled(False),
+                FakeTensorMode(),
+                LiveBytes() as counter,
+            ):
+                model = make_model(config, torch.bfloat16, is_critic=role == "critic")
+                ids = torch.zeros(max(1, tokens // ROW_TOKENS), min(tokens, ROW_TOKENS)).long()
+                gc.collect()
+                before = counter.peak = counter.live
+                run_case(model, ids, loss, has_grad=role != "reference")
+            peaks.setdefault(role, {})[name] = round((counter.peak - before) / GIB, 3)
+            report_progress(f"{role}, {name}: {peaks[role][name]} GiB")
+    return peaks
+
+
+def measure_peaks(tokens: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Measure and count the peak of every case of a small model that runs in float32, GiB."""
+    peaks: dict[str, dict[str, dict[str, float]]] = {}
+    release_large_blocks_eagerly()
+    ids = torch.randint(SMALL.vocab_size, (max(1, tokens // 512), min(tokens, 512)))
+    for role, losses in CASES.items():
+        model = make_model(SMALL, torch.float32, is_critic=role == "critic")
+        for name, loss in losses.items():
+            run_case(model, ids[:1], loss, has_grad=role != "reference")
+            release_freed_memory()
+            tracker = PeakMemoryTracker()
+            tracker.record_phase("before")
+            run_case(model, ids, loss, has_grad=role != "reference")
+            tracker.record_phase("case")
+            resident = tracker.drain_peaks()
+            with LiveBytes() as counter:
+                run_case(model, ids, loss, has_grad=role != "reference")
+            peaks.setdefault(role, {})[name] = {
+                "counted": round(counter.peak / GIB, 3),
+                "resident": round((resident["case"] - resident["before"]) / 1024, 3),
+            }
+            report_progress(f"{role}, {name}: {peaks[role][name]}")
+    return peaks
+
+
+def measure(arguments: argparse.Namespace) -> Mapping[str, Any]:
+    counted = {}
+    for shape in arguments.shapes:
+        report_progress(shape)
+        config = make_config(shape, arguments.layers)
+        tokens = arguments.tokens or TOKENS.get(shape, 16_384)
+        counted[shape] = {"tokens": tokens, **count_peaks(config, tokens)}
+    measured = measure_peaks(arguments.measured_tokens)
+    return {"counted": counted, "measured": {"tokens": arguments.measured_tokens, **measured}}
+
+
+def make_parser() -> BenchmarkParser:
+    parser = BenchmarkParser("memory", __doc__)
+    parser.add_argument("--shapes", nargs="+", choices=MODEL_SHAPES, default=list(TOKENS))
+    parser.add_argument("--layers", type=at_least(0), help="instead of the shape's own")
+    parser.add_argument("--tokens", type=at_least(1), help="of the counted micro-batches")
+    parser.add_argument("--measured-tokens", type=at_least(1), default=8192)
+    parser.set_quick(shapes=["qwen2.5-7b"], layers=1, tokens=4096, measured_tokens=1024)
+    return parser
+
+
+if __name__ == "__main__":
+    run_benchmark(make_parser(), measure)
