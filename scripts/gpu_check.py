@@ -1408,23 +1408,25 @@ def measure_speed(path: str, dtype: str, lengths: list[int], model: str) -> Meas
 
 
 def measure_scores(workload: SpeedWorkload) -> Measurements:
-    """Measure forward and backward from the logits on."""
+    """Measure forward and backward of a model without layers: embedding, output head, scores."""
     import torch
+    from transformers import AutoModelForCausalLM, Qwen2Config
 
-    from streamrl.engines.models.forward import score_tokens
+    from streamrl.engines.models.forward import compute_token_logprobs
 
-    shape, vocabulary = (workload.rows, workload.width), QWEN2[workload.model]["vocab_size"]
+    shape, sizes = (workload.rows, workload.width), QWEN2[workload.model]
+    config = Qwen2Config(**{**sizes, "num_hidden_layers": 0})
     device = get_device_name()
-    logits = torch.randn(*shape, vocabulary, device=device, dtype=torch.bfloat16)
-    logits.requires_grad_()
-    ids = torch.randint(vocabulary, shape, device=device)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    ids = torch.randint(sizes["vocab_size"], shape, device=device)
     mask = torch.ones(shape, dtype=torch.bool, device=device)
     seconds = {}
     for mode in ("none", "value", "gradient"):
 
         def run(mode: Any = mode) -> None:
-            logits.grad = None
-            scores = score_tokens(logits, ids, mask, temperature=1.0, entropy_mode=mode)
+            model.zero_grad()
+            scores = compute_token_logprobs(model, ids, mask, temperature=1.0, entropy_mode=mode)
             (scores.logprobs.sum() + scores.entropy.sum()).backward()
 
         run()

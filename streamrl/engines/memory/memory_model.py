@@ -12,6 +12,7 @@ import torch
 
 from streamrl.engines.dtypes import TORCH_DTYPES, resolve_trainer_dtype
 from streamrl.engines.generator_config import KV_CACHE_MB_ON_CPU, GeneratorConfig
+from streamrl.engines.models.chunked_head import CHUNK_TOKENS
 from streamrl.engines.models.forward import load_skeleton
 from streamrl.engines.models.lora import count_trained_params
 from streamrl.engines.models.tensor_parallel import (
@@ -36,8 +37,9 @@ MOMENT_BYTES = 2 * FLOAT32_BYTES
 LAYER_VALUES_PER_TOKEN = 17
 """Activations per layer and token that the backward pass needs, in units of the hidden size:
 arXiv 2205.05198 without the attention scores."""
-LOGIT_VALUES_PER_TOKEN = 3
-"""Vocabulary-sized vectors per token: logits, their log-softmax and the gradient."""
+LOGIT_VALUES_PER_TOKEN = 5
+"""Vocabulary-sized float32 vectors per token of a chunk through the head: logits in the model's
+dtype, logits over temperature, and temporaries of softmax, entropy and gradient."""
 
 
 def estimate_worker_memory(
@@ -74,12 +76,13 @@ def estimate_worker_memory(
     transient = estimate_transient_memory(trainer, trained=trained, largest=largest, on_gpu=on_gpu)
     kv_mb = generator.kv_cache_mb or (0 if on_gpu else KV_CACHE_MB_ON_CPU)
     tokens = micro_batch_tokens * _estimate_token_bytes(module, trainer)
+    head = _estimate_head_bytes(module, trainer, micro_batch_tokens)
     return WorkerMemory(
         weights=local * itemsize,
         serving_weights=served,
         optimizer=optimizer,
         gradients=gradients + transient.between_micro_batches,
-        activations=tokens + gathered * itemsize + transient.backward,
+        activations=tokens + head + gathered * itemsize + transient.backward,
         update_buffers=transient.update,
         kv_cache=kv_mb * MIB,
     )
@@ -185,9 +188,20 @@ def _estimate_token_bytes(module: "PreTrainedModel", trainer: TrainerConfig) -> 
         else layers * LAYER_VALUES_PER_TOKEN
     )
     itemsize = resolve_trainer_dtype(trainer).itemsize
-    return int(
-        saved * hidden * itemsize + LOGIT_VALUES_PER_TOKEN * config.vocab_size * FLOAT32_BYTES
-    )
+    return int(saved * hidden * itemsize)
+
+
+def _estimate_head_bytes(module: "PreTrainedModel", trainer: TrainerConfig, tokens: int) -> int:
+    """Estimate the memory of a chunk through the head, and of the head's gradient.
+
+    The gradient is summed over chunks in float32, and added or returned in the model's dtype.
+    """
+    config = module.config.get_text_config()
+    chunk = min(tokens, CHUNK_TOKENS) * LOGIT_VALUES_PER_TOKEN * FLOAT32_BYTES
+    itemsize = resolve_trainer_dtype(trainer).itemsize
+    has_gradient = tokens > 0 and not trainer.lora_rank
+    gradient = config.hidden_size * (FLOAT32_BYTES + itemsize) * has_gradient
+    return int(config.vocab_size * (chunk + gradient))
 
 
 @dataclass(frozen=True)

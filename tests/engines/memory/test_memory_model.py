@@ -2,14 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
+from benchmarks.memory import GIB, count_peaks, make_config
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.memory.memory_model import estimate_worker_memory
+from streamrl.engines.models.chunked_head import CHUNK_TOKENS
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.placement.colocated_memory import WorkerMemory
 from tests import forked
@@ -167,10 +170,33 @@ def test_ranks_of_a_split_generator_hold_a_part_each(path: str):
 
 def test_activations_grow_with_the_micro_batch_and_shrink_with_checkpointing(path: str):
     layers, hidden = 2, 64
+    # Logits of ten tokens, and the head's gradient with a chunk's.
+    head = 10 * 4 * 5 * VOCABULARY + 2 * 4 * VOCABULARY * hidden
     memory = estimate_memory(path, TrainerConfig(), tokens=10)
-    assert memory.activations == 10 * 4 * (layers * 17 * hidden + 3 * VOCABULARY)
+    assert memory.activations == 10 * 4 * layers * 17 * hidden + head
     checkpointed = estimate_memory(path, TrainerConfig(gradient_checkpointing=True), tokens=10)
-    assert checkpointed.activations == 10 * 4 * ((layers + 17) * hidden + 3 * VOCABULARY)
+    assert checkpointed.activations == 10 * 4 * (layers + 17) * hidden + head
+
+
+def test_logits_are_estimated_for_a_chunk_of_tokens(path: str):
+    first, second, third = (
+        estimate_memory(path, TrainerConfig(lora_rank=1), tokens=tokens).activations
+        for tokens in (CHUNK_TOKENS, 2 * CHUNK_TOKENS, 3 * CHUNK_TOKENS)
+    )
+    assert third - second == second - first
+    assert first - (second - first) == CHUNK_TOKENS * 4 * 5 * VOCABULARY
+
+
+@pytest.mark.parametrize(("layers", "tokens"), [(0, 4096), (0, 16_384), (2, 8192)])
+def test_the_counted_peak_of_a_large_vocabulary_is_estimated(
+    tmp_path: Path, layers: int, tokens: int
+):
+    config = make_config("qwen2.5-0.5b", layers)
+    config.save_pretrained(tmp_path)
+    counted = count_peaks(config, tokens)["policy"]["chunks"]
+    trainer = TrainerConfig(dtype="bfloat16", gradient_checkpointing=True, zero_stage=1)
+    estimated = estimate_memory(str(tmp_path), trainer, tokens=tokens).activations / GIB
+    assert 0.8 * counted < estimated < 1.5 * counted
 
 
 SLACK = 1.25
