@@ -12,6 +12,19 @@ KV_CACHE_MB_ON_CPU = 64
 MIN_TEMPERATURE = 0.01
 #: Token budget of an engine step on a CPU. Without chunked prefill a longer prompt exceeds it.
 STEP_TOKENS_ON_CPU = 4096
+STEP_TOKENS_ON_GPU = 8192
+"""Token budget of an engine step on a GPU, as vLLM's for batch inference on most GPUs.
+
+vLLM itself would take 2048: it has no default for the way that the engine is built here. After each
+version, all running rollouts are prefilled again in steps of this size.
+"""
+DEFAULT_GRAPH_SIZE = 512
+"""Largest batch for which vLLM captures a CUDA graph by default; it skips larger ones."""
+MAX_GRAPH_SIZE = 1024
+"""Largest batch for which a CUDA graph is captured. Launching kernels one by one costs larger ones
+little, while every graph takes time at the start and memory."""
+GRAPH_STEP = 64
+"""Distance of graph sizes above vLLM's defaults; a batch is padded to the next size."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +124,18 @@ def _make_hf_overrides(model_path: str, max_length: int) -> dict[str, Any]:
 MIN_GPU_FRACTION = 0.01
 
 
+def list_graph_sizes(max_num_seqs: int) -> list[int] | None:
+    """Return the batch sizes of captured CUDA graphs, or None if vLLM's defaults cover all batches.
+
+    The largest size must not exceed `max_num_seqs`: vLLM drops such graphs for decode steps.
+    """
+    if max_num_seqs <= DEFAULT_GRAPH_SIZE:
+        return None
+    largest = min(max_num_seqs, MAX_GRAPH_SIZE)
+    small = [1, 2, 4, *range(8, 256, 8), *range(256, DEFAULT_GRAPH_SIZE + 1, 16)]
+    return [*small, *range(DEFAULT_GRAPH_SIZE + GRAPH_STEP, largest, GRAPH_STEP), largest]
+
+
 def make_engine_args(
     model_path: str, config: GeneratorConfig, *, seed: int, max_length: int, on_cpu: bool
 ) -> dict[str, Any]:
@@ -118,16 +143,19 @@ def make_engine_args(
 
     `seed` seeds vLLM; `max_length` bounds prompt plus completion, in tokens.
     """
+    # Spare slots for the logprob check, which must not wait for a rollout to finish.
+    max_num_seqs = config.max_concurrent_rollouts + NUM_SEQUENCES
     arguments: dict[str, Any] = {
         "model": model_path,
         "dtype": config.dtype,
         "seed": seed,
         "max_model_len": max_length,
-        # Spare slots for the logprob check, which must not wait for a rollout to finish.
-        "max_num_seqs": config.max_concurrent_rollouts + NUM_SEQUENCES,
+        "max_num_seqs": max_num_seqs,
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
-        # With async scheduling the next step is already in flight when weights change.
+        # With async scheduling, a step is in flight when weights change or the KV cache is freed.
+        # vLLM labels tokens with the version at their arrival: with weights.kv=keep, those of that
+        # step would carry the new version although the old weights sampled them.
         "async_scheduling": False,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
@@ -152,13 +180,15 @@ def make_engine_args(
             # After a chunk of a prompt, vLLM rewinds the request's random generator. CPU
             # generators do not support that, and the engine would die.
             "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(
-                max_length, config.max_concurrent_rollouts + NUM_SEQUENCES, STEP_TOKENS_ON_CPU
-            ),
+            "max_num_batched_tokens": max(max_length, max_num_seqs, STEP_TOKENS_ON_CPU),
         }
-    elif kv_cache_mb is not None:
-        # The GPU is shared with other processes, which may use the KV cache's memory meanwhile.
-        arguments["enable_sleep_mode"] = True
+    else:
+        arguments["max_num_batched_tokens"] = max(max_num_seqs, STEP_TOKENS_ON_GPU)
+        if graph_sizes := list_graph_sizes(max_num_seqs):
+            arguments["compilation_config"] = {"cudagraph_capture_sizes": graph_sizes}
+        if kv_cache_mb is not None:
+            # The GPU is shared with other processes, which may use the KV cache's memory meanwhile.
+            arguments["enable_sleep_mode"] = True
     if kv_cache_mb is None:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
     else:

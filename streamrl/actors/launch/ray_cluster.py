@@ -14,6 +14,7 @@ from ray.exceptions import AuthenticationError, RayError
 
 from streamrl.actors.launch.fork_server import stop_fork_server
 from streamrl.actors.launch.local_ray import start_local_ray
+from streamrl.engines.vllm.environment import MODEL_RUNNERS
 from streamrl.errors import ConfigError
 from streamrl.placement.config import PlacementConfig
 from streamrl.placement.resource_demand import (
@@ -45,7 +46,10 @@ class RayContext:
 
     @property
     def machine_facts(self) -> dict[str, int | bool | str]:
-        """Facts that a run records: GPUs, live nodes, cores of this machine, placement mode."""
+        """Facts that a run records: GPUs, live nodes, cores of this machine, placement mode.
+
+        Also vLLM's model runner, whose sampler decides which tokens a seed gives.
+        """
         nodes = sum(bool(node["Alive"]) for node in ray.nodes())
         cores = len(os.sched_getaffinity(0))
         return {
@@ -53,6 +57,7 @@ class RayContext:
             "nodes": nodes,
             "cores": cores,
             "placement": self.placement.mode,
+            "model_runner": MODEL_RUNNERS["cuda" if self.has_gpus else "cpu"],
         }
 
 

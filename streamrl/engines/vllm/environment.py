@@ -1,5 +1,12 @@
 """Environment variables that vLLM and torch read at import."""
 
+MODEL_RUNNERS = {"cpu": "V1", "cuda": "V2"}
+"""vLLM's model runner by device.
+
+Pinned: otherwise vLLM falls back to V1, which samples and preempts with other code, where Triton is
+missing or V2 lacks a feature.
+"""
+
 
 def make_vllm_env(device: str, *, threads: int = 1) -> dict[str, str]:
     """Return the environment variables to set before importing torch and vLLM.
@@ -7,10 +14,11 @@ def make_vllm_env(device: str, *, threads: int = 1) -> dict[str, str]:
     `device` is "cpu" or "cuda". `threads` is GeneratorConfig.threads, which takes effect only
     through OMP_NUM_THREADS. Raises ValueError for another device.
     """
-    if device not in ("cpu", "cuda"):
+    if device not in MODEL_RUNNERS:
         raise ValueError(f"device {device!r}: must be cpu or cuda")
     env = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": str(int(MODEL_RUNNERS[device] == "V2")),
         # vLLM would configure the loggers of the whole process, in 0.5 s. `build_vllm_engine`
         # configures vLLM's own logger.
         "VLLM_CONFIGURE_LOGGING": "0",
