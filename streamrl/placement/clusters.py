@@ -69,6 +69,8 @@ DEVICES = {
         _make_device("A100-40GB", 312, (40, 1555), link=300, network=200),
         _make_device("A100", 312, (80, 2039), link=300, network=200),
         _make_device("A800", 312, (80, 2039), link=200, network=200),
+        # A card in a PCIe slot, without NVLink.
+        _make_device("RTX4090", 165, (24, 1008), link=32, network=12.5),
         _make_device("H20", 148, (96, 4000), link=450, network=400, host=PCIE_5),
         _make_device("H100", 989, (80, 3350), link=450, network=400, host=PCIE_5),
         _make_device("H800", 989, (80, 3350), link=200, network=400, host=PCIE_5),
