@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import psutil
-import torch
 
 from benchmarks.command import (
     ROOT,
@@ -36,6 +35,7 @@ from benchmarks.command import (
 )
 from benchmarks.runs import make_arithmetic
 from streamrl.data.config import DataConfig
+from streamrl.distributed.devices import has_local_gpu
 from streamrl.engines.generation.generation_engine import GenerationEngine
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.vllm.engine import EngineSpec
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     make_arithmetic()
-    os.environ.update(make_vllm_env("cuda" if torch.cuda.is_available() else "cpu"))
+    os.environ.update(make_vllm_env("cuda" if has_local_gpu() else "cpu"))
     rounds = asyncio.run(measure_rounds(arguments))
     return {
         "sleepers": arguments.sleepers,

@@ -101,6 +101,8 @@ def preset(name: str, inputs: Path) -> list[str]:
     words += [f"data.pretrain={inputs}/texts.jsonl"] if "pretrain" in recipe["data"] else []
     if "overlong_buffer" in recipe["algorithm"]:
         words.append("algorithm.overlong_buffer=3")
+    if "kv_cache_mb" in recipe["generator"]:  # for a GPU; a core of the CPU cluster has 4 GB
+        words.append("generator.kv_cache_mb=64")
     for i, reward in enumerate(recipe["rewards"]):
         if reward["kind"] == "model":
             words.append(f"rewards[{i}].path={inputs}/judge")

@@ -22,6 +22,7 @@ from streamrl.dataflow import (
     VALUE_CALL,
     ModelCall,
 )
+from streamrl.distributed.devices import check_device
 from streamrl.engines.memory.gc_paused import pause_gc
 from streamrl.messages import Array, Columns, Experience
 from streamrl.stream.protocols import FollowerProtocol
@@ -110,6 +111,7 @@ class RealEngineFactory:
         Where a tensor-parallel engine spans trainer processes, only its leader's process calls
         this method, with its trainer rank as `replica`; the others call `make_follower_rank`.
         """
+        check_device()
         with pause_gc():
             from streamrl.engines.generation.generation_engine import GenerationEngine
 
@@ -119,6 +121,7 @@ class RealEngineFactory:
         self, config: RunConfig, max_length: int, rank: int
     ) -> "FollowerRank":
         """Start a vLLM worker: one tensor-parallel rank of an engine that another process leads."""
+        check_device()
         with pause_gc():
             from streamrl.engines.vllm.follower_rank import FollowerRank
 
@@ -129,6 +132,8 @@ class RealEngineFactory:
 
         A value scorer follows the trained critic.
         """
+        if role not in (REWARD_CALL.role, COST_CALL.role):
+            check_device()
         with pause_gc():
             scorer = SCORER_FACTORIES[role](config, max_length)
             await scorer.start()
@@ -137,6 +142,7 @@ class RealEngineFactory:
     def make_trainer(
         self, config: RunConfig, max_length: int, rank: int, role: str
     ) -> "ModelTrainer":
+        check_device()
         has_pretraining = role == POLICY and bool(config.data.pretrain)
         with pause_gc():
             from streamrl.engines.training.model_trainer import ModelTrainer

@@ -308,8 +308,7 @@ async def start_engine(
     subject: EvaluationSubject, seed: int, max_length: int
 ) -> "GenerationEngine":
     """Start vLLM in this process; `max_length` limits the tokens of prompt plus completion."""
-    import torch
-
+    from streamrl.distributed.devices import has_local_gpu
     from streamrl.engines.generation.generation_engine import GenerationEngine
     from streamrl.engines.vllm.engine import EngineSpec
 
@@ -318,9 +317,7 @@ async def start_engine(
     warnings.simplefilter("ignore", FutureWarning)
     logging.getLogger("vllm").setLevel(logging.ERROR)
     # vLLM reads the environment on import, which happens inside GenerationEngine.start.
-    os.environ.update(
-        make_vllm_env("cuda" if torch.cuda.is_available() else "cpu", threads=threads)
-    )
+    os.environ.update(make_vllm_env("cuda" if has_local_gpu() else "cpu", threads=threads))
     config = replace(subject.generator, threads=threads)
     spec = EngineSpec(str(subject.model_dir), config, max_length, seed)
     engine = await GenerationEngine.start(spec)

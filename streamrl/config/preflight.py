@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
-import torch
-
 from streamrl.buffer.staleness_credits import bound_group_bytes, check_shard_bytes
 from streamrl.config.cross_checks import count_trained_steps
 from streamrl.config.role_counts import assign_slots, count_actors, with_placement_mode
@@ -23,6 +21,7 @@ from streamrl.data.prompt_stream import PromptStream
 from streamrl.data.prompts import LoadedFile, load_prompt_files
 from streamrl.data.training_files import TrainingFiles, open_training_files
 from streamrl.dataflow import COST_CALL, GENERATE_CALL, POLICY, REWARD_CALL, Dataflow
+from streamrl.distributed.devices import has_local_gpu
 from streamrl.engines.memory.memory_model import estimate_worker_memory
 from streamrl.engines.models.lora import check_lora_targets
 from streamrl.engines.models.supported_models import check_model_support, describe_untrained_layers
@@ -124,7 +123,8 @@ def prepare_run(
     notes += [_check_trained_model(config, role) for role in config.dataflow.trained_roles]
     notes.append(describe_untrained_layers(config.model.path))
     check_generator_split(config.model.path, config.generator.tensor_parallel)
-    check_worker_memory(config, on_gpu=torch.cuda.is_available())
+    if not config.placement.address:  # The devices of a cluster are unknown until Ray is connected.
+        check_worker_memory(config, on_gpu=has_local_gpu())
     return PreparedRun(
         dataflow=config.dataflow,
         prompts=PromptStream(
@@ -216,8 +216,6 @@ def list_placement_options(
     A mode that cannot run has the reason in place of its demands. on_gpu: the cluster has GPUs.
     """
     modes = [config.placement.mode]
-    # Ray reports its GPUs only after it has started.
-    has_gpu = on_gpu or torch.cuda.is_available()
     if modes == ["auto"]:
         modes = ["disaggregated", "colocated"]
     options: dict[str, PlacementOption] = {}
@@ -229,8 +227,8 @@ def list_placement_options(
         demands = list_resource_demands(placed_config, prepared, on_gpu)
         problem = (
             _find_cache_problem(placed_config, demands)
-            or _find_budget_problem(placed_config, has_gpu)
-            or _find_serving_problem(placed_config, has_gpu)
+            or _find_budget_problem(placed_config, on_gpu)
+            or _find_serving_problem(placed_config, on_gpu)
         )
         options[mode] = problem or demands
     return options

@@ -2,6 +2,7 @@
 
 import torch
 
+from streamrl.distributed.devices import has_run_gpus
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.trainer_config import TrainerConfig
 
@@ -13,7 +14,7 @@ FLOAT32_SETTINGS = ("auto", "float32")
 def resolve_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of a config value; auto is bfloat16 on a GPU and float32 on a CPU."""
     if name == "auto":
-        return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+        return torch.bfloat16 if has_run_gpus() else torch.float32
     return TORCH_DTYPES[name]
 
 
@@ -31,4 +32,4 @@ def is_float32_on_cpu(trainer: TrainerConfig, generator: GeneratorConfig) -> boo
     both_float32 = (
         generator.dtype in FLOAT32_SETTINGS and resolve_trainer_dtype(trainer) == torch.float32
     )
-    return both_float32 and not torch.cuda.is_available()
+    return both_float32 and not has_run_gpus()

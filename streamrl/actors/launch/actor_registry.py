@@ -405,8 +405,11 @@ class ActorRegistry:
         self, name: str, demand: ResourceDemand, placement_options: Mapping[str, Any]
     ) -> Any:
         call = demand.calls[0]
-        env = {"env_vars": make_worker_env(self._config, call, on_gpu=self._on_gpu)}
-        options = {**placement_options, "runtime_env": env}
+        variables = make_worker_env(self._config, call, on_gpu=self._on_gpu)
+        if self._on_gpu and not demand.gpus:
+            # By default, a cluster leaves all GPUs visible to actors that request none.
+            variables["CUDA_VISIBLE_DEVICES"] = ""
+        options = {**placement_options, "runtime_env": {"env_vars": variables}}
         if call.kind in RESTARTABLE_KINDS:
             options["max_restarts"] = self._config.run.max_restarts
         return self.create_actor(name, ACTOR_CLASSES[call.kind], options=options)

@@ -14,6 +14,7 @@ from ray.exceptions import AuthenticationError, RayError
 
 from streamrl.actors.launch.fork_server import stop_fork_server
 from streamrl.actors.launch.local_ray import start_local_ray
+from streamrl.distributed.devices import check_ray_agrees, count_local_gpus, use_device
 from streamrl.engines.vllm.environment import MODEL_RUNNERS
 from streamrl.errors import ConfigError
 from streamrl.placement.config import PlacementConfig
@@ -89,10 +90,11 @@ def connect_cluster(
     ):
         resources = ray.cluster_resources()
         gpus = resources.get("GPU", 0)
-        yield RayContext(
-            gpus > 0,
-            choose_mode(make_options(gpus > 0), ClusterCapacity(resources.get("CPU", 0), gpus)),
-        )
+        if not placement.address:
+            check_ray_agrees(gpus)
+        with use_device(on_gpu=gpus > 0):
+            capacity = ClusterCapacity(resources.get("CPU", 0), gpus)
+            yield RayContext(gpus > 0, choose_mode(make_options(gpus > 0), capacity))
 
 
 def get_object_store_bytes() -> list[float]:
@@ -106,11 +108,12 @@ def _start_instance(
     placement: PlacementConfig, make_options: PlacementOptionsFactory
 ) -> Iterator[None]:
     """Context that starts a local Ray instance; ConfigError if the machine is too small."""
-    options = make_options(False)
+    gpus = count_local_gpus()
+    options = make_options(gpus > 0)
     best = next(iter(options.values()))
     cpus_needed = 0 if isinstance(best, str) else sum_cpus(best)
     cpus = placement.cpus or max(cpus_needed, os.cpu_count() or 1)
-    choose_mode(options, ClusterCapacity(cpus, 0, psutil.virtual_memory().total / GIB))
+    choose_mode(options, ClusterCapacity(cpus, gpus, psutil.virtual_memory().total / GIB))
     with start_local_ray(cpus, placement.object_store_mb << 20):
         yield
 

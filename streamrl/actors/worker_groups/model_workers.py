@@ -15,8 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from streamrl.actors.engine_factory import RealEngineFactory
 from streamrl.actors.shared_weights import SharedWeights
 from streamrl.actors.trainer import make_logprob_check
@@ -47,6 +45,7 @@ from streamrl.dataflow import (
     CallKind,
     ModelCall,
 )
+from streamrl.distributed.devices import has_local_gpu
 from streamrl.engines.memory.peak_memory import release_large_blocks_eagerly
 from streamrl.engines.training.collate import derive_columns
 from streamrl.engines.training.rollout_sums import sum_rollouts
@@ -114,7 +113,7 @@ class PolicyWorker(TrainedWorker):
     """
 
     def __init__(self, context: WorkerContext, config: RunConfig, max_length: int) -> None:
-        config, on_gpu = make_loop_config(config, context.size), torch.cuda.is_available()
+        config, on_gpu = make_loop_config(config, context.size), has_local_gpu()
         if on_gpu and config.generator.kv_cache_mb is None:
             raise ConfigError(
                 "generator.kv_cache_mb=null: must be set where a generator shares a GPU, here with"

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
+from streamrl.distributed.devices import has_local_gpu
 from streamrl.errors import CheckpointError
 from streamrl.files.bounded_read import parse_json, read_small_json
 from streamrl.resharding.boxes import TensorBox, subtract_boxes
@@ -155,7 +156,7 @@ def read_progress(directory: Path) -> TrainerProgress:
 
 def save_rng(directory: Path, rank: int) -> None:
     states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
+    if has_local_gpu():
         states["cuda"] = torch.cuda.get_rng_state()
     _make_rng_path(directory, rank).write_bytes(to_safetensors(states))
 
@@ -170,7 +171,7 @@ def restore_rng(directory: Path, rank: int) -> None:
         return
     states = _read_rng(path)
     torch.set_rng_state(states["cpu"])
-    if "cuda" in states and torch.cuda.is_available():
+    if "cuda" in states and has_local_gpu():
         torch.cuda.set_rng_state(states["cuda"])
 
 

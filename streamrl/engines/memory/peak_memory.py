@@ -65,7 +65,9 @@ class PeakMemoryTracker:
 def _read_and_reset_peak() -> int:
     import torch
 
-    if torch.cuda.is_available():
+    from streamrl.distributed.devices import has_local_gpu
+
+    if has_local_gpu():
         peak = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         return peak

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from streamrl.distributed.devices import has_local_gpu
 from streamrl.engines.generator_config import GeneratorConfig, SamplingSettings, make_engine_args
 from streamrl.engines.models.forward import load_skeleton
 from streamrl.engines.vllm.load_check import LoadWarningHandler
@@ -28,7 +29,7 @@ from streamrl.engines.vllm.worker_weights import (
     has_lost_rank,
     unlink_shared_memory,
 )
-from streamrl.errors import GenerationError
+from streamrl.errors import ConfigError, GenerationError
 from streamrl.messages import FinishReason
 from streamrl.weights import LoadVerification, WeightLoadStats
 from streamrl.weights.parameters import ParameterSet
@@ -190,6 +191,12 @@ def _make_engine_args(spec: EngineSpec) -> Any:
         # Raised by vLLM's own imports; users cannot act on these.
         warnings.simplefilter("ignore", FutureWarning)
         from vllm.engine.arg_utils import EngineArgs
+    if _is_on_cpu() == has_local_gpu():
+        devices = ("a CPU", "finds a GPU") if _is_on_cpu() else ("a GPU", "finds none")
+        raise ConfigError(
+            f"vLLM computes on {devices[0]}, but torch {devices[1]}: `streamrl doctor` names the"
+            " build to install"
+        )
     arguments = make_engine_args(
         spec.model_path,
         spec.config,

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from streamrl.distributed.devices import has_local_gpu
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
 from streamrl.weights.manifest import WeightBucket, WeightManifest
@@ -326,7 +327,7 @@ def _make_return_key(name: str) -> str:
 
 def _get_device() -> torch.device:
     """Return the device of this thread, to hand to the thread that sends."""
-    if torch.cuda.is_available():
+    if has_local_gpu():
         return torch.device("cuda", torch.cuda.current_device())
     return CPU_DEVICE
 

@@ -1,0 +1,77 @@
+"""Device of a run: the decision, its way to other processes, disagreements."""
+
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from streamrl.config.run_config import load_config
+from streamrl.distributed.devices import (
+    DEVICE_ENV,
+    check_device,
+    check_ray_agrees,
+    has_run_gpus,
+    make_device_env,
+    use_device,
+)
+from streamrl.engines.dtypes import resolve_dtype
+from streamrl.errors import ConfigError
+
+
+def find_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+def test_a_driver_without_gpu_plans_for_the_gpus_of_the_workers(monkeypatch: pytest.MonkeyPatch):
+    find_gpus(monkeypatch, 0)
+    assert resolve_dtype("auto") == torch.float32
+    with use_device(on_gpu=True):
+        assert resolve_dtype("auto") == torch.bfloat16
+    assert DEVICE_ENV not in os.environ
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_without_a_run_torch_decides(count: int, monkeypatch: pytest.MonkeyPatch):
+    find_gpus(monkeypatch, count)
+    assert has_run_gpus() == (count > 0)
+    check_device()
+
+
+@pytest.mark.parametrize(
+    ("run_has_gpus", "local_gpus", "build", "problem"),
+    [
+        (True, 1, "13.0", None),
+        (False, 0, None, None),
+        (True, 0, None, r"^the run computes on GPUs, but torch \S+ finds none .* DEVICE=gpu, or "),
+        (True, 0, "13.0", r"^the run computes on GPUs, .* finds none on .*: `streamrl doctor`"),
+        (False, 2, "13.0", r"^the run computes on CPUs, since Ray counts no GPU, .* finds 2 on "),
+    ],
+)
+def test_a_worker_on_another_device_than_the_run_names_both(
+    run_has_gpus: bool,
+    local_gpus: int,
+    build: str | None,
+    problem: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    find_gpus(monkeypatch, local_gpus)
+    monkeypatch.setattr(torch.version, "cuda", build)
+    checks: list[Any] = [lambda: check_ray_agrees(int(run_has_gpus)), check_device]
+    for name, value in make_device_env(on_gpu=run_has_gpus).items():
+        monkeypatch.setenv(name, value)
+    for check in checks:
+        with pytest.raises(ConfigError, match=problem) if problem else nullcontext():
+            check()
+
+
+def test_every_actor_knows_the_device_of_the_run():
+    from streamrl.actors.launch.worker_env import make_worker_env
+
+    config = load_config(Path("configs/ppo_arithmetic.yaml"))
+    for calls in config.dataflow.calls_by_role.values():
+        assert make_worker_env(config, calls[0], on_gpu=True)[DEVICE_ENV] == "cuda"
+        assert make_worker_env(config, calls[0], on_gpu=False)[DEVICE_ENV] == "cpu"
