@@ -77,7 +77,7 @@ def run_scoring_forward(
     Logits are divided by `temperature`. Entropies are 0 for mode "none" and carry a gradient only
     for mode "gradient".
     """
-    module = getattr(model, "module", model)
+    module: Any = getattr(model, "module", model)
     head, base = module.get_output_embeddings(), module.base_model
     finish = functools.partial(_score_logits, temperature=temperature, entropy_mode=entropy_mode)
     targets = token_ids.roll(-1, dims=1)
