@@ -1,9 +1,11 @@
 """Docs match the code: tables, examples, links, the folder map."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 from streamrl.algorithms import ALGORITHMS
@@ -56,6 +58,23 @@ def test_examples_of_custom_rewards_build(tmp_path: Path, monkeypatch: pytest.Mo
         settings = OmegaConf.create("model: {path: m}\ndata: {train: d}\n" + entry)
         config = build_config(settings, source="own_reward.md")
         build_rewards(config.rewards, RewardContext(config.scorer))
+
+
+def test_the_files_that_start_ray_on_a_cluster_are_well_formed():
+    (script,) = re.findall(r"^```sh\n(.*?)^```", read_page("slurm"), flags=re.DOTALL | re.MULTILINE)
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    (text,) = re.findall(
+        r"^```yaml\n(.*?)^```", read_page("kubernetes"), flags=re.DOTALL | re.MULTILINE
+    )
+    cluster = yaml.safe_load(text)["spec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        mounted = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in pod["volumes"]}
+
+
+def read_page(name: str) -> str:
+    return (ROOT / "docs" / f"{name}.md").read_text()
 
 
 def test_links_lead_to_existing_files_and_headings():

@@ -95,9 +95,7 @@ def read_driver(file: Path) -> str:
     """Return the version of the NVIDIA driver from its file in /proc, or ""."""
     if not file.is_file():
         return ""
-    match = re.search(
-        r"Kernel Module\D*\s(\d[\d.]*)", re.sub(r"x86_64|aarch64", "", file.read_text())
-    )
+    match = re.search(r"Kernel Module(?: for \S+)?\s+(\d[\d.]*)", file.read_text())
     return match[1] if match else ""
 
 
