@@ -150,8 +150,8 @@ def measure(arguments: argparse.Namespace) -> Mapping[str, Any]:
         for layout in LAYOUTS:
             ways, digests = {}, set[str]()
             for way in ("shards", "whole"):
-                print(f"{layout}, {way}", file=sys.stderr)
                 ways[way], found = measure_way(arguments, path, layout, way)
+                print(f"{layout}, {way}: {ways[way]}", file=sys.stderr, flush=True)
                 digests |= found
             layouts[layout] = {**ways, "bit_equal": len(digests) == 1}
     return {"ranks": arguments.ranks, "model_mib": size / 2**20, **layouts}

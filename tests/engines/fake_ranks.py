@@ -10,13 +10,11 @@ import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any, cast
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -24,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from streamrl.engines.models.stored_weights import StoredTensor, StoredWeights, find_owners
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.engines.training import fsdp_tp_backend
+from streamrl.engines.training.fsdp_tp_backend import FsdpTpBackend
 from streamrl.resharding.boxes import TensorBox
 
 WORLD = 8
@@ -78,27 +76,29 @@ class FakeWeights:
         return torch.empty(box.shape)
 
 
+class CountedBackend(FsdpTpBackend):
+    """A rank whose shards are fake tensors, which take no memory but are counted."""
+
+    counter = PeakBytes()
+
+    def _read_shards(self, weights: StoredWeights) -> None:
+        # Building a mesh needs real tensors, so only reading is fake.
+        with FakeTensorMode(allow_non_fake_inputs=True), self.counter:
+            super()._read_shards(weights)
+
+
 def main(model: str, tensor_parallel: int) -> None:
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
-    mesh = init_device_mesh(
-        "cpu", (WORLD // tensor_parallel, tensor_parallel), mesh_dim_names=("data", "tensor")
-    )
-    meshes = {name: mesh[name] for name in ("data", "tensor")}
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES[model]), dtype=torch.float32)
     sizes = [parameter.numel() * 4 for parameter in module.parameters()]
     config = TrainerConfig(
         backend="torch", world_size=WORLD, tensor_parallel=tensor_parallel, zero_stage=3
     )
-    with (
-        mock.patch.object(fsdp_tp_backend, "init_device_mesh", lambda *_, **__: meshes),
-        FakeTensorMode(allow_non_fake_inputs=True),
-        PeakBytes() as counter,
-    ):
-        weights = cast(StoredWeights, FakeWeights(module))
-        backend = fsdp_tp_backend.FsdpTpBackend(module, config, weights)
-        share = sum(tensor.nbytes for _, tensor, _ in backend.iter_shards())
-    print(sum(sizes), share, max(sizes), counter.peak)
+    with CountedBackend.counter:
+        backend = CountedBackend(module, config, cast(StoredWeights, FakeWeights(module)))
+    share = sum(tensor.nbytes for _, tensor, _ in backend.iter_shards())
+    print(sum(sizes), share, max(sizes), CountedBackend.counter.peak)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-MAX_FILE_BYTES = 1 << 30
+MAX_FILE_BYTES = 256 << 20
 """Size at which the next weight file starts; bounds the memory that writing takes."""
 
 

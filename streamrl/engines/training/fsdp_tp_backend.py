@@ -76,7 +76,8 @@ class FsdpTpBackend(TrainingBackend):
         )
         if self._tp_mesh.size() > 1:
             parallelize_layers(module, self._tp_mesh)
-            _copy_unsharded_params(module)
+            if weights is None:
+                _copy_unsharded_params(module)
         if self._is_sharded:
             self._apply_fsdp()
         if weights is not None:
