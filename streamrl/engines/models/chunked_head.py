@@ -184,7 +184,8 @@ def _score_in_chunks(
     scores: Tensor = _ChunkedScores.apply(
         score_chunk, entropy_mode, inputs.flatten(0, 1), targets.flatten(), *parameters
     )
-    return scores.view(2, *targets.shape)
+    # FSDP2 warns of outputs that are views.
+    return scores.view(2, *targets.shape).clone()
 
 
 class _ChunkedScores(torch.autograd.Function):
