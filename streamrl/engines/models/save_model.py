@@ -90,6 +90,8 @@ def _restore_layout(
             yield from waiting.pop(stored_name).items()
         elif len(waiting[stored_name]) >= num_parts[stored_name]:
             yield from revert_weight_conversion(module, waiting.pop(stored_name)).items()
+    for parts in waiting.values():
+        yield from revert_weight_conversion(module, parts).items()
 
 
 def _write_weights(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
