@@ -225,7 +225,7 @@ QUICK = (
 
 
 RAY_QUEUE = "ray_queue_batch"
-LONG = (check_data, check_loading, check_overlap, check_queue)
+LONG = (check_data, check_loading, check_memory, check_overlap, check_queue)
 """Benchmarks that take half a minute."""
 MORE_OPTIONS = {
     "overlap": ("--parts", "empty", "real", "sleeps"),
