@@ -66,7 +66,7 @@ def split(line: str) -> tuple[str, ...]:
     """Split a line as a shell does, up to a pipe; brackets around optional arguments go."""
     optional = re.sub(r"\[(-[^]]*)\]", r"\1", line)
     words = shlex.split(optional, comments=True)
-    ends = [words.index(sign) for sign in ("|", ">", ">>", "&&") if sign in words]
+    ends = [words.index(sign) for sign in ("|", ">", ">>", "&&", "&") if sign in words]
     return tuple(words[: min(ends, default=len(words))])
 
 
