@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from streamrl.engines.models.stored_weights import StoredTensor, StoredWeights, find_owners
+from streamrl.engines.models.stored_weights import StoredModelTensor, StoredWeights, find_owners
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.fsdp_tp_backend import FsdpTpBackend
 from streamrl.resharding.boxes import TensorBox
@@ -68,9 +68,9 @@ class FakeWeights:
     def __init__(self, model: torch.nn.Module) -> None:
         self._owners = find_owners(model)
 
-    def iter_tensors(self) -> Iterator[StoredTensor]:
+    def iter_tensors(self) -> Iterator[StoredModelTensor]:
         for owners in self._owners.values():
-            yield StoredTensor(owners, self._read_box)
+            yield StoredModelTensor(owners, self._read_box)
 
     def _read_box(self, box: TensorBox) -> Tensor:
         return torch.empty(box.shape)

@@ -77,7 +77,7 @@ def run_scoring_forward(
     Logits are divided by `temperature`. Entropies are 0 for mode "none" and carry a gradient only
     for mode "gradient".
     """
-    module: Any = getattr(model, "module", model)
+    module: Any = model.module if hasattr(model, "module") else model
     head, base = module.get_output_embeddings(), module.base_model
     finish = functools.partial(_score_logits, temperature=temperature, entropy_mode=entropy_mode)
     targets = token_ids.roll(-1, dims=1)
@@ -103,7 +103,7 @@ def run_scoring_forward(
     logprobs, entropy = scores
     if entropy_mode != "gradient":
         entropy = entropy.detach()
-    return NextTokenScores(logprobs, entropy, getattr(output, "state_values", None))
+    return NextTokenScores(logprobs, entropy, output.get("state_values"))
 
 
 @contextlib.contextmanager

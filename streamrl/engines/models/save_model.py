@@ -70,7 +70,7 @@ def _restore_layout(
         revert_weight_conversion,
     )
 
-    loaded_by: list[Any] = getattr(module, "_weight_conversions", None) or []
+    loaded_by: list[Any] = vars(module).get("_weight_conversions") or []
     reverse = [conversion.reverse_transform() for conversion in reversed(loaded_by)]
     renamings = [entry for entry in reverse if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in reverse if isinstance(entry, WeightConverter)]

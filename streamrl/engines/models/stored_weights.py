@@ -26,7 +26,7 @@ COMPARED_ROWS = 4096
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class StoredModelTensor:
     """A parameter or persistent buffer of a model, and how to read it.
 
     owners: modules that hold it under an attribute, several if it is tied. read_box: reads the
@@ -71,7 +71,7 @@ class StoredWeights:
         self._tensors = model.state_dict(keep_vars=True)
         self._transforms = _plan_transforms(model, self._tensors, self._slices)
 
-    def iter_tensors(self) -> Iterator[StoredTensor]:
+    def iter_tensors(self) -> Iterator[StoredModelTensor]:
         """Yield every stored tensor, in the same order on all ranks; tied ones once.
 
         A tensor that transformers computes from several others, or from a part of one (such as the
@@ -91,7 +91,7 @@ class StoredWeights:
                 key = id(self._tensors[name])
                 if key not in yielded:
                     yielded.add(key)
-                    yield StoredTensor(self._owners[key], read_box)
+                    yield StoredModelTensor(self._owners[key], read_box)
 
     def _convert(
         self, target: str, transform: Any, sources: list[tuple[str, str]], read: Callable[..., Any]
