@@ -1,6 +1,5 @@
 """Headless Chromium that opens pages of the project, for benchmarks, tests and pictures."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,9 +33,7 @@ def open_browser() -> Iterator[Browser]:
         raise BenchmarkError(f"no {CHROMIUM.relative_to(ROOT)}; install it with `make chromium`")
     with sync_playwright() as playwright:
         try:
-            browser = playwright.chromium.launch(
-                executable_path=CHROMIUM, args=ARGUMENTS, env={**os.environ}
-            )
+            browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         except Error as error:
             raise BenchmarkError(f"Chromium did not start: {error.message}") from None
         with browser:

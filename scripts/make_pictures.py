@@ -23,6 +23,7 @@ import pyte
 from playwright.sync_api import Browser, Page
 
 from benchmarks.browser import ROOT, open_browser, open_page
+from streamrl.cli.output.advice_report import BottleneckText
 from streamrl.run_page.page import RunPage
 from streamrl.run_page.run_record import RunReader
 
@@ -81,8 +82,6 @@ class Camera:
 
     def take_run_page(self, readers: list[RunReader], file: Path) -> None:
         """Take pictures of the page of runs: its charts, one run's charts, a group's rollouts."""
-        from streamrl.cli.output.advice_report import BottleneckText
-
         file.write_text(RunPage(readers, BottleneckText()).render(), encoding="utf-8")
         watched = open_page(self.browser, file.as_uri())
         page = watched.page

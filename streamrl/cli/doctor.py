@@ -163,7 +163,7 @@ def find_problems(machine: MachineInfo) -> list[str]:
 
 
 def _find_gpu_problems(machine: MachineInfo) -> list[str]:
-    """Return what keeps a machine with an NVIDIA GPU from computing on it, each with its remedy."""
+    """Return the obstacles to computing on this machine's NVIDIA GPU, each with its remedy."""
     problems = []
     if not machine.cuda:
         problems.append(

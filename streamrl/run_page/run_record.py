@@ -80,7 +80,7 @@ def _parse_row(line: bytes, offset: int) -> dict[str, Any]:
 class RunRecord:
     """Metrics and events of a run, as far as they are written.
 
-    name: what the page calls it. rows: a metrics row per trained step, ascending. events: in the
+    name: title on the page. rows: a metrics row per trained step, ascending. events: in the
     order of time.
     """
 
@@ -180,7 +180,7 @@ class RunReader:
         self._events_tail = JsonlTail(self.run_dir / EVENTS_FILE)
 
     def read(self, name: str = "") -> RunRecord:
-        """Return what the run has recorded so far, under a name; the default is its folder's.
+        """Return metrics and events recorded so far, under a name; the default is the folder's.
 
         Raises ConfigError for a damaged file, or if the run has been deleted.
         """

@@ -145,7 +145,7 @@ class ProgressLine:
 def show_progress(
     text: str, total: int | None = None, unit: str = "", *, mode: str = "auto"
 ) -> Iterator[ProgressLine]:
-    """Show what the block does once it takes long. mode: a value of telemetry.console."""
+    """Show the progress of the block once it takes long. mode: a value of telemetry.console."""
     line = ProgressLine(WorkStatus(text, total, unit), mode=mode)
     try:
         line.start()

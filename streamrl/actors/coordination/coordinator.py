@@ -133,7 +133,7 @@ class CoordinatorActor(PingableActor):
         self._eval_prompts = start.eval_prompts
         self._checkpoint = start.checkpoint
         self._saved_version = version
-        # Seconds for which training waited after the last step, by metric.
+        # Seconds for which training waited since the previous step ended, by metric.
         self._waits_s = dict.fromkeys(WAIT_METRICS, math.nan)
         if run_log.steps_to_replay:
             replayed = f"{min(run_log.steps_to_replay)} to {max(run_log.steps_to_replay)}"

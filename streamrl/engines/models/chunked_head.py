@@ -110,7 +110,7 @@ def run_scoring_forward(
 def _replace_head(
     module: nn.Module, head: nn.Module, score: Callable[[Tensor], Tensor]
 ) -> Iterator[None]:
-    """Make the model's forward pass return what `score` computes in place of the head.
+    """Make the model's forward pass return the result of `score` in place of the head's.
 
     Hooks of the head that are registered already see the scores: DeepSpeed's gather the head's
     parameters for the backward pass of a module's outputs. The rest of the model's forward pass
@@ -144,7 +144,7 @@ def _replace_head(
 def _postprocess_logits(
     module: nn.Module, head_name: str, inputs: Tensor, head_output: Tensor
 ) -> Tensor:
-    """Apply to the head's output [N, V] what the model's forward does after the head.
+    """Apply the steps of the model's forward after the head to the head's output [N, V].
 
     Soft-capping and scaling are written in each family's forward. A shallow copy of the model,
     whose base and head return the given tensors, runs that code.

@@ -47,9 +47,11 @@ def _replace_meta_weights(layers: Iterable[Any]) -> Iterator[None]:
     for layer, weight in on_meta:
         element = torch.empty((), dtype=weight.dtype, device=get_local_device())
         layer.weight = torch.nn.Parameter(element.expand(weight.shape))
-    yield
-    for layer, weight in on_meta:
-        layer.weight = weight.requires_grad_(layer.weight.requires_grad)
+    try:
+        yield
+    finally:
+        for layer, weight in on_meta:
+            layer.weight = weight.requires_grad_(layer.weight.requires_grad)
 
 
 def find_lora_layers(

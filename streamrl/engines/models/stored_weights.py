@@ -44,7 +44,7 @@ class StoredModelTensor:
         return value
 
     def replace_value(self, value: Tensor) -> Tensor:
-        """Replace the tensor in all its modules; return what the modules hold."""
+        """Replace the tensor in all its modules; return the new one, as registered."""
         old = self.value
         if isinstance(old, nn.Parameter):
             value = nn.Parameter(value, requires_grad=old.requires_grad)
