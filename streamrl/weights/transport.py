@@ -89,6 +89,8 @@ class TransportSpec:
     reason: line for the user that says why it was chosen.
     token: distinguishes the shared memory of this run on the machine.
     keep_versions: versions that a writer keeps for slow followers.
+    copied_roles: roles whose versions must not depend on being published again, which is possible
+    only until the next training step.
     copies_per_node: as in `Transport`.
     max_bytes: limit of shared memory by published role, bytes.
     node: node id that all publishers and followers must share; empty if any node will do.
@@ -100,6 +102,7 @@ class TransportSpec:
     run_dir: Path
     keep_versions: int
     cluster: ClusterAccess
+    copied_roles: frozenset[str] = frozenset()
     copies_per_node: bool = False
     max_bytes: Mapping[str, int] = field(default_factory=dict)
     node: str = ""

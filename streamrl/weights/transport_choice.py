@@ -3,9 +3,13 @@
 from dataclasses import dataclass
 
 from streamrl.errors import ConfigError
-from streamrl.weights.config import AUTO, OBJECT_STORE, SHARED_MEMORY, WeightsConfig
+from streamrl.weights.config import AUTO, COLLECTIVE, OBJECT_STORE, SHARED_MEMORY, WeightsConfig
 
-TRANSPORT_LABELS = {SHARED_MEMORY: "shared memory", OBJECT_STORE: "object store"}
+TRANSPORT_LABELS = {
+    SHARED_MEMORY: "shared memory",
+    OBJECT_STORE: "object store",
+    COLLECTIVE: "collective",
+}
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class TransportFacts:
     num_nodes: nodes that may hold publishers or readers. max_staleness: largest staleness of a
     trained token, in versions. shm_free_bytes: free bytes in /dev/shm on the publishers' node.
     object_store_bytes: bytes of `shm_free_bytes` that Ray's object store may still claim.
+    has_gpus: models compute on GPUs. shares_gpus: several processes of the run use the same GPU.
     """
 
     num_nodes: int
@@ -31,6 +36,8 @@ class TransportFacts:
     max_staleness: int
     shm_free_bytes: int
     object_store_bytes: int = 0
+    has_gpus: bool = False
+    shares_gpus: bool = False
 
     @property
     def capacity_bytes(self) -> int:
@@ -55,9 +62,19 @@ def choose_transport(config: WeightsConfig, facts: TransportFacts) -> tuple[str,
     obstacle = _find_obstacle(config, facts)
     if config.transport == SHARED_MEMORY and obstacle:
         raise ConfigError(f"weights.transport=shared_memory: {obstacle}")
+    if config.transport == COLLECTIVE and facts.has_gpus and facts.shares_gpus:
+        raise ConfigError(
+            "weights.transport=collective: NCCL needs a GPU for each process, but processes of this"
+            " placement share GPUs: remove weights.transport, or choose store"
+        )
     if config.transport != AUTO:
         name = TRANSPORT_LABELS.get(config.transport, config.transport)
         return config.transport, f"weights: {name} (set by weights.transport)"
+    if facts.num_nodes > 1 and facts.has_gpus and not facts.shares_gpus:
+        return COLLECTIVE, (
+            f"weights: collective (publisher and readers have a GPU each, on {facts.num_nodes}"
+            " nodes)"
+        )
     if obstacle:
         reason = f"{TRANSPORT_LABELS[SHARED_MEMORY]} {obstacle}"
         return OBJECT_STORE, f"weights: {TRANSPORT_LABELS[OBJECT_STORE]} ({reason})"

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,6 +40,24 @@ def test_auto_chooses_the_object_store_on_two_nodes():
         "store",
         "weights: object store (shared memory needs one node; publisher and readers are on 2)",
     )
+
+
+def test_auto_broadcasts_between_the_gpus_of_several_nodes():
+    facts = replace(TWO_NODES, has_gpus=True)
+    assert choose_transport(WeightsConfig(), facts) == (
+        "collective",
+        "weights: collective (publisher and readers have a GPU each, on 2 nodes)",
+    )
+    assert choose_transport(WeightsConfig(), replace(facts, shares_gpus=True))[0] == "store"
+    assert choose_transport(WeightsConfig(), replace(ONE_NODE, has_gpus=True))[0] == "shared_memory"
+
+
+def test_the_collective_transport_refuses_processes_that_share_a_gpu():
+    config = WeightsConfig(transport="collective")
+    shared = replace(ONE_NODE, has_gpus=True, shares_gpus=True)
+    with pytest.raises(ConfigError, match=r"weights\.transport=collective: NCCL needs a GPU for"):
+        choose_transport(config, shared)
+    assert choose_transport(config, replace(shared, has_gpus=False))[0] == "collective"
 
 
 def test_the_share_of_rays_object_store_is_not_available_to_weights():

@@ -59,6 +59,8 @@ def plan_transport(
         max_staleness=config.pipeline.max_staleness,
         shm_free_bytes=get_free_bytes(),
         object_store_bytes=_get_store_bytes(),
+        has_gpus=any(demand.gpus for demand in demands),
+        shares_gpus=any(demand.gpus and demand.is_in_shared_slot for demand in demands),
     )
     name, reason = choose_transport(config.weights, facts)
     if config.placement.is_hybrid:
@@ -73,6 +75,11 @@ def plan_transport(
         config.run_dir.absolute(),
         config.weights.keep_versions,
         RAY_ACCESS,
+        copied_roles=frozenset(
+            role
+            for role in (*config.dataflow.trained_roles, EMA_REFERENCE)
+            if role == EMA_REFERENCE or config.weights.publish_every > 1
+        ),
         copies_per_node=load_transport(name).copies_per_node,
         max_bytes=divide_shared_memory(config.weights, facts) if is_shared_memory else {},
         node=nodes[0] if is_shared_memory else "",

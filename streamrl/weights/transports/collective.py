@@ -1,9 +1,12 @@
 """Collective transport: the publisher broadcasts a version once to all members of a group.
 
 The writer copies buckets into staging buffers and a background thread sends them while training
-continues. Every bucket also goes through a fallback transport, for readers that are not members,
-arrive late, or took part in a failed broadcast. `collective_group` decides before each version
-whether all members are ready.
+continues. A version also goes through a fallback transport if readers may need it: readers that are
+not members, arrive late, or took part in a failed broadcast. `collective_group` decides before each
+version whether all members are ready.
+
+If the last version reached the same readers, the copy for the fallback is left out. A reader that
+needs it then fails, and the version is published again, with a copy.
 """
 
 import contextlib
@@ -13,7 +16,6 @@ from concurrent.futures import TimeoutError as SendTimeoutError
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -21,6 +23,7 @@ from streamrl.distributed.devices import has_local_gpu
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
 from streamrl.weights.manifest import WeightBucket, WeightManifest
+from streamrl.weights.pinned_memory import allocate_pinned
 from streamrl.weights.transport import (
     Transport,
     TransportReader,
@@ -57,10 +60,9 @@ NUM_KEPT_VERSIONS = 2
 
 @dataclass(frozen=True)
 class CollectiveHandle:
-    """Handle of a bucket: group epoch of its broadcast, bucket index, handle in the fallback."""
+    """Handle of a bucket: group epoch of its broadcast, and handle in the fallback or None."""
 
     epoch: GroupEpoch
-    bucket: int
     fallback_handle: Any
 
 
@@ -70,7 +72,8 @@ class CollectiveWriter(TransportWriter):
     A broadcast takes at most `timeout_s` plus the transfer time at MIN_BYTES_PER_S. A quarter of
     the timeout is for gathering the members, so a member that is absent from the start costs no
     more than that. A member that dies or hangs later may cost all of the timeout; the next version
-    waits until then. `host`: address of the TCPStore.
+    waits until then. `host`: address of the TCPStore. `always_copies`: every version also goes
+    through `fallback`, because the publisher could not publish it again.
     """
 
     def __init__(
@@ -80,8 +83,11 @@ class CollectiveWriter(TransportWriter):
         host: str,
         timeout_s: float,
         device: torch.device = CPU_DEVICE,
+        always_copies: bool = True,
     ) -> None:
         self._fallback = fallback
+        self._always_copies = always_copies
+        self._is_copied = True
         self._timeout_s = timeout_s
         self._device = device
         self._store = serve_readers(host, timeout_s)
@@ -91,7 +97,7 @@ class CollectiveWriter(TransportWriter):
         self._group: BroadcastGroup | None = None
         self._send_executor = ThreadPoolExecutor(1, "broadcast")
         self._pending_send: Future[None] | None = None
-        self._version = -1
+        self._version = self._committed_version = -1
         self._staging_buffers: list[Array] = []
         self._handles: list[CollectiveHandle] = []
         self._send_timeout_s = 0.0
@@ -112,40 +118,49 @@ class CollectiveWriter(TransportWriter):
         self._wait_for_send()
         self._absent_readers -= {name for name in self._absent_readers if self._has_returned(name)}
         members = tuple(name for name in self._readers if name not in self._absent_readers)
+        if version == self._committed_version:
+            # Published again: readers that have the version will not take part in a broadcast.
+            members = ()
         if self.send_failure is not None:
             # A failed broadcast may still read the buffers in its thread: never refill them.
             self._staging_buffers = []
-        # Keys of a version that is published again are still in the store, so it needs a new epoch.
-        is_over = self.send_failure is not None or version == self._version
-        if is_over or members != self._epoch.members:
+        if self.send_failure is not None or members != self._epoch.members:
             number = self._epoch.number + 1
             self._epoch = replace(self._epoch, number=number, members=members)
             self._group = None
+        has_reached_all = self._group is not None and members == self._readers
+        self._is_copied = self._always_copies or not has_reached_all
         self._version = version
         self._handles = []
-        self._fallback.begin_version(version)
+        if self._is_copied:
+            self._fallback.begin_version(version)
 
     def allocate_buffer(self, num_bytes: int) -> Array:
         """Return a staging buffer of `num_bytes`; bucket i of every version reuses buffer i."""
         index = len(self._handles)
         if index == len(self._staging_buffers):
-            self._staging_buffers.append(np.empty(0, np.uint8))
+            self._staging_buffers.append(allocate_pinned(num_bytes))
         if self._staging_buffers[index].nbytes < num_bytes:
-            self._staging_buffers[index] = np.zeros(num_bytes, np.uint8)
+            self._staging_buffers[index] = allocate_pinned(num_bytes)
         return self._staging_buffers[index][:num_bytes]
 
     def commit_bucket(self, bucket: WeightBucket, data: Array) -> CollectiveHandle:
-        """Commit a copy of the bucket to the fallback; `commit_version` starts the broadcast."""
-        copy = commit_copy(self._fallback, bucket, data)
-        handle = CollectiveHandle(self._epoch, len(self._handles), copy)
+        """Commit a copy of the bucket to the fallback if readers may need it.
+
+        `commit_version` starts the broadcast.
+        """
+        copy = commit_copy(self._fallback, bucket, data) if self._is_copied else None
+        handle = CollectiveHandle(self._epoch, copy)
         self._handles.append(handle)
         return handle
 
     def commit_version(self, manifest: WeightManifest) -> None:
-        """Commit the version to the fallback transport and start its broadcast in a thread."""
-        self._fallback.commit_version(_make_fallback_manifest(manifest))
+        """Start the broadcast of the version in a thread."""
+        if self._is_copied:
+            self._fallback.commit_version(_make_fallback_manifest(manifest))
         pairs = zip(self._staging_buffers, manifest.buckets, strict=False)
         buckets = [data[: bucket.num_bytes] for data, bucket in pairs]
+        self._committed_version = manifest.version
         self.send_failure = None
         self._send_timeout_s = self._timeout_s + estimate_send_s(manifest.num_bytes)
         if self._epoch.members:
@@ -259,6 +274,8 @@ class CollectiveReader(TransportReader):
             self.fallback_reason = f"weights version {manifest.version} was not sent: {error}"
         self._request_membership()
         try:
+            if manifest.handles[0].fallback_handle is None:
+                raise WeightsError(f"weights version {manifest.version} went to its readers only")
             return self._fallback.fetch_buckets(_make_fallback_manifest(manifest))
         except WeightsError as error:
             cause = f" ({self.fallback_reason})" if self.fallback_reason else ""
@@ -308,8 +325,8 @@ class CollectiveReader(TransportReader):
         self._group.verify_header((epoch.number, version), deadline)
         arrays = []
         for bucket in manifest.buckets:
-            buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-            data = self._group.broadcast_tensor(buffer, deadline).numpy()
+            data = allocate_pinned(bucket.num_bytes)
+            self._group.broadcast_tensor(torch.from_numpy(data), deadline)
             data.flags.writeable = False
             arrays.append(data)
         return arrays
@@ -333,9 +350,13 @@ def _get_device() -> torch.device:
 
 
 def make_writer(spec: TransportSpec, role: str, model_path: str) -> CollectiveWriter:
-    store = object_store.make_writer(spec, role, model_path)
-    host = spec.cluster.get_address()
-    return CollectiveWriter(store, host=host, timeout_s=TIMEOUT_S, device=_get_device())
+    return CollectiveWriter(
+        object_store.make_writer(spec, role, model_path),
+        host=spec.cluster.get_address(),
+        timeout_s=TIMEOUT_S,
+        device=_get_device(),
+        always_copies=role in spec.copied_roles,
+    )
 
 
 def make_reader(spec: TransportSpec, role: str, reader: str) -> CollectiveReader:

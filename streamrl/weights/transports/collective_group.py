@@ -10,8 +10,11 @@ already have one (vLLM's workers do).
 """
 
 import json
+import os
 import socket
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -25,6 +28,16 @@ from streamrl.errors import WeightsError
 
 PUBLISHER_RANK = 0
 STORE_POLL_S = 0.002
+COLLECTIVE_POLL_S = 0.0005
+NCCL_TIMEOUT = timedelta(days=1)
+"""Timeout of NCCL groups, whose operations `BroadcastGroup` aborts much earlier."""
+NCCL_CONNECT_S = 15
+"""Time for connecting the ranks of an NCCL group, s."""
+NCCL_TIMEOUT_ENV = {"TORCH_NCCL_NONBLOCKING_TIMEOUT": str(NCCL_CONNECT_S)}
+"""Environment for groups that connect without blocking; PyTorch reads it once per process."""
+NCCL_WATCHDOG_ENV = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+"""Environment while a group is made: its watchdog then logs a lost peer; by default it would end
+the process."""
 MIN_BYTES_PER_S = 100e6
 """Slowest network that a broadcast's deadline allows for: about gigabit Ethernet."""
 
@@ -81,6 +94,9 @@ class BroadcastGroup:
 
     The constructor waits for all members. Every method raises RuntimeError on timeout or a lost
     peer, and the group is unusable afterwards. `device` selects NCCL (cuda) or Gloo.
+
+    Deadlines are kept here, by polling and `abort`: NCCL notices a dead peer late or never, a wait
+    for NCCL only orders GPU streams, and its own timeout ends the process.
     """
 
     def __init__(
@@ -94,36 +110,72 @@ class BroadcastGroup:
         prefix_store = dist.PrefixStore(f"{epoch.number}/group", store)
         size = len(epoch.members) + 1
         self._device = device
-        self._group: Any
-        if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = deadline.compute_remaining_time()
-            self._group = dist.ProcessGroupNCCL(prefix_store, rank, size, options)
-        else:
-            self._group = dist.ProcessGroupGloo(
-                prefix_store, rank, size, deadline.compute_remaining_time()
-            )
+        self._is_publisher = rank == PUBLISHER_RANK
+        make_group = make_nccl_group if device.type == "cuda" else make_gloo_group
+        self._group = make_group(prefix_store, rank, size, deadline)
 
-    def broadcast_tensor(self, tensor: Tensor, deadline: SharedDeadline) -> Tensor:
-        """Broadcast the publisher's `tensor` to all members and return the result on the CPU.
+    def broadcast_tensor(self, tensor: Tensor, deadline: SharedDeadline) -> None:
+        """Broadcast the publisher's `tensor` into the members' `tensor` of the same shape.
 
-        Members pass a tensor of the same shape, which may be overwritten.
+        Tensors are in host memory, and travel through a copy on the group's device.
         """
         device_tensor = tensor.to(self._device)
         options = dist.BroadcastOptions()
         options.rootRank = PUBLISHER_RANK
-        options.timeout = deadline.compute_remaining_time()
-        self._group.broadcast([device_tensor], options).wait(deadline.compute_remaining_time())
-        return device_tensor.cpu()
+        options.timeout = deadline.compute_remaining_time()  # ends the threads of Gloo
+        work = self._group.broadcast([device_tensor], options)
+        while not work.is_completed():
+            if deadline.has_passed():
+                self._group.abort()
+                raise WeightsError("timed out during a broadcast")
+            time.sleep(COLLECTIVE_POLL_S)
+        work.wait()
+        if not self._is_publisher:
+            tensor.copy_(device_tensor)
 
     def verify_header(self, header: tuple[int, int], deadline: SharedDeadline) -> None:
         """Broadcast the publisher's (epoch number, version); compare `header` with it on members.
 
         Raises WeightsError if they differ: the following buckets belong to another version.
         """
-        received = tuple(self.broadcast_tensor(torch.tensor(header), deadline).tolist())
+        tensor = torch.tensor(header)
+        self.broadcast_tensor(tensor, deadline)
+        received = tuple(tensor.tolist())
         if received != header:
             raise WeightsError(f"received epoch and version {received}, expected {header}")
+
+
+def make_gloo_group(store: dist.Store, rank: int, size: int, deadline: SharedDeadline) -> Any:
+    """Make a Gloo group of `size` ranks; raise RuntimeError if a rank is missing at `deadline`."""
+    return dist.ProcessGroupGloo(store, rank, size, deadline.compute_remaining_time())
+
+
+def make_nccl_group(store: dist.Store, rank: int, size: int, deadline: SharedDeadline) -> Any:
+    """Make an NCCL group of `size` ranks, one per GPU, whose failures never end this process.
+
+    The first broadcast connects the ranks. It raises RuntimeError if a rank is missing
+    NCCL_CONNECT_S later.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = NCCL_TIMEOUT
+    # Otherwise connecting to a dead rank never returns.
+    options.config.blocking = 0
+    os.environ.update(NCCL_TIMEOUT_ENV)
+    with _set_environment(NCCL_WATCHDOG_ENV):
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+@contextmanager
+def _set_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
 
 
 def serve_readers(host: str, timeout_s: float) -> dist.TCPStore:

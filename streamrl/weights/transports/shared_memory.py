@@ -24,9 +24,11 @@ from typing import Any
 
 import numpy as np
 
+from streamrl.distributed.devices import has_local_gpu
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
 from streamrl.weights.manifest import WeightBucket, WeightManifest
+from streamrl.weights.pinned_memory import PinnedFiles, pin_range, unpin_range
 from streamrl.weights.transport import (
     Transport,
     TransportReader,
@@ -71,17 +73,22 @@ class SharedMemorySegment:
         fcntl.flock(self._fd, fcntl.LOCK_EX)
         os.ftruncate(self._fd, HEADER_BYTES + capacity)
         self._mapping: mmap.mmap | None = None
+        self._pinned_address: int | None = None
 
     def reserve_memory(self, num_bytes: int) -> None:
-        """Reserve memory for the header and `num_bytes`, and map the file.
+        """Reserve memory for the header and `num_bytes`, map the file, and pin what is reserved.
 
         Raises OSError if memory is short.
         """
+        if self._mapping is None:
+            self._mapping = mmap.mmap(self._fd, HEADER_BYTES + self.capacity_bytes)
         if num_bytes > self.reserved_bytes or not self.reserved_bytes:
             os.posix_fallocate(self._fd, 0, HEADER_BYTES + num_bytes)
             self.reserved_bytes = num_bytes
-        if self._mapping is None:
-            self._mapping = mmap.mmap(self._fd, HEADER_BYTES + self.capacity_bytes)
+            self._unpin()
+            pinned_bytes = HEADER_BYTES + min(num_bytes, self.capacity_bytes)
+            memory = np.frombuffer(self._mapping, np.uint8, pinned_bytes)
+            self._pinned_address = memory.ctypes.data if pin_range(memory) else None
 
     def view_bytes(self, num_bytes: int) -> Array:
         """Return the first `num_bytes` after the header as a writable uint8 view."""
@@ -112,7 +119,13 @@ class SharedMemorySegment:
         self.path.unlink(missing_ok=True)
         # Closing releases the lock, so unlink first. The mapping lives as long as its arrays.
         os.close(self._fd)
+        self._unpin()
         self._mapping = None
+
+    def _unpin(self) -> None:
+        if self._pinned_address is not None:
+            unpin_range(self._pinned_address)
+            self._pinned_address = None
 
 
 class SharedMemoryWriter(TransportWriter):
@@ -319,6 +332,7 @@ class SharedMemoryReader(TransportReader):
     def __init__(self, name: str, fallback: TransportReader) -> None:
         self._name = name
         self._fallback = fallback
+        self._pinned_files = PinnedFiles()
 
     def fetch_buckets(self, manifest: WeightManifest) -> Sequence[Array]:
         """Map a version's buckets in shared memory, not overwritten while the arrays live."""
@@ -326,11 +340,12 @@ class SharedMemoryReader(TransportReader):
         pairs = zip(manifest.handles, manifest.buckets, strict=True)
         # Map first: the mappings lock the segments while the fallback fetches the rest.
         mapped = [
-            map_segment(handle, bucket.num_bytes, self._name)
+            self._map_segment(handle, bucket.num_bytes)
             if isinstance(handle, SegmentHandle)
             else None
             for handle, bucket in pairs
         ]
+        self._pinned_files.drop_removed()
         fallback = _make_fallback_manifest(manifest)
         fallback_arrays = iter(self._fallback.fetch_buckets(fallback) if fallback.buckets else ())
         if fallback.buckets:
@@ -342,7 +357,14 @@ class SharedMemoryReader(TransportReader):
         return [next(fallback_arrays) if array is None else array for array in mapped]
 
     def close(self) -> None:
+        self._pinned_files.close()
         self._fallback.close()
+
+    def _map_segment(self, handle: SegmentHandle, num_bytes: int) -> Array:
+        locked = map_segment(handle, num_bytes, self._name)
+        if not has_local_gpu():
+            return locked
+        return self._pinned_files.view_range(handle.path, HEADER_BYTES, num_bytes, locked)
 
 
 def _make_fallback_manifest(manifest: WeightManifest) -> WeightManifest:

@@ -169,9 +169,35 @@ def test_versions_reach_all_members_and_newcomers_join_the_next_epoch(cluster: B
         early.end()
     assert newcomer.process.is_alive()
     assert cluster.round() == [(True, None)] * 3
-    cluster.version -= 1  # publish again: the keys of the first broadcast must not count
+    cluster.version -= 1  # published again: no broadcast, as readers that have it would not join
+    assert [is_right for is_right, _ in cluster.round()] == [True] * 3
     assert cluster.round() == [(True, None)] * 3
     assert cluster.writer.send_failure is None
+
+
+def test_versions_that_all_readers_receive_are_not_copied_to_the_fallback():
+    writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=8, always_copies=False)
+    member = CollectiveReader("a", LocalReader(), timeout_s=8)
+    writer.set_readers(["a"])
+    copies = []
+    for version in range(4):
+        manifest = publish(writer, version)
+        assert is_version(unpack_tensors(manifest, member.fetch_buckets(manifest)), version)
+        assert member.fallback_reason is None
+        copies.append(manifest.handles[0].fallback_handle is not None)
+    assert copies == [True, False, False, False]
+    newcomer = CollectiveReader("b", LocalReader(), timeout_s=8)
+    with pytest.raises(WeightsError, match="weights version 3 went to its readers only"):
+        newcomer.fetch_buckets(manifest)
+    # Two refused loads make the coordinator publish the version again.
+    writer.set_readers(["a", "b"])
+    manifest = publish(writer, 3)
+    assert is_version(unpack_tensors(manifest, newcomer.fetch_buckets(manifest)), 3)
+    manifest = publish(writer, 4)
+    assert manifest.handles[0].epoch.members == ("a", "b")
+    assert manifest.handles[0].fallback_handle is not None, "a new group may fail"
+    for end in (member, newcomer, writer):
+        end.close()
 
 
 @pytest.mark.slow
@@ -286,13 +312,17 @@ def test_a_restarted_member_uses_the_fallback_for_the_version_of_its_dead_predec
     assert outcome == [(True, None)]
 
 
+def publish(writer: CollectiveWriter, version: int) -> WeightManifest:
+    return publish_version(
+        tensors_of(version).items(), version=version, bucket_bytes=1_200_000, writer=writer
+    )
+
+
 def publish_and_fetch(
     writer: CollectiveWriter, collective_reader: CollectiveReader, version: int
 ) -> bool:
     """Publish a version and fetch it in this process; return True if it is right."""
-    manifest = publish_version(
-        tensors_of(version).items(), version=version, bucket_bytes=1_200_000, writer=writer
-    )
+    manifest = publish(writer, version)
     return is_version(unpack_tensors(manifest, collective_reader.fetch_buckets(manifest)), version)
 
 

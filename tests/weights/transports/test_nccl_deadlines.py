@@ -1,0 +1,172 @@
+"""Deadlines of broadcasts over NCCL, with a stand-in that does what NCCL does if a peer dies.
+
+PyTorch's NCCL groups notice a dead peer late or never, and a wait has no deadline. A watchdog ends
+the process at the group's timeout, and when it learns of a lost peer, unless
+TORCH_NCCL_ASYNC_ERROR_HANDLING is 0 while the group is made.
+"""
+
+import os
+import threading
+import time
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from streamrl.weights.buckets import publish_version, unpack_tensors
+from streamrl.weights.transports import collective_group
+from streamrl.weights.transports.collective import CollectiveReader, CollectiveWriter
+from tests import forked
+from tests.weights.local_transport import LocalReader, LocalWriter
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+TIMEOUT_S = 8.0
+ENDED_BY_WATCHDOG = 134
+DYING_VERSION = 1
+
+
+class StandInWork:
+    """Operation that does not report a lost peer."""
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+
+    def is_completed(self) -> bool:
+        return bool(self.work.is_completed() and self.work.is_success())
+
+    def wait(self) -> None:
+        while not self.is_completed():
+            time.sleep(0.01)
+
+
+class StandInNccl:
+    """Gloo group whose operations end only by success or `abort`."""
+
+    class Options(SimpleNamespace):
+        """Options of the group; the default timeout is NCCL's."""
+
+        def __init__(self) -> None:
+            super().__init__(_timeout=timedelta(minutes=10), config=SimpleNamespace(blocking=1))
+
+    def __init__(self, store: dist.Store, rank: int, size: int, options: Any) -> None:
+        assert options.config.blocking == 0, "connecting to a dead rank would never return"
+        assert int(os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"]) < TIMEOUT_S + 12
+        self._group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=TIMEOUT_S))
+        self._ends_process = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") != "0"
+        self._timeout_s = options._timeout.total_seconds()
+        self._is_aborted = False
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> StandInWork:
+        work = StandInWork(self._group.broadcast(tensors, options))
+        threading.Thread(target=self._watch, args=(work,), daemon=True).start()
+        return work
+
+    def abort(self) -> None:
+        self._is_aborted = True
+
+    def _watch(self, work: StandInWork) -> None:
+        end_s = time.monotonic() + self._timeout_s
+        while not work.is_completed() and not self._is_aborted:
+            if self._ends_process and (work.work.is_completed() or time.monotonic() > end_s):
+                os._exit(ENDED_BY_WATCHDOG)
+            time.sleep(0.01)
+
+
+def tensors_of(version: int) -> dict[str, torch.Tensor]:
+    return {f"t{i}": torch.full((1000,), float(version + i)) for i in range(4)}
+
+
+def publish_versions(pipe: Connection, watchdog_env: dict[str, str]) -> None:
+    """Publish to the reader `a`, and without it after a failure; send each manifest and failure."""
+    dist.ProcessGroupNCCL = StandInNccl  # type: ignore[attr-defined]
+    collective_group.make_gloo_group = collective_group.make_nccl_group
+    collective_group.NCCL_WATCHDOG_ENV = watchdog_env
+    writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=TIMEOUT_S)
+    pipe.send("ready")
+    for version in range(DYING_VERSION + 2):
+        writer.set_readers(["a"] if version <= DYING_VERSION else [])
+        tensors = tensors_of(version).items()
+        manifest = publish_version(tensors, version=version, bucket_bytes=4000, writer=writer)
+        pipe.send(manifest)
+        writer._wait_for_send()
+        pipe.send(writer.send_failure)
+    writer.close()
+
+
+def read_versions(pipe: Connection) -> None:
+    """Fetch versions as reader `a`; die in the middle of DYING_VERSION."""
+    dist.ProcessGroupNCCL = StandInNccl  # type: ignore[attr-defined]
+    collective_group.make_gloo_group = collective_group.make_nccl_group
+    reader = CollectiveReader("a", LocalReader(), timeout_s=TIMEOUT_S)
+    broadcast = collective_group.BroadcastGroup.broadcast_tensor
+    pipe.send("ready")
+    while True:
+        manifest = pipe.recv()
+        num_broadcasts = 0
+
+        def broadcast_or_die(self: Any, *arguments: Any, version: int = manifest.version) -> None:
+            nonlocal num_broadcasts
+            num_broadcasts += 1
+            if version == DYING_VERSION and num_broadcasts == 3:
+                os._exit(1)
+            broadcast(self, *arguments)
+
+        collective_group.BroadcastGroup.broadcast_tensor = broadcast_or_die  # type: ignore[method-assign]
+        tensors = unpack_tensors(manifest, reader.fetch_buckets(manifest))
+        expected = tensors_of(manifest.version)
+        assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+        pipe.send(reader.fallback_reason)
+
+
+def start(target: Any, *arguments: Any) -> tuple[Any, Connection]:
+    pipe, child_end = forked.context().Pipe()
+    process = forked.context().Process(target=target, args=(child_end, *arguments))
+    process.start()
+    child_end.close()
+    assert pipe.poll(60)
+    assert pipe.recv() == "ready"
+    return process, pipe
+
+
+def receive(pipe: Connection) -> Any:
+    assert pipe.poll(60)
+    return pipe.recv()
+
+
+def test_a_reader_that_dies_in_a_broadcast_does_not_end_the_publisher():
+    publisher, published = start(publish_versions, collective_group.NCCL_WATCHDOG_ENV)
+    reader, fetched = start(read_versions)
+    try:
+        for version in range(DYING_VERSION + 1):
+            fetched.send(receive(published))
+            failure = receive(published)
+            if version < DYING_VERSION:
+                assert failure is None and receive(fetched) is None
+        assert failure == "weights version 1 was not sent to a: timed out during a broadcast"
+        manifest = receive(published)
+        assert manifest.version == DYING_VERSION + 1 and receive(published) is None
+        publisher.join(30)
+        assert publisher.exitcode == 0
+    finally:
+        publisher.kill()
+        reader.kill()
+
+
+def test_with_nccls_own_error_handling_the_publisher_would_end():
+    """The stand-in has teeth: the environment variable is what keeps the publisher alive."""
+    publisher, published = start(publish_versions, {})
+    reader, fetched = start(read_versions)
+    try:
+        fetched.send(receive(published))
+        assert receive(published) is None
+        fetched.send(receive(published))
+        publisher.join(30)
+        assert publisher.exitcode == ENDED_BY_WATCHDOG
+    finally:
+        publisher.kill()
+        reader.kill()
