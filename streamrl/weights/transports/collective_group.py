@@ -111,6 +111,8 @@ class BroadcastGroup:
         size = len(epoch.members) + 1
         self._device = device
         self._is_publisher = rank == PUBLISHER_RANK
+        # Neither training nor sampling delays a broadcast.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         make_group = make_nccl_group if device.type == "cuda" else make_gloo_group
         self._group = make_group(prefix_store, rank, size, deadline)
 
@@ -119,19 +121,20 @@ class BroadcastGroup:
 
         Tensors are in host memory, and travel through a copy on the group's device.
         """
-        device_tensor = tensor.to(self._device)
         options = dist.BroadcastOptions()
         options.rootRank = PUBLISHER_RANK
         options.timeout = deadline.compute_remaining_time()  # ends the threads of Gloo
-        work = self._group.broadcast([device_tensor], options)
-        while not work.is_completed():
-            if deadline.has_passed():
-                self._group.abort()
-                raise WeightsError("timed out during a broadcast")
-            time.sleep(COLLECTIVE_POLL_S)
-        work.wait()
-        if not self._is_publisher:
-            tensor.copy_(device_tensor)
+        with torch.cuda.stream(self._stream):
+            device_tensor = tensor.to(self._device, non_blocking=True)
+            work = self._group.broadcast([device_tensor], options)
+            while not work.is_completed():
+                if deadline.has_passed():
+                    self._group.abort()
+                    raise WeightsError("timed out during a broadcast")
+                time.sleep(COLLECTIVE_POLL_S)
+            work.wait()
+            if not self._is_publisher:
+                tensor.copy_(device_tensor)
 
     def verify_header(self, header: tuple[int, int], deadline: SharedDeadline) -> None:
         """Broadcast the publisher's (epoch number, version); compare `header` with it on members.
