@@ -23,7 +23,7 @@ CHROMIUM := .venv/chromium/chromium
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PROCESSES) --dist loadgroup
 BASE_MODEL = $(BIN)/python examples/arithmetic/make.py
 
-.PHONY: help install demo test test-all test-chaos parity parity-env chromium pictures lint docs clean
+.PHONY: help install demo test test-all test-chaos gpu-check parity parity-env chromium pictures lint docs clean
 
 help: ## list these targets (the default)
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' Makefile
@@ -45,6 +45,9 @@ test-all: $(STAMP) $(DOCS_STAMP) $(PARITY)/installed $(CHROMIUM) ## run every te
 
 test-chaos: $(STAMP) ## kill -9 every kind of process at every moment of a run; 9 to 11 minutes (SEED=3)
 	$(BIN)/python -m tests.chaos.run_chaos --seed $(SEED) $(ARGS)
+
+gpu-check: $(STAMP) ## check trainer, memory, speed, NCCL and vLLM on a GPU, 8 minutes (ARGS="--device cpu")
+	$(BIN)/python scripts/gpu_check.py $(ARGS)
 
 parity: $(PARITY)/installed ## compare our functions with those of verl and TRL (ARGS="--seed 3")
 	$(PARITY)/bin/python -m tests.parity.compare $(ARGS)

@@ -176,6 +176,9 @@ class _TimedTrainer(ModelTrainer):
     def step(self, loss_denominator: float) -> dict[str, float]:
         return {"policy/grad_norm": 0.0}
 
+    def drain_advantages(self) -> dict[str, dict[int, float]]:
+        return {}
+
     def full_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield "weight", torch.zeros(16)
 

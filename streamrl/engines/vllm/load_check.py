@@ -32,6 +32,13 @@ WARNING_LOGGERS = ("vllm.model_executor.model_loader", "vllm.model_executor.mode
 WARNING_PATTERN = re.compile(r"weight|parameter|tensor|checkpoint|loaded", re.IGNORECASE)
 """Selects the warnings about weights among all warnings of WARNING_LOGGERS."""
 
+HARMLESS_WARNINGS = re.compile(
+    r"\w*RotaryEmbedding: Failed to load weights"
+    r"|Attempted to load weight \S+ with dtype \S+ into parameter with dtype "
+)
+"""Warnings of vLLM on GPUs at every load: rotary embeddings have no weights, only tables that are
+computed; and a published tensor is cast to the dtype of its parameter."""
+
 
 @dataclass(frozen=True)
 class TensorFingerprint:
@@ -226,10 +233,10 @@ class LoadWarningHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno >= logging.ERROR and logging.lastResort is not None:
             logging.lastResort.handle(record)
-        elif record.name.startswith(WARNING_LOGGERS) and WARNING_PATTERN.search(
-            record.getMessage()
-        ):
-            self._messages.append(" ".join(record.getMessage().split()))
+        elif record.name.startswith(WARNING_LOGGERS):
+            message = " ".join(record.getMessage().split())
+            if WARNING_PATTERN.search(message) and not HARMLESS_WARNINGS.match(message):
+                self._messages.append(message)
 
     def drain_warnings(self) -> tuple[str, ...]:
         """Return the distinct warnings since the last call, each with its number of repetitions."""

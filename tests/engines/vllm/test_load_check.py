@@ -144,6 +144,12 @@ def test_load_warnings_are_collected_and_counted():
     try:
         for _ in range(3):
             logger.warning("%s: Failed to load weights", "FusedMoE")
+        # On GPUs, at every load of a model that is right.
+        logger.warning("%s: Failed to load weights", "RotaryEmbedding")
+        logger.warning(
+            "Attempted to load weight %s with dtype %s into parameter with dtype %s",
+            *("norm.weight", torch.float32, torch.bfloat16),
+        )
         other_logger.warning("a warning of something else")
     finally:
         for vllm_logger in (logger, other_logger):

@@ -61,12 +61,12 @@ def die_before_bucket(bucket: int) -> None:
     send = BroadcastGroup.broadcast_tensor
     num_broadcasts = 0
 
-    def broadcast(self: BroadcastGroup, *arguments: Any) -> torch.Tensor:
+    def broadcast(self: BroadcastGroup, *arguments: Any) -> None:
         nonlocal num_broadcasts
         num_broadcasts += 1
         if num_broadcasts == bucket + 2:  # the first broadcast is the header
             os._exit(1)
-        return send(self, *arguments)
+        send(self, *arguments)
 
     BroadcastGroup.broadcast_tensor = broadcast  # type: ignore[assignment, method-assign]
 
@@ -335,10 +335,10 @@ def test_a_broadcasts_deadline_grows_with_its_bytes(
 
     def broadcast_slowly(
         self: collective_group.BroadcastGroup, tensor: torch.Tensor, deadline: SharedDeadline
-    ) -> torch.Tensor:
+    ) -> None:
         if threading.current_thread() is not threading.main_thread():  # the sending thread
             time.sleep(1.2)
-        return send(self, tensor, deadline)
+        send(self, tensor, deadline)
 
     monkeypatch.setattr(collective_group.BroadcastGroup, "broadcast_tensor", broadcast_slowly)
     monkeypatch.setattr(collective_group, "MIN_BYTES_PER_S", bytes_per_s)

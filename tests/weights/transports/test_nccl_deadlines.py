@@ -56,7 +56,8 @@ class StandInNccl:
     def __init__(self, store: dist.Store, rank: int, size: int, options: Any) -> None:
         assert options.config.blocking == 0, "connecting to a dead rank would never return"
         assert int(os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"]) < TIMEOUT_S + 12
-        self._group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=TIMEOUT_S))
+        timeout = timedelta(seconds=TIMEOUT_S)
+        self._group: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._ends_process = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") != "0"
         self._timeout_s = options._timeout.total_seconds()
         self._is_aborted = False
@@ -81,10 +82,15 @@ def tensors_of(version: int) -> dict[str, torch.Tensor]:
     return {f"t{i}": torch.full((1000,), float(version + i)) for i in range(4)}
 
 
+def use_stand_in() -> None:
+    """Make the groups of this process as on GPUs."""
+    vars(dist)["ProcessGroupNCCL"] = StandInNccl
+    collective_group.make_gloo_group = collective_group.make_nccl_group
+
+
 def publish_versions(pipe: Connection, watchdog_env: dict[str, str]) -> None:
     """Publish to the reader `a`, and without it after a failure; send each manifest and failure."""
-    dist.ProcessGroupNCCL = StandInNccl  # type: ignore[attr-defined]
-    collective_group.make_gloo_group = collective_group.make_nccl_group
+    use_stand_in()
     collective_group.NCCL_WATCHDOG_ENV = watchdog_env
     writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=TIMEOUT_S)
     pipe.send("ready")
@@ -100,8 +106,7 @@ def publish_versions(pipe: Connection, watchdog_env: dict[str, str]) -> None:
 
 def read_versions(pipe: Connection) -> None:
     """Fetch versions as reader `a`; die in the middle of DYING_VERSION."""
-    dist.ProcessGroupNCCL = StandInNccl  # type: ignore[attr-defined]
-    collective_group.make_gloo_group = collective_group.make_nccl_group
+    use_stand_in()
     reader = CollectiveReader("a", LocalReader(), timeout_s=TIMEOUT_S)
     broadcast = collective_group.BroadcastGroup.broadcast_tensor
     pipe.send("ready")
@@ -116,7 +121,7 @@ def read_versions(pipe: Connection) -> None:
                 os._exit(1)
             broadcast(self, *arguments)
 
-        collective_group.BroadcastGroup.broadcast_tensor = broadcast_or_die  # type: ignore[method-assign]
+        collective_group.BroadcastGroup.broadcast_tensor = broadcast_or_die  # type: ignore[method-assign, assignment]
         tensors = unpack_tensors(manifest, reader.fetch_buckets(manifest))
         expected = tensors_of(manifest.version)
         assert all(torch.equal(tensors[name], expected[name]) for name in expected)
