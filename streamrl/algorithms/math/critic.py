@@ -47,6 +47,6 @@ def critic_token_losses(
         "return_squared_sum": returns.square().sum(),
         "error_sum": (returns - detached).sum(),
         "error_squared_sum": (returns - detached).square().sum(),
-        "value_clipped_sum": (mask & (change > clip)).sum() if clip else torch.zeros(()),
+        "value_clipped_sum": (mask & (change > clip)).sum() if clip else losses.new_zeros(()),
     }
     return losses, {name: value.detach() for name, value in sums.items()}

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from streamrl.distributed.devices import GPU
 from streamrl.distributed.tcp_store import serve_tcp_store
 from streamrl.errors import WeightsError
 
@@ -95,7 +96,7 @@ class BroadcastGroup:
         size = len(epoch.members) + 1
         self._device = device
         self._group: Any
-        if device.type == "cuda":
+        if device.type == GPU:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = deadline.compute_remaining_time()
             self._group = dist.ProcessGroupNCCL(prefix_store, rank, size, options)
