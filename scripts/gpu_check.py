@@ -260,9 +260,9 @@ def time_seconds(run: Callable[[], object], repeats: int = 1) -> float:
 @contextlib.contextmanager
 def hide_gpu() -> Iterator[None]:
     """Hide the GPU from streamrl and transformers."""
-    import torch
+    from streamrl.distributed import devices
 
-    with mock.patch.object(torch.cuda, "is_available", lambda: False):
+    with mock.patch.object(devices, "has_local_gpu", lambda: False):
         yield
 
 
