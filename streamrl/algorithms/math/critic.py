@@ -6,7 +6,6 @@ trained values near those.
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from streamrl.algorithms.math.losses import value_loss
