@@ -35,9 +35,9 @@ class MixedDevicesError(RuntimeError):
 
 
 class GpuTensor(Tensor):
-    """Tensor on the simulated GPU. `values`: the same tensor on the CPU; views share its memory."""
+    """Tensor on the simulated GPU. on_cpu: the same tensor on the CPU; views share its memory."""
 
-    values: Tensor
+    on_cpu: Tensor
 
     @staticmethod
     def __new__(cls, values: Tensor) -> "GpuTensor":
@@ -49,34 +49,34 @@ class GpuTensor(Tensor):
             dtype=values.dtype,
             device=torch.device(GPU_0),
         )
-        tensor.values = values
+        tensor.on_cpu = values
         return tensor  # type: ignore[no-any-return]
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self = args[0] if args else None
+        self: Any = args[0] if args else None
         if func == Tensor.data.__get__:  # type: ignore[attr-defined]
             return self.detach()
         if func in (Tensor.untyped_storage, Tensor.data_ptr):
-            return func(self.values)
+            return func(self.on_cpu)
         if func is Tensor.tolist:
             return self.cpu().tolist()
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
-            self.values = args[1].values
+            self.on_cpu = args[1].on_cpu
         return result
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return run_operation(func, args, kwargs or {})
 
-    def __repr__(self, **_: Any) -> str:
-        return f"GpuTensor({self.values!r})"
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"GpuTensor({self.on_cpu!r})"
 
 
 class SimulatedGpu(TorchDispatchMode):
@@ -132,7 +132,7 @@ def _check_devices(name: str, tensors: list[Tensor], on_gpu: list[GpuTensor]) ->
 
 
 def _unwrap(tree: Any) -> Any:
-    return tree_map(lambda leaf: leaf.values if isinstance(leaf, GpuTensor) else leaf, tree)
+    return tree_map(lambda leaf: leaf.on_cpu if isinstance(leaf, GpuTensor) else leaf, tree)
 
 
 def _wrap(leaf: Any) -> Any:

@@ -18,6 +18,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.accelerator.real_accelerator import set_accelerator
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -76,6 +78,45 @@ def make_trainer(kind: str, path: str, groups: Groups) -> ModelTrainer:
     return ModelTrainer(make_task(kind, path, groups), config=config)
 
 
+class SimulatedAccelerator(CPU_Accelerator):
+    """DeepSpeed's interface to the simulated GPU."""
+
+    def device_name(self, device_index: int | None = None) -> str:
+        return GPU if device_index is None else f"{GPU}:{device_index}"
+
+    def current_device(self) -> int:
+        return 0
+
+    def current_device_name(self) -> str:
+        return GPU_0
+
+    def device_count(self) -> int:
+        return 1
+
+    def on_accelerator(self, tensor: Tensor) -> bool:
+        return tensor.device.type == GPU
+
+
+def train_with_deepspeed(path: str, groups: Groups) -> Measurements:
+    """Train two steps in bfloat16 with ZeRO 1, the default on GPUs; leaves DeepSpeed's patches."""
+    set_accelerator(SimulatedAccelerator())
+    config = TrainerConfig(backend="deepspeed", zero_stage=1, dtype="bfloat16", lr=1e-3)
+    trainer = ModelTrainer(make_task("policy", path, groups), config=config)
+    first, copies = train_step(trainer, groups)
+    trainer.offload_optimizer()
+    second, _ = train_step(trainer, groups)
+    devices = {tensor.device.type for _, tensor in trainer.full_state()}
+    # AdamW's step counters, without dimensions, are on the CPU.
+    state = trainer._backend.iter_optimizer_state()
+    devices |= {tensor.device.type for tensor in state if tensor.dim()}
+    trainer.close()
+    return {
+        "norms": [numbers["policy/grad_norm"] for numbers in (first, second)],
+        "devices": sorted(devices),
+        "host_copies": copies,
+    }
+
+
 def train_step(trainer: ModelTrainer, groups: Groups) -> tuple[dict[str, float], list[int]]:
     """Train a step; return its numbers, and the copies to the CPU in each micro-batch."""
     picks, numbers, copies = list_picks(groups), dict[str, float](), list[int]()
@@ -120,6 +161,7 @@ def compare_training(kind: str, path: str, groups: Groups) -> Measurements:
             if "log_ratio_bin" not in name
         ),
         "parameters": find_max_difference(on_gpu["parameters"], on_cpu["parameters"]),
+        "norms": [v for name, v in on_gpu["numbers"].items() if name.endswith("/grad_norm")],
         "host_copies": on_gpu["host_copies"],
     }
 
@@ -131,7 +173,7 @@ def find_max_difference(actual: Mapping[str, Tensor], expected: Mapping[str, Ten
 
 def compute_losses(groups: Groups, path: str, device: torch.device) -> Measurements:
     """Compute loss and gradients of every algorithm, plain, with KL and with entropy."""
-    results = {}
+    results: Measurements = {}
     for name in ALGORITHMS:
         for variant, settings in VARIANTS.items():
             task = make_policy_task(path, AlgorithmConfig(name=name, **settings), groups)
@@ -223,7 +265,7 @@ def reshard(
     before = SimulatedGpu.host_copies
     stats = trainer.reshard_to_generator(make_shard_storage(served), 3)
     copies = SimulatedGpu.host_copies - before
-    result = {"is_planned": stats is not None, "host_copies": copies}
+    result: Measurements = {"is_planned": stats is not None, "host_copies": copies}
     if stats is not None:
         result["difference"] = find_max_difference(served, state)
     trainer.close()
@@ -347,6 +389,7 @@ def run_all(path: str) -> Measurements:
         partial(reshard, path, groups, lambda index: CPU if index == 3 else get_local_device())
     )
     faults["target"] = describe_result(partial(run_executors, "cpu"))
+    results["training/deepspeed"] = describe_result(partial(train_with_deepspeed, path, groups))
     return {"areas": results, "faults": faults}
 
 

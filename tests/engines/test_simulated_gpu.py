@@ -49,7 +49,13 @@ def test_trainers_train_on_the_gpu_as_on_the_cpu(kind: str, areas: dict[str, Any
     assert training["numbers"] < 1e-4 and training["parameters"] < 1e-4
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def test_deepspeed_trains_in_bfloat16_on_the_gpu(areas: dict[str, Any]):
+    training = areas["training/deepspeed"]
+    assert training["norms"] == pytest.approx(areas["training/policy"]["norms"], rel=0.1)
+    assert training["devices"] == ["simgpu"]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "deepspeed"])
 def test_the_sums_of_a_micro_batch_reach_the_cpu_in_one_copy(kind: str, areas: dict[str, Any]):
     assert areas[f"training/{kind}"]["host_copies"] == [1, 1]
 

@@ -6,7 +6,7 @@ The model has two layers of the width of Llama 70B.
 import pytest
 
 from streamrl.engines.models.tensor_parallel import COLUMN_PARALLEL, ROW_PARALLEL
-from streamrl.resharding.boxes import count_elements
+from streamrl.resharding.boxes import TensorBox, count_elements
 from streamrl.resharding.byte_report import NodeTopology
 from streamrl.resharding.grids import RankAssignment, RankGrid
 from streamrl.resharding.layouts import ModelLayout, create_layout, partition_fsdp2, partition_zero3
@@ -114,5 +114,5 @@ def test_every_served_element_comes_once(kind: str, sizes: tuple[int, int, int])
             assert all(is_held(plan.source, source, name, box) for box, source in moves[rank])
 
 
-def is_held(layout: ModelLayout, rank: int, name: str, box: object) -> bool:
+def is_held(layout: ModelLayout, rank: int, name: str, box: TensorBox) -> bool:
     return any(held.intersect(box) == box for held in layout.get_boxes(rank, name))
