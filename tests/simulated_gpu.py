@@ -75,7 +75,7 @@ class GpuTensor(Tensor):
     ) -> Any:
         return run_operation(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GpuTensor({self.on_cpu!r})"
 
 
