@@ -260,9 +260,9 @@ def time_seconds(run: Callable[[], object], repeats: int = 1) -> float:
 @contextlib.contextmanager
 def hide_gpu() -> Iterator[None]:
     """Hide the GPU from streamrl and transformers."""
-    import torch
+    from streamrl.distributed import devices
 
-    with mock.patch.object(torch.cuda, "is_available", lambda: False):
+    with mock.patch.object(devices, "has_local_gpu", lambda: False):
         yield
 
 
@@ -628,7 +628,7 @@ def compare_scores(path: str, groups: Mapping[str, Columns], dtype: str) -> Meas
     import torch
 
     from streamrl.algorithms import AlgorithmConfig
-    from streamrl.engines.models.forward import get_local_device
+    from streamrl.distributed.devices import get_local_device
 
     task = make_policy_task(path, AlgorithmConfig(), groups)
     batch = build_full_batch(task, groups)
@@ -658,7 +658,7 @@ def summarize_differences(differences: Tensor) -> Measurements:
 def compare_losses(path: str, groups: Mapping[str, Columns], dtype: str) -> Measurements:
     """Compare loss and gradient of every algorithm: plain, with KL, with entropy."""
     from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
-    from streamrl.engines.models.forward import get_local_device
+    from streamrl.distributed.devices import get_local_device
     from streamrl.errors import ConfigError
 
     losses: dict[str, float] = {}
@@ -805,7 +805,7 @@ def train_and_resume(
 
 
 def get_device_name() -> str:
-    from streamrl.engines.models.forward import get_local_device
+    from streamrl.distributed.devices import get_local_device
 
     return str(get_local_device())
 
@@ -1458,8 +1458,9 @@ def measure_speed(path: str, dtype: str, lengths: list[int], model: str) -> Meas
     import torch
 
     from streamrl.algorithms import AlgorithmConfig
+    from streamrl.distributed.devices import get_local_device
     from streamrl.engines.dtypes import TORCH_DTYPES
-    from streamrl.engines.models.forward import get_local_device, load_model
+    from streamrl.engines.models.forward import load_model
 
     free_memory()
     torch.set_float32_matmul_precision("high" if "TF32" in dtype else "highest")

@@ -177,6 +177,25 @@ def count_code_lines(node: ast.AST) -> int:
     return (node.end_lineno or node.lineno) - node.lineno + 1 - sum(strings)
 
 
+ASKS_FOR_GPUS = re.compile(
+    r"torch\.(cuda|accelerator|mps|xpu)\b|\bget_device_module\b|\.cuda\(|device\(.cuda"
+    r"|current_platform\.is_"
+)
+MAY_ASK_FOR_GPUS = {
+    "streamrl/distributed/devices.py": "answers everyone else",
+    "streamrl/engines/vllm/engine.py": "checks that vLLM, which finds its device by itself, agrees",
+}
+
+
+def test_one_module_decides_the_device():
+    reject(
+        line
+        for source in load_sources()
+        if str(source.path.relative_to(ROOT)) not in MAY_ASK_FOR_GPUS
+        for line in source.find_lines(ASKS_FOR_GPUS)
+    )
+
+
 def test_functions_and_classes_stay_small():
     reject(
         source.say(node.lineno, f"{node.name} has {lines} lines")

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from streamrl.distributed.devices import list_gpu_names
 from streamrl.engines.vllm.environment import MODEL_RUNNERS
 from streamrl.telemetry.progress_line import show_progress
 
@@ -119,11 +120,9 @@ def _list_gpus() -> list[str]:
     if not has_gpu_files(Path("/dev")):
         return []
     try:
-        import torch
+        return list_gpu_names()
     except ImportError:
         return []
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [torch.cuda.get_device_name(i) for i in range(count)]
 
 
 def has_gpu_files(devices: Path) -> bool:

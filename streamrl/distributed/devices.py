@@ -3,30 +3,117 @@
 Ray's count of GPUs decides. The driver may be on a node without GPUs, so it and all workers read
 the decision from the environment. A process that loads a model checks that torch agrees.
 
-The functions import torch, the module does not.
+All other code asks this module for its device and for what only a GPU has. The functions import
+torch, the module does not.
 """
 
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 from streamrl.errors import ConfigError
 
+if TYPE_CHECKING:
+    import torch
+
+GPU = "cuda"
+"""torch's device type of GPUs."""
 DEVICE_ENV = "STREAMRL_DEVICE"
 """Environment variable: device type of a run, cpu or cuda, for all of its processes."""
 
 
 def has_local_gpu() -> bool:
     """Return whether torch finds a GPU that this process may use."""
-    import torch
-
-    return torch.cuda.is_available()
+    has_gpu: bool = _get_gpu_module().is_available()
+    return has_gpu
 
 
 def count_local_gpus() -> int:
+    return _get_gpu_module().device_count() if has_local_gpu() else 0
+
+
+def list_gpu_names() -> list[str]:
+    return [_get_gpu_module().get_device_name(index) for index in range(count_local_gpus())]
+
+
+def get_local_device() -> "torch.device":
+    """Return the device that this process computes on: its current GPU, or the CPU."""
     import torch
 
-    return torch.cuda.device_count() if has_local_gpu() else 0
+    if has_local_gpu():
+        return torch.device(GPU, _get_gpu_module().current_device())
+    return torch.device("cpu")
+
+
+def select_local_gpu(rank: int) -> None:
+    """Make the GPU of a rank current; ranks beyond the number of GPUs share them."""
+    if has_local_gpu():
+        _get_gpu_module().set_device(rank % count_local_gpus())
+
+
+def synchronize_device() -> None:
+    """Wait for the GPU's queued work, so that another CUDA stream can use the results."""
+    if has_local_gpu():
+        _get_gpu_module().synchronize()
+
+
+def has_gpu_context() -> bool:
+    """Return whether this process has used a GPU. Does not import torch."""
+    return sys.modules.get("torch") is not None and _get_gpu_module().is_initialized()
+
+
+def release_cached_gpu_memory() -> None:
+    """Return memory that torch caches to the GPU."""
+    if has_gpu_context():
+        _get_gpu_module().empty_cache()
+
+
+def drain_peak_gpu_bytes() -> int | None:
+    """Return the most bytes allocated on the GPU since the last call; None without a GPU."""
+    if not has_local_gpu():
+        return None
+    peak: int = _get_gpu_module().max_memory_allocated()
+    _get_gpu_module().reset_peak_memory_stats()
+    return peak
+
+
+def get_gpu_rng_state() -> "torch.Tensor | None":
+    """Return the state of the GPU's random number generator; None without a GPU."""
+    return _get_gpu_module().get_rng_state() if has_local_gpu() else None
+
+
+def set_gpu_rng_state(state: "torch.Tensor | None") -> None:
+    """Restore a state of `get_gpu_rng_state`; do nothing without a state or without a GPU."""
+    if state is not None and has_local_gpu():
+        _get_gpu_module().set_rng_state(state)
+
+
+def make_gpu_stream() -> Any:
+    """Return a new stream of the current GPU, whose work no other stream delays."""
+    return _get_gpu_module().Stream()
+
+
+def use_gpu_stream(stream: Any) -> AbstractContextManager[Any]:
+    """Return a context whose GPU work goes to this stream; None changes nothing."""
+    return nullcontext() if stream is None else _get_gpu_module().stream(stream)
+
+
+def pin_host_memory(address: int, num_bytes: int) -> bool:
+    """Pin memory that another allocator owns, for fast copies; return whether that succeeded.
+
+    Call `unpin_host_memory` before the memory is unmapped. Fails without a GPU, and where the
+    system limits locked memory. Source: CUDA's cudaHostRegister.
+    """
+    if not has_local_gpu():
+        return False
+    return int(_get_gpu_module().cudart().cudaHostRegister(address, num_bytes, 0)) == 0
+
+
+def unpin_host_memory(address: int) -> None:
+    """Unpin the memory that `pin_host_memory` pinned at this address."""
+    _get_gpu_module().cudart().cudaHostUnregister(address)
 
 
 def has_run_gpus() -> bool:
@@ -35,12 +122,12 @@ def has_run_gpus() -> bool:
     The answer may differ from `has_local_gpu` in the driver, and in actors without a model.
     """
     device = os.environ.get(DEVICE_ENV)
-    return has_local_gpu() if device is None else device == "cuda"
+    return has_local_gpu() if device is None else device == GPU
 
 
 def make_device_env(*, on_gpu: bool) -> dict[str, str]:
     """Return the environment variable that hands the decision to a process."""
-    return {DEVICE_ENV: "cuda" if on_gpu else "cpu"}
+    return {DEVICE_ENV: GPU if on_gpu else "cpu"}
 
 
 @contextmanager
@@ -75,6 +162,12 @@ def check_ray_agrees(ray_gpus: float) -> None:
     """Raise ConfigError if Ray's GPUs on this machine are none, and torch's are not, or reverse."""
     with use_device(on_gpu=ray_gpus > 0):
         check_device()
+
+
+def _get_gpu_module() -> Any:
+    import torch
+
+    return torch.get_device_module(GPU)
 
 
 def _describe_torch() -> str:

@@ -5,11 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from streamrl.distributed.devices import has_local_gpu
+from streamrl.distributed.devices import has_local_gpu, select_local_gpu
 from streamrl.distributed.tcp_store import serve_tcp_store
 from streamrl.errors import ActorError, DeadlineError, RankLostError
 
@@ -33,8 +32,7 @@ def join_process_group(*, rank: int, world_size: int, timeout_s: float) -> None:
         current = (dist.get_rank(), dist.get_world_size())
         assert current == (rank, world_size), f"this process is rank {current} already"
         return
-    if has_local_gpu():
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+    select_local_gpu(rank)
     with translate_collective_errors(
         f"rank {rank} waited {timeout_s:g} s for all {world_size} ranks to join"
     ):

@@ -15,6 +15,7 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 
+from streamrl.distributed.devices import get_local_device
 from streamrl.errors import WeightsError
 from streamrl.resharding.byte_report import NodeTopology
 from streamrl.resharding.layouts import ModelLayout
@@ -391,9 +392,8 @@ def get_collective_device() -> torch.device:
 
     NCCL requires tensors on this process's GPU, even from a rank without weights.
     """
-    if dist.get_backend() == dist.Backend.NCCL:
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    is_nccl = dist.get_backend() == dist.Backend.NCCL
+    return get_local_device() if is_nccl else torch.device("cpu")
 
 
 def validate_bucket_bytes(

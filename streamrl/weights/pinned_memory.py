@@ -1,7 +1,6 @@
 """Pinned host memory, which a GPU reads and writes several times as fast as other memory.
 
-Without a GPU the functions return ordinary memory. Sources: CUDA's cudaHostRegister, and PyTorch's
-caching allocator of pinned memory.
+Without a GPU it is ordinary memory.
 """
 
 import mmap
@@ -12,29 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from streamrl.distributed.devices import has_local_gpu
+from streamrl.distributed.devices import has_local_gpu, pin_host_memory, unpin_host_memory
 from streamrl.messages import Array
 
 
 def allocate_pinned(num_bytes: int) -> Array:
     """Return uint8 [num_bytes] of any contents; pinned if the process has a GPU."""
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=has_local_gpu()).numpy()
-
-
-def pin_range(memory: Array) -> bool:
-    """Pin memory that another allocator owns; return whether that succeeded.
-
-    Call `unpin_range` before the memory is unmapped. Fails without a GPU, and where the system
-    limits locked memory; copies then work at the speed of ordinary memory.
-    """
-    if not has_local_gpu():
-        return False
-    return int(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)) == 0
-
-
-def unpin_range(address: int) -> None:
-    """Unpin the memory that `pin_range` pinned at this address."""
-    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 class PinnedFile:
@@ -45,8 +28,9 @@ class PinnedFile:
             # Writable, although only read: CUDA pins other mappings on some systems only.
             mapping = mmap.mmap(file.fileno(), num_bytes)
         self.memory = np.frombuffer(mapping, np.uint8)
-        if pin_range(self.memory):
-            weakref.finalize(self, unpin_range, self.memory.ctypes.data)
+        address = self.memory.ctypes.data
+        if pin_host_memory(address, num_bytes):
+            weakref.finalize(self, unpin_host_memory, address)
 
 
 class PinnedFiles:

@@ -1,31 +1,36 @@
-"""One of eight ranks of a large model, on a fake process group and with fake tensors.
+"""One rank of many of a large model, on a fake process group and with fake tensors.
 
-usage: python -m tests.engines.fake_ranks 7B|70B TENSOR_PARALLEL
+usage: python -m tests.engines.fake_ranks MODEL:WORLD:TENSOR_PARALLEL:RANK ...
 
-Prints bytes in float32: of the model, of this rank's share, of the largest parameter, and the most
-that were allocated at any time from the model on the meta device to loaded shards.
+Prints a JSON object per rank, bytes in float32. whole: of the model. share: of this rank's shards.
+largest: of the largest parameter. loading: the most that were allocated at any time from the model
+on the meta device to loaded shards. publishing: the most while all parameters were gathered, one
+after another. misshapen: parameters of which the rank holds another shape than it says.
 """
 
+import json
 import sys
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from streamrl.engines.models.stored_weights import StoredModelTensor, StoredWeights, find_owners
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.fsdp_tp_backend import FsdpTpBackend
 from streamrl.resharding.boxes import TensorBox
 
-WORLD = 8
 SIZES: dict[str, dict[str, int]] = {
     "7B": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32},
     "70B": {
@@ -36,22 +41,48 @@ SIZES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 8,
     },
 }
+SIZES["70B in two layers"] = SIZES["70B"] | {"num_hidden_layers": 2}
 
 
 class PeakBytes(TorchDispatchMode):
-    """Counts the bytes of all live storages, except those on the meta device."""
+    """Counts the bytes of all live storages, except those on the meta device.
+
+    Also except those of DTensor, which plans an operation by trying it on fake tensors of the whole
+    shape.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.sizes: dict[int, int] = {}
         self.peak = 0
+        self._is_paused = False
+
+    @contextmanager
+    def ignore_planning(self) -> Iterator[None]:
+        plan = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def plan_uncounted(*args: Any) -> Any:
+            self._is_paused = True
+            try:
+                return plan(*args)
+            finally:
+                self._is_paused = False
+
+        with mock.patch.object(
+            ShardingPropagator, "_propagate_tensor_meta_non_cached", plan_uncounted
+        ):
+            yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(getattr(kind, "__name__", "") == "DTensor" for kind in types):
             return NotImplemented
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]  # a new tensor only if it is fake
         return tree_map(self._count, func(*args, **(kwargs or {})))
 
     def _count(self, value: Any) -> Any:
+        if self._is_paused:
+            return value
         if isinstance(value, Tensor) and value.device.type != "meta":
             storage = value.untyped_storage()
             key = storage._cdata
@@ -79,27 +110,56 @@ class FakeWeights:
 class CountedBackend(FsdpTpBackend):
     """A rank whose shards are fake tensors, which take no memory but are counted."""
 
-    counter = PeakBytes()
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        config: TrainerConfig,
+        weights: StoredWeights,
+        counter: PeakBytes,
+    ) -> None:
+        # Building a mesh needs real tensors, so only reading and gathering are fake.
+        self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._counter = counter
+        super().__init__(module, config, weights)
 
     def _read_shards(self, weights: StoredWeights) -> None:
-        # Building a mesh needs real tensors, so only reading is fake.
-        with FakeTensorMode(allow_non_fake_inputs=True), self.counter:
+        with self._fake_mode, self._counter:
             super()._read_shards(weights)
 
+    def count_publishing(self) -> int:
+        """Return the most bytes allocated while every parameter is gathered and then freed."""
+        with self._fake_mode, self._counter as counter, counter.ignore_planning():
+            counter.peak = 0
+            for _, tensor in self.full_state():
+                del tensor
+        return counter.peak
 
-def main(model: str, tensor_parallel: int) -> None:
-    dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
+
+def measure_rank(model: str, world_size: int, tensor_parallel: int, rank: int) -> dict[str, Any]:
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES[model]), dtype=torch.float32)
     sizes = [parameter.numel() * 4 for parameter in module.parameters()]
     config = TrainerConfig(
-        backend="torch", world_size=WORLD, tensor_parallel=tensor_parallel, zero_stage=3
+        backend="torch", world_size=world_size, tensor_parallel=tensor_parallel, zero_stage=3
     )
-    with CountedBackend.counter:
-        backend = CountedBackend(module, config, cast(StoredWeights, FakeWeights(module)))
-    share = sum(tensor.nbytes for _, tensor, _ in backend.iter_shards())
-    print(sum(sizes), share, max(sizes), CountedBackend.counter.peak)
+    with PeakBytes() as counter, counter.ignore_planning():
+        backend = CountedBackend(module, config, cast(StoredWeights, FakeWeights(module)), counter)
+    loading = counter.peak
+    shards = list(backend.iter_shards())
+    result = {
+        "whole": sum(sizes),
+        "share": sum(tensor.nbytes for _, tensor, _ in shards),
+        "largest": max(sizes),
+        "loading": loading,
+        "publishing": backend.count_publishing(),
+        "misshapen": [name for name, local, shard in shards if tuple(local.shape) != shard.shape],
+    }
+    dist.destroy_process_group()
+    return result
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    for words in sys.argv[1:]:
+        model, *numbers = words.split(":")
+        print(json.dumps(measure_rank(model, *map(int, numbers))), flush=True)

@@ -8,8 +8,8 @@ import psutil
 import pytest
 import torch
 
+from streamrl.distributed.devices import synchronize_device
 from streamrl.engines.generator_config import GeneratorConfig
-from streamrl.engines.models.forward import synchronize_device
 from streamrl.messages import Rollout
 from tests.engines.flight import SHORT, Engines, Flight, start_engine
 from tests.engines.tiny_qwen import endless_model, save, weights_of, worst_error

@@ -140,6 +140,7 @@ def test_the_collective_device_follows_the_backend(
     backend: str, device: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert get_collective_device() == torch.device(device)
 

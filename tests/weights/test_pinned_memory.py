@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from streamrl.distributed import devices
 from streamrl.messages import Array
-from streamrl.weights import WeightManifest, pinned_memory
+from streamrl.weights import WeightManifest
 from streamrl.weights.buckets import publish_version, unpack_tensors
 from streamrl.weights.transports import shared_memory
 from streamrl.weights.transports.shared_memory import (
@@ -47,8 +48,8 @@ class StandInCuda:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInCuda]:
     cuda = StandInCuda()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
-    monkeypatch.setattr(pinned_memory, "has_local_gpu", lambda: True)
-    monkeypatch.setattr(shared_memory, "has_local_gpu", lambda: True)
+    for module in (devices, shared_memory):
+        monkeypatch.setattr(module, "has_local_gpu", lambda: True)
     yield cuda
     gc.collect()
     assert not cuda.pinned
@@ -117,8 +118,8 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
 ):
     refusing = SimpleNamespace(cudaHostRegister=lambda address, num_bytes, flags: 2)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: refusing)
-    monkeypatch.setattr(pinned_memory, "has_local_gpu", lambda: True)
-    monkeypatch.setattr(shared_memory, "has_local_gpu", lambda: True)
+    for module in (devices, shared_memory):
+        monkeypatch.setattr(module, "has_local_gpu", lambda: True)
     writer = SharedMemoryWriter("pinned", LocalWriter(), keep_versions=1, directory=tmp_path)
     reader = SharedMemoryReader("policy", LocalReader())
     manifest = publish(writer, 3)

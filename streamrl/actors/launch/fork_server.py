@@ -45,6 +45,7 @@ from streamrl.actors.launch.launch_worker import (
     is_same_user,
     make_socket_address,
 )
+from streamrl.distributed.devices import has_gpu_context
 from streamrl.engines.vllm.environment import make_vllm_env
 
 FORK_VARIABLE = "STREAMRL_FORK_WORKERS"
@@ -321,9 +322,7 @@ def _import_modules(level: ForkLevel) -> None:
 
 def _is_forkable() -> bool:
     """Return whether this process has a single thread and no CUDA context."""
-    torch = sys.modules.get("torch")
-    has_cuda = torch is not None and torch.cuda.is_initialized()
-    return len(os.listdir("/proc/self/task")) == 1 and not has_cuda
+    return len(os.listdir("/proc/self/task")) == 1 and not has_gpu_context()
 
 
 def _draws_unique_ids() -> bool:

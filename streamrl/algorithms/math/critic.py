@@ -6,7 +6,6 @@ trained values near those.
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from streamrl.algorithms.math.losses import value_loss
@@ -47,6 +46,6 @@ def critic_token_losses(
         "return_squared_sum": returns.square().sum(),
         "error_sum": (returns - detached).sum(),
         "error_squared_sum": (returns - detached).square().sum(),
-        "value_clipped_sum": (mask & (change > clip)).sum() if clip else torch.zeros(()),
+        "value_clipped_sum": (mask & (change > clip)).sum() if clip else losses.new_zeros(()),
     }
     return losses, {name: value.detach() for name, value in sums.items()}

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
-from streamrl.distributed.devices import has_local_gpu
+from streamrl.distributed.devices import GPU, get_gpu_rng_state, set_gpu_rng_state
 from streamrl.errors import CheckpointError
 from streamrl.files.bounded_read import parse_json, read_small_json
 from streamrl.resharding.boxes import TensorBox, subtract_boxes
@@ -156,8 +156,8 @@ def read_progress(directory: Path) -> TrainerProgress:
 
 def save_rng(directory: Path, rank: int) -> None:
     states = {"cpu": torch.get_rng_state()}
-    if has_local_gpu():
-        states["cuda"] = torch.cuda.get_rng_state()
+    if (gpu_state := get_gpu_rng_state()) is not None:
+        states[GPU] = gpu_state
     _make_rng_path(directory, rank).write_bytes(to_safetensors(states))
 
 
@@ -171,8 +171,7 @@ def restore_rng(directory: Path, rank: int) -> None:
         return
     states = _read_rng(path)
     torch.set_rng_state(states["cpu"])
-    if "cuda" in states and has_local_gpu():
-        torch.cuda.set_rng_state(states["cuda"])
+    set_gpu_rng_state(states.get(GPU))
 
 
 def _read_rng(path: Path) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from streamrl.dataflow import GENERATE_CALL, GREEDY_CALL
+from streamrl.distributed.devices import get_local_device
 from streamrl.engines.generation.partial_rollouts import (
     count_remaining_tokens,
     finish_by_length,
@@ -31,7 +32,7 @@ from streamrl.engines.generation.requests_in_flight import (
     do_nothing,
 )
 from streamrl.engines.generator_config import SamplingSettings
-from streamrl.engines.models.forward import VALUE_HEAD_PREFIX, get_local_device
+from streamrl.engines.models.forward import VALUE_HEAD_PREFIX
 from streamrl.engines.vllm.engine import (
     EngineSpec,
     ModelInfo,

@@ -1,11 +1,13 @@
 """Peak memory of this process by phase: GPU memory if the process has a GPU, else resident memory.
 
-torch is imported lazily: processes that only hold an actor's handle import this module as well.
+Does not import torch: processes that only hold an actor's handle import this module as well.
 """
 
 import ctypes
 from contextlib import suppress
 from pathlib import Path
+
+from streamrl.distributed.devices import drain_peak_gpu_bytes, release_cached_gpu_memory
 
 MB = 1 << 20
 PROC_STATUS, PROC_CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -31,11 +33,8 @@ def release_freed_memory() -> None:
 
     torch's CUDA allocator caches all freed memory, which vLLM then lacks for the KV cache.
     """
-    import torch
-
     ctypes.CDLL(None).malloc_trim(0)
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    release_cached_gpu_memory()
 
 
 class PeakMemoryTracker:
@@ -63,14 +62,9 @@ class PeakMemoryTracker:
 
 
 def _read_and_reset_peak() -> int:
-    import torch
-
-    from streamrl.distributed.devices import has_local_gpu
-
-    if has_local_gpu():
-        peak = torch.cuda.max_memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        return peak
+    gpu_peak = drain_peak_gpu_bytes()
+    if gpu_peak is not None:
+        return gpu_peak
     lines = PROC_STATUS.read_text().splitlines()
     peak = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) << 10
     with suppress(OSError):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from streamrl.distributed.devices import get_local_device, has_local_gpu
 from streamrl.engines.models.chunked_head import (
     EntropyMode,
     NextTokenScores,
@@ -50,18 +51,6 @@ class TokenScores(NamedTuple):
 
     logprobs: Tensor
     entropy: Tensor
-
-
-def get_local_device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def synchronize_device() -> None:
-    """Wait for the GPU's queued work, so that another CUDA stream can use the results."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def load_model(
@@ -141,10 +130,7 @@ def _load_pretrained(
     if on_meta:
         _initialize_unstored(model, missing)
     _fix_longrope_factors(model, options.max_length)
-    if (
-        model.config.get_text_config()._attn_implementation == FLEX_ATTENTION
-        and torch.cuda.is_available()
-    ):
+    if model.config.get_text_config()._attn_implementation == FLEX_ATTENTION and has_local_gpu():
         model.register_forward_pre_hook(_force_prefill_kernel, with_kwargs=True)
     return model, missing
 
@@ -177,7 +163,7 @@ def _choose_attention(config: Any, setting: str) -> str | None:
     softcap = config.get_text_config().to_dict().get("attn_logit_softcapping")
     if setting == "auto" and softcap:
         # transformers' other implementations silently ignore soft-capping.
-        return FLEX_ATTENTION if torch.cuda.is_available() else "eager"
+        return FLEX_ATTENTION if has_local_gpu() else "eager"
     return ATTENTION_IMPLEMENTATIONS[setting]
 
 

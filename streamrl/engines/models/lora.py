@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from streamrl.engines.models.forward import VALUE_HEAD_PREFIX, get_local_device, load_skeleton
+from streamrl.distributed.devices import get_local_device
+from streamrl.engines.models.forward import VALUE_HEAD_PREFIX, load_skeleton
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.placement.lora_params import is_lora_target

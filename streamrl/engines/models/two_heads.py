@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from streamrl.distributed.devices import get_local_device
 from streamrl.engines.models.chunked_head import define_output_class
 from streamrl.engines.models.forward import (
     DEFAULT_OPTIONS,
     ModelLoadOptions,
-    get_local_device,
     load_model,
     shift_right,
 )

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from streamrl.distributed.devices import get_local_device, has_local_gpu
 from streamrl.engines.checkpoint.sharded_state import ParameterFragment
-from streamrl.engines.models.forward import get_local_device
 from streamrl.engines.models.stored_weights import StoredWeights
 from streamrl.engines.trainer_config import BUCKET_ELEMENTS
 from streamrl.engines.training.training_backend import TrainingBackend, make_siblings_contiguous
@@ -259,7 +259,7 @@ def make_deepspeed_config(module: "PreTrainedModel", config: "TrainerConfig") ->
 
 def _import_deepspeed() -> Any:
     """Import DeepSpeed with its slow or noisy parts turned off."""
-    if not torch.cuda.is_available():
+    if not has_local_gpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # DeepSpeed's launcher would set the device index.
     os.environ["LOCAL_RANK"] = str(get_local_device().index or 0)

@@ -9,6 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from streamrl.buffer.assembly.packing import pack_rollouts
+from streamrl.distributed.devices import get_local_device
 from streamrl.engines.dtypes import resolve_dtype
 from streamrl.engines.models.forward import (
     DEFAULT_OPTIONS,
@@ -16,7 +17,6 @@ from streamrl.engines.models.forward import (
     ModelLoadOptions,
     compute_token_logprobs,
     compute_token_values,
-    get_local_device,
     load_model,
     load_skeleton,
     load_value_model,

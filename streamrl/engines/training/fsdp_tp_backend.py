@@ -32,9 +32,9 @@ from torch.distributed.tensor import Shard as Cut
 from torch.distributed.tensor.placement_types import _StridedShard as StridedCut
 from torch.nn import Parameter
 
+from streamrl.distributed.devices import get_local_device
 from streamrl.engines.checkpoint.sharded_state import ParameterFragment, view_piece
 from streamrl.engines.dtypes import resolve_trainer_dtype
-from streamrl.engines.models.forward import get_local_device
 from streamrl.engines.models.stored_weights import StoredWeights
 from streamrl.engines.models.tensor_parallel import iter_layers, parallelize_layers
 from streamrl.engines.trainer_config import PARAMETER_SHARDING_STAGE

@@ -24,18 +24,14 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from streamrl.buffer.assembly.packing import RolloutIndex
+from streamrl.distributed.devices import get_local_device, synchronize_device
 from streamrl.distributed.process_group import (
     join_process_group,
     set_collective_timeout,
     translate_collective_errors,
 )
 from streamrl.engines.dtypes import resolve_loading_dtype, resolve_trainer_dtype
-from streamrl.engines.models.forward import (
-    compute_token_logprobs,
-    compute_token_values,
-    get_local_device,
-    synchronize_device,
-)
+from streamrl.engines.models.forward import compute_token_logprobs, compute_token_values
 from streamrl.engines.models.lora import add_lora_adapters
 from streamrl.engines.models.save_model import write_hf_model
 from streamrl.engines.models.stored_weights import StoredWeights
@@ -181,7 +177,8 @@ class ModelTrainer:
             self._backend.backward(loss)
         if not sums:
             return {}
-        values = torch.stack([value.double().cpu() for value in sums.values()]).tolist()
+        # A single copy from the GPU, since each waits for the queued work.
+        values = torch.stack([value.double() for value in sums.values()]).tolist()
         return dict(zip(sums, values, strict=True))
 
     def drain_advantages(self) -> dict[str, dict[int, float]]:

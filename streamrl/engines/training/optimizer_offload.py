@@ -53,7 +53,7 @@ class OptimizerOffload:
                     tensor.data = tensor.detach().clone()  # mapped or loaded from a checkpoint
                 storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         offloaded = list(storages.values())
-        on_gpu = any(storage.device.type == "cuda" for storage in offloaded)
+        on_gpu = any(storage.device.type != "cpu" for storage in offloaded)
         self._offloaded_storages = CpuOffload(offloaded) if on_gpu else DiskOffload(offloaded)
         for storage in offloaded:
             storage.resize_(0)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from streamrl.buffer.assembly.packing import pack_rollouts
 from streamrl.data.pretrain_texts import TextStream
-from streamrl.engines.models.forward import compute_token_logprobs, get_local_device
+from streamrl.distributed.devices import get_local_device
+from streamrl.engines.models.forward import compute_token_logprobs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from streamrl.distributed.devices import set_gpu_rng_state
 from streamrl.engines.checkpoint.legacy_pickles import load_plain_pickle, make_unsafe_pickle_error
 from streamrl.engines.checkpoint.sharded_state import (
     PROGRESS_FILE,
@@ -95,8 +96,7 @@ def _load_legacy_state(
     except pickle.UnpicklingError as error:
         raise make_unsafe_pickle_error(directory) from error
     torch.set_rng_state(progress["rng"])
-    if progress["cuda_rng"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(progress["cuda_rng"])
+    set_gpu_rng_state(progress["cuda_rng"])
     num_updates: int = progress["num_updates"]
     return num_updates
 

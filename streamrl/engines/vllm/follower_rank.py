@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from streamrl.engines.models.forward import get_local_device, synchronize_device
+from streamrl.distributed.devices import get_local_device, synchronize_device
 from streamrl.engines.vllm import engine
 from streamrl.engines.vllm.engine import EngineSpec
 from streamrl.engines.vllm.kv_cache import free_kv_caches

@@ -10,8 +10,8 @@ from transformers import AutoModelForSequenceClassification
 from transformers.utils.logging import disable_progress_bar
 
 from streamrl.data.chat_template import load_tokenizer
+from streamrl.distributed.devices import get_local_device
 from streamrl.engines.dtypes import resolve_dtype
-from streamrl.engines.models.forward import get_local_device
 from streamrl.errors import ConfigError, RewardMemoryError
 from streamrl.files.hf_config import is_trusted, read_model_config, read_stored_shapes
 

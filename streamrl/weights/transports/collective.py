@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from streamrl.distributed.devices import has_local_gpu
+from streamrl.distributed.devices import get_local_device
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
 from streamrl.weights.manifest import WeightBucket, WeightManifest
@@ -342,26 +342,19 @@ def _make_return_key(name: str) -> str:
     return f"back/{name}"
 
 
-def _get_device() -> torch.device:
-    """Return the device of this thread, to hand to the thread that sends."""
-    if has_local_gpu():
-        return torch.device("cuda", torch.cuda.current_device())
-    return CPU_DEVICE
-
-
 def make_writer(spec: TransportSpec, role: str, model_path: str) -> CollectiveWriter:
     return CollectiveWriter(
         object_store.make_writer(spec, role, model_path),
         host=spec.cluster.get_address(),
         timeout_s=TIMEOUT_S,
-        device=_get_device(),
+        device=get_local_device(),
         always_copies=role in spec.copied_roles,
     )
 
 
 def make_reader(spec: TransportSpec, role: str, reader: str) -> CollectiveReader:
     store = object_store.make_reader(spec, role, reader)
-    return CollectiveReader(reader, store, timeout_s=TIMEOUT_S, device=_get_device())
+    return CollectiveReader(reader, store, timeout_s=TIMEOUT_S, device=get_local_device())
 
 
 TRANSPORT = Transport(make_writer, make_reader)

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from streamrl.distributed.devices import GPU, make_gpu_stream, use_gpu_stream
 from streamrl.distributed.tcp_store import serve_tcp_store
 from streamrl.errors import WeightsError
 
@@ -112,8 +113,8 @@ class BroadcastGroup:
         self._device = device
         self._is_publisher = rank == PUBLISHER_RANK
         # Neither training nor sampling delays a broadcast.
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        make_group = make_nccl_group if device.type == "cuda" else make_gloo_group
+        self._stream = make_gpu_stream() if device.type == GPU else None
+        make_group = make_nccl_group if device.type == GPU else make_gloo_group
         self._group = make_group(prefix_store, rank, size, deadline)
 
     def broadcast_tensor(self, tensor: Tensor, deadline: SharedDeadline) -> None:
@@ -124,7 +125,7 @@ class BroadcastGroup:
         options = dist.BroadcastOptions()
         options.rootRank = PUBLISHER_RANK
         options.timeout = deadline.compute_remaining_time()  # ends the threads of Gloo
-        with torch.cuda.stream(self._stream):
+        with use_gpu_stream(self._stream):
             device_tensor = tensor.to(self._device, non_blocking=True)
             work = self._group.broadcast([device_tensor], options)
             while not work.is_completed():

@@ -24,11 +24,11 @@ from typing import Any
 
 import numpy as np
 
-from streamrl.distributed.devices import has_local_gpu
+from streamrl.distributed.devices import has_local_gpu, pin_host_memory, unpin_host_memory
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
 from streamrl.weights.manifest import WeightBucket, WeightManifest
-from streamrl.weights.pinned_memory import PinnedFiles, pin_range, unpin_range
+from streamrl.weights.pinned_memory import PinnedFiles
 from streamrl.weights.transport import (
     Transport,
     TransportReader,
@@ -87,8 +87,8 @@ class SharedMemorySegment:
             self.reserved_bytes = num_bytes
             self._unpin()
             pinned_bytes = HEADER_BYTES + min(num_bytes, self.capacity_bytes)
-            memory = np.frombuffer(self._mapping, np.uint8, pinned_bytes)
-            self._pinned_address = memory.ctypes.data if pin_range(memory) else None
+            address = np.frombuffer(self._mapping, np.uint8).ctypes.data
+            self._pinned_address = address if pin_host_memory(address, pinned_bytes) else None
 
     def view_bytes(self, num_bytes: int) -> Array:
         """Return the first `num_bytes` after the header as a writable uint8 view."""
@@ -124,7 +124,7 @@ class SharedMemorySegment:
 
     def _unpin(self) -> None:
         if self._pinned_address is not None:
-            unpin_range(self._pinned_address)
+            unpin_host_memory(self._pinned_address)
             self._pinned_address = None
 
 

@@ -1,0 +1,422 @@
+"""Trainers, losses, weights and resharding on a simulated GPU, in a process of its own.
+
+usage: python -m tests.engines.simulated_gpu_run
+
+Prints a JSON object. areas: measurements by name, among them the largest differences from a run on
+the CPU. faults: by name of a planted fault, the error that it raised or what it changed.
+"""
+
+import json
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.accelerator.real_accelerator import set_accelerator
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.shard_memory import allocate_storage
+from scripts.gpu_check import (
+    VARIANTS,
+    build_full_batch,
+    hide_gpu,
+    list_picks,
+    make_policy_task,
+    make_shard_storage,
+    make_tiny_groups,
+    write_tiny,
+)
+from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
+from streamrl.algorithms.correction_config import CorrectionConfig
+from streamrl.distributed import process_group
+from streamrl.distributed.devices import get_local_device
+from streamrl.engines.models.forward import TokenScores
+from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.engines.training import forward_scorers, model_trainer
+from streamrl.engines.training.forward_scorers import LogprobScorer, ValueScorer
+from streamrl.engines.training.model_trainer import ModelTrainer
+from streamrl.engines.training.tasks import CriticTask, PolicyTask, TrainingTask, TwoHeadedTask
+from streamrl.messages import Columns
+from streamrl.resharding.byte_report import NodeTopology
+from streamrl.resharding.executors import GroupGatherExecutor, PointToPointExecutor
+from streamrl.resharding.grids import RankGrid
+from streamrl.resharding.layouts import create_layout
+from streamrl.resharding.plans import plan_copies, plan_gather
+from streamrl.resharding.storage import ShardStorage
+from streamrl.weights.buckets import publish_version, unpack_tensors
+from tests.resharding.models import transformer
+from tests.simulated_gpu import CPU, GPU, GPU_0, SimulatedGpu, use_simulated_gpu
+from tests.weights.local_transport import LocalReader, LocalWriter
+
+Measurements = dict[str, Any]
+Groups = Mapping[str, Columns]
+ChangeTrainer = Callable[[ModelTrainer], None]
+
+
+def make_task(kind: str, path: str, groups: Groups) -> TrainingTask:
+    if kind in ("policy", "lora"):
+        near = CorrectionConfig(second_moment_threshold=0.04)
+        return make_policy_task(path, AlgorithmConfig(name="grpo", correction=near), groups)
+    policy = make_policy_task(path, AlgorithmConfig(name="ppo"), groups)
+    if kind == "critic":
+        return CriticTask(path, policy.spec, policy.settings, clip=None)
+    return TwoHeadedTask(path, policy.spec, policy.settings, 1.0, value_clip=0.2)
+
+
+def make_trainer(kind: str, path: str, groups: Groups) -> ModelTrainer:
+    config = TrainerConfig(
+        backend="torch", dtype="float32", lora_rank=2 if kind == "lora" else 0, lr=1e-3
+    )
+    return ModelTrainer(make_task(kind, path, groups), config=config)
+
+
+class SimulatedAccelerator(CPU_Accelerator):
+    """DeepSpeed's interface to the simulated GPU."""
+
+    def device_name(self, device_index: int | None = None) -> str:
+        return GPU if device_index is None else f"{GPU}:{device_index}"
+
+    def current_device(self) -> int:
+        return 0
+
+    def current_device_name(self) -> str:
+        return GPU_0
+
+    def device_count(self) -> int:
+        return 1
+
+    def on_accelerator(self, tensor: Tensor) -> bool:
+        return tensor.device.type == GPU
+
+
+def train_with_deepspeed(path: str, groups: Groups) -> Measurements:
+    """Train two steps in bfloat16 with ZeRO 1, the default on GPUs; leaves DeepSpeed's patches."""
+    set_accelerator(SimulatedAccelerator())
+    config = TrainerConfig(backend="deepspeed", zero_stage=1, dtype="bfloat16", lr=1e-3)
+    trainer = ModelTrainer(make_task("policy", path, groups), config=config)
+    first, copies = train_step(trainer, groups)
+    trainer.offload_optimizer()
+    second, _ = train_step(trainer, groups)
+    devices = {tensor.device.type for _, tensor in trainer.full_state()}
+    # AdamW's step counters, without dimensions, are on the CPU.
+    state = trainer._backend.iter_optimizer_state()
+    devices |= {tensor.device.type for tensor in state if tensor.dim()}
+    trainer.close()
+    return {
+        "norms": [numbers["policy/grad_norm"] for numbers in (first, second)],
+        "devices": sorted(devices),
+        "host_copies": copies,
+    }
+
+
+def train_step(trainer: ModelTrainer, groups: Groups) -> tuple[dict[str, float], list[int]]:
+    """Train a step; return its numbers, and the copies to the CPU in each micro-batch."""
+    picks, numbers, copies = list_picks(groups), dict[str, float](), list[int]()
+    trainer.plan_step(groups)
+    if isinstance(trainer._task, PolicyTask):
+        trainer.precompute_logprobs(groups, picks)
+        trainer.sync_plan()
+    denominator = 0.0
+    for half in (picks[::2], picks[1::2]):
+        before = SimulatedGpu.host_copies
+        sums = trainer.train_micro_batch(groups, half)
+        copies.append(SimulatedGpu.host_copies - before)
+        denominator += trainer.compute_loss_denominator(sums)
+        numbers |= {f"{half[0]}/{name}": value for name, value in sums.items()}
+    return numbers | trainer.step(denominator), copies
+
+
+def train(
+    kind: str, path: str, groups: Groups, change: ChangeTrainer = ModelTrainer.offload_optimizer
+) -> Measurements:
+    """Train two steps; `change` is called between them."""
+    trainer = make_trainer(kind, path, groups)
+    first, copies = train_step(trainer, groups)
+    change(trainer)
+    second, _ = train_step(trainer, groups)
+    parameters = {name: tensor.cpu() for name, tensor in trainer.full_state()}
+    trainer.close()
+    numbers = {f"{step}/{n}": v for step, ns in enumerate((first, second)) for n, v in ns.items()}
+    return {"numbers": numbers, "parameters": parameters, "host_copies": copies}
+
+
+def compare_training(kind: str, path: str, groups: Groups) -> Measurements:
+    on_gpu = train(kind, path, groups)
+    with hide_gpu():
+        on_cpu = train(kind, path, groups)
+    expected = on_cpu["numbers"]
+    return {
+        "names_equal": on_gpu["numbers"].keys() == expected.keys(),
+        "numbers": max(
+            abs(value - expected[name]) / max(1.0, abs(expected[name]))
+            for name, value in on_gpu["numbers"].items()
+            if "log_ratio_bin" not in name
+        ),
+        "parameters": find_max_difference(on_gpu["parameters"], on_cpu["parameters"]),
+        "norms": [v for name, v in on_gpu["numbers"].items() if name.endswith("/grad_norm")],
+        "host_copies": on_gpu["host_copies"],
+    }
+
+
+def find_max_difference(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    assert actual.keys() == expected.keys()
+    return max(float((actual[n].cpu() - expected[n].cpu()).abs().max()) for n in expected)
+
+
+def compute_losses(groups: Groups, path: str, device: torch.device) -> Measurements:
+    """Compute loss and gradients of every algorithm, plain, with KL and with entropy."""
+    results: Measurements = {}
+    for name in ALGORITHMS:
+        for variant, settings in VARIANTS.items():
+            task = make_policy_task(path, AlgorithmConfig(name=name, **settings), groups)
+            batch = build_full_batch(task, groups).to(device)
+            leaves = (batch["generator_logprobs"] + 0.1, 0.5 + batch["attention_mask"].float())
+            scores = TokenScores(*(leaf.detach().requires_grad_() for leaf in leaves))
+            try:
+                loss, sums = task.compute_loss_from_scores(scores, batch.to_dict(), version=1)
+                loss.backward()
+            except RuntimeError as error:
+                results[f"{name}/{variant}"] = str(error)
+                continue
+            gradients = [leaf.grad.cpu() for leaf in scores if leaf.grad is not None]
+            values = torch.stack([loss.detach().double(), *(v.double() for v in sums.values())])
+            results[f"{name}/{variant}"] = (loss.device.type, values.cpu(), *gradients)
+    return results
+
+
+def compare_losses(path: str, groups: Groups) -> Measurements:
+    on_gpu = compute_losses(groups, path, get_local_device())
+    on_cpu = compute_losses(groups, path, CPU)
+    return {
+        "variants": len(on_gpu),
+        "different": [
+            f"{name}: {result[:160]}" if isinstance(result, str) else name
+            for name, result in on_gpu.items()
+            if isinstance(result, str)
+            or len(result) != len(on_cpu[name])
+            or not all(map(torch.equal, result[1:], on_cpu[name][1:]))
+        ],
+        "devices": sorted({result[0] for result in on_gpu.values() if isinstance(result, tuple)}),
+    }
+
+
+def score(path: str, groups: Groups) -> dict[str, Any]:
+    (columns, *_) = groups.values()
+    policy = LogprobScorer(path, temperature=0.8, micro_batch_tokens=128, dtype="float32")
+    critic = ValueScorer(path, micro_batch_tokens=128, dtype="float32")
+    torch.nn.init.ones_(critic._model.score.weight)
+    return {
+        "logprobs": torch.from_numpy(policy.compute_ref_logprobs(columns)["ref_logprobs"]),
+        "values": torch.from_numpy(critic.compute_values(columns)),
+    }
+
+
+def compare_scores(path: str, groups: Groups) -> Measurements:
+    on_gpu = score(path, groups)
+    with hide_gpu():
+        return {"difference": find_max_difference(on_gpu, score(path, groups))}
+
+
+def publish_and_pull(kind: str, path: str, groups: Groups) -> Measurements:
+    """Publish a trainer's weights, load them into a scorer, compare its parameters."""
+    trainer = make_trainer(kind, path, groups)
+    train_step(trainer, groups)
+    scorer = LogprobScorer(path, temperature=1.0, micro_batch_tokens=128, dtype="float32")
+    before = SimulatedGpu.host_copies
+    manifest = publish_version(
+        trainer.full_state(), version=1, bucket_bytes=1 << 14, writer=LocalWriter()
+    )
+    published = SimulatedGpu.host_copies
+    scorer.load_weights(unpack_tensors(manifest, LocalReader().fetch_buckets(manifest)))
+    pulled = SimulatedGpu.host_copies
+    names = {slot.name for bucket in manifest.buckets for slot in bucket.slots}
+    state = {name: tensor.cpu() for name, tensor in trainer.merged_state()}
+    loaded = dict(scorer._model.named_parameters())
+    trainer.close()
+    return {
+        "tensors": len(names),
+        "publish_copies": published - before,
+        "pull_copies": pulled - published,
+        "devices": sorted({parameter.device.type for parameter in loaded.values()}),
+        "difference": find_max_difference({name: loaded[name].detach() for name in state}, state),
+    }
+
+
+def reshard(
+    path: str,
+    groups: Groups,
+    place: Callable[[int], torch.device] = lambda index: get_local_device(),
+) -> Measurements:
+    """Write a trainer's weights into served tensors, each on the device `place` of its number."""
+    trainer = make_trainer("policy", path, groups)
+    state = dict(trainer.full_state())
+    served = {
+        name: torch.zeros(tensor.shape, device=place(index))
+        for index, (name, tensor) in enumerate(state.items())
+    }
+    before = SimulatedGpu.host_copies
+    stats = trainer.reshard_to_generator(make_shard_storage(served), 3)
+    copies = SimulatedGpu.host_copies - before
+    result: Measurements = {"is_planned": stats is not None, "host_copies": copies}
+    if stats is not None:
+        result["difference"] = find_max_difference(served, state)
+    trainer.close()
+    return result
+
+
+def run_executors(target_device: str = GPU_0) -> Measurements:
+    """Move weights as rank 0 of two, with a process group that moves nothing between them."""
+    backends = f"cpu:fake,{GPU}:fake"
+    dist.init_process_group(backends, rank=0, world_size=2, store=FakeStore())
+    model = transformer()
+    train, serve = (
+        create_layout(model, RankGrid.from_text(sizes).assign_ranks())
+        for sizes in ("1-2-1", "1-1-2")
+    )
+    dtypes = dict.fromkeys(model.index_specs_by_name(), torch.float32)
+    nodes = NodeTopology(2)
+    result = {}
+    for executor in (
+        PointToPointExecutor(plan_copies(train, serve, nodes)),
+        GroupGatherExecutor(plan_gather(train, serve, nodes, [[0, 1]])),
+    ):
+        source = allocate_storage(train, 0, dtypes, device=GPU_0)
+        target = allocate_storage(serve, 0, dtypes, device=target_device)
+        for _, _, view in source:
+            view.fill_(7.0)
+        source.version = 4
+        before = SimulatedGpu.host_copies
+        stats = executor.run(source, target)
+        result[type(executor).__name__] = {
+            "host_copies": SimulatedGpu.host_copies - before,
+            "received_bytes": stats.received_bytes,
+            "own_part_is_there": is_filled_from(source, target),
+        }
+    dist.destroy_process_group()
+    return result
+
+
+def is_filled_from(source: ShardStorage, target: ShardStorage) -> bool:
+    return all(
+        bool(target.get_view(name, box).eq(7.0).all())
+        for name, box, _ in source
+        if target.get_pieces(name)
+    )
+
+
+# --- Planted faults -------------------------------------------------------------------------------
+
+
+@contextmanager
+def leave_on_cpu(column: str) -> Iterator[None]:
+    """Plant a fault: a column of the batch stays on the CPU."""
+    compute = PolicyTask.compute_loss_from_scores
+
+    def compute_with_fault(
+        task: PolicyTask, scores: TokenScores, columns: Mapping[str, Tensor], *, version: int
+    ) -> Any:
+        return compute(task, scores, {**columns, column: columns[column].cpu()}, version=version)
+
+    with mock.patch.object(PolicyTask, "compute_loss_from_scores", compute_with_fault):
+        yield
+
+
+@contextmanager
+def sum_on_cpu() -> Iterator[None]:
+    """Plant a fault: a sum for the metrics is made on the CPU."""
+    compute = CriticTask.compute_loss
+
+    def compute_with_fault(task: CriticTask, *args: Any, **options: Any) -> Any:
+        loss, sums = compute(task, *args, **options)
+        return loss, {**sums, "value_clipped_sum": torch.zeros(())}
+
+    with mock.patch.object(CriticTask, "compute_loss", compute_with_fault):
+        yield
+
+
+def move_moment(trainer: ModelTrainer) -> None:
+    """Plant a fault: a moment of the optimizer is on the CPU."""
+    state = next(iter(trainer._backend.optimizer.state.values()))
+    state["exp_avg"] = state["exp_avg"].cpu()
+
+
+def use_cpu_in(module: Any) -> AbstractContextManager[Any]:
+    """Plant a fault: a module puts its tensors on the CPU."""
+    return mock.patch.object(module, "get_local_device", lambda: CPU)
+
+
+def run_all(path: str) -> Measurements:
+    groups = make_tiny_groups(path)
+    areas: dict[str, Callable[[], Measurements]] = {
+        "scores": partial(compare_scores, path, groups),
+        "losses": partial(compare_losses, path, groups),
+        **{
+            f"training/{kind}": partial(compare_training, kind, path, groups)
+            for kind in ("policy", "lora", "critic", "two heads")
+        },
+        "weights/policy": partial(publish_and_pull, "policy", path, groups),
+        "weights/lora": partial(publish_and_pull, "lora", path, groups),
+        "resharding": partial(reshard, path, groups),
+        "executors": run_executors,
+    }
+    results = {name: describe_result(area) for name, area in areas.items()}
+    faults: dict[str, Measurements] = {}
+    with use_cpu_in(model_trainer):
+        faults["batch"] = describe_result(partial(train, "policy", path, groups))
+    with use_cpu_in(forward_scorers):
+        faults["batch of a scorer"] = describe_result(partial(score, path, groups))
+    for column in ("generator_logprobs", "advantages", "loss_mask"):
+        with leave_on_cpu(column):
+            faults[column] = describe_result(partial(train, "policy", path, groups))
+    with leave_on_cpu("generator_logprobs"):
+        faults["column of a loss"] = {
+            name: result if isinstance(result, str) else "not found"
+            for name, result in compute_losses(groups, path, get_local_device()).items()
+        }
+    with sum_on_cpu():
+        faults["sum"] = describe_result(partial(train, "critic", path, groups))
+    faults["moment"] = describe_result(partial(train, "policy", path, groups, move_moment))
+    faults["served tensors"] = describe_result(partial(reshard, path, groups, lambda _: CPU))
+    faults["served tensor"] = describe_result(
+        partial(reshard, path, groups, lambda index: CPU if index == 3 else get_local_device())
+    )
+    faults["target"] = describe_result(partial(run_executors, "cpu"))
+    results["training/deepspeed"] = describe_result(partial(train_with_deepspeed, path, groups))
+    return {"areas": results, "faults": faults}
+
+
+def describe_result(run: Callable[[], Measurements]) -> Measurements:
+    try:
+        return run()
+    except Exception as error:  # noqa: BLE001  one area must not hide the others
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return {"error": f"{type(error).__name__}: {str(error)[:300]}", "at": find_line(error)}
+
+
+def find_line(error: Exception) -> str:
+    """Return file and line of streamrl that raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f"{f.filename}:{f.lineno}" for f in frames if "/streamrl/" in f.filename]
+    return lines[-1].rpartition("/streamrl/")[2] if lines else ""
+
+
+def main() -> None:
+    with (
+        use_simulated_gpu(),
+        mock.patch.object(process_group, "has_local_gpu", lambda: False),  # gloo for nccl
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        print(json.dumps(run_all(write_tiny(Path(folder)))))
+
+
+if __name__ == "__main__":
+    main()
