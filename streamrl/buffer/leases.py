@@ -114,6 +114,11 @@ class LeaseTable:
         group = self._state.groups.get(lease.uid)
         return group is not None and group.find_lease(lease.stage, lease.token) is not None
 
+    def _drop_settled(self) -> None:
+        """Remove settled leases from the top of the heap, so that no request wakes for one."""
+        while self._expiries and not self._is_active(self._expiries[0][2]):
+            heapq.heappop(self._expiries)
+
     def make_lease_record(
         self, groups: Sequence[GroupState], request: LeaseRequest
     ) -> JournalRecord:
@@ -229,6 +234,7 @@ class LeaseTable:
         A lease request that waits for groups must look again at that time. Infinite without such a
         time.
         """
+        self._drop_settled()
         expiry = self._expiries[0][0] if self._expiries else float("inf")
         if self._hedge_s is None:
             return expiry

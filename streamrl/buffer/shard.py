@@ -26,6 +26,7 @@ from streamrl.buffer.log.segment_file import CorruptRecord, JournalRecord
 from streamrl.buffer.recovery import read_blob
 from streamrl.buffer.schema import ColumnContract
 from streamrl.buffer.shard_stats import ShardStats, ShardStatsRecorder
+from streamrl.buffer.waiting_requests import WaitingRequests
 from streamrl.errors import StreamError
 from streamrl.messages import FilteredGroup, GroupInfo, GroupLease, GroupOutcome
 
@@ -76,14 +77,12 @@ class QueueShard:
         self._log = log or NullRecordLog()
         self._store = store
         self._ready_queues = {stage: ReadyQueue() for stage in state.stages}
-        self._wake_events = {stage: asyncio.Event() for stage in state.stages}
+        self._waiters = {stage: WaitingRequests() for stage in state.stages}
+        self._finished_groups: dict[str, GroupState] = {}
         self._group_finished = asyncio.Event()
-        self._num_waiting: Counter[str] = Counter()
         self._release_counts: Counter[str] = Counter()
         self._latest_requests: dict[tuple[str, str], object] = {}
-        self._capacity_limiter = CapacityLimiter(
-            state, capacity, clock=self._clock, enter=self._insert_groups
-        )
+        self._capacity_limiter = CapacityLimiter(state, capacity, enter=self._insert_groups)
         self._stats_recorder = ShardStatsRecorder(state, self._log, self._clock())
         opening = transitions.make_open_record(
             session, state.incarnation + 1, forgets=state.is_damaged
@@ -177,11 +176,14 @@ class QueueShard:
             return [
                 _make_grant(self._state, group, active.lease, wanted) for group, active in repeated
             ]
-        self._num_waiting[stage] += 1
+        waiters, ready = self._waiters[stage], self._ready_queues[stage]
+        chosen: list[GroupState] = []
         try:
-            chosen = await self._wait_for_groups(request, self._clock() + wait_s, releases)
+            with waiters.count_request():
+                chosen = await self._wait_for_groups(request, self._clock() + wait_s, releases)
         finally:
-            self._num_waiting[stage] -= 1
+            if not chosen:
+                waiters.wake_requests(len(ready))  # one may have been woken for these groups
         if not chosen:
             return []
         record = self._lease_table.make_lease_record(chosen, request)
@@ -200,7 +202,7 @@ class QueueShard:
         Returns ready groups, or else overdue groups for a hedge. Returns [] also if the holder is
         released (more often than `releases` times by now) or has sent a newer request.
         """
-        stage = request.stage
+        stage, waiters = request.stage, self._waiters[request.stage]
         this_request = self._latest_requests[stage, request.holder] = object()
         while True:
             is_latest = (
@@ -212,7 +214,7 @@ class QueueShard:
             self._expire_leases()
             ready = self._ready_queues[stage]
             if ready:
-                share = -(-len(ready) // self._num_waiting[stage])
+                share = -(-len(ready) // waiters.num_requests)
                 first = ready.peek_groups(min(request.max_groups, share))
                 return _limit_tokens(first, request.max_tokens)
             hedged = self._lease_table.find_hedgeable(request)
@@ -223,9 +225,8 @@ class QueueShard:
             now = self._clock()
             if now >= deadline:
                 return []
-            self._wake_events[stage].clear()
             pause = min(deadline, self._lease_table.find_next_change_time(stage)) - now
-            await _wait_for_event(self._wake_events[stage], pause)
+            await waiters.wait_for_wake(max(pause, MIN_WAIT_S))
 
     async def commit_columns(self, commits: Sequence[ColumnCommit]) -> list[str]:
         """Commit the columns computed for leased groups; return the uids without an active lease.
@@ -316,7 +317,7 @@ class QueueShard:
             self._group_finished.clear()
             finished = [
                 FinishedGroup(group.uid, group.outcome, group.info)
-                for group in self._state.groups.values()
+                for group in self._finished_groups.values()
                 if group.outcome is not None
             ]
             remaining_s = deadline - self._clock()
@@ -347,8 +348,8 @@ class QueueShard:
     async def release_holder(self, holder: str, *, died: bool = True) -> int:
         """Requeue all groups leased by a process that died or left; return their number."""
         self._release_counts[holder] += 1
-        for wake in self._wake_events.values():
-            wake.set()
+        for waiters in self._waiters.values():
+            waiters.wake_all()
         leases = self._lease_table.find_by_holder(holder)
         reason = f"{holder} died while holding the lease"
         for group, lease in leases:
@@ -392,11 +393,13 @@ class QueueShard:
         for stage, ready in self._ready_queues.items():
             if ready.update_groups(groups, partial(self._state.is_ready, stage=stage)):
                 self._stats_recorder.depth_meter.observe_depth(stage, len(ready), self._clock())
-            if ready:
-                self._wake_events[stage].set()
+            self._waiters[stage].wake_requests(len(ready))
         for group in groups:
             self._capacity_limiter.update_reservation(group)
-            if group.outcome is not None:
+            if group.uid not in self._state.groups:
+                self._finished_groups.pop(group.uid, None)
+            elif group.outcome is not None:
+                self._finished_groups[group.uid] = group
                 self._group_finished.set()
 
     def _nack_lease(
