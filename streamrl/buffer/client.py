@@ -80,6 +80,8 @@ class ExperienceQueue:
         # Request ids must differ from those of a restarted process with the same name.
         client = f"{holder}/{uuid.uuid4().hex[:8]}"
         self._request_ids = (f"{client}/{n}" for n in itertools.count())
+        self._read_positions: dict[str, list[int]] = {}
+        """Of each column and shard, what `find_uids_with` has read."""
         self._pending_grants: dict[str, deque[LeaseGrant]] = {}
         self._held_leases = HeldLeases()
         self._renewed_at = 0.0
@@ -336,8 +338,14 @@ class ExperienceQueue:
         }
 
     async def find_uids_with(self, column: str) -> list[str]:
-        """Return the uids of all groups in the queue that have a column."""
-        return list(chain.from_iterable(await self._call_all(QueueShard.find_uids_with, column)))
+        """Return the uids of the groups that got a column since the last call of this client."""
+        positions = self._read_positions.setdefault(column, [0] * len(self.shards))
+        replies = await _gather_all(
+            shard.call(QueueShard.find_uids_with, column, position)
+            for shard, position in zip(self.shards, positions, strict=True)
+        )
+        self._read_positions[column] = [position for _, position in replies]
+        return [uid for uids, _ in replies for uid in uids]
 
     async def wait_for_finished(self, *, wait_s: float) -> list[FinishedGroup]:
         """Wait for filtered or dropped groups that are still in the queue; [] after `wait_s`."""

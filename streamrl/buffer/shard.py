@@ -16,6 +16,7 @@ from typing import Any
 
 from streamrl.buffer import group as transitions
 from streamrl.buffer.capacity import CapacityLimiter, PendingAdmission
+from streamrl.buffer.column_history import ColumnHistory
 from streamrl.buffer.config import QueueConfig, ShardCapacity
 from streamrl.buffer.encoding.column_codec import Blob, count_blob_bytes, join_pieces
 from streamrl.buffer.encoding.wire_types import ColumnBlobs, ColumnCommit, FinishedGroup, LeaseGrant
@@ -80,6 +81,7 @@ class QueueShard:
         self._waiters = {stage: WaitingRequests() for stage in state.stages}
         self._finished_groups: dict[str, GroupState] = {}
         self._group_finished = asyncio.Event()
+        self._column_histories: dict[str, ColumnHistory] = {}
         self._release_counts: Counter[str] = Counter()
         self._latest_requests: dict[tuple[str, str], object] = {}
         self._capacity_limiter = CapacityLimiter(state, capacity, enter=self._insert_groups)
@@ -307,8 +309,21 @@ class QueueShard:
 
     # Calls of the coordinator.
 
-    async def find_uids_with(self, column: str) -> list[str]:
-        return [group.uid for group in self._state.groups.values() if column in group.column_names]
+    async def find_uids_with(self, column: str, after: int = 0) -> tuple[list[str], int]:
+        """Return the uids of groups that got a column after a position, and the next position.
+
+        after: position that the caller's last call returned; 0 for all groups in the shard. Also
+        returns all if this shard has restarted since, or another client has read on.
+        """
+        history = self._column_histories.get(column)
+        if history is None or not history.has_position(after):
+            # Above all positions of earlier incarnations, and of an earlier history of this one.
+            first = self._state.incarnation * transitions.TOKENS_PER_INCARNATION + 1
+            start = history.end + 1 if history else first
+            history = ColumnHistory(column, self._state.groups.values(), start)
+            self._column_histories[column] = history
+            after = start
+        return history.read_after(after), history.end
 
     async def wait_for_finished(self, *, wait_s: float) -> list[FinishedGroup]:
         """Wait for filtered or dropped groups that are still in the shard; [] after `wait_s`."""
@@ -394,10 +409,14 @@ class QueueShard:
             if ready.update_groups(groups, partial(self._state.is_ready, stage=stage)):
                 self._stats_recorder.depth_meter.observe_depth(stage, len(ready), self._clock())
             self._waiters[stage].wake_requests(len(ready))
+        for history in self._column_histories.values():
+            history.record_groups(groups)
         for group in groups:
             self._capacity_limiter.update_reservation(group)
             if group.uid not in self._state.groups:
                 self._finished_groups.pop(group.uid, None)
+                for history in self._column_histories.values():
+                    history.forget_group(group.uid)
             elif group.outcome is not None:
                 self._finished_groups[group.uid] = group
                 self._group_finished.set()

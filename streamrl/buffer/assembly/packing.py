@@ -117,7 +117,7 @@ class MicroBatchPacker:
         cuts = find_cuts(self._pending_episodes, self._max_tokens)
         if not final:
             last = self._pending_episodes[cuts[-2] : cuts[-1]] if len(cuts) > 1 else []
-            num_full = len(cuts) - 1 - bool(last and not _is_full(last, self._max_tokens))
+            num_full = len(cuts) - 1 - bool(last and not self._is_full(last))
             cuts = cuts[: num_full // self._world_size * self._world_size + 1]
         bins = [self._pending_episodes[start:end] for start, end in pairwise(cuts)]
         del self._pending_episodes[: cuts[-1]]
@@ -127,6 +127,11 @@ class MicroBatchPacker:
         if final:
             self._rank_loads = [0] * self._world_size
         return rounds
+
+    def _is_full(self, episodes: Sequence[_SizedEpisode]) -> bool:
+        """Return True if a further rollout as long as the first would exceed the token budget."""
+        rows = sum(e[3] for e in episodes) if self._has_joined_samples else len(episodes)
+        return -episodes[0][0] * (rows + 1) > self._max_tokens
 
     def _sort_new_episodes(self) -> None:
         """Move the new episodes to their places among the pending ones."""
@@ -164,11 +169,6 @@ def _find_sample_cuts(episodes: Sequence[_SizedEpisode], budget: int) -> list[in
                 cuts.append(i)
             rows, most = samples, budget // -negative_length if negative_length else math.inf
     return [*cuts, len(episodes)] if episodes else cuts
-
-
-def _is_full(episodes: Sequence[_SizedEpisode], budget: int) -> bool:
-    """Return True if a further rollout as long as the first would exceed `budget` tokens."""
-    return _count_padded_tokens(episodes) - episodes[0][0] > budget
 
 
 def _split_largest(bins: list[list[_SizedEpisode]], world_size: int) -> list[list[_SizedEpisode]]:
