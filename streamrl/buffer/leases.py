@@ -104,11 +104,7 @@ class LeaseTable:
         for active in leases:
             self._track_expiry(active)
         if self._hedge_s is not None:
-            grants = self._grants[first.lease.stage]
-            grants += [active.lease for active in leases]
-            if len(grants) > self._compact_grants_at:
-                grants[:] = filter(self._is_active, grants)
-                self._compact_grants_at = MIN_COMPACT_SIZE + 2 * len(grants)
+            self._track_age(first.lease.stage, [active.lease for active in leases])
 
     def _track_expiry(self, active: ActiveLease) -> None:
         """Add a lease to the heap of expiries, unless the lease never expires."""
@@ -120,6 +116,14 @@ class LeaseTable:
             self._expiries = [entry for entry in self._expiries if self._is_active(entry[2])]
             heapq.heapify(self._expiries)
             self._compact_at = MIN_COMPACT_SIZE + 2 * len(self._expiries)
+
+    def _track_age(self, stage: str, leases: Sequence[GroupLease]) -> None:
+        """Append new leases of a stage to those that may be hedged."""
+        tracked = self._grants[stage]
+        tracked += leases
+        if len(tracked) > self._compact_grants_at:
+            tracked[:] = filter(self._is_active, tracked)
+            self._compact_grants_at = MIN_COMPACT_SIZE + 2 * len(tracked)
 
     def _is_active(self, lease: GroupLease) -> bool:
         group = self._state.groups.get(lease.uid)

@@ -190,9 +190,8 @@ def test_a_request_finds_a_slow_lease_without_a_look_at_those_that_are_not():
             (first, _) = await take(shard, "generate", max_groups=2)
             await put(shard, (first.lease, rollouts()))
             await asyncio.sleep(3.0 / number)
-        request = {"holder": "another", "wait_s": 60.0}
         with count_lines() as counted:
-            (group,) = await take(shard, "generate", max_groups=1, **request)
+            (group,) = await take(shard, "generate", max_groups=1, holder="another", wait_s=60.0)
         assert group.uid == "slow"
         return counted.lines
 
