@@ -174,6 +174,9 @@ async def measure_task() -> float:
 class ReplicaHost:
     """Actor that hosts many replicas of a role."""
 
+    def __init__(self) -> None:
+        self._replicas: list[EmptyReplica] = []
+
     async def run(
         self, context: ActorContext, shape: RunShape, call: ModelCall, indices: Sequence[int]
     ) -> None:
@@ -228,10 +231,10 @@ def measure_calls() -> tuple[float, float]:
     seconds = []
     for _ in range(CALLS // 4):
         start = time.perf_counter()
-        fetch_reply(actor.echo.remote(), "an idle actor")
+        fetch_reply(actor.echo.remote(), "an idle actor", RUN_S)
         seconds.append(time.perf_counter() - start)
     start = time.perf_counter()
-    fetch_reply([actor.echo.remote() for _ in range(CALLS)], "an idle actor")
+    fetch_reply([actor.echo.remote() for _ in range(CALLS)], "an idle actor", RUN_S)
     calls_per_s = CALLS / (time.perf_counter() - start)
     ray.kill(actor)
     return statistics.median(seconds), calls_per_s
@@ -253,16 +256,16 @@ def run_on_ray(config: RunConfig, shape: RunShape) -> list[Any]:
         for first in range(0, shape.generators, GENERATORS_PER_PROCESS)
     ] + [(reward, range(shape.scorers))]
     actors = [start_actor(ReplicaHost) for _ in hosts]
-    loops = [
-        actor.run.remote(context, shape, call, indices)
-        for actor, (call, indices) in zip(actors, hosts, strict=True)
-    ]
     roles = [
         RoleActors([train_call], ["policy-0"], [rank]),
         RoleActors([generate], [f"host-{i}" for i in range(len(hosts) - 1)], actors[:-1]),
         RoleActors([reward], ["scorer-host"], actors[-1:]),
     ]
-    fetch_reply(coordinator.start.remote(context, roles, make_start()), "coordinator.start")
+    fetch_reply(coordinator.start.remote(context, roles, make_start()), "coordinator.start", RUN_S)
+    loops = [
+        actor.run.remote(context, shape, call, indices)
+        for actor, (call, indices) in zip(actors, hosts, strict=True)
+    ]
     description = f"{shape.steps + 2} steps of {shape.groups_per_step} groups"
     wait_for_all([coordinator.run.remote()], description, timeout_s=RUN_S, beside=loops)
     reports = fetch_reply(coordinator.read_reports.remote(0, 1.0), "coordinator.read_reports")
