@@ -6,7 +6,7 @@ Every actor is an object of this process; `CpuMeter` adds up the CPU time of eac
 import asyncio
 import random
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import (
     Callable,
     Coroutine,
@@ -65,7 +65,6 @@ from streamrl.weights.versions import ReaderState
 P = ParamSpec("P")
 T = TypeVar("T")
 COORDINATOR, QUEUE, WEIGHTS, REPLICAS = "coordinator", "queue", "weights", "replicas"
-PARTS = (COORDINATOR, QUEUE, WEIGHTS, REPLICAS)
 CURRENT_PART: ContextVar[str] = ContextVar("part", default=REPLICAS)
 GENERATORS_PER_NODE = 8
 COMPLETION_TOKENS = 8
@@ -75,7 +74,7 @@ class CpuMeter:
     """CPU seconds of each part of a program on one event loop, exclusive of the parts it calls."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self.calls: Counter[str] = Counter()
         self._part = REPLICAS
         self._since = time.thread_time()
@@ -85,10 +84,10 @@ class CpuMeter:
         self.seconds.clear()
         self.calls.clear()
 
-    def read(self) -> tuple[Counter[str], Counter[str]]:
+    def read(self) -> tuple[dict[str, float], dict[str, int]]:
         """Return the seconds and the calls of each part since the last `reset`."""
         self._switch_part(self._part)
-        return self.seconds.copy(), self.calls.copy()
+        return dict(self.seconds), dict(self.calls)
 
     def _switch_part(self, part: str) -> str:
         """Charge the time since the last switch to the part that used it; return that part."""
@@ -333,7 +332,7 @@ class EmptyReplica:
 
     async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats:
         rollout = Rollout.from_single_turn(
-            [1, 2, 3],
+            np.array([1, 2, 3], np.int32),
             [5] * COMPLETION_TOKENS,
             logprobs=[-1.0] * COMPLETION_TOKENS,
             versions=[version] * COMPLETION_TOKENS,
@@ -417,7 +416,7 @@ class ControlCost:
 async def run_virtual_steps(config: RunConfig, shape: RunShape, run_dir: Path) -> ControlCost:
     """Run a shape in this process; measure the steps between the first and the last."""
     meter, log = CpuMeter(), UnwrittenLog()
-    asyncio.get_running_loop().set_task_factory(meter.make_task)
+    asyncio.get_running_loop().set_task_factory(meter.make_task)  # type: ignore[arg-type]
     capacity = ShardCapacity(config.capacity_groups)
     shards = [
         MeteredShard(
