@@ -53,6 +53,8 @@ from streamrl.stream.train_step import train_step
 from streamrl.weights import LoadVerification, ServedVersion, WeightManifest
 from streamrl.weights.versions import PullStats, ReaderState, WeightFault
 
+FOLLOW_WAIT_S = 20.0
+"""Longest wait of a follower's request for a newer version, s: the coordinator answers hundreds."""
 PULL_ATTEMPTS = 5
 """Consecutive failed attempts to load a version before the follower is replaced."""
 RETRY_S = 0.25
@@ -272,7 +274,7 @@ async def follow_weights(
     """
     state, failures, retry_s = ReaderState(served.version), 0, SUPERSEDED_RETRY_S
     while True:
-        manifest = await channel.wait_for_newer(state, wait_s=POLL_WAIT_S)
+        manifest = await channel.wait_for_newer(state, wait_s=FOLLOW_WAIT_S)
         state = ReaderState(served.version)
         if manifest is None:
             continue

@@ -13,6 +13,7 @@ import pytest
 from streamrl.errors import LogprobCheckError, VersionSupersededError, WeightsError
 from streamrl.messages import Array
 from streamrl.pipeline import (
+    FOLLOW_WAIT_S,
     PULL_ATTEMPTS,
     exclude_unverified,
     find_newest_version,
@@ -271,7 +272,7 @@ async def test_fault_is_reported_once():
     )
     channel, served = Once(registry, {7: 1}), ServedVersion("generator-0")
     following = asyncio.create_task(follow_weights(stage(), Engine(), channel, served))
-    await asyncio.sleep(20.0)
+    await asyncio.sleep(5 * FOLLOW_WAIT_S)
     following.cancel()
     assert registry.drain_stats().num_faults == 1
     assert faults == [(LOAD_REFUSED, "generator-0", WeightFault(7, "version 7: checksum is wrong"))]

@@ -25,7 +25,7 @@ class PendingAdmission(msgspec.Struct, frozen=True, eq=False):
 
 
 class CapacityLimiter:
-    """Keeps a shard within its capacity. Times: s of the shard's clock.
+    """Keeps a shard within its capacity. Times: s of the event loop.
 
     A group reserves at least `reserved_group_bytes` until its columns are complete, and its actual
     size after that. So admission is the only operation that waits for capacity. `enter` inserts
@@ -37,15 +37,14 @@ class CapacityLimiter:
         state: ShardState,
         capacity: ShardCapacity,
         *,
-        clock: Callable[[], float],
         enter: Callable[[Sequence[PendingAdmission]], Awaitable[None]],
     ) -> None:
         self._state = state
         self._capacity = capacity
-        self._clock = clock
         self._insert_groups = enter
         self._pending_bytes: dict[str, int] = {}
         self._reserved_bytes = 0
+        self._num_inserts = 0
         self._capacity_freed = asyncio.Event()
 
     async def admit_groups(
@@ -56,7 +55,8 @@ class CapacityLimiter:
         Uids of a retried call count as admitted, also if they are removed by now. Returns as soon
         as some groups are admitted. Raises DeadlineError if no group fits by `deadline`.
         """
-        while not self._list_admitted(admissions):
+        least_bytes = min(map(self._measure_admission, admissions), default=0)
+        while not (admitted := self._list_admitted(admissions)):
             batch = self._reserve_capacity(admissions)
             if batch:
                 try:
@@ -64,21 +64,26 @@ class CapacityLimiter:
                 finally:
                     for admission in batch:
                         self._reserved_bytes -= self._pending_bytes.pop(admission.uid)
+                    self._num_inserts += 1
                     self._capacity_freed.set()
             else:
-                await self._wait_for_capacity(deadline, admissions[0].uid)
-        return self._list_admitted(admissions)
+                await self._wait_for_capacity(least_bytes, deadline, admissions[0].uid)
+        return admitted
 
     def _list_admitted(self, admissions: Sequence[PendingAdmission]) -> list[str]:
         return [a.uid for a in admissions if self._state.has_seen(a.uid)]
+
+    def _measure_admission(self, admission: PendingAdmission) -> int:
+        """Return the bytes to reserve for an admission."""
+        # Capped, so that a group larger than the shard can enter an empty one.
+        size = min(count_blob_bytes(admission.blob), self._capacity.max_bytes)
+        return int(max(size, self._capacity.reserved_group_bytes, 1))
 
     def _reserve_capacity(self, admissions: Sequence[PendingAdmission]) -> list[PendingAdmission]:
         """Reserve capacity for as many admissions as fit now; return these admissions."""
         batch = []
         for admission in admissions:
-            # Capped, so that a group larger than the shard can enter an empty one.
-            size = min(count_blob_bytes(admission.blob), self._capacity.max_bytes)
-            num_bytes = int(max(size, self._capacity.reserved_group_bytes, 1))
+            num_bytes = self._measure_admission(admission)
             if admission.uid not in self._pending_bytes and self._has_capacity(num_bytes):
                 self._pending_bytes[admission.uid] = num_bytes
                 self._reserved_bytes += num_bytes
@@ -107,10 +112,17 @@ class CapacityLimiter:
             and len(self._state.groups) + len(self._pending_bytes) < self._capacity.max_groups
         )
 
-    async def _wait_for_capacity(self, deadline: float, uid: str) -> None:
-        self._capacity_freed.clear()
+    async def _wait_for_capacity(self, num_bytes: int, deadline: float, uid: str) -> None:
+        """Wait until a group of `num_bytes` may fit, or until groups of another call are in."""
+        num_inserts = self._num_inserts
         try:
-            await asyncio.wait_for(self._capacity_freed.wait(), deadline - self._clock())
+            async with asyncio.timeout_at(deadline):
+                while True:
+                    self._capacity_freed.clear()
+                    await self._capacity_freed.wait()
+                    # After an insert, the groups of a repeated call may be in the shard.
+                    if self._num_inserts != num_inserts or self._has_capacity(num_bytes):
+                        return
         except TimeoutError:
             uids, capacity = list(self._state.groups), self._capacity
             raise DeadlineError(

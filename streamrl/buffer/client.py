@@ -19,6 +19,7 @@ from streamrl.buffer.encoding.wire_types import (
     LeaseGrant,
     get_shard_index,
 )
+from streamrl.buffer.held_leases import HeldLeases
 from streamrl.buffer.leases import LeaseRequest, OverdueLease
 from streamrl.buffer.shard import QueueShard
 from streamrl.buffer.shard_stats import ShardStats, merge_stats
@@ -79,8 +80,10 @@ class ExperienceQueue:
         # Request ids must differ from those of a restarted process with the same name.
         client = f"{holder}/{uuid.uuid4().hex[:8]}"
         self._request_ids = (f"{client}/{n}" for n in itertools.count())
+        self._read_positions: dict[str, list[int]] = {}
+        """Of each column and shard, what `find_uids_with` has read."""
         self._pending_grants: dict[str, deque[LeaseGrant]] = {}
-        self._active_leases: dict[tuple[str, int], GroupLease] = {}
+        self._held_leases = HeldLeases()
         self._renewed_at = 0.0
         self._renewal: asyncio.Future[list[GroupLease]] | None = None
         self._lost_leases: dict[tuple[str, int], GroupLease] = {}
@@ -255,9 +258,9 @@ class ExperienceQueue:
         """Request leases from one shard; count the granted leases as active."""
         # Pending grants count as active leases: renewals must include them.
         grants = await shard.call(QueueShard.lease_groups, request, wait_s=LEASE_REQUEST_WAIT_S)
-        if not self._active_leases:
+        if not self._held_leases:
             self._renewed_at = _read_loop_time()
-        self._active_leases.update((_get_lease_key(grant.lease), grant.lease) for grant in grants)
+        self._held_leases.add_leases(grant.lease for grant in grants)
         return grants
 
     async def commit_columns(self, entries: Sequence[tuple[GroupLease, Columns]]) -> list[str]:
@@ -299,7 +302,7 @@ class ExperienceQueue:
 
     async def _renew_active(self) -> list[GroupLease]:
         self._renewed_at = _read_loop_time()
-        lost = await self._call_owners(QueueShard.renew_leases, list(self._active_leases.values()))
+        lost = await self._call_owners(QueueShard.renew_leases, self._held_leases.list_leases())
         newly_lost = list(chain.from_iterable(lost))
         self._forget_leases(newly_lost)
         for pending in self._pending_grants.values():
@@ -314,10 +317,9 @@ class ExperienceQueue:
 
         A third of the shortest lease's duration, at most `max_renew_interval_s`.
         """
-        durations = (lease.expires_at - lease.granted_at for lease in self._active_leases.values())
         return min(
-            min(durations, default=math.inf) / 3,
-            self._max_renew_interval_s if self._active_leases else math.inf,
+            self._held_leases.shortest_s / 3,
+            self._max_renew_interval_s if self._held_leases else math.inf,
         )
 
     async def read_columns(self, uids: Iterable[str], columns: Sequence[str]) -> dict[str, Columns]:
@@ -336,8 +338,14 @@ class ExperienceQueue:
         }
 
     async def find_uids_with(self, column: str) -> list[str]:
-        """Return the uids of all groups in the queue that have a column."""
-        return list(chain.from_iterable(await self._call_all(QueueShard.find_uids_with, column)))
+        """Return the uids of the groups that got a column since the last call of this client."""
+        positions = self._read_positions.setdefault(column, [0] * len(self.shards))
+        replies = await _gather_all(
+            shard.call(QueueShard.find_uids_with, column, position)
+            for shard, position in zip(self.shards, positions, strict=True)
+        )
+        self._read_positions[column] = [position for _, position in replies]
+        return [uid for uids, _ in replies for uid in uids]
 
     async def wait_for_finished(self, *, wait_s: float) -> list[FinishedGroup]:
         """Wait for filtered or dropped groups that are still in the queue; [] after `wait_s`."""
@@ -351,7 +359,7 @@ class ExperienceQueue:
         version: policy version that is in training from now on.
         """
         await self._call_owners(QueueShard.remove_groups, uids, version)
-        self._forget_groups(uids)
+        self._held_leases.remove_groups(uids)
 
     async def end_step(self, uids: Sequence[str], version: int) -> ShardStats:
         """Remove the groups of a finished training step; return statistics of the step, all shards.
@@ -363,7 +371,7 @@ class ExperienceQueue:
             shard.call(QueueShard.end_step, batch, version)
             for shard, batch in zip(self.shards, self._route_entries(uids), strict=True)
         )
-        self._forget_groups(uids)
+        self._held_leases.remove_groups(uids)
         return merge_stats(stats)
 
     async def get_stats(self) -> ShardStats:
@@ -393,16 +401,12 @@ class ExperienceQueue:
 
     def _select_active(self, grants: Iterable[LeaseGrant]) -> list[LeaseGrant]:
         """Return the grants with a lease that is still active."""
-        return [grant for grant in grants if _get_lease_key(grant.lease) in self._active_leases]
+        return [grant for grant in grants if grant.lease in self._held_leases]
 
     def _forget_leases(self, leases: Iterable[GroupLease]) -> None:
         for lease in leases:
-            self._active_leases.pop(_get_lease_key(lease), None)
+            self._held_leases.remove_lease(lease)
             self._lost_leases.pop(_get_lease_key(lease), None)
-
-    def _forget_groups(self, uids: Sequence[str]) -> None:
-        gone = set(uids)
-        self._forget_leases([lease for lease in self._active_leases.values() if lease.uid in gone])
 
     async def _call_owners(
         self,
@@ -481,19 +485,24 @@ async def _enter_batches(
     enter: inserts what fits and returns its uids. Raises DeadlineError if nothing gets in for
     `wait_s`.
     """
+    waiting, limit = deque(rows), len(rows)
     deadline = _read_loop_time() + wait_s
-    while rows:
+    while waiting:
         remaining_s = deadline - _read_loop_time()
-        columns = map(list, zip(*rows, strict=True))
+        batch = [waiting.popleft() for _ in range(min(limit, len(waiting)))]
+        columns = map(list, zip(*batch, strict=True))
         try:
             entered = set(await enter(*columns, wait_s=min(remaining_s, CAPACITY_WAIT_S)))
         except DeadlineError:
             if remaining_s <= CAPACITY_WAIT_S:
                 raise
-            continue
+            entered = set()
+        else:
+            deadline = _read_loop_time() + wait_s
         on_entered(entered)
-        rows = [row for row in rows if _get_uid(row) not in entered]
-        deadline = _read_loop_time() + wait_s
+        waiting.extendleft(reversed([row for row in batch if _get_uid(row) not in entered]))
+        # A nearly full shard admits few at a time: do not send it all others again and again.
+        limit = max(1, 2 * len(entered))
 
 
 def _read_loop_time() -> float:

@@ -1,10 +1,12 @@
 """Leases of a queue shard: granting, renewing, expiring, and hedging slow work."""
 
+import bisect
 import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from msgspec.structs import replace
 
@@ -71,6 +73,9 @@ class LeaseTable:
         self._tokens = itertools.count(state.incarnation * TOKENS_PER_INCARNATION + 1)
         self._expiries: list[tuple[float, int, GroupLease]] = []
         self._compact_at = MIN_COMPACT_SIZE
+        self._grants: dict[str, list[GroupLease]] = {stage: [] for stage in state.stages}
+        """With hedging: leases by stage in the order of their grant, some of them settled."""
+        self._compact_grants_at = MIN_COMPACT_SIZE
         self._last_grants: dict[tuple[str, str], tuple[str, list[tuple[str, int]]]] = {}
         recovered = [
             lease for stage in state.stages for _, lease in self._list_active_leases(stage)
@@ -98,6 +103,8 @@ class LeaseTable:
         self._last_grants[first.lease.stage, first.lease.holder] = first.request_id, grants
         for active in leases:
             self._track_expiry(active)
+        if self._hedge_s is not None:
+            self._track_age(first.lease.stage, [active.lease for active in leases])
 
     def _track_expiry(self, active: ActiveLease) -> None:
         """Add a lease to the heap of expiries, unless the lease never expires."""
@@ -110,9 +117,22 @@ class LeaseTable:
             heapq.heapify(self._expiries)
             self._compact_at = MIN_COMPACT_SIZE + 2 * len(self._expiries)
 
+    def _track_age(self, stage: str, leases: Sequence[GroupLease]) -> None:
+        """Append new leases of a stage to those that may be hedged."""
+        tracked = self._grants[stage]
+        tracked += leases
+        if len(tracked) > self._compact_grants_at:
+            tracked[:] = filter(self._is_active, tracked)
+            self._compact_grants_at = MIN_COMPACT_SIZE + 2 * len(tracked)
+
     def _is_active(self, lease: GroupLease) -> bool:
         group = self._state.groups.get(lease.uid)
         return group is not None and group.find_lease(lease.stage, lease.token) is not None
+
+    def _drop_settled(self) -> None:
+        """Remove settled leases from the top of the heap, so that no request wakes for one."""
+        while self._expiries and not self._is_active(self._expiries[0][2]):
+            heapq.heappop(self._expiries)
 
     def make_lease_record(
         self, groups: Sequence[GroupState], request: LeaseRequest
@@ -145,16 +165,24 @@ class LeaseTable:
         """
         if self._hedge_s is None:
             return []
-        since = self._state.clock() - self._hedge_s
+        leases = self._grants[request.stage]
+        num_slow = self._count_hedgeable_ages(leases)
+        active = [lease for lease in leases[:num_slow] if self._is_active(lease)]
+        leases[:num_slow] = active
         slow = [
-            (active.lease.granted_at, group)
-            for group, active in self._list_active_leases(request.stage)
-            if len(group.leases[request.stage]) == 1
-            and active.lease.holder != request.holder
-            and active.lease.granted_at <= since
+            (lease.granted_at, self._state.groups[lease.uid])
+            for lease in active
+            if lease.holder != request.holder
         ]
+        slow = [pair for pair in slow if len(pair[1].leases[request.stage]) == 1]
         slow.sort(key=lambda pair: (pair[0], pair[1].admission_order))
         return [group for _, group in slow[: request.max_groups]]
+
+    def _count_hedgeable_ages(self, leases: Sequence[GroupLease]) -> int:
+        """Return how many of the leases, oldest first, are at least `hedge_s` old."""
+        assert self._hedge_s is not None
+        since = self._state.clock() - self._hedge_s
+        return bisect.bisect_right(leases, since, key=attrgetter("granted_at"))
 
     def renew_leases(self, leases: Sequence[GroupLease]) -> list[GroupLease]:
         """Extend each lease to `lease_s` from now; return the leases that are no longer active."""
@@ -229,14 +257,18 @@ class LeaseTable:
         A lease request that waits for groups must look again at that time. Infinite without such a
         time.
         """
+        self._drop_settled()
         expiry = self._expiries[0][0] if self._expiries else float("inf")
         if self._hedge_s is None:
             return expiry
-        now = self._state.clock()
-        hedges = (
-            active.lease.granted_at + self._hedge_s for _, active in self._list_active_leases(stage)
-        )
-        return min(expiry, min((at for at in hedges if at > now), default=float("inf")))
+        leases = self._grants[stage]
+        first = end = self._count_hedgeable_ages(leases)
+        while end < len(leases) and not self._is_active(leases[end]):
+            end += 1
+        del leases[first:end]  # settled: no request has to look at them again
+        if first == len(leases):
+            return expiry
+        return min(expiry, leases[first].granted_at + self._hedge_s)
 
     def _list_active_leases(self, stage: str) -> list[tuple[GroupState, ActiveLease]]:
         return [

@@ -16,6 +16,7 @@ from typing import Any
 
 from streamrl.buffer import group as transitions
 from streamrl.buffer.capacity import CapacityLimiter, PendingAdmission
+from streamrl.buffer.column_history import ColumnHistory
 from streamrl.buffer.config import QueueConfig, ShardCapacity
 from streamrl.buffer.encoding.column_codec import Blob, count_blob_bytes, join_pieces
 from streamrl.buffer.encoding.wire_types import ColumnBlobs, ColumnCommit, FinishedGroup, LeaseGrant
@@ -26,6 +27,7 @@ from streamrl.buffer.log.segment_file import CorruptRecord, JournalRecord
 from streamrl.buffer.recovery import read_blob
 from streamrl.buffer.schema import ColumnContract
 from streamrl.buffer.shard_stats import ShardStats, ShardStatsRecorder
+from streamrl.buffer.waiting_requests import WaitingRequests
 from streamrl.errors import StreamError
 from streamrl.messages import FilteredGroup, GroupInfo, GroupLease, GroupOutcome
 
@@ -76,14 +78,13 @@ class QueueShard:
         self._log = log or NullRecordLog()
         self._store = store
         self._ready_queues = {stage: ReadyQueue() for stage in state.stages}
-        self._wake_events = {stage: asyncio.Event() for stage in state.stages}
+        self._waiters = {stage: WaitingRequests() for stage in state.stages}
+        self._finished_groups: dict[str, GroupState] = {}
         self._group_finished = asyncio.Event()
-        self._num_waiting: Counter[str] = Counter()
+        self._column_histories: dict[str, ColumnHistory] = {}
         self._release_counts: Counter[str] = Counter()
         self._latest_requests: dict[tuple[str, str], object] = {}
-        self._capacity_limiter = CapacityLimiter(
-            state, capacity, clock=self._clock, enter=self._insert_groups
-        )
+        self._capacity_limiter = CapacityLimiter(state, capacity, enter=self._insert_groups)
         self._stats_recorder = ShardStatsRecorder(state, self._log, self._clock())
         opening = transitions.make_open_record(
             session, state.incarnation + 1, forgets=state.is_damaged
@@ -177,11 +178,14 @@ class QueueShard:
             return [
                 _make_grant(self._state, group, active.lease, wanted) for group, active in repeated
             ]
-        self._num_waiting[stage] += 1
+        waiters, ready = self._waiters[stage], self._ready_queues[stage]
+        chosen: list[GroupState] = []
         try:
-            chosen = await self._wait_for_groups(request, self._clock() + wait_s, releases)
+            with waiters.count_request():
+                chosen = await self._wait_for_groups(request, self._clock() + wait_s, releases)
         finally:
-            self._num_waiting[stage] -= 1
+            if not chosen:
+                waiters.wake_requests(len(ready))  # one may have been woken for these groups
         if not chosen:
             return []
         record = self._lease_table.make_lease_record(chosen, request)
@@ -200,7 +204,7 @@ class QueueShard:
         Returns ready groups, or else overdue groups for a hedge. Returns [] also if the holder is
         released (more often than `releases` times by now) or has sent a newer request.
         """
-        stage = request.stage
+        stage, waiters = request.stage, self._waiters[request.stage]
         this_request = self._latest_requests[stage, request.holder] = object()
         while True:
             is_latest = (
@@ -212,7 +216,7 @@ class QueueShard:
             self._expire_leases()
             ready = self._ready_queues[stage]
             if ready:
-                share = -(-len(ready) // self._num_waiting[stage])
+                share = -(-len(ready) // waiters.num_requests)
                 first = ready.peek_groups(min(request.max_groups, share))
                 return _limit_tokens(first, request.max_tokens)
             hedged = self._lease_table.find_hedgeable(request)
@@ -223,9 +227,8 @@ class QueueShard:
             now = self._clock()
             if now >= deadline:
                 return []
-            self._wake_events[stage].clear()
             pause = min(deadline, self._lease_table.find_next_change_time(stage)) - now
-            await _wait_for_event(self._wake_events[stage], pause)
+            await waiters.wait_for_wake(max(pause, MIN_WAIT_S))
 
     async def commit_columns(self, commits: Sequence[ColumnCommit]) -> list[str]:
         """Commit the columns computed for leased groups; return the uids without an active lease.
@@ -306,8 +309,21 @@ class QueueShard:
 
     # Calls of the coordinator.
 
-    async def find_uids_with(self, column: str) -> list[str]:
-        return [group.uid for group in self._state.groups.values() if column in group.column_names]
+    async def find_uids_with(self, column: str, after: int = 0) -> tuple[list[str], int]:
+        """Return the uids of groups that got a column after a position, and the next position.
+
+        after: position that the caller's last call returned; 0 for all groups in the shard. Also
+        returns all if this shard has restarted since, or another client has read on.
+        """
+        history = self._column_histories.get(column)
+        if history is None or not history.has_position(after):
+            # Above all positions of earlier incarnations, and of an earlier history of this one.
+            first = self._state.incarnation * transitions.TOKENS_PER_INCARNATION + 1
+            start = history.end + 1 if history else first
+            history = ColumnHistory(column, self._state.groups.values(), start)
+            self._column_histories[column] = history
+            after = start
+        return history.read_after(after), history.end
 
     async def wait_for_finished(self, *, wait_s: float) -> list[FinishedGroup]:
         """Wait for filtered or dropped groups that are still in the shard; [] after `wait_s`."""
@@ -316,7 +332,7 @@ class QueueShard:
             self._group_finished.clear()
             finished = [
                 FinishedGroup(group.uid, group.outcome, group.info)
-                for group in self._state.groups.values()
+                for group in self._finished_groups.values()
                 if group.outcome is not None
             ]
             remaining_s = deadline - self._clock()
@@ -347,8 +363,8 @@ class QueueShard:
     async def release_holder(self, holder: str, *, died: bool = True) -> int:
         """Requeue all groups leased by a process that died or left; return their number."""
         self._release_counts[holder] += 1
-        for wake in self._wake_events.values():
-            wake.set()
+        for waiters in self._waiters.values():
+            waiters.wake_all()
         leases = self._lease_table.find_by_holder(holder)
         reason = f"{holder} died while holding the lease"
         for group, lease in leases:
@@ -392,11 +408,17 @@ class QueueShard:
         for stage, ready in self._ready_queues.items():
             if ready.update_groups(groups, partial(self._state.is_ready, stage=stage)):
                 self._stats_recorder.depth_meter.observe_depth(stage, len(ready), self._clock())
-            if ready:
-                self._wake_events[stage].set()
+            self._waiters[stage].wake_requests(len(ready))
+        for history in self._column_histories.values():
+            history.record_groups(groups)
         for group in groups:
             self._capacity_limiter.update_reservation(group)
-            if group.outcome is not None:
+            if group.uid not in self._state.groups:
+                self._finished_groups.pop(group.uid, None)
+                for history in self._column_histories.values():
+                    history.forget_group(group.uid)
+            elif group.outcome is not None:
+                self._finished_groups[group.uid] = group
                 self._group_finished.set()
 
     def _nack_lease(

@@ -21,6 +21,10 @@ LOST_PEER_MESSAGES = (
 """Parts of the messages of gloo and nccl about a rank whose process has ended."""
 
 
+LOAD_TIMEOUT_S = 1800.0
+"""Timeout of collectives while models load: ranks that read large files arrive minutes apart."""
+
+
 def join_process_group(*, rank: int, world_size: int, timeout_s: float) -> None:
     """Initialize the default process group; do nothing in a process that has joined already.
 
@@ -70,6 +74,17 @@ def set_collective_timeout(timeout_s: float) -> None:
     """
     for group in list(c10d._world.pg_map):
         c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+
+
+@contextmanager
+def allow_slow_loading(timeout_s: float) -> Iterator[None]:
+    """Context in which ranks load a model: collectives wait LOAD_TIMEOUT_S for a slower rank.
+
+    timeout_s: timeout of all process groups afterwards, also of those made in the context.
+    """
+    set_collective_timeout(max(timeout_s, LOAD_TIMEOUT_S))
+    yield
+    set_collective_timeout(timeout_s)
 
 
 @contextmanager

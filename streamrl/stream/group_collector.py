@@ -75,7 +75,7 @@ class GroupCollector:
     @property
     def _num_drawable(self) -> int:
         """Number of ready groups that may enter the current training step now."""
-        return len(self._run_state.assembler.find_drawable(self._run_state.admission.version))
+        return self._run_state.assembler.count_drawable(self._run_state.admission.version)
 
     @property
     def _is_step_complete(self) -> bool:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from streamrl.errors import LogprobCheckError, WeightsError
 from streamrl.weights.broadcast_tree import BroadcastTree
 from streamrl.weights.manifest import WeightManifest
+from streamrl.weights.pull_turns import PullTurns
 
 MAX_NAMED_PARAMETERS = 3  # in an error message
-PULL_POLL_S = 0.01
 LOAD_REFUSED = "weights_refused"
 FALLBACK_USED = "weights_detour"
 NOT_LOADED = "weights_not_loaded"
@@ -200,6 +200,7 @@ class WeightRegistry:
         self._broadcast_tree = broadcast_tree
         self._manifests: list[WeightManifest] = []
         self._version_published = asyncio.Event()
+        self._pull_turns = PullTurns()
         self._reader_versions: dict[str, int] = {}
         self._publish_durations_s: list[float] = []
         self._pulls: list[PullStats] = []
@@ -226,6 +227,7 @@ class WeightRegistry:
         self._manifests = [*older, manifest][-self._keep_versions :]
         self._publish_durations_s.append(publish_s)
         self._version_published.set()
+        self._pull_turns.wake_all()
 
     def count_fault(self) -> None:
         """Count a failed attempt to publish, for the metrics."""
@@ -245,17 +247,26 @@ class WeightRegistry:
                 while self.version <= state.version:
                     self._version_published.clear()
                     await self._version_published.wait()
-                while not self._try_start_pull(state.node):
-                    await asyncio.sleep(PULL_POLL_S)
+                if reader in self._reader_versions:  # a reader that died must take no turn
+                    await self._start_pull(state.node)
         except TimeoutError:
             return None
-        return self._manifests[-1]
+        return self._manifests[-1] if reader in self._reader_versions else None
 
-    def _try_start_pull(self, node: str) -> bool:
-        now_s = asyncio.get_running_loop().time()
-        return self._broadcast_tree is None or self._broadcast_tree.try_start_pull(
-            node, self.version, now_s
-        )
+    async def _start_pull(self, node: str) -> None:
+        """Wait until the broadcast tree lets a reader on a node pull the newest version."""
+        tree, clock = self._broadcast_tree, asyncio.get_running_loop().time
+        try:
+            while tree is not None and not tree.try_start_pull(node, self.version, clock()):
+                await self._pull_turns.wait_for_turn(node, until_s=tree.find_next_deadline())
+        finally:
+            self._wake_waiting_nodes()  # this reader may have left after it was woken
+
+    def _wake_waiting_nodes(self) -> None:
+        """Wake as many waiting nodes as may start a pull now."""
+        if self._broadcast_tree is not None:
+            now_s = asyncio.get_running_loop().time()
+            self._pull_turns.wake_nodes(self._broadcast_tree.count_free_slots(now_s))
 
     def remove_reader(self, reader: str) -> None:
         """Forget a reader that left, so that the version lag no longer includes it."""
@@ -279,6 +290,7 @@ class WeightRegistry:
             self._broadcast_tree.remove_node(state.node)
         elif self._broadcast_tree is not None:
             self._broadcast_tree.mark_pulled(state.node, state.version)
+        self._wake_waiting_nodes()
 
     def drain_stats(self) -> SyncStats:
         """Return the statistics of publishes and pulls since the last call."""

@@ -143,6 +143,16 @@ def check_loading(figures: Figures) -> None:
             assert is_measured(*figures[layout][way].values())
 
 
+def check_control(figures: Figures) -> None:
+    (virtual,) = figures.values()
+    assert virtual["generators"] == 8 and is_measured(virtual["task_us"])
+    for groups in (8, 32):
+        size = virtual[f"{groups} groups"]
+        assert set(size["us_per_group"]) == {"coordinator", "queue", "replicas", "weights"}
+        assert is_measured(*numbers(size)) and size["shard_calls_per_group"] > 4
+    assert is_measured(virtual["largest_over_smallest"])
+
+
 def check_rewards(figures: Figures) -> None:
     assert figures["group"] == 8 and figures["groups"] == 10
     for judged in (*figures["1_workers"].values(), figures["gsm8k"]):
@@ -217,7 +227,7 @@ def check_startup(figures: Figures) -> None:
 
 
 QUICK = (
-    *(check_data, check_filtering, check_memory, check_overlap, check_planner),
+    *(check_control, check_data, check_filtering, check_memory, check_overlap, check_planner),
     *(check_published, check_queue),
     *(check_nemo_fit, check_verl_fit, check_resharding, check_rewards, check_schedule),
     *(check_loading, check_simulator),

@@ -94,14 +94,24 @@ async def test_wait_for_finished_reports_groups_until_removal(shard: QueueShard)
 
 
 @on_shard()
-async def test_find_uids_with_returns_groups_that_have_the_column(shard: QueueShard):
+async def test_find_uids_with_returns_groups_that_got_the_column(shard: QueueShard):
     await admit(shard, "a", "b", "c")
     await put(shard, *((group.lease, rollouts()) for group in await take(shard, "generate")))
-    first, second, _ = await take(shard, "reward")
-    assert await shard.find_uids_with("scores") == []
+    first, second, third = await take(shard, "reward")
+    uids, position = await shard.find_uids_with("scores")
+    assert uids == []
     await put(shard, (first.lease, SCORES))
     await shard.filter_groups([(second.lease, FilteredGroup("not worth it"))])
-    assert await shard.find_uids_with("scores") == ["a"]
+    for _ in range(2):  # the call may be repeated
+        uids, next_position = await shard.find_uids_with("scores", position)
+        assert uids == ["a"]
+    assert await shard.find_uids_with("scores", next_position) == ([], next_position)
+    await put(shard, (third.lease, SCORES))
+    assert (await shard.find_uids_with("scores", next_position))[0] == ["c"]
+    assert (await shard.find_uids_with("scores", position))[0] == ["a", "c"], "read before"
+    assert (await shard.find_uids_with("scores", next_position))[0] == ["a", "c"], "another reads"
+    await shard.remove_groups(["a"], 1)
+    assert (await shard.find_uids_with("scores"))[0] == ["c"]
 
 
 @on_shard()

@@ -19,6 +19,7 @@ from streamrl.weights.versions import (
     WeightRegistry,
     compute_weight_metrics,
 )
+from tests.operations import count_lines
 
 SEQUENCES = [np.array([3, 1, 4], np.int32), np.array([1, 5], np.int32)]
 
@@ -190,3 +191,54 @@ async def test_a_version_never_goes_backwards(version: int):
     with pytest.raises(WeightsError, match=f"generator 2 holds version 3: .* version {version}"):
         served.advance_to(version)
     assert served.version == 3
+
+
+def test_a_node_waits_for_its_turn_without_asking_again_and_again():
+    async def count(nodes: int) -> float:
+        registry = WeightRegistry(keep_versions=2, broadcast_tree=BroadcastTree("node-0"))
+
+        async def follow(node: str) -> None:
+            reader = f"generator-{node}"
+            assert await registry.wait_for_newer(reader, ReaderState(-1, node=node), wait_s=900.0)
+            await asyncio.sleep(5.0)
+            await registry.wait_for_newer(reader, ReaderState(0, node=node), wait_s=0.0)
+
+        followers = [asyncio.create_task(follow(f"node-{i + 1}")) for i in range(nodes)]
+        await asyncio.sleep(1.0)
+        with count_lines() as counted:
+            registry.add_manifest(make_manifest(0))
+            await asyncio.gather(*followers)
+        return counted.lines / nodes
+
+    few, many = run_virtual(count(8)), run_virtual(count(128))
+    assert many <= 2 * few, f"{few} lines per node with 8 nodes, {many} with 128"
+
+
+def test_a_waiting_node_pulls_once_the_pull_before_it_is_past_its_deadline():
+    async def scenario() -> None:
+        tree = BroadcastTree("node-0", fanout=1, deadline_s=60.0)
+        registry = WeightRegistry(keep_versions=2, broadcast_tree=tree)
+        registry.add_manifest(make_manifest(0))
+        for node in ("node-1", "node-2"):
+            state = ReaderState(-1, node=node)
+            assert await registry.wait_for_newer(f"reader-{node}", state, wait_s=100.0)
+        assert asyncio.get_running_loop().time() == pytest.approx(60.0)
+
+    run_virtual(scenario())
+
+
+def test_a_reader_that_was_removed_takes_no_turn():
+    async def scenario() -> None:
+        tree = BroadcastTree("node-0", fanout=1)
+        registry = WeightRegistry(keep_versions=2, broadcast_tree=tree)
+        dead = asyncio.create_task(
+            registry.wait_for_newer("dead", ReaderState(-1, node="node-1"), wait_s=20.0)
+        )
+        await asyncio.sleep(1.0)
+        registry.remove_reader("dead")
+        registry.add_manifest(make_manifest(0))
+        assert await dead is None
+        state = ReaderState(-1, node="node-2")
+        assert await registry.wait_for_newer("alive", state, wait_s=1.0)
+
+    run_virtual(scenario())

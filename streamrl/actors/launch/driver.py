@@ -41,6 +41,12 @@ from streamrl.telemetry.progress import WorkStatus
 from streamrl.weights.transport import TransportSpec
 
 POLL_INTERVAL_S = 0.2
+MAX_COORDINATOR_CALLS = 10_000
+"""Calls that wait at the coordinator at once: one per follower of the weights, and the driver's.
+
+A call beyond the limit, such as a stop request, would wait for one of the others; Ray's default is
+1,000.
+"""
 STOP_TIMEOUT_S = 12.0
 """Longest time of an interrupted run to finish its micro-batch and to write a checkpoint."""
 
@@ -102,7 +108,9 @@ class RunSession:
             ray.get_runtime_context().get_node_id(), soft=False
         )
         coordinator = registry.create_actor(
-            "coordinator", CoordinatorActor, options={"scheduling_strategy": affinity}
+            "coordinator",
+            CoordinatorActor,
+            options={"scheduling_strategy": affinity, "max_concurrency": MAX_COORDINATOR_CALLS},
         )
         context = self._make_context(coordinator)
         registry.create_roles(context.transport.node, status)

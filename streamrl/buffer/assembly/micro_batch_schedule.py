@@ -94,7 +94,7 @@ class StepScheduler:
         self._packer = MicroBatchPacker(
             world_size=world_size, micro_batch_tokens=micro_batch_tokens
         )
-        self._update_rounds: list[tuple[Round, ...]] = [()]
+        self._update_rounds: list[list[Round]] = [[]]
 
     def add_group(self, uid: str, lengths: Sequence[int], samples: Sequence[int] = ()) -> None:
         """Add a group as `MicroBatchPacker.add_group` does."""
@@ -116,7 +116,7 @@ class StepScheduler:
                 ]
             return list(self.step_schedule.iter_rounds()) if complete else []
         rounds = self._packer.take_rounds(final=complete)
-        self._update_rounds = [(*self._update_rounds[0], *rounds)]
+        self._update_rounds[0] += rounds
         last = len(rounds) - 1
         ends = [complete and i == last for i in range(len(rounds))]
         return [ScheduledRound(r, 0, end, end) for r, end in zip(rounds, ends, strict=True)]
@@ -124,7 +124,7 @@ class StepScheduler:
     @property
     def step_schedule(self) -> StepSchedule:
         """Schedule of all rounds that `take_rounds` has returned, for a replay of the step."""
-        return StepSchedule(tuple(self._update_rounds), self._update_plan.num_epochs)
+        return StepSchedule(tuple(map(tuple, self._update_rounds)), self._update_plan.num_epochs)
 
     def _split_mini_batches(self) -> list[list[str]]:
         """Divide the uids of all groups into mini-batches, in the order of a hash of the uid."""
@@ -134,7 +134,7 @@ class StepScheduler:
             for i in range(self._update_plan.num_mini_batches)
         ]
 
-    def _pack_groups(self, uids: Sequence[str]) -> tuple[Round, ...]:
+    def _pack_groups(self, uids: Sequence[str]) -> list[Round]:
         for uid in uids:
             self._packer.add_group(uid, *self._groups[uid])
-        return tuple(self._packer.take_rounds(final=True))
+        return self._packer.take_rounds(final=True)

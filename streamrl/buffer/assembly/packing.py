@@ -10,6 +10,7 @@ micro-batches, each padded to its first rollout: [9], [8], [4, 4, 3]. Three micr
 divide into two ranks, so the largest is halved: [4, 3] and [4]. Rounds: ([9], [8]), ([4], [4, 3]).
 """
 
+import bisect
 import heapq
 import math
 from collections.abc import Sequence
@@ -22,6 +23,9 @@ MicroBatch = tuple[RolloutIndex, ...]
 Round = tuple[MicroBatch, ...]
 """One micro-batch per rank, trained at the same time."""
 
+
+INSERT_SHARE = 16
+"""New episodes are inserted one by one if they are fewer than 1 / INSERT_SHARE of those pending."""
 
 _SizedEpisode = tuple[int, str, int, int]
 """(-tokens of the longest sample with prompt, uid, index of the first sample, number of samples):
@@ -55,6 +59,10 @@ class MicroBatchPacker:
         self._world_size = world_size
         self._max_tokens = micro_batch_tokens
         self._pending_episodes: list[_SizedEpisode] = []
+        """Episodes that no round has yet, longest first."""
+        self._new_episodes: list[_SizedEpisode] = []
+        """Episodes added since the last `take_rounds`, unsorted."""
+        self._has_joined_samples = False
         self._rank_loads = [0] * world_size
 
     def add_group(self, uid: str, lengths: Sequence[int], samples: Sequence[int] = ()) -> None:
@@ -66,7 +74,7 @@ class MicroBatchPacker:
         if not samples:
             if max(lengths, default=0) > self._max_tokens:
                 self._check_length(uid, *max(enumerate(lengths), key=itemgetter(1)))
-            self._pending_episodes += [(-n, uid, index, 1) for index, n in enumerate(lengths)]
+            self._new_episodes += [(-n, uid, index, 1) for index, n in enumerate(lengths)]
             return
         first = 0
         for count in samples:
@@ -82,11 +90,12 @@ class MicroBatchPacker:
                 f" episode and have up to {longest} tokens each; a micro-batch, which must hold"
                 f" them together, holds {self._max_tokens}"
             )
-        self._pending_episodes.append((-longest, uid, first, len(lengths)))
+        self._has_joined_samples |= len(lengths) > 1
+        self._new_episodes.append((-longest, uid, first, len(lengths)))
 
     def add_rollout(self, uid: str, index: int, length: int) -> None:
         self._check_length(uid, index, length)
-        self._pending_episodes.append((-length, uid, index, 1))
+        self._new_episodes.append((-length, uid, index, 1))
 
     def _check_length(self, uid: str, index: int, length: int) -> None:
         if length > self._max_tokens:
@@ -103,15 +112,15 @@ class MicroBatchPacker:
         further rollout as long as its longest, would exceed the token budget, so full micro-batches
         of episodes of one sample are more than half full.
         """
-        # Mostly sorted already, which timsort handles in near-linear time.
-        self._pending_episodes.sort()
-        cuts = _find_cuts(self._pending_episodes, self._max_tokens)
+        self._sort_new_episodes()
+        find_cuts = _find_sample_cuts if self._has_joined_samples else _find_cuts
+        cuts = find_cuts(self._pending_episodes, self._max_tokens)
         if not final:
             last = self._pending_episodes[cuts[-2] : cuts[-1]] if len(cuts) > 1 else []
-            num_full = len(cuts) - 1 - bool(last and not _is_full(last, self._max_tokens))
+            num_full = len(cuts) - 1 - bool(last and not self._is_full(last))
             cuts = cuts[: num_full // self._world_size * self._world_size + 1]
         bins = [self._pending_episodes[start:end] for start, end in pairwise(cuts)]
-        self._pending_episodes = self._pending_episodes[cuts[-1] :]
+        del self._pending_episodes[: cuts[-1]]
         rounds = _assign_ranks(
             _split_largest(bins, self._world_size) if final else bins, self._rank_loads
         )
@@ -119,9 +128,36 @@ class MicroBatchPacker:
             self._rank_loads = [0] * self._world_size
         return rounds
 
+    def _is_full(self, episodes: Sequence[_SizedEpisode]) -> bool:
+        """Return True if a further rollout as long as the first would exceed the token budget."""
+        rows = sum(e[3] for e in episodes) if self._has_joined_samples else len(episodes)
+        return -episodes[0][0] * (rows + 1) > self._max_tokens
+
+    def _sort_new_episodes(self) -> None:
+        """Move the new episodes to their places among the pending ones."""
+        if len(self._new_episodes) * INSERT_SHARE > len(self._pending_episodes):
+            self._pending_episodes += self._new_episodes
+            self._pending_episodes.sort()
+        else:  # a few arrive while many wait: do not compare all of them again
+            for episode in self._new_episodes:
+                bisect.insort(self._pending_episodes, episode)
+        self._new_episodes = []
+
 
 def _find_cuts(episodes: Sequence[_SizedEpisode], budget: int) -> list[int]:
     """Return the indices at which sorted episodes are cut into micro-batches of `budget` tokens.
+
+    episodes: of one sample each, longest first: the first of a micro-batch says how many fit.
+    """
+    cuts = [0]
+    while cuts[-1] < len(episodes):
+        longest = -episodes[cuts[-1]][0]
+        cuts.append(min(cuts[-1] + budget // longest, len(episodes)) if longest else len(episodes))
+    return cuts
+
+
+def _find_sample_cuts(episodes: Sequence[_SizedEpisode], budget: int) -> list[int]:
+    """Return the cuts of `_find_cuts` for episodes of any number of samples, by a look at each.
 
     episodes: longest first, so that a micro-batch is padded to its first episode's longest sample.
     """
@@ -133,11 +169,6 @@ def _find_cuts(episodes: Sequence[_SizedEpisode], budget: int) -> list[int]:
                 cuts.append(i)
             rows, most = samples, budget // -negative_length if negative_length else math.inf
     return [*cuts, len(episodes)] if episodes else cuts
-
-
-def _is_full(episodes: Sequence[_SizedEpisode], budget: int) -> bool:
-    """Return True if a further rollout as long as the first would exceed `budget` tokens."""
-    return _count_padded_tokens(episodes) - episodes[0][0] > budget
 
 
 def _split_largest(bins: list[list[_SizedEpisode]], world_size: int) -> list[list[_SizedEpisode]]:

@@ -1,12 +1,12 @@
 """Step assembly: choose the ready groups that enter each training step. Does no I/O."""
 
-import bisect
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from streamrl.buffer.assembly.oversampling import OversamplingController
+from streamrl.buffer.assembly.version_buckets import VersionBuckets
 from streamrl.errors import StaleGroupError
 from streamrl.messages import Experience, GroupInfo
 
@@ -57,23 +57,23 @@ class StepAssembler:
         self._groups_per_step = groups_per_step
         self.should_drop_stale = drops_stale
         self._oversampling = oversampling or OversamplingController()
-        self._pending: dict[str, int] = {}
+        # Indexed by version: a step of 4096 groups calls count_drawable 4096 times.
+        self._pending = VersionBuckets[None]()
+        """Groups that are not ready, by admitted version."""
         self._undecided: dict[str, int] = {}
         """Pending groups that the filter has not kept yet: uid -> admitted version."""
-        self._ready: dict[str, Experience] = {}
-        # Maintained incrementally: a step of 1000 groups calls find_drawable 1000 times.
-        self._ready_by_deadline: list[Experience] = []
-        """Ready groups, earliest deadline first."""
-        self._num_by_version: Counter[int] = Counter()
-        """Number of groups, ready or not, by admitted version."""
         self._num_undecided_by_version: Counter[int] = Counter()
-        """Number of undecided groups by admitted version."""
+        self._ready = VersionBuckets[Experience]()
+        """Ready groups in the order in which they enter a step: by admitted version, the deadline;
+        with `drops_stale` by the version of their oldest token."""
+        self._ready_by_token = VersionBuckets[Experience]()
+        """Ready groups by the version of their oldest token."""
         self._step_groups: list[Experience] = []
 
     def admit_group(self, uid: str, version: int) -> None:
         """Expect a group that was admitted at `version`."""
-        self._pending[uid] = self._undecided[uid] = version
-        self._num_by_version[version] += 1
+        self._pending.add_item(uid, version, None)
+        self._undecided[uid] = version
         self._num_undecided_by_version[version] += 1
 
     def keep_group(self, uid: str) -> None:
@@ -85,17 +85,18 @@ class StepAssembler:
         """Stop expecting a group that was filtered or dropped."""
         self.keep_group(uid)
         if uid in self._pending:
-            self._num_by_version[self._pending.pop(uid)] -= 1
+            self._pending.pop_item(uid)
 
     def offer_groups(self, experiences: Iterable[Experience]) -> None:
         """Record that groups are ready for training; ignore groups offered before or dropped."""
         for experience in experiences:
             if experience.uid in self._pending:
                 self.keep_group(experience.uid)
-                self._num_by_version[self._pending.pop(experience.uid)] -= 1
-                self._num_by_version[experience.admitted_version] += 1
-                self._ready[experience.uid] = experience
-                bisect.insort(self._ready_by_deadline, experience, key=_get_admitted_version)
+                self._pending.pop_item(experience.uid)
+                oldest = self._get_min_version(experience)
+                order = oldest if self.should_drop_stale else experience.admitted_version
+                self._ready.add_item(experience.uid, order, experience)
+                self._ready_by_token.add_item(experience.uid, oldest, experience)
 
     def remove_late_groups(
         self, version: int, *, absent: Collection[str] = (), is_full: bool = False
@@ -111,41 +112,18 @@ class StepAssembler:
         """
         exempt = {e.uid for e in self.find_drawable(version)} if is_full else set()
         oldest = version + is_full - self._max_staleness
-        stale = [
-            experience
-            for uid, experience in self._ready.items()
-            if self._get_min_version(experience) < oldest and uid not in exempt
-        ]
+        stale = [uid for uid, _ in self._ready_by_token.iter_before(oldest) if uid not in exempt]
         self._remove_ready(stale)
-        overdue = [
-            uid
-            for uid, admitted in self._pending.items()
-            if admitted < oldest and not (self.should_drop_stale or uid in absent)
-        ]
-        return [*(experience.uid for experience in stale), *overdue]
+        if self.should_drop_stale:
+            return stale
+        return [*stale, *(uid for uid, _ in self._pending.iter_before(oldest) if uid not in absent)]
 
-    def _remove_ready(self, chosen: Sequence[Experience]) -> None:
-        """Remove ready groups that enter a training step or are late.
-
-        Fast if they are the groups with the earliest deadlines, as usual without `drops_stale`.
-        """
-        if not chosen:
-            return
-        for experience in chosen:
-            del self._ready[experience.uid]
-            self._num_by_version[experience.admitted_version] -= 1
-        if self._ready_by_deadline[: len(chosen)] == list(chosen):
-            del self._ready_by_deadline[: len(chosen)]
-        else:
-            self._ready_by_deadline = [
-                experience
-                for experience in self._ready_by_deadline
-                if experience.uid in self._ready
-            ]
-        self._num_by_version, self._num_undecided_by_version = (
-            +self._num_by_version,
-            +self._num_undecided_by_version,
-        )
+    def _remove_ready(self, uids: Iterable[str]) -> None:
+        """Remove ready groups that enter a training step or are late."""
+        for uid in uids:
+            self._ready.pop_item(uid)
+            self._ready_by_token.pop_item(uid)
+        self._num_undecided_by_version = +self._num_undecided_by_version
 
     @property
     def is_complete(self) -> bool:
@@ -162,55 +140,53 @@ class StepAssembler:
     @property
     def pending_uids(self) -> list[str]:
         """Uids of admitted groups that are not ready for training, earliest deadline first."""
-        return sorted(self._pending, key=self._pending.__getitem__)
+        return self._pending.list_uids()
+
+    def count_drawable(self, version: int) -> int:
+        """Return the number of groups that `find_drawable` returns, without a look at each."""
+        return sum(count for _, count in self._count_drawable_by_bucket(version))
 
     def find_drawable(self, version: int) -> list[Experience]:
         """Return the ready groups that may enter the training step of `version` now.
 
         Order: earliest deadline first; with `drops_stale`, oldest tokens first.
         """
-        slots = self._groups_per_step - len(self._step_groups)
-        if self.should_drop_stale:
-            oldest = sorted(
-                self._ready.values(), key=lambda e: -self._compute_staleness(e, version)
-            )
-            return oldest[:slots]
-        chosen: list[Experience] = []
-        drawn_by_version: Counter[int] = Counter()
-        for experience in self._ready_by_deadline:
-            slots_left = slots - 1 - len(chosen)
-            # If a group does not fit, no group with the same or a later deadline fits either.
-            if slots_left < 0 or not self._can_others_fit(
-                experience, version, slots_left, drawn_by_version
-            ):
-                break
-            chosen.append(experience)
-            drawn_by_version[experience.admitted_version] += 1
-        return chosen
+        return [
+            experience
+            for order, count in self._count_drawable_by_bucket(version)
+            for experience in self._ready.iter_bucket(order, count)
+        ]
 
-    def _can_others_fit(
-        self, chosen: Experience, version: int, slots: int, drawn_by_version: Counter[int]
-    ) -> bool:
-        """Return True if all groups with earlier deadlines fit once `chosen` has a slot.
+    def _count_drawable_by_bucket(self, version: int) -> Iterator[tuple[int, int]]:
+        """Yield (bucket of `_ready`, number of its groups that may enter the step of `version`).
 
-        Checks every deadline before that of `chosen`: the groups due by then must not outnumber the
-        slots of the steps up to then.
-        slots: slots left in the current step after `chosen`.
-        drawn_by_version: number of groups chosen before for this step, by admitted version.
+        For every deadline before that of a group, the pending groups due by then must not outnumber
+        the slots that the steps up to then have left. Ready groups with earlier deadlines enter
+        first; if one does not fit, no group with the same or a later deadline fits either.
         """
         first, reject_rate = version - self._max_staleness, 1 - 1 / self._oversampling.factor
-        for admitted in range(first, chosen.admitted_version):
-            due = sum(
-                n - drawn_by_version[at] for at, n in self._num_by_version.items() if at <= admitted
-            )
-            if reject_rate:
-                undecided = sum(
-                    n for at, n in self._num_undecided_by_version.items() if at <= admitted
-                )
-                due = math.floor(due - reject_rate * undecided)
-            if due > slots + (admitted - first) * self._groups_per_step:
-                return False
-        return True
+        limit = slots = self._groups_per_step - len(self._step_groups)
+        num_drawn = 0
+        for order, size in self._ready.list_sizes():
+            if not self.should_drop_stale:
+                for admitted in range(first, order):
+                    limit = min(
+                        limit,
+                        slots
+                        + (admitted - first) * self._groups_per_step
+                        - self._count_due(admitted, reject_rate),
+                    )
+            count = max(0, min(size, limit - num_drawn))
+            yield order, count
+            if count < size:
+                return
+            num_drawn += count
+
+    def _count_due(self, admitted: int, reject_rate: float) -> int:
+        """Return how many of the pending groups admitted up to a version will need a slot."""
+        due = sum(size for at, size in self._pending.list_sizes() if at <= admitted)
+        undecided = sum(n for at, n in self._num_undecided_by_version.items() if at <= admitted)
+        return math.floor(due - reject_rate * undecided)
 
     def draw_groups(self, version: int) -> list[Experience]:
         """Move the groups that may enter the training step of `version` into it; return them.
@@ -220,7 +196,7 @@ class StepAssembler:
         drawn = self.find_drawable(version)
         for experience in drawn:
             self._check_staleness(experience, version)
-        self._remove_ready(drawn)
+        self._remove_ready(experience.uid for experience in drawn)
         self._step_groups += drawn
         return drawn
 
@@ -229,11 +205,8 @@ class StepAssembler:
         assert experience.info is not None, experience.uid
         return experience.info.min_version
 
-    def _compute_staleness(self, experience: Experience, version: int) -> int:
-        return version - self._get_min_version(experience)
-
     def _check_staleness(self, experience: Experience, version: int) -> None:
-        staleness = self._compute_staleness(experience, version)
+        staleness = version - self._get_min_version(experience)
         if staleness > self._max_staleness:
             raise StaleGroupError(
                 f"group {experience.uid} was sampled by version {version - staleness}:"
@@ -246,10 +219,6 @@ class StepAssembler:
         assert self.is_complete
         groups, self._step_groups = self._step_groups, []
         return tuple(_to_trained_group(experience) for experience in groups)
-
-
-def _get_admitted_version(experience: Experience) -> int:
-    return experience.admitted_version
 
 
 def _to_trained_group(experience: Experience) -> TrainedGroup:

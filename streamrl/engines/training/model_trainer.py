@@ -26,8 +26,8 @@ from torch import Tensor
 from streamrl.buffer.assembly.packing import RolloutIndex
 from streamrl.distributed.devices import get_local_device, synchronize_device
 from streamrl.distributed.process_group import (
+    allow_slow_loading,
     join_process_group,
-    set_collective_timeout,
     translate_collective_errors,
 )
 from streamrl.engines.dtypes import resolve_loading_dtype, resolve_trainer_dtype
@@ -96,15 +96,15 @@ class ModelTrainer:
         self._plan: StepPlan | None = None
         self._resharder = WeightResharder(config.collective_timeout_s)
         is_sharded = config.has_sharded_params
-        module = task.load_model(resolve_loading_dtype(config), on_meta=is_sharded)
-        weights = StoredWeights(module, task.model_path) if is_sharded else None
-        self._parameters = ParameterSet.from_module(module)
-        if config.lora_rank:
-            add_lora_adapters(module, config)
-        if config.gradient_checkpointing:
-            module.gradient_checkpointing_enable({"use_reentrant": False})
-        self._backend = make_backend(module, config, weights)
-        set_collective_timeout(config.collective_timeout_s)
+        with allow_slow_loading(config.collective_timeout_s):
+            module = task.load_model(resolve_loading_dtype(config), on_meta=is_sharded)
+            weights = StoredWeights(module, task.model_path) if is_sharded else None
+            self._parameters = ParameterSet.from_module(module)
+            if config.lora_rank:
+                add_lora_adapters(module, config)
+            if config.gradient_checkpointing:
+                module.gradient_checkpointing_enable({"use_reentrant": False})
+            self._backend = make_backend(module, config, weights)
         self._advantages: dict[str, dict[int, float]] = {}
         self._optimizer_offload = OptimizerOffload(
             self._backend.iter_optimizer_state,
