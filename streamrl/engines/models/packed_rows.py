@@ -203,8 +203,13 @@ def _run_kernel(
 
     size, value_size = query.shape[-1], value.shape[-1]
     longest = max(packed_rows.lengths)
-    output = varlen_attn(
-        *(x[0].transpose(0, 1) for x in (query, key, pad(value, (0, size - value_size)))),
+    query, key, value = (
+        x[0].transpose(0, 1) for x in (query, key, pad(value, (0, size - value_size)))
+    )
+    output: Any = varlen_attn(
+        query,
+        key,
+        value,
         packed_rows.offsets,
         packed_rows.offsets,
         longest,
