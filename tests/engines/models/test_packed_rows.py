@@ -24,7 +24,8 @@ from streamrl.engines.training.tasks import CriticTask, PolicyTask, TrainingTask
 from streamrl.errors import StreamError
 from tests.engines.models.test_chunked_head import FAMILIES, collect_gradients, make_model, weigh
 from tests.engines.row_cases import scored_groups
-from tests.engines.test_architectures import VOCABULARY
+from tests.engines.test_architectures import SLOW, VOCABULARY
+from tests.engines.test_rows import QUICK
 from tests.engines.tiny_qwen import fill, save, tiny_model
 
 TEMPERATURE = 0.7
@@ -71,7 +72,7 @@ def qwen() -> PreTrainedModel:
     return make_model("qwen2")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=6).map(tuple))
 def test_any_lengths_have_the_scores_and_gradients_of_padded_rows(
     qwen: PreTrainedModel, lengths: tuple[int, ...]
@@ -81,7 +82,14 @@ def test_any_lengths_have_the_scores_and_gradients_of_padded_rows(
     torch.testing.assert_close(differentiate(pack(qwen), *rows), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in PADDED])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW and name != "mistral"))
+        for name in FAMILIES
+        if name not in PADDED
+    ],
+)
 def test_every_family_has_the_scores_and_gradients_of_padded_rows(family: str):
     model, rows = make_model(family), make_rows(LENGTHS)
     expected = differentiate(pad(model), *rows)
@@ -119,28 +127,45 @@ def test_the_model_computes_no_padding(qwen: PreTrainedModel):
     assert shapes == [(1, sum(LENGTHS)), (len(LENGTHS), max(LENGTHS))]
 
 
+def test_rows_of_equal_length_stay_as_they_are(qwen: PreTrainedModel):
+    rows = make_rows((7, 7, 7))
+    expected = score(pad(qwen), *rows).logprobs
+    assert torch.equal(score(pack(qwen), *rows).logprobs, expected)
+
+
 def test_rows_without_tokens_score_0(qwen: PreTrainedModel):
     ids = torch.ones(2, 3, dtype=torch.long)
     assert not score(pack(qwen), ids, ids == 0).logprobs.any()
 
 
-def make_task(kind: type[TrainingTask], path: str, name: str) -> TrainingTask:
+def make_task(kind: type[PolicyTask | CriticTask], path: str, name: str) -> TrainingTask:
     config = AlgorithmConfig(name=name)
     chosen = config.to_settings(max_length=10, reward_weights={"right": 1.0})
-    if kind is CriticTask:
-        return CriticTask(path, config.spec, chosen, 0.05)
+    if issubclass(kind, CriticTask):
+        return kind(path, config.spec, chosen, 0.05)
     return kind(path, config.spec, chosen, TEMPERATURE)
 
 
-TASKS = [(PolicyTask, name) for name in ALGORITHMS] + [(CriticTask, "ppo"), (TwoHeadedTask, "ppo")]
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save(tiny_model(tied=True, seed=0), tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize(("kind", "name"), TASKS)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *(
+            pytest.param(PolicyTask, name, marks=[pytest.mark.slow] * (name not in QUICK))
+            for name in ALGORITHMS
+        ),
+        (CriticTask, "ppo"),
+        (TwoHeadedTask, "ppo"),
+    ],
+)
 def test_every_loss_has_the_gradient_of_padded_rows(
-    kind: type[TrainingTask], name: str, tmp_path_factory: pytest.TempPathFactory
+    kind: type[PolicyTask | CriticTask], name: str, model_path: str
 ):
-    path = save(tiny_model(tied=True, seed=0), tmp_path_factory.mktemp("model"))
-    task, groups = make_task(kind, path, name), scored_groups(path)
+    task, groups = make_task(kind, model_path, name), scored_groups(model_path)
     derived = derive_columns(task.spec, task.settings, groups)
     picks = [
         (uid, row) for uid, columns in groups.items() for row in range(len(columns["lengths"]))
@@ -240,9 +265,9 @@ def attend_by_definition(
         length = len(row[0])
         ahead = torch.arange(length) - torch.arange(length)[:, None]
         seen = (ahead <= after) & (ahead >= (-before if before >= 0 else -length))
-        heads = [x.transpose(0, 1)[None] for x in row]
+        queries, keys, values = (x.transpose(0, 1)[None] for x in row)
         attended = scaled_dot_product_attention(
-            *heads, attn_mask=seen, scale=scale, enable_gqa=enable_gqa
+            queries, keys, values, attn_mask=seen, scale=scale, enable_gqa=enable_gqa
         )
         outputs.append(attended[0].transpose(0, 1))
     return torch.cat(outputs)
