@@ -24,7 +24,11 @@ from streamrl.dataflow import COST_CALL, GENERATE_CALL, POLICY, REWARD_CALL, Dat
 from streamrl.distributed.devices import has_local_gpu
 from streamrl.engines.memory.memory_model import estimate_worker_memory
 from streamrl.engines.models.lora import check_lora_targets
-from streamrl.engines.models.supported_models import check_model_support, describe_untrained_layers
+from streamrl.engines.models.supported_models import (
+    check_model_support,
+    describe_padding,
+    describe_untrained_layers,
+)
 from streamrl.engines.models.tensor_parallel_support import (
     check_generator_split,
     check_tensor_parallel,
@@ -192,7 +196,8 @@ def _check_trained_model(config: RunConfig, role: str) -> list[str]:
     check_lora_targets(path, trainer, section=section)
     _check_lr_schedule(config, role, section)
     check_tensor_parallel(path, trainer.tensor_parallel, section=section)
-    return _note_frozen_experts(path, trainer, section)
+    notes = describe_padding(path, trainer.attention, key=key)
+    return [*notes, *_note_frozen_experts(path, trainer, section)]
 
 
 def _check_lr_schedule(config: RunConfig, role: str, section: str) -> None:

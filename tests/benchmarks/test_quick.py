@@ -153,6 +153,15 @@ def check_control(figures: Figures) -> None:
     assert is_measured(virtual["largest_over_smallest"])
 
 
+def check_packing(figures: Figures) -> None:
+    assert set(figures) == {"streamed", "whole_step", "full"}
+    for case in figures.values():
+        assert is_measured(case["padded_tokens_per_s"], case["packed_tokens_per_s"])
+        assert is_measured(case["packed_over_padded"])
+    assert figures["streamed"]["tokens"] == figures["whole_step"]["tokens"]
+    assert figures["streamed"]["padding"] > figures["full"]["padding"] == 0
+
+
 def check_rewards(figures: Figures) -> None:
     assert figures["group"] == 8 and figures["groups"] == 10
     for judged in (*figures["1_workers"].values(), figures["gsm8k"]):
@@ -230,7 +239,7 @@ QUICK = (
     *(check_control, check_data, check_filtering, check_memory, check_overlap, check_planner),
     *(check_published, check_queue),
     *(check_nemo_fit, check_verl_fit, check_resharding, check_rewards, check_schedule),
-    *(check_loading, check_simulator),
+    *(check_loading, check_packing, check_simulator),
 )
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from streamrl.engines.models.chunked_head import run_scoring_forward
 from streamrl.engines.models.forward import compute_token_values, load_value_model
 from streamrl.engines.models.two_heads import extract_values, load_two_headed_model
 from streamrl.engines.training.forward_scorers import ValueScorer
@@ -137,8 +138,9 @@ def test_two_heads_of_a_forward_pass_equal_two_models(model_path):
     ids = torch.tensor([[5, 6, 7, 8], [9, 4, 0, 0]])
     attention = torch.tensor([[True] * 4, [True, True, False, False]])
     output = model(input_ids=ids, attention_mask=attention.long(), use_cache=False)
+    scores = run_scoring_forward(model, ids, attention, temperature=1.0, entropy_mode="none")
     torch.testing.assert_close(
-        extract_values(output, attention), compute_token_values(critic, ids, attention)
+        extract_values(scores, attention), compute_token_values(critic, ids, attention)
     )
     plain = tiny_model(tied=True, seed=1)(input_ids=ids, attention_mask=attention.long())
     torch.testing.assert_close(output.logits, plain.logits)

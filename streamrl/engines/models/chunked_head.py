@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from streamrl.algorithms.math.losses import entropy_from_logits
+from streamrl.engines.models.packed_rows import RowLayout, unwrap_engine
 
 CHUNK_TOKENS = 1024
 """Tokens for which logits over the vocabulary exist at the same time."""
@@ -32,7 +33,7 @@ ChunkScorer = Callable[[Tensor, Tensor], Tensor]
 class NextTokenScores(NamedTuple):
     """Logprob of the token after each position, and entropy of its distribution, float32 [B, T].
 
-    state_values: values [B, T, 1] of a model with two heads.
+    state_values: values, float32 [B, T], of a model with two heads.
     """
 
     logprobs: Tensor
@@ -67,24 +68,27 @@ def define_output_class() -> type[Any]:
 def run_scoring_forward(
     model: Callable[..., Any],
     token_ids: Tensor,
+    attention_mask: Tensor,
     *,
     temperature: float,
     entropy_mode: EntropyMode,
 ) -> NextTokenScores:
-    """Run a causal model on token ids, int64 [B, T], and score the next tokens.
+    """Run a causal model on right-padded token ids, int64 [B, T], and score the next tokens.
 
-    `model` is a transformers model or a DeepSpeed engine of one. The last position is meaningless.
-    Logits are divided by `temperature`. Entropies are 0 for mode "none" and carry a gradient only
-    for mode "gradient".
+    `model` is a transformers model or a DeepSpeed engine of one. `attention_mask` bool [B, T] is
+    False for padding. The last position of a row and the padding are meaningless. Logits are
+    divided by `temperature`. Entropies are 0 for mode "none" and carry a gradient only for mode
+    "gradient".
     """
-    module: Any = model.module if hasattr(model, "module") else model
+    module = unwrap_engine(model)
     head, base = module.get_output_embeddings(), module.base_model
     finish = functools.partial(_score_logits, temperature=temperature, entropy_mode=entropy_mode)
-    targets = token_ids.roll(-1, dims=1)
+    rows = RowLayout(model, token_ids, attention_mask)
+    targets = rows.token_ids.roll(-1, dims=1)
     name = next((name for name, child in module.named_children() if child is head), None)
     if name is None or base is module:
         # transformers knows no head or no base of this model, so its whole logits are needed.
-        output = model(input_ids=token_ids, use_cache=False)
+        output = rows.run_model()
         scores = _score_in_chunks(finish, output.logits, targets, entropy_mode)
     else:
         apply_head = head.forward
@@ -98,12 +102,15 @@ def run_scoring_forward(
             return _score_in_chunks(score_chunk, inputs, targets, entropy_mode, *parameters)
 
         with _replace_head(module, head, score):
-            output = model(input_ids=token_ids, use_cache=False)
+            output = rows.run_model()
         scores = output.scores
-    logprobs, entropy = scores
+    logprobs, entropy = rows.restore(scores)
     if entropy_mode != "gradient":
         entropy = entropy.detach()
-    return NextTokenScores(logprobs, entropy, output.get("state_values"))
+    values = output.get("state_values")
+    if values is not None:
+        values = rows.restore(values[..., 0].float())
+    return NextTokenScores(logprobs, entropy, values)
 
 
 @contextlib.contextmanager

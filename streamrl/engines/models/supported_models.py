@@ -16,9 +16,11 @@ import torch
 from streamrl.engines.models.forward import (
     NEXTN_LAYERS_KEY,
     VALUE_HEAD_PREFIX,
+    choose_attention,
     load_skeleton,
     load_value_skeleton,
 )
+from streamrl.engines.models.packed_rows import explain_padding
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import (
     LAYER_NUMBER_PATTERN,
@@ -54,6 +56,9 @@ POSITIVE_KEYS = (
     "final_logit_softcapping",
 )
 """Keys of config.json that must be above 0; otherwise the model computes NaN or zeros silently."""
+PLAIN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Families that are known well enough to check without transformers' class, which imports slowly.
+"""
 PLAIN_DTYPES = ("None", "float16", "bfloat16", "float32")
 RESAVE_ADVICE = "load the directory with transformers, save it, and train that"
 QUANTIZED_ADVICE = (
@@ -98,6 +103,21 @@ def describe_untrained_layers(path: str) -> list[str]:
         f"model.path={path}: {NEXTN_LAYERS_KEY}={settings[NEXTN_LAYERS_KEY]}: layers"
         " that predict several tokens at once are not trained, and left out of checkpoints"
     ]
+
+
+def describe_padding(path: str, attention: str, *, key: str = "model.path") -> list[str]:
+    """Describe why micro-batches of a model are padded; returns no line if they are packed.
+
+    `attention` and `key` are as in `check_model_support`.
+    """
+    config = read_model_config(path)
+    if config.model_type in PLAIN_FAMILIES and attention in ("auto", "sdpa"):
+        return []
+    with silence_transformers():
+        skeleton = load_skeleton(path)
+    chosen = choose_attention(config, attention) or skeleton.config._attn_implementation
+    reason = explain_padding(type(skeleton), config, chosen)
+    return [f"{key}={path}: micro-batches are padded, not packed: {reason}"] if reason else []
 
 
 def _explain_quantized(settings: Mapping[str, Any]) -> str:
@@ -231,7 +251,7 @@ def _predict_shapes(settings: Mapping[str, Any], *, is_tied: bool) -> dict[str, 
     rope = (settings.get("rope_parameters") or {}).get("rope_type")
     # Any other setting may add tensors or be invalid; transformers' class decides then.
     is_plain = (
-        family in ("llama", "mistral", "qwen2", "qwen3")
+        family in PLAIN_FAMILIES
         and not any(map(settings.get, ("attention_bias", "mlp_bias")))
         and (rope, settings.get("hidden_act")) == ("default", "silu")
         and heads

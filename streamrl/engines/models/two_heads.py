@@ -68,4 +68,4 @@ def extract_values(output: Any, attention_mask: Tensor) -> Tensor:
 
     As in `compute_token_values`, position t has the value of the state before token t.
     """
-    return shift_right(output.state_values[..., 0].float(), attention_mask)
+    return shift_right(output.state_values, attention_mask)

@@ -202,7 +202,7 @@ class TwoHeadedTask(PolicyTask):
         """Run the model once; return the tokens' logprobs and entropies, and their values."""
         ids, attention = batch["token_ids"], batch["attention_mask"]
         output = run_scoring_forward(
-            forward, ids, temperature=self.temperature, entropy_mode=self.entropy_mode
+            forward, ids, attention, temperature=self.temperature, entropy_mode=self.entropy_mode
         )
         return shift_scores(output, attention), extract_values(output, attention)
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from streamrl.algorithms.math.losses import entropy_from_logits
 from streamrl.engines.models import chunked_head
-from streamrl.engines.models.chunked_head import EntropyMode, run_scoring_forward
+from streamrl.engines.models.chunked_head import EntropyMode
 from streamrl.engines.models.forward import compute_token_logprobs
 from tests.engines.test_architectures import COMMON, QUICK, SLOW, VOCABULARY
 
@@ -152,7 +152,7 @@ def test_the_model_is_left_as_it_was():
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
     score_in_chunks(model, ids, "value")
     with pytest.raises(IndexError):
-        run_scoring_forward(model, ids + VOCABULARY, temperature=1.0, entropy_mode="none")
+        score_in_chunks(model, ids + VOCABULARY, "none")
     assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
     assert not any(module._forward_hooks for module in model.modules())
     assert torch.equal(model(ids).logits, before)
@@ -165,6 +165,7 @@ class Wrapped(nn.Module):
         super().__init__()
         self.inner = model
         self.base_model = model
+        self.config = model.config
 
     def get_output_embeddings(self) -> nn.Module:
         return self.inner.get_output_embeddings()

@@ -14,6 +14,7 @@ from streamrl.engines.models.lora import check_lora_targets
 from streamrl.engines.models.supported_models import (
     check_model_support,
     check_weight_files,
+    describe_padding,
     describe_untrained_layers,
 )
 from streamrl.engines.trainer_config import TrainerConfig
@@ -293,6 +294,26 @@ def test_a_warning_names_multi_token_prediction_layers(tmp_path: Path):
     check_model_support(path, "auto")
     (text,) = describe_untrained_layers(path)
     assert "num_nextn_predict_layers=1: " in text
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "words"),
+    [
+        ("qwen2", "auto", ""),
+        ("qwen2", "eager", "its attention function, eager, is not sdpa"),
+        ("gemma2", "auto", "its attention function, eager, is not sdpa"),
+        ("gemma3_text", "auto", ""),
+        ("gpt2", "auto", ""),
+        ("gpt_oss", "auto", "its attention function, eager, is not sdpa"),
+    ],
+)
+def test_a_note_says_which_models_are_padded(
+    tmp_path: Path, family: str, attention: str, words: str
+):
+    path = write(tmp_path, family)
+    notes = describe_padding(path, attention)
+    prefix = f"model.path={path}: micro-batches are padded, not packed: "
+    assert notes == ([prefix + words] if words else [])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,225 @@
+"""Rows of a micro-batch packed one after another, without padding.
+
+Attention is the only layer of a decoder in which tokens meet. The function `attend_packed_rows`,
+registered with transformers, runs it within each row; all other layers and the head see the tokens
+of all rows as a single row, [1, N], whose positions restart with each row.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from streamrl.errors import StreamError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PACKED_ATTENTION = "packed_sdpa"
+"""transformers' name of `attend_packed_rows`, in place of sdpa."""
+PACKED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+"""Kinds of layers, by `layer_types` in config.json, that `attend_packed_rows` keeps to a row."""
+DROPPING_FAMILIES = ("nemotron",)
+"""Values of model_type in config.json whose layers do not pass arguments on to attention."""
+MAX_KERNEL_HEAD = 256
+"""Largest head, in elements, of torch's variable-length attention."""
+
+
+class RowBounds:
+    """Lengths of packed rows, an argument that the model passes on to its attention layers.
+
+    offsets: first token of each row, and the end of the last, int32 [B + 1], on the model's device.
+    is_used: whether an attention layer has received this object. No dataclass: FSDP2 hands a copy
+    of dataclasses to the model.
+    """
+
+    def __init__(self, lengths: Tensor) -> None:
+        self.lengths: list[int] = lengths.tolist()
+        self.offsets = pad(lengths.cumsum(0), (1, 0)).int()
+        self.is_used = False
+
+
+class RowLayout:
+    """Arrangement of right-padded rows, [B, T], for a forward pass of a model.
+
+    Packed if there is padding and the model's rows can be packed, see `explain_padding`.
+
+    token_ids: int64 [1, N], packed, or [B, T].
+    """
+
+    def __init__(
+        self, model: Callable[..., Any], token_ids: Tensor, attention_mask: Tensor
+    ) -> None:
+        """Arrange `token_ids` int64 [B, T]; `attention_mask` bool [B, T] is False for padding.
+
+        `model` is a transformers model or a DeepSpeed engine of one.
+        """
+        self.token_ids = token_ids
+        self._model = model
+        self._bounds: RowBounds | None = None
+        if unwrap_engine(model).config._attn_implementation != PACKED_ATTENTION:
+            return
+        if attention_mask.all():  # One attention call for all rows costs 4 % less than one each.
+            return
+        # A model cannot compute without tokens, so a row keeps a token even if all are padding.
+        lengths = attention_mask.sum(-1).clamp(min=1)
+        positions = torch.arange(token_ids.shape[1], device=token_ids.device)
+        self._mask = positions < lengths[:, None]
+        self.token_ids = token_ids[self._mask][None]
+        self._positions = positions.expand_as(token_ids)[self._mask][None]
+        self._bounds = RowBounds(lengths)
+
+    def run_model(self) -> Any:
+        """Return the model's output for the rows.
+
+        Without packing there is no attention mask: tokens never attend to later positions, so
+        padding on the right does not affect them, and the causal kernel skips the masked pairs.
+        """
+        if self._bounds is None:
+            return self._model(input_ids=self.token_ids, use_cache=False)
+        output = self._model(
+            input_ids=self.token_ids,
+            position_ids=self._positions,
+            packed_rows=self._bounds,
+            use_cache=False,
+        )
+        if not self._bounds.is_used:
+            raise StreamError(
+                "the model's layers drop arguments of attention, so that packed rows would see each"
+                " other; set trainer.attention=eager to pad them"
+            )
+        return output
+
+    def restore(self, values: Tensor) -> Tensor:
+        """Return per-token values of the output, [..., 1, N] if packed, as [..., B, T]."""
+        if self._bounds is None:
+            return values
+        mask = self._mask.expand(*values.shape[:-2], *self._mask.shape)
+        return values.new_zeros(mask.shape).masked_scatter(mask, values)
+
+
+def unwrap_engine(model: Callable[..., Any]) -> Any:
+    """Return the transformers model of a DeepSpeed engine, or the model itself."""
+    return model.module if hasattr(model, "module") else model
+
+
+def explain_padding(model_class: "type[PreTrainedModel]", config: Any, attention: str) -> str:
+    """Explain why rows of a model cannot be packed; "" if they can.
+
+    `attention` is transformers' name of the model's attention function.
+    """
+    text_config = config.get_text_config()
+    mixing = set(text_config.to_dict().get("layer_types") or ()) - PACKED_LAYER_TYPES
+    rules = {
+        "it is a model of more than text": config is not text_config,
+        "its layers keep a state from token to token": model_class._is_stateful,
+        f"its layers of type {', '.join(sorted(mixing))} mix tokens": bool(mixing),
+        "its attention cannot be replaced by one without a mask": not (
+            model_class._supports_attention_backend and model_class._supports_flash_attn
+        ),
+        "its layers drop arguments of attention": config.model_type in DROPPING_FAMILIES,
+        f"its attention function, {attention}, is not sdpa": attention != "sdpa",
+    }
+    return next((reason for reason, applies in rules.items() if applies), "")
+
+
+def enable_packing(model: "PreTrainedModel") -> None:
+    """Make `RowLayout` pack rows of the model, unless `explain_padding` has a reason against it."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    if not explain_padding(type(model), model.config, model.config._attn_implementation):
+        AttentionInterface.register(PACKED_ATTENTION, attend_packed_rows)
+        AttentionMaskInterface.register(PACKED_ATTENTION, _make_mask)
+        model.set_attn_implementation(PACKED_ATTENTION)
+
+
+def _make_mask(
+    *, attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True, **kwargs: Any
+) -> Tensor | None:
+    """Return transformers' mask for sdpa; None for positions that restart, as in packed rows."""
+    from transformers.masking_utils import sdpa_mask
+
+    if attention_mask is None and not allow_is_causal_skip:
+        return None
+    return sdpa_mask(
+        attention_mask=attention_mask, allow_is_causal_skip=allow_is_causal_skip, **kwargs
+    )
+
+
+def attend_packed_rows(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed_rows: RowBounds | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend within each packed row, causally; return [B, T, heads, size of a value].
+
+    Without `packed_rows` this is transformers' function for sdpa. query, key, value: [B, heads, T,
+    size].
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if packed_rows is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    packed_rows.is_used = True
+    if _fits_kernel(query):
+        return _run_kernel(query, key, value, packed_rows, **kwargs), None
+    outputs = []
+    # A split has one backward operation for all rows, where slices would have one of size N each.
+    for row in zip(*(x.split(packed_rows.lengths, 2) for x in (query, key, value)), strict=True):
+        window = _make_window(row[0], kwargs.get("sliding_window"))
+        outputs.append(sdpa_attention_forward(module, *row, window, **kwargs)[0])
+    return torch.cat(outputs, dim=1), None
+
+
+def _make_window(query: Tensor, sliding_window: int | None) -> Tensor | None:
+    """Return the causal mask of a row longer than its window, bool [T, T]; None for others."""
+    length = query.shape[2]
+    if not sliding_window or length <= sliding_window:
+        return None
+    seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    return seen.triu(1 - sliding_window)[None, None]
+
+
+def _fits_kernel(query: Tensor) -> bool:
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    return query.is_cuda and is_half and query.shape[-1] <= MAX_KERNEL_HEAD
+
+
+def _run_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed_rows: RowBounds,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> Tensor:
+    """Attend within all rows with torch's flash attention for rows of different lengths."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    size, value_size = query.shape[-1], value.shape[-1]
+    longest = max(packed_rows.lengths)
+    query, key, value = (
+        x[0].transpose(0, 1) for x in (query, key, pad(value, (0, size - value_size)))
+    )
+    output: Any = varlen_attn(
+        query,
+        key,
+        value,
+        packed_rows.offsets,
+        packed_rows.offsets,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(sliding_window - 1 if sliding_window else -1, 0),
+        enable_gqa=True,
+    )
+    return output[None, ..., :value_size]
