@@ -141,6 +141,7 @@ def check_loading(figures: Figures) -> None:
         assert figures[layout]["bit_equal"]
         for way in ("shards", "whole"):
             assert is_measured(*figures[layout][way].values())
+            assert figures[layout][way]["kept_shares"] <= figures[layout][way]["load_peak_shares"]
 
 
 def check_rewards(figures: Figures) -> None:

@@ -30,6 +30,7 @@ from streamrl.distributed.process_group import (
     translate_collective_errors,
 )
 from streamrl.engines.dtypes import resolve_loading_dtype, resolve_trainer_dtype
+from streamrl.engines.memory.peak_memory import keep_heap_compact
 from streamrl.engines.models.forward import (
     compute_token_logprobs,
     compute_token_values,
@@ -99,7 +100,18 @@ class ModelTrainer:
         self._num_steps = num_steps
         self._plan: StepPlan | None = None
         self._resharder = WeightResharder(config.collective_timeout_s)
-        is_sharded = config.has_sharded_params
+        with keep_heap_compact():
+            self._backend = self._load_model()
+        set_collective_timeout(config.collective_timeout_s)
+        self._advantages: dict[str, dict[int, float]] = {}
+        self._optimizer_offload = OptimizerOffload(
+            self._backend.iter_optimizer_state,
+            excluding=lambda: (tensor for _, tensor, _ in self._backend.iter_shards()),
+        )
+
+    def _load_model(self) -> TrainingBackend:
+        """Load the task's model and shard it."""
+        config, task, is_sharded = self._config, self._task, self._config.has_sharded_params
         module = task.load_model(resolve_loading_dtype(config), on_meta=is_sharded)
         weights = StoredWeights(module, task.model_path) if is_sharded else None
         self._parameters = ParameterSet.from_module(module)
@@ -107,13 +119,7 @@ class ModelTrainer:
             add_lora_adapters(module, config)
         if config.gradient_checkpointing:
             module.gradient_checkpointing_enable({"use_reentrant": False})
-        self._backend = make_backend(module, config, weights)
-        set_collective_timeout(config.collective_timeout_s)
-        self._advantages: dict[str, dict[int, float]] = {}
-        self._optimizer_offload = OptimizerOffload(
-            self._backend.iter_optimizer_state,
-            excluding=lambda: (tensor for _, tensor, _ in self._backend.iter_shards()),
-        )
+        return make_backend(module, config, weights)
 
     def set_adaptive_params(self, params: Mapping[str, float]) -> None:
         """Override algorithm settings, by name, with the values of adaptive parameters."""
@@ -370,23 +376,26 @@ class ModelTrainer:
         Parameters are gathered one at a time. All ranks must call it, since gathering may be
         collective.
         """
-        state = self.merged_state()
-        try:
-            if self.rank == 0:
-                saved = ((n, tensor.cpu()) for n, tensor in state if self._task.is_saved(n))
-                path = self._task.model_path
-                with wrap_checkpoint_errors(directory):
-                    write_hf_model(
-                        directory,
-                        self._backend.module,
-                        saved,
-                        tokenizer_from=path,
-                        dtype=resolve_trainer_dtype(self._config),
-                    )
-        finally:
-            # Other ranks gather, too, whatever happens here.
-            for _ in state:
-                pass
+        with keep_heap_compact():
+            state = self.merged_state()
+            try:
+                if self.rank == 0:
+                    self._write_model(directory, state)
+            finally:
+                # Other ranks gather, too, whatever happens here.
+                for _ in state:
+                    pass
+
+    def _write_model(self, directory: Path, state: Iterator[tuple[str, Tensor]]) -> None:
+        saved = ((n, tensor.cpu()) for n, tensor in state if self._task.is_saved(n))
+        with wrap_checkpoint_errors(directory):
+            write_hf_model(
+                directory,
+                self._backend.module,
+                saved,
+                tokenizer_from=self._task.model_path,
+                dtype=resolve_trainer_dtype(self._config),
+            )
 
     def merged_state(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and tensor of the full model's parameters, LoRA adapters merged.
