@@ -35,6 +35,8 @@ BUCKET_ELEMENTS = 50_000_000
 """DeepSpeed's reduce bucket, allocated in full even for small models: a tenth of its default."""
 
 PARAMETER_SHARDING_STAGE = 3
+OFFLOAD = "offload"
+"""Value of trainer.gradient_checkpointing that moves the inputs of layers to host memory."""
 
 
 @dataclass
@@ -86,8 +88,9 @@ class TrainerConfig:
     lora_targets: list[str] = field(default_factory=list)
     #: CPU threads of a rank.
     threads: int = 1
-    #: Recompute activations in the backward pass: less memory, more time.
-    gradient_checkpointing: bool = False
+    #: Recompute activations in the backward pass: less memory, more time. offload also keeps the
+    #: inputs of the layers in host memory between the passes; on CPUs the same as true.
+    gradient_checkpointing: bool | str = False
     #: Timeout of a collective, s.
     collective_timeout_s: float = 300.0
 
@@ -125,6 +128,11 @@ class TrainerConfig:
         if self.attention not in ATTENTION_IMPLEMENTATIONS:
             allowed = ", ".join(ATTENTION_IMPLEMENTATIONS)
             raise ConfigError(f"trainer.attention={self.attention}: must be one of {allowed}")
+        if self.gradient_checkpointing not in (False, True, OFFLOAD):
+            raise ConfigError(
+                f"trainer.gradient_checkpointing={self.gradient_checkpointing}: must be true, false"
+                f" or {OFFLOAD}"
+            )
         if self.dtype == "bfloat16" and not self.has_master_weights:
             raise ConfigError(
                 "trainer.dtype=bfloat16: needs master weights, which backend deepspeed"

@@ -85,6 +85,9 @@ def check_memory(figures: Figures) -> None:
             figures["counted"]["qwen2.5-7b"][role][n] for n in ("chunks", "full_logits")
         )
         assert chunks < full
+    for role, name in (("policy", "chunks"), ("critic", "values")):
+        counted = figures["counted"]["qwen2.5-7b"][role]
+        assert counted["offload"] <= counted[name]
 
 
 def check_planner(figures: Figures) -> None:

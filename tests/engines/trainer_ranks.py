@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -533,7 +534,13 @@ def skipped_updates(job: RankJob, layout: Layout) -> None:
 
 
 def other_settings(job: RankJob, layout: Layout) -> None:
-    job.results["checkpointed"] = run_two_steps(job, layout, 2, gradient_checkpointing=True)
+    from streamrl.engines.models import activation_checkpointing
+
+    for stage in (1, 3):
+        with mock.patch.object(activation_checkpointing, "CHUNK_TOKENS", 5):
+            job.results[f"checkpointed/{stage}"] = run_two_steps(
+                job, replace(layout, zero_stage=stage), 2, gradient_checkpointing=True
+            )
     for stage in (1, 2, 3):
         job.results[f"bfloat16/{stage}"] = run_two_steps(
             job, replace(layout, zero_stage=stage), 5, dtype="bfloat16"

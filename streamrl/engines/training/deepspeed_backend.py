@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamrl.engines.checkpoint.sharded_state import ParameterFragment
+from streamrl.engines.models.activation_checkpointing import iter_chunked_mlps
 from streamrl.engines.models.forward import get_local_device
 from streamrl.engines.models.stored_weights import StoredWeights
 from streamrl.engines.trainer_config import BUCKET_ELEMENTS
@@ -64,6 +65,10 @@ class DeepSpeedBackend(TrainingBackend):
         # From stage 1 on, ZeRO flattens them into a block in this order, so that siblings are
         # contiguous.
         self.optimizer = self._make_optimizer(self.trained_params.values())
+        if self.has_sharded_params:
+            # Gathered once per pass, not once per chunk.
+            for mlp in iter_chunked_mlps(module):
+                self._deepspeed.utils.set_z3_leaf_module(mlp, True)
         self._engine, *_ = self._deepspeed.initialize(
             model=module, optimizer=self.optimizer, config=settings
         )

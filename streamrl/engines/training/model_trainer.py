@@ -31,6 +31,7 @@ from streamrl.distributed.process_group import (
 )
 from streamrl.engines.dtypes import resolve_loading_dtype, resolve_trainer_dtype
 from streamrl.engines.memory.peak_memory import keep_heap_compact
+from streamrl.engines.models.activation_checkpointing import checkpoint_layers
 from streamrl.engines.models.forward import (
     compute_token_logprobs,
     compute_token_values,
@@ -40,7 +41,7 @@ from streamrl.engines.models.forward import (
 from streamrl.engines.models.lora import add_lora_adapters
 from streamrl.engines.models.save_model import write_hf_model
 from streamrl.engines.models.stored_weights import StoredWeights
-from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.engines.trainer_config import OFFLOAD, TrainerConfig
 from streamrl.engines.training.collate import average_advantage, build_batch, derive_columns
 from streamrl.engines.training.deepspeed_backend import DeepSpeedBackend
 from streamrl.engines.training.forward_scorers import compute_token_column
@@ -118,7 +119,13 @@ class ModelTrainer:
         if config.lora_rank:
             add_lora_adapters(module, config)
         if config.gradient_checkpointing:
-            module.gradient_checkpointing_enable({"use_reentrant": False})
+            offload = config.gradient_checkpointing == OFFLOAD
+            checkpoint_layers(
+                module,
+                # On a CPU the inputs are in host memory anyway.
+                offload=offload and get_local_device().type != "cpu",
+                chunk_mlps=config.tensor_parallel == 1,
+            )
         return make_backend(module, config, weights)
 
     def set_adaptive_params(self, params: Mapping[str, float]) -> None:
