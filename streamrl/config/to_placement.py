@@ -173,8 +173,9 @@ def make_split_rules(config: RunConfig, problem: PlacementProblem) -> SplitRules
     """Return a function that lists the ZeRO stages a run can use for a model call on a rank grid.
 
     The function restricts `list_zero_stages` by the run's dtypes and models. The torch backend,
-    which trains tensor-parallel layers, supports no adapters under tensor parallelism. Without
-    tensor parallelism it shards the whole model (ZeRO 3) or replicates it (0), in float32 only.
+    which trains tensor-parallel layers, supports no adapters under tensor parallelism and no
+    optimizer in host memory. Without tensor parallelism it shards the whole model (ZeRO 3) or
+    replicates it (0), in float32 only.
     """
     trainers = {role: config.get_trainer_config(role) for role in config.dataflow.trained_roles}
     on_gpu = not problem.cluster.is_cpu
@@ -189,7 +190,9 @@ def make_split_rules(config: RunConfig, problem: PlacementProblem) -> SplitRules
             return () if why else list_zero_stages(call, grid)
         trainer, stages = trainers[call.role], list_zero_stages(call, grid)
         if tp_size > 1 and (
-            trainer.lora_rank or explain_untrainable_split(shape.family, sizes, tp_size)
+            trainer.lora_rank
+            or trainer.offload_optimizer
+            or explain_untrainable_split(shape.family, sizes, tp_size)
         ):
             return ()
         if trainer.backend == "torch" and tp_size == 1 and stages:

@@ -208,6 +208,7 @@ def build_run_constants(
         constants,
         max_running=max_running,
         recompute=bool(config.trainer.gradient_checkpointing),
+        updates_on_host=on_gpu and config.trainer.offload_optimizer,
         checkpoint_bytes=constants.checkpoint_bytes * (not has_offload),
         keeps_served=True,
         aliases_served=not on_gpu,

@@ -91,11 +91,15 @@ class TrainerConfig:
     #: Recompute activations in the backward pass: less memory, more time. offload also keeps the
     #: inputs of the layers in host memory between the passes; on CPUs the same as true.
     gradient_checkpointing: bool | str = False
+    #: Keep AdamW's moments and the master weights in host memory, and update there on `threads`
+    #: threads: less GPU memory, slower updates. Needs backend deepspeed and a zero_stage above 0.
+    offload_optimizer: bool = False
     #: Timeout of a collective, s.
     collective_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
         self._check_choices()
+        self._check_memory_options()
         for key in ("world_size", "tensor_parallel", "threads"):
             if vars(self)[key] < 1:
                 raise ConfigError(f"trainer.{key}={vars(self)[key]}: must be at least 1")
@@ -128,16 +132,23 @@ class TrainerConfig:
         if self.attention not in ATTENTION_IMPLEMENTATIONS:
             allowed = ", ".join(ATTENTION_IMPLEMENTATIONS)
             raise ConfigError(f"trainer.attention={self.attention}: must be one of {allowed}")
-        if self.gradient_checkpointing not in (False, True, OFFLOAD):
-            raise ConfigError(
-                f"trainer.gradient_checkpointing={self.gradient_checkpointing}: must be true, false"
-                f" or {OFFLOAD}"
-            )
         if self.dtype == "bfloat16" and not self.has_master_weights:
             raise ConfigError(
                 "trainer.dtype=bfloat16: needs master weights, which backend deepspeed"
                 " keeps from zero_stage 1 on, and backend torch with tensor_parallel above 1 or"
                 " zero_stage 3 on several ranks"
+            )
+
+    def _check_memory_options(self) -> None:
+        if self.gradient_checkpointing not in (False, True, OFFLOAD):
+            raise ConfigError(
+                f"trainer.gradient_checkpointing={self.gradient_checkpointing}: must be true, false"
+                f" or {OFFLOAD}"
+            )
+        if self.offload_optimizer and (self.backend != "deepspeed" or not self.zero_stage):
+            raise ConfigError(
+                "trainer.offload_optimizer=true: needs trainer.backend=deepspeed, not"
+                f" {self.backend}, and a trainer.zero_stage above 0, not {self.zero_stage}"
             )
 
     def _check_schedule(self) -> None:

@@ -200,6 +200,10 @@ def test_a_setting_may_be_a_boolean_or_text(recipe: Path, text: str, value: bool
         ("filter={kind: mean_outside, low: 1}", "filter.low=1.0: must be below high=1.0"),
         ("queue.shards=0", "queue.shards=0: must be at least 1"),
         ("placement.mode=magic", "placement.mode=magic: must be one of"),
+        (
+            "trainer={backend: torch, offload_optimizer: true}",
+            "offload_optimizer=true: needs trainer.backend=deepspeed, not torch",
+        ),
         ("trainer.gradient_checkpointing=host", "=host: must be true, false or offload"),
         ("telemetry.wandb.mode=maybe", "telemetry.wandb.mode=maybe: must be"),
         ("checkpoint.every=-1", "checkpoint.every=-1: must be 0 or more"),

@@ -542,9 +542,27 @@ def other_settings(job: RankJob, layout: Layout) -> None:
                 job, replace(layout, zero_stage=stage), 2, gradient_checkpointing=True
             )
     for stage in (1, 2, 3):
-        job.results[f"bfloat16/{stage}"] = run_two_steps(
-            job, replace(layout, zero_stage=stage), 5, dtype="bfloat16"
-        )
+        sharded = replace(layout, zero_stage=stage)
+        job.results[f"offloaded/{stage}"] = run_two_steps(job, sharded, 2, offload_optimizer=True)
+        job.results[f"offloaded resume/{stage}"] = resume_offloaded(job, sharded)
+        job.results[f"bfloat16/{stage}"] = run_two_steps(job, sharded, 5, dtype="bfloat16")
+
+
+def resume_offloaded(job: RankJob, layout: Layout) -> list[dict[str, torch.Tensor]]:
+    """Return the parameters of a second step, at first and after loading the first's state."""
+    folder = job.folder / f"offloaded-{layout.label}"
+    trainer = job.trainer(layout, offload_optimizer=True)
+    train_step(trainer, 1, layout.num_shares)
+    trainer.save_training_state(folder)
+    parameters = []
+    for _ in range(2):
+        train_step(trainer, 1, layout.num_shares)
+        parameters.append(parameters_of(trainer))
+        trainer.close()
+        trainer = job.trainer(layout, offload_optimizer=True)
+        trainer.load_training_state(folder)
+    trainer.close()
+    return parameters
 
 
 def row(job: RankJob, layout: Layout, name: str) -> None:

@@ -5,7 +5,7 @@ torch's AdamW as implemented. A reduce bucket is DeepSpeed's buffer of gradients
 together.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -79,6 +79,8 @@ def estimate_worker_memory(
     optimizer, gradients = _estimate_state_bytes(trainer, trained)
     largest = min(trained, _count_largest_param(module, trainer))
     transient = estimate_transient_memory(trainer, trained=trained, largest=largest, on_gpu=on_gpu)
+    if trainer.offload_optimizer and on_gpu:
+        optimizer, transient = 0, replace(transient, update=0)
     kv_mb = generator.kv_cache_mb or (0 if on_gpu else KV_CACHE_MB_ON_CPU)
     tokens = micro_batch_tokens * _estimate_token_bytes(module, trainer, on_gpu=on_gpu)
     head = _estimate_head_bytes(module, trainer, micro_batch_tokens)
@@ -240,7 +242,8 @@ def estimate_transient_memory(
     reduced = min(trained, ZERO0_REDUCE_ELEMENTS) * FLOAT32_BYTES
     if trainer.zero_stage == 0:
         return TransientMemory(update=max(reduced, roots))
-    if trainer.zero_stage == 1 and resolve_trainer_dtype(trainer) is torch.bfloat16:
+    is_bf16 = resolve_trainer_dtype(trainer) is torch.bfloat16
+    if trainer.zero_stage == 1 and is_bf16 and not trainer.offload_optimizer:
         # BF16_Optimizer keeps the bfloat16 gradients besides float32 ones and uses no buckets.
         roots = _estimate_adamw_bytes(-(-trained // trainer.world_size), on_gpu=on_gpu)
         return TransientMemory(

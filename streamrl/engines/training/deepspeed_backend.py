@@ -256,6 +256,14 @@ def make_deepspeed_config(module: "PreTrainedModel", config: "TrainerConfig") ->
             "stage3_param_persistence_threshold": 10 * module.config.hidden_size,
         },
     }
+    if config.offload_optimizer:
+        pin_memory = get_local_device().type == "cuda"
+        settings["zero_optimization"]["offload_optimizer"] = {
+            "device": "cpu",
+            "pin_memory": pin_memory,
+        }
+        # DeepSpeed's own AdamW for CPUs needs a compiler; torch's fused one does not.
+        settings["zero_force_ds_cpu_optimizer"] = False
     if module.dtype == torch.bfloat16:
         settings["bf16"] = {"enabled": True, "check_grad_overflow": True}
         settings["data_types"] = {"grad_accum_dtype": "fp32"}

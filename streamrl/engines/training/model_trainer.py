@@ -355,9 +355,11 @@ class ModelTrainer:
     def offload_optimizer(self) -> None:
         """Free the memory of the optimizer's state until the next update or checkpoint.
 
-        The state moves to host memory or disk. Raises StreamError if there is no space for it.
+        The state moves to host memory or disk, unless it stays in a GPU's host memory anyway.
+        Raises StreamError if there is no space for it.
         """
-        self._optimizer_offload.offload_state()
+        if not (self._config.offload_optimizer and get_local_device().type == "cuda"):
+            self._optimizer_offload.offload_state()
 
     def save_training_state(self, directory: Path) -> None:
         """Write parameters, optimizer state and random state for resuming.

@@ -189,6 +189,16 @@ def test_activations_grow_with_the_micro_batch_and_shrink_with_checkpointing(pat
     assert on_gpu.activations == 10 * 4 * 17 * hidden + head
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_optimizer_in_host_memory_takes_no_memory_of_a_gpu(path: str, stage: int):
+    plain = TrainerConfig(zero_stage=stage)
+    offloaded = replace(plain, offload_optimizer=True)
+    held, freed = (estimate_memory(path, t, on_gpu=True) for t in (plain, offloaded))
+    assert freed.optimizer == freed.update_buffers == 0 < held.optimizer
+    assert (freed.weights, freed.gradients) == (held.weights, held.gradients)
+    assert estimate_memory(path, plain) == estimate_memory(path, offloaded)
+
+
 def test_logits_are_estimated_for_a_chunk_of_tokens(path: str):
     first, second, third = (
         estimate_memory(path, TrainerConfig(lora_rank=1), tokens=tokens).activations

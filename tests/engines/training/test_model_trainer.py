@@ -447,6 +447,17 @@ def test_recomputing_activations_does_not_change_the_update(results, expected, s
 @pytest.mark.slow
 @pytest.mark.ranks(OTHER_SETTINGS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_optimizer_in_host_memory_makes_the_same_update(results, expected, stage):
+    (case,) = results[f"offloaded/{stage}"]
+    assert case["norms"] == pytest.approx(expected[0], rel=1e-5)
+    assert measure_max_difference(case["parameters"], expected[1]) < 1e-6
+    ((first, resumed),) = results[f"offloaded resume/{stage}"]
+    assert all(torch.equal(first[name], resumed[name]) for name in first)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(OTHER_SETTINGS)
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bfloat16_gradients_agree_within_bfloat16_precision(results, expected, stage):
     (case,) = results[f"bfloat16/{stage}"]
     (stage_1,) = results["bfloat16/1"]
