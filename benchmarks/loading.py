@@ -3,13 +3,13 @@
 Ranks over gloo load a random float32 model of --millions parameters from its safetensors, shard it
 with FSDP2 and with ZeRO-3, and write it as a Hugging Face directory:
 
-shards  each rank reads its part; the model is gathered and written one parameter at a time
+shards  a trainer: each rank reads its part; gathers and writes one parameter at a time
 whole   the peer: each rank loads the model, then shards it; rank 0 gathers it and writes it
 
 Peaks are a rank's resident memory (sampled every 2 ms) above its level before loading, of the rank
-with the most, divided by a rank's share of the model. ZeRO-3 keeps two shares after loading: the
-parameters and the optimizer's copy of them. `bit_equal` says whether the gathered parameters of
-both ways are equal.
+with the most, divided by a rank's share of the model; `kept_shares` is what stays after loading.
+DeepSpeed keeps three shares: parameters, master weights, gradients. `bit_equal` says whether the
+gathered parameters of both ways are equal.
 """
 
 import argparse
@@ -28,10 +28,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.multiprocessing import get_context
 
 from benchmarks.command import BenchmarkParser, at_least, run_benchmark
 from benchmarks.random_model import SHAPES, write_model
+from streamrl.algorithms import AlgorithmConfig
+from streamrl.distributed.process_group import join_process_group
+from streamrl.engines.models.forward import load_model, load_skeleton
+from streamrl.engines.models.save_model import write_hf_model
+from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.engines.training.model_trainer import ModelTrainer, make_backend
+from streamrl.engines.training.tasks import PolicyTask
 
 LAYOUTS = {"fsdp2": "torch", "zero3": "deepspeed"}
 SAMPLE_S = 0.002
@@ -66,18 +74,37 @@ def read_resident_bytes() -> int:
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
+class WholeModel:
+    """The peer of a trainer: loads the whole model on each rank, then shards it."""
+
+    def __init__(self, path: str, config: TrainerConfig, rank: int) -> None:
+        self._path, self._rank = path, rank
+        self._backend = make_backend(load_model(path, dtype=torch.float32), config)
+
+    def save_model(self, folder: Path) -> None:
+        tensors = [(name, tensor.cpu()) for name, tensor in self.full_state() if self._rank == 0]
+        if tensors:
+            write_hf_model(folder, self._backend.module, tensors, tokenizer_from=self._path)
+
+    def full_state(self) -> Iterator[tuple[str, Tensor]]:
+        return self._backend.full_state()
+
+    def close(self) -> None:
+        self._backend.close()
+
+
+def make_trainer(path: str, config: TrainerConfig, rank: int) -> ModelTrainer:
+    algorithm = AlgorithmConfig()
+    settings = algorithm.to_settings(max_length=8, reward_weights={})
+    task = PolicyTask(path, algorithm.spec, settings, 1.0)
+    return ModelTrainer(task, config=config, rank=rank)
+
+
 def run_rank(rank: int, world_size: int, port: int, paths: Sequence[str], way: str) -> Figures:
     """Load and save the model; return peaks and seconds.
 
     `paths` are the model and the folder to write into; `way` is layout/way.
     """
-    from streamrl.distributed.process_group import join_process_group
-    from streamrl.engines.models.forward import load_model, load_skeleton
-    from streamrl.engines.models.save_model import write_hf_model
-    from streamrl.engines.models.stored_weights import StoredWeights
-    from streamrl.engines.trainer_config import TrainerConfig
-    from streamrl.engines.training.model_trainer import make_backend
-
     (path, folder), (layout, way) = paths, way.split("/")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu")
     torch.set_num_threads(1)
@@ -86,30 +113,23 @@ def run_rank(rank: int, world_size: int, port: int, paths: Sequence[str], way: s
     load_skeleton(path)  # imports the model's class
     if layout == "zero3":
         importlib.import_module("deepspeed")
+    make = make_trainer if way == "shards" else WholeModel
     base, loading, saving = read_resident_bytes(), PeakMemory(), PeakMemory()
     start = time.monotonic()
     with loading.measure(base):
-        module = load_model(path, dtype=torch.float32, on_meta=way == "shards")
-        weights = StoredWeights(module, path) if way == "shards" else None
-        backend = make_backend(module, config, weights)
+        model = make(path, config, rank)
+    kept = read_resident_bytes() - base
     loaded = time.monotonic()
     with saving.measure(base):
-        if way == "shards":
-            tensors: Any = backend.full_state()
-        else:
-            tensors = [(name, tensor.cpu()) for name, tensor in backend.full_state() if rank == 0]
-        if rank == 0:
-            write_hf_model(Path(folder), module, iter(tensors), tokenizer_from=path)
-        else:
-            for _ in tensors:
-                pass
+        model.save_model(Path(folder))
     saved = time.monotonic()
     digest = hashlib.sha256()
-    for _, tensor in backend.full_state():
+    for _, tensor in model.full_state():
         digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
-    backend.close()
+    model.close()
     return {
-        "load_peak": loading.num_bytes,
+        "load_peak": max(loading.num_bytes, kept),
+        "kept": kept,
         "save_peak": saving.num_bytes,
         "load_s": loaded - start,
         "save_s": saved - loaded,
@@ -135,6 +155,7 @@ def measure_way(
         results = [rank.result() for rank in ranks]
     figures = {
         "load_peak_shares": max(result["load_peak"] for result in results) / share,
+        "kept_shares": max(result["kept"] for result in results) / share,
         "save_peak_shares": max(result["save_peak"] for result in results) / share,
         "load_s": max(result["load_s"] for result in results),
         "save_s": max(result["save_s"] for result in results),

@@ -2,7 +2,7 @@
 
 Bytes of live tensors beside the parameters, GiB, of a forward pass, its loss and its backward pass:
 
-policy     log-probabilities and entropies, with activation checkpointing
+policy     log-probabilities and entropies, with activation checkpointing and MLPs in chunks
 critic     values of the same shape
 reference  log-probabilities without a gradient
 
@@ -11,19 +11,23 @@ counted    of fake tensors, which have sizes and no data, for models of the shap
            ZeRO-3 rank does.
 measured   of a small model that runs, with the growth of the process's resident memory beside it
 
-`full_logits` is the same with all logits at a time and the softmax in chunks. Layers take most of
-the rest: --layers 0 shows the head alone.
+`offload` is the same with the inputs of layers in host memory, which is not counted; `full_logits`
+the same as `chunks` with all logits at a time and the softmax in chunks. --layers 0 shows the head
+alone.
 """
 
 import argparse
 import gc
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -41,6 +45,7 @@ from streamrl.engines.memory.peak_memory import (
     release_freed_memory,
     release_large_blocks_eagerly,
 )
+from streamrl.engines.models.activation_checkpointing import checkpoint_layers
 from streamrl.engines.models.forward import compute_token_logprobs, compute_token_values
 from streamrl.placement.model_shapes import MODEL_SHAPES
 
@@ -69,13 +74,21 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.live = self.peak = 0
         self._known: set[int] = set()
+        self._is_paused = False
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave out the storages of the operations in the context."""
+        self._is_paused = True
+        yield
+        self._is_paused = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and not self._is_paused:
                 self._count(leaf.untyped_storage())
         return output
 
@@ -92,6 +105,21 @@ class LiveBytes(TorchDispatchMode):
         self.live -= size
 
 
+@contextmanager
+def offload_uncounted(counter: LiveBytes) -> Iterator[None]:
+    """Replace transformers' copies of layer inputs to a GPU's host by copies that do not count."""
+
+    def copy_away(tensor: Tensor) -> Tensor:
+        with counter.pause():
+            return tensor.clone()
+
+    def offload(**_: Any) -> saved_tensors_hooks:
+        return saved_tensors_hooks(copy_away, torch.clone)
+
+    with mock.patch("transformers.modeling_utils.save_on_cpu", offload):
+        yield
+
+
 def make_config(shape: str, layers: int | None) -> Qwen2Config:
     sizes = MODEL_SHAPES[shape]
     return Qwen2Config(
@@ -105,12 +133,14 @@ def make_config(shape: str, layers: int | None) -> Qwen2Config:
     )
 
 
-def make_model(config: Qwen2Config, dtype: torch.dtype, *, is_critic: bool) -> PreTrainedModel:
+def make_model(
+    config: Qwen2Config, dtype: torch.dtype, *, is_critic: bool, offload: bool = False
+) -> PreTrainedModel:
     """Build a model whose parameters' gradients are dropped as soon as they are whole."""
     auto_class = AutoModelForTokenClassification if is_critic else AutoModelForCausalLM
     config.num_labels = 1
     model: PreTrainedModel = auto_class.from_config(config, dtype=dtype).train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(model, offload=offload, chunk_mlps=True)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     return model
@@ -143,10 +173,25 @@ def compute_values(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return compute_token_values(model, ids, torch.ones_like(ids, dtype=torch.bool)).sum()
 
 
-CASES: dict[str, dict[str, Loss]] = {
-    "policy": {"chunks": score_in_chunks, "full_logits": score_full_logits},
-    "reference": {"chunks": score_in_chunks, "full_logits": score_full_logits},
-    "critic": {"values": compute_values},
+class MemoryCase(NamedTuple):
+    loss: Loss
+    has_offload: bool = False
+
+
+CASES: dict[str, dict[str, MemoryCase]] = {
+    "policy": {
+        "chunks": MemoryCase(score_in_chunks),
+        "offload": MemoryCase(score_in_chunks, has_offload=True),
+        "full_logits": MemoryCase(score_full_logits),
+    },
+    "reference": {
+        "chunks": MemoryCase(score_in_chunks),
+        "full_logits": MemoryCase(score_full_logits),
+    },
+    "critic": {
+        "values": MemoryCase(compute_values),
+        "offload": MemoryCase(compute_values, has_offload=True),
+    },
 }
 
 
@@ -160,14 +205,16 @@ def run_case(model: PreTrainedModel, ids: Tensor, loss: Loss, *, has_grad: bool)
 def count_peaks(config: Qwen2Config, tokens: int) -> dict[str, dict[str, float]]:
     """Count the peak of every case on fake tensors, GiB."""
     peaks: dict[str, dict[str, float]] = {}
-    for role, losses in CASES.items():
-        for name, loss in losses.items():
+    for role, cases in CASES.items():
+        for name, (loss, has_offload) in cases.items():
             with (
                 torch.autograd.set_multithreading_enabled(False),
                 FakeTensorMode(),
                 LiveBytes() as counter,
+                offload_uncounted(counter),
             ):
-                model = make_model(config, torch.bfloat16, is_critic=role == "critic")
+                is_critic = role == "critic"
+                model = make_model(config, torch.bfloat16, is_critic=is_critic, offload=has_offload)
                 ids = torch.zeros(max(1, tokens // ROW_TOKENS), min(tokens, ROW_TOKENS)).long()
                 gc.collect()
                 before = counter.peak = counter.live
@@ -182,9 +229,11 @@ def measure_peaks(tokens: int) -> dict[str, dict[str, dict[str, float]]]:
     peaks: dict[str, dict[str, dict[str, float]]] = {}
     release_large_blocks_eagerly()
     ids = torch.randint(SMALL.vocab_size, (max(1, tokens // 512), min(tokens, 512)))
-    for role, losses in CASES.items():
+    for role, cases in CASES.items():
         model = make_model(SMALL, torch.float32, is_critic=role == "critic")
-        for name, loss in losses.items():
+        for name, (loss, has_offload) in cases.items():
+            if has_offload:
+                continue  # host memory is resident memory, too
             run_case(model, ids[:1], loss, has_grad=role != "reference")
             release_freed_memory()
             tracker = PeakMemoryTracker()

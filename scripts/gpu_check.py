@@ -29,7 +29,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -720,18 +720,20 @@ def select_largest(differences: Mapping[str, float], count: int = 3) -> dict[str
 
 @dataclass(frozen=True)
 class TrainerLayout:
-    """Backend, ZeRO stage, parameter dtype and LoRA rank of a trainer."""
+    """Backend, ZeRO stage, parameter dtype, LoRA rank and checkpointing of a trainer."""
 
     backend: str
     zero_stage: int
     dtype: str
     lora_rank: int = 0
+    gradient_checkpointing: bool | str = False
 
     @property
     def label(self) -> str:
         """Case name in the report."""
         lora = f" LoRA {self.lora_rank}" if self.lora_rank else ""
-        return f"{self.backend} {self.zero_stage} {self.dtype}{lora}"
+        offload = f" {self.gradient_checkpointing}" if self.gradient_checkpointing else ""
+        return f"{self.backend} {self.zero_stage} {self.dtype}{lora}{offload}"
 
 
 LAYOUTS = (
@@ -744,12 +746,18 @@ LAYOUTS = (
     TrainerLayout("deepspeed", 0, "float32"),
     TrainerLayout("deepspeed", 2, "float32"),
     TrainerLayout("deepspeed", 3, "float32"),
+    TrainerLayout("deepspeed", 3, "bfloat16", "offload"),
+    TrainerLayout("deepspeed", 3, "float32", "offload"),
+    TrainerLayout("torch", 0, "float32", "offload"),
 )
 """Starts with the default of a GPU run, so that a missed deadline still covers it."""
 
 
 def check_trainer() -> Iterator[tuple[str, Measurements]]:
     """Train three steps in every layout; compare with a plain loop and with a resumed trainer."""
+    from streamrl.engines.models import activation_checkpointing
+
+    activation_checkpointing.CHUNK_TOKENS = 16  # several chunks of the MLPs
     with make_scratch_folder() as folder:
         path = write_tiny(folder)
         groups = make_tiny_groups(path)
@@ -824,14 +832,7 @@ def make_trainer(
 def make_trainer_config(layout: TrainerLayout, **changes: Any) -> TrainerConfig:
     from streamrl.engines.trainer_config import TrainerConfig
 
-    return TrainerConfig(
-        backend=layout.backend,
-        zero_stage=layout.zero_stage,
-        dtype=layout.dtype,
-        lora_rank=layout.lora_rank,
-        lr=LR,
-        **changes,
-    )
+    return TrainerConfig(lr=LR, **{**asdict(layout), **changes})
 
 
 def take_step(trainer: ModelTrainer, groups: Mapping[str, Columns]) -> float:
@@ -1182,12 +1183,12 @@ NCCL_PARTS: Mapping[str, Callable[[], Iterator[tuple[str, Measurements]]]] = {
 
 
 MEMORY_ROW = 4096
-PASSES: Mapping[str, Sequence[tuple[int, bool]]] = {
-    "1.5B": ((1, True), (1, False), (4, True), (8, True), (4, False)),
-    "3B": ((1, True), (2, True), (4, True), (1, False)),
-    TINY: ((1, True), (1, False)),
+PASSES: Mapping[str, Sequence[tuple[int, bool | str]]] = {
+    "1.5B": ((1, True), (1, False), (4, True), (8, True), (8, "offload"), (4, False)),
+    "3B": ((1, True), (2, True), (4, True), (4, "offload"), (1, False)),
+    TINY: ((1, True), (1, False), (1, "offload")),
 }
-"""By model: rows of a micro-batch, and checkpointing on or off. The largest passes come last."""
+"""By model: rows of a micro-batch, and trainer.gradient_checkpointing. The largest come last."""
 
 
 def check_memory(size: str) -> Iterator[tuple[str, Measurements]]:
@@ -1207,7 +1208,8 @@ def check_memory(size: str) -> Iterator[tuple[str, Measurements]]:
             set_checkpointing(trainer._backend.module, checkpointing)
             config = make_trainer_config(layout, gradient_checkpointing=checkpointing)
             expected = estimate_pass_memory(path, config, rows * width)
-            name = f"{rows * width} tokens" + (", checkpointing" if checkpointing else "")
+            suffix = {False: "", True: ", checkpointing"}.get(checkpointing, f", {checkpointing}")
+            name = f"{rows * width} tokens{suffix}"
             run = partial(measure_pass, trainer, groups, picks[:rows])
             ((_, measurements),) = run_cases({name: run})
             is_full = "OutOfMemory" in measurements.get("error", "")
@@ -1217,12 +1219,18 @@ def check_memory(size: str) -> Iterator[tuple[str, Measurements]]:
         trainer.close()
 
 
-def set_checkpointing(module: Any, enabled: bool) -> None:
-    """Turn gradient checkpointing on, with the trainer's options, or off."""
-    if enabled:
-        module.gradient_checkpointing_enable({"use_reentrant": False})
-    else:
-        module.gradient_checkpointing_disable()
+def set_checkpointing(module: Any, setting: bool | str) -> None:
+    """Make a model recompute activations as with trainer.gradient_checkpointing=`setting`."""
+    from streamrl.engines.models.activation_checkpointing import (
+        checkpoint_layers,
+        iter_chunked_mlps,
+    )
+
+    for mlp in list(iter_chunked_mlps(module)):
+        del vars(mlp)["forward"]
+    module.gradient_checkpointing_disable()
+    if setting:
+        checkpoint_layers(module, offload=setting == "offload" and has_gpu(), chunk_mlps=True)
 
 
 def measure_pass(

@@ -65,7 +65,8 @@ def _check_key(key: str, value: Any, section: Any, root: type, source: str) -> N
         )
     if get_origin(hints[name]) is dict and is_dataclass(get_args(hints[name])[1]):
         _check_named_entries(key, value, source)
-    if isinstance(value, bool) and str in (hints[name], *get_args(hints[name])):
+    kinds = (hints[name], *get_args(hints[name]))
+    if isinstance(value, bool) and str in kinds and bool not in kinds:
         words = "on, yes and true" if value else "off, no and false"
         raise ConfigError(
             f"{source}: {key}={value}: must be text; YAML reads unquoted {words} as a boolean"

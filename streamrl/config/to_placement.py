@@ -173,14 +173,11 @@ def make_split_rules(config: RunConfig, problem: PlacementProblem) -> SplitRules
     """Return a function that lists the ZeRO stages a run can use for a model call on a rank grid.
 
     The function restricts `list_zero_stages` by the run's dtypes and models. The torch backend,
-    which trains tensor-parallel layers, supports no adapters under tensor parallelism, and the
-    planner knows no costs of its bfloat16. Without tensor parallelism it shards the whole model
-    (ZeRO 3) or replicates it (0).
+    which trains tensor-parallel layers, supports no adapters under tensor parallelism and no
+    optimizer in host memory. Without tensor parallelism it shards the whole model (ZeRO 3) or
+    replicates it (0), in float32 only.
     """
     trainers = {role: config.get_trainer_config(role) for role in config.dataflow.trained_roles}
-    unsplittable_roles = {
-        role for role, t in trainers.items() if t.dtype == "bfloat16" or t.lora_rank
-    }
     on_gpu = not problem.cluster.is_cpu
 
     def rules(call: ModelCall, grid: RankGrid) -> Sequence[int]:
@@ -191,13 +188,18 @@ def make_split_rules(config: RunConfig, problem: PlacementProblem) -> SplitRules
                 tp_size, has_experts=bool(shape.experts), on_gpu=on_gpu
             )
             return () if why else list_zero_stages(call, grid)
+        trainer, stages = trainers[call.role], list_zero_stages(call, grid)
         if tp_size > 1 and (
-            call.role in unsplittable_roles
+            trainer.lora_rank
+            or trainer.offload_optimizer
             or explain_untrainable_split(shape.family, sizes, tp_size)
         ):
             return ()
-        is_sharded = trainers[call.role].backend == "torch" and grid.num_ranks > 1
-        return (0, 3) if is_sharded and tp_size == 1 else list_zero_stages(call, grid)
+        if trainer.backend == "torch" and tp_size == 1 and stages:
+            stages = (0, 3) if grid.num_ranks > 1 else stages
+            # Only the sharded model has the master weights that bfloat16 needs.
+            return stages[1:] if trainer.dtype == "bfloat16" else stages
+        return stages
 
     return rules
 

@@ -7,6 +7,7 @@ from streamrl.config.run_config import RunConfig
 from streamrl.data.prompts import load_prompt_files
 from streamrl.data.training_files import open_training_files
 from streamrl.dataflow import COST_CRITIC, CRITIC, POLICY, CallKind
+from streamrl.engines.trainer_config import OFFLOAD
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_model_length
 from streamrl.placement.clusters import Cluster
@@ -202,10 +203,13 @@ def build_run_constants(
             f"generator.max_concurrent_rollouts={max_running}: the planner supports at most"
             f" {limit:.0f}"
         )
+    has_offload = on_gpu and config.trainer.gradient_checkpointing == OFFLOAD
     return replace(
         constants,
         max_running=max_running,
-        recompute=config.trainer.gradient_checkpointing,
+        recompute=bool(config.trainer.gradient_checkpointing),
+        updates_on_host=on_gpu and config.trainer.offload_optimizer,
+        checkpoint_bytes=constants.checkpoint_bytes * (not has_offload),
         keeps_served=True,
         aliases_served=not on_gpu,
         keeps_kv=True,

@@ -35,6 +35,8 @@ BUCKET_ELEMENTS = 50_000_000
 """DeepSpeed's reduce bucket, allocated in full even for small models: a tenth of its default."""
 
 PARAMETER_SHARDING_STAGE = 3
+OFFLOAD = "offload"
+"""Value of trainer.gradient_checkpointing that moves the inputs of layers to host memory."""
 
 
 @dataclass
@@ -86,13 +88,18 @@ class TrainerConfig:
     lora_targets: list[str] = field(default_factory=list)
     #: CPU threads of a rank.
     threads: int = 1
-    #: Recompute activations in the backward pass: less memory, more time.
-    gradient_checkpointing: bool = False
+    #: Recompute activations in the backward pass: less memory, more time. offload also keeps the
+    #: inputs of the layers in host memory between the passes; on CPUs the same as true.
+    gradient_checkpointing: bool | str = False
+    #: Keep AdamW's moments and the master weights in host memory, and update there on `threads`
+    #: threads: less GPU memory, slower updates. Needs backend deepspeed and a zero_stage above 0.
+    offload_optimizer: bool = False
     #: Timeout of a collective, s.
     collective_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
         self._check_choices()
+        self._check_memory_options()
         for key in ("world_size", "tensor_parallel", "threads"):
             if vars(self)[key] < 1:
                 raise ConfigError(f"trainer.{key}={vars(self)[key]}: must be at least 1")
@@ -130,6 +137,18 @@ class TrainerConfig:
                 "trainer.dtype=bfloat16: needs master weights, which backend deepspeed"
                 " keeps from zero_stage 1 on, and backend torch with tensor_parallel above 1 or"
                 " zero_stage 3 on several ranks"
+            )
+
+    def _check_memory_options(self) -> None:
+        if self.gradient_checkpointing not in (False, True, OFFLOAD):
+            raise ConfigError(
+                f"trainer.gradient_checkpointing={self.gradient_checkpointing}: must be true, false"
+                f" or {OFFLOAD}"
+            )
+        if self.offload_optimizer and (self.backend != "deepspeed" or not self.zero_stage):
+            raise ConfigError(
+                "trainer.offload_optimizer=true: needs trainer.backend=deepspeed, not"
+                f" {self.backend}, and a trainer.zero_stage above 0, not {self.zero_stage}"
             )
 
     def _check_schedule(self) -> None:

@@ -85,6 +85,9 @@ def check_memory(figures: Figures) -> None:
             figures["counted"]["qwen2.5-7b"][role][n] for n in ("chunks", "full_logits")
         )
         assert chunks < full
+    for role, name in (("policy", "chunks"), ("critic", "values")):
+        counted = figures["counted"]["qwen2.5-7b"][role]
+        assert counted["offload"] <= counted[name]
 
 
 def check_planner(figures: Figures) -> None:
@@ -141,6 +144,7 @@ def check_loading(figures: Figures) -> None:
         assert figures[layout]["bit_equal"]
         for way in ("shards", "whole"):
             assert is_measured(*figures[layout][way].values())
+            assert figures[layout][way]["kept_shares"] <= figures[layout][way]["load_peak_shares"]
 
 
 def check_control(figures: Figures) -> None:

@@ -548,7 +548,7 @@ def test_filtered_groups_are_reported_and_cost_time(capsys: pytest.CaptureFixtur
     assert "filtered=1" in refusal(capsys, "plan", *words, "--filtered", "1")
 
 
-def test_bfloat16_weights_are_never_split_without_master_weights(
+def test_a_bfloat16_plan_splits_weights_by_the_torch_backend_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     dapo, plan = str(CONFIGS / "dapo_qwen2.5_32b_math.yaml"), tmp_path / "plan.yaml"
@@ -557,4 +557,5 @@ def test_bfloat16_weights_are_never_split_without_master_weights(
     small = ["--proposals", "50", "--max-staleness", "1", "pipeline.groups_per_step=64"]
     assert run(capsys, "plan", *words, *small, "-o", str(plan))[0] == 0
     written = load_config(plan)
-    assert (written.trainer.dtype, written.trainer.tensor_parallel) == ("bfloat16", 1)
+    assert written.trainer.dtype == "bfloat16" and written.trainer.has_master_weights
+    assert (written.trainer.backend == "torch") == (written.trainer.tensor_parallel > 1)

@@ -145,6 +145,14 @@ def test_paths_become_absolute(recipe: Path):
 
 
 @pytest.mark.parametrize(
+    ("text", "value"), [("true", True), ("off", False), ("offload", "offload")]
+)
+def test_a_setting_may_be_a_boolean_or_text(recipe: Path, text: str, value: bool | str):
+    override = f"trainer.gradient_checkpointing={text}"
+    assert load_config(recipe, [override]).trainer.gradient_checkpointing == value
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
         ("trainer.learning_rate=1", "unknown key trainer.learning_rate=1; the keys are .*, lr, "),
@@ -192,6 +200,11 @@ def test_paths_become_absolute(recipe: Path):
         ("filter={kind: mean_outside, low: 1}", "filter.low=1.0: must be below high=1.0"),
         ("queue.shards=0", "queue.shards=0: must be at least 1"),
         ("placement.mode=magic", "placement.mode=magic: must be one of"),
+        (
+            "trainer={backend: torch, offload_optimizer: true}",
+            "offload_optimizer=true: needs trainer.backend=deepspeed, not torch",
+        ),
+        ("trainer.gradient_checkpointing=host", "=host: must be true, false or offload"),
         ("telemetry.wandb.mode=maybe", "telemetry.wandb.mode=maybe: must be"),
         ("checkpoint.every=-1", "checkpoint.every=-1: must be 0 or more"),
         ("checkpoint.keep=0", "checkpoint.keep=0: must be at least 1"),

@@ -22,7 +22,8 @@ from streamrl.errors import ConfigError
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.constructors import placement_from_meshes, placement_from_ratios
 from streamrl.placement.costs.constants import CostConstants
-from streamrl.placement.placements import Placement
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.placement.run_options import RunOptions
 from streamrl.placement.workload import FixedLength
 from streamrl.resharding.grids import RankGrid
@@ -111,6 +112,42 @@ def test_split_rules_exclude_layouts_that_training_cannot_run():
         )
         assert bool(rules(calls[CallKind.TRAIN], RankGrid(1, ranks, 1))) == trains, model
         assert bool(rules(calls[CallKind.GENERATE], RankGrid(1, ranks, 1))) == serves, model
+
+
+BFLOAT16 = "trainer.dtype=bfloat16"
+FSDP2 = ("trainer.backend=torch", "trainer.world_size=2", "trainer.zero_stage=3")
+
+
+@pytest.mark.parametrize(
+    ("settings", "tp_size", "dp_size", "stages"),
+    [
+        ((BFLOAT16,), 2, 1, (0,)),
+        ((BFLOAT16,), 2, 2, (0, 3)),
+        ((BFLOAT16,), 1, 4, (1, 3)),
+        ((BFLOAT16, *FSDP2), 1, 4, (3,)),
+        ((BFLOAT16, *FSDP2), 1, 1, ()),
+        (FSDP2, 1, 4, (0, 3)),
+    ],
+)
+def test_bfloat16_is_planned_wherever_the_trainer_keeps_master_weights(
+    settings: tuple[str, ...], tp_size: int, dp_size: int, stages: tuple[int, ...]
+):
+    config = recipe("grpo", *settings)
+    request = PlannerRequest(20, {"policy": "qwen2.5-7b"})
+    problem = build_planner_problem(config, Cluster.from_text("8xH100"), request)
+    (call,) = (call for call in config.dataflow.calls if call.kind is CallKind.TRAIN)
+    grid = RankGrid(1, tp_size, dp_size)
+    assert make_split_rules(config, problem)(call, grid) == stages
+    for stage in stages:
+        placement = Placement(
+            {
+                "generate": CallAssignment(Mesh(4, 4), RankGrid(1, 1, 4)),
+                "train": CallAssignment(Mesh(0, grid.num_ranks), grid, stage),
+            },
+            1,
+        )
+        trainer = apply_placement(config, placement).trainer
+        assert (trainer.dtype, trainer.zero_stage) == (config.trainer.dtype, stage)
 
 
 def test_configure_for_cluster_joins_ray_or_sizes_the_object_store():

@@ -20,6 +20,8 @@ from transformers import (
 
 from streamrl.distributed.process_group import join_process_group
 from streamrl.engines.checkpoint.sharded_state import view_piece
+from streamrl.engines.models import activation_checkpointing
+from streamrl.engines.models.activation_checkpointing import checkpoint_layers
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.model_trainer import make_backend
 from streamrl.engines.training.training_backend import TrainingBackend
@@ -64,7 +66,7 @@ class MeshCase(NamedTuple):
 
 CASES = [MeshCase("qwen2 tied", mesh) for mesh in MESHES]
 CASES += [MeshCase(model, WIDE) for model in MODELS if model != "qwen2 tied"]
-CASES += [MeshCase("qwen2 tied", WIDE, recomputes=True)]
+CASES += [MeshCase("qwen2 tied", mesh, recomputes=True) for mesh in (WIDE, "sharded data 4")]
 BFLOAT16_CASES = [MeshCase("qwen2 tied", mesh, dtype="bfloat16") for mesh in MESHES]
 
 
@@ -100,7 +102,8 @@ def run_rank(rank: int, ports: Sequence[int], cases: Sequence[MeshCase]) -> dict
         )
         module = make_model(case.model)
         if case.recomputes:
-            module.gradient_checkpointing_enable({"use_reentrant": False})
+            activation_checkpointing.CHUNK_TOKENS = 5
+            checkpoint_layers(module, offload=False, chunk_mlps=config.tensor_parallel == 1)
         results[case.label] = train(rank, module, config)
     return results
 

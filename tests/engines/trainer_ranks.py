@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -533,11 +534,35 @@ def skipped_updates(job: RankJob, layout: Layout) -> None:
 
 
 def other_settings(job: RankJob, layout: Layout) -> None:
-    job.results["checkpointed"] = run_two_steps(job, layout, 2, gradient_checkpointing=True)
+    from streamrl.engines.models import activation_checkpointing
+
+    for stage in (1, 3):
+        with mock.patch.object(activation_checkpointing, "CHUNK_TOKENS", 5):
+            job.results[f"checkpointed/{stage}"] = run_two_steps(
+                job, replace(layout, zero_stage=stage), 2, gradient_checkpointing=True
+            )
     for stage in (1, 2, 3):
-        job.results[f"bfloat16/{stage}"] = run_two_steps(
-            job, replace(layout, zero_stage=stage), 5, dtype="bfloat16"
-        )
+        sharded = replace(layout, zero_stage=stage)
+        job.results[f"offloaded/{stage}"] = run_two_steps(job, sharded, 2, offload_optimizer=True)
+        job.results[f"offloaded resume/{stage}"] = resume_offloaded(job, sharded)
+        job.results[f"bfloat16/{stage}"] = run_two_steps(job, sharded, 5, dtype="bfloat16")
+
+
+def resume_offloaded(job: RankJob, layout: Layout) -> list[dict[str, torch.Tensor]]:
+    """Return the parameters of a second step, at first and after loading the first's state."""
+    folder = job.folder / f"offloaded-{layout.label}"
+    trainer = job.trainer(layout, offload_optimizer=True)
+    train_step(trainer, 1, layout.num_shares)
+    trainer.save_training_state(folder)
+    parameters = []
+    for _ in range(2):
+        train_step(trainer, 1, layout.num_shares)
+        parameters.append(parameters_of(trainer))
+        trainer.close()
+        trainer = job.trainer(layout, offload_optimizer=True)
+        trainer.load_training_state(folder)
+    trainer.close()
+    return parameters
 
 
 def row(job: RankJob, layout: Layout, name: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from streamrl.cli.output.setting_docs import format_yaml
 from streamrl.config.run_config import RunConfig, with_settings
+from streamrl.engines.trainer_config import OFFLOAD
 from streamrl.errors import ConfigError
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.problem import PlacementCosts, PlacementProblem
@@ -73,6 +74,8 @@ def _iter_lossless_settings(config: RunConfig) -> Iterator[SettingValues]:
     """Yield changed settings that save memory, cost time and leave the learned model unchanged."""
     if not config.trainer.gradient_checkpointing:
         yield {"trainer.gradient_checkpointing": True}
+    elif config.trainer.gradient_checkpointing != OFFLOAD:
+        yield {"trainer.gradient_checkpointing": OFFLOAD}
     if config.generator.kv_cache_mb is not None:
         yield {"generator.kv_cache_mb": None}
 

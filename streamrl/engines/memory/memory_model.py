@@ -5,7 +5,7 @@ torch's AdamW as implemented. A reduce bucket is DeepSpeed's buffer of gradients
 together.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +21,12 @@ from streamrl.engines.models.tensor_parallel import (
     iter_layers,
     iter_parallel_params,
 )
-from streamrl.engines.trainer_config import BUCKET_ELEMENTS, PARAMETER_SHARDING_STAGE, TrainerConfig
+from streamrl.engines.trainer_config import (
+    BUCKET_ELEMENTS,
+    OFFLOAD,
+    PARAMETER_SHARDING_STAGE,
+    TrainerConfig,
+)
 from streamrl.placement.colocated_memory import MIB, WorkerMemory
 
 if TYPE_CHECKING:
@@ -74,8 +79,10 @@ def estimate_worker_memory(
     optimizer, gradients = _estimate_state_bytes(trainer, trained)
     largest = min(trained, _count_largest_param(module, trainer))
     transient = estimate_transient_memory(trainer, trained=trained, largest=largest, on_gpu=on_gpu)
+    if trainer.offload_optimizer and on_gpu:
+        optimizer, transient = 0, replace(transient, update=0)
     kv_mb = generator.kv_cache_mb or (0 if on_gpu else KV_CACHE_MB_ON_CPU)
-    tokens = micro_batch_tokens * _estimate_token_bytes(module, trainer)
+    tokens = micro_batch_tokens * _estimate_token_bytes(module, trainer, on_gpu=on_gpu)
     head = _estimate_head_bytes(module, trainer, micro_batch_tokens)
     return WorkerMemory(
         weights=local * itemsize,
@@ -179,14 +186,16 @@ def _estimate_state_bytes(trainer: TrainerConfig, trained: int) -> tuple[int, in
     ) * FLOAT32_BYTES
 
 
-def _estimate_token_bytes(module: "PreTrainedModel", trainer: TrainerConfig) -> int:
+def _estimate_token_bytes(
+    module: "PreTrainedModel", trainer: TrainerConfig, *, on_gpu: bool
+) -> int:
     config = module.config.get_text_config()
     layers, hidden = config.num_hidden_layers, config.hidden_size
-    saved = (
-        layers + LAYER_VALUES_PER_TOKEN
-        if trainer.gradient_checkpointing
-        else layers * LAYER_VALUES_PER_TOKEN
-    )
+    if not trainer.gradient_checkpointing:
+        saved = layers * LAYER_VALUES_PER_TOKEN
+    else:
+        has_offload = on_gpu and trainer.gradient_checkpointing == OFFLOAD
+        saved = LAYER_VALUES_PER_TOKEN + layers * (not has_offload)
     itemsize = resolve_trainer_dtype(trainer).itemsize
     return int(saved * hidden * itemsize)
 
@@ -233,7 +242,8 @@ def estimate_transient_memory(
     reduced = min(trained, ZERO0_REDUCE_ELEMENTS) * FLOAT32_BYTES
     if trainer.zero_stage == 0:
         return TransientMemory(update=max(reduced, roots))
-    if trainer.zero_stage == 1 and resolve_trainer_dtype(trainer) is torch.bfloat16:
+    is_bf16 = resolve_trainer_dtype(trainer) is torch.bfloat16
+    if trainer.zero_stage == 1 and is_bf16 and not trainer.offload_optimizer:
         # BF16_Optimizer keeps the bfloat16 gradients besides float32 ones and uses no buckets.
         roots = _estimate_adamw_bytes(-(-trained // trainer.world_size), on_gpu=on_gpu)
         return TransientMemory(

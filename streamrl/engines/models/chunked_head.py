@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from streamrl.algorithms.math.losses import entropy_from_logits
+from streamrl.engines.models.chunked_gradients import compute_chunk_gradients
 from streamrl.engines.models.packed_rows import RowLayout, unwrap_engine
 
 CHUNK_TOKENS = 1024
@@ -216,21 +217,20 @@ class _ChunkedScores(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_scores: Tensor) -> tuple[Tensor | None, ...]:
         inputs, targets, *parameters = ctx.saved_tensors
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        grad_inputs = torch.empty_like(inputs)
-        grad_parameters = [torch.zeros_like(p, dtype=torch.float32) for p in trained]
         # Other gradients of scores are of entropies without one.
         grads_by_token = grad_scores[: ctx.num_scores].T
-        tensors = (inputs, targets, grads_by_token, grad_inputs)
-        for chunk in zip(*(tensor.split(CHUNK_TOKENS) for tensor in tensors), strict=True):
-            leaf, chunk_targets, grad_chunk_scores, grad_chunk = chunk
-            leaf = leaf.detach().requires_grad_()
-            with torch.enable_grad():
-                scores = ctx.score_chunk(leaf, chunk_targets)[: ctx.num_scores]
-            grads = torch.autograd.grad(scores, (leaf, *trained), grad_chunk_scores.T)
-            del scores
-            grad_chunk.copy_(grads[0])
-            for total, grad in zip(grad_parameters, grads[1:], strict=True):
-                total += grad
-        sums = {id(p): total.to(p.dtype) for p, total in zip(trained, grad_parameters, strict=True)}
-        return None, None, grad_inputs, None, *(sums.get(id(p)) for p in parameters)
+
+        def score_tokens(chunk_targets: Tensor, chunk: Tensor) -> Tensor:
+            scores: Tensor = ctx.score_chunk(chunk, chunk_targets)
+            return scores[: ctx.num_scores].T
+
+        grad_inputs = torch.empty_like(inputs)
+        chunks = (
+            (functools.partial(score_tokens, chunk_targets), chunk, grads)
+            for chunk_targets, chunk, grads in zip(
+                *(tensor.split(CHUNK_TOKENS) for tensor in (targets, inputs, grads_by_token)),
+                strict=True,
+            )
+        )
+        grads = compute_chunk_gradients(chunks, grad_inputs.split(CHUNK_TOKENS), parameters)
+        return None, None, grad_inputs, None, *grads

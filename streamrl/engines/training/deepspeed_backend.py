@@ -29,6 +29,7 @@ from torch import Tensor
 
 from streamrl.distributed.devices import get_local_device, has_local_gpu
 from streamrl.engines.checkpoint.sharded_state import ParameterFragment
+from streamrl.engines.models.activation_checkpointing import iter_chunked_mlps
 from streamrl.engines.models.stored_weights import StoredWeights
 from streamrl.engines.trainer_config import BUCKET_ELEMENTS
 from streamrl.engines.training.training_backend import TrainingBackend, make_siblings_contiguous
@@ -64,6 +65,10 @@ class DeepSpeedBackend(TrainingBackend):
         # From stage 1 on, ZeRO flattens them into a block in this order, so that siblings are
         # contiguous.
         self.optimizer = self._make_optimizer(self.trained_params.values())
+        if self.has_sharded_params:
+            # Gathered once per pass, not once per chunk.
+            for mlp in iter_chunked_mlps(module):
+                self._deepspeed.utils.set_z3_leaf_module(mlp, True)
         self._engine, *_ = self._deepspeed.initialize(
             model=module, optimizer=self.optimizer, config=settings
         )
@@ -251,6 +256,14 @@ def make_deepspeed_config(module: "PreTrainedModel", config: "TrainerConfig") ->
             "stage3_param_persistence_threshold": 10 * module.config.hidden_size,
         },
     }
+    if config.offload_optimizer:
+        pin_memory = get_local_device().type == "cuda"
+        settings["zero_optimization"]["offload_optimizer"] = {
+            "device": "cpu",
+            "pin_memory": pin_memory,
+        }
+        # DeepSpeed's own AdamW for CPUs needs a compiler; torch's fused one does not.
+        settings["zero_force_ds_cpu_optimizer"] = False
     if module.dtype == torch.bfloat16:
         settings["bf16"] = {"enabled": True, "check_grad_overflow": True}
         settings["data_types"] = {"grad_accum_dtype": "fp32"}

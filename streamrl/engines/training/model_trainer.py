@@ -31,11 +31,13 @@ from streamrl.distributed.process_group import (
     translate_collective_errors,
 )
 from streamrl.engines.dtypes import resolve_loading_dtype, resolve_trainer_dtype
+from streamrl.engines.memory.peak_memory import keep_heap_compact
+from streamrl.engines.models.activation_checkpointing import checkpoint_layers
 from streamrl.engines.models.forward import compute_token_logprobs, compute_token_values
 from streamrl.engines.models.lora import add_lora_adapters
 from streamrl.engines.models.save_model import write_hf_model
 from streamrl.engines.models.stored_weights import StoredWeights
-from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.engines.trainer_config import OFFLOAD, TrainerConfig
 from streamrl.engines.training.collate import average_advantage, build_batch, derive_columns
 from streamrl.engines.training.deepspeed_backend import DeepSpeedBackend
 from streamrl.engines.training.forward_scorers import compute_token_column
@@ -95,21 +97,31 @@ class ModelTrainer:
         self._num_steps = num_steps
         self._plan: StepPlan | None = None
         self._resharder = WeightResharder(config.collective_timeout_s)
-        is_sharded = config.has_sharded_params
-        with allow_slow_loading(config.collective_timeout_s):
-            module = task.load_model(resolve_loading_dtype(config), on_meta=is_sharded)
-            weights = StoredWeights(module, task.model_path) if is_sharded else None
-            self._parameters = ParameterSet.from_module(module)
-            if config.lora_rank:
-                add_lora_adapters(module, config)
-            if config.gradient_checkpointing:
-                module.gradient_checkpointing_enable({"use_reentrant": False})
-            self._backend = make_backend(module, config, weights)
+        with allow_slow_loading(config.collective_timeout_s), keep_heap_compact():
+            self._backend = self._load_model()
         self._advantages: dict[str, dict[int, float]] = {}
         self._optimizer_offload = OptimizerOffload(
             self._backend.iter_optimizer_state,
             excluding=lambda: (tensor for _, tensor, _ in self._backend.iter_shards()),
         )
+
+    def _load_model(self) -> TrainingBackend:
+        """Load the task's model and shard it."""
+        config, task, is_sharded = self._config, self._task, self._config.has_sharded_params
+        module = task.load_model(resolve_loading_dtype(config), on_meta=is_sharded)
+        weights = StoredWeights(module, task.model_path) if is_sharded else None
+        self._parameters = ParameterSet.from_module(module)
+        if config.lora_rank:
+            add_lora_adapters(module, config)
+        if config.gradient_checkpointing:
+            offload = config.gradient_checkpointing == OFFLOAD
+            checkpoint_layers(
+                module,
+                # On a CPU the inputs are in host memory anyway.
+                offload=offload and get_local_device().type != "cpu",
+                chunk_mlps=config.tensor_parallel == 1,
+            )
+        return make_backend(module, config, weights)
 
     def set_adaptive_params(self, params: Mapping[str, float]) -> None:
         """Override algorithm settings, by name, with the values of adaptive parameters."""
@@ -339,9 +351,11 @@ class ModelTrainer:
     def offload_optimizer(self) -> None:
         """Free the memory of the optimizer's state until the next update or checkpoint.
 
-        The state moves to host memory or disk. Raises StreamError if there is no space for it.
+        The state moves to host memory or disk, unless it stays in a GPU's host memory anyway.
+        Raises StreamError if there is no space for it.
         """
-        self._optimizer_offload.offload_state()
+        if not (self._config.offload_optimizer and get_local_device().type == "cuda"):
+            self._optimizer_offload.offload_state()
 
     def save_training_state(self, directory: Path) -> None:
         """Write parameters, optimizer state and random state for resuming.
@@ -367,23 +381,26 @@ class ModelTrainer:
         Parameters are gathered one at a time. All ranks must call it, since gathering may be
         collective.
         """
-        state = self.merged_state()
-        try:
-            if self.rank == 0:
-                saved = ((n, tensor.cpu()) for n, tensor in state if self._task.is_saved(n))
-                path = self._task.model_path
-                with wrap_checkpoint_errors(directory):
-                    write_hf_model(
-                        directory,
-                        self._backend.module,
-                        saved,
-                        tokenizer_from=path,
-                        dtype=resolve_trainer_dtype(self._config),
-                    )
-        finally:
-            # Other ranks gather, too, whatever happens here.
-            for _ in state:
-                pass
+        with keep_heap_compact():
+            state = self.merged_state()
+            try:
+                if self.rank == 0:
+                    self._write_model(directory, state)
+            finally:
+                # Other ranks gather, too, whatever happens here.
+                for _ in state:
+                    pass
+
+    def _write_model(self, directory: Path, state: Iterator[tuple[str, Tensor]]) -> None:
+        saved = ((n, tensor.cpu()) for n, tensor in state if self._task.is_saved(n))
+        with wrap_checkpoint_errors(directory):
+            write_hf_model(
+                directory,
+                self._backend.module,
+                saved,
+                tokenizer_from=self._task.model_path,
+                dtype=resolve_trainer_dtype(self._config),
+            )
 
     def merged_state(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and tensor of the full model's parameters, LoRA adapters merged.

@@ -62,6 +62,7 @@ class TrainingBackend:
             lr=self._config.lr,
             betas=(first, second),
             weight_decay=self._config.weight_decay,
+            fused=self._config.offload_optimizer or None,
         )
 
     def backward(self, loss: Tensor) -> None:

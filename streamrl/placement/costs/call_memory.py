@@ -43,7 +43,10 @@ class TrainStateBytes:
         return cls(
             share(constants.weight_bytes * copies, SHARDS_PARAMETERS),
             share(constants.gradient_bytes * trained_fraction, SHARDS_GRADIENTS),
-            share(constants.optimizer_bytes * trained_fraction, SHARDS_OPTIMIZER),
+            share(
+                constants.optimizer_bytes * trained_fraction * (not constants.updates_on_host),
+                SHARDS_OPTIMIZER,
+            ),
         )
 
     @property

@@ -108,4 +108,6 @@ def _compute_optimizer_s(cost: CallCost) -> float:
     is_shared = cost.assignment.zero_stage >= SHARDS_OPTIMIZER
     params = cost.sharded_params if is_shared else cost.device_params
     params *= cost.shape.trained_fraction
+    if constants.updates_on_host:
+        return params * num_bytes * cost.host_byte_s
     return params * num_bytes / (cost.memory_bytes_per_s * constants.optimizer_memory_fraction)

@@ -42,10 +42,17 @@ FULL, CUT, COLUMNS = count_bytes(""), count_bytes("_proj"), count_bytes("o_proj"
 
 
 def estimate_memory(
-    path: str, trainer: TrainerConfig, *, tokens: int = 0, dtype: str = "auto"
+    path: str,
+    trainer: TrainerConfig,
+    *,
+    tokens: int = 0,
+    dtype: str = "auto",
+    on_gpu: bool = False,
 ) -> WorkerMemory:
     generator = GeneratorConfig(dtype=dtype, kv_cache_mb=3)
-    return estimate_worker_memory(path, trainer, generator, micro_batch_tokens=tokens, on_gpu=False)
+    return estimate_worker_memory(
+        path, trainer, generator, micro_batch_tokens=tokens, on_gpu=on_gpu
+    )
 
 
 def test_torch_backend_holds_weights_gradients_and_two_moments(path: str):
@@ -174,8 +181,22 @@ def test_activations_grow_with_the_micro_batch_and_shrink_with_checkpointing(pat
     head = 10 * 4 * 5 * VOCABULARY + 2 * 4 * VOCABULARY * hidden
     memory = estimate_memory(path, TrainerConfig(), tokens=10)
     assert memory.activations == 10 * 4 * layers * 17 * hidden + head
-    checkpointed = estimate_memory(path, TrainerConfig(gradient_checkpointing=True), tokens=10)
-    assert checkpointed.activations == 10 * 4 * (layers + 17) * hidden + head
+    for setting in (True, "offload"):
+        trainer = TrainerConfig(gradient_checkpointing=setting)
+        checkpointed = estimate_memory(path, trainer, tokens=10)
+        assert checkpointed.activations == 10 * 4 * (layers + 17) * hidden + head
+    on_gpu = estimate_memory(path, replace(trainer, dtype="float32"), tokens=10, on_gpu=True)
+    assert on_gpu.activations == 10 * 4 * 17 * hidden + head
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_optimizer_in_host_memory_takes_no_memory_of_a_gpu(path: str, stage: int):
+    plain = TrainerConfig(zero_stage=stage)
+    offloaded = replace(plain, offload_optimizer=True)
+    held, freed = (estimate_memory(path, t, on_gpu=True) for t in (plain, offloaded))
+    assert freed.optimizer == freed.update_buffers == 0 < held.optimizer
+    assert (freed.weights, freed.gradients) == (held.weights, held.gradients)
+    assert estimate_memory(path, plain) == estimate_memory(path, offloaded)
 
 
 def test_logits_are_estimated_for_a_chunk_of_tokens(path: str):
@@ -193,10 +214,12 @@ def test_the_counted_peak_of_a_large_vocabulary_is_estimated(
 ):
     config = make_config("qwen2.5-0.5b", layers)
     config.save_pretrained(tmp_path)
-    counted = count_peaks(config, tokens)["policy"]["chunks"]
-    trainer = TrainerConfig(dtype="bfloat16", gradient_checkpointing=True, zero_stage=1)
-    estimated = estimate_memory(str(tmp_path), trainer, tokens=tokens).activations / GIB
-    assert 0.8 * counted < estimated < 1.5 * counted
+    counted = count_peaks(config, tokens)["policy"]
+    settings: dict[str, bool | str] = {"chunks": True, "offload": "offload"}
+    for case, setting in settings.items():
+        trainer = TrainerConfig(dtype="bfloat16", gradient_checkpointing=setting, zero_stage=1)
+        memory = estimate_memory(str(tmp_path), trainer, tokens=tokens, on_gpu=True)
+        assert 0.8 * counted[case] < memory.activations / GIB < 1.5 * counted[case]
 
 
 SLACK = 1.25

@@ -437,10 +437,22 @@ def test_a_non_finite_gradient_raises_and_skips_the_update(results, layout):
 
 @pytest.mark.slow
 @pytest.mark.ranks(OTHER_SETTINGS)
-def test_recomputing_activations_does_not_change_the_update(results, expected):
-    (case,) = results["checkpointed"]
+@pytest.mark.parametrize("stage", [1, 3])
+def test_recomputing_activations_does_not_change_the_update(results, expected, stage):
+    (case,) = results[f"checkpointed/{stage}"]
     assert case["norms"] == pytest.approx(expected[0], rel=1e-5)
     assert measure_max_difference(case["parameters"], expected[1]) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(OTHER_SETTINGS)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_optimizer_in_host_memory_makes_the_same_update(results, expected, stage):
+    (case,) = results[f"offloaded/{stage}"]
+    assert case["norms"] == pytest.approx(expected[0], rel=1e-5)
+    assert measure_max_difference(case["parameters"], expected[1]) < 1e-6
+    ((first, resumed),) = results[f"offloaded resume/{stage}"]
+    assert all(torch.equal(first[name], resumed[name]) for name in first)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import pytest
 
 from streamrl.dataflow import build_dataflow
 from streamrl.errors import ConfigError
-from streamrl.placement.clusters import GB, Cluster
+from streamrl.placement.clusters import DEVICES, GB, Cluster
 from streamrl.placement.costs.constants import CostConstants
 from streamrl.placement.costs.cost_model import CostModel
 from streamrl.placement.meshes import Mesh
@@ -47,6 +47,22 @@ def test_trained_state_moves_from_and_to_the_host_once_a_step():
     optimizer, weights = 12 * SHAPE.num_params / 8, 2 * SHAPE.num_params
     assert steps[1] - steps[0] == pytest.approx(2 * optimizer / HOST)
     assert steps[2] - steps[0] == pytest.approx(2 * (optimizer + weights) / HOST)
+
+
+def test_an_optimizer_on_the_host_takes_no_device_memory_and_updates_over_the_link():
+    plain, on_host = (
+        CostModel(PROBLEM, replace(RESIDENT, updates_on_host=on_host)) for on_host in (False, True)
+    )
+    updates = [
+        m.predict_timings(make_placement()).train["policy"].update_s for m in (plain, on_host)
+    ]
+    params = SHAPE.num_params / 8
+    memory = DEVICES["A100"].memory_bytes_per_s * RESIDENT.optimizer_memory_fraction
+    # Moments and master weights are read and written, gradients read, weights written.
+    num_bytes = (2 * 12 + 4 + 2) * params
+    assert updates[1] - updates[0] == pytest.approx(num_bytes / HOST - num_bytes / memory)
+    held = [m.predict_memory(make_placement())["train"].resident_bytes for m in (plain, on_host)]
+    assert held[0] - held[1] == pytest.approx(12 * params)
 
 
 def test_scoring_weights_load_from_the_host_once_a_step():

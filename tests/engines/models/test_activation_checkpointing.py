@@ -1,0 +1,108 @@
+"""Checkpointed layers: MLPs in chunks of tokens, and layer inputs in host memory."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks.memory import LiveBytes, offload_uncounted
+from streamrl.engines.models import activation_checkpointing
+from streamrl.engines.models.activation_checkpointing import checkpoint_layers
+from tests.engines.models.test_chunked_head import Results, make_ids, make_model, score_in_chunks
+
+ROWS, WIDTH, CHUNK = 3, 9, 4
+NUM_CHUNKS = 7
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(activation_checkpointing, "CHUNK_TOKENS", CHUNK)
+    yield
+
+
+def score(model: PreTrainedModel) -> Results:
+    return score_in_chunks(model, make_ids(ROWS, WIDTH), "gradient")
+
+
+def count_calls(model: PreTrainedModel, name: str) -> list[int]:
+    """Return a list that grows by the tokens of each call of a submodule."""
+    calls: list[int] = []
+    model.get_submodule(name).register_forward_hook(
+        lambda _, __, output: calls.append(output.flatten(0, -2).shape[0])
+    )
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("family", "linear", "forwards"),
+    [
+        ("qwen2", "model.layers.0.mlp.up_proj", 2),
+        ("phi3", "model.layers.1.mlp.gate_up_proj", 2),
+        ("gpt_neox", "gpt_neox.layers.0.mlp.dense_h_to_4h", 2),
+        # Gemma 2 norms the output of the MLP, so the layer's recomputation needs the output.
+        ("gemma2", "model.layers.0.mlp.up_proj", 3),
+    ],
+)
+def test_chunks_change_no_gradient_and_cost_no_second_recomputation(
+    family: str, linear: str, forwards: int
+):
+    model = make_model(family)
+    expected = score(model)
+    checkpoint_layers(model, offload=False, chunk_mlps=True)
+    calls = count_calls(model, linear)
+    torch.testing.assert_close(score(model), expected, atol=1e-4, rtol=1e-4)
+    assert calls == [*([CHUNK] * (NUM_CHUNKS - 1)), ROWS * WIDTH % CHUNK] * forwards
+
+
+def test_chunks_apply_without_gradients_too():
+    model = make_model("qwen2")
+    ids = make_ids(ROWS, WIDTH)
+    expected = model(ids).logits
+    checkpoint_layers(model, offload=False, chunk_mlps=True)
+    calls = count_calls(model, "model.layers.0.mlp.up_proj")
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, expected)
+    assert len(calls) == NUM_CHUNKS
+
+
+def test_frozen_weights_get_no_gradient():
+    model = make_model("qwen2")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("gate_proj" in name)
+    expected = score(model)
+    checkpoint_layers(model, offload=False, chunk_mlps=True)
+    actual = score(model)
+    assert list(actual[2]) == [n for n, p in model.named_parameters() if p.requires_grad]
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_mixtures_of_experts_are_not_chunked():
+    model = make_model("qwen3_moe")
+    checkpoint_layers(model, offload=False, chunk_mlps=True)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_bfloat16_gradients_are_summed_over_chunks_in_float32():
+    model = make_model("qwen2").to(torch.bfloat16)
+    expected = score(model)[2]
+    checkpoint_layers(model, offload=False, chunk_mlps=True)
+    for name, gradient in score(model)[2].items():
+        if "down_proj" in name:
+            error = (gradient.float() - expected[name].float()).norm() / expected[name].norm()
+            assert error < 2**-7
+
+
+def test_offloaded_layer_inputs_change_no_gradient_and_take_no_memory():
+    layers, hidden = 8, 64
+    model = make_model("qwen2", num_hidden_layers=layers, hidden_size=hidden)
+    kept, results = [], []
+    for offload in (False, True):
+        checkpoint_layers(model, offload=offload, chunk_mlps=False)
+        with LiveBytes() as counter, offload_uncounted(counter):
+            logits = model(make_ids(ROWS, WIDTH)).logits
+            kept.append(counter.live)
+            del logits
+            results.append(score(model))
+    torch.testing.assert_close(results[1], results[0], atol=0, rtol=0)
+    assert kept[0] - kept[1] >= (layers - 1) * ROWS * WIDTH * hidden * 4
