@@ -21,6 +21,8 @@ PARITY := .venv-parity
 CHROMIUM := .venv/chromium/chromium
 # Tests of one file, and those that share a run or an engine, stay on one process.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PROCESSES) --dist loadgroup
+# A single GPU is shared by trainer and generator, whose KV cache would take the rest of its memory.
+DEMO_ON_gpu := generator.kv_cache_mb=1024
 BASE_MODEL = $(BIN)/python examples/arithmetic/make.py
 
 .PHONY: help install demo test test-all test-chaos gpu-check parity parity-env chromium pictures lint docs clean
@@ -33,7 +35,7 @@ install: $(STAMP) ## build .venv, for the GPU if there is one (DEVICE=cpu or DEV
 
 demo: $(STAMP) ## train a small model to add with GRPO, into runs/demo
 	$(BASE_MODEL)
-	$(BIN)/streamrl train configs/grpo_arithmetic.yaml run.name=demo run.overwrite=true
+	$(BIN)/streamrl train configs/grpo_arithmetic.yaml run.name=demo run.overwrite=true $(DEMO_ON_$(DEVICE))
 
 test: $(STAMP) ## run the quick tests, the linters among them (ARGS="..." goes to pytest)
 	$(BASE_MODEL)
