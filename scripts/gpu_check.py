@@ -746,9 +746,9 @@ LAYOUTS = (
     TrainerLayout("deepspeed", 0, "float32"),
     TrainerLayout("deepspeed", 2, "float32"),
     TrainerLayout("deepspeed", 3, "float32"),
-    TrainerLayout("deepspeed", 3, "bfloat16", "offload"),
-    TrainerLayout("deepspeed", 3, "float32", "offload"),
-    TrainerLayout("torch", 0, "float32", "offload"),
+    TrainerLayout("deepspeed", 3, "bfloat16", gradient_checkpointing="offload"),
+    TrainerLayout("deepspeed", 3, "float32", gradient_checkpointing="offload"),
+    TrainerLayout("torch", 0, "float32", gradient_checkpointing="offload"),
 )
 """Starts with the default of a GPU run, so that a missed deadline still covers it."""
 
@@ -1208,8 +1208,8 @@ def check_memory(size: str) -> Iterator[tuple[str, Measurements]]:
             set_checkpointing(trainer._backend.module, checkpointing)
             config = make_trainer_config(layout, gradient_checkpointing=checkpointing)
             expected = estimate_pass_memory(path, config, rows * width)
-            suffix = {False: "", True: ", checkpointing"}.get(checkpointing, f", {checkpointing}")
-            name = f"{rows * width} tokens{suffix}"
+            label = "checkpointing" if checkpointing is True else checkpointing
+            name = f"{rows * width} tokens" + (f", {label}" if label else "")
             run = partial(measure_pass, trainer, groups, picks[:rows])
             ((_, measurements),) = run_cases({name: run})
             is_full = "OutOfMemory" in measurements.get("error", "")

@@ -127,6 +127,10 @@ class DataError(StreamError):
     """Drawing a prompt failed for good: a data file has changed, or too many rows are bad."""
 
 
+class VersionNotStoredError(WeightsError):
+    """A version of the weights was sent to other readers only; it will be published again."""
+
+
 class CheckpointError(StreamError):
     """Writing or reading a checkpoint failed."""
 

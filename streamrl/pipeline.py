@@ -27,7 +27,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from streamrl.buffer import ExperienceQueue
-from streamrl.errors import EpisodeError, VersionSupersededError, WeightsError
+from streamrl.errors import (
+    EpisodeError,
+    VersionNotStoredError,
+    VersionSupersededError,
+    WeightsError,
+)
 from streamrl.messages import Columns, Experience, Prompt
 from streamrl.stream.protocols import (
     FinishedCallback,
@@ -59,6 +64,8 @@ PULL_ATTEMPTS = 5
 """Consecutive failed attempts to load a version before the follower is replaced."""
 RETRY_S = 0.25
 """Base of the exponential backoff after a failed load, s: the nth retry waits RETRY_S * 2**n."""
+MAX_NOT_STORED_RETRY_S = 5.0
+"""Longest delay before asking again for a version that was not stored, s."""
 SUPERSEDED_RETRY_S = 0.01
 """First delay before retrying a superseded version, s; doubles up to RETRY_S."""
 
@@ -270,7 +277,8 @@ async def follow_weights(
     Consumes: published versions. Waits for: a version newer than the served one. Produces: that
     version in the follower. Unblocked by: `train_policy`, which publishes. If verification fails,
     the follower keeps serving the old version and reports the fault with its next request. After
-    PULL_ATTEMPTS consecutive failures the last WeightsError is raised.
+    PULL_ATTEMPTS consecutive failures the last WeightsError is raised. A version that was not
+    stored for this follower counts as none: it waits for that version's copy, or the next version.
     """
     state, failures, retry_s = ReaderState(served.version), 0, SUPERSEDED_RETRY_S
     while True:
@@ -284,6 +292,10 @@ async def follow_weights(
         except VersionSupersededError:
             await asyncio.sleep(retry_s)
             retry_s = min(RETRY_S, 2 * retry_s)
+        except VersionNotStoredError as error:
+            state = ReaderState(served.version, fault=WeightFault(manifest.version, str(error)))
+            retry_s = min(MAX_NOT_STORED_RETRY_S, 2 * max(retry_s, RETRY_S))
+            await asyncio.sleep(retry_s)
         except WeightsError as error:
             failures += 1
             if failures == PULL_ATTEMPTS:

@@ -10,7 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamrl.errors import LogprobCheckError, VersionSupersededError, WeightsError
+from streamrl.errors import (
+    LogprobCheckError,
+    VersionNotStoredError,
+    VersionSupersededError,
+    WeightsError,
+)
 from streamrl.messages import Array
 from streamrl.pipeline import (
     FOLLOW_WAIT_S,
@@ -73,6 +78,17 @@ class Channel:
             self.faults[manifest.version] -= 1
             raise WeightsError(f"version {manifest.version}: checksum is wrong")
         return FetchedWeights({}, num_bytes=1000)
+
+
+class Unstored(Channel):
+    """Channel whose source sent a version to other followers only, until `is_stored`."""
+
+    is_stored = False
+
+    async def fetch_weights(self, manifest: WeightManifest) -> FetchedWeights:
+        if not self.is_stored:
+            raise VersionNotStoredError(f"version {manifest.version} went to its readers only")
+        return await super().fetch_weights(manifest)
 
 
 class Resident(Channel):
@@ -141,6 +157,28 @@ async def test_superseded_version_is_skipped_for_the_next(later_s: float, max_pu
     # A load takes 0.5 s. The polling interval grows while no newer version appears.
     assert clock.time() - offered_at <= 0.5 + max(0.02, min(later_s, 0.25))
     assert 1 < len(channel.tries) - 1 <= max_pulls
+
+
+@in_virtual_time
+async def test_a_version_that_was_not_stored_costs_no_follower():
+    """The copy of a large model may take minutes; until then the follower asks more rarely."""
+    refused: list[float] = []
+    registry = WeightRegistry(
+        keep_versions=2,
+        on_fault=lambda *fault: refused.append(asyncio.get_running_loop().time()),
+    )
+    engine, served = Engine(), ServedVersion("generator-0")
+    channel = Unstored(registry)
+    following = asyncio.create_task(follow_weights(stage(), engine, channel, served))
+    registry.add_manifest(manifest(0))
+    await asyncio.sleep(300)
+    assert not following.done() and served.version == -1
+    assert refused[1] < 2 and len(refused) < 100
+    channel.is_stored = True
+    registry.add_manifest(manifest(0))
+    async with asyncio.timeout(6):
+        await served.wait_for_version(0)
+    following.cancel()
 
 
 @in_virtual_time

@@ -228,6 +228,9 @@ class QueueShard:
             if now >= deadline:
                 return []
             pause = min(deadline, self._lease_table.find_next_change_time(stage)) - now
+            if self._config.hedge_s is not None:
+                # A group that another request leases meanwhile wakes this one no more.
+                pause = min(pause, self._config.hedge_s)
             await waiters.wait_for_wake(max(pause, MIN_WAIT_S))
 
     async def commit_columns(self, commits: Sequence[ColumnCommit]) -> list[str]:

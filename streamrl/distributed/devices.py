@@ -10,7 +10,7 @@ torch, the module does not.
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from streamrl.errors import ConfigError
@@ -22,6 +22,12 @@ GPU = "cuda"
 """torch's device type of GPUs."""
 DEVICE_ENV = "STREAMRL_DEVICE"
 """Environment variable: device type of a run, cpu or cuda, for all of its processes."""
+
+NCCL_CONNECT_S = 15
+"""Time for connecting the ranks of an NCCL group that broadcasts weights, s."""
+NCCL_CONNECT_ENV = {"TORCH_NCCL_NONBLOCKING_TIMEOUT": str(NCCL_CONNECT_S)}
+"""Environment of all processes of a run, as PyTorch reads it at the first use of NCCL. It concerns
+groups that connect without blocking."""
 
 
 def has_local_gpu() -> bool:
@@ -108,7 +114,14 @@ def pin_host_memory(address: int, num_bytes: int) -> bool:
     """
     if not has_local_gpu():
         return False
-    return int(_get_gpu_module().cudart().cudaHostRegister(address, num_bytes, 0)) == 0
+    if int(_get_gpu_module().cudart().cudaHostRegister(address, num_bytes, 0)) == 0:
+        return True
+    import torch
+
+    # CUDA keeps the error, and the next operation of this thread would raise it.
+    with suppress(RuntimeError):
+        torch.zeros(1, device=GPU)
+    return False
 
 
 def unpin_host_memory(address: int) -> None:

@@ -83,8 +83,10 @@ def allow_slow_loading(timeout_s: float) -> Iterator[None]:
     timeout_s: timeout of all process groups afterwards, also of those made in the context.
     """
     set_collective_timeout(max(timeout_s, LOAD_TIMEOUT_S))
-    yield
-    set_collective_timeout(timeout_s)
+    try:
+        yield
+    finally:
+        set_collective_timeout(timeout_s)
 
 
 @contextmanager

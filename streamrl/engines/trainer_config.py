@@ -34,6 +34,7 @@ LR_SCHEDULES = (
 BUCKET_ELEMENTS = 50_000_000
 """DeepSpeed's reduce bucket, allocated in full even for small models: a tenth of its default."""
 
+GRADIENT_SHARDING_STAGE = 2
 PARAMETER_SHARDING_STAGE = 3
 OFFLOAD = "offload"
 """Value of trainer.gradient_checkpointing that moves the inputs of layers to host memory."""
@@ -149,6 +150,16 @@ class TrainerConfig:
             raise ConfigError(
                 "trainer.offload_optimizer=true: needs trainer.backend=deepspeed, not"
                 f" {self.backend}, and a trainer.zero_stage above 0, not {self.zero_stage}"
+            )
+        if (
+            self.offload_optimizer
+            and self.zero_stage == GRADIENT_SHARDING_STAGE
+            and self.dtype != "float32"
+        ):
+            raise ConfigError(
+                f"trainer.offload_optimizer=true: with trainer.zero_stage=2, trainer.dtype="
+                f"{self.dtype} DeepSpeed would sum gradients in bfloat16: set zero_stage to 1 or 3,"
+                " or dtype to float32"
             )
 
     def _check_schedule(self) -> None:

@@ -33,7 +33,8 @@ class WeightsConfig:
     #: Transport of the weights: store (Ray's object store), shared_memory (single node), collective
     #: (broadcast to all followers), disk (a directory per version, readable by other engines),
     #: delta (only the changed bytes, through the store), or auto: shared memory on a single node,
-    #: the store otherwise; the run prints its choice.
+    #: collective on several whose processes have a GPU each, the store otherwise; the run prints
+    #: its choice.
     transport: str = AUTO
     #: Training steps per published version; generators keep the last published version in between.
     publish_every: int = 1

@@ -204,6 +204,10 @@ def test_a_setting_may_be_a_boolean_or_text(recipe: Path, text: str, value: bool
             "trainer={backend: torch, offload_optimizer: true}",
             "offload_optimizer=true: needs trainer.backend=deepspeed, not torch",
         ),
+        (
+            "trainer={offload_optimizer: true, zero_stage: 2}",
+            "zero_stage=2, trainer.dtype=auto DeepSpeed would sum gradients in bfloat16",
+        ),
         ("trainer.gradient_checkpointing=host", "=host: must be true, false or offload"),
         ("telemetry.wandb.mode=maybe", "telemetry.wandb.mode=maybe: must be"),
         ("checkpoint.every=-1", "checkpoint.every=-1: must be 0 or more"),

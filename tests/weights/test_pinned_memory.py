@@ -117,7 +117,9 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     refusing = SimpleNamespace(cudaHostRegister=lambda address, num_bytes, flags: 2)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: refusing)
+    gpu = SimpleNamespace(cudart=lambda: refusing)
+    monkeypatch.setattr(devices, "_get_gpu_module", lambda: gpu)
+    monkeypatch.setattr(devices, "GPU", "cpu")
     for module in (devices, shared_memory):
         monkeypatch.setattr(module, "has_local_gpu", lambda: True)
     writer = SharedMemoryWriter("pinned", LocalWriter(), keep_versions=1, directory=tmp_path)

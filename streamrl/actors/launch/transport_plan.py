@@ -75,15 +75,17 @@ def plan_transport(
         config.run_dir.absolute(),
         config.weights.keep_versions,
         RAY_ACCESS,
-        copied_roles=frozenset(
-            role
-            for role in (*config.dataflow.trained_roles, EMA_REFERENCE)
-            if role == EMA_REFERENCE or config.weights.publish_every > 1
-        ),
+        copied_roles=_list_copied_roles(config),
         copies_per_node=load_transport(name).copies_per_node,
         max_bytes=divide_shared_memory(config.weights, facts) if is_shared_memory else {},
         node=nodes[0] if is_shared_memory else "",
     )
+
+
+def _list_copied_roles(config: RunConfig) -> frozenset[str]:
+    """Return the roles whose model may change long before the next version is published."""
+    changes_early = config.weights.publish_every > 1 or config.algorithm_settings.num_updates > 1
+    return frozenset({EMA_REFERENCE, *(config.dataflow.trained_roles if changes_early else ())})
 
 
 def _describe_hybrid_transport(config: RunConfig, *, on_gpu: bool) -> str:

@@ -11,6 +11,7 @@ recomputation, except in families that need activations behind the MLP.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
@@ -45,13 +46,19 @@ def checkpoint_layers(module: "PreTrainedModel", *, offload: bool, chunk_mlps: b
 def _iter_tokenwise_mlps(module: "PreTrainedModel") -> Iterator[nn.Module]:
     """Yield the MLPs of decoder layers that map each token by itself, with linear layers only.
 
-    Mixtures of experts hold their experts in other parameters or in lists.
+    Mixtures of experts hold their experts in other parameters or in lists. BLOOM's MLP adds the
+    residual, a second argument.
     """
     for layer in iter_layers(module):
         mlp = layer._modules.get("mlp")
-        if mlp is not None and all(
-            isinstance(part, nn.Linear) or not (part._parameters or isinstance(part, nn.ModuleList))
-            for part in mlp.modules()
+        if (
+            mlp is not None
+            and len(inspect.signature(mlp.forward).parameters) == 1
+            and all(
+                isinstance(part, nn.Linear)
+                or not (part._parameters or isinstance(part, nn.ModuleList))
+                for part in mlp.modules()
+            )
         ):
             yield mlp
 

@@ -23,6 +23,8 @@ PACKED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 """Kinds of layers, by `layer_types` in config.json, that `attend_packed_rows` keeps to a row."""
 DROPPING_FAMILIES = ("nemotron",)
 """Values of model_type in config.json whose layers do not pass arguments on to attention."""
+WINDOW_DROPPING_FAMILIES = ("phimoe", "qwen2_moe")
+"""Values of model_type whose layers know of their sliding window only by the attention mask."""
 MAX_KERNEL_HEAD = 256
 """Largest head, in elements, of torch's variable-length attention."""
 
@@ -120,6 +122,10 @@ def explain_padding(model_class: "type[PreTrainedModel]", config: Any, attention
             model_class._supports_attention_backend and model_class._supports_flash_attn
         ),
         "its layers drop arguments of attention": config.model_type in DROPPING_FAMILIES,
+        "its layers do not pass on their sliding window": (
+            config.model_type in WINDOW_DROPPING_FAMILIES
+            and config.to_dict().get("sliding_window") is not None
+        ),
         f"its attention function, {attention}, is not sdpa": attention != "sdpa",
     }
     return next((reason for reason, applies in rules.items() if applies), "")

@@ -257,7 +257,7 @@ def make_deepspeed_config(module: "PreTrainedModel", config: "TrainerConfig") ->
         },
     }
     if config.offload_optimizer:
-        pin_memory = get_local_device().type == "cuda"
+        pin_memory = has_local_gpu()
         settings["zero_optimization"]["offload_optimizer"] = {
             "device": "cpu",
             "pin_memory": pin_memory,

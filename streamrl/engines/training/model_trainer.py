@@ -24,7 +24,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from streamrl.buffer.assembly.packing import RolloutIndex
-from streamrl.distributed.devices import get_local_device, synchronize_device
+from streamrl.distributed.devices import get_local_device, has_local_gpu, synchronize_device
 from streamrl.distributed.process_group import (
     allow_slow_loading,
     join_process_group,
@@ -118,7 +118,7 @@ class ModelTrainer:
             checkpoint_layers(
                 module,
                 # On a CPU the inputs are in host memory anyway.
-                offload=offload and get_local_device().type != "cpu",
+                offload=offload and has_local_gpu(),
                 chunk_mlps=config.tensor_parallel == 1,
             )
         return make_backend(module, config, weights)
@@ -354,7 +354,7 @@ class ModelTrainer:
         The state moves to host memory or disk, unless it stays in a GPU's host memory anyway.
         Raises StreamError if there is no space for it.
         """
-        if not (self._config.offload_optimizer and get_local_device().type == "cuda"):
+        if not (self._config.offload_optimizer and has_local_gpu()):
             self._optimizer_offload.offload_state()
 
     def save_training_state(self, directory: Path) -> None:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from streamrl.distributed.devices import get_local_device
-from streamrl.errors import WeightsError
+from streamrl.errors import VersionNotStoredError, WeightsError
 from streamrl.messages import Array
 from streamrl.weights.manifest import WeightBucket, WeightManifest
 from streamrl.weights.pinned_memory import allocate_pinned
@@ -273,9 +273,12 @@ class CollectiveReader(TransportReader):
             # A group is unusable after any error; the writer begins a new epoch.
             self.fallback_reason = f"weights version {manifest.version} was not sent: {error}"
         self._request_membership()
+        if manifest.handles[0].fallback_handle is None:
+            reason = f" ({self.fallback_reason})" if self.fallback_reason else ""
+            raise VersionNotStoredError(
+                f"weights version {manifest.version} went to its readers only{reason}"
+            )
         try:
-            if manifest.handles[0].fallback_handle is None:
-                raise WeightsError(f"weights version {manifest.version} went to its readers only")
             return self._fallback.fetch_buckets(_make_fallback_manifest(manifest))
         except WeightsError as error:
             cause = f" ({self.fallback_reason})" if self.fallback_reason else ""

@@ -23,7 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from streamrl.distributed.devices import GPU, make_gpu_stream, use_gpu_stream
+from streamrl.distributed.devices import (
+    GPU,
+    NCCL_CONNECT_ENV,
+    make_gpu_stream,
+    use_gpu_stream,
+)
 from streamrl.distributed.tcp_store import serve_tcp_store
 from streamrl.errors import WeightsError
 
@@ -32,10 +37,6 @@ STORE_POLL_S = 0.002
 COLLECTIVE_POLL_S = 0.0005
 NCCL_TIMEOUT = timedelta(days=1)
 """Timeout of NCCL groups, whose operations `BroadcastGroup` aborts much earlier."""
-NCCL_CONNECT_S = 15
-"""Time for connecting the ranks of an NCCL group, s."""
-NCCL_TIMEOUT_ENV = {"TORCH_NCCL_NONBLOCKING_TIMEOUT": str(NCCL_CONNECT_S)}
-"""Environment for groups that connect without blocking; PyTorch reads it once per process."""
 NCCL_WATCHDOG_ENV = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 """Environment while a group is made: its watchdog then logs a lost peer; by default it would end
 the process."""
@@ -164,7 +165,7 @@ def make_nccl_group(store: dist.Store, rank: int, size: int, deadline: SharedDea
     options._timeout = NCCL_TIMEOUT
     # Otherwise connecting to a dead rank never returns.
     options.config.blocking = 0
-    os.environ.update(NCCL_TIMEOUT_ENV)
+    os.environ.update(NCCL_CONNECT_ENV)
     with _set_environment(NCCL_WATCHDOG_ENV):
         return dist.ProcessGroupNCCL(store, rank, size, options)
 

@@ -364,7 +364,10 @@ class SharedMemoryReader(TransportReader):
         locked = map_segment(handle, num_bytes, self._name)
         if not has_local_gpu():
             return locked
-        return self._pinned_files.view_range(handle.path, HEADER_BYTES, num_bytes, locked)
+        try:
+            return self._pinned_files.view_range(handle.path, HEADER_BYTES, num_bytes, locked)
+        except OSError:  # the publisher has just removed the file
+            return locked
 
 
 def _make_fallback_manifest(manifest: WeightManifest) -> WeightManifest:
