@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.memory import LiveBytes, offload_uncounted
 from streamrl.engines.models import activation_checkpointing
@@ -81,6 +81,14 @@ def test_mixtures_of_experts_are_not_chunked():
     model = make_model("qwen3_moe")
     checkpoint_layers(model, offload=False, chunk_mlps=True)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_an_mlp_with_a_second_argument_is_not_chunked():
+    """BLOOM's MLP takes the residual, too."""
+    sizes = {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 512}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("bloom", **sizes))
+    checkpoint_layers(model.train(), offload=False, chunk_mlps=True)
+    model(input_ids=make_ids(2, 8)).logits.sum().backward()
 
 
 def test_bfloat16_gradients_are_summed_over_chunks_in_float32():
