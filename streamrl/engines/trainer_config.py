@@ -93,7 +93,8 @@ class TrainerConfig:
     #: inputs of the layers in host memory between the passes; on CPUs the same as true.
     gradient_checkpointing: bool | str = False
     #: Keep AdamW's moments and the master weights in host memory, and update there on `threads`
-    #: threads: less GPU memory, slower updates. Needs backend deepspeed and a zero_stage above 0.
+    #: threads: less GPU memory, slower updates. Needs backend deepspeed and zero_stage 1 or 3, or 2
+    #: in float32.
     offload_optimizer: bool = False
     #: Timeout of a collective, s.
     collective_timeout_s: float = 300.0
