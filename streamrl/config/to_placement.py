@@ -195,6 +195,10 @@ def make_split_rules(config: RunConfig, problem: PlacementProblem) -> SplitRules
             or explain_untrainable_split(shape.family, sizes, tp_size)
         ):
             return ()
+        if trainer.offload_optimizer:
+            # With ZeRO 2 DeepSpeed would sum gradients in bfloat16.
+            allowed = (1, 2, 3) if trainer.dtype == "float32" else (1, 3)
+            stages = tuple(stage for stage in stages if stage in allowed)
         if trainer.backend == "torch" and tp_size == 1 and stages:
             stages = (0, 3) if grid.num_ranks > 1 else stages
             # Only the sharded model has the master weights that bfloat16 needs.

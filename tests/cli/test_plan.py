@@ -548,6 +548,17 @@ def test_filtered_groups_are_reported_and_cost_time(capsys: pytest.CaptureFixtur
     assert "filtered=1" in refusal(capsys, "plan", *words, "--filtered", "1")
 
 
+def test_a_plan_with_the_optimizer_on_the_host_uses_stages_that_can(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    demo, plan = str(CONFIGS / "grpo_arithmetic.yaml"), tmp_path / "plan.yaml"
+    words = [demo, "--cluster", "2xH100", "--model", "qwen2.5-1.5b", "--prompt-tokens", "200"]
+    words += ["--proposals", "20", "--max-staleness", "1", "generator.max_new_tokens=500"]
+    words += ["trainer.offload_optimizer=true", "-o", str(plan)]
+    assert run(capsys, "plan", *words)[0] == 0
+    assert load_config(plan).trainer.zero_stage in (1, 3)
+
+
 def test_a_bfloat16_plan_splits_weights_by_the_torch_backend_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
