@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from streamrl.actors.coordination.driver_events import (
     DriverReport,
     EventReport,
+    RolloutReport,
     StepReport,
 )
 from streamrl.actors.engine_factory import RealEngineFactory
@@ -246,11 +247,12 @@ def _forward_reports(
         if claim.run_lock is not None:
             claim.run_lock.verify_owner()
         match report:
-            case StepReport(step, row, spans, recorded):
+            case StepReport(step, row, spans):
                 sinks.log_step(step, row)
                 sinks.write_spans(spans)
-                sinks.log_rollouts(step, recorded)
-                log.write_groups(step, recorded)
+            case RolloutReport(step, groups):
+                sinks.log_rollouts(step, groups)
+                log.write_groups(step, groups)
             case EventReport(name, fields):
                 sinks.log_event(name, fields)
             case WorkStatus() as status:

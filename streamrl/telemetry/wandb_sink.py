@@ -226,7 +226,8 @@ class WandbSink:
     def log_rollouts(self, step: int, groups: Sequence[RecordedGroup]) -> None:
         """Log a table of recorded rollouts under each TABLE_EVERY-th step.
 
-        At most MAX_TABLE_ROWS, whole groups first, with texts cut to MAX_TABLE_TEXT.
+        At most MAX_TABLE_ROWS, whole groups first, with texts cut to MAX_TABLE_TEXT. Late rollouts
+        come under the latest step, since wandb drops rows of earlier steps.
         """
         import wandb
 
@@ -235,7 +236,7 @@ class WandbSink:
         rows = [make_table_row(group, rollout) for group in groups for rollout in group.rollouts]
         table = wandb.Table(columns=[*TABLE_COLUMNS], data=rows[:MAX_TABLE_ROWS])
         try:
-            self._run.log({ROLLOUTS_TABLE: table}, step=step)
+            self._run.log({ROLLOUTS_TABLE: table}, step=max(step, self._run.step))
         except OSError as error:
             self._disable_sink(error)
 

@@ -18,12 +18,19 @@ STATUS_EVERY_S = 1.0
 
 @dataclass(frozen=True)
 class StepReport:
-    """Report of a finished training step: metrics row, spans for the trace, recorded groups."""
+    """Report of a finished training step: metrics row, spans for the trace."""
 
     step: int
     row: MetricsRow
     spans: Sequence[Span] = ()
-    recorded: Sequence[RecordedGroup] = ()
+
+
+@dataclass(frozen=True)
+class RolloutReport:
+    """All recorded groups of a finished training step."""
+
+    step: int
+    groups: Sequence[RecordedGroup]
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class EventReport:
     fields: Mapping[str, str | int | float | bool]
 
 
-DriverReport = StepReport | EventReport | WorkStatus
+DriverReport = StepReport | RolloutReport | EventReport | WorkStatus
 
 
 class DriverEvents:

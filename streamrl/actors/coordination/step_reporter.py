@@ -10,7 +10,11 @@ from typing import Any
 import msgspec
 
 from streamrl.actors.actor_context import ActorReport
-from streamrl.actors.coordination.driver_events import DriverEvents, StepReport
+from streamrl.actors.coordination.driver_events import (
+    DriverEvents,
+    RolloutReport,
+    StepReport,
+)
 from streamrl.actors.coordination.role_actors import RoleActors
 from streamrl.actors.transport.ray_calls import await_reply
 from streamrl.algorithms import summarize_policy
@@ -44,7 +48,9 @@ class StepSnapshot:
 DRAIN_EVERY_S = 0.2
 """Minimum interval between two drains of the actors; faster steps share a drain."""
 DRAIN_TIMEOUT_S = 3.0
-"""Longest time by which a hung actor delays the report of a step."""
+"""Longest time by which a slow actor delays the metrics row of a step."""
+LAST_DRAIN_TIMEOUT_S = 10.0
+"""Longest wait for a slow actor's rollouts at the end of the run."""
 MAX_PENDING_STEPS = 4
 """Training steps whose number of recorded groups is kept until the groups are trained."""
 
@@ -67,6 +73,10 @@ class StepReporter:
         self._spans: dict[str, list[Span]] = {role.role: [] for role in roles}
         self._recorded: dict[str, RecordedGroup] = {}
         self._advantages: dict[str, dict[int, float]] = {}
+        #: Calls of actors that did not answer a drain in time, by name; a later drain takes them.
+        self._open_calls: dict[str, asyncio.Task[ActorReport]] = {}
+        #: Uids of trained steps whose rollouts are not posted yet, since a call is open.
+        self._unposted: dict[int, list[str]] = {}
         self._counts: Counter[str] = Counter()
         self._memory_peaks: dict[str, float] = {}
         self._core_meters = {name: CoreMeter() for name in ("machine", "stages", "queue")}
@@ -97,6 +107,7 @@ class StepReporter:
             spans = self._record_reports(reports)
             for snapshot in snapshots:
                 self._post_step(snapshot, spans)
+                self._post_rollouts()
                 self._snapshots.task_done()
                 spans = []
 
@@ -114,6 +125,10 @@ class StepReporter:
         if not idle.done():
             running.result()
         running.cancel()
+        if self._open_calls:
+            await asyncio.wait(self._open_calls.values(), timeout=LAST_DRAIN_TIMEOUT_S)
+            self._record_reports(await self._drain_actors())
+        self._post_rollouts(is_last=True)
 
     def _post_step(self, snapshot: StepSnapshot, spans: Sequence[Span]) -> None:
         """Compute the metrics row of a step and send it to the driver, with spans for the trace."""
@@ -141,17 +156,32 @@ class StepReporter:
         )
         validate_row(row)
         self._window_start = end_s
-        recorded = self._pop_recorded(outcome)
-        self._driver_events.post_report(StepReport(outcome.version + 1, row, spans, recorded))
+        self._driver_events.post_report(StepReport(outcome.version + 1, row, spans))
+        self._unposted[outcome.version + 1] = [group.uid for group in outcome.groups]
 
-    def _pop_recorded(self, outcome: StepResult) -> list[RecordedGroup]:
-        """Remove and return the recorded groups of a step, with their advantages.
+    def _post_rollouts(self, *, is_last: bool = False) -> None:
+        """Send the recorded groups of each trained step to the driver, once no call is open.
+
+        is_last: do not wait for open calls.
+        """
+        is_late = len(self._unposted) > MAX_PENDING_STEPS
+        if self._open_calls and not is_late and not is_last:
+            return
+        for step, uids in self._unposted.items():
+            if recorded := self._pop_recorded(step, uids):
+                self._driver_events.post_report(RolloutReport(step, recorded))
+        self._unposted = {}
+        for pending in (self._recorded, self._advantages):
+            for uid in list(pending)[: -self._max_pending]:
+                del pending[uid]
+
+    def _pop_recorded(self, step: int, uids: Sequence[str]) -> list[RecordedGroup]:
+        """Remove and return the recorded groups among the `uids` of a step, with their advantages.
 
         Others stay until they are trained, or until newer ones displace them.
         """
-        step = outcome.version + 1
         groups = []
-        for uid in (group.uid for group in outcome.groups):
+        for uid in uids:
             advantages = self._advantages.pop(uid, {})
             if group := self._recorded.pop(uid, None):
                 rollouts = tuple(
@@ -159,9 +189,6 @@ class StepReporter:
                     for rollout in group.rollouts
                 )
                 groups.append(msgspec.structs.replace(group, step=step, rollouts=rollouts))
-        for pending in (self._recorded, self._advantages):
-            for uid in list(pending)[: -self._max_pending]:
-                del pending[uid]
         return groups
 
     async def _drain_actors(self) -> dict[str, list[ActorReport]]:
@@ -175,17 +202,23 @@ class StepReporter:
         }
         return {role: list(await asyncio.gather(*role_tasks)) for role, role_tasks in tasks.items()}
 
-    @staticmethod
-    async def _drain_actor(name: str, actor: Any) -> ActorReport:
-        """Collect the report of an actor; return an empty report if the actor is dead or hangs."""
+    async def _drain_actor(self, name: str, actor: Any) -> ActorReport:
+        """Collect the report of an actor; return an empty report if the actor is dead or slow.
+
+        A slow actor's report is left to the next drain, since the actor forgets what it has
+        reported.
+        """
+        call = self._open_calls.pop(name, None) or asyncio.ensure_future(
+            await_reply(actor.collect_report.remote(), f"{name}.collect_report")
+        )
+        await asyncio.wait({call}, timeout=DRAIN_TIMEOUT_S)
+        if not call.done():
+            self._open_calls[name] = call
+            return ActorReport(name, (), process_time={})
         try:
-            report = await await_reply(
-                actor.collect_report.remote(), f"{name}.collect_report", DRAIN_TIMEOUT_S
-            )
+            return call.result()
         except (ActorLostError, DeadlineError):
             return ActorReport(name, (), process_time={})
-        assert isinstance(report, ActorReport)
-        return report
 
     def _measure_cores(
         self, reports: Mapping[str, Sequence[ActorReport]], *, shards_s: float

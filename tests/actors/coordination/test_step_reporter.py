@@ -10,11 +10,17 @@ from typing import Any
 import pytest
 
 from streamrl.actors.actor_context import ActorReport
-from streamrl.actors.coordination.driver_events import DriverEvents, EventReport, StepReport
+from streamrl.actors.coordination.driver_events import (
+    DriverEvents,
+    EventReport,
+    RolloutReport,
+    StepReport,
+)
 from streamrl.actors.coordination.role_actors import RoleActors
 from streamrl.actors.coordination.step_reporter import (
     DRAIN_EVERY_S,
     DRAIN_TIMEOUT_S,
+    LAST_DRAIN_TIMEOUT_S,
     StepReporter,
     StepSnapshot,
 )
@@ -100,10 +106,18 @@ class Reported:
         self.running = asyncio.create_task(self.reporter.report_steps())
 
     async def finish(self) -> Sequence[StepReport]:
+        return (await self.finish_all())[0]
+
+    async def finish_all(self) -> tuple[list[StepReport], dict[int, Sequence[RecordedGroup]]]:
+        """Return the steps' reports, and the recorded groups by step, posted once per step."""
         await self.reporter.finish_reporting(self.running)
         reports = await self.feed.read_after(0, 1.0)
-        assert all(isinstance(report, StepReport) for report in reports)
-        return reports  # type: ignore[return-value]
+        rollouts = [report for report in reports if isinstance(report, RolloutReport)]
+        steps = [report for report in reports if isinstance(report, StepReport)]
+        assert len(rollouts) + len(steps) == len(reports)
+        recorded = {report.step: report.groups for report in rollouts}
+        assert len(recorded) == len(rollouts)
+        return steps, recorded
 
 
 @in_virtual_time
@@ -191,8 +205,9 @@ async def test_a_recorded_group_is_reported_with_the_step_that_trained_it():
     run.reporter.add_step(snapshot(2, ended_at=3.0, uid="b"))
     await asyncio.sleep(1.0)
     run.reporter.add_step(snapshot(3, ended_at=4.0, uid="d"))
-    reported = [[(g.uid, g.step) for g in r.recorded] for r in await run.finish()]
-    assert reported == [[("a", 1)], [("c", 2)], [("b", 3)], []]
+    _, recorded = await run.finish_all()
+    uids = {step: [(g.uid, g.step) for g in groups] for step, groups in recorded.items()}
+    assert uids == {1: [("a", 1)], 2: [("c", 2)], 3: [("b", 3)]}
 
 
 @in_virtual_time
@@ -201,8 +216,8 @@ async def test_a_recorded_rollout_gets_the_advantage_of_its_row():
     run.generator.recorded = [make_group("a", rows=(0, 2))]
     run.rank.advantages = {"a": {0: -0.5, 1: 0.25, 2: 0.75}}
     run.reporter.add_step(snapshot(0, ended_at=1.0, uid="a"))
-    (report,) = await run.finish()
-    assert [rollout.advantage for rollout in report.recorded[0].rollouts] == [-0.5, 0.75]
+    _, recorded = await run.finish_all()
+    assert [rollout.advantage for rollout in recorded[1][0].rollouts] == [-0.5, 0.75]
 
 
 @in_virtual_time
@@ -214,7 +229,8 @@ async def test_groups_that_are_never_trained_are_forgotten():
     await asyncio.sleep(1.0)
     run.generator.recorded = []
     run.reporter.add_step(snapshot(1, ended_at=2.0, uid="old"))
-    assert [list(report.recorded) for report in await run.finish()] == [[], []]
+    steps, recorded = await run.finish_all()
+    assert len(steps) == 2 and not recorded
 
 
 @in_virtual_time
@@ -233,9 +249,49 @@ async def test_a_hung_actor_delays_a_report_only_briefly():
     run.generator.collect_report = Hung()  # type: ignore[assignment]
     run.reporter.add_step(snapshot(0, ended_at=2.0))
     began = asyncio.get_running_loop().time()
-    (report,) = await run.finish()
+    await run.reporter.wait_until_idle()
     assert asyncio.get_running_loop().time() - began <= DRAIN_TIMEOUT_S + DRAIN_EVERY_S
+    (report,) = await run.finish()
     assert report.row["idle/train"] == pytest.approx(0.5)
+    waited_s = asyncio.get_running_loop().time() - began
+    assert waited_s <= 2 * DRAIN_TIMEOUT_S + DRAIN_EVERY_S + LAST_DRAIN_TIMEOUT_S
+
+
+class Slow:
+    """Method that replies to each call after `delay_s`, with what happened before the reply."""
+
+    def __init__(self, worker: Worker, delay_s: float) -> None:
+        self.worker = worker
+        self.delay_s = delay_s
+
+    async def remote(self) -> ActorReport:
+        await asyncio.sleep(self.delay_s)
+        report = await self.worker.remote()
+        self.worker.recorded, self.worker.advantages = [], {}
+        return report
+
+
+@pytest.mark.parametrize("slow_name", ["generator", "rank"])
+@pytest.mark.parametrize("later_steps", [0, 3])
+@in_virtual_time
+async def test_rollouts_of_a_slow_actor_are_reported_once_it_answers(
+    slow_name: str, later_steps: int
+):
+    run = Reported()
+    slow: Worker = vars(run)[slow_name]
+    slow.collect_report = Slow(slow, 3 * DRAIN_TIMEOUT_S)  # type: ignore[assignment]
+    run.generator.recorded = [make_group(uid) for uid in "abcd"]
+    run.rank.advantages = {uid: {0: 0.5} for uid in "abcd"}
+    for version, uid in enumerate("abcd"[: 1 + later_steps]):
+        run.reporter.add_step(snapshot(version, ended_at=version + 1.0, uid=uid))
+        await asyncio.sleep(2 * DRAIN_TIMEOUT_S)
+    steps, recorded = await run.finish_all()
+    assert [report.step for report in steps] == [*range(1, 2 + later_steps)]
+    assert {step: [g.uid for g in groups] for step, groups in recorded.items()} == {
+        step: [uid] for step, uid in enumerate("abcd"[: 1 + later_steps], start=1)
+    }
+    rollouts = [group.rollouts[0] for groups in recorded.values() for group in groups]
+    assert [rollout.advantage for rollout in rollouts] == [0.5] * len(steps)
 
 
 class Hung:
