@@ -9,7 +9,8 @@ reference  log-probabilities without a gradient
 counted    of fake tensors, which have sizes and no data, for models of the shapes --shapes (7B with
            16,384 tokens, 32B with 32,768). A parameter's gradient is dropped once it is whole, as a
            ZeRO-3 rank does.
-measured   of a small model that runs, with the growth of the process's resident memory beside it
+measured   of a small model that runs, with the growth of the process's resident memory beside it;
+           `shared` is one of --ranks ranks that share the tokens (sequence parallelism)
 
 `offload` is the same with the inputs of layers in host memory, which is not counted; `full_logits`
 the same as `chunks` with all logits at a time and the softmax in chunks. --layers 0 shows the head
@@ -25,9 +26,11 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -47,6 +50,8 @@ from streamrl.engines.memory.peak_memory import (
 )
 from streamrl.engines.models.activation_checkpointing import checkpoint_layers
 from streamrl.engines.models.forward import compute_token_logprobs, compute_token_values
+from streamrl.engines.models.packed_rows import enable_packing, share_tokens
+from streamrl.engines.models.sequence_parallel import join_sequence_group
 from streamrl.placement.model_shapes import MODEL_SHAPES
 
 GIB = 1 << 30
@@ -60,8 +65,8 @@ SMALL = Qwen2Config(
     hidden_size=256,
     intermediate_size=1024,
     num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
+    num_attention_heads=8,
+    num_key_value_heads=4,
     tie_word_embeddings=False,
 )
 Loss = Callable[[PreTrainedModel, Tensor], Tensor]
@@ -176,6 +181,7 @@ def compute_values(model: PreTrainedModel, ids: Tensor) -> Tensor:
 class MemoryCase(NamedTuple):
     loss: Loss
     has_offload: bool = False
+    is_shared: bool = False
 
 
 CASES: dict[str, dict[str, MemoryCase]] = {
@@ -183,6 +189,7 @@ CASES: dict[str, dict[str, MemoryCase]] = {
         "chunks": MemoryCase(score_in_chunks),
         "offload": MemoryCase(score_in_chunks, has_offload=True),
         "full_logits": MemoryCase(score_full_logits),
+        "shared": MemoryCase(score_in_chunks, is_shared=True),
     },
     "reference": {
         "chunks": MemoryCase(score_in_chunks),
@@ -206,7 +213,9 @@ def count_peaks(config: Qwen2Config, tokens: int) -> dict[str, dict[str, float]]
     """Count the peak of every case on fake tensors, GiB."""
     peaks: dict[str, dict[str, float]] = {}
     for role, cases in CASES.items():
-        for name, (loss, has_offload) in cases.items():
+        for name, (loss, has_offload, is_shared) in cases.items():
+            if is_shared:
+                continue  # packing depends on the values of a mask
             with (
                 torch.autograd.set_multithreading_enabled(False),
                 FakeTensorMode(),
@@ -224,16 +233,26 @@ def count_peaks(config: Qwen2Config, tokens: int) -> dict[str, dict[str, float]]
     return peaks
 
 
-def measure_peaks(tokens: int) -> dict[str, dict[str, dict[str, float]]]:
+def share_with_others(model: PreTrainedModel, ranks: int) -> None:
+    """Make the model that of the first of `ranks` ranks; what the others send has no values."""
+    if not dist.is_initialized():
+        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    enable_packing(model)
+    share_tokens(model, join_sequence_group(world_size=ranks, size=ranks, tensor_parallel=1))
+
+
+def measure_peaks(tokens: int, ranks: int) -> dict[str, dict[str, dict[str, float]]]:
     """Measure and count the peak of every case of a small model that runs in float32, GiB."""
     peaks: dict[str, dict[str, dict[str, float]]] = {}
     release_large_blocks_eagerly()
     ids = torch.randint(SMALL.vocab_size, (max(1, tokens // 512), min(tokens, 512)))
     for role, cases in CASES.items():
         model = make_model(SMALL, torch.float32, is_critic=role == "critic")
-        for name, (loss, has_offload) in cases.items():
+        for name, (loss, has_offload, is_shared) in cases.items():
             if has_offload:
                 continue  # host memory is resident memory, too
+            if is_shared:
+                share_with_others(model, ranks)
             run_case(model, ids[:1], loss, has_grad=role != "reference")
             release_freed_memory()
             tracker = PeakMemoryTracker()
@@ -258,7 +277,7 @@ def measure(arguments: argparse.Namespace) -> Mapping[str, Any]:
         config = make_config(shape, arguments.layers)
         tokens = arguments.tokens or TOKENS.get(shape, 16_384)
         counted[shape] = {"tokens": tokens, **count_peaks(config, tokens)}
-    measured = measure_peaks(arguments.measured_tokens)
+    measured = measure_peaks(arguments.measured_tokens, arguments.ranks)
     return {"counted": counted, "measured": {"tokens": arguments.measured_tokens, **measured}}
 
 
@@ -267,6 +286,7 @@ def make_parser() -> BenchmarkParser:
     parser.add_argument("--shapes", nargs="+", choices=MODEL_SHAPES, default=list(TOKENS))
     parser.add_argument("--layers", type=at_least(0), help="instead of the shape's own")
     parser.add_argument("--tokens", type=at_least(1), help="of the counted micro-batches")
+    parser.add_argument("--ranks", type=at_least(2), default=4, help="that share the tokens")
     parser.add_argument("--measured-tokens", type=at_least(1), default=8192)
     parser.set_quick(shapes=["qwen2.5-7b"], layers=1, tokens=4096, measured_tokens=1024)
     return parser

@@ -222,7 +222,9 @@ def test_driver_checks_a_model_without_its_model_class(tmp_path: Path):
         from streamrl.engines.models.tensor_parallel_support import check_tensor_parallel
         from streamrl.files.hf_config import read_model_length
         load_tokenizer({path!r}), load_vocab_size({path!r}), read_model_length({path!r}, limit=None)
-        check_generator_split({path!r}, 1), check_tensor_parallel({path!r}, 2, section="trainer")
+        check_generator_split({path!r}, 1)
+        split = TrainerConfig(backend="torch", world_size=2, tensor_parallel=2)
+        check_tensor_parallel({path!r}, split, section="trainer")
         assert count_trained_params_from_config(
             {path!r}, TrainerConfig(), has_output=True, has_value=False
         )

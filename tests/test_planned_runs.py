@@ -243,8 +243,7 @@ def refusal(
     try:
         run = apply_placement(config, placement, kv_cache_bytes=kv_cache_bytes)
         check_generator_split(run.model.path, run.generator.tensor_parallel)
-        ranks = run.trainer.tensor_parallel
-        check_tensor_parallel(run.model.path, ranks, section="trainer")
+        check_tensor_parallel(run.model.path, run.trainer, section="trainer")
         choose_mode(list_placement_options(run, prepared, not cluster.is_cpu), capacity)
     except ConfigError as error:
         return str(error)

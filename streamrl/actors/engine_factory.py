@@ -268,7 +268,7 @@ def _make_reference_scorer(config: RunConfig, max_length: int) -> HostedScorer:
         micro_batch_tokens=config.pipeline.micro_batch_tokens,
         threads=config.trainer.threads,
         dtype=config.trainer.dtype,
-        options=ModelLoadOptions(config.trainer.attention, max_length),
+        options=ModelLoadOptions(config.trainer.attention, max_length, config.scorer.offload),
     )
     follower = FollowerScorer(model.compute_ref_logprobs, model.load_weights)
     return HostedScorer({REFERENCE_CALL.stage: follower.score}, follower)
@@ -287,7 +287,7 @@ def _make_value_scorer(call: ModelCall, config: RunConfig, max_length: int) -> H
         threads=trainer_config.threads,
         dtype=trainer_config.dtype,
         shares_policy=shares_policy,
-        options=ModelLoadOptions(trainer_config.attention, max_length),
+        options=ModelLoadOptions(trainer_config.attention, max_length, config.scorer.offload),
     )
     follower = FollowerScorer(
         lambda columns: {column: model.compute_values(columns)}, model.load_weights

@@ -215,10 +215,13 @@ class TrainerActor(PingableActor):
         """
         # The KV cache may only go while the generator is paused, that is, while weights change.
         is_changing = self._shared_weights is not None and self._shared_weights.is_changing
-        # Gathering is a collective: a single call in the model thread gives it the same place among
-        # the micro-batches on every rank.
-        is_collective = self._trainer.has_sharded_params or (
-            self._role == POLICY and self._config.needs_resharding
+        # Gathering is a collective, and the check can be one: a single call in the model thread
+        # gives it the same place among the micro-batches on every rank.
+        config = self._config.get_trainer_config(self._role)
+        is_collective = (
+            self._trainer.has_sharded_params
+            or (self._role == POLICY and self._config.needs_resharding)
+            or (should_check and config.has_collective_forward)
         )
         async with self._run_compute_phase(may_release_kv=is_changing):
             with self._stage.spans.record_span("publish", version=version):

@@ -229,14 +229,14 @@ def _list_replica_settings(config: RunConfig) -> Mapping[str, tuple[str, int, in
     settings["trainer replica"] = (
         "trainer.world_size",
         trainer.world_size,
-        trainer.tensor_parallel,
+        trainer.ranks_per_batch,
     )
     if CRITIC in roles:
         critic_trainer = config.get_trainer_config(CRITIC)
         settings["critic replica"] = (
             "critic.trainer.world_size",
             critic_trainer.world_size,
-            critic_trainer.tensor_parallel,
+            critic_trainer.ranks_per_batch,
         )
     return settings
 
@@ -257,7 +257,7 @@ def _list_device_splits(config: RunConfig) -> Iterator[Alternative]:
                 },
             )
         return
-    if max(generator.tensor_parallel, trainer.tensor_parallel) > 1:
+    if max(generator.tensor_parallel, trainer.ranks_per_batch) > 1:
         return
     devices = generator.replicas + trainer.world_size
     for description, replicas in (

@@ -175,7 +175,7 @@ def apply_replica_counts(timings: StageTimings, config: RunConfig) -> StageTimin
             for stage, timing in timings.score.items()
         },
         train={
-            role: replace(timing, dp_size=config.get_trainer_config(role).dp_size)
+            role: replace(timing, dp_size=config.get_trainer_config(role).fsdp_size)
             for role, timing in timings.train.items()
         },
     )

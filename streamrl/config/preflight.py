@@ -26,11 +26,13 @@ from streamrl.engines.memory.memory_model import estimate_worker_memory
 from streamrl.engines.models.lora import check_lora_targets
 from streamrl.engines.models.supported_models import (
     check_model_support,
+    check_packed_rows,
     describe_padding,
     describe_untrained_layers,
 )
 from streamrl.engines.models.tensor_parallel_support import (
     check_generator_split,
+    check_head_split,
     check_tensor_parallel,
     explain_unloadable_split,
     has_experts,
@@ -195,7 +197,11 @@ def _check_trained_model(config: RunConfig, role: str) -> list[str]:
     check_model_support(path, trainer.attention, section=section, key=key, is_served=is_policy)
     check_lora_targets(path, trainer, section=section)
     _check_lr_schedule(config, role, section)
-    check_tensor_parallel(path, trainer.tensor_parallel, section=section)
+    check_tensor_parallel(path, trainer, section=section)
+    if trainer.sequence_parallel > 1:
+        check_head_split(path, trainer, section=section)
+        setting = f"{section}.sequence_parallel={trainer.sequence_parallel}"
+        check_packed_rows(path, trainer.attention, setting=setting)
     notes = describe_padding(path, trainer.attention, key=key)
     return [*notes, *_note_frozen_experts(path, trainer, section)]
 
@@ -298,6 +304,8 @@ def list_resource_demands(
         weights = prepared.model_bytes
         if role in (REWARD_CALL.role, COST_CALL.role):
             weights = prepared.reward_model_bytes.get(role, 0)
+        is_scorer = role not in (*config.dataflow.trained_roles, GENERATE_CALL.role)
+        is_on_host = not on_gpu or (config.scorer.offload and is_scorer)
         demands.append(
             ResourceDemand(
                 prepared.dataflow.calls_by_role[role],
@@ -306,9 +314,7 @@ def list_resource_demands(
                 count=count,
                 cpus=devices,
                 gpus=devices * (on_gpu and weights > 0),
-                memory_gib=0.0
-                if is_guest
-                else devices * PROCESS_GIB + (not on_gpu) * weights / GIB,
+                memory_gib=0.0 if is_guest else devices * PROCESS_GIB + is_on_host * weights / GIB,
                 is_in_shared_slot=is_shared,
             )
         )

@@ -25,7 +25,9 @@ from streamrl.dataflow import (
 from streamrl.engines.models.tensor_parallel_support import (
     explain_unloadable_split,
     explain_unservable_split,
+    explain_unshared_heads,
     explain_untrainable_split,
+    find_family_config,
     get_split_sizes,
 )
 from streamrl.engines.vllm.model_registry import explain_unshareable_process
@@ -51,7 +53,7 @@ RAY_AUTO_ADDRESS = "auto"
 """Ray address that joins the cluster running on the node."""
 OBJECT_STORE_SLACK = 1.05
 """Reserve for extra columns that rewards add."""
-NO_EXPERT_PARALLELISM = "streamrl does not support expert parallelism"
+NO_EXPERT_PARALLELISM = "streamrl deals experts to tensor-parallel ranks only"
 NO_MATCHING_POOLS = "no placement mode or pools of roles give these devices"
 
 
@@ -182,18 +184,25 @@ def make_split_rules(config: RunConfig, problem: PlacementProblem) -> SplitRules
 
     def rules(call: ModelCall, grid: RankGrid) -> Sequence[int]:
         shape = problem.models.get(call.role) or problem.models[call.followed_role]
-        sizes, tp_size = get_split_sizes(shape), grid.tp_size
-        if call.kind is not CallKind.TRAIN:
+        is_trained, tp_size = call.kind is CallKind.TRAIN, grid.tp_size
+        sizes = get_split_sizes(shape, is_trained=is_trained)
+        # Shapes by name are of families whose plans are known; transformers imports slowly.
+        family = find_family_config(shape.family) if shape.architectures else None
+        if not is_trained:
             why = explain_unservable_split(sizes, tp_size) or explain_unloadable_split(
                 tp_size, has_experts=bool(shape.experts), on_gpu=on_gpu
             )
             return () if why else list_zero_stages(call, grid)
         trainer, stages = trainers[call.role], list_zero_stages(call, grid)
+        if explain_unshared_heads(sizes, trainer.sequence_parallel, tp_size):
+            return ()
         if tp_size > 1 and (
             trainer.lora_rank
             or trainer.offload_optimizer
-            or explain_untrainable_split(shape.family, sizes, tp_size)
+            or explain_untrainable_split(family, sizes, tp_size)
         ):
+            return ()
+        if grid.num_ranks % (tp_size * trainer.sequence_parallel):
             return ()
         if trainer.offload_optimizer:
             # With ZeRO 2 DeepSpeed would sum gradients in bfloat16.

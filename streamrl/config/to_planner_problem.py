@@ -61,7 +61,8 @@ def build_planner_problem(
         request.lengths or FixedLength(config.max_completion_tokens),
         settings.epochs,
         settings.mini_batches,
-        config.pipeline.micro_batch_tokens,
+        # Ranks that share a micro-batch are planned as if each had a part of its own.
+        config.pipeline.micro_batch_tokens // config.trainer.sequence_parallel,
         settings.scope == "step" or settings.num_updates > 1,
         request.filtered_fraction,
         (longest_prompt, config.max_completion_tokens),
@@ -209,6 +210,7 @@ def build_run_constants(
         max_running=max_running,
         recompute=bool(config.trainer.gradient_checkpointing),
         updates_on_host=on_gpu and config.trainer.offload_optimizer,
+        scores_from_host=on_gpu and config.scorer.offload,
         checkpoint_bytes=constants.checkpoint_bytes * (not has_offload),
         keeps_served=True,
         aliases_served=not on_gpu,

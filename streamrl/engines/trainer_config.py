@@ -46,10 +46,13 @@ class TrainerConfig:
 
     #: deepspeed, or torch (data and tensor parallel).
     backend: str = "deepspeed"
-    #: Number of ranks; data-parallel size times `tensor_parallel`.
+    #: Number of ranks; data-parallel size times `tensor_parallel` times `sequence_parallel`.
     world_size: int = 1
     #: Tensor-parallel size. Above 1 it needs backend torch and excludes LoRA.
     tensor_parallel: int = 1
+    #: Number of ranks that share the tokens of each micro-batch (DeepSpeed-Ulysses), for sequences
+    #: whose activations do not fit one rank. Must divide the attention heads and the KV heads.
+    sequence_parallel: int = 1
     #: ZeRO stage: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters. Backend
     #: torch shards everything at 3 (FSDP2) and nothing below.
     zero_stage: int = 1
@@ -102,7 +105,7 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         self._check_choices()
         self._check_memory_options()
-        for key in ("world_size", "tensor_parallel", "threads"):
+        for key in ("world_size", "tensor_parallel", "sequence_parallel", "threads"):
             if vars(self)[key] < 1:
                 raise ConfigError(f"trainer.{key}={vars(self)[key]}: must be at least 1")
         for key in ("warmup_steps", "weight_decay", "grad_clip", "lora_rank"):
@@ -118,8 +121,7 @@ class TrainerConfig:
             raise ConfigError(
                 f"trainer.lora_targets={self.lora_targets}: needs trainer.lora_rank above 0"
             )
-        if self.tensor_parallel > 1:
-            self._check_tensor_parallel()
+        self._check_parallel_sizes()
 
     def _check_choices(self) -> None:
         if self.backend not in TRAINER_BACKENDS:
@@ -194,22 +196,39 @@ class TrainerConfig:
                 f" {decaying} do"
             )
 
-    def _check_tensor_parallel(self) -> None:
+    def _check_parallel_sizes(self) -> None:
         setting = f"trainer.tensor_parallel={self.tensor_parallel}"
-        if self.backend != "torch":
+        is_split = self.tensor_parallel > 1
+        if is_split and self.backend != "torch":
             raise ConfigError(f"{setting}: needs trainer.backend=torch, not {self.backend}")
         if self.world_size % self.tensor_parallel:
             raise ConfigError(f"{setting}: must divide trainer.world_size={self.world_size}")
-        if self.lora_rank:
+        if is_split and self.lora_rank:
             raise ConfigError(f"{setting}: does not support LoRA; trainer.lora_rank must be 0")
+        if self.world_size % self.ranks_per_batch:
+            times = " times trainer.tensor_parallel" * is_split
+            raise ConfigError(
+                f"trainer.sequence_parallel={self.sequence_parallel}:{times} must divide"
+                f" trainer.world_size={self.world_size}"
+            )
+
+    @property
+    def ranks_per_batch(self) -> int:
+        """Consecutive ranks that train the same micro-batches; the tensor-parallel are closest."""
+        return self.tensor_parallel * self.sequence_parallel
 
     @property
     def dp_size(self) -> int:
+        """Number of data-parallel ranks, which train different micro-batches."""
+        return self.world_size // self.ranks_per_batch
+
+    @property
+    def fsdp_size(self) -> int:
+        """Number of ranks over which gradients are summed, and FSDP2 shards parameters."""
         return self.world_size // self.tensor_parallel
 
     def get_dp_rank(self, rank: int) -> int:
-        """Return the data-parallel index of a rank; tensor-parallel ranks are consecutive."""
-        return rank // self.tensor_parallel
+        return rank // self.ranks_per_batch
 
     @property
     def has_master_weights(self) -> bool:
@@ -223,6 +242,11 @@ class TrainerConfig:
         if self.backend == "deepspeed":
             return is_stage_3
         return self.tensor_parallel > 1 or (is_stage_3 and self.world_size > 1)
+
+    @property
+    def has_collective_forward(self) -> bool:
+        """Whether a forward pass needs other ranks: for shards of parameters, or for tokens."""
+        return self.has_sharded_params or self.sequence_parallel > 1
 
     def compute_lr(self, step: int, num_steps: int | None = None) -> float:
         """Return the learning rate of a training step, counted from 0.

@@ -1,6 +1,7 @@
 """An engine under test with a log of the weights that sampled each token."""
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -34,6 +35,8 @@ class StepLog:
         self.prefilled: dict[str, int] = {}
         self.block_size = 0
         self.num_steps = 0
+        self.target: int | None = None
+        self.has_command: Callable[[], bool] = lambda: False
 
     def wrap_build(self, build: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `build_vllm_engine` so that the log observes the engine it builds."""
@@ -54,12 +57,21 @@ class StepLog:
                     self.tokens[name] += [fingerprint] * len(output.new_token_ids)
                     if output.prefill_stats is not None:  # with a request's first token
                         self.prefilled[name] = output.prefill_stats.num_computed_tokens
+                self._wait_at_target()
                 return outputs
 
             core.get_output = get_logged_output
             return engine
 
         return build_logged
+
+    def _wait_at_target(self) -> None:
+        """Let a test that waited for this step give its next command before further steps."""
+        if self.target is None or self.num_steps < self.target:
+            return
+        self.target, deadline = None, time.monotonic() + 1.0
+        while not self.has_command() and time.monotonic() < deadline:
+            time.sleep(0.001)
 
 
 def fingerprint_of(model: torch.nn.Module) -> float:
@@ -85,7 +97,7 @@ class Flight:
 
     async def wait_for_steps(self, num: int) -> None:
         """Wait until the engine has made `num` more steps."""
-        target = self.log.num_steps + num
+        self.log.target = target = self.log.num_steps + num
         async with asyncio.timeout(60):
             while self.log.num_steps < target:
                 await asyncio.sleep(0.001)
@@ -173,6 +185,7 @@ async def start_flight(folder: str, policy: str, config: GeneratorConfig) -> Asy
         )
         spec = EngineSpec(folder, config, MAX_LENGTH, group_size=4, **POLICIES[policy])
         engine = await GenerationEngine.start(spec)
+        log.has_command = lambda: not engine._thread._commands.empty()
         try:
             yield Flight(engine, policy, config, log)
         finally:

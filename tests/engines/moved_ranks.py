@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from streamrl.distributed.process_group import join_process_group
 from streamrl.engines.checkpoint.sharded_state import load_state, save_state
-from streamrl.engines.models.tensor_parallel import COLUMN_PARALLEL, ROW_PARALLEL
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.fsdp_tp_backend import FsdpTpBackend
 from streamrl.engines.training.optimizer_offload import OptimizerOffload
@@ -80,8 +79,8 @@ def allocate_generator(parameters: ParameterSet, parts: int, shard_index: int) -
 
 def make_shard_box(name: str, shape: tuple[int, ...], parts: int, shard_index: int) -> TensorBox:
     path, _, kind = name.rpartition(".")
-    by_rows = path.endswith((*COLUMN_PARALLEL, "embed_tokens", "lm_head"))
-    by_columns = path.endswith(ROW_PARALLEL) and kind == "weight"
+    by_rows = path.endswith((*FUSED, "embed_tokens", "lm_head"))
+    by_columns = path.endswith(("o_proj", "down_proj")) and kind == "weight"
     if not (by_rows or by_columns):
         return TensorBox.from_shape(shape)
     dim = 0 if by_rows else 1

@@ -38,7 +38,7 @@ from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
 from streamrl.algorithms.correction_config import CorrectionConfig
 from streamrl.distributed import process_group
 from streamrl.distributed.devices import get_local_device
-from streamrl.engines.models.forward import TokenScores
+from streamrl.engines.models.forward import DEFAULT_OPTIONS, ModelLoadOptions, TokenScores
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training import forward_scorers, model_trainer
 from streamrl.engines.training.forward_scorers import LogprobScorer, ValueScorer
@@ -208,11 +208,18 @@ def compare_losses(path: str, groups: Groups) -> Measurements:
     }
 
 
-def score(path: str, groups: Groups) -> dict[str, Any]:
-    (columns, *_) = groups.values()
-    policy = LogprobScorer(path, temperature=0.8, micro_batch_tokens=128, dtype="float32")
-    critic = ValueScorer(path, micro_batch_tokens=128, dtype="float32")
+def make_scorers(path: str, options: ModelLoadOptions) -> tuple[LogprobScorer, ValueScorer]:
+    policy = LogprobScorer(
+        path, temperature=0.8, micro_batch_tokens=128, dtype="float32", options=options
+    )
+    critic = ValueScorer(path, micro_batch_tokens=128, dtype="float32", options=options)
     torch.nn.init.ones_(critic._model.score.weight)
+    return policy, critic
+
+
+def score(path: str, groups: Groups, options: ModelLoadOptions = DEFAULT_OPTIONS) -> dict[str, Any]:
+    (columns, *_) = groups.values()
+    policy, critic = make_scorers(path, options)
     return {
         "logprobs": torch.from_numpy(policy.compute_ref_logprobs(columns)["ref_logprobs"]),
         "values": torch.from_numpy(critic.compute_values(columns)),
@@ -223,6 +230,26 @@ def compare_scores(path: str, groups: Groups) -> Measurements:
     on_gpu = score(path, groups)
     with hide_gpu():
         return {"difference": find_max_difference(on_gpu, score(path, groups))}
+
+
+def compare_offloaded_scores(path: str, groups: Groups) -> Measurements:
+    """Score with layers in host memory, before and after a load of weights."""
+    options = ModelLoadOptions(keeps_layers_on_host=True)
+    (columns, *_) = groups.values()
+    # Only a GPU's driver can pin memory.
+    with mock.patch.object(Tensor, "pin_memory", lambda tensor: tensor):
+        difference = find_max_difference(score(path, groups, options), score(path, groups))
+        scorers = make_scorers(path, options)[0], make_scorers(path, DEFAULT_OPTIONS)[0]
+    places = {name: p.device.type for name, p in scorers[0]._model.named_parameters()}
+    doubled = {n: 2 * p.detach() for n, p in scorers[1]._model.named_parameters()}
+    for scorer in scorers:
+        scorer.load_weights(doubled)
+    offloaded, whole = (scorer.compute_ref_logprobs(columns)["ref_logprobs"] for scorer in scorers)
+    return {
+        "difference": max(difference, float(abs(offloaded - whole).max())),
+        "layers": sorted({place for name, place in places.items() if ".layers." in name}),
+        "others": sorted({place for name, place in places.items() if ".layers." not in name}),
+    }
 
 
 def publish_and_pull(kind: str, path: str, groups: Groups) -> Measurements:
@@ -357,6 +384,7 @@ def run_all(path: str) -> Measurements:
     groups = make_tiny_groups(path)
     areas: dict[str, Callable[[], Measurements]] = {
         "scores": partial(compare_scores, path, groups),
+        "offloaded scores": partial(compare_offloaded_scores, path, groups),
         "losses": partial(compare_losses, path, groups),
         **{
             f"training/{kind}": partial(compare_training, kind, path, groups)

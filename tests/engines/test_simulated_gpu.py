@@ -36,6 +36,12 @@ def test_scorers_compute_on_the_gpu_what_they_compute_on_the_cpu(areas: dict[str
     assert areas["scores"]["difference"] < 1e-4
 
 
+def test_offloaded_scorers_compute_on_the_gpu_with_layers_from_the_host(areas: dict[str, Any]):
+    offloaded = areas["offloaded scores"]
+    assert offloaded["difference"] < 1e-4
+    assert (offloaded["layers"], offloaded["others"]) == (["cpu"], ["simgpu"])
+
+
 def test_every_loss_has_the_bits_of_the_cpu(areas: dict[str, Any]):
     losses = areas["losses"]
     assert losses["different"] == []

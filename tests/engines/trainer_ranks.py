@@ -345,7 +345,7 @@ def hostile_state(job: RankJob, layout: Layout) -> None:
 
 def resume_from_one_rank(job: RankJob, layout: Layout) -> None:
     """Run and save a step on a single rank; run the second on two ranks from rank 0's state."""
-    single = replace(layout, world_size=1, tensor_parallel=1)
+    single = replace(layout, world_size=1, tensor_parallel=1, sequence_parallel=1)
     trainer = job.trainer(single)
     train_step(trainer, 1, 1)
     trainer.save_training_state(job.folder / f"single-{layout.label}-{job.rank}")

@@ -5,7 +5,6 @@ The model has two layers of the width of Llama 70B.
 
 import pytest
 
-from streamrl.engines.models.tensor_parallel import COLUMN_PARALLEL, ROW_PARALLEL
 from streamrl.resharding.boxes import TensorBox, count_elements
 from streamrl.resharding.byte_report import NodeTopology
 from streamrl.resharding.grids import RankAssignment, RankGrid
@@ -14,6 +13,8 @@ from streamrl.resharding.plans import CopyPlan, plan_copies
 from streamrl.resharding.tensor_specs import ModelSpec, TensorSpec
 from tests.resharding.models import count_union_elements
 
+COLUMN_PARALLEL = (*(f"self_attn.{name}_proj" for name in "qkv"), "mlp.gate_proj", "mlp.up_proj")
+ROW_PARALLEL = ("self_attn.o_proj", "mlp.down_proj")
 HIDDEN, INNER, KEYS, WORDS = 8192, 28672, 1024, 32000
 SHAPES = {
     "self_attn.q_proj": (HIDDEN, HIDDEN),

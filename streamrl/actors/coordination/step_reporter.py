@@ -50,7 +50,7 @@ DRAIN_EVERY_S = 0.2
 DRAIN_TIMEOUT_S = 3.0
 """Longest time by which a slow actor delays the metrics row of a step."""
 LAST_DRAIN_TIMEOUT_S = 10.0
-"""Longest wait for a slow actor's rollouts at the end of the run."""
+"""Longest wait for a slow actor's rollouts before a checkpoint and at the end of the run."""
 MAX_PENDING_STEPS = 4
 """Training steps whose number of recorded groups is kept until the groups are trained."""
 
@@ -112,8 +112,15 @@ class StepReporter:
                 spans = []
 
     async def wait_until_idle(self) -> None:
-        """Wait until every queued step is reported; blocks forever if `report_steps` has failed."""
+        """Wait until every queued step is reported, with the rollouts of slow actors.
+
+        Blocks forever if `report_steps` has failed.
+        """
         await self._snapshots.join()
+        if self._open_calls:
+            await asyncio.wait(self._open_calls.values(), timeout=LAST_DRAIN_TIMEOUT_S)
+            self._record_reports(await self._drain_actors())
+        self._post_rollouts(is_last=True)
 
     async def finish_reporting(self, running: "asyncio.Task[None]") -> None:
         """Wait until all queued steps are reported, then cancel the task of `report_steps`.
@@ -125,10 +132,8 @@ class StepReporter:
         if not idle.done():
             running.result()
         running.cancel()
-        if self._open_calls:
-            await asyncio.wait(self._open_calls.values(), timeout=LAST_DRAIN_TIMEOUT_S)
-            self._record_reports(await self._drain_actors())
-        self._post_rollouts(is_last=True)
+        for call in self._open_calls.values():
+            call.cancel()
 
     def _post_step(self, snapshot: StepSnapshot, spans: Sequence[Span]) -> None:
         """Compute the metrics row of a step and send it to the driver, with spans for the trace."""
@@ -200,6 +205,9 @@ class StepReporter:
             ]
             for role in self._roles
         }
+        names = {name for role in self._roles for name in role.names}
+        for name in self._open_calls.keys() - names:  # a replica that has left
+            self._open_calls.pop(name).cancel()
         return {role: list(await asyncio.gather(*role_tasks)) for role, role_tasks in tasks.items()}
 
     async def _drain_actor(self, name: str, actor: Any) -> ActorReport:

@@ -18,7 +18,7 @@ from streamrl.weights.logprob_check import is_logprob_check_due
 
 
 class ParallelTrainer:
-    """Base of trained models whose data- and tensor-parallel ranks share every round."""
+    """Base of trained models whose ranks share every round."""
 
     def __init__(self, role: str, config: RunConfig) -> None:
         settings, trainer_config = config.algorithm_settings, config.get_trainer_config(role)
@@ -27,7 +27,7 @@ class ParallelTrainer:
         self.update_plan = UpdatePlan(
             settings.scope == "step", settings.epochs, settings.mini_batches
         )
-        self._tensor_parallel = trainer_config.tensor_parallel
+        self._trainer_config = trainer_config
         self._recomputes_logprobs = settings.should_recompute_logprobs and role == POLICY
         has_critic = len(config.dataflow.trained_roles) > 1
         self._frozen_until = config.critic.warmup_alone if role == POLICY and has_critic else 0
@@ -54,10 +54,10 @@ class ParallelTrainer:
     def sum_over_ranks(self, rank_sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Add up the metric sums of all ranks.
 
-        Tensor-parallel ranks train the same micro-batch, so only the first of each counts.
+        Ranks that train the same micro-batch have the same sums, so only the first counts.
         """
         total: dict[str, float] = {}
-        for sums in rank_sums[:: self._tensor_parallel]:
+        for sums in rank_sums[:: self._trainer_config.ranks_per_batch]:
             add_metric_sums(total, sums)
         return total
 
@@ -77,7 +77,8 @@ class TrainerGroup(ParallelTrainer):
         self._ranks = ranks.actors
         trainer_config = config.get_trainer_config(self.role)
         self._timeout_s = trainer_config.collective_timeout_s + CALL_TIMEOUT_S
-        self._is_publish_collective = trainer_config.has_sharded_params or (
+        # A publish may include a logprob check, which is a forward pass.
+        self._is_publish_collective = trainer_config.has_collective_forward or (
             is_policy and config.needs_resharding
         )
         self._publish_lock = asyncio.Lock()
@@ -113,8 +114,8 @@ class TrainerGroup(ParallelTrainer):
         return self.sum_over_ranks(rank_sums)
 
     def _pair_dp_ranks(self) -> list[tuple[Any, int]]:
-        """Return every rank's actor with its dp_rank; tensor-parallel ranks share a dp_rank."""
-        return [(rank, i // self._tensor_parallel) for i, rank in enumerate(self._ranks)]
+        """Return every rank's actor with its dp_rank."""
+        return [(rank, self._trainer_config.get_dp_rank(i)) for i, rank in enumerate(self._ranks)]
 
     async def apply_update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
         """Run the optimizer step on every rank; return rank 0's metrics of the update.

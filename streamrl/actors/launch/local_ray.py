@@ -62,7 +62,7 @@ def start_local_ray(
     with override_ray_environment(env):
         try:
             try:
-                with _patch_lean_ray():
+                with _patch_lean_ray(), keep_sigterm_handler():
                     ray.init(
                         address="local",
                         num_cpus=cpus,
@@ -143,6 +143,13 @@ def _find_ray_processes() -> list[psutil.Process]:
             if any(package in word for word in process.cmdline()):
                 ray_processes.append(process)
     return ray_processes
+
+
+@contextlib.contextmanager
+def keep_sigterm_handler() -> Iterator[None]:
+    """Context in which `ray.init` leaves SIGTERM to this program; Ray would exit at once."""
+    with mock.patch.object(utils, "set_sigterm_handler", lambda handler: None):
+        yield
 
 
 @contextlib.contextmanager

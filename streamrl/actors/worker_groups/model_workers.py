@@ -74,12 +74,17 @@ class TrainedWorker:
         self._context = context
         trainer_config = config.get_trainer_config(role)
         dp_ranks = [trainer_config.get_dp_rank(rank) for rank in range(context.size)]
+        if trainer_config.sequence_parallel > 1:
+            raise ConfigError(
+                f"trainer.sequence_parallel={trainer_config.sequence_parallel}: an own loop gives"
+                f" each rank of the {role} rows of its own; must be 1"
+            )
         mesh_ranks = [(at.dp_rank, at.pp_rank) for at in context.mesh.train.coordinates]
         if mesh_ranks != [(dp_rank, 0) for dp_rank in dp_ranks]:
             tensor_parallel = trainer_config.tensor_parallel
             raise ConfigError(
                 f"trainer.tensor_parallel={tensor_parallel}: the mesh of the {role} must be"
-                f" RankGrid(1, {tensor_parallel}, {trainer_config.dp_size})"
+                f" RankGrid(1, {tensor_parallel}, {trainer_config.fsdp_size})"
             )
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = context.address, str(context.port)
         self._trainer = RankTrainer(role, config, max_length, context.rank)

@@ -13,14 +13,10 @@ import torch
 from streamrl.engines.dtypes import TORCH_DTYPES, resolve_trainer_dtype
 from streamrl.engines.generator_config import KV_CACHE_MB_ON_CPU, GeneratorConfig
 from streamrl.engines.models.chunked_head import CHUNK_TOKENS
+from streamrl.engines.models.decoder_layers import iter_layers
 from streamrl.engines.models.forward import load_skeleton
 from streamrl.engines.models.lora import count_trained_params
-from streamrl.engines.models.tensor_parallel import (
-    COLUMN_PARALLEL,
-    ROW_PARALLEL,
-    iter_layers,
-    iter_parallel_params,
-)
+from streamrl.engines.models.tensor_parallel import iter_split_params
 from streamrl.engines.trainer_config import (
     BUCKET_ELEMENTS,
     OFFLOAD,
@@ -86,6 +82,7 @@ def estimate_worker_memory(
     if trainer.offload_optimizer and on_gpu:
         optimizer, transient = 0, replace(transient, update=0)
     kv_mb = generator.kv_cache_mb or (0 if on_gpu else KV_CACHE_MB_ON_CPU)
+    micro_batch_tokens = -(-micro_batch_tokens // trainer.sequence_parallel)
     tokens = micro_batch_tokens * _estimate_token_bytes(module, trainer, on_gpu=on_gpu)
     head = _estimate_head_bytes(module, trainer, micro_batch_tokens)
     return WorkerMemory(
@@ -112,24 +109,19 @@ def _count_aliased_elements(
 ) -> int:
     """Count the elements that trainer and generator of a CPU rank share without a copy."""
     size, generator_size = trainer.tensor_parallel, generator.tensor_parallel
-    is_sharded = trainer.zero_stage == PARAMETER_SHARDING_STAGE and trainer.dp_size > 1
+    is_sharded = trainer.zero_stage == PARAMETER_SHARDING_STAGE and trainer.fsdp_size > 1
     same_dtype = resolve_trainer_dtype(trainer) is _resolve_generator_dtype(generator, on_gpu=False)
     if size == 1 or size % generator_size or is_sharded or not same_dtype:
         return 0
     # If the generator's shard is larger than the trainer's, the columns of a row-parallel matrix
     # are strided in the generator's, so these matrices cannot be aliased.
-    parallel_names = (
-        (*COLUMN_PARALLEL, *ROW_PARALLEL) if size == generator_size else COLUMN_PARALLEL
-    )
-    layers = list(iter_layers(module))
-    aliased = (
-        sum(p.numel() for layer in layers for p in iter_parallel_params(layer, parallel_names))
-        // size
-    )
+    has_strided = size != generator_size
+    split = list(iter_split_params(module))
+    aliased = sum(p.numel() for p, dim in split if dim == 0 or not has_strided) // size
     if generator_size > 1:
         return aliased
     # Parameters that training does not split are served unsplit, too.
-    matrices = sum(p.numel() for layer in layers for p in iter_parallel_params(layer))
+    matrices = sum(p.numel() for p, _ in split)
     return aliased + sum(p.numel() for p in module.parameters()) - matrices
 
 
@@ -148,23 +140,21 @@ def _count_local_elements(
     layers = [sum(p.numel() for p in layer.parameters()) for layer in iter_layers(module)]
     local = elements
     if trainer.tensor_parallel > 1:
-        matrices = sum(
-            p.numel() for layer in iter_layers(module) for p in iter_parallel_params(layer)
-        )
+        matrices = sum(p.numel() for p, _ in iter_split_params(module))
         local += matrices // trainer.tensor_parallel - matrices
-    if trainer.zero_stage != PARAMETER_SHARDING_STAGE or trainer.dp_size == 1:
+    if trainer.zero_stage != PARAMETER_SHARDING_STAGE or trainer.fsdp_size == 1:
         return local, 0
     # FSDP2 keeps the root's parameters gathered for a whole pass and prefetches a layer while the
     # previous computes; a layer's gradient is reduced in a copy. So count four layers and the root.
     root = elements - sum(layers)
     four_layers = 4 * max(layers, default=0) // trainer.tensor_parallel
-    return local // trainer.dp_size, root + four_layers
+    return local // trainer.fsdp_size, root + four_layers
 
 
 def _count_largest_param(module: "PreTrainedModel", trainer: TrainerConfig) -> int:
     largest = max(parameter.numel() for parameter in module.parameters())
     is_sharded = trainer.has_sharded_params and trainer.zero_stage == PARAMETER_SHARDING_STAGE
-    return -(-largest // trainer.dp_size) if is_sharded else largest
+    return -(-largest // trainer.fsdp_size) if is_sharded else largest
 
 
 def _resolve_generator_dtype(generator: GeneratorConfig, *, on_gpu: bool) -> torch.dtype:
@@ -181,7 +171,7 @@ def _estimate_state_bytes(trainer: TrainerConfig, trained: int) -> tuple[int, in
     """
     if trainer.backend != "deepspeed" or trainer.zero_stage == 0:
         itemsize = resolve_trainer_dtype(trainer).itemsize
-        is_fsdp = trainer.zero_stage == PARAMETER_SHARDING_STAGE and trainer.dp_size > 1
+        is_fsdp = trainer.zero_stage == PARAMETER_SHARDING_STAGE and trainer.fsdp_size > 1
         master = 0 if itemsize == FLOAT32_BYTES else FLOAT32_BYTES - itemsize * is_fsdp
         return trained * (MOMENT_BYTES + master), trained * FLOAT32_BYTES
     shard = -(-trained // trainer.world_size)

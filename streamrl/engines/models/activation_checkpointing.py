@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from streamrl.engines.models.chunked_gradients import compute_chunk_gradients
-from streamrl.engines.models.tensor_parallel import iter_layers
+from streamrl.engines.models.decoder_layers import iter_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

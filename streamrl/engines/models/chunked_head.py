@@ -85,7 +85,7 @@ def run_scoring_forward(
     head, base = module.get_output_embeddings(), module.base_model
     finish = functools.partial(_score_logits, temperature=temperature, entropy_mode=entropy_mode)
     rows = RowLayout(model, token_ids, attention_mask)
-    targets = rows.token_ids.roll(-1, dims=1)
+    targets = rows.next_token_ids
     name = next((name for name, child in module.named_children() if child is head), None)
     if name is None or base is module:
         # transformers knows no head or no base of this model, so its whole logits are needed.

@@ -13,6 +13,7 @@ from streamrl.engines.models.chunked_head import (
     NextTokenScores,
     run_scoring_forward,
 )
+from streamrl.engines.models.layer_offload import keep_layers_on_host
 from streamrl.engines.models.packed_rows import RowLayout, enable_packing
 from streamrl.engines.trainer_config import ATTENTION_IMPLEMENTATIONS
 from streamrl.errors import ConfigError
@@ -34,11 +35,13 @@ class ModelLoadOptions:
 
     attention: a key of ATTENTION_IMPLEMENTATIONS. max_length: length of the longest rollout in
     tokens, prompt included, by which vLLM selects LongRoPE factors. With max_length None,
-    transformers selects the factors by the length of each batch.
+    transformers selects the factors by the length of each batch. keeps_layers_on_host: on a GPU,
+    leave the weights of decoder layers in host memory; for forward passes only.
     """
 
     attention: str = "auto"
     max_length: int | None = None
+    keeps_layers_on_host: bool = False
 
 
 DEFAULT_OPTIONS = ModelLoadOptions()
@@ -73,7 +76,7 @@ def load_model(
     config = read_model_config(path)
     model, missing = _load_pretrained(AutoModelForCausalLM, path, config, dtype, options, on_meta)
     _check_complete(path, missing)
-    return _move_to_local_device(model).train()
+    return _move_to_local_device(model, options).train()
 
 
 def load_skeleton(path: str) -> "PreTrainedModel":
@@ -154,9 +157,12 @@ def _initialize_unstored(model: Any, missing: Collection[str]) -> None:
     model.initialize_weights()
 
 
-def _move_to_local_device(model: Any) -> Any:
+def _move_to_local_device(model: Any, options: ModelLoadOptions) -> Any:
     """Move a model to this process's device, except its tensors on the meta device."""
     device = get_local_device()
+    if options.keeps_layers_on_host and has_local_gpu():
+        keep_layers_on_host(model)
+        return model
     return model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
@@ -226,7 +232,7 @@ def load_value_model(
         with torch.no_grad():
             for parameter in model.score.parameters():
                 parameter.zero_()
-    return _move_to_local_device(model).train()
+    return _move_to_local_device(model, options).train()
 
 
 def compute_token_values(

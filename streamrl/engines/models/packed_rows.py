@@ -6,13 +6,15 @@ of all rows as a single row, [1, N], whose positions restart with each row.
 """
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from streamrl.errors import StreamError
+from streamrl.engines.models.sequence_parallel import SequenceGroup
+from streamrl.errors import ConfigError, StreamError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,6 +27,10 @@ DROPPING_FAMILIES = ("nemotron",)
 """Values of model_type in config.json whose layers do not pass arguments on to attention."""
 WINDOW_DROPPING_FAMILIES = ("phimoe", "qwen2_moe")
 """Values of model_type whose layers know of their sliding window only by the attention mask."""
+_IS_PACKED = ContextVar("is_packed", default=False)
+"""Whether a forward pass of packed rows is under way."""
+SEQUENCE_GROUP = "sequence_group"
+"""Attribute of a model whose tokens a group of ranks shares."""
 MAX_KERNEL_HEAD = 256
 """Largest head, in elements, of torch's variable-length attention."""
 
@@ -33,11 +39,12 @@ class RowBounds:
     """Lengths of packed rows, an argument that the model passes on to its attention layers.
 
     offsets: first token of each row, and the end of the last, int32 [B + 1], on the model's device.
-    is_used: whether an attention layer has received this object. No dataclass: FSDP2 hands a copy
-    of dataclasses to the model.
+    group: ranks that share the tokens; None if this rank has all. is_used: whether an attention
+    layer has received this object. No dataclass: FSDP2 hands a copy of dataclasses to the model.
     """
 
-    def __init__(self, lengths: Tensor) -> None:
+    def __init__(self, lengths: Tensor, group: SequenceGroup | None) -> None:
+        self.group = group
         self.lengths: list[int] = lengths.tolist()
         self.offsets = pad(lengths.cumsum(0), (1, 0)).int()
         self.is_used = False
@@ -46,9 +53,11 @@ class RowBounds:
 class RowLayout:
     """Arrangement of right-padded rows, [B, T], for a forward pass of a model.
 
-    Packed if there is padding and the model's rows can be packed, see `explain_padding`.
+    Packed if there is padding and the model's rows can be packed, see `explain_padding`. Always
+    packed, and then this rank's part, if ranks share the tokens.
 
-    token_ids: int64 [1, N], packed, or [B, T].
+    token_ids, next_token_ids: int64 [1, N], packed, or [B, T]. The token after the last of a row is
+    meaningless.
     """
 
     def __init__(
@@ -58,12 +67,15 @@ class RowLayout:
 
         `model` is a transformers model or a DeepSpeed engine of one.
         """
-        self.token_ids = token_ids
+        self.token_ids, self.next_token_ids = token_ids, token_ids.roll(-1, dims=1)
         self._model = model
         self._bounds: RowBounds | None = None
-        if unwrap_engine(model).config._attn_implementation != PACKED_ATTENTION:
+        module = unwrap_engine(model)
+        self._group: SequenceGroup | None = vars(module).get(SEQUENCE_GROUP)
+        if module.config._attn_implementation != PACKED_ATTENTION:
             return
-        if attention_mask.all():  # One attention call for all rows costs 4 % less than one each.
+        # One attention call for all rows costs 4 % less than one each.
+        if self._group is None and attention_mask.all():
             return
         # A model cannot compute without tokens, so a row keeps a token even if all are padding.
         lengths = attention_mask.sum(-1).clamp(min=1)
@@ -71,7 +83,24 @@ class RowLayout:
         self._mask = positions < lengths[:, None]
         self.token_ids = token_ids[self._mask][None]
         self._positions = positions.expand_as(token_ids)[self._mask][None]
-        self._bounds = RowBounds(lengths)
+        if self._group is not None:
+            lengths = self._share_tokens(self._group, lengths)
+        else:
+            self.next_token_ids = self.token_ids.roll(-1, dims=1)
+        self._bounds = RowBounds(lengths, self._group)
+
+    def _share_tokens(self, group: SequenceGroup, lengths: Tensor) -> Tensor:
+        """Keep this rank's part of the packed tokens; return the lengths of all rows.
+
+        Tokens that make the parts equal are a row of their own.
+        """
+        self._num_tokens = self.token_ids.shape[1]
+        extra = -self._num_tokens % group.size
+        ids = pad(self.token_ids, (0, extra))
+        added = torch.arange(extra, device=ids.device)[None]
+        self._positions = group.select_own(torch.cat((self._positions, added), dim=1))
+        self.token_ids, self.next_token_ids = map(group.select_own, (ids, ids.roll(-1, dims=1)))
+        return torch.cat((lengths, lengths.new_full((min(extra, 1),), extra)))
 
     def run_model(self) -> Any:
         """Return the model's output for the rows.
@@ -81,12 +110,16 @@ class RowLayout:
         """
         if self._bounds is None:
             return self._model(input_ids=self.token_ids, use_cache=False)
-        output = self._model(
-            input_ids=self.token_ids,
-            position_ids=self._positions,
-            packed_rows=self._bounds,
-            use_cache=False,
-        )
+        token = _IS_PACKED.set(True)
+        try:
+            output = self._model(
+                input_ids=self.token_ids,
+                position_ids=self._positions,
+                packed_rows=self._bounds,
+                use_cache=False,
+            )
+        finally:
+            _IS_PACKED.reset(token)
         if not self._bounds.is_used:
             raise StreamError(
                 "the model's layers drop arguments of attention, so that packed rows would see each"
@@ -95,9 +128,14 @@ class RowLayout:
         return output
 
     def restore(self, values: Tensor) -> Tensor:
-        """Return per-token values of the output, [..., 1, N] if packed, as [..., B, T]."""
+        """Return per-token values of the output, [..., 1, N] if packed, as [..., B, T].
+
+        Collective if ranks share the tokens.
+        """
         if self._bounds is None:
             return values
+        if self._group is not None:
+            values = self._group.gather_tokens(values)[..., : self._num_tokens]
         mask = self._mask.expand(*values.shape[:-2], *self._mask.shape)
         return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
@@ -124,7 +162,7 @@ def explain_padding(model_class: "type[PreTrainedModel]", config: Any, attention
         "its layers drop arguments of attention": config.model_type in DROPPING_FAMILIES,
         "its layers do not pass on their sliding window": (
             config.model_type in WINDOW_DROPPING_FAMILIES
-            and config.to_dict().get("sliding_window") is not None
+            and bool(config.to_dict().get("sliding_window"))
         ),
         f"its attention function, {attention}, is not sdpa": attention != "sdpa",
     }
@@ -141,17 +179,25 @@ def enable_packing(model: "PreTrainedModel") -> None:
         model.set_attn_implementation(PACKED_ATTENTION)
 
 
-def _make_mask(
-    *, attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True, **kwargs: Any
-) -> Tensor | None:
-    """Return transformers' mask for sdpa; None for positions that restart, as in packed rows."""
+def share_tokens(model: "PreTrainedModel", group: SequenceGroup) -> None:
+    """Make the ranks of a group share the tokens of each forward pass of the model.
+
+    Raises ConfigError if the model's rows cannot be packed.
+    """
+    if model.config._attn_implementation != PACKED_ATTENTION:
+        attention = model.config._attn_implementation
+        reason = explain_padding(type(model), model.config, attention)
+        raise ConfigError(
+            f"trainer.sequence_parallel={group.size}: needs packed rows, but {reason}"
+        )
+    vars(model)[SEQUENCE_GROUP] = group
+
+
+def _make_mask(**kwargs: Any) -> Tensor | None:
+    """Return transformers' mask for sdpa; None for packed rows, whose attention needs none."""
     from transformers.masking_utils import sdpa_mask
 
-    if attention_mask is None and not allow_is_causal_skip:
-        return None
-    return sdpa_mask(
-        attention_mask=attention_mask, allow_is_causal_skip=allow_is_causal_skip, **kwargs
-    )
+    return None if _IS_PACKED.get() else sdpa_mask(**kwargs)
 
 
 def attend_packed_rows(
@@ -167,21 +213,27 @@ def attend_packed_rows(
     """Attend within each packed row, causally; return [B, T, heads, size of a value].
 
     Without `packed_rows` this is transformers' function for sdpa. query, key, value: [B, heads, T,
-    size].
+    size]. Collective if ranks share the tokens.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if packed_rows is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     packed_rows.is_used = True
+    group = packed_rows.group
+    if group is not None:
+        query, key, value = map(group.split_heads, (query, key, value))
     if _fits_kernel(query):
-        return _run_kernel(query, key, value, packed_rows, **kwargs), None
-    outputs = []
-    # A split has one backward operation for all rows, where slices would have one of size N each.
-    for row in zip(*(x.split(packed_rows.lengths, 2) for x in (query, key, value)), strict=True):
-        window = _make_window(row[0], kwargs.get("sliding_window"))
-        outputs.append(sdpa_attention_forward(module, *row, window, **kwargs)[0])
-    return torch.cat(outputs, dim=1), None
+        output = _run_kernel(query, key, value, packed_rows, **kwargs)
+    else:
+        # Splits have one backward operation for all rows; slices would have one of size N each.
+        splits = (states.split(packed_rows.lengths, 2) for states in (query, key, value))
+        outputs = []
+        for row in zip(*splits, strict=True):
+            window = _make_window(row[0], kwargs.get("sliding_window"))
+            outputs.append(sdpa_attention_forward(module, *row, window, **kwargs)[0])
+        output = torch.cat(outputs, dim=1)
+    return (output if group is None else group.join_heads(output)), None
 
 
 def _make_window(query: Tensor, sliding_window: int | None) -> Tensor | None:

@@ -5,13 +5,14 @@ Building a model on the meta device instead imports transformers' classes, which
 
 from pathlib import Path
 
-from streamrl.engines.models.tensor_parallel_support import TENSOR_PARALLEL_FAMILIES
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_small_json
 from streamrl.placement.lora_params import add_adapter_params
 from streamrl.placement.model_shapes import load_model_shape
 
+COUNTED_FAMILIES = ("llama", "mistral", "qwen2")
+"""Values of model_type in config.json of which `ModelShape` counts every parameter."""
 BIAS_KEYS = ("attention_bias", "mlp_bias")
 """Keys in config.json that enable biases; `ModelShape` does not count these biases."""
 
@@ -26,7 +27,7 @@ def count_trained_params_from_config(
     """
     try:
         settings = read_small_json(Path(model_path) / "config.json")
-        if settings.get("model_type") not in TENSOR_PARALLEL_FAMILIES or any(
+        if settings.get("model_type") not in COUNTED_FAMILIES or any(
             settings.get(name) for name in BIAS_KEYS
         ):
             return None

@@ -110,14 +110,24 @@ def describe_padding(path: str, attention: str, *, key: str = "model.path") -> l
 
     `attention` and `key` are as in `check_model_support`.
     """
+    reason = _explain_padded_rows(path, attention)
+    return [f"{key}={path}: micro-batches are padded, not packed: {reason}"] if reason else []
+
+
+def check_packed_rows(path: str, attention: str, *, setting: str) -> None:
+    """Raise ConfigError if rows of a model cannot be packed, which `setting` needs."""
+    if reason := _explain_padded_rows(path, attention):
+        raise ConfigError(f"{setting}: needs packed rows, but {path} is padded: {reason}")
+
+
+def _explain_padded_rows(path: str, attention: str) -> str:
     config = read_model_config(path)
     if config.model_type in PLAIN_FAMILIES and attention in ("auto", "sdpa"):
-        return []
+        return ""
     with silence_transformers():
         skeleton = load_skeleton(path)
     chosen = choose_attention(config, attention) or skeleton.config._attn_implementation
-    reason = explain_padding(type(skeleton), config, chosen)
-    return [f"{key}={path}: micro-batches are padded, not packed: {reason}"] if reason else []
+    return explain_padding(type(skeleton), config, chosen)
 
 
 def _explain_quantized(settings: Mapping[str, Any]) -> str:

@@ -1,70 +1,146 @@
-"""Tensor parallelism of decoder layers, as in Megatron-LM (arXiv 1909.08053, section 3).
+"""Tensor parallelism of decoder layers by the plans that transformers ships with its families.
 
-Attention heads and MLP columns are split over the ranks. Matrices come in pairs: the first is split
-by its outputs (column parallel), the second by its inputs (row parallel), so each pair needs a
-single all-reduce. Embeddings, norms and heads are replicated.
+As in Megatron-LM (arXiv 1909.08053, section 3), attention heads and columns of MLPs are split over
+the ranks: the first matrix of a pair by its outputs (column parallel), the second by its inputs
+(row parallel), so each pair needs a single all-reduce. The experts of a mixture are not cut: each
+rank has some of them, and tokens travel to the rank of their experts (expert parallelism).
+Embeddings, norms, routers and heads are replicated.
 
 DTensor's import is slow, so it happens in the functions that split layers.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from streamrl.engines.models.tensor_parallel_support import (
+    COLUMN_STYLE,
+    COLUMN_STYLES,
+    EXPERT_STYLES,
+    QUERY_KEY_NORMS,
+    ROW_STYLES,
+    SHARED_NORM_STYLE,
+    SPLIT_EXPERTS_STYLE,
+    get_split_plan,
+)
+from streamrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.parallel.style import ParallelStyle
     from transformers import PreTrainedModel
-
-COLUMN_PARALLEL = (*(f"self_attn.{name}_proj" for name in "qkv"), "mlp.gate_proj", "mlp.up_proj")
-ROW_PARALLEL = ("self_attn.o_proj", "mlp.down_proj")
 
 
 def parallelize_layers(module: "PreTrainedModel", mesh: "DeviceMesh") -> None:
-    """Replace the weight matrices of every decoder layer by DTensors split over the mesh.
+    """Replace the split parameters of every decoder layer by DTensors over the mesh.
 
-    Inputs and outputs of a layer, and their gradients, stay replicated.
+    Inputs and outputs of a layer, and their gradients, stay replicated. The gradients of
+    `list_shared_norms` are each rank's part, to be summed over the mesh. Raises ConfigError if the
+    plan does not name the model's layers.
     """
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    for layer in iter_layers(module):
-        parallelize_module(layer, mesh, _make_parallelize_plan())
-
-
-def iter_parallel_params(
-    layer: nn.Module, names: Sequence[str] = (*COLUMN_PARALLEL, *ROW_PARALLEL)
-) -> Iterator[nn.Parameter]:
-    """Yield the parameters of the split submodules `names` of a decoder layer, all by default.
-
-    Includes biases of row-parallel submodules although those are replicated; they are negligible.
-    """
-    for name in names:
-        yield from layer.get_submodule(name).parameters()
-
-
-def iter_layers(module: "PreTrainedModel") -> Iterator[nn.Module]:
-    layer_classes = set(module._no_split_modules or ())
-    return (layer for layer in module.modules() if type(layer).__name__ in layer_classes)
-
-
-def _make_parallelize_plan() -> "dict[str, ParallelStyle]":
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        RowwiseParallel,
+    from transformers.distributed.tensor_parallel import (
+        apply_expert_parallelism,
+        apply_tensor_parallelism,
     )
 
-    replicate = Replicate()
-    return {
-        # Prepare the input once for q, k and v (gate and up): autograd then sums their input
-        # gradients before a single all-reduce.
-        "self_attn": PrepareModuleInput(
-            input_kwarg_layouts={"hidden_states": replicate},
-            desired_input_kwarg_layouts={"hidden_states": replicate},
-        ),
-        "mlp": PrepareModuleInput(input_layouts=(replicate,), desired_input_layouts=(replicate,)),
-        **{name: ColwiseParallel() for name in COLUMN_PARALLEL},
-        **{name: RowwiseParallel() for name in ROW_PARALLEL},
-    }
+    if next(iter_split_params(module), None) is None:
+        name = type(module).__name__
+        raise ConfigError(f"trainer.tensor_parallel={mesh.size()}: no layer of {name} is split")
+    plan = _get_plan_by_name(module)
+    experts = {name: style for name, style in plan.items() if style in EXPERT_STYLES}
+    # transformers sums gradients of shared norms in every backward pass, and so those of earlier
+    # micro-batches again.
+    dense = plan.items() - experts.items()
+    apply_tensor_parallelism(
+        module, mesh, {name: style for name, style in dense if style != SHARED_NORM_STYLE}
+    )
+    apply_expert_parallelism(module, mesh, mesh, experts)
+    _share_inputs(module, mesh, plan)
+
+
+def list_shared_norms(module: "PreTrainedModel") -> list[str]:
+    """Return the names of parameters that all ranks have, each of which sees its own heads only.
+
+    Raises ConfigError for a norm with weights of its own for each head.
+    """
+    plan, names = _get_plan_by_name(module), []
+    for name, parameter in module.named_parameters():
+        if _find_style(plan, name) != SHARED_NORM_STYLE and not _is_unplanned_norm(plan, name):
+            continue
+        if parameter.ndim > 1:
+            raise ConfigError(f"trainer.tensor_parallel: cannot split {name}, which has all heads")
+        names.append(name)
+    return names
+
+
+def _is_unplanned_norm(plan: Mapping[str, str], parameter_name: str) -> bool:
+    """Return whether a norm of queries or keys sees a rank's heads although the plan omits it."""
+    attention, _, norm = parameter_name.rpartition(".")[0].rpartition(".")
+    queries = f"{attention}.q_proj.weight"
+    return norm in QUERY_KEY_NORMS and _find_style(plan, queries) == COLUMN_STYLE
+
+
+def _share_inputs(module: "PreTrainedModel", mesh: "DeviceMesh", plan: Mapping[str, str]) -> None:
+    """Make matrices of a layer with the same input, such as q, k and v, share its DTensor.
+
+    Autograd then sums the input's gradients before a single all-reduce.
+    """
+    siblings = defaultdict(list)
+    for name, child in module.named_modules():
+        if _find_style(plan, f"{name}.weight") == COLUMN_STYLE and isinstance(child, nn.Linear):
+            siblings[name.rpartition(".")[0]].append(child)
+    for children in siblings.values():
+        shared = _SharedInput(mesh, len(children))
+        for child in children:
+            child.register_forward_pre_hook(shared.replace_input)
+
+
+class _SharedInput:
+    """Wraps an input of several modules once; forgets it after the last of them."""
+
+    def __init__(self, mesh: "DeviceMesh", num_users: int) -> None:
+        self._mesh, self._num_users = mesh, num_users
+        self._input: Tensor | None = None
+        self._wrapped: Any = None
+        self._uses = 0
+
+    def replace_input(self, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        from torch.distributed.tensor import DTensor, Replicate
+
+        if self._input is not args[0]:
+            self._input, self._uses = args[0], 0
+            self._wrapped = DTensor.from_local(args[0], self._mesh, [Replicate()], run_check=False)
+        wrapped, self._uses = self._wrapped, self._uses + 1
+        if self._uses == self._num_users:
+            self._input = self._wrapped = None
+        return (wrapped, *args[1:])
+
+
+def iter_split_params(module: "PreTrainedModel") -> Iterator[tuple[nn.Parameter, int]]:
+    """Yield the parameters that tensor parallelism splits, with the dimension that is cut.
+
+    The parameters must be whole.
+    """
+    plan = _get_plan_by_name(module)
+    for name, parameter in module.named_parameters():
+        style = _find_style(plan, name)
+        if style in COLUMN_STYLES:
+            yield parameter, max(0, parameter.ndim - 2)
+        elif style in ROW_STYLES and parameter.ndim > 1:
+            yield parameter, parameter.ndim - 1
+        elif style == SPLIT_EXPERTS_STYLE:
+            yield parameter, 0
+
+
+def _get_plan_by_name(module: "PreTrainedModel") -> dict[str, str]:
+    """Return the split plan of a model by names from the model on, with * for numbers."""
+    prefix = f"{module.base_model_prefix}." if module.base_model is not module else ""
+    return {f"{prefix}{name}": style for name, style in get_split_plan(module.config).items()}
+
+
+def _find_style(plan: Mapping[str, str], parameter_name: str) -> str | None:
+    """Return the style of a parameter, which the plan names itself or by its module."""
+    name = re.sub(r"\.\d+(?=\.)", ".*", parameter_name)
+    return plan.get(name) or plan.get(name.rpartition(".")[0])

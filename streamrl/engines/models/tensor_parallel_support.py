@@ -4,8 +4,9 @@ The rules take sizes from config.json or from the planner's ModelShape.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from streamrl.engines.trainer_config import PARAMETER_SHARDING_STAGE, TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_model_config
 from streamrl.placement.model_shapes import ModelShape
@@ -13,8 +14,23 @@ from streamrl.placement.model_shapes import ModelShape
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-TENSOR_PARALLEL_FAMILIES = ("llama", "mistral", "qwen2")
-"""Values of model_type in config.json whose layers consist of COLUMN_PARALLEL and ROW_PARALLEL."""
+COLUMN_STYLE = "colwise"
+COLUMN_STYLES = frozenset({COLUMN_STYLE, "colwise_gather_output", "colwise_rep"})
+"""Styles of transformers' plans that split a matrix by its outputs."""
+ROW_STYLES = frozenset({"rowwise", "rowwise_split_input", "rowwise_rep"})
+"""Styles that split a matrix by its inputs; its bias is whole on every rank."""
+SHARED_NORM_STYLE = "replicated_with_grad_allreduce"
+"""Style of the norms of queries and keys: whole on every rank, which sees its own heads."""
+QUERY_KEY_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
+"""Names of these norms; some plans omit them."""
+SPLIT_EXPERTS_STYLE = "grouped_gemm"
+"""Style of the parameters of all experts: each rank has some of the experts."""
+EXPERT_STYLES = frozenset(
+    {SPLIT_EXPERTS_STYLE, "ep_router", "moe_tp_experts", "ep_dispatch_experts"}
+)
+SUPPORTED_STYLES = (
+    COLUMN_STYLES | ROW_STYLES | EXPERT_STYLES | {SHARED_NORM_STYLE, "mla_kv_a_proj", "all_reduce"}
+)
 EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 HEADS_KEY, KV_HEADS_KEY, INTERMEDIATE_KEY = (
     "num_attention_heads",
@@ -25,6 +41,8 @@ EXPERT_INTERMEDIATE_KEY = "moe_intermediate_size"
 """Key of an expert's size in some mixture-of-experts families; others use INTERMEDIATE_KEY."""
 DIVIDED_KEYS = (HEADS_KEY, KV_HEADS_KEY, INTERMEDIATE_KEY)
 
+AnyConfig: TypeAlias = "PreTrainedConfig | type[PreTrainedConfig]"
+"""Config of a model, or class of configs of a family."""
 SplitSizes = Mapping[str, int]
 """Sizes that the number of tensor-parallel ranks must divide, by their key in config.json."""
 
@@ -42,25 +60,59 @@ def check_generator_split(model_path: str, ranks: int) -> None:
         raise ConfigError(f"generator.tensor_parallel={ranks}: {reason}")
 
 
-def check_tensor_parallel(model_path: str, ranks: int, *, section: str) -> None:
-    """Raise ConfigError if training cannot split the model over `ranks` tensor-parallel ranks.
+def check_tensor_parallel(model_path: str, trainer: TrainerConfig, *, section: str) -> None:
+    """Raise ConfigError if training cannot split the model over its tensor-parallel ranks.
 
-    `section` is the config section that error messages name.
+    `section` is the config section of the trainer, which error messages name.
     """
+    ranks = trainer.tensor_parallel
     if ranks == 1:
         return
     config = read_model_config(model_path)
-    if reason := explain_untrainable_split(
-        config.model_type, _read_sizes(config, DIVIDED_KEYS), ranks
+    sizes = _read_sizes(config, (*DIVIDED_KEYS, *EXPERT_COUNT_KEYS))
+    if reason := explain_untrainable_split(config, sizes, ranks) or _explain_uneven_experts(
+        sizes, trainer
     ):
         raise ConfigError(f"{section}.tensor_parallel={ranks}: {reason}")
 
 
-def get_split_sizes(shape: ModelShape) -> SplitSizes:
+def _explain_uneven_experts(sizes: SplitSizes, trainer: TrainerConfig) -> str:
+    """Explain why FSDP2 cannot shard the experts of a tensor-parallel rank; "" if it can."""
+    experts = next((sizes[name] for name in EXPERT_COUNT_KEYS if name in sizes), 0)
+    experts //= trainer.tensor_parallel
+    if trainer.zero_stage != PARAMETER_SHARDING_STAGE or not experts % trainer.fsdp_size:
+        return ""
+    return (
+        f"leaves {experts} experts to a rank, which zero_stage=3 shards over {trainer.fsdp_size}"
+        " ranks: use sizes that divide"
+    )
+
+
+def check_head_split(model_path: str, trainer: TrainerConfig, *, section: str) -> None:
+    """Raise ConfigError if tensor- and sequence-parallel ranks cannot share the attention heads."""
+    config = read_model_config(model_path).get_text_config()
+    sizes = _read_sizes(config, (HEADS_KEY, KV_HEADS_KEY))
+    size, tensor_parallel = trainer.sequence_parallel, trainer.tensor_parallel
+    if reason := explain_unshared_heads(sizes, size, tensor_parallel):
+        times = f" times tensor_parallel={tensor_parallel}" * (tensor_parallel > 1)
+        raise ConfigError(f"{section}.sequence_parallel={size}:{times} {reason}")
+
+
+def explain_unshared_heads(sizes: SplitSizes, sequence_parallel: int, tensor_parallel: int) -> str:
+    """Explain why sequence-parallel ranks cannot share the heads; "" if they can."""
+    heads = {name: size for name, size in sizes.items() if name in (HEADS_KEY, KV_HEADS_KEY)}
+    is_shared = sequence_parallel > 1
+    return _explain_indivisible(heads, sequence_parallel * tensor_parallel) if is_shared else ""
+
+
+def get_split_sizes(shape: ModelShape, *, is_trained: bool) -> SplitSizes:
+    """Return the sizes of a model that are split: vLLM cuts each expert, training none."""
     sizes = {HEADS_KEY: shape.heads, KV_HEADS_KEY: shape.kv_heads}
     if not shape.experts:
         return sizes | {INTERMEDIATE_KEY: shape.intermediate}
     dense_sizes = {INTERMEDIATE_KEY: shape.dense_intermediate} if shape.dense_intermediate else {}
+    if is_trained:
+        return sizes | dense_sizes | {EXPERT_COUNT_KEYS[0]: shape.experts}
     return sizes | dense_sizes | {EXPERT_INTERMEDIATE_KEY: shape.intermediate}
 
 
@@ -76,15 +128,50 @@ def explain_unservable_split(sizes: SplitSizes, ranks: int) -> str:
     )
 
 
-def explain_untrainable_split(family: str, sizes: SplitSizes, ranks: int) -> str:
+def explain_untrainable_split(config: "AnyConfig | None", sizes: SplitSizes, ranks: int) -> str:
     """Explain why training cannot split a model over `ranks` tensor-parallel ranks; "" if it can.
 
-    `sizes` are those that `ranks` must divide. `family` is the model_type; "" skips the check of
-    the family, for a planner that does not know it.
+    `sizes` are those that `ranks` must divide. None as `config` skips the check of the family, for
+    a planner that does not know it.
     """
-    if family and family not in TENSOR_PARALLEL_FAMILIES:
-        return f"splits models of type {', '.join(TENSOR_PARALLEL_FAMILIES)}, not {family}"
-    return _explain_indivisible(sizes, ranks)
+    reason = _explain_missing_plan(config) if config is not None else ""
+    return reason or _explain_indivisible(sizes, ranks)
+
+
+def _explain_missing_plan(config: AnyConfig) -> str:
+    family, plan = config.model_type, get_split_plan(config)
+    if not plan:
+        return f"transformers has no plan to split layers of {family}"
+    others = sorted({style for style in plan.values() if style not in SUPPORTED_STYLES})
+    if others:
+        return f"transformers' plan for {family} splits layers in other ways: {', '.join(others)}"
+    return ""
+
+
+def get_split_plan(config: AnyConfig) -> dict[str, str]:
+    """Return transformers' plan to split decoder layers: the style of each module or parameter.
+
+    Names begin at the base model, with * for numbers. Experts follow the plan for expert
+    parallelism, all else the plan for tensor parallelism.
+    """
+    families: Any = config
+    experts = families.base_model_ep_plan or {}
+    return {
+        name: style
+        for name, style in {**(families.base_model_tp_plan or {}), **experts}.items()
+        if "*" in name
+        and (name in experts or not any(name.startswith(f"{expert}.") for expert in experts))
+    }
+
+
+def find_family_config(family: str) -> "type[PreTrainedConfig] | None":
+    """Return transformers' config class of a model_type; None for one that it does not know."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    try:
+        return CONFIG_MAPPING[family]  # a lazy mapping, whose `get` finds nothing
+    except KeyError:
+        return None
 
 
 def explain_unloadable_split(ranks: int, *, has_experts: bool, on_gpu: bool) -> str:

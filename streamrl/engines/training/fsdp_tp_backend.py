@@ -6,7 +6,8 @@ Example: world_size 4, tensor_parallel 2.
     data 0      rank 0     rank 1      same micro-batches, split layers
     data 1      rank 2     rank 3
 
-Consecutive ranks are tensor parallel. With FSDP2, a rank keeps a chunk of its tensor-parallel shard
+Consecutive ranks are tensor parallel. Ranks that share tokens (sequence parallelism) count as data
+parallel: their gradients add up, too. With FSDP2, a rank keeps a chunk of its tensor-parallel shard
 of a parameter; otherwise data-parallel ranks are replicas whose gradients are summed once per
 update.
 
@@ -35,8 +36,9 @@ from torch.nn import Parameter
 from streamrl.distributed.devices import get_local_device
 from streamrl.engines.checkpoint.sharded_state import ParameterFragment, view_piece
 from streamrl.engines.dtypes import resolve_trainer_dtype
+from streamrl.engines.models.decoder_layers import iter_layers
 from streamrl.engines.models.stored_weights import StoredWeights
-from streamrl.engines.models.tensor_parallel import iter_layers, parallelize_layers
+from streamrl.engines.models.tensor_parallel import list_shared_norms, parallelize_layers
 from streamrl.engines.trainer_config import PARAMETER_SHARDING_STAGE
 from streamrl.engines.training.training_backend import TrainingBackend
 from streamrl.resharding.layouts import TensorShard, create_tensor_shard
@@ -68,16 +70,19 @@ class FsdpTpBackend(TrainingBackend):
     ) -> None:
         super().__init__(module, config)
         self._dtype = resolve_trainer_dtype(config)
-        shape = (config.dp_size, config.tensor_parallel)
+        shape = (config.fsdp_size, config.tensor_parallel)
         mesh = init_device_mesh(get_local_device().type, shape, mesh_dim_names=(DP_DIM, TP_DIM))
         self._dp_mesh, self._tp_mesh = mesh[DP_DIM], mesh[TP_DIM]
         self._is_sharded = (
             config.zero_stage == PARAMETER_SHARDING_STAGE and self._dp_mesh.size() > 1
         )
+        #: Parameters of which each tensor-parallel rank has a part of the gradient.
+        self._shared_norms: list[str] = []
         if self._tp_mesh.size() > 1:
+            self._shared_norms = list_shared_norms(module)
             parallelize_layers(module, self._tp_mesh)
             if weights is None:
-                _copy_unsharded_params(module)
+                _copy_local_params(module)
         if self._is_sharded:
             self._apply_fsdp()
         if weights is not None:
@@ -134,6 +139,8 @@ class FsdpTpBackend(TrainingBackend):
             local.grad = torch.zeros_like(local) if gradient is None else _to_local(gradient)
             if not self._is_sharded:
                 dist.all_reduce(local.grad, group=self._dp_mesh.get_group())
+            if name in self._shared_norms:
+                dist.all_reduce(local.grad, group=self._tp_mesh.get_group())
             local.grad /= divisor
         norm, max_norm = self._compute_grad_norm(), self._config.grad_clip
         scale = max_norm / (norm + CLIP_EPSILON) if max_norm else 1.0
@@ -242,14 +249,11 @@ def _get_local_tensor(parameter: Tensor) -> Tensor:
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
-def _copy_unsharded_params(module: "PreTrainedModel") -> None:
-    """Copy the replicated parameters out of the memory-mapped model file.
-
-    Otherwise the file, with the full matrices that were split, would stay mapped.
-    """
+def _copy_local_params(module: "PreTrainedModel") -> None:
+    """Copy this rank's parameters out of the memory of the whole model."""
     for parameter in module.parameters():
-        if not isinstance(parameter, DTensor):
-            parameter.data = parameter.detach().clone()
+        local = _get_local_tensor(parameter)
+        local.data = local.detach().clone()
 
 
 def _gather_tensor(tensor: Tensor) -> Tensor:
@@ -272,5 +276,5 @@ def _find_tp_dim(parameter: Tensor) -> int | None:
     for name, placement in zip(mesh_dims, parameter.placements, strict=True):
         # A dimension sharded by both mesh dimensions is a _StridedShard, no subclass of Shard.
         if name == TP_DIM and isinstance(placement, Cut | StridedCut):
-            return placement.dim
+            return placement.dim % parameter.ndim
     return None

@@ -35,7 +35,9 @@ from streamrl.engines.memory.peak_memory import keep_heap_compact
 from streamrl.engines.models.activation_checkpointing import checkpoint_layers
 from streamrl.engines.models.forward import compute_token_logprobs, compute_token_values
 from streamrl.engines.models.lora import add_lora_adapters
+from streamrl.engines.models.packed_rows import share_tokens
 from streamrl.engines.models.save_model import write_hf_model
+from streamrl.engines.models.sequence_parallel import join_sequence_group
 from streamrl.engines.models.stored_weights import StoredWeights
 from streamrl.engines.trainer_config import OFFLOAD, TrainerConfig
 from streamrl.engines.training.collate import average_advantage, build_batch, derive_columns
@@ -111,6 +113,15 @@ class ModelTrainer:
         module = task.load_model(resolve_loading_dtype(config), on_meta=is_sharded)
         weights = StoredWeights(module, task.model_path) if is_sharded else None
         self._parameters = ParameterSet.from_module(module)
+        if config.sequence_parallel > 1:
+            share_tokens(
+                module,
+                join_sequence_group(
+                    world_size=config.world_size,
+                    size=config.sequence_parallel,
+                    tensor_parallel=config.tensor_parallel,
+                ),
+            )
         if config.lora_rank:
             add_lora_adapters(module, config)
         if config.gradient_checkpointing:
@@ -164,7 +175,7 @@ class ModelTrainer:
         The ratios of all ranks set a limit; tokens with a greater ratio are masked. Collective.
         """
         with self._limit_wait("the synchronization of the step plan"):
-            self._current_plan.sync_near_mask(tensor_parallel=self._config.tensor_parallel)
+            self._current_plan.sync_near_mask(ranks_per_batch=self._config.ranks_per_batch)
 
     def train_micro_batch(
         self, groups: Mapping[str, Columns], picks: Sequence[RolloutIndex], version: int = 0
@@ -250,8 +261,8 @@ class ModelTrainer:
                 self._backend.backward(loss * loss_denominator)
                 total += loss.detach()
             dist.all_reduce(total)
-        # Tensor-parallel ranks train the same texts, so the sum counts each text that often.
-        return {"loss/ptx": total.item() / self._config.tensor_parallel}
+        # Ranks of the same micro-batches train the same texts, so the sum counts each that often.
+        return {"loss/ptx": total.item() / self._config.ranks_per_batch}
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each trained parameter once, in the order of `order_for_fusion`.

@@ -50,12 +50,12 @@ class StepPlan:
                 )
                 self._fill_column(uid, "near", tokens, self._derived[uid]["loss_mask"][tokens])
 
-    def sync_near_mask(self, *, tensor_parallel: int) -> None:
+    def sync_near_mask(self, *, ranks_per_batch: int) -> None:
         """Exclude tokens from the mask `near` whose log ratio exceeds a limit common to all ranks.
 
         Collective; call it after the last `add_proximal_logprobs`. The log ratio of a token is its
         proximal minus its generator logprob. `second_moment_limit` computes the limit from the
-        squares of all ranks; tensor-parallel ranks hold equal squares, which count once.
+        squares of all ranks. Those of `ranks_per_batch` consecutive ranks are equal and count once.
         """
         if self._second_moment_threshold is None:
             return
@@ -65,7 +65,7 @@ class StepPlan:
         ]
         rank_squares: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(rank_squares, np.concatenate([np.zeros(0), *unmasked]))
-        all_squares = torch.from_numpy(np.concatenate(rank_squares[::tensor_parallel]))
+        all_squares = torch.from_numpy(np.concatenate(rank_squares[::ranks_per_batch]))
         limit = second_moment_limit(all_squares, threshold=self._second_moment_threshold)
         for uid, tokens, squares in self._squared_log_ratios:
             self._derived[uid]["near"][tokens] &= squares <= limit

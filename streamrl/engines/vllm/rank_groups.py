@@ -63,7 +63,7 @@ def assign_rank_groups(trainer: "TrainerConfig", size: int) -> tuple[tuple[int, 
 
     `size`, the generator's tensor-parallel size, divides the number of trainer ranks.
     """
-    train = RankGrid(1, trainer.tensor_parallel, trainer.dp_size)
+    train = RankGrid(1, trainer.tensor_parallel, trainer.fsdp_size)
     if train.tp_size % size == 0:
         sizes = GenerationSizes(1, size, train.tp_size // size, train.dp_size)
         return tuple(map(tuple, assign_zero_redundancy(train, sizes).list_tp_groups()))

@@ -122,6 +122,12 @@ def compute_serving_weight_bytes(cost: CallCost) -> float:
     return cost.device_params * cost.constants.served_bytes
 
 
+def compute_layer_weight_bytes(cost: CallCost) -> float:
+    """Return the bytes of the weights outside of layers, and of a layer."""
+    outside = cost.shape.embedding_params / cost.shape.num_params
+    return compute_serving_weight_bytes(cost) * (outside + (1 - outside) / cost.shape.layers)
+
+
 def estimate_weight_load_s(cost: CallCost) -> float:
     is_offloaded = cost.constants.offloads_weights
     return compute_serving_weight_bytes(cost) * cost.host_byte_s if is_offloaded else 0.0

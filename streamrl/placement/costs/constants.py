@@ -58,7 +58,7 @@ UPPER_BOUNDS = {
     "column_bytes": 1e6,
     # Booleans.
     **dict.fromkeys(("recompute", "offloads_optimizer", "offloads_weights"), 1.0),
-    "updates_on_host": 1.0,
+    **dict.fromkeys(("updates_on_host", "scores_from_host"), 1.0),
     **dict.fromkeys(("keeps_served", "aliases_served", "keeps_kv"), 1.0),
 }
 """Largest valid values, far above the need of any device; a larger one has a wrong unit."""
@@ -82,6 +82,8 @@ class CostConstants:
     recompute: whether the backward pass repeats the forward pass (activation checkpointing).
     updates_on_host: whether the optimizer's state stays in host memory, which is read and written
       as fast as the link between device and host.
+    scores_from_host: whether weights of models that score stay in host memory, and pass to the
+      device in every forward pass.
 
     Memory and links.
     decode_memory_fraction: achieved fraction of memory bandwidth when a decode step reads weights
@@ -158,6 +160,7 @@ class CostConstants:
     half_width: float = 256.0
     recompute: bool = True
     updates_on_host: bool = False
+    scores_from_host: bool = False
 
     decode_memory_fraction: float = 0.7
     optimizer_memory_fraction: float = 0.7

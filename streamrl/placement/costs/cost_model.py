@@ -10,6 +10,7 @@ from streamrl.placement.clusters import DeviceSpec
 from streamrl.placement.costs.approximate_traffic import ApproximateTraffic
 from streamrl.placement.costs.call_cost import CallCost
 from streamrl.placement.costs.call_memory import (
+    compute_layer_weight_bytes,
     compute_rollout_kv_bytes,
     compute_serving_weight_bytes,
     compute_usable_bytes,
@@ -367,7 +368,9 @@ class CostModel:
             is_resident = self.constants.keeps_served
             memory = CallMemory(filled_bytes, 0.0) if is_resident else CallMemory(0.0, filled_bytes)
         if call.kind is CallKind.SCORE:
-            if offload_idle and self.constants.offloads_weights:
+            if self.constants.scores_from_host:
+                memory = CallMemory(compute_layer_weight_bytes(cost), 0.0)
+            elif offload_idle and self.constants.offloads_weights:
                 memory = CallMemory(0.0, memory.peak_bytes)
             active = memory.active_bytes + score_active_bytes(cost)
             tokens = find_max_score_tokens(cost)

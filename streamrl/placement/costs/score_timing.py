@@ -32,6 +32,8 @@ def estimate_score_timing(cost: CallCost, loading_s: float = 0.0) -> ScoreTiming
         + cost.expert_overhead_s
         + cost.parallel_groups.pipeline.send_latency_s
     )
+    if constants.scores_from_host:
+        begin_s += cost.device_params * constants.served_bytes * cost.host_byte_s
     compute = cost.compute_s(cost.forward_token_flops, constants.forward_flops_fraction)
     token_s = (
         compute

@@ -10,8 +10,9 @@ from transformers import AutoModelForSequenceClassification
 from transformers.utils.logging import disable_progress_bar
 
 from streamrl.data.chat_template import load_tokenizer
-from streamrl.distributed.devices import get_local_device
+from streamrl.distributed.devices import get_local_device, has_local_gpu
 from streamrl.engines.dtypes import resolve_dtype
+from streamrl.engines.models.layer_offload import keep_layers_on_host
 from streamrl.errors import ConfigError, RewardMemoryError
 from streamrl.files.hf_config import is_trusted, read_model_config, read_stored_shapes
 
@@ -113,10 +114,17 @@ class SequenceClassifier:
     """A loaded sequence-classification model, on the GPU if this process has one.
 
     Use only from the thread that creates the object. Raises ConfigError if loading fails or
-    parameters are missing.
+    parameters are missing. keeps_layers_on_host: see ModelLoadOptions.
     """
 
-    def __init__(self, files: ClassifierFiles, *, dtype: str, threads: int) -> None:
+    def __init__(
+        self,
+        files: ClassifierFiles,
+        *,
+        dtype: str,
+        threads: int,
+        keeps_layers_on_host: bool = False,
+    ) -> None:
         torch.set_num_threads(threads)
         disable_progress_bar()
         config = _read_config(files.path)
@@ -136,7 +144,12 @@ class SequenceClassifier:
         if missing := sorted(info["missing_keys"]):
             first = ", ".join(missing[:3])
             raise _make_config_error(files.path, f"lacks {len(missing)} parameters, e.g. {first}")
-        self._model = model.to(get_local_device()).eval()
+        self._model = model.eval()
+        self._device = get_local_device()
+        if keeps_layers_on_host and has_local_gpu():
+            keep_layers_on_host(model)
+        else:
+            self._model.to(self._device)
         self._pad_id = files.pad_id or 0
 
     def compute_logits(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -145,7 +158,7 @@ class SequenceClassifier:
         mask = torch.arange(int(lengths.max())) < lengths[:, None]
         ids = torch.full(mask.shape, self._pad_id)
         ids[mask] = torch.tensor([token for row in rows for token in row])
-        device = self._model.device
+        device = self._device
         try:
             with torch.inference_mode():
                 output = self._model(

@@ -87,6 +87,7 @@ class ModelReward(Reward):
         self._files = files = read_classifier(options.path)
         self._label_index = _find_label_index(options, files.labels)
         self._max_length = _resolve_max_length(options, files)
+        self._keeps_layers_on_host = spec.context.scorer.offload
         self._timeout_s = options.timeout_s or spec.context.scorer.timeout_s
         is_logit = len(files.labels) == 1 and not options.sigmoid
         default_pass_score = 0.0 if is_logit else 0.5
@@ -119,7 +120,11 @@ class ModelReward(Reward):
 
         options, loop = self._options, asyncio.get_running_loop()
         load = partial(
-            SequenceClassifier, self._files, dtype=options.dtype, threads=options.threads
+            SequenceClassifier,
+            self._files,
+            dtype=options.dtype,
+            threads=options.threads,
+            keeps_layers_on_host=self._keeps_layers_on_host,
         )
         self._model = await loop.run_in_executor(self._model_thread, load)
 

@@ -249,7 +249,7 @@ async def test_a_hung_actor_delays_a_report_only_briefly():
     run.generator.collect_report = Hung()  # type: ignore[assignment]
     run.reporter.add_step(snapshot(0, ended_at=2.0))
     began = asyncio.get_running_loop().time()
-    await run.reporter.wait_until_idle()
+    await run.reporter._snapshots.join()
     assert asyncio.get_running_loop().time() - began <= DRAIN_TIMEOUT_S + DRAIN_EVERY_S
     (report,) = await run.finish()
     assert report.row["idle/train"] == pytest.approx(0.5)
@@ -292,6 +292,22 @@ async def test_rollouts_of_a_slow_actor_are_reported_once_it_answers(
     }
     rollouts = [group.rollouts[0] for groups in recorded.values() for group in groups]
     assert [rollout.advantage for rollout in rollouts] == [0.5] * len(steps)
+
+
+@in_virtual_time
+async def test_a_slow_replica_that_leaves_holds_no_rollouts_back():
+    run, leaving = Reported(), Worker("generator-1")
+    leaving.collect_report = Hung()  # type: ignore[assignment]
+    run.roles[0].add_replica("generator-1", leaving)
+    run.generator.recorded = [make_group("a")]
+    run.reporter.add_step(snapshot(0, ended_at=1.0, uid="a"))
+    await asyncio.sleep(2 * DRAIN_TIMEOUT_S)
+    run.roles[0].remove_replica("generator-1")
+    run.reporter.add_step(snapshot(1, ended_at=2.0, uid="b"))
+    await asyncio.sleep(2 * DRAIN_TIMEOUT_S)
+    reports = await run.feed.read_after(0, 1.0)
+    assert [report.step for report in reports if isinstance(report, RolloutReport)] == [1]
+    await run.finish_all()
 
 
 class Hung:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from streamrl.engines.models.tensor_parallel_support import check_tensor_parallel
+from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from tests import forked
 from tests.engines.conftest import list_cases, param_of_ranks
@@ -102,7 +103,12 @@ def test_a_rank_holds_no_memory_of_other_ranks_shards(ranks: list[dict[str, Any]
 @pytest.mark.parametrize(
     ("settings", "count", "message"),
     [
-        ({"model_type": "gpt2"}, 2, "splits models of type llama, mistral, qwen2, not gpt2"),
+        ({"model_type": "gpt2"}, 2, "transformers has no plan to split layers of gpt2"),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 6, "num_key_value_heads": 4},
+            4,
+            "must divide the model's num_experts=6",
+        ),
         (
             {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 1},
             2,
@@ -122,6 +128,7 @@ def test_a_model_that_cannot_be_split_is_rejected(
 
     kind = settings.pop("model_type")
     AutoConfig.for_model(kind, **settings).save_pretrained(tmp_path)
+    trainer = TrainerConfig(backend="torch", world_size=count, tensor_parallel=count)
     with pytest.raises(ConfigError) as refusal:
-        check_tensor_parallel(str(tmp_path), count, section="trainer")
+        check_tensor_parallel(str(tmp_path), trainer, section="trainer")
     assert str(refusal.value) == f"trainer.tensor_parallel={count}: {message}"

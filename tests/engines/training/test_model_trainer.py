@@ -344,7 +344,7 @@ def test_the_whole_optimizer_state_is_offloaded(results, expected, layout):
     # Moments, and from ZeRO stage 1 on master weights.
     copies = 3 if layout.backend == "deepspeed" and layout.zero_stage > 0 else 2
     is_sharded = layout.zero_stage > 0 if layout.backend == "deepspeed" else layout.zero_stage == 3
-    share = copies * num_bytes // (layout.num_shares if is_sharded else 1)
+    share = copies * num_bytes // (layout.world_size // layout.tensor_parallel if is_sharded else 1)
     for offloaded in results[f"offloaded/{layout.label}"]:
         if layout.tensor_parallel > 1:  # persistent parameters stay unsplit
             assert share // layout.tensor_parallel < offloaded < share

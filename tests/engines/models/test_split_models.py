@@ -1,0 +1,121 @@
+"""Layers split over ranks, experts dealt to ranks and tokens shared by ranks, in many families."""
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from streamrl.engines.models.supported_models import check_packed_rows
+from streamrl.engines.models.tensor_parallel_support import check_head_split
+from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.errors import ConfigError
+from tests import forked
+from tests.engines.models.test_chunked_head import make_model
+from tests.engines.split_model_ranks import (
+    LR,
+    MICRO_BATCHES,
+    WORLD,
+    SplitCase,
+    count_all_reduces,
+    run_alone,
+    run_rank,
+)
+from tests.engines.trainer_ranks import find_free_ports
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+QUICK = [
+    SplitCase("qwen3_moe", tensor=2),
+    SplitCase("qwen3", tensor=2, sequence=2, zero_stage=0),
+    SplitCase("mistral", sequence=2, recomputes=True),
+]
+FAMILIES = [
+    *("gpt_oss", "gemma2", "gpt_neox", "llama", "qwen2", "gemma", "gemma3_text", "phi3", "olmo2"),
+    *("olmo3", "smollm3", "granite", "qwen2_moe", "mixtral", "olmoe", "deepseek_v2"),
+    *("deepseek_v3", "glm4_moe", "cohere"),
+]
+SHARED = ["qwen2", "gemma3_text", "phi3", "qwen3_moe", "deepseek_v3", "gpt_neox"]
+SLOW = [SplitCase(family, tensor=2) for family in FAMILIES]
+SLOW += [SplitCase(family, sequence=2) for family in SHARED]
+SLOW += [SplitCase("qwen3", sequence=2, backend="deepspeed", zero_stage=z) for z in (0, 1, 2, 3)]
+SLOW += [SplitCase("qwen3_moe", tensor=2, sequence=2, recomputes=True)]
+# Norms of queries and keys that the plan omits.
+SLOW += [SplitCase("glm4_moe", tensor=2, changes=(("use_qk_norm", True),))]
+CASES = [*QUICK, *SLOW]
+
+
+@functools.cache
+def train_alone(family: str, changes: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    (result,) = forked.run(run_alone, [(family, changes)], timeout_s=120.0)
+    return dict(result)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.label, marks=[pytest.mark.slow] * (case not in QUICK))
+        for case in CASES
+    ],
+)
+def test_scores_and_updates_equal_those_of_a_single_rank(case: SplitCase):
+    # Each case has processes of its own: torch keeps names of groups that have ended.
+    (port,) = find_free_ports(1)
+    ranks = [(rank, port, case) for rank in range(WORLD)]
+    single, seen = train_alone(case.family, case.changes), set()
+    for split in forked.run(run_rank, ranks, timeout_s=180.0):
+        for index, scores in split["scores"].items():
+            seen.add(index)
+            torch.testing.assert_close(scores, single["scores"][index], atol=2e-4, rtol=2e-4)
+        assert split["norms"] == pytest.approx(single["norms"], rel=1e-4)
+        assert list(split["parameters"]) == list(single["parameters"])
+        for name, expected in single["parameters"].items():
+            difference = (split["parameters"][name] - expected).abs()
+            assert difference.max() <= 4 * LR, name
+            # Adam makes full steps of gradients that are rounding.
+            is_rounding = name.endswith(("k_proj.bias", "query_key_value.bias"))
+            assert is_rounding or (difference > 0.1 * LR).double().mean() < 0.01, name
+    assert seen == set(range(len(MICRO_BATCHES)))
+
+
+def test_matrices_of_the_same_input_sum_its_gradients_together():
+    (counts,) = forked.run(count_all_reduces, [("qwen3",)], timeout_s=120.0)
+    # Two layers, each with the pairs of attention and of the MLP.
+    assert counts == {"forward": 4, "backward": 4}
+
+
+@pytest.mark.parametrize(
+    ("settings", "trainer", "message"),
+    [
+        (
+            {"model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 2},
+            {"sequence_parallel": 4},
+            "sequence_parallel=4: must divide the model's num_key_value_heads=2",
+        ),
+        (
+            {"model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 2},
+            {"sequence_parallel": 2, "tensor_parallel": 2},
+            "sequence_parallel=2: times tensor_parallel=2 must divide the model's"
+            " num_key_value_heads=2",
+        ),
+    ],
+)
+def test_heads_that_ranks_cannot_share_are_rejected(
+    tmp_path: Path, settings: dict[str, Any], trainer: dict[str, Any], message: str
+):
+    kind = settings.pop("model_type")
+    AutoConfig.for_model(kind, **settings).save_pretrained(tmp_path)
+    config = TrainerConfig(backend="torch", world_size=4, **trainer)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_head_split(str(tmp_path), config, section="trainer")
+
+
+def test_tokens_of_padded_rows_cannot_be_shared(tmp_path: Path):
+    model = make_model("gptj")
+    model.save_pretrained(tmp_path)
+    setting = "trainer.sequence_parallel=2"
+    with pytest.raises(ConfigError, match=f"{setting}: needs packed rows, but .* is padded"):
+        check_packed_rows(str(tmp_path), "auto", setting=setting)

@@ -1,0 +1,125 @@
+"""Four ranks that split the layers, or share the tokens, of models of many families.
+
+Runs in child processes, because torch.distributed must not be initialized in pytest's process.
+"""
+
+import os
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import PreTrainedModel
+
+from streamrl.distributed.process_group import join_process_group
+from streamrl.engines.models.activation_checkpointing import checkpoint_layers
+from streamrl.engines.models.forward import compute_token_logprobs
+from streamrl.engines.models.packed_rows import enable_packing, share_tokens
+from streamrl.engines.models.sequence_parallel import join_sequence_group
+from streamrl.engines.models.tensor_parallel import parallelize_layers
+from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.engines.training.model_trainer import make_backend
+from tests.engines.models.test_chunked_head import make_model
+from tests.engines.models.test_packed_rows import make_rows
+
+WORLD = 4
+LR = 1e-4
+MICRO_BATCHES = ((3, 24), (1, 9), (17, 17), (2, 30))
+"""Lengths of the rows of micro-batches, some above the sliding window; two per update."""
+WIDE_FAMILIES = ("qwen3", "qwen3_moe")
+WIDE = {"num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+class SplitCase(NamedTuple):
+    """A family, with changes of its config, and the trainer's settings."""
+
+    family: str
+    tensor: int = 1
+    sequence: int = 1
+    zero_stage: int = 3
+    backend: str = "torch"
+    recomputes: bool = False
+    changes: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def label(self) -> str:
+        sizes = {"tensor": self.tensor, "sequence": self.sequence, "zero": self.zero_stage}
+        text = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        changes = "".join(f" {name}={value}" for name, value in self.changes)
+        return f"{self.family}{changes}; {self.backend}: {text}{', recomputed' * self.recomputes}"
+
+    def make_config(self) -> TrainerConfig:
+        return TrainerConfig(
+            backend=self.backend,
+            world_size=WORLD,
+            tensor_parallel=self.tensor,
+            sequence_parallel=self.sequence,
+            zero_stage=self.zero_stage,
+            dtype="float32",
+        )
+
+
+def run_rank(rank: int, port: int, case: SplitCase) -> dict[str, Any]:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    module, config = load(case.family, case.changes), case.make_config()
+    join_process_group(rank=rank, world_size=WORLD, timeout_s=60.0)
+    if case.sequence > 1:
+        group = join_sequence_group(
+            world_size=WORLD, size=case.sequence, tensor_parallel=case.tensor
+        )
+        share_tokens(module, group)
+    if case.recomputes:
+        checkpoint_layers(module, offload=False, chunk_mlps=case.tensor == 1)
+    return train(rank, module, config)
+
+
+def run_alone(family: str, changes: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    return train(0, load(family, changes), TrainerConfig(world_size=1, backend="torch"))
+
+
+def count_all_reduces(family: str) -> dict[str, int]:
+    """Count the collectives of each pass as one of two tensor-parallel ranks."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    module = make_model(family)
+    parallelize_layers(module, init_device_mesh("cpu", (2,)))
+    counts = {}
+    with CommDebugMode() as forward:
+        loss = module(torch.zeros(1, 4).long(), use_cache=False).logits.sum()
+    with CommDebugMode() as backward:
+        loss.backward()
+    for name, mode in (("forward", forward), ("backward", backward)):
+        counts[name] = sum(mode.get_comm_counts().values())
+    return counts
+
+
+def load(family: str, changes: tuple[tuple[str, Any], ...]) -> PreTrainedModel:
+    module = make_model(family, **(WIDE if family in WIDE_FAMILIES else {}), **dict(changes))
+    if family == "gpt_oss":
+        module.set_attn_implementation("eager")  # others ignore its attention sinks
+    enable_packing(module)
+    return module
+
+
+def train(rank: int, module: PreTrainedModel, config: TrainerConfig) -> dict[str, Any]:
+    """Train two updates of two micro-batches each, dealt to the data-parallel ranks."""
+    join_process_group(rank=rank, world_size=config.world_size, timeout_s=60.0)
+    backend = make_backend(module, config)
+    results: dict[str, Any] = {"scores": {}, "norms": []}
+    work = list(enumerate(MICRO_BATCHES))
+    for update in (work[:2], work[2:]):
+        own = update[config.get_dp_rank(rank) :: config.dp_size]
+        for index, lengths in own:
+            ids, mask = make_rows(lengths, seed=index)
+            scores = compute_token_logprobs(
+                backend.forward, ids, mask, temperature=0.7, entropy_mode="gradient"
+            )
+            results["scores"][index] = torch.stack((scores.logprobs, scores.entropy)).detach()
+            weights = torch.arange(1, ids.numel() + 1).view_as(ids) / ids.numel()
+            loss = (weights * scores.logprobs + weights.flip(0) * scores.entropy).sum()
+            backend.backward(loss)
+        results["norms"].append(backend.step(divisor=40.0, lr=LR))
+    results["parameters"] = {name: tensor.clone() for name, tensor in backend.full_state()}
+    backend.close()
+    return results
