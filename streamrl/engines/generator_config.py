@@ -65,8 +65,8 @@ class GeneratorConfig:
     gpu_memory_utilization: float = 0.9
     #: CPU threads per process of a replica.
     threads: int = 1
-    #: Dtype of weights and activations: float32, bfloat16, float16 or auto. auto is the model's
-    #: dtype on a GPU and float32 on a CPU.
+    #: Dtype of weights and activations: float32, bfloat16, float16 or auto. auto is float32 on a
+    #: CPU; on a GPU the model's dtype, and bfloat16 for models in float32.
     dtype: str = "auto"
     #: Timeout for starting an engine, s.
     start_timeout_s: float = 600.0

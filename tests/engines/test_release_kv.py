@@ -18,6 +18,8 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.xdist_group
 
 KV_MB = 256
 MB = 1 << 20
+BF16_ERROR = 0.1
+"""On a GPU vLLM runs models of float32 in bfloat16."""
 SEEDS = range(4)
 CONFIG = GeneratorConfig(max_new_tokens=100, max_concurrent_rollouts=8, kv_cache_mb=KV_MB)
 
@@ -66,7 +68,7 @@ async def test_sleep_frees_gpu_memory(tmp_path: Path):
         after, _ = torch.cuda.mem_get_info()
         assert after - before > 0.9 * KV_MB * MB
         await engine.resume("lease")
-        assert worst_error(await running, {0: model}) < 1e-2
+        assert worst_error(await running, {0: model}) < BF16_ERROR
 
 
 @pytest.mark.gpu
@@ -82,7 +84,7 @@ async def test_weights_are_written_in_place_on_a_gpu(tmp_path: Path):
         synchronize_device()
         assert not (await engine.activate_version(1)).copied_bytes
         rollouts = await engine.generate(SHORT, seeds=SEEDS)
-        assert worst_error(rollouts, {1: model}) < 1e-2
+        assert worst_error(rollouts, {1: model}) < BF16_ERROR
 
 
 async def test_weights_can_be_loaded_while_asleep(engines: Engines):

@@ -84,15 +84,23 @@ def _run_in_chunks(
         return forward(chunk[None])[0]
 
     if has_grad:
-        saved = _SavedInputs.apply(tokens).grad_fn
-        output: Tensor = _ChunkedMlp.apply(run_chunk, saved, tokens, *mlp.parameters())
+        saved = _SavedInputs.apply(tokens)
+
+        def get_inputs() -> Tensor:
+            (inputs,) = saved.grad_fn.saved_tensors
+            return inputs
+
+        output: Tensor = _ChunkedMlp.apply(run_chunk, get_inputs, tokens, *mlp.parameters())
     else:
         output = torch.cat([run_chunk(chunk) for chunk in tokens.split(CHUNK_TOKENS)])
     return output.view(*hidden_states.shape[:-1], -1)
 
 
 class _SavedInputs(torch.autograd.Function):
-    """Node that saves the inputs of an MLP before the MLP runs; it has no gradient."""
+    """Node that saves the inputs of an MLP before the MLP runs; it has no gradient.
+
+    Keep its output: PyTorch may free what a node has saved once its output is gone.
+    """
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor) -> Tensor:
@@ -113,16 +121,19 @@ class _ChunkedMlp(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run_chunk: Callable[[Tensor], Tensor], saved: Any, tokens: Tensor, *params: Tensor
+        ctx: Any,
+        run_chunk: Callable[[Tensor], Tensor],
+        get_inputs: Callable[[], Tensor],
+        tokens: Tensor,
+        *params: Tensor,
     ) -> Tensor:
-        ctx.run_chunk, ctx.saved, ctx.params = run_chunk, saved, params
+        ctx.run_chunk, ctx.get_inputs, ctx.params = run_chunk, get_inputs, params
         return torch.cat([run_chunk(chunk) for chunk in tokens.split(CHUNK_TOKENS)])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        (tokens,) = ctx.saved.saved_tensors
-        ctx.saved = None
+        tokens, ctx.get_inputs = ctx.get_inputs(), None
         grad_tokens = torch.empty_like(tokens)
         chunks = zip(
             repeat(ctx.run_chunk), tokens.split(CHUNK_TOKENS), grad_output.split(CHUNK_TOKENS)
