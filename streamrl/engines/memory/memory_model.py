@@ -80,7 +80,12 @@ def estimate_worker_memory(
     largest = min(trained, _count_largest_param(module, trainer))
     transient = estimate_transient_memory(trainer, trained=trained, largest=largest, on_gpu=on_gpu)
     if trainer.offload_optimizer and on_gpu:
-        optimizer, transient = 0, replace(transient, update=0)
+        optimizer, update = 0, 0
+        if trainer.zero_stage < PARAMETER_SHARDING_STAGE:
+            # As measured: gradients leave in the backward pass, and an update holds two float32
+            # copies of the rank's shard.
+            gradients, update = 0, 2 * FLOAT32_BYTES * -(-trained // trainer.world_size)
+        transient = replace(transient, update=update)
     kv_mb = generator.kv_cache_mb or (0 if on_gpu else KV_CACHE_MB_ON_CPU)
     micro_batch_tokens = -(-micro_batch_tokens // trainer.sequence_parallel)
     tokens = micro_batch_tokens * _estimate_token_bytes(module, trainer, on_gpu=on_gpu)

@@ -210,12 +210,17 @@ def test_activations_of_a_gated_mlp_are_as_measured_on_a_gpu(tmp_path: Path):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_an_optimizer_in_host_memory_takes_no_memory_of_a_gpu(path: str, stage: int):
+def test_an_optimizer_in_host_memory_takes_memory_of_a_gpu_only_in_updates(path: str, stage: int):
     plain = TrainerConfig(zero_stage=stage)
     offloaded = replace(plain, offload_optimizer=True, dtype="float32")
     held, freed = (estimate_memory(path, t, on_gpu=True) for t in (plain, offloaded))
-    assert freed.optimizer == freed.update_buffers == 0 < held.optimizer
-    assert (freed.weights, freed.gradients) == (held.weights, held.gradients)
+    assert freed.optimizer == 0 < held.optimizer and freed.weights == held.weights
+    if stage == 3:
+        assert (freed.update_buffers, freed.gradients) == (0, held.gradients)
+    else:
+        # Moments and master weights take 12 bytes a parameter, two float32 copies 8.
+        assert freed.update_buffers == held.optimizer * 8 // 12
+        assert freed.gradients < held.gradients
     assert estimate_memory(path, plain) == estimate_memory(path, offloaded)
 
 
