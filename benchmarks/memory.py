@@ -189,7 +189,6 @@ CASES: dict[str, dict[str, MemoryCase]] = {
         "chunks": MemoryCase(score_in_chunks),
         "offload": MemoryCase(score_in_chunks, has_offload=True),
         "full_logits": MemoryCase(score_full_logits),
-        "shared": MemoryCase(score_in_chunks, is_shared=True),
     },
     "reference": {
         "chunks": MemoryCase(score_in_chunks),
@@ -198,6 +197,7 @@ CASES: dict[str, dict[str, MemoryCase]] = {
     "critic": {
         "values": MemoryCase(compute_values),
         "offload": MemoryCase(compute_values, has_offload=True),
+        "shared": MemoryCase(compute_values, is_shared=True),
     },
 }
 

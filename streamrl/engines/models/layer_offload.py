@@ -4,10 +4,8 @@ Each layer computes with a copy that exists during its own forward pass; the cop
 from pinned memory on the stream that computes. Embeddings, norms and the head stay on the GPU.
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from streamrl.distributed.devices import get_local_device
@@ -31,10 +29,9 @@ def keep_layers_on_host(model: "PreTrainedModel") -> None:
     device = get_local_device()
     model._apply(lambda tensor: tensor if id(tensor) in kept else tensor.to(device))
     for layer in layers:
-        tensors = _list_tensors(layer)
-        for tensor in tensors:
+        for tensor in _list_tensors(layer):
             tensor.data = tensor.data.pin_memory()
-        offload = _LayerOffload(tensors)
+        offload = _LayerOffload(layer)
         layer.register_forward_pre_hook(offload.onload)
         layer.register_forward_hook(offload.restore, always_call=True)
 
@@ -46,17 +43,21 @@ def _list_tensors(layer: nn.Module) -> list[Tensor]:
 class _LayerOffload:
     """Replaces a layer's tensors on the host by copies on the local device for a forward pass."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = tensors
-        self._kept = [tensor.data for tensor in tensors]
+    def __init__(self, layer: nn.Module) -> None:
+        #: The places of the tensors: dicts of the layer's modules, and names in them.
+        self._places: list[tuple[dict[str, Any], str, Tensor]] = [
+            (tensors, name, tensor)
+            for module in layer.modules()
+            for tensors in (module._parameters, module._buffers)
+            for name, tensor in tensors.items()
+            if tensor is not None
+        ]
 
     def onload(self, *_: Any) -> None:
         device = get_local_device()
-        # A parameter cannot refer to an inference tensor.
-        with torch.inference_mode(False):
-            for tensor, kept in zip(self._tensors, self._kept, strict=True):
-                tensor.data = kept.to(device, non_blocking=True)
+        for tensors, name, tensor in self._places:
+            tensors[name] = tensor.detach().to(device, non_blocking=True)
 
     def restore(self, *_: Any) -> None:
-        for tensor, kept in zip(self._tensors, self._kept, strict=True):
-            tensor.data = kept
+        for tensors, name, tensor in self._places:
+            tensors[name] = tensor
