@@ -48,7 +48,7 @@ test-all: $(STAMP) $(DOCS_STAMP) $(PARITY)/installed $(CHROMIUM) ## run every te
 test-chaos: $(STAMP) ## kill -9 every kind of process at every moment of a run; 9 to 11 minutes (SEED=3)
 	$(BIN)/python -m tests.chaos.run_chaos --seed $(SEED) $(ARGS)
 
-gpu-check: $(STAMP) ## check trainer, memory, speed, NCCL and resharding on a GPU, 9 minutes (ARGS="--device cpu")
+gpu-check: $(STAMP) ## check trainer, vLLM, memory, speed, NCCL and resharding on a GPU, 11 minutes (ARGS="--device cpu")
 	$(BIN)/python scripts/gpu_check.py $(ARGS)
 
 parity: $(PARITY)/installed ## compare our functions with those of verl and TRL (ARGS="--seed 3")

@@ -2,19 +2,21 @@
 
     python scripts/gpu_check.py --device cuda --out gpu_check.jsonl
 
-Needs PyTorch, transformers, DeepSpeed and tensordict; neither Ray nor vLLM, and no network: the
-script makes its models, with random weights. Each step runs in a separate process with its own
-deadline and appends a JSON line to the output when it ends. A step that dies or hangs does not
-affect the other steps: its line holds the finished cases and the end of its standard error. With
+Needs PyTorch, transformers, DeepSpeed and tensordict, for the last step also vLLM; neither Ray nor
+a network: the script makes its models, with random weights. Each step runs in a separate process
+with its own deadline and appends a JSON line to the output when it ends. A step that dies or hangs
+does not affect others: its line holds the finished cases and the end of its standard error. With
 `--device cpu` the same code runs on small models, which checks this script rather than a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import copy
 import importlib.metadata
+import importlib.util
 import json
 import math
 import os
@@ -41,6 +43,7 @@ sys.path.insert(0, str(ROOT))
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedModel
 
     from streamrl.algorithms import AlgorithmConfig
     from streamrl.engines.trainer_config import TrainerConfig
@@ -145,6 +148,10 @@ def start_child(name: str, device: str, **options: Any) -> subprocess.Popen[str]
     env = {**os.environ, **options.pop("env", {})}
     if device == "cpu":
         env["CUDA_VISIBLE_DEVICES"] = ""
+    if name == "generator":
+        from streamrl.engines.vllm.environment import make_vllm_env
+
+        env |= make_vllm_env(device)
     command = [sys.executable, "-u", __file__, "--device", device, "--child", name]
     return subprocess.Popen(command, env=env, text=True, **options)
 
@@ -1570,6 +1577,102 @@ def make_shard_storage(tensors: Mapping[str, Tensor]) -> ShardStorage:
     return ShardStorage({name: [(make_box(t), t)] for name, t in tensors.items()})
 
 
+# --- Step: the generator --------------------------------------------------------------------------
+
+GENERATOR_CONFIG: Mapping[str, Any] = {
+    **TINY_CONFIG,
+    # vLLM's kernels need heads of at least 32 elements.
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+NEW_TOKENS = 48
+
+
+def check_generator() -> Iterator[tuple[str, Measurements]]:
+    """Sample with vLLM, load versions while it samples, compare with the trainer's model."""
+    if importlib.util.find_spec("vllm") is None:
+        yield "all", {"skipped": "vLLM is not installed"}
+        return
+    yield from run_cases({"sampling": lambda: asyncio.run(sample_and_load())})
+
+
+async def sample_and_load() -> Measurements:
+    """Return pauses, tokens per second and differences of log-probabilities in nats, by version."""
+    import numpy as np
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from streamrl.engines.generation.generation_engine import GenerationEngine
+    from streamrl.engines.generator_config import GeneratorConfig
+    from streamrl.engines.vllm.engine import EngineSpec
+
+    config = AutoConfig.for_model("qwen2", **GENERATOR_CONFIG)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(get_device_name())
+    settings = GeneratorConfig(
+        max_new_tokens=NEW_TOKENS, kv_cache_mb=256, max_concurrent_rollouts=64
+    )
+    limit = BF16_LOGPROB if has_gpu() else FP32_LOGPROB
+    versions: list[Measurements] = []
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        engine = await GenerationEngine.start(
+            EngineSpec(folder, settings, max_length=2 * NEW_TOKENS)
+        )
+        try:
+            prompt = np.arange(3, 3 + PROMPT_TOKENS, dtype=np.int32)
+            await engine.use_model_dir(0)
+            for version in (1, 2):
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.add_(0.05 * torch.randn_like(parameter))
+                sampling = asyncio.create_task(engine.generate(prompt, seeds=range(8)))
+                await asyncio.sleep(0.05)
+                tensors = {name: value.detach() for name, value in model.named_parameters()}
+                stats = await engine.load_weights(tensors, version)
+                await sampling
+                begun = time.monotonic()
+                rollouts = await engine.generate(prompt, seeds=range(64))
+                seconds = time.monotonic() - begun
+                sequences = [rollout.token_ids for rollout in rollouts[:8]]
+                served = await engine.compute_logprobs(sequences)
+                check, difference = stats.verification, compare_logprobs(model, sequences, served)
+                versions.append(
+                    {
+                        "ok": bool(check.num_compared)
+                        and not check.differing_names
+                        and difference < limit,
+                        "pause_s": stats.pause_s,
+                        "interrupted": stats.num_interrupted,
+                        "differing": list(check.differing_names),
+                        "tokens_per_s": sum(int(r.loss_mask.sum()) for r in rollouts) / seconds,
+                        "difference": difference,
+                    }
+                )
+        finally:
+            await engine.close()
+    return {"ok": all(line["ok"] for line in versions), "versions": versions}
+
+
+def compare_logprobs(
+    model: PreTrainedModel, sequences: Sequence[Array], served: Sequence[Array]
+) -> float:
+    """Return the mean absolute difference between vLLM's log-probabilities and the model's."""
+    import numpy as np
+    import torch
+
+    from streamrl.engines.models.forward import compute_token_logprobs
+
+    differences = []
+    for sequence, logprobs in zip(sequences, served, strict=True):
+        ids = torch.from_numpy(sequence).long()[None].to(get_device_name())
+        with torch.no_grad():
+            scores = compute_token_logprobs(
+                model, ids, torch.ones_like(ids, dtype=torch.bool), temperature=1.0
+            )
+        differences.append(np.abs(scores.logprobs[0].cpu().numpy() - logprobs))
+    return float(np.concatenate(differences).mean())
+
+
 STEPS: Mapping[str, CheckStep] = {
     "machine": CheckStep(check_machine, 20),
     "losses": CheckStep(check_losses, 30),
@@ -1582,8 +1685,9 @@ STEPS: Mapping[str, CheckStep] = {
     "weights": CheckStep(check_weights, 20),
     "speed": CheckStep(check_speed, 60),
     "resharding": CheckStep(check_resharding, 60),
+    "generator": CheckStep(check_generator, 120),
 }
-"""Most important first; the deadlines sum to 515 s."""
+"""Most important first; the deadlines sum to 635 s."""
 
 if __name__ == "__main__":
     main()

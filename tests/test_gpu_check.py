@@ -24,7 +24,7 @@ def run_check(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_gpu_check_passes_on_a_cpu(tmp_path: Path):
     out = tmp_path / "lines.jsonl"
-    steps = ["machine", "trainer", "nccl", "weights"]
+    steps = ["machine", "trainer", "nccl", "weights", "generator"]
     done = run_check(out, "--steps", ",".join(steps))
     assert done.returncode == 0, done.stdout
     lines = [json.loads(line) for line in out.read_text().splitlines()]

@@ -73,10 +73,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"num_key_value_heads": 1, "head_dim": 32, "moe_intermediate_size": 33},
         **{"num_experts": 4, "num_experts_per_tok": 2},
     },
-    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 3, "num_experts_per_tok": 2},
 }
 REFUSED = {
-    ("gpt_neox", "2xH100"): {"placement.mode", "trainer.tensor_parallel"},
+    ("gpt_neox", "2xH100"): {"placement.mode"},
     ("qwen3_moe", "2xH100"): {"generator.tensor_parallel", "trainer.tensor_parallel"},
     ("mixtral", "2xCPU"): {"generator.tensor_parallel", "trainer.tensor_parallel"},
 }
