@@ -102,7 +102,7 @@ def test_split_rules_exclude_layouts_that_training_cannot_run():
         ("llama-7b", 8, True, True),
         ("qwen2.5-7b", 2, True, True),
         ("qwen2.5-72b", 8, True, True),
-        ("qwen3-8b", 2, False, True),
+        ("qwen3-8b", 2, True, True),
         ("qwen2.5-7b", 7, False, False),
         # Two key/value heads: two ranks can replicate them for serving, but not for training.
         ("qwen2.5-3b", 4, False, True),
