@@ -81,10 +81,14 @@ PARAMETER_TOLERANCE = 0.1
 
 @dataclass(frozen=True)
 class CheckStep:
-    """Generator function that yields name and measurements of each case, and its deadline."""
+    """Generator function that yields name and measurements of each case, and its deadline.
+
+    make_env: function of the device that returns environment variables of the step's process.
+    """
 
     run: Callable[[], Iterator[tuple[str, Measurements]]]
     deadline_s: float
+    make_env: Callable[[str], dict[str, str]] = lambda device: {}
 
 
 def main() -> None:
@@ -124,8 +128,9 @@ def run_step(name: str, device: str) -> Measurements:
     with tempfile.TemporaryDirectory(prefix="gpu_check_") as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
         with out.open("w") as stdout, err.open("w") as stderr:
+            env = STEPS[name].make_env(device)
             process = start_child(
-                name, device, stdout=stdout, stderr=stderr, start_new_session=True
+                name, device, env=env, stdout=stdout, stderr=stderr, start_new_session=True
             )
             code = wait_or_kill(process, deadline_s)
         cases = read_cases(out)
@@ -148,10 +153,6 @@ def start_child(name: str, device: str, **options: Any) -> subprocess.Popen[str]
     env = {**os.environ, **options.pop("env", {})}
     if device == "cpu":
         env["CUDA_VISIBLE_DEVICES"] = ""
-    if name == "generator":
-        from streamrl.engines.vllm.environment import make_vllm_env
-
-        env |= make_vllm_env(device)
     command = [sys.executable, "-u", __file__, "--device", device, "--child", name]
     return subprocess.Popen(command, env=env, text=True, **options)
 
@@ -1588,6 +1589,12 @@ GENERATOR_CONFIG: Mapping[str, Any] = {
 NEW_TOKENS = 48
 
 
+def make_generator_env(device: str) -> dict[str, str]:
+    from streamrl.engines.vllm.environment import make_vllm_env
+
+    return make_vllm_env(device)
+
+
 def check_generator() -> Iterator[tuple[str, Measurements]]:
     """Sample with vLLM, load versions while it samples, compare with the trainer's model."""
     if importlib.util.find_spec("vllm") is None:
@@ -1685,7 +1692,7 @@ STEPS: Mapping[str, CheckStep] = {
     "weights": CheckStep(check_weights, 20),
     "speed": CheckStep(check_speed, 60),
     "resharding": CheckStep(check_resharding, 60),
-    "generator": CheckStep(check_generator, 120),
+    "generator": CheckStep(check_generator, 120, make_generator_env),
 }
 """Most important first; the deadlines sum to 635 s."""
 

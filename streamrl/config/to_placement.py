@@ -23,6 +23,7 @@ from streamrl.dataflow import (
     ModelCall,
 )
 from streamrl.engines.models.tensor_parallel_support import (
+    explain_uneven_experts,
     explain_unloadable_split,
     explain_unservable_split,
     explain_unshared_heads,
@@ -30,6 +31,7 @@ from streamrl.engines.models.tensor_parallel_support import (
     find_family_config,
     get_split_sizes,
 )
+from streamrl.engines.trainer_config import PARAMETER_SHARDING_STAGE
 from streamrl.engines.vllm.model_registry import explain_unshareable_process
 from streamrl.errors import ConfigError
 from streamrl.messages import COMPONENT_PREFIX, COST_PREFIX
@@ -53,7 +55,7 @@ RAY_AUTO_ADDRESS = "auto"
 """Ray address that joins the cluster running on the node."""
 OBJECT_STORE_SLACK = 1.05
 """Reserve for extra columns that rewards add."""
-NO_EXPERT_PARALLELISM = "streamrl deals experts to tensor-parallel ranks only"
+NO_EXPERT_PARALLELISM = "streamrl has expert parallelism over tensor-parallel ranks only"
 NO_MATCHING_POOLS = "no placement mode or pools of roles give these devices"
 
 
@@ -204,6 +206,8 @@ def make_split_rules(config: RunConfig, problem: PlacementProblem) -> SplitRules
             return ()
         if grid.num_ranks % (tp_size * trainer.sequence_parallel):
             return ()
+        if tp_size > 1 and explain_uneven_experts(sizes, tp_size, grid.dp_size):
+            stages = tuple(stage for stage in stages if stage != PARAMETER_SHARDING_STAGE)
         if trainer.offload_optimizer:
             # With ZeRO 2 DeepSpeed would sum gradients in bfloat16.
             allowed = (1, 2, 3) if trainer.dtype == "float32" else (1, 3)

@@ -114,6 +114,17 @@ def test_split_rules_exclude_layouts_that_training_cannot_run():
         assert bool(rules(calls[CallKind.GENERATE], RankGrid(1, ranks, 1))) == serves, model
 
 
+@pytest.mark.parametrize(("dp_size", "stages"), [(4, (0, 3)), (3, (0,))])
+def test_experts_of_a_rank_are_sharded_by_numbers_that_divide_them(
+    dp_size: int, stages: tuple[int, ...]
+):
+    config, cluster = recipe("grpo"), Cluster.from_text("8xH100")
+    request = PlannerRequest(20, {"policy": "qwen3-30b-a3b"})  # 128 experts
+    rules = make_split_rules(config, build_planner_problem(config, cluster, request))
+    train = next(call for call in config.dataflow.calls if call.kind is CallKind.TRAIN)
+    assert rules(train, RankGrid(1, 2, dp_size)) == stages
+
+
 BFLOAT16 = "trainer.dtype=bfloat16"
 FSDP2 = ("trainer.backend=torch", "trainer.world_size=2", "trainer.zero_stage=3")
 

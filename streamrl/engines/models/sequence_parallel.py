@@ -37,7 +37,7 @@ class SequenceGroup:
 
         Backward, each rank takes the gradient of its own part, since all compute the same loss.
         """
-        gathered: Tensor = _GatheredTokens.apply(values, self._group)
+        gathered: Tensor = _AllGather.apply(values, self._group)
         return gathered
 
     def split_heads(self, states: Tensor) -> Tensor:
@@ -48,14 +48,14 @@ class SequenceGroup:
                 f"trainer.sequence_parallel={self.size}: must divide the {heads} heads"
             )
         parts = states.view(self.size, heads // self.size, tokens, width)
-        received: Tensor = _SwappedParts.apply(parts, self._group)
+        received: Tensor = _AllToAll.apply(parts, self._group)
         return received.transpose(0, 1).reshape(1, heads // self.size, -1, width)
 
     def join_heads(self, outputs: Tensor) -> Tensor:
         """Turn [1, N, heads / size, width] into [1, N / size, heads, width]. Collective."""
         _, tokens, heads, width = outputs.shape
         parts = outputs.view(self.size, tokens // self.size, heads, width)
-        received: Tensor = _SwappedParts.apply(parts, self._group)
+        received: Tensor = _AllToAll.apply(parts, self._group)
         return received.transpose(0, 1).reshape(1, -1, heads * self.size, width)
 
 
@@ -75,27 +75,27 @@ def join_sequence_group(*, world_size: int, size: int, tensor_parallel: int) -> 
     return own
 
 
-class _SwappedParts(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     """Part i of rank j becomes part j of rank i."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _swap_parts(parts, group)
+        return _all_to_all(parts, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _swap_parts(grad, ctx.group), None
+        return _all_to_all(grad, ctx.group), None
 
 
-def _swap_parts(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     parts = parts.contiguous()
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=group)
     return received
 
 
-class _GatheredTokens(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.rank, ctx.size = dist.get_rank(group), dist.get_world_size(group)

@@ -70,21 +70,22 @@ def check_tensor_parallel(model_path: str, trainer: TrainerConfig, *, section: s
         return
     config = read_model_config(model_path)
     sizes = _read_sizes(config, (*DIVIDED_KEYS, *EXPERT_COUNT_KEYS))
-    if reason := explain_untrainable_split(config, sizes, ranks) or _explain_uneven_experts(
-        sizes, trainer
-    ):
+    reason = explain_untrainable_split(config, sizes, ranks)
+    if not reason and trainer.zero_stage == PARAMETER_SHARDING_STAGE:
+        reason = explain_uneven_experts(sizes, ranks, trainer.fsdp_size)
+    if reason:
         raise ConfigError(f"{section}.tensor_parallel={ranks}: {reason}")
 
 
-def _explain_uneven_experts(sizes: SplitSizes, trainer: TrainerConfig) -> str:
+def explain_uneven_experts(sizes: SplitSizes, tensor_parallel: int, fsdp_size: int) -> str:
     """Explain why FSDP2 cannot shard the experts of a tensor-parallel rank; "" if it can."""
     experts = next((sizes[name] for name in EXPERT_COUNT_KEYS if name in sizes), 0)
-    experts //= trainer.tensor_parallel
-    if trainer.zero_stage != PARAMETER_SHARDING_STAGE or not experts % trainer.fsdp_size:
+    experts //= tensor_parallel
+    if not experts % fsdp_size:
         return ""
     return (
-        f"leaves {experts} experts to a rank, which zero_stage=3 shards over {trainer.fsdp_size}"
-        " ranks: use sizes that divide"
+        f"leaves {experts} experts to a rank, which zero_stage=3 shards over {fsdp_size} ranks: use"
+        " sizes that divide"
     )
 
 

@@ -178,13 +178,15 @@ def test_expert_ranks_must_divide_the_ranks_of_a_stage():
 def test_a_run_has_no_expert_parallelism():
     placement = place_experts(8)
     with pytest.raises(
-        ConfigError, match="streamrl deals experts to tensor-parallel ranks only"
+        ConfigError, match="streamrl has expert parallelism over tensor-parallel ranks only"
     ) as refused:
         apply_placement(load_config(CONFIG), placement)
     assert "\n" not in str(refused.value)
     costs = RunnablePlacementCosts(CostModel(make_problem()), GRPO)
     assert math.isinf(costs.call_duration_s("train", placement.assignments["train"]))
-    assert "deals experts to tensor-parallel ranks only" in costs.explain_infeasible(placement)
+    assert "expert parallelism over tensor-parallel ranks only" in costs.explain_infeasible(
+        placement
+    )
 
 
 def test_expert_sizes_exist_only_for_expert_models():
