@@ -546,6 +546,13 @@ def other_settings(job: RankJob, layout: Layout) -> None:
         job.results[f"offloaded/{stage}"] = run_two_steps(job, sharded, 2, offload_optimizer=True)
         job.results[f"offloaded resume/{stage}"] = resume_offloaded(job, sharded)
         job.results[f"bfloat16/{stage}"] = run_two_steps(job, sharded, 5, dtype="bfloat16")
+    for offload in (False, True):
+        first = replace(layout, zero_stage=1)
+        trainer = job.trainer(first, dtype="bfloat16", offload_optimizer=offload)
+        train_step(trainer, 5, layout.num_shares)
+        state = list(trainer._backend.iter_optimizer_state())
+        job.results[f"bfloat16 state/{offload}"] = [tensor.clone() for tensor in state]
+        trainer.close()
 
 
 def resume_offloaded(job: RankJob, layout: Layout) -> list[dict[str, torch.Tensor]]:

@@ -467,6 +467,17 @@ def test_bfloat16_gradients_agree_within_bfloat16_precision(results, expected, s
 
 
 @pytest.mark.slow
+@pytest.mark.ranks(OTHER_SETTINGS)
+def test_bfloat16_gradients_are_summed_in_float32_on_the_way_to_host_memory(results):
+    (on_device,), (on_host,) = (results[f"bfloat16 state/{offload}"] for offload in (False, True))
+    compared = [pair for pair in zip(on_device, on_host, strict=True) if pair[0].dim()]
+    assert compared
+    for expected, moments in compared:
+        # Rounded to bfloat16, the sums would differ by a thousandth.
+        assert (moments - expected).norm() < 3e-4 * expected.norm()
+
+
+@pytest.mark.slow
 @pytest.mark.ranks(TrainerCase("miss_collective", Layout("deepspeed", 1, 2)))
 def test_a_collective_times_out_if_a_rank_is_missing(results):
     ((message, waited_s),) = results["late"]
