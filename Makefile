@@ -41,7 +41,7 @@ test: $(STAMP) ## run the quick tests, the linters among them (ARGS="..." goes t
 	$(BASE_MODEL)
 	$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
-test-all: $(STAMP) $(DOCS_STAMP) $(PARITY)/installed $(CHROMIUM) ## run every test, random schedules three times as long
+test-all: $(STAMP) $(DOCS_STAMP) $(PARITY)/installed $(CHROMIUM) ## run every test, random schedules six times as long
 	$(BASE_MODEL)
 	STREAMRL_TEST_BUDGET=3 $(PYTEST) $(ARGS)
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import is_hypothesis_test, settings
 from hypothesis.errors import UnsatisfiedAssumption
 
-SECONDS = float(os.environ.get("STREAMRL_TEST_BUDGET", "1"))
+SECONDS = float(os.environ.get("STREAMRL_TEST_BUDGET", "0.5"))
 """Processor seconds for each randomized test."""
 LEAST = 5
 """Minimum number of examples, regardless of time."""

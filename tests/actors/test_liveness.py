@@ -141,6 +141,7 @@ def watch_actors(
     return silent
 
 
+@pytest.mark.slow
 def test_a_silent_actor_is_reported_once_until_it_answers_again(local_ray: None):
     waiter: Any = ray.remote(num_cpus=0)(Waiter)
     actors = {"trainer-0": waiter.remote()}

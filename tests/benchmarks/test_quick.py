@@ -248,8 +248,11 @@ QUICK = (
 
 
 RAY_QUEUE = "ray_queue_batch"
-LONG = (check_data, check_loading, check_memory, check_overlap, check_queue)
-"""Benchmarks that take half a minute."""
+LONG = (
+    *(check_data, check_loading, check_memory, check_overlap, check_packing, check_queue),
+    check_rewards,
+)
+"""Benchmarks that take ten seconds or more."""
 MORE_OPTIONS = {
     "overlap": ("--parts", "empty", "real", "sleeps"),
     "queue": ("--peers", RAY_QUEUE, "memcpy", "transfer_queue"),

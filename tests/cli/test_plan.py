@@ -58,6 +58,7 @@ def test_a_plan_lists_every_gaining_bound_and_details_the_best(capsys: pytest.Ca
     assert [line.split()[0] for line in lines[best + 1 :]] == ["generate", "train", "run.steps=80:"]
 
 
+@pytest.mark.slow
 def test_runners_up_of_the_schedule_are_simulated_and_may_win(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -129,6 +130,7 @@ def test_the_default_plan_uses_the_configs_bound_and_compares_other_bounds(
         ) in lines
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_plan(capsys: pytest.CaptureFixture[str]):
     words = ["plan", *TINY, "--max-staleness", "0,2", "--json"]
     first, second = (run(capsys, *words, "--seed", "3")[1] for _ in range(2))
@@ -262,6 +264,7 @@ SHARED_CRITIC = [
 ]
 
 
+@pytest.mark.slow
 def test_scoring_uses_the_runs_micro_batch_size(capsys: pytest.CaptureFixture[str]):
     words = ["plan", *SHARED_CRITIC, "--cluster", "2x8xH100", "pipeline.micro_batch_tokens=8192"]
     code, out = run(capsys, *words, "trainer.gradient_checkpointing=true")
@@ -533,6 +536,7 @@ def test_nodes_with_six_devices_can_be_planned(
     assert run(capsys, "plan", *words)[0] == 0
 
 
+@pytest.mark.slow
 def test_filtered_groups_are_reported_and_cost_time(capsys: pytest.CaptureFixture[str]):
     dapo = str(CONFIGS / "dapo_arithmetic.yaml")
     words = [dapo, *STEP, "--cluster", "8xH100", *SIZES, "--proposals", "0"]

@@ -192,11 +192,13 @@ def test_colocated_generators_cannot_be_scaled(stopped: Ended):
     )
 
 
+@pytest.mark.slow
 def test_a_killed_process_of_trainer_and_generator_ends_the_run_and_is_named(killed: Ended):
     check_named(killed, "trainer-0")
     assert len(killed.failures) == 1
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_resumes_without_gap_or_repeat(stopped: Ended, killed: Ended):
     metrics = killed.rows
     assert [row["step"] for row in metrics] == list(range(1, len(metrics) + 1))
@@ -209,6 +211,7 @@ def test_an_interrupted_run_resumes_without_gap_or_repeat(stopped: Ended, killed
     assert after["policy/lr"] == before["policy/lr"] > 0
 
 
+@pytest.mark.slow
 def test_a_killed_generator_is_restarted(finished: Ended, run_dir: Path):
     assert finished.code == 0, finished.run.output
     assert "generator-0" in [event["actor"] for event in events(run_dir, "died")]
@@ -221,6 +224,7 @@ def test_a_killed_generator_is_restarted(finished: Ended, run_dir: Path):
     assert list((run_dir / "stacks").iterdir()) == [Path(crash["stacks"])]
 
 
+@pytest.mark.slow
 def test_a_colocated_run_resumes_as_disaggregated(killed: Ended, finished: Ended):
     colocated, disaggregated = killed.rows, finished.rows[len(killed.rows) :]
     assert not any(row["weights/bytes"] for row in colocated)
@@ -231,6 +235,7 @@ def test_a_colocated_run_resumes_as_disaggregated(killed: Ended, finished: Ended
     assert {row["weights/copied_bytes"] for row in disaggregated} == {None}, "not counted"
 
 
+@pytest.mark.slow
 def test_resumes_miss_no_step_and_train_every_prompt_once(finished: Ended, run_dir: Path):
     assert finished.code == 0, finished.run.output
     assert [row["step"] for row in finished.rows] == list(range(1, len(finished.rows) + 1))

@@ -138,9 +138,10 @@ WIDE = GeneratorConfig(
 )
 """Settings of the engine that most tests share."""
 POLICIES: Mapping[str, dict[str, Any]] = {
-    "recompute": {},
     "keep": {"should_keep_kv": True},
     "drain": {"should_drain": True},
+    # Last, as most other tests share this engine.
+    "recompute": {},
 }
 
 

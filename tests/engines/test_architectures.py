@@ -198,7 +198,10 @@ def merge_adapters(
     return model
 
 
-ARCHITECTURES = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+ARCHITECTURES = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name not in ("gpt_oss", "gpt_neox")))
+    for name in QUICK | SLOW
+]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

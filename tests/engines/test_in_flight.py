@@ -128,43 +128,6 @@ async def test_a_kept_kv_cache_has_the_keys_and_values_of_the_old_weights(flight
     assert worst_error([rollout], flight.models) > 1e-2, "the prefix matters"
 
 
-@parametrize_policies("drain")
-async def test_requests_during_a_drain_start_with_the_new_weights(flight: Flight):
-    old = max(flight.models)
-    running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4)))
-    second, third = endless_model(seed=2), endless_model(seed=3)
-    await flight.wait_for_steps(5)
-    loads = [asyncio.create_task(flight.load(second))]
-    await asyncio.sleep(0)
-    during = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4), max_new_tokens=9))
-    cancelled = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4)))
-    await asyncio.sleep(0.01)
-    cancelled.cancel()
-    loads.append(asyncio.create_task(flight.load(third)))
-    await asyncio.sleep(0)
-    after = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4), max_new_tokens=9))
-    assert not running.done()
-    groups = [await running, await during, await after]
-    for version, rollouts in enumerate(groups, old):
-        assert {v for row in sampled_versions(rollouts) for v in row} == {version}
-        assert worst_error(rollouts, flight.models) < 1e-4
-    assert [loaded.num_interrupted for loaded in await asyncio.gather(*loads)] == [0, 0]
-    assert flight.engine.num_running == 0
-
-
-@parametrize_policies("drain")
-async def test_a_cancelled_request_ends_the_drain(flight: Flight):
-    running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4), max_new_tokens=400))
-    await flight.wait_for_steps(5)
-    loading = asyncio.create_task(flight.load(endless_model(seed=2)))
-    await flight.wait_for_steps(5)
-    assert not loading.done()
-    running.cancel()
-    steps = flight.log.num_steps
-    await loading
-    assert flight.log.num_steps < steps + 100
-
-
 @parametrize_policies("keep")
 async def test_paused_rollouts_resume_with_the_same_tokens(flight: Flight):
     expected = await flight.engine.generate(SHORT, seeds=range(8))
@@ -200,3 +163,40 @@ async def test_weights_can_be_loaded_while_paused(flight: Flight):
     await flight.engine.resume("weights change")
     versions = sampled_versions(await running)
     assert {tuple(sorted(set(row))) for row in versions} == {(first, first + 1)}
+
+
+@parametrize_policies("drain")
+async def test_requests_during_a_drain_start_with_the_new_weights(flight: Flight):
+    old = max(flight.models)
+    running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4)))
+    second, third = endless_model(seed=2), endless_model(seed=3)
+    await flight.wait_for_steps(5)
+    loads = [asyncio.create_task(flight.load(second))]
+    await asyncio.sleep(0)
+    during = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4), max_new_tokens=9))
+    cancelled = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4)))
+    await asyncio.sleep(0.01)
+    cancelled.cancel()
+    loads.append(asyncio.create_task(flight.load(third)))
+    await asyncio.sleep(0)
+    after = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4), max_new_tokens=9))
+    assert not running.done()
+    groups = [await running, await during, await after]
+    for version, rollouts in enumerate(groups, old):
+        assert {v for row in sampled_versions(rollouts) for v in row} == {version}
+        assert worst_error(rollouts, flight.models) < 1e-4
+    assert [loaded.num_interrupted for loaded in await asyncio.gather(*loads)] == [0, 0]
+    assert flight.engine.num_running == 0
+
+
+@parametrize_policies("drain")
+async def test_a_cancelled_request_ends_the_drain(flight: Flight):
+    running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4), max_new_tokens=400))
+    await flight.wait_for_steps(5)
+    loading = asyncio.create_task(flight.load(endless_model(seed=2)))
+    await flight.wait_for_steps(5)
+    assert not loading.done()
+    running.cancel()
+    steps = flight.log.num_steps
+    await loading
+    assert flight.log.num_steps < steps + 100

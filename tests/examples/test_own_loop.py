@@ -161,6 +161,7 @@ def test_ppo_with_one_worker_learns_what_a_run_learns(
     assert ["loss/policy" in step for step in steps] == [False, True, True]
 
 
+@pytest.mark.slow
 def test_ppo_with_two_workers_learns_the_same(
     pool: ResourcePool,
     alone: tuple[list[Mapping[str, float]], Path],

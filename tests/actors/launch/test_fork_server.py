@@ -318,6 +318,7 @@ def test_the_fork_server_can_be_disabled():
     assert run_command(COMMAND, **{FORK_VARIABLE: "0"}) == ["", "None"]
 
 
+@pytest.mark.slow
 def test_forks_of_a_level_draw_distinct_ray_ids():
     code = (
         "from streamrl.actors.launch import fork_server\n"
@@ -352,6 +353,7 @@ with start_local_ray(2, 200 << 20):
 """
 
 
+@pytest.mark.slow
 def test_ray_restarts_an_actor_whose_level_was_killed():
     # The output also has Ray's messages about the death.
     assert "True" in run_command(KILLED_LEVEL)

@@ -53,7 +53,10 @@ def check_equal(paths: list[str], layout: str, *, kind: str = "policy", lora_ran
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "policy")) for kind in LOADERS],
+)
 def test_ranks_load_the_bits_of_from_pretrained(kind: str, layout: str, tmp_path: Path):
     check_equal(write_variants(tmp_path), layout, kind=kind, lora_rank=2)
 
@@ -62,7 +65,7 @@ def test_ranks_load_the_bits_of_from_pretrained(kind: str, layout: str, tmp_path
     ("layout", "architectures"),
     [
         ("fsdp", QUICK),
-        ("zero3", QUICK),
+        pytest.param("zero3", QUICK, marks=pytest.mark.slow),
         pytest.param("fsdp", SLOW, marks=pytest.mark.slow),
         pytest.param("zero3", SLOW, marks=pytest.mark.slow),
     ],

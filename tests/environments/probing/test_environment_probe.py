@@ -107,12 +107,14 @@ async def test_the_first_example_of_the_docs_passes_every_check(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("body", "problem"), [("raise ValueError('no')", "ValueError: no"), ("time.sleep(600)", "s")]
+    ("body", "problem"),
+    [("raise ValueError('no')", "ValueError: no"), ("time.sleep(600)", "no result in 0.2 s")],
 )
 async def test_a_close_that_fails_or_hangs_is_a_finding(
     tmp_path, monkeypatch, body: str, problem: str
 ):
     monkeypatch.setattr("streamrl.environments.hosts.host_pool.CLOSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("streamrl.environments.hosts.host_process.REACTION_TIMEOUT_S", 0.3)
     # A process whose close hangs is replaced, which takes a second.
     monkeypatch.setattr("streamrl.environments.probing.environment_probe.NUM_OPEN_SESSIONS", 1)
     found, _ = await probe(

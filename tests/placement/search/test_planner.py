@@ -94,6 +94,7 @@ def test_exhaustive_pruning_keeps_the_optimum():
     assert seconds == min(step_times)
 
 
+@pytest.mark.slow
 def test_random_placements_never_beat_the_exhaustive_search():
     problem = ppo("4xA100", "qwen2.5-1.5b")
     search_options, planned = choices(problem), plan_placement(problem, SimpleCosts, proposals=100)
@@ -122,6 +123,7 @@ def list_all_options(options: ParallelismChoices, role: str) -> list[CallAssignm
     ]
 
 
+@pytest.mark.slow
 def test_equal_seeds_give_equal_plans():
     problem = ppo("2x8xA100", lengths=LONG_TAILED)
     first, second = (
@@ -190,6 +192,7 @@ def test_every_bound_is_on_the_front_or_has_a_reason(bounds: list[int]):
         assert re.fullmatch(r"a step of .* s is no shorter than with \d", excluded.why)
 
 
+@pytest.mark.slow
 def test_runners_up_are_close_and_differ_in_step_time():
     problem = grpo("4xA100", "qwen2.5-0.5b", LONG_TAILED)
     options: dict[str, Any] = {"max_staleness": [0, 1], "proposals": 60}

@@ -55,6 +55,7 @@ def test_sub_problems_are_node_groups_limited_by_rollouts():
     assert list(iter_sub_problems(make_problem("8x8xA100"))) == []
 
 
+@pytest.mark.slow
 def test_best_of_a_part_is_among_the_results_of_the_whole():
     workload = replace(WORKLOAD, groups_per_step=8, group_size=2)
     smaller, larger = (
