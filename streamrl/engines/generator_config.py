@@ -177,6 +177,9 @@ def make_engine_args(
         arguments |= {
             "dtype": "float32" if config.dtype == "auto" else config.dtype,
             "enforce_eager": True,
+            # For DeepSeek's attention, which vLLM otherwise computes with AMX where the CPU has it:
+            # in bfloat16 only, from a packed copy of weights. Other models ignore it.
+            "attention_backend": "CPU_MLA",
             # After a chunk of a prompt, vLLM rewinds the request's random generator. CPU
             # generators do not support that, and the engine would die.
             "enable_chunked_prefill": False,

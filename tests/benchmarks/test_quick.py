@@ -276,6 +276,11 @@ def check_episodes(figures: Figures) -> None:
     assert is_measured(figures["open_s"], figures["close_s"])
 
 
+def check_generator(figures: Figures) -> None:
+    assert set(figures["tokens_per_s"]) == {"generator", "vllm", "vllm_apart"}
+    assert is_measured(*numbers(figures))
+
+
 def check_run_page(figures: Figures) -> None:
     assert figures["steps"] == 300
     assert is_measured(*(figures[name] for name in ("render_s", "open_s", "plotly_s", "ratio")))
@@ -284,6 +289,7 @@ def check_run_page(figures: Figures) -> None:
 WITH_ENGINES = (
     *(
         check_episodes,
+        check_generator,
         check_placement_modes,
         check_run_page,
         check_simulator_vs_runs,
