@@ -21,7 +21,7 @@ from streamrl.engines.models.sequence_parallel import join_sequence_group
 from streamrl.engines.models.tensor_parallel import parallelize_layers
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.model_trainer import make_backend
-from tests.engines.models.test_chunked_head import make_model
+from tests.engines.models.test_chunked_head import WidestTensor, make_model
 from tests.engines.models.test_packed_rows import make_rows
 
 WORLD = 4
@@ -79,16 +79,23 @@ def run_alone(family: str, changes: tuple[tuple[str, Any], ...]) -> dict[str, An
     return train(0, load(family, changes), TrainerConfig(world_size=1, backend="torch"))
 
 
-def count_all_reduces(family: str) -> dict[str, int]:
-    """Count the collectives of each pass as one of two tensor-parallel ranks."""
+def count_on_one_of_two(family: str, words: int, tokens: int) -> dict[str, int]:
+    """Score tokens as one of two tensor-parallel ranks.
+
+    Returns the collectives of each pass, and the elements of the largest tensor of an operation.
+    """
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    module = make_model(family)
+    module = make_model(family, vocab_size=words)
     parallelize_layers(module, init_device_mesh("cpu", (2,)))
-    counts = {}
-    with CommDebugMode() as forward:
-        loss = module(torch.zeros(1, 4).long(), use_cache=False).logits.sum()
-    with CommDebugMode() as backward:
-        loss.backward()
+    ids, mask = make_rows((tokens,), seed=0)
+    with WidestTensor() as widest:
+        with CommDebugMode() as forward:
+            scores = compute_token_logprobs(
+                module, ids, mask, temperature=0.7, entropy_mode="gradient"
+            )
+        with CommDebugMode() as backward:
+            (scores.logprobs + scores.entropy).sum().backward()
+    counts = {"widest": widest.elements}
     for name, mode in (("forward", forward), ("backward", backward)):
         counts[name] = sum(mode.get_comm_counts().values())
     return counts
@@ -121,5 +128,6 @@ def train(rank: int, module: PreTrainedModel, config: TrainerConfig) -> dict[str
             backend.backward(loss)
         results["norms"].append(backend.step(divisor=40.0, lr=LR))
     results["parameters"] = {name: tensor.clone() for name, tensor in backend.full_state()}
+    results["rows"] = {name: len(tensor) for name, tensor, _ in backend.iter_shards()}
     backend.close()
     return results

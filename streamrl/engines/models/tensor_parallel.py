@@ -27,7 +27,7 @@ from streamrl.engines.models.tensor_parallel_support import (
     SPLIT_EXPERTS_STYLE,
     get_split_plan,
 )
-from streamrl.engines.models.vocabulary_parallel import list_vocabulary_layers, split_vocabulary
+from streamrl.engines.models.vocabulary_parallel import list_vocabulary_params, split_vocabulary
 from streamrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -121,17 +121,13 @@ class _SharedInput:
         return (wrapped, *args[1:])
 
 
-def iter_split_params(
-    module: "PreTrainedModel", ranks: int
-) -> Iterator[tuple[nn.Parameter, int]]:
-    """Yield the parameters that `ranks` tensor-parallel ranks split, with the dimension that is cut.
+def iter_split_params(module: "PreTrainedModel", ranks: int) -> Iterator[tuple[nn.Parameter, int]]:
+    """Yield the parameters that tensor-parallel ranks split, with the dimension that is cut.
 
     The parameters must be whole. Tied ones are yielded once.
     """
     yield from _iter_layer_params(module)
-    layers = list_vocabulary_layers(module, ranks)
-    parameters = {id(p): p for layer in layers for p in layer.parameters()}
-    yield from ((parameter, 0) for parameter in parameters.values())
+    yield from ((parameter, 0) for parameter in list_vocabulary_params(module, ranks))
 
 
 def _iter_layer_params(module: "PreTrainedModel") -> Iterator[tuple[nn.Parameter, int]]:

@@ -135,24 +135,30 @@ class VocabularyParallelScores(torch.autograd.Function):
         return grad, None, None, None
 
 
-def list_vocabulary_layers(
-    module: "PreTrainedModel", ranks: int
-) -> list[nn.Embedding | nn.Linear]:
+def list_vocabulary_layers(module: "PreTrainedModel", ranks: int) -> list[nn.Embedding | nn.Linear]:
     """Return the embedding and output head if their rows can be split over `ranks`.
 
     Without a head that can be split, the embedding alone, unless the two are tied.
     """
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    family = module.config.get_text_config().model_type
+    has_head = type(head) is nn.Linear and find_head_name(module) is not None
     layers: list[nn.Embedding | nn.Linear] = []
     if isinstance(embedding, nn.Embedding):
         layers.append(embedding)
-    if type(head) is nn.Linear and find_head_name(module) is not None:
-        if module.config.model_type not in TRUNCATING_FAMILIES:
-            layers.append(head)
+    if has_head and family not in TRUNCATING_FAMILIES:
+        layers.append(head)
     is_tied = head is not None and head.weight is embedding.weight
-    if is_tied and len(layers) < 2:
+    has_part_of_tie = is_tied and head not in layers
+    if has_part_of_tie or any(len(layer.weight) % ranks for layer in layers):
         return []
-    return [] if any(len(layer.weight) % ranks for layer in layers) else layers
+    return layers
+
+
+def list_vocabulary_params(module: "PreTrainedModel", ranks: int) -> list[nn.Parameter]:
+    """Return the parameters of `list_vocabulary_layers`, tied ones once."""
+    layers = list_vocabulary_layers(module, ranks)
+    return list({id(p): p for layer in layers for p in layer.parameters()}.values())
 
 
 def find_head_name(module: "PreTrainedModel") -> str | None:
