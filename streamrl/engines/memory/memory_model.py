@@ -19,7 +19,10 @@ from streamrl.engines.models.decoder_layers import iter_layers
 from streamrl.engines.models.forward import load_skeleton
 from streamrl.engines.models.lora import count_trained_params
 from streamrl.engines.models.tensor_parallel import iter_split_params
-from streamrl.engines.models.vocabulary_parallel import list_vocabulary_params
+from streamrl.engines.models.vocabulary_parallel import (
+    list_vocabulary_layers,
+    list_vocabulary_params,
+)
 from streamrl.engines.trainer_config import (
     BUCKET_ELEMENTS,
     OFFLOAD,
@@ -237,7 +240,8 @@ def _estimate_head_bytes(module: "PreTrainedModel", trainer: TrainerConfig, toke
     itemsize = resolve_trainer_dtype(trainer).itemsize
     has_gradient = tokens > 0 and not trainer.lora_rank
     gradient = config.hidden_size * (FLOAT32_BYTES + itemsize) * has_gradient
-    is_split = bool(list_vocabulary_params(module, trainer.tensor_parallel))
+    split = list_vocabulary_layers(module, trainer.tensor_parallel)
+    is_split = module.get_output_embeddings() in split
     words = config.vocab_size // (trainer.tensor_parallel if is_split else 1)
     return int(words * (chunk + gradient))
 

@@ -25,13 +25,12 @@ TRUNCATING_FAMILIES = ("inkling_text",)
 """Values of model_type in config.json whose forward cuts padding off the logits of all words."""
 PLAIN_HEAD_STYLE = "colwise_gather_output"
 """transformers' style of a head whose logits are gathered, in calls that do not score tokens."""
-
 MIN_SHIFTED_LOGIT = -1e30
 """Bound of logits less their maximum: exp is 0, products with gradients are finite."""
 
 
 class VocabularyRows:
-    """The rows of the vocabulary that a rank of the mesh has: `size` ones from `start` on."""
+    """The rows of the vocabulary that a rank of the mesh has, `size` from `start` on."""
 
     def __init__(self, mesh: "DeviceMesh", vocabulary: int) -> None:
         self._mesh = mesh

@@ -50,6 +50,7 @@ SLOW += [SplitCase("qwen3", sequence=2, backend="deepspeed", zero_stage=z) for z
 SLOW += [SplitCase("qwen3_moe", tensor=2, sequence=2, recomputes=True)]
 # A biased head; rows of a tensor-parallel rank that FSDP2 cannot shard evenly; padding.
 SLOW += [SplitCase("phi", tensor=2)]
+SLOW += [SplitCase("qwen2", tensor=2, kind=kind) for kind in ("critic", "two heads")]
 SLOW += [SplitCase("llama", tensor=2, changes=(("vocab_size", VOCABULARY + 2),))]
 SLOW += [SplitCase("gemma3_text", tensor=4, zero_stage=0, changes=(("pad_token_id", 90),))]
 # Norms of queries and keys that the plan omits.
@@ -58,8 +59,8 @@ CASES = [*QUICK, *SLOW]
 
 
 @functools.cache
-def train_alone(family: str, changes: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    (result,) = forked.run(run_alone, [(family, changes)], timeout_s=120.0)
+def train_alone(family: str, changes: tuple[tuple[str, Any], ...], kind: str) -> dict[str, Any]:
+    (result,) = forked.run(run_alone, [(family, changes, kind)], timeout_s=120.0)
     return dict(result)
 
 
@@ -74,7 +75,7 @@ def test_scores_and_updates_equal_those_of_a_single_rank(case: SplitCase):
     # Each case has processes of its own: torch keeps names of groups that have ended.
     (port,) = find_free_ports(1)
     ranks = [(rank, port, case) for rank in range(WORLD)]
-    single, seen = train_alone(case.family, case.changes), set()
+    single, seen = train_alone(case.family, case.changes, case.kind), set()
     splits = forked.run(run_rank, ranks, timeout_s=180.0)
     check_vocabulary_rows(case, splits)
     for split in splits:
