@@ -4,10 +4,13 @@ Runs in child processes, because torch.distributed must not be initialized in py
 """
 
 import os
+import tempfile
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -15,13 +18,21 @@ from transformers import PreTrainedModel
 
 from streamrl.distributed.process_group import join_process_group
 from streamrl.engines.models.activation_checkpointing import checkpoint_layers
-from streamrl.engines.models.forward import compute_token_logprobs
+from streamrl.engines.models.chunked_head import run_scoring_forward
+from streamrl.engines.models.forward import (
+    compute_token_logprobs,
+    compute_token_values,
+    load_value_model,
+    shift_right,
+    shift_scores,
+)
 from streamrl.engines.models.packed_rows import enable_packing, share_tokens
 from streamrl.engines.models.sequence_parallel import join_sequence_group
 from streamrl.engines.models.tensor_parallel import parallelize_layers
+from streamrl.engines.models.two_heads import load_two_headed_model
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.model_trainer import make_backend
-from tests.engines.models.test_chunked_head import make_model
+from tests.engines.models.test_chunked_head import WidestTensor, make_model
 from tests.engines.models.test_packed_rows import make_rows
 
 WORLD = 4
@@ -41,6 +52,7 @@ class SplitCase(NamedTuple):
     zero_stage: int = 3
     backend: str = "torch"
     recomputes: bool = False
+    kind: str = "policy"
     changes: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -48,7 +60,8 @@ class SplitCase(NamedTuple):
         sizes = {"tensor": self.tensor, "sequence": self.sequence, "zero": self.zero_stage}
         text = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
         changes = "".join(f" {name}={value}" for name, value in self.changes)
-        return f"{self.family}{changes}; {self.backend}: {text}{', recomputed' * self.recomputes}"
+        model = self.family + changes + f" {self.kind}" * (self.kind != "policy")
+        return f"{model}; {self.backend}: {text}{', recomputed' * self.recomputes}"
 
     def make_config(self) -> TrainerConfig:
         return TrainerConfig(
@@ -63,7 +76,7 @@ class SplitCase(NamedTuple):
 
 def run_rank(rank: int, port: int, case: SplitCase) -> dict[str, Any]:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    module, config = load(case.family, case.changes), case.make_config()
+    module, config = load(case.family, case.changes, case.kind), case.make_config()
     join_process_group(rank=rank, world_size=WORLD, timeout_s=60.0)
     if case.sequence > 1:
         group = join_sequence_group(
@@ -75,27 +88,41 @@ def run_rank(rank: int, port: int, case: SplitCase) -> dict[str, Any]:
     return train(rank, module, config)
 
 
-def run_alone(family: str, changes: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    return train(0, load(family, changes), TrainerConfig(world_size=1, backend="torch"))
+def run_alone(family: str, changes: tuple[tuple[str, Any], ...], kind: str) -> dict[str, Any]:
+    return train(0, load(family, changes, kind), TrainerConfig(world_size=1, backend="torch"))
 
 
-def count_all_reduces(family: str) -> dict[str, int]:
-    """Count the collectives of each pass as one of two tensor-parallel ranks."""
+def count_on_one_of_two(family: str, words: int, tokens: int) -> dict[str, int]:
+    """Score tokens as one of two tensor-parallel ranks.
+
+    Returns the collectives of each pass, and the elements of the largest tensor of an operation.
+    """
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    module = make_model(family)
+    module = make_model(family, vocab_size=words)
     parallelize_layers(module, init_device_mesh("cpu", (2,)))
-    counts = {}
-    with CommDebugMode() as forward:
-        loss = module(torch.zeros(1, 4).long(), use_cache=False).logits.sum()
-    with CommDebugMode() as backward:
-        loss.backward()
+    ids, mask = make_rows((tokens,), seed=0)
+    with WidestTensor() as widest:
+        with CommDebugMode() as forward:
+            scores = compute_token_logprobs(
+                module, ids, mask, temperature=0.7, entropy_mode="gradient"
+            )
+        with CommDebugMode() as backward:
+            (scores.logprobs + scores.entropy).sum().backward()
+    counts = {"widest": widest.elements}
     for name, mode in (("forward", forward), ("backward", backward)):
         counts[name] = sum(mode.get_comm_counts().values())
     return counts
 
 
-def load(family: str, changes: tuple[tuple[str, Any], ...]) -> PreTrainedModel:
+def load(family: str, changes: tuple[tuple[str, Any], ...], kind: str) -> PreTrainedModel:
     module = make_model(family, **(WIDE if family in WIDE_FAMILIES else {}), **dict(changes))
+    if kind != "policy":
+        torch.manual_seed(2)
+        with tempfile.TemporaryDirectory() as folder:
+            module.save_pretrained(folder)
+            loader = load_value_model if kind == "critic" else load_two_headed_model
+            module = loader(folder, dtype=torch.float32)
+        torch.nn.init.normal_(module.get_parameter("score.weight"), std=0.1)
     if family == "gpt_oss":
         module.set_attn_implementation("eager")  # others ignore its attention sinks
     enable_packing(module)
@@ -112,14 +139,26 @@ def train(rank: int, module: PreTrainedModel, config: TrainerConfig) -> dict[str
         own = update[config.get_dp_rank(rank) :: config.dp_size]
         for index, lengths in own:
             ids, mask = make_rows(lengths, seed=index)
-            scores = compute_token_logprobs(
-                backend.forward, ids, mask, temperature=0.7, entropy_mode="gradient"
-            )
-            results["scores"][index] = torch.stack((scores.logprobs, scores.entropy)).detach()
+            logprobs, entropy = score(module, backend.forward, ids, mask)
+            results["scores"][index] = torch.stack((logprobs, entropy)).detach()
             weights = torch.arange(1, ids.numel() + 1).view_as(ids) / ids.numel()
-            loss = (weights * scores.logprobs + weights.flip(0) * scores.entropy).sum()
-            backend.backward(loss)
+            backend.backward((weights * logprobs + weights.flip(0) * entropy).sum())
         results["norms"].append(backend.step(divisor=40.0, lr=LR))
     results["parameters"] = {name: tensor.clone() for name, tensor in backend.full_state()}
+    results["rows"] = {name: len(tensor) for name, tensor, _ in backend.iter_shards()}
     backend.close()
     return results
+
+
+def score(
+    module: PreTrainedModel, forward: Callable[..., Any], ids: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities and entropies; values of a critic; of two heads, the sum of both."""
+    if module.get_output_embeddings() is None:
+        values = compute_token_values(forward, ids, mask)
+        return values, values
+    scores = run_scoring_forward(forward, ids, mask, temperature=0.7, entropy_mode="gradient")
+    logprobs, entropy = shift_scores(scores, mask)
+    if scores.state_values is not None:
+        entropy = entropy + shift_right(scores.state_values, mask)
+    return logprobs, entropy

@@ -15,6 +15,7 @@ from tests.resharding.models import count_union_elements
 
 COLUMN_PARALLEL = (*(f"self_attn.{name}_proj" for name in "qkv"), "mlp.gate_proj", "mlp.up_proj")
 ROW_PARALLEL = ("self_attn.o_proj", "mlp.down_proj")
+VOCABULARY_PARALLEL = ("embed_tokens", "lm_head")
 HIDDEN, INNER, KEYS, WORDS = 8192, 28672, 1024, 32000
 SHAPES = {
     "self_attn.q_proj": (HIDDEN, HIDDEN),
@@ -26,28 +27,28 @@ SHAPES = {
     "mlp.down_proj": (HIDDEN, INNER),
     "input_layernorm": (HIDDEN,),
 }
-WHOLE = {"embed_tokens": (WORDS, HIDDEN), "lm_head": (WORDS, HIDDEN), "norm": (HIDDEN,)}
+OUTSIDE = {"embed_tokens": (WORDS, HIDDEN), "lm_head": (WORDS, HIDDEN), "norm": (HIDDEN,)}
 SIZES = [(8, 1, 2), (16, 2, 4), (32, 8, 4), (64, 4, 8), (128, 8, 8), (128, 1, 8)]
 """Ranks, tensor-parallel ranks of the trainer, tensor-parallel ranks of a generator."""
 ITEMSIZE = 2
 CLUSTER = NodeTopology(8)
 
 
-def make_model(*, splits_words: bool) -> ModelSpec:
-    """Make the model as the trainer splits it, or as vLLM does, which splits the words, too."""
-    shapes = {f"{i}.{name}": shape for i in range(2) for name, shape in SHAPES.items()} | WHOLE
+def make_model() -> ModelSpec:
+    """Make the model as the trainer and vLLM split it."""
+    shapes = {f"{i}.{name}": shape for i in range(2) for name, shape in SHAPES.items()} | OUTSIDE
     return ModelSpec(
         tuple(
-            TensorSpec(name, shape, (0,), find_split_dim(name, splits_words), itemsize=ITEMSIZE)
+            TensorSpec(name, shape, (0,), find_split_dim(name), itemsize=ITEMSIZE)
             for name, shape in shapes.items()
         ),
         1,
     )
 
 
-def find_split_dim(name: str, splits_words: bool) -> int | None:
+def find_split_dim(name: str) -> int | None:
     layer_name = name.partition(".")[2]
-    if layer_name in COLUMN_PARALLEL or (splits_words and name in ("embed_tokens", "lm_head")):
+    if layer_name in COLUMN_PARALLEL or name in VOCABULARY_PARALLEL:
         return 0
     return 1 if layer_name in ROW_PARALLEL else None
 
@@ -59,8 +60,8 @@ def assign(ranks: int, tensor_parallel: int) -> RankAssignment:
 def make_plan(kind: str, ranks: int, trained: int, served: int) -> CopyPlan:
     seats = assign(ranks, trained)
     partition = partition_fsdp2 if kind == "fsdp2" else partition_zero3
-    source = partition(create_layout(make_model(splits_words=False), seats), seats.list_dp_groups())
-    target = create_layout(make_model(splits_words=True), assign(ranks, served))
+    source = partition(create_layout(make_model(), seats), seats.list_dp_groups())
+    target = create_layout(make_model(), assign(ranks, served))
     return plan_copies(source, target, CLUSTER)
 
 
@@ -75,17 +76,14 @@ def count_kept_bytes(rank: int, ranks: int, trained: int, served: int) -> float:
     replicas, kept = ranks // trained, 0.0
     chunk, part = rank // trained, rank % trained
     served_part = (rank % served, served)
-    for spec in make_model(splits_words=True).tensors:
+    for spec in make_model().tensors:
         rows, *columns = spec.shape
         width = columns[0] if columns else 1
-        layer_name = spec.name.partition(".")[2]
-        if layer_name in COLUMN_PARALLEL:
+        if spec.split_dim == 0:
             own = (part * replicas + chunk, trained * replicas)
             kept += intersect(own, served_part, size=rows) * width
-        elif layer_name in ROW_PARALLEL:
+        elif spec.split_dim == 1:
             kept += rows / replicas * intersect((part, trained), served_part, size=width)
-        elif columns:
-            kept += intersect((chunk, replicas), served_part, size=rows) * width
         else:
             kept += rows / replicas
     return kept * ITEMSIZE

@@ -5,10 +5,12 @@ torch's AdamW as implemented. A reduce bucket is DeepSpeed's buffer of gradients
 together.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import Parameter
 
 from streamrl.engines.dtypes import TORCH_DTYPES, resolve_trainer_dtype
 from streamrl.engines.generator_config import KV_CACHE_MB_ON_CPU, GeneratorConfig
@@ -17,6 +19,10 @@ from streamrl.engines.models.decoder_layers import iter_layers
 from streamrl.engines.models.forward import load_skeleton
 from streamrl.engines.models.lora import count_trained_params
 from streamrl.engines.models.tensor_parallel import iter_split_params
+from streamrl.engines.models.vocabulary_parallel import (
+    list_vocabulary_layers,
+    list_vocabulary_params,
+)
 from streamrl.engines.trainer_config import (
     BUCKET_ELEMENTS,
     OFFLOAD,
@@ -45,6 +51,8 @@ intermediate size: float32 copies in the norms; gate, its activation, up and the
 LOGIT_VALUES_PER_TOKEN = 5
 """Vocabulary-sized float32 vectors per token of a chunk through the head: logits in the model's
 dtype, logits over temperature, and temporaries of softmax, entropy and gradient."""
+VLLM_VOCABULARY_MULTIPLE = 64
+"""vLLM pads the vocabulary to a multiple of this before it splits it."""
 
 
 def estimate_worker_memory(
@@ -61,7 +69,7 @@ def estimate_worker_memory(
     generator.kv_cache_mb must be set.
     """
     module = load_skeleton(model_path)
-    elements = sum(parameter.numel() for parameter in module.parameters())
+    elements = _count_elements(module.parameters())
     itemsize = resolve_trainer_dtype(trainer).itemsize
     trained = count_trained_params(module, trainer)
     total = elements + (trained if trainer.lora_rank else 0)
@@ -121,13 +129,19 @@ def _count_aliased_elements(
     # If the generator's shard is larger than the trainer's, the columns of a row-parallel matrix
     # are strided in the generator's, so these matrices cannot be aliased.
     has_strided = size != generator_size
-    split = list(iter_split_params(module))
+    split = list(iter_split_params(module, size))
     aliased = sum(p.numel() for p, dim in split if dim == 0 or not has_strided) // size
     if generator_size > 1:
-        return aliased
+        words = list_vocabulary_params(module, size)
+        has_same_rows = all(len(p) % VLLM_VOCABULARY_MULTIPLE == 0 for p in words)
+        return aliased if has_same_rows else aliased - _count_elements(words) // size
     # Parameters that training does not split are served unsplit, too.
-    matrices = sum(p.numel() for p, _ in split)
-    return aliased + sum(p.numel() for p in module.parameters()) - matrices
+    matrices = _count_elements(p for p, _ in split)
+    return aliased + _count_elements(module.parameters()) - matrices
+
+
+def _count_elements(parameters: Iterable[Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
 
 
 def _count_local_elements(
@@ -142,22 +156,27 @@ def _count_local_elements(
         return elements, 0
     if trainer.backend != "torch":
         return elements // trainer.world_size, elements
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in iter_layers(module)]
-    local = elements
-    if trainer.tensor_parallel > 1:
-        matrices = sum(p.numel() for p, _ in iter_split_params(module))
-        local += matrices // trainer.tensor_parallel - matrices
+    layers = [_count_elements(layer.parameters()) for layer in iter_layers(module)]
+    local, tensor_parallel = elements, trainer.tensor_parallel
+    if tensor_parallel > 1:
+        matrices = _count_elements(p for p, _ in iter_split_params(module, tensor_parallel))
+        local += matrices // tensor_parallel - matrices
     if trainer.zero_stage != PARAMETER_SHARDING_STAGE or trainer.fsdp_size == 1:
         return local, 0
     # FSDP2 keeps the root's parameters gathered for a whole pass and prefetches a layer while the
     # previous computes; a layer's gradient is reduced in a copy. So count four layers and the root.
-    root = elements - sum(layers)
-    four_layers = 4 * max(layers, default=0) // trainer.tensor_parallel
+    words = _count_elements(list_vocabulary_params(module, tensor_parallel))
+    root = elements - sum(layers) - words + words // tensor_parallel
+    four_layers = 4 * max(layers, default=0) // tensor_parallel
     return local // trainer.fsdp_size, root + four_layers
 
 
 def _count_largest_param(module: "PreTrainedModel", trainer: TrainerConfig) -> int:
-    largest = max(parameter.numel() for parameter in module.parameters())
+    """Count the elements of the largest parameter of a rank."""
+    ranks, split = trainer.tensor_parallel, set[int]()
+    if ranks > 1:
+        split = {id(parameter) for parameter, _ in iter_split_params(module, ranks)}
+    largest = max(p.numel() // (ranks if id(p) in split else 1) for p in module.parameters())
     is_sharded = trainer.has_sharded_params and trainer.zero_stage == PARAMETER_SHARDING_STAGE
     return -(-largest // trainer.fsdp_size) if is_sharded else largest
 
@@ -221,7 +240,10 @@ def _estimate_head_bytes(module: "PreTrainedModel", trainer: TrainerConfig, toke
     itemsize = resolve_trainer_dtype(trainer).itemsize
     has_gradient = tokens > 0 and not trainer.lora_rank
     gradient = config.hidden_size * (FLOAT32_BYTES + itemsize) * has_gradient
-    return int(config.vocab_size * (chunk + gradient))
+    split = list_vocabulary_layers(module, trainer.tensor_parallel)
+    is_split = module.get_output_embeddings() in split
+    words = config.vocab_size // (trainer.tensor_parallel if is_split else 1)
+    return int(words * (chunk + gradient))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ head's gradient in float32, where torch's checkpoint per chunk would sum in the 
 
 The loop runs within one call of the head module, within one call of the model. DeepSpeed's and
 FSDP2's hooks therefore gather the head's parameters once per pass, however many chunks there are.
+
+If tensor-parallel ranks share the vocabulary, a chunk's logits are those of a rank's words.
 """
 
 import contextlib
@@ -22,6 +24,11 @@ from torch.autograd.function import once_differentiable
 from streamrl.algorithms.math.losses import entropy_from_logits
 from streamrl.engines.models.chunked_gradients import compute_chunk_gradients
 from streamrl.engines.models.packed_rows import RowLayout, unwrap_engine
+from streamrl.engines.models.vocabulary_parallel import (
+    VOCABULARY_ROWS,
+    VocabularyRows,
+    find_head_name,
+)
 
 CHUNK_TOKENS = 1024
 """Tokens for which logits over the vocabulary exist at the same time."""
@@ -82,17 +89,20 @@ def run_scoring_forward(
     "gradient".
     """
     module = unwrap_engine(model)
-    head, base = module.get_output_embeddings(), module.base_model
-    finish = functools.partial(_score_logits, temperature=temperature, entropy_mode=entropy_mode)
+    head, name = module.get_output_embeddings(), find_head_name(module)
+    vocabulary: VocabularyRows | None = vars(module).get(VOCABULARY_ROWS)
+    finish = functools.partial(
+        _score_logits, temperature=temperature, entropy_mode=entropy_mode, vocabulary=vocabulary
+    )
     rows = RowLayout(model, token_ids, attention_mask)
     targets = rows.next_token_ids
-    name = next((name for name, child in module.named_children() if child is head), None)
-    if name is None or base is module:
-        # transformers knows no head or no base of this model, so its whole logits are needed.
+    if name is None:
         output = rows.run_model()
         scores = _score_in_chunks(finish, output.logits, targets, entropy_mode)
     else:
         apply_head = head.forward
+        if vocabulary is not None:
+            apply_head = functools.partial(vocabulary.apply_head, head)
 
         def score_chunk(inputs: Tensor, chunk_targets: Tensor) -> Tensor:
             logits = _postprocess_logits(module, name, inputs, apply_head(inputs))
@@ -100,6 +110,8 @@ def run_scoring_forward(
 
         def score(inputs: Tensor) -> Tensor:
             parameters = head.parameters()
+            if vocabulary is not None:
+                inputs = vocabulary.share_inputs(inputs)
             return _score_in_chunks(score_chunk, inputs, targets, entropy_mode, *parameters)
 
         with _replace_head(module, head, score):
@@ -170,9 +182,17 @@ def _postprocess_logits(
 
 
 def _score_logits(
-    logits: Tensor, targets: Tensor, temperature: float, entropy_mode: EntropyMode
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float,
+    entropy_mode: EntropyMode,
+    vocabulary: VocabularyRows | None,
 ) -> Tensor:
     scaled = logits.float() / temperature
+    if vocabulary is not None:
+        chosen, entropy = vocabulary.score(scaled, targets, has_entropy=entropy_mode != "none")
+        return torch.stack((chosen, entropy if entropy_mode == "gradient" else entropy.detach()))
     chosen = scaled.gather(-1, targets[..., None])[..., 0] - scaled.logsumexp(-1)
     if entropy_mode == "none":
         return torch.stack((chosen, torch.zeros_like(chosen)))

@@ -4,7 +4,8 @@ As in Megatron-LM (arXiv 1909.08053, section 3), attention heads and columns of 
 the ranks: the first matrix of a pair by its outputs (column parallel), the second by its inputs
 (row parallel), so each pair needs a single all-reduce. The experts of a mixture are not cut: each
 rank has some of them, and tokens travel to the rank of their experts (expert parallelism).
-Embeddings, norms, routers and heads are replicated.
+Embeddings and output heads are split by the vocabulary (`vocabulary_parallel`) if its size allows.
+Norms, routers and value heads are replicated.
 
 DTensor's import is slow, so it happens in the functions that split layers.
 """
@@ -26,6 +27,7 @@ from streamrl.engines.models.tensor_parallel_support import (
     SPLIT_EXPERTS_STYLE,
     get_split_plan,
 )
+from streamrl.engines.models.vocabulary_parallel import list_vocabulary_params, split_vocabulary
 from streamrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def parallelize_layers(module: "PreTrainedModel", mesh: "DeviceMesh") -> None:
-    """Replace the split parameters of every decoder layer by DTensors over the mesh.
+    """Replace the parameters of `iter_split_params` by DTensors over the mesh.
 
     Inputs and outputs of a layer, and their gradients, stay replicated. The gradients of
     `list_shared_norms` are each rank's part, to be summed over the mesh. Raises ConfigError if the
@@ -45,7 +47,7 @@ def parallelize_layers(module: "PreTrainedModel", mesh: "DeviceMesh") -> None:
         apply_tensor_parallelism,
     )
 
-    if next(iter_split_params(module), None) is None:
+    if next(_iter_layer_params(module), None) is None:
         name = type(module).__name__
         raise ConfigError(f"trainer.tensor_parallel={mesh.size()}: no layer of {name} is split")
     plan = _get_plan_by_name(module)
@@ -58,6 +60,7 @@ def parallelize_layers(module: "PreTrainedModel", mesh: "DeviceMesh") -> None:
     )
     apply_expert_parallelism(module, mesh, mesh, experts)
     _share_inputs(module, mesh, plan)
+    split_vocabulary(module, mesh)
 
 
 def list_shared_norms(module: "PreTrainedModel") -> list[str]:
@@ -118,11 +121,16 @@ class _SharedInput:
         return (wrapped, *args[1:])
 
 
-def iter_split_params(module: "PreTrainedModel") -> Iterator[tuple[nn.Parameter, int]]:
-    """Yield the parameters that tensor parallelism splits, with the dimension that is cut.
+def iter_split_params(module: "PreTrainedModel", ranks: int) -> Iterator[tuple[nn.Parameter, int]]:
+    """Yield the parameters that tensor-parallel ranks split, with the dimension that is cut.
 
-    The parameters must be whole.
+    The parameters must be whole. Tied ones are yielded once.
     """
+    yield from _iter_layer_params(module)
+    yield from ((parameter, 0) for parameter in list_vocabulary_params(module, ranks))
+
+
+def _iter_layer_params(module: "PreTrainedModel") -> Iterator[tuple[nn.Parameter, int]]:
     plan = _get_plan_by_name(module)
     for name, parameter in module.named_parameters():
         style = _find_style(plan, name)

@@ -37,8 +37,12 @@ def count_bytes(*parts: str) -> int:
     return sum(p.nbytes for name, p in named if any(part in name for part in parts))
 
 
-FULL, CUT, COLUMNS = count_bytes(""), count_bytes("_proj"), count_bytes("o_proj", "down_proj")
-"""Bytes of the model, of its layers' matrices, and of those that ranks split by columns."""
+FULL, CUT, COLUMNS = (
+    count_bytes(""),
+    count_bytes("_proj", "embed_tokens"),
+    count_bytes("o_proj", "down_proj"),
+)
+"""Bytes of the model, of what ranks split, and of what they split by columns."""
 
 
 def estimate_memory(
@@ -119,11 +123,11 @@ def test_bytes_per_element_on_a_rank_of_a_mesh(
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_aliased_weights_count_once(path: str, tp_size: int):
     trained = {
-        # A quarter of every layer except columns, and everything outside of layers.
+        # A quarter of all matrices except columns, and all norms.
         1: (CUT - COLUMNS) // 4 + FULL - CUT,
-        # Embeddings are split in the generator, so not aliased.
+        # Norms are not aliased.
         2: (CUT - COLUMNS) // 4,
-        # All served elements of a layer.
+        # All served elements but norms.
         4: CUT // 4,
     }[tp_size]
     trainer = TrainerConfig(backend="torch", world_size=4, tensor_parallel=4)

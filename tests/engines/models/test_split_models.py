@@ -20,21 +20,26 @@ from tests.engines.split_model_ranks import (
     MICRO_BATCHES,
     WORLD,
     SplitCase,
-    count_all_reduces,
+    count_on_one_of_two,
     run_alone,
     run_rank,
 )
+from tests.engines.test_architectures import VOCABULARY
 from tests.engines.trainer_ranks import find_free_ports
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
+ODD_VOCABULARY = VOCABULARY + 1
 QUICK = [
     SplitCase("qwen3_moe", tensor=2),
     SplitCase("qwen3", tensor=2, sequence=2, zero_stage=0),
     SplitCase("mistral", sequence=2, recomputes=True),
+    SplitCase("gemma2", tensor=2),
+    # A vocabulary that two ranks cannot split.
+    SplitCase("qwen2", tensor=2, changes=(("vocab_size", ODD_VOCABULARY),)),
 ]
 FAMILIES = [
-    *("gpt_oss", "gemma2", "gpt_neox", "llama", "qwen2", "gemma", "gemma3_text", "phi3", "olmo2"),
+    *("gpt_oss", "gpt_neox", "llama", "qwen2", "gemma", "gemma3_text", "phi3", "olmo2"),
     *("olmo3", "smollm3", "granite", "qwen2_moe", "mixtral", "olmoe", "deepseek_v2"),
     *("deepseek_v3", "glm4_moe", "cohere"),
 ]
@@ -43,14 +48,19 @@ SLOW = [SplitCase(family, tensor=2) for family in FAMILIES]
 SLOW += [SplitCase(family, sequence=2) for family in SHARED]
 SLOW += [SplitCase("qwen3", sequence=2, backend="deepspeed", zero_stage=z) for z in (0, 1, 2, 3)]
 SLOW += [SplitCase("qwen3_moe", tensor=2, sequence=2, recomputes=True)]
+# A biased head; rows of a tensor-parallel rank that FSDP2 cannot shard evenly; padding.
+SLOW += [SplitCase("phi", tensor=2)]
+SLOW += [SplitCase("qwen2", tensor=2, kind=kind) for kind in ("critic", "two heads")]
+SLOW += [SplitCase("llama", tensor=2, changes=(("vocab_size", VOCABULARY + 2),))]
+SLOW += [SplitCase("gemma3_text", tensor=4, zero_stage=0, changes=(("pad_token_id", 90),))]
 # Norms of queries and keys that the plan omits.
 SLOW += [SplitCase("glm4_moe", tensor=2, changes=(("use_qk_norm", True),))]
 CASES = [*QUICK, *SLOW]
 
 
 @functools.cache
-def train_alone(family: str, changes: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    (result,) = forked.run(run_alone, [(family, changes)], timeout_s=120.0)
+def train_alone(family: str, changes: tuple[tuple[str, Any], ...], kind: str) -> dict[str, Any]:
+    (result,) = forked.run(run_alone, [(family, changes, kind)], timeout_s=120.0)
     return dict(result)
 
 
@@ -65,8 +75,10 @@ def test_scores_and_updates_equal_those_of_a_single_rank(case: SplitCase):
     # Each case has processes of its own: torch keeps names of groups that have ended.
     (port,) = find_free_ports(1)
     ranks = [(rank, port, case) for rank in range(WORLD)]
-    single, seen = train_alone(case.family, case.changes), set()
-    for split in forked.run(run_rank, ranks, timeout_s=180.0):
+    single, seen = train_alone(case.family, case.changes, case.kind), set()
+    splits = forked.run(run_rank, ranks, timeout_s=180.0)
+    check_vocabulary_rows(case, splits)
+    for split in splits:
         for index, scores in split["scores"].items():
             seen.add(index)
             torch.testing.assert_close(scores, single["scores"][index], atol=2e-4, rtol=2e-4)
@@ -81,10 +93,28 @@ def test_scores_and_updates_equal_those_of_a_single_rank(case: SplitCase):
     assert seen == set(range(len(MICRO_BATCHES)))
 
 
-def test_matrices_of_the_same_input_sum_its_gradients_together():
-    (counts,) = forked.run(count_all_reduces, [("qwen3",)], timeout_s=120.0)
-    # Two layers, each with the pairs of attention and of the MLP.
-    assert counts == {"forward": 4, "backward": 4}
+def check_vocabulary_rows(case: SplitCase, splits: list[dict[str, Any]]) -> None:
+    """Check that ranks share the rows of embedding and head if the size of these allows."""
+    if case.tensor == 1:
+        return
+    vocabulary = dict(case.changes).get("vocab_size", VOCABULARY)
+    parts = case.tensor if vocabulary % case.tensor == 0 else 1
+    copies = WORLD // parts // (WORLD // case.tensor if case.zero_stage else 1)
+    names = [name for name, p in splits[0]["parameters"].items() if len(p) == vocabulary]
+    assert names
+    for name in names:
+        assert sum(split["rows"][name] for split in splits) == vocabulary * copies, name
+
+
+def test_ranks_reduce_small_tensors_and_never_have_all_logits():
+    words, tokens = 4 * VOCABULARY, 256
+    (counts,) = forked.run(count_on_one_of_two, [("qwen3", words, tokens)], timeout_s=120.0)
+    # Two layers with attention and MLP; the embedding; maxima and sums of a chunk's logits.
+    # Matrices of the same input sum its gradients together.
+    assert counts["forward"] == 4 + 1 + 2
+    # The layers and the head's inputs; the chunk once more.
+    assert counts["backward"] == 4 + 1 + 2
+    assert counts["widest"] == tokens * words // 2
 
 
 @pytest.mark.parametrize(
