@@ -18,6 +18,8 @@ TRANSPORT_MODULES = {
     DELTA: "delta",
 }
 """Module of `weights/transports` by the value of `weights.transport` that selects it."""
+DEVICE_TRANSPORTS = (SHARED_MEMORY, COLLECTIVE)
+"""Transports whose buckets may be on a device (`weights.on_device`)."""
 TRANSPORTS = (AUTO, *TRANSPORT_MODULES)
 ON_UPDATE_MODES = ("interrupt", "drain")
 KV_CACHE_MODES = ("recompute", "keep")
@@ -36,6 +38,11 @@ class WeightsConfig:
     #: collective on several whose processes have a GPU each, the store otherwise; the run prints
     #: its choice.
     transport: str = AUTO
+    #: Keep the buckets of shared_memory and collective on the device that the models compute on:
+    #: a version then goes from GPU to GPU without host memory, and each version that exists takes
+    #: GPU memory. shared_memory needs a single GPU that all processes share, collective a GPU for
+    #: each; auto chooses between them. Has not run on a GPU.
+    on_device: bool = False
     #: Training steps per published version; generators keep the last published version in between.
     publish_every: int = 1
     #: Effect of a new version on running rollouts: interrupt continues them under the new weights;
@@ -65,6 +72,12 @@ class WeightsConfig:
                 raise ConfigError(
                     f"weights.{key}={vars(self)[key]}: must be one of {', '.join(allowed)}"
                 )
+        if self.on_device and self.transport not in (AUTO, *DEVICE_TRANSPORTS):
+            raise ConfigError(
+                f"weights.on_device=true has no effect: weights.transport={self.transport} goes"
+                f" through host memory. Remove one of them, or choose"
+                f" {' or '.join(DEVICE_TRANSPORTS)}."
+            )
         for key in ("publish_every", "bucket_mb", "keep_versions"):
             if vars(self)[key] < 1:
                 raise ConfigError(f"weights.{key}={vars(self)[key]}: must be at least 1")

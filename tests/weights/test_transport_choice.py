@@ -43,21 +43,21 @@ def test_auto_chooses_the_object_store_on_two_nodes():
 
 
 def test_auto_broadcasts_between_the_gpus_of_several_nodes():
-    facts = replace(TWO_NODES, has_gpus=True)
+    facts = replace(TWO_NODES, num_gpus=2)
     assert choose_transport(WeightsConfig(), facts) == (
         "collective",
         "weights: collective (publisher and readers have a GPU each, on 2 nodes)",
     )
     assert choose_transport(WeightsConfig(), replace(facts, shares_gpus=True))[0] == "store"
-    assert choose_transport(WeightsConfig(), replace(ONE_NODE, has_gpus=True))[0] == "shared_memory"
+    assert choose_transport(WeightsConfig(), replace(ONE_NODE, num_gpus=2))[0] == "shared_memory"
 
 
 def test_the_collective_transport_refuses_processes_that_share_a_gpu():
     config = WeightsConfig(transport="collective")
-    shared = replace(ONE_NODE, has_gpus=True, shares_gpus=True)
+    shared = replace(ONE_NODE, num_gpus=2, shares_gpus=True)
     with pytest.raises(ConfigError, match=r"weights\.transport=collective: NCCL needs a GPU for"):
         choose_transport(config, shared)
-    assert choose_transport(config, replace(shared, has_gpus=False))[0] == "collective"
+    assert choose_transport(config, replace(shared, num_gpus=0))[0] == "collective"
 
 
 def test_the_share_of_rays_object_store_is_not_available_to_weights():

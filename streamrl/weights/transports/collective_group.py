@@ -121,7 +121,8 @@ class BroadcastGroup:
     def broadcast_tensor(self, tensor: Tensor, deadline: SharedDeadline) -> None:
         """Broadcast the publisher's `tensor` into the members' `tensor` of the same shape.
 
-        Tensors are in host memory, and travel through a copy on the group's device.
+        Tensors in host memory travel through a copy on the group's device. A tensor on the device
+        must not have work queued on other streams.
         """
         options = dist.BroadcastOptions()
         options.rootRank = PUBLISHER_RANK
@@ -135,7 +136,7 @@ class BroadcastGroup:
                     raise WeightsError("timed out during a broadcast")
                 time.sleep(COLLECTIVE_POLL_S)
             work.wait()
-            if not self._is_publisher:
+            if not self._is_publisher and device_tensor is not tensor:
                 tensor.copy_(device_tensor)
 
     def verify_header(self, header: tuple[int, int], deadline: SharedDeadline) -> None:

@@ -18,8 +18,10 @@ import numpy as np
 
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
+from streamrl.weights.bucket_memory import copy_to_host
 from streamrl.weights.manifest import (
     DTYPE_BYTES,
+    BucketMemory,
     TensorSlot,
     WeightBucket,
     WeightManifest,
@@ -27,6 +29,7 @@ from streamrl.weights.manifest import (
 )
 from streamrl.weights.transport import Transport, TransportReader, TransportWriter
 from streamrl.weights.transports import object_store
+from streamrl.weights.transports.object_store import ObjectStoreReader, ObjectStoreWriter
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ def _count_bitmap_bytes(num_words: int, word: int) -> int:
 class DeltaWriter(TransportWriter):
     """Publisher's end of the delta transport: sends through `carrier`, keeps the last version."""
 
-    def __init__(self, carrier: TransportWriter) -> None:
+    def __init__(self, carrier: ObjectStoreWriter) -> None:
         self._carrier = carrier
         self._base_version = -1
         self._base_buckets: list[_BaseBucket] = []
@@ -117,11 +120,11 @@ class DeltaWriter(TransportWriter):
     def allocate_buffer(self, num_bytes: int) -> Array:
         return self._carrier.allocate_buffer(num_bytes)
 
-    def commit_bucket(self, bucket: WeightBucket, data: Array) -> DeltaHandle:
+    def commit_bucket(self, bucket: WeightBucket, data: BucketMemory) -> DeltaHandle:
         """Send the full bucket, and also its delta from the last version if that is shorter."""
         index = len(self._next_buckets)
         base = self._base_buckets[index] if index < len(self._base_buckets) else None
-        data_copy = data.copy()  # the carrier may reuse its buffer after the commit
+        data_copy = copy_to_host(data).copy()  # the carrier may reuse its buffer after the commit
         self._next_buckets.append(_BaseBucket(bucket.slots, data_copy))
         full_handle = self._commit_to_carrier(bucket, data)
         if base is None or base.slots != bucket.slots:
@@ -146,7 +149,7 @@ class DeltaWriter(TransportWriter):
     def close(self) -> None:
         self._carrier.close()
 
-    def _commit_to_carrier(self, bucket: WeightBucket, data: Array) -> Any:
+    def _commit_to_carrier(self, bucket: WeightBucket, data: BucketMemory) -> Any:
         handle = self._carrier.commit_bucket(bucket, data)
         self._buckets.append(bucket)
         self._handles.append(handle)
@@ -159,7 +162,7 @@ class DeltaReader(TransportReader):
     `bytes_fetched` counts the bytes received through `carrier`.
     """
 
-    def __init__(self, carrier: TransportReader) -> None:
+    def __init__(self, carrier: ObjectStoreReader) -> None:
         self._carrier = carrier
         self._version = -1
         self._last_buckets: Sequence[Array] = ()
