@@ -72,12 +72,6 @@ class WeightsConfig:
                 raise ConfigError(
                     f"weights.{key}={vars(self)[key]}: must be one of {', '.join(allowed)}"
                 )
-        if self.on_device and self.transport not in (AUTO, *DEVICE_TRANSPORTS):
-            raise ConfigError(
-                f"weights.on_device=true has no effect: weights.transport={self.transport} goes"
-                f" through host memory. Remove one of them, or choose"
-                f" {' or '.join(DEVICE_TRANSPORTS)}."
-            )
         for key in ("publish_every", "bucket_mb", "keep_versions"):
             if vars(self)[key] < 1:
                 raise ConfigError(f"weights.{key}={vars(self)[key]}: must be at least 1")
@@ -89,6 +83,16 @@ class WeightsConfig:
             raise ConfigError(f"weights.probe_every={self.probe_every}: must be 0 or more")
         if self.probe_limit is not None and self.probe_limit <= 0:
             raise ConfigError(f"weights.probe_limit={self.probe_limit}: must be above 0")
+        self._check_effects()
+
+    def _check_effects(self) -> None:
+        """Raise ConfigError if a setting has no effect because of another."""
+        if self.on_device and self.transport not in (AUTO, *DEVICE_TRANSPORTS):
+            raise ConfigError(
+                f"weights.on_device=true has no effect: weights.transport={self.transport} goes"
+                f" through host memory. Remove one of them, or choose"
+                f" {' or '.join(DEVICE_TRANSPORTS)}."
+            )
         if self.probe_limit is not None and not self.probe_every:
             raise ConfigError(
                 f"weights.probe_limit={self.probe_limit} has no effect: weights.probe_every=0"

@@ -28,8 +28,8 @@ class TransportFacts:
     num_nodes: nodes that may hold publishers or readers. max_staleness: largest staleness of a
     trained token, in versions. shm_free_bytes: free bytes in /dev/shm on the publishers' node.
     object_store_bytes: bytes of `shm_free_bytes` that Ray's object store may still claim.
-    num_gpus: GPUs that the models compute on. shares_gpus: several processes of the run use the same
-    GPU.
+    num_gpus: GPUs that the models compute on. shares_gpus: several processes of the run use the
+    same GPU.
     """
 
     num_nodes: int
@@ -60,6 +60,11 @@ def choose_transport(config: WeightsConfig, facts: TransportFacts) -> tuple[str,
     Also returns the reason, a line for the user. Raises ConfigError, with the arithmetic, if the
     configured transport is impossible.
     """
+    if config.on_device and not facts.models:
+        raise ConfigError(
+            "weights.on_device=true has no effect: this placement publishes no weights between"
+            " processes. Remove it."
+        )
     if config.on_device and facts.num_gpus:
         return _choose_between_gpus(config, facts)
     obstacle = _find_obstacle(config, facts)
@@ -94,11 +99,6 @@ def choose_transport(config: WeightsConfig, facts: TransportFacts) -> tuple[str,
 
 def _choose_between_gpus(config: WeightsConfig, facts: TransportFacts) -> tuple[str, str]:
     """Return a transport with buckets on GPUs, and the reason. Raise ConfigError if none can."""
-    if not facts.models:
-        raise ConfigError(
-            "weights.on_device=true has no effect: this placement publishes no weights between"
-            " processes. Remove it."
-        )
     if facts.shares_gpus and config.transport != COLLECTIVE:
         if (facts.num_nodes, facts.num_gpus) == (1, 1):
             return SHARED_MEMORY, (
