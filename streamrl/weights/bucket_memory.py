@@ -22,8 +22,8 @@ DEVICE_CHECKSUM_PREFIX = "poly-"
 """Beginning of checksums that a device has computed."""
 CHECKSUM_BASE = 0xD1342543DE82EF95
 """k of the polynomial; 5 modulo 8. Source: Steele and Vigna, arXiv 2001.05304."""
-CHECKSUM_CHUNK_WORDS = 1 << 20
-"""Words per step; its temporaries take 16 bytes per word."""
+CHECKSUM_CHUNK_WORDS = 1 << 21
+"""Words per step, whose temporaries take 16 bytes per word."""
 WORD_BYTES = 4
 
 
@@ -84,8 +84,8 @@ def compute_device_checksum(data: Tensor) -> str:
     chunk_power = _to_int64(pow(CHECKSUM_BASE, CHECKSUM_CHUNK_WORDS, 1 << 64))
     total = powers.new_zeros(())
     for piece in data.split(CHECKSUM_CHUNK_WORDS * WORD_BYTES):
-        padded = functional.pad(piece, (0, -piece.numel() % WORD_BYTES))
-        words = padded.view(torch.int32)
+        missing = -piece.numel() % WORD_BYTES
+        words = (functional.pad(piece, (0, missing)) if missing else piece).view(torch.int32)
         total = total * chunk_power + (words * powers[: len(words)]).sum()
     return f"{DEVICE_CHECKSUM_PREFIX}{(int(total) + data.numel()) % (1 << 64):016x}"
 

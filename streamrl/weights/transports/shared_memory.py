@@ -302,7 +302,7 @@ class SharedMemoryReader(TransportReader):
         if fallback.buckets:
             self.fallback_reason = (
                 f"weights version {manifest.version}: {len(fallback.buckets)} of {len(mapped)} "
-                f"buckets did not fit in {SHARED_MEMORY_DIR} and used the fallback transport"
+                "buckets did not fit in shared memory and used the fallback transport"
             )
         self.bytes_fetched += manifest.num_bytes
         return [next(fallback_arrays) if array is None else array for array in mapped]

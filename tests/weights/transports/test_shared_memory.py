@@ -4,9 +4,11 @@ import errno
 import gc
 import itertools
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from inspect import signature
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from streamrl.errors import ConfigError, WeightsError
 from streamrl.weights import WeightManifest
@@ -23,7 +26,7 @@ from streamrl.weights.bucket_memory import as_tensor
 from streamrl.weights.buckets import TORCH_DTYPES, publish_version, unpack_tensors
 from streamrl.weights.transport import ClusterAccess, TransportSpec
 from streamrl.weights.transports import segments, shared_memory
-from streamrl.weights.transports.segments import SharedTensor
+from streamrl.weights.transports.segments import DeviceSegment, SharedTensor
 from streamrl.weights.transports.shared_memory import (
     SharedMemoryReader,
     SharedMemoryWriter,
@@ -238,6 +241,39 @@ def test_a_tensor_of_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):
         SharedTensor(torch.zeros, (1,), "GPU-a").open()
 
 
+def test_a_tensor_of_this_gpu_is_opened_under_the_number_that_it_has_here(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(segments, "get_gpu_uuid", lambda: "GPU-a")
+    monkeypatch.setattr(segments, "get_local_device", lambda: torch.device("cuda", 2))
+    numbers = {name: i for i, name in enumerate(signature(rebuild_cuda_tensor).parameters)}
+    shared = SharedTensor(fake_rebuild, tuple(numbers.values()), "GPU-a")
+    opened = pickle.loads(pickle.dumps(shared)).open().tolist()
+    assert opened.pop(numbers["storage_device"]) == 2
+    assert opened == [i for i in numbers.values() if i != numbers["storage_device"]]
+
+
+def fake_rebuild(*arguments: int) -> torch.Tensor:
+    return torch.tensor(arguments)
+
+
+def test_buckets_for_which_a_gpu_has_no_memory_use_the_fallback(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    writer = make_writer(folder, torch.device("cpu"))
+    with monkeypatch.context() as patch:
+
+        def run_out(segment: DeviceSegment, num_bytes: int) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        patch.setattr(DeviceSegment, "reserve_memory", run_out)
+        reader, is_right = fetch(put(writer, 0))
+    assert is_right and reader.fallback_reason is not None
+    assert files(folder) == set()
+    assert fetch(put(writer, 1))[0].fallback_reason is None
+    writer.close()
+
+
 def test_expandable_segments_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     spec = TransportSpec(
         "shared_memory", "", "t", tmp_path, 1, NO_CLUSTER, max_bytes={"policy": 9}, on_device=True
@@ -286,7 +322,7 @@ def test_buckets_without_memory_use_the_fallback_and_keep_their_order(
     assert is_right
     assert reader.bytes_fetched == manifest.num_bytes
     assert reader.fallback_reason == (
-        f"weights version 0: {4 - len(granted)} of 4 buckets did not fit in /dev/shm"
+        f"weights version 0: {4 - len(granted)} of 4 buckets did not fit in shared memory"
         " and used the fallback transport"
     )
 
