@@ -113,6 +113,11 @@ def make_gpu_stream() -> Any:
     return _get_gpu_module().Stream()
 
 
+def get_current_gpu_stream() -> Any:
+    """Return the stream to which this thread's GPU work goes."""
+    return _get_gpu_module().current_stream()
+
+
 def use_gpu_stream(stream: Any) -> AbstractContextManager[Any]:
     """Return a context whose GPU work goes to this stream; None changes nothing."""
     return nullcontext() if stream is None else _get_gpu_module().stream(stream)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from streamrl.distributed.devices import synchronize_device
+from streamrl.errors import WeightsError
 from streamrl.messages import Array
 from streamrl.weights.manifest import BucketMemory, WeightBucket, compute_checksum
 from streamrl.weights.transport import TransportWriter
@@ -25,6 +26,17 @@ CHECKSUM_BASE = 0xD1342543DE82EF95
 CHECKSUM_CHUNK_WORDS = 1 << 21
 """Words per step, whose temporaries take 16 bytes per word."""
 WORD_BYTES = 4
+
+
+def allocate_on_device(num_bytes: int, device: torch.device) -> Tensor:
+    """Return uint8 [num_bytes] of any contents; raise WeightsError if the device has no memory."""
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        raise WeightsError(
+            f"weights.on_device=true: {device} has no memory for a bucket of"
+            f" {num_bytes / 1e6:.1f} MB: {error}"
+        ) from error
 
 
 def as_tensor(memory: BucketMemory) -> Tensor:

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from streamrl.distributed.devices import get_local_device, synchronize_device
+from streamrl.distributed.devices import get_local_device
 from streamrl.errors import VersionNotStoredError, WeightsError
-from streamrl.weights.bucket_memory import as_tensor, commit_copy, lend_tensor
+from streamrl.weights.bucket_memory import allocate_on_device, as_tensor, commit_copy, lend_tensor
 from streamrl.weights.manifest import BucketMemory, WeightBucket, WeightManifest
 from streamrl.weights.pinned_memory import allocate_pinned
 from streamrl.weights.transport import Transport, TransportReader, TransportSpec, TransportWriter
@@ -329,9 +329,9 @@ class CollectiveReader(TransportReader):
         self._group.verify_header((epoch.number, version), deadline)
         device = self._device if self._on_device else None
         arrays = [allocate_staging(bucket.num_bytes, device) for bucket in manifest.buckets]
-        # Broadcasts have a GPU stream of their own: earlier users of the memory must be done. So
-        # must be a failed broadcast, before the memory that it was writing becomes free.
-        synchronize_device()
+        if device is not None:
+            self._group.wait_for_current_stream()
+        # Kept until the next version if the broadcast fails, which may go on writing to them.
         self._receive_buffers = arrays
         for data in arrays:
             self._group.broadcast_tensor(as_tensor(data), deadline)
@@ -349,9 +349,7 @@ def _finish_received(data: BucketMemory) -> BucketMemory:
 
 def allocate_staging(num_bytes: int, device: torch.device | None) -> BucketMemory:
     """Return uint8 [num_bytes] of any contents, on a device or else in pinned host memory."""
-    if device is None:
-        return allocate_pinned(num_bytes)
-    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    return allocate_pinned(num_bytes) if device is None else allocate_on_device(num_bytes, device)
 
 
 def _make_fallback_manifest(manifest: WeightManifest) -> WeightManifest:
