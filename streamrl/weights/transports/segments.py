@@ -34,6 +34,8 @@ from streamrl.weights.manifest import BucketMemory
 HEADER_BYTES = mmap.PAGESIZE
 _HEADER_STRUCT = struct.Struct("<qq")  # version, bucket
 UNCOMMITTED_HEADER = (-1, -1)
+_TENSORS_IN_USE: list[Tensor] = []
+"""Tensors of closed publishers that readers still used: they live as long as the process."""
 DEVICE_ARGUMENT = 6
 """Argument of torch's `rebuild_cuda_tensor` that is the index of the GPU."""
 
@@ -188,6 +190,9 @@ class DeviceSegment(SharedMemorySegment):
         super().unlock()
 
     def unlink_file(self) -> None:
+        """Unlink the file and free the tensor, unless a reader still uses it."""
+        if self._memory is not None and not self.try_lock():
+            _TENSORS_IN_USE.append(self._memory)
         super().unlink_file()
         self._memory = None
 

@@ -235,6 +235,22 @@ def test_a_tensor_of_a_device_is_opened_once_and_locked_while_a_view_of_it_lives
     writer.close()
 
 
+def test_a_closed_publisher_frees_the_tensors_that_no_reader_uses(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    in_use: list[torch.Tensor] = []
+    monkeypatch.setattr(segments, "_TENSORS_IN_USE", in_use)
+    writer = make_writer(folder, torch.device("cpu"), keep_versions=2)
+    reader = SharedMemoryReader("policy", LocalReader())
+    put(writer, 0)
+    manifest = put(writer, 1)
+    tensors = unpack_tensors(manifest, reader.fetch_buckets(manifest))
+    writer.close()
+    assert len(in_use) == len(manifest.buckets)
+    assert is_version(tensors, 1)
+    assert files(folder) == set()
+
+
 def test_a_tensor_of_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(segments, "get_gpu_uuid", lambda: "GPU-b")
     with pytest.raises(WeightsError, match="publisher uses GPU GPU-a, this process GPU-b: shared"):
