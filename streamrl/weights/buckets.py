@@ -228,8 +228,10 @@ def _finish_bucket(
 ) -> tuple[WeightBucket, BucketMemory]:
     """Return the description of a filled bucket, with its checksum, and its bytes."""
     data = data[: slots[-1].end]
-    is_on_device = isinstance(data, torch.Tensor)
-    hashed = compute_device_checksum(data) if is_on_device else checksum.finish_bucket(data)
+    if isinstance(data, torch.Tensor):
+        hashed = compute_device_checksum(data)
+    else:
+        hashed = checksum.finish_bucket(data)
     return WeightBucket(tuple(slots), data.nbytes, hashed), data
 
 

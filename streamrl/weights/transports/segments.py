@@ -174,7 +174,8 @@ class DeviceSegment(SharedMemorySegment):
             return
         if is_on_gpu:
             self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            self.tensor = SharedTensor(*reduce_tensor(self._memory), get_gpu_uuid())
+            rebuild, arguments = reduce_tensor(self._memory)
+            self.tensor = SharedTensor(rebuild, arguments, get_gpu_uuid())
         else:
             self.tensor = SharedTensor(map_file_tensor, (str(self.path), self.capacity_bytes))
             self._memory = self.tensor.open()
