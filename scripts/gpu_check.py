@@ -1448,7 +1448,9 @@ def publish_between_processes(num_tensors: int, elements: int) -> Measurements:
     process = spawned.Process(target=read_versions, args=(child_end,), daemon=True)
     process.start()
     child_end.close()
-    rounds, sent, received = [], [], []
+    rounds: list[Measurements] = []
+    sent: list[list[str]] = []
+    received: list[list[str]] = []
     try:
         for version in range(4):
             for tensor in trained.values():

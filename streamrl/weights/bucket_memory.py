@@ -7,6 +7,7 @@ differ, in buckets of up to 4 GB.
 """
 
 import weakref
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,7 +69,7 @@ def _wait_for_device(tensor: Tensor, owners: tuple[object, ...]) -> None:
     synchronize_device()
 
 
-def commit_copy(writer: TransportWriter, bucket: WeightBucket, data: BucketMemory) -> object:
+def commit_copy(writer: TransportWriter, bucket: WeightBucket, data: BucketMemory) -> Any:
     """Copy `data` into a buffer of `writer`, commit the bucket, and return its handle."""
     buffer = writer.allocate_buffer(bucket.num_bytes)[: bucket.num_bytes]
     as_tensor(buffer).copy_(as_tensor(data))
