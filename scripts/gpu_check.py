@@ -19,6 +19,7 @@ import importlib.metadata
 import importlib.util
 import json
 import math
+import multiprocessing
 import os
 import platform
 import shutil
@@ -42,6 +43,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -1361,9 +1364,14 @@ def read_pinned_memory() -> Measurements:
 
 
 def check_weights() -> Iterator[tuple[str, Measurements]]:
-    """Publish weights through shared memory into a model on the same GPU; measure GB/s."""
+    """Publish weights to a model on the same GPU, through host and GPU memory; measure GB/s."""
     num_tensors, elements = (48, 32 << 20) if has_gpu() else (4, 1 << 20)
-    yield from run_cases({"shared memory": partial(publish_and_fetch, num_tensors, elements)})
+    yield from run_cases(
+        {
+            "shared memory": partial(publish_and_fetch, num_tensors, elements),
+            "shared GPU memory": partial(publish_between_processes, num_tensors, elements),
+        }
+    )
 
 
 def publish_and_fetch(num_tensors: int, elements: int) -> Measurements:
@@ -1414,6 +1422,92 @@ def publish_and_fetch(num_tensors: int, elements: int) -> Measurements:
         "gb_per_s": rounds,
         **measure_copy_speeds(trained, served),
     }
+
+
+def publish_between_processes(num_tensors: int, elements: int) -> Measurements:
+    """Publish four versions in GPU memory (`weights.on_device`) to another process by CUDA IPC.
+
+    The other process holds the first version while the publisher writes the others.
+    """
+    import torch
+
+    from streamrl.distributed.devices import get_local_device
+    from streamrl.weights import TransportWriter
+    from streamrl.weights.buckets import publish_version
+    from streamrl.weights.transports.shared_memory import SharedMemoryWriter
+
+    device = get_local_device()
+    trained = {
+        f"layer.{i}": torch.randn(elements, device=device).bfloat16() for i in range(num_tensors)
+    }
+    num_bytes = sum(tensor.nbytes for tensor in trained.values())
+    token = f"gpu-check-{os.getpid()}"
+    writer = SharedMemoryWriter(token, TransportWriter(), keep_versions=1, device=device)
+    spawned = multiprocessing.get_context("spawn")
+    pipe, child_end = spawned.Pipe()
+    process = spawned.Process(target=read_versions, args=(child_end,), daemon=True)
+    process.start()
+    child_end.close()
+    rounds: list[Measurements] = []
+    sent: list[list[str]] = []
+    received: list[list[str]] = []
+    try:
+        for version in range(4):
+            for tensor in trained.values():
+                tensor.mul_(1.01)
+            sent.append(hash_tensors(trained))
+            begun = time.monotonic()
+            manifest = publish_version(
+                trained.items(), version=version, bucket_bytes=64 << 20, writer=writer
+            )
+            publish_s = time.monotonic() - begun
+            pipe.send(manifest)
+            verify_s, copy_s, hashes = pipe.recv()
+            received.append(hashes)
+            seconds = {"publish": publish_s, "verify": verify_s, "copy_in": copy_s}
+            rounds.append({name: num_bytes / GB / spent for name, spent in seconds.items()})
+        pipe.send(None)
+        is_held = pipe.recv() == sent[0]
+    finally:
+        process.kill()
+        writer.close()
+    same = received == sent
+    return {"ok": same and is_held, "bits_equal": same, "lock_held": is_held, "gb_per_s": rounds}
+
+
+def read_versions(pipe: Connection) -> None:
+    """Fetch, verify and copy versions; answer with seconds and hashes. Hold the first version."""
+    import torch
+
+    from streamrl.weights import TransportReader
+    from streamrl.weights.buckets import unpack_tensors
+    from streamrl.weights.transports.shared_memory import SharedMemoryReader
+
+    reader = SharedMemoryReader("gpu check", TransportReader())
+    held: dict[str, Tensor] = {}
+    served: dict[str, Tensor] = {}
+    while (manifest := pipe.recv()) is not None:
+        begun = time.monotonic()
+        tensors = unpack_tensors(manifest, reader.fetch_buckets(manifest))
+        verify_s = time.monotonic() - begun
+        held = held or tensors
+        served = served or {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+        copy_s = time_seconds(partial(copy_tensors, served, tensors))
+        del tensors
+        pipe.send((verify_s, copy_s, hash_tensors(served)))
+    pipe.send(hash_tensors(held))
+    pipe.recv()
+
+
+def hash_tensors(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Hash the bits of tensors, on the host."""
+    import torch
+    import xxhash
+
+    return [
+        xxhash.xxh3_64_hexdigest(tensor.cpu().view(torch.uint8).numpy().data)
+        for tensor in tensors.values()
+    ]
 
 
 def copy_tensors(target: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
@@ -1689,12 +1783,12 @@ STEPS: Mapping[str, CheckStep] = {
     "memory-1.5B": CheckStep(partial(check_memory, "1.5B"), 45),
     "memory-3B": CheckStep(partial(check_memory, "3B"), 40),
     "optimizer": CheckStep(check_optimizer_memory, 60),
-    "weights": CheckStep(check_weights, 20),
+    "weights": CheckStep(check_weights, 45),
     "speed": CheckStep(check_speed, 60),
     "resharding": CheckStep(check_resharding, 60),
     "generator": CheckStep(check_generator, 120, make_generator_env),
 }
-"""Most important first; the deadlines sum to 635 s."""
+"""Most important first; the deadlines sum to 660 s."""
 
 if __name__ == "__main__":
     main()

@@ -80,9 +80,13 @@ class GpuTensor(Tensor):
 
 
 class SimulatedGpu(TorchDispatchMode):
-    """Makes operations work on the simulated GPU. host_copies: copies of tensors to the CPU."""
+    """Makes operations work on the simulated GPU.
+
+    host_copies, host_bytes: copies of tensors to the CPU, and their bytes.
+    """
 
     host_copies = 0
+    host_bytes = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -106,6 +110,7 @@ def run_operation(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         is_result_on_gpu = bool(on_gpu) if device is None else _is_gpu(device)
     if on_gpu and name in COPIES and not is_result_on_gpu:
         SimulatedGpu.host_copies += 1
+        SimulatedGpu.host_bytes += on_gpu[0].nbytes
     if name == "aten::_fused_sdp_choice" and on_gpu:
         return MATH_ATTENTION
     if kwargs.get("device") is not None:

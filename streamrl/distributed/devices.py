@@ -53,6 +53,18 @@ def get_local_device() -> "torch.device":
     return torch.device("cpu")
 
 
+def get_gpu_uuid() -> str:
+    """Return the UUID of this process's GPU, by which processes compare theirs."""
+    return str(_get_gpu_module().get_device_properties(get_local_device()).uuid)
+
+
+def uses_expandable_segments() -> bool:
+    """Return whether PyTorch's environment asks for expandable segments of GPU memory."""
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    settings = ",".join(os.environ.get(name, "") for name in names)
+    return "expandable_segments:true" in settings.lower().replace(" ", "")
+
+
 def select_local_gpu(rank: int) -> None:
     """Make the GPU of a rank current; ranks beyond the number of GPUs share them."""
     if has_local_gpu():
@@ -99,6 +111,11 @@ def set_gpu_rng_state(state: "torch.Tensor | None") -> None:
 def make_gpu_stream() -> Any:
     """Return a new stream of the current GPU, whose work no other stream delays."""
     return _get_gpu_module().Stream()
+
+
+def get_current_gpu_stream() -> Any:
+    """Return the stream to which this thread's GPU work goes."""
+    return _get_gpu_module().current_stream()
 
 
 def use_gpu_stream(stream: Any) -> AbstractContextManager[Any]:

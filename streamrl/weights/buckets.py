@@ -18,12 +18,17 @@ import xxhash
 
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
+from streamrl.weights.bucket_memory import (
+    as_tensor,
+    compute_checksum_like,
+    compute_device_checksum,
+)
 from streamrl.weights.manifest import (
     DTYPE_BYTES,
+    BucketMemory,
     TensorSlot,
     WeightBucket,
     WeightManifest,
-    compute_checksum,
 )
 from streamrl.weights.transport import TransportWriter
 
@@ -48,8 +53,8 @@ def pack_buckets(
     *,
     version: int,
     bucket_bytes: int,
-    allocate: Callable[[int], Array] = allocate_host_buffer,
-) -> Iterator[tuple[WeightBucket, Array]]:
+    allocate: Callable[[int], BucketMemory] = allocate_host_buffer,
+) -> Iterator[tuple[WeightBucket, BucketMemory]]:
     """Yield each bucket of a version with its bytes, uint8 [num_bytes].
 
     `bucket_bytes`: largest size of a bucket; a larger tensor gets a bucket of its own. `allocate`
@@ -63,7 +68,7 @@ def pack_buckets(
     names: set[str] = set()
     slots: list[TensorSlot] = []
     end = 0
-    data = np.empty(0, np.uint8)
+    data: BucketMemory = np.empty(0, np.uint8)
     with RunningChecksum() as checksum:
         for name, tensor in named_tensors:
             if name in names:
@@ -199,9 +204,12 @@ def _get_dtype_name(name: str, tensor: torch.Tensor, version: int) -> str:
 
 
 def _copy_to_slot(
-    tensor: torch.Tensor, slot: TensorSlot, data: Array, checksum: RunningChecksum
+    tensor: torch.Tensor, slot: TensorSlot, data: BucketMemory, checksum: RunningChecksum
 ) -> None:
     """Copy a tensor into its slot, in pieces if it is large, so that hashing runs in parallel."""
+    if isinstance(data, torch.Tensor):
+        view_tensor(data, slot).copy_(tensor)
+        return
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         view_tensor(data, slot).copy_(tensor)
         checksum.hash_written(data, slot.end)
@@ -216,20 +224,26 @@ def _copy_to_slot(
 
 
 def _finish_bucket(
-    slots: list[TensorSlot], data: Array, checksum: RunningChecksum
-) -> tuple[WeightBucket, Array]:
+    slots: list[TensorSlot], data: BucketMemory, checksum: RunningChecksum
+) -> tuple[WeightBucket, BucketMemory]:
     """Return the description of a filled bucket, with its checksum, and its bytes."""
     data = data[: slots[-1].end]
-    return WeightBucket(tuple(slots), data.nbytes, checksum.finish_bucket(data)), data
+    if isinstance(data, torch.Tensor):
+        hashed = compute_device_checksum(data)
+    else:
+        hashed = checksum.finish_bucket(data)
+    return WeightBucket(tuple(slots), data.nbytes, hashed), data
 
 
-def unpack_tensors(manifest: WeightManifest, arrays: Sequence[Array]) -> dict[str, torch.Tensor]:
+def unpack_tensors(
+    manifest: WeightManifest, arrays: Sequence[BucketMemory]
+) -> dict[str, torch.Tensor]:
     """Verify the buckets of a version, and return its tensors by name as views of the buckets.
 
-    `arrays`: bytes of each bucket, uint8 [num_bytes]. The views are read-only if the arrays are,
-    which torch cannot enforce: copy before writing. Raises WeightsError with version, bucket and
-    reason if the number of buckets, a size or a checksum is wrong, or a bucket does not contain its
-    tensors.
+    `arrays`: bytes of each bucket, uint8 [num_bytes], on the host or a device. The views are
+    read-only if the arrays are, which torch cannot enforce: copy before writing. Raises
+    WeightsError with version, bucket and reason if the number of buckets, a size or a checksum is
+    wrong, or a bucket does not contain its tensors.
     """
     num_buckets = len(manifest.buckets)
     if len(arrays) != num_buckets:
@@ -242,7 +256,8 @@ def unpack_tensors(manifest: WeightManifest, arrays: Sequence[Array]) -> dict[st
         for bucket, data in zip(manifest.buckets, arrays, strict=True)
     ]
     if not any(faults):
-        pairs = zip(manifest.buckets, compute_checksums(arrays), strict=True)
+        expected = [bucket.checksum for bucket in manifest.buckets]
+        pairs = zip(manifest.buckets, compute_checksums(arrays, expected), strict=True)
         faults = [_find_checksum_fault(bucket, checksum) for bucket, checksum in pairs]
     for index, fault in enumerate(faults):
         if fault:
@@ -255,9 +270,9 @@ def unpack_tensors(manifest: WeightManifest, arrays: Sequence[Array]) -> dict[st
     }
 
 
-def _find_size_fault(bucket: WeightBucket, data: Array) -> str | None:
+def _find_size_fault(bucket: WeightBucket, data: BucketMemory) -> str | None:
     """Return why a bucket's dtype, size or slots are wrong, or None."""
-    if data.dtype != np.uint8 or data.shape != (bucket.num_bytes,):
+    if data.dtype not in (np.uint8, torch.uint8) or data.shape != (bucket.num_bytes,):
         return f"is {data.dtype}{list(data.shape)}, expected uint8[{bucket.num_bytes}]"
     for slot in bucket.slots:
         if slot.end > bucket.num_bytes:
@@ -272,19 +287,19 @@ def _find_checksum_fault(bucket: WeightBucket, checksum: str) -> str | None:
     return f"checksum is {checksum}, expected {bucket.checksum}"
 
 
-def view_tensor(data: Array, slot: TensorSlot) -> torch.Tensor:
-    """Return the tensor of a slot as a view of its bucket's bytes; `data` may be read-only.
-
-    Uses DLPack because torch.from_numpy warns about read-only arrays.
-    """
-    raw = torch.from_dlpack(data[slot.offset : slot.end])
+def view_tensor(data: BucketMemory, slot: TensorSlot) -> torch.Tensor:
+    """Return the tensor of a slot as a view of its bucket's bytes; `data` may be read-only."""
+    raw = as_tensor(data[slot.offset : slot.end])
     return raw.view(TORCH_DTYPES[slot.dtype]).view(slot.shape)
 
 
-def compute_checksums(arrays: Sequence[Array]) -> list[str]:
-    """Return the hex checksum of each array, hashed by several threads if the arrays are large."""
+def compute_checksums(arrays: Sequence[BucketMemory], expected: Sequence[str]) -> list[str]:
+    """Return the checksum of each array, of the kind of the expected one.
+
+    Several threads hash if the arrays are large.
+    """
     num_threads = min(len(arrays), os.cpu_count() or 1, MAX_HASH_THREADS)
     if num_threads <= 1 or sum(array.nbytes for array in arrays) < HASH_CHUNK_BYTES:
-        return [compute_checksum(array) for array in arrays]
+        return list(map(compute_checksum_like, expected, arrays))
     with ThreadPoolExecutor(num_threads, "checksum") as threads:
-        return list(threads.map(compute_checksum, arrays))
+        return list(threads.map(compute_checksum_like, expected, arrays))

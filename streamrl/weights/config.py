@@ -18,6 +18,8 @@ TRANSPORT_MODULES = {
     DELTA: "delta",
 }
 """Module of `weights/transports` by the value of `weights.transport` that selects it."""
+DEVICE_TRANSPORTS = (SHARED_MEMORY, COLLECTIVE)
+"""Transports whose buckets may be on a device (`weights.on_device`)."""
 TRANSPORTS = (AUTO, *TRANSPORT_MODULES)
 ON_UPDATE_MODES = ("interrupt", "drain")
 KV_CACHE_MODES = ("recompute", "keep")
@@ -36,6 +38,11 @@ class WeightsConfig:
     #: collective on several whose processes have a GPU each, the store otherwise; the run prints
     #: its choice.
     transport: str = AUTO
+    #: Keep the buckets of shared_memory and collective on the device that the models compute on:
+    #: a version then goes from GPU to GPU without host memory, and each version that exists takes
+    #: GPU memory. shared_memory needs a single GPU that all processes share, collective a GPU for
+    #: each; auto chooses between them. Has not run on a GPU.
+    on_device: bool = False
     #: Training steps per published version; generators keep the last published version in between.
     publish_every: int = 1
     #: Effect of a new version on running rollouts: interrupt continues them under the new weights;
@@ -76,6 +83,16 @@ class WeightsConfig:
             raise ConfigError(f"weights.probe_every={self.probe_every}: must be 0 or more")
         if self.probe_limit is not None and self.probe_limit <= 0:
             raise ConfigError(f"weights.probe_limit={self.probe_limit}: must be above 0")
+        self._check_effects()
+
+    def _check_effects(self) -> None:
+        """Raise ConfigError if a setting has no effect because of another."""
+        if self.on_device and self.transport not in (AUTO, *DEVICE_TRANSPORTS):
+            raise ConfigError(
+                f"weights.on_device=true has no effect: weights.transport={self.transport} goes"
+                f" through host memory. Remove one of them, or choose"
+                f" {' or '.join(DEVICE_TRANSPORTS)}."
+            )
         if self.probe_limit is not None and not self.probe_every:
             raise ConfigError(
                 f"weights.probe_limit={self.probe_limit} has no effect: weights.probe_every=0"

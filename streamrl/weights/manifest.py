@@ -6,13 +6,18 @@ transfer.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import xxhash
 
 from streamrl.messages import Array
 from streamrl.weights.logprob_check import LogprobCheck
 
+if TYPE_CHECKING:
+    import torch
+
+BucketMemory: TypeAlias = "Array | torch.Tensor"
+"""Memory of a bucket, uint8 [num_bytes]: a numpy array on the host, or a tensor on a device."""
 DTYPE_BYTES = {
     **{"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2},
     **{"float8_e4m3fn": 1, "float8_e5m2": 1},

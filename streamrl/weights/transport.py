@@ -14,7 +14,7 @@ from typing import Any
 
 from streamrl.messages import Array
 from streamrl.weights.config import TRANSPORT_MODULES
-from streamrl.weights.manifest import WeightBucket, WeightManifest
+from streamrl.weights.manifest import BucketMemory, WeightBucket, WeightManifest
 
 
 class TransportWriter:
@@ -26,11 +26,11 @@ class TransportWriter:
     def begin_version(self, version: int) -> None:
         """Start writing `version`, to which the buckets committed next belong."""
 
-    def allocate_buffer(self, num_bytes: int) -> Array:
+    def allocate_buffer(self, num_bytes: int) -> BucketMemory:
         """Return memory for the next bucket: uint8 [num_bytes or more], writable, any contents."""
         raise NotImplementedError
 
-    def commit_bucket(self, bucket: WeightBucket, data: Array) -> Any:
+    def commit_bucket(self, bucket: WeightBucket, data: BucketMemory) -> Any:
         """Hand a filled bucket to the transport; return its picklable handle for readers.
 
         `data`, uint8 [bucket.num_bytes], is the beginning of the last allocated buffer.
@@ -54,11 +54,11 @@ class TransportReader:
     bytes_fetched: int = 0
     fallback_reason: str | None = None
 
-    def fetch_buckets(self, manifest: WeightManifest) -> Sequence[Array]:
+    def fetch_buckets(self, manifest: WeightManifest) -> Sequence[BucketMemory]:
         """Return the buckets of a version, uint8 [num_bytes] each, read-only and not verified.
 
-        The bytes stay valid for the lifetime of the arrays. Raises WeightsError if a bucket is not
-        available (any more).
+        The bytes stay valid for the lifetime of the arrays and of their views. Raises WeightsError
+        if a bucket is not available (any more).
         """
         raise NotImplementedError
 
@@ -94,6 +94,7 @@ class TransportSpec:
     copies_per_node: as in `Transport`.
     max_bytes: limit of shared memory by published role, bytes.
     node: node id that all publishers and followers must share; empty if any node will do.
+    on_device: buckets are on the device that the models compute on (`weights.on_device`).
     """
 
     name: str
@@ -106,6 +107,7 @@ class TransportSpec:
     copies_per_node: bool = False
     max_bytes: Mapping[str, int] = field(default_factory=dict)
     node: str = ""
+    on_device: bool = False
 
     def make_writer(self, role: str, model_path: str) -> TransportWriter:
         """Make the writer with which rank 0 of a trained role publishes weights."""
@@ -141,10 +143,3 @@ def load_transport(name: str) -> Transport:
     module = import_module(f"streamrl.weights.transports.{TRANSPORT_MODULES[name]}")
     transport: Transport = module.TRANSPORT
     return transport
-
-
-def commit_copy(writer: TransportWriter, bucket: WeightBucket, data: Array) -> Any:
-    """Copy `data` into a buffer of `writer`, commit the bucket, and return its handle."""
-    buffer = writer.allocate_buffer(data.nbytes)[: data.nbytes]
-    buffer[:] = data
-    return writer.commit_bucket(bucket, buffer)

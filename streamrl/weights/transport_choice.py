@@ -28,7 +28,8 @@ class TransportFacts:
     num_nodes: nodes that may hold publishers or readers. max_staleness: largest staleness of a
     trained token, in versions. shm_free_bytes: free bytes in /dev/shm on the publishers' node.
     object_store_bytes: bytes of `shm_free_bytes` that Ray's object store may still claim.
-    has_gpus: models compute on GPUs. shares_gpus: several processes of the run use the same GPU.
+    num_gpus: GPUs that the models compute on. shares_gpus: several processes of the run use the
+    same GPU.
     """
 
     num_nodes: int
@@ -36,7 +37,7 @@ class TransportFacts:
     max_staleness: int
     shm_free_bytes: int
     object_store_bytes: int = 0
-    has_gpus: bool = False
+    num_gpus: int = 0
     shares_gpus: bool = False
 
     @property
@@ -59,10 +60,17 @@ def choose_transport(config: WeightsConfig, facts: TransportFacts) -> tuple[str,
     Also returns the reason, a line for the user. Raises ConfigError, with the arithmetic, if the
     configured transport is impossible.
     """
+    if config.on_device and not facts.models:
+        raise ConfigError(
+            "weights.on_device=true has no effect: this placement publishes no weights between"
+            " processes. Remove it."
+        )
+    if config.on_device and facts.num_gpus:
+        return _choose_between_gpus(config, facts)
     obstacle = _find_obstacle(config, facts)
     if config.transport == SHARED_MEMORY and obstacle:
         raise ConfigError(f"weights.transport=shared_memory: {obstacle}")
-    if config.transport == COLLECTIVE and facts.has_gpus and facts.shares_gpus:
+    if config.transport == COLLECTIVE and facts.num_gpus and facts.shares_gpus:
         raise ConfigError(
             "weights.transport=collective: NCCL needs a GPU for each process, but processes of this"
             " placement share GPUs: remove weights.transport, or choose store"
@@ -70,11 +78,13 @@ def choose_transport(config: WeightsConfig, facts: TransportFacts) -> tuple[str,
     if config.transport != AUTO:
         name = TRANSPORT_LABELS.get(config.transport, config.transport)
         return config.transport, f"weights: {name} (set by weights.transport)"
-    if facts.num_nodes > 1 and facts.has_gpus and not facts.shares_gpus:
+    if facts.num_nodes > 1 and facts.num_gpus and not facts.shares_gpus:
         return COLLECTIVE, (
             f"weights: collective (publisher and readers have a GPU each, on {facts.num_nodes}"
             " nodes)"
         )
+    if obstacle and config.on_device:
+        return COLLECTIVE, f"weights: collective (weights.on_device; shared memory {obstacle})"
     if obstacle:
         reason = f"{TRANSPORT_LABELS[SHARED_MEMORY]} {obstacle}"
         return OBJECT_STORE, f"weights: {TRANSPORT_LABELS[OBJECT_STORE]} ({reason})"
@@ -87,12 +97,37 @@ def choose_transport(config: WeightsConfig, facts: TransportFacts) -> tuple[str,
     )
 
 
+def _choose_between_gpus(config: WeightsConfig, facts: TransportFacts) -> tuple[str, str]:
+    """Return a transport with buckets on GPUs, and the reason. Raise ConfigError if none can."""
+    if facts.shares_gpus and config.transport != COLLECTIVE:
+        if (facts.num_nodes, facts.num_gpus) == (1, 1):
+            return SHARED_MEMORY, (
+                "weights: shared memory of the GPU that all processes use"
+                f" ({_describe_needed_memory(config, facts)})"
+            )
+    elif not facts.shares_gpus and config.transport != SHARED_MEMORY:
+        return COLLECTIVE, (
+            "weights: collective between GPUs (publisher and readers have a GPU each, which holds"
+            " one more copy of the weights)"
+        )
+    sharing = "share" if facts.shares_gpus else "do not share"
+    raise ConfigError(
+        f"weights.on_device=true with weights.transport={config.transport}: shared memory needs one"
+        f" node and one GPU that all processes share, collective a GPU for each; the processes of"
+        f" this placement {sharing} GPUs ({facts.num_nodes} nodes, {facts.num_gpus} GPUs). Remove"
+        " weights.on_device"
+    )
+
+
 def divide_shared_memory(config: WeightsConfig, facts: TransportFacts) -> dict[str, int]:
     """Return the bytes of shared memory that each published model may use, by role.
 
-    The available bytes are divided in proportion to the models' peak needs.
+    The available bytes are divided in proportion to the models' peak needs. On a GPU each model may
+    use its peak and an eighth, for gaps between tensors.
     """
     needs = _count_needed_bytes(config, facts)
+    if config.on_device and facts.num_gpus:
+        return {role: need + need // 8 for role, need in needs.items()}
     total = sum(needs.values())
     return {role: facts.capacity_bytes * need // total for role, need in needs.items()}
 

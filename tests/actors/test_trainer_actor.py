@@ -20,12 +20,12 @@ from streamrl.dataflow import EMA_REFERENCE, POLICY, CallKind, ModelCall
 from streamrl.engines.reference_config import ReferenceConfig
 from streamrl.engines.training.ema_reference import EmaReference
 from streamrl.errors import WeightsError
-from streamrl.messages import Array
 from streamrl.placement.colocated_memory import WorkerMemory
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightBucket, WeightManifest, WeightsConfig
 from streamrl.weights.buckets import unpack_tensors
+from streamrl.weights.manifest import BucketMemory
 from tests.weights.local_transport import LocalReader, LocalWriter
 
 
@@ -159,7 +159,7 @@ class FailingWriter(LocalWriter):
 
     failures = 0
 
-    def commit_bucket(self, bucket: WeightBucket, data: Array) -> Any:
+    def commit_bucket(self, bucket: WeightBucket, data: BucketMemory) -> Any:
         if self.failures:
             self.failures -= 1
             raise WeightsError("the disk is full")

@@ -28,6 +28,7 @@ SETTINGS = {
         *("algorithm.name=ppo", "algorithm.kl_coef=0.01", "pipeline.max_staleness=0"),
         "filter={kind: function, function: keep, max_filter_rounds: 100, oversample: auto}",
         f"filter.path={Path(__file__).with_name('keep_tenth.py')}",
+        "weights.on_device=true",
     ],
     "sharded": [
         *COLOCATED,

@@ -54,7 +54,7 @@ from streamrl.resharding.storage import ShardStorage
 from streamrl.weights.buckets import publish_version, unpack_tensors
 from tests.resharding.models import transformer
 from tests.simulated_gpu import CPU, GPU, GPU_0, SimulatedGpu, use_simulated_gpu
-from tests.weights.local_transport import LocalReader, LocalWriter
+from tests.weights.local_transport import LocalDeviceWriter, LocalReader, LocalWriter
 
 Measurements = dict[str, Any]
 Groups = Mapping[str, Columns]
@@ -252,18 +252,19 @@ def compare_offloaded_scores(path: str, groups: Groups) -> Measurements:
     }
 
 
-def publish_and_pull(kind: str, path: str, groups: Groups) -> Measurements:
+def publish_and_pull(
+    kind: str, path: str, groups: Groups, *, on_device: bool = False
+) -> Measurements:
     """Publish a trainer's weights, load them into a scorer, compare its parameters."""
     trainer = make_trainer(kind, path, groups)
     train_step(trainer, groups)
     scorer = LogprobScorer(path, temperature=1.0, micro_batch_tokens=128, dtype="float32")
-    before = SimulatedGpu.host_copies
-    manifest = publish_version(
-        trainer.full_state(), version=1, bucket_bytes=1 << 14, writer=LocalWriter()
-    )
+    before, bytes_before = SimulatedGpu.host_copies, SimulatedGpu.host_bytes
+    writer = LocalDeviceWriter(get_local_device()) if on_device else LocalWriter()
+    manifest = publish_version(trainer.full_state(), version=1, bucket_bytes=1 << 14, writer=writer)
     published = SimulatedGpu.host_copies
     scorer.load_weights(unpack_tensors(manifest, LocalReader().fetch_buckets(manifest)))
-    pulled = SimulatedGpu.host_copies
+    pulled, host_bytes = SimulatedGpu.host_copies, SimulatedGpu.host_bytes - bytes_before
     names = {slot.name for bucket in manifest.buckets for slot in bucket.slots}
     state = {name: tensor.cpu() for name, tensor in trainer.merged_state()}
     loaded = dict(scorer._model.named_parameters())
@@ -272,6 +273,8 @@ def publish_and_pull(kind: str, path: str, groups: Groups) -> Measurements:
         "tensors": len(names),
         "publish_copies": published - before,
         "pull_copies": pulled - published,
+        "host_bytes": host_bytes,
+        "tensor_bytes": sum(slot.num_bytes for b in manifest.buckets for slot in b.slots),
         "devices": sorted({parameter.device.type for parameter in loaded.values()}),
         "difference": find_max_difference({name: loaded[name].detach() for name in state}, state),
     }
@@ -392,6 +395,7 @@ def run_all(path: str) -> Measurements:
         },
         "weights/policy": partial(publish_and_pull, "policy", path, groups),
         "weights/lora": partial(publish_and_pull, "lora", path, groups),
+        "weights/on device": partial(publish_and_pull, "policy", path, groups, on_device=True),
         "resharding": partial(reshard, path, groups),
         "executors": run_executors,
     }

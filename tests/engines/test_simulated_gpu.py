@@ -77,6 +77,13 @@ def test_published_weights_are_copied_once_and_loaded_on_the_gpu(kind: str, area
     assert weights["pull_copies"] == 0
 
 
+def test_weights_in_buckets_on_the_gpu_never_reach_the_cpu(areas: dict[str, Any]):
+    on_host, on_device = areas["weights/policy"], areas["weights/on device"]
+    assert on_host["host_bytes"] == on_host["tensor_bytes"] == on_device["tensor_bytes"]
+    assert on_device["difference"] == 0
+    assert on_device["publish_copies"] == on_device["pull_copies"] == on_device["host_bytes"] == 0
+
+
 def test_resharding_on_a_gpu_copies_nothing_to_the_cpu(areas: dict[str, Any]):
     assert areas["resharding"] == {"is_planned": True, "host_copies": 0, "difference": 0.0}
     for name in ("PointToPointExecutor", "GroupGatherExecutor"):

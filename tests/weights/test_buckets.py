@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 from streamrl.errors import ConfigError, WeightsError
 from streamrl.messages import Array
-from streamrl.weights import TensorSlot, WeightBucket, WeightManifest, WeightsConfig, buckets
+from streamrl.weights import (
+    TensorSlot,
+    TransportWriter,
+    WeightBucket,
+    WeightManifest,
+    WeightsConfig,
+    bucket_memory,
+    buckets,
+)
+from streamrl.weights.bucket_memory import CHECKSUM_BASE, compute_device_checksum
 from streamrl.weights.buckets import (
     ALIGNMENT_BYTES,
     HASH_CHUNK_BYTES,
@@ -24,9 +33,10 @@ from streamrl.weights.buckets import (
     unpack_tensors,
     view_tensor,
 )
-from streamrl.weights.manifest import DTYPE_BYTES, compute_checksum
-from tests.weights.local_transport import LocalWriter
+from streamrl.weights.manifest import DTYPE_BYTES, BucketMemory, compute_checksum
+from tests.weights.local_transport import LocalDeviceWriter, LocalWriter
 
+CPU = torch.device("cpu")
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -73,16 +83,17 @@ def test_unpacked_tensors_equal_the_published_ones():
         max_size=12,
     ),
     st.integers(1, 600),
+    st.sampled_from([LocalWriter(), LocalDeviceWriter(CPU)]),
 )
 def test_round_trip_of_any_tensors_with_any_bucket_size(
-    kinds: list[tuple[str, tuple[int, ...]]], bucket_bytes: int
+    kinds: list[tuple[str, tuple[int, ...]]], bucket_bytes: int, writer: TransportWriter
 ):
     tensors = {
         f"t{i}": torch.full(shape, i % 2).to(TORCH_DTYPES[dtype])
         for i, (dtype, shape) in enumerate(kinds)
     }
-    manifest, arrays = publish_and_receive(tensors, bucket_bytes=bucket_bytes)
-    unpacked = unpack_tensors(manifest, arrays)
+    manifest = publish_version(tensors.items(), version=4, bucket_bytes=bucket_bytes, writer=writer)
+    unpacked = unpack_tensors(manifest, manifest.handles)
     assert unpacked.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert unpacked[name].dtype == tensor.dtype
@@ -98,11 +109,11 @@ def test_unpacking_copies_nothing():
 
 
 def test_packing_holds_a_single_bucket_at_a_time():
-    alive: list[weakref.ref[Array]] = []
+    alive: list[weakref.ref[BucketMemory]] = []
     max_buckets = 0
 
     class Counting(LocalWriter):
-        def commit_bucket(self, bucket: WeightBucket, data: Array) -> int:
+        def commit_bucket(self, bucket: WeightBucket, data: BucketMemory) -> int:
             nonlocal max_buckets
             alive.append(weakref.ref(data))
             max_buckets = max(max_buckets, sum(ref() is not None for ref in alive))
@@ -292,7 +303,69 @@ def test_hashing_in_pieces_gives_the_checksum_of_the_bucket(ends: list[list[int]
 @pytest.mark.parametrize("num_bytes", [10, HASH_CHUNK_BYTES])
 def test_checksums_keep_the_order_of_the_arrays(num_bytes: int):
     arrays = [random_bytes(num_bytes + i) for i in range(5)]
-    assert compute_checksums(arrays) == [compute_checksum(array) for array in arrays]
+    expected = [compute_checksum(array) for array in arrays]
+    assert compute_checksums(arrays, expected) == expected
+
+
+def hash_on_device(data: bytes, *, chunk_words: int = 3) -> str:
+    """Return the device's checksum of these bytes, computed in small steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bucket_memory, "CHECKSUM_CHUNK_WORDS", chunk_words)
+        return compute_device_checksum(torch.tensor(list(data), dtype=torch.uint8))
+
+
+def test_a_device_checksum_is_a_polynomial_of_the_words():
+    k = CHECKSUM_BASE
+    data = (5).to_bytes(4, "little") + (-1).to_bytes(4, "little", signed=True) + bytes([2])
+    first = (5 * k + -1 * k**2 + 2 * k**3 + 9) % 2**64
+    assert hash_on_device(data) == f"poly-{first:016x}"
+    # Earlier steps are multiplied by k to the size of a step.
+    second = ((5 * k + -1 * k**2) * k**2 + 2 * k + 9) % 2**64
+    assert hash_on_device(data, chunk_words=2) == f"poly-{second:016x}"
+
+
+@given(st.binary(min_size=1, max_size=60), st.integers(0, 2**12))
+def test_a_device_checksum_finds_every_flipped_bit(data: bytes, flipped: int):
+    number = int.from_bytes(data, "big") ^ 1 << flipped % (8 * len(data))
+    assert hash_on_device(data) != hash_on_device(number.to_bytes(len(data), "big"))
+
+
+WORDS = st.one_of(st.binary(min_size=4, max_size=4), st.sampled_from([bytes(4), b"\0\0\0\x80"]))
+
+
+@given(st.lists(WORDS, min_size=2, max_size=12), st.data())
+def test_a_device_checksum_finds_swapped_words(words: list[bytes], data: st.DataObject):
+    places = st.integers(0, len(words) - 1)
+    i, j = data.draw(places), data.draw(places)
+    swapped = [*words]
+    swapped[i], swapped[j] = words[j], words[i]
+    is_same = hash_on_device(b"".join(words)) == hash_on_device(b"".join(swapped))
+    assert is_same == (swapped == words)
+
+
+@given(st.lists(st.binary(min_size=8, max_size=8), min_size=2, max_size=6, unique=True))
+def test_a_device_checksum_finds_swapped_blocks_and_another_size(blocks: list[bytes]):
+    whole = b"".join(blocks)
+    hashed = hash_on_device(whole)
+    assert hash_on_device(b"".join(blocks[::-1])) != hashed
+    assert hash_on_device(b"".join([*blocks[1:], blocks[0]])) != hashed
+    assert hash_on_device(whole + bytes(1)) != hashed
+    assert hash_on_device(whole[:-1]) != hashed
+
+
+def test_a_bucket_of_a_device_is_verified_on_the_host_too():
+    tensors = some_tensors()
+    manifest = publish_version(
+        tensors.items(), version=4, bucket_bytes=200, writer=LocalDeviceWriter(CPU)
+    )
+    arrays = [tensor.numpy().copy() for tensor in manifest.handles]
+    for received in (manifest.handles, arrays, [manifest.handles[0], *arrays[1:]]):
+        unpacked = unpack_tensors(manifest, received)
+        assert all(torch.equal(unpacked[name], tensor) for name, tensor in tensors.items())
+    for received in (manifest.handles, arrays):
+        received[1][17] ^= 4
+        with pytest.raises(WeightsError, match=r"bucket 1 of 3: checksum is poly-\w+, expected"):
+            unpack_tensors(manifest, received)
 
 
 def test_a_tensor_larger_than_a_hash_chunk_is_copied_completely():
@@ -302,6 +375,7 @@ def test_a_tensor_larger_than_a_hash_chunk_is_copied_completely():
         "c": torch.ones(1),
     }
     ((bucket, data),) = pack_buckets(tensors.items(), version=1, bucket_bytes=1 << 30)
+    assert isinstance(data, np.ndarray)
     assert bucket.checksum == compute_checksum(data)
     for slot in bucket.slots:
         copy = torch.from_numpy(data[slot.offset : slot.end]).view(torch.float32).view(slot.shape)
@@ -316,7 +390,7 @@ def test_gaps_between_tensors_are_zeroed():
             bucket_bytes=200,
             allocate=lambda num_bytes: np.full(num_bytes, filled_with, np.uint8),
         )
-        return [(bucket.checksum, data.tobytes()) for bucket, data in packed]
+        return [(bucket.checksum, bytes(data)) for bucket, data in packed]
 
     assert pack(0) == pack(255)
 

@@ -12,6 +12,7 @@ import torch
 from streamrl.distributed import devices
 from streamrl.messages import Array
 from streamrl.weights import WeightManifest
+from streamrl.weights.bucket_memory import copy_to_host
 from streamrl.weights.buckets import publish_version, unpack_tensors
 from streamrl.weights.transports import shared_memory
 from streamrl.weights.transports.shared_memory import (
@@ -71,7 +72,7 @@ def test_both_ends_copy_from_pinned_memory_and_pin_each_segment_once(
         pins = []
         for version in range(8):
             manifest = publish(writer, version)
-            buckets = reader.fetch_buckets(manifest)
+            buckets = list(map(copy_to_host, reader.fetch_buckets(manifest)))
             assert all(cuda.holds(data) and not data.flags.writeable for data in buckets)
             tensors = unpack_tensors(manifest, buckets)
             assert all(torch.all(tensors[f"t{i}"] == version + i) for i in range(3))
@@ -79,7 +80,9 @@ def test_both_ends_copy_from_pinned_memory_and_pin_each_segment_once(
             pins.append(cuda.num_pins)
         assert pins[3:] == pins[3:4] * 5, "segments that are used again stay pinned"
         writer.begin_version(8)
-        assert cuda.holds(writer.allocate_buffer(4000)), "the trainer writes to pinned memory"
+        assert cuda.holds(copy_to_host(writer.allocate_buffer(4000))), (
+            "the trainer writes to pinned memory"
+        )
     finally:
         reader.close()
         writer.close()
@@ -91,7 +94,7 @@ def test_fetched_buckets_stay_pinned_and_locked_until_the_arrays_are_gone(
     writer = SharedMemoryWriter("pinned", LocalWriter(), keep_versions=1, directory=tmp_path)
     reader = SharedMemoryReader("policy", LocalReader())
     manifest = publish(writer, 0)
-    held = reader.fetch_buckets(manifest)[0]
+    held = copy_to_host(reader.fetch_buckets(manifest)[0])
     for version in range(1, 5):
         reader.fetch_buckets(publish(writer, version))
     writer.close()

@@ -7,15 +7,21 @@ import pytest
 import torch
 
 from streamrl.weights.buckets import publish_version, unpack_tensors
-from streamrl.weights.config import TRANSPORT_MODULES
+from streamrl.weights.config import DEVICE_TRANSPORTS, TRANSPORT_MODULES
 from streamrl.weights.transport import ClusterAccess, TransportSpec
 
 LOCAL = ClusterAccess(np.copy, lambda handles, subject: handles, lambda: "127.0.0.1")
 
 
-@pytest.mark.parametrize("name", TRANSPORT_MODULES)
-def test_a_version_travels_by_every_transport(name: str, tmp_path: Path):
-    spec = TransportSpec(name, "", "travel", tmp_path, 2, LOCAL, max_bytes={"critic": 1 << 20})
+@pytest.mark.parametrize(
+    ("name", "on_device"),
+    [(name, False) for name in TRANSPORT_MODULES] + [(name, True) for name in DEVICE_TRANSPORTS],
+)
+def test_a_version_travels_by_every_transport(name: str, on_device: bool, tmp_path: Path):
+    limits = {"critic": 1 << 20}
+    spec = TransportSpec(
+        name, "", "travel", tmp_path, 2, LOCAL, max_bytes=limits, on_device=on_device
+    )
     writer, reader = spec.make_writer("critic", ""), spec.make_reader("critic", "critic-0")
     try:
         for version in range(3):

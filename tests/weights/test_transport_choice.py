@@ -43,21 +43,75 @@ def test_auto_chooses_the_object_store_on_two_nodes():
 
 
 def test_auto_broadcasts_between_the_gpus_of_several_nodes():
-    facts = replace(TWO_NODES, has_gpus=True)
+    facts = replace(TWO_NODES, num_gpus=2)
     assert choose_transport(WeightsConfig(), facts) == (
         "collective",
         "weights: collective (publisher and readers have a GPU each, on 2 nodes)",
     )
     assert choose_transport(WeightsConfig(), replace(facts, shares_gpus=True))[0] == "store"
-    assert choose_transport(WeightsConfig(), replace(ONE_NODE, has_gpus=True))[0] == "shared_memory"
+    assert choose_transport(WeightsConfig(), replace(ONE_NODE, num_gpus=2))[0] == "shared_memory"
 
 
 def test_the_collective_transport_refuses_processes_that_share_a_gpu():
     config = WeightsConfig(transport="collective")
-    shared = replace(ONE_NODE, has_gpus=True, shares_gpus=True)
+    shared = replace(ONE_NODE, num_gpus=2, shares_gpus=True)
     with pytest.raises(ConfigError, match=r"weights\.transport=collective: NCCL needs a GPU for"):
         choose_transport(config, shared)
-    assert choose_transport(config, replace(shared, has_gpus=False))[0] == "collective"
+    assert choose_transport(config, replace(shared, num_gpus=0))[0] == "collective"
+
+
+ONE_GPU = replace(ONE_NODE, num_gpus=1, shares_gpus=True)
+OWN_GPUS = replace(ONE_NODE, num_gpus=4)
+
+
+def test_auto_on_a_device_uses_the_memory_of_a_shared_gpu():
+    facts = replace(ONE_GPU, shm_free_bytes=0)
+    assert choose_transport(WeightsConfig(on_device=True), facts) == (
+        "shared_memory",
+        "weights: shared memory of the GPU that all processes use (needs 7.6 MB ="
+        " (weights.keep_versions=2 + 1 being written + 1 being read) x 1.9 MB of policy)",
+    )
+    assert divide_shared_memory(WeightsConfig(on_device=True), facts) == {"policy": 8_550_000}
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_auto_on_a_device_broadcasts_between_gpus(num_nodes: int):
+    assert choose_transport(
+        WeightsConfig(on_device=True), replace(OWN_GPUS, num_nodes=num_nodes)
+    ) == (
+        "collective",
+        "weights: collective between GPUs (publisher and readers have a GPU each, which holds one"
+        " more copy of the weights)",
+    )
+
+
+def test_auto_on_a_device_without_gpus_takes_shared_memory_or_a_broadcast():
+    config = WeightsConfig(on_device=True)
+    assert choose_transport(config, ONE_NODE)[0] == "shared_memory"
+    assert choose_transport(config, TWO_NODES)[0] == "collective"
+
+
+@pytest.mark.parametrize(
+    ("transport", "facts", "error"),
+    [
+        ("auto", replace(ONE_GPU, num_gpus=2), "a GPU for each; the processes of this placement"),
+        ("auto", replace(ONE_GPU, num_nodes=2), r"share GPUs \(2 nodes, 1 GPUs\)"),
+        ("collective", ONE_GPU, r"share GPUs \(1 nodes, 1 GPUs\)"),
+        ("shared_memory", OWN_GPUS, r"do not share GPUs \(1 nodes, 4 GPUs\)"),
+        ("auto", replace(ONE_NODE, models=()), "on_device=true has no effect: this placement"),
+    ],
+)
+def test_placements_without_a_way_between_devices_are_refused(
+    transport: str, facts: TransportFacts, error: str
+):
+    with pytest.raises(ConfigError, match=error):
+        choose_transport(WeightsConfig(transport=transport, on_device=True), facts)
+
+
+@pytest.mark.parametrize("transport", ["store", "disk", "delta"])
+def test_transports_through_the_host_refuse_buckets_on_a_device(transport: str):
+    with pytest.raises(ConfigError, match=r"on_device=true has no effect: weights\.transport="):
+        WeightsConfig(transport=transport, on_device=True)
 
 
 def test_the_share_of_rays_object_store_is_not_available_to_weights():

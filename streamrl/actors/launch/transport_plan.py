@@ -59,7 +59,7 @@ def plan_transport(
         max_staleness=config.pipeline.max_staleness,
         shm_free_bytes=get_free_bytes(),
         object_store_bytes=_get_store_bytes(),
-        has_gpus=any(demand.gpus for demand in demands),
+        num_gpus=sum(demand.requested_gpus for demand in demands),
         shares_gpus=any(demand.gpus and demand.is_in_shared_slot for demand in demands),
     )
     name, reason = choose_transport(config.weights, facts)
@@ -79,6 +79,7 @@ def plan_transport(
         copies_per_node=load_transport(name).copies_per_node,
         max_bytes=divide_shared_memory(config.weights, facts) if is_shared_memory else {},
         node=nodes[0] if is_shared_memory else "",
+        on_device=config.weights.on_device,
     )
 
 

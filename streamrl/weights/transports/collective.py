@@ -1,7 +1,8 @@
 """Collective transport: the publisher broadcasts a version once to all members of a group.
 
 The writer copies buckets into staging buffers and a background thread sends them while training
-continues. A version also goes through a fallback transport if readers may need it: readers that are
+continues. Buffers are in pinned host memory, or with `on_device` on the device that sends and
+receives. A version also goes through a fallback transport if readers may need it: readers that are
 not members, arrive late, or took part in a failed broadcast. `collective_group` decides before each
 version whether all members are ready.
 
@@ -21,16 +22,10 @@ import torch.distributed as dist
 
 from streamrl.distributed.devices import get_local_device
 from streamrl.errors import VersionNotStoredError, WeightsError
-from streamrl.messages import Array
-from streamrl.weights.manifest import WeightBucket, WeightManifest
+from streamrl.weights.bucket_memory import allocate_on_device, as_tensor, commit_copy, lend_tensor
+from streamrl.weights.manifest import BucketMemory, WeightBucket, WeightManifest
 from streamrl.weights.pinned_memory import allocate_pinned
-from streamrl.weights.transport import (
-    Transport,
-    TransportReader,
-    TransportSpec,
-    TransportWriter,
-    commit_copy,
-)
+from streamrl.weights.transport import Transport, TransportReader, TransportSpec, TransportWriter
 from streamrl.weights.transports import object_store
 from streamrl.weights.transports.collective_group import (
     PUBLISHER_RANK,
@@ -83,6 +78,7 @@ class CollectiveWriter(TransportWriter):
         host: str,
         timeout_s: float,
         device: torch.device = CPU_DEVICE,
+        on_device: bool = False,
         always_copies: bool = True,
     ) -> None:
         self._fallback = fallback
@@ -90,6 +86,7 @@ class CollectiveWriter(TransportWriter):
         self._is_copied = True
         self._timeout_s = timeout_s
         self._device = device
+        self._on_device = on_device
         self._store = serve_readers(host, timeout_s)
         self._epoch = GroupEpoch(0, host, self._store.port, ())
         self._readers: tuple[str, ...] = ()
@@ -98,7 +95,7 @@ class CollectiveWriter(TransportWriter):
         self._send_executor = ThreadPoolExecutor(1, "broadcast")
         self._pending_send: Future[None] | None = None
         self._version = self._committed_version = -1
-        self._staging_buffers: list[Array] = []
+        self._staging_buffers: list[BucketMemory] = []
         self._handles: list[CollectiveHandle] = []
         self._send_timeout_s = 0.0
         self._announced_versions: list[tuple[GroupEpoch, int]] = []
@@ -135,16 +132,17 @@ class CollectiveWriter(TransportWriter):
         if self._is_copied:
             self._fallback.begin_version(version)
 
-    def allocate_buffer(self, num_bytes: int) -> Array:
+    def allocate_buffer(self, num_bytes: int) -> BucketMemory:
         """Return a staging buffer of `num_bytes`; bucket i of every version reuses buffer i."""
         index = len(self._handles)
+        device = self._device if self._on_device else None
         if index == len(self._staging_buffers):
-            self._staging_buffers.append(allocate_pinned(num_bytes))
+            self._staging_buffers.append(allocate_staging(num_bytes, device))
         if self._staging_buffers[index].nbytes < num_bytes:
-            self._staging_buffers[index] = allocate_pinned(num_bytes)
+            self._staging_buffers[index] = allocate_staging(num_bytes, device)
         return self._staging_buffers[index][:num_bytes]
 
-    def commit_bucket(self, bucket: WeightBucket, data: Array) -> CollectiveHandle:
+    def commit_bucket(self, bucket: WeightBucket, data: BucketMemory) -> CollectiveHandle:
         """Commit a copy of the bucket to the fallback if readers may need it.
 
         `commit_version` starts the broadcast.
@@ -177,7 +175,7 @@ class CollectiveWriter(TransportWriter):
             self._group = None
             self._fallback.close()
 
-    def _send_version(self, version: int, buckets: Sequence[Array]) -> None:
+    def _send_version(self, version: int, buckets: Sequence[BucketMemory]) -> None:
         """Wait for the members and broadcast the version; store an error in `send_failure`."""
         epoch = self._epoch
         try:
@@ -199,7 +197,7 @@ class CollectiveWriter(TransportWriter):
                 )
             self._group.verify_header((epoch.number, version), deadline)
             for data in buckets:
-                self._group.broadcast_tensor(torch.from_numpy(data), deadline)
+                self._group.broadcast_tensor(as_tensor(data), deadline)
         except (RuntimeError, WeightsError) as error:
             members = ", ".join(epoch.members)
             self.send_failure = f"weights version {version} was not sent to {members}: {error}"
@@ -246,17 +244,20 @@ class CollectiveReader(TransportReader):
         *,
         timeout_s: float,
         device: torch.device = CPU_DEVICE,
+        on_device: bool = False,
     ) -> None:
         self._name = name
         self._fallback = fallback
         self._timeout_s = timeout_s
         self._device = device
+        self._on_device = on_device
         self._address: tuple[str, int] | None = None
         self._store: dist.TCPStore | None = None
         self._epoch: GroupEpoch | None = None
         self._group: BroadcastGroup | None = None
+        self._receive_buffers: list[BucketMemory] = []
 
-    def fetch_buckets(self, manifest: WeightManifest) -> Sequence[Array]:
+    def fetch_buckets(self, manifest: WeightManifest) -> Sequence[BucketMemory]:
         """Receive the version's buckets from the broadcast, or if that fails from the fallback."""
         self.fallback_reason = None
         self.bytes_fetched += manifest.num_bytes
@@ -313,7 +314,7 @@ class CollectiveReader(TransportReader):
         epoch: GroupEpoch,
         manifest: WeightManifest,
         deadline: SharedDeadline,
-    ) -> list[Array]:
+    ) -> list[BucketMemory]:
         """Take part in the broadcast of a version and return its buckets, read-only."""
         version = manifest.version
         if self._name not in epoch.members:
@@ -326,13 +327,29 @@ class CollectiveReader(TransportReader):
             rank = epoch.members.index(self._name) + 1
             self._group = BroadcastGroup(store, epoch, rank, self._device, deadline)
         self._group.verify_header((epoch.number, version), deadline)
-        arrays = []
-        for bucket in manifest.buckets:
-            data = allocate_pinned(bucket.num_bytes)
-            self._group.broadcast_tensor(torch.from_numpy(data), deadline)
-            data.flags.writeable = False
-            arrays.append(data)
-        return arrays
+        device = self._device if self._on_device else None
+        arrays = [allocate_staging(bucket.num_bytes, device) for bucket in manifest.buckets]
+        if device is not None:
+            self._group.wait_for_current_stream()
+        # Kept until the next version if the broadcast fails, which may go on writing to them.
+        self._receive_buffers = arrays
+        for data in arrays:
+            self._group.broadcast_tensor(as_tensor(data), deadline)
+        self._receive_buffers = []
+        return [_finish_received(data) for data in arrays]
+
+
+def _finish_received(data: BucketMemory) -> BucketMemory:
+    """Return received bytes for readers: an array read-only, a tensor as lent to them."""
+    if isinstance(data, torch.Tensor):
+        return lend_tensor(data)
+    data.flags.writeable = False
+    return data
+
+
+def allocate_staging(num_bytes: int, device: torch.device | None) -> BucketMemory:
+    """Return uint8 [num_bytes] of any contents, on a device or else in pinned host memory."""
+    return allocate_pinned(num_bytes) if device is None else allocate_on_device(num_bytes, device)
 
 
 def _make_fallback_manifest(manifest: WeightManifest) -> WeightManifest:
@@ -351,13 +368,19 @@ def make_writer(spec: TransportSpec, role: str, model_path: str) -> CollectiveWr
         host=spec.cluster.get_address(),
         timeout_s=TIMEOUT_S,
         device=get_local_device(),
+        on_device=spec.on_device,
         always_copies=role in spec.copied_roles,
     )
 
 
 def make_reader(spec: TransportSpec, role: str, reader: str) -> CollectiveReader:
-    store = object_store.make_reader(spec, role, reader)
-    return CollectiveReader(reader, store, timeout_s=TIMEOUT_S, device=get_local_device())
+    return CollectiveReader(
+        reader,
+        object_store.make_reader(spec, role, reader),
+        timeout_s=TIMEOUT_S,
+        device=get_local_device(),
+        on_device=spec.on_device,
+    )
 
 
 TRANSPORT = Transport(make_writer, make_reader)

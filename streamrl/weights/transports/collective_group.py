@@ -26,6 +26,7 @@ from torch import Tensor
 from streamrl.distributed.devices import (
     GPU,
     NCCL_CONNECT_ENV,
+    get_current_gpu_stream,
     make_gpu_stream,
     use_gpu_stream,
 )
@@ -118,10 +119,19 @@ class BroadcastGroup:
         make_group = make_nccl_group if device.type == GPU else make_gloo_group
         self._group = make_group(prefix_store, rank, size, deadline)
 
+    def wait_for_current_stream(self) -> None:
+        """Let the next broadcasts write to memory that this thread has just allocated.
+
+        The GPU work that used the memory before may still be queued on this thread's stream.
+        """
+        if self._stream is not None:
+            self._stream.wait_stream(get_current_gpu_stream())
+
     def broadcast_tensor(self, tensor: Tensor, deadline: SharedDeadline) -> None:
         """Broadcast the publisher's `tensor` into the members' `tensor` of the same shape.
 
-        Tensors are in host memory, and travel through a copy on the group's device.
+        Tensors in host memory travel through a copy on the group's device. The publisher's tensor
+        must be complete, the members' free of queued work (`wait_for_current_stream`).
         """
         options = dist.BroadcastOptions()
         options.rootRank = PUBLISHER_RANK
@@ -135,7 +145,7 @@ class BroadcastGroup:
                     raise WeightsError("timed out during a broadcast")
                 time.sleep(COLLECTIVE_POLL_S)
             work.wait()
-            if not self._is_publisher:
+            if not self._is_publisher and device_tensor is not tensor:
                 tensor.copy_(device_tensor)
 
     def verify_header(self, header: tuple[int, int], deadline: SharedDeadline) -> None:

@@ -18,8 +18,10 @@ import numpy as np
 
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
+from streamrl.weights.bucket_memory import commit_copy, copy_to_host
 from streamrl.weights.manifest import (
     DTYPE_BYTES,
+    BucketMemory,
     TensorSlot,
     WeightBucket,
     WeightManifest,
@@ -114,26 +116,23 @@ class DeltaWriter(TransportWriter):
         self._version = version
         self._next_buckets, self._buckets, self._handles = [], [], []
 
-    def allocate_buffer(self, num_bytes: int) -> Array:
+    def allocate_buffer(self, num_bytes: int) -> BucketMemory:
         return self._carrier.allocate_buffer(num_bytes)
 
-    def commit_bucket(self, bucket: WeightBucket, data: Array) -> DeltaHandle:
+    def commit_bucket(self, bucket: WeightBucket, data: BucketMemory) -> DeltaHandle:
         """Send the full bucket, and also its delta from the last version if that is shorter."""
         index = len(self._next_buckets)
         base = self._base_buckets[index] if index < len(self._base_buckets) else None
-        data_copy = data.copy()  # the carrier may reuse its buffer after the commit
+        data_copy = copy_to_host(data).copy()  # the carrier may reuse its buffer after the commit
         self._next_buckets.append(_BaseBucket(bucket.slots, data_copy))
-        full_handle = self._commit_to_carrier(bucket, data)
+        full_handle = self._record(bucket, self._carrier.commit_bucket(bucket, data))
         if base is None or base.slots != bucket.slots:
             return DeltaHandle(full_handle)
         delta = encode_delta(base.data, data_copy, find_word_bytes(bucket.slots))
         if delta.nbytes >= data.nbytes:
             return DeltaHandle(full_handle)
-        buffer = self._carrier.allocate_buffer(delta.nbytes)[: delta.nbytes]
-        buffer[:] = delta
-        delta_handle = self._commit_to_carrier(
-            WeightBucket((), delta.nbytes, compute_checksum(delta)), buffer
-        )
+        delta_bucket = WeightBucket((), delta.nbytes, compute_checksum(delta))
+        delta_handle = self._record(delta_bucket, commit_copy(self._carrier, delta_bucket, delta))
         return DeltaHandle(full_handle, delta_handle, delta.nbytes, self._base_version)
 
     def commit_version(self, manifest: WeightManifest) -> None:
@@ -146,8 +145,8 @@ class DeltaWriter(TransportWriter):
     def close(self) -> None:
         self._carrier.close()
 
-    def _commit_to_carrier(self, bucket: WeightBucket, data: Array) -> Any:
-        handle = self._carrier.commit_bucket(bucket, data)
+    def _record(self, bucket: WeightBucket, handle: Any) -> Any:
+        """Add a committed bucket to the carrier's version, and return its handle."""
         self._buckets.append(bucket)
         self._handles.append(handle)
         return handle
@@ -180,9 +179,8 @@ class DeltaReader(TransportReader):
             for (handle, bucket), is_delta in zip(pairs, use_delta, strict=True)
         ]
         buckets, handles = zip(*requests, strict=True) if requests else ((), ())
-        arrays = list(
-            self._carrier.fetch_buckets(WeightManifest(manifest.version, buckets, handles))
-        )
+        fetched = self._carrier.fetch_buckets(WeightManifest(manifest.version, buckets, handles))
+        arrays = list(map(copy_to_host, fetched))
         self.bytes_fetched += sum(array.nbytes for array in arrays)
         for index in np.flatnonzero(use_delta).tolist():
             arrays[index] = self._apply_delta(manifest, index, arrays[index])

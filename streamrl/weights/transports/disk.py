@@ -28,7 +28,7 @@ from streamrl.files.atomic_write import sync_and_rename
 from streamrl.files.bounded_read import MIB, read_small_text
 from streamrl.messages import Array
 from streamrl.weights.buckets import view_tensor
-from streamrl.weights.manifest import WeightBucket, WeightManifest
+from streamrl.weights.manifest import BucketMemory, WeightBucket, WeightManifest
 from streamrl.weights.transport import Transport, TransportReader, TransportSpec, TransportWriter
 
 LATEST_LINK = "latest"
@@ -106,7 +106,7 @@ class DiskWriter(TransportWriter):
             self._staging_buffer = np.zeros(num_bytes, np.uint8)
         return self._staging_buffer[:num_bytes]
 
-    def commit_bucket(self, bucket: WeightBucket, data: Array) -> DiskHandle:
+    def commit_bucket(self, bucket: WeightBucket, data: BucketMemory) -> DiskHandle:
         """Write the bucket's file under a temporary name.
 
         The final name needs the number of buckets.

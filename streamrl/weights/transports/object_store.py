@@ -12,7 +12,8 @@ import numpy as np
 
 from streamrl.errors import ActorError, ActorLostError, DeadlineError, WeightsError
 from streamrl.messages import Array
-from streamrl.weights.manifest import WeightBucket, WeightManifest
+from streamrl.weights.bucket_memory import copy_to_host
+from streamrl.weights.manifest import BucketMemory, WeightBucket, WeightManifest
 from streamrl.weights.transport import Transport, TransportReader, TransportSpec, TransportWriter
 
 
@@ -29,8 +30,8 @@ class ObjectStoreWriter(TransportWriter):
             self._staging_buffer = np.zeros(num_bytes, np.uint8)
         return self._staging_buffer
 
-    def commit_bucket(self, bucket: WeightBucket, data: Array) -> Any:
-        return self._put_object(data)
+    def commit_bucket(self, bucket: WeightBucket, data: BucketMemory) -> Any:
+        return self._put_object(copy_to_host(data))
 
 
 class ObjectStoreReader(TransportReader):

@@ -5,127 +5,55 @@ is made in transit. First-touch page faults make new files twice as slow to writ
 Files of dropped versions are therefore reused, unless a reader still holds them. Memory is reserved
 before it is written: if it is short, the bucket goes through the fallback transport, and the next
 version tries again.
+
+With `weights.on_device` the bytes of a bucket are on the GPU that publisher and readers share.
 """
 
 import contextlib
 import errno
 import fcntl
 import itertools
-import mmap
 import os
 import secrets
-import struct
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from streamrl.distributed.devices import has_local_gpu, pin_host_memory, unpin_host_memory
-from streamrl.errors import WeightsError
-from streamrl.messages import Array
-from streamrl.weights.manifest import WeightBucket, WeightManifest
-from streamrl.weights.pinned_memory import PinnedFiles
-from streamrl.weights.transport import (
-    Transport,
-    TransportReader,
-    TransportSpec,
-    TransportWriter,
-    commit_copy,
+from streamrl.distributed.devices import (
+    GPU,
+    get_local_device,
+    has_local_gpu,
+    uses_expandable_segments,
 )
+from streamrl.errors import ConfigError, WeightsError
+from streamrl.weights.bucket_memory import allocate_on_device, as_tensor, commit_copy
+from streamrl.weights.manifest import BucketMemory, WeightBucket, WeightManifest
+from streamrl.weights.pinned_memory import PinnedFiles
+from streamrl.weights.transport import Transport, TransportReader, TransportSpec, TransportWriter
 from streamrl.weights.transports import object_store
+from streamrl.weights.transports.segments import (
+    HEADER_BYTES,
+    UNCOMMITTED_HEADER,
+    DeviceSegment,
+    SegmentHandle,
+    SharedMemorySegment,
+    map_segment,
+    open_segment,
+)
 
 SHARED_MEMORY_DIR = Path("/dev/shm")
 SEGMENT_PREFIX = "streamrl-"
 OWNER_SUFFIX = ".owner"
-HEADER_BYTES = mmap.PAGESIZE
-_HEADER_STRUCT = struct.Struct("<qq")  # version, bucket
-UNCOMMITTED_HEADER = (-1, -1)
 OUT_OF_MEMORY_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 CLEANUP_TIMEOUT_S = 2.0
 """Longest wait for killed publishers to exit; the next publisher removes the rest."""
-
-
-@dataclass(frozen=True)
-class SegmentHandle:
-    """File that holds a bucket; valid while the file's header has this version and bucket index."""
-
-    path: str
-    version: int
-    bucket: int
-
-
-class SharedMemorySegment:
-    """Publisher's file in /dev/shm and its memory mapping: a header page, then `capacity_bytes`.
-
-    The publisher holds the file's lock while writing. The file is sparse and only `reserved_bytes`
-    are backed by memory: writing beyond them may kill the process with SIGBUS.
-    """
-
-    def __init__(self, path: Path, capacity: int) -> None:
-        self.path = path
-        self.capacity_bytes = capacity
-        self.reserved_bytes = 0
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
-        os.ftruncate(self._fd, HEADER_BYTES + capacity)
-        self._mapping: mmap.mmap | None = None
-        self._pinned_address: int | None = None
-
-    def reserve_memory(self, num_bytes: int) -> None:
-        """Reserve memory for the header and `num_bytes`, map the file, and pin what is reserved.
-
-        Raises OSError if memory is short.
-        """
-        if self._mapping is None:
-            self._mapping = mmap.mmap(self._fd, HEADER_BYTES + self.capacity_bytes)
-        if num_bytes > self.reserved_bytes or not self.reserved_bytes:
-            os.posix_fallocate(self._fd, 0, HEADER_BYTES + num_bytes)
-            self.reserved_bytes = num_bytes
-            self._unpin()
-            pinned_bytes = HEADER_BYTES + min(num_bytes, self.capacity_bytes)
-            address = np.frombuffer(self._mapping, np.uint8).ctypes.data
-            self._pinned_address = address if pin_host_memory(address, pinned_bytes) else None
-
-    def view_bytes(self, num_bytes: int) -> Array:
-        """Return the first `num_bytes` after the header as a writable uint8 view."""
-        assert self._mapping is not None
-        return np.frombuffer(self._mapping, np.uint8, num_bytes, HEADER_BYTES)
-
-    def write_header(self, version: int, bucket: int) -> None:
-        assert self._mapping is not None
-        _HEADER_STRUCT.pack_into(self._mapping, 0, version, bucket)
-
-    def try_lock(self) -> bool:
-        """Lock the segment and return True if it has no readers, else return False.
-
-        Readers cannot map the segment until `unlock`.
-        """
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-    def unlock(self) -> None:
-        """Let readers map the segment."""
-        fcntl.flock(self._fd, fcntl.LOCK_UN)
-
-    def unlink_file(self) -> None:
-        """Unlink the file; current readers keep their mappings."""
-        self.path.unlink(missing_ok=True)
-        # Closing releases the lock, so unlink first. The mapping lives as long as its arrays.
-        os.close(self._fd)
-        self._unpin()
-        self._mapping = None
-
-    def _unpin(self) -> None:
-        if self._pinned_address is not None:
-            unpin_host_memory(self._pinned_address)
-            self._pinned_address = None
 
 
 class SharedMemoryWriter(TransportWriter):
@@ -135,6 +63,10 @@ class SharedMemoryWriter(TransportWriter):
     other users of /dev/shm, such as Ray's object store, crash once it is full. A bucket that
     exceeds the limit goes through the transport `fallback`. Raises WeightsError if `directory` is
     full or not usable.
+
+    `device`: buckets are tensors there, which count as segments. They are kept until `close`, as
+    readers keep them open: CUDA forbids to free them before, and torch never frees those whose only
+    reader was killed.
     """
 
     def __init__(
@@ -145,16 +77,18 @@ class SharedMemoryWriter(TransportWriter):
         keep_versions: int,
         max_bytes: int = sys.maxsize,
         directory: Path = SHARED_MEMORY_DIR,
+        device: torch.device | None = None,
     ) -> None:
         remove_stale_segments(directory)
         self._fallback = fallback
         self._directory = directory
+        self._device = device
         self._keep_versions = keep_versions
         self._max_bytes = max_bytes
         self._name_prefix, self._owner_fd = claim_name_prefix(directory, token)
         self._serials = itertools.count()
         self._version = -1
-        self._staging_buffer = np.empty(0, np.uint8)
+        self._staging_buffer = self._allocate_staging(0)
         self._requested_bytes = 0
         self._num_committed = 0
         self._open_segment: SharedMemorySegment | None = None
@@ -174,26 +108,33 @@ class SharedMemoryWriter(TransportWriter):
         self._version = version
         self._fallback.begin_version(version)
 
-    def allocate_buffer(self, num_bytes: int) -> Array:
+    def allocate_buffer(self, num_bytes: int) -> BucketMemory:
         """Return shared memory if the bucket's size is known from the last version.
 
         Otherwise return staging memory, copied at commit: reserving shared memory for the largest
-        possible bucket may fail although the actual bucket fits.
+        possible bucket may fail although the actual bucket fits. On a device buckets are always
+        copied, which is fast there.
         """
         index = self._num_committed
         self._release_open_segment()
         self._requested_bytes = num_bytes
         expected = self._last_bucket_bytes[index] if index < len(self._last_bucket_bytes) else 0
-        self._open_segment = self._acquire_segment(index, expected) if expected else None
+        if expected and self._device is None:
+            self._open_segment = self._acquire_segment(index, expected)
         if self._open_segment is not None:
             if num_bytes - self._open_segment.reserved_bytes <= get_free_bytes(self._directory):
                 return self._open_segment.view_bytes(num_bytes)
             self._release_open_segment()
         if self._staging_buffer.nbytes < num_bytes:
-            self._staging_buffer = np.zeros(num_bytes, np.uint8)
+            self._staging_buffer = self._allocate_staging(num_bytes)
         return self._staging_buffer[:num_bytes]
 
-    def commit_bucket(self, bucket: WeightBucket, data: Array) -> Any:
+    def _allocate_staging(self, num_bytes: int) -> BucketMemory:
+        if self._device is None:
+            return np.zeros(num_bytes, np.uint8)
+        return allocate_on_device(num_bytes, self._device)
+
+    def commit_bucket(self, bucket: WeightBucket, data: BucketMemory) -> Any:
         """Make a bucket readable and return its SegmentHandle.
 
         Without free shared memory, sends the bucket by the fallback transport and returns the
@@ -206,19 +147,19 @@ class SharedMemoryWriter(TransportWriter):
             if segment is None:
                 self._require_free_memory(data.nbytes)
                 return commit_copy(self._fallback, bucket, data)
-            segment.view_bytes(data.nbytes)[:] = data
+            as_tensor(segment.view_bytes(data.nbytes)).copy_(as_tensor(data))
         segment.write_header(self._version, index)
         segment.unlock()
         self._committed_segments[index] = segment
         self._open_segment = None
-        return SegmentHandle(str(segment.path), self._version, index)
+        return SegmentHandle(str(segment.path), self._version, index, segment.tensor)
 
     def commit_version(self, manifest: WeightManifest) -> None:
         """Make the version readable; free the shared memory of versions beyond `keep_versions`."""
         self._fallback.commit_version(_make_fallback_manifest(manifest))
         self._drop_unread_segments()
         self._last_bucket_bytes = tuple(bucket.num_bytes for bucket in manifest.buckets)
-        self._staging_buffer = np.empty(0, np.uint8)
+        self._staging_buffer = self._allocate_staging(0)
         self._kept_versions.append(self._committed_segments)
         self._committed_segments = {}
         while len(self._kept_versions) > self._keep_versions:
@@ -245,11 +186,12 @@ class SharedMemoryWriter(TransportWriter):
 
         The segment, reused or new, is locked and has no readers. None if memory is short.
         """
+        if self._device is not None:
+            self._requested_bytes = num_bytes  # only files are larger than what is used of them
         segment = self._reuse_segment(index)
         try:
             if segment is None:
-                path = self._directory / f"{self._name_prefix}-{next(self._serials)}"
-                segment = SharedMemorySegment(path, self._requested_bytes)
+                segment = self._make_segment(num_bytes)
             used_bytes = sum(
                 used_segment.reserved_bytes + HEADER_BYTES for used_segment in self._list_segments()
             )
@@ -257,10 +199,10 @@ class SharedMemoryWriter(TransportWriter):
                 segment.unlink_file()
                 return None
             segment.reserve_memory(num_bytes)
-        except OSError as error:
+        except (OSError, torch.OutOfMemoryError) as error:
             if segment is not None:
                 segment.unlink_file()
-            if error.errno in OUT_OF_MEMORY_ERRNOS:
+            if not isinstance(error, OSError) or error.errno in OUT_OF_MEMORY_ERRNOS:
                 return None
             raise WeightsError(
                 f"weights version {self._version}, bucket {index}: cannot be written to "
@@ -268,6 +210,12 @@ class SharedMemoryWriter(TransportWriter):
             ) from error
         segment.write_header(*UNCOMMITTED_HEADER)
         return segment
+
+    def _make_segment(self, num_bytes: int) -> SharedMemorySegment:
+        path = self._directory / f"{self._name_prefix}-{next(self._serials)}"
+        if self._device is not None:
+            return DeviceSegment(path, num_bytes, self._device)
+        return SharedMemorySegment(path, self._requested_bytes)
 
     def _require_free_memory(self, num_bytes: int) -> None:
         """Raise WeightsError if /dev/shm itself has less than `num_bytes` free.
@@ -316,7 +264,7 @@ class SharedMemoryWriter(TransportWriter):
 
     def _drop_unread_segments(self) -> None:
         """Unlink free shared memory that the current version did not reuse and no reader maps."""
-        for entry in list(self._free_segments):
+        for entry in [] if self._device is not None else list(self._free_segments):
             if entry[1].try_lock():
                 self._free_segments.remove(entry)
                 entry[1].unlink_file()
@@ -333,10 +281,13 @@ class SharedMemoryReader(TransportReader):
         self._name = name
         self._fallback = fallback
         self._pinned_files = PinnedFiles()
+        self._opened_tensors: dict[str, Tensor] = {}
 
-    def fetch_buckets(self, manifest: WeightManifest) -> Sequence[Array]:
+    def fetch_buckets(self, manifest: WeightManifest) -> Sequence[BucketMemory]:
         """Map a version's buckets in shared memory, not overwritten while the arrays live."""
         self.fallback_reason = None
+        for path in [path for path in self._opened_tensors if not os.path.exists(path)]:
+            del self._opened_tensors[path]
         pairs = zip(manifest.handles, manifest.buckets, strict=True)
         # Map first: the mappings lock the segments while the fallback fetches the rest.
         mapped = [
@@ -351,16 +302,19 @@ class SharedMemoryReader(TransportReader):
         if fallback.buckets:
             self.fallback_reason = (
                 f"weights version {manifest.version}: {len(fallback.buckets)} of {len(mapped)} "
-                f"buckets did not fit in {SHARED_MEMORY_DIR} and used the fallback transport"
+                "buckets did not fit in shared memory and used the fallback transport"
             )
         self.bytes_fetched += manifest.num_bytes
         return [next(fallback_arrays) if array is None else array for array in mapped]
 
     def close(self) -> None:
         self._pinned_files.close()
+        self._opened_tensors.clear()
         self._fallback.close()
 
-    def _map_segment(self, handle: SegmentHandle, num_bytes: int) -> Array:
+    def _map_segment(self, handle: SegmentHandle, num_bytes: int) -> BucketMemory:
+        if handle.tensor is not None:
+            return open_segment(handle, self._opened_tensors, num_bytes, self._name)
         locked = map_segment(handle, num_bytes, self._name)
         if not has_local_gpu():
             return locked
@@ -376,32 +330,6 @@ def _make_fallback_manifest(manifest: WeightManifest) -> WeightManifest:
     entries = [pair for pair in pairs if not isinstance(pair[1], SegmentHandle)]
     buckets, handles = zip(*entries, strict=True) if entries else ((), ())
     return replace(manifest, buckets=buckets, handles=handles)
-
-
-def map_segment(handle: SegmentHandle, num_bytes: int, name: str) -> Array:
-    """Map the bucket of a handle: uint8 [num_bytes], read-only, locked while the array lives.
-
-    `name` names the model in errors. Raises WeightsError if the segment is gone or reused.
-    """
-    location = f"weights of {name} version {handle.version}, bucket {handle.bucket}"
-    try:
-        fd = os.open(handle.path, os.O_RDONLY)
-    except OSError as error:
-        raise WeightsError(f"{location}: gone, {handle.path}: {error.strerror}") from error
-    try:
-        # mmap duplicates the descriptor, which keeps the lock for the mapping's lifetime.
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        mapping = mmap.mmap(fd, HEADER_BYTES + num_bytes, prot=mmap.PROT_READ)
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"{location}: gone, {handle.path} is being overwritten") from error
-    finally:
-        os.close(fd)
-    header = _HEADER_STRUCT.unpack_from(mapping)
-    if header != (handle.version, handle.bucket):
-        raise WeightsError(
-            f"{location}: gone, {handle.path} holds version {header[0]}, bucket {header[1]}"
-        )
-    return np.frombuffer(mapping, np.uint8, num_bytes, HEADER_BYTES)
 
 
 def get_free_bytes(directory: Path = SHARED_MEMORY_DIR) -> int:
@@ -471,11 +399,18 @@ def claim_name_prefix(directory: Path, token: str) -> tuple[str, int]:
 
 
 def make_writer(spec: TransportSpec, role: str, model_path: str) -> SharedMemoryWriter:
+    device = get_local_device() if spec.on_device else None
+    if device is not None and device.type == GPU and uses_expandable_segments():
+        raise ConfigError(
+            "weights.on_device=true: PyTorch shares no memory of expandable segments between"
+            " processes without privileges: remove expandable_segments from PYTORCH_CUDA_ALLOC_CONF"
+        )
     return SharedMemoryWriter(
         f"{spec.token}-{role}",
         object_store.make_writer(spec, role, model_path),
         keep_versions=spec.keep_versions,
         max_bytes=spec.max_bytes[role],
+        device=device,
     )
 
 

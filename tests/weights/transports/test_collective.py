@@ -38,13 +38,16 @@ def is_version(tensors: dict[str, torch.Tensor], version: int) -> bool:
     )
 
 
-def follow_manifests(pipe: Connection, name: str) -> None:
+def follow_manifests(pipe: Connection, name: str, on_device: bool) -> None:
     """Fetch each received manifest; reply with (tensors are right, fallback reason).
 
     A number beside a manifest makes the process die before that bucket.
     """
     collective_reader = CollectiveReader(
-        name, SharedMemoryReader("policy", LocalReader()), timeout_s=TIMEOUT_S
+        name,
+        SharedMemoryReader("policy", LocalReader()),
+        timeout_s=TIMEOUT_S,
+        on_device=on_device,
     )
     pipe.send("ready")
     while True:
@@ -74,10 +77,12 @@ def die_before_bucket(bucket: int) -> None:
 class Reader:
     """A reader in its own process."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, on_device: bool) -> None:
         self.name = name
         self._pipe, child_end = forked.context().Pipe()
-        self.process = forked.context().Process(target=follow_manifests, args=(child_end, name))
+        self.process = forked.context().Process(
+            target=follow_manifests, args=(child_end, name, on_device)
+        )
         self.process.start()
         child_end.close()
 
@@ -102,17 +107,19 @@ class Reader:
 class Broadcasting:
     """A publisher in this process and readers in others."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_device: bool) -> None:
+        self.on_device = on_device
         self.writer = CollectiveWriter(
             SharedMemoryWriter("broadcast", LocalWriter(), keep_versions=2),
             host="127.0.0.1",
             timeout_s=TIMEOUT_S,
+            on_device=on_device,
         )
         self.readers: list[Reader] = []
         self.version = -1
 
     def add(self, *names: str) -> None:
-        readers = [Reader(name) for name in names]
+        readers = [Reader(name, on_device=self.on_device) for name in names]
         for reader in readers:
             reader.wait_until_ready()
         self.readers += readers
@@ -141,14 +148,24 @@ class Broadcasting:
         self.writer.close()
 
 
+BOTH_MEMORIES = pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+
+
 @pytest.fixture
-def cluster() -> Iterator[Broadcasting]:
-    publisher = Broadcasting()
+def on_device() -> bool:
+    """Return whether buffers are on a device, for which the CPU stands in."""
+    return False
+
+
+@pytest.fixture
+def cluster(on_device: bool) -> Iterator[Broadcasting]:
+    publisher = Broadcasting(on_device=on_device)
     yield publisher
     publisher.end()
 
 
 @pytest.mark.slow
+@BOTH_MEMORIES
 def test_versions_reach_all_members_and_newcomers_join_the_next_epoch(cluster: Broadcasting):
     cluster.add("a", "b")
     for _ in range(3):
@@ -160,7 +177,7 @@ def test_versions_reach_all_members_and_newcomers_join_the_next_epoch(cluster: B
     for reader in cluster.readers:
         reader.pull(manifest)
     assert [reader.outcome() for reader in cluster.readers] == [(True, None)] * 3
-    early = Reader("d")
+    early = Reader("d", on_device=cluster.on_device)
     early.wait_until_ready()
     try:
         early.pull(manifest)
@@ -175,18 +192,23 @@ def test_versions_reach_all_members_and_newcomers_join_the_next_epoch(cluster: B
     assert cluster.writer.send_failure is None
 
 
-def test_versions_that_all_readers_receive_are_not_copied_to_the_fallback():
-    writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=8, always_copies=False)
-    member = CollectiveReader("a", LocalReader(), timeout_s=8)
+@BOTH_MEMORIES
+def test_versions_that_all_readers_receive_are_not_copied_to_the_fallback(on_device: bool):
+    writer = CollectiveWriter(
+        LocalWriter(), host="127.0.0.1", timeout_s=8, on_device=on_device, always_copies=False
+    )
+    member = CollectiveReader("a", LocalReader(), timeout_s=8, on_device=on_device)
     writer.set_readers(["a"])
     copies = []
     for version in range(4):
         manifest = publish(writer, version)
-        assert is_version(unpack_tensors(manifest, member.fetch_buckets(manifest)), version)
+        received = member.fetch_buckets(manifest)
+        assert isinstance(received[0], torch.Tensor) is on_device
+        assert is_version(unpack_tensors(manifest, received), version)
         assert member.fallback_reason is None
         copies.append(manifest.handles[0].fallback_handle is not None)
     assert copies == [True, False, False, False]
-    newcomer = CollectiveReader("b", LocalReader(), timeout_s=8)
+    newcomer = CollectiveReader("b", LocalReader(), timeout_s=8, on_device=on_device)
     with pytest.raises(WeightsError, match="weights version 3 went to its readers only"):
         newcomer.fetch_buckets(manifest)
     # Two refused loads make the coordinator publish the version again.
@@ -201,6 +223,7 @@ def test_versions_that_all_readers_receive_are_not_copied_to_the_fallback():
 
 
 @pytest.mark.slow
+@BOTH_MEMORIES
 def test_a_member_that_dies_during_a_broadcast_costs_the_others_only_a_deadline(
     cluster: Broadcasting,
 ):

@@ -4,9 +4,11 @@ import errno
 import gc
 import itertools
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from inspect import signature
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -16,10 +18,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from streamrl.errors import WeightsError
+from streamrl.errors import ConfigError, WeightsError
 from streamrl.weights import WeightManifest
+from streamrl.weights.bucket_memory import as_tensor
 from streamrl.weights.buckets import TORCH_DTYPES, publish_version, unpack_tensors
+from streamrl.weights.transport import ClusterAccess, TransportSpec
+from streamrl.weights.transports import segments, shared_memory
+from streamrl.weights.transports.segments import DeviceSegment, SharedTensor
 from streamrl.weights.transports.shared_memory import (
     SharedMemoryReader,
     SharedMemoryWriter,
@@ -31,6 +38,7 @@ from tests.weights.local_transport import LocalReader, LocalWriter
 pytestmark = pytest.mark.xdist_group("ranks")
 
 BUCKET_BYTES = 300
+NO_CLUSTER = ClusterAccess(np.copy, lambda handles, subject: handles, lambda: "")
 
 
 @pytest.fixture
@@ -44,11 +52,30 @@ def folder() -> Iterator[Path]:
     subprocess.run(["rm", "-r", str(path)], check=True)
 
 
+@pytest.fixture(params=["host", "device"])
+def device(request: pytest.FixtureRequest) -> torch.device | None:
+    """Return where buckets are: on the host (None), or on a device, for which the CPU stands in."""
+    return torch.device("cpu") if request.param == "device" else None
+
+
 @pytest.fixture
-def writer(folder: Path) -> Iterator[SharedMemoryWriter]:
-    shm_writer = SharedMemoryWriter("run", LocalWriter(), keep_versions=1, directory=folder)
+def writer(folder: Path, device: torch.device | None) -> Iterator[SharedMemoryWriter]:
+    shm_writer = make_writer(folder, device)
     yield shm_writer
     shm_writer.close()
+
+
+def make_writer(
+    folder: Path, device: torch.device | None = None, *, keep_versions: int = 1, **options: int
+) -> SharedMemoryWriter:
+    return SharedMemoryWriter(
+        "run",
+        LocalWriter(),
+        keep_versions=keep_versions,
+        directory=folder,
+        device=device,
+        **options,
+    )
 
 
 def tensors_of(version: int) -> dict[str, torch.Tensor]:
@@ -95,11 +122,12 @@ def test_versions_round_trip(writer: SharedMemoryWriter):
         max_size=4,
     ),
     st.integers(1, 400),
+    st.sampled_from([None, torch.device("cpu")]),
 )
 def test_bucket_layouts_may_change_between_versions(
-    layouts: list[list[tuple[str, int]]], bucket_bytes: int
+    layouts: list[list[tuple[str, int]]], bucket_bytes: int, device: torch.device | None
 ):
-    writer = SharedMemoryWriter("property", LocalWriter(), keep_versions=1)
+    writer = SharedMemoryWriter("property", LocalWriter(), keep_versions=1, device=device)
     try:
         for version, layout in enumerate(layouts):
             raw = np.random.default_rng(version)
@@ -125,7 +153,9 @@ def test_segments_of_old_versions_are_reused(writer: SharedMemoryWriter, folder:
     assert len(files(folder)) == 2 * len(first)
 
 
-def test_a_version_in_use_is_not_overwritten(writer: SharedMemoryWriter, folder: Path):
+def test_a_version_in_use_is_not_overwritten(
+    writer: SharedMemoryWriter, folder: Path, device: torch.device | None
+):
     old = read(put(writer, 0))
     for version in range(1, 5):
         num_buckets = len(put(writer, version).buckets)
@@ -134,11 +164,12 @@ def test_a_version_in_use_is_not_overwritten(writer: SharedMemoryWriter, folder:
     del old
     gc.collect()
     put(writer, 5)
-    assert len(files(folder)) == 2 * num_buckets
+    # Memory of a device is kept for reuse.
+    assert len(files(folder)) == (2 if device is None else 3) * num_buckets
 
 
-def test_only_kept_versions_can_be_read(folder: Path):
-    writer = SharedMemoryWriter("run", LocalWriter(), keep_versions=2, directory=folder)
+def test_only_kept_versions_can_be_read(folder: Path, device: torch.device | None):
+    writer = make_writer(folder, device, keep_versions=2)
     manifests = [put(writer, version) for version in range(5)]
     for version in (3, 4):
         assert is_version(read(manifests[version]), version)
@@ -150,13 +181,15 @@ def test_only_kept_versions_can_be_read(folder: Path):
         read(manifests[4])
 
 
-def test_a_segment_being_overwritten_cannot_be_mapped(writer: SharedMemoryWriter):
+def test_a_segment_being_overwritten_cannot_be_mapped(folder: Path):
+    writer = make_writer(folder)
     first = put(writer, 0)
     put(writer, 1)
     writer.begin_version(2)
     writer.allocate_buffer(BUCKET_BYTES)
     with pytest.raises(WeightsError, match=r"version 0, bucket 0: gone, .* is being overwritten"):
         read(first)
+    writer.close()
 
 
 def test_a_failed_version_leaves_no_segments(writer: SharedMemoryWriter, folder: Path):
@@ -171,10 +204,100 @@ def test_a_failed_version_leaves_no_segments(writer: SharedMemoryWriter, folder:
     assert len(files(folder)) == 2 * len(with_memory.buckets)
 
 
-def test_fetched_arrays_are_read_only(writer: SharedMemoryWriter):
+def test_fetched_arrays_are_read_only(folder: Path):
+    writer = make_writer(folder)
     (array, *_) = SharedMemoryReader("policy", LocalReader()).fetch_buckets(put(writer, 0))
     with pytest.raises(ValueError, match="read-only"):
         array[0] = 1
+    writer.close()
+
+
+def test_a_tensor_of_a_device_is_opened_once_and_locked_while_a_view_of_it_lives(folder: Path):
+    writer = make_writer(folder, torch.device("cpu"))
+    reader = SharedMemoryReader("policy", LocalReader())
+    addresses = []
+    for version in range(4):
+        buckets = reader.fetch_buckets(put(writer, version))
+        addresses.append([as_tensor(bucket).data_ptr() for bucket in buckets])
+        del buckets
+    assert addresses[2:] == addresses[:2]
+    manifest = put(writer, 4)
+    view = unpack_tensors(manifest, reader.fetch_buckets(manifest))["t0"][:1]
+    (guarded,) = view.tolist()
+    reader.close()
+    for version in range(5, 9):
+        used = {handle.path for handle in put(writer, version).handles}
+        assert manifest.handles[0].path not in used
+    assert view.tolist() == [guarded]
+    del view
+    gc.collect()
+    assert manifest.handles[0].path in {handle.path for handle in put(writer, 9).handles}
+    writer.close()
+
+
+def test_a_closed_publisher_frees_the_tensors_that_no_reader_uses(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    in_use: list[torch.Tensor] = []
+    monkeypatch.setattr(segments, "_TENSORS_IN_USE", in_use)
+    writer = make_writer(folder, torch.device("cpu"), keep_versions=2)
+    reader = SharedMemoryReader("policy", LocalReader())
+    put(writer, 0)
+    manifest = put(writer, 1)
+    tensors = unpack_tensors(manifest, reader.fetch_buckets(manifest))
+    writer.close()
+    assert len(in_use) == len(manifest.buckets)
+    assert is_version(tensors, 1)
+    assert files(folder) == set()
+
+
+def test_a_tensor_of_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(segments, "get_gpu_uuid", lambda: "GPU-b")
+    with pytest.raises(WeightsError, match="publisher uses GPU GPU-a, this process GPU-b: shared"):
+        SharedTensor(torch.zeros, (1,), "GPU-a").open()
+
+
+def test_a_tensor_of_this_gpu_is_opened_under_the_number_that_it_has_here(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(segments, "get_gpu_uuid", lambda: "GPU-a")
+    monkeypatch.setattr(segments, "get_local_device", lambda: torch.device("cuda", 2))
+    numbers = {name: i for i, name in enumerate(signature(rebuild_cuda_tensor).parameters)}
+    shared = SharedTensor(fake_rebuild, tuple(numbers.values()), "GPU-a")
+    opened = pickle.loads(pickle.dumps(shared)).open().tolist()
+    assert opened.pop(numbers["storage_device"]) == 2
+    assert opened == [i for i in numbers.values() if i != numbers["storage_device"]]
+
+
+def fake_rebuild(*arguments: int) -> torch.Tensor:
+    return torch.tensor(arguments)
+
+
+def test_buckets_for_which_a_gpu_has_no_memory_use_the_fallback(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    writer = make_writer(folder, torch.device("cpu"))
+    with monkeypatch.context() as patch:
+
+        def run_out(segment: DeviceSegment, num_bytes: int) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        patch.setattr(DeviceSegment, "reserve_memory", run_out)
+        reader, is_right = fetch(put(writer, 0))
+    assert is_right and reader.fallback_reason is not None
+    assert files(folder) == set()
+    assert fetch(put(writer, 1))[0].fallback_reason is None
+    writer.close()
+
+
+def test_expandable_segments_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    spec = TransportSpec(
+        "shared_memory", "", "t", tmp_path, 1, NO_CLUSTER, max_bytes={"policy": 9}, on_device=True
+    )
+    monkeypatch.setattr(shared_memory, "get_local_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(ConfigError, match=r"on_device=true: .* expandable segments"):
+        spec.make_writer("policy", "")
 
 
 class LimitedMemory:
@@ -215,7 +338,7 @@ def test_buckets_without_memory_use_the_fallback_and_keep_their_order(
     assert is_right
     assert reader.bytes_fetched == manifest.num_bytes
     assert reader.fallback_reason == (
-        f"weights version 0: {4 - len(granted)} of 4 buckets did not fit in /dev/shm"
+        f"weights version 0: {4 - len(granted)} of 4 buckets did not fit in shared memory"
         " and used the fallback transport"
     )
 
@@ -246,13 +369,11 @@ def test_memory_shortage_does_not_affect_kept_versions(
     assert is_version(read(first), 0)
 
 
-def test_segments_take_at_most_max_bytes(folder: Path):
-    measured = put(SharedMemoryWriter("some", LocalWriter(), keep_versions=1, directory=folder), 0)
+def test_segments_take_at_most_max_bytes(folder: Path, device: torch.device | None):
+    measured = put(make_writer(folder), 0)
     page = os.sysconf("SC_PAGESIZE")
     limit = sum(bucket.num_bytes + page for bucket in measured.buckets)
-    writer = SharedMemoryWriter(
-        "run", LocalWriter(), keep_versions=1, max_bytes=limit, directory=folder
-    )
+    writer = make_writer(folder, device, max_bytes=limit)
     assert fetch(put(writer, 0))[0].fallback_reason is None
     reason = fetch(put(writer, 1))[0].fallback_reason
     assert reason is not None
@@ -354,14 +475,16 @@ def test_a_dead_reader_releases_its_segments(writer: SharedMemoryWriter, folder:
     assert is_version(read(newest), 3)
 
 
-def publish_and_wait(pipe: Connection, folder: Path) -> None:
-    writer = SharedMemoryWriter("run", LocalWriter(), keep_versions=1, directory=folder)
+def publish_and_wait(pipe: Connection, folder: Path, device: torch.device | None) -> None:
+    writer = make_writer(folder, device)
     pipe.send(put(writer, 0))
     pipe.recv()
 
 
-def test_the_next_publisher_removes_the_files_of_a_killed_one(folder: Path):
-    child, pipe = start_child(publish_and_wait, folder)
+def test_the_next_publisher_removes_the_files_of_a_killed_one(
+    folder: Path, device: torch.device | None
+):
+    child, pipe = start_child(publish_and_wait, folder, device)
     manifest = pipe.recv()
     assert f"run-{child.pid}" in manifest.handles[0].path
     assert remove_stale_segments(folder) == []
