@@ -192,13 +192,11 @@ def test_colocated_generators_cannot_be_scaled(stopped: Ended):
     )
 
 
-@pytest.mark.slow
 def test_a_killed_process_of_trainer_and_generator_ends_the_run_and_is_named(killed: Ended):
     check_named(killed, "trainer-0")
     assert len(killed.failures) == 1
 
 
-@pytest.mark.slow
 def test_an_interrupted_run_resumes_without_gap_or_repeat(stopped: Ended, killed: Ended):
     metrics = killed.rows
     assert [row["step"] for row in metrics] == list(range(1, len(metrics) + 1))
