@@ -384,7 +384,6 @@ def test_versions_reach_readers_on_both_nodes(nodes: Nodes, tmp_path: Path):
         ray.kill(actor)
 
 
-@pytest.mark.slow
 def test_the_queue_spans_two_nodes_and_outlives_one(nodes: Nodes, tmp_path: Path):
     actors: dict[str, Any] = {}
 
