@@ -52,7 +52,14 @@ SLOW += [SplitCase("qwen3_moe", tensor=2, sequence=2, recomputes=True)]
 SLOW += [SplitCase("phi", tensor=2)]
 SLOW += [SplitCase("qwen2", tensor=2, kind=kind) for kind in ("critic", "two heads")]
 SLOW += [SplitCase("llama", tensor=2, changes=(("vocab_size", VOCABULARY + 2),))]
-SLOW += [SplitCase("gemma3_text", tensor=4, zero_stage=0, changes=(("pad_token_id", 90),))]
+SLOW += [
+    SplitCase(
+        "gemma3_text",
+        tensor=4,
+        zero_stage=0,
+        changes=(("pad_token_id", 90), ("num_key_value_heads", 4)),
+    )
+]
 # Norms of queries and keys that the plan omits.
 SLOW += [SplitCase("glm4_moe", tensor=2, changes=(("use_qk_norm", True),))]
 CASES = [*QUICK, *SLOW]
