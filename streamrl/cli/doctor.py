@@ -25,6 +25,7 @@ MIN_DRIVERS = {12: 525, 13: 580}
 """Oldest NVIDIA driver by major version of the CUDA that torch is built for."""
 NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
+SHARED_MEMORY = Path("/dev/shm")
 GPU_FILES = ("nvidia*", "nvgpu*", "nvhost-*", "dxg", "kfd")
 """Device files of GPU drivers: NVIDIA on servers and Jetson, WSL, ROCm."""
 
@@ -79,7 +80,7 @@ def inspect_machine() -> MachineInfo:
         python=platform.python_version(),
         cores=len(os.sched_getaffinity(0)),
         memory_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB,
-        shared_memory_gib=shutil.disk_usage("/dev/shm").total / GIB,
+        shared_memory_gib=_read_disk_size(SHARED_MEMORY) / GIB,
         gpus=_list_gpus(),
         packages=packages,
         vllm=" and ".join(vllm_builds),
@@ -90,6 +91,11 @@ def inspect_machine() -> MachineInfo:
         headers=_find_headers(),
         nccl=next(filter(None, map(_get_version, NCCL_PACKAGES)), ""),
     )
+
+
+def _read_disk_size(folder: Path) -> int:
+    """Return the bytes of the folder's file system; 0 without such a folder."""
+    return shutil.disk_usage(folder).total if folder.exists() else 0
 
 
 def read_driver(file: Path) -> str:

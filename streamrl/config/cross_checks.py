@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 from streamrl.algorithms import list_required_columns
 from streamrl.algorithms.table import ALGORITHMS
 from streamrl.buffer.assembly.oversampling import MAX_FACTOR as MOST_OVERSAMPLED
-from streamrl.dataflow import CRITIC, CRITIC_BY_COLUMN, GREEDY_CALL, POLICY
+from streamrl.dataflow import (
+    COST_CALL,
+    CRITIC,
+    CRITIC_BY_COLUMN,
+    GENERATE_CALL,
+    GREEDY_CALL,
+    POLICY,
+    REWARD_CALL,
+)
 from streamrl.engines.trainer_config import CriticConfig
 from streamrl.errors import AlgorithmError, ConfigError
 from streamrl.rewards.kinds.environment import ENVIRONMENT_KIND
@@ -24,11 +32,13 @@ def check_consistency(config: "RunConfig") -> None:
     _check_group_sizes(config)
     _check_critic_trainer(config)
     _check_publishing(config)
+    _check_device_buckets(config)
     if config.placement.is_hybrid and (reason := find_colocation_conflict(config)):
         raise ConfigError(reason)
     _check_costs(config)
     _check_critic(config)
     _check_columns(config)
+    _check_scorer_offload(config)
     _check_pools(config)
     _check_reference(config)
     _check_environment(config)
@@ -66,6 +76,28 @@ def _check_group_sizes(config: "RunConfig") -> None:
     if (config.filter.oversample_factor or 1) > MOST_OVERSAMPLED:
         raise ConfigError(
             f"filter.oversample={config.filter.oversample}: must be at most {MOST_OVERSAMPLED:g}"
+        )
+
+
+def _check_device_buckets(config: "RunConfig") -> None:
+    """Check that versions in GPU memory reach generators without host memory."""
+    if config.weights.on_device and config.generator.tensor_parallel > 1:
+        raise ConfigError(
+            f"weights.on_device=true has no effect: with generator.tensor_parallel="
+            f"{config.generator.tensor_parallel} versions reach a generator's ranks through host"
+            " memory. Remove weights.on_device"
+        )
+
+
+def _check_scorer_offload(config: "RunConfig") -> None:
+    """Check that there is a model whose weights scorer.offload may keep in host memory."""
+    without_model = (*config.dataflow.trained_roles, GENERATE_CALL.role, REWARD_CALL.role)
+    scorers = config.dataflow.calls_by_role.keys() - {*without_model, COST_CALL.role}
+    reward_models = [entry for entry in (*config.rewards, *config.costs) if entry.kind == "model"]
+    if config.scorer.offload and not scorers and not reward_models:
+        raise ConfigError(
+            "scorer.offload=true has no effect: the run has no reference, value or reward model."
+            " Remove it"
         )
 
 

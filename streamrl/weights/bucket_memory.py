@@ -1,11 +1,12 @@
 """Memory of buckets, a numpy array on the host or a torch tensor on a device, and its checksums.
 
 XXH3 hashes host memory only. Bytes of a device have a polynomial checksum, which the device
-computes and the host can repeat: over the bucket's 32-bit words u, the sum of u[i] k^(n - i) modulo
-2^64. As k = 5 modulo 8, a changed word always changes the sum, and so do two swapped words that
-differ, in buckets of up to 4 GB.
+computes and the host can repeat: the sum of the bucket's 32-bit words, each times its own power of
+k, modulo 2^64. As k = 5 modulo 8, a changed word always changes the sum, and so do two swapped
+words that differ, in buckets of up to 4 GB.
 """
 
+import contextlib
 import weakref
 from typing import Any
 
@@ -15,9 +16,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from streamrl.distributed.devices import synchronize_device
-from streamrl.errors import WeightsError
 from streamrl.messages import Array
 from streamrl.weights.manifest import BucketMemory, WeightBucket, compute_checksum
+from streamrl.weights.pinned_memory import allocate_pinned
 from streamrl.weights.transport import TransportWriter
 
 DEVICE_CHECKSUM_PREFIX = "poly-"
@@ -29,15 +30,12 @@ CHECKSUM_CHUNK_WORDS = 1 << 21
 WORD_BYTES = 4
 
 
-def allocate_on_device(num_bytes: int, device: torch.device) -> Tensor:
-    """Return uint8 [num_bytes] of any contents; raise WeightsError if the device has no memory."""
-    try:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    except torch.OutOfMemoryError as error:
-        raise WeightsError(
-            f"weights.on_device=true: {device} has no memory for a bucket of"
-            f" {num_bytes / 1e6:.1f} MB: {error}"
-        ) from error
+def allocate_staging(num_bytes: int, device: torch.device | None) -> BucketMemory:
+    """Return uint8 [num_bytes] of any contents: on the device if it has memory, else pinned."""
+    if device is not None:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    return allocate_pinned(num_bytes)
 
 
 def as_tensor(memory: BucketMemory) -> Tensor:

@@ -106,6 +106,11 @@ def read_files(folder: Path) -> dict[Path, bytes]:
         (["weights.publish_every=0"], ["weights.publish_every=0", "at least 1"]),
         (["weights.publish_every=3"], ["weights.publish_every=3", "pipeline.max_staleness=1"]),
         (["weights.probe_every=-1"], ["weights.probe_every=-1", "0 or more"]),
+        (["scorer.offload=true"], ["scorer.offload=true has no effect", "Remove it"]),
+        (
+            ["weights.on_device=true", "generator.tensor_parallel=2"],
+            ["weights.on_device=true has no effect", "generator.tensor_parallel=2", "Remove"],
+        ),
         (
             ["weights.probe_limit=0.1", "weights.probe_every=0"],
             ["weights.probe_limit=0.1", "weights.probe_every=0"],

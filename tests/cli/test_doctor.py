@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.cli import doctor
 from streamrl.cli.doctor import (
     PACKAGES,
     MachineInfo,
@@ -150,6 +151,11 @@ def test_the_driver_version_comes_from_proc(tmp_path: Path, text: str, version: 
     assert read_driver(tmp_path / "none") == ""
     (tmp_path / "version").write_text(text)
     assert read_driver(tmp_path / "version") == version
+
+
+def test_a_machine_without_shared_memory_has_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(doctor, "SHARED_MEMORY", tmp_path / "none")
+    assert doctor.inspect_machine().shared_memory_gib == 0
 
 
 def test_a_missing_sandbox_is_reported_but_is_not_a_problem():

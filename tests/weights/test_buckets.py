@@ -21,7 +21,7 @@ from streamrl.weights import (
     bucket_memory,
     buckets,
 )
-from streamrl.weights.bucket_memory import CHECKSUM_BASE, compute_device_checksum
+from streamrl.weights.bucket_memory import CHECKSUM_BASE, allocate_staging, compute_device_checksum
 from streamrl.weights.buckets import (
     ALIGNMENT_BYTES,
     HASH_CHUNK_BYTES,
@@ -305,6 +305,21 @@ def test_checksums_keep_the_order_of_the_arrays(num_bytes: int):
     arrays = [random_bytes(num_bytes + i) for i in range(5)]
     expected = [compute_checksum(array) for array in arrays]
     assert compute_checksums(arrays, expected) == expected
+
+
+def test_a_bucket_for_which_a_device_has_no_memory_is_on_the_host(monkeypatch: pytest.MonkeyPatch):
+    def run_out(*_: object, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    device = torch.device("cpu")
+    assert isinstance(allocate_staging(9, device), torch.Tensor)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            bucket_memory, "allocate_pinned", lambda num_bytes: np.zeros(num_bytes, np.uint8)
+        )
+        patch.setattr(torch, "empty", run_out)
+        memory = allocate_staging(9, device)
+    assert isinstance(memory, np.ndarray) and memory.nbytes == 9
 
 
 def hash_on_device(data: bytes, *, chunk_words: int = 3) -> str:

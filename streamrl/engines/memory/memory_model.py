@@ -295,7 +295,8 @@ def _estimate_bucket_memory(
 ) -> TransientMemory:
     """Estimate the transient memory of stage 1 in float32, 2 and 3, which reduce in buckets.
 
-    Reduction copies the bucket. For the update, a rank's gradients are copied into a flat tensor.
+    Reduction copies the bucket in float32. For the update, a rank's gradients are copied into a
+    flat tensor.
     """
     itemsize = resolve_trainer_dtype(trainer).itemsize
     full = min(BUCKET_ELEMENTS, trained)
@@ -307,7 +308,7 @@ def _estimate_bucket_memory(
         updated = min(shard, ZERO3_SUB_GROUP_ELEMENTS)
         update = updated * FLOAT32_BYTES + _estimate_adamw_bytes(updated, on_gpu=on_gpu)
         return TransientMemory(
-            between_micro_batches=bucket, backward=full * itemsize, update=update
+            between_micro_batches=bucket, backward=full * FLOAT32_BYTES, update=update
         )
     # Gradients are freed after the copy into the flat tensor, before AdamW runs.
     gradients = (trained if trainer.zero_stage == 1 else shard) * FLOAT32_BYTES
@@ -319,8 +320,8 @@ def _estimate_bucket_memory(
         persistent = bucket if on_gpu else 0
         return TransientMemory(
             between_micro_batches=persistent,
-            update=max(update, bucket + last * itemsize - persistent),
+            update=max(update, bucket + last * FLOAT32_BYTES - persistent),
         )
     # The rank's shard of new gradients is allocated first, then added to the accumulated one.
-    backward = bucket + max(full * itemsize, last * itemsize + shard * itemsize)
+    backward = bucket + max(full * FLOAT32_BYTES, last * FLOAT32_BYTES + shard * itemsize)
     return TransientMemory(backward=backward, update=update)

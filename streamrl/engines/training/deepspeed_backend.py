@@ -267,9 +267,8 @@ def make_deepspeed_config(module: "PreTrainedModel", config: "TrainerConfig") ->
     if module.dtype == torch.bfloat16:
         settings["bf16"] = {"enabled": True, "check_grad_overflow": True}
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
-        if config.zero_stage == 1:
-            # Ranks sum the gradients of an update once; in bfloat16 each would be rounded to that.
-            settings["communication_data_type"] = "fp32"
+        # In bfloat16 the sum over the ranks, and with stage 1 that over micro-batches, is rounded.
+        settings["communication_data_type"] = "fp32"
     return settings
 
 

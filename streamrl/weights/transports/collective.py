@@ -22,9 +22,8 @@ import torch.distributed as dist
 
 from streamrl.distributed.devices import get_local_device
 from streamrl.errors import VersionNotStoredError, WeightsError
-from streamrl.weights.bucket_memory import allocate_on_device, as_tensor, commit_copy, lend_tensor
+from streamrl.weights.bucket_memory import allocate_staging, as_tensor, commit_copy, lend_tensor
 from streamrl.weights.manifest import BucketMemory, WeightBucket, WeightManifest
-from streamrl.weights.pinned_memory import allocate_pinned
 from streamrl.weights.transport import Transport, TransportReader, TransportSpec, TransportWriter
 from streamrl.weights.transports import object_store
 from streamrl.weights.transports.collective_group import (
@@ -345,11 +344,6 @@ def _finish_received(data: BucketMemory) -> BucketMemory:
         return lend_tensor(data)
     data.flags.writeable = False
     return data
-
-
-def allocate_staging(num_bytes: int, device: torch.device | None) -> BucketMemory:
-    """Return uint8 [num_bytes] of any contents, on a device or else in pinned host memory."""
-    return allocate_pinned(num_bytes) if device is None else allocate_on_device(num_bytes, device)
 
 
 def _make_fallback_manifest(manifest: WeightManifest) -> WeightManifest:

@@ -33,7 +33,7 @@ from streamrl.distributed.devices import (
     uses_expandable_segments,
 )
 from streamrl.errors import ConfigError, WeightsError
-from streamrl.weights.bucket_memory import allocate_on_device, as_tensor, commit_copy
+from streamrl.weights.bucket_memory import allocate_staging, as_tensor, commit_copy
 from streamrl.weights.manifest import BucketMemory, WeightBucket, WeightManifest
 from streamrl.weights.pinned_memory import PinnedFiles
 from streamrl.weights.transport import Transport, TransportReader, TransportSpec, TransportWriter
@@ -132,7 +132,7 @@ class SharedMemoryWriter(TransportWriter):
     def _allocate_staging(self, num_bytes: int) -> BucketMemory:
         if self._device is None:
             return np.zeros(num_bytes, np.uint8)
-        return allocate_on_device(num_bytes, self._device)
+        return allocate_staging(num_bytes, self._device)
 
     def commit_bucket(self, bucket: WeightBucket, data: BucketMemory) -> Any:
         """Make a bucket readable and return its SegmentHandle.

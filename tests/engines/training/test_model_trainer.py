@@ -463,7 +463,8 @@ def test_bfloat16_gradients_agree_within_bfloat16_precision(results, expected, s
     (stage_1,) = results["bfloat16/1"]
     # Rounded to bfloat16, the parameters of the second step differ from those in float32.
     assert case["norms"][0] == pytest.approx(expected[0][0], rel=0.05)
-    assert case["norms"] == pytest.approx(stage_1["norms"], rel=1e-3)
+    # Stage 3 adds biases in a step of its own, and rounds in between.
+    assert case["norms"] == pytest.approx(stage_1["norms"], rel=1e-3 if stage == 3 else 1e-5)
 
 
 @pytest.mark.slow
