@@ -8,7 +8,8 @@ vllm        plain vLLM in its caller's process: requests added, then steps until
 vllm_apart  plain vLLM with its engine core in another process, as vLLM's server runs it
 
 `generator_over_vllm` is what streamrl's Python costs, and `apart_over_vllm` what a process for the
-engine core alone gains.
+engine core alone gains. `loop_us_per_token` is the processor time of the generator's event loop,
+which holds up the engine's thread: all that an engine in another process could save.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from concurrent.futures import TimeoutError as LateError
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,6 +48,14 @@ GROUP_SIZE = 8
 PROMPT_TOKENS = 24
 TIMEOUT_S = 900.0
 """For the start of an engine and all of its rounds."""
+
+
+class Sampled(NamedTuple):
+    """Tokens of all rounds, median seconds of a round, and processor seconds of the event loop."""
+
+    tokens: int
+    round_s: float
+    loop_s: float = 0.0
 
 
 def make_parser() -> BenchmarkParser:
@@ -81,19 +90,24 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         for name, run in ENGINES.items():
             report_progress(f"{name}: {arguments.rounds} rounds")
             figures[name] = _run_apart(name, partial(run, spec, arguments.rounds))
-    counts = {tokens for tokens, _ in figures.values()}
+    counts = {sampled.tokens for sampled in figures.values()}
     if len(counts) > 1:
         raise BenchmarkError(f"the engines sampled different numbers of tokens: {sorted(counts)}")
-    speeds = {name: tokens / seconds for name, (tokens, seconds) in figures.items()}
+    speeds = {
+        name: sampled.tokens / arguments.rounds / sampled.round_s
+        for name, sampled in figures.items()
+    }
+    generator = figures["generator"]
     return {
-        "tokens": counts.pop(),
+        "tokens": generator.tokens,
         "tokens_per_s": speeds,
+        "loop_us_per_token": generator.loop_s / generator.tokens * 1e6,
         "generator_over_vllm": speeds["generator"] / speeds["vllm"],
         "apart_over_vllm": speeds["vllm_apart"] / speeds["vllm"],
     }
 
 
-def _run_apart(name: str, run: Callable[[], tuple[int, float]]) -> tuple[int, float]:
+def _run_apart(name: str, run: Callable[[], Sampled]) -> Sampled:
     """Return what `run` returns in a new process; vLLM allows an engine per process."""
     pool = ProcessPoolExecutor(1, get_context("spawn"))
     try:
@@ -115,28 +129,28 @@ def make_prompts(num_rollouts: int, round_: int) -> list[Prompt]:
     ]
 
 
-def run_generator(spec: EngineSpec, rounds: int) -> tuple[int, float]:
-    """Return the tokens of all rounds, and the median seconds of a round times their number."""
+def run_generator(spec: EngineSpec, rounds: int) -> Sampled:
     return asyncio.run(_run_generator(spec, rounds))
 
 
-async def _run_generator(spec: EngineSpec, rounds: int) -> tuple[int, float]:
+async def _run_generator(spec: EngineSpec, rounds: int) -> Sampled:
     engine = await GenerationEngine.start(spec)
     await engine.use_model_dir(0)
-    num_tokens, seconds = 0, []
+    num_tokens, seconds, loop_s = 0, [], 0.0
     for round_ in range(-1, rounds):  # the first warms up
         prompts = make_prompts(spec.config.max_concurrent_rollouts, round_ + 1)
-        started = time.perf_counter()
+        started, loop_started = time.perf_counter(), time.thread_time()
         groups = await asyncio.gather(*map(engine.generate_group, prompts))
         if round_ >= 0:
             seconds.append(time.perf_counter() - started)
+            loop_s += time.thread_time() - loop_started
             num_tokens += sum(int(columns["loss_mask"].sum()) for columns in groups)
     await engine.close()
-    return num_tokens, statistics.median(seconds) * rounds
+    return Sampled(num_tokens, statistics.median(seconds), loop_s)
 
 
-def run_vllm(spec: EngineSpec, rounds: int, *, apart: bool = False) -> tuple[int, float]:
-    """Return the same for plain vLLM; `apart` gives its engine core a process of its own."""
+def run_vllm(spec: EngineSpec, rounds: int, *, apart: bool = False) -> Sampled:
+    """Run plain vLLM; `apart` gives its engine core a process of its own."""
     engine = _start_apart(spec) if apart else vllm_engine.build_vllm_engine(spec)
     num_tokens, seconds = 0, []
     for round_ in range(-1, rounds):
@@ -147,7 +161,7 @@ def run_vllm(spec: EngineSpec, rounds: int, *, apart: bool = False) -> tuple[int
             seconds.append(time.perf_counter() - started)
             num_tokens += count
     vllm_engine.shut_down_engine(engine)
-    return num_tokens, statistics.median(seconds) * rounds
+    return Sampled(num_tokens, statistics.median(seconds))
 
 
 def _start_apart(spec: EngineSpec) -> VllmEngine:
@@ -182,7 +196,7 @@ def _sample_all(engine: VllmEngine, spec: EngineSpec, prompts: Sequence[Prompt])
     return num_tokens
 
 
-ENGINES: dict[str, Callable[[EngineSpec, int], tuple[int, float]]] = {
+ENGINES: dict[str, Callable[[EngineSpec, int], Sampled]] = {
     "generator": run_generator,
     "vllm": run_vllm,
     "vllm_apart": partial(run_vllm, apart=True),
