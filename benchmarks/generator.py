@@ -1,7 +1,7 @@
 """The generator against plain vLLM: `python -m benchmarks.generator` prints one JSON object.
 
-Tokens per second of the same rollouts, with the same seeds, on the same small model; an engine
-takes a process of its own, and figures are medians over rounds.
+Tokens per second of the same rollouts, with the same seeds, on the same small model; figures are
+medians over rounds, in which the engines take turns.
 
 generator   streamrl's engine, driven by the event loop of its actor: groups of prompts, as columns
 vllm        plain vLLM in its caller's process: requests added, then steps until all have finished
@@ -14,19 +14,21 @@ which holds up the engine's thread: all that an engine in another process could 
 
 import argparse
 import asyncio
+import contextlib
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures import TimeoutError as LateError
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import psutil
 
 from benchmarks.command import (
     BenchmarkError,
@@ -44,17 +46,18 @@ from streamrl.engines.vllm.engine import EngineSpec, VllmEngine
 from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.messages import Prompt, make_rollout_seeds
 
+Result = TypeVar("Result")
 GROUP_SIZE = 8
 PROMPT_TOKENS = 24
 TIMEOUT_S = 900.0
 """For the start of an engine and all of its rounds."""
 
 
-class Sampled(NamedTuple):
-    """Tokens of all rounds, median seconds of a round, and processor seconds of the event loop."""
+class Round(NamedTuple):
+    """Tokens and seconds of a round, and processor seconds of the event loop."""
 
     tokens: int
-    round_s: float
+    seconds: float
     loop_s: float = 0.0
 
 
@@ -86,38 +89,76 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             min(MAX_LENGTH, PROMPT_TOKENS + arguments.tokens),
             group_size=GROUP_SIZE,
         )
-        figures = {}
-        for name, run in ENGINES.items():
-            report_progress(f"{name}: {arguments.rounds} rounds")
-            figures[name] = _run_apart(name, partial(run, spec, arguments.rounds))
-    counts = {sampled.tokens for sampled in figures.values()}
+        rounds = _run_in_turn(spec, arguments.rounds)
+    counts = {sum(round_.tokens for round_ in sampled) for sampled in rounds.values()}
     if len(counts) > 1:
         raise BenchmarkError(f"the engines sampled different numbers of tokens: {sorted(counts)}")
+    num_tokens = counts.pop()
     speeds = {
-        name: sampled.tokens / arguments.rounds / sampled.round_s
-        for name, sampled in figures.items()
+        name: statistics.median(round_.tokens / round_.seconds for round_ in sampled)
+        for name, sampled in rounds.items()
     }
-    generator = figures["generator"]
+    loop_s = sum(round_.loop_s for round_ in rounds["generator"])
     return {
-        "tokens": generator.tokens,
+        "tokens": num_tokens,
         "tokens_per_s": speeds,
-        "loop_us_per_token": generator.loop_s / generator.tokens * 1e6,
+        "loop_us_per_token": loop_s / num_tokens * 1e6,
         "generator_over_vllm": speeds["generator"] / speeds["vllm"],
         "apart_over_vllm": speeds["vllm_apart"] / speeds["vllm"],
     }
 
 
-def _run_apart(name: str, run: Callable[[], Sampled]) -> Sampled:
-    """Return what `run` returns in a new process; vLLM allows an engine per process."""
+def _run_in_turn(spec: EngineSpec, num_rounds: int) -> dict[str, list[Round]]:
+    """Return the rounds of each engine. Engines take turns, so that all see the same machine."""
+    with contextlib.ExitStack() as stack:
+        pools = {name: stack.enter_context(_start_process(name, spec)) for name in ENGINES}
+        rounds: dict[str, list[Round]] = {name: [] for name in ENGINES}
+        for number in range(num_rounds + 1):
+            report_progress(f"round {number} of {num_rounds}" if number else "warm-up")
+            for name, pool in pools.items():
+                rounds[name].append(_wait_for(name, pool.submit(_run_round, number)))
+        for name, pool in pools.items():
+            _wait_for(name, pool.submit(_close_engine))
+    return {name: sampled[1:] for name, sampled in rounds.items()}
+
+
+@contextlib.contextmanager
+def _start_process(name: str, spec: EngineSpec) -> Iterator[ProcessPoolExecutor]:
+    """Start an engine in a process of its own: vLLM allows one per process."""
+    report_progress(f"starting {name}")
     pool = ProcessPoolExecutor(1, get_context("spawn"))
     try:
-        return pool.submit(run).result(TIMEOUT_S)
+        _wait_for(name, pool.submit(_start_engine, name, spec))
+        yield pool
+    finally:
+        for process_id in list(pool._processes or ()):
+            process = psutil.Process(process_id)
+            for child in (*process.children(recursive=True), process):
+                child.kill()
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _wait_for(name: str, future: Future[Result]) -> Result:
+    try:
+        return future.result(TIMEOUT_S)
     except LateError:
         raise BenchmarkError(f"{name}: not done after {TIMEOUT_S:g} s") from None
-    finally:
-        for process in (pool._processes or {}).values():
-            process.kill()
-        pool.shutdown(wait=False, cancel_futures=True)
+
+
+_ENGINES: list["GeneratorRunner | VllmRunner"] = []
+"""The engine of this process."""
+
+
+def _start_engine(name: str, spec: EngineSpec) -> None:
+    _ENGINES.append(ENGINES[name](spec))
+
+
+def _run_round(number: int) -> Round:
+    return _ENGINES[0].run_round(number)
+
+
+def _close_engine() -> None:
+    _ENGINES.pop().close()
 
 
 def make_prompts(num_rollouts: int, round_: int) -> list[Prompt]:
@@ -129,39 +170,46 @@ def make_prompts(num_rollouts: int, round_: int) -> list[Prompt]:
     ]
 
 
-def run_generator(spec: EngineSpec, rounds: int) -> Sampled:
-    return asyncio.run(_run_generator(spec, rounds))
+class GeneratorRunner:
+    """streamrl's engine on an event loop."""
 
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self._loop = asyncio.Runner()
+        self._engine = self._loop.run(GenerationEngine.start(spec))
+        self._loop.run(self._engine.use_model_dir(0))
 
-async def _run_generator(spec: EngineSpec, rounds: int) -> Sampled:
-    engine = await GenerationEngine.start(spec)
-    await engine.use_model_dir(0)
-    num_tokens, seconds, loop_s = 0, [], 0.0
-    for round_ in range(-1, rounds):  # the first warms up
-        prompts = make_prompts(spec.config.max_concurrent_rollouts, round_ + 1)
+    def run_round(self, number: int) -> Round:
+        return self._loop.run(self._run_round(number))
+
+    async def _run_round(self, number: int) -> Round:
+        prompts = make_prompts(self._spec.config.max_concurrent_rollouts, number)
         started, loop_started = time.perf_counter(), time.thread_time()
-        groups = await asyncio.gather(*map(engine.generate_group, prompts))
-        if round_ >= 0:
-            seconds.append(time.perf_counter() - started)
-            loop_s += time.thread_time() - loop_started
-            num_tokens += sum(int(columns["loss_mask"].sum()) for columns in groups)
-    await engine.close()
-    return Sampled(num_tokens, statistics.median(seconds), loop_s)
+        groups = await asyncio.gather(*map(self._engine.generate_group, prompts))
+        loop_s = time.thread_time() - loop_started
+        seconds = time.perf_counter() - started
+        return Round(sum(int(group["loss_mask"].sum()) for group in groups), seconds, loop_s)
+
+    def close(self) -> None:
+        self._loop.run(self._engine.close())
+        self._loop.close()
 
 
-def run_vllm(spec: EngineSpec, rounds: int, *, apart: bool = False) -> Sampled:
-    """Run plain vLLM; `apart` gives its engine core a process of its own."""
-    engine = _start_apart(spec) if apart else vllm_engine.build_vllm_engine(spec)
-    num_tokens, seconds = 0, []
-    for round_ in range(-1, rounds):
-        prompts = make_prompts(spec.config.max_concurrent_rollouts, round_ + 1)
+class VllmRunner:
+    """Plain vLLM; `is_apart` gives its engine core a process of its own."""
+
+    def __init__(self, spec: EngineSpec, *, is_apart: bool = False) -> None:
+        self._spec = spec
+        self._engine = _start_apart(spec) if is_apart else vllm_engine.build_vllm_engine(spec)
+
+    def run_round(self, number: int) -> Round:
+        prompts = make_prompts(self._spec.config.max_concurrent_rollouts, number)
         started = time.perf_counter()
-        count = _sample_all(engine, spec, prompts)
-        if round_ >= 0:
-            seconds.append(time.perf_counter() - started)
-            num_tokens += count
-    vllm_engine.shut_down_engine(engine)
-    return Sampled(num_tokens, statistics.median(seconds))
+        num_tokens = _sample_all(self._engine, self._spec, prompts)
+        return Round(num_tokens, time.perf_counter() - started)
+
+    def close(self) -> None:
+        vllm_engine.shut_down_engine(self._engine)
 
 
 def _start_apart(spec: EngineSpec) -> VllmEngine:
@@ -196,10 +244,10 @@ def _sample_all(engine: VllmEngine, spec: EngineSpec, prompts: Sequence[Prompt])
     return num_tokens
 
 
-ENGINES: dict[str, Callable[[EngineSpec, int], Sampled]] = {
-    "generator": run_generator,
-    "vllm": run_vllm,
-    "vllm_apart": partial(run_vllm, apart=True),
+ENGINES: dict[str, Callable[[EngineSpec], GeneratorRunner | VllmRunner]] = {
+    "generator": GeneratorRunner,
+    "vllm": VllmRunner,
+    "vllm_apart": partial(VllmRunner, is_apart=True),
 }
 
 
