@@ -24,12 +24,11 @@ def run_check(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_gpu_check_passes_on_a_cpu(tmp_path: Path):
     out = tmp_path / "lines.jsonl"
-    steps = ["machine", "trainer", "nccl", "weights", "generator"]
-    done = run_check(out, "--steps", ",".join(steps))
+    done = run_check(out)
     assert done.returncode == 0, done.stdout
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [line["step"] for line in lines] == steps
-    assert "skipped" in lines[2]["cases"]["all"]
+    lines = {line["step"]: line for line in map(json.loads, out.read_text().splitlines())}
+    assert len(lines) == len(out.read_text().splitlines()) > 10
+    assert "skipped" in lines["nccl"]["cases"]["all"]
 
 
 def test_gpu_check_refuses_unknown_steps(tmp_path: Path):
