@@ -9,7 +9,7 @@ vllm_apart  plain vLLM with its engine core in another process, as vLLM's server
 
 `generator_over_vllm` is what streamrl's Python costs, and `apart_over_vllm` what a process for the
 engine core alone gains. `loop_us_per_token` is the processor time of the generator's event loop,
-which holds up the engine's thread: all that an engine in another process could save.
+during which the engine's thread may wait for the interpreter lock.
 """
 
 import argparse

@@ -267,7 +267,8 @@ def make_deepspeed_config(module: "PreTrainedModel", config: "TrainerConfig") ->
     if module.dtype == torch.bfloat16:
         settings["bf16"] = {"enabled": True, "check_grad_overflow": True}
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
-        # In bfloat16 the sum over the ranks, and with stage 1 that over micro-batches, is rounded.
+        # DeepSpeed's default, bfloat16, rounds each rank's gradients before they are summed: with
+        # stage 1 those of all micro-batches of an update, also on a single rank.
         settings["communication_data_type"] = "fp32"
     return settings
 
