@@ -40,10 +40,15 @@ from benchmarks.command import (
 from benchmarks.random_model import MAX_LENGTH, SHAPES, write_model
 from streamrl.distributed.devices import has_local_gpu
 from streamrl.engines.generation.generation_engine import GenerationEngine
-from streamrl.engines.generator_config import GeneratorConfig
-from streamrl.engines.vllm import engine as vllm_engine
-from streamrl.engines.vllm.engine import EngineSpec, VllmEngine
+from streamrl.engines.generator_config import GeneratorConfig, make_engine_args
+from streamrl.engines.vllm.engine import (
+    EngineSpec,
+    VllmEngine,
+    build_vllm_engine,
+    shut_down_engine,
+)
 from streamrl.engines.vllm.environment import make_vllm_env
+from streamrl.engines.vllm.weight_loader import keep_plain_linears
 from streamrl.messages import Prompt, make_rollout_seeds
 
 Result = TypeVar("Result")
@@ -200,7 +205,7 @@ class VllmRunner:
 
     def __init__(self, spec: EngineSpec, *, is_apart: bool = False) -> None:
         self._spec = spec
-        self._engine = _start_apart(spec) if is_apart else vllm_engine.build_vllm_engine(spec)
+        self._engine = _start_apart(spec) if is_apart else build_vllm_engine(spec)
 
     def run_round(self, number: int) -> Round:
         prompts = make_prompts(self._spec.config.max_concurrent_rollouts, number)
@@ -209,15 +214,20 @@ class VllmRunner:
         return Round(num_tokens, time.perf_counter() - started)
 
     def close(self) -> None:
-        vllm_engine.shut_down_engine(self._engine)
+        shut_down_engine(self._engine)
 
 
 def _start_apart(spec: EngineSpec) -> VllmEngine:
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    arguments = vllm_engine._make_engine_args(spec)
-    with vllm_engine._keep_plain_on_cpu():
-        return LLMEngine.from_engine_args(arguments, enable_multiprocessing=True)
+    on_cpu = not has_local_gpu()
+    arguments = make_engine_args(
+        spec.model_path, spec.config, seed=spec.seed, max_length=spec.max_length, on_cpu=on_cpu
+    )
+    # The process of the engine core is forked, and so has plain linear layers as well.
+    with keep_plain_linears() if on_cpu else contextlib.nullcontext():
+        return LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=True)
 
 
 def _sample_all(engine: VllmEngine, spec: EngineSpec, prompts: Sequence[Prompt]) -> int:

@@ -7,7 +7,8 @@ from streamrl.config.run_config import RunConfig
 from streamrl.data.prompts import load_prompt_files
 from streamrl.data.training_files import open_training_files
 from streamrl.dataflow import COST_CRITIC, CRITIC, POLICY, CallKind
-from streamrl.engines.trainer_config import OFFLOAD
+from streamrl.engines.activation_sizes import CHUNK_TOKENS, GATED_LAYER_VALUES
+from streamrl.engines.trainer_config import LIVE_ELEMENTS, OFFLOAD
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_model_length
 from streamrl.placement.clusters import Cluster
@@ -28,6 +29,7 @@ from streamrl.rewards.kinds.model import ModelOptions
 
 CRITIC_ROLES = (CRITIC, COST_CRITIC)
 REWARD_ROLES = ("reward", "cost")
+FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,8 @@ def build_run_constants(
     """Return cost constants adapted to a run's settings and to streamrl's own use of memory.
 
     In a colocated run the generator's weights and KV cache stay on the device while others compute;
-    on a GPU the served weights are a separate copy. Raises ConfigError if max_concurrent_rollouts
+    on a GPU the served weights are a separate copy. Training in bfloat16 takes as much memory as
+    `streamrl.engines.memory.memory_model` estimates. Raises ConfigError if max_concurrent_rollouts
     exceeds the planner's range.
     """
     max_running, limit = config.generator.max_concurrent_rollouts, UPPER_BOUNDS["max_running"]
@@ -205,13 +208,25 @@ def build_run_constants(
             f" {limit:.0f}"
         )
     has_offload = on_gpu and config.trainer.gradient_checkpointing == OFFLOAD
+    if on_gpu:
+        # Of AdamW: square roots of second moments.
+        constants = replace(
+            constants,
+            raw_gradient_bytes=constants.weight_bytes,
+            head_gradient_bytes=FLOAT32_BYTES + constants.weight_bytes,
+            update_bytes=FLOAT32_BYTES,
+        )
     return replace(
         constants,
         max_running=max_running,
         recompute=bool(config.trainer.gradient_checkpointing),
         updates_on_host=on_gpu and config.trainer.offload_optimizer,
         scores_from_host=on_gpu and config.scorer.offload,
+        versions_on_device=on_gpu and config.weights.on_device,
         checkpoint_bytes=constants.checkpoint_bytes * (not has_offload),
+        gathered_params=LIVE_ELEMENTS,
+        mlp_bytes=GATED_LAYER_VALUES[1] * constants.weight_bytes,
+        logit_tokens=CHUNK_TOKENS,
         keeps_served=True,
         aliases_served=not on_gpu,
         keeps_kv=True,

@@ -33,6 +33,9 @@ LR_SCHEDULES = (
 """Names of transformers' schedules except reduce_lr_on_plateau, which needs an evaluation loss."""
 BUCKET_ELEMENTS = 50_000_000
 """DeepSpeed's reduce bucket, allocated in full even for small models: a tenth of its default."""
+LIVE_ELEMENTS = 1_000_000_000
+"""Elements of parameters that ZeRO stage 3 keeps gathered: DeepSpeed's stage3_max_live_parameters
+and stage3_max_reuse_distance."""
 
 GRADIENT_SHARDING_STAGE = 2
 PARAMETER_SHARDING_STAGE = 3

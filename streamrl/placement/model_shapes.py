@@ -102,6 +102,12 @@ class ModelShape:
         return 3 * self.hidden * self.intermediate
 
     @property
+    def token_mlp_width(self) -> int:
+        """Width of a token's MLP in most layers: of all experts that it passes through."""
+        experts = self.experts_per_token + self.shared_experts
+        return self.intermediate * (experts if self.experts else 1)
+
+    @property
     def routed_params(self) -> int:
         return self.moe_layers * self.experts * self.expert_params
 

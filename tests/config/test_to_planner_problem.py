@@ -1,6 +1,7 @@
 """Conversion between a config, a planner problem and a placement."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,12 +19,15 @@ from streamrl.config.to_planner_problem import (
     build_run_constants,
 )
 from streamrl.dataflow import CallKind
+from streamrl.engines.trainer_config import LIVE_ELEMENTS
 from streamrl.errors import ConfigError
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.constructors import placement_from_meshes, placement_from_ratios
 from streamrl.placement.costs.constants import CostConstants
+from streamrl.placement.costs.cost_model import CostModel
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.placement.problem import CallMemory
 from streamrl.placement.run_options import RunOptions
 from streamrl.placement.workload import FixedLength
 from streamrl.resharding.grids import RankGrid
@@ -70,6 +74,59 @@ def test_lora_is_planned_as_adapters_on_frozen_layers():
     calls = {call.role: call for call in config.dataflow.calls if call.kind is CallKind.TRAIN}
     assert rules(calls["policy"], RankGrid(1, 2, 2)) == ()
     assert rules(calls["policy"], RankGrid(1, 1, 4)) and rules(calls["critic"], RankGrid(1, 2, 2))
+
+
+GIB = 1 << 30
+MEASURED_GIB = {
+    # Micro-batch tokens, gradient checkpointing, offload of the optimizer: peak on a GPU.
+    ("qwen2.5-1.5b", 4096, False, False): 41.0,
+    ("qwen2.5-1.5b", 16384, False, False): 74.3,
+    # Here the update has the peak.
+    ("qwen2.5-1.5b", 4096, True, False): 34.6,
+    ("qwen2.5-1.5b", 32768, True, False): 34.6,
+    ("qwen2.5-1.5b", 16384, True, True): 16.8,
+    ("qwen2.5-3b", 4096, True, False): 69.0,
+}
+"""Of ZeRO 1 in bfloat16: docs/gpus.md."""
+COUNTED_GIB = {
+    ("qwen2.5-7b", 16384, True): 9.3,
+    ("qwen2.5-7b", 16384, "offload"): 6.3,
+    ("qwen2.5-32b", 32768, True): 28.7,
+    ("qwen2.5-32b", 32768, "offload"): 8.7,
+}
+"""Peaks beside the parameters, whose gradients are freed as ZeRO 3 does: docs/gpus.md."""
+
+
+def predict_training_memory(model: str, tokens: int, zero_stage: int, **trainer: Any) -> CallMemory:
+    """Return the memory of a trainer on a GPU, for micro-batches of `tokens`."""
+    settings = [f"trainer.{name}={str(value).lower()}" for name, value in trainer.items()]
+    config = recipe("grpo", f"pipeline.micro_batch_tokens={tokens}", *settings)
+    models = dict.fromkeys(config.dataflow.calls_by_role, model)
+    models = {role: name for role, name in models.items() if role in SIZES}
+    problem = build_planner_problem(
+        config, Cluster.from_text("8xH100"), PlannerRequest(20, models, FixedLength(tokens))
+    )
+    costs = CostModel(problem, build_run_constants(config, CostConstants(), on_gpu=True))
+    size = 8 if zero_stage == 3 else 1
+    train = CallAssignment(Mesh(0, size), RankGrid(1, 1, size), zero_stage)
+    return costs.predict_memory(Placement({"train": train}))["train"]
+
+
+@pytest.mark.parametrize("case", MEASURED_GIB, ids=str)
+def test_planned_memory_of_training_is_as_measured_on_a_gpu(case: tuple[str, int, bool, bool]):
+    model, tokens, checkpointing, offload = case
+    planned = predict_training_memory(
+        model, tokens, 1, gradient_checkpointing=checkpointing, offload_optimizer=offload
+    )
+    assert planned.peak_bytes / GIB == pytest.approx(MEASURED_GIB[case], rel=0.05)
+
+
+@pytest.mark.parametrize("case", COUNTED_GIB, ids=str)
+def test_planned_activations_are_as_counted(case: tuple[str, int, bool | str]):
+    model, tokens, checkpointing = case
+    planned = predict_training_memory(model, tokens, 3, gradient_checkpointing=checkpointing)
+    gathered = 2 * LIVE_ELEMENTS / GIB
+    assert 0.95 < (planned.active_bytes / GIB - gathered) / COUNTED_GIB[case] < 1.55
 
 
 def test_too_many_concurrent_rollouts_for_the_planner_name_the_setting():

@@ -12,9 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Parameter
 
+from streamrl.engines.activation_sizes import (
+    CHUNK_TOKENS,
+    LAYER_VALUES_PER_TOKEN,
+    count_layer_values,
+)
 from streamrl.engines.dtypes import TORCH_DTYPES, resolve_trainer_dtype
 from streamrl.engines.generator_config import KV_CACHE_MB_ON_CPU, GeneratorConfig
-from streamrl.engines.models.chunked_head import CHUNK_TOKENS
 from streamrl.engines.models.decoder_layers import iter_layers
 from streamrl.engines.models.forward import load_skeleton
 from streamrl.engines.models.lora import count_trained_params
@@ -25,6 +29,7 @@ from streamrl.engines.models.vocabulary_parallel import (
 )
 from streamrl.engines.trainer_config import (
     BUCKET_ELEMENTS,
+    LIVE_ELEMENTS,
     OFFLOAD,
     PARAMETER_SHARDING_STAGE,
     TrainerConfig,
@@ -41,13 +46,6 @@ ZERO3_SUB_GROUP_ELEMENTS = 1_000_000_000
 """DeepSpeed's default sub_group_size of stage 3: elements per optimizer call."""
 MOMENT_BYTES = 2 * FLOAT32_BYTES
 """AdamW's two float32 moments, bytes per trained element."""
-LAYER_VALUES_PER_TOKEN = 17
-"""Activations per layer and token that the backward pass needs, in units of the hidden size:
-arXiv 2205.05198 without the attention scores."""
-GATED_LAYER_VALUES = (11, 4)
-"""The same of a layer with RMSNorm and a gated MLP, in units of the hidden size and of the MLP's
-intermediate size: float32 copies in the norms; gate, its activation, up and their product. On a GPU
-1.5 B parameters take 10.6 hidden sizes besides the latter."""
 LOGIT_VALUES_PER_TOKEN = 5
 """Vocabulary-sized float32 vectors per token of a chunk through the head: logits in the model's
 dtype, logits over temperature, and temporaries of softmax, entropy and gradient."""
@@ -91,8 +89,9 @@ def estimate_worker_memory(
         optimizer, update = 0, 0
         if trainer.zero_stage < PARAMETER_SHARDING_STAGE:
             # As measured: gradients leave in the backward pass, and an update holds two float32
-            # copies of the rank's shard.
+            # copies of the rank's shard, and the new weights.
             gradients, update = 0, 2 * FLOAT32_BYTES * -(-trained // trainer.world_size)
+            update += trained * itemsize
         transient = replace(transient, update=update)
     kv_mb = generator.kv_cache_mb or (0 if on_gpu else KV_CACHE_MB_ON_CPU)
     micro_batch_tokens = -(-micro_batch_tokens // trainer.sequence_parallel)
@@ -155,7 +154,7 @@ def _count_local_elements(
     if not trainer.has_sharded_params:
         return elements, 0
     if trainer.backend != "torch":
-        return elements // trainer.world_size, elements
+        return elements // trainer.world_size, min(elements, LIVE_ELEMENTS)
     layers = [_count_elements(layer.parameters()) for layer in iter_layers(module)]
     local, tensor_parallel = elements, trainer.tensor_parallel
     if tensor_parallel > 1:
@@ -210,7 +209,7 @@ def _estimate_token_bytes(
     config = module.config.get_text_config()
     layers, hidden = config.num_hidden_layers, config.hidden_size
     if not trainer.gradient_checkpointing:
-        saved = layers * _count_layer_values(config)
+        saved = layers * count_layer_values(hidden, _find_intermediate_size(config))
     else:
         has_offload = on_gpu and trainer.gradient_checkpointing == OFFLOAD
         saved = hidden * (LAYER_VALUES_PER_TOKEN + layers * (not has_offload))
@@ -218,16 +217,13 @@ def _estimate_token_bytes(
     return int(saved * itemsize)
 
 
-def _count_layer_values(config: Any) -> int:
-    """Count the elements per token that a layer's backward pass needs without checkpointing."""
+def _find_intermediate_size(config: Any) -> int:
+    """Return the width of a token's MLP: of all experts that it passes through."""
     fields = config.to_dict()
     intermediate = fields.get("intermediate_size") or 0
-    if fields.get("num_experts_per_tok"):
-        expert = fields.get("moe_intermediate_size") or intermediate
-        intermediate = expert * fields["num_experts_per_tok"]
-    per_hidden, per_intermediate = GATED_LAYER_VALUES
-    gated = per_hidden * config.hidden_size + per_intermediate * intermediate
-    return max(LAYER_VALUES_PER_TOKEN * config.hidden_size, gated)
+    if experts := fields.get("num_experts_per_tok"):
+        return int(experts * (fields.get("moe_intermediate_size") or intermediate))
+    return int(intermediate)
 
 
 def _estimate_head_bytes(module: "PreTrainedModel", trainer: TrainerConfig, tokens: int) -> int:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from streamrl.algorithms.math.losses import entropy_from_logits
+from streamrl.engines.activation_sizes import CHUNK_TOKENS
 from streamrl.engines.models.chunked_gradients import compute_chunk_gradients
 from streamrl.engines.models.packed_rows import RowLayout, unwrap_engine
 from streamrl.engines.models.vocabulary_parallel import (
@@ -29,9 +30,6 @@ from streamrl.engines.models.vocabulary_parallel import (
     VocabularyRows,
     find_head_name,
 )
-
-CHUNK_TOKENS = 1024
-"""Tokens for which logits over the vocabulary exist at the same time."""
 
 EntropyMode = Literal["none", "value", "gradient"]
 ChunkScorer = Callable[[Tensor, Tensor], Tensor]

@@ -18,17 +18,22 @@ from streamrl.placement.problem import CallMemory
 
 GATHERED_LAYERS = 2
 """With ZeRO stage 3, one layer computes while the next is gathered."""
+NARROW_MLP = 1.5
+"""Width of an MLP, in hidden widths, whose activations `activation_bytes` includes."""
 KV_BLOCK_TOKENS = 128
 """Tokens of a KV cache block of vLLM on a CPU; blocks on a GPU are smaller."""
 
 
 @dataclass(frozen=True)
 class TrainStateBytes:
-    """Bytes per device of a trained model: weights, gradients, optimizer state."""
+    """Bytes per device of a trained model: weights, gradients, optimizer state, and what an
+    update needs besides.
+    """
 
     weights: float
     gradients: float
     optimizer: float
+    update: float
 
     @classmethod
     def from_call_cost(cls, cost: CallCost) -> "TrainStateBytes":
@@ -40,13 +45,20 @@ class TrainStateBytes:
 
         # Adapters are held beside the frozen weights.
         copies = 1 + trained_fraction if cost.shape.adapter_params else 1
+        gradient, optimizer = constants.gradient_bytes, constants.optimizer_bytes
+        update = constants.update_bytes
+        if constants.updates_on_host:
+            # As DeepSpeed: before stage 3 gradients leave in the backward pass, and an update holds
+            # two float32 copies of the shard.
+            is_whole = stage < SHARDS_PARAMETERS
+            gradient, optimizer, update = gradient * (not is_whole), 0, 2 * update * is_whole
+        if stage == SHARDS_OPTIMIZER and cost.tp_size == 1:
+            gradient += constants.raw_gradient_bytes
         return cls(
             share(constants.weight_bytes * copies, SHARDS_PARAMETERS),
-            share(constants.gradient_bytes * trained_fraction, SHARDS_GRADIENTS),
-            share(
-                constants.optimizer_bytes * trained_fraction * (not constants.updates_on_host),
-                SHARDS_OPTIMIZER,
-            ),
+            share(gradient * trained_fraction, SHARDS_GRADIENTS),
+            share(optimizer * trained_fraction, SHARDS_OPTIMIZER),
+            share(update * trained_fraction, SHARDS_OPTIMIZER),
         )
 
     @property
@@ -69,11 +81,15 @@ def train_memory(cost: CallCost, *, offload_idle: bool = False) -> CallMemory:
     """
     state = TrainStateBytes.from_call_cost(cost)
     resident = state.compute_resident_bytes(cost.constants) if offload_idle else state.total_bytes
-    active = _compute_activation_bytes(cost) + state.total_bytes - resident
+    activations = _compute_activation_bytes(cost)
+    if cost.assignment.zero_stage >= SHARDS_GRADIENTS:
+        # Reduced in buckets, gradients never exist as a whole, except for that of the head.
+        activations += _count_head_params(cost) * cost.constants.head_gradient_bytes
     if cost.assignment.zero_stage >= SHARDS_PARAMETERS and cost.dp_size > 1:
-        layer = cost.device_params * cost.pp_size / cost.shape.layers
-        active += GATHERED_LAYERS * layer * cost.constants.weight_bytes
-    return CallMemory(resident, active)
+        layers = GATHERED_LAYERS * cost.device_params * cost.pp_size / cost.shape.layers
+        gathered = max(layers, min(cost.device_params, cost.constants.gathered_params))
+        activations += gathered * cost.constants.weight_bytes
+    return CallMemory(resident, max(activations, state.update) + state.total_bytes - resident)
 
 
 def _compute_activation_bytes(cost: CallCost) -> float:
@@ -84,13 +100,21 @@ def _compute_activation_bytes(cost: CallCost) -> float:
     constants, shape = cost.constants, cost.shape
     micro_batches, tokens = count_rank_micro_batches(cost), find_max_train_tokens(cost)
     layers = shape.layers / cost.pp_size * min(cost.pp_size, micro_batches)
-    width = tokens * shape.hidden
-    layer = width * constants.activation_bytes / cost.tp_size
+    width, layer = tokens * shape.hidden, _compute_layer_bytes(cost, tokens)
     if constants.recompute:
         return (
             layers * width * constants.checkpoint_bytes + layer + _compute_logit_bytes(cost, tokens)
         )
     return layers * layer + _compute_logit_bytes(cost, tokens)
+
+
+def _compute_layer_bytes(cost: CallCost, tokens: float) -> float:
+    constants, shape = cost.constants, cost.shape
+    values = shape.hidden * constants.activation_bytes
+    if not constants.recompute or shape.experts or cost.tp_size > 1:
+        wider = max(0.0, shape.token_mlp_width - NARROW_MLP * shape.hidden)
+        values += wider * constants.mlp_bytes
+    return tokens * values / cost.tp_size
 
 
 def find_max_train_tokens(cost: CallCost) -> float:
@@ -100,9 +124,15 @@ def find_max_train_tokens(cost: CallCost) -> float:
     return min(tokens, cost.workload.micro_batch_tokens)
 
 
+def _count_head_params(cost: CallCost) -> float:
+    """Return the trained parameters of the output head on a device."""
+    is_trained = not (cost.shape.adapter_params or cost.shape.has_scalar_head)
+    return cost.shape.hidden * cost.shape.vocab / cost.tp_size * is_trained
+
+
 def _compute_logit_bytes(cost: CallCost, tokens: float) -> float:
     entries = 1 if cost.shape.has_scalar_head else cost.shape.vocab / cost.tp_size
-    return tokens * entries * cost.constants.logit_bytes
+    return min(tokens, cost.constants.logit_tokens) * entries * cost.constants.logit_bytes
 
 
 def score_active_bytes(cost: CallCost) -> float:

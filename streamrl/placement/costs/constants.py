@@ -51,14 +51,17 @@ UPPER_BOUNDS = {
     "expert_rows": 1e6,
     "stage_micro_batches": 1e3,
     "score_tokens": 1e9,
+    "logit_tokens": 1e9,
+    "gathered_params": 1e12,
     # Bytes: per element, per parameter and per token.
     **dict.fromkeys(("weight_bytes", "gradient_bytes", "reduced_bytes"), 64.0),
     **dict.fromkeys(("served_bytes", "kv_bytes", "optimizer_bytes"), 64.0),
-    **dict.fromkeys(("activation_bytes", "checkpoint_bytes", "logit_bytes"), 1e3),
+    **dict.fromkeys(("raw_gradient_bytes", "head_gradient_bytes", "update_bytes"), 64.0),
+    **dict.fromkeys(("activation_bytes", "mlp_bytes", "checkpoint_bytes", "logit_bytes"), 1e3),
     "column_bytes": 1e6,
     # Booleans.
     **dict.fromkeys(("recompute", "offloads_optimizer", "offloads_weights"), 1.0),
-    **dict.fromkeys(("updates_on_host", "scores_from_host"), 1.0),
+    **dict.fromkeys(("updates_on_host", "scores_from_host", "versions_on_device"), 1.0),
     **dict.fromkeys(("keeps_served", "aliases_served", "keeps_kv"), 1.0),
 }
 """Largest valid values, far above the need of any device; a larger one has a wrong unit."""
@@ -84,6 +87,8 @@ class CostConstants:
       as fast as the link between device and host.
     scores_from_host: whether weights of models that score stay in host memory, and pass to the
       device in every forward pass.
+    versions_on_device: whether a trainer holds the version it sends in device memory, and a
+      follower on other devices the version it loads.
 
     Memory and links.
     decode_memory_fraction: achieved fraction of memory bandwidth when a decode step reads weights
@@ -139,11 +144,20 @@ class CostConstants:
     Bytes.
     weight_bytes, gradient_bytes, optimizer_bytes: per trained parameter; optimizer_bytes include
       master weights.
+    raw_gradient_bytes: per trained parameter, of gradients that ZeRO stage 1 keeps besides their
+      sums.
+    head_gradient_bytes: per parameter of the output head, of its gradient, from ZeRO stage 2 on.
+    update_bytes: per parameter that a device updates, while it does.
+    gathered_params: parameters that ZeRO stage 3 keeps gathered, at least those of two layers.
     reduced_bytes: per gradient element in a reduction.
     activation_bytes: per token, layer and element of the hidden width.
+    mlp_bytes: per token, layer and element by which an MLP is wider than 1.5 hidden widths. With
+      activation checkpointing only of experts and with tensor parallelism: other MLPs compute in
+      chunks.
     checkpoint_bytes: per token, layer and element of the hidden width, with activation
       checkpointing.
     logit_bytes: per token and vocabulary entry.
+    logit_tokens: maximum tokens whose logits exist at the same time.
     served_bytes: per weight of a forward-only model.
     kv_bytes: per element of the KV cache.
     keeps_served: whether weights that follow a trainer on the same devices stay during training;
@@ -161,6 +175,7 @@ class CostConstants:
     recompute: bool = True
     updates_on_host: bool = False
     scores_from_host: bool = False
+    versions_on_device: bool = False
 
     decode_memory_fraction: float = 0.7
     optimizer_memory_fraction: float = 0.7
@@ -208,10 +223,16 @@ class CostConstants:
     weight_bytes: int = 2
     gradient_bytes: int = 4
     optimizer_bytes: int = 12
+    raw_gradient_bytes: int = 0
+    head_gradient_bytes: int = 0
+    update_bytes: int = 0
+    gathered_params: int = 0
     reduced_bytes: int = 4
     activation_bytes: float = 34.0
+    mlp_bytes: float = 0.0
     checkpoint_bytes: float = 2.0
     logit_bytes: float = 8.0
+    logit_tokens: int = 1_000_000_000
     served_bytes: int = 2
     kv_bytes: int = 2
     keeps_served: bool = False
@@ -232,7 +253,7 @@ class CostConstants:
                 raise ConfigError(
                     f"{field.name}={shown}: must be at most {UPPER_BOUNDS[field.name]:g}"
                 )
-        for name in ("max_running", "score_tokens", "stage_micro_batches"):
+        for name in ("max_running", "score_tokens", "logit_tokens", "stage_micro_batches"):
             if vars(self)[name] < 1:
                 raise ConfigError(f"{name}={vars(self)[name]}: must be at least 1")
 

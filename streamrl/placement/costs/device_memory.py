@@ -6,7 +6,7 @@ training unless `CostConstants.keeps_kv` is set, and stays during scoring.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from streamrl.dataflow import CallKind
@@ -38,6 +38,12 @@ class CallFootprint:
     min_kv_bytes: float = 0.0
     step_kv_bytes: float = 0.0
     max_kv_bytes: float = 0.0
+
+    def with_more(self, added: CallMemory) -> "CallFootprint":
+        """Return the footprint of a call that holds `added` besides."""
+        resident = self.memory.resident_bytes + added.resident_bytes
+        active = self.memory.active_bytes + added.active_bytes
+        return replace(self, memory=CallMemory(resident, active))
 
 
 @dataclass(frozen=True)

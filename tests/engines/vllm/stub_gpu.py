@@ -60,7 +60,10 @@ def install_platform() -> None:
 
     platforms.current_platform = platforms._current_platform = StubPlatform()
     import vllm.config.vllm
+    from vllm.model_executor.models import registry
 
+    # To save what it found out about a model's class, vLLM imports kernels.
+    registry._LazyRegisteredModel._save_modelinfo_to_cache = lambda *_: None
     # The CPU build comes without Triton, on which the choice of the model runner depends.
     vllm.config.vllm.HAS_TRITON = True
 

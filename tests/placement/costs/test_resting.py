@@ -62,7 +62,29 @@ def test_an_optimizer_on_the_host_takes_no_device_memory_and_updates_over_the_li
     num_bytes = (2 * 12 + 4 + 2) * params
     assert updates[1] - updates[0] == pytest.approx(num_bytes / HOST - num_bytes / memory)
     held = [m.predict_memory(make_placement())["train"].resident_bytes for m in (plain, on_host)]
-    assert held[0] - held[1] == pytest.approx(12 * params)
+    # Gradients leave as well, of all parameters: stage 1 shards only the optimizer.
+    assert held[0] - held[1] == pytest.approx(12 * params + 4 * SHAPE.num_params)
+
+
+def test_versions_on_devices_take_memory_of_those_who_send_and_load_them():
+    constants = [replace(RESIDENT, versions_on_device=on_device) for on_device in (False, True)]
+    node = CallAssignment(Mesh(0, 8), RankGrid(1, 1, 8))
+    other = replace(node, mesh=Mesh(8, 8))
+    for generators, sent in ((node, 0), (other, 2 * SHAPE.num_params)):
+        placement = Placement({"train": node, "generate": generators, "reference": node})
+        without, with_versions = (
+            CostModel(PROBLEM, each).predict_memory(placement) for each in constants
+        )
+        more = {
+            stage: (
+                with_versions[stage].resident_bytes - without[stage].resident_bytes,
+                with_versions[stage].active_bytes - without[stage].active_bytes,
+            )
+            for stage in placement.assignments
+        }
+        assert more["train"] == (sent, 0)
+        assert more["generate"] == (0, sent)
+        assert more["reference"] == (0, 0)
 
 
 def test_scoring_weights_load_from_the_host_once_a_step():
