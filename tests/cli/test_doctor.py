@@ -86,7 +86,7 @@ def test_problems_that_prevent_a_run_are_listed(changes: dict[str, object], prob
     ("changes", "summary"),
     [
         ({}, "small models on the CPU"),
-        ({**GPU_MACHINE, "gpus": ["H100"]}, "a pipelined run needs two"),
+        ({**GPU_MACHINE, "gpus": ["H100"]}, "colocated runs, which placement.mode=auto chooses if"),
         ({**GPU_MACHINE, "gpus": ["H100"] * 8}, "up to 8"),
     ],
 )
@@ -116,6 +116,10 @@ def test_a_complete_gpu_machine_has_no_problems():
         ({"driver": "520.1", "cuda": "12.8"}, "torch for CUDA 12.8 needs at least 525"),
         ({"cuda": "", "gpus": []}, "torch is the CPU build on a machine with a GPU: make install"),
         ({"gpus": []}, "driver 580.95.05 is loaded, but torch finds no GPU: compare nvidia-smi"),
+        (
+            {"gpus": [], "driver": "", "gpu_error": "OSError: libcudart.so.13"},
+            "torch cannot list the GPUs (OSError: libcudart.so.13): compare nvidia-smi",
+        ),
         ({"compiler": ""}, "no C compiler, which Triton calls at the start: apt install gcc"),
         ({"headers": ""}, "apt install python3.11-dev"),
         ({"shared_memory_gib": 0.0625}, "0.06 GiB of /dev/shm: published weights need the size"),
@@ -156,6 +160,27 @@ def test_the_driver_version_comes_from_proc(tmp_path: Path, text: str, version: 
 def test_a_machine_without_shared_memory_has_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(doctor, "SHARED_MEMORY", tmp_path / "none")
     assert doctor.inspect_machine().shared_memory_gib == 0
+
+
+@pytest.mark.parametrize("error", [OSError, ImportError, RuntimeError])
+def test_broken_cuda_libraries_are_a_problem_not_a_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    error: type[Exception],
+):
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(doctor, "DEVICES", tmp_path)
+    monkeypatch.setattr(doctor, "_read_torch_cuda", lambda: "13.0")
+
+    def list_gpu_names() -> list[str]:
+        raise error("libcudart.so.13:\ncannot open shared object file")
+
+    monkeypatch.setattr(doctor, "list_gpu_names", list_gpu_names)
+    assert main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    wanted = f"({error.__name__}: libcudart.so.13: cannot open shared object file)"
+    assert f"problem     torch cannot list the GPUs {wanted}" in printed
 
 
 def test_a_missing_sandbox_is_reported_but_is_not_a_problem():
