@@ -24,7 +24,12 @@ from streamrl.cli.arguments.staleness_args import (
 )
 from streamrl.cli.output.fit_suggestions import PlanningInputs, suggest_fixes
 from streamrl.cli.output.output_files import check_output_file, write_output_file
-from streamrl.cli.output.plan_report import PlanReport, SimulatedPoint, describe_open_episodes
+from streamrl.cli.output.plan_report import (
+    PlanReport,
+    SimulatedPoint,
+    describe_open_episodes,
+    describe_unused_mode,
+)
 from streamrl.cli.output.text_table import format_count, format_seconds
 from streamrl.config.run_config import RunConfig, config_to_dict, dump_config
 from streamrl.config.to_placement import (
@@ -66,6 +71,10 @@ MAX_REPLAYED_GROUPS = 8192
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "streamrl plan CONFIG [key=value ...] --cluster FILE|8xH100 [options]"
+    parser.epilog = (
+        "Plan chooses the placement: it does not use placement.mode, placement.pools and the"
+        " numbers of devices of the config. `streamrl simulate` estimates the config's own."
+    )
     add_problem_arguments(parser)
     parser.add_argument(
         "--max-staleness",
@@ -175,7 +184,10 @@ def _plan(
     if report.best_row is not None:
         placement = report.best_point.candidate.placement
         timing = costs.predict_timings(placement).generator
-        advice = describe_open_episodes(problem, timing, placement.max_staleness)
+        advice = [
+            *describe_unused_mode(config, placement),
+            *describe_open_episodes(problem, timing, placement.max_staleness),
+        ]
         report = replace(report, advice=advice)
     settings = _write_files(arguments, report, costs) if report.best_row is not None else {}
     return report, settings
@@ -329,9 +341,7 @@ def _make_planned_run(report: PlanReport, costs: CostModel) -> RunConfig:
 def _diff_settings(
     before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, Any]:
-    """Return the settings of `after` that differ, by dotted key with the prefix `
-
-    prefix`."""
+    """Return the settings of `after` that differ, by dotted key. prefix: start of the keys."""
     changed: dict[str, Any] = {}
     for key, value in after.items():
         old = before.get(key)

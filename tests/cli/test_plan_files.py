@@ -1,4 +1,4 @@
-"""Files and numbers that `streamrl plan` and `streamrl simulate` read are bounded."""
+"""Files that `streamrl plan` and `streamrl simulate` read and write; bounds of their numbers."""
 
 import os
 from pathlib import Path
@@ -53,6 +53,58 @@ def test_deep_nesting_is_refused(option: str, tmp_path: Path, capsys: pytest.Cap
     path.write_text(NESTED)
     message = refused(capsys, option, path)
     assert message == "nested too deeply\n" or "exceeded maximum nesting depth" in message
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[1e400, 3]", "inf: must be a whole number"),
+        ("[3.7, 5]", "3.7: must be a whole number"),
+        ("[true]", "True: must be a whole number"),
+        ("[[1]]", "[1]: must be a whole number"),
+        ("1 2 x", "'x': must be a whole number"),
+        ("[0]", "0: must be a whole number, at least 1"),
+        ("[]", "must contain at least one length"),
+        ("[1,", "Expecting value"),
+        ("[" + "9" * 400 + "]", "must be a whole number"),
+        ("3 13", "13 tokens: must be at most generator.max_new_tokens=12"),
+    ],
+)
+def test_a_malformed_lengths_file_is_a_one_line_error(
+    tmp_path: Path, content: str, message: str, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "lengths"
+    path.write_text(content)
+    words = ["--cluster", "8xH100", "--model", "qwen2.5-1.5b", "--prompt-tokens", "20"]
+    error = refusal(capsys, "plan", GRPO, *words, "--lengths", str(path))
+    assert f"--lengths {path}: " in error and message in error
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", ": must be a mapping"),
+        ("3", ": must be a mapping"),
+        ('{"calls": {"train": 3}}', ".calls.train: must be a mapping"),
+        ("{", ": Expecting property name"),
+    ],
+)
+def test_a_malformed_placement_file_is_a_one_line_error(
+    tmp_path: Path, content: str, message: str, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "plan.json"
+    path.write_text(content)
+    error = refusal(capsys, "simulate", *SMALL[:-2], "--placement", str(path))
+    assert f"--placement {path}{message}" in error
+
+
+def test_an_unwritable_output_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    nowhere = str(tmp_path / "no" / "plan.yaml")
+    assert f"-o {nowhere}: No such file" in refusal(capsys, "plan", *SMALL, "-o", nowhere)
+    assert f"--svg {tmp_path}: not a file" in refusal(
+        capsys, "plan", *SMALL, "--svg", str(tmp_path)
+    )
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("option", ["--constants", "--cluster", "--placement"])

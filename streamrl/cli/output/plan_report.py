@@ -16,7 +16,9 @@ from streamrl.cli.output.text_table import (
     format_table,
 )
 from streamrl.config.run_config import RunConfig
+from streamrl.config.to_placement import find_pools
 from streamrl.placement.meshes import Mesh
+from streamrl.placement.placements import Placement
 from streamrl.placement.problem import PlacementEstimate, PlacementProblem
 from streamrl.placement.search.pareto import (
     ExcludedBound,
@@ -86,6 +88,19 @@ def describe_open_episodes(
         f" {episodes.slots:.3g} decode slots are busy;"
         f" environment.open_episodes={math.ceil(useful)} keep"
         f" {episodes.find_running(useful):.3g} busy"
+    ]
+
+
+def describe_unused_mode(config: RunConfig, placement: Placement) -> list[str]:
+    """Return a line if the config sets a placement mode other than the planned placement's."""
+    own, planned = config.placement, find_pools(config.dataflow, placement)
+    if own.mode == "auto" or (
+        planned is not None and (own.mode, own.pools) == (planned.mode, planned.pools)
+    ):
+        return []
+    return [
+        f"placement.mode={own.mode} is not used: plan chooses the placement; `streamrl simulate`"
+        " estimates the config's own"
     ]
 
 
