@@ -69,8 +69,12 @@ def test_the_files_that_start_ray_on_a_cluster_are_well_formed():
     cluster = yaml.safe_load(text)["spec"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         pod = group["template"]["spec"]
-        mounted = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+        (container,) = pod["containers"]
+        mounted = {mount["name"] for mount in container["volumeMounts"]}
         assert mounted == {volume["name"] for volume in pod["volumes"]}
+        names = {variable["name"] for variable in container["env"]}
+        # As in the script for SLURM.
+        assert names == set(re.findall(r"\bRAY_[A-Z_]+(?==)", script))
 
 
 def read_page(name: str) -> str:
