@@ -41,14 +41,14 @@ test: $(STAMP) ## run the quick tests, the linters among them (ARGS="..." goes t
 	$(BASE_MODEL)
 	$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
-test-all: $(STAMP) $(DOCS_STAMP) $(PARITY)/installed $(CHROMIUM) ## run every test, random schedules six times as long
+test-all: $(STAMP) $(DOCS_STAMP) $(PARITY)/installed $(CHROMIUM) ## run every test that needs no GPU, random schedules six times as long
 	$(BASE_MODEL)
 	STREAMRL_TEST_BUDGET=3 $(PYTEST) $(ARGS)
 
 test-chaos: $(STAMP) ## kill -9 every kind of process at every moment of a run; 9 to 11 minutes (SEED=3)
 	$(BIN)/python -m tests.chaos.run_chaos --seed $(SEED) $(ARGS)
 
-gpu-check: $(STAMP) ## check trainer, vLLM, memory, speed, NCCL and resharding on a GPU, 11 minutes (ARGS="--device cpu")
+gpu-check: $(STAMP) ## check trainer, vLLM, memory, speed, NCCL and resharding on a GPU, at most 12 minutes (ARGS="--device cpu")
 	$(BIN)/python scripts/gpu_check.py $(ARGS)
 
 parity: $(PARITY)/installed ## compare our functions with those of verl and TRL (ARGS="--seed 3")

@@ -60,6 +60,7 @@ Measurements = dict[str, Any]
 
 CPU_DEADLINE_FACTOR = 6
 STDERR_CHARS = 1500
+NO_GPU = "torch.cuda.is_available() is False: no GPU, or a driver too old for this PyTorch"
 CASE_PREFIX = '{"case"'
 """Start of a line that reports a case."""
 GIB = 1 << 30
@@ -113,6 +114,12 @@ def main() -> None:
     names = arguments.steps.split(",")
     if unknown := [name for name in names if name not in STEPS]:
         parser.error(f"--steps: no step {', '.join(unknown)}; there are {', '.join(STEPS)}")
+    if arguments.device == "cuda" and not has_gpu():
+        parser.error(f"--device cuda: {NO_GPU}; --device cpu checks this script on small models")
+    try:
+        arguments.out.open("a").close()
+    except OSError as error:
+        parser.error(f"--out {arguments.out}: {error.strerror}")
     failed = []
     for name in names:
         line = run_step(name, arguments.device)
@@ -189,10 +196,8 @@ def read_cases(path: Path) -> dict[str, Measurements]:
 
 def run_child(name: str, device: str) -> None:
     """Run a step or a part of a step; print a line per case."""
-    import torch
-
-    if device == "cuda" and not torch.cuda.is_available():
-        sys.exit("torch.cuda.is_available() is False: no GPU, or a driver too old for this PyTorch")
+    if device == "cuda" and not has_gpu():
+        sys.exit(NO_GPU)
     alias_torch_functions()
     run = STEPS[name].run if name in STEPS else NCCL_PARTS[name]
     for case, measurements in run():
@@ -569,11 +574,11 @@ def import_trainer() -> Measurements:
     begun = time.monotonic()
     import streamrl.engines.training.model_trainer
     import streamrl.weights.buckets  # noqa: F401
-    from streamrl.engines.training.deepspeed_backend import _import_deepspeed
+    from streamrl.engines.training.deepspeed_backend import import_deepspeed
 
     imported = time.monotonic()
     # On a GPU DeepSpeed also probes the compilers, once per kind of kernel.
-    _import_deepspeed()
+    import_deepspeed()
     needless = [name for name in ("ray", "vllm") if name in sys.modules]
     return {
         "ok": not needless,
@@ -1788,7 +1793,7 @@ STEPS: Mapping[str, CheckStep] = {
     "resharding": CheckStep(check_resharding, 60),
     "generator": CheckStep(check_generator, 120, make_generator_env),
 }
-"""Most important first; the deadlines sum to 660 s."""
+"""Most important first; the deadlines sum to less than twelve minutes."""
 
 if __name__ == "__main__":
     main()

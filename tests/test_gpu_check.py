@@ -1,13 +1,17 @@
 """scripts/gpu_check.py in its shortest form: on a CPU."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "gpu_check.py"
+from scripts import gpu_check
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "scripts" / "gpu_check.py"
 
 
 def run_check(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -35,3 +39,35 @@ def test_gpu_check_refuses_unknown_steps(tmp_path: Path):
     done = run_check(tmp_path / "lines.jsonl", "--steps", "machine,warp")
     assert done.returncode == 2
     assert "no step warp; there are machine, losses" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("device", "out", "message"),
+    [
+        ("cuda", "lines.jsonl", "--device cuda: torch.cuda.is_available() is False"),
+        ("cpu", "no/lines.jsonl", "--out no/lines.jsonl: No such file or directory"),
+        ("cpu", ".", "--out .: Is a directory"),
+    ],
+)
+def test_gpu_check_refuses_a_missing_gpu_and_an_unwritable_output_before_the_first_step(
+    device: str,
+    out: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--device", device, "--out", out])
+    monkeypatch.setattr(gpu_check, "has_gpu", lambda: False)
+    monkeypatch.setattr(gpu_check, "run_step", lambda *_: pytest.fail("a step has run"))
+    with pytest.raises(SystemExit) as end:
+        gpu_check.main()
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_deadlines_of_gpu_check_sum_to_at_most_the_minutes_that_make_names():
+    line = re.search(r"^gpu-check:.*at most (\d+) minutes", (ROOT / "Makefile").read_text(), re.M)
+    assert line is not None
+    assert sum(step.deadline_s for step in gpu_check.STEPS.values()) <= 60 * int(line[1])

@@ -40,10 +40,10 @@ def run_rank(
     rank: int, model_path: str, small_path: str, ports: Sequence[int]
 ) -> dict[str, dict[str, float]]:
     """Return a rank's measurements by case, after a warm-up with a small model."""
-    from streamrl.engines.training.deepspeed_backend import _import_deepspeed
+    from streamrl.engines.training.deepspeed_backend import import_deepspeed
 
     release_large_blocks_eagerly()  # as a worker with a memory budget does
-    _import_deepspeed()
+    import_deepspeed()
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     results = {}
     split, sharded, *other_cases = TWO_RANK_CASES

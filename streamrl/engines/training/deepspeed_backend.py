@@ -55,7 +55,7 @@ class DeepSpeedBackend(TrainingBackend):
         weights: StoredWeights | None = None,
     ) -> None:
         super().__init__(module, config)
-        self._deepspeed = _import_deepspeed()
+        self._deepspeed = import_deepspeed()
         self._deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False)
         settings = make_deepspeed_config(module, config)
         if weights is not None:
@@ -273,7 +273,7 @@ def make_deepspeed_config(module: "PreTrainedModel", config: "TrainerConfig") ->
     return settings
 
 
-def _import_deepspeed() -> Any:
+def import_deepspeed() -> Any:
     """Import DeepSpeed with its slow or noisy parts turned off."""
     if not has_local_gpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
