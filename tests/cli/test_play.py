@@ -19,6 +19,9 @@ def solve(messages, tools):
 def number(messages, tools):
     return 3
 
+def leave(messages, tools):
+    exit()
+
 def unnamed():
     return ""
 """
@@ -137,6 +140,7 @@ def test_an_environment_that_raises_fails_the_command_with_its_line(play):
         (["guess.py", "--policy", "policies.py:none"], "--policy=policies.py:none: not in"),
         (["guess.py", "--policy", "policies.py:unnamed"], "write it as unnamed(messages, tools)"),
         (["guess.py", "--policy", "policies.py:number"], "returned 3; a policy returns text"),
+        (["guess.py", "--policy", "policies.py:leave"], "policies.py:12: SystemExit"),
     ],
 )
 def test_bad_input_is_refused_with_one_line(play, words, message):

@@ -35,7 +35,8 @@ def load_option_function(
             return code.function(*arguments)
         except lets_through:
             raise
-        except Exception as error:
+        # SystemExit too: a user's function may call exit().
+        except (Exception, SystemExit) as error:
             raise EpisodeError(f"{setting}={code.describe_error(error)}") from error
 
     return call

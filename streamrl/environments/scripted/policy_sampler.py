@@ -89,7 +89,8 @@ def load_policy(reference: str, *, setting: str) -> Policy:
     async def policy(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> PolicyReply:
         try:
             reply = code.function(messages, tools)
-        except Exception as error:
+        # SystemExit too: a user's function may call exit().
+        except (Exception, SystemExit) as error:
             raise ConfigError(f"{setting}={code.describe_error(error)}") from error
         _check_reply(reply, code, setting)
         return reply  # type: ignore[no-any-return]

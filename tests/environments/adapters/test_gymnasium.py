@@ -113,6 +113,8 @@ def describe(observation, game):
 def read(text, game):
     if text == "bug":
         return undefined
+    if text == "leave":
+        exit()
     if not text.isdigit():
         raise ValueError("Digits, please.")
     return int(text)
@@ -125,6 +127,8 @@ def read(text, game):
     ]
     with pytest.raises(EpisodeError, match=rf"actions=read at {path}:7: NameError"):
         play(lake, "bug")
+    with pytest.raises(EpisodeError, match=rf"actions=read at {path}:9: SystemExit"):
+        play(lake, "leave")
 
 
 def test_named_actions_of_continuous_spaces_are_lists():
