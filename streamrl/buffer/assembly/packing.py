@@ -1,4 +1,4 @@
-"""Sequence packing: assign rollouts to micro-batches and micro-batches to ranks.
+"""Packing: assign rollouts to micro-batches and micro-batches to ranks.
 
 Pure: lengths in, plans out. A micro-batch is padded to its longest rollout, so its cost is
 rows * longest, and rollouts of similar length go together. All ranks take part in every round
