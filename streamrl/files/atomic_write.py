@@ -92,12 +92,12 @@ def sync_and_rename(partial: Path, final: Path) -> None:
     """Fsync a finished file, or a directory with its contents, then rename `partial` to `final`."""
     contents = partial.rglob("*") if partial.is_dir() else ()
     for path in (*contents, partial):
-        _fsync_path(path)
+        fsync_path(path)
     partial.replace(final)
-    _fsync_path(final.parent)
+    fsync_path(final.parent)
 
 
-def _fsync_path(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -24,13 +24,12 @@ from streamrl.buffer.log.segment_file import (
     RecordPosition,
     encode_header,
     encode_record,
-    fsync_path,
     get_segment_path,
     list_segments,
     wrap_journal_errors,
 )
 from streamrl.errors import ConfigError, JournalError, NoSpaceError
-from streamrl.files.atomic_write import NO_SPACE
+from streamrl.files.atomic_write import NO_SPACE, fsync_path
 
 _ClockFunction = Callable[[], float]
 MAX_POST_DELAY_S = 0.05

@@ -30,7 +30,7 @@ from streamrl.buffer.encoding.column_codec import (
     split_pieces,
 )
 from streamrl.errors import JournalError
-from streamrl.files.atomic_write import open_new_file, wrap_os_errors
+from streamrl.files.atomic_write import fsync_path, open_new_file, wrap_os_errors
 from streamrl.files.bounded_read import open_regular_file, parse_json
 
 MAGIC = b"\x93srlj\n"
@@ -293,11 +293,3 @@ def write_segment(path: Path, records: Iterable[JournalRecord]) -> None:
     with SegmentWriter(path) as file:
         for record in records:
             file.write(record)
-
-
-def fsync_path(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -21,6 +21,7 @@ from streamrl.engines.models.forward import (
     load_value_skeleton,
 )
 from streamrl.engines.models.packed_rows import explain_padding
+from streamrl.engines.models.tensor_parallel_support import EXPERT_COUNT_KEYS
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import (
     LAYER_NUMBER_PATTERN,
@@ -37,7 +38,6 @@ UNTRAINED_TENSORS = re.compile(
     rf"{RECOMPUTED_TENSORS.pattern}|(^|\.)mtp[_.]|^(score|v_head|value_head)\.|vision|visual"
 )
 """Names of tensors that training ignores: recomputed buffers, MTP layers, value heads, vision."""
-EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 ADAPTER_FILE = "adapter_config.json"
 FLOAT_DTYPES = ("F16", "BF16", "F32", "F64")
 """safetensors dtypes of weights that are not quantized."""
