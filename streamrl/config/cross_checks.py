@@ -301,9 +301,9 @@ def _check_critic(config: "RunConfig") -> None:
 def _check_columns(config: "RunConfig") -> None:
     """Raise ConfigError if the algorithm requires a column that no stage produces."""
     try:
-        # Raises for a column that no stage produces.
         config.dataflow  # noqa: B018
-    except (AlgorithmError, ValueError) as error:
+    # The error of a dataflow with a column that no stage produces.
+    except ValueError as error:
         raise ConfigError(str(error)) from error
 
 
@@ -314,7 +314,8 @@ def check_algorithm(config: "RunConfig") -> None:
 
     try:
         dry_run_algorithm(config.algorithm.spec, config.algorithm_settings)
-    except (AlgorithmError, ValueError) as error:
+    # The dry run raises no other error: it names the algorithm in each.
+    except AlgorithmError as error:
         raise ConfigError(str(error)) from error
     if config.algorithm.spec is ALGORITHMS.get(config.algorithm.name):
         config.algorithm.check_unused_settings(

@@ -319,7 +319,8 @@ def _load_on_meta(path: str, shapes: TensorShapes, *, is_served: bool) -> str:
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-    except ConfigError:
+    # Without memory, the config is not at fault.
+    except (ConfigError, MemoryError):
         raise
     except Exception as error:  # noqa: BLE001 - model classes raise any type for wrong settings
         return _explain_load_failure(error, "policy" if is_served else "critic")

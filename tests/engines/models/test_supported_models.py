@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from streamrl.engines.models import supported_models
 from streamrl.engines.models.lora import check_lora_targets
 from streamrl.engines.models.supported_models import (
     check_model_support,
@@ -388,3 +389,16 @@ def test_an_adapter_beside_the_weights_is_rejected(tmp_path: Path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"adapter_config\.json: .* move it elsewhere"):
         check_model_support(path, "auto")
+
+
+def test_a_lack_of_memory_is_not_reported_as_a_wrong_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = write(tmp_path, "gpt2")
+
+    def load_skeleton(_: str) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(supported_models, "load_skeleton", load_skeleton)
+    with pytest.raises(MemoryError):
+        check_weight_files(path, "model.path")
