@@ -197,8 +197,8 @@ def build_run_constants(
     """Return cost constants adapted to a run's settings and to streamrl's own use of memory.
 
     In a colocated run the generator's weights and KV cache stay on the device while others compute;
-    on a GPU the served weights are a separate copy. Training in bfloat16 takes as much memory as
-    `streamrl.engines.memory.memory_model` estimates. Raises ConfigError if max_concurrent_rollouts
+    on a GPU the served weights are a separate copy. Training in bfloat16 takes the memory
+    that was measured on a GPU (docs/gpus.md). Raises ConfigError if max_concurrent_rollouts
     exceeds the planner's range.
     """
     max_running, limit = config.generator.max_concurrent_rollouts, UPPER_BOUNDS["max_running"]
