@@ -1341,7 +1341,7 @@ def offload_and_restore(
         "bits_equal": same,
         "state_gib": state_gib,
         "rounds": rounds,
-        "pinned": read_pinned_memory(),
+        "pinned_gib": count_pinned_gib(),
     }
     del trainer
     free_memory()
@@ -1355,14 +1355,11 @@ def measure_free_gib() -> float:
     return torch.cuda.mem_get_info()[0] / GIB if has_gpu() else 0.0
 
 
-def read_pinned_memory() -> Measurements:
-    """Read the pinned memory that torch holds, GiB; empty if this torch has no such counter."""
-    import torch
+def count_pinned_gib() -> float:
+    """Return the pinned memory that offloads keep for the next one, GiB; 0 on a CPU."""
+    from streamrl.weights.pinned_memory import FREE_BLOCKS
 
-    if not has_gpu() or not hasattr(torch.cuda, "host_memory_stats"):
-        return {}
-    stats = torch.cuda.host_memory_stats()
-    return {name: n / GIB for name, n in stats.items() if name.endswith("bytes.current")}
+    return sum(size * len(blocks) for size, blocks in FREE_BLOCKS.items()) / GIB
 
 
 # --- Step: weights --------------------------------------------------------------------------------

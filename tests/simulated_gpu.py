@@ -9,6 +9,7 @@ Stricter than a GPU: indices and masks must be on the device, where CUDA would c
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -181,6 +182,10 @@ class GpuModule:
 
     def synchronize(self) -> None:
         pass
+
+    def cudart(self) -> SimpleNamespace:
+        """Return the functions of CUDA's runtime; any memory can be pinned."""
+        return SimpleNamespace(cudaHostRegister=lambda address, num_bytes, flags: 0)
 
     def empty_cache(self) -> None:
         pass

@@ -1,23 +1,61 @@
 """Pinned host memory, which a GPU reads and writes several times as fast as other memory.
 
-Without a GPU it is ordinary memory.
+Without a GPU it is ordinary memory. torch's allocator of pinned memory is not used: it rounds each
+block up to a power of two, so that the copy of a model takes up to twice its size.
 """
 
 import mmap
 import os
 import weakref
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from streamrl.distributed.devices import has_local_gpu, pin_host_memory, unpin_host_memory
 from streamrl.messages import Array
 
+FREE_BLOCKS: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
+"""Pinned memory whose arrays are gone, by size in bytes. It is kept, because pinning takes as long
+as a copy, and versions of a model need the same sizes again."""
+
 
 def allocate_pinned(num_bytes: int) -> Array:
-    """Return uint8 [num_bytes] of any contents; pinned if the process has a GPU."""
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=has_local_gpu()).numpy()
+    """Return uint8 [num_bytes] of any contents; pinned if the process has a GPU and can pin it.
+
+    Takes the exact size, and a free block of this size first. Raises RuntimeError, as torch does,
+    if memory is short.
+    """
+    if not has_local_gpu():
+        return torch.empty(num_bytes, dtype=torch.uint8).numpy()
+    free_blocks = FREE_BLOCKS[num_bytes]
+    try:
+        block = free_blocks.pop()
+    except IndexError:
+        block = _map_pinned(num_bytes)
+    memory = np.frombuffer(block, np.uint8, num_bytes)
+    weakref.finalize(memory, free_blocks.append, block).atexit = False
+    return memory
+
+
+def copy_to_pinned(tensor: Tensor) -> Tensor:
+    """Return a contiguous copy of a tensor in the memory of `allocate_pinned`."""
+    memory = torch.from_numpy(allocate_pinned(tensor.nbytes))
+    return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def _map_pinned(num_bytes: int) -> mmap.mmap:
+    """Map anonymous memory and pin it, if that is possible."""
+    try:
+        block = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE)
+    except OSError as error:
+        raise RuntimeError(f"{num_bytes} bytes of host memory: {error.strerror}") from error
+    # A fork would let the process write to a copy of a page while the GPU uses the first.
+    block.madvise(mmap.MADV_DONTFORK)
+    pin_host_memory(np.frombuffer(block, np.uint8).ctypes.data, len(block))
+    return block
 
 
 class PinnedFile:

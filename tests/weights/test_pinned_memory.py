@@ -1,7 +1,9 @@
 """Pinned memory, with CUDA's registration replaced by a record of what is pinned."""
 
 import gc
+from collections import defaultdict
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,10 +12,12 @@ import pytest
 import torch
 
 from streamrl.distributed import devices
+from streamrl.engines.training.optimizer_offload import CpuOffload
 from streamrl.messages import Array
-from streamrl.weights import WeightManifest
+from streamrl.weights import WeightManifest, pinned_memory
 from streamrl.weights.bucket_memory import copy_to_host
 from streamrl.weights.buckets import publish_version, unpack_tensors
+from streamrl.weights.pinned_memory import allocate_pinned, copy_to_pinned
 from streamrl.weights.transports import shared_memory
 from streamrl.weights.transports.shared_memory import (
     HEADER_BYTES,
@@ -49,11 +53,13 @@ class StandInCuda:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInCuda]:
     cuda = StandInCuda()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
-    for module in (devices, shared_memory):
+    for module in (devices, shared_memory, pinned_memory):
         monkeypatch.setattr(module, "has_local_gpu", lambda: True)
+    monkeypatch.setattr(pinned_memory, "FREE_BLOCKS", defaultdict(list))
     yield cuda
     gc.collect()
-    assert not cuda.pinned
+    kept = [size for size, blocks in pinned_memory.FREE_BLOCKS.items() for _ in blocks]
+    assert sorted(cuda.pinned.values()) == sorted(kept), "only free blocks stay pinned"
 
 
 def publish(writer: SharedMemoryWriter, version: int, elements: int = 1000) -> WeightManifest:
@@ -123,8 +129,11 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
     gpu = SimpleNamespace(cudart=lambda: refusing)
     monkeypatch.setattr(devices, "_get_gpu_module", lambda: gpu)
     monkeypatch.setattr(devices, "GPU", "cpu")
-    for module in (devices, shared_memory):
+    for module in (devices, shared_memory, pinned_memory):
         monkeypatch.setattr(module, "has_local_gpu", lambda: True)
+    monkeypatch.setattr(pinned_memory, "FREE_BLOCKS", defaultdict(list))
+    allocate_pinned(1_000).fill(1)
+    assert allocate_pinned(0).shape == (0,)
     writer = SharedMemoryWriter("pinned", LocalWriter(), keep_versions=1, directory=tmp_path)
     reader = SharedMemoryReader("policy", LocalReader())
     manifest = publish(writer, 3)
@@ -132,3 +141,48 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
     assert torch.all(tensors["t1"] == 4)
     reader.close()
     writer.close()
+
+
+def test_pinned_memory_has_the_exact_size_and_serves_the_next_version(cuda: StandInCuda):
+    sizes = [136_000_001, 5_000, 5_000, 1]
+    for _ in range(3):
+        version = [allocate_pinned(size) for size in sizes]
+        assert all(map(cuda.holds, version))
+        assert sorted(cuda.pinned.values()) == sorted(sizes), "no power of two, nothing twice"
+        starts = sorted((data.ctypes.data, data.nbytes) for data in version)
+        assert all(a + n <= b for (a, n), (b, _) in pairwise(starts))
+        del version
+
+
+def test_a_view_keeps_pinned_memory_from_other_arrays(cuda: StandInCuda):
+    view = torch.from_dlpack(allocate_pinned(4_000)[1_000:])
+    view.fill_(7)
+    allocate_pinned(4_000).fill(0)
+    assert cuda.num_pins == 2 and torch.all(view == 7)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), ()])
+def test_a_pinned_copy_of_a_tensor_equals_it(cuda: StandInCuda, shape: tuple[int, ...]):
+    tensor = torch.randn(shape).to(torch.bfloat16)
+    copy = copy_to_pinned(tensor.T if len(shape) > 1 else tensor)
+    assert torch.equal(copy.T if len(shape) > 1 else copy, tensor) and copy.is_contiguous()
+    assert cuda.holds(copy.view(-1).view(torch.uint8).numpy())
+
+
+def test_offloads_of_an_optimizer_take_its_exact_size_and_pin_it_once(cuda: StandInCuda):
+    state = [torch.full((n,), float(n)) for n in (1_000, 70_000, 70_000)]
+    storages = [tensor.untyped_storage() for tensor in state]
+    for _ in range(3):
+        offload = CpuOffload(storages)
+        for storage in storages:
+            storage.resize_(0)
+        offload.copy_back()
+        assert all(torch.all(tensor == len(tensor)) for tensor in state)
+        del offload
+    assert list(cuda.pinned.values()) == [4_000, 280_000, 280_000]
+
+
+def test_memory_without_a_gpu_is_not_pinned(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pinned_memory, "has_local_gpu", lambda: False)
+    allocate_pinned(1_000).fill(1)
+    assert 1_000 not in pinned_memory.FREE_BLOCKS

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from streamrl.distributed.devices import get_local_device
 from streamrl.engines.models.decoder_layers import iter_layers
 from streamrl.errors import ConfigError
+from streamrl.weights.pinned_memory import copy_to_pinned
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,7 +31,7 @@ def keep_layers_on_host(model: "PreTrainedModel") -> None:
     model._apply(lambda tensor: tensor if id(tensor) in kept else tensor.to(device))
     for layer in layers:
         for tensor in _list_tensors(layer):
-            tensor.data = tensor.data.pin_memory()
+            tensor.data = copy_to_pinned(tensor.data)
         offload = _LayerOffload(layer)
         layer.register_forward_pre_hook(offload.onload)
         layer.register_forward_hook(offload.restore, always_call=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from streamrl.engines.memory.peak_memory import release_freed_memory
 from streamrl.errors import StreamError
+from streamrl.weights.pinned_memory import copy_to_pinned
 
 
 class OptimizerOffload:
@@ -78,8 +79,7 @@ class CpuOffload:
         self._copies = []
         try:
             for storage in storages:
-                copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
-                self._copies.append((storage, copy.copy_(_as_byte_tensor(storage))))
+                self._copies.append((storage, copy_to_pinned(_as_byte_tensor(storage))))
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise StreamError(
