@@ -20,7 +20,15 @@ from streamrl.data.pretrain_texts import load_texts
 from streamrl.data.prompt_stream import PromptStream
 from streamrl.data.prompts import LoadedFile, load_prompt_files
 from streamrl.data.training_files import TrainingFiles, open_training_files
-from streamrl.dataflow import COST_CALL, GENERATE_CALL, POLICY, REWARD_CALL, Dataflow
+from streamrl.dataflow import (
+    COST_CALL,
+    EMA_REFERENCE,
+    GENERATE_CALL,
+    POLICY,
+    REWARD_CALL,
+    Dataflow,
+    ModelCall,
+)
 from streamrl.distributed.devices import has_local_gpu
 from streamrl.engines.memory.memory_model import estimate_worker_memory
 from streamrl.engines.models.lora import check_lora_targets
@@ -56,6 +64,7 @@ from streamrl.rewards.group_filter import build_group_filter
 from streamrl.rewards.interface.reward import RewardContext
 from streamrl.rewards.registry import build_rewards
 from streamrl.rewards.reward_set import COSTS
+from streamrl.weights.config import COLLECTIVE
 
 GIB = 1 << 30
 NUM_EXPERT_AXES = 3
@@ -305,20 +314,34 @@ def list_resource_demands(
         if role in (REWARD_CALL.role, COST_CALL.role):
             weights = prepared.reward_model_bytes.get(role, 0)
         is_scorer = role not in (*config.dataflow.trained_roles, GENERATE_CALL.role)
-        is_on_host = not on_gpu or (config.scorer.offload and is_scorer)
+        calls = prepared.dataflow.calls_by_role[role]
+        copies = int(not on_gpu or (config.scorer.offload and is_scorer))
+        copies += _receives_on_host(config, calls, on_gpu=on_gpu)
         demands.append(
             ResourceDemand(
-                prepared.dataflow.calls_by_role[role],
+                calls,
                 role="trainer" if role == POLICY else role,
                 setting=key,
                 count=count,
                 cpus=devices,
                 gpus=devices * (on_gpu and weights > 0),
-                memory_gib=0.0 if is_guest else devices * PROCESS_GIB + is_on_host * weights / GIB,
+                memory_gib=0.0 if is_guest else devices * PROCESS_GIB + copies * weights / GIB,
                 is_in_shared_slot=is_shared,
             )
         )
     return [*_iter_slot_demands(config, demands), *demands] if is_shared else demands
+
+
+def _receives_on_host(config: RunConfig, calls: Sequence[ModelCall], *, on_gpu: bool) -> bool:
+    """Return whether an actor receives whole versions of a model into host memory of its own.
+
+    So it does by the collective transport. False where `weights.transport` lets the cluster decide.
+    """
+    if config.weights.transport != COLLECTIVE or (on_gpu and config.weights.on_device):
+        return False
+    roles = {call.followed_role for call in calls if call.followed_role}
+    trained = {POLICY if role == EMA_REFERENCE else role for role in roles}
+    return any(not config.get_trainer_config(role).lora_rank for role in trained)
 
 
 def _iter_slot_demands(

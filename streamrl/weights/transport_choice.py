@@ -1,9 +1,17 @@
 """Choice of the weights' transport, with a reason for the user. Pure arithmetic on given facts."""
 
+import math
 from dataclasses import dataclass
 
 from streamrl.errors import ConfigError
-from streamrl.weights.config import AUTO, COLLECTIVE, OBJECT_STORE, SHARED_MEMORY, WeightsConfig
+from streamrl.weights.config import (
+    AUTO,
+    COLLECTIVE,
+    DELTA,
+    OBJECT_STORE,
+    SHARED_MEMORY,
+    WeightsConfig,
+)
 
 TRANSPORT_LABELS = {
     SHARED_MEMORY: "shared memory",
@@ -29,7 +37,9 @@ class TransportFacts:
     trained token, in versions. shm_free_bytes: free bytes in /dev/shm on the publishers' node.
     object_store_bytes: bytes of `shm_free_bytes` that Ray's object store may still claim.
     num_gpus: GPUs that the models compute on. shares_gpus: several processes of the run use the
-    same GPU.
+    same GPU. copied_roles: roles of which the collective transport copies every version to the
+    object store. node_store_bytes: size of the smallest object store of a node. queue_bytes: bytes
+    of a node's object store that the queue may fill.
     """
 
     num_nodes: int
@@ -39,6 +49,9 @@ class TransportFacts:
     object_store_bytes: int = 0
     num_gpus: int = 0
     shares_gpus: bool = False
+    copied_roles: frozenset[str] = frozenset()
+    node_store_bytes: float = math.inf
+    queue_bytes: int = 0
 
     @property
     def capacity_bytes(self) -> int:
@@ -57,9 +70,18 @@ class TransportFacts:
 def choose_transport(config: WeightsConfig, facts: TransportFacts) -> tuple[str, str]:
     """Return the configured transport, or for auto the fastest that is possible.
 
-    Also returns the reason, a line for the user. Raises ConfigError, with the arithmetic, if the
-    configured transport is impossible.
+    Also returns the reason, a line for the user, with the memory that the choice takes where that
+    is much. Raises ConfigError, with the arithmetic, if the configured transport is impossible.
     """
+    transport, reason = _choose_transport(config, facts)
+    notes = (
+        _describe_staging(config, facts, transport),
+        _describe_spilling(config, facts, transport),
+    )
+    return transport, "; ".join([reason, *filter(None, notes)])
+
+
+def _choose_transport(config: WeightsConfig, facts: TransportFacts) -> tuple[str, str]:
     if config.on_device and not facts.models:
         raise ConfigError(
             "weights.on_device=true has no effect: this placement publishes no weights between"
@@ -161,6 +183,39 @@ def _count_needed_bytes(config: WeightsConfig, facts: TransportFacts) -> dict[st
     }
 
 
+def _describe_staging(config: WeightsConfig, facts: TransportFacts, transport: str) -> str:
+    """Return the pinned host memory of the collective transport between GPUs; empty for others."""
+    if transport != COLLECTIVE or not facts.num_gpus or config.on_device:
+        return ""
+    sizes = ", ".join(f"{_format_size(model.num_bytes)} of {model.role}" for model in facts.models)
+    return sizes and f"publisher and readers keep in pinned host memory: {sizes}"
+
+
+def _describe_spilling(config: WeightsConfig, facts: TransportFacts, transport: str) -> str:
+    """Return a sum if versions and the queue may exceed a node's object store; else empty.
+
+    The collective transport copies a version of every model to the store when readers change.
+    """
+    if transport not in (OBJECT_STORE, DELTA, COLLECTIVE) or not facts.models:
+        return ""
+    num_bytes, terms = facts.queue_bytes, []
+    for model in facts.models:
+        count, versions = 1, "1 for new readers"
+        if transport != COLLECTIVE or model.role in facts.copied_roles:
+            count = config.keep_versions + 1
+            versions = f"(weights.keep_versions={config.keep_versions} + 1 being written)"
+        num_bytes += count * model.num_bytes
+        terms.append(f"{versions} x {_format_size(model.num_bytes)} of {model.role}")
+    if num_bytes <= facts.node_store_bytes:
+        return ""
+    return (
+        f"Ray may spill to disk: needs {_format_size(num_bytes)} = {' + '.join(terms)} +"
+        f" {_format_size(facts.queue_bytes)} of the queue; a node's object store has"
+        f" {_format_size(facts.node_store_bytes)}: raise placement.object_store_mb, or"
+        " `ray start --object-store-memory` of a cluster"
+    )
+
+
 def _describe_capacity(facts: TransportFacts) -> str:
     capacity = f"/dev/shm has {_format_size(facts.capacity_bytes)}"
     if not facts.object_store_bytes:
@@ -181,7 +236,7 @@ def _describe_needed_memory(config: WeightsConfig, facts: TransportFacts) -> str
     return f"needs {_format_size(sum(_count_needed_bytes(config, facts).values()))} = {terms}"
 
 
-def _format_size(num_bytes: int) -> str:
+def _format_size(num_bytes: float) -> str:
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= factor:
             return f"{num_bytes / factor:.1f} {unit}"

@@ -11,6 +11,7 @@ import pytest
 from streamrl.algorithms.config import AlgorithmConfig
 from streamrl.buffer.encoding.column_codec import encode_columns
 from streamrl.config.preflight import (
+    PROCESS_GIB,
     PreparedRun,
     compute_max_group_bytes,
     compute_shard_bytes,
@@ -81,6 +82,36 @@ def test_an_object_store_too_small_for_a_step_is_refused_with_the_arithmetic(
     message = r"queue.store_share=0.5 of an object store .* over 2 of queue.shards=2: .* at least"
     with pytest.raises(ConfigError, match=message):
         compute_shard_bytes(config, prepared, node_stores=[4 * needed - 4])
+
+
+@pytest.mark.parametrize(
+    ("settings", "on_gpu", "copies"),
+    [
+        (["weights.transport=auto"], False, {"generator": 1, "reference": 1, "trainer": 1}),
+        (["weights.transport=auto"], True, {"generator": 0, "reference": 0, "trainer": 0}),
+        (["scorer.offload=true"], True, {"generator": 0, "reference": 1, "trainer": 0}),
+        (["weights.transport=collective"], True, {"generator": 1, "reference": 0, "trainer": 0}),
+        (
+            ["weights.transport=collective", "reference.every=1", "scorer.offload=true"],
+            True,
+            {"generator": 1, "reference": 2, "trainer": 0},
+        ),
+        (["weights.transport=collective", "weights.on_device=true"], True, {"generator": 0}),
+        (["weights.transport=collective", "trainer.lora_rank=4"], True, {"generator": 0}),
+    ],
+)
+def test_demanded_memory_includes_models_that_an_actor_keeps_on_the_host(
+    run: tuple[RunConfig, PreparedRun],
+    tmp_path: Path,
+    settings: list[str],
+    on_gpu: bool,
+    copies: dict[str, int],
+):
+    config = load_config(write_toy(tmp_path) / "recipe.yaml", ["algorithm.kl_coef=0.1", *settings])
+    prepared = replace(run[1], dataflow=config.dataflow, model_bytes=3 << 30)
+    demands = list_resource_demands(config, prepared, on_gpu)
+    memory_gib = {d.role: d.memory_gib for d in demands if d.role in copies}
+    assert memory_gib == {role: PROCESS_GIB + 3 * count for role, count in copies.items()}
 
 
 def test_on_one_pool_all_roles_with_a_model_share_a_gpu(run: tuple[RunConfig, PreparedRun]):

@@ -46,7 +46,8 @@ def test_auto_broadcasts_between_the_gpus_of_several_nodes():
     facts = replace(TWO_NODES, num_gpus=2)
     assert choose_transport(WeightsConfig(), facts) == (
         "collective",
-        "weights: collective (publisher and readers have a GPU each, on 2 nodes)",
+        "weights: collective (publisher and readers have a GPU each, on 2 nodes); publisher and"
+        " readers keep in pinned host memory: 1.9 MB of policy",
     )
     assert choose_transport(WeightsConfig(), replace(facts, shares_gpus=True))[0] == "store"
     assert choose_transport(WeightsConfig(), replace(ONE_NODE, num_gpus=2))[0] == "shared_memory"
@@ -122,6 +123,59 @@ def test_the_share_of_rays_object_store_is_not_available_to_weights():
         " 512.0 MB for Ray's object store)",
     )
     assert choose_transport(WeightsConfig(keep_versions=1), LITTLE_MEMORY)[0] == "shared_memory"
+
+
+MODEL_32B = PublishedModel("policy", num_bytes=61 * 10**9, num_readers=4)
+CRITIC = PublishedModel("critic", num_bytes=10**9, num_readers=1)
+LARGE = TransportFacts(
+    2,
+    (MODEL_32B, CRITIC),
+    max_staleness=1,
+    shm_free_bytes=0,
+    num_gpus=8,
+    copied_roles=frozenset({"policy"}),
+    node_store_bytes=190 * 10**9,
+    queue_bytes=95 * 10**9,
+)
+
+
+def test_versions_and_a_queue_that_exceed_rays_object_store_are_named_with_the_sum():
+    assert choose_transport(WeightsConfig(), LARGE) == (
+        "collective",
+        "weights: collective (publisher and readers have a GPU each, on 2 nodes); publisher and"
+        " readers keep in pinned host memory: 61.0 GB of policy, 1.0 GB of critic; Ray may spill"
+        " to disk: needs 279.0 GB = (weights.keep_versions=2 + 1 being written) x 61.0 GB of policy"
+        " + 1 for new readers x 1.0 GB of critic + 95.0 GB of the queue; a node's object store has"
+        " 190.0 GB: raise placement.object_store_mb, or `ray start --object-store-memory` of a"
+        " cluster",
+    )
+
+
+@pytest.mark.parametrize(
+    ("transport", "copied_roles", "needed_gb"),
+    [
+        ("collective", {"policy", "critic"}, 3 * 61 + 3 + 95),
+        ("collective", {"policy"}, 3 * 61 + 1 + 95),
+        ("collective", {"reference"}, 61 + 1 + 95),
+        ("store", {"policy"}, 3 * 61 + 3 + 95),
+        ("delta", set(), 3 * 61 + 3 + 95),
+    ],
+)
+def test_a_large_enough_object_store_does_not_spill(
+    transport: str, copied_roles: set[str], needed_gb: int
+):
+    facts = replace(LARGE, copied_roles=frozenset(copied_roles))
+    config = WeightsConfig(transport=transport)
+    enough = replace(facts, node_store_bytes=needed_gb * 10**9)
+    assert "spill" not in choose_transport(config, enough)[1]
+    short = replace(facts, node_store_bytes=needed_gb * 10**9 - 1)
+    assert f": needs {needed_gb}.0 GB = " in choose_transport(config, short)[1]
+
+
+def test_shared_memory_and_files_take_no_space_of_rays_object_store():
+    little = replace(LARGE, num_nodes=1, shm_free_bytes=10**12, node_store_bytes=10**6)
+    for transport in ("shared_memory", "disk"):
+        assert "spill" not in choose_transport(WeightsConfig(transport=transport), little)[1]
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,8 @@ def plan_transport(
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     # Segments of killed runs count as free memory.
     remove_stale_segments()
+    node_store_bytes = int(min(get_object_store_bytes()))
+    copied_roles = _list_copied_roles(config)
     facts = TransportFacts(
         num_nodes=len(nodes),
         models=_list_published_models(config, demands),
@@ -61,6 +63,9 @@ def plan_transport(
         object_store_bytes=_get_store_bytes(),
         num_gpus=sum(demand.requested_gpus for demand in demands),
         shares_gpus=any(demand.gpus and demand.is_in_shared_slot for demand in demands),
+        copied_roles=copied_roles,
+        node_store_bytes=node_store_bytes,
+        queue_bytes=int(config.queue.store_share * node_store_bytes),
     )
     name, reason = choose_transport(config.weights, facts)
     if config.placement.is_hybrid:
@@ -75,7 +80,7 @@ def plan_transport(
         config.run_dir.absolute(),
         config.weights.keep_versions,
         RAY_ACCESS,
-        copied_roles=_list_copied_roles(config),
+        copied_roles=copied_roles,
         copies_per_node=load_transport(name).copies_per_node,
         max_bytes=divide_shared_memory(config.weights, facts) if is_shared_memory else {},
         node=nodes[0] if is_shared_memory else "",

@@ -155,3 +155,28 @@ def test_a_ray_store_that_fills_dev_shm_rules_out_shared_memory(
     # A store larger than /dev/shm is outside it.
     monkeypatch.setattr(transport_plan, "get_object_store_bytes", lambda: [201.0 * MB])
     assert plan_transport(config, demands_of(config), token="t").max_bytes == {"policy": 100 * MB}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "needed"),
+    [
+        (["weights.transport=store"], "940"),
+        (["weights.transport=collective", "weights.publish_every=2"], "940"),
+        (["weights.transport=collective"], "313"),
+    ],
+)
+def test_the_reason_names_copies_that_exceed_rays_object_store(
+    model_path: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str],
+    needed: str,
+):
+    """A version is 313.6 kB. The queue has half of the smallest store."""
+    config = config_of(model_path, tmp_path, *overrides, "queue.store_share=0.5")
+    monkeypatch.setattr(transport_plan, "get_object_store_bytes", lambda: [200.0, 100.0])
+    reason = plan_transport(config, demands_of(config), token="t").reason
+    assert f"Ray may spill to disk: needs {needed}." in reason
+    assert "313.6 kB of policy + 50 bytes of the queue; a node's object store has" in reason
+    monkeypatch.setattr(transport_plan, "get_object_store_bytes", lambda: [200.0 * MB, 2.0 * MB])
+    assert "spill" not in plan_transport(config, demands_of(config), token="t").reason
