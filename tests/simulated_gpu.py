@@ -161,9 +161,13 @@ def _find_written(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 class GpuModule:
-    """Functions of `torch.cuda` for the simulated GPU."""
+    """Functions of `torch.cuda` for the simulated GPU.
+
+    num_waits: waits for the work of all streams.
+    """
 
     is_found = True
+    num_waits = 0
 
     def is_available(self) -> bool:
         return self.is_found
@@ -181,11 +185,14 @@ class GpuModule:
         pass
 
     def synchronize(self) -> None:
-        pass
+        GpuModule.num_waits += 1
 
     def cudart(self) -> SimpleNamespace:
         """Return the functions of CUDA's runtime; any memory can be pinned."""
         return SimpleNamespace(cudaHostRegister=lambda address, num_bytes, flags: 0)
+
+    def current_stream(self) -> SimpleNamespace:
+        return SimpleNamespace(synchronize=lambda: None)
 
     def empty_cache(self) -> None:
         pass

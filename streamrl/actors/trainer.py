@@ -5,7 +5,7 @@ Imports of torch happen inside functions: a process that only holds a handle loa
 
 import asyncio
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -22,6 +22,7 @@ from streamrl.actors.transport.rendezvous import find_rendezvous
 from streamrl.algorithms import list_derivation_columns
 from streamrl.buffer.assembly.packing import MicroBatch, RolloutIndex
 from streamrl.dataflow import EMA_REFERENCE, POLICY, ModelCall
+from streamrl.distributed.devices import has_local_gpu, make_gpu_stream, use_side_stream
 from streamrl.engines.memory.peak_memory import release_large_blocks_eagerly
 from streamrl.engines.training.rollout_sums import sum_rollouts
 from streamrl.errors import CheckpointError
@@ -117,6 +118,11 @@ class TrainerActor(PingableActor):
         make_trainer = context.engines.make_trainer
         self._trainer = await self._run_in_thread(
             make_trainer, context.config, self._max_length, rank, self._role
+        )
+        # A generator in this process takes the parameters as they are.
+        publishes_aside = self._shared_weights is None and has_local_gpu()
+        self._publish_stream = (
+            await self._run_in_thread(make_gpu_stream) if publishes_aside else None
         )
         self._ema_reference = EmaReference(self._config.reference.decay)
         self._reference_version = -1
@@ -236,9 +242,7 @@ class TrainerActor(PingableActor):
                 logprob_check = (
                     await self._run_in_thread(self._make_logprob_check) if computes_check else None
                 )
-                manifest = await self._run_in_thread(
-                    self._send_model, version, readers, thread=self._publish_thread
-                )
+                manifest = await self._run_beside_training(self._send_model, version, readers)
                 return manifest and replace(manifest, logprob_check=logprob_check)
 
     def _make_logprob_check(self) -> LogprobCheck:
@@ -259,12 +263,26 @@ class TrainerActor(PingableActor):
 
         All ranks must call.
         """
-        thread = self._model_thread if self._trainer.has_sharded_params else self._publish_thread
+        is_collective = self._trainer.has_sharded_params
+        run = self._run_in_thread if is_collective else self._run_beside_training
         with self._stage.spans.record_span("publish_reference", version=version):
-            manifest: WeightManifest | None = await self._run_in_thread(
-                self._send_reference, version, readers, thread=thread
-            )
+            manifest: WeightManifest | None = await run(self._send_reference, version, readers)
         return manifest
+
+    async def _run_beside_training(
+        self, send: Callable[[int, Sequence[str]], Any], version: int, readers: Sequence[str]
+    ) -> Any:
+        """Send weights in the publish thread while the model thread trains micro-batches.
+
+        A GPU has a stream for it: on that of the model, the copy of each tensor to the host would
+        wait for the micro-batches that are queued by then.
+        """
+
+        def send_aside() -> Any:
+            with use_side_stream(self._publish_stream):
+                return send(version, readers)
+
+        return await self._run_in_thread(send_aside, thread=self._publish_thread)
 
     def _send_model(self, version: int, readers: Sequence[str]) -> WeightManifest | None:
         if self._shared_weights is not None:

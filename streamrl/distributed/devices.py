@@ -77,6 +77,15 @@ def synchronize_device() -> None:
         _get_gpu_module().synchronize()
 
 
+def synchronize_stream() -> None:
+    """Wait for the GPU work of this thread's stream, so that another stream can use the results.
+
+    Work of other streams may still be queued.
+    """
+    if has_local_gpu():
+        get_current_gpu_stream().synchronize()
+
+
 def has_gpu_context() -> bool:
     """Return whether this process has used a GPU. Does not import torch."""
     return sys.modules.get("torch") is not None and _get_gpu_module().is_initialized()
@@ -121,6 +130,25 @@ def get_current_gpu_stream() -> Any:
 def use_gpu_stream(stream: Any) -> AbstractContextManager[Any]:
     """Return a context whose GPU work goes to this stream; None changes nothing."""
     return nullcontext() if stream is None else _get_gpu_module().stream(stream)
+
+
+@contextmanager
+def use_side_stream(stream: Any) -> Iterator[None]:
+    """Context whose GPU work goes to this stream, and waits for none that is queued meanwhile.
+
+    It waits for the work that is queued now on the thread's own stream. The end of the context
+    waits for the side stream, so that other streams can use the results. None changes nothing.
+    """
+    if stream is None:
+        yield
+        return
+    # A thread that has selected no GPU would find the stream of the first one.
+    stream.wait_stream(_get_gpu_module().current_stream(stream.device))
+    try:
+        with use_gpu_stream(stream):
+            yield
+    finally:
+        stream.synchronize()
 
 
 def pin_host_memory(address: int, num_bytes: int) -> bool:

@@ -53,7 +53,7 @@ from streamrl.resharding.plans import plan_copies, plan_gather
 from streamrl.resharding.storage import ShardStorage
 from streamrl.weights.buckets import publish_version, unpack_tensors
 from tests.resharding.models import transformer
-from tests.simulated_gpu import CPU, GPU, GPU_0, SimulatedGpu, use_simulated_gpu
+from tests.simulated_gpu import CPU, GPU, GPU_0, GpuModule, SimulatedGpu, use_simulated_gpu
 from tests.weights.local_transport import LocalDeviceWriter, LocalReader, LocalWriter
 
 Measurements = dict[str, Any]
@@ -259,8 +259,9 @@ def publish_and_pull(
     scorer = LogprobScorer(path, temperature=1.0, micro_batch_tokens=128, dtype="float32")
     before, bytes_before = SimulatedGpu.host_copies, SimulatedGpu.host_bytes
     writer = LocalDeviceWriter(get_local_device()) if on_device else LocalWriter()
+    waits_before = GpuModule.num_waits
     manifest = publish_version(trainer.full_state(), version=1, bucket_bytes=1 << 14, writer=writer)
-    published = SimulatedGpu.host_copies
+    published, waits = SimulatedGpu.host_copies, GpuModule.num_waits - waits_before
     scorer.load_weights(unpack_tensors(manifest, LocalReader().fetch_buckets(manifest)))
     pulled, host_bytes = SimulatedGpu.host_copies, SimulatedGpu.host_bytes - bytes_before
     names = {slot.name for bucket in manifest.buckets for slot in bucket.slots}
@@ -270,6 +271,7 @@ def publish_and_pull(
     return {
         "tensors": len(names),
         "publish_copies": published - before,
+        "publish_waits": waits,
         "pull_copies": pulled - published,
         "host_bytes": host_bytes,
         "tensor_bytes": sum(slot.num_bytes for b in manifest.buckets for slot in b.slots),

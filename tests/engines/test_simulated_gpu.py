@@ -84,6 +84,11 @@ def test_weights_in_buckets_on_the_gpu_never_reach_the_cpu(areas: dict[str, Any]
     assert on_device["publish_copies"] == on_device["pull_copies"] == on_device["host_bytes"] == 0
 
 
+@pytest.mark.parametrize("area", ["policy", "lora", "on device"])
+def test_publishing_waits_for_no_other_stream_of_the_gpu(areas: dict[str, Any], area: str):
+    assert areas[f"weights/{area}"]["publish_waits"] == 0
+
+
 def test_resharding_on_a_gpu_copies_nothing_to_the_cpu(areas: dict[str, Any]):
     assert areas["resharding"] == {"is_planned": True, "host_copies": 0, "difference": 0.0}
     for name in ("PointToPointExecutor", "GroupGatherExecutor"):

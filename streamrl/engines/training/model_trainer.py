@@ -24,7 +24,12 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from streamrl.buffer.assembly.packing import RolloutIndex
-from streamrl.distributed.devices import get_local_device, has_local_gpu, synchronize_device
+from streamrl.distributed.devices import (
+    get_local_device,
+    has_local_gpu,
+    synchronize_device,
+    synchronize_stream,
+)
 from streamrl.distributed.process_group import (
     allow_slow_loading,
     join_process_group,
@@ -274,8 +279,9 @@ class ModelTrainer:
             yield from self._backend.full_state()
             if self._config.lora_rank:
                 yield LORA_SCALE, torch.tensor(self._config.lora_alpha / self._config.lora_rank)
-            # The generator copies these tensors on another CUDA stream.
-            synchronize_device()
+            # The generator copies these tensors on another CUDA stream. Micro-batches that another
+            # thread has queued meanwhile need not be waited for.
+            synchronize_stream()
 
     def reshard_to_generator(
         self, served: ShardStorage | None, version: int
