@@ -361,8 +361,9 @@ async def verify_weights(
 async def watch_stalls(run_state: RunState, queue: ExperienceQueue, config: PipelineConfig) -> None:
     """Report stalled work, and requeue it if `on_stall` is "redeliver", until the run stops.
 
-    Consumes: leases older than `stall_s`. Waits for: the next check, a quarter of `stall_s` later.
-    Produces: a report per stall and, if set, a redelivery. Unblocked by: the clock.
+    Consumes: leases without progress for `stall_s`. Waits for: the next check, a quarter of
+    `stall_s` later. Produces: a report per stall and, if set, a redelivery. Unblocked by: the
+    clock.
     """
     reported: set[tuple[str, str, int]] = set()
     clock = asyncio.get_running_loop().time

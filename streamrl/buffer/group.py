@@ -51,11 +51,19 @@ class StageColumns:
 
 @dataclass(eq=False)
 class ActiveLease:
-    """A lease that has neither ended nor expired; renewals move `expires_at` (s, shard's clock)."""
+    """A lease that has neither ended nor expired; renewals move `expires_at` (s, shard's clock).
+
+    `grown_at`: time at which the holder last saved longer partial rollouts, if ever.
+    """
 
     lease: GroupLease
     expires_at: float
     request_id: str = ""
+    grown_at: float | None = None
+
+    @property
+    def progress_at(self) -> float:
+        return self.lease.granted_at if self.grown_at is None else self.grown_at
 
 
 @dataclass(eq=False)

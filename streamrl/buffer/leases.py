@@ -43,7 +43,10 @@ class LeaseRequest:
 
 @dataclass(frozen=True)
 class OverdueLease:
-    """An active lease that was granted long ago; `age_s` is the time since then."""
+    """An active lease that makes no progress; `age_s` is the time since its grant or last progress.
+
+    Progress is growth of its partial rollouts; `has_grown` is false if there was none.
+    """
 
     uid: str
     stage: str
@@ -51,6 +54,7 @@ class OverdueLease:
     attempt: int
     age_s: float
     token: int = field(default=0, compare=False)
+    has_grown: bool = field(default=False, compare=False)
 
     @property
     def stall_key(self) -> tuple[str, str, int]:
@@ -220,25 +224,26 @@ class LeaseTable:
         ]
 
     def find_overdue(self, age_s: float) -> list[OverdueLease]:
-        """Return active leases granted more than `age_s` ago, except those of the last stage."""
+        """Return active leases without progress for `age_s`, except those of the last stage."""
         now = self._state.clock()
         leases = (
-            active.lease
+            active
             for stage in self._state.stages
             if stage != self._state.last_stage
             for _, active in self._list_active_leases(stage)
         )
         return [
             OverdueLease(
-                lease.uid,
-                lease.stage,
-                lease.holder,
-                lease.attempt,
-                now - lease.granted_at,
-                lease.token,
+                active.lease.uid,
+                active.lease.stage,
+                active.lease.holder,
+                active.lease.attempt,
+                now - active.progress_at,
+                active.lease.token,
+                has_grown=active.grown_at is not None,
             )
-            for lease in leases
-            if lease.granted_at <= now - age_s
+            for active in leases
+            if active.progress_at <= now - age_s
         ]
 
     def select_active(

@@ -281,7 +281,9 @@ class QueueShard:
         for commit in commits:
             if group := self._state.find_leased_group(commit.lease):
                 self._contract.check_commit(commit, commit.info)
-                _save_partial(group, commit, self._store)
+                active = group.find_lease(commit.lease.stage, commit.lease.token)
+                if _save_partial(group, commit, self._store) and active:
+                    active.grown_at = self._clock()
                 self._capacity_limiter.update_reservation(group)
 
     async def fail_groups(self, entries: Sequence[tuple[GroupLease, StreamError]]) -> None:
@@ -382,7 +384,7 @@ class QueueShard:
 
     async def requeue_overdue(self, overdue: Sequence[OverdueLease]) -> None:
         for stall, group, lease in self._lease_table.select_active(overdue):
-            reason = f"{stall.holder} held the lease for {stall.age_s:.0f} s (pipeline.stall_s)"
+            reason = f"{stall.holder} made no progress for {stall.age_s:.0f} s (pipeline.stall_s)"
             self._nack_lease(group, lease, GroupOutcome(f"{stall.stage}_stalled", reason))
 
     async def locate_groups(self, uids: Sequence[str]) -> dict[str, str]:
@@ -467,13 +469,14 @@ def _start_commit(state: ShardState, commit: ColumnCommit, group: GroupState | N
     return True
 
 
-def _save_partial(group: GroupState, commit: ColumnCommit, store: Callable[[Blob], Any]) -> None:
-    """Save partial rollouts in a group, unless a second holder has saved longer ones."""
+def _save_partial(group: GroupState, commit: ColumnCommit, store: Callable[[Blob], Any]) -> bool:
+    """Save partial rollouts in a group, unless longer ones are saved; return whether they grew."""
     stage, num_bytes = commit.lease.stage, count_blob_bytes(commit.blob)
-    if stage not in group.partial_rollouts or group.partial_rollouts[stage].num_bytes <= num_bytes:
-        group.save_partial(
-            stage, StageColumns(tuple(commit.column_sizes), num_bytes, store(commit.blob))
-        )
+    saved = group.partial_rollouts.get(stage)
+    if saved is None or saved.num_bytes <= num_bytes:
+        columns = StageColumns(tuple(commit.column_sizes), num_bytes, store(commit.blob))
+        group.save_partial(stage, columns)
+    return saved is None or saved.num_bytes < num_bytes
 
 
 def _make_grant(

@@ -70,7 +70,9 @@ class GeneratorConfig:
     dtype: str = "auto"
     #: Timeout for starting an engine, s.
     start_timeout_s: float = 600.0
-    #: Timeout for the rollouts of a prompt, and for loading a version of the weights, s.
+    #: Longest time in which an engine samples no token for a prompt or, while the prompt waits for
+    #: others, for any, and longest load of a version of the weights, s. Then the generator counts
+    #: as hung and is restarted. A rollout that grows may take any time.
     request_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:

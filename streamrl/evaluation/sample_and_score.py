@@ -2,12 +2,11 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from streamrl.errors import DeadlineError, EpisodeError, RewardError
+from streamrl.errors import EpisodeError, RewardError
 from streamrl.evaluation.config import EvaluationConfig
 from streamrl.evaluation.episode_totals import EpisodeTotals
 from streamrl.evaluation.metrics import EvaluationResult, compute_evaluation_result
@@ -28,8 +27,6 @@ class SampledPrompt:
 
 GenerateFn = Callable[[Prompt, Sequence[int]], Awaitable[SampledPrompt]]
 ScoreFn = Callable[[Prompt, Columns], Awaitable[Columns]]
-#: Returns a timeout context of the given number of seconds, as asyncio.timeout does.
-DeadlineFactory = Callable[[float], AbstractAsyncContextManager[asyncio.Timeout]]
 
 
 @dataclass(frozen=True)
@@ -52,8 +49,6 @@ async def evaluate_policy(
     generate: GenerateFn,
     score: ScoreFn,
     config: EvaluationConfig,
-    timeout_s: float = 600.0,
-    patience: DeadlineFactory = asyncio.timeout,
 ) -> EvaluationResult:
     """Sample and score the first `config.limit` prompts of each file; return all metrics.
 
@@ -63,14 +58,14 @@ async def evaluate_policy(
         does not depend on scheduling.
     score: returns column `scores`, and `answers` (an id per distinct answer, 0 for a missing
         answer) if the reward extracts answers. maj@k needs answers from every data_source.
-    timeout_s: deadline to sample and score a prompt, s.
-    patience: makes the timeout context of that deadline: wall time by default; in a run, progress
-        restarts the deadline.
+
+    No prompt has a deadline: a long completion may take any time, and `generate` and `score` bound
+    their waits.
 
     A RewardError of `score` or an EpisodeError of `generate` excludes the prompt: rewards and
     environments retry internally. If every prompt fails, an error of the first one's type is raised
-    with its text. Raises DeadlineError if a prompt exceeds `timeout_s`, and every other error of
-    `generate` and `score`; remaining tasks are cancelled first.
+    with its text. Raises every other error of `generate` and `score`; remaining tasks are
+    cancelled first.
     """
     chosen = [(name, prompt) for name, file in prompts.items() for prompt in file[: config.limit]]
     if not chosen:
@@ -78,17 +73,9 @@ async def evaluate_policy(
     slots = asyncio.Semaphore(config.concurrency)
 
     async def sample_prompt(prompt: Prompt) -> _PromptScores:
-        try:
-            async with patience(timeout_s) as deadline:
-                seeds = make_rollout_seeds(config.seed, prompt.uid, config.samples)
-                sampled = await generate(prompt, seeds)
-                scores = await score(prompt, sampled.columns)
-        except TimeoutError as error:
-            if not deadline.expired():
-                raise
-            raise DeadlineError(
-                f"evaluation of uid {prompt.uid}: no scores in {timeout_s:g} s"
-            ) from error
+        seeds = make_rollout_seeds(config.seed, prompt.uid, config.samples)
+        sampled = await generate(prompt, seeds)
+        scores = await score(prompt, sampled.columns)
         return _to_prompt_scores(scores, prompt, sampled)
 
     async def sample_or_error(prompt: Prompt) -> _PromptScores | RewardError | EpisodeError:

@@ -40,7 +40,8 @@ class PipelineConfig:
         what is ready, drops groups that became too old, and readmits their prompts.
     groups_per_step: groups in one training step.
     micro_batch_tokens: most tokens, with padding, in one forward and backward pass of a rank.
-    stall_s: age at which work, or a step's wait for a group, counts as a stall, s.
+    stall_s: time without progress, such as a new token of a group, after which work, or a step's
+        wait for a group, counts as a stall, s.
     on_stall: abort: a step that gets no group ends the run; redeliver: stalled work is handed out
         again; warn: stalls are only reported. A step that gets no group for
         2 * queue.max_attempts * stall_s ends the run in any case.

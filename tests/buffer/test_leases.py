@@ -282,7 +282,7 @@ async def test_overdue_work_can_be_requeued(shard: QueueShard):
         assert await shard.renew_leases([slow.lease]) == [slow.lease]
     (ended,) = await take(shard, "train")
     assert ended.outcome == GroupOutcome(
-        "generate_stalled", "generator-0 held the lease for 9 s (pipeline.stall_s)"
+        "generate_stalled", "generator-0 made no progress for 9 s (pipeline.stall_s)"
     )
 
 

@@ -98,3 +98,19 @@ async def test_partial_rollouts_are_kept_per_stage(shard: QueueShard):
     await shard.release_holder("a")
     assert (await lease_with_partials(shard, "b", "greedy"))[1] == 0
     assert (await lease_with_partials(shard, "b"))[1] == 3
+
+
+@on_shard()
+async def test_a_lease_is_overdue_only_once_its_partial_rollouts_no_longer_grow(shard: QueueShard):
+    await admit(shard, "a")
+    lease, _ = await lease_with_partials(shard, "a")
+    for tokens in (1, 2, 3):
+        await asyncio.sleep(7.0)
+        await shard.renew_leases([lease])
+        await shard.save_partials([commit(lease, make_partials(tokens))])
+        assert await shard.find_overdue(5.0) == []
+    await asyncio.sleep(7.0)
+    await shard.renew_leases([lease])
+    await shard.save_partials([commit(lease, make_partials(3))])
+    (overdue,) = await shard.find_overdue(5.0)
+    assert overdue.age_s == pytest.approx(7.0) and overdue.has_grown

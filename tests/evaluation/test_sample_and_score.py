@@ -3,7 +3,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from streamrl.errors import ActorError, ConfigError, DeadlineError, EpisodeError, RewardError
+from streamrl.errors import ActorError, ConfigError, EpisodeError, RewardError
 from streamrl.evaluation.config import EvaluationConfig
 from streamrl.evaluation.sample_and_score import SampledPrompt, evaluate_policy
 from streamrl.messages import FinishReason, Prompt, Rollout, make_uid, rollouts_to_columns
@@ -48,13 +48,12 @@ TABLE = {
 }
 
 
-async def evaluate(held_out, *, generate=generate, score=None, timeout_s=600.0, **settings):
+async def evaluate(held_out, *, generate=generate, score=None, **settings):
     return await evaluate_policy(
         held_out,
         generate=generate,
         score=score or make_score(TABLE),
         config=EvaluationConfig(**settings),
-        timeout_s=timeout_s,
     )
 
 
@@ -264,15 +263,7 @@ async def test_a_failure_is_raised_unchanged_and_cancels_other_prompts():
     assert sorted(cancelled) == ["0:0:0", "0:2:0"]
 
 
-async def test_a_prompt_beyond_the_deadline_is_named():
-    async def hanging(prompt, seeds):
-        await asyncio.sleep(60)
-
-    with pytest.raises(DeadlineError, match=r"evaluation of uid 0:0:0: no scores in 0.05 s"):
-        await evaluate(make_prompts(""), generate=hanging, timeout_s=0.05)
-
-
-async def test_a_timeout_error_of_the_generator_is_not_a_deadline_error():
+async def test_a_timeout_error_of_the_generator_is_raised_unchanged():
     async def failing(prompt, seeds):
         raise TimeoutError("engine")
 

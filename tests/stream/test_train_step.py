@@ -288,6 +288,17 @@ def test_stall_without_abort_lasts_twice_the_time_of_all_attempts():
     assert "got no group for 300 s" in text and 300 <= seconds < 303
 
 
+def test_a_step_waits_for_rollouts_that_grow_longer_than_the_stall_time():
+    async def main(stall_s: float) -> float:
+        plan = Plan(generate_s=(280.0, 280.0), stall_s=stall_s, on_stall="abort", steps=1)
+        await run_stream(plan)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main(150.0)) > 280.0
+    with pytest.raises(DeadlineError, match="got no group for 20 s"):
+        run_virtual(main(20.0))
+
+
 def test_stall_error_counts_groups_of_the_step_and_missing_ones():
     async def stop_generators(stream: Stream) -> None:
         """Stop generation once the step has some of its groups."""

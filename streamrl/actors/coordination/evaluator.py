@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from itertools import starmap
 from typing import Any
 
 from streamrl.actors.actor_context import MAX_LEASE_WAIT_S
@@ -26,8 +27,8 @@ RETRY_INTERVAL_S = 0.5
 class RunEvaluator:
     """Evaluates a version on the run's own generators and reward scorers.
 
-    Replicas may join or leave during an evaluation. Timeouts do not count time in which the shared
-    devices make progress (`ProgressClock`).
+    Replicas may join or leave during an evaluation. Timeouts count only time in which no generator
+    samples a token, and no holder of the shared devices finishes a piece of work (`ProgressClock`).
     """
 
     def __init__(
@@ -38,9 +39,7 @@ class RunEvaluator:
         progress_clock: ProgressClock,
     ) -> None:
         self._config = config.evaluation
-        # weights.on_update=drain: a generator finishes its running requests before it loads.
-        rounds = 2 if config.weights.on_update == "drain" else 1
-        self._timeout_s = config.pipeline.stall_s + rounds * config.generator.request_timeout_s
+        self._timeout_s = config.pipeline.stall_s + config.generator.request_timeout_s
         self._progress_clock = progress_clock
         self._can_restart = config.run.max_restarts > 0
         self._generators = RoundRobinReplicas(generators)
@@ -71,14 +70,26 @@ class RunEvaluator:
             on_scored()
             return dict(scored)
 
-        return await evaluate_policy(
-            prompts,
-            generate=generate,
-            score=score,
-            config=self._config,
-            timeout_s=self._timeout_s,
-            patience=self._progress_clock.progress_timeout,
-        )
+        watching = asyncio.create_task(self._watch_sampling())
+        try:
+            return await evaluate_policy(
+                prompts, generate=generate, score=score, config=self._config
+            )
+        finally:
+            watching.cancel()
+
+    async def _watch_sampling(self) -> None:
+        """Record progress while the generators sample tokens, forever: it restarts the timeouts."""
+        counts: dict[str, Mapping[str, int] | None] = {}
+        while True:
+            await asyncio.sleep(self._timeout_s / 4)
+            role = self._generators.role
+            replicas = list(zip(role.names, role.actors, strict=True))
+            newest = await asyncio.gather(*starmap(count_tokens, replicas))
+            for (name, _), count in zip(replicas, newest, strict=True):
+                if count and count != counts.get(name):
+                    self._progress_clock.record_progress()
+                counts[name] = count
 
     async def _call_replica(
         self, replicas: "RoundRobinReplicas", method: str, *arguments: Any
@@ -107,8 +118,17 @@ class RunEvaluator:
                 return await await_reply(reply, call_name, MAX_LEASE_WAIT_S)
         except TimeoutError:
             raise DeadlineError(
-                f"{call_name}: no answer and no progress on the devices for {self._timeout_s:g} s"
+                f"{call_name}: no answer, no new token and no progress on the devices for"
+                f" {self._timeout_s:g} s"
             ) from None
+
+
+async def count_tokens(name: str, generator: Any) -> Mapping[str, int] | None:
+    """Return the tokens of a generator's unfinished rollouts; None if it is dead or hung."""
+    try:
+        return await await_reply(generator.count_tokens.remote(), f"{name}.count_tokens")
+    except (ActorLostError, GenerationError, DeadlineError):
+        return None
 
 
 class RoundRobinReplicas:

@@ -11,6 +11,7 @@ the new weights. The KV cache of running rollouts is recomputed with the new wei
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -30,6 +31,7 @@ from streamrl.engines.generation.requests_in_flight import (
     ProgressWatch,
     RequestInFlight,
     do_nothing,
+    select_progress,
 )
 from streamrl.engines.generator_config import SamplingSettings
 from streamrl.engines.models.forward import VALUE_HEAD_PREFIX
@@ -68,10 +70,10 @@ Reply = TypeVar("Reply")
 class GenerationEngine:
     """A generating replica of the policy; use it only on the event loop that started it.
 
-    Calls may run concurrently. The engine serves requests after the first `load_weights`. A request
-    whose rollouts miss the deadline raises DeadlineError. After a missed deadline of any other call
-    the engine's state is unknown, so the engine ends. Once the engine has died, every pending and
-    later call raises GenerationError.
+    Calls may run concurrently. The engine serves requests after the first `load_weights`. Sampling
+    may take any time as long as it makes progress (`_await_sampling`); every other call has a
+    deadline. After a missed one the engine's state is unknown, so the engine ends. Once the engine
+    has died, every pending and later call raises GenerationError.
     """
 
     _model_info: ModelInfo
@@ -191,8 +193,7 @@ class GenerationEngine:
         `collect_partial_rollouts`.
 
         Raises ConfigError for a prompt or setting the model does not support, WeightsError before
-        the first version, DeadlineError after `request_timeout_s` and GenerationError if the engine
-        dies.
+        the first version, and GenerationError if the engine dies or makes no progress.
         """
         self._check_tokens(prompt_ids)
         _validate_seeds(seeds)
@@ -257,13 +258,21 @@ class GenerationEngine:
             if any(rollout.loss_mask.any() for rollout in rollouts)
         }
 
+    async def count_tokens(self) -> dict[str, int]:
+        """Return the number of sampled tokens of each unfinished rollout, by its vLLM id.
+
+        Two results differ if the engine has made progress between them. Raises as
+        `collect_partial_rollouts` does.
+        """
+        counts = await self._await_reply(self._thread.count_tokens(), "progress")
+        return select_progress(counts, None)
+
     async def compute_logprobs(self, sequences: Sequence[Array]) -> list[Array]:
         """Compute the logprobs of all tokens of sequences, int32 [T] each, with the served weights.
 
         Returns float32 [T] for each sequence, at temperature 1 and of the same version, with 0 for
         the first token. The prefix cache is not used. A sequence must be shorter than the maximum
-        length. Raises as `generate` does, except that a timeout ends the engine and raises
-        GenerationError.
+        length. Raises as `generate` does.
         """
         for sequence in sequences:
             self._check_tokens(sequence)
@@ -284,10 +293,7 @@ class GenerationEngine:
                 range(len(requests)),
                 self._thread.create_future(),
             )
-            try:
-                await self._run_request(request, results)
-            except DeadlineError as error:
-                raise self._fail_engine(f"a logprob check was not answered: {error}") from error
+            await self._run_request(request, results)
             for index, sampled in results.sampled_sequences.items():
                 logprobs[index][1:] = sampled.prompt_logprobs
             # If weights were loaded meanwhile, sequences may mix versions: try again.
@@ -310,8 +316,8 @@ class GenerationEngine:
 
         Raises WeightsError and leaves the engine alive if the version is not newer than the last,
         or if a parameter is missing, unknown or of another shape. Ends the engine and raises
-        WeightsError if vLLM fails half-way, GenerationError after `request_timeout_s` (twice that
-        if draining).
+        WeightsError if vLLM fails half-way, and GenerationError after `request_timeout_s` or, with
+        `should_drain`, if the earlier requests make no progress.
         """
         self._thread.check_alive()
         full = build_full_weights(
@@ -382,7 +388,7 @@ class GenerationEngine:
             raise DeadlineError(f"vLLM's thread did not end in {CLOSE_TIMEOUT_S:g} s") from error
 
     async def _apply_version(
-        self, version: int, load: Callable[[int], Awaitable[WeightLoadStats]]
+        self, version: int, load: Callable[[int], asyncio.Future[WeightLoadStats]]
     ) -> WeightLoadStats:
         """Have the engine's thread load a version, unless it is old; bound the wait."""
         self._thread.check_alive()
@@ -390,48 +396,77 @@ class GenerationEngine:
             raise WeightsError(f"version {version} came after version {self._newest_version}")
         self._newest_version = version
         self._flush_requests()
-        timeout_s = self._spec.config.request_timeout_s
-        if self._spec.should_drain:
-            timeout_s *= 2  # draining takes up to request_timeout_s, then loading starts
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await load(version)
-        except GenerationError as error:
-            raise WeightsError(f"version {version} was not loaded: {error}") from error
-        except TimeoutError as error:
-            raise self._fail_engine(
-                f"version {version} was not loaded within {timeout_s:g} s"
-            ) from error
+        loaded, operation = load(version), f"version {version} was not loaded"
+
+        async def wait_until_loaded() -> WeightLoadStats:
+            try:
+                return await loaded
+            except GenerationError as error:
+                raise WeightsError(f"{operation}: {error}") from error
+
+        if self._spec.should_drain:  # earlier requests may take as long as they need
+            return await self._await_sampling(wait_until_loaded(), lambda: operation)
+        return await self._await_reply(wait_until_loaded(), operation)
 
     async def _run_request(self, request: SamplingRequest, results: RequestInFlight) -> None:
-        """Send a request to the engine's thread and wait until all its rollouts are finished.
+        """Send a request to the engine's thread and wait until all its rollouts are finished."""
 
-        After `request_timeout_s`, paused time excluded, the rollouts are aborted.
-        """
+        def describe() -> str:
+            return (
+                f"generate: {len(results.missing_indices)} of {len(request.sequences)} rollouts"
+                f" of a prompt of {len(request.sequences[0].token_ids)} tokens are not finished"
+            )
+
         self._requests[request.request_id] = results
         self._queue_request(request)
-        timeout_s = self._spec.config.request_timeout_s
         try:
-            async with self._pause_state.pausable_timeout(timeout_s):
-                await results.done
-        except TimeoutError as error:
-            raise DeadlineError(
-                f"generate: {len(results.missing_indices)} of {len(request.sequences)}"
-                f" rollouts of a prompt of {len(request.sequences[0].token_ids)} tokens were not"
-                f" finished within {timeout_s:g} s; the engine serves version {self.version} and"
-                f" runs {self.num_running} rollouts"
-            ) from error
+            await self._await_sampling(results.done, describe, request.request_id)
         finally:
             self._drop_request(request.request_id)
 
+    async def _await_sampling(
+        self,
+        reply: Awaitable[Reply],
+        describe: Callable[[], str],
+        request_id: int | None = None,
+    ) -> Reply:
+        """Await a reply that may take any time while the engine samples; else end the engine.
+
+        Looks every `request_timeout_s`, paused time excluded, for new tokens since the last look:
+        of the request, or, without one and while vLLM runs none of its sequences, of any request.
+        """
+        timeout_s = self._spec.config.request_timeout_s
+        last_progress: Mapping[str, int] | None = None
+        waiting = asyncio.ensure_future(reply)
+        # Retrieve its exception: once the engine is ended here, nothing awaits it.
+        waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
+        try:
+            while True:
+                with suppress(TimeoutError):
+                    async with self._pause_state.pausable_timeout(timeout_s):
+                        return await asyncio.shield(waiting)
+                counts = await self._await_reply(self._thread.count_tokens(), describe())
+                progress = select_progress(counts, request_id)
+                if progress == last_progress and not waiting.done():
+                    raise self._fail_engine(
+                        f"{describe()}: no token was sampled for {timeout_s:g} s"
+                        f" (generator.request_timeout_s); the engine serves version {self.version}"
+                        f" and runs {self.num_running} rollouts"
+                    )
+                last_progress = progress
+        finally:
+            waiting.cancel()
+
     async def _await_reply(self, reply: Awaitable[Reply], operation: str) -> Reply:
         """Await a reply of the engine's thread; end the engine after `request_timeout_s`."""
+        timeout_s = self._spec.config.request_timeout_s
         try:
-            async with asyncio.timeout(self._spec.config.request_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 return await reply
         except TimeoutError as error:
             raise self._fail_engine(
-                f"{operation}: the engine did not end a step in time"
+                f"{operation}: the engine did not end a step in {timeout_s:g} s"
+                " (generator.request_timeout_s)"
             ) from error
 
     def _fail_engine(self, reason: str) -> GenerationError:

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from streamrl.engines.generation.partial_rollouts import extend_rollout
-from streamrl.engines.vllm.engine import SampledSequence
+from streamrl.engines.vllm.engine import SampledSequence, TokenCount
 from streamrl.messages import Rollout
 
 
@@ -74,6 +74,19 @@ class RequestInFlight:
             extend_rollout(rollout, sampled[index]) if index in sampled else rollout
             for index, rollout in enumerate(self._partials)
         ]
+
+
+def select_progress(
+    counts: Mapping[str, TokenCount], request_id: int | None = None
+) -> dict[str, int]:
+    """Return the tokens so far of the sequences whose progress a request waits for, by vLLM id.
+
+    These are its own sequences. While vLLM runs none of them, since they wait in its queue for
+    others, and without a request, they are all of the engine's.
+    """
+    own = {name: c for name, c in counts.items() if name.startswith(f"{request_id}:")}
+    awaited = own if any(count.is_running for count in own.values()) else counts
+    return {name: count.num_tokens for name, count in awaited.items()}
 
 
 class PauseState:

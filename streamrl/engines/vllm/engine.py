@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -119,6 +119,16 @@ class SampledSequence:
     versions: Sequence[int]
     finish_reason: FinishReason
     prompt_logprobs: Sequence[float] = ()
+
+
+class TokenCount(NamedTuple):
+    """Number of tokens that the engine has sampled for a sequence; whether it decodes it now.
+
+    Otherwise the sequence waits in vLLM's queue, because it is new or was preempted.
+    """
+
+    num_tokens: int
+    is_running: bool
 
 
 #: The loaders have the same methods, which `WeightLoader` describes.
@@ -296,6 +306,15 @@ def list_partial_sequences(
         if int(state.external_req_id.split(":")[0]) in request_ids
     ]
     return [_to_sampled_sequence(output) for output in outputs]
+
+
+def count_tokens(engine: VllmEngine) -> dict[str, TokenCount]:
+    """Return the counts of all unfinished sequences, by the ids of `make_vllm_request_id`."""
+    running = {request.request_id for request in engine.engine_core.engine_core.scheduler.running}
+    return {
+        state.external_req_id: TokenCount(state.detokenizer.num_output_tokens(), name in running)
+        for name, state in engine.output_processor.request_states.items()
+    }
 
 
 def load_weights(

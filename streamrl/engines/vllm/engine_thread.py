@@ -24,6 +24,7 @@ from streamrl.engines.vllm.engine import (
     ModelInfo,
     SampledSequence,
     SamplingRequest,
+    TokenCount,
     VllmEngine,
 )
 from streamrl.engines.vllm.kv_cache import KvCacheMemory
@@ -139,6 +140,9 @@ class EngineThread:
         self, request_ids: Collection[int]
     ) -> asyncio.Future[Sequence[SampledSequence]]:
         return self._submit(lambda engine: vllm_engine.list_partial_sequences(engine, request_ids))
+
+    def count_tokens(self) -> asyncio.Future[dict[str, TokenCount]]:
+        return self._submit(vllm_engine.count_tokens)
 
     def get_storage(self) -> asyncio.Future[ShardStorage | None]:
         return self._submit(lambda engine: self._weight_loader.get_storage())

@@ -1,6 +1,9 @@
 """A real vLLM engine with a tiny random model, through several versions."""
 
 import asyncio
+import time
+from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,10 +12,11 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from streamrl.engines.generator_config import STEP_TOKENS_ON_CPU, SamplingSettings
-from streamrl.errors import ConfigError, DeadlineError, WeightsError
+from streamrl.engines.vllm import engine as vllm_engine
+from streamrl.errors import ConfigError, WeightsError
 from streamrl.messages import FinishReason, Rollout
 from streamrl.weights.lora_merge import LORA_A_SUFFIX, LORA_B_SUFFIX, LORA_SCALE
-from tests.engines.flight import LONG, SHORT, WIDE, Engines, Flight
+from tests.engines.flight import CONCURRENT, LONG, SHORT, WIDE, Engines, Flight
 from tests.engines.tiny_qwen import (
     EOS,
     MAX_LENGTH,
@@ -316,16 +320,29 @@ async def test_seeds_must_be_given_and_fit_int64(flight: Flight, seeds: list[int
         await flight.engine.generate(SHORT, seeds=seeds)
 
 
-async def test_a_prompt_past_its_deadline_is_reported_and_aborted(
+async def test_slow_rollouts_outlive_the_timeout_while_the_engine_samples_for_them_or_others(
     flight: Flight, monkeypatch: pytest.MonkeyPatch
 ):
     await flight.load(endless_model(seed=1))
-    with monkeypatch.context() as patch:
-        patch.setattr(flight.config, "request_timeout_s", 0.05)
-        with pytest.raises(DeadlineError, match=r"8 of 8 rollouts .* 4 tokens .* within 0.05 s"):
-            await flight.engine.generate(SHORT, seeds=range(8), max_new_tokens=500)
-    assert flight.engine.num_running == 0
-    assert len(await flight.engine.generate(SHORT, seeds=[1])) == 1
+    step = vllm_engine.step_engine
+
+    def step_slowly(engine: Any) -> list[vllm_engine.SampledSequence]:
+        time.sleep(0.02)
+        return step(engine)
+
+    monkeypatch.setattr(vllm_engine, "step_engine", step_slowly)
+    monkeypatch.setattr(flight.config, "request_timeout_s", 0.25)
+    started = time.monotonic()
+    running = flight.engine.generate(SHORT, seeds=range(CONCURRENT), max_new_tokens=60)
+    waiting = flight.engine.generate(SHORT, seeds=range(4), max_new_tokens=5)
+    groups = asyncio.gather(running, waiting)
+    await flight.wait_for_steps(10)
+    counts = await flight.engine._thread.count_tokens()
+    assert Counter(count.is_running for count in counts.values()) == {True: CONCURRENT, False: 4}
+    assert {count.num_tokens > 0 for count in counts.values() if count.is_running} == {True}
+    assert {count.num_tokens for count in counts.values() if not count.is_running} == {0}
+    assert [len(group) for group in await groups] == [CONCURRENT, 4]
+    assert time.monotonic() - started > 4 * 0.25
 
 
 async def test_a_cancelled_call_frees_its_slots(flight: Flight):

@@ -1,0 +1,198 @@
+"""How long a request may take: any time with progress, `request_timeout_s` without it."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streamrl.engines.generation import generation_engine
+from streamrl.engines.generation.generation_engine import GenerationEngine
+from streamrl.engines.generator_config import GeneratorConfig
+from streamrl.engines.vllm.engine import (
+    EngineSpec,
+    ModelInfo,
+    SampledSequence,
+    SamplingRequest,
+    TokenCount,
+)
+from streamrl.engines.vllm.engine_thread import EngineThread
+from streamrl.errors import GenerationError, WeightsError
+from streamrl.messages import FinishReason, Rollout
+from streamrl.weights import WeightLoadStats
+from streamrl.weights.parameters import ParameterSet
+from tests.virtual_time import in_virtual_time
+
+TIMEOUT_S = 600.0
+PROMPT = np.array([1, 2, 3], np.int32)
+
+
+class ScriptedThread(EngineThread):
+    """Engine in virtual time: decodes the first unfinished sequence, a token every `token_s`.
+
+    stops_after: number of tokens after which it samples no more.
+    hangs_after: number of tokens after which its step does not end, so that it answers nothing.
+    """
+
+    token_s = 4.0
+    stops_after = hangs_after = 10**9
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.version = 0
+        self._counts: dict[str, int] = {}
+        self._limits: dict[str, int] = {}
+        self._num_tokens = 0
+        self._was_loaded: asyncio.Future[WeightLoadStats] | None = None
+        self._is_paused = False
+
+    def add_requests(self, requests: Sequence[SamplingRequest]) -> None:
+        for request in requests:
+            for sequence in request.sequences:
+                name = f"{request.request_id}:{sequence.index}"
+                self._counts[name], self._limits[name] = 0, sequence.max_new_tokens
+        self._loop.create_task(self._decode())
+
+    async def _decode(self) -> None:
+        while self._counts and self._num_tokens < min(self.stops_after, self.hangs_after):
+            await asyncio.sleep(self.token_s)
+            name = next(iter(self._counts), None)
+            if name is None or self._is_paused:
+                continue
+            self._counts[name] += 1
+            self._num_tokens += 1
+            if self._counts[name] == self._limits[name]:
+                count = self._counts.pop(name)
+                number, index = map(int, name.split(":"))
+                sampled = [7] * count, [-1.0] * count, [0] * count
+                self._on_sampled([SampledSequence(number, index, *sampled, FinishReason.LENGTH)])
+        if self._was_loaded is not None and not self._counts:
+            self._was_loaded.set_result(WeightLoadStats())
+
+    def count_tokens(self) -> asyncio.Future[dict[str, TokenCount]]:
+        future = self.create_future()
+        if self._num_tokens < self.hangs_after:
+            running = next(iter(self._counts), None)
+            future.set_result({n: TokenCount(c, n == running) for n, c in self._counts.items()})
+        return future
+
+    def load_weights(self, tensors: object, version: int) -> asyncio.Future[WeightLoadStats]:
+        """Load once all requests are finished."""
+        self._was_loaded = self.create_future()
+        return self._was_loaded
+
+    def pause(self) -> asyncio.Future[None]:
+        self._is_paused = True
+        future = self.create_future()
+        future.set_result(None)
+        return future
+
+    def resume(self) -> None:
+        self._is_paused = False
+
+    def abort_sequences(self, request_id: int, indices: Sequence[int]) -> None:
+        for index in indices:
+            self._counts.pop(f"{request_id}:{index}", None)
+
+
+@pytest.fixture
+def make_engine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that makes an engine whose thread behaves as its arguments say."""
+
+    def make(**behaviour: Any) -> GenerationEngine:
+        thread = type("Thread", (ScriptedThread,), behaviour)
+        monkeypatch.setattr(generation_engine, "EngineThread", thread)
+        config = GeneratorConfig(request_timeout_s=TIMEOUT_S)
+        engine = GenerationEngine(EngineSpec("model", config, 10**5, should_drain=True))
+        engine._model_info = ModelInfo(ParameterSet({}, ()), 100)
+        engine._thread._started.set_result(engine._model_info)
+        engine._newest_version = 0
+        return engine
+
+    return make
+
+
+async def generate(engine: GenerationEngine, num: int, num_tokens: int) -> list[Rollout]:
+    return await engine.generate(PROMPT, seeds=range(num), max_new_tokens=num_tokens)
+
+
+@in_virtual_time
+async def test_a_rollout_that_grows_takes_many_times_the_timeout(make_engine: Any):
+    now = asyncio.get_running_loop().time
+    (rollout,) = await generate(make_engine(), 1, 2000)
+    assert len(rollout.completion_ids) == 2000
+    assert now() == 2000 * 4.0 > 10 * TIMEOUT_S
+
+
+@in_virtual_time
+async def test_a_prompt_that_waits_for_others_takes_many_times_the_timeout(make_engine: Any):
+    engine = make_engine()
+    groups = [asyncio.create_task(generate(engine, 2, 1000)) for _ in range(3)]
+    assert [len(await group) for group in groups] == [2, 2, 2]
+    assert asyncio.get_running_loop().time() == 6 * 1000 * 4.0
+
+
+@in_virtual_time
+async def test_a_version_that_drains_slow_rollouts_waits_for_them(make_engine: Any):
+    engine = make_engine()
+    group = asyncio.create_task(generate(engine, 1, 1000))
+    await asyncio.sleep(1.0)
+    await engine.activate_version(1)
+    assert group.done() and asyncio.get_running_loop().time() == 1000 * 4.0
+
+
+@in_virtual_time
+async def test_paused_time_is_no_time_without_progress(make_engine: Any):
+    engine = make_engine()
+    group = asyncio.create_task(generate(engine, 1, 10))
+    await asyncio.sleep(5.0)
+    await engine.pause("lease")
+    await asyncio.sleep(100 * TIMEOUT_S)
+    await engine.resume("lease")
+    assert len(await group) == 1
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "reason"),
+    [
+        (
+            {"stops_after": 300},
+            r"generate: 1 of 1 rollouts of a prompt of 3 tokens are not finished: no token was"
+            r" sampled for 600 s \(generator.request_timeout_s\); the engine serves version 0",
+        ),
+        ({"hangs_after": 300}, r"of 3 tokens are not finished: .* did not end a step in 600 s"),
+    ],
+)
+@in_virtual_time
+async def test_an_engine_without_progress_fails_all_its_calls(
+    make_engine: Any, behaviour: dict[str, int], reason: str
+):
+    engine = make_engine(**behaviour)
+    groups = [asyncio.create_task(generate(engine, 1, 1000)) for _ in range(2)]
+    loaded = asyncio.create_task(engine.activate_version(1))
+    errors = await asyncio.gather(*groups, loaded, return_exceptions=True)
+    assert [type(error) for error in errors[:2]] == [GenerationError] * 2
+    assert isinstance(errors[2], GenerationError | WeightsError)
+    stopped_at = 300 * 4.0
+    assert stopped_at + TIMEOUT_S <= asyncio.get_running_loop().time() <= stopped_at + 2 * TIMEOUT_S
+    with pytest.raises(GenerationError, match=reason):
+        await generate(engine, 1, 1)
+
+
+@in_virtual_time
+async def test_a_request_that_no_longer_grows_fails_although_others_do(make_engine: Any):
+    engine = make_engine()
+    stuck = asyncio.create_task(generate(engine, 1, 1000))
+    await asyncio.sleep(10.0)
+    counts: dict[str, TokenCount] = {"1:0": TokenCount(2, is_running=True)}
+
+    def count_tokens() -> asyncio.Future[dict[str, TokenCount]]:
+        counts["2:0"] = TokenCount(int(asyncio.get_running_loop().time()), is_running=True)
+        future = engine._thread.create_future()
+        future.set_result(dict(counts))
+        return future
+
+    engine._thread.count_tokens = count_tokens
+    with pytest.raises(GenerationError, match="no token was sampled for 600 s"):
+        await stuck
