@@ -241,13 +241,13 @@ class CoordinatorActor(PingableActor):
         self._step_reporter = StepReporter(
             config, [*self._role_actors.values()], self._driver_events, start_s=time.time()
         )
-        reporting = asyncio.create_task(self._step_reporter.report_steps())
+        reporting = self._step_reporter.start()
         try:
             await self._run_stream(reporting)
         except (FilterLimitError, DropLimitError, DataError):
             await self._save_after_failure()
             raise
-        await self._step_reporter.finish_reporting(reporting)
+        await self._step_reporter.finish_reporting()
         interrupted = not run_state.admission.is_finished
         if run_state.has_partial_update:
             text = (

@@ -86,6 +86,14 @@ class StepReporter:
         self._drained_at = 0.0
         self._snapshots: asyncio.Queue[StepSnapshot] = asyncio.Queue()
 
+    def start(self) -> "asyncio.Task[None]":
+        """Report the steps of `add_step` from now on; return the task, which ends only by an error.
+
+        Every wait for reports raises that error.
+        """
+        self._reporting = asyncio.create_task(self._report_steps())
+        return self._reporting
+
     def begin_step(self, start_s: float) -> None:
         """Set the time at which the next training step begins, in epoch seconds."""
         self._window_start = start_s
@@ -93,7 +101,7 @@ class StepReporter:
     def add_step(self, snapshot: StepSnapshot) -> None:
         self._snapshots.put_nowait(snapshot)
 
-    async def report_steps(self) -> None:
+    async def _report_steps(self) -> None:
         """Report queued steps forever; steps that finish close together share a drain of actors."""
         clock = asyncio.get_running_loop().time
         while True:
@@ -112,26 +120,21 @@ class StepReporter:
                 spans = []
 
     async def wait_until_idle(self) -> None:
-        """Wait until every queued step is reported, with the rollouts of slow actors.
-
-        Blocks forever if `report_steps` has failed.
-        """
-        await self._snapshots.join()
+        """Wait until every queued step is reported, with the rollouts of slow actors."""
+        joining = asyncio.create_task(self._snapshots.join())
+        await asyncio.wait({joining, self._reporting}, return_when=asyncio.FIRST_COMPLETED)
+        if not joining.done():
+            joining.cancel()
+            self._reporting.result()
         if self._open_calls:
             await asyncio.wait(self._open_calls.values(), timeout=LAST_DRAIN_TIMEOUT_S)
             self._record_reports(await self._drain_actors())
         self._post_rollouts(is_last=True)
 
-    async def finish_reporting(self, running: "asyncio.Task[None]") -> None:
-        """Wait until all queued steps are reported, then cancel the task of `report_steps`.
-
-        running: that task; its error, if any, is raised.
-        """
-        idle = asyncio.create_task(self.wait_until_idle())
-        await asyncio.wait({idle, running}, return_when=asyncio.FIRST_COMPLETED)
-        if not idle.done():
-            running.result()
-        running.cancel()
+    async def finish_reporting(self) -> None:
+        """Wait until all queued steps are reported, then stop reporting."""
+        await self.wait_until_idle()
+        self._reporting.cancel()
         for call in self._open_calls.values():
             call.cancel()
 

@@ -103,14 +103,14 @@ class Reported:
             RoleActors(calls["policy"], ["trainer-0"], [self.rank]),
         ]
         self.reporter = StepReporter(load_config(RECIPE), roles, self.feed, start_s=0.0)
-        self.running = asyncio.create_task(self.reporter.report_steps())
+        self.reporter.start()
 
     async def finish(self) -> Sequence[StepReport]:
         return (await self.finish_all())[0]
 
     async def finish_all(self) -> tuple[list[StepReport], dict[int, Sequence[RecordedGroup]]]:
         """Return the steps' reports, and the recorded groups by step, posted once per step."""
-        await self.reporter.finish_reporting(self.running)
+        await self.reporter.finish_reporting()
         reports = await self.feed.read_after(0, 1.0)
         rollouts = [report for report in reports if isinstance(report, RolloutReport)]
         steps = [report for report in reports if isinstance(report, StepReport)]
@@ -327,8 +327,12 @@ async def test_a_failed_drain_ends_the_wait_for_reports():
 
     run.rank.remote = fail  # type: ignore[method-assign]
     run.reporter.add_step(snapshot(0, ended_at=1.0))
-    with pytest.raises(RuntimeError, match="gone"):
-        await run.finish()
+    async with asyncio.timeout(100.0):
+        # A failed run waits for the reports before its last checkpoint, when nothing else watches.
+        with pytest.raises(RuntimeError, match="gone"):
+            await run.reporter.wait_until_idle()
+        with pytest.raises(RuntimeError, match="gone"):
+            await run.finish()
 
 
 @in_virtual_time
