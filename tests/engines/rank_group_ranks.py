@@ -170,6 +170,8 @@ async def measure_sleep(engine: GenerationEngine | FollowerRank) -> tuple[int, i
         await engine.pause("test")
     before = count_kv_bytes(engine)
     await asyncio.to_thread(dist.barrier)
+    if isinstance(engine, GenerationEngine):
+        await asyncio.sleep(0.3)  # the followers must wait for the leader
     await engine.sleep()
     after = count_kv_bytes(engine)
     await asyncio.to_thread(dist.barrier)

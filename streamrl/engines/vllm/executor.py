@@ -29,6 +29,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.serial_utils import run_method
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
+from streamrl.engines.vllm.kv_cache import is_freed_after
 from streamrl.engines.vllm.rank_groups import RankGroup
 from streamrl.errors import GenerationError
 
@@ -121,8 +122,11 @@ class FollowerWorker:
         #: Guards the worker: `serve` and weight loads run on different threads.
         self.lock = threading.Lock()
 
-    def serve(self) -> None:
+    def serve(self, on_kv_freed: Callable[[bool], None]) -> None:
         """Execute the leader's calls until the leader closes the connection.
+
+        on_kv_freed: called with true after a call that freed the KV cache, and with false after one
+            that allocated it again.
 
         Raises GenerationError if the leader's process ends, and any exception of a call.
         """
@@ -131,6 +135,8 @@ class FollowerWorker:
                 method, args, kwargs, is_answered = self._connection.recv()
                 with self.lock:
                     answer = run_method(self.wrapper, method, args, kwargs)
+                if (is_freed := is_freed_after(method)) is not None:
+                    on_kv_freed(is_freed)
                 if is_answered:
                     self._connection.send(answer)
         except (OSError, EOFError, RuntimeError) as error:

@@ -10,7 +10,6 @@ import torch
 from streamrl.distributed.devices import get_local_device, synchronize_device
 from streamrl.engines.vllm import engine
 from streamrl.engines.vllm.engine import EngineSpec
-from streamrl.engines.vllm.kv_cache import free_kv_caches
 from streamrl.engines.vllm.partial_weights import PartialWeightLoader
 from streamrl.errors import ConfigError, DeadlineError, GenerationError
 from streamrl.messages import Array
@@ -32,6 +31,7 @@ class FollowerRank:
         loop = asyncio.get_running_loop()
         self._started: asyncio.Future[None] = loop.create_future()
         self._finished: asyncio.Future[None] = loop.create_future()
+        self._kv_freed = asyncio.Event()
         self._loop = loop
         self._worker: FollowerWorker | None = None
         self._weight_loader: PartialWeightLoader | None = None
@@ -102,17 +102,26 @@ class FollowerRank:
         return num_bytes
 
     async def sleep(self) -> None:
-        """Free this rank's KV cache if it is on a CPU; the leader's next step allocates it again.
+        """Wait until the leader's `sleep` has freed this rank's KV cache, as it does on all ranks.
 
-        On a GPU, does nothing: vLLM's sleep mode frees the caches of all ranks with the leader's.
+        The leader's next decode step allocates the cache again. Raises DeadlineError after
+        `request_timeout_s`.
         """
-        await asyncio.to_thread(self._release_kv)
+        timeout_s = self._spec.config.request_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._kv_freed.wait()
+        except TimeoutError as error:
+            raise DeadlineError(
+                "training waited for the KV cache of this rank: the generator's leader did not free"
+                f" it within {timeout_s:g} s (generator.request_timeout_s)"
+            ) from error
 
-    def _release_kv(self) -> None:
-        assert self._worker is not None
-        with self._worker.lock:
-            if not self._worker.wrapper.model_config.enable_sleep_mode:
-                free_kv_caches(self._worker.wrapper)
+    def _note_kv_freed(self, is_freed: bool) -> None:
+        """Tell the event loop, from the worker's thread, whether the KV cache is freed."""
+        change = self._kv_freed.set if is_freed else self._kv_freed.clear
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(change)
 
     def _run_worker(self) -> None:
         try:
@@ -127,7 +136,7 @@ class FollowerRank:
                     self._spec.rank_group,
                 )
                 self._report_status(None)
-                worker.serve()
+                worker.serve(self._note_kv_freed)
         except BaseException as error:
             self._report_status(error)
             raise

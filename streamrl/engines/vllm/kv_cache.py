@@ -1,5 +1,6 @@
 """Free the KV cache of an idle engine and allocate it again, on GPUs and CPUs."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,6 +46,16 @@ class KvCacheMemory:
             self._engine.model_executor.wake_up([KV_CACHE_TAG])
         else:
             self._engine.collective_rpc(allocate_kv_caches)
+
+
+def is_freed_after(call: str | Callable[..., Any]) -> bool | None:
+    """Return whether a worker's KV cache is freed after this call of `KvCacheMemory`'s.
+
+    None: the call is another one.
+    """
+    if call in ("discard", free_kv_caches):
+        return True
+    return False if call in ("wake_up", allocate_kv_caches) else None
 
 
 def free_kv_caches(worker: VllmWorker) -> None:
