@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import ray
+
 from streamrl.config.cross_checks import count_trained_steps
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import (
@@ -111,7 +113,7 @@ class RealEngineFactory:
         Where a tensor-parallel engine spans trainer processes, only its leader's process calls
         this method, with its trainer rank as `replica`; the others call `make_follower_rank`.
         """
-        check_device()
+        check_assigned_device()
         with pause_gc():
             from streamrl.engines.generation.generation_engine import GenerationEngine
 
@@ -121,7 +123,7 @@ class RealEngineFactory:
         self, config: RunConfig, max_length: int, rank: int
     ) -> "FollowerRank":
         """Start a vLLM worker: one tensor-parallel rank of an engine that another process leads."""
-        check_device()
+        check_assigned_device()
         with pause_gc():
             from streamrl.engines.vllm.follower_rank import FollowerRank
 
@@ -133,7 +135,7 @@ class RealEngineFactory:
         A value scorer follows the trained critic.
         """
         if role not in (REWARD_CALL.role, COST_CALL.role):
-            check_device()
+            check_assigned_device()
         with pause_gc():
             scorer = SCORER_FACTORIES[role](config, max_length)
             await scorer.start()
@@ -142,7 +144,7 @@ class RealEngineFactory:
     def make_trainer(
         self, config: RunConfig, max_length: int, rank: int, role: str
     ) -> "ModelTrainer":
-        check_device()
+        check_assigned_device()
         has_pretraining = role == POLICY and bool(config.data.pretrain)
         with pause_gc():
             from streamrl.engines.training.model_trainer import ModelTrainer
@@ -154,6 +156,11 @@ class RealEngineFactory:
                 pretraining=_make_pretraining(config) if has_pretraining else None,
                 num_steps=count_trained_steps(config, role),
             )
+
+
+def check_assigned_device() -> None:
+    """Raise ConfigError if this process sees another device, or other GPUs, than Ray assigned."""
+    check_device(assigned_gpus=len(ray.get_gpu_ids()) if ray.is_initialized() else 0)
 
 
 def _make_engine_spec(config: RunConfig, max_length: int, replica: int) -> "EngineSpec":

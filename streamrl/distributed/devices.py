@@ -22,6 +22,8 @@ GPU = "cuda"
 """torch's device type of GPUs."""
 DEVICE_ENV = "STREAMRL_DEVICE"
 """Environment variable: device type of a run, cpu or cuda, for all of its processes."""
+NOSET_ENV = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+"""Environment variable that keeps Ray from hiding the GPUs of other processes."""
 
 NCCL_CONNECT_S = 15
 """Time for connecting the ranks of an NCCL group that broadcasts weights, s."""
@@ -201,8 +203,13 @@ def use_device(*, on_gpu: bool) -> Iterator[None]:
             os.environ[DEVICE_ENV] = before
 
 
-def check_device() -> None:
-    """Raise ConfigError if this process, which loads a model, computes on another device."""
+def check_device(*, assigned_gpus: int = 0) -> None:
+    """Raise ConfigError if this process, which loads a model, computes on another device.
+
+    assigned_gpus: GPUs that Ray has assigned to this process; 0 if it has not, as in the driver.
+    Then the process must see these only: CUDA's current device is a setting of each thread, and a
+    thread without it computes on the first GPU that the process sees.
+    """
     if has_run_gpus() and not has_local_gpu():
         raise ConfigError(
             f"the run computes on GPUs, but {_describe_torch()} finds none on {_get_host()}:"
@@ -213,6 +220,12 @@ def check_device() -> None:
             f"the run computes on CPUs, since Ray counts no GPU, but {_describe_torch()} finds"
             f" {count_local_gpus()} on {_get_host()}: start Ray there with --num-gpus, or hide the"
             " GPUs (CUDA_VISIBLE_DEVICES=)"
+        )
+    if assigned_gpus and count_local_gpus() != assigned_gpus:
+        raise ConfigError(
+            f"this process on {_get_host()} has {assigned_gpus} of Ray's GPUs, but"
+            f" {_describe_torch()} finds {count_local_gpus()}: unset {NOSET_ENV} where Ray is"
+            " started and where the run is, so that each process sees only its own"
         )
 
 

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 
+from streamrl.actors.engine_factory import check_assigned_device
 from streamrl.config.run_config import load_config
 from streamrl.distributed.devices import (
     DEVICE_ENV,
@@ -66,6 +68,34 @@ def test_a_worker_on_another_device_than_the_run_names_both(
     for check in checks:
         with pytest.raises(ConfigError, match=problem) if problem else nullcontext():
             check()
+
+
+@pytest.mark.parametrize(
+    ("assigned", "visible", "problem"),
+    [
+        (0, 8, None),  # the driver, and a command without Ray
+        (1, 1, None),
+        (4, 4, None),
+        (1, 8, r"^this process on .* has 1 of Ray.s GPUs, but .* finds 8: unset RAY_EXPER"),
+        (4, 8, r"has 4 of .* finds 8"),
+        (4, 2, r"has 4 of .* finds 2"),
+    ],
+)
+def test_a_process_must_see_only_the_gpus_that_ray_assigned_to_it(
+    assigned: int, visible: int, problem: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    find_gpus(monkeypatch, visible)
+    with pytest.raises(ConfigError, match=problem) if problem else nullcontext():
+        check_device(assigned_gpus=assigned)
+
+
+def test_an_engine_checks_the_gpus_that_ray_assigned(monkeypatch: pytest.MonkeyPatch):
+    find_gpus(monkeypatch, 8)
+    check_assigned_device()
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "get_gpu_ids", lambda: [3])
+    with pytest.raises(ConfigError, match=r"has 1 of Ray.s GPUs, but .* finds 8"):
+        check_assigned_device()
 
 
 def test_every_actor_knows_the_device_of_the_run():
