@@ -1,0 +1,47 @@
+"""Which failures of an actor's loops restart it, and which end the run."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from streamrl.actors.launch.actor_registry import RestartPolicy
+from streamrl.actors.launch.driver import RunSession
+from streamrl.errors import DeadlineError, GenerationError, StreamError, WeightsError
+
+
+class FakeSession(RunSession):
+    """Session over actors that restart at most twice; `restarted` has their names and reasons."""
+
+    def __init__(self) -> None:
+        self.crashed: list[str] = []
+        self.restarted: list[tuple[str, str]] = []
+        restarts = RestartPolicy(2)
+        restarts.register_actor("generator-0", lambda: "started")
+        self._registry: Any = SimpleNamespace(restarts=restarts, crash_actor=self.crashed.append)
+
+    def _restart_actor(self, name: str, reason: str, handle: Any) -> None:
+        self.restarted.append((name, reason))
+        self._registry.restarts.restart_actor(name)
+
+
+@pytest.mark.parametrize("kind", [GenerationError, WeightsError])
+def test_a_generator_with_a_hung_engine_is_restarted_until_its_restarts_are_used(
+    kind: type[StreamError],
+):
+    session, error = FakeSession(), kind("no token was sampled for 600 s")
+    for _ in range(2):
+        session._replace_actor("generator-0", None, error, print)
+    assert session.crashed == ["generator-0"] * 2
+    assert session.restarted == [("generator-0", "no token was sampled for 600 s")] * 2
+    with pytest.raises(kind, match="no token was sampled for 600 s"):
+        session._replace_actor("generator-0", None, error, print)
+
+
+def test_another_error_or_an_actor_without_restarts_ends_the_run():
+    session = FakeSession()
+    with pytest.raises(DeadlineError):
+        session._replace_actor("generator-0", None, DeadlineError("late"), print)
+    with pytest.raises(GenerationError):
+        session._replace_actor("policy-0", None, GenerationError("hung"), print)
+    assert not session.restarted
