@@ -12,7 +12,7 @@ needs it then fails, and the version is published again, with a copy.
 
 import contextlib
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as SendTimeoutError
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from streamrl.distributed.devices import get_local_device
 from streamrl.errors import VersionNotStoredError, WeightsError
-from streamrl.weights.bucket_memory import allocate_staging, as_tensor, commit_copy, lend_tensor
+from streamrl.weights.bucket_memory import allocate_staging, commit_copy, lend_tensor
 from streamrl.weights.manifest import BucketMemory, WeightBucket, WeightManifest
 from streamrl.weights.transport import Transport, TransportReader, TransportSpec, TransportWriter
 from streamrl.weights.transports import object_store
@@ -41,13 +41,17 @@ from streamrl.weights.transports.collective_group import (
 
 CPU_DEVICE = torch.device("cpu")
 TIMEOUT_S = 20.0
-"""Timeout of a broadcast beyond its transfer time; then the fallback takes over."""
-MEMBER_WAIT_FRACTION = 0.25
-"""Share of the timeout spent waiting for members; the rest is for creating the process group and
-for delays of the transfer.
+"""Timeout of gathering and connecting the members, and of each bucket beyond its transfer time;
+then the fallback takes over.
 """
-DEADLINE_GRACE_S = 5.0
-"""Extra wait for the thread that sends a broadcast: its deadlines are not exact."""
+MEMBER_WAIT_FRACTION = 0.25
+"""Share of the timeout spent waiting for members; the rest is for creating the process group."""
+MAX_SEND_WAIT_S = 60.0
+"""Longest wait of a version for the broadcast of the last one, which is then aborted. Meanwhile
+other ranks of the trainer may wait in a collective, for `trainer.collective_timeout_s` at most.
+"""
+ABORT_S = 5.0
+"""Time for the thread that sends a broadcast to notice that it is aborted."""
 NUM_KEPT_VERSIONS = 2
 """Versions whose keys stay in the TCPStore; a late reader looks up the last version."""
 
@@ -63,11 +67,12 @@ class CollectiveHandle:
 class CollectiveWriter(TransportWriter):
     """Publisher's end of the collective transport: serves a TCPStore, sends from `device`.
 
-    A broadcast takes at most `timeout_s` plus the transfer time at MIN_BYTES_PER_S. A quarter of
-    the timeout is for gathering the members, so a member that is absent from the start costs no
-    more than that. A member that dies or hangs later may cost all of the timeout; the next version
-    waits until then. `host`: address of the TCPStore. `always_copies`: every version also goes
-    through `fallback`, because the publisher could not publish it again.
+    A broadcast takes at most `timeout_s` plus the transfer time at MIN_BYTES_PER_S, and so does
+    each of its buckets. A quarter of the timeout is for gathering the members, so a member that is
+    absent from the start costs no more than that. A member that dies or hangs later costs the
+    timeout of a bucket; the next version waits until then, at most MAX_SEND_WAIT_S. `host`: address
+    of the TCPStore. `always_copies`: every version also goes through `fallback`, because the
+    publisher could not publish it again.
     """
 
     def __init__(
@@ -96,20 +101,27 @@ class CollectiveWriter(TransportWriter):
         self._version = self._committed_version = -1
         self._staging_buffers: list[BucketMemory] = []
         self._handles: list[CollectiveHandle] = []
-        self._send_timeout_s = 0.0
+        self._send_deadline = SharedDeadline(0.0)
+        self._abort_reason = ""
         self._announced_versions: list[tuple[GroupEpoch, int]] = []
         #: Why the last broadcast failed, with the members involved; None if it succeeded.
         self.send_failure: str | None = None
 
     def set_readers(self, names: Sequence[str]) -> None:
-        """Set the names of the readers that take part in the broadcast from the next version on."""
+        """Set the names of the readers that take part in the broadcast from the next version on.
+
+        Aborts a running broadcast to a reader that has left.
+        """
         self._readers = tuple(names)
+        left = ", ".join(sorted({*self._epoch.members} - {*names}))
+        if left and self._pending_send is not None:
+            self._abort_send(f"{left} left")
 
     def begin_version(self, version: int) -> None:
         """Wait for the previous broadcast, and begin a new group epoch if the members changed.
 
-        Raises WeightsError if the previous broadcast overruns its deadline: it still reads the
-        staging buffers, so they cannot be refilled.
+        Aborts the previous broadcast after MAX_SEND_WAIT_S. Raises WeightsError if it does not end
+        then: it still reads the staging buffers, so they cannot be refilled.
         """
         self._wait_for_send()
         self._absent_readers -= {name for name in self._absent_readers if self._has_returned(name)}
@@ -159,14 +171,15 @@ class CollectiveWriter(TransportWriter):
         buckets = [data[: bucket.num_bytes] for data, bucket in pairs]
         self._committed_version = manifest.version
         self.send_failure = None
-        self._send_timeout_s = self._timeout_s + estimate_send_s(manifest.num_bytes)
+        self._abort_reason = ""
+        self._send_deadline = SharedDeadline(self._timeout_s + estimate_send_s(manifest.num_bytes))
         if self._epoch.members:
             self._pending_send = self._send_executor.submit(
                 self._send_version, manifest.version, buckets
             )
 
     def close(self) -> None:
-        """Wait for a running broadcast, at most until its deadline, and free all resources."""
+        """Wait for a running broadcast, at most MAX_SEND_WAIT_S, and free all resources."""
         try:
             self._wait_for_send()
         finally:
@@ -176,7 +189,7 @@ class CollectiveWriter(TransportWriter):
 
     def _send_version(self, version: int, buckets: Sequence[BucketMemory]) -> None:
         """Wait for the members and broadcast the version; store an error in `send_failure`."""
-        epoch = self._epoch
+        epoch, whole = self._epoch, self._send_deadline
         try:
             has_group = self._group is not None
             member_deadline = SharedDeadline(self._timeout_s * MEMBER_WAIT_FRACTION)
@@ -189,17 +202,16 @@ class CollectiveWriter(TransportWriter):
                 for name in absent:
                     self._store.delete_key(_make_return_key(name))
                 raise WeightsError(f"timed out waiting for {', '.join(absent)}")
-            deadline = SharedDeadline(self._send_timeout_s - self._timeout_s * MEMBER_WAIT_FRACTION)
+            deadline = SharedDeadline(self._timeout_s * (1 - MEMBER_WAIT_FRACTION), whole)
             if self._group is None:
                 self._group = BroadcastGroup(
                     self._store, epoch, PUBLISHER_RANK, self._device, deadline
                 )
             self._group.verify_header((epoch.number, version), deadline)
-            for data in buckets:
-                self._group.broadcast_tensor(as_tensor(data), deadline)
+            self._group.broadcast_buckets(buckets, self._timeout_s, whole)
         except (RuntimeError, WeightsError) as error:
-            members = ", ".join(epoch.members)
-            self.send_failure = f"weights version {version} was not sent to {members}: {error}"
+            members, cause = ", ".join(epoch.members), self._abort_reason or error
+            self.send_failure = f"weights version {version} was not sent to {members}: {cause}"
 
     def _delete_old_keys(self, epoch: GroupEpoch, version: int) -> None:
         """Delete the keys of all but the last NUM_KEPT_VERSIONS versions from the TCPStore."""
@@ -210,19 +222,27 @@ class CollectiveWriter(TransportWriter):
                 self._store.delete_key(key)
 
     def _wait_for_send(self) -> None:
-        """Wait for the running broadcast. Raise WeightsError if it overruns its deadline."""
-        send, self._pending_send = self._pending_send, None
-        if send is None:
+        """Wait for the running broadcast, and abort it if it takes longer than MAX_SEND_WAIT_S.
+
+        Raises WeightsError if it does not end then.
+        """
+        if self._pending_send is None:
             return
+        wait([self._pending_send], MAX_SEND_WAIT_S)
+        if not self._pending_send.done():
+            self._abort_send(f"not finished {MAX_SEND_WAIT_S:g} s after the next version was due")
         try:
-            send.result(self._send_timeout_s + DEADLINE_GRACE_S)
+            self._pending_send.result(ABORT_S)
         except SendTimeoutError as error:
-            self._pending_send = send
             raise WeightsError(
                 f"weights version {self._version} is still being sent to "
-                f"{', '.join(self._epoch.members)} after"
-                f" {self._send_timeout_s + DEADLINE_GRACE_S:g} s"
+                f"{', '.join(self._epoch.members)} after {MAX_SEND_WAIT_S + ABORT_S:g} s"
             ) from error
+        self._pending_send = None
+
+    def _abort_send(self, reason: str) -> None:
+        self._abort_reason = reason
+        self._send_deadline.expire()
 
     def _has_returned(self, name: str) -> bool:
         """Return True if an absent reader has fetched a version since; clear its store key."""
@@ -320,20 +340,22 @@ class CollectiveReader(TransportReader):
             raise WeightsError(f"{self._name} is not a member of group epoch {epoch.number}")
         if self._epoch != epoch:
             self._epoch, self._group = epoch, None
+        # Before the announcement: the others wait for no member that has no memory yet.
+        device = self._device if self._on_device else None
+        self._receive_buffers = []
+        arrays = [allocate_staging(bucket.num_bytes, device) for bucket in manifest.buckets]
         announce_member(store, epoch, version, self._name, has_group=self._group is not None)
-        wait_for_go_ahead(store, epoch, version, deadline)
+        connect_deadline = SharedDeadline(self._timeout_s, deadline)
+        wait_for_go_ahead(store, epoch, version, connect_deadline)
         if self._group is None:
             rank = epoch.members.index(self._name) + 1
-            self._group = BroadcastGroup(store, epoch, rank, self._device, deadline)
-        self._group.verify_header((epoch.number, version), deadline)
-        device = self._device if self._on_device else None
-        arrays = [allocate_staging(bucket.num_bytes, device) for bucket in manifest.buckets]
+            self._group = BroadcastGroup(store, epoch, rank, self._device, connect_deadline)
+        self._group.verify_header((epoch.number, version), connect_deadline)
         if device is not None:
             self._group.wait_for_current_stream()
         # Kept until the next version if the broadcast fails, which may go on writing to them.
         self._receive_buffers = arrays
-        for data in arrays:
-            self._group.broadcast_tensor(as_tensor(data), deadline)
+        self._group.broadcast_buckets(arrays, self._timeout_s, deadline)
         self._receive_buffers = []
         return [_finish_received(data) for data in arrays]
 

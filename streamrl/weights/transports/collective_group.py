@@ -12,8 +12,9 @@ already have one (vLLM's workers do).
 import json
 import os
 import socket
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,6 +33,8 @@ from streamrl.distributed.devices import (
 )
 from streamrl.distributed.tcp_store import serve_tcp_store
 from streamrl.errors import WeightsError
+from streamrl.weights.bucket_memory import as_tensor
+from streamrl.weights.manifest import BucketMemory
 
 PUBLISHER_RANK = 0
 STORE_POLL_S = 0.002
@@ -79,17 +82,31 @@ def estimate_send_s(num_bytes: int) -> float:
 
 
 class SharedDeadline:
-    """Deadline shared by several waits, `timeout_s` seconds after its creation."""
+    """Deadline shared by several waits, `timeout_s` seconds after its creation.
 
-    def __init__(self, timeout_s: float) -> None:
+    As part of the deadline `whole` it passes no later than that one.
+    """
+
+    def __init__(self, timeout_s: float, whole: "SharedDeadline | None" = None) -> None:
         self._end_s = time.monotonic() + timeout_s
+        self._whole = whole
+
+    def expire(self) -> None:
+        """Let the deadline and its parts pass now. May be called from another thread."""
+        self._end_s = time.monotonic()
 
     def has_passed(self) -> bool:
-        return time.monotonic() >= self._end_s
+        return self._compute_remaining_s() <= 0
 
     def compute_remaining_time(self) -> timedelta:
         """Return the time left, at least 10 ms: torch.distributed takes zero for no timeout."""
-        return timedelta(seconds=max(self._end_s - time.monotonic(), 0.01))
+        return timedelta(seconds=max(self._compute_remaining_s(), 0.01))
+
+    def _compute_remaining_s(self) -> float:
+        remaining_s = self._end_s - time.monotonic()
+        if self._whole is None:
+            return remaining_s
+        return min(remaining_s, self._whole._compute_remaining_s())
 
 
 class BroadcastGroup:
@@ -127,6 +144,17 @@ class BroadcastGroup:
         if self._stream is not None:
             self._stream.wait_stream(get_current_gpu_stream())
 
+    def broadcast_buckets(
+        self, buckets: Iterable[BucketMemory], timeout_s: float, whole: SharedDeadline
+    ) -> None:
+        """Broadcast buckets in turn, each in `timeout_s` and its transfer time, all until `whole`.
+
+        So a lost member costs the others no more, however large the version is.
+        """
+        for data in buckets:
+            deadline = SharedDeadline(timeout_s + estimate_send_s(data.nbytes), whole)
+            self.broadcast_tensor(as_tensor(data), deadline)
+
     def broadcast_tensor(self, tensor: Tensor, deadline: SharedDeadline) -> None:
         """Broadcast the publisher's `tensor` into the members' `tensor` of the same shape.
 
@@ -141,12 +169,19 @@ class BroadcastGroup:
             work = self._group.broadcast([device_tensor], options)
             while not work.is_completed():
                 if deadline.has_passed():
-                    self._group.abort()
+                    self._abort()
                     raise WeightsError("timed out during a broadcast")
                 time.sleep(COLLECTIVE_POLL_S)
             work.wait()
             if not self._is_publisher and device_tensor is not tensor:
                 tensor.copy_(device_tensor)
+
+    def _abort(self) -> None:
+        """Abort the running broadcast and drop the process group."""
+        self._group.abort()
+        last_reference, self._group = [self._group], None
+        # Gloo aborts nothing: its destructor waits, without the GIL, for the broadcast's timeout.
+        threading.Thread(target=last_reference.clear).start()
 
     def verify_header(self, header: tuple[int, int], deadline: SharedDeadline) -> None:
         """Broadcast the publisher's (epoch number, version); compare `header` with it on members.

@@ -4,17 +4,21 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
 from streamrl.weights import WeightManifest
 from streamrl.weights.buckets import publish_version, unpack_tensors
-from streamrl.weights.transports import collective_group
+from streamrl.weights.transports import collective, collective_group
 from streamrl.weights.transports.collective import CollectiveReader, CollectiveWriter
 from streamrl.weights.transports.collective_group import SharedDeadline
 from streamrl.weights.transports.shared_memory import SharedMemoryReader, SharedMemoryWriter
@@ -374,6 +378,97 @@ def test_a_broadcasts_deadline_grows_with_its_bytes(
     writer.close()
     assert (writer.send_failure is None) is arrives
     collective_reader.close()
+
+
+def test_the_others_do_not_wait_for_a_reader_without_memory(monkeypatch: pytest.MonkeyPatch):
+    def run_out(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=2)
+    reader = CollectiveReader("a", LocalReader(), timeout_s=2)
+    writer.set_readers(["a"])
+    manifest = publish(writer, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(collective, "allocate_staging", run_out)
+        fetched = reader.fetch_buckets(manifest)
+    assert is_version(unpack_tensors(manifest, fetched), 0)
+    assert reader.fallback_reason == "weights version 0 was not sent: CUDA out of memory"
+    writer.begin_version(1)
+    assert writer.send_failure == "weights version 0 was not sent to a: timed out waiting for a"
+    assert publish_and_fetch(writer, reader, 1)
+    writer.close()
+    reader.close()
+
+
+@contextmanager
+def stall_reader(timeout_s: float) -> Iterator[CollectiveWriter]:
+    """Yield a writer that is broadcasting many buckets to a reader that stalls at the second."""
+    broadcast = collective_group.BroadcastGroup.broadcast_tensor
+    stalls, can_end = threading.Event(), threading.Event()
+    num_received = 0
+
+    def broadcast_or_stall(self: Any, *arguments: Any) -> None:
+        nonlocal num_received
+        num_received += not self._is_publisher
+        if not self._is_publisher and num_received == 3:  # the first broadcast is the header
+            stalls.set()
+            can_end.wait(60)
+            raise WeightsError("stalled")
+        broadcast(self, *arguments)
+
+    writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=timeout_s)
+    reader = CollectiveReader("a", LocalReader(), timeout_s=timeout_s)
+    writer.set_readers(["a"])
+    tensors = {f"t{i}": torch.ones(250) for i in range(200)}
+    with (
+        mock.patch.object(collective_group.BroadcastGroup, "broadcast_tensor", broadcast_or_stall),
+        ThreadPoolExecutor(1) as thread,
+    ):
+        manifest = publish_version(tensors.items(), version=0, bucket_bytes=1000, writer=writer)
+        fetching = thread.submit(reader.fetch_buckets, manifest)
+        try:
+            assert stalls.wait(60)
+            yield writer
+        finally:
+            can_end.set()
+            fetching.result()
+            writer.close()
+            reader.close()
+
+
+def test_a_member_that_stalls_is_noticed_after_the_deadline_of_a_bucket(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(collective_group, "MIN_BYTES_PER_S", 2e3)  # 0.5 s a bucket, 100 s in all
+    with stall_reader(timeout_s=2) as writer:
+        start = time.monotonic()
+        writer.begin_version(1)
+        assert time.monotonic() - start < 12
+        cause = "timed out during a broadcast"
+        assert writer.send_failure == f"weights version 0 was not sent to a: {cause}"
+
+
+def test_a_member_that_leaves_ends_its_broadcast_at_once():
+    with stall_reader(timeout_s=40) as writer:
+        start = time.monotonic()
+        writer.set_readers(["b"])
+        writer.begin_version(1)
+        assert time.monotonic() - start < 12
+        assert writer.send_failure == "weights version 0 was not sent to a: a left"
+
+
+def test_the_next_version_waits_for_no_broadcast_longer_than_the_ranks_of_a_trainer_may(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    longest_wait_s = collective.MAX_SEND_WAIT_S + collective.ABORT_S
+    assert longest_wait_s < TrainerConfig().collective_timeout_s / 4
+    monkeypatch.setattr(collective, "MAX_SEND_WAIT_S", 0.5)
+    with stall_reader(timeout_s=40) as writer:
+        start = time.monotonic()
+        writer.begin_version(1)
+        assert time.monotonic() - start < 12
+        cause = "not finished 0.5 s after the next version was due"
+        assert writer.send_failure == f"weights version 0 was not sent to a: {cause}"
 
 
 def test_store_keys_of_old_versions_are_deleted():
