@@ -99,6 +99,20 @@ def release_cached_gpu_memory() -> None:
         _get_gpu_module().empty_cache()
 
 
+def measure_gpu_memory(freed_bytes: int = 0) -> tuple[int, int] | None:
+    """Return the free and the total bytes of this process's GPU; None without a GPU.
+
+    Memory that torch caches counts as used, as the next step needs it again, except for the
+    `freed_bytes` of the caller, if they are still in the cache.
+    """
+    if not has_local_gpu():
+        return None
+    gpu = _get_gpu_module()
+    free_bytes, total_bytes = gpu.mem_get_info()
+    cached_bytes = gpu.memory_reserved() - gpu.memory_allocated()
+    return free_bytes + min(freed_bytes, cached_bytes), total_bytes
+
+
 def drain_peak_gpu_bytes() -> int | None:
     """Return the most bytes allocated on the GPU since the last call; None without a GPU."""
     if not has_local_gpu():

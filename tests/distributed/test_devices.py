@@ -17,6 +17,7 @@ from streamrl.distributed.devices import (
     check_ray_agrees,
     has_run_gpus,
     make_device_env,
+    measure_gpu_memory,
     use_device,
 )
 from streamrl.engines.dtypes import resolve_dtype
@@ -41,6 +42,18 @@ def test_without_a_run_torch_decides(count: int, monkeypatch: pytest.MonkeyPatch
     find_gpus(monkeypatch, count)
     assert has_run_gpus() == (count > 0)
     check_device()
+
+
+@pytest.mark.parametrize(("freed_bytes", "free_bytes"), [(0, 100), (30, 130), (90, 140)])
+def test_memory_that_torch_caches_is_free_only_for_its_last_user(
+    freed_bytes: int, free_bytes: int, monkeypatch: pytest.MonkeyPatch
+):
+    assert measure_gpu_memory() is None
+    find_gpus(monkeypatch, 1)
+    numbers = {"mem_get_info": (100, 800), "memory_reserved": 600, "memory_allocated": 560}
+    for name, number in numbers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda number=number: number)
+    assert measure_gpu_memory(freed_bytes) == (free_bytes, 800)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,10 @@
 
 The writer copies buckets into staging buffers and a background thread sends them while training
 continues. Buffers are in pinned host memory, or with `on_device` on the device that sends and
-receives. A version also goes through a fallback transport if readers may need it: readers that are
-not members, arrive late, or took part in a failed broadcast. `collective_group` decides before each
-version whether all members are ready.
+receives, if it has room for the version. There they are freed once they are sent or loaded, as
+training and sampling need the memory. A version also goes through a fallback transport if readers
+may need it: readers that are not members, arrive late, or took part in a failed broadcast.
+`collective_group` decides before each version whether all members are ready.
 
 If the last version reached the same readers, the copy for the fallback is left out. A reader that
 needs it then fails, and the version is published again, with a copy.
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 from streamrl.distributed.devices import get_local_device
 from streamrl.errors import VersionNotStoredError, WeightsError
-from streamrl.weights.bucket_memory import allocate_staging, commit_copy, lend_tensor
+from streamrl.weights.bucket_memory import StagingDevice, allocate_staging, commit_copy, lend_tensor
 from streamrl.weights.manifest import BucketMemory, WeightBucket, WeightManifest
 from streamrl.weights.transport import Transport, TransportReader, TransportSpec, TransportWriter
 from streamrl.weights.transports import object_store
@@ -90,7 +91,9 @@ class CollectiveWriter(TransportWriter):
         self._is_copied = True
         self._timeout_s = timeout_s
         self._device = device
-        self._on_device = on_device
+        self._staging_device = StagingDevice(device if on_device else None)
+        self._version_device: torch.device | None = None
+        self._version_bytes = 0
         self._store = serve_readers(host, timeout_s)
         self._epoch = GroupEpoch(0, host, self._store.port, ())
         self._readers: tuple[str, ...] = ()
@@ -130,7 +133,7 @@ class CollectiveWriter(TransportWriter):
             # Published again: readers that have the version will not take part in a broadcast.
             members = ()
         if self.send_failure is not None:
-            # A failed broadcast may still read the buffers in its thread: never refill them.
+            # It may still read the buffers in its thread: never refill them.
             self._staging_buffers = []
         if self.send_failure is not None or members != self._epoch.members:
             number = self._epoch.number + 1
@@ -140,13 +143,13 @@ class CollectiveWriter(TransportWriter):
         self._is_copied = self._always_copies or not has_reached_all
         self._version = version
         self._handles = []
+        self._choose_device()
         if self._is_copied:
             self._fallback.begin_version(version)
 
     def allocate_buffer(self, num_bytes: int) -> BucketMemory:
         """Return a staging buffer of `num_bytes`; bucket i of every version reuses buffer i."""
-        index = len(self._handles)
-        device = self._device if self._on_device else None
+        index, device = len(self._handles), self._version_device
         if index == len(self._staging_buffers):
             self._staging_buffers.append(allocate_staging(num_bytes, device))
         if self._staging_buffers[index].nbytes < num_bytes:
@@ -164,11 +167,14 @@ class CollectiveWriter(TransportWriter):
         return handle
 
     def commit_version(self, manifest: WeightManifest) -> None:
-        """Start the broadcast of the version in a thread."""
+        """Start the broadcast of the version in a thread, which frees buffers on the device."""
         if self._is_copied:
             self._fallback.commit_version(_make_fallback_manifest(manifest))
         pairs = zip(self._staging_buffers, manifest.buckets, strict=False)
         buckets = [data[: bucket.num_bytes] for data, bucket in pairs]
+        self._version_bytes = sum(data.nbytes for data in self._staging_buffers)
+        if self._version_device is not None:
+            self._staging_buffers = []
         self._committed_version = manifest.version
         self.send_failure = None
         self._abort_reason = ""
@@ -187,8 +193,24 @@ class CollectiveWriter(TransportWriter):
             self._group = None
             self._fallback.close()
 
-    def _send_version(self, version: int, buckets: Sequence[BucketMemory]) -> None:
-        """Wait for the members and broadcast the version; store an error in `send_failure`."""
+    def _choose_device(self) -> None:
+        """Choose the memory of the version's buffers.
+
+        The first one, of unknown size, is on the host. Before the first update the optimizer's
+        memory is not allocated yet, so the device seems to have room.
+        """
+        if self._version_device is not None:
+            self._staging_buffers = []  # of a version that was not committed
+        size = self._version_bytes
+        self._version_device = self._staging_device.choose_device(size) if size else None
+        if self._version_device is not None:
+            self._staging_buffers = []
+
+    def _send_version(self, version: int, buckets: list[BucketMemory]) -> None:
+        """Wait for the members and broadcast the version; store an error in `send_failure`.
+
+        Empties `buckets`, so that they are freed.
+        """
         epoch, whole = self._epoch, self._send_deadline
         try:
             has_group = self._group is not None
@@ -210,8 +232,11 @@ class CollectiveWriter(TransportWriter):
             self._group.verify_header((epoch.number, version), deadline)
             self._group.broadcast_buckets(buckets, self._timeout_s, whole)
         except (RuntimeError, WeightsError) as error:
-            members, cause = ", ".join(epoch.members), self._abort_reason or error
+            # Without the error itself, whose traceback keeps the buckets alive.
+            members, cause = ", ".join(epoch.members), self._abort_reason or str(error)
             self.send_failure = f"weights version {version} was not sent to {members}: {cause}"
+        finally:
+            buckets.clear()
 
     def _delete_old_keys(self, epoch: GroupEpoch, version: int) -> None:
         """Delete the keys of all but the last NUM_KEPT_VERSIONS versions from the TCPStore."""
@@ -269,7 +294,7 @@ class CollectiveReader(TransportReader):
         self._fallback = fallback
         self._timeout_s = timeout_s
         self._device = device
-        self._on_device = on_device
+        self._staging_device = StagingDevice(device if on_device else None)
         self._address: tuple[str, int] | None = None
         self._store: dist.TCPStore | None = None
         self._epoch: GroupEpoch | None = None
@@ -341,8 +366,8 @@ class CollectiveReader(TransportReader):
         if self._epoch != epoch:
             self._epoch, self._group = epoch, None
         # Before the announcement: the others wait for no member that has no memory yet.
-        device = self._device if self._on_device else None
         self._receive_buffers = []
+        device = self._staging_device.choose_device(manifest.num_bytes)
         arrays = [allocate_staging(bucket.num_bytes, device) for bucket in manifest.buckets]
         announce_member(store, epoch, version, self._name, has_group=self._group is not None)
         connect_deadline = SharedDeadline(self._timeout_s, deadline)

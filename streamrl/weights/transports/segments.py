@@ -4,6 +4,7 @@ A segment's bytes follow the header in the file, or are a tensor on a device tha
 open. While a reader holds the lock, the publisher does not write.
 """
 
+import errno
 import fcntl
 import mmap
 import os
@@ -28,7 +29,7 @@ from streamrl.distributed.devices import (
 )
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
-from streamrl.weights.bucket_memory import lend_tensor
+from streamrl.weights.bucket_memory import has_device_room, lend_tensor
 from streamrl.weights.manifest import BucketMemory
 
 HEADER_BYTES = mmap.PAGESIZE
@@ -173,6 +174,8 @@ class DeviceSegment(SharedMemorySegment):
         if self._memory is not None:
             return
         if is_on_gpu:
+            if not has_device_room(num_bytes):
+                raise OSError(errno.ENOMEM, "the GPU has no room for another bucket")
             self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
             rebuild, arguments = reduce_tensor(self._memory)
             self.tensor = SharedTensor(rebuild, arguments, get_gpu_uuid())

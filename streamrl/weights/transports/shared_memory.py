@@ -33,7 +33,7 @@ from streamrl.distributed.devices import (
     uses_expandable_segments,
 )
 from streamrl.errors import ConfigError, WeightsError
-from streamrl.weights.bucket_memory import allocate_staging, as_tensor, commit_copy
+from streamrl.weights.bucket_memory import StagingDevice, allocate_staging, as_tensor, commit_copy
 from streamrl.weights.manifest import BucketMemory, WeightBucket, WeightManifest
 from streamrl.weights.pinned_memory import PinnedFiles
 from streamrl.weights.transport import Transport, TransportReader, TransportSpec, TransportWriter
@@ -83,6 +83,7 @@ class SharedMemoryWriter(TransportWriter):
         self._fallback = fallback
         self._directory = directory
         self._device = device
+        self._staging_device = StagingDevice(device)
         self._keep_versions = keep_versions
         self._max_bytes = max_bytes
         self._name_prefix, self._owner_fd = claim_name_prefix(directory, token)
@@ -132,7 +133,7 @@ class SharedMemoryWriter(TransportWriter):
     def _allocate_staging(self, num_bytes: int) -> BucketMemory:
         if self._device is None:
             return np.zeros(num_bytes, np.uint8)
-        return allocate_staging(num_bytes, self._device)
+        return allocate_staging(num_bytes, self._staging_device.choose_device(num_bytes))
 
     def commit_bucket(self, bucket: WeightBucket, data: BucketMemory) -> Any:
         """Make a bucket readable and return its SegmentHandle.

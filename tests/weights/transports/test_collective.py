@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,13 +11,15 @@ from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
-from streamrl.weights import WeightManifest
+from streamrl.weights import WeightBucket, WeightManifest, bucket_memory
+from streamrl.weights.bucket_memory import as_tensor
 from streamrl.weights.buckets import publish_version, unpack_tensors
 from streamrl.weights.transports import collective, collective_group
 from streamrl.weights.transports.collective import CollectiveReader, CollectiveWriter
@@ -396,6 +399,63 @@ def test_the_others_do_not_wait_for_a_reader_without_memory(monkeypatch: pytest.
     writer.begin_version(1)
     assert writer.send_failure == "weights version 0 was not sent to a: timed out waiting for a"
     assert publish_and_fetch(writer, reader, 1)
+    writer.close()
+    reader.close()
+
+
+class FakeGpuMemory:
+    """Memory of a GPU with 1 GB, of which others use a part."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.free_bytes = 10**9
+        monkeypatch.setattr(
+            bucket_memory, "measure_gpu_memory", lambda freed_bytes: (self.free_bytes, 10**9)
+        )
+
+
+@pytest.mark.parametrize("names", [["a"], []])
+def test_versions_are_on_the_device_only_while_they_are_sent(
+    names: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Before the first update nobody knows how much memory training needs."""
+    FakeGpuMemory(monkeypatch)
+    writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=1, on_device=True)
+    writer.set_readers(names)
+    kinds = []
+    for version in range(3):
+        writer.begin_version(version)
+        data = writer.allocate_buffer(100)
+        kinds.append(type(data))
+        memory = weakref.ref(as_tensor(data).untyped_storage())
+        bucket = WeightBucket((), 100, "")
+        handle = writer.commit_bucket(bucket, data)
+        del data
+        writer.commit_version(WeightManifest(version, (bucket,), (handle,)))
+        writer._wait_for_send()
+        assert version == 0 or memory() is None
+    assert kinds == [np.ndarray, torch.Tensor, torch.Tensor]
+    writer.close()
+
+
+def test_a_device_without_room_for_a_version_and_a_reserve_gets_none_of_its_buckets(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    memory = FakeGpuMemory(monkeypatch)
+    writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=8, on_device=True)
+    reader = CollectiveReader("a", LocalReader(), timeout_s=8, on_device=True)
+    writer.set_readers(["a"])
+    sent = 4 * 1_200_000
+    kinds = []
+    for version, free_bytes in enumerate([10**9, 5 * 10**7 + sent, 5 * 10**7 + sent - 1, 10**9]):
+        memory.free_bytes = free_bytes
+        manifest = publish(writer, version)
+        received = reader.fetch_buckets(manifest)
+        assert reader.fallback_reason is None
+        assert is_version(unpack_tensors(manifest, received), version)
+        is_sent_by_device = {bucket.checksum.startswith("poly") for bucket in manifest.buckets}
+        kinds.append((is_sent_by_device, {isinstance(data, torch.Tensor) for data in received}))
+    both, neither = ({True}, {True}), ({False}, {False})
+    assert kinds == [({False}, {True}), both, neither, both]
     writer.close()
     reader.close()
 

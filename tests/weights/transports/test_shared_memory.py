@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from streamrl.errors import ConfigError, WeightsError
-from streamrl.weights import WeightManifest
+from streamrl.weights import WeightManifest, bucket_memory
 from streamrl.weights.bucket_memory import as_tensor
 from streamrl.weights.buckets import TORCH_DTYPES, publish_version, unpack_tensors
 from streamrl.weights.transport import ClusterAccess, TransportSpec
 from streamrl.weights.transports import segments, shared_memory
-from streamrl.weights.transports.segments import DeviceSegment, SharedTensor
+from streamrl.weights.transports.segments import DeviceSegment, SegmentHandle, SharedTensor
 from streamrl.weights.transports.shared_memory import (
     SharedMemoryReader,
     SharedMemoryWriter,
@@ -287,6 +287,21 @@ def test_buckets_for_which_a_gpu_has_no_memory_use_the_fallback(
     assert is_right and reader.fallback_reason is not None
     assert files(folder) == set()
     assert fetch(put(writer, 1))[0].fallback_reason is None
+    writer.close()
+
+
+def test_buckets_leave_a_reserve_of_the_gpus_memory(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """The GPU has 1000 bytes, and 50 are the reserve."""
+    monkeypatch.setattr(segments, "GPU", "cpu")
+    monkeypatch.setattr(segments, "get_gpu_uuid", lambda: "GPU-a")
+    writer = make_writer(folder, torch.device("cpu"), keep_versions=9)
+    for version, room in enumerate((400, 0)):
+        free_bytes = 50 + room
+        monkeypatch.setattr(
+            bucket_memory, "measure_gpu_memory", lambda _, free=free_bytes: (free, 1000)
+        )
+        handles = put(writer, version).handles
+        assert {isinstance(handle, SegmentHandle) for handle in handles} == {room > 0}
     writer.close()
 
 
