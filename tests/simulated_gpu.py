@@ -197,6 +197,15 @@ class GpuModule:
     def empty_cache(self) -> None:
         pass
 
+    def mem_get_info(self) -> tuple[int, int]:
+        return 1 << 40, 1 << 40
+
+    def memory_reserved(self) -> int:
+        return 0
+
+    def memory_allocated(self) -> int:
+        return 0
+
     def manual_seed_all(self, seed: int) -> None:
         pass
 
@@ -219,11 +228,19 @@ def use_simulated_gpu() -> Iterator[None]:
     _setup_privateuseone_for_python_backend(GPU, GpuModule())
     with (
         mock.patch.object(devices, "GPU", GPU),
+        mock.patch.object(torch, "from_dlpack", _share_memory),
         torch.autograd.set_multithreading_enabled(False),
         _make_constants_on_cpu(),
         SimulatedGpu(),
     ):
         yield
+
+
+def _share_memory(source: Any, from_dlpack: Any = torch.from_dlpack) -> Tensor:
+    """Return a tensor of its own for the same memory, as `torch.from_dlpack` does."""
+    if isinstance(source, GpuTensor):
+        return GpuTensor(from_dlpack(source.on_cpu))
+    return from_dlpack(source)  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -54,7 +54,12 @@ from streamrl.resharding.storage import ShardStorage
 from streamrl.weights.buckets import publish_version, unpack_tensors
 from tests.resharding.models import transformer
 from tests.simulated_gpu import CPU, GPU, GPU_0, GpuModule, SimulatedGpu, use_simulated_gpu
-from tests.weights.local_transport import LocalDeviceWriter, LocalReader, LocalWriter
+from tests.weights.simulated_transports import (
+    TransportEnds,
+    make_collective_ends,
+    make_host_ends,
+    make_shared_memory_ends,
+)
 
 Measurements = dict[str, Any]
 Groups = Mapping[str, Columns]
@@ -251,18 +256,28 @@ def compare_offloaded_scores(path: str, groups: Groups) -> Measurements:
 
 
 def publish_and_pull(
-    kind: str, path: str, groups: Groups, *, on_device: bool = False
+    kind: str,
+    path: str,
+    groups: Groups,
+    make_ends: Callable[[], AbstractContextManager[TransportEnds]] = make_host_ends,
 ) -> Measurements:
-    """Publish a trainer's weights, load them into a scorer, compare its parameters."""
+    """Publish a trainer's weights, load them into a scorer, compare its parameters.
+
+    The copies are those of the second version: the first may need another way.
+    """
     trainer = make_trainer(kind, path, groups)
-    train_step(trainer, groups)
     scorer = LogprobScorer(path, temperature=1.0, micro_batch_tokens=128, dtype="float32")
-    before, bytes_before = SimulatedGpu.host_copies, SimulatedGpu.host_bytes
-    writer = LocalDeviceWriter(get_local_device()) if on_device else LocalWriter()
-    waits_before = GpuModule.num_waits
-    manifest = publish_version(trainer.full_state(), version=1, bucket_bytes=1 << 14, writer=writer)
-    published, waits = SimulatedGpu.host_copies, GpuModule.num_waits - waits_before
-    scorer.load_weights(unpack_tensors(manifest, LocalReader().fetch_buckets(manifest)))
+    with make_ends() as (writer, reader):
+        for version in range(2):
+            train_step(trainer, groups)
+            before, bytes_before = SimulatedGpu.host_copies, SimulatedGpu.host_bytes
+            waits_before = GpuModule.num_waits
+            manifest = publish_version(
+                trainer.full_state(), version=version, bucket_bytes=1 << 14, writer=writer
+            )
+            published, waits = SimulatedGpu.host_copies, GpuModule.num_waits - waits_before
+            scorer.load_weights(unpack_tensors(manifest, reader.fetch_buckets(manifest)))
+            assert reader.fallback_reason is None
     pulled, host_bytes = SimulatedGpu.host_copies, SimulatedGpu.host_bytes - bytes_before
     names = {slot.name for bucket in manifest.buckets for slot in bucket.slots}
     state = {name: tensor.cpu() for name, tensor in trainer.merged_state()}
@@ -395,7 +410,12 @@ def run_all(path: str) -> Measurements:
         },
         "weights/policy": partial(publish_and_pull, "policy", path, groups),
         "weights/lora": partial(publish_and_pull, "lora", path, groups),
-        "weights/on device": partial(publish_and_pull, "policy", path, groups, on_device=True),
+        "weights/collective": partial(
+            publish_and_pull, "policy", path, groups, make_collective_ends
+        ),
+        "weights/shared_memory": partial(
+            publish_and_pull, "policy", path, groups, make_shared_memory_ends
+        ),
         "resharding": partial(reshard, path, groups),
         "executors": run_executors,
     }

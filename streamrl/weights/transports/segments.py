@@ -24,7 +24,7 @@ from streamrl.distributed.devices import (
     get_gpu_uuid,
     get_local_device,
     pin_host_memory,
-    synchronize_device,
+    synchronize_stream,
     unpin_host_memory,
 )
 from streamrl.errors import WeightsError
@@ -190,7 +190,7 @@ class DeviceSegment(SharedMemorySegment):
 
     def unlock(self) -> None:
         """Wait until the bucket has been written, and let readers open the segment."""
-        synchronize_device()
+        synchronize_stream()
         super().unlock()
 
     def unlink_file(self) -> None:

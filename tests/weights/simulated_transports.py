@@ -1,0 +1,133 @@
+"""Transports of `weights.on_device` on the simulated GPU, with both ends in this process.
+
+Only the work of NCCL and of CUDA IPC is replaced: sending, and opening another process's memory.
+"""
+
+import queue
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from torch import Tensor
+
+from streamrl.distributed.devices import get_local_device
+from streamrl.weights import bucket_memory
+from streamrl.weights.transport import TransportReader, TransportWriter
+from streamrl.weights.transports import collective_group, segments
+from streamrl.weights.transports.collective import CollectiveReader, CollectiveWriter
+from streamrl.weights.transports.collective_group import PUBLISHER_RANK
+from streamrl.weights.transports.segments import DEVICE_ARGUMENT
+from streamrl.weights.transports.shared_memory import SharedMemoryReader, SharedMemoryWriter
+from tests.simulated_gpu import GPU, SimulatedGpu
+from tests.weights.local_transport import LocalReader, LocalWriter
+
+TIMEOUT_S = 60.0
+HEADER_BYTES = 16
+"""Bytes of epoch and version, which a member of a broadcast compares on the host."""
+
+TransportEnds = tuple[TransportWriter, TransportReader]
+
+
+class FinishedWork:
+    """Broadcast that has ended."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+class InProcessGroup:
+    """Group of a publisher and a member, which are threads of this process."""
+
+    def __init__(self, rank: int, sent: "queue.Queue[Tensor]") -> None:
+        self._rank = rank
+        self._sent = sent
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> FinishedWork:
+        (tensor,) = tensors
+        assert tensor.device == get_local_device()
+        if self._rank == PUBLISHER_RANK:
+            self._sent.put(tensor.clone())
+        else:
+            tensor.copy_(self._sent.get(timeout=TIMEOUT_S))
+        return FinishedWork()
+
+
+@contextmanager
+def make_host_ends() -> Iterator[TransportEnds]:
+    """Yield writer and reader of a transport through host memory."""
+    yield LocalWriter(), LocalReader()
+
+
+@contextmanager
+def make_collective_ends() -> Iterator[TransportEnds]:
+    """Yield writer and reader of the collective transport."""
+    sent = queue.Queue[Tensor]()
+    send_version = CollectiveWriter._send_version
+
+    def send_on_gpu(writer: CollectiveWriter, *arguments: Any) -> None:
+        with SimulatedGpu():  # each thread has its own modes
+            send_version(writer, *arguments)
+
+    device = get_local_device()
+    with (
+        mock.patch.object(
+            collective_group, "make_gloo_group", lambda store, rank, *_: InProcessGroup(rank, sent)
+        ),
+        mock.patch.object(CollectiveWriter, "_send_version", send_on_gpu),
+        # Only a GPU's driver can pin memory.
+        mock.patch.object(bucket_memory, "allocate_pinned", lambda n: np.zeros(n, np.uint8)),
+    ):
+        writer = CollectiveWriter(
+            LocalWriter(),
+            host="127.0.0.1",
+            timeout_s=TIMEOUT_S,
+            device=device,
+            on_device=True,
+            always_copies=False,
+        )
+        reader = CollectiveReader(
+            "a", LocalReader(), timeout_s=TIMEOUT_S, device=device, on_device=True
+        )
+        writer.set_readers(["a"])
+        yield writer, reader
+        reader.close()
+        writer.close()
+
+
+@contextmanager
+def make_shared_memory_ends() -> Iterator[TransportEnds]:
+    """Yield writer and reader of the shared memory transport."""
+    exported: list[Tensor] = []
+
+    def export_tensor(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+        exported.append(tensor)
+        return open_exported, (len(exported) - 1, *[None] * DEVICE_ARGUMENT)
+
+    def open_exported(index: int, *others: Any) -> Tensor:
+        assert others[DEVICE_ARGUMENT - 1] == get_local_device().index
+        return exported[index].view(-1)
+
+    replaced = {
+        "GPU": GPU,
+        "reduce_tensor": export_tensor,
+        "get_gpu_uuid": lambda: "simulated",
+        "pin_host_memory": lambda *_: False,
+    }
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for name, value in replaced.items():
+            stack.enter_context(mock.patch.object(segments, name, value))
+        writer = SharedMemoryWriter(
+            "simulated", LocalWriter(), keep_versions=1, directory=folder, device=get_local_device()
+        )
+        reader = SharedMemoryReader("policy", LocalReader())
+        yield writer, reader
+        reader.close()
+        writer.close()
