@@ -19,7 +19,8 @@ class WorkerMemory:
     optimizer: optimizer state, with master weights if any.
     gradients: accumulated gradients and persistent reduction buffers.
     activations: estimate for a micro-batch, with its gather and reduce buffers.
-    update_buffers: temporary buffers of an optimizer step, when activations are free.
+    update_buffers: temporary buffers of an optimizer step and of the version that follows it, when
+      activations are free.
     kv_cache: keys and values.
     """
 

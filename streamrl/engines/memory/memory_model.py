@@ -7,7 +7,7 @@ together.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import Parameter
@@ -93,6 +93,9 @@ def estimate_worker_memory(
             gradients, update = 0, 2 * FLOAT32_BYTES * -(-trained // trainer.world_size)
             update += trained * itemsize
         transient = replace(transient, update=update)
+    if trainer.has_sharded_params and _count_token_experts(module):
+        # vLLM stores experts in a layout of its own: a version is gathered whole, then loaded.
+        transient = replace(transient, update=max(transient.update, elements * itemsize))
     kv_mb = generator.kv_cache_mb or (0 if on_gpu else KV_CACHE_MB_ON_CPU)
     micro_batch_tokens = -(-micro_batch_tokens // trainer.sequence_parallel)
     tokens = micro_batch_tokens * _estimate_token_bytes(module, trainer, on_gpu=on_gpu)
@@ -209,7 +212,7 @@ def _estimate_token_bytes(
     config = module.config.get_text_config()
     layers, hidden = config.num_hidden_layers, config.hidden_size
     if not trainer.gradient_checkpointing:
-        saved = layers * count_layer_values(hidden, _find_intermediate_size(config))
+        saved = layers * count_layer_values(hidden, _find_intermediate_size(module))
     else:
         has_offload = on_gpu and trainer.gradient_checkpointing == OFFLOAD
         saved = hidden * (LAYER_VALUES_PER_TOKEN + layers * (not has_offload))
@@ -217,11 +220,17 @@ def _estimate_token_bytes(
     return int(saved * itemsize)
 
 
-def _find_intermediate_size(config: Any) -> int:
+def _count_token_experts(module: "PreTrainedModel") -> int:
+    """Return the number of experts that a token passes through; 0 without experts."""
+    fields = module.config.get_text_config().to_dict()
+    return int(fields.get("num_experts_per_tok") or 0)
+
+
+def _find_intermediate_size(module: "PreTrainedModel") -> int:
     """Return the width of a token's MLP: of all experts that it passes through."""
-    fields = config.to_dict()
+    fields = module.config.get_text_config().to_dict()
     intermediate = fields.get("intermediate_size") or 0
-    if experts := fields.get("num_experts_per_tok"):
+    if experts := _count_token_experts(module):
         return int(experts * (fields.get("moe_intermediate_size") or intermediate))
     return int(intermediate)
 

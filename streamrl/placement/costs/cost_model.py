@@ -27,7 +27,7 @@ from streamrl.placement.costs.generate_timing import estimate_generator_timing
 from streamrl.placement.costs.lora_traffic import LoraTraffic
 from streamrl.placement.costs.param_shards import count_stage_params
 from streamrl.placement.costs.score_timing import estimate_rule_timing, estimate_score_timing
-from streamrl.placement.costs.traffic import TransferCost, WeightTraffic
+from streamrl.placement.costs.traffic import SHARDS_PARAMETERS, TransferCost, WeightTraffic
 from streamrl.placement.costs.train_timing import estimate_train_timing
 from streamrl.placement.model_shapes import ModelShape
 from streamrl.placement.placements import CallAssignment, Placement
@@ -390,6 +390,11 @@ class CostModel:
             filled_bytes = float(self._estimate_transfer(shape, trainer, assignment).extra_bytes)
             is_resident = self.constants.keeps_served
             memory = CallMemory(filled_bytes, 0.0) if is_resident else CallMemory(0.0, filled_bytes)
+        elif call.kind is CallKind.GENERATE and trainer is not None and shape.experts:
+            # vLLM stores experts in a layout of its own: a version is gathered whole, then loaded.
+            is_sharded = trainer.zero_stage >= SHARDS_PARAMETERS or trainer.grid.tp_size > 1
+            whole = self.constants.served_bytes * shape.num_params * is_sharded
+            memory = CallMemory(memory.resident_bytes, whole)
         if call.kind is CallKind.SCORE:
             if self.constants.scores_from_host:
                 memory = CallMemory(compute_layer_weight_bytes(cost), 0.0)

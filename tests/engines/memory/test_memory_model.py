@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+)
 
 from benchmarks.memory import GIB, count_peaks, make_config
 from streamrl.engines.activation_sizes import CHUNK_TOKENS
@@ -226,6 +232,17 @@ def test_an_optimizer_in_host_memory_takes_memory_of_a_gpu_only_in_updates(path:
         assert freed.update_buffers == held.optimizer * 8 // 12 + freed.weights
         assert freed.gradients < held.gradients
     assert estimate_memory(path, plain) == estimate_memory(path, offloaded)
+
+
+def test_a_sharded_mixture_of_experts_is_whole_while_a_version_loads(tmp_path: Path):
+    config = Qwen3MoeConfig(hidden_size=64, num_hidden_layers=2, num_experts=64, vocab_size=64)
+    config.save_pretrained(tmp_path)
+    whole, sharded = (
+        estimate_memory(str(tmp_path), TrainerConfig(zero_stage=stage, world_size=64), on_gpu=True)
+        for stage in (0, 3)
+    )
+    assert sharded.weights < whole.weights // 32
+    assert sharded.update_buffers >= whole.weights
 
 
 def test_logits_are_estimated_for_a_chunk_of_tokens(path: str):

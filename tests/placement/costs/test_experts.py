@@ -52,6 +52,23 @@ def place_experts(expert: int) -> Placement:
     return Placement({"train": train, "generate": make_assignment("1-1-8", 8)})
 
 
+def test_colocated_experts_are_whole_on_each_device_while_a_version_loads():
+    costs = CostModel(make_problem(), replace(PLAIN, aliases_served=False, keeps_kv=True))
+    active = [
+        costs.predict_memory(
+            Placement({"train": replace(shared, zero_stage=stage), "generate": generate})
+        )["generate"].active_bytes
+        for shared, stage, generate in (
+            (make_assignment("1-1-8"), 1, make_assignment("1-1-8")),
+            (make_assignment("1-1-8"), 3, make_assignment("1-1-8")),
+            (make_assignment("1-2-4"), 1, make_assignment("1-2-4")),
+            (make_assignment("1-1-8"), 3, make_assignment("1-1-8", 8)),
+        )
+    ]
+    whole = 2 * SMALL.num_params
+    assert active == [0, whole, whole, 0]
+
+
 def test_expert_rank_holds_its_experts_and_the_rest():
     assert SMALL.routed_params == ROUTED
     assert find_max_stage_params(SMALL, 1, 1, 8) == SMALL.num_params - ROUTED + ROUTED // 8
