@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import ray
-
 from streamrl.config.cross_checks import count_trained_steps
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import (
@@ -160,6 +158,8 @@ class RealEngineFactory:
 
 def check_assigned_device() -> None:
     """Raise ConfigError if this process sees another device, or other GPUs, than Ray assigned."""
+    import ray
+
     check_device(assigned_gpus=len(ray.get_gpu_ids()) if ray.is_initialized() else 0)
 
 

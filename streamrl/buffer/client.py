@@ -387,6 +387,10 @@ class ExperienceQueue:
     async def find_overdue(self, age_s: float) -> list[OverdueLease]:
         return list(chain.from_iterable(await self._call_all(QueueShard.find_overdue, age_s)))
 
+    async def measure_growth_age(self) -> float:
+        """Return the seconds since a partial rollout of a leased group has last grown."""
+        return min(await self._call_all(QueueShard.measure_growth_age))
+
     async def requeue_overdue(self, overdue: Sequence[OverdueLease]) -> None:
         """End overdue leases that are still active, and requeue their groups."""
         await self._call_owners(QueueShard.requeue_overdue, overdue)

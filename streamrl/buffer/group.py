@@ -113,6 +113,9 @@ class GroupState:
         self.partial_rollouts[stage] = columns
         self.num_bytes += columns.num_bytes
 
+    def count_partial_bytes(self, stage: str) -> int:
+        return self.partial_rollouts[stage].num_bytes if stage in self.partial_rollouts else 0
+
     def drop_partial(self, stage: str) -> None:
         if stage in self.partial_rollouts:
             self.num_bytes -= self.partial_rollouts.pop(stage).num_bytes

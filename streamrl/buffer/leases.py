@@ -45,7 +45,7 @@ class LeaseRequest:
 class OverdueLease:
     """An active lease that makes no progress; `age_s` is the time since its grant or last progress.
 
-    Progress is growth of its partial rollouts; `has_grown` is false if there was none.
+    Progress is growth of its partial rollouts.
     """
 
     uid: str
@@ -54,7 +54,6 @@ class OverdueLease:
     attempt: int
     age_s: float
     token: int = field(default=0, compare=False)
-    has_grown: bool = field(default=False, compare=False)
 
     @property
     def stall_key(self) -> tuple[str, str, int]:
@@ -77,6 +76,8 @@ class LeaseTable:
         self._tokens = itertools.count(state.incarnation * TOKENS_PER_INCARNATION + 1)
         self._expiries: list[tuple[float, int, GroupLease]] = []
         self._compact_at = MIN_COMPACT_SIZE
+        #: Time at which a partial rollout has last grown, or the shard has started.
+        self.grown_at = state.clock()
         self._grants: dict[str, list[GroupLease]] = {stage: [] for stage in state.stages}
         """With hedging: leases by stage in the order of their grant, some of them settled."""
         self._compact_grants_at = MIN_COMPACT_SIZE
@@ -223,6 +224,12 @@ class LeaseTable:
             if active.lease.holder == holder
         ]
 
+    def record_growth(self, group: GroupState, lease: GroupLease) -> None:
+        """Record that the holder of a lease has saved longer partial rollouts."""
+        self.grown_at = self._state.clock()
+        if active := group.find_lease(lease.stage, lease.token):
+            active.grown_at = self.grown_at
+
     def find_overdue(self, age_s: float) -> list[OverdueLease]:
         """Return active leases without progress for `age_s`, except those of the last stage."""
         now = self._state.clock()
@@ -240,7 +247,6 @@ class LeaseTable:
                 active.lease.attempt,
                 now - active.progress_at,
                 active.lease.token,
-                has_grown=active.grown_at is not None,
             )
             for active in leases
             if active.progress_at <= now - age_s

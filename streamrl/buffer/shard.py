@@ -86,9 +86,8 @@ class QueueShard:
         self._latest_requests: dict[tuple[str, str], object] = {}
         self._capacity_limiter = CapacityLimiter(state, capacity, enter=self._insert_groups)
         self._stats_recorder = ShardStatsRecorder(state, self._log, self._clock())
-        opening = transitions.make_open_record(
-            session, state.incarnation + 1, forgets=state.is_damaged
-        )
+        number, forgets = state.incarnation + 1, state.is_damaged
+        opening = transitions.make_open_record(session, number, forgets=forgets)
         self._is_open_durable = False
         self._log.append_nowait([opening])
         state.apply_record(opening)
@@ -274,16 +273,15 @@ class QueueShard:
     async def save_partials(self, commits: Sequence[ColumnCommit]) -> None:
         """Save partial rollouts of leased groups; the next holder of a group resumes them.
 
-        Kept in memory only: partial rollouts are lost if the shard dies, and discarded once the
-        stage commits. Ignores inactive leases. Raises ContractError like `commit_columns`.
+        Kept in memory only: lost if the shard dies, discarded once the stage commits. Ignores
+        inactive leases. Raises ContractError like `commit_columns`.
         """
         self._expire_leases()
         for commit in commits:
             if group := self._state.find_leased_group(commit.lease):
                 self._contract.check_commit(commit, commit.info)
-                active = group.find_lease(commit.lease.stage, commit.lease.token)
-                if _save_partial(group, commit, self._store) and active:
-                    active.grown_at = self._clock()
+                if _save_partial(group, commit, self._store):
+                    self._lease_table.record_growth(group, commit.lease)
                 self._capacity_limiter.update_reservation(group)
 
     async def fail_groups(self, entries: Sequence[tuple[GroupLease, StreamError]]) -> None:
@@ -382,6 +380,9 @@ class QueueShard:
     async def find_overdue(self, age_s: float) -> list[OverdueLease]:
         return self._lease_table.find_overdue(age_s)
 
+    async def measure_growth_age(self) -> float:
+        return self._clock() - self._lease_table.grown_at
+
     async def requeue_overdue(self, overdue: Sequence[OverdueLease]) -> None:
         for stall, group, lease in self._lease_table.select_active(overdue):
             reason = f"{stall.holder} made no progress for {stall.age_s:.0f} s (pipeline.stall_s)"
@@ -472,11 +473,11 @@ def _start_commit(state: ShardState, commit: ColumnCommit, group: GroupState | N
 def _save_partial(group: GroupState, commit: ColumnCommit, store: Callable[[Blob], Any]) -> bool:
     """Save partial rollouts in a group, unless longer ones are saved; return whether they grew."""
     stage, num_bytes = commit.lease.stage, count_blob_bytes(commit.blob)
-    saved = group.partial_rollouts.get(stage)
-    if saved is None or saved.num_bytes <= num_bytes:
+    saved_bytes = group.count_partial_bytes(stage)
+    if saved_bytes <= num_bytes:
         columns = StageColumns(tuple(commit.column_sizes), num_bytes, store(commit.blob))
         group.save_partial(stage, columns)
-    return saved is None or saved.num_bytes < num_bytes
+    return saved_bytes < num_bytes
 
 
 def _make_grant(

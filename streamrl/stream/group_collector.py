@@ -127,7 +127,7 @@ class GroupCollector:
         return ended
 
     async def _check_stall(self) -> None:
-        """Raise DeadlineError if the step has waited too long for a group, and no rollout grows."""
+        """Raise DeadlineError if the step waits too long for a group, and no rollout has grown."""
         # Twice the time for every attempt to stall and be requeued.
         attempts = 1 if self._config.on_stall == "abort" else 2 * self._run_state.max_attempts
         patience_s = self._config.stall_s * attempts
@@ -135,9 +135,8 @@ class GroupCollector:
         waited = max(self._waiting_since, self._run_state.progress_clock.last_progress_at)
         if not is_waiting or self._loop.time() <= waited + patience_s:
             return
-        leases = await self._stage.queue.find_overdue(0.0)
-        # Long rollouts may take any time as long as they grow.
-        if not any(lease.has_grown and lease.age_s < patience_s for lease in leases):
+        # Long rollouts may take any time as long as they grow; then their group is scored.
+        if await self._stage.queue.measure_growth_age() > patience_s:
             raise await make_stall_error(
                 self._stage, self._run_state, self._config.groups_per_step, patience_s
             )

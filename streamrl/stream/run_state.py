@@ -42,9 +42,9 @@ class PipelineConfig:
     micro_batch_tokens: most tokens, with padding, in one forward and backward pass of a rank.
     stall_s: time without progress, such as a new token of a group, after which work, or a step's
         wait for a group, counts as a stall, s.
-    on_stall: abort: a step that gets no group ends the run; redeliver: stalled work is handed out
-        again; warn: stalls are only reported. A step that gets no group for
-        2 * queue.max_attempts * stall_s ends the run in any case.
+    on_stall: abort: a step that gets no group, while no rollout grows, ends the run; redeliver:
+        stalled work is handed out again; warn: stalls are only reported. With both,
+        2 * queue.max_attempts * stall_s end the run.
     """
 
     max_staleness: int = 1

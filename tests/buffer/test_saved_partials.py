@@ -109,8 +109,11 @@ async def test_a_lease_is_overdue_only_once_its_partial_rollouts_no_longer_grow(
         await shard.renew_leases([lease])
         await shard.save_partials([commit(lease, make_partials(tokens))])
         assert await shard.find_overdue(5.0) == []
+        assert await shard.measure_growth_age() == 0
     await asyncio.sleep(7.0)
     await shard.renew_leases([lease])
     await shard.save_partials([commit(lease, make_partials(3))])
     (overdue,) = await shard.find_overdue(5.0)
-    assert overdue.age_s == pytest.approx(7.0) and overdue.has_grown
+    assert overdue.age_s == pytest.approx(7.0)
+    await shard.release_holder("a")
+    assert await shard.measure_growth_age() == pytest.approx(7.0), "also after the lease has ended"

@@ -288,15 +288,23 @@ def test_stall_without_abort_lasts_twice_the_time_of_all_attempts():
     assert "got no group for 300 s" in text and 300 <= seconds < 303
 
 
-def test_a_step_waits_for_rollouts_that_grow_longer_than_the_stall_time():
-    async def main(stall_s: float) -> float:
-        plan = Plan(generate_s=(280.0, 280.0), stall_s=stall_s, on_stall="abort", steps=1)
+def test_a_step_waits_for_rollouts_that_grow_longer_than_the_stall_time_and_for_their_scores():
+    async def main(stall_s: float, score_s: float) -> float:
+        plan = Plan(
+            generate_s=(280.0, 280.0),
+            score_s=(score_s, score_s),
+            stall_s=stall_s,
+            on_stall="abort",
+            steps=1,
+        )
         await run_stream(plan)
         return asyncio.get_running_loop().time()
 
-    assert run_virtual(main(150.0)) > 280.0
-    with pytest.raises(DeadlineError, match="got no group for 20 s"):
-        run_virtual(main(20.0))
+    assert run_virtual(main(150.0, score_s=0.1)) > 280.0
+    assert run_virtual(main(150.0, score_s=100.0)) > 380.0
+    for stall_s, score_s in ((20.0, 0.1), (150.0, 250.0)):
+        with pytest.raises(DeadlineError, match=f"got no group for {stall_s:g} s"):
+            run_virtual(main(stall_s, score_s))
 
 
 def test_stall_error_counts_groups_of_the_step_and_missing_ones():

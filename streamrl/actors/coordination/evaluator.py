@@ -1,8 +1,9 @@
 """Evaluation during a run, on the run's own generators and reward scorers, outside the stream."""
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import starmap
+from contextlib import suppress
 from typing import Any
 
 from streamrl.actors.actor_context import MAX_LEASE_WAIT_S
@@ -41,6 +42,8 @@ class RunEvaluator:
         self._config = config.evaluation
         self._timeout_s = config.pipeline.stall_s + config.generator.request_timeout_s
         self._progress_clock = progress_clock
+        self._token_counts: dict[str, Mapping[str, int]] = {}
+        self._sampled_at = -math.inf
         self._can_restart = config.run.max_restarts > 0
         self._generators = RoundRobinReplicas(generators)
         self._scorers = RoundRobinReplicas(scorers)
@@ -79,17 +82,21 @@ class RunEvaluator:
             watching.cancel()
 
     async def _watch_sampling(self) -> None:
-        """Record progress while the generators sample tokens, forever: it restarts the timeouts."""
-        counts: dict[str, Mapping[str, int] | None] = {}
+        """Look every now and then, forever, whether the generators sample tokens."""
         while True:
             await asyncio.sleep(self._timeout_s / 4)
             role = self._generators.role
-            replicas = list(zip(role.names, role.actors, strict=True))
-            newest = await asyncio.gather(*starmap(count_tokens, replicas))
-            for (name, _), count in zip(replicas, newest, strict=True):
-                if count and count != counts.get(name):
-                    self._progress_clock.record_progress()
-                counts[name] = count
+            await asyncio.gather(*map(self._look_at_generator, role.names, role.actors))
+
+    async def _look_at_generator(self, name: str, generator: Any) -> None:
+        reply, call_name = generator.count_tokens.remote(), f"{name}.count_tokens"
+        counts: Mapping[str, int] = {}
+        # A dead or hung generator samples nothing.
+        with suppress(StreamError):
+            counts = await await_reply(reply, call_name, self._timeout_s / 4)
+        if counts and counts != self._token_counts.get(name):
+            self._sampled_at = asyncio.get_running_loop().time()
+        self._token_counts[name] = counts
 
     async def _call_replica(
         self, replicas: "RoundRobinReplicas", method: str, *arguments: Any
@@ -113,22 +120,20 @@ class RunEvaluator:
                 await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def _await_reply(self, reply: Any, call_name: str) -> Any:
+        now = asyncio.get_running_loop().time
+        waiting = asyncio.ensure_future(await_reply(reply, call_name, MAX_LEASE_WAIT_S))
         try:
-            async with self._progress_clock.progress_timeout(self._timeout_s):
-                return await await_reply(reply, call_name, MAX_LEASE_WAIT_S)
-        except TimeoutError:
-            raise DeadlineError(
-                f"{call_name}: no answer, no new token and no progress on the devices for"
-                f" {self._timeout_s:g} s"
-            ) from None
-
-
-async def count_tokens(name: str, generator: Any) -> Mapping[str, int] | None:
-    """Return the tokens of a generator's unfinished rollouts; None if it is dead or hung."""
-    try:
-        return await await_reply(generator.count_tokens.remote(), f"{name}.count_tokens")
-    except (ActorLostError, GenerationError, DeadlineError):
-        return None
+            while True:
+                with suppress(TimeoutError):
+                    async with self._progress_clock.progress_timeout(self._timeout_s):
+                        return await asyncio.shield(waiting)
+                if now() - self._sampled_at > self._timeout_s:
+                    raise DeadlineError(
+                        f"{call_name}: no answer, no new token and no progress on the devices for"
+                        f" {self._timeout_s:g} s"
+                    )
+        finally:
+            waiting.cancel()
 
 
 class RoundRobinReplicas:

@@ -81,11 +81,12 @@ def select_progress(
 ) -> dict[str, int]:
     """Return the tokens so far of the sequences whose progress a request waits for, by vLLM id.
 
-    These are its own sequences. While vLLM runs none of them, since they wait in its queue for
-    others, and without a request, they are all of the engine's.
+    These are its own sequences. While they wait in vLLM's queue for others, and without a request,
+    they are all of the engine's.
     """
     own = {name: c for name, c in counts.items() if name.startswith(f"{request_id}:")}
-    awaited = own if any(count.is_running for count in own.values()) else counts
+    is_queued = own and not any(count.is_running for count in own.values())
+    awaited = counts if request_id is None or is_queued else own
     return {name: count.num_tokens for name, count in awaited.items()}
 
 
@@ -112,7 +113,7 @@ class PauseState:
         """Add a reason to pause the engine; the first suspends all pausable timeouts."""
         if not self._reasons:
             now = self._paused_since = asyncio.get_running_loop().time()
-            for deadline in self._remaining_s:
+            for deadline in self._list_running_deadlines():
                 self._remaining_s[deadline] = (deadline.when() or now) - now
                 deadline.reschedule(None)
         self._reasons.add(reason)
@@ -127,9 +128,13 @@ class PauseState:
         if was_last:
             now = asyncio.get_running_loop().time()
             self._ended_pauses_s += now - self._paused_since
-            for deadline, remaining_s in self._remaining_s.items():
-                deadline.reschedule(now + remaining_s)
+            for deadline in self._list_running_deadlines():
+                deadline.reschedule(now + self._remaining_s[deadline])
         return was_last
+
+    def _list_running_deadlines(self) -> list[asyncio.Timeout]:
+        """Return the timeouts that have not passed; asyncio cannot reschedule the others."""
+        return [deadline for deadline in self._remaining_s if not deadline.expired()]
 
     @asynccontextmanager
     async def pausable_timeout(self, timeout_s: float) -> AsyncIterator[None]:

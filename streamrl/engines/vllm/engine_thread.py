@@ -26,6 +26,7 @@ from streamrl.engines.vllm.engine import (
     SamplingRequest,
     TokenCount,
     VllmEngine,
+    make_vllm_request_id,
 )
 from streamrl.engines.vllm.kv_cache import KvCacheMemory
 from streamrl.engines.vllm.stop_conditions import StopConditions
@@ -142,7 +143,17 @@ class EngineThread:
         return self._submit(lambda engine: vllm_engine.list_partial_sequences(engine, request_ids))
 
     def count_tokens(self) -> asyncio.Future[dict[str, TokenCount]]:
-        return self._submit(vllm_engine.count_tokens)
+        return self._submit(
+            lambda engine: self._count_deferred() | vllm_engine.count_tokens(engine)
+        )
+
+    def _count_deferred(self) -> dict[str, TokenCount]:
+        return {
+            make_vllm_request_id(work.request_id, sequence.index): TokenCount(0, is_running=False)
+            for work in self._deferred_work
+            if isinstance(work, SamplingRequest)
+            for sequence in work.sequences
+        }
 
     def get_storage(self) -> asyncio.Future[ShardStorage | None]:
         return self._submit(lambda engine: self._weight_loader.get_storage())
