@@ -189,7 +189,10 @@ class GpuModule:
 
     def cudart(self) -> SimpleNamespace:
         """Return the functions of CUDA's runtime; any memory can be pinned."""
-        return SimpleNamespace(cudaHostRegister=lambda address, num_bytes, flags: 0)
+        return SimpleNamespace(
+            cudaHostRegister=lambda address, num_bytes, flags: 0,
+            cudaHostUnregister=lambda address: 0,
+        )
 
     def current_stream(self) -> SimpleNamespace:
         return SimpleNamespace(synchronize=lambda: None)
@@ -200,11 +203,8 @@ class GpuModule:
     def mem_get_info(self) -> tuple[int, int]:
         return 1 << 40, 1 << 40
 
-    def memory_reserved(self) -> int:
-        return 0
-
-    def memory_allocated(self) -> int:
-        return 0
+    def memory_stats(self) -> dict[str, int]:
+        return {}
 
     def manual_seed_all(self, seed: int) -> None:
         pass

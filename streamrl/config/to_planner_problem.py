@@ -208,14 +208,7 @@ def build_run_constants(
             f" {limit:.0f}"
         )
     has_offload = on_gpu and config.trainer.gradient_checkpointing == OFFLOAD
-    if on_gpu:
-        # Of AdamW: square roots of second moments.
-        constants = replace(
-            constants,
-            raw_gradient_bytes=constants.weight_bytes,
-            head_gradient_bytes=FLOAT32_BYTES + constants.weight_bytes,
-            update_bytes=FLOAT32_BYTES,
-        )
+    constants = _add_measured_memory(config, constants, on_gpu=on_gpu)
     return replace(
         constants,
         max_running=max_running,
@@ -224,13 +217,30 @@ def build_run_constants(
         scores_from_host=on_gpu and config.scorer.offload,
         versions_on_device=on_gpu and config.weights.on_device,
         checkpoint_bytes=constants.checkpoint_bytes * (not has_offload),
-        gathered_params=LIVE_ELEMENTS,
-        mlp_bytes=GATED_LAYER_VALUES[1] * constants.weight_bytes,
-        logit_tokens=CHUNK_TOKENS,
         keeps_served=True,
         aliases_served=not on_gpu,
         keeps_kv=True,
     )
+
+
+def _add_measured_memory(
+    config: RunConfig, constants: CostConstants, *, on_gpu: bool
+) -> CostConstants:
+    """Return constants with the memory of streamrl's trainers where they have the defaults."""
+    weight_bytes = constants.weight_bytes
+    measured = {"mlp_bytes": GATED_LAYER_VALUES[1] * weight_bytes, "logit_tokens": CHUNK_TOKENS}
+    if on_gpu:
+        measured["head_gradient_bytes"] = FLOAT32_BYTES + weight_bytes
+        # Of AdamW: square roots of second moments.
+        measured["update_bytes"] = FLOAT32_BYTES
+    if on_gpu and config.trainer.backend == "deepspeed":
+        measured["raw_gradient_bytes"] = weight_bytes
+        measured["gathered_params"] = LIVE_ELEMENTS
+    defaults = vars(CostConstants())
+    changes = {
+        name: value for name, value in measured.items() if vars(constants)[name] == defaults[name]
+    }
+    return replace(constants, **changes)
 
 
 def _build_run_options(config: RunConfig) -> RunOptions:

@@ -15,7 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from streamrl.distributed.devices import measure_gpu_memory, synchronize_device
+from streamrl.distributed.devices import (
+    count_cache_releases,
+    measure_gpu_memory,
+    synchronize_device,
+)
 from streamrl.messages import Array
 from streamrl.weights.manifest import BucketMemory, WeightBucket, compute_checksum
 from streamrl.weights.pinned_memory import allocate_pinned
@@ -36,27 +40,29 @@ class StagingDevice:
     """Device for the buffers of one version at a time, used for versions that it has room for.
 
     The buffers of a version must be freed before the next one: their memory, which torch caches,
-    counts as free. Without a `device` all versions are on the host.
+    counts as free until torch returns its cache. Without a `device` all versions are on the host.
     """
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
-        self._freed_bytes = 0
+        self._cached_bytes = self._num_releases = 0
 
     def choose_device(self, num_bytes: int) -> torch.device | None:
         """Return the device for the buffers of a version of `num_bytes`; None if it has no room."""
-        if self._device is None or not has_device_room(num_bytes, self._freed_bytes):
+        if self._device is None:
             return None
-        self._freed_bytes = max(self._freed_bytes, num_bytes)
+        if (num_releases := count_cache_releases()) != self._num_releases:
+            # Others have the memory of the earlier versions now.
+            self._cached_bytes, self._num_releases = 0, num_releases
+        if not has_device_room(num_bytes - self._cached_bytes):
+            return None
+        self._cached_bytes = max(self._cached_bytes, num_bytes)
         return self._device
 
 
-def has_device_room(num_bytes: int, freed_bytes: int = 0) -> bool:
-    """Return whether the GPU keeps its reserve with `num_bytes` more; always True without a GPU.
-
-    freed_bytes: as in `measure_gpu_memory`.
-    """
-    memory = measure_gpu_memory(freed_bytes)
+def has_device_room(num_bytes: int) -> bool:
+    """Return whether the GPU keeps its reserve with `num_bytes` more; always True without a GPU."""
+    memory = measure_gpu_memory()
     return memory is None or memory[0] - num_bytes >= RESERVED_SHARE * memory[1]
 
 

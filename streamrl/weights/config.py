@@ -39,9 +39,10 @@ class WeightsConfig:
     #: its choice.
     transport: str = AUTO
     #: Keep the buckets of shared_memory and collective on the device that the models compute on:
-    #: a version then goes from GPU to GPU without host memory, and each version that exists takes
-    #: GPU memory. shared_memory needs a single GPU that all processes share, collective a GPU for
-    #: each; auto chooses between them. Has not run on a GPU.
+    #: a version then goes from GPU to GPU without host memory, except for the first one of
+    #: collective, and each version that exists takes GPU memory. shared_memory needs a single GPU
+    #: that all processes share, collective a GPU for each; auto chooses between them. Has not run
+    #: on a GPU.
     on_device: bool = False
     #: Training steps per published version; generators keep the last published version in between.
     publish_every: int = 1

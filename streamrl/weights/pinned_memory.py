@@ -14,7 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from streamrl.distributed.devices import has_local_gpu, pin_host_memory, unpin_host_memory
+from streamrl.distributed.devices import (
+    has_local_gpu,
+    pin_host_memory,
+    synchronize_device,
+    unpin_host_memory,
+)
 from streamrl.messages import Array
 
 FREE_BLOCKS: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
@@ -34,7 +39,9 @@ def allocate_pinned(num_bytes: int) -> Array:
     try:
         block = free_blocks.pop()
     except IndexError:
-        block = _map_pinned(num_bytes)
+        block = _map_block(num_bytes)
+        if not pin_host_memory(_get_address(block), len(block)):
+            return np.frombuffer(block, np.uint8, num_bytes)
     memory = np.frombuffer(block, np.uint8, num_bytes)
     weakref.finalize(memory, free_blocks.append, block).atexit = False
     return memory
@@ -46,15 +53,27 @@ def copy_to_pinned(tensor: Tensor) -> Tensor:
     return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
-def _map_pinned(num_bytes: int) -> mmap.mmap:
-    """Map anonymous memory and pin it, if that is possible."""
+def release_free_blocks() -> None:
+    """Unpin and free the blocks that no array uses, once the GPU has finished its copies."""
+    synchronize_device()
+    for blocks in list(FREE_BLOCKS.values()):
+        while blocks:
+            block = blocks.pop()
+            unpin_host_memory(_get_address(block))
+
+
+def _get_address(block: mmap.mmap) -> int:
+    return int(np.frombuffer(block, np.uint8).ctypes.data)
+
+
+def _map_block(num_bytes: int) -> mmap.mmap:
+    """Map anonymous memory that a GPU may use."""
     try:
         block = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE)
     except OSError as error:
         raise RuntimeError(f"{num_bytes} bytes of host memory: {error.strerror}") from error
     # A fork would let the process write to a copy of a page while the GPU uses the first.
     block.madvise(mmap.MADV_DONTFORK)
-    pin_host_memory(np.frombuffer(block, np.uint8).ctypes.data, len(block))
     return block
 
 

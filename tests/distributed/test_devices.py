@@ -15,9 +15,11 @@ from streamrl.distributed.devices import (
     DEVICE_ENV,
     check_device,
     check_ray_agrees,
+    count_cache_releases,
     has_run_gpus,
     make_device_env,
     measure_gpu_memory,
+    release_cached_gpu_memory,
     use_device,
 )
 from streamrl.engines.dtypes import resolve_dtype
@@ -44,16 +46,17 @@ def test_without_a_run_torch_decides(count: int, monkeypatch: pytest.MonkeyPatch
     check_device()
 
 
-@pytest.mark.parametrize(("freed_bytes", "free_bytes"), [(0, 100), (30, 130), (90, 140)])
-def test_memory_that_torch_caches_is_free_only_for_its_last_user(
-    freed_bytes: int, free_bytes: int, monkeypatch: pytest.MonkeyPatch
-):
-    assert measure_gpu_memory() is None
+def test_releases_of_torchs_cache_are_counted(monkeypatch: pytest.MonkeyPatch):
+    assert (count_cache_releases(), measure_gpu_memory()) == (0, None)
     find_gpus(monkeypatch, 1)
-    numbers = {"mem_get_info": (100, 800), "memory_reserved": 600, "memory_allocated": 560}
+    numbers: dict[str, Any] = {"mem_get_info": (100, 800), "is_initialized": True}
+    numbers |= {"memory_stats": {"num_alloc_retries": 3}, "empty_cache": None}
     for name, number in numbers.items():
         monkeypatch.setattr(torch.cuda, name, lambda number=number: number)
-    assert measure_gpu_memory(freed_bytes) == (free_bytes, 800)
+    before = count_cache_releases()
+    release_cached_gpu_memory()
+    assert count_cache_releases() == before + 1 >= 4
+    assert measure_gpu_memory() == (100, 800)
 
 
 @pytest.mark.parametrize(

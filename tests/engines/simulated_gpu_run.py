@@ -263,12 +263,12 @@ def publish_and_pull(
 ) -> Measurements:
     """Publish a trainer's weights, load them into a scorer, compare its parameters.
 
-    The copies are those of the second version: the first may need another way.
+    The copies are those of the third version: until then memory on the host may be given up.
     """
     trainer = make_trainer(kind, path, groups)
     scorer = LogprobScorer(path, temperature=1.0, micro_batch_tokens=128, dtype="float32")
     with make_ends() as (writer, reader):
-        for version in range(2):
+        for version in range(3):
             train_step(trainer, groups)
             before, bytes_before = SimulatedGpu.host_copies, SimulatedGpu.host_bytes
             waits_before = GpuModule.num_waits

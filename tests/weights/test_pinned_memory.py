@@ -17,7 +17,7 @@ from streamrl.messages import Array
 from streamrl.weights import WeightManifest, pinned_memory
 from streamrl.weights.bucket_memory import copy_to_host
 from streamrl.weights.buckets import publish_version, unpack_tensors
-from streamrl.weights.pinned_memory import allocate_pinned, copy_to_pinned
+from streamrl.weights.pinned_memory import allocate_pinned, copy_to_pinned, release_free_blocks
 from streamrl.weights.transports import shared_memory
 from streamrl.weights.transports.shared_memory import (
     HEADER_BYTES,
@@ -56,6 +56,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInCuda]:
     for module in (devices, shared_memory, pinned_memory):
         monkeypatch.setattr(module, "has_local_gpu", lambda: True)
     monkeypatch.setattr(pinned_memory, "FREE_BLOCKS", defaultdict(list))
+    monkeypatch.setattr(pinned_memory, "synchronize_device", lambda: None)
     yield cuda
     gc.collect()
     kept = [size for size, blocks in pinned_memory.FREE_BLOCKS.items() for _ in blocks]
@@ -152,6 +153,13 @@ def test_pinned_memory_has_the_exact_size_and_serves_the_next_version(cuda: Stan
         starts = sorted((data.ctypes.data, data.nbytes) for data in version)
         assert all(a + n <= b for (a, n), (b, _) in pairwise(starts))
         del version
+
+
+def test_released_blocks_are_unpinned_unless_an_array_uses_them(cuda: StandInCuda):
+    kept, _ = allocate_pinned(5_000), allocate_pinned(6_000)
+    del _
+    release_free_blocks()
+    assert list(cuda.pinned.values()) == [5_000] and cuda.holds(kept)
 
 
 def test_a_view_keeps_pinned_memory_from_other_arrays(cuda: StandInCuda):

@@ -41,6 +41,9 @@ from streamrl.placement.steady_state.call_durations import (
 )
 from streamrl.placement.workload import Workload
 
+EMA_BYTES = 4
+"""Per parameter of an EMA reference, which is published in float32."""
+
 
 class CostModel:
     """`PlacementCosts` of a placement problem; caches results per call and assignment."""
@@ -336,7 +339,28 @@ class CostModel:
             )
         if self.constants.versions_on_device:
             footprints = self._add_versions(footprints, placement)
+        if not self.constants.aliases_served:
+            footprints = self._add_gathered_experts(footprints, placement)
         return DeviceMemory(placement, footprints, self.problem.cluster, self.constants)
+
+    def _add_gathered_experts(
+        self, footprints: dict[str, CallFootprint], placement: Placement
+    ) -> dict[str, CallFootprint]:
+        """Count mixtures of experts that trainers gather whole for generators on their devices.
+
+        They do so for each version, after its update: vLLM stores experts in a layout of its own.
+        """
+        generator = placement.assignments.get(self._generate_stage)
+        stage = self._find_source_stage(self._call_by_stage[self._generate_stage])
+        trainer, shape = placement.assignments.get(stage), self._get_model_shape(stage)
+        if generator is None or trainer is None or generator.mesh != trainer.mesh:
+            return footprints
+        is_sharded = trainer.zero_stage >= SHARDS_PARAMETERS or trainer.grid.tp_size > 1
+        if not (shape.experts and is_sharded):
+            return footprints
+        memory, whole = footprints[stage].memory, self.constants.served_bytes * shape.num_params
+        gathered = CallMemory(memory.resident_bytes, max(memory.active_bytes, whole))
+        return footprints | {stage: replace(footprints[stage], memory=gathered)}
 
     def _add_versions(
         self, footprints: dict[str, CallFootprint], placement: Placement
@@ -352,7 +376,9 @@ class CostModel:
             source = placement.assignments.get(source_stage)
             if source is None or source.mesh == assignment.mesh:
                 continue
-            version = self.constants.weight_bytes * shape.num_params * shape.trained_fraction
+            is_ema = call.followed_role == EMA_REFERENCE
+            itemsize = EMA_BYTES if is_ema else self.constants.weight_bytes
+            version = itemsize * shape.num_params * shape.trained_fraction
             added[stage] = added[stage].with_more(CallMemory(0.0, version))
             if call.followed_role not in sent_roles:
                 sent_roles.add(call.followed_role)
@@ -390,11 +416,6 @@ class CostModel:
             filled_bytes = float(self._estimate_transfer(shape, trainer, assignment).extra_bytes)
             is_resident = self.constants.keeps_served
             memory = CallMemory(filled_bytes, 0.0) if is_resident else CallMemory(0.0, filled_bytes)
-        elif call.kind is CallKind.GENERATE and trainer is not None and shape.experts:
-            # vLLM stores experts in a layout of its own: a version is gathered whole, then loaded.
-            is_sharded = trainer.zero_stage >= SHARDS_PARAMETERS or trainer.grid.tp_size > 1
-            whole = self.constants.served_bytes * shape.num_params * is_sharded
-            memory = CallMemory(memory.resident_bytes, whole)
         if call.kind is CallKind.SCORE:
             if self.constants.scores_from_host:
                 memory = CallMemory(compute_layer_weight_bytes(cost), 0.0)

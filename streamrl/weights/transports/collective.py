@@ -12,7 +12,7 @@ needs it then fails, and the version is published again, with a copy.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as SendTimeoutError
 from dataclasses import dataclass, replace
@@ -25,6 +25,7 @@ from streamrl.distributed.devices import get_local_device
 from streamrl.errors import VersionNotStoredError, WeightsError
 from streamrl.weights.bucket_memory import StagingDevice, allocate_staging, commit_copy, lend_tensor
 from streamrl.weights.manifest import BucketMemory, WeightBucket, WeightManifest
+from streamrl.weights.pinned_memory import release_free_blocks
 from streamrl.weights.transport import Transport, TransportReader, TransportSpec, TransportWriter
 from streamrl.weights.transports import object_store
 from streamrl.weights.transports.collective_group import (
@@ -133,7 +134,7 @@ class CollectiveWriter(TransportWriter):
             # Published again: readers that have the version will not take part in a broadcast.
             members = ()
         if self.send_failure is not None:
-            # It may still read the buffers in its thread: never refill them.
+            # Its thread may still read the buffers, whose contents no reader takes any more.
             self._staging_buffers = []
         if self.send_failure is not None or members != self._epoch.members:
             number = self._epoch.number + 1
@@ -203,8 +204,9 @@ class CollectiveWriter(TransportWriter):
             self._staging_buffers = []  # of a version that was not committed
         size = self._version_bytes
         self._version_device = self._staging_device.choose_device(size) if size else None
-        if self._version_device is not None:
+        if self._version_device is not None and self._staging_buffers:
             self._staging_buffers = []
+            release_free_blocks()
 
     def _send_version(self, version: int, buckets: list[BucketMemory]) -> None:
         """Wait for the members and broadcast the version; store an error in `send_failure`.
@@ -365,10 +367,13 @@ class CollectiveReader(TransportReader):
             raise WeightsError(f"{self._name} is not a member of group epoch {epoch.number}")
         if self._epoch != epoch:
             self._epoch, self._group = epoch, None
-        # Before the announcement: the others wait for no member that has no memory yet.
-        self._receive_buffers = []
+        sizes = [bucket.num_bytes for bucket in manifest.buckets]
         device = self._staging_device.choose_device(manifest.num_bytes)
-        arrays = [allocate_staging(bucket.num_bytes, device) for bucket in manifest.buckets]
+        # Kept until the next version if the broadcast fails, which may go on writing to them. On a
+        # device, where memory may be short, before the others wait for this member.
+        arrays = self._receive_buffers = []
+        if device is not None:
+            arrays += [allocate_staging(size, device) for size in sizes]
         announce_member(store, epoch, version, self._name, has_group=self._group is not None)
         connect_deadline = SharedDeadline(self._timeout_s, deadline)
         wait_for_go_ahead(store, epoch, version, connect_deadline)
@@ -378,11 +383,20 @@ class CollectiveReader(TransportReader):
         self._group.verify_header((epoch.number, version), connect_deadline)
         if device is not None:
             self._group.wait_for_current_stream()
-        # Kept until the next version if the broadcast fails, which may go on writing to them.
-        self._receive_buffers = arrays
-        self._group.broadcast_buckets(arrays, self._timeout_s, deadline)
+        buckets = arrays if device is not None else _allocate_in_turn(sizes, arrays)
+        self._group.broadcast_buckets(buckets, self._timeout_s, deadline)
         self._receive_buffers = []
         return [_finish_received(data) for data in arrays]
+
+
+def _allocate_in_turn(sizes: Sequence[int], arrays: list[BucketMemory]) -> Iterator[BucketMemory]:
+    """Yield host memory for each bucket, and append it to `arrays`.
+
+    All of it at once would take a minute to pin for a large model, and the others would wait.
+    """
+    for size in sizes:
+        arrays.append(allocate_staging(size, None))
+        yield arrays[-1]
 
 
 def _finish_received(data: BucketMemory) -> BucketMemory:

@@ -143,6 +143,8 @@ def test_the_evaluation_timeout_counts_only_time_without_progress(
 
     if moves or token_s < math.inf:
         assert run_virtual(main()) == 1.0
+        # Tokens are no progress of the devices, by which stalls of other work are found.
+        assert moves or progress_clock.last_progress_at == -math.inf
     else:
         with pytest.raises(DeadlineError, match=r"no progress on the devices for 20 s"):
             run_virtual(main())

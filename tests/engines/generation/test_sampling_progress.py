@@ -153,6 +153,21 @@ async def test_paused_time_is_no_time_without_progress(make_engine: Any):
     assert len(await group) == 1
 
 
+@pytest.mark.parametrize("turns", range(4))
+@in_virtual_time
+async def test_an_engine_is_paused_in_the_moment_of_a_look(make_engine: Any, turns: int):
+    engine = make_engine()
+    groups = [asyncio.create_task(generate(engine, 1, 1000)) for _ in range(3)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(TIMEOUT_S)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    await engine.pause("lease")
+    await asyncio.sleep(5 * TIMEOUT_S)
+    await engine.resume("lease")
+    assert [len(await group) for group in groups] == [1, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("behaviour", "reason"),
     [
@@ -180,12 +195,15 @@ async def test_an_engine_without_progress_fails_all_its_calls(
         await generate(engine, 1, 1)
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
 @in_virtual_time
-async def test_a_request_that_no_longer_grows_fails_although_others_do(make_engine: Any):
+async def test_a_request_that_no_longer_grows_fails_although_others_do(
+    make_engine: Any, is_lost: bool
+):
     engine = make_engine()
     stuck = asyncio.create_task(generate(engine, 1, 1000))
     await asyncio.sleep(10.0)
-    counts: dict[str, TokenCount] = {"1:0": TokenCount(2, is_running=True)}
+    counts = {} if is_lost else {"1:0": TokenCount(2, is_running=True)}
 
     def count_tokens() -> asyncio.Future[dict[str, TokenCount]]:
         counts["2:0"] = TokenCount(int(asyncio.get_running_loop().time()), is_running=True)

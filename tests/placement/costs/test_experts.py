@@ -53,11 +53,12 @@ def place_experts(expert: int) -> Placement:
 
 
 def test_colocated_experts_are_whole_on_each_device_while_a_version_loads():
-    costs = CostModel(make_problem(), replace(PLAIN, aliases_served=False, keeps_kv=True))
+    no_activations = replace(PLAIN, activation_bytes=0.0, checkpoint_bytes=0.0, logit_bytes=0.0)
+    costs = CostModel(make_problem(), replace(no_activations, aliases_served=False))
     active = [
         costs.predict_memory(
             Placement({"train": replace(shared, zero_stage=stage), "generate": generate})
-        )["generate"].active_bytes
+        )["train"].active_bytes
         for shared, stage, generate in (
             (make_assignment("1-1-8"), 1, make_assignment("1-1-8")),
             (make_assignment("1-1-8"), 3, make_assignment("1-1-8")),
@@ -66,7 +67,9 @@ def test_colocated_experts_are_whole_on_each_device_while_a_version_loads():
         )
     ]
     whole = 2 * SMALL.num_params
-    assert active == [0, whole, whole, 0]
+    assert active[:3] == [0, whole, whole]
+    # Stage 3 gathers layers in any case.
+    assert 0 < active[3] < whole
 
 
 def test_expert_rank_holds_its_experts_and_the_rest():

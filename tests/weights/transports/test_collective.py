@@ -388,7 +388,7 @@ def test_the_others_do_not_wait_for_a_reader_without_memory(monkeypatch: pytest.
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=2)
-    reader = CollectiveReader("a", LocalReader(), timeout_s=2)
+    reader = CollectiveReader("a", LocalReader(), timeout_s=2, on_device=True)
     writer.set_readers(["a"])
     manifest = publish(writer, 0)
     with monkeypatch.context() as patch:
@@ -407,10 +407,22 @@ class FakeGpuMemory:
     """Memory of a GPU with 1 GB, of which others use a part."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.free_bytes = 10**9
-        monkeypatch.setattr(
-            bucket_memory, "measure_gpu_memory", lambda freed_bytes: (self.free_bytes, 10**9)
-        )
+        self.free_bytes, self.num_releases = 10**9, 0
+        monkeypatch.setattr(bucket_memory, "measure_gpu_memory", lambda: (self.free_bytes, 10**9))
+        monkeypatch.setattr(bucket_memory, "count_cache_releases", lambda: self.num_releases)
+
+
+def test_memory_of_the_last_version_counts_as_free_until_torch_returns_its_cache(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    memory, device = FakeGpuMemory(monkeypatch), torch.device("cpu")
+    staging = bucket_memory.StagingDevice(device)
+    assert staging.choose_device(4 * 10**8) == device
+    memory.free_bytes = 10**8
+    assert staging.choose_device(4 * 10**8) == device
+    assert staging.choose_device(5 * 10**8) is None
+    memory.num_releases = 1
+    assert staging.choose_device(4 * 10**8) is None
 
 
 @pytest.mark.parametrize("names", [["a"], []])
@@ -447,7 +459,7 @@ def test_a_device_without_room_for_a_version_and_a_reserve_gets_none_of_its_buck
     sent = 4 * 1_200_000
     kinds = []
     for version, free_bytes in enumerate([10**9, 5 * 10**7 + sent, 5 * 10**7 + sent - 1, 10**9]):
-        memory.free_bytes = free_bytes
+        memory.free_bytes, memory.num_releases = free_bytes, version
         manifest = publish(writer, version)
         received = reader.fetch_buckets(manifest)
         assert reader.fallback_reason is None

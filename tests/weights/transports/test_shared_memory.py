@@ -298,7 +298,7 @@ def test_buckets_leave_a_reserve_of_the_gpus_memory(folder: Path, monkeypatch: p
     for version, room in enumerate((400, 0)):
         free_bytes = 50 + room
         monkeypatch.setattr(
-            bucket_memory, "measure_gpu_memory", lambda _, free=free_bytes: (free, 1000)
+            bucket_memory, "measure_gpu_memory", lambda free=free_bytes: (free, 1000)
         )
         handles = put(writer, version).handles
         assert {isinstance(handle, SegmentHandle) for handle in handles} == {room > 0}
