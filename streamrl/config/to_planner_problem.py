@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from streamrl.config.run_config import RunConfig
 from streamrl.data.prompts import load_prompt_files
@@ -228,7 +229,10 @@ def _add_measured_memory(
 ) -> CostConstants:
     """Return constants with the memory of streamrl's trainers where they have the defaults."""
     weight_bytes = constants.weight_bytes
-    measured = {"mlp_bytes": GATED_LAYER_VALUES[1] * weight_bytes, "logit_tokens": CHUNK_TOKENS}
+    measured: dict[str, Any] = {
+        "mlp_bytes": GATED_LAYER_VALUES[1] * weight_bytes,
+        "logit_tokens": CHUNK_TOKENS,
+    }
     if on_gpu:
         measured["head_gradient_bytes"] = FLOAT32_BYTES + weight_bytes
         # Of AdamW: square roots of second moments.
