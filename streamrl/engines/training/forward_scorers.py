@@ -11,6 +11,7 @@ from torch import Tensor
 from streamrl.buffer.assembly.packing import pack_rollouts
 from streamrl.distributed.devices import get_local_device
 from streamrl.engines.dtypes import resolve_dtype
+from streamrl.engines.models.activation_checkpointing import run_mlps_in_chunks
 from streamrl.engines.models.forward import (
     DEFAULT_OPTIONS,
     VALUE_HEAD_PREFIX,
@@ -45,6 +46,7 @@ class LogprobScorer:
     ) -> None:
         torch.set_num_threads(threads)
         self._model = load_model(model_path, dtype=resolve_dtype(dtype), options=options).eval()
+        run_mlps_in_chunks(self._model)
         self._model_path = model_path
         self._temperature = temperature
         self._micro_batch_tokens = micro_batch_tokens
@@ -95,6 +97,7 @@ class ValueScorer:
         self._model: PreTrainedModel = load_value_model(
             model_path, dtype=resolve_dtype(dtype), options=options
         ).eval()
+        run_mlps_in_chunks(self._model)
         self._parameters = ParameterSet.from_module(self._model)
         self._policy_only_names = frozenset[str]()
         if shares_policy:

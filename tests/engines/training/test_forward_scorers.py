@@ -5,6 +5,7 @@ import pytest
 from tensordict import TensorDict
 from torch import Tensor
 
+from streamrl.engines.models import activation_checkpointing
 from streamrl.engines.training.forward_scorers import LogprobScorer, compute_token_column
 from streamrl.messages import GroupInfo, check_column_sizes, columns_to_rollouts, measure_columns
 from tests.engines.tiny_groups import make_groups
@@ -46,6 +47,21 @@ def test_the_micro_batch_size_does_not_change_the_scores(model_path):
     np.testing.assert_allclose(
         one_by_one["ref_logprobs"], together["ref_logprobs"], atol=1e-5, rtol=0
     )
+
+
+def test_mlps_compute_in_chunks_of_tokens_with_the_same_scores(
+    model_path: str, monkeypatch: pytest.MonkeyPatch
+):
+    whole = column(model_path, micro_batch_tokens=1000)["ref_logprobs"]
+    monkeypatch.setattr(activation_checkpointing, "CHUNK_TOKENS", 16)
+    scorer = LogprobScorer(model_path, temperature=0.8, micro_batch_tokens=1000, dtype="float32")
+    sizes: list[int] = []
+    scorer._model.get_submodule("model.layers.0.mlp.up_proj").register_forward_hook(
+        lambda _, __, output: sizes.append(output.flatten(0, -2).shape[0])
+    )
+    chunked = scorer.compute_ref_logprobs(COLUMNS)["ref_logprobs"]
+    assert len(sizes) > 1 and max(sizes) == 16
+    np.testing.assert_allclose(chunked, whole, atol=1e-5, rtol=0)
 
 
 def test_a_rollout_longer_than_a_micro_batch_is_rejected(model_path):
