@@ -62,7 +62,7 @@ def test_a_plan_lists_every_gaining_bound_and_details_the_best(capsys: pytest.Ca
 def test_runners_up_of_the_schedule_are_simulated_and_may_win(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    words = ["plan", GRPO, "--cluster", "4xA100", "--model", "qwen2.5-3b", "--json"]
+    words = ["plan", GRPO, "--cluster", "2x4xA100", "--model", "qwen2.5-1.5b", "--json"]
     words += ["--prompt-tokens", "300", "--lengths", "lognormal:500:0.8", "--proposals", "100"]
     words += ["generator.max_new_tokens=2048", "algorithm.kl_coef=0.01", "--max-staleness", "0,1"]
     throughputs = []
