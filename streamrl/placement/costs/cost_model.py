@@ -339,28 +339,14 @@ class CostModel:
             )
         if self.constants.versions_on_device:
             footprints = self._add_versions(footprints, placement)
-        if not self.constants.aliases_served:
-            footprints = self._add_gathered_experts(footprints, placement)
+        trained = self._find_source_stage(self._call_by_stage[self._generate_stage])
+        if trained in footprints and self._generate_stage in footprints:
+            footprints[trained] = _add_gathered_experts(
+                footprints[trained],
+                self._call_cost(trained, placement.assignments[trained]),
+                placement.assignments[self._generate_stage],
+            )
         return DeviceMemory(placement, footprints, self.problem.cluster, self.constants)
-
-    def _add_gathered_experts(
-        self, footprints: dict[str, CallFootprint], placement: Placement
-    ) -> dict[str, CallFootprint]:
-        """Count mixtures of experts that trainers gather whole for generators on their devices.
-
-        They do so for each version, after its update: vLLM stores experts in a layout of its own.
-        """
-        generator = placement.assignments.get(self._generate_stage)
-        stage = self._find_source_stage(self._call_by_stage[self._generate_stage])
-        trainer, shape = placement.assignments.get(stage), self._get_model_shape(stage)
-        if generator is None or trainer is None or generator.mesh != trainer.mesh:
-            return footprints
-        is_sharded = trainer.zero_stage >= SHARDS_PARAMETERS or trainer.grid.tp_size > 1
-        if not (shape.experts and is_sharded):
-            return footprints
-        memory, whole = footprints[stage].memory, self.constants.served_bytes * shape.num_params
-        gathered = CallMemory(memory.resident_bytes, max(memory.active_bytes, whole))
-        return footprints | {stage: replace(footprints[stage], memory=gathered)}
 
     def _add_versions(
         self, footprints: dict[str, CallFootprint], placement: Placement
@@ -438,3 +424,20 @@ class CostModel:
             set_kv or replica_rollouts * least_kv,
             set_kv or self.constants.max_running * least_kv,
         )
+
+
+def _add_gathered_experts(
+    trained: CallFootprint, cost: CallCost, generator: CallAssignment
+) -> CallFootprint:
+    """Count a mixture of experts that a trainer gathers whole for generators on its devices.
+
+    It does so for each version, after its update: vLLM stores experts in a layout of its own.
+    """
+    trainer, constants = cost.assignment, cost.constants
+    is_sharded = trainer.zero_stage >= SHARDS_PARAMETERS or trainer.grid.tp_size > 1
+    is_gathered = cost.shape.experts and is_sharded and not constants.aliases_served
+    if not is_gathered or generator.mesh != trainer.mesh:
+        return trained
+    whole = constants.served_bytes * cost.shape.num_params
+    memory = replace(trained.memory, active_bytes=max(trained.memory.active_bytes, whole))
+    return replace(trained, memory=memory)
