@@ -27,9 +27,13 @@ NOSET_ENV = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 
 NCCL_CONNECT_S = 15
 """Time for connecting the ranks of an NCCL group that broadcasts weights, s."""
-NCCL_CONNECT_ENV = {"TORCH_NCCL_NONBLOCKING_TIMEOUT": str(NCCL_CONNECT_S)}
-"""Environment of all processes of a run, as PyTorch reads it at the first use of NCCL. It concerns
-groups that connect without blocking."""
+NCCL_ENV = {
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(NCCL_CONNECT_S),
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+"""Environment of all processes of a run, as PyTorch reads it at the first use of NCCL. The timeout
+concerns groups that connect without blocking. With dumps, the process's first group ends the
+process some minutes after any of its groups has lost a peer."""
 
 
 def has_local_gpu() -> bool:

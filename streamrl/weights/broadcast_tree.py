@@ -8,6 +8,9 @@ the caller supplies the times.
 import math
 from collections import OrderedDict
 
+FANOUT = 2
+"""Pulls that a node serves at a time."""
+
 
 class BroadcastTree:
     """Decides which nodes may pull the newest version of the weights now, and which have to wait.
@@ -17,7 +20,7 @@ class BroadcastTree:
     counts against this limit.
     """
 
-    def __init__(self, origin: str, *, fanout: int = 2, deadline_s: float = 60.0) -> None:
+    def __init__(self, origin: str, *, fanout: int = FANOUT, deadline_s: float = 60.0) -> None:
         if fanout < 1:
             raise ValueError(f"fanout={fanout}: must be at least 1")
         self._origin = origin

@@ -8,8 +8,6 @@ words that differ, in buckets of up to 4 GB.
 
 import contextlib
 import weakref
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,9 +19,8 @@ from streamrl.distributed.devices import (
     synchronize_device,
 )
 from streamrl.messages import Array
-from streamrl.weights.manifest import BucketMemory, WeightBucket, compute_checksum
+from streamrl.weights.manifest import BucketMemory, compute_checksum
 from streamrl.weights.pinned_memory import allocate_pinned
-from streamrl.weights.transport import TransportWriter
 
 DEVICE_CHECKSUM_PREFIX = "poly-"
 """Beginning of checksums that a device has computed."""
@@ -101,13 +98,6 @@ def lend_tensor(tensor: Tensor, *owners: object) -> Tensor:
 
 def _wait_for_device(tensor: Tensor, owners: tuple[object, ...]) -> None:
     synchronize_device()
-
-
-def commit_copy(writer: TransportWriter, bucket: WeightBucket, data: BucketMemory) -> Any:
-    """Copy `data` into a buffer of `writer`, commit the bucket, and return its handle."""
-    buffer = writer.allocate_buffer(bucket.num_bytes)[: bucket.num_bytes]
-    as_tensor(buffer).copy_(as_tensor(data))
-    return writer.commit_bucket(bucket, buffer)
 
 
 def compute_checksum_like(checksum: str, data: BucketMemory) -> str:

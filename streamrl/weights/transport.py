@@ -16,6 +16,14 @@ from streamrl.messages import Array
 from streamrl.weights.config import TRANSPORT_MODULES
 from streamrl.weights.manifest import BucketMemory, WeightBucket, WeightManifest
 
+MIN_BYTES_PER_S = 100e6
+"""Slowest network that deadlines of a transfer allow for: about gigabit Ethernet."""
+
+
+def estimate_send_s(num_bytes: int) -> float:
+    """Return the seconds that sending `num_bytes` takes on the slowest supported network."""
+    return num_bytes / MIN_BYTES_PER_S
+
 
 class TransportWriter:
     """Publisher's end of a transport. Handles one version at a time, from one thread."""
@@ -33,7 +41,8 @@ class TransportWriter:
     def commit_bucket(self, bucket: WeightBucket, data: BucketMemory) -> Any:
         """Hand a filled bucket to the transport; return its picklable handle for readers.
 
-        `data`, uint8 [bucket.num_bytes], is the beginning of the last allocated buffer.
+        `data`, uint8 [bucket.num_bytes], is the beginning of the last allocated buffer. A writer
+        that carries buckets for another one also takes memory that it has not allocated.
         """
         raise NotImplementedError
 
@@ -71,13 +80,13 @@ class ClusterAccess:
     """Functions of the cluster's runtime, called in the process of a writer or a reader. Picklable.
 
     put_object: copies an array into the object store and returns its handle.
-    fetch_objects: returns the arrays of handles, read-only; raises a StreamError that names the
-    given subject.
+    fetch_objects(handles, subject, timeout_s): returns the arrays of handles, read-only; raises a
+    StreamError that names the subject.
     get_address: returns the IP address of the process's node.
     """
 
     put_object: Callable[[Array], Any]
-    fetch_objects: Callable[[list[Any], str], list[Array]]
+    fetch_objects: Callable[[list[Any], str, float], list[Array]]
     get_address: Callable[[], str]
 
 

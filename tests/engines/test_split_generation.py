@@ -1,9 +1,11 @@
 """A tensor-parallel engine of two processes behaves like an unsplit one."""
 
 import asyncio
+import multiprocessing
 import os
 from collections.abc import Coroutine
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -58,15 +60,16 @@ def forks(no_engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
 CONFIG = GeneratorConfig(max_new_tokens=32, tensor_parallel=2)
 
 
+def is_alive(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):  # the process has ended
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 def list_ranks() -> list[psutil.Process]:
     """Return the rank processes of this process's engine."""
-    alive = []
-    for process in Forks.started:
-        with suppress(psutil.Error):  # the process has ended
-            rank = psutil.Process(process.pid)
-            if rank.status() != psutil.STATUS_ZOMBIE:
-                alive.append(rank)
-    return alive
+    pids = [process.pid for process in Forks.started if psutil.pid_exists(process.pid)]
+    return [rank for rank in map(psutil.Process, pids) if is_alive(rank)]
 
 
 def list_shared_files() -> set[Path]:
@@ -104,6 +107,40 @@ async def test_every_version_reaches_every_rank(tmp_path: Path):
         np.testing.assert_allclose(logprobs[last], rollouts[0].generator_logprobs[last], atol=1e-4)
     assert not list_ranks()
     assert not [path for path in shared if path.exists()]
+
+
+def hold_engine(pipe: Connection, folder: str) -> None:
+    """Start an engine, send the pids of its ranks, and wait."""
+    from vllm.v1.executor import multiproc_executor
+
+    async def hold() -> None:
+        async with start_engine(folder, CONFIG):
+            pipe.send([process.pid for process in multiprocessing.active_children()])
+            await asyncio.sleep(600)
+
+    # Saves an import in each rank.
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    asyncio.run(hold())
+
+
+async def test_ranks_that_hang_end_with_a_killed_engine(tmp_path: Path):
+    parent_end, child_end = forked.context().Pipe()
+    folder = save(tiny_model(tied=True, seed=1), tmp_path, ends=False)
+    process = forked.context().Process(target=hold_engine, args=(child_end, folder))
+    process.start()
+    assert await asyncio.to_thread(parent_end.poll, 120)
+    ranks = [psutil.Process(pid) for pid in parent_end.recv()]
+    assert len(ranks) == 2
+    try:
+        for rank in ranks:
+            rank.suspend()
+        process.kill()
+        async with asyncio.timeout(30):
+            while any(map(is_alive, ranks)):
+                await asyncio.sleep(0.1)
+    finally:
+        for rank in filter(is_alive, ranks):
+            rank.kill()
 
 
 @pytest.mark.parametrize("activity", ["rollouts", "weights"])

@@ -35,4 +35,4 @@ class LocalReader(ObjectStoreReader):
     """Fetches buckets from the store of this process."""
 
     def __init__(self) -> None:
-        super().__init__("policy", lambda handles, subject: handles)
+        super().__init__("policy", lambda handles, subject, timeout_s: handles)

@@ -7,6 +7,7 @@ import queue
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,7 +39,7 @@ class FinishedWork:
     def is_completed(self) -> bool:
         return True
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta) -> None:
         pass
 
 

@@ -10,7 +10,7 @@ from streamrl.actors.launch.fork_server import (
 )
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import GENERATE_CALL, POLICY, REFERENCE_CALL, CallKind, ModelCall
-from streamrl.distributed.devices import NCCL_CONNECT_ENV, make_device_env
+from streamrl.distributed.devices import NCCL_ENV, make_device_env
 from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.files.hf_config import make_trusted_env
 
@@ -18,7 +18,7 @@ from streamrl.files.hf_config import make_trusted_env
 def make_worker_env(config: RunConfig, call: ModelCall, *, on_gpu: bool) -> dict[str, str]:
     """Return the environment variables of an actor that serves a model call."""
     shared_env = {**STAGE_ENV, **make_trusted_env(*config.trusted_models)}
-    shared_env |= make_device_env(on_gpu=on_gpu) | (NCCL_CONNECT_ENV if on_gpu else {})
+    shared_env |= make_device_env(on_gpu=on_gpu) | (NCCL_ENV if on_gpu else {})
     if call.kind is CallKind.GENERATE:
         env = make_vllm_env("cuda" if on_gpu else "cpu", threads=config.generator.threads)
         return {**shared_env, **env, **make_level_env(GENERATOR_LEVEL)}

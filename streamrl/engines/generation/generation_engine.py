@@ -320,7 +320,8 @@ class GenerationEngine:
         `should_drain`, if the earlier requests make no progress.
         """
         self._thread.check_alive()
-        full = build_full_weights(
+        full = await asyncio.to_thread(
+            build_full_weights,
             # vLLM does not know the value head of a model shared by policy and critic.
             {n: value for n, value in tensors.items() if not n.startswith(VALUE_HEAD_PREFIX)},
             self._model_info.parameters,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from streamrl.distributed.devices import has_local_gpu
+from streamrl.distributed.devices import has_local_gpu, synchronize_stream
 from streamrl.engines.generator_config import GeneratorConfig, SamplingSettings, make_engine_args
 from streamrl.engines.models.forward import load_skeleton
 from streamrl.engines.vllm.load_check import LoadWarningHandler
@@ -26,6 +26,7 @@ from streamrl.engines.vllm.stop_conditions import StopConditions
 from streamrl.engines.vllm.weight_loader import WeightLoader, keep_plain_linears
 from streamrl.engines.vllm.worker_weights import (
     WorkerWeightLoader,
+    end_workers_with_engine,
     has_lost_rank,
     unlink_shared_memory,
 )
@@ -172,8 +173,10 @@ def build_vllm_engine(spec: EngineSpec) -> VllmEngine:
 
     with _keep_plain_on_cpu():
         engine = LLMEngine.from_engine_args(arguments, enable_multiprocessing=False)
-    if spec.config.tensor_parallel > 1 and spec.rank_group is None and _is_on_cpu():
-        unlink_shared_memory(engine)
+    if spec.config.tensor_parallel > 1 and spec.rank_group is None:
+        end_workers_with_engine(engine)
+        if _is_on_cpu():
+            unlink_shared_memory(engine)
     return engine
 
 
@@ -335,6 +338,8 @@ def load_weights(
     copied_bytes, verification = (
         (0, LoadVerification()) if tensors is None else loader.load_weights(tensors)
     )
+    # The engine copies on a stream of its own, and the tensors are freed next.
+    synchronize_stream()
     set_weight_version(engine, version)
     if should_keep_kv:
         # vLLM cannot reset the prefix cache while rollouts run. A new salt keeps waiting requests

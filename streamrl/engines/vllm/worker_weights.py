@@ -5,8 +5,10 @@ copies its part of each parameter. The kernel frees the memory when the last pro
 file, even after a kill.
 """
 
+import ctypes
 import mmap
 import os
+import signal
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +28,7 @@ VllmWorker = Any
 ALIGNMENT = 64
 """Alignment of parameters in the memory file, bytes."""
 SHARED_MEMORY_DIR = "/dev/shm/"
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,18 @@ def _read_tensors(
         count = torch.Size(parameter.shape).numel()
         flat = torch.frombuffer(memory, dtype=parameter.dtype, count=count, offset=parameter.offset)
         yield parameter.name, flat.view(parameter.shape)
+
+
+def end_workers_with_engine(engine: VllmEngine) -> None:
+    """Have the kernel kill the engine's workers when the thread that started them ends.
+
+    A worker that waits for a lost rank in NCCL notices nothing else, and would keep its GPU.
+    """
+    engine.collective_rpc(set_parent_death_signal)
+
+
+def set_parent_death_signal(worker: VllmWorker) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def unlink_shared_memory(engine: VllmEngine) -> None:

@@ -23,10 +23,16 @@ import torch.distributed as dist
 
 from streamrl.distributed.devices import get_local_device
 from streamrl.errors import VersionNotStoredError, WeightsError
-from streamrl.weights.bucket_memory import StagingDevice, allocate_staging, commit_copy, lend_tensor
+from streamrl.weights.bucket_memory import StagingDevice, allocate_staging, lend_tensor
 from streamrl.weights.manifest import BucketMemory, WeightBucket, WeightManifest
 from streamrl.weights.pinned_memory import release_free_blocks
-from streamrl.weights.transport import Transport, TransportReader, TransportSpec, TransportWriter
+from streamrl.weights.transport import (
+    Transport,
+    TransportReader,
+    TransportSpec,
+    TransportWriter,
+    estimate_send_s,
+)
 from streamrl.weights.transports import object_store
 from streamrl.weights.transports.collective_group import (
     PUBLISHER_RANK,
@@ -34,7 +40,6 @@ from streamrl.weights.transports.collective_group import (
     GroupEpoch,
     SharedDeadline,
     announce_member,
-    estimate_send_s,
     gather_members,
     join_store,
     serve_readers,
@@ -162,7 +167,7 @@ class CollectiveWriter(TransportWriter):
 
         `commit_version` starts the broadcast.
         """
-        copy = commit_copy(self._fallback, bucket, data) if self._is_copied else None
+        copy = self._fallback.commit_bucket(bucket, data) if self._is_copied else None
         handle = CollectiveHandle(self._epoch, copy)
         self._handles.append(handle)
         return handle

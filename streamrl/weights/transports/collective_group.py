@@ -26,7 +26,7 @@ from torch import Tensor
 
 from streamrl.distributed.devices import (
     GPU,
-    NCCL_CONNECT_ENV,
+    NCCL_ENV,
     get_current_gpu_stream,
     make_gpu_stream,
     use_gpu_stream,
@@ -35,6 +35,7 @@ from streamrl.distributed.tcp_store import serve_tcp_store
 from streamrl.errors import WeightsError
 from streamrl.weights.bucket_memory import as_tensor
 from streamrl.weights.manifest import BucketMemory
+from streamrl.weights.transport import estimate_send_s
 
 PUBLISHER_RANK = 0
 STORE_POLL_S = 0.002
@@ -44,8 +45,6 @@ NCCL_TIMEOUT = timedelta(days=1)
 NCCL_WATCHDOG_ENV = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 """Environment while a group is made: its watchdog then logs a lost peer; by default it would end
 the process."""
-MIN_BYTES_PER_S = 100e6
-"""Slowest network that a broadcast's deadline allows for: about gigabit Ethernet."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +73,6 @@ class GroupEpoch:
     def make_ready_key(self, version: int, member: str) -> str:
         """Return the TCPStore key by which `member` announces that it is ready for `version`."""
         return f"{self.number}/{version}/here/{member}"
-
-
-def estimate_send_s(num_bytes: int) -> float:
-    """Return the seconds that sending `num_bytes` takes on the slowest supported network."""
-    return num_bytes / MIN_BYTES_PER_S
 
 
 class SharedDeadline:
@@ -161,20 +155,32 @@ class BroadcastGroup:
         Tensors in host memory travel through a copy on the group's device. The publisher's tensor
         must be complete, the members' free of queued work (`wait_for_current_stream`).
         """
+        with use_gpu_stream(self._stream):
+            device_tensor = tensor
+            if tensor.device.type != self._device.type:
+                device_tensor = torch.empty_like(tensor, device=self._device)
+                if self._is_publisher:
+                    device_tensor.copy_(tensor)
+            try:
+                self._broadcast_on_device(device_tensor, deadline)
+            except (RuntimeError, WeightsError):
+                # Now, as the watchdog of NCCL reports a lost peer to the process's other groups.
+                self._abort()
+                raise
+            if not self._is_publisher and device_tensor is not tensor:
+                tensor.copy_(device_tensor)
+
+    def _broadcast_on_device(self, tensor: Tensor, deadline: SharedDeadline) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = PUBLISHER_RANK
         options.timeout = deadline.compute_remaining_time()  # ends the threads of Gloo
-        with use_gpu_stream(self._stream):
-            device_tensor = tensor.to(self._device, non_blocking=True)
-            work = self._group.broadcast([device_tensor], options)
-            while not work.is_completed():
-                if deadline.has_passed():
-                    self._abort()
-                    raise WeightsError("timed out during a broadcast")
-                time.sleep(COLLECTIVE_POLL_S)
-            work.wait()
-            if not self._is_publisher and device_tensor is not tensor:
-                tensor.copy_(device_tensor)
+        work = self._group.broadcast([tensor], options)
+        while not work.is_completed():
+            if deadline.has_passed():
+                raise WeightsError("timed out during a broadcast")
+            time.sleep(COLLECTIVE_POLL_S)
+        # Without a timeout of its own, a wait for NCCL hides the error of a lost peer.
+        work.wait(deadline.compute_remaining_time())
 
     def _abort(self) -> None:
         """Abort the running broadcast and drop the process group."""
@@ -210,7 +216,7 @@ def make_nccl_group(store: dist.Store, rank: int, size: int, deadline: SharedDea
     options._timeout = NCCL_TIMEOUT
     # Otherwise connecting to a dead rank never returns.
     options.config.blocking = 0
-    os.environ.update(NCCL_CONNECT_ENV)
+    os.environ.update(NCCL_ENV)
     with _set_environment(NCCL_WATCHDOG_ENV):
         return dist.ProcessGroupNCCL(store, rank, size, options)
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
-from streamrl.weights.bucket_memory import commit_copy, copy_to_host
+from streamrl.weights.bucket_memory import copy_to_host
 from streamrl.weights.manifest import (
     DTYPE_BYTES,
     BucketMemory,
@@ -132,7 +132,7 @@ class DeltaWriter(TransportWriter):
         if delta.nbytes >= data.nbytes:
             return DeltaHandle(full_handle)
         delta_bucket = WeightBucket((), delta.nbytes, compute_checksum(delta))
-        delta_handle = self._record(delta_bucket, commit_copy(self._carrier, delta_bucket, delta))
+        delta_handle = self._record(delta_bucket, self._carrier.commit_bucket(delta_bucket, delta))
         return DeltaHandle(full_handle, delta_handle, delta.nbytes, self._base_version)
 
     def commit_version(self, manifest: WeightManifest) -> None:

@@ -12,9 +12,19 @@ import numpy as np
 
 from streamrl.errors import ActorError, ActorLostError, DeadlineError, WeightsError
 from streamrl.messages import Array
+from streamrl.weights.broadcast_tree import FANOUT
 from streamrl.weights.bucket_memory import copy_to_host
 from streamrl.weights.manifest import BucketMemory, WeightBucket, WeightManifest
-from streamrl.weights.transport import Transport, TransportReader, TransportSpec, TransportWriter
+from streamrl.weights.transport import (
+    Transport,
+    TransportReader,
+    TransportSpec,
+    TransportWriter,
+    estimate_send_s,
+)
+
+FETCH_TIMEOUT_S = 120.0
+"""Timeout of fetching a version beyond its transfer time."""
 
 
 class ObjectStoreWriter(TransportWriter):
@@ -37,17 +47,21 @@ class ObjectStoreWriter(TransportWriter):
 class ObjectStoreReader(TransportReader):
     """Reader's end: maps the buckets of a version from the object store of its node.
 
-    `name` names the model in errors.
+    `name` names the model in errors. A version takes at most FETCH_TIMEOUT_S and its transfer time,
+    as one of FANOUT nodes that fetch it from the same node.
     """
 
-    def __init__(self, name: str, fetch_objects: Callable[[list[Any], str], list[Array]]) -> None:
+    def __init__(
+        self, name: str, fetch_objects: Callable[[list[Any], str, float], list[Array]]
+    ) -> None:
         self._name = name
         self._fetch_objects = fetch_objects
 
     def fetch_buckets(self, manifest: WeightManifest) -> Sequence[Array]:
         subject = f"buckets of {self._name} version {manifest.version}"
+        timeout_s = FETCH_TIMEOUT_S + estimate_send_s(FANOUT * manifest.num_bytes)
         try:
-            arrays = self._fetch_objects(list(manifest.handles), subject)
+            arrays = self._fetch_objects(list(manifest.handles), subject, timeout_s)
         except (ActorLostError, ActorError, DeadlineError) as error:
             raise WeightsError(str(error)) from error
         self.bytes_fetched += manifest.num_bytes

@@ -33,7 +33,7 @@ from streamrl.distributed.devices import (
     uses_expandable_segments,
 )
 from streamrl.errors import ConfigError, WeightsError
-from streamrl.weights.bucket_memory import StagingDevice, allocate_staging, as_tensor, commit_copy
+from streamrl.weights.bucket_memory import StagingDevice, allocate_staging, as_tensor
 from streamrl.weights.manifest import BucketMemory, WeightBucket, WeightManifest
 from streamrl.weights.pinned_memory import PinnedFiles
 from streamrl.weights.transport import Transport, TransportReader, TransportSpec, TransportWriter
@@ -147,7 +147,7 @@ class SharedMemoryWriter(TransportWriter):
             segment = self._acquire_segment(index, data.nbytes)
             if segment is None:
                 self._require_free_memory(data.nbytes)
-                return commit_copy(self._fallback, bucket, data)
+                return self._fallback.commit_bucket(bucket, data)
             as_tensor(segment.view_bytes(data.nbytes)).copy_(as_tensor(data))
         segment.write_header(self._version, index)
         segment.unlock()
@@ -187,8 +187,9 @@ class SharedMemoryWriter(TransportWriter):
 
         The segment, reused or new, is locked and has no readers. None if memory is short.
         """
-        if self._device is not None:
-            self._requested_bytes = num_bytes  # only files are larger than what is used of them
+        # Only files may be larger than what is used of them.
+        on_device = self._device is not None
+        self._requested_bytes = num_bytes if on_device else max(self._requested_bytes, num_bytes)
         segment = self._reuse_segment(index)
         try:
             if segment is None:

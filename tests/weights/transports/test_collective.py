@@ -18,7 +18,7 @@ import torch
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
-from streamrl.weights import WeightBucket, WeightManifest, bucket_memory
+from streamrl.weights import WeightBucket, WeightManifest, bucket_memory, transport
 from streamrl.weights.bucket_memory import as_tensor
 from streamrl.weights.buckets import publish_version, unpack_tensors
 from streamrl.weights.transports import collective, collective_group
@@ -304,7 +304,7 @@ def test_staging_buffers_are_not_refilled_during_a_broadcast():
 def test_an_absent_member_delays_the_next_version_only_by_the_gathering(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(collective_group, "MIN_BYTES_PER_S", 1e3)  # a transfer time of hours
+    monkeypatch.setattr(transport, "MIN_BYTES_PER_S", 1e3)  # a transfer time of hours
     writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=8)
     writer.set_readers(["absent"])
     publish_version(tensors_of(0).items(), version=0, bucket_bytes=10**7, writer=writer)
@@ -371,7 +371,7 @@ def test_a_broadcasts_deadline_grows_with_its_bytes(
         send(self, tensor, deadline)
 
     monkeypatch.setattr(collective_group.BroadcastGroup, "broadcast_tensor", broadcast_slowly)
-    monkeypatch.setattr(collective_group, "MIN_BYTES_PER_S", bytes_per_s)
+    monkeypatch.setattr(transport, "MIN_BYTES_PER_S", bytes_per_s)
     writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=4)
     collective_reader = CollectiveReader("a", LocalReader(), timeout_s=4)
     writer.set_readers(["a"])
@@ -511,7 +511,7 @@ def stall_reader(timeout_s: float) -> Iterator[CollectiveWriter]:
 def test_a_member_that_stalls_is_noticed_after_the_deadline_of_a_bucket(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(collective_group, "MIN_BYTES_PER_S", 2e3)  # 0.5 s a bucket, 100 s in all
+    monkeypatch.setattr(transport, "MIN_BYTES_PER_S", 2e3)  # 0.5 s a bucket, 100 s in all
     with stall_reader(timeout_s=2) as writer:
         start = time.monotonic()
         writer.begin_version(1)

@@ -2,7 +2,9 @@
 
 PyTorch's NCCL groups notice a dead peer late or never, and a wait has no deadline. A watchdog ends
 the process at the group's timeout, and when it learns of a lost peer, unless
-TORCH_NCCL_ASYNC_ERROR_HANDLING is 0 while the group is made.
+TORCH_NCCL_ASYNC_ERROR_HANDLING is 0 while the group is made. It then asks all groups of the process
+for a dump, which ends the process too, unless TORCH_NCCL_DUMP_ON_TIMEOUT is 0. An operation whose
+peer is known to be lost counts as completed, and only a wait with a timeout raises its error.
 """
 
 import os
@@ -17,9 +19,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from streamrl.distributed.devices import NCCL_ENV
 from streamrl.weights.buckets import publish_version, unpack_tensors
 from streamrl.weights.transports import collective_group
 from streamrl.weights.transports.collective import CollectiveReader, CollectiveWriter
+from streamrl.weights.transports.collective_group import NCCL_WATCHDOG_ENV
 from tests import forked
 from tests.weights.local_transport import LocalReader, LocalWriter
 
@@ -27,25 +31,34 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 TIMEOUT_S = 8.0
 ENDED_BY_WATCHDOG = 134
+ENDED_BY_MONITOR = 135
 DYING_VERSION = 1
 
 
 class StandInWork:
-    """Operation that does not report a lost peer."""
+    """Operation that reports a lost peer only once the watchdog knows of it, if ever."""
 
     def __init__(self, work: Any) -> None:
         self.work = work
+        self.is_known_lost = False
+
+    def has_lost_peer(self) -> bool:
+        return bool(self.work.is_completed() and not self.work.is_success())
 
     def is_completed(self) -> bool:
-        return bool(self.work.is_completed() and self.work.is_success())
+        return self.is_known_lost or bool(self.work.is_completed() and self.work.is_success())
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta | None = None) -> None:
         while not self.is_completed():
             time.sleep(0.01)
+        if timeout is not None:
+            self.work.wait()
 
 
 class StandInNccl:
-    """Gloo group whose operations end only by success or `abort`."""
+    """Gloo group whose operations end only by success or `abort`, or if `reports_lost_peers`."""
+
+    reports_lost_peers = False
 
     class Options(SimpleNamespace):
         """Options of the group; the default timeout is NCCL's."""
@@ -59,6 +72,7 @@ class StandInNccl:
         timeout = timedelta(seconds=TIMEOUT_S)
         self._group: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._ends_process = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") != "0"
+        self._dumps = os.environ.get("TORCH_NCCL_DUMP_ON_TIMEOUT") != "0"
         self._timeout_s = options._timeout.total_seconds()
         self._is_aborted = False
 
@@ -73,8 +87,12 @@ class StandInNccl:
     def _watch(self, work: StandInWork) -> None:
         end_s = time.monotonic() + self._timeout_s
         while not work.is_completed() and not self._is_aborted:
-            if self._ends_process and (work.work.is_completed() or time.monotonic() > end_s):
+            if self._ends_process and (work.has_lost_peer() or time.monotonic() > end_s):
                 os._exit(ENDED_BY_WATCHDOG)
+            if self.reports_lost_peers and work.has_lost_peer():
+                if self._dumps:
+                    os._exit(ENDED_BY_MONITOR)
+                work.is_known_lost = True
             time.sleep(0.01)
 
 
@@ -88,10 +106,17 @@ def use_stand_in() -> None:
     collective_group.make_gloo_group = collective_group.make_nccl_group
 
 
-def publish_versions(pipe: Connection, watchdog_env: dict[str, str]) -> None:
+def publish_versions(
+    pipe: Connection,
+    watchdog_env: dict[str, str] = NCCL_WATCHDOG_ENV,
+    env: dict[str, str] = NCCL_ENV,
+    *,
+    reports_lost_peers: bool = False,
+) -> None:
     """Publish to the reader `a`, and without it after a failure; send each manifest and failure."""
     use_stand_in()
-    collective_group.NCCL_WATCHDOG_ENV = watchdog_env
+    StandInNccl.reports_lost_peers = reports_lost_peers
+    collective_group.NCCL_WATCHDOG_ENV, collective_group.NCCL_ENV = watchdog_env, env
     writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=TIMEOUT_S)
     pipe.send("ready")
     for version in range(DYING_VERSION + 2):
@@ -128,9 +153,9 @@ def read_versions(pipe: Connection) -> None:
         pipe.send(reader.fallback_reason)
 
 
-def start(target: Any, *arguments: Any) -> tuple[Any, Connection]:
+def start(target: Any, **arguments: Any) -> tuple[Any, Connection]:
     pipe, child_end = forked.context().Pipe()
-    process = forked.context().Process(target=target, args=(child_end, *arguments))
+    process = forked.context().Process(target=target, args=(child_end,), kwargs=arguments)
     process.start()
     child_end.close()
     assert pipe.poll(60)
@@ -143,8 +168,9 @@ def receive(pipe: Connection) -> Any:
     return pipe.recv()
 
 
-def test_a_reader_that_dies_in_a_broadcast_does_not_end_the_publisher():
-    publisher, published = start(publish_versions, collective_group.NCCL_WATCHDOG_ENV)
+@pytest.mark.parametrize("reports_lost_peers", [False, True])
+def test_a_reader_that_dies_in_a_broadcast_does_not_end_the_publisher(reports_lost_peers):
+    publisher, published = start(publish_versions, reports_lost_peers=reports_lost_peers)
     reader, fetched = start(read_versions)
     try:
         for version in range(DYING_VERSION + 1):
@@ -152,7 +178,8 @@ def test_a_reader_that_dies_in_a_broadcast_does_not_end_the_publisher():
             failure = receive(published)
             if version < DYING_VERSION:
                 assert failure is None and receive(fetched) is None
-        assert failure == "weights version 1 was not sent to a: timed out during a broadcast"
+        assert failure.startswith("weights version 1 was not sent to a: ")
+        assert failure.endswith("timed out during a broadcast") != reports_lost_peers
         manifest = receive(published)
         assert manifest.version == DYING_VERSION + 1 and receive(published) is None
         publisher.join(30)
@@ -162,16 +189,30 @@ def test_a_reader_that_dies_in_a_broadcast_does_not_end_the_publisher():
         reader.kill()
 
 
-def test_with_nccls_own_error_handling_the_publisher_would_end():
-    """The stand-in has teeth: the environment variable is what keeps the publisher alive."""
-    publisher, published = start(publish_versions, {})
+@pytest.mark.parametrize(
+    ("settings", "exit_code"),
+    [
+        pytest.param({"watchdog_env": {}}, ENDED_BY_WATCHDOG, id="watchdog"),
+        pytest.param(
+            {
+                "env": NCCL_ENV | {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"},
+                "reports_lost_peers": True,
+            },
+            ENDED_BY_MONITOR,
+            id="monitor",
+        ),
+    ],
+)
+def test_with_nccls_own_error_handling_the_publisher_would_end(settings, exit_code):
+    """The stand-in has teeth: the environment variables are what keeps the publisher alive."""
+    publisher, published = start(publish_versions, **settings)
     reader, fetched = start(read_versions)
     try:
         fetched.send(receive(published))
         assert receive(published) is None
         fetched.send(receive(published))
         publisher.join(30)
-        assert publisher.exitcode == ENDED_BY_WATCHDOG
+        assert publisher.exitcode == exit_code
     finally:
         publisher.kill()
         reader.kill()
