@@ -28,6 +28,7 @@ class WorkStatus:
     """Status of work that takes long, `elapsed_s` after its start; no text: there is none.
 
     total: how many units there are, of which `completed` are done; None if unknown.
+    timeout_s: time that the work may take, for which an interrupted run waits; 0: it does not wait.
     counted, counted_at_s: the latest count whose time is known, and its time.
     """
 
@@ -36,6 +37,7 @@ class WorkStatus:
     unit: str = ""
     completed: int = 0
     elapsed_s: float = 0.0
+    timeout_s: float = 0.0
     counted: int = 0
     counted_at_s: float = 0.0
 

@@ -8,6 +8,7 @@ words that differ, in buckets of up to 4 GB.
 
 import contextlib
 import weakref
+
 import numpy as np
 import torch
 from torch import Tensor

@@ -533,14 +533,17 @@ def skipped_updates(job: RankJob, layout: Layout) -> None:
     }
 
 
-def other_settings(job: RankJob, layout: Layout) -> None:
+def recomputed_updates(job: RankJob, layout: Layout) -> None:
+    """Recompute activations; in the last round rank 0 has several chunks, the idle rank one."""
     from streamrl.engines.models import activation_checkpointing
 
-    for stage in (1, 3):
-        with mock.patch.object(activation_checkpointing, "CHUNK_TOKENS", 5):
-            job.results[f"checkpointed/{stage}"] = run_two_steps(
-                job, replace(layout, zero_stage=stage), 2, gradient_checkpointing=True
-            )
+    with mock.patch.object(activation_checkpointing, "CHUNK_TOKENS", 5):
+        job.results[f"recomputed/{layout.label}"] = run_two_steps(
+            job, layout, CUTS[-1], gradient_checkpointing=True
+        )
+
+
+def other_settings(job: RankJob, layout: Layout) -> None:
     for stage in (1, 2, 3):
         sharded = replace(layout, zero_stage=stage)
         job.results[f"offloaded/{stage}"] = run_two_steps(job, sharded, 2, offload_optimizer=True)
@@ -598,7 +601,7 @@ CASES: dict[str, Callable[..., None]] = {
         *(same_update, several_updates, critic_updates, pretraining_updates, two_headed_updates),
         *(lora_updates, lora_critic, lora_recomputed, save_and_resume, skipped_updates),
         *(resume_from_one_rank, resume_legacy_state, hostile_state, master_weights),
-        *(other_settings, row, miss_collective),
+        *(recomputed_updates, other_settings, row, miss_collective),
     )
 }
 

@@ -10,7 +10,7 @@ from streamrl.weights.buckets import publish_version, unpack_tensors
 from streamrl.weights.config import DEVICE_TRANSPORTS, TRANSPORT_MODULES
 from streamrl.weights.transport import ClusterAccess, TransportSpec
 
-LOCAL = ClusterAccess(np.copy, lambda handles, subject: handles, lambda: "127.0.0.1")
+LOCAL = ClusterAccess(np.copy, lambda handles, subject, timeout_s: handles, lambda: "127.0.0.1")
 
 
 @pytest.mark.parametrize(

@@ -376,11 +376,13 @@ class CoordinatorActor(PingableActor):
         version = self._run_state.admission.version
         if self._checkpoint and version == self._saved_version:
             return
-        # The saved weights must equal the published ones.
-        await self._run_state.publisher.wait_until_published()
         trainers = list(self._trainers.values())
+        timeout_s = self._config.checkpoint.timeout_s
+        status = WorkStatus(f"writing checkpoint {version}", timeout_s=timeout_s)
         try:
-            with self._driver_events.report_status(WorkStatus(f"writing checkpoint {version}")):
+            with self._driver_events.report_status(status):
+                # The saved weights must equal the published ones.
+                await self._run_state.publisher.wait_until_published()
                 path = await self._persistence.save_checkpoint(
                     self._run_state, trainers, self._wait_until_reported
                 )

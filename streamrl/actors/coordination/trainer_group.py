@@ -77,6 +77,7 @@ class TrainerGroup(ParallelTrainer):
         self._ranks = ranks.actors
         trainer_config = config.get_trainer_config(self.role)
         self._timeout_s = trainer_config.collective_timeout_s + CALL_TIMEOUT_S
+        self._save_timeout_s = config.checkpoint.timeout_s
         # A publish may include a logprob check, which is a forward pass.
         self._is_publish_collective = trainer_config.has_collective_forward or (
             is_policy and config.needs_resharding
@@ -159,10 +160,8 @@ class TrainerGroup(ParallelTrainer):
     async def save_checkpoint(self, writer: CheckpointWriter) -> None:
         model, state = writer.get_role_dirs(self.role)
         async with self._exclude_publish():
-            await self._gather_replies(
-                "save_checkpoint",
-                [rank.save_checkpoint.remote(model, state) for rank in self._ranks],
-            )
+            saved = [rank.save_checkpoint.remote(model, state) for rank in self._ranks]
+            await self._gather_replies("save_checkpoint", saved, self._save_timeout_s)
 
     def _exclude_publish(self) -> contextlib.AbstractAsyncContextManager[object]:
         """Return the lock that keeps publishing and another call apart where both are collectives.
@@ -172,9 +171,10 @@ class TrainerGroup(ParallelTrainer):
         """
         return self._publish_lock if self._is_publish_collective else contextlib.nullcontext()
 
-    async def _gather_replies(self, method: str, replies: Sequence[Any]) -> list[Any]:
+    async def _gather_replies(
+        self, method: str, replies: Sequence[Any], timeout_s: float | None = None
+    ) -> list[Any]:
         names = (f"{self._name}-{rank}.{method}" for rank in range(len(self._ranks)))
-        calls = (
-            await_reply(r, name, self._timeout_s) for r, name in zip(replies, names, strict=True)
-        )
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        calls = (await_reply(r, name, timeout_s) for r, name in zip(replies, names, strict=True))
         return await gather_replies(*calls)

@@ -1,6 +1,5 @@
 """Driver session of a run: creates, starts, watches and kills all actors."""
 
-import time
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict
@@ -16,6 +15,7 @@ from streamrl.actors.coordination.driver_events import DriverReport, EventReport
 from streamrl.actors.engine_factory import RealEngineFactory
 from streamrl.actors.launch.actor_registry import ActorRegistry
 from streamrl.actors.launch.elastic import PendingStarts, ReplicaScaler
+from streamrl.actors.launch.stop_deadline import StopDeadline
 from streamrl.actors.launch.transport_plan import plan_transport
 from streamrl.actors.liveness import LivenessMonitor, name_unresponsive
 from streamrl.actors.queue_shard import create_shards
@@ -27,7 +27,6 @@ from streamrl.dataflow import POLICY, CallKind
 from streamrl.errors import (
     ActorError,
     ActorLostError,
-    DeadlineError,
     GenerationError,
     StreamError,
     WeightsError,
@@ -47,8 +46,6 @@ MAX_COORDINATOR_CALLS = 10_000
 A call beyond the limit, such as a stop request, would wait for one of the others; Ray's default is
 1,000.
 """
-STOP_TIMEOUT_S = 12.0
-"""Longest time of an interrupted run to finish its micro-batch and to write a checkpoint."""
 
 
 class RunSession:
@@ -166,20 +163,19 @@ class RunSession:
         self, handle: Callable[[DriverReport], None], stopping: Callable[[], bool]
     ) -> RunResult:
         coordinator = self._registry.actors["coordinator"]
-        num_seen, stop_by = 0, float("inf")
+        num_seen, deadline = 0, StopDeadline()
         reports_reply = coordinator.read_reports.remote(num_seen, 1.0)
         while True:
-            if stopping() and stop_by == float("inf"):
+            if stopping() and not deadline.is_running:
                 coordinator.request_stop.remote()
                 handle(WorkStatus("stopping after the current micro-batch"))
-                stop_by = time.monotonic() + STOP_TIMEOUT_S
-            if stop_by == float("inf"):
+                deadline.start()
+            if not deadline.is_running:
                 self._scaler.poll_requests(handle)
                 self._replace_unresponsive(handle)
             replies = [reports_reply, *self._loop_replies, *self._pending_starts, *self._scaler]
             done, _ = ray.wait(replies, timeout=POLL_INTERVAL_S)
-            if time.monotonic() > stop_by:
-                raise DeadlineError(f"the run did not stop within {STOP_TIMEOUT_S:g} s")
+            deadline.check()
             self._pending_starts.raise_if_late()
             if not done:
                 continue
@@ -190,6 +186,8 @@ class RunSession:
                 reports_reply = coordinator.read_reports.remote(num_seen, 0.0)
             reports = fetch_reply(reports_reply, "coordinator.read_reports")
             for report in reports:
+                if isinstance(report, WorkStatus):
+                    deadline.note_status(report)
                 handle(report)
             num_seen += len(reports)
             if result:

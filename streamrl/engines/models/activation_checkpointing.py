@@ -81,10 +81,14 @@ def iter_chunked_mlps(module: nn.Module) -> Iterator[nn.Module]:
 def _run_in_chunks(
     mlp: nn.Module, forward: Callable[[Tensor], Tensor], hidden_states: Tensor
 ) -> Tensor:
-    """Run an MLP on hidden states [B, T, H]."""
+    """Run an MLP on hidden states [B, T, H].
+
+    Training takes chunks at any length: ZeRO 2 adds the gradients of the ranks in the order in
+    which they are finished, so the order must not depend on a rank's tokens.
+    """
     tokens = hidden_states.flatten(0, -2)
     has_grad = torch.is_grad_enabled()
-    if len(tokens) <= CHUNK_TOKENS or (has_grad and not tokens.requires_grad):
+    if not tokens.requires_grad if has_grad else len(tokens) <= CHUNK_TOKENS:
         return forward(hidden_states)
 
     def run_chunk(chunk: Tensor) -> Tensor:

@@ -231,7 +231,7 @@ class EngineThread:
                 if command is None:
                     return
                 command(engine)
-            del command  # which may keep loaded weights alive
+                del command  # which may keep loaded weights alive
             if self._can_step(engine):
                 self._kv_memory.wake_up()
                 batch = vllm_engine.step_engine(engine)

@@ -435,13 +435,11 @@ def test_a_non_finite_gradient_raises_and_skips_the_update(results, layout):
         assert case["unchanged"]
 
 
-@pytest.mark.slow
-@pytest.mark.ranks(OTHER_SETTINGS)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_recomputing_activations_does_not_change_the_update(results, expected, stage):
-    (case,) = results[f"checkpointed/{stage}"]
-    assert case["norms"] == pytest.approx(expected[0], rel=1e-5)
-    assert measure_max_difference(case["parameters"], expected[1]) < 1e-6
+@parametrize_layouts("recomputed_updates", on=PAIRS, quick=[SHARDED])
+def test_recomputing_activations_does_not_change_the_update(results, expected, layout):
+    for case in results[f"recomputed/{layout.label}"]:
+        assert case["norms"] == pytest.approx(expected[0], rel=1e-5)
+        assert measure_max_difference(case["parameters"], expected[1]) < 1e-6
 
 
 @pytest.mark.slow
