@@ -57,7 +57,7 @@ class CheckpointConfig:
     keep: number of newest checkpoints to keep.
     at_end: write a checkpoint when the run ends.
     timeout_s: longest time of writing a checkpoint, after which the run ends. A trained model has
-    14 bytes per parameter there, with its master weights and AdamW's moments.
+        14 bytes per parameter there, with its master weights and AdamW's moments.
     """
 
     every: int = 0

@@ -38,7 +38,7 @@ from tests.weights.local_transport import LocalReader, LocalWriter
 pytestmark = pytest.mark.xdist_group("ranks")
 
 BUCKET_BYTES = 300
-NO_CLUSTER = ClusterAccess(np.copy, lambda handles, subject: handles, lambda: "")
+NO_CLUSTER = ClusterAccess(np.copy, lambda handles, subject, timeout_s: handles, lambda: "")
 
 
 @pytest.fixture
