@@ -56,7 +56,8 @@ from streamrl.messages import (
 )
 from streamrl.resharding.storage import ShardStorage
 from streamrl.weights import WeightLoadStats
-from streamrl.weights.lora_merge import build_full_weights
+from streamrl.weights.lora_merge import LORA_SCALE, build_full_weights
+from streamrl.weights.parameters import ParameterSet
 
 #: vLLM keeps seeds as int64; -1 means no seed.
 MAX_SEED = 2**63 - 1
@@ -320,14 +321,7 @@ class GenerationEngine:
         `should_drain`, if the earlier requests make no progress.
         """
         self._thread.check_alive()
-        full = await asyncio.to_thread(
-            build_full_weights,
-            # vLLM does not know the value head of a model shared by policy and critic.
-            {n: value for n, value in tensors.items() if not n.startswith(VALUE_HEAD_PREFIX)},
-            self._model_info.parameters,
-            model_path=self._spec.model_path,
-            device=get_local_device(),
-        )
+        full = await _build_weights(tensors, self._model_info.parameters, self._spec.model_path)
         return await self._apply_version(version, partial(self._thread.load_weights, full))
 
     async def get_storage(self) -> ShardStorage | None:
@@ -539,3 +533,15 @@ def _make_sequence_request(
     num_sampled = len(rollout.token_ids) - num_prompt
     seed = derive_continuation_seed(seed, num_sampled)
     return SequenceRequest(index, rollout.token_ids.tolist(), seed, max_new_tokens, num_sampled)
+
+
+async def _build_weights(
+    tensors: Mapping[str, torch.Tensor | Array], parameters: ParameterSet, model_path: str
+) -> Mapping[str, torch.Tensor]:
+    """Return all of vLLM's parameters by name, from those that were published."""
+    # vLLM does not know the value head of a model shared by policy and critic.
+    known = {n: value for n, value in tensors.items() if not n.startswith(VALUE_HEAD_PREFIX)}
+    device = get_local_device()
+    build = partial(build_full_weights, known, parameters, model_path=model_path, device=device)
+    # For adapters, transformers may have to load the model directory first.
+    return await asyncio.to_thread(build) if LORA_SCALE in known else build()
