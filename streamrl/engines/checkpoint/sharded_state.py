@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_safetensors
+from safetensors.torch import save_file
 from torch import Tensor
 
 from streamrl.distributed.devices import GPU, get_gpu_rng_state, set_gpu_rng_state
@@ -361,7 +362,8 @@ def _open_safetensors(path: Path) -> Any:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    path.write_bytes(to_safetensors({n: t.contiguous() for n, t in tensors.items()}))
+    """Write tensors on the CPU into a file, without a second copy of them in memory."""
+    save_file({n: t.contiguous() for n, t in tensors.items()}, path)
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
