@@ -253,7 +253,9 @@ def make_deepspeed_config(module: "PreTrainedModel", config: "TrainerConfig") ->
             "overlap_comm": False,
             "reduce_bucket_size": BUCKET_ELEMENTS,
             # Parameters with fewer elements stay whole on every rank.
-            "stage3_param_persistence_threshold": 10 * module.config.hidden_size,
+            "stage3_param_persistence_threshold": (
+                10 * module.config.get_text_config().hidden_size
+            ),
         },
     }
     if config.offload_optimizer:
