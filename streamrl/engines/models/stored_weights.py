@@ -70,12 +70,15 @@ class StoredWeights:
         self._owners = find_owners(model)
         self._tensors = model.state_dict(keep_vars=True)
         self._transforms = _plan_transforms(model, self._tensors, self._slices)
+        #: Converted tensors of one target at most.
+        self._converted: dict[str, dict[str, Tensor]] = {}
 
     def iter_tensors(self) -> Iterator[StoredModelTensor]:
         """Yield every stored tensor, in the same order on all ranks; tied ones once.
 
         A tensor that transformers computes from several others, or from a part of one (such as the
-        experts of a layer in a single tensor), is converted whole by its first `read_box`.
+        experts of a layer in a single tensor), is converted whole by its first `read_box` and kept
+        until another one is converted, so read the boxes in this order.
         """
         yielded: set[int] = set()
         for target, (transform, sources) in self._transforms.items():
@@ -83,15 +86,20 @@ class StoredWeights:
                 reads = {target: functools.partial(_read_slice, self._slices[sources[0][1]])}
             else:
                 shapes = self._convert(target, transform, sources, _make_meta)
-                convert = functools.cache(
-                    functools.partial(self._convert, target, transform, sources, _read_whole)
-                )
-                reads = {name: functools.partial(_read_converted, convert, name) for name in shapes}
+                reads = {
+                    name: functools.partial(self._read_converted, target, name) for name in shapes
+                }
             for name, read_box in reads.items():
                 key = id(self._tensors[name])
                 if key not in yielded:
                     yielded.add(key)
                     yield StoredModelTensor(self._owners[key], read_box)
+
+    def _read_converted(self, target: str, name: str, box: TensorBox) -> Tensor:
+        if target not in self._converted:
+            self._converted.clear()  # before the next tensors are in memory
+            self._converted[target] = self._convert(target, *self._transforms[target], _read_whole)
+        return self._converted[target][name][box.slices]
 
     def _convert(
         self, target: str, transform: Any, sources: list[tuple[str, str]], read: Callable[..., Any]
@@ -206,7 +214,3 @@ def _read_whole(stored: Any) -> Tensor:
 
 def _make_meta(stored: Any) -> Tensor:
     return torch.empty(stored.get_shape(), device="meta")
-
-
-def _read_converted(convert: Callable[[], dict[str, Tensor]], name: str, box: TensorBox) -> Tensor:
-    return convert()[name][box.slices]

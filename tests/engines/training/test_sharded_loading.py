@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -145,3 +146,15 @@ def test_stored_tensors_read_a_box_of_a_file(tmp_path: Path):
     assert not module.get_buffer("model.rotary_emb.inv_freq").is_meta
     tensors = list(StoredWeights(module, str(tmp_path)).iter_tensors())
     assert len(tensors) == len(list(module.parameters()))
+
+
+def test_one_converted_tensor_is_in_memory_at_a_time_although_all_are_listed(tmp_path: Path):
+    make_architecture("qwen3_moe", tmp_path, seed=1)
+    module = load_model(str(tmp_path), dtype=torch.float32, on_meta=True)
+    converted: list[weakref.ref[torch.UntypedStorage]] = []
+    for stored in list(StoredWeights(module, str(tmp_path)).iter_tensors()):
+        converted.append(weakref.ref(stored.read().untyped_storage()))
+        converted = [ref for ref in converted if ref() is not None]
+        assert len(converted) <= 1
+    # The last experts stay for a further box.
+    assert len(converted) == 1
