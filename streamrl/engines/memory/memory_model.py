@@ -19,6 +19,7 @@ from streamrl.engines.activation_sizes import (
 )
 from streamrl.engines.dtypes import TORCH_DTYPES, resolve_trainer_dtype
 from streamrl.engines.generator_config import KV_CACHE_MB_ON_CPU, GeneratorConfig
+from streamrl.engines.models.activation_checkpointing import iter_tokenwise_mlps
 from streamrl.engines.models.decoder_layers import iter_layers
 from streamrl.engines.models.forward import load_skeleton
 from streamrl.engines.models.lora import count_trained_params
@@ -211,13 +212,23 @@ def _estimate_token_bytes(
 ) -> int:
     config = module.config.get_text_config()
     layers, hidden = config.num_hidden_layers, config.hidden_size
+    # Ranks split an MLP's columns, or the experts and so the tokens that pass through them.
+    layer = count_layer_values(hidden, _find_intermediate_size(module) // trainer.tensor_parallel)
     if not trainer.gradient_checkpointing:
-        saved = layers * count_layer_values(hidden, _find_intermediate_size(module))
+        saved = layers * layer
     else:
         has_offload = on_gpu and trainer.gradient_checkpointing == OFFLOAD
-        saved = hidden * (LAYER_VALUES_PER_TOKEN + layers * (not has_offload))
+        if _has_chunked_mlps(module, trainer):
+            layer = LAYER_VALUES_PER_TOKEN * hidden
+        saved = layer + hidden * layers * (not has_offload)
     itemsize = resolve_trainer_dtype(trainer).itemsize
     return int(saved * itemsize)
+
+
+def _has_chunked_mlps(module: "PreTrainedModel", trainer: TrainerConfig) -> bool:
+    """Return whether the MLPs of all layers compute in chunks if the layers are checkpointed."""
+    num_layers = module.config.get_text_config().num_hidden_layers
+    return trainer.tensor_parallel == 1 and len(list(iter_tokenwise_mlps(module))) >= num_layers
 
 
 def _count_token_experts(module: "PreTrainedModel") -> int:

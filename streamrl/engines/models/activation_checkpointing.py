@@ -46,11 +46,11 @@ def checkpoint_layers(module: "PreTrainedModel", *, offload: bool, chunk_mlps: b
 
 def run_mlps_in_chunks(module: "PreTrainedModel") -> None:
     """Let the activations of an MLP exist for `CHUNK_TOKENS` tokens at a time, where possible."""
-    for mlp in _iter_tokenwise_mlps(module):
+    for mlp in iter_tokenwise_mlps(module):
         vars(mlp)["forward"] = functools.partial(_run_in_chunks, mlp, mlp.forward)
 
 
-def _iter_tokenwise_mlps(module: "PreTrainedModel") -> Iterator[nn.Module]:
+def iter_tokenwise_mlps(module: "PreTrainedModel") -> Iterator[nn.Module]:
     """Yield the MLPs of decoder layers that map each token by itself, with linear layers only.
 
     Mixtures of experts hold their experts in other parameters or in lists. BLOOM's MLP adds the

@@ -10,6 +10,7 @@ import torch
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
+    PreTrainedConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3MoeConfig,
@@ -201,6 +202,37 @@ def test_activations_grow_with_the_micro_batch_and_shrink_with_checkpointing(pat
         assert checkpointed.activations == 10 * 4 * (layers + 17) * hidden + head
     on_gpu = estimate_memory(path, replace(trainer, dtype="float32"), tokens=10, on_gpu=True)
     assert on_gpu.activations == 10 * 4 * 17 * hidden + head
+
+
+@pytest.mark.parametrize(
+    ("is_mixture", "tensor_parallel", "whole"),
+    [(False, 1, 0), (False, 2, 1024), (True, 1, 3 * 2048), (True, 2, 3 * 1024)],
+    ids=["chunked", "tensor parallel", "mixture", "mixture of parallel experts"],
+)
+def test_the_recomputed_layer_has_its_whole_mlp_where_no_chunks_are_possible(
+    tmp_path: Path, is_mixture: bool, tensor_parallel: int, whole: int
+):
+    hidden, tokens = 64, 10
+    sizes = {"hidden_size": hidden, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    config: PreTrainedConfig
+    if is_mixture:
+        # The first layer is dense.
+        experts = {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 2048}
+        config = Qwen3MoeConfig(**sizes, **heads, **experts, mlp_only_layers=[0])
+        config.architectures = ["Qwen3MoeForCausalLM"]
+    else:
+        config = Qwen2Config(**sizes, **heads, intermediate_size=2048)
+        config.architectures = ["Qwen2ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    parallel = {"tensor_parallel": tensor_parallel, "world_size": tensor_parallel}
+    trainer = TrainerConfig(backend="torch", gradient_checkpointing=True, **parallel)
+    twice, once = (
+        estimate_memory(str(tmp_path), trainer, tokens=n).activations for n in (2 * tokens, tokens)
+    )
+    logits = 5 * 64 // tensor_parallel
+    layer = max(17 * hidden, 11 * hidden + 4 * whole)
+    assert twice - once == tokens * 4 * (2 * hidden + layer + logits)
 
 
 def test_activations_of_a_gated_mlp_are_as_measured_on_a_gpu(tmp_path: Path):
