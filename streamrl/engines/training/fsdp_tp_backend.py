@@ -16,7 +16,8 @@ norm needs communication.
 
 In bfloat16 these local shards are float32 master weights, and gradients are summed over ranks and
 micro-batches in float32. FSDP2 casts a shard before it gathers it; without FSDP2 the module has a
-bfloat16 copy, which follows each update.
+bfloat16 copy, which follows each update. Frozen parameters, such as those below LoRA adapters, have
+no master weights.
 """
 
 from collections.abc import Iterator
@@ -120,7 +121,10 @@ class FsdpTpBackend(TrainingBackend):
         """Allocate this rank's shards of a model on the meta device, and read them."""
         tensors = list(weights.iter_tensors())
         for stored in tensors:
-            stored.replace_value(torch.empty_like(stored.value, device=get_local_device()))
+            old = stored.value
+            is_frozen = isinstance(old, Parameter) and not old.requires_grad
+            dtype = self._dtype if is_frozen else old.dtype
+            stored.replace_value(torch.empty_like(old, dtype=dtype, device=get_local_device()))
         # FSDP2 pads the new shards; it looks for them in its own _apply.
         self.module._apply(lambda tensor: tensor)
         for stored in tensors:
