@@ -238,10 +238,11 @@ def _count_token_experts(module: "PreTrainedModel") -> int:
 
 
 def _find_intermediate_size(module: "PreTrainedModel") -> int:
-    """Return the width of a token's MLP: of all experts that it passes through."""
+    """Return the width of a token's MLP: of all experts that it passes through, shared ones too."""
     fields = module.config.get_text_config().to_dict()
     intermediate = fields.get("intermediate_size") or 0
     if experts := _count_token_experts(module):
+        experts += fields.get("n_shared_experts") or 0
         return int(experts * (fields.get("moe_intermediate_size") or intermediate))
     return int(intermediate)
 

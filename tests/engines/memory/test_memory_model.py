@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    DeepseekV3Config,
     GPT2Config,
     GPT2LMHeadModel,
     PreTrainedConfig,
@@ -225,14 +226,32 @@ def test_the_recomputed_layer_has_its_whole_mlp_where_no_chunks_are_possible(
         config = Qwen2Config(**sizes, **heads, intermediate_size=2048)
         config.architectures = ["Qwen2ForCausalLM"]
     config.save_pretrained(tmp_path)
-    parallel = {"tensor_parallel": tensor_parallel, "world_size": tensor_parallel}
-    trainer = TrainerConfig(backend="torch", gradient_checkpointing=True, **parallel)
+    trainer = TrainerConfig(
+        backend="torch",
+        gradient_checkpointing=True,
+        world_size=tensor_parallel,
+        tensor_parallel=tensor_parallel,
+    )
     twice, once = (
         estimate_memory(str(tmp_path), trainer, tokens=n).activations for n in (2 * tokens, tokens)
     )
     logits = 5 * 64 // tensor_parallel
     layer = max(17 * hidden, 11 * hidden + 4 * whole)
     assert twice - once == tokens * 4 * (2 * hidden + layer + logits)
+
+
+def test_a_token_passes_through_shared_experts_too(tmp_path: Path):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "n_routed_experts": 4}
+    experts = {"num_experts_per_tok": 3, "moe_intermediate_size": 2048}
+    groups = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    activations = []
+    for num_shared in (1, 2):
+        config = DeepseekV3Config(**sizes, **experts, **groups, n_shared_experts=num_shared)
+        config.architectures = ["DeepseekV3ForCausalLM"]
+        config.save_pretrained(tmp_path)
+        trainer = TrainerConfig(backend="torch", gradient_checkpointing=True)
+        activations.append(estimate_memory(str(tmp_path), trainer, tokens=10).activations)
+    assert activations[1] - activations[0] == 10 * 4 * 4 * 2048
 
 
 def test_activations_of_a_gated_mlp_are_as_measured_on_a_gpu(tmp_path: Path):
