@@ -24,7 +24,7 @@ RECIPE = ROOT / "configs" / "grpo_arithmetic.yaml"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 SHELLS = ("", "sh", "bash", "console")
 """Languages of blocks that may hold commands."""
-COMMAND = re.compile(r"(?:\$ )?(?:\.venv/bin/)?((?:streamrl|python|make) .*)")
+COMMAND = re.compile(r"(?:\$ )?(?:setsid nohup )?(?:\.venv/bin/)?((?:streamrl|python|make) .*)")
 UNFINISHED = ("the following arguments are required", "expected one argument", "one of the arg")
 
 
