@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from scripts import gpu_check
 
@@ -65,6 +66,23 @@ def test_gpu_check_refuses_a_missing_gpu_and_an_unwritable_output_before_the_fir
         gpu_check.main()
     assert end.value.code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("full", ["make_trainer", "measure_pass"])
+def test_a_model_whose_first_update_is_out_of_memory_is_reported_and_does_not_fail(
+    full: str, monkeypatch: pytest.MonkeyPatch
+):
+    def run_out_of_memory(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 6 GiB")
+
+    monkeypatch.setattr(gpu_check, "has_gpu", lambda: False)
+    monkeypatch.setattr(gpu_check, "make_trainer", lambda *_, **__: None)
+    monkeypatch.setattr(gpu_check, full, run_out_of_memory)
+    ((name, measurements),) = gpu_check.check_memory("3B")
+    assert name == "64 tokens, first update"
+    assert measurements["error"] == "OutOfMemory: tried to allocate 6 GiB"
+    assert measurements["expected_update"] > measurements["expected_held"] > 0
+    assert measurements.get("ok", True)
 
 
 def test_the_deadlines_of_gpu_check_sum_to_at_most_the_minutes_that_make_names():
