@@ -287,18 +287,18 @@ def test_scoring_uses_the_runs_micro_batch_size(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(
-    ("cluster", "settings"),
+    ("cluster", "setting", "suggested"),
     [
-        ("1xH100", ["pipeline.micro_batch_tokens=16384"]),
-        ("2xH100", ["pipeline.micro_batch_tokens=65536"]),
-        ("2xH100", ["generator.kv_cache_mb=70000"]),
+        ("1xH100", "pipeline.micro_batch_tokens=16384", "trainer.offload_optimizer=true"),
+        ("2xH100", "pipeline.micro_batch_tokens=65536", "trainer.gradient_checkpointing=true"),
+        ("2xH100", "generator.kv_cache_mb=70000", "generator.kv_cache_mb=null"),
     ],
 )
 def test_suggested_fixes_let_the_run_fit(
-    cluster: str, settings: list[str], capsys: pytest.CaptureFixture[str]
+    cluster: str, setting: str, suggested: str, capsys: pytest.CaptureFixture[str]
 ):
     words = ["plan", GRPO, "--cluster", cluster, "--model", "qwen2.5-1.5b", "--proposals", "0"]
-    words += ["--prompt-tokens", "200", "generator.max_new_tokens=2000", *settings]
+    words += ["--prompt-tokens", "200", "generator.max_new_tokens=2000", setting]
     words += ["--max-staleness", "0", "pipeline.groups_per_step=8"]
     code, out = run(capsys, *words)
     assert code == 1
@@ -306,6 +306,7 @@ def test_suggested_fixes_let_the_run_fit(
     code, out = run(capsys, *words, "--json")
     plan = json.loads(out)
     assert code == 1 and plan["best"] is None
+    assert suggested in plan["remedies"]
     for remedy in plan["remedies"]:
         more = remedy.split() if remedy.startswith("--cluster") else remedy.split(", ")
         assert run(capsys, *words, *more)[0] == 0, remedy

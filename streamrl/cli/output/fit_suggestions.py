@@ -76,6 +76,8 @@ def _iter_lossless_settings(config: RunConfig) -> Iterator[SettingValues]:
         yield {"trainer.gradient_checkpointing": True}
     elif config.trainer.gradient_checkpointing != OFFLOAD:
         yield {"trainer.gradient_checkpointing": OFFLOAD}
+    if not config.trainer.offload_optimizer:
+        yield {"trainer.offload_optimizer": True}
     if config.generator.kv_cache_mb is not None:
         yield {"generator.kv_cache_mb": None}
 

@@ -35,8 +35,8 @@ from streamrl.simulator.results import SimulationResult
 GB = 1e9
 
 NO_FIX_TEXT = (
-    "smaller micro-batches, trainer.gradient_checkpointing, trainer.lora_rank and more devices"
-    " do not help either, as far as tried"
+    "smaller micro-batches, trainer.gradient_checkpointing, trainer.offload_optimizer,"
+    " trainer.lora_rank and more devices do not help either, as far as tried"
 )
 
 SimulatedPoint = tuple[ParetoPoint, SimulationResult]
