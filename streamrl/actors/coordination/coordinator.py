@@ -36,6 +36,7 @@ from streamrl.dataflow import EMA_REFERENCE, GENERATE_CALL, POLICY, REWARD_CALL,
 from streamrl.errors import DataError, DropLimitError, FilterLimitError, NoSpaceError, StreamError
 from streamrl.messages import GroupOutcome, Prompt
 from streamrl.pipeline import admit_prompts, train_policy, watch_stalls
+from streamrl.run_dir.checkpoint import SAVE_TIMEOUT_S
 from streamrl.run_dir.crash_stacks import record_crash_stacks
 from streamrl.stream.device_lease import ProgressClock
 from streamrl.stream.protocols import StageContext, StepResult
@@ -377,8 +378,7 @@ class CoordinatorActor(PingableActor):
         if self._checkpoint and version == self._saved_version:
             return
         trainers = list(self._trainers.values())
-        timeout_s = self._config.checkpoint.timeout_s
-        status = WorkStatus(f"writing checkpoint {version}", timeout_s=timeout_s)
+        status = WorkStatus(f"writing checkpoint {version}", timeout_s=SAVE_TIMEOUT_S)
         try:
             with self._driver_events.report_status(status):
                 # The saved weights must equal the published ones.

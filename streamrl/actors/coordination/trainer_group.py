@@ -11,7 +11,7 @@ from streamrl.buffer.assembly.micro_batch_schedule import ScheduledRound, Update
 from streamrl.buffer.assembly.packing import Round
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import POLICY
-from streamrl.run_dir.checkpoint import CheckpointWriter
+from streamrl.run_dir.checkpoint import SAVE_TIMEOUT_S, CheckpointWriter
 from streamrl.stream.train_step import add_metric_sums
 from streamrl.weights import WeightManifest
 from streamrl.weights.logprob_check import is_logprob_check_due
@@ -77,7 +77,6 @@ class TrainerGroup(ParallelTrainer):
         self._ranks = ranks.actors
         trainer_config = config.get_trainer_config(self.role)
         self._timeout_s = trainer_config.collective_timeout_s + CALL_TIMEOUT_S
-        self._save_timeout_s = config.checkpoint.timeout_s
         # A publish may include a logprob check, which is a forward pass.
         self._is_publish_collective = trainer_config.has_collective_forward or (
             is_policy and config.needs_resharding
@@ -161,7 +160,7 @@ class TrainerGroup(ParallelTrainer):
         model, state = writer.get_role_dirs(self.role)
         async with self._exclude_publish():
             saved = [rank.save_checkpoint.remote(model, state) for rank in self._ranks]
-            await self._gather_replies("save_checkpoint", saved, self._save_timeout_s)
+            await self._gather_replies("save_checkpoint", saved, SAVE_TIMEOUT_S)
 
     def _exclude_publish(self) -> contextlib.AbstractAsyncContextManager[object]:
         """Return the lock that keeps publishing and another call apart where both are collectives.
