@@ -17,6 +17,7 @@ from streamrl.environments.tool_calls.call_formats import (
     make_assistant_message,
     make_call_format,
 )
+from streamrl.environments.tool_calls.marked_turn import THINK_END
 from streamrl.errors import ConfigError
 
 Encode = Callable[[str], list[int]]
@@ -297,7 +298,10 @@ NAMES = st.text("abcdefgh_", min_size=1).map("x".__add__)
 MARKER_TEXTS = st.sampled_from(
     ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|call|>", "<|python_end|>", '"', "'", "\\"]
 )
-STRINGS = st.text() | st.lists(MARKER_TEXTS | st.text(max_size=3), max_size=5).map("".join)
+# What comes before the end of thinking is no call, even if the end is quoted in an argument.
+STRINGS = (
+    st.text() | st.lists(MARKER_TEXTS | st.text(max_size=3), max_size=5).map("".join)
+).filter(lambda text: THINK_END not in text)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
     | STRINGS,
