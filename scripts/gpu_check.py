@@ -1210,8 +1210,8 @@ PASSES: Mapping[str, Sequence[tuple[int, bool | str]]] = {
 def check_memory(size: str) -> Iterator[tuple[str, Measurements]]:
     """Compare peak memory of a micro-batch and of an update with streamrl's estimate.
 
-    Stop after the first pass out of memory: its leftovers would count in the next. A pass that does
-    not fit is reported with its estimate, and is no failure.
+    Stop after the first pass out of memory: its leftovers would count in the next. A first update
+    that does not fit is reported with its estimate, and is a failure if the GPU has that memory.
     """
     import torch
 
@@ -1228,7 +1228,10 @@ def check_memory(size: str) -> Iterator[tuple[str, Measurements]]:
         except torch.OutOfMemoryError as error:
             config = make_trainer_config(layout, gradient_checkpointing=True)
             expected = estimate_pass_memory(path, config, width)
-            yield f"{width} tokens, first update", {"error": f"OutOfMemory: {error}", **expected}
+            total_gib = torch.cuda.mem_get_info()[1] / GIB if has_gpu() else 0.0
+            is_too_large = expected["expected_update"] > total_gib
+            measurements = {"error": f"OutOfMemory: {error}", **expected, "ok": is_too_large}
+            yield f"{width} tokens, first update", measurements
             return
         for rows, checkpointing in PASSES[model]:
             set_checkpointing(trainer._backend.module, checkpointing)

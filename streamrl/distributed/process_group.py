@@ -77,12 +77,12 @@ def set_collective_timeout(timeout_s: float) -> None:
 
 
 @contextmanager
-def allow_slow_loading(timeout_s: float) -> Iterator[None]:
-    """Context in which ranks load a model: collectives wait LOAD_TIMEOUT_S for a slower rank.
+def allow_slow_ranks(wait_s: float, *, timeout_s: float) -> Iterator[None]:
+    """Context in which ranks read or write files: collectives wait `wait_s` for a slower rank.
 
     timeout_s: timeout of all process groups afterwards, also of those made in the context.
     """
-    set_collective_timeout(max(timeout_s, LOAD_TIMEOUT_S))
+    set_collective_timeout(max(timeout_s, wait_s))
     try:
         yield
     finally:

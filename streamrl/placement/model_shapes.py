@@ -374,11 +374,14 @@ def _from_huggingface(config: Mapping[str, Any], location: str) -> ModelShape:
     hidden, heads = number("hidden_size", "n_embd"), number("num_attention_heads", "n_head")
     experts = number("num_experts", "num_local_experts", "n_routed_experts", default=0)
     intermediate = number("intermediate_size", "n_inner", default=4 * hidden)
+    expert_intermediate = number("moe_intermediate_size", default=intermediate)
+    # Qwen2-MoE has a shared expert of a width of its own.
+    shared_width = number("shared_expert_intermediate_size", default=0)
     return ModelShape(
         name,
         number("num_hidden_layers", "n_layer"),
         hidden,
-        number("moe_intermediate_size", default=intermediate) if experts else intermediate,
+        expert_intermediate if experts else intermediate,
         heads,
         number("num_key_value_heads", default=heads),
         number("vocab_size"),
@@ -389,7 +392,7 @@ def _from_huggingface(config: Mapping[str, Any], location: str) -> ModelShape:
         has_qkv_bias=bool(config.get("attention_bias", family.startswith("qwen2"))),
         experts=experts,
         experts_per_token=number("num_experts_per_tok", default=min(experts, 1)),
-        shared_experts=number("n_shared_experts", default=0),
+        shared_experts=number("n_shared_experts", default=-(-shared_width // expert_intermediate)),
         dense_layers=number("first_k_dense_replace", default=0),
         dense_intermediate=intermediate if experts else 0,
         kv_latent_width=number("kv_lora_rank", default=0) + number("qk_rope_head_dim", default=0),

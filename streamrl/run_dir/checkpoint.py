@@ -49,11 +49,6 @@ class CheckpointState(TypedDict):
     cuts: Mapping[str, int]
 
 
-SAVE_TIMEOUT_S = 7200.0
-"""Longest time of writing a checkpoint: 14 bytes per parameter of a trained model in bfloat16, so
-980 GB for 70B, which is 136 MB/s."""
-
-
 @dataclass
 class CheckpointConfig:
     """Settings of the section `checkpoint`.

@@ -128,6 +128,10 @@ class WeightPublisher:
             await asyncio.sleep(RETRY_S * 2 ** (failures - 1))
         registry.add_manifest(manifest, publish_s=time.perf_counter() - started)
 
+    @property
+    def is_publishing(self) -> bool:
+        return not all(task.done() for task in self._publish_tasks.values())
+
     async def wait_until_published(self) -> None:
         """Wait until followers can fetch every version that is being published.
 

@@ -8,6 +8,8 @@ the caller supplies the times.
 import math
 from collections import OrderedDict
 
+from streamrl.weights.transport import estimate_send_s
+
 FANOUT = 2
 """Pulls that a node serves at a time."""
 
@@ -16,8 +18,8 @@ class BroadcastTree:
     """Decides which nodes may pull the newest version of the weights now, and which have to wait.
 
     `origin` is the publisher's node; node names are arbitrary. A node that has the version serves
-    at most `fanout` pulls at a time. A pull that takes longer than `deadline_s` seconds no longer
-    counts against this limit.
+    at most `fanout` pulls at a time. A pull that takes longer than `deadline_s` seconds and the
+    transfer time of the version no longer counts against this limit.
     """
 
     def __init__(self, origin: str, *, fanout: int = FANOUT, deadline_s: float = 60.0) -> None:
@@ -26,6 +28,8 @@ class BroadcastTree:
         self._origin = origin
         self._fanout = fanout
         self._deadline_s = deadline_s
+        #: Size of the newest version.
+        self.num_bytes = 0
         self._newest_version = -1
         self._ready_nodes = {origin}
         self._pull_starts_s: dict[str, float] = {}
@@ -62,7 +66,7 @@ class BroadcastTree:
     def find_next_deadline(self) -> float:
         """Return when the next pull stops counting unless it ends; infinite without pulls."""
         oldest_s = next(iter(self._counted_pulls.values()), math.inf)
-        return oldest_s + self._deadline_s
+        return oldest_s + self._deadline_s + estimate_send_s(self._fanout * self.num_bytes)
 
     def mark_pulled(self, node: str, version: int) -> None:
         """Record that `node` has pulled `version`, so that other nodes may pull from it."""

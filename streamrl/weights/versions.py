@@ -225,6 +225,8 @@ class WeightRegistry:
             raise WeightsError(f"version {manifest.version} was published after {self.version}")
         older = [m for m in self._manifests if m.version < manifest.version]
         self._manifests = [*older, manifest][-self._keep_versions :]
+        if self._broadcast_tree is not None:
+            self._broadcast_tree.num_bytes = manifest.num_bytes
         self._publish_durations_s.append(publish_s)
         self._version_published.set()
         self._pull_turns.wake_all()

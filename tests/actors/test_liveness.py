@@ -187,7 +187,7 @@ def test_an_irreplaceable_silent_process_is_reported_once_and_not_killed(
     session._liveness = LivenessMonitor(config.run.silent_s, clock=clock)
     for _ in range(40):
         clock.now += 1.0
-        session._replace_unresponsive(events.append)
+        session._replace_unresponsive(events.append, restart=True)
         replies = [
             ping.reply
             for name, ping in session._liveness._pending_pings.items()

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from streamrl.distributed.process_group import (
-    allow_slow_loading,
+    LOAD_TIMEOUT_S,
+    allow_slow_ranks,
     join_process_group,
     translate_collective_errors,
 )
@@ -45,7 +46,7 @@ def load_late(rank: int, port: int) -> str:
     """Let rank 1 load for longer than the timeout; afterwards, let it miss a collective."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     join_process_group(rank=rank, world_size=2, timeout_s=LATE_S)
-    with allow_slow_loading(LATE_S):
+    with allow_slow_ranks(LOAD_TIMEOUT_S, timeout_s=LATE_S):
         time.sleep(2 * LATE_S * rank)
         dist.all_reduce(torch.ones(1))
     if rank == 1:

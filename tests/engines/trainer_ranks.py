@@ -68,6 +68,7 @@ NARROW = "narrow"
 LORA: dict[str, Any] = {"lora_rank": 2, "lora_alpha": 3.0}
 SEQUENCE = np.array([1, 5, 9, 33, 60, 7, 7, 21], np.int32)
 LATE_S = 10.0
+LATE_SAVE_S = 3.0
 EQUAL_SCORES: dict[str, Columns] = {
     uid: {**columns, "scores": np.ones_like(columns["scores"])} for uid, columns in GROUPS.items()
 }
@@ -581,6 +582,16 @@ def row(job: RankJob, layout: Layout, name: str) -> None:
     train_row(job, layout, name)
 
 
+def save_late(job: RankJob, layout: Layout) -> None:
+    """Let rank 1 save the model after the timeout of a collective, as after a slow disk."""
+    trainer = job.trainer(layout, collective_timeout_s=LATE_SAVE_S)
+    job.meet("late save")
+    time.sleep(2 * LATE_SAVE_S * job.rank)
+    trainer.save_model(job.folder / f"{layout.label}-late")
+    trainer.close()
+    job.results[f"late/{layout.label}"] = (job.folder / f"{layout.label}-late").is_dir()
+
+
 def miss_collective(job: RankJob, layout: Layout) -> None:
     """Keep rank 1 out of a collective. Must be the last case: the group is unusable afterwards."""
     job.meet("start")
@@ -601,7 +612,7 @@ CASES: dict[str, Callable[..., None]] = {
         *(same_update, several_updates, critic_updates, pretraining_updates, two_headed_updates),
         *(lora_updates, lora_critic, lora_recomputed, save_and_resume, skipped_updates),
         *(resume_from_one_rank, resume_legacy_state, hostile_state, master_weights),
-        *(recomputed_updates, other_settings, row, miss_collective),
+        *(recomputed_updates, other_settings, row, save_late, miss_collective),
     )
 }
 

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.weights.broadcast_tree import BroadcastTree
+from streamrl.weights.transport import MIN_BYTES_PER_S
 
 
 def count_rounds(tree: BroadcastTree, num_nodes: int, *, broken: set[str]) -> int:
@@ -115,3 +116,11 @@ def test_concurrent_pulls_are_at_most_fanout_times_ready_nodes(
 def test_fanout_must_be_positive():
     with pytest.raises(ValueError, match="fanout=0: must be at least 1"):
         BroadcastTree("a", fanout=0)
+
+
+def test_a_pull_has_the_transfer_time_of_its_version():
+    tree = BroadcastTree("a", fanout=1, deadline_s=5)
+    tree.num_bytes = 10 * int(MIN_BYTES_PER_S)
+    assert tree.try_start_pull("b", 0, now_s=0)
+    assert not tree.try_start_pull("c", 0, now_s=14.9)
+    assert tree.try_start_pull("c", 0, now_s=15.1)

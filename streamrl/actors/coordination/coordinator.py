@@ -33,10 +33,10 @@ from streamrl.buffer.assembly.oversampling import OversamplingController
 from streamrl.buffer.leases import OverdueLease
 from streamrl.data.prompt_stream import PromptStream
 from streamrl.dataflow import EMA_REFERENCE, GENERATE_CALL, POLICY, REWARD_CALL, CallKind
+from streamrl.engines.trainer_config import SAVE_TIMEOUT_S
 from streamrl.errors import DataError, DropLimitError, FilterLimitError, NoSpaceError, StreamError
 from streamrl.messages import GroupOutcome, Prompt
 from streamrl.pipeline import admit_prompts, train_policy, watch_stalls
-from streamrl.run_dir.checkpoint import SAVE_TIMEOUT_S
 from streamrl.run_dir.crash_stacks import record_crash_stacks
 from streamrl.stream.device_lease import ProgressClock
 from streamrl.stream.protocols import StageContext, StepResult
@@ -379,10 +379,10 @@ class CoordinatorActor(PingableActor):
             return
         trainers = list(self._trainers.values())
         status = WorkStatus(f"writing checkpoint {version}", timeout_s=SAVE_TIMEOUT_S)
+        # The saved weights must equal the published ones.
+        await self._run_state.publisher.wait_until_published()
         try:
             with self._driver_events.report_status(status):
-                # The saved weights must equal the published ones.
-                await self._run_state.publisher.wait_until_published()
                 path = await self._persistence.save_checkpoint(
                     self._run_state, trainers, self._wait_until_reported
                 )
@@ -456,6 +456,12 @@ class CoordinatorActor(PingableActor):
     async def request_stop(self) -> None:
         """Stop the run after the current micro-batch, or after the step if an update has begun."""
         self._run_state.request_stop()
+        publisher = self._run_state.publisher
+        if publisher.is_publishing:
+            timeout_s = self._config.trainer.collective_timeout_s + CALL_TIMEOUT_S
+            status = WorkStatus("publishing weights", timeout_s=timeout_s)
+            with self._driver_events.report_status(status):
+                await publisher.wait_until_published()
 
     async def read_reports(self, after: int, wait_s: float) -> list[DriverReport]:
         """Return the reports after the first `after` ones; see `DriverEvents.read_after`."""

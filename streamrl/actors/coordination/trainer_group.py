@@ -11,7 +11,8 @@ from streamrl.buffer.assembly.micro_batch_schedule import ScheduledRound, Update
 from streamrl.buffer.assembly.packing import Round
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import POLICY
-from streamrl.run_dir.checkpoint import SAVE_TIMEOUT_S, CheckpointWriter
+from streamrl.engines.trainer_config import SAVE_TIMEOUT_S
+from streamrl.run_dir.checkpoint import CheckpointWriter
 from streamrl.stream.train_step import add_metric_sums
 from streamrl.weights import WeightManifest
 from streamrl.weights.logprob_check import is_logprob_check_due

@@ -172,7 +172,7 @@ class RunSession:
                 deadline.start()
             if not deadline.is_running:
                 self._scaler.poll_requests(handle)
-                self._replace_unresponsive(handle)
+            self._replace_unresponsive(handle, restart=not deadline.is_running)
             replies = [reports_reply, *self._loop_replies, *self._pending_starts, *self._scaler]
             done, _ = ray.wait(replies, timeout=POLL_INTERVAL_S)
             deadline.check()
@@ -194,13 +194,18 @@ class RunSession:
                 return result
             reports_reply = coordinator.read_reports.remote(num_seen, 1.0)
 
-    def _replace_unresponsive(self, handle: Callable[[DriverReport], None]) -> None:
+    def _replace_unresponsive(
+        self, handle: Callable[[DriverReport], None], *, restart: bool
+    ) -> None:
         """Kill processes that no longer reply and that Ray can restart; report other silent ones.
+
+        Without `restart`, only those that Ray cannot restart are pinged.
 
         A process that Ray cannot restart may still recover, and the calls to it have deadlines.
         Raises ActorError if an unresponsive actor has no restarts left.
         """
-        names = filter(self._registry.restarts.is_restartable, self._loop_replies.values())
+        running = self._loop_replies.values() if restart else ()
+        names = filter(self._registry.restarts.is_restartable, running)
         actors = {name: self._registry.actors[name] for name in names}
         for name in self._liveness.ping_actors({**self._irreplaceable, **actors}):
             reason = f"{name} has not answered for {self._config.run.silent_s:g} s (run.silent_s)"

@@ -243,7 +243,8 @@ def _find_intermediate_size(module: "PreTrainedModel") -> int:
     intermediate = fields.get("intermediate_size") or 0
     if experts := _count_token_experts(module):
         experts += fields.get("n_shared_experts") or 0
-        return int(experts * (fields.get("moe_intermediate_size") or intermediate))
+        shared = fields.get("shared_expert_intermediate_size") or 0
+        return int(experts * (fields.get("moe_intermediate_size") or intermediate) + shared)
     return int(intermediate)
 
 

@@ -31,7 +31,8 @@ from streamrl.distributed.devices import (
     synchronize_stream,
 )
 from streamrl.distributed.process_group import (
-    allow_slow_loading,
+    LOAD_TIMEOUT_S,
+    allow_slow_ranks,
     join_process_group,
     translate_collective_errors,
 )
@@ -44,7 +45,7 @@ from streamrl.engines.models.packed_rows import share_tokens
 from streamrl.engines.models.save_model import write_hf_model
 from streamrl.engines.models.sequence_parallel import join_sequence_group
 from streamrl.engines.models.stored_weights import StoredWeights
-from streamrl.engines.trainer_config import OFFLOAD, TrainerConfig
+from streamrl.engines.trainer_config import OFFLOAD, SAVE_TIMEOUT_S, TrainerConfig
 from streamrl.engines.training.collate import average_advantage, build_batch, derive_columns
 from streamrl.engines.training.deepspeed_backend import DeepSpeedBackend
 from streamrl.engines.training.forward_scorers import compute_token_column
@@ -104,7 +105,7 @@ class ModelTrainer:
         self._num_steps = num_steps
         self._plan: StepPlan | None = None
         self._resharder = WeightResharder(config.collective_timeout_s)
-        with allow_slow_loading(config.collective_timeout_s), keep_heap_compact():
+        with self._allow_slow_ranks(LOAD_TIMEOUT_S), keep_heap_compact():
             self._backend = self._load_model()
         self._advantages: dict[str, dict[int, float]] = {}
         self._optimizer_offload = OptimizerOffload(
@@ -380,7 +381,8 @@ class ModelTrainer:
         Raises NoSpaceError if the disk is full, else CheckpointError; training can go on.
         """
         self._optimizer_offload.restore_state()
-        save_trainer(directory, self.rank, self._backend, self._config, self.num_updates)
+        with self._allow_slow_ranks(SAVE_TIMEOUT_S):
+            save_trainer(directory, self.rank, self._backend, self._config, self.num_updates)
 
     def load_training_state(self, directory: Path) -> None:
         """Load a state saved by any backend, ZeRO stage and number of ranks.
@@ -398,7 +400,7 @@ class ModelTrainer:
         Parameters are gathered one at a time. All ranks must call it, since gathering may be
         collective.
         """
-        with keep_heap_compact():
+        with self._allow_slow_ranks(SAVE_TIMEOUT_S), keep_heap_compact():
             state = self.merged_state()
             try:
                 if self.rank == 0:
@@ -407,6 +409,9 @@ class ModelTrainer:
                 # Other ranks gather, too, whatever happens here.
                 for _ in state:
                     pass
+
+    def _allow_slow_ranks(self, wait_s: float) -> AbstractContextManager[None]:
+        return allow_slow_ranks(wait_s, timeout_s=self._config.collective_timeout_s)
 
     def _write_model(self, directory: Path, state: Iterator[tuple[str, Tensor]]) -> None:
         saved = ((n, tensor.cpu()) for n, tensor in state if self._task.is_saved(n))

@@ -18,10 +18,11 @@ class Stop:
         self.now_s += seconds
         self.deadline.check()
 
-    def is_over_after(self, seconds: float) -> bool:
+    def is_over_after(self, seconds: float, *, work: str = "") -> bool:
         self.wait(seconds - 0.1)
-        with pytest.raises(DeadlineError, match=f"did not stop within {STOP_TIMEOUT_S:g} s"):
+        with pytest.raises(DeadlineError) as caught:
             self.wait(0.2)
+        assert f"did not stop within {STOP_TIMEOUT_S:g} s{work}" in str(caught.value)
         return True
 
 
@@ -57,4 +58,5 @@ def test_a_checkpoint_that_is_never_done_ends_a_stop():
     stop.deadline.note_status(
         WorkStatus("writing checkpoint 3", elapsed_s=SAVE_S - 10, timeout_s=SAVE_S)
     )
-    assert stop.is_over_after(10 + STOP_TIMEOUT_S)
+    work = f" after {SAVE_S:g} s of writing checkpoint 3"
+    assert stop.is_over_after(10 + STOP_TIMEOUT_S, work=work)
