@@ -377,14 +377,13 @@ class CoordinatorActor(PingableActor):
         version = self._run_state.admission.version
         if self._checkpoint and version == self._saved_version:
             return
-        trainers = list(self._trainers.values())
         status = WorkStatus(f"writing checkpoint {version}", timeout_s=SAVE_TIMEOUT_S)
         # The saved weights must equal the published ones.
         await self._run_state.publisher.wait_until_published()
         try:
             with self._driver_events.report_status(status):
                 path = await self._persistence.save_checkpoint(
-                    self._run_state, trainers, self._wait_until_reported
+                    self._run_state, list(self._trainers.values()), self._wait_until_reported
                 )
         except NoSpaceError as error:
             if not goes_on:
@@ -456,8 +455,7 @@ class CoordinatorActor(PingableActor):
     async def request_stop(self) -> None:
         """Stop the run after the current micro-batch, or after the step if an update has begun."""
         self._run_state.request_stop()
-        publisher = self._run_state.publisher
-        if publisher.is_publishing:
+        if (publisher := self._run_state.publisher).is_publishing:
             timeout_s = self._config.trainer.collective_timeout_s + CALL_TIMEOUT_S
             status = WorkStatus("publishing weights", timeout_s=timeout_s)
             with self._driver_events.report_status(status):
