@@ -41,6 +41,7 @@ from streamrl.weights.transport import TransportSpec
 
 POLL_INTERVAL_S = 0.2
 MAX_COORDINATOR_CALLS = 10_000
+LEDGER_TIMEOUT_S = 5.0
 """Calls that wait at the coordinator at once: one per follower of the weights, and the driver's.
 
 A call beyond the limit, such as a stop request, would wait for one of the others; Ray's default is
@@ -193,6 +194,14 @@ class RunSession:
             if result:
                 return result
             reports_reply = coordinator.read_reports.remote(num_seen, 1.0)
+
+    def format_ledger(self) -> str:
+        """Return the ledger's counts as text, also after a failure; empty without coordinator."""
+        try:
+            reply = self._registry.actors["coordinator"].format_ledger.remote()
+            return str(fetch_reply(reply, "coordinator.format_ledger", LEDGER_TIMEOUT_S))
+        except StreamError:
+            return ""
 
     def _replace_unresponsive(
         self, handle: Callable[[DriverReport], None], *, restart: bool

@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -37,13 +38,17 @@ LOOPBACK = "127.0.0.1"
 LOOPBACK_DEVICE_ENV = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Network device of torch.distributed, unless the user has set another."""
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
-RAY_SETTINGS = {
-    # Ray's agents read from a pipe of the raylet: they exit at its end, not a minute later.
-    "RAY_enable_pipe_based_agent_to_parent_health_check": "1",
-    # Added to the command's niceness. Ray's default, 15, starves a run beside any busy program.
-    "RAY_worker_niceness": "0",
-}
-"""Settings of the local Ray, unless the user has set others."""
+RAY_SETTINGS = {"RAY_worker_niceness": "0"}
+"""Settings of the local Ray, unless the user has set others.
+
+Niceness is relative to the command's; Ray's 15 would starve a run beside any busy program.
+"""
+AGENT_CODE = (
+    "import ctypes, os, runpy, sys; ctypes.CDLL(None).prctl(1, 9);"  # PR_SET_PDEATHSIG, SIGKILL
+    " os.getppid() == int(os.environ['RAY_RAYLET_PID']) or os._exit(1);"
+    " del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+"""Program that runs an agent of Ray, and dies with the raylet instead of a minute later."""
 NODE_TIMEOUT_S = 60.0
 """Longest wait for the node of a new instance to register."""
 NODE_POLL_INTERVAL_S = 0.02
@@ -91,12 +96,7 @@ def start_local_ray(
                 raise ActorError(f"Ray did not start: {reason}") from None
             yield
         finally:
-            ray_processes = _find_ray_processes()
             ray.shutdown()
-            # If interrupted during startup, Ray leaves its agents running for a minute.
-            for process in ray_processes:
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
 
 
 @contextlib.contextmanager
@@ -178,16 +178,6 @@ def _open_directory(path: Path) -> Iterator[int]:
         os.close(file)
 
 
-def _find_ray_processes() -> list[psutil.Process]:
-    """Return the processes of the Ray instance that this process started."""
-    package, ray_processes = str(Path(ray.__file__).parent), []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if any(package in word for word in process.cmdline()):
-                ray_processes.append(process)
-    return ray_processes
-
-
 @contextlib.contextmanager
 def keep_sigterm_handler() -> Iterator[None]:
     """Context in which `ray.init` leaves SIGTERM to this program; Ray would exit at once."""
@@ -223,6 +213,11 @@ def _patch_lean_ray(session: str) -> Iterator[None]:
     with (
         mock.patch.object(parameter, "RayParams", partial(parameter.RayParams, **changes)),
         mock.patch.object(node.Node, "start_api_server", _skip_api_server),
+        mock.patch.object(
+            services,
+            "_build_python_executable_command_memory_profileable",
+            lambda *arguments: [sys.executable, "-u", "-c", AGENT_CODE],
+        ),
         mock.patch.object(
             utils, "get_dashboard_dependency_error", lambda: ImportError("no dashboard")
         ),
