@@ -373,11 +373,12 @@ def test_step_may_take_longer_than_a_capacity_wait():
 
 
 def test_stall_error_names_groups_and_holders():
-    plan = Plan(score_s=(500.0, 500.0), stall_s=50.0, lease_s=1000.0)
+    plan = Plan(score_s=(500.0, 500.0), stall_s=50.0, lease_s=1000.0, groups_per_step=60)
     with pytest.raises(DeadlineError) as stall:
         run_virtual(run_stream(plan))
     message = str(stall.value)
-    assert "stage train got no group for 50 s at version 0: its step has 0 of 4 groups" in message
+    assert "stage train got no group for 50 s at version 0: its step has 0 of 60 groups" in message
+    assert len(re.findall(r"\b0:\d+:0: ", message)) == 3 and " more)" in message
     assert re.search(r"held by reward-0 for \d+\.\d s \(reward, attempt 1\), admitted", message)
 
 
