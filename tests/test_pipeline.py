@@ -354,7 +354,11 @@ def test_occasional_failures_never_end_the_run():
 def test_stale_drops_never_end_the_run():
     plan = Plan(seed=1, steps=8, max_staleness=1, depth=4, on_stale="drop", max_attempts=9)
     stream = run_virtual(run_stream(replace(plan, max_dropped=0)))
-    assert dict(stream.ledger.counts.drops).keys() == {"stale"}
+    drops = dict(stream.ledger.counts.drops)
+    assert drops.keys() == {"stale"}
+    tallies = [stream.control.filter_tally, *(o.filter_tally for o in stream.outcomes)]
+    assert sum(tally.num_stale for tally in tallies) == drops["stale"]
+    assert min(t.num_stale_tokens >= t.num_stale_rollouts >= t.num_stale for t in tallies)
 
 
 def test_step_may_take_longer_than_a_capacity_wait():
