@@ -15,7 +15,9 @@ TRL is on policy; streamrl's recipes have max_staleness 1 unless --max-staleness
 Per run, after WARM_UP_STEPS: step_s is the median; tokens_per_s counts sampled tokens; busy_cores
 and cpu_step_s cover all processes of the run. start_s is from the command to the end of the first
 step. Peak memory is the sum over the processes, as RSS (shared pages once per process) and as PSS
-(once). Results are medians over the rounds, ratios medians of the per-round ratios.
+(once). Other programs of the machine: other_cores_before counts the cores that they kept busy in
+the second before the run, other_cores those during it, load_before is the load average of a minute.
+Results are medians over the rounds, ratios medians of the per-round ratios.
 """
 
 import argparse
@@ -48,6 +50,7 @@ from benchmarks.runs import QUIET, make_arithmetic
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_jsonl
+from streamrl.telemetry.cpu_usage import CoreMeter, read_machine_time
 from streamrl.telemetry.sinks import METRICS_FILE
 
 PARITY_PYTHON = ROOT / ".venv-parity" / "bin" / "python"
@@ -56,7 +59,8 @@ STREAMRL, TRL = "streamrl", "trl"
 STEPS = {"demo": 30, "long_tailed": 10}
 """Steps of each run, including the warm-up."""
 WARM_UP_STEPS = 4
-POLL_S = 0.2
+BEFORE_S = 1.0
+"""Time for which the load of other programs is measured before a run."""
 
 NUM_WORDS = 64
 """Vocabulary size of the long-tailed task's model: one token in NUM_WORDS ends a rollout."""
@@ -317,7 +321,14 @@ def run_launch(launch: Launch, folder: Path, *, length: RunLength, deadline_s: f
     log = folder / "log.txt"
     # Each system sets its own threads: TRL uses all cores.
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    meter = CoreMeter()
+    meter.measure_cores(read_machine_time(), time.time())
+    time.sleep(BEFORE_S)
     started = time.time()
+    others = {
+        "load_before": os.getloadavg()[0],
+        "other_cores_before": meter.measure_cores(read_machine_time(), started),
+    }
     with log.open("w") as output:
         process = subprocess.Popen(
             launch.command,
@@ -340,6 +351,9 @@ def run_launch(launch: Launch, folder: Path, *, length: RunLength, deadline_s: f
             if process.poll() is None:
                 tree.kill()
                 process.wait()
+    ended = time.time()
+    machine_cores = meter.measure_cores(read_machine_time(), ended)
+    others["other_cores"] = max(0.0, machine_cores - tree.cpu_s(started, ended) / (ended - started))
     if code:
         raise RunError(f"exit code {code}: {read_last_line(log)}")
     steps = launch.read()
@@ -347,7 +361,7 @@ def run_launch(launch: Launch, folder: Path, *, length: RunLength, deadline_s: f
         raise RunError(
             f"made {len(steps)} of {length.steps} steps; last line: {read_last_line(log)}"
         )
-    return summarize_steps(started, steps, length.warm_up, tree)
+    return {**summarize_steps(started, steps, length.warm_up, tree), **others}
 
 
 def read_last_line(log: Path) -> str:

@@ -354,7 +354,11 @@ def test_occasional_failures_never_end_the_run():
 def test_stale_drops_never_end_the_run():
     plan = Plan(seed=1, steps=8, max_staleness=1, depth=4, on_stale="drop", max_attempts=9)
     stream = run_virtual(run_stream(replace(plan, max_dropped=0)))
-    assert dict(stream.ledger.counts.drops).keys() == {"stale"}
+    drops = dict(stream.ledger.counts.drops)
+    assert drops.keys() == {"stale"}
+    tallies = [stream.control.filter_tally, *(o.filter_tally for o in stream.outcomes)]
+    assert sum(tally.num_stale for tally in tallies) == drops["stale"]
+    assert min(t.num_stale_tokens >= t.num_stale_rollouts >= t.num_stale for t in tallies)
 
 
 def test_step_may_take_longer_than_a_capacity_wait():
@@ -373,11 +377,12 @@ def test_step_may_take_longer_than_a_capacity_wait():
 
 
 def test_stall_error_names_groups_and_holders():
-    plan = Plan(score_s=(500.0, 500.0), stall_s=50.0, lease_s=1000.0)
+    plan = Plan(score_s=(500.0, 500.0), stall_s=50.0, lease_s=1000.0, groups_per_step=60)
     with pytest.raises(DeadlineError) as stall:
         run_virtual(run_stream(plan))
     message = str(stall.value)
-    assert "stage train got no group for 50 s at version 0: its step has 0 of 4 groups" in message
+    assert "stage train got no group for 50 s at version 0: its step has 0 of 60 groups" in message
+    assert len(re.findall(r"\b0:\d+:0: ", message)) == 3 and " more)" in message
     assert re.search(r"held by reward-0 for \d+\.\d s \(reward, attempt 1\), admitted", message)
 
 

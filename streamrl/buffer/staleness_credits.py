@@ -69,7 +69,7 @@ def bound_group_bytes(
 
 
 def check_shard_bytes(
-    shard_bytes: int, *, group_bytes: int, groups_per_step: int, location: str
+    shard_bytes: int, *, group_bytes: int, groups_per_step: int, location: str, remedy: str
 ) -> None:
     """Raise ConfigError if a shard cannot hold all groups of a training step at their largest.
 
@@ -78,13 +78,15 @@ def check_shard_bytes(
 
     group_bytes: largest size of a group.
     location: setting and node that limit the shard, for the message.
+    remedy: setting that enlarges the shard; the factor by which it must grow follows.
     """
     needed = groups_per_step * group_bytes
     if shard_bytes < needed:
         raise ConfigError(
             f"{location}: {shard_bytes / 2**20:.2f} MB for a shard, must be at least"
             f" {needed / 2**20:.2f} MB = pipeline.groups_per_step {groups_per_step} *"
-            f" {group_bytes / 2**20:.2f} MB, the largest group"
+            f" {group_bytes / 2**20:.2f} MB, the largest group: raise {remedy}"
+            f" {math.ceil(10 * needed / shard_bytes) / 10:g} times"
         )
 
 

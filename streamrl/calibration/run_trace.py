@@ -6,19 +6,18 @@ Sources in the run directory: config.yaml, metrics.jsonl, events.jsonl, trace.js
 import math
 import os
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from streamrl.buffer.assembly.step_assembler import TrainedGroup
 from streamrl.buffer.books.run_log import TrainedStep, read_log
-from streamrl.buffer.log.segment_file import list_segments
+from streamrl.buffer.log.segment_file import JournalRecord, list_segments
 from streamrl.calibration.lengths import GroupedLengths
 from streamrl.calibration.sampled_groups import (
-    Admissions,
     GeneratedGroup,
     RecordedEpisodes,
     collect_groups,
@@ -29,7 +28,7 @@ from streamrl.config.role_counts import with_placement_mode
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.dataflow import GENERATE_CALL
 from streamrl.errors import ConfigError, JournalError
-from streamrl.files.bounded_read import read_jsonl
+from streamrl.files.bounded_read import iter_jsonl
 from streamrl.placement.episode_turns import EpisodeTurns
 from streamrl.placement.workload import EmpiricalLengths
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
@@ -42,6 +41,8 @@ ENGINE_WARM_UP_STEPS = 2
 MIN_CORES = 0.1
 """Minimum number of cores assumed to be left to a run by processes outside the run."""
 CORE_METRICS = ("cpu/machine", "cpu/stages", "cpu/queue")
+MAX_LOGGED_STEPS = 2000
+"""Steps of a long run that are analyzed, the last ones."""
 MIN_STEPS = 6
 """Minimum number of steady steps of a run for a reliable fit."""
 
@@ -190,10 +191,13 @@ def load_run_trace(run_dir: Path) -> RunTrace:
     config = _load_run_config(run_dir, location)
     if not config.queue.journal.enabled:
         raise ConfigError(f"{location}: has no run log: queue.journal.enabled=false")
-    rows = _read_rows(run_dir / METRICS_FILE, location)
+    if not os.path.isfile(run_dir / METRICS_FILE):
+        raise ConfigError(f"{location}: has no {METRICS_FILE}")
+    # The trace of a long run holds its end only; no earlier row, step or admission is kept.
     spans = _read_run_spans(run_dir, location)
-    run_log = _read_run_log(run_dir, location)
-    steps, excluded = _select_steady_steps(config, list(run_log.iter_steps(rows)), spans)
+    run_log = _read_run_log(run_dir, location, since_s=spans[0].start_s)
+    rows = _read_rows(run_dir / METRICS_FILE, run_log.trained_steps.keys())
+    steps, excluded = _select_steady_steps(config, run_log, rows, spans)
     if len(steps) < MIN_STEPS:
         reasons = ", ".join(f"{count} {why}" for why, count in excluded.items() if count)
         raise ConfigError(
@@ -276,26 +280,17 @@ def _load_run_config(run_dir: Path, location: str) -> RunConfig:
     return load_config(path, skips_dry_run=True)
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    try:
-        return read_jsonl(path)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+def _read_rows(path: Path, versions: Collection[int]) -> dict[int, Mapping[str, Any]]:
+    """Return the rows of metrics.jsonl by step, of the steps that trained these versions.
 
-
-def _read_rows(path: Path, location: str) -> dict[int, Mapping[str, Any]]:
-    """Return the rows of metrics.jsonl by step.
-
-    Raises ConfigError, naming the `location`, without the file, or for a row without step or step
-    time.
+    Raises ConfigError for a row without step or step time.
     """
-    if not os.path.isfile(path):
-        raise ConfigError(f"{location}: has no {path.name}")
     rows: dict[int, Mapping[str, Any]] = {}
-    for number, row in enumerate(_read_lines(path), start=1):
+    for number, row in enumerate(iter_jsonl(path), start=1):
         for name in ("step", "time/step_s"):
             _check_number(row, name, f"{path}:{number}")
-        rows[int(row["step"])] = row
+        if int(row["step"]) - 1 in versions:
+            rows[int(row["step"])] = row
     return rows
 
 
@@ -332,23 +327,60 @@ def _read_run_spans(run_dir: Path, location: str) -> list[Span]:
 
 
 def _read_machine_event(run_dir: Path) -> Mapping[str, Any]:
-    events = [e for e in _read_lines(run_dir / EVENTS_FILE) if e.get("event") == "machine"]
-    return events[-1] if events else {}
+    latest: Mapping[str, Any] = {}
+    for event in iter_jsonl(run_dir / EVENTS_FILE):
+        latest = event if event.get("event") == "machine" else latest
+    return latest
 
 
-@dataclass(frozen=True)
+@dataclass
 class _RunLogIndex:
-    """Trained steps and admissions in a run log.
+    """Trained steps and admissions in a run log, without those that ended before `since_s`.
 
     trained_steps: by version, the step, the time of its record, and the number of steps since the
-        last start of the run.
+        last start of the run; the last MAX_LOGGED_STEPS.
     admissions: by uid, time and version.
     ended: uids of groups that were trained, or sampled and then ended otherwise.
+    left_out: number of earlier steps, by the number of steps since a start of the run, at most
+        MAX_LOGGED_STEPS.
     """
 
-    trained_steps: Mapping[int, tuple[TrainedStep, float, int]]
-    admissions: Admissions
-    ended: Collection[str]
+    since_s: float
+    trained_steps: dict[int, tuple[TrainedStep, float, int]] = field(default_factory=dict)
+    admissions: dict[str, tuple[float, int]] = field(default_factory=dict)
+    ended: set[str] = field(default_factory=set)
+    left_out: Counter[int] = field(default_factory=Counter)
+    _since_start: int = 0
+
+    def add_record(self, record: JournalRecord) -> None:
+        meta = record.meta
+        match meta["kind"]:
+            case "open":
+                self._since_start = 0
+            case "admit":
+                entry = float(meta["time"]), int(meta["version"])
+                self.admissions.update(dict.fromkeys(meta["uids"], entry))
+            case "step":
+                self._add_step(record)
+            case "end" if float(meta["time"]) < self.since_s:
+                self.admissions.pop(meta["uid"], None)
+            case "end" if meta["filtered"]:
+                self.ended.add(meta["uid"])
+
+    def _add_step(self, record: JournalRecord) -> None:
+        meta, steps = record.meta, self.trained_steps
+        time_s, number = float(meta["time"]), self._since_start
+        self._since_start += 1
+        if time_s < self.since_s:
+            for uid in meta["uids"]:
+                self.admissions.pop(uid, None)
+        else:
+            steps[meta["version"]] = TrainedStep.from_record(record), time_s, number
+            self.ended.update(meta["uids"])
+            if len(steps) <= MAX_LOGGED_STEPS:
+                return
+            _, _, number = steps.pop(next(iter(steps)))
+        self.left_out[min(number, MAX_LOGGED_STEPS)] += 1
 
     def iter_steps(
         self, rows: Mapping[int, Mapping[str, Any]]
@@ -362,43 +394,28 @@ class _RunLogIndex:
             yield MeasuredStep(version, start_s, end_s, step.groups, row), since_start
 
 
-def _read_run_log(run_dir: Path, location: str) -> _RunLogIndex:
-    """Read trained steps and admissions from the run log.
+def _read_run_log(run_dir: Path, location: str, *, since_s: float) -> _RunLogIndex:
+    """Read trained steps and admissions from the run log; leave out what ended before `since_s`.
 
     Raises ConfigError, naming the `location`, if the log is missing or damaged.
     """
-    trained: dict[int, tuple[TrainedStep, float, int]] = {}
-    admitted: dict[str, tuple[float, int]] = {}
-    ended: set[str] = set()
-    since_start = 0
+    index = _RunLogIndex(since_s)
     folder = get_journal_dir(run_dir, RUN_LOG_FOLDER)
     if not list_segments(folder):
         raise ConfigError(f"{location}: has no run log in {folder.relative_to(run_dir)}")
     try:
         for record in read_log(folder):
-            meta = record.meta
-            if meta["kind"] == "open":
-                since_start = 0
-            elif meta["kind"] == "admit":
-                entry = float(meta["time"]), int(meta["version"])
-                admitted.update(dict.fromkeys(meta["uids"], entry))
-            elif meta["kind"] == "step":
-                trained[meta["version"]] = (
-                    TrainedStep.from_record(record),
-                    float(meta["time"]),
-                    since_start,
-                )
-                ended.update(meta["uids"])
-                since_start += 1
-            elif meta["kind"] == "end" and meta["filtered"]:
-                ended.add(meta["uid"])
+            index.add_record(record)
     except (OSError, JournalError) as error:
         raise ConfigError(f"{location}: cannot read the run log: {error}") from None
-    return _RunLogIndex(trained, admitted, ended)
+    return index
 
 
 def _select_steady_steps(
-    config: RunConfig, steps: Sequence[tuple[MeasuredStep, int]], spans: Sequence[Span]
+    config: RunConfig,
+    run_log: _RunLogIndex,
+    rows: Mapping[int, Mapping[str, Any]],
+    spans: Sequence[Span],
 ) -> tuple[list[MeasuredStep], dict[str, int]]:
     """Return the steady steps of a run, and the number of excluded steps by reason."""
     lead, steady = config.pipeline.max_steps_ahead, []
@@ -411,8 +428,10 @@ def _select_steady_steps(
         "no longer in the trace",
     )
     excluded = dict.fromkeys(reasons, 0)
-    was_evaluated, traced_s = False, min(span.start_s for span in spans)
-    for step, since_start in steps:
+    for since_start, count in run_log.left_out.items():
+        excluded["to warm up" if since_start < warm_up else "no longer in the trace"] += count
+    was_evaluated, traced_s = False, spans[0].start_s
+    for step, since_start in run_log.iter_steps(rows):
         is_disturbed = was_evaluated or any(
             save.start_s < step.end_s and step.start_s < save.end_s for save in saves
         )

@@ -149,7 +149,7 @@ def _parse_arguments(
 
 
 def _install_handlers() -> Callable[[], None]:
-    """Let Ctrl-C and SIGTERM raise KeyboardInterrupt; return a function that raises a late one.
+    """Let the signals that end a command raise KeyboardInterrupt; return a check for a late one.
 
     A crash of this process or one that it starts prints the stacks of all threads (faulthandler).
     """

@@ -149,7 +149,10 @@ def train(
             for text in session.start(resume.checkpoint if resume else None, report_status):
                 sinks.log_event("corrupt", {"text": text})
             check_interrupted()
-            finish = _forward_reports(session, sinks, log, claim)
+            try:
+                finish = _forward_reports(session, sinks, log, claim)
+            finally:
+                summary["ledger"] = session.format_ledger()
         except StreamError as error:
             summary |= {"written": str(config.run_dir)}
             raise _log_failure(error, session, sinks, config) from error.__cause__

@@ -411,6 +411,9 @@ def compute_shard_bytes(
         groups_per_step=config.pipeline.groups_per_step,
         location=f"queue.store_share={config.queue.store_share} of an object store of"
         f" {smallest / 2**20:.0f} MB over {per_node} of queue.shards={config.queue.shards}",
+        remedy="--object-store-memory of `ray start`"
+        if config.placement.address
+        else "placement.object_store_mb",
     )
     return shard_bytes
 

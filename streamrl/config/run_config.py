@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_type_hints
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf._utils import split_key
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -35,6 +36,7 @@ from streamrl.errors import ConfigError
 from streamrl.evaluation.config import EvaluationConfig
 from streamrl.files.bounded_read import read_small_yaml
 from streamrl.files.typed_settings import (
+    check_type,
     describe_read_error,
     fill_empty_text,
     rename_error_section,
@@ -48,7 +50,7 @@ from streamrl.rewards.interface.config import (
     ScorerConfig,
     fold_options,
 )
-from streamrl.rewards.registry import check_options
+from streamrl.rewards.registry import check_kinds, check_options
 from streamrl.rewards.reward_set import COSTS, REWARDS
 from streamrl.run_dir.checkpoint import CheckpointConfig
 from streamrl.stream.run_state import PipelineConfig
@@ -241,6 +243,8 @@ def build_config(
         _apply_override(settings, override)
     config = parse_settings(settings, source=source)
     if not skips_dry_run:
+        check_kinds(config.rewards, REWARDS)
+        check_kinds(config.costs, COSTS)
         check_algorithm(config)
     _make_paths_absolute(config)
     return config
@@ -283,49 +287,13 @@ def _build_sections(kind: type[ConfigT], settings: DictConfig, *, source: str) -
         OmegaConf.structured(config)  # merge does not validate values inside lists
     except OmegaConfBaseException as error:
         reason = str(error.msg or error).splitlines()[0]
-        raise ConfigError(f"{source}: {_find_refused_key(error, raw)}: {reason}") from None
+        raise ConfigError(f"{source}: {error.full_key or 'config'}: {reason}") from None
     except (TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{source}: {error}") from None
     assert isinstance(config, kind)
     return config
-
-
-def _find_refused_key(error: OmegaConfBaseException, raw: Mapping[str, Any]) -> str:
-    """Return the full key of the setting that OmegaConf refused with `error`.
-
-    For values inside lists OmegaConf reports only the key within the entry, or the entry's index.
-    Merging each entry alone finds the refused value.
-    """
-    key = str(error.full_key or "")
-    if error.object_type is not RewardConfig and key and not key.isdigit():
-        return key
-    kind = OmegaConf.structured(RunConfig)
-    for path, number, entry in _iter_list_entries(raw, ()):
-        single: Any = [entry]
-        for name in reversed(path):
-            single = {name: single}
-        try:
-            OmegaConf.merge(kind, single)
-        except OmegaConfBaseException:
-            entry_key = f"{'.'.join(path)}[{number}]"
-            return f"{entry_key}.{key}" if key and not key.isdigit() else entry_key
-    return key or "config"
-
-
-def _iter_list_entries(
-    settings: Mapping[str, Any], path: tuple[str, ...]
-) -> Iterator[tuple[tuple[str, ...], int, Any]]:
-    """Yield (keys of the list, index, entry) for lists in nested settings.
-
-    Leaves out lists that are inside other lists.
-    """
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            yield from _iter_list_entries(value, (*path, name))
-        elif isinstance(value, list):
-            yield from (((*path, name), i, entry) for i, entry in enumerate(value))
 
 
 def _fold_kind_options(raw: Any) -> Any:
@@ -364,8 +332,10 @@ def _overlay_settings(
         if name not in vars(config):
             hint = suggest_nearest(name, vars(config))
             raise ConfigError(f"{section}.{name}={value!r}: unknown; {hint}")
+    filled, hints = fill_empty_text(dict(changes), TrainerConfig), get_type_hints(TrainerConfig)
+    for name, value in filled.items():
+        check_type(f"{section}.{name}", value, hints[name])
     try:
-        filled = fill_empty_text(dict(changes), TrainerConfig)
         merged = OmegaConf.merge(OmegaConf.structured(config), filled)
         overlaid = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
@@ -468,9 +438,36 @@ def _apply_override(settings: DictConfig, override: str) -> None:
     if not equals or not key:
         raise ConfigError(f"{override!r}: write an override as key=value")
     try:
-        parsed = OmegaConf.from_dotlist([f"value={value}"])["value"]
-        OmegaConf.update(settings, key, parsed, merge=False, force_add=True)
+        # Not resolved yet: an interpolation refers to the whole config.
+        (parsed,) = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"])).values()
     except RecursionError:
         raise ConfigError(f"{override!r:.80}: nested too deeply") from None
     except (YAMLError, OmegaConfBaseException, *YAML_VALUE_ERRORS) as error:
-        raise ConfigError(f"{override!r:.200}: {' '.join(str(error).split())}") from None
+        reason = " ".join(str(getattr(error, "problem", None) or error).split())
+        raise ConfigError(
+            f"{override!r:.200}: the value is not YAML ({reason}); quote a text with signs"
+        ) from None
+    _check_list_indices(settings, key, override)
+    try:
+        OmegaConf.update(settings, key, parsed, merge=False, force_add=True)
+    except OmegaConfBaseException as error:
+        reason = str(error.msg or error).splitlines()[0]
+        raise ConfigError(f"{override!r:.200}: {reason}") from None
+
+
+def _check_list_indices(settings: DictConfig, key: str, override: str) -> None:
+    """Raise ConfigError if a dotted key names an entry that a list in the settings lacks."""
+    node: Any = settings
+    names = split_key(key)
+    for i, name in enumerate(names):
+        if isinstance(node, ListConfig):
+            if not (name.isdecimal() and int(name) < len(node)):
+                lists, last = ".".join(names[:i]), len(node) - 1
+                known = f"entries 0 to {last}" if last > 0 else "entry 0" if last == 0 else "none"
+                raise ConfigError(
+                    f"{override!r:.200}: {lists} has no entry {name}: it has {known}. Set the"
+                    f" whole list with {lists}=[...]"
+                )
+            node = node._get_node(int(name))
+        else:
+            node = node._get_node(name) if isinstance(node, DictConfig) else None

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from streamrl.data.config import DataConfig
 from streamrl.data.files import FILE_KEYS
 from streamrl.errors import ConfigError
-from streamrl.files.typed_settings import format_as_list, suggest_nearest
+from streamrl.files.typed_settings import check_type, suggest_nearest
 
 #: Settings of other systems that streamrl refuses on purpose, with the reason.
 UNSUPPORTED_SETTINGS = dict.fromkeys(
@@ -57,12 +57,6 @@ def _check_key(key: str, value: Any, section: Any, root: type, source: str) -> N
     if name not in hints:
         hint = _suggest_key(parent, name, hints, root)
         raise ConfigError(f"{source}: unknown key {key}={value!r}; {hint}")
-    if is_dataclass(hints[name]) and not isinstance(value, dict):
-        raise ConfigError(f"{source}: {key}={value!r}: must be a mapping of settings")
-    if get_origin(hints[name]) is list and not isinstance(value, list):
-        raise ConfigError(
-            f"{source}: {key}={value!r}: must be a list, as in {format_as_list(key, value)}"
-        )
     if get_origin(hints[name]) is dict and is_dataclass(get_args(hints[name])[1]):
         _check_named_entries(key, value, source)
     kinds = (hints[name], *get_args(hints[name]))
@@ -71,6 +65,10 @@ def _check_key(key: str, value: Any, section: Any, root: type, source: str) -> N
         raise ConfigError(
             f"{source}: {key}={value}: must be text; YAML reads unquoted {words} as a boolean"
         )
+    try:
+        check_type(key, value, hints[name])
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
 
 
 def _check_named_entries(key: str, value: Any, source: str) -> None:

@@ -230,21 +230,25 @@ def _format_mark(mark: Any) -> str:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a JSONL file as dicts; [] without a file.
+    """Return the lines of a JSONL file as `iter_jsonl` yields them."""
+    return list(iter_jsonl(path))
+
+
+def iter_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a JSONL file as dicts; none without a file.
 
     A last line torn by a crash is left out. Raises ConfigError with the line's number if another
     line is not JSON or not UTF-8, and for a path that is not a regular file.
     """
     if not path.exists():
-        return []
-    rows: list[dict[str, Any]] = []
+        return
     torn_line = offset = 0
     with wrap_file_errors(path), open_regular_file(path) as file:
         for number, line in enumerate(read_lines(file), start=1):
             if torn_line:
                 raise ConfigError(f"{path}:{torn_line}: not a line of JSON")
             try:
-                rows.append(parse_json(line.decode()))
+                row = parse_json(line.decode())
             except json.JSONDecodeError:
                 torn_line = number
             except UnicodeDecodeError as error:
@@ -252,5 +256,6 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
                 raise ConfigError(f"{path}: byte {byte}: not text in UTF-8") from None
             except ValueError as error:
                 raise ConfigError(f"{path}:{number}: {describe_read_error(error)}") from None
+            else:
+                yield row
             offset += len(line)
-    return rows

@@ -1,15 +1,24 @@
 """Conversion of raw values to dataclasses of settings, with one-line errors."""
 
+import contextlib
 import dataclasses
 import difflib
 import json
 import shlex
 from collections.abc import Iterable, Mapping
+from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from streamrl.errors import ConfigError
 
 T = TypeVar("T")
+TYPE_RULES: Mapping[Any, str] = {
+    int: "a whole number, as in 3",
+    float: "a number, as in 0.5 or 1e-4",
+    bool: "true or false",
+    str: "text",
+    NoneType: "null",
+}
 
 
 def read_settings(kind: type[T], values: Mapping[str, Any], *, section: str) -> T:
@@ -31,8 +40,10 @@ def read_settings(kind: type[T], values: Mapping[str, Any], *, section: str) -> 
             raise ConfigError(
                 f"{section}.{name}={value!r}: unknown; {suggest_nearest(str(name), names)}"
             )
+    filled, hints = fill_empty_text(dict(values), kind), get_type_hints(kind)
+    for name, value in filled.items():
+        check_type(f"{section}.{name}", value, hints[name])
     try:
-        filled = fill_empty_text(dict(values), kind)
         settings = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), filled))
     except MissingMandatoryValue as error:
         raise ConfigError(f"{section}.{error.full_key}: missing") from None
@@ -43,6 +54,40 @@ def read_settings(kind: type[T], values: Mapping[str, Any], *, section: str) -> 
         raise ConfigError(f"{section}.{error}") from None
     assert isinstance(settings, kind)
     return settings
+
+
+def check_type(key: str, value: Any, hint: Any) -> None:
+    """Raise ConfigError if a value as read cannot become a setting of type `hint`.
+
+    Checks entries of lists and mappings too, but not inside sections. An interpolation passes.
+    """
+    from omegaconf import BooleanNode, FloatNode, IntegerNode, StringNode
+    from omegaconf.errors import OmegaConfBaseException
+
+    if dataclasses.is_dataclass(hint) and not isinstance(value, dict):
+        raise ConfigError(f"{key}={value!r:.200}: must be a mapping of settings")
+    if get_origin(hint) is list:
+        if not isinstance(value, list):
+            example = format_as_list(key, value)
+            raise ConfigError(f"{key}={value!r:.200}: must be a list, as in {example}")
+        for i, entry in enumerate(value):
+            check_type(f"{key}[{i}]", entry, get_args(hint)[0])
+    elif get_origin(hint) is dict:
+        if not isinstance(value, dict):
+            raise ConfigError(f"{key}={value!r:.200}: must be a mapping of names to values")
+        for name, entry in value.items():
+            check_type(f"{key}.{name}", entry, get_args(hint)[1])
+    else:
+        kinds = get_args(hint) or (hint,)
+        if not TYPE_RULES.keys() >= set(kinds) or (value is None and NoneType in kinds):
+            return
+        nodes = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
+        for kind in kinds:
+            with contextlib.suppress(OmegaConfBaseException, KeyError):
+                nodes[kind](value, is_optional=False)
+                return
+        rule = " or ".join(TYPE_RULES[kind] for kind in kinds)
+        raise ConfigError(f"{key}={value!r:.200}: must be {rule}")
 
 
 def fill_empty_text(raw: Any, kind: Any) -> Any:

@@ -196,6 +196,25 @@ def check_options(configs: Sequence[RewardConfig], score_spec: ScoreSpec) -> Non
                 read_settings(kind.options_type, config.options, section="rewards")
 
 
+def check_kinds(configs: Sequence[RewardConfig], score_spec: ScoreSpec) -> None:
+    """Raise ConfigError for a kind that is neither built in, nor installed, nor a user's file."""
+    for i, config in enumerate(configs):
+        with naming_config_errors(score_spec.section, i):
+            _check_kind(config)
+
+
+def _check_kind(config: RewardConfig) -> None:
+    if config.kind in REWARD_KINDS or config.options.get("path"):
+        return
+    kinds = [*REWARD_KINDS, *list_installed_kinds()]
+    if config.kind not in kinds:
+        raise ConfigError(
+            f"rewards.kind={config.kind}: no such kind;"
+            f" {suggest_nearest(config.kind, kinds, 'kind')};"
+            " a kind of your own needs `path`, the file that registers it"
+        )
+
+
 def _check_entry(config: RewardConfig, score_spec: ScoreSpec) -> None:
     if not math.isfinite(config.weight):
         raise ConfigError(f"rewards.weight={config.weight}: must be finite")
@@ -215,14 +234,9 @@ def _build_reward(config: RewardConfig, context: RewardContext) -> Reward:
         _check_keys(config, kind)
         options: Any = read_settings(kind.options_type, config.options, section="rewards")
         return kind.create_reward(RewardSpec(name, options, context))
-    if config.options.get("path") or config.kind in list_installed_kinds():
-        options = read_settings(FunctionOptions, config.options, section="rewards")
-        return FunctionReward(RewardSpec(name, options, context), registered_as=config.kind)
-    kinds = [*REWARD_KINDS, *list_installed_kinds()]
-    raise ConfigError(
-        f"rewards.kind={config.kind}: no such kind; {suggest_nearest(config.kind, kinds, 'kind')};"
-        " a kind of your own needs `path`, the file that registers it"
-    )
+    _check_kind(config)
+    options = read_settings(FunctionOptions, config.options, section="rewards")
+    return FunctionReward(RewardSpec(name, options, context), registered_as=config.kind)
 
 
 def _check_keys(config: RewardConfig, kind: RewardKind) -> None:

@@ -94,7 +94,7 @@ class RunPage:
             "state": describe_state(run),
             "tiles": [{"label": label, "value": value} for label, value in list_tiles(run)],
             "charts": [chart.to_json() for chart in draw_run_charts(run, spans)],
-            "advice": list(self._describe_bottleneck(run.run_dir, len(run.rows))),
+            "advice": list(self._describe_bottleneck(run.run_dir, int(max(run.steps, default=0)))),
             "config": run.config_text,
             "rollouts": rollouts,
             "rolloutSteps": list(rollouts) if with_rollouts else steps,
@@ -192,8 +192,8 @@ def list_tiles(run: RunRecord) -> list[tuple[str, str]]:
     staleness = run.get_column("staleness/max")
     tiles.append(("largest staleness", format_number(float(staleness.max()), 0)))
     tiles.append(("tokens/s", format_number(last.get("throughput/tokens_per_s") or math.nan, 0)))
-    step_s = run.get_column("time/step_s")
-    tiles.append(("time", format_duration(float(np.nansum(step_s)))))
+    total_s = run.totals.get("time/step_s", 0.0)
+    tiles.append(("time", format_duration(total_s)))
     idle = {
         name.removeprefix(IDLE_PREFIX): float(run.get_column(name)[-20:].mean())
         for name in run.select_names(IDLE_PREFIX)
@@ -201,11 +201,9 @@ def list_tiles(run: RunRecord) -> list[tuple[str, str]]:
     if idle:
         stage = min(idle, key=lambda name: idle[name])
         tiles.append(("busiest stage", f"{stage}, {1 - idle[stage]:.0%}"))
-    waited_s = sum(np.nansum(run.get_column(n)) for n in WAIT_METRICS)
+    waited_s = sum(run.totals.get(name, 0.0) for name in WAIT_METRICS)
     if waited_s:
-        tiles.append(
-            ("evaluations, checkpoints", f"{waited_s / np.nansum(step_s):.0%} of the time")
-        )
+        tiles.append(("evaluations, checkpoints", f"{waited_s / total_s:.0%} of the time"))
     dropped = last.get("ledger/dropped")
     if dropped:
         tiles.append(("groups dropped", str(dropped)))

@@ -6,10 +6,13 @@
 The run may be under way, killed, resumed or finished.
 """
 
+import itertools
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+import statistics
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,14 +24,23 @@ from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import (
     open_regular_file,
     parse_json,
+    read_lines,
     read_small_text,
     wrap_file_errors,
 )
 from streamrl.messages import Array
-from streamrl.telemetry.metric_names import EVALUATE_TIME, STALENESS_HISTOGRAM
+from streamrl.run_page.step_bins import MAX_BINS
+from streamrl.telemetry.metric_names import EVALUATE_TIME, STALENESS_HISTOGRAM, WAIT_METRICS
 from streamrl.telemetry.sinks import BASE_EVALUATION, EVENTS_FILE, METRICS_FILE
 
 CONFIG_FILE = "config.yaml"
+LATEST_ROWS = 100
+LATEST_EVENTS = 4000
+TOTALED_METRICS = ("time/step_s", *WAIT_METRICS)
+LARGEST_METRICS = ("staleness/max", "memory/")
+"""Metrics, and prefixes of metrics, of which several steps show the largest value."""
+LAST_METRICS = ("ledger/", "drops/")
+"""Prefixes of metrics that count since the run began."""
 
 
 class JsonlTail:
@@ -43,27 +55,30 @@ class JsonlTail:
         self._file_id: tuple[int, int] | None = None
         self._offset = 0
 
-    def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """Return the new lines, and whether they replace those of earlier calls.
+    def read(self, forget_rows: Callable[[], None]) -> Iterator[dict[str, Any]]:
+        """Yield the new lines; call `forget_rows` before lines that replace those of earlier calls.
 
         Raises ConfigError with file and position for a line that is not a JSON object.
         """
         if not self._path.exists():
-            return [], False
+            return
         with wrap_file_errors(self._path), open_regular_file(self._path) as file:
             status = os.fstat(file.fileno())
             file_id = (status.st_dev, status.st_ino)
             is_new = self._file_id is not None and (
                 file_id != self._file_id or status.st_size < self._offset
             )
+            if is_new:
+                forget_rows()
             if is_new or self._file_id is None:
                 self._file_id, self._offset = file_id, 0
             file.seek(self._offset)
-            content = file.read()
-            end = content.rfind(b"\n") + 1
-            rows = [_parse_row(line, self._offset) for line in content[:end].splitlines() if line]
-            self._offset += end
-        return rows, is_new
+            for line in read_lines(file):
+                if not line.endswith(b"\n"):
+                    break
+                self._offset += len(line)
+                if line.strip():
+                    yield _parse_row(line, self._offset - len(line))
 
 
 def _parse_row(line: bytes, offset: int) -> dict[str, Any]:
@@ -76,12 +91,66 @@ def _parse_row(line: bytes, offset: int) -> dict[str, Any]:
     return row
 
 
+@dataclass
+class RowBins:
+    """Metrics rows of a run of any length, in bounded memory.
+
+    The first and the latest rows are whole. Rows between are merged into at most 2 * MAX_BINS rows
+    of `size` steps each.
+    """
+
+    size: int = 1
+    totals: Counter[str] = field(default_factory=Counter)
+    _last_step: int = -1
+    _first: list[Mapping[str, Any]] = field(default_factory=list)
+    _bins: list[Mapping[str, Any]] = field(default_factory=list)
+    _latest: deque[Mapping[str, Any]] = field(default_factory=deque)
+
+    def add_row(self, row: Mapping[str, Any]) -> None:
+        """Add the row of a step; of a step that has one, the first row stands."""
+        if row["step"] <= self._last_step:
+            return
+        self._last_step = row["step"]
+        self.totals.update({name: row.get(name) or 0.0 for name in TOTALED_METRICS})
+        (self._latest if self._first else self._first).append(row)
+        if len(self._latest) < LATEST_ROWS + self.size:
+            return
+        self._bins.append(merge_rows([self._latest.popleft() for _ in range(self.size)]))
+        if len(self._bins) == 2 * MAX_BINS:
+            pairs = zip(self._bins[::2], self._bins[1::2], strict=True)
+            self._bins, self.size = [merge_rows(pair) for pair in pairs], 2 * self.size
+
+    def list_rows(self) -> list[Mapping[str, Any]]:
+        return [*self._first, *self._bins, *self._latest]
+
+
+def merge_rows(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the row that stands for consecutive rows: means, the largest or the last values."""
+    merged: dict[str, Any] = {}
+    for name in dict.fromkeys(itertools.chain.from_iterable(rows)):
+        values = [value for row in rows if (value := row.get(name)) is not None]
+        if not values or len(rows) == 1:
+            merged[name] = rows[-1].get(name)
+        elif name == STALENESS_HISTOGRAM:
+            counts = itertools.zip_longest(*(value["counts"] for value in values), fillvalue=0)
+            merged[name] = {"counts": [sum(bins) for bins in counts]}
+        elif name.startswith(LARGEST_METRICS):
+            merged[name] = max(values)
+        elif name in ("step", "time") or name.startswith(LAST_METRICS):
+            merged[name] = values[-1]
+        elif isinstance(values[-1], int | float):
+            merged[name] = statistics.fmean(values)
+        else:
+            merged[name] = values[-1]
+    return merged
+
+
 @dataclass(frozen=True)
 class RunRecord:
     """Metrics and events of a run, as far as they are written.
 
-    name: title on the page. rows: a metrics row per trained step, ascending. events: in the
-    order of time.
+    name: title on the page. rows: metrics rows by trained step, ascending, as `RowBins` lists them.
+    events: in the order of time, of a long run the latest. totals: sums of TOTALED_METRICS.
     """
 
     name: str
@@ -89,6 +158,7 @@ class RunRecord:
     config_text: str
     rows: Sequence[Mapping[str, Any]] = ()
     events: Sequence[Mapping[str, Any]] = ()
+    totals: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
     def steps(self) -> Array:
@@ -167,8 +237,11 @@ class RunReader:
 
     run_dir: Path
     _config_text: str = field(init=False)
-    _rows: dict[int, Mapping[str, Any]] = field(init=False, default_factory=dict)
-    _events: list[Mapping[str, Any]] = field(init=False, default_factory=list)
+    _bins: RowBins = field(init=False, default_factory=RowBins)
+    _base: list[Mapping[str, Any]] = field(init=False, default_factory=list)
+    _events: deque[Mapping[str, Any]] = field(
+        init=False, default_factory=lambda: deque(maxlen=LATEST_EVENTS)
+    )
 
     def __post_init__(self) -> None:
         path = self.run_dir / CONFIG_FILE
@@ -186,16 +259,25 @@ class RunReader:
         """
         if not (self.run_dir / CONFIG_FILE).exists():
             raise ConfigError(f"{self.run_dir}: deleted since this page was opened")
-        rows, is_replaced = self._metrics_tail.read()
-        if is_replaced:
-            self._rows.clear()
-        for row in rows:
+        for row in self._metrics_tail.read(self._forget_rows):
             if not isinstance(row.get("step"), int):
                 raise ConfigError(f"{self.run_dir / METRICS_FILE}: a row without a step")
-            self._rows[row["step"]] = row
-        events, is_replaced = self._events_tail.read()
-        self._events = [*events] if is_replaced else [*self._events, *events]
-        ordered = [self._rows[step] for step in sorted(self._rows)]
-        events_so_far = tuple(self._events)
-        name = name or self.run_dir.name
-        return RunRecord(name, self.run_dir, self._config_text, ordered, events_so_far)
+            self._bins.add_row(row)
+        for event in self._events_tail.read(self._forget_events):
+            is_base = event.get("event") == BASE_EVALUATION
+            (self._base if is_base else self._events).append(event)
+        return RunRecord(
+            name or self.run_dir.name,
+            self.run_dir,
+            self._config_text,
+            self._bins.list_rows(),
+            (*self._base, *self._events),
+            self._bins.totals,
+        )
+
+    def _forget_rows(self) -> None:
+        self._bins = RowBins()
+
+    def _forget_events(self) -> None:
+        self._base.clear()
+        self._events.clear()

@@ -36,7 +36,9 @@ class StepBins:
     @property
     def labels(self) -> list[str]:
         """Steps of each bin in words, "step 3" or "steps 11 to 20"."""
-        first = [int(self.steps[start]) for start in self.starts]
+        # A step may stand for those since the step before.
+        ends = [step + 1 for step in self.last_steps[:-1]]
+        first = [int(self.steps[0]), *ends] if len(self.steps) else []
         return [
             f"step {last}" if start == last else f"steps {start} to {last}"
             for start, last in zip(first, self.last_steps, strict=True)

@@ -12,6 +12,9 @@ from streamrl.stream.protocols import StageContext
 from streamrl.stream.run_state import PipelineConfig, RunState
 from streamrl.stream.stage_worker import POLL_WAIT_S
 
+SHOWN_GROUPS = 3
+"""Missing groups that the error of a stall describes."""
+
 
 class GroupCollector:
     """Feeds ready groups to the step assembler until the current training step is complete.
@@ -163,13 +166,15 @@ async def make_stall_error(
     """
     version = run_state.admission.version
     uids = run_state.assembler.pending_uids
-    locations = await stage.queue.locate_groups(uids[:8])
+    locations = await stage.queue.locate_groups(uids[:SHOWN_GROUPS])
     counts = dict(run_state.admission.ledger.counts.drops)
     drops = f"; dropped so far: {counts}" if counts else ""
     first = (
         "; ".join(f"{uid}: {location}" for uid, location in locations.items())
         or "no prompt admitted"
     )
+    if len(uids) > SHOWN_GROUPS:
+        first += f"; and {len(uids) - SHOWN_GROUPS} more"
     waits = await run_state.describe_waits()
     return DeadlineError(
         f"stage {stage.name} got no group for {waited_s:g} s at version {version}: its step has"

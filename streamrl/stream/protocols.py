@@ -182,13 +182,25 @@ class TrainStepResult:
 class FilterTally:
     """Totals of the groups filtered during a training step: number, tokens, sampled tokens.
 
-    `oversample` is the oversampling factor at the end of the step.
+    `oversample` is the oversampling factor at the end of the step. Groups dropped as stale count
+    apart: their number, rollouts and sampled tokens, and the prompts with no attempt left.
     """
 
     num_groups: int = 0
     num_tokens: int = 0
     num_sampled_tokens: int = 0
     oversample: float = 1.0
+    num_stale: int = 0
+    num_stale_rollouts: int = 0
+    num_stale_tokens: int = 0
+    num_lost_prompts: int = 0
+
+    def add_stale_group(self, info: GroupInfo | None, *, is_lost: bool) -> None:
+        self.num_stale += 1
+        self.num_lost_prompts += is_lost
+        if info is not None:
+            self.num_stale_rollouts += len(info.lengths)
+            self.num_stale_tokens += info.num_loss_tokens
 
     def add_group(self, info: GroupInfo | None) -> None:
         self.num_groups += 1

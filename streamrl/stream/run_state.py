@@ -129,7 +129,7 @@ class RunState:
     surplus_uids: list[str] = field(default_factory=list)
     """Uids of surplus groups; their prompts are readmitted first once credits are available."""
     filter_tally: FilterTally = field(default_factory=FilterTally)
-    """Groups filtered since the last step."""
+    """Groups filtered or dropped as stale since the last step."""
     drop_counts: Counter[str] = field(default_factory=Counter)
     """Failed groups since the last step, by cause."""
     resumed_uids: frozenset[str] = frozenset()
@@ -288,6 +288,9 @@ class RunState:
                 if outcome.filtered:
                     self.oversampling.count_filtered()
                     self.filter_tally.add_group((infos or {}).get(uid))
+                elif outcome.cause == STALE_CAUSE:
+                    info, is_lost = self.assembler.late_infos.get(uid), uid not in retried
+                    self.filter_tally.add_stale_group(info, is_lost=is_lost)
             self.oversampling.remove_groups(ended)
             self._expect_groups(uids, version)
             # Inserted by the admission loop: the training loop must not wait for capacity that

@@ -10,6 +10,7 @@ from streamrl.buffer.assembly.step_assembler import TrainedGroup
 from streamrl.buffer.books.ledger import LedgerCounts
 from streamrl.buffer.shard_stats import ShardStats
 from streamrl.dataflow import GENERATE_CALL, REWARD_CALL
+from streamrl.messages import GroupInfo
 from streamrl.stream.protocols import FilterTally
 from streamrl.telemetry.metric_names import METRICS, STALENESS_HISTOGRAM, Histogram
 from streamrl.telemetry.spans import Span, compute_idle_fraction, sum_busy_s
@@ -157,6 +158,7 @@ def _compute_filter_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
     the sampled tokens, 30 % of the generation time counts as filtered.
     """
     tally, infos = facts.filter_tally, [group.info for group in facts.groups]
+    stale = _compute_stale_metrics(tally, infos) if tally.num_stale else {}
     sampled = sum(info.num_loss_tokens for info in infos) + tally.num_sampled_tokens
     tokens = sum(info.num_tokens for info in infos) + tally.num_tokens
     generate_s, score_s = (
@@ -168,6 +170,19 @@ def _compute_filter_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
         "filter/generate_s": generate_s * tally.num_sampled_tokens / sampled,
         "filter/score_s": score_s * tally.num_tokens / tokens,
         "filter/oversample": tally.oversample,
+        **stale,
+    }
+
+
+def _compute_stale_metrics(tally: FilterTally, infos: Sequence[GroupInfo]) -> dict[str, float]:
+    """Compare the groups dropped as stale with the trained ones, by number and length."""
+    trained = sum(info.num_loss_tokens for info in infos) / sum(len(i.lengths) for i in infos)
+    rollouts = tally.num_stale_rollouts
+    dropped = tally.num_stale_tokens / rollouts if rollouts else NAN
+    return {
+        "stale/share": tally.num_stale / (tally.num_stale + len(infos)),
+        "stale/length_ratio": dropped / trained if trained else NAN,
+        "stale/lost_prompts": tally.num_lost_prompts,
     }
 
 

@@ -14,6 +14,8 @@ MIN_ESS = 0.3
 """Effective sample size, as a fraction of the trained tokens, below which an alert is raised."""
 COSTLY_FILTER = 0.9
 """Share of filtered groups from which ten groups and more are sampled for each trained one."""
+BIASED_STALE_SHARE, BIASED_LENGTH_RATIO = 0.05, 1.5
+"""Share of stale groups, and their relative length, from which the trained lengths are biased."""
 QUIET_STEPS = 20
 """Steps without its condition after which an alert may be raised again."""
 
@@ -54,6 +56,17 @@ class AlertWatch:
             return ""
         return f"the filter takes {share:.1%} of the groups: the prompts are too easy or too hard"
 
+    def _find_stale_bias(self, row: Mapping[str, float]) -> str:
+        share, ratio = row.get("stale/share", 0.0), row.get("stale/length_ratio", math.nan)
+        lost = row.get("stale/lost_prompts", 0.0)
+        if not lost and not (share >= BIASED_STALE_SHARE and ratio >= BIASED_LENGTH_RATIO):
+            return ""
+        return (
+            f"{share:.0%} of the groups were dropped as stale, with rollouts {ratio:.2g} times as"
+            f" long as the trained ones, and {lost:.0f} prompts for good: training sees less of"
+            " what is slow; pipeline.on_stale=wait takes nothing out"
+        )
+
     def _find_drops(self, row: Mapping[str, float]) -> str:
         dropped = row.get("ledger/dropped", math.nan) - (self._dropped or 0.0)
         text = f"{dropped:.0f} groups were dropped in a step; drops/ has the causes"
@@ -63,5 +76,6 @@ class AlertWatch:
 _CONDITIONS: Mapping[str, Callable[[AlertWatch, Mapping[str, float]], str]] = {
     "ess": AlertWatch._find_low_ess,
     "filter": AlertWatch._find_costly_filter,
+    "stale": AlertWatch._find_stale_bias,
     "drops": AlertWatch._find_drops,
 }

@@ -41,6 +41,8 @@ _RUN_PROCESS = "run"
 _LANES_PER_PROCESS = 1000
 _OPENING, _CLOSING = b"[\n", b"\n]\n"
 _NAMING_EVENT = b'{"ph": "M"'
+MAX_READ_BYTES = 32_000_000
+"""Part of a long trace that is analyzed: about 100,000 spans, in 150 MB of memory."""
 RECENT_TRACE_BYTES = 4_000_000
 """Spans of the latest steps: about 15,000."""
 
@@ -186,12 +188,16 @@ def _to_microseconds(seconds: float) -> int:
     return round(seconds * 1e6)
 
 
-def read_spans(path: Path) -> list[Span]:
-    """Return the spans of the older file, trace.earlier.json, and of the trace, in this order.
+def read_spans(path: Path, *, most_bytes: int = MAX_READ_BYTES) -> list[Span]:
+    """Return the spans in the last `most_bytes` of trace.earlier.json and the trace, in this order.
 
     Return [] without files. An event torn by a crash is left out.
     """
-    return [*_load_spans(path.with_name(EARLIER_TRACE_FILE)), *_load_spans(path)]
+    earlier, size = path.with_name(EARLIER_TRACE_FILE), path.stat().st_size if path.exists() else 0
+    return [
+        *read_recent_spans(earlier, most_bytes=most_bytes - size),
+        *read_recent_spans(path, most_bytes=most_bytes),
+    ]
 
 
 def read_recent_spans(path: Path, *, most_bytes: int = RECENT_TRACE_BYTES) -> list[Span]:
@@ -203,27 +209,19 @@ def read_recent_spans(path: Path, *, most_bytes: int = RECENT_TRACE_BYTES) -> li
         return []
     with wrap_file_errors(path):
         first_byte = path.stat().st_size - most_bytes
-    return _make_spans(list(_read_events(path, first_byte=first_byte)))
-
-
-def _load_spans(path: Path) -> list[Span]:
-    return _make_spans(list(_read_events(path)))
-
-
-def _make_spans(events: Sequence[Mapping[str, Any]]) -> list[Span]:
-    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    return [
-        Span(
-            processes[event["pid"]],
-            event["name"],
-            event["tid"] % _LANES_PER_PROCESS,
-            event["ts"] / 1e6,
-            (event["ts"] + event["dur"]) / 1e6,
-            event["args"],
-        )
-        for event in events
-        if event["ph"] == "X" and event["pid"] in processes
-    ]
+    processes: dict[int, str] = {}
+    spans = []
+    for event in _read_events(path, first_byte=first_byte):
+        pid = event["pid"]
+        if event["name"] == "process_name":
+            processes[pid] = event["args"]["name"]
+        elif event["ph"] == "X" and pid in processes:
+            lane, start_us = event["tid"] % _LANES_PER_PROCESS, event["ts"]
+            end_s = (start_us + event["dur"]) / 1e6
+            spans.append(
+                Span(processes[pid], event["name"], lane, start_us / 1e6, end_s, event["args"])
+            )
+    return spans
 
 
 def check_trace(run_dir: Path) -> None:

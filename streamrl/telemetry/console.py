@@ -270,7 +270,7 @@ def format_filter_stats(progress: RunProgress) -> tuple[str, str]:
 
 
 def build_summary_table(progress: RunProgress, wall_s: float, summary: EventFields) -> Table:
-    """Build the final table: first and last reward and evaluations, totals and ledger.
+    """Build the final table: first and last reward and evaluations, totals.
 
     The fields of `summary` follow.
     """
@@ -287,7 +287,6 @@ def build_summary_table(progress: RunProgress, wall_s: float, summary: EventFiel
     rows.append(("wall time", format_duration(wall_s) + since))
     rows.append(("tokens", f"{progress.num_tokens:,.0f}"))
     rows.append(("filtered", progress.format_filter_line()))
-    rows.append(("ledger", progress.format_ledger_line()))
     rows += [(name, str(value)) for name, value in summary.items()]
     for label, text in rows:
         if text:

@@ -179,17 +179,6 @@ class RunProgress:
             f" and {score_s:.1f} s of scoring"
         )
 
-    def format_ledger_line(self) -> str:
-        """Return the ledger's equation, "9 admitted = 7 trained + ..."; "!=" if the sum is
-        wrong."""
-        names = ("admitted", "trained", "filtered", "dropped", "in_flight")
-        values = [self.get(LEDGER_PREFIX + name) for name in names]
-        if not all(map(math.isfinite, values)):
-            return ""
-        terms = [f"{int(v)} {n.replace('_', ' ')}" for n, v in zip(names, values, strict=True)]
-        sign = "=" if values[0] == sum(values[1:]) else "!="
-        return f"{terms[0]} {sign} {' + '.join(terms[1:])}"
-
 
 def select_prefix(numbers: Mapping[str, float], prefix: str) -> dict[str, float]:
     """Return the values whose names start with a prefix, by the rest of the name."""

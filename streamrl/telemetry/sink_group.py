@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from streamrl.files.bounded_read import read_jsonl
+from streamrl.files.bounded_read import iter_jsonl
 from streamrl.telemetry.alerts import ALERT_EVENT, AlertWatch
 from streamrl.telemetry.chrome_trace import MAX_TRACE_BYTES, TraceSink, check_trace
 from streamrl.telemetry.config import TENSORBOARD, TRACKIO, TelemetryConfig
@@ -171,9 +171,9 @@ def make_stdout_console() -> Console:
 
 
 def _read_past_rows(run_info: RunInfo) -> Iterable[tuple[int, MetricsRow]]:
-    for line in read_jsonl(run_info.run_dir / EVENTS_FILE):
+    for line in iter_jsonl(run_info.run_dir / EVENTS_FILE):
         if line.get("event") == BASE_EVALUATION:
             yield 0, {name: value for name, value in line.items() if name.startswith("eval/")}
-    for line in read_jsonl(run_info.run_dir / METRICS_FILE):
+    for line in iter_jsonl(run_info.run_dir / METRICS_FILE):
         if line["step"] <= (run_info.resume_step or 0):
             yield line["step"], parse_metrics_row(line)

@@ -3,6 +3,7 @@
 import contextlib
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,6 +61,18 @@ def test_figures_leave_the_first_steps_out(tmp_path: Path):
     figures = trl.summarize_steps(1000.0, steps, 1, tree)
     assert (figures["start_s"], figures["step_s"], figures["step_s_mean"]) == (20.0, 2.0, 2.0)
     assert figures["tokens_per_s"] == 50.0
+
+
+def test_figures_count_the_load_of_other_programs(tmp_path: Path):
+    steps = [Step(time.time() + i, 1.0, 100.0, 0.5) for i in range(3)]
+    launch = Launch([sys.executable, "-c", WORKS.format(1.0)], lambda: steps)
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        try:
+            figures = play(launch, tmp_path)
+        finally:
+            busy.kill()
+    assert figures["load_before"] >= 0.0
+    assert min(figures["other_cores_before"], figures["other_cores"]) > 0.1
 
 
 def test_ratios_are_ours_over_trls_round_by_round():

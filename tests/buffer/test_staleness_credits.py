@@ -141,12 +141,14 @@ def test_capacity_that_would_deadlock_raises_with_the_calculation():
 def test_shard_too_small_for_a_step_raises_with_the_calculation():
     message = (
         r"^queue.store_share=0.5: 8.00 MB for a shard, must be at least 10.00 MB"
-        r" = pipeline.groups_per_step 4 \* 2.50 MB, the largest group$"
+        r" = pipeline.groups_per_step 4 \* 2.50 MB, the largest group:"
+        r" raise placement.object_store_mb 1.3 times$"
     )
     facts: dict[str, Any] = {
         "group_bytes": 5 << 19,
         "groups_per_step": 4,
         "location": "queue.store_share=0.5",
+        "remedy": "placement.object_store_mb",
     }
     with pytest.raises(ConfigError, match=message):
         check_shard_bytes(8 << 20, **facts)

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -85,6 +86,21 @@ def test_a_torn_trace_is_read_up_to_the_tear(run_dir: Path):
     assert len(load_run_trace(run_dir).steps) == 12
 
 
+def test_the_memory_for_rows_does_not_grow_with_steps_that_the_trace_lacks(run_dir: Path):
+    peaks = []
+    row = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    for _ in range(2):
+        tracemalloc.start()
+        try:
+            assert len(load_run_trace(run_dir).steps) == 12
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+        with (run_dir / "metrics.jsonl").open("a") as file:
+            file.writelines(json.dumps(row | {"step": 100 + i}) + "\n" for i in range(1000))
+    assert peaks[1] < 2.5 * peaks[0]  # the rows alone would take 6 times as much
+
+
 def _without(run: Path, number: int, name: str) -> None:
     """Remove a metric from a row."""
     path = run / "metrics.jsonl"
@@ -96,6 +112,11 @@ def _without(run: Path, number: int, name: str) -> None:
 def _empty(folder: Path) -> None:
     for path in folder.iterdir():
         path.unlink()
+
+
+def _leave_no_spans(run: Path) -> None:
+    (run / "trace.json").unlink()
+    (run / "metrics.jsonl").write_text("{}x\n{}\n")
 
 
 def _fifo(path: Path) -> None:
@@ -115,6 +136,7 @@ def test_a_file_is_not_a_run_directory(run_dir: Path):
         (lambda run: (run / "trace.json").unlink(), "trace.json has no spans"),
         (lambda run: (run / "metrics.jsonl").write_text("{}x\n{}\n"), "metrics.jsonl:1"),
         (lambda run: (run / "metrics.jsonl").unlink(), "run: has no metrics.jsonl"),
+        (_leave_no_spans, "trace.json has no spans"),  # before the rows, which may be many
         (lambda run: (run / "trace.json").write_text("[" * 100_000), "trace.json: nested too deep"),
         (lambda run: _fifo(run / "trace.json"), "trace.json: not a regular file"),
         (lambda run: _fifo(run / "events.jsonl"), "events.jsonl: not a regular file"),

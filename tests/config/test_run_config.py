@@ -2,9 +2,14 @@
 
 import os
 import shlex
+from collections.abc import Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 from streamrl.config.role_counts import count_actors
@@ -74,8 +79,9 @@ def test_any_key_can_be_overridden(recipe: Path):
 
 def test_a_list_entry_can_be_overridden_by_index(recipe: Path):
     assert load_config(recipe, ["rewards[0].weight=2"]).rewards[0].weight == 2.0
-    with pytest.raises(ConfigError, match=r"rewards\[5\]"):
-        load_config(recipe, ["rewards[5].weight=2"])
+    for index in ("[5]", ".7", ".-1", ".x"):
+        with pytest.raises(ConfigError, match=r"rewards has no entry .* it has entry 0\. Set "):
+            load_config(recipe, [f"rewards{index}.weight=2"])
 
 
 @pytest.mark.parametrize(
@@ -99,7 +105,7 @@ def test_a_scalar_instead_of_a_list_suggests_the_list(
 
 @pytest.mark.parametrize("value", ['[["a"]]', "[{a: 1}]", "[a, [b]]"])
 def test_list_entries_are_type_checked(recipe: Path, value: str):
-    with pytest.raises(ConfigError, match=r"generator\.stop\[\d\]: ") as caught:
+    with pytest.raises(ConfigError, match=r"generator\.stop\[\d\]=.*: must be text") as caught:
         load_config(recipe, [f"generator.stop={value}"])
     assert "\n" not in str(caught.value)
 
@@ -152,6 +158,35 @@ def test_a_setting_may_be_a_boolean_or_text(recipe: Path, text: str, value: bool
     assert load_config(recipe, [override]).trainer.gradient_checkpointing == value
 
 
+def iter_typed_keys(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield key and type of every setting; settings of list entries are those of entry 0."""
+    for name, hint in get_type_hints(kind).items():
+        yield f"{prefix}{name}", hint
+        entry = next(filter(is_dataclass, get_args(hint)), hint)
+        if is_dataclass(entry) and get_origin(hint) is not dict:
+            index = "[0]" if get_origin(hint) is list else ""
+            yield from iter_typed_keys(entry, f"{prefix}{name}{index}.")
+
+
+def test_a_value_of_a_wrong_type_is_one_line_with_key_and_value(recipe: Path):
+    """Set every key to values of other types, which no library may explain in its own words."""
+    recipe.write_text(f"{MINIMAL}costs: [{{}}]\nenvironment: {{tools: [{{}}]}}\n")
+    checked = 0
+    for key, hint in iter_typed_keys(RunConfig):
+        kinds = {get_origin(hint) or hint, *get_args(hint)}
+        value = "7" if is_dataclass(hint) or kinds & {list, dict} else "{a: b}"
+        value = "hot" if kinds <= {int, float, bool, NoneType, UnionType} else value
+        if hint is Any:
+            continue
+        with pytest.raises(ConfigError) as caught:
+            load_config(recipe, [f"{key}={value}"])
+        message = str(caught.value)
+        assert f"{key}={yaml.safe_load(value)!r}: must be " in message, message
+        assert "\n" not in message, message
+        checked += 1
+    assert checked > 200
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -164,23 +199,26 @@ def test_a_setting_may_be_a_boolean_or_text(recipe: Path, text: str, value: bool
         ("data.filter=a.py:b", "data.filter='a.py:b'; set it per file, as in data.train={path"),
         ("rewards=[{kind: exact, timeout_s: .inf}]", r"rewards\[0\].timeout_s=inf: must be a fin"),
         ("rewards=[{kind: exact, wieght: 2}]", r"rewards\[0\].wieght=2: .*nearest key is weight"),
-        ("trainer.lr=fast", "trainer.lr: Value 'fast' .*could not be converted"),
-        ("placement.pools=[{policy: 1}, 3]", r"placement.pools\[1\]: Cannot assign int to Dict"),
-        ("placement.pools=[pool]", r"placement.pools\[0\]: Cannot assign str to Dict"),
-        ("placement.pools=[{policy: x}]", r"placement.pools\[0\].policy: Value 'x'"),
-        ("trainer.betas=[0.9, x]", r"trainer.betas\[1\]: Value 'x'"),
-        ("rewards=[{kind: exact}, {weight: x}]", r"rewards\[1\].weight: Value 'x'"),
-        ("costs=[{kind: exact}, {weight: [1]}]", r"costs\[1\].weight: Value"),
-        ("run.steps=1.5", "run.steps: Value '1.5'"),
+        ("trainer.lr=fast", "trainer.lr='fast': must be a number, as in"),
+        ("placement.pools=[{policy: 1}, 3]", r"placement.pools\[1\]=3: must be a mapping"),
+        ("placement.pools=[pool]", r"placement.pools\[0\]='pool': must be"),
+        ("placement.pools=[{policy: x}]", r"placement.pools\[0\].policy='x': must be"),
+        ("trainer.betas=[0.9, x]", r"trainer.betas\[1\]='x': must be a number"),
+        ("rewards=[{kind: exact}, {weight: x}]", r"rewards\[1\].weight='x': must be"),
+        ("costs=[{kind: exact}, {weight: [1]}]", r"costs\[1\].weight=\[1\]: must be"),
+        ("run.steps=1.5", "run.steps=1.5: must be a whole number"),
         ("trainer=3", "trainer=3: must be a mapping"),
         ("run.steps=0", "run.steps=0: must be at least 1"),
+        ("run.steps=[1", r"'run.steps=\[1': the value is not YAML .*did not find expected"),
+        ("run.seed=${nope}", "run.seed: Interpolation key 'nope' not found"),
+        ("rewards.0.kind=foo", r"rewards\[0\].kind=foo: no such kind; the kinds are exact, "),
         ("run.name=a/b", "run.name='a/b': must be a plain folder name"),
         ("run.silent_s=0", "run.silent_s=0: must be at least 1 s"),
         ("filter.oversample=2", "filter.oversample=2 has no effect with filter.kind=none"),
         ("filter={kind: equal_rewards, oversample: 0.5}", "filter.oversample=0.5: must be a num"),
         ("filter={kind: equal_rewards, oversample: many}", "filter.oversample=many: must be a n"),
         ("filter={kind: equal_rewards, oversample: .inf}", "filter.oversample=inf: must be "),
-        ("filter={kind: equal_rewards, oversample: null}", "filter.oversample: "),
+        ("filter={kind: equal_rewards, oversample: null}", "filter.oversample=None: must"),
         ("run.name=..", "run.name='..': must be a plain folder name"),
         ("pipeline.max_staleness=-1", "pipeline.max_staleness=-1: must be 0 or more"),
         ("pipeline.groups_per_step=0", "pipeline.groups_per_step=0: must be above 0"),
@@ -215,8 +253,11 @@ def test_a_setting_may_be_a_boolean_or_text(recipe: Path, text: str, value: bool
         ("model.path=''", "model.path: missing"),
         ("data.train=''", "data.train: missing"),
         ("rewards=[]", "rewards: empty"),
-        ("rewards=[{kind: exact}, {kind: exact, name: b, weight: x}]", r"rewards\[1\].weight: "),
-        ("costs=[{kind: exact, gate: x}]", r"costs\[0\].gate: "),
+        (
+            "rewards=[{kind: exact}, {kind: exact, name: b, weight: x}]",
+            r"rewards\[1\].weight='x': ",
+        ),
+        ("costs=[{kind: exact, gate: x}]", r"costs\[0\].gate='x': "),
         ("weights.bucket_mb=0", "weights.bucket_mb=0: must be at least 1"),
         ("algorithm.mini_batches=3", "mini_batches=3: must divide pipeline.groups_per_step=32"),
         ("algorithm.overlong_buffer=257", "overlong_buffer=257: must be at most generator.max_new"),
@@ -225,7 +266,7 @@ def test_a_setting_may_be_a_boolean_or_text(recipe: Path, text: str, value: bool
             "kl_horizon=255.0: must be at least the 256 rollouts of a step",
         ),
         ("critic.trainer.lr=0", "critic.trainer.lr=0.0: must be above 0"),
-        ("critic.trainer.lr=x", "critic.trainer.lr: Value 'x'"),
+        ("critic.trainer.lr=x", "critic.trainer.lr='x': must be a number"),
         ("critic.trainer.lrr=1", "critic.trainer.lrr=1: unknown; the nearest key is lr"),
         ("critic.replicas=0", "critic.replicas=0: must be at least 1"),
         ("critic.shared_coef=-1", "critic.shared_coef=-1.0: must not be negative"),

@@ -58,6 +58,8 @@ def test_a_reward_that_fails_for_every_group_ends_the_run_with_a_checkpoint(toy:
     assert last.startswith(f"streamrl: step {steps} has dropped ") and "spoiled.py:6" in last
     assert "more than 8 (queue.max_drop_rounds)" in last and "as reward_error" in last
     assert drops > 8, "every drop is an event"
+    closing = events(run_dir, "close")[-1]["ledger"]
+    assert f"dropped {drops} +" in closing and closing in " ".join(run.output.split())
     assert (run_dir / "checkpoints" / f"step_{steps:06d}" / "state.json").is_file()
 
 

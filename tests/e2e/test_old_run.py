@@ -59,4 +59,4 @@ def test_resume_of_an_earlier_version_trains_to_the_end(old_run: Path):
     assert rows(old_run)[:4] == earlier[:4]
     account = audit_run_log(read_history(get_journal_dir(old_run, RUN_LOG_FOLDER)))
     assert account.num_steps == 6 and not account.problems
-    assert "24 admitted = 24 trained + 0 filtered + 0 dropped + 0 in flight" in run.output
+    assert "admitted 24 = trained 24 + filtered 0 + dropped 0 + in flight 0" in run.output

@@ -112,6 +112,6 @@ def test_every_group_of_every_step_is_recorded(demo: Ended):
 
 def test_the_run_ends_with_a_summary(demo: Ended):
     total = GROUPS * STEPS
-    line = f"{total} admitted = {total} trained + 0 filtered + 0 dropped + 0 in flight"
+    line = f"admitted {total} = trained {total} + filtered 0 + dropped 0 + in flight 0"
     assert line in demo.output
     assert str(demo.run_dir) in demo.output.replace("\n", "")

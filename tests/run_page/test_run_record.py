@@ -2,8 +2,10 @@
 
 import json
 import math
+import tracemalloc
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -67,6 +69,46 @@ def test_a_resumed_run_replaces_the_steps_after_its_checkpoint(tmp_path: Path) -
     assert run.get_column("reward/mean")[-1] == pytest.approx(0.9)
 
 
+def write_steps(folder: Path, num_steps: int) -> Path:
+    """Write rows of a run whose staleness is 5 at step 2, whose every 10th step is evaluated."""
+    folder.mkdir()
+    (folder / "config.yaml").touch()
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, num_steps + 1):
+            row = {"step": step, "time": float(step), "time/step_s": 1.0, "reward/mean": step % 2}
+            row |= {"staleness/max": 5 * (step == 2), "ledger/trained": 4 * step}
+            row |= {"time/checkpoint_s": 0.5 if step % 10 == 0 else None}
+            row["staleness/histogram"] = {"edges": [0, 1], "counts": [3]}
+            file.write(json.dumps(row) + "\n")
+    return folder
+
+
+def test_a_long_run_is_shown_by_means_extremes_and_latest_rows(tmp_path: Path) -> None:
+    run = RunReader(write_steps(tmp_path / "run", 10_000)).read()
+    steps = run.steps
+    assert (steps[0], steps[-1]) == (1, 10_000) and (np.diff(steps) > 0).all()
+    assert np.diff(steps)[-99:].tolist() == [1] * 99, "the latest steps are whole"
+    rewards = run.get_column("reward/mean")
+    assert rewards[1:-150] == pytest.approx(0.5), "each bin has even and odd steps"
+    assert run.get_column("staleness/max").max() == 5
+    assert run.get_column("ledger/trained") == pytest.approx(4 * steps)
+    assert run.get_staleness_counts().sum() == 30_000
+    assert run.totals == {"time/step_s": 10_000, "time/checkpoint_s": 500, "time/evaluate_s": 0}
+
+
+def test_the_memory_for_a_run_does_not_grow_with_its_steps(tmp_path: Path) -> None:
+    peaks = []
+    for num_steps in (2000, 6000):
+        reader = RunReader(write_steps(tmp_path / str(num_steps), num_steps))
+        tracemalloc.start()
+        try:
+            reader.read()
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    assert peaks[1] < 1.5 * peaks[0]
+
+
 @given(ROWS, st.data())
 def test_a_growing_file_is_read_once_in_any_pieces(
     tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, int]], data: st.DataObject
@@ -79,9 +121,7 @@ def test_a_growing_file_is_read_once_in_any_pieces(
         with path.open("ab") as file:
             file.write(content[start:end])
         start = end
-        new, is_replaced = tail.read()
-        assert not is_replaced
-        read += new
+        read += tail.read(lambda: pytest.fail("nothing was replaced"))
     assert read == rows
 
 

@@ -135,6 +135,18 @@ def test_filter_time_is_prorated_by_tokens():
     ]
 
 
+def test_stale_groups_are_compared_with_the_trained_ones():
+    # Two trained groups of two rollouts and 6 sampled tokens each: 3 tokens a rollout.
+    tally = FilterTally()
+    for is_lost in (True, False):
+        tally.add_stale_group(GroupInfo((14, 16), 24, ((0, 24),)), is_lost=is_lost)
+    row = compute_step_metrics(facts(filter_tally=tally))
+    assert row["stale/share"] == 0.5
+    assert row["stale/length_ratio"] == pytest.approx(12 / 3)
+    assert row["stale/lost_prompts"] == 1
+    assert not [name for name in compute_step_metrics(facts()) if name.startswith("stale/")]
+
+
 def test_row_has_exactly_the_contract_metrics():
     validate_row(compute_step_metrics(facts()))
 

@@ -29,6 +29,18 @@ def test_a_filter_that_takes_nine_groups_in_ten_is_alerted():
     assert "the filter takes 95.0%" in watch.find_alerts(2, {"filter/share": 0.95})[0]
 
 
+def test_stale_drops_that_take_out_long_answers_or_prompts_are_alerted():
+    rows = [
+        {"stale/share": 0.3, "stale/length_ratio": 1.0, "stale/lost_prompts": 0},
+        {"stale/share": 0.2, "stale/length_ratio": 2.5, "stale/lost_prompts": 0},
+        {"stale/share": 0.01, "stale/length_ratio": 1.0, "stale/lost_prompts": 2},
+    ]
+    alerts = [AlertWatch().find_alerts(1, row) for row in rows]
+    assert not alerts[0]
+    assert "20% of the groups were dropped as stale, with rollouts 2.5 times" in alerts[1][0]
+    assert "2 prompts for good" in alerts[2][0] and "pipeline.on_stale=wait" in alerts[2][0]
+
+
 def test_drops_are_alerted_and_those_before_a_resume_are_not():
     first = AlertWatch()
     assert "2 groups were dropped" in first.find_alerts(1, {"ledger/dropped": 2})[0]

@@ -60,19 +60,6 @@ def test_remaining_time_is_unknown_before_the_first_step(progress):
     assert math.isnan(progress.estimate_remaining_s())
 
 
-def test_the_ledger_line_shows_whether_the_counts_balance(progress):
-    progress.add_row(1, full_row(1))
-    assert progress.format_ledger_line() == (
-        "20 admitted = 10 trained + 2 filtered + 1 dropped + 7 in flight"
-    )
-    progress.add_row(2, {"ledger/trained": 11})
-    assert progress.format_ledger_line().startswith("20 admitted != 11 trained")
-
-
-def test_there_is_no_ledger_line_without_a_ledger(progress):
-    assert progress.format_ledger_line() == ""
-
-
 def test_a_sparkline_goes_from_the_lowest_to_the_highest_block():
     assert render_sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == SPARKLINE_BLOCKS
     assert render_sparkline([5, 5, 5], 8) == SPARKLINE_BLOCKS[0] * 3

@@ -80,13 +80,11 @@ class RunResult:
     """Result of a run.
 
     version: last trained version.
-    ledger: counts of groups by outcome, as text.
     is_interrupted: the run was stopped before its last step.
     checkpoint: path of the last checkpoint; empty without one.
     """
 
     version: int
-    ledger: str
     is_interrupted: bool
     checkpoint: str
 
@@ -260,10 +258,12 @@ class CoordinatorActor(PingableActor):
             await self._save_checkpoint()
         queue_stats = await self._queue.get_stats()
         await self._persistence.close()
-        counts = run_state.admission.ledger.check_balance(
-            queue_stats.uids, inserted=run_state.inserted_uids
-        )
-        return RunResult(run_state.admission.version, str(counts), interrupted, self._checkpoint)
+        run_state.admission.ledger.check_balance(queue_stats.uids, inserted=run_state.inserted_uids)
+        return RunResult(run_state.admission.version, interrupted, self._checkpoint)
+
+    async def format_ledger(self) -> str:
+        """Return the counts of groups by outcome at this moment as text, for the summary."""
+        return str(self._run_state.admission.ledger.counts)
 
     async def _run_stream(self, reporting: "asyncio.Task[None]") -> None:
         """Run admission, training and stall watch concurrently until training ends.

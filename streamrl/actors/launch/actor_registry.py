@@ -83,6 +83,16 @@ class RestartPolicy:
             name in self._start_calls and self._num_deaths[name] < self._max_restarts_by_actor[name]
         )
 
+    def describe_restarts(self, name: str, *, has_died_again: bool = False) -> str:
+        """Describe how often an actor was restarted, as the end of an error; empty if never.
+
+        has_died_again: it died in its restart, which Ray then repeats until the limit.
+        """
+        limit = self._max_restarts_by_actor.get(name, 0)
+        number = limit if has_died_again else self._num_deaths[name]
+        rule = " (run.max_restarts)" if limit == self._max_restarts else ""
+        return f"; {name} was restarted {number} of {limit} times{rule}" if number else ""
+
     def restart_actor(self, name: str) -> Any:
         """Count a death and initialize the restarted process; return the pending reply."""
         self._num_deaths[name] += 1

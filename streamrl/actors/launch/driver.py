@@ -41,6 +41,7 @@ from streamrl.weights.transport import TransportSpec
 
 POLL_INTERVAL_S = 0.2
 MAX_COORDINATOR_CALLS = 10_000
+LEDGER_TIMEOUT_S = 5.0
 """Calls that wait at the coordinator at once: one per follower of the weights, and the driver's.
 
 A call beyond the limit, such as a stop request, would wait for one of the others; Ray's default is
@@ -194,6 +195,14 @@ class RunSession:
                 return result
             reports_reply = coordinator.read_reports.remote(num_seen, 1.0)
 
+    def format_ledger(self) -> str:
+        """Return the ledger's counts as text, also after a failure; empty without coordinator."""
+        try:
+            reply = self._registry.actors["coordinator"].format_ledger.remote()
+            return str(fetch_reply(reply, "coordinator.format_ledger", LEDGER_TIMEOUT_S))
+        except StreamError:
+            return ""
+
     def _replace_unresponsive(
         self, handle: Callable[[DriverReport], None], *, restart: bool
     ) -> None:
@@ -238,7 +247,12 @@ class RunSession:
             return None
         if reply in self._pending_starts:
             name = self._pending_starts.pop_actor(reply)
-            for text in fetch_reply(reply, f"{name}.start") or ():
+            try:
+                corrupt = fetch_reply(reply, f"{name}.start") or ()
+            except StreamError as error:
+                has_died_again = isinstance(error, ActorLostError)
+                raise self._add_restarts(error, name, has_died_again) from error.__cause__
+            for text in corrupt:
                 handle(EventReport("corrupt", {"text": text}))
             self._loop_replies[self._registry.actors[name].run.remote()] = name
             handle(EventReport("restarted", {"actor": name}))
@@ -266,10 +280,16 @@ class RunSession:
         # The process may live, but its weights or its engine are broken.
         is_lost = isinstance(error, WeightsError | GenerationError)
         if not self._registry.restarts.can_restart(name) or not (is_dead or is_lost):
-            raise error
+            raise self._add_restarts(error, name) from error.__cause__
         if not is_dead:
             self._registry.crash_actor(name)
         self._restart_actor(name, str(error), handle)
+
+    def _add_restarts(
+        self, error: StreamError, name: str, has_died_again: bool = False
+    ) -> StreamError:
+        restarts = self._registry.restarts.describe_restarts(name, has_died_again=has_died_again)
+        return type(error)(f"{error}{restarts}")
 
     def _restart_actor(
         self, name: str, reason: str, handle: Callable[[DriverReport], None]

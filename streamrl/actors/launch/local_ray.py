@@ -6,12 +6,17 @@ inherit the environment of the raylet.
 """
 
 import contextlib
+import fcntl
 import logging
 import os
+import shutil
+import signal
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +38,17 @@ LOOPBACK = "127.0.0.1"
 LOOPBACK_DEVICE_ENV = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Network device of torch.distributed, unless the user has set another."""
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
+RAY_SETTINGS = {"RAY_worker_niceness": "0"}
+"""Settings of the local Ray, unless the user has set others.
+
+Niceness is relative to the command's; Ray's 15 would starve a run beside any busy program.
+"""
+AGENT_CODE = (
+    "import ctypes, os, runpy, sys; ctypes.CDLL(None).prctl(1, 9);"  # PR_SET_PDEATHSIG, SIGKILL
+    " os.getppid() == int(os.environ['RAY_RAYLET_PID']) or os._exit(1);"
+    " del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+"""Program that runs an agent of Ray, and dies with the raylet instead of a minute later."""
 NODE_TIMEOUT_S = 60.0
 """Longest wait for the node of a new instance to register."""
 NODE_POLL_INTERVAL_S = 0.02
@@ -52,17 +68,18 @@ def start_local_ray(
 
     Raises ActorError if the instance does not start.
     """
-    folder = _make_private_folder()
-    env = {name: os.environ.get(name, device) for name, device in LOOPBACK_DEVICE_ENV.items()}
+    folder = _make_private_folder() / "ray"
+    defaults = {**LOOPBACK_DEVICE_ENV, **RAY_SETTINGS}
+    env = {name: os.environ.get(name, value) for name, value in defaults.items()}
     env |= {**TOKEN_AUTH_ENV, TOKEN_VARIABLE: generate_new_authentication_token()}
     # Ray warns when processes exceed 4 * maximum_startup_concurrency (default: the cores). A run
     # needs a process per slot and about eight more.
     max_starting = max(os.cpu_count() or 1, -(-(cpus + 8) // 4))
     os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(max_starting))
-    with override_ray_environment(env):
+    with override_ray_environment(env), _create_session(folder) as session:
         try:
             try:
-                with _patch_lean_ray(), keep_sigterm_handler():
+                with _patch_lean_ray(session), keep_sigterm_handler(), _block_sighup():
                     ray.init(
                         address="local",
                         num_cpus=cpus,
@@ -72,19 +89,14 @@ def start_local_ray(
                         logging_level=logging.ERROR,
                         object_store_memory=object_store_bytes,
                         _node_ip_address=LOOPBACK,
-                        _temp_dir=str(folder / "ray"),
+                        _temp_dir=str(folder),
                     )
             except Exception as error:  # noqa: BLE001
                 reason = " ".join(str(error).split())
                 raise ActorError(f"Ray did not start: {reason}") from None
             yield
         finally:
-            ray_processes = _find_ray_processes()
             ray.shutdown()
-            # If interrupted during startup, Ray leaves its agents running for a minute.
-            for process in ray_processes:
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
 
 
 @contextlib.contextmanager
@@ -135,14 +147,35 @@ def _make_private_folder() -> Path:
     return folder
 
 
-def _find_ray_processes() -> list[psutil.Process]:
-    """Return the processes of the Ray instance that this process started."""
-    package, ray_processes = str(Path(ray.__file__).parent), []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if any(package in word for word in process.cmdline()):
-                ray_processes.append(process)
-    return ray_processes
+@contextlib.contextmanager
+def _create_session(folder: Path) -> Iterator[str]:
+    """Context with the name of a new Ray session, whose directory in `folder` is locked.
+
+    Removes the directories of sessions whose command has ended. The kernel drops the lock with the
+    command, however it ends, and shows it in other containers, where the command has no pid.
+    """
+    folder.mkdir(exist_ok=True)
+    for session in folder.glob("session_*_[0-9]*"):
+        if not psutil.pid_exists(int(session.name.rpartition("_")[2])):
+            with contextlib.suppress(OSError), _open_directory(session) as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(session)
+    # Locked before another command finds the directory by its name.
+    created = Path(tempfile.mkdtemp(dir=folder))
+    with _open_directory(created) as file:
+        with contextlib.suppress(OSError):  # NFS locks no directory, so nobody removes one there
+            fcntl.flock(file, fcntl.LOCK_EX)
+        name = f"session_{datetime.now():%Y-%m-%d_%H-%M-%S_%f}_{os.getpid()}"
+        yield created.rename(folder / name).name
+
+
+@contextlib.contextmanager
+def _open_directory(path: Path) -> Iterator[int]:
+    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield file
+    finally:
+        os.close(file)
 
 
 @contextlib.contextmanager
@@ -153,7 +186,20 @@ def keep_sigterm_handler() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _patch_lean_ray() -> Iterator[None]:
+def _block_sighup() -> Iterator[None]:
+    """Context whose new processes never get SIGHUP; this process gets it at the end.
+
+    A closed terminal also signals Ray's processes, which the command needs for an orderly stop.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def _patch_lean_ray(session: str) -> Iterator[None]:
     """Context in which `ray.init` starts only the processes that a local instance needs.
 
     Workers come from the fork server. `ray.init` has no arguments to disable the autoscaler's
@@ -161,11 +207,17 @@ def _patch_lean_ray() -> Iterator[None]:
     seconds. `ray.init` also replaces a loopback address by the machine's network address.
     """
     changes: dict[str, Any] = {"no_monitor": True, "include_log_monitor": False}
+    changes["session_name"] = session
     if is_serving():
         changes["setup_worker_path"] = str(LAUNCHER_PATH)
     with (
         mock.patch.object(parameter, "RayParams", partial(parameter.RayParams, **changes)),
         mock.patch.object(node.Node, "start_api_server", _skip_api_server),
+        mock.patch.object(
+            services,
+            "_build_python_executable_command_memory_profileable",
+            lambda *arguments: [sys.executable, "-u", "-c", AGENT_CODE],
+        ),
         mock.patch.object(
             utils, "get_dashboard_dependency_error", lambda: ImportError("no dashboard")
         ),

@@ -69,6 +69,8 @@ class StepAssembler:
         self._ready_by_token = VersionBuckets[Experience]()
         """Ready groups by the version of their oldest token."""
         self._step_groups: list[Experience] = []
+        self.late_infos: dict[str, GroupInfo | None] = {}
+        """Sizes of the ready groups that `remove_late_groups` returned last."""
 
     def admit_group(self, uid: str, version: int) -> None:
         """Expect a group that was admitted at `version`."""
@@ -112,7 +114,9 @@ class StepAssembler:
         """
         exempt = {e.uid for e in self.find_drawable(version)} if is_full else set()
         oldest = version + is_full - self._max_staleness
-        stale = [uid for uid, _ in self._ready_by_token.iter_before(oldest) if uid not in exempt]
+        found = self._ready_by_token.iter_before(oldest)
+        self.late_infos = {uid: group.info for uid, group in found if uid not in exempt}
+        stale = list(self.late_infos)
         self._remove_ready(stale)
         if self.should_drop_stale:
             return stale

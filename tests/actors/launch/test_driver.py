@@ -5,9 +5,17 @@ from typing import Any
 
 import pytest
 
+from streamrl.actors.launch import driver
 from streamrl.actors.launch.actor_registry import RestartPolicy
 from streamrl.actors.launch.driver import RunSession
-from streamrl.errors import DeadlineError, GenerationError, StreamError, WeightsError
+from streamrl.actors.launch.elastic import PendingStarts
+from streamrl.errors import (
+    ActorLostError,
+    DeadlineError,
+    GenerationError,
+    StreamError,
+    WeightsError,
+)
 
 
 class FakeSession(RunSession):
@@ -34,8 +42,24 @@ def test_a_generator_with_a_hung_engine_is_restarted_until_its_restarts_are_used
         session._replace_actor("generator-0", None, error, print)
     assert session.crashed == ["generator-0"] * 2
     assert session.restarted == [("generator-0", "no token was sampled for 600 s")] * 2
-    with pytest.raises(kind, match="no token was sampled for 600 s"):
+    ending = r"for 600 s; generator-0 was restarted 2 of 2 times \(run.max_restarts\)$"
+    with pytest.raises(kind, match=ending):
         session._replace_actor("generator-0", None, error, print)
+
+
+def test_an_actor_that_dies_at_every_start_ends_the_run_with_its_number_of_restarts(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def fetch_dead_reply(reply: Any, name: str) -> Any:
+        raise ActorLostError(f"{name}: the process died")
+
+    monkeypatch.setattr(driver, "fetch_reply", fetch_dead_reply)
+    session: Any = FakeSession()
+    session._scaler, session._pending_starts = (), PendingStarts(60.0)
+    session._pending_starts.add_actor("reply", "generator-0")
+    ending = r"generator-0.start: the process died; generator-0 was restarted 2 of 2 times"
+    with pytest.raises(ActorLostError, match=ending):
+        session._handle_reply("reply", print)
 
 
 def test_another_error_or_an_actor_without_restarts_ends_the_run():

@@ -1,7 +1,9 @@
 """Local Ray instance: its token, its directory and its ports."""
 
+import fcntl
 import os
 import stat
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from streamrl.actors.launch.local_ray import (
     LONGEST_SOCKET_SUFFIX,
     MAX_SOCKET_PATH_BYTES,
     TOKEN_VARIABLE,
+    _create_session,
     _make_private_folder,
     override_ray_environment,
 )
@@ -85,12 +88,38 @@ def test_the_users_ray_environment_is_restored(monkeypatch: pytest.MonkeyPatch):
     assert "STREAMRL_TEST" not in os.environ
 
 
-class Listing:
-    """Actor that reports the token, node address and listening sockets of its process."""
+def test_sessions_of_ended_commands_are_removed_and_no_others(tmp_path: Path):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    names = {
+        who: f"session_2026-01-01_00-00-0{i}_000000_{pid}"
+        for i, (who, pid) in enumerate(
+            {"ended": ended.pid, "alive": os.getppid(), "container": ended.pid}.items()
+        )
+    }
+    for name in (*names.values(), "session_of_a_person", "other"):
+        (tmp_path / name / "logs").mkdir(parents=True)
+        (tmp_path / name / "logs" / "raylet.out").write_text("log")
+    (tmp_path / "session_latest").symlink_to(tmp_path / names["ended"])
+    # A command whose pid means nothing here, as in another container, holds its lock.
+    lock = os.open(tmp_path / names["container"], os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        with _create_session(tmp_path) as first, _create_session(tmp_path) as second:
+            kept = {names["alive"], names["container"], "session_of_a_person", "other"}
+            found = {path.name for path in tmp_path.iterdir()} - {"session_latest"}
+            assert found == {*kept, first, second}
+    finally:
+        os.close(lock)
 
-    def look(self) -> tuple[str | None, str, list[str]]:
+
+class Listing:
+    """Actor that reports the token, address, listening sockets and niceness of its process."""
+
+    def look(self) -> tuple[str | None, str, list[str], int]:
         address = ray.util.get_node_ip_address()
-        return os.environ.get(TOKEN_VARIABLE), address, list_addresses(psutil.Process())
+        sockets = list_addresses(psutil.Process())
+        return os.environ.get(TOKEN_VARIABLE), address, sockets, os.nice(0)
 
 
 def command_of(process: psutil.Process) -> str:
@@ -102,9 +131,10 @@ def command_of(process: psutil.Process) -> str:
 
 
 @pytest.mark.usefixtures("local_ray")
-def test_an_instance_listens_on_loopback_only_and_its_workers_have_its_token():
+def test_an_instance_listens_on_loopback_only_and_its_workers_have_its_token_and_niceness():
     actor: Any = ray.remote(num_cpus=0)(Listing).remote()
-    token, address, addresses = ray.get(actor.look.remote(), timeout=60.0)
+    token, address, addresses, niceness = ray.get(actor.look.remote(), timeout=60.0)
+    assert niceness == os.nice(0)
     assert token == os.environ[TOKEN_VARIABLE] and len(token) == 64
     assert address == "127.0.0.1"
     started = psutil.Process().children(recursive=True)

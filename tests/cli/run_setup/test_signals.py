@@ -1,17 +1,20 @@
 """Signals that end a run."""
 
 import contextlib
+import os
+import pty
 import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from streamrl.cli.run_setup.signals import interrupt_on_signals
+from streamrl.cli.run_setup.signals import catch_first_interrupt, interrupt_on_signals
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +34,48 @@ def test_a_signal_with_a_swallowed_exception_still_interrupts(number: int):
         signal.raise_signal(number)
     with pytest.raises(KeyboardInterrupt):
         check()
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_first_signal_stops_and_only_a_second_sighup_does_not_abort(number: int):
+    with catch_first_interrupt() as stopping:
+        assert not stopping()
+        signal.raise_signal(number)
+        assert stopping()
+        signal.raise_signal(signal.SIGHUP)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_command_that_ignores_sighup_from_its_start_runs_on():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    interrupt_on_signals()()
+    with catch_first_interrupt() as stopping:
+        signal.raise_signal(signal.SIGHUP)
+        assert not stopping()
+
+
+ON_TERMINAL = """
+import sys, time
+from pathlib import Path
+from streamrl.cli.run_setup.signals import catch_first_interrupt
+with catch_first_interrupt() as stopping:
+    print("started", flush=True)
+    while not stopping():
+        time.sleep(0.01)
+    print("saving", flush=True)
+    Path(sys.argv[1]).write_text("saved")
+"""
+
+
+def test_a_run_on_a_closed_terminal_can_print_and_save(tmp_path: Path):
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execl(sys.executable, sys.executable, "-c", ON_TERMINAL, str(tmp_path / "state"))
+    assert os.read(terminal, 7) == b"started"
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert (tmp_path / "state").read_text() == "saved"
 
 
 def test_a_command_with_closed_stdout_succeeds():
@@ -62,7 +107,7 @@ sys.exit(main.main())
 """
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_an_interrupt_converted_by_a_library_is_still_an_interrupt(name: str):
     words = [sys.executable, "-c", PROGRAM.format(name=name)]
     process = subprocess.run(words, capture_output=True, text=True, timeout=60)
