@@ -8,7 +8,7 @@ from typing import Any
 from streamrl.environments.config import EnvironmentConfig, get_environment_section
 from streamrl.environments.hosts.call_runner import (
     CANCEL_TIMEOUT_S,
-    UserCallRunner,
+    HostCalls,
     UserCodeError,
 )
 from streamrl.environments.hosts.host_protocol import (
@@ -27,7 +27,7 @@ from streamrl.errors import ConfigError, EpisodeError
 
 
 class EnvironmentHost:
-    """Sessions of a process. An idle session costs memory only: no thread and no task.
+    """Sessions of a process. An idle session of an async class costs neither a thread nor a task.
 
     settings: of a single environment. Construction loads its class and raises ConfigError.
     """
@@ -39,7 +39,7 @@ class EnvironmentHost:
         self._sources = ToolSources(
             spec.tools, self._class.description.tools, max_reply_chars=settings.max_reply_chars
         )
-        self._runner = UserCallRunner()
+        self._calls = HostCalls()
         self._sessions: dict[int, UserEnvironment] = {}
         self._running: dict[int, asyncio.Task[Any]] = {}
 
@@ -52,13 +52,13 @@ class EnvironmentHost:
             if request.operation is HostOperation.CLOSE:
                 timeout_s = CLOSE_TIMEOUT_S
             error = f"{name} in {self._class.description.file}: no result in {timeout_s:g} s"
-            return HostResponse(error=error, is_timeout=True, num_hanging=self._runner.num_hanging)
+            return HostResponse(error=error, is_timeout=True, num_hanging=len(self._calls.hanging))
         except (UserCodeError, EpisodeError) as error:
-            return HostResponse(error=str(error), num_hanging=self._runner.num_hanging)
+            return HostResponse(error=str(error), num_hanging=len(self._calls.hanging))
         except ConfigError as error:
             is_checked = request.operation is HostOperation.DESCRIBE
             return HostResponse(error=str(error), is_config_error=is_checked)
-        return HostResponse(result, num_hanging=self._runner.num_hanging)
+        return HostResponse(result, num_hanging=len(self._calls.hanging))
 
     async def _run_operation(self, request: HostRequest) -> Any:
         session_id, arguments = request.session_id, request.arguments
@@ -92,8 +92,8 @@ class EnvironmentHost:
 
     def _make_environment(self) -> UserEnvironment:
         if self._class.description.shape is EnvironmentShape.TURNS:
-            return TurnEnvironment(self._class, self._settings, self._runner)
-        return ToolEnvironment(self._class, self._settings, self._runner, self._sources)
+            return TurnEnvironment(self._class, self._settings, self._calls)
+        return ToolEnvironment(self._class, self._settings, self._calls, self._sources)
 
     async def _close_session(self, session_id: int) -> None:
         """Give up the operation that the session is in, if any, and close the session."""
