@@ -19,6 +19,7 @@ from streamrl.environments.hosts.host_protocol import (
     HostRequest,
     HostResponse,
 )
+from streamrl.environments.hosts.shared_state import digest_shared_state
 from streamrl.environments.hosts.tool_environment import ToolEnvironment
 from streamrl.environments.hosts.user_class import load_user_class
 from streamrl.environments.hosts.user_environment import TurnEnvironment, UserEnvironment
@@ -64,6 +65,8 @@ class EnvironmentHost:
         session_id, arguments = request.session_id, request.arguments
         if request.operation is HostOperation.DESCRIBE:
             return await self._describe()
+        if request.operation is HostOperation.DIGEST:
+            return digest_shared_state(self._class.class_object)
         if request.operation is HostOperation.CLOSE:
             return await self._close_session(session_id)
         if request.operation is HostOperation.RESET:

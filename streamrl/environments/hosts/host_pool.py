@@ -101,6 +101,15 @@ class EnvironmentHostPool:
     def num_sessions(self) -> int:
         return sum(host.num_sessions for host in self._hosts)
 
+    async def digest_shared_state(self) -> dict[str, str]:
+        """Return a digest of each part of what the episodes of the first process share, by name."""
+        if not self._hosts:
+            return {}
+        state: dict[str, str] = await self._hosts[0].call(
+            HostOperation.DIGEST, 0, timeout_s=self.turn_timeout_s
+        )
+        return state
+
     def open_session(self, prompt: Prompt, *, seed: int) -> "HostedSession":
         return HostedSession(self, next(self._session_ids), prompt, seed)
 

@@ -66,6 +66,7 @@ class HostOperation(Enum):
     STEP = "step"
     SCORE = "score"
     ORACLE = "oracle"
+    DIGEST = "digest"
     CLOSE = "close"
 
 

@@ -4,7 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from streamrl.environments.interface import EnvironmentStep, EpisodeSummary, Reply, ResetResult
+from streamrl.environments.interface import (
+    CallOutcome,
+    EnvironmentStep,
+    EpisodeSummary,
+    Reply,
+    ResetResult,
+)
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.checks import format_value
 
@@ -13,9 +19,9 @@ from streamrl.rewards.interface.checks import format_value
 class EpisodeRecord:
     """Record of an episode, filled while it runs (`EpisodeObserver`).
 
-    score: None without an end. error: failure that ended it; "" if none did. close_error: failure
-    of `close` after its end.
-    seconds: longest time of each operation.
+    score: None without an end. error: failure that ended it; "" if
+    none did. close_error: failure of `close` after its end.
+    seconds: longest time of each operation. seed: that of the environment.
     """
 
     prompt: Prompt
@@ -28,6 +34,7 @@ class EpisodeRecord:
     error: str = ""
     close_error: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
+    seed: int = 0
 
     @property
     def place(self) -> str:
@@ -49,6 +56,15 @@ class EpisodeRecord:
     def is_over(self) -> bool:
         """True if the environment or a limit of turns has ended the episode."""
         return bool(self.steps) and self.steps[-1].done
+
+    def list_tool_errors(self) -> list[str]:
+        """Return what the policy read of each call that raised."""
+        return [
+            message["content"]
+            for step in self.steps
+            for message, outcome in zip(step.messages, step.outcomes, strict=False)
+            if outcome is CallOutcome.TOOL_ERROR
+        ]
 
     def see_reset(self, prompt: Prompt, start: ResetResult, seconds: float) -> None:
         self.start = start

@@ -1,6 +1,7 @@
 """Hosts that show an observer each answer of the environment, for a terminal or a record."""
 
 import time
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from streamrl.environments.hosts.host_pool import EnvironmentHostPool, HostedSession
@@ -22,18 +23,25 @@ class EpisodeObserver(Protocol):
 class ObservedHosts:
     """Pool whose sessions report to an observer (`EnvironmentHosts`); one episode at a time.
 
-    observer: receives what the sessions that are opened next answer.
+    observer: receives what the sessions that are opened next answer. before_close: runs before a
+    session is closed.
     session: the session that was opened last.
     """
 
-    def __init__(self, hosts: EnvironmentHostPool, observer: EpisodeObserver) -> None:
+    def __init__(
+        self,
+        hosts: EnvironmentHostPool,
+        observer: EpisodeObserver,
+        before_close: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         self._hosts = hosts
         self._observer = observer
+        self._before_close = before_close
         self.session: HostedSession | None = None
 
     def open_session(self, prompt: Prompt, *, seed: int) -> "ObservedSession":
         self.session = self._hosts.open_session(prompt, seed=seed)
-        return ObservedSession(self.session, prompt, self._observer)
+        return ObservedSession(self.session, prompt, self._observer, self._before_close)
 
     @property
     def description(self) -> EnvironmentDescription:
@@ -46,7 +54,14 @@ class ObservedHosts:
 class ObservedSession:
     """Session that reports its answers to an observer (`EnvironmentSession`)."""
 
-    def __init__(self, session: HostedSession, prompt: Prompt, observer: EpisodeObserver) -> None:
+    def __init__(
+        self,
+        session: HostedSession,
+        prompt: Prompt,
+        observer: EpisodeObserver,
+        before_close: Callable[[], Awaitable[None]] | None,
+    ) -> None:
+        self._before_close = before_close
         self._session = session
         self._prompt = prompt
         self._observer = observer
@@ -70,4 +85,8 @@ class ObservedSession:
         return score
 
     async def close(self) -> None:
-        await self._session.close()
+        try:
+            if self._before_close is not None:
+                await self._before_close()
+        finally:
+            await self._session.close()
