@@ -132,7 +132,7 @@ async def _play_model(arguments: argparse.Namespace, recipe: ConfigSections | No
             f" tokens it exceeds the model's context of {model_length}; lower it in --config"
         )
     async with _open_hosts(config, is_human=False) as hosts:
-        call_format = choose_call_format(config, renderer, hosts.description.tools)
+        call_format = choose_call_format(config, renderer, hosts.pool.description.tools)
         with show_progress("loading the model"):
             engine = await start_engine(subject, arguments.seed, longest)
         try:

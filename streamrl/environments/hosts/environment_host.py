@@ -1,7 +1,6 @@
 """Handler of a host process: the sessions of a user's environment class, on one event loop."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +42,7 @@ class EnvironmentHost:
         self._calls = HostCalls()
         self._sessions: dict[int, UserEnvironment] = {}
         self._running: dict[int, asyncio.Task[Any]] = {}
+        self._watched: dict[int, dict[str, str]] = {}
 
     async def __call__(self, request: HostRequest) -> HostResponse:
         try:
@@ -53,36 +53,36 @@ class EnvironmentHost:
             if request.operation is HostOperation.CLOSE:
                 timeout_s = CLOSE_TIMEOUT_S
             error = f"{name} in {self._class.description.file}: no result in {timeout_s:g} s"
-            return HostResponse(error=error, is_timeout=True, num_hanging=len(self._calls.hanging))
-        except (UserCodeError, EpisodeError) as error:
-            return HostResponse(error=str(error), num_hanging=len(self._calls.hanging))
-        except ConfigError as error:
-            is_checked = request.operation is HostOperation.DESCRIBE
-            return HostResponse(error=str(error), is_config_error=is_checked)
-        return HostResponse(result, num_hanging=len(self._calls.hanging))
+            response = HostResponse(error=error, is_timeout=True)
+        except (UserCodeError, EpisodeError, ConfigError) as error:
+            is_refused = isinstance(error, ConfigError)
+            is_refused &= request.operation is HostOperation.DESCRIBE
+            response = HostResponse(error=str(error), is_config_error=is_refused)
+        else:
+            response = HostResponse(result)
+        return replace(response, num_hanging=len(self._calls.hanging))
 
     async def _run_operation(self, request: HostRequest) -> Any:
         session_id, arguments = request.session_id, request.arguments
         if request.operation is HostOperation.DESCRIBE:
             return await self._describe()
-        if request.operation is HostOperation.DIGEST:
-            return digest_shared_state(self._class.class_object)
+        if request.operation is HostOperation.WATCH:
+            state = digest_shared_state(self._class.class_object)
+            before = self._watched.pop(session_id, None)
+            if before is None:
+                self._watched[session_id] = state
+                return ()
+            return sorted(name for name in before if state.get(name) != before[name])
         if request.operation is HostOperation.CLOSE:
             return await self._close_session(session_id)
         if request.operation is HostOperation.RESET:
             self._sessions[session_id] = self._make_environment()
         environment = self._sessions[session_id]
-        methods: dict[HostOperation, Callable[..., Awaitable[Any]]] = {
-            HostOperation.RESET: environment.reset,
-            HostOperation.STEP: environment.step,
-            HostOperation.SCORE: environment.score,
-            HostOperation.ORACLE: environment.ask_oracle,
-        }
         task = asyncio.current_task()
         assert task is not None
         self._running[session_id] = task
         try:
-            return await methods[request.operation](*arguments)
+            return await getattr(environment, request.operation.value)(*arguments)
         finally:
             del self._running[session_id]
 

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-PROCESS_ID = "the process"
 VARIABLE = "the variable "
 _repr = reprlib.Repr()
 _repr.maxlevel = 3
@@ -22,19 +21,11 @@ _repr.maxstring = _repr.maxother = 1000
 
 
 def digest_shared_state(user_class: type) -> dict[str, str]:
-    """Return a digest of each part of the state by name, and one of the process itself."""
-    parts = [(PROCESS_ID, os.getpid()), *_list_settings(), *_list_variables(user_class)]
+    """Return a digest of each part of the state by name."""
     return {
         name: hashlib.blake2b(str(value).encode("utf-8", "backslashreplace")).hexdigest()
-        for name, value in parts
+        for name, value in (*_list_settings(), *_list_variables(user_class))
     }
-
-
-def find_changes(before: dict[str, str], after: dict[str, str]) -> set[str]:
-    """Return the names of the parts that differ; none if the process is another one."""
-    if before.get(PROCESS_ID) != after.get(PROCESS_ID):
-        return set()
-    return {name for name in before.keys() & after.keys() if before[name] != after[name]}
 
 
 def _list_settings() -> Iterator[tuple[str, Any]]:

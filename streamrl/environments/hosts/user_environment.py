@@ -71,7 +71,7 @@ class UserEnvironment:
         async with asyncio.timeout(self._settings.turn_timeout_s):
             return self.to_float("score", await self.call("score", episode))
 
-    async def ask_oracle(self, messages: Sequence[Message]) -> str:
+    async def oracle(self, messages: Sequence[Message]) -> str:
         """Return the turn that the class's `oracle` would write next."""
         async with asyncio.timeout(self._settings.turn_timeout_s):
             reply = await self.call("oracle", self._row, messages)

@@ -2,14 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import (
-    AsyncGenerator,
-    Awaitable,
-    Callable,
-    Collection,
-    Iterator,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import replace
 from statistics import fmean
@@ -20,7 +13,7 @@ from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.episodes.driver import make_environment_seed
 from streamrl.environments.hosts.host_pool import EnvironmentHostPool
 from streamrl.environments.hosts.host_protocol import EnvironmentDescription, EnvironmentShape
-from streamrl.environments.hosts.shared_state import VARIABLE, find_changes
+from streamrl.environments.hosts.shared_state import VARIABLE
 from streamrl.environments.interface import Message, ToolSchema
 from streamrl.environments.probing.episode_record import EpisodeRecord, find_first_difference
 from streamrl.environments.probing.finding import (
@@ -105,26 +98,13 @@ class EnvironmentProbe:
     async def play(self, policy: str, prompt: Prompt, *, seed_offset: int = 0) -> EpisodeRecord:
         """Run an episode alone to its end; a failure of the environment is part of the record."""
         seed = make_environment_seed(0, prompt.uid) + seed_offset
-        if self._config.isolate:
-            return await self._play(policy, prompt, seed)
-        before = await self._hosts.digest_shared_state()
-
-        async def compare_state() -> None:
-            after = await self._hosts.digest_shared_state()
-            self._changes.append(find_changes(before, after))
-
-        return await self._play(policy, prompt, seed, before_close=compare_state)
+        return await self._play(policy, prompt, seed, is_alone=True)
 
     async def _play(
-        self,
-        policy: str,
-        prompt: Prompt,
-        seed: int,
-        *,
-        before_close: Callable[[], Awaitable[None]] | None = None,
+        self, policy: str, prompt: Prompt, seed: int, *, is_alone: bool = False
     ) -> EpisodeRecord:
         record = EpisodeRecord(prompt, policy, seed=seed)
-        hosts = ObservedHosts(self._hosts, record, before_close)
+        hosts = ObservedHosts(self._hosts, record, is_alone and not self._config.isolate)
 
         async def ask_oracle(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
             assert hosts.session is not None
@@ -150,6 +130,8 @@ class EnvironmentProbe:
             record.error = str(error)
         if hosts.session is not None:
             record.close_error = hosts.session.close_error
+            if is_alone:
+                self._changes.append({*hosts.session.changes})
         return record
 
     async def _compare_same_seed(self, policies: Sequence[str]) -> Finding:
@@ -255,10 +237,9 @@ class EnvironmentProbe:
                 except EpisodeError as error:
                     return report_failure(subject, f"{count} open episodes: {error}")
                 sizes.append(table.measure_tree_memory(sessions[-1].host_pid))
-        if self._config.isolate:
-            return judge_isolated_memory(sizes[0], self._open_episodes, self._config)
         per_episode = max(0, sizes[1] - sizes[0]) / count
-        num_open = math.ceil(self._open_episodes / self._config.processes)
+        num_processes = 1 if self._config.isolate else self._config.processes
+        num_open = math.ceil(self._open_episodes / num_processes)
         return judge_memory(sizes[0], per_episode, num_open, self._config)
 
 
@@ -390,14 +371,20 @@ def judge_seconds(records: Sequence[EpisodeRecord], config: EnvironmentConfig) -
 def judge_memory(
     first_bytes: float, per_episode: float, num_open: int, config: EnvironmentConfig
 ) -> Finding:
-    """Compare the memory that a process will need with its limit.
+    """Compare the memory that a process will need with its limit, or with `isolate` the machine's.
 
     first_bytes: memory of a process with one open episode. per_episode: memory of each further one,
-    bytes. num_open: open episodes of a process in a run.
+    bytes. num_open: open episodes of a process in a run, with `isolate` those of a generator.
     """
-    needed = first_bytes + per_episode * num_open
     text = f"a process with an open episode has {first_bytes / MIB:.0f} MiB"
-    if num_open:
+    if config.isolate:
+        needed, limit = first_bytes * num_open, float(psutil.virtual_memory().total)
+        text += (
+            f", and a generator's {num_open} open episodes are as many processes:"
+            f" {needed / MIB:.0f} MiB of this machine's {limit / MIB:.0f}"
+        )
+    else:
+        needed, limit = first_bytes + per_episode * num_open, float(config.memory_bytes)
         text += (
             f", each further episode {per_episode / MIB:.3f} MiB; a run's {num_open} per process"
             f" need {needed / MIB:.0f} MiB"
@@ -405,24 +392,7 @@ def judge_memory(
     text += f"; environment.memory_gib={config.memory_gib:g}"
     if first_bytes > config.memory_bytes:
         return report_failure("memory", f"{text}: not even one episode fits: raise it")
-    if needed > config.memory_bytes:
-        return report_warning("memory", f"{text}: raise it, or lower environment.open_episodes")
-    return report_ok("memory", text)
-
-
-def judge_isolated_memory(
-    process_bytes: float, num_open: int, config: EnvironmentConfig
-) -> Finding:
-    """Compare the memory of a generator's open episodes, a process each, with the machine's."""
-    total = psutil.virtual_memory().total
-    needed = process_bytes * num_open
-    text = (
-        f"each open episode is a process of {process_bytes / MIB:.0f} MiB: a generator's {num_open}"
-        f" need {needed / MIB:.0f} MiB of this machine's {total / MIB:.0f} MiB;"
-        f" environment.memory_gib={config.memory_gib:g}"
-    )
-    if process_bytes > config.memory_bytes:
-        return report_failure("memory", f"{text}: not even one episode fits: raise it")
-    if needed > total:
-        return report_warning("memory", f"{text}: lower environment.open_episodes")
+    if needed > limit:
+        raised = "" if config.isolate else "raise it, or "
+        return report_warning("memory", f"{text}: {raised}lower environment.open_episodes")
     return report_ok("memory", text)

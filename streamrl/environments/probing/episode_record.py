@@ -4,13 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from streamrl.environments.interface import (
-    CallOutcome,
-    EnvironmentStep,
-    EpisodeSummary,
-    Reply,
-    ResetResult,
-)
+from streamrl.environments.hosts.host_protocol import HostOperation
+from streamrl.environments.interface import CallOutcome, EnvironmentStep, Reply, ResetResult
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.checks import format_value
 
@@ -66,21 +61,18 @@ class EpisodeRecord:
             if outcome is CallOutcome.TOOL_ERROR
         ]
 
-    def see_reset(self, prompt: Prompt, start: ResetResult, seconds: float) -> None:
-        self.start = start
-        self._add_seconds("reset", seconds)
-
-    def see_step(self, reply: Reply, step: EnvironmentStep, seconds: float) -> None:
-        self.replies.append(reply)
-        self.steps.append(step)
-        self._add_seconds("step", seconds)
-
-    def see_score(self, episode: EpisodeSummary, score: float, seconds: float) -> None:
-        self.finish_reason, self.score = episode.finish_reason, score
-        self._add_seconds("score", seconds)
-
-    def _add_seconds(self, operation: str, seconds: float) -> None:
-        self.seconds[operation] = max(seconds, self.seconds.get(operation, 0.0))
+    def see(self, operation: HostOperation, arguments: Any, result: Any, seconds: float) -> None:
+        if operation is HostOperation.RESET:
+            self.start = result
+        elif operation is HostOperation.STEP:
+            self.replies += arguments
+            self.steps.append(result)
+        elif operation is HostOperation.SCORE:
+            self.finish_reason, self.score = arguments[0].finish_reason, result
+        else:
+            return
+        name = operation.value
+        self.seconds[name] = max(seconds, self.seconds.get(name, 0.0))
 
 
 def find_first_difference(first: EpisodeRecord, second: EpisodeRecord) -> str:

@@ -13,7 +13,6 @@ from streamrl.environments.interface import EnvironmentStep, Reply, ResetResult
 from streamrl.environments.probing.environment_probe import (
     EnvironmentProbe,
     describe_episodes,
-    judge_isolated_memory,
     judge_memory,
     judge_scores,
     judge_seconds,
@@ -246,10 +245,10 @@ def test_memory_of_the_open_episodes_is_compared_with_the_limit():
 
 def test_memory_of_a_process_per_episode_is_compared_with_the_machine():
     config, mib = EnvironmentConfig("mine.py", isolate=True), 2**20
-    assert judge_isolated_memory(30 * mib, 8, config).status is FindingStatus.OK
-    finding = judge_isolated_memory(3000 * mib, 10**6, config)
+    assert judge_memory(30 * mib, 0, 8, config).status is FindingStatus.OK
+    finding = judge_memory(3000 * mib, 0, 10**6, config)
     assert finding.status is FindingStatus.WARN
-    assert "a generator's 1000000 need 3000000000 MiB of this machine's" in finding.text
+    assert "1000000 open episodes are as many processes: 3000000000 MiB of" in finding.text
 
 
 def test_an_episode_at_its_deadline_has_no_score():
