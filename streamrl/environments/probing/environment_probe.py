@@ -24,7 +24,7 @@ from streamrl.environments.probing.finding import (
 )
 from streamrl.environments.probing.probe_policies import make_random_policy, stay_silent
 from streamrl.environments.scripted.observed_hosts import ObservedHosts
-from streamrl.environments.scripted.policy_sampler import Policy, make_text_driver
+from streamrl.environments.scripted.text_episode import Policy, make_text_driver
 from streamrl.environments.tool_calls.tool_signature import format_tool
 from streamrl.errors import ConfigError, EpisodeError
 from streamrl.files.bounded_read import MIB
