@@ -24,7 +24,7 @@ from streamrl.environments.episodes.start_driver import load_turn_renderer
 from streamrl.environments.probing.environment_probe import EnvironmentProbe
 from streamrl.environments.probing.finding import Finding, FindingStatus
 from streamrl.environments.probing.token_probe import probe_template, probe_tokens
-from streamrl.environments.scripted.chat_lines import ChatLineRenderer
+from streamrl.environments.scripted.text_episode import render_messages
 from streamrl.errors import ConfigError
 from streamrl.messages import Prompt
 from streamrl.telemetry.progress_line import ProgressLine, show_progress
@@ -85,7 +85,7 @@ async def check(
     has_model = recipe is not None and bool(recipe.model.path)
     renderer = load_turn_renderer(recipe.data, recipe.model.path) if recipe and has_model else None
     config, prompts = _choose_rows(
-        arguments, recipe, settings, (renderer or ChatLineRenderer()).render_prompt
+        arguments, recipe, settings, renderer.render_prompt if renderer else render_messages
     )
     generator = recipe.generator if recipe else GeneratorConfig()
     probe = EnvironmentProbe(

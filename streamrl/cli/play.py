@@ -29,9 +29,12 @@ from streamrl.environments.episodes.driver import EpisodeDriver, EpisodeLimits
 from streamrl.environments.episodes.start_driver import choose_call_format, load_turn_renderer
 from streamrl.environments.hosts.host_pool import EnvironmentHostPool
 from streamrl.environments.interface import Message, ToolSchema
-from streamrl.environments.scripted.chat_lines import ChatLineRenderer
 from streamrl.environments.scripted.observed_hosts import ObservedHosts
-from streamrl.environments.scripted.policy_sampler import load_policy, make_text_driver
+from streamrl.environments.scripted.text_episode import (
+    load_policy,
+    make_text_driver,
+    render_messages,
+)
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_model_length
 from streamrl.messages import Columns, Prompt
@@ -104,7 +107,7 @@ async def _play(arguments: argparse.Namespace) -> Columns:
 
 async def _play_text(arguments: argparse.Namespace, recipe: ConfigSections | None) -> Columns:
     settings = recipe.environment if recipe else EnvironmentConfig()
-    prompt = _read_row(arguments, recipe, ChatLineRenderer().render_prompt)
+    prompt = _read_row(arguments, recipe, render_messages)
     config = choose_environment(arguments, settings, prompt, max_turns=arguments.max_turns)
     is_human = arguments.policy == HUMAN
     policy = ask_person if is_human else load_policy(arguments.policy, setting="--policy")
@@ -132,7 +135,7 @@ async def _play_model(arguments: argparse.Namespace, recipe: ConfigSections | No
             f" tokens it exceeds the model's context of {model_length}; lower it in --config"
         )
     async with _open_hosts(config, is_human=False) as hosts:
-        call_format = choose_call_format(config, renderer, hosts.description.tools)
+        call_format = choose_call_format(config, renderer, hosts.pool.description.tools)
         with show_progress("loading the model"):
             engine = await start_engine(subject, arguments.seed, longest)
         try:

@@ -475,6 +475,12 @@ def _collect_notes(
 ) -> tuple[str, ...]:
     """Return notes for the log: unused rows, a frozen policy, and epochs per file of the run."""
     notes = [note for opened in train.files for note in opened.notes]
+    if config.environment.isolate:
+        notes.append(
+            f"environment.isolate: a generator has up to {config.max_open_rollouts} processes of"
+            " environments, one per open episode, from 26 MiB each; environment.open_episodes"
+            " bounds them"
+        )
     notes += [note for loaded in evaluation for note in loaded.notes]
     if config.critic.warmup_alone >= config.run.steps:
         notes.append(

@@ -97,10 +97,12 @@ class EnvironmentConfig(EnvironmentSpec):
     episode_timeout_s: most time of an episode in the engine and in its environment, s. Waits for a
         decode slot or for shared devices do not count. Below pipeline.stall_s.
     open_episodes: episodes that a generator keeps open, those that wait for their environment
-        included; null: generator.max_concurrent_rollouts.
+        included; with `isolate` also its most processes of environments. null:
+        generator.max_concurrent_rollouts.
     processes: processes of each generator that run the environment's code and share the open
         episodes. With `isolate`, processes kept ready for the next episodes.
-    isolate: run each episode in a process of its own, which is killed with the episode.
+    isolate: run each episode in a new process, which is killed with the episode: it shares neither
+        random generators nor environment variables, working directory or global variables.
     memory_gib: memory limit of a host process including its children, GiB.
     call_format: format of the policy's tool calls; auto: that of the model's chat template.
     call_pattern: regular expression of a call, for call_format: regex.

@@ -3,10 +3,11 @@
 import json
 from collections.abc import Sequence
 from itertools import zip_longest
+from typing import Any
 
+from streamrl.environments.hosts.host_protocol import HostOperation
 from streamrl.environments.interface import (
     EnvironmentStep,
-    EpisodeSummary,
     Message,
     Reply,
     ResetResult,
@@ -29,7 +30,18 @@ class EpisodeTranscript:
         self._has_person = has_person
         self._num_steps = 0
 
-    def see_reset(self, prompt: Prompt, start: ResetResult, seconds: float) -> None:
+    def see(self, operation: HostOperation, arguments: Any, result: Any, seconds: float) -> None:
+        if operation is HostOperation.RESET:
+            self._print_start(arguments[0], result)
+        elif operation is HostOperation.STEP:
+            self._print_step(arguments[0], result)
+        elif operation is HostOperation.SCORE:
+            turns = [m for m in arguments[0].messages if m["role"] == "assistant"]
+            # The environment does not see a turn that was cut at a limit.
+            for turn in turns[self._num_steps :]:
+                _print_line(f"policy> {turn['content']}")
+
+    def _print_start(self, prompt: Prompt, start: ResetResult) -> None:
         if start.tools:
             _print_line("tools:")
             for tool in start.tools:
@@ -39,7 +51,7 @@ class EpisodeTranscript:
         _print_messages([m for m in prompt.messages if m["content"]])
         _print_messages(start.messages)
 
-    def see_step(self, reply: Reply, step: EnvironmentStep, seconds: float) -> None:
+    def _print_step(self, reply: Reply, step: EnvironmentStep) -> None:
         self._num_steps += 1
         if not self._has_person:
             if reply.text or not reply.calls:
@@ -51,12 +63,6 @@ class EpisodeTranscript:
         if step.reward:
             _print_line(f"  reward {step.reward:g}")
         _print_messages(() if step.done else step.messages)
-
-    def see_score(self, episode: EpisodeSummary, score: float, seconds: float) -> None:
-        turns = [m for m in episode.messages if m["role"] == "assistant"]
-        # The environment does not see a turn that was cut at a limit.
-        for turn in turns[self._num_steps :]:
-            _print_line(f"policy> {turn['content']}")
 
 
 def format_call(call: ToolCall) -> str:

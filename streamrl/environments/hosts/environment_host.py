@@ -1,14 +1,13 @@
 """Handler of a host process: the sessions of a user's environment class, on one event loop."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
 from streamrl.environments.config import EnvironmentConfig, get_environment_section
 from streamrl.environments.hosts.call_runner import (
     CANCEL_TIMEOUT_S,
-    UserCallRunner,
+    HostCalls,
     UserCodeError,
 )
 from streamrl.environments.hosts.host_protocol import (
@@ -19,6 +18,7 @@ from streamrl.environments.hosts.host_protocol import (
     HostRequest,
     HostResponse,
 )
+from streamrl.environments.hosts.shared_state import digest_shared_state
 from streamrl.environments.hosts.tool_environment import ToolEnvironment
 from streamrl.environments.hosts.user_class import load_user_class
 from streamrl.environments.hosts.user_environment import TurnEnvironment, UserEnvironment
@@ -27,7 +27,7 @@ from streamrl.errors import ConfigError, EpisodeError
 
 
 class EnvironmentHost:
-    """Sessions of a process. An idle session costs memory only: no thread and no task.
+    """Sessions of a process. An idle session of an async class costs neither a thread nor a task.
 
     settings: of a single environment. Construction loads its class and raises ConfigError.
     """
@@ -39,9 +39,10 @@ class EnvironmentHost:
         self._sources = ToolSources(
             spec.tools, self._class.description.tools, max_reply_chars=settings.max_reply_chars
         )
-        self._runner = UserCallRunner()
+        self._calls = HostCalls()
         self._sessions: dict[int, UserEnvironment] = {}
         self._running: dict[int, asyncio.Task[Any]] = {}
+        self._watched: dict[int, dict[str, str]] = {}
 
     async def __call__(self, request: HostRequest) -> HostResponse:
         try:
@@ -52,34 +53,36 @@ class EnvironmentHost:
             if request.operation is HostOperation.CLOSE:
                 timeout_s = CLOSE_TIMEOUT_S
             error = f"{name} in {self._class.description.file}: no result in {timeout_s:g} s"
-            return HostResponse(error=error, is_timeout=True, num_hanging=self._runner.num_hanging)
-        except (UserCodeError, EpisodeError) as error:
-            return HostResponse(error=str(error), num_hanging=self._runner.num_hanging)
-        except ConfigError as error:
-            is_checked = request.operation is HostOperation.DESCRIBE
-            return HostResponse(error=str(error), is_config_error=is_checked)
-        return HostResponse(result, num_hanging=self._runner.num_hanging)
+            response = HostResponse(error=error, is_timeout=True)
+        except (UserCodeError, EpisodeError, ConfigError) as error:
+            is_refused = isinstance(error, ConfigError)
+            is_refused &= request.operation is HostOperation.DESCRIBE
+            response = HostResponse(error=str(error), is_config_error=is_refused)
+        else:
+            response = HostResponse(result)
+        return replace(response, num_hanging=len(self._calls.hanging))
 
     async def _run_operation(self, request: HostRequest) -> Any:
         session_id, arguments = request.session_id, request.arguments
         if request.operation is HostOperation.DESCRIBE:
             return await self._describe()
+        if request.operation is HostOperation.WATCH:
+            state = digest_shared_state(self._class.class_object)
+            before = self._watched.pop(session_id, None)
+            if before is None:
+                self._watched[session_id] = state
+                return ()
+            return sorted(name for name in before if state.get(name) != before[name])
         if request.operation is HostOperation.CLOSE:
             return await self._close_session(session_id)
         if request.operation is HostOperation.RESET:
             self._sessions[session_id] = self._make_environment()
         environment = self._sessions[session_id]
-        methods: dict[HostOperation, Callable[..., Awaitable[Any]]] = {
-            HostOperation.RESET: environment.reset,
-            HostOperation.STEP: environment.step,
-            HostOperation.SCORE: environment.score,
-            HostOperation.ORACLE: environment.ask_oracle,
-        }
         task = asyncio.current_task()
         assert task is not None
         self._running[session_id] = task
         try:
-            return await methods[request.operation](*arguments)
+            return await getattr(environment, request.operation.value)(*arguments)
         finally:
             del self._running[session_id]
 
@@ -92,8 +95,8 @@ class EnvironmentHost:
 
     def _make_environment(self) -> UserEnvironment:
         if self._class.description.shape is EnvironmentShape.TURNS:
-            return TurnEnvironment(self._class, self._settings, self._runner)
-        return ToolEnvironment(self._class, self._settings, self._runner, self._sources)
+            return TurnEnvironment(self._class, self._settings, self._calls)
+        return ToolEnvironment(self._class, self._settings, self._calls, self._sources)
 
     async def _close_session(self, session_id: int) -> None:
         """Give up the operation that the session is in, if any, and close the session."""

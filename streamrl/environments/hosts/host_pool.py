@@ -11,9 +11,10 @@ closed, or when more than MAX_HANGING_CALLS hang.
 import asyncio
 import itertools
 import logging
+import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.hosts.host_process import START_TIMEOUT_S, HostProcess
@@ -257,8 +258,22 @@ class EnvironmentHostPool:
         await self._tasks.drain()
 
 
+class EpisodeObserver(Protocol):
+    """Observer of an episode."""
+
+    def see(self, operation: HostOperation, arguments: Any, result: Any, seconds: float) -> None:
+        """Receive an answer of the environment and the time that it took."""
+        ...
+
+
 class HostedSession:
-    """Session of a user's environment in a host process (EnvironmentSession)."""
+    """Session of a user's environment in a host process (EnvironmentSession).
+
+    observer: receives each answer. is_watched: find what the episode changes of the state that all
+    of its process share; then no other one may be open.
+    close_error: failure of the user's `close`; "" if it has not failed. changes: names of the state
+    that a watched episode has changed.
+    """
 
     def __init__(
         self, pool: EnvironmentHostPool, session_id: int, prompt: Prompt, seed: int
@@ -268,12 +283,16 @@ class HostedSession:
         self._prompt = prompt
         self._seed = seed
         self._host: HostProcess | None = None
+        self.observer: EpisodeObserver | None = None
+        self.is_watched = False
         self.close_error = ""
-        """Failure of the user's `close`; "" if it has not failed."""
+        self.changes: Sequence[str] = ()
 
     async def reset(self) -> ResetResult:
         """Wait for a host, and reset a new environment object in it."""
         self._host = await self._pool.claim_host()
+        if self.is_watched:
+            await self._call(HostOperation.WATCH)
         result: ResetResult = await self._call(HostOperation.RESET, self._prompt, self._seed)
         return result
 
@@ -307,6 +326,10 @@ class HostedSession:
         if host is None:
             return
         try:
+            if self.is_watched and not host.has_exited:
+                self.changes = await host.call(
+                    HostOperation.WATCH, self._id, timeout_s=CLOSE_TIMEOUT_S
+                )
             if not host.has_exited:
                 await host.call(HostOperation.CLOSE, self._id, timeout_s=CLOSE_TIMEOUT_S)
         except EpisodeError as error:
@@ -316,11 +339,14 @@ class HostedSession:
             self._pool.release_host(host)
 
     async def _call(self, operation: HostOperation, *arguments: Any) -> Any:
-        host = self._host
+        host, started = self._host, time.monotonic()
         assert host is not None, "call reset first"
         try:
-            return await host.call(
+            result = await host.call(
                 operation, self._id, *arguments, timeout_s=self._pool.turn_timeout_s
             )
         finally:
             self._pool.check_host(host)
+        if self.observer is not None:
+            self.observer.see(operation, arguments, result, time.monotonic() - started)
+        return result

@@ -66,12 +66,15 @@ class HostOperation(Enum):
     STEP = "step"
     SCORE = "score"
     ORACLE = "oracle"
+    WATCH = "watch"
     CLOSE = "close"
 
 
 @dataclass(frozen=True)
 class HostRequest:
     """Operation on a session.
+
+    WATCH before RESET and before CLOSE returns the names of the shared state that changed between.
 
     arguments: of RESET prompt and seed, of STEP the Reply, of SCORE the EpisodeSummary, of
         ORACLE the messages of the episode.

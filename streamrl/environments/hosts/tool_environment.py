@@ -1,11 +1,11 @@
 """Environment with tools: a reply's calls are executed and answered."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from streamrl.environments.config import EnvironmentConfig
-from streamrl.environments.hosts.call_runner import UserCallRunner
-from streamrl.environments.hosts.method_tools import MethodTools
+from streamrl.environments.hosts.call_runner import HostCalls, UserCodeError
 from streamrl.environments.hosts.user_class import UserClass
 from streamrl.environments.hosts.user_environment import UserEnvironment
 from streamrl.environments.interface import (
@@ -16,9 +16,13 @@ from streamrl.environments.interface import (
     ToolCall,
 )
 from streamrl.environments.tool_calls.call_id import make_call_id
-from streamrl.environments.tool_calls.reply_text import cut_middle
+from streamrl.environments.tool_calls.reply_text import (
+    cut_middle,
+    format_tool_error,
+    format_tool_result,
+)
 from streamrl.environments.tool_calls.tool_schema import get_tool_name
-from streamrl.environments.tool_sources.tool_source import ToolSession
+from streamrl.environments.tool_sources.tool_source import ToolAnswer, ToolSession
 from streamrl.environments.tool_sources.tool_sources import ToolSources
 from streamrl.messages import Prompt
 
@@ -36,10 +40,10 @@ class ToolEnvironment(UserEnvironment):
         self,
         user_class: UserClass,
         settings: EnvironmentConfig,
-        runner: UserCallRunner,
+        host_calls: HostCalls,
         sources: ToolSources,
     ) -> None:
-        super().__init__(user_class, settings, runner)
+        super().__init__(user_class, settings, host_calls)
         self._sources = sources
         methods = MethodTools(self)
         self._tools: dict[str, ToolSession] = {
@@ -102,3 +106,36 @@ class ToolEnvironment(UserEnvironment):
             await super().close()
         finally:
             await asyncio.gather(*(tool.close() for tool in set(self._tools.values())))
+
+
+class MethodTools:
+    """Methods of an environment's object as tools (ToolSession)."""
+
+    timeout_note = ""
+
+    def __init__(self, environment: UserEnvironment) -> None:
+        self._environment = environment
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
+        """Call a method. Raises UserCodeError if it returns neither text nor JSON."""
+        environment = self._environment
+        try:
+            result = await environment.call(name, **arguments)
+        except UserCodeError as error:
+            if environment.is_hanging:
+                # The object may be bound to its thread: not the policy's to learn from.
+                raise UserCodeError(
+                    f"{error}; an earlier call of the episode still runs in its thread, so this one"
+                    " had another; keep calls below environment.call_timeout_s, or raise it"
+                ) from error
+            assert error.__cause__ is not None
+            text = format_tool_error(error.__cause__, environment.description.file)
+            return ToolAnswer(text, CallOutcome.TOOL_ERROR)
+        try:
+            return ToolAnswer(format_tool_result(result))
+        except TypeError as error:
+            # A fault of the tool, which no other call would avoid: not the policy's to learn from.
+            raise environment.make_result_error(name, result, "text or JSON") from error
+
+    async def close(self) -> None:
+        """Do nothing: the environment closes its object."""

@@ -16,6 +16,7 @@ import importlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from streamrl.environments.config import SECTION, EnvironmentSpec
@@ -53,6 +54,11 @@ class UserClass:
     description: EnvironmentDescription
     methods: Mapping[str, FileFunction]
     reset_arguments: tuple[str, ...]
+
+    @cached_property
+    def is_async(self) -> bool:
+        """True if all methods besides the constructor are async: an episode keeps no thread."""
+        return all(m.is_async for name, m in self.methods.items() if name != CONSTRUCTOR)
 
 
 def load_user_class(spec: EnvironmentSpec, *, section: str = SECTION) -> UserClass:

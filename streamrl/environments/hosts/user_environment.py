@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from streamrl.environments.config import EnvironmentConfig
-from streamrl.environments.hosts.call_runner import UserCallRunner, UserCodeError
+from streamrl.environments.hosts.call_runner import EpisodeCalls, HostCalls, UserCodeError
 from streamrl.environments.hosts.host_protocol import CLOSE_TIMEOUT_S
 from streamrl.environments.hosts.user_class import CONSTRUCTOR, UserClass
 from streamrl.environments.interface import (
@@ -34,12 +34,12 @@ class UserEnvironment:
     """
 
     def __init__(
-        self, user_class: UserClass, settings: EnvironmentConfig, runner: UserCallRunner
+        self, user_class: UserClass, settings: EnvironmentConfig, host_calls: HostCalls
     ) -> None:
         self.description = user_class.description
         self._class = user_class
         self._settings = settings
-        self._runner = runner
+        self._calls = EpisodeCalls(host_calls)
         self._object: Any = None
         self._row: Prompt | None = None
 
@@ -51,9 +51,11 @@ class UserEnvironment:
         async with asyncio.timeout(self._settings.turn_timeout_s):
             # Copied: an object that changes a list among its options must not change its siblings'.
             options = copy.deepcopy(dict(self._class.options))
-            self._object = await self._runner.run(
+            self._object = await self._calls.run(
                 self._class.methods[CONSTRUCTOR], self._class.class_object, **options
             )
+            if self._class.is_async:
+                self._calls.end_thread()
             if "reset" in self._class.methods:
                 arguments = {name: offered[name] for name in self._class.reset_arguments}
                 observation = await self.call("reset", **arguments)
@@ -69,7 +71,7 @@ class UserEnvironment:
         async with asyncio.timeout(self._settings.turn_timeout_s):
             return self.to_float("score", await self.call("score", episode))
 
-    async def ask_oracle(self, messages: Sequence[Message]) -> str:
+    async def oracle(self, messages: Sequence[Message]) -> str:
         """Return the turn that the class's `oracle` would write next."""
         async with asyncio.timeout(self._settings.turn_timeout_s):
             reply = await self.call("oracle", self._row, messages)
@@ -78,13 +80,21 @@ class UserEnvironment:
         return "".join((reply, ""))  # a plain str, as the pool unpickles no subclass
 
     async def close(self) -> None:
-        if self._object is not None and "close" in self._class.methods:
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self.call("close")
+        try:
+            if self._object is not None and "close" in self._class.methods:
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await self.call("close")
+        finally:
+            self._calls.end_thread()
+
+    @property
+    def is_hanging(self) -> bool:
+        """True while a call that was given up occupies the episode's thread."""
+        return self._calls.is_hanging
 
     async def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         function = getattr(self._object, name)
-        return await self._runner.run(self._class.methods[name], function, *args, **kwargs)
+        return await self._calls.run(self._class.methods[name], function, *args, **kwargs)
 
     def to_float(self, name: str, value: Any) -> float:
         number = to_finite_float(value)

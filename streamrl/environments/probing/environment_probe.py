@@ -2,14 +2,18 @@
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import replace
+from statistics import fmean
+
+import psutil
 
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.episodes.driver import make_environment_seed
 from streamrl.environments.hosts.host_pool import EnvironmentHostPool
 from streamrl.environments.hosts.host_protocol import EnvironmentDescription, EnvironmentShape
+from streamrl.environments.hosts.shared_state import VARIABLE
 from streamrl.environments.interface import Message, ToolSchema
 from streamrl.environments.probing.episode_record import EpisodeRecord, find_first_difference
 from streamrl.environments.probing.finding import (
@@ -20,17 +24,20 @@ from streamrl.environments.probing.finding import (
 )
 from streamrl.environments.probing.probe_policies import make_random_policy, stay_silent
 from streamrl.environments.scripted.observed_hosts import ObservedHosts
-from streamrl.environments.scripted.policy_sampler import Policy, make_text_driver
+from streamrl.environments.scripted.text_episode import Policy, make_text_driver
 from streamrl.environments.tool_calls.tool_signature import format_tool
 from streamrl.errors import ConfigError, EpisodeError
 from streamrl.files.bounded_read import MIB
 from streamrl.messages import Prompt, describe_prompt
 from streamrl.process_pool.proc_stats import ProcessTable
+from streamrl.rewards.interface.checks import format_value
 
 SILENT, RANDOM, ORACLE = "silent", "random", "oracle"
 FULL_SCORE = 1.0
 """Score of a solved episode, where no oracle shows it."""
 NUM_OPEN_SESSIONS = 50
+NUM_TOGETHER, NUM_ISOLATED = 32, 8
+"""Episodes that are played side by side; with a process each, fewer."""
 NUM_OTHER_SEEDS = 3
 """Seeds with which an episode is repeated, until it differs."""
 SLOW_SHARE = 0.5
@@ -52,6 +59,10 @@ class EnvironmentProbe:
         self._open_episodes = open_episodes
         self._hosts = EnvironmentHostPool(replace(config, processes=1))
         self._is_reproducible = True
+        self._changes: list[set[str]] = []
+        """Parts of the shared state that each episode changed which was played alone."""
+        self._others: list[EpisodeRecord] = []
+        """Episodes with other seeds, played alone."""
         self.records: list[EpisodeRecord] = []
 
     async def run(self) -> AsyncGenerator[Finding, None]:
@@ -72,6 +83,7 @@ class EnvironmentProbe:
                 yield finding
             yield await self._compare_same_seed(policies)
             yield await self._compare_seeds(policies[::-1])
+            yield await self._compare_together()
             for finding in judge_seconds(self.records, self._config):
                 yield finding
             yield await self._probe_crash()
@@ -84,10 +96,15 @@ class EnvironmentProbe:
         return self._hosts.description
 
     async def play(self, policy: str, prompt: Prompt, *, seed_offset: int = 0) -> EpisodeRecord:
-        """Run an episode to its end; a failure of the environment is part of the record."""
-        record = EpisodeRecord(prompt, policy)
-        hosts = ObservedHosts(self._hosts, record)
+        """Run an episode alone to its end; a failure of the environment is part of the record."""
         seed = make_environment_seed(0, prompt.uid) + seed_offset
+        return await self._play(policy, prompt, seed, is_alone=True)
+
+    async def _play(
+        self, policy: str, prompt: Prompt, seed: int, *, is_alone: bool = False
+    ) -> EpisodeRecord:
+        record = EpisodeRecord(prompt, policy, seed=seed)
+        hosts = ObservedHosts(self._hosts, record, is_alone and not self._config.isolate)
 
         async def ask_oracle(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
             assert hosts.session is not None
@@ -113,6 +130,8 @@ class EnvironmentProbe:
             record.error = str(error)
         if hosts.session is not None:
             record.close_error = hosts.session.close_error
+            if is_alone:
+                self._changes.append({*hosts.session.changes})
         return record
 
     async def _compare_same_seed(self, policies: Sequence[str]) -> Finding:
@@ -126,8 +145,9 @@ class EnvironmentProbe:
                 return report_failure(
                     subject,
                     f"{first.policy} policy, {describe_prompt(first.prompt)}: two episodes differ:"
-                    f" {difference}; take all randomness from random.Random(seed) of"
-                    " reset(row, seed), or a group compares different tasks",
+                    f" {difference}{format_changes(set().union(*self._changes))}; take all"
+                    " randomness from random.Random(seed) of reset(row, seed), or a group compares"
+                    " different tasks",
                 )
         if not complete:
             return report_warning(subject, "not compared: no episode came to its end")
@@ -148,6 +168,7 @@ class EnvironmentProbe:
         for first in known:
             for offset in range(1, NUM_OTHER_SEEDS + 1):
                 second = await self.play(first.policy, first.prompt, seed_offset=offset)
+                self._others.append(second)
                 difference = second.error or find_first_difference(first, second)
                 if difference:
                     if first.start == second.start:
@@ -158,6 +179,24 @@ class EnvironmentProbe:
             f"{NUM_OTHER_SEEDS + 1} seeds gave the same episode of each policy; right if the row"
             " is the whole task: otherwise draw the task from the seed of reset(row, seed)",
         )
+
+    async def _compare_together(self) -> Finding:
+        """Play episodes side by side, several of each, and compare them with those played alone."""
+        subject = "together"
+        alone = [record for record in (*self.records, *self._others) if not record.error]
+        if not alone:
+            return report_warning(subject, "not compared: no episode came to its end")
+        count = min(NUM_ISOLATED if self._config.isolate else NUM_TOGETHER, self._open_episodes)
+        chosen = alone[:: math.ceil(2 * len(alone) / count)]
+        firsts = chosen * max(1, count // len(chosen))
+        records = await asyncio.gather(*(self._play(r.policy, r.prompt, r.seed) for r in firsts))
+        differences = [
+            (first, difference)
+            for first, second in zip(firsts, records, strict=True)
+            if (difference := second.error or find_first_difference(first, second))
+            and (second.error or self._is_reproducible)
+        ]
+        return judge_together(len(firsts), differences, self._changes, self._config)
 
     async def _probe_crash(self) -> Finding:
         """Kill the process of an open session, and run the next episode."""
@@ -198,10 +237,9 @@ class EnvironmentProbe:
                 except EpisodeError as error:
                     return report_failure(subject, f"{count} open episodes: {error}")
                 sizes.append(table.measure_tree_memory(sessions[-1].host_pid))
-        if self._config.isolate:
-            return judge_memory(sizes[0], 0, 0, self._config)
         per_episode = max(0, sizes[1] - sizes[0]) / count
-        num_open = math.ceil(self._open_episodes / self._config.processes)
+        num_processes = 1 if self._config.isolate else self._config.processes
+        num_open = math.ceil(self._open_episodes / num_processes)
         return judge_memory(sizes[0], per_episode, num_open, self._config)
 
 
@@ -231,9 +269,11 @@ def describe_episodes(policy: str, records: Sequence[EpisodeRecord]) -> Finding:
     turns = sum(len(record.steps) for record in records) / len(records)
     scores = [record.score for record in records if record.score is not None]
     reasons = ", ".join(sorted({record.finish_reason or "timeout" for record in records}))
+    raised = [text for record in records for text in record.list_tool_errors()]
+    errors = f"; {len(raised)} calls raised, the first {format_value(raised[0])}" if raised else ""
     shown = f"scores {min(scores):g} to {max(scores):g}" if scores else "no score"
     return report_ok(
-        policy, f"{len(records)} episodes, {turns:.1f} turns, {shown}, ends: {reasons}"
+        policy, f"{len(records)} episodes, {turns:.1f} turns, {shown}, ends: {reasons}{errors}"
     )
 
 
@@ -245,24 +285,59 @@ def judge_scores(
     def list_scores(policy: str) -> list[float]:
         return [r.score for r in records if r.policy == policy and r.score is not None]
 
-    oracle = list_scores(ORACLE)
-    full = max(oracle, default=FULL_SCORE)
+    means = {p: fmean(list_scores(p)) for p in (SILENT, RANDOM, ORACLE) if list_scores(p)}
+    full = max(list_scores(ORACLE), default=FULL_SCORE)
     for policy in (SILENT, RANDOM):
-        num_full = sum(score >= full for score in list_scores(policy))
-        if num_full:
+        # Luck solves a task now and then: means are compared, not the best episode.
+        if (mean := means.get(policy, -math.inf)) >= full:
             yield report_warning(
                 "score",
-                f"gives {full:g} to nonsense: the {policy} policy gets it in {num_full} episodes;"
-                " a run would teach this",
+                f"gives {mean:g} to nonsense: the {policy} policy gets it on average; a run would"
+                " teach this",
             )
-    senseless = list_scores(SILENT) + list_scores(RANDOM)
-    most = max(senseless, default=0.0)
-    if oracle and sum(oracle) / len(oracle) <= most:
+    most = max(means.get(SILENT, 0.0), means.get(RANDOM, 0.0))
+    if means.get(ORACLE, math.inf) <= most:
         yield report_warning(
             "score",
-            f"the oracle's mean is {sum(oracle) / len(oracle):g}, no more than the {most:g} of a"
-            " policy without sense; check oracle and score",
+            f"the oracle's mean is {means[ORACLE]:g}, no more than the mean of a policy without"
+            f" sense, {most:g}; check oracle and score",
         )
+
+
+def judge_together(
+    num_played: int,
+    differences: Sequence[tuple[EpisodeRecord, str]],
+    changes: Sequence[set[str]],
+    config: EnvironmentConfig,
+) -> Finding:
+    """Report the episodes that differ side by side, and what they share.
+
+    differences: episodes as played alone, and how the ones side by side differ. changes: parts of
+    the process's state that each episode changed which was played alone.
+    """
+    subject, advice = "together", "keep all state in the object, draw from random.Random(seed)"
+    advice += ", or set environment.isolate"
+    if config.isolate:
+        advice = "each has a process: they share files, ports or a service; give each its own"
+    if differences:
+        first, difference = differences[0]
+        return report_failure(
+            subject,
+            f"{len(differences)} of {num_played} episodes side by side are not as alone:"
+            f" {first.policy} policy, {describe_prompt(first.prompt)}: {difference}"
+            f"{format_changes(set().union(*changes))}; {advice}",
+        )
+    # An import may change settings in the first episode.
+    settings = {name for name in set().union(*changes[1:]) if not name.startswith(VARIABLE)}
+    text = f"{num_played} episodes side by side are as alone"
+    if settings:
+        return report_warning(subject, f"{text}, by chance{format_changes(settings)}; {advice}")
+    return report_ok(subject, text)
+
+
+def format_changes(names: Collection[str]) -> str:
+    """Return what episodes change of the state that they share, as a clause; "" without any."""
+    return f"; a process shares {', '.join(sorted(names))} among its episodes" if names else ""
 
 
 def judge_closing(records: Sequence[EpisodeRecord]) -> Iterator[Finding]:
@@ -296,14 +371,20 @@ def judge_seconds(records: Sequence[EpisodeRecord], config: EnvironmentConfig) -
 def judge_memory(
     first_bytes: float, per_episode: float, num_open: int, config: EnvironmentConfig
 ) -> Finding:
-    """Compare the memory that a process will need with its limit.
+    """Compare the memory that a process will need with its limit, or with `isolate` the machine's.
 
     first_bytes: memory of a process with one open episode. per_episode: memory of each further one,
-    bytes. num_open: open episodes of a process in a run.
+    bytes. num_open: open episodes of a process in a run, with `isolate` those of a generator.
     """
-    needed = first_bytes + per_episode * num_open
     text = f"a process with an open episode has {first_bytes / MIB:.0f} MiB"
-    if num_open:
+    if config.isolate:
+        needed, limit = first_bytes * num_open, float(psutil.virtual_memory().total)
+        text += (
+            f", and a generator's {num_open} open episodes are as many processes:"
+            f" {needed / MIB:.0f} MiB of this machine's {limit / MIB:.0f}"
+        )
+    else:
+        needed, limit = first_bytes + per_episode * num_open, float(config.memory_bytes)
         text += (
             f", each further episode {per_episode / MIB:.3f} MiB; a run's {num_open} per process"
             f" need {needed / MIB:.0f} MiB"
@@ -311,6 +392,7 @@ def judge_memory(
     text += f"; environment.memory_gib={config.memory_gib:g}"
     if first_bytes > config.memory_bytes:
         return report_failure("memory", f"{text}: not even one episode fits: raise it")
-    if needed > config.memory_bytes:
-        return report_warning("memory", f"{text}: raise it, or lower environment.open_episodes")
+    if needed > limit:
+        raised = "" if config.isolate else "raise it, or "
+        return report_warning("memory", f"{text}: {raised}lower environment.open_episodes")
     return report_ok("memory", text)

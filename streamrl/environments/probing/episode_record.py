@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from streamrl.environments.interface import EnvironmentStep, EpisodeSummary, Reply, ResetResult
+from streamrl.environments.hosts.host_protocol import HostOperation
+from streamrl.environments.interface import CallOutcome, EnvironmentStep, Reply, ResetResult
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.checks import format_value
 
@@ -13,9 +14,9 @@ from streamrl.rewards.interface.checks import format_value
 class EpisodeRecord:
     """Record of an episode, filled while it runs (`EpisodeObserver`).
 
-    score: None without an end. error: failure that ended it; "" if none did. close_error: failure
-    of `close` after its end.
-    seconds: longest time of each operation.
+    score: None without an end. error: failure that ended it; "" if
+    none did. close_error: failure of `close` after its end.
+    seconds: longest time of each operation. seed: that of the environment.
     """
 
     prompt: Prompt
@@ -28,6 +29,7 @@ class EpisodeRecord:
     error: str = ""
     close_error: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
+    seed: int = 0
 
     @property
     def place(self) -> str:
@@ -50,21 +52,27 @@ class EpisodeRecord:
         """True if the environment or a limit of turns has ended the episode."""
         return bool(self.steps) and self.steps[-1].done
 
-    def see_reset(self, prompt: Prompt, start: ResetResult, seconds: float) -> None:
-        self.start = start
-        self._add_seconds("reset", seconds)
+    def list_tool_errors(self) -> list[str]:
+        """Return what the policy read of each call that raised."""
+        return [
+            message["content"]
+            for step in self.steps
+            for message, outcome in zip(step.messages, step.outcomes, strict=False)
+            if outcome is CallOutcome.TOOL_ERROR
+        ]
 
-    def see_step(self, reply: Reply, step: EnvironmentStep, seconds: float) -> None:
-        self.replies.append(reply)
-        self.steps.append(step)
-        self._add_seconds("step", seconds)
-
-    def see_score(self, episode: EpisodeSummary, score: float, seconds: float) -> None:
-        self.finish_reason, self.score = episode.finish_reason, score
-        self._add_seconds("score", seconds)
-
-    def _add_seconds(self, operation: str, seconds: float) -> None:
-        self.seconds[operation] = max(seconds, self.seconds.get(operation, 0.0))
+    def see(self, operation: HostOperation, arguments: Any, result: Any, seconds: float) -> None:
+        if operation is HostOperation.RESET:
+            self.start = result
+        elif operation is HostOperation.STEP:
+            self.replies += arguments
+            self.steps.append(result)
+        elif operation is HostOperation.SCORE:
+            self.finish_reason, self.score = arguments[0].finish_reason, result
+        else:
+            return
+        name = operation.value
+        self.seconds[name] = max(seconds, self.seconds.get(name, 0.0))
 
 
 def find_first_difference(first: EpisodeRecord, second: EpisodeRecord) -> str:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 
 class FindingStatus(StrEnum):
@@ -24,13 +25,6 @@ class Finding:
     text: str
 
 
-def report_ok(subject: str, text: str) -> Finding:
-    return Finding(FindingStatus.OK, subject, text)
-
-
-def report_warning(subject: str, text: str) -> Finding:
-    return Finding(FindingStatus.WARN, subject, text)
-
-
-def report_failure(subject: str, text: str) -> Finding:
-    return Finding(FindingStatus.FAIL, subject, text)
+report_ok = partial(Finding, FindingStatus.OK)
+report_warning = partial(Finding, FindingStatus.WARN)
+report_failure = partial(Finding, FindingStatus.FAIL)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from streamrl.environments.interface import Message, ToolSchema
-from streamrl.environments.scripted.policy_sampler import Policy, PolicyReply
+from streamrl.environments.scripted.text_episode import Policy, PolicyReply
 from streamrl.environments.tool_calls.tool_schema import get_tool_name
 
 CALL_RATE = 0.8

@@ -323,6 +323,72 @@ async def test_a_blocking_step_delays_no_other_session(open_session):
     assert (await blocked).result.messages[0]["content"] == "first"
 
 
+THREAD_BOUND = """
+import asyncio, decimal, sqlite3, threading
+LOCAL = threading.local()
+class ThreadBound:
+    def __init__(self):
+        self.connection = sqlite3.connect(":memory:")
+        self.connection.execute("create table numbers (n integer)")
+    def reset(self, row, seed):
+        self.connection.execute("insert into numbers values (?)", [seed])
+        self.loop = asyncio.new_event_loop()
+        LOCAL.number = seed
+        decimal.getcontext().prec = seed
+    def query(self) -> str:
+        \"""Query.\"""
+        (number,) = self.connection.execute("select n from numbers").fetchone()
+        later = self.loop.run_until_complete(asyncio.sleep(0.001, LOCAL.number))
+        return f"{number} {later} {decimal.getcontext().prec}"
+    def hold(self, seconds: float) -> str:
+        \"""Hold.\"""
+        HOLDING.wait(seconds)
+        return "held"
+    def score(self, episode):
+        return self.connection.execute("select n from numbers").fetchone()[0]
+    def close(self):
+        self.loop.close()
+        self.connection.close()
+HOLDING = threading.Event()
+"""
+
+
+async def test_an_episode_keeps_its_thread_from_constructor_to_close_side_by_side(open_session):
+    def count_threads():
+        return sum(thread.name.startswith("ThreadBound") for thread in threading.enumerate())
+
+    sessions = {seed: open_session(THREAD_BOUND) for seed in range(2, 18)}
+    await asyncio.gather(*(session.reset(seed) for seed, session in sessions.items()))
+    for _ in range(4):
+        responses = await asyncio.gather(
+            *(session.step("", ToolCall("query")) for session in sessions.values())
+        )
+        answers = [response.result.messages[0]["content"] for response in responses]
+        assert answers == [f"{seed} {seed} {seed}" for seed in sessions]
+    scores = await asyncio.gather(*(session.score() for session in sessions.values()))
+    assert [response.result for response in scores] == list(sessions)
+    assert count_threads() == len(sessions)
+    closed = await asyncio.gather(*(session.close() for session in sessions.values()))
+    assert not any(response.error for response in closed)
+    async with asyncio.timeout(30):
+        while count_threads():
+            await asyncio.sleep(0.001)
+
+
+async def test_the_policy_never_reads_what_a_call_raises_because_the_thread_hangs(open_session):
+    session = open_session(THREAD_BOUND, call_timeout_s=0.1)
+    await session.reset(5)
+    response = await session.step("", ToolCall("hold", {"seconds": 60.0}))
+    assert response.result.messages[0]["content"] == "hold timed out after 0.1 s"
+    response = await session.step("", ToolCall("query"))
+    assert "ProgrammingError" in response.error and "still runs in its thread" in response.error
+    session.host._class.methods["hold"].function.__globals__["HOLDING"].set()
+    await session.wait_until_none_hangs()
+    answer = (await session.step("", ToolCall("query"))).result.messages[0]["content"]
+    assert answer == "5 5 5", "the thread serves the episode again"
+    await session.close()
+
+
 async def test_closing_gives_up_a_running_step(open_session):
     source = make_turns(
         "await asyncio.sleep(600)",

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import random
 import time
 from collections import Counter
 
@@ -18,7 +19,7 @@ from streamrl.environments.interface import CallOutcome, EpisodeSummary, Reply, 
 from streamrl.errors import ConfigError, EpisodeError, EpisodeTimeoutError
 from streamrl.messages import Prompt
 from tests.descendants import descendants
-from tests.environments.hosts.user_files import CALCULATOR, COMMANDS
+from tests.environments.hosts.user_files import ANSWERS, CALCULATOR, COMMANDS, make_leaning
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -219,6 +220,26 @@ async def test_an_isolated_session_has_a_process_that_dies_with_it_and_with_the_
     await wait_until(lambda: pool.num_hosts == 1)
     assert pool.kill_counts == Counter(crash=1)
     await check_closed(pool)
+
+
+async def test_isolated_sessions_side_by_side_answer_as_alone(start_pool, tmp_path):
+    answers = [*ANSWERS][:-1]  # files are shared all the same
+    pool = await start_pool(
+        make_leaning(tmp_path, *answers), name="Leaning", processes=1, isolate=True
+    )
+
+    async def play(seed):
+        session = pool.open_session(make_prompt(), seed=seed)
+        try:
+            await session.reset()
+            steps = [await session.step(Reply("x")) for _ in range(2)]
+            return [one.messages[0]["content"] for one in steps]
+        finally:
+            await session.close()
+
+    first, second, alike = await asyncio.gather(play(1), play(2), play(1))
+    assert first == alike != second and all("True, " in text for text in first + second)
+    assert first[0].startswith(f"[{random.Random(1).random()}, ")
 
 
 async def check_closed(pool):

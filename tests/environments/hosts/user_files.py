@@ -111,3 +111,37 @@ def run(command):
         return " ".join(str(child.pid) for child in children)
     return os.getpid()
 '''
+LEANING = """
+import os, pathlib, random, tempfile
+import numpy as np
+from streamrl.environments import Turn
+CURRENT = {}
+FILE = pathlib.Path("FOLDER", "fixed_name")
+class Leaning:
+    seed_of_all = 0
+    def reset(self, row, seed):
+        random.seed(seed), np.random.seed(seed)
+        os.environ["MY_SEED"], CURRENT["seed"], Leaning.seed_of_all = str(seed), seed, seed
+        self.folder = tempfile.mkdtemp(dir="FOLDER")
+        os.chdir(self.folder)
+        FILE.write_text(str(seed))
+        return "Go."
+    def step(self, reply):
+        return Turn(ANSWER)
+"""
+ANSWERS = {
+    "random.random()": "the generator of random",
+    "np.random.random()": "the generator of numpy.random",
+    "os.environ['MY_SEED']": "os.environ",
+    "os.getcwd() == self.folder": "the working directory",
+    "CURRENT['seed']": "the variable CURRENT",
+    "self.seed_of_all": "the variable Leaning.seed_of_all",
+    "FILE.read_text()": "",
+}
+"""Expressions of the leaning environment with the name of the state on which each depends."""
+
+
+def make_leaning(folder, *answers):
+    """Return the source of an environment that changes what episodes share, and answers so."""
+    answer = f"str([{', '.join(answers)}])"
+    return LEANING.replace("FOLDER", str(folder)).replace("ANSWER", answer)

@@ -1,5 +1,6 @@
 """Findings on environments that raise, repeat nothing, reward nonsense or need much memory."""
 
+import asyncio
 import re
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from streamrl.environments.probing.episode_record import EpisodeRecord, find_fir
 from streamrl.environments.probing.finding import FindingStatus
 from streamrl.messages import Prompt
 from tests.descendants import descendants
+from tests.environments.episodes.in_process import InProcessHosts
+from tests.environments.hosts.user_files import ANSWERS, make_leaning
 
 PROMPT = Prompt("0:0:0", np.zeros(1, np.int32), messages=[{"role": "user", "content": ""}])
 DESCRIPTION = EnvironmentDescription("Mine", "mine.py", EnvironmentShape.TURNS)
@@ -117,12 +120,46 @@ async def test_a_close_that_fails_or_hangs_is_a_finding(
     monkeypatch.setattr("streamrl.environments.hosts.host_process.REACTION_TIMEOUT_S", 0.3)
     # A process whose close hangs is replaced, which takes a second.
     monkeypatch.setattr("streamrl.environments.probing.environment_probe.NUM_OPEN_SESSIONS", 1)
+    monkeypatch.setattr("streamrl.environments.probing.environment_probe.NUM_TOGETHER", 1)
     found, _ = await probe(
         tmp_path, f"import time\n{SOUND}\n    def close(self):\n        {body}\n"
     )
     status, text = found["close"]
     assert status is FindingStatus.FAIL
     assert "3 of 3 episodes: " in text and problem in text
+
+
+async def test_state_that_episodes_share_is_found_side_by_side_and_named(tmp_path):
+    found, _ = await probe(tmp_path, make_leaning(tmp_path, *ANSWERS), max_turns=2)
+    assert found["same seed"][0] is FindingStatus.OK, "alone nothing is wrong"
+    status, text = found["together"]
+    assert status is FindingStatus.FAIL and "episodes side by side are not as alone" in text
+    assert not [name for name in ANSWERS.values() if name not in text]
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+async def test_episodes_that_read_what_others_have_changed_differ(tmp_path, monkeypatch, answer):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MY_SEED", "")
+    path = tmp_path / "mine.py"
+    path.write_text(make_leaning(tmp_path, answer))
+    hosts = InProcessHosts(EnvironmentConfig(str(path)))
+
+    async def play(seed):
+        session = hosts.open_session(PROMPT, seed=seed)
+        await session.reset()
+        answers = [(await session.step(Reply("x"))).messages[0]["content"] for _ in range(2)]
+        await session.close()
+        return answers
+
+    alone = [await play(seed) for seed in (1, 2)]
+    assert await asyncio.gather(*map(play, (1, 2) * 4)) != alone * 4
+
+
+async def test_settings_of_the_process_are_pointed_out_where_no_episode_differs(tmp_path):
+    found, _ = await probe(tmp_path, make_leaning(tmp_path, "'x'"), max_turns=2)
+    status, text = found["together"]
+    assert status is FindingStatus.WARN and "by chance; a process shares os.environ" in text
 
 
 async def test_failures_name_turn_and_line_and_a_group_whose_episodes_differ(tmp_path):
@@ -169,10 +206,19 @@ def test_the_first_difference_of_two_episodes_has_its_turn():
         ({"silent": 1.0, "random": 0.0, "oracle": 5.0}, []),
         ({"random": 5.0, "oracle": 5.0}, ["gives 5 to nonsense: the random", "the oracle's mean"]),
         ({"oracle": 0.0}, ["the oracle's mean is 0"]),
+        # A maze that a random walk solves once in four.
+        ({"random": (0.0, 0.0, 1.0, 0.0), "oracle": 1.0}, []),
+        ({"random": (0.0, 0.0, 1.0, 0.0), "oracle": (1.0, 0.5)}, []),
+        ({"random": (0.5, 1.0), "oracle": (1.0, 0.5)}, ["the oracle's mean is 0.75, no more"]),
     ],
 )
-def test_scores_of_policies_without_sense_are_compared_with_the_full_score(scores, warnings):
-    found = list(judge_scores([make_record(p, score=s) for p, s in scores.items()], DESCRIPTION))
+def test_means_of_policies_without_sense_are_compared_with_a_solved_episode(scores, warnings):
+    records = [
+        make_record(policy, score=score)
+        for policy, given in scores.items()
+        for score in (given if isinstance(given, tuple) else [given])
+    ]
+    found = list(judge_scores(records, DESCRIPTION))
     assert len(found) == len(warnings)
     for finding, text in zip(found, warnings, strict=True):
         assert finding.status is FindingStatus.WARN and finding.text.startswith(text)
@@ -195,6 +241,14 @@ def test_memory_of_the_open_episodes_is_compared_with_the_limit():
     finding = judge_memory(100 * mib, 10 * mib, 100, config)
     assert finding.status is FindingStatus.WARN
     assert "each further episode 10.000 MiB; a run's 100 per process need 1100 MiB" in finding.text
+
+
+def test_memory_of_a_process_per_episode_is_compared_with_the_machine():
+    config, mib = EnvironmentConfig("mine.py", isolate=True), 2**20
+    assert judge_memory(30 * mib, 0, 8, config).status is FindingStatus.OK
+    finding = judge_memory(3000 * mib, 0, 10**6, config)
+    assert finding.status is FindingStatus.WARN
+    assert "1000000 open episodes are as many processes: 3000000000 MiB of" in finding.text
 
 
 def test_an_episode_at_its_deadline_has_no_score():

@@ -14,7 +14,7 @@ from streamrl.environments.probing.probe_policies import (
     make_random_policy,
     sample_call,
 )
-from streamrl.environments.scripted.chat_lines import ChatLineFormat, encode_lines
+from streamrl.environments.scripted.text_episode import parse_turn
 from streamrl.environments.tool_calls.tool_schema import make_tool_schema
 
 
@@ -37,8 +37,7 @@ SEEDS = st.integers(0, 2**32)
 
 def find_outcome(seed, *, is_valid):
     call = sample_call(TOOL, random.Random(seed), is_valid=is_valid)
-    turn = encode_lines([make_call_message([call])]).tolist()
-    (parsed,) = ChatLineFormat().parse(turn, [TOOL]).calls
+    (parsed,) = parse_turn(make_call_message([call]), [TOOL]).calls
     return parsed.outcome
 
 

@@ -1,17 +1,9 @@
-"""Conversations as lines of JSON, and tool calls as persons and functions write them."""
+"""Conversations without tokens, and tool calls as persons and functions write them."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from streamrl.environments.interface import CallOutcome
-from streamrl.environments.scripted.chat_lines import (
-    ChatLineFormat,
-    ChatLineRenderer,
-    decode_conversation,
-    decode_lines,
-    encode_lines,
-)
+from streamrl.environments.scripted.text_episode import TextEpisode, parse_turn
 from streamrl.environments.tool_calls.tool_schema import make_tool_schema
 from streamrl.errors import ConfigError
 
@@ -22,39 +14,32 @@ def add(a: int, b: int = 0) -> int:
 
 
 TOOLS = [make_tool_schema(add)]
-MESSAGES = st.lists(
-    st.fixed_dictionaries(
-        {
-            "role": st.sampled_from(["user", "assistant", "tool"]),
-            "content": st.text(st.characters()),
-        }
-    )
-)
 
 
 def parse(message, tools=TOOLS):
-    return ChatLineFormat().parse(encode_lines([message]).tolist(), tools)
+    return parse_turn(message, tools)
 
 
-@given(MESSAGES)
-def test_a_conversation_is_read_back_from_its_tokens(messages):
-    assert decode_conversation(ChatLineRenderer().render_prompt(messages, TOOLS)) == (
-        messages,
-        TOOLS,
-    )
+async def test_a_policy_reads_the_conversation_and_its_own_turns():
+    seen = []
 
+    async def policy(messages, tools):
+        seen.append(([message["content"] for message in messages], tools))
+        return "so"
 
-def test_an_observation_is_one_line_per_message_and_not_trained():
-    bridge = ChatLineRenderer().render_bridge(
-        [], [{"role": "user", "content": "a\nb"}, {"role": "user", "content": ""}], is_cut=False
-    )
-    assert [message["content"] for message in decode_lines(bridge.token_ids)] == ["a\nb", ""]
-    assert bridge.is_observation.all()
+    episode, go = TextEpisode(policy), {"role": "user", "content": "go"}
+    episode.render_prompt([go], TOOLS, observation=[{"role": "user", "content": "a\nb"}])
+    for _ in range(2):
+        await episode.generate([], seeds=[0])
+        assert episode.parse([], TOOLS).text == "so"
+        bridge = episode.render_bridge([], [{"role": "user", "content": ""}])
+        assert bridge.is_observation.all()
+    assert seen == [(["go", "a\nb"], TOOLS), (["go", "a\nb", "so", ""], TOOLS)]
 
 
 def test_an_observation_without_a_message_is_refused_as_by_a_models_renderer():
     with pytest.raises(ConfigError, match="an observation needs a message"):
-        ChatLineRenderer().render_bridge([], [], is_cut=False)
+        TextEpisode(None).render_bridge([], [])
 
 
 @pytest.mark.parametrize(
