@@ -29,6 +29,7 @@ from streamrl.run_dir.checkpoint import (
     check_files,
     find_next_generation,
     get_journal_dir,
+    suggest_whole_checkpoint,
 )
 from streamrl.run_dir.run_lock import check_links
 from streamrl.telemetry.metric_names import parse_metrics_row
@@ -106,7 +107,10 @@ def _check_checkpoint(checkpoint: Checkpoint, dataflow: Dataflow) -> None:
     from streamrl.engines.models.supported_models import check_weight_files
     from streamrl.engines.training.trainer_checkpoint import load_legacy_progress
 
-    check_files(checkpoint)
+    try:
+        check_files(checkpoint)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{suggest_whole_checkpoint(checkpoint.path)}") from None
     for role in (call.role for call in dataflow.select_calls(CallKind.TRAIN)):
         model, state = checkpoint.get_role_dirs(role)
         location = f"--resume {checkpoint.path}: {role}"

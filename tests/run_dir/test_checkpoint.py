@@ -31,6 +31,7 @@ from streamrl.run_dir.checkpoint import (
     read_checkpoint,
     read_layout,
     remove_old_shards,
+    write_state,
 )
 
 
@@ -168,13 +169,12 @@ def test_invalid_checkpoints_are_refused_with_one_line(tmp_path: Path):
         find_resume_point(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="not a checkpoint, nor a run directory"):
         find_resume_point(tmp_path)
-    full_state = {"format": CHECKPOINT_FORMAT, **state(1, {})}
-    for name in CheckpointState.__required_keys__:
-        incomplete = {key: value for key, value in full_state.items() if key != name}
-        (tmp_path / "state.json").write_text(json.dumps(incomplete))
+    full_state = {**state(1, {}), "files": {}}
+    for name in full_state:
+        write_state(tmp_path, {key: full_state[key] for key in full_state if key != name})
         with pytest.raises(ConfigError, match=f"state.json: missing keys: {name}$"):
             find_resume_point(tmp_path)
-    (tmp_path / "state.json").write_text(json.dumps(full_state))
+    write_state(tmp_path, full_state)
     assert read_checkpoint(tmp_path).version == 1
 
 
@@ -328,14 +328,15 @@ def test_a_missing_or_truncated_file_is_named(tmp_path: Path):
         ({"cuts": {"shard-0": -1}}, "cuts: must be whole numbers"),
         ({"ledger": 3}, "ledger: must be a mapping"),
         ({"version": True}, "version True: must be a whole number"),
-        ({"files": {"a": "b"}}, "files: must be whole numbers"),
+        ({"files": {"a": "b"}}, "files: Expected `array`"),
     ],
 )
 def test_invalid_values_in_state_json_are_refused(
     tmp_path: Path, changes: dict[str, Any], message: str
 ):
-    path = write(tmp_path, 5) / "state.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    path = write(tmp_path, 5)
+    fields = json.loads((path / "state.json").read_text())
+    write_state(path, {key: fields[key] for key in fields if key != "hash"} | changes)
     with pytest.raises(ConfigError, match=message):
         find_newest(tmp_path)
 
