@@ -173,7 +173,7 @@ def _read_shard(resume: ResumePoint, name: str, schemas: Mapping[str, StageSchem
 def _check_metric_rows(run_dir: Path) -> None:
     """Raise ConfigError if a line of metrics.jsonl or events.jsonl cannot be parsed.
 
-    A resume reads both files and truncates them to the checkpoint.
+    A resume reads both files, and its first new step cuts the rows from there on.
     """
     for name in (METRICS_FILE, EVENTS_FILE):
         path = run_dir / name

@@ -3,16 +3,30 @@
 from collections.abc import Sequence
 
 from streamrl.algorithms.adaptive_params import AdaptiveParams
-from streamrl.config.run_config import RunConfig
+from streamrl.config.run_config import RunConfig, config_to_dict
 from streamrl.dataflow import CRITIC, POLICY, CallKind
 from streamrl.engines.reference_config import LEGACY_REFERENCE_FILE, REFERENCE_FILE
 from streamrl.errors import ConfigError
+from streamrl.files.file_proofs import compute_digest
 from streamrl.run_dir.checkpoint import Checkpoint
 
 FIXED_TRAINER_SETTINGS = ("lora_rank", "lora_alpha", "lora_targets")
 """Trainer settings that determine the parameters in a checkpoint."""
 TRAINER_LAYOUT_SETTINGS = ("backend", "world_size", "tensor_parallel", "zero_stage")
 """Settings that must not change for checkpoints of the old per-rank format (rank_*.pt)."""
+
+_LAYOUT_SETTINGS = (*TRAINER_LAYOUT_SETTINGS, "sequence_parallel", "threads")
+"""Trainer settings that change the order of sums, but not what is learned."""
+
+
+def describe_training(config: RunConfig) -> dict[str, str]:
+    """Return hashes of what repeated steps depend on: `objective`, and `layout` for rounding."""
+    settings = config_to_dict(config)
+    trainers = (settings["trainer"], settings["critic"]["trainer"])
+    layout = [[trainer.pop(name) for name in _LAYOUT_SETTINGS] for trainer in trainers if trainer]
+    objective = [settings[name] for name in ("algorithm", "trainer", "critic", "reference")]
+    texts = {"objective": repr(objective), "layout": repr((layout, settings["placement"]))}
+    return {name: compute_digest(text.encode()) for name, text in texts.items()}
 
 
 def check_overrides(stored: RunConfig, config: RunConfig, checkpoint: Checkpoint | None) -> None:

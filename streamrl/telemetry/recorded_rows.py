@@ -9,10 +9,10 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from streamrl.errors import RepeatedStepError
+from streamrl.errors import CheckpointError
 from streamrl.files.bounded_read import read_jsonl
 from streamrl.telemetry.metric_names import MetricsRow, to_json_value
-from streamrl.telemetry.sinks import METRICS_FILE
+from streamrl.telemetry.sinks import EVENTS_FILE, METRICS_FILE
 
 _REPEATED = ("loss/", "policy/", "critic/", "cost_critic/", "correction/", "dial/", "staleness/")
 _REPEATED_NAMES = ("reward/mean", "reward/std", "cost/mean", "rollout/length_mean")
@@ -21,40 +21,48 @@ _ROUGHLY_REPEATED = ("reward/mean", "rollout/length_mean", "policy/entropy", "co
 ROUGH_TOLERANCE = 0.1
 """Difference allowed for _ROUGHLY_REPEATED, relative to the value, or to 0.1 for small ones."""
 RATE = "policy/lr"
+START_EVENT, OBJECTIVE = "machine", "objective"
+"""Event of each start of a run, and its fact about the settings that decide what is learned."""
 
 
 class RecordedRows:
     """Rows of metrics.jsonl after the checkpoint of a resumed run, by step.
 
-    is_exact: the run repeats its steps on the same processors, in the same layout.
+    after: version of the checkpoint. facts: those of this start, as its START_EVENT has them; a
+    row of a start with other facts, or one computed on GPUs, may differ in rounding. A row with
+    another OBJECTIVE is not compared.
     """
 
-    def __init__(self, run_dir: Path, *, after: int, is_exact: bool) -> None:
+    def __init__(self, run_dir: Path, *, after: int, facts: Mapping[str, object]) -> None:
         rows = read_jsonl(run_dir / METRICS_FILE)
         self._rows = {row["step"]: row for row in rows if row["step"] > after}
-        self._is_exact = is_exact
-        self._run_dir = run_dir
+        self._path = run_dir / METRICS_FILE
+        starts = [e for e in read_jsonl(run_dir / EVENTS_FILE) if e["event"] == START_EVENT]
+        since = min((row["time"] for row in self._rows.values()), default=math.inf)
+        first = max((i for i, e in enumerate(starts) if e["time"] <= since), default=0)
+        known = [{name: start.get(name) for name in facts} for start in starts[first:]]
+        self._is_exact = all(start == facts for start in known) and not facts["on_gpu"]
+        self._is_comparable = all(start[OBJECTIVE] == facts[OBJECTIVE] for start in known)
 
     def check_repeat(self, step: int, row: MetricsRow) -> bool:
         """Return whether a repeated step has a recorded row; the repeat must agree with it.
 
-        Raises RepeatedStepError with the first metric that differs. A step whose learning rate has
-        been changed by hand, or the end of its schedule, is not compared.
+        Raises CheckpointError with the first metric that differs. A step with another learning
+        rate is not compared: run.steps changes the schedule.
         """
         recorded = self._rows.get(step)
         if recorded is None:
             return False
-        values = {name: to_json_value(value) for name, value in row.items()}
-        if values.get(RATE) != recorded.get(RATE):
+        values = {name: to_json_value(row[name]) for name in row if name in recorded}
+        if not self._is_comparable or values.get(RATE) != recorded.get(RATE):
             return True
-        for name in recorded.keys() & values.keys() and values:
-            if name in recorded and self._differs(name, recorded[name], values[name]):
-                raise RepeatedStepError(
-                    f"step {step}, repeated from the checkpoint, has {name} {values[name]!r}; its"
-                    f" row in {self._run_dir / METRICS_FILE} has {recorded[name]!r}: the"
-                    " checkpoint, a journal, the settings or the code has changed since. Nothing"
-                    " was cut: --resume an older checkpoint, or remove the rows from this step on"
-                    " to go on with the new numbers"
+        for name, value in values.items():
+            if self._differs(name, recorded[name], value):
+                raise CheckpointError(
+                    f"step {step}, repeated from the checkpoint, has {name} {value!r}, but its row"
+                    f" in {self._path} has {recorded[name]!r}: the checkpoint, a journal or the"
+                    " code has changed since; nothing was cut: --resume an older checkpoint, or"
+                    f" remove the rows from step {step} on to accept the new numbers"
                 )
         return True
 

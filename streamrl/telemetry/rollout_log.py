@@ -128,11 +128,15 @@ class RolloutLog:
         self._folder = run_dir / ROLLOUTS_FOLDER
         self._every = every
         self._max_bytes = max_bytes
+        self._first_step: int | None = None
 
-    def discard_steps_after(self, step: int) -> None:
-        """Delete the files of steps after `step`, which a resumed run trains again."""
+    def begin_at(self, step: int) -> None:
+        """Delete the files from `step` on at the first call: a resumed run writes them anew."""
+        if self._first_step is not None:
+            return
+        self._first_step = step
         for number, path in _list_step_files(self._folder).items():
-            if number > step:
+            if number >= step:
                 path.unlink()
 
     def write_groups(self, step: int, groups: Sequence[RecordedGroup]) -> None:
