@@ -1,4 +1,4 @@
-"""Steps that a resumed run repeats: their recorded rows stand, and a repeat that differs ends it."""
+"""Steps that a resumed run repeats: recorded rows stand, and a repeat that differs ends it."""
 
 import json
 import math
@@ -80,7 +80,7 @@ def test_rows_of_another_machine_or_layout_may_differ_in_rounding(
 ):
     record(tmp_path, *starts)
     assert repeat(tmp_path, loss__policy=3e-7, policy__entropy=2.0001, correction__kl=2e-6)
-    with pytest.raises(CheckpointError, match="correction/kl 3.9"):
+    with pytest.raises(CheckpointError, match=r"correction/kl 3\.9"):
         repeat(tmp_path, correction__kl=3.9)
 
 
