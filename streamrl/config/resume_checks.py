@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.buffer import Ledger, StageSchema
-from streamrl.buffer.books.run_log import RecoveredRunLog, TrainedStep, read_log, recover_run_log
+from streamrl.buffer.books.run_log import (
+    RecoveredRunLog,
+    TrainedStep,
+    check_checkpoint,
+    read_log,
+    recover_run_log,
+)
 from streamrl.buffer.encoding.prompt_codec import decode_prompt
 from streamrl.buffer.encoding.wire_types import get_shard_index
 from streamrl.buffer.group import ShardState
@@ -134,6 +140,9 @@ def _check_queue(
     state = resume.checkpoint.state if resume.checkpoint else None
     steps: Collection[TrainedStep] = ()
     if resume.should_keep_journal:
+        if state is not None:
+            folder = get_journal_dir(resume.run_dir, RUN_LOG_FOLDER)
+            check_checkpoint(folder, state, cut=state["cuts"][RUN_LOG_FOLDER])
         run_log = load_run_log(resume.run_dir, state)
         replayed = copy.copy(prompts)
         replayed.take_skipped()  # the run counts skipped rows again when it draws them
