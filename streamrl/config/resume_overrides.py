@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from streamrl.algorithms.adaptive_params import AdaptiveParams
-from streamrl.config.run_config import RunConfig, config_to_dict
+from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import CRITIC, POLICY, CallKind
 from streamrl.engines.reference_config import LEGACY_REFERENCE_FILE, REFERENCE_FILE
 from streamrl.errors import ConfigError
@@ -21,11 +21,10 @@ _LAYOUT_SETTINGS = (*TRAINER_LAYOUT_SETTINGS, "sequence_parallel", "threads")
 
 def describe_training(config: RunConfig) -> dict[str, str]:
     """Return hashes of what repeated steps depend on: `objective`, and `layout` for rounding."""
-    settings = config_to_dict(config)
-    trainers = (settings["trainer"], settings["critic"]["trainer"])
-    layout = [[trainer.pop(name) for name in _LAYOUT_SETTINGS] for trainer in trainers if trainer]
-    objective = [settings[name] for name in ("algorithm", "trainer", "critic", "reference")]
-    texts = {"objective": repr(objective), "layout": repr((layout, settings["placement"]))}
+    trainers = [{**vars(config.get_trainer_config(role))} for role in config.dataflow.trained_roles]
+    layout = [[trainer.pop(name) for name in _LAYOUT_SETTINGS] for trainer in trainers]
+    objective = (trainers, config.algorithm, config.reference, config.critic.shared_coef)
+    texts = {"objective": repr(objective), "layout": repr((layout, config.placement))}
     return {name: compute_digest(text.encode()) for name, text in texts.items()}
 
 
