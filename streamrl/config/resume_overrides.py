@@ -24,6 +24,7 @@ def describe_training(config: RunConfig) -> dict[str, str]:
     trainers = [{**vars(config.get_trainer_config(role))} for role in config.dataflow.trained_roles]
     layout = [[trainer.pop(name) for name in _LAYOUT_SETTINGS] for trainer in trainers]
     objective = (trainers, config.algorithm, config.reference, config.critic.shared_coef)
+    objective += (config.rewards, config.costs, config.environment.on_timeout)
     texts = {"objective": repr(objective), "layout": repr((layout, config.placement))}
     return {name: compute_digest(text.encode()) for name, text in texts.items()}
 
