@@ -109,9 +109,8 @@ def check_resume(
 
 def _check_checkpoint(checkpoint: Checkpoint, dataflow: Dataflow) -> None:
     """Raise CheckpointError if a model or trainer state in the checkpoint is lost or damaged."""
-    from streamrl.engines.checkpoint.sharded_state import PROGRESS_FILE, check_saved_state
+    from streamrl.engines.checkpoint.sharded_state import check_saved_state
     from streamrl.engines.models.supported_models import check_weight_files
-    from streamrl.engines.training.trainer_checkpoint import load_legacy_progress
 
     try:
         check_files(checkpoint)
@@ -121,13 +120,7 @@ def _check_checkpoint(checkpoint: Checkpoint, dataflow: Dataflow) -> None:
         model, state = checkpoint.get_role_dirs(role)
         location = f"--resume {checkpoint.path}: {role}"
         check_weight_files(str(model), location, is_served=role == POLICY)
-        if (state / PROGRESS_FILE).is_file():
-            check_saved_state(state)
-        elif ranks := sorted(state.glob("rank_*.pt")):
-            for path in ranks:
-                load_legacy_progress(path)
-        else:
-            raise CheckpointError(f"{state} contains no trainer state")
+        check_saved_state(state)
 
 
 def _check_queue(

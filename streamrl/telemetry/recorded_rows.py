@@ -18,8 +18,8 @@ _REPEATED = ("loss/", "policy/", "critic/", "cost_critic/", "correction/", "dial
 _REPEATED_NAMES = ("reward/mean", "reward/std", "cost/mean", "rollout/length_mean")
 _ROUGHLY_REPEATED = ("reward/mean", "rollout/length_mean", "policy/entropy", "correction/kl")
 """Metrics that ranks, backends and processors with another order of sums change but little."""
-ROUGH_TOLERANCE = 0.1
-"""Difference allowed for _ROUGHLY_REPEATED, relative to the value, or to 0.1 for small ones."""
+ROUGH_TOLERANCE, SMALL_DIFFERENCE = 0.1, 0.01
+"""Differences allowed for _ROUGHLY_REPEATED: relative to the larger value, and in any case."""
 RATE = "policy/lr"
 START_EVENT, OBJECTIVE = "machine", "objective"
 """Event of each start of a run, and its fact about the settings that decide what is learned."""
@@ -70,9 +70,7 @@ class RecordedRows:
         if self._is_exact:
             is_repeated = name.startswith(_REPEATED) or name in _REPEATED_NAMES
             return is_repeated and recorded != value
-        if name not in _ROUGHLY_REPEATED:
+        if not isinstance(recorded, float | int) or not isinstance(value, float | int):
             return False
-        pair = isinstance(recorded, float | int) and isinstance(value, float | int)
-        return pair and not math.isclose(
-            recorded, value, rel_tol=ROUGH_TOLERANCE, abs_tol=ROUGH_TOLERANCE**2
-        )
+        is_close = math.isclose(recorded, value, rel_tol=ROUGH_TOLERANCE, abs_tol=SMALL_DIFFERENCE)
+        return name in _ROUGHLY_REPEATED and not is_close

@@ -15,7 +15,12 @@ from typing import Any
 import pytest
 
 from streamrl.buffer import StageSchema
-from streamrl.buffer.log.segment_file import JournalRecord, get_segment_path, write_segment
+from streamrl.buffer.log.segment_file import (
+    CorruptRecord,
+    JournalRecord,
+    get_segment_path,
+    write_segment,
+)
 from streamrl.buffer.recovery import recover_state
 from streamrl.config.preflight import PreparedRun, prepare_run
 from streamrl.config.resume_checks import check_resume, load_run_log
@@ -68,14 +73,15 @@ class StoppedRun:
         check_resume(resume, resume.read_layout(shards=2), self.config, prompts)
         return resume
 
-    def recover(self) -> tuple[Any, ...]:
+    def recover(self) -> tuple[object, list[CorruptRecord]]:
         """Return all that a resume takes from the journals, and the damage that it reports."""
         resume = self.check()
         assert resume.checkpoint is not None
         log = load_run_log(self.path, resume.checkpoint.state)
         calls = self.prepared.dataflow.queue_calls
         schemas = {call.stage: StageSchema(call.needs, call.produces) for call in calls}
-        groups, damage = {}, []
+        groups: dict[str, str] = {}
+        damage: list[CorruptRecord] = []
         for name in resume.read_layout(shards=2).shard_names:
             journal = get_journal_dir(self.path, name)
             state, corrupt = recover_state(schemas, journal, resume.find_snapshot(name))

@@ -35,18 +35,25 @@ def record(run_dir: Path, *starts: tuple[float, dict[str, Any]]) -> None:
         (run_dir / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def repeat(run_dir: Path, step: int = 3, facts: dict[str, Any] = FACTS, **changes: float) -> bool:
+def repeat(
+    run_dir: Path,
+    changes: dict[str, float] = {},
+    *,
+    step: int = 3,
+    facts: dict[str, Any] = FACTS,
+) -> bool:
     """Repeat a step after a checkpoint at step 2, with some metrics changed."""
-    changed = {name.replace("__", "/"): value for name, value in changes.items()}
     rows = RecordedRows(run_dir, after=2, facts=facts)
-    return rows.check_repeat(step, {**ROW, **TODAY, **changed})
+    return rows.check_repeat(step, {**ROW, **TODAY, **changes})
 
 
 def test_a_repeated_step_with_the_same_numbers_keeps_its_recorded_row(tmp_path: Path):
     record(tmp_path, (0.0, FACTS))
     assert repeat(tmp_path)
     assert not repeat(tmp_path, step=5), "a step without a row is logged"
-    assert not repeat(tmp_path, step=2, loss__policy=7.0), "rows of the checkpoint are not repeated"
+    assert not repeat(tmp_path, {"loss/policy": 7.0}, step=2), (
+        "rows of the checkpoint are not repeated"
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +70,7 @@ def test_a_repeated_step_that_differs_names_the_first_metric(
 ):
     record(tmp_path, (0.0, FACTS))
     with pytest.raises(CheckpointError, match=f"^step 3, repeated .* has {name} .*cut"):
-        repeat(tmp_path, **{name.replace("/", "__"): value})
+        repeat(tmp_path, {name: value})
 
 
 @pytest.mark.parametrize(
@@ -79,26 +86,27 @@ def test_rows_of_another_machine_or_layout_may_differ_in_rounding(
     tmp_path: Path, starts: list[tuple[float, dict[str, Any]]]
 ):
     record(tmp_path, *starts)
-    assert repeat(tmp_path, loss__policy=3e-7, policy__entropy=2.0001, correction__kl=2e-6)
+    rounded = {"loss/policy": 3e-7, "policy/entropy": 2.0001, "correction/kl": 2e-6}
+    assert repeat(tmp_path, rounded)
     with pytest.raises(CheckpointError, match=r"correction/kl 3\.9"):
-        repeat(tmp_path, correction__kl=3.9)
+        repeat(tmp_path, {"correction/kl": 3.9})
 
 
 def test_a_start_that_recorded_none_of_the_rows_does_not_count(tmp_path: Path):
     record(tmp_path, (0.0, {**FACTS, "objective": "ppo"}), (25.0, FACTS))
     with pytest.raises(CheckpointError, match="loss/policy"):
-        repeat(tmp_path, loss__policy=3e-8)
+        repeat(tmp_path, {"loss/policy": 3e-8})
 
 
 def test_a_step_under_other_settings_or_another_rate_is_not_compared(tmp_path: Path):
     record(tmp_path, (0.0, FACTS))
-    assert repeat(tmp_path, policy__lr=2e-3, correction__kl=3.9)
-    assert repeat(tmp_path, facts={**FACTS, "objective": "ppo"}, correction__kl=3.9)
+    assert repeat(tmp_path, {"policy/lr": 2e-3, "correction/kl": 3.9})
+    assert repeat(tmp_path, {"correction/kl": 3.9}, facts={**FACTS, "objective": "ppo"})
     record(tmp_path, (0.0, {"on_gpu": False}))
-    assert repeat(tmp_path, correction__kl=3.9), "an earlier version recorded no settings"
+    assert repeat(tmp_path, {"correction/kl": 3.9}), "an earlier version recorded no settings"
 
 
 def test_on_gpus_a_repeat_may_differ_in_rounding(tmp_path: Path):
     facts = {**FACTS, "on_gpu": True}
     record(tmp_path, (0.0, facts))
-    assert repeat(tmp_path, facts=facts, loss__policy=3e-8)
+    assert repeat(tmp_path, {"loss/policy": 3e-8}, facts=facts)
