@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def record(run_dir: Path, *starts: tuple[float, dict[str, Any]]) -> None:
 
 def repeat(
     run_dir: Path,
-    changes: dict[str, float] = {},
+    changes: Mapping[str, float] = {},
     *,
     step: int = 3,
     facts: dict[str, Any] = FACTS,
@@ -51,9 +52,7 @@ def test_a_repeated_step_with_the_same_numbers_keeps_its_recorded_row(tmp_path: 
     record(tmp_path, (0.0, FACTS))
     assert repeat(tmp_path)
     assert not repeat(tmp_path, step=5), "a step without a row is logged"
-    assert not repeat(tmp_path, {"loss/policy": 7.0}, step=2), (
-        "rows of the checkpoint are not repeated"
-    )
+    assert not repeat(tmp_path, {"loss/policy": 7.0}, step=2), "the checkpoint has it"
 
 
 @pytest.mark.parametrize(
