@@ -32,10 +32,16 @@ from streamrl.config.role_counts import describe_shared_slots, with_placement_mo
 from streamrl.config.run_config import RunConfig, config_to_dict, load_config
 from streamrl.errors import ConfigError, DiskError, JournalError, NoSpaceError, StreamError
 from streamrl.files.atomic_write import NO_SPACE
-from streamrl.run_dir.checkpoint import Checkpoint, QueueLayout, ResumePoint, list_checkpoints
+from streamrl.run_dir.checkpoint import (
+    Checkpoint,
+    QueueLayout,
+    ResumePoint,
+    forget_discarded,
+    list_checkpoints,
+)
 from streamrl.telemetry.progress import RunInfo, WorkStatus
 from streamrl.telemetry.progress_line import ProgressLine, show_progress
-from streamrl.telemetry.recorded_rows import START_EVENT, RecordedRows
+from streamrl.telemetry.recorded_rows import GOES_BACK, START_EVENT, RecordedRows
 from streamrl.telemetry.rollout_log import RolloutLog
 from streamrl.telemetry.sink_group import SinkGroup, make_sink_group
 from streamrl.telemetry.sinks import EventFields
@@ -142,7 +148,8 @@ def train(
             facts = {**site.machine_facts, **describe_training(placed_config)}
             after = resume.version if resume else config.run.steps
             recorded = RecordedRows(config.run_dir, after=after, facts=facts)
-            sinks.log_event(START_EVENT, facts)
+            goes_back = origin is not None and not origin.should_keep_journal
+            sinks.log_event(START_EVENT, {**facts, GOES_BACK: goes_back})
             notes = (describe_shared_slots(placed_config), memory.summary_line if memory else "")
             _log_notes(sinks, *prepared.notes, describe_refusal(), site.placement.note, *notes)
             _log_fork(sinks, config, origin)
@@ -255,9 +262,10 @@ def _forward_reports(
     The recorded row and rollouts of a repeated step stand. The first new step replaces them from
     that step on.
     """
-    kept: set[int] = set()
+    kept, has_new_step = set[int](), False
 
     def handle(report: DriverReport) -> None:
+        nonlocal has_new_step
         if claim.run_lock is not None:
             claim.run_lock.verify_owner()
         match report:
@@ -266,8 +274,11 @@ def _forward_reports(
                     kept.add(step)
                     sinks.show_repeated_step(step, row)
                 else:
+                    if not has_new_step:
+                        has_new_step = True
+                        forget_discarded(log.run_dir)
+                        log.discard_steps_from(step)
                     sinks.log_step(step, row)
-                    log.begin_at(step)
                 sinks.write_spans(spans)
             case RolloutReport(step) if step in kept:
                 pass

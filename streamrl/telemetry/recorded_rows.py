@@ -21,8 +21,9 @@ _ROUGHLY_REPEATED = ("reward/mean", "rollout/length_mean", "policy/entropy", "co
 ROUGH_TOLERANCE, SMALL_DIFFERENCE = 0.1, 0.01
 """Differences allowed for _ROUGHLY_REPEATED: relative to the larger value, and in any case."""
 RATE = "policy/lr"
-START_EVENT, OBJECTIVE = "machine", "objective"
-"""Event of each start of a run, and its fact about the settings that decide what is learned."""
+START_EVENT, OBJECTIVE, GOES_BACK = "machine", "objective", "goes_back"
+"""Event of each start of a run, its fact about the settings that decide what is learned, and
+whether it returned to an older checkpoint: rows from before that have other successors now."""
 
 
 class RecordedRows:
@@ -34,10 +35,14 @@ class RecordedRows:
     """
 
     def __init__(self, run_dir: Path, *, after: int, facts: Mapping[str, object]) -> None:
-        rows = read_jsonl(run_dir / METRICS_FILE)
-        self._rows = {row["step"]: row for row in rows if row["step"] > after}
         self._path = run_dir / METRICS_FILE
         starts = [e for e in read_jsonl(run_dir / EVENTS_FILE) if e["event"] == START_EVENT]
+        went_back = max((start["time"] for start in starts if start.get(GOES_BACK)), default=0.0)
+        self._rows = {
+            row["step"]: row
+            for row in read_jsonl(self._path)
+            if row["step"] > after and row["time"] > went_back
+        }
         since = min((row["time"] for row in self._rows.values()), default=math.inf)
         first = max((i for i, e in enumerate(starts) if e["time"] <= since), default=0)
         known = [{name: start.get(name) for name in facts} for start in starts[first:]]

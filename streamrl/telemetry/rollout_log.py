@@ -125,16 +125,13 @@ class RolloutLog:
     """
 
     def __init__(self, run_dir: Path, *, every: int = 1, max_bytes: float = math.inf) -> None:
+        self.run_dir = run_dir
         self._folder = run_dir / ROLLOUTS_FOLDER
         self._every = every
         self._max_bytes = max_bytes
-        self._first_step: int | None = None
 
-    def begin_at(self, step: int) -> None:
-        """Delete the files from `step` on at the first call: a resumed run writes them anew."""
-        if self._first_step is not None:
-            return
-        self._first_step = step
+    def discard_steps_from(self, step: int) -> None:
+        """Delete the files from `step` on, which a resumed run writes anew."""
         for number, path in _list_step_files(self._folder).items():
             if number >= step:
                 path.unlink()

@@ -25,12 +25,14 @@ from streamrl.run_dir.checkpoint import (
     find_next_generation,
     find_resume_point,
     find_snapshot,
+    forget_discarded,
     get_journal_dir,
     link_checkpoint,
     list_checkpoints,
     read_checkpoint,
     read_layout,
     remove_old_shards,
+    restore_discarded,
     write_state,
 )
 
@@ -206,6 +208,22 @@ def test_resume_from_an_older_checkpoint_discards_later_state(tmp_path: Path):
     assert find_snapshot(tmp_path, "shard-0").first_segment == 3
 
 
+def test_what_a_resume_discards_can_be_restored_until_its_first_new_step(tmp_path: Path):
+    run_with_two_checkpoints(tmp_path)
+    QueueLayout(1).write(tmp_path)
+    before, older = list_contents(tmp_path), tmp_path / "checkpoints" / "step_000005"
+    find_resume_point(older).discard_later()
+    write_segments(tmp_path, "shard-1", 1)
+    restore_discarded(tmp_path)
+    restore_discarded(tmp_path)
+    assert list_contents(tmp_path) == before and find_resume_point(tmp_path).version == 10
+    assert not get_journal_dir(tmp_path, "shard-1").exists()
+    find_resume_point(older).discard_later()
+    forget_discarded(tmp_path)
+    restore_discarded(tmp_path)
+    assert list_contents(tmp_path) == (["step_000005"], [], [1])
+
+
 def test_resume_from_the_newest_checkpoint_discards_nothing(tmp_path: Path):
     run_with_two_checkpoints(tmp_path)
     before = list_contents(tmp_path)
@@ -239,8 +257,9 @@ def test_a_crash_while_discarding_leaves_only_consistent_checkpoints(
     run_with_two_checkpoints(tmp_path)
     older = tmp_path / "checkpoints" / "step_000005"
 
-    def crash(path: Path) -> None:
-        raise KeyboardInterrupt
+    def crash(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(shutil, "rmtree", crash)
     with pytest.raises(KeyboardInterrupt):

@@ -97,6 +97,13 @@ def test_a_start_that_recorded_none_of_the_rows_does_not_count(tmp_path: Path):
         repeat(tmp_path, {"loss/policy": 3e-8})
 
 
+def test_rows_from_before_a_return_to_an_older_checkpoint_have_no_repeats(tmp_path: Path):
+    record(tmp_path, (0.0, FACTS), (35.0, {**FACTS, "goes_back": True}))
+    assert not repeat(tmp_path, {"correction/kl": 3.9}, step=3)
+    with pytest.raises(CheckpointError, match="correction/kl"):
+        repeat(tmp_path, {"correction/kl": 3.9}, step=4)
+
+
 def test_a_step_under_other_settings_or_another_rate_is_not_compared(tmp_path: Path):
     record(tmp_path, (0.0, FACTS))
     assert repeat(tmp_path, {"policy/lr": 2e-3, "correction/kl": 3.9})
