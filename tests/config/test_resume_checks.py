@@ -10,7 +10,6 @@ import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,21 +33,12 @@ from streamrl.run_dir.checkpoint import (
     check_model_dir,
     find_resume_point,
     get_journal_dir,
-    write_state,
 )
+from tests.sealed import seal
 
 ARCHIVE = Path(__file__).parents[1] / "e2e" / "run_of_november_2026.tar.gz"
 STEP = "checkpoints/step_000004"
 NUM_FLIPS = 200
-
-
-def seal(checkpoint: Path, **changes: Any) -> None:
-    """Write state.json anew, with proofs of the files that are there."""
-    fields = json.loads((checkpoint / "state.json").read_text()) | changes
-    (checkpoint / "state.json").unlink()
-    proofs = prove_files(list_files(checkpoint))
-    fields["files"] = {str(path.relative_to(checkpoint)): proofs[path] for path in proofs}
-    write_state(checkpoint, {name: fields[name] for name in fields.keys() - {"format", "hash"}})
 
 
 class StoppedRun:
