@@ -5,6 +5,7 @@ Imports of torch happen inside functions: a process that only holds a handle loa
 
 import asyncio
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -26,11 +27,16 @@ from streamrl.distributed.devices import has_local_gpu, make_gpu_stream, use_sid
 from streamrl.engines.memory.peak_memory import release_large_blocks_eagerly
 from streamrl.engines.training.rollout_sums import sum_rollouts
 from streamrl.errors import CheckpointError
+from streamrl.files.atomic_write import wrap_checkpoint_errors
+from streamrl.files.file_proofs import FileProof, list_files, prove_files
 from streamrl.messages import Columns
 from streamrl.run_dir.crash_stacks import record_crash_stacks
 from streamrl.weights import WeightManifest
 from streamrl.weights.config import DISK
 from streamrl.weights.logprob_check import LogprobCheck, make_check_sequences
+
+RANK_FILE = re.compile(r"_\d{5}[._]")
+"""Part of the names of checkpoint files that one rank writes; rank 0 writes the others."""
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -324,8 +330,8 @@ class TrainerActor(PingableActor):
             is_collective=self._trainer.has_sharded_params,
         )
 
-    async def save_checkpoint(self, model_dir: Path, trainer_dir: Path) -> None:
-        """Write this rank's files of a checkpoint. All ranks must call.
+    async def save_checkpoint(self, model_dir: Path, trainer_dir: Path) -> dict[Path, FileProof]:
+        """Write this rank's files of a checkpoint; return their proofs. All ranks must call.
 
         model_dir: folder of the Hugging Face model. trainer_dir: folder of optimizer state and
         parameters.
@@ -350,6 +356,12 @@ class TrainerActor(PingableActor):
                         disk_errors.append(error)
         if disk_errors:
             raise disk_errors[0]
+        files = [*trainer_dir.glob(f"*_{self._rank:05d}[._]*")]
+        if self._rank == 0:
+            files += [path for path in trainer_dir.iterdir() if not RANK_FILE.search(path.name)]
+            files += list_files(model_dir)
+        with wrap_checkpoint_errors(trainer_dir):
+            return await asyncio.to_thread(prove_files, files)
 
     async def collect_report(self) -> ActorReport:
         peaks_mb = (

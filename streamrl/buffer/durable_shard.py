@@ -13,6 +13,7 @@ from streamrl.buffer.group import ShardState
 from streamrl.buffer.log.journal import Journal
 from streamrl.buffer.recovery import SnapshotBase, load_columns, recover_state, write_snapshot
 from streamrl.buffer.shard import QueueShard
+from streamrl.files.file_proofs import FileProof, list_files, prove_files
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,16 @@ class DurableShard(QueueShard):
         """Start a new journal segment; return its number, the cut of the next snapshot."""
         return await self._journal.rotate()
 
-    async def write_snapshot(self, cut: int, out: Path) -> None:
-        """Write a snapshot of the journal segments below `cut` to the folder `out`, in a thread."""
+    async def write_snapshot(self, cut: int, out: Path) -> dict[Path, FileProof]:
+        """Write a snapshot of the journal segments below `cut` to the folder `out`, in a thread.
+
+        Returns the proofs of its files.
+        """
         write = partial(
             write_snapshot, self._plan.stages, self._files.journal_dir, self._files.find_snapshot()
         )
         await asyncio.to_thread(write, before=cut, out=out, known_corrupt=self.corrupt_records)
+        return await asyncio.to_thread(prove_files, list_files(out))
 
     async def discard_before(self, cut: int) -> None:
         """Delete the journal segments below `cut`.

@@ -38,7 +38,7 @@ from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.interface.reward import RewardContext
 from streamrl.rewards.registry import build_rewards
 from streamrl.rewards.reward_scorer import hash_answers
-from streamrl.run_dir.checkpoint import find_resume_point
+from streamrl.run_dir.checkpoint import check_model_dir, find_resume_point
 from streamrl.telemetry.metric_names import to_json_value
 from streamrl.telemetry.progress_line import ProgressLine, show_progress
 
@@ -229,6 +229,7 @@ async def _evaluate_files(
 
     rewards = build_rewards(subject.rewards, subject.reward_context)
     model = str(subject.model_dir)
+    check_model_dir(subject.model_dir, "evaluate ")
     check_weight_files(model, "model.path")
     tokenizer = load_tokenizer(model)
     limit = subject.data.compute_prompt_limit(

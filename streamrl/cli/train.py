@@ -27,13 +27,21 @@ from streamrl.cli.run_setup.signals import (
     interrupt_on_signals,
     uninterrupted_exit_stack,
 )
+from streamrl.config.resume_overrides import describe_training
 from streamrl.config.role_counts import describe_shared_slots, with_placement_mode
 from streamrl.config.run_config import RunConfig, config_to_dict, load_config
 from streamrl.errors import ConfigError, DiskError, JournalError, NoSpaceError, StreamError
 from streamrl.files.atomic_write import NO_SPACE
-from streamrl.run_dir.checkpoint import Checkpoint, QueueLayout, ResumePoint, list_checkpoints
+from streamrl.run_dir.checkpoint import (
+    Checkpoint,
+    QueueLayout,
+    ResumePoint,
+    forget_discarded,
+    list_checkpoints,
+)
 from streamrl.telemetry.progress import RunInfo, WorkStatus
 from streamrl.telemetry.progress_line import ProgressLine, show_progress
+from streamrl.telemetry.recorded_rows import GOES_BACK, START_EVENT, RecordedRows
 from streamrl.telemetry.rollout_log import RolloutLog
 from streamrl.telemetry.sink_group import SinkGroup, make_sink_group
 from streamrl.telemetry.sinks import EventFields
@@ -137,7 +145,11 @@ def train(
         )
         exit_stack.callback(session.close)
         try:
-            sinks.log_event("machine", site.machine_facts)
+            facts = {**site.machine_facts, **describe_training(placed_config)}
+            after = resume.version if resume else config.run.steps
+            recorded = RecordedRows(config.run_dir, after=after, facts=facts)
+            goes_back = origin is not None and not origin.should_keep_journal
+            sinks.log_event(START_EVENT, {**facts, GOES_BACK: goes_back})
             notes = (describe_shared_slots(placed_config), memory.summary_line if memory else "")
             _log_notes(sinks, *prepared.notes, describe_refusal(), site.placement.note, *notes)
             _log_fork(sinks, config, origin)
@@ -150,7 +162,7 @@ def train(
                 sinks.log_event("corrupt", {"text": text})
             check_interrupted()
             try:
-                finish = _forward_reports(session, sinks, log, claim)
+                finish = _forward_reports(session, sinks, log, claim, recorded)
             finally:
                 summary["ledger"] = session.format_ledger()
         except StreamError as error:
@@ -242,17 +254,37 @@ def _add_kept_checkpoint(error: StreamError, config: RunConfig) -> StreamError:
 
 
 def _forward_reports(
-    session: "RunSession", sinks: SinkGroup, log: RolloutLog, claim: RunDirClaim
+    session: "RunSession",
+    sinks: SinkGroup,
+    log: RolloutLog,
+    claim: RunDirClaim,
+    recorded: RecordedRows,
 ) -> "RunResult":
-    """Pass the driver's reports on until the run ends; the first Ctrl-C stops it in order."""
+    """Pass the driver's reports on until the run ends; the first Ctrl-C stops it in order.
+
+    The recorded row and rollouts of a repeated step stand. The first new step replaces them from
+    that step on.
+    """
+    kept, has_new_step = set[int](), False
 
     def handle(report: DriverReport) -> None:
+        nonlocal has_new_step
         if claim.run_lock is not None:
             claim.run_lock.verify_owner()
         match report:
-            case StepReport(step, row, spans):
-                sinks.log_step(step, row)
+            case StepReport(step, row, spans, is_repeated):
+                if is_repeated and recorded.check_repeat(step, row):
+                    kept.add(step)
+                    sinks.show_repeated_step(step, row)
+                else:
+                    if not has_new_step:
+                        has_new_step = True
+                        forget_discarded(log.run_dir)
+                        log.discard_steps_from(step)
+                    sinks.log_step(step, row)
                 sinks.write_spans(spans)
+            case RolloutReport(step) if step in kept:
+                pass
             case RolloutReport(step, groups):
                 sinks.log_rollouts(step, groups)
                 log.write_groups(step, groups)

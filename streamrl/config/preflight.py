@@ -64,6 +64,7 @@ from streamrl.rewards.group_filter import build_group_filter
 from streamrl.rewards.interface.reward import RewardContext
 from streamrl.rewards.registry import build_rewards
 from streamrl.rewards.reward_set import COSTS
+from streamrl.run_dir.checkpoint import check_model_dir
 from streamrl.weights.config import COLLECTIVE
 
 GIB = 1 << 30
@@ -105,6 +106,7 @@ def prepare_run(
     rewards = build_rewards(config.rewards, context)
     costs = [build_rewards(config.costs, context, score_spec=COSTS)] if config.costs else []
     build_group_filter(config.filter)
+    _check_model_dirs(config)
     model_tokens = read_model_length(config.model.path, limit=config.model.max_length)
     _check_stop_tokens(config)
     notes = [asyncio.run(reward_set.run_preflight()) for reward_set in (rewards, *costs)]
@@ -192,6 +194,13 @@ def _open_prompt_files(
         max_prompts=config.evaluation.limit,
     )
     return train, evaluation
+
+
+def _check_model_dirs(config: RunConfig) -> None:
+    """Raise ConfigError if a model comes from a checkpoint and has changed since then."""
+    for key, path in (("model.path", config.model.path), ("critic.path", config.critic.path)):
+        if path:
+            check_model_dir(Path(path), f"{key}=")
 
 
 def _check_trained_model(config: RunConfig, role: str) -> list[str]:

@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.buffer import Ledger, StageSchema
-from streamrl.buffer.books.run_log import RecoveredRunLog, TrainedStep, read_log, recover_run_log
+from streamrl.buffer.books.run_log import (
+    RecoveredRunLog,
+    TrainedStep,
+    check_checkpoint,
+    read_log,
+    recover_run_log,
+)
 from streamrl.buffer.encoding.prompt_codec import decode_prompt
 from streamrl.buffer.encoding.wire_types import get_shard_index
 from streamrl.buffer.group import ShardState
@@ -29,6 +35,7 @@ from streamrl.run_dir.checkpoint import (
     check_files,
     find_next_generation,
     get_journal_dir,
+    suggest_whole_checkpoint,
 )
 from streamrl.run_dir.run_lock import check_links
 from streamrl.telemetry.metric_names import parse_metrics_row
@@ -102,22 +109,18 @@ def check_resume(
 
 def _check_checkpoint(checkpoint: Checkpoint, dataflow: Dataflow) -> None:
     """Raise CheckpointError if a model or trainer state in the checkpoint is lost or damaged."""
-    from streamrl.engines.checkpoint.sharded_state import PROGRESS_FILE, check_saved_state
+    from streamrl.engines.checkpoint.sharded_state import check_saved_state
     from streamrl.engines.models.supported_models import check_weight_files
-    from streamrl.engines.training.trainer_checkpoint import load_legacy_progress
 
-    check_files(checkpoint)
+    try:
+        check_files(checkpoint)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{suggest_whole_checkpoint(checkpoint.path)}") from None
     for role in (call.role for call in dataflow.select_calls(CallKind.TRAIN)):
         model, state = checkpoint.get_role_dirs(role)
         location = f"--resume {checkpoint.path}: {role}"
         check_weight_files(str(model), location, is_served=role == POLICY)
-        if (state / PROGRESS_FILE).is_file():
-            check_saved_state(state)
-        elif ranks := sorted(state.glob("rank_*.pt")):
-            for path in ranks:
-                load_legacy_progress(path)
-        else:
-            raise CheckpointError(f"{state} contains no trainer state")
+        check_saved_state(state)
 
 
 def _check_queue(
@@ -130,6 +133,9 @@ def _check_queue(
     state = resume.checkpoint.state if resume.checkpoint else None
     steps: Collection[TrainedStep] = ()
     if resume.should_keep_journal:
+        if state is not None:
+            folder = get_journal_dir(resume.run_dir, RUN_LOG_FOLDER)
+            check_checkpoint(folder, state, cut=state["cuts"][RUN_LOG_FOLDER])
         run_log = load_run_log(resume.run_dir, state)
         replayed = copy.copy(prompts)
         replayed.take_skipped()  # the run counts skipped rows again when it draws them
@@ -169,7 +175,7 @@ def _read_shard(resume: ResumePoint, name: str, schemas: Mapping[str, StageSchem
 def _check_metric_rows(run_dir: Path) -> None:
     """Raise ConfigError if a line of metrics.jsonl or events.jsonl cannot be parsed.
 
-    A resume reads both files and truncates them to the checkpoint.
+    A resume reads both files, and its first new step cuts the rows from there on.
     """
     for name in (METRICS_FILE, EVENTS_FILE):
         path = run_dir / name

@@ -5,14 +5,30 @@ from collections.abc import Sequence
 from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import CRITIC, POLICY, CallKind
-from streamrl.engines.reference_config import LEGACY_REFERENCE_FILE, REFERENCE_FILE
+from streamrl.engines.reference_config import REFERENCE_FILE
 from streamrl.errors import ConfigError
+from streamrl.files.file_proofs import compute_digest
 from streamrl.run_dir.checkpoint import Checkpoint
 
 FIXED_TRAINER_SETTINGS = ("lora_rank", "lora_alpha", "lora_targets")
 """Trainer settings that determine the parameters in a checkpoint."""
-TRAINER_LAYOUT_SETTINGS = ("backend", "world_size", "tensor_parallel", "zero_stage")
-"""Settings that must not change for checkpoints of the old per-rank format (rank_*.pt)."""
+
+_LAYOUT_SETTINGS = (
+    *("backend", "world_size", "tensor_parallel", "sequence_parallel", "zero_stage", "threads"),
+)
+"""Trainer settings that change the order of sums, but not what is learned."""
+
+
+def describe_training(config: RunConfig) -> dict[str, str]:
+    """Return hashes of what repeated steps depend on: `objective`, and `layout` for rounding."""
+    trainers = [{**vars(config.get_trainer_config(role))} for role in config.dataflow.trained_roles]
+    layout = [[trainer.pop(name) for name in _LAYOUT_SETTINGS] for trainer in trainers]
+    objective = (
+        *(trainers, config.algorithm, config.reference, config.critic.shared_coef),
+        *(config.rewards, config.costs, config.environment.on_timeout),
+    )
+    texts = {"objective": repr(objective), "layout": repr((layout, config.placement))}
+    return {name: compute_digest(text.encode()) for name, text in texts.items()}
 
 
 def check_overrides(stored: RunConfig, config: RunConfig, checkpoint: Checkpoint | None) -> None:
@@ -25,7 +41,6 @@ def check_overrides(stored: RunConfig, config: RunConfig, checkpoint: Checkpoint
     if checkpoint is not None:
         roles = [call.role for call in config.dataflow.select_calls(CallKind.TRAIN)]
         _check_role_files(checkpoint, roles)
-        _check_legacy_layout(checkpoint, stored, config, roles)
         _check_ema_reference(checkpoint, config.reference.every)
 
 
@@ -37,34 +52,13 @@ def _check_role_files(checkpoint: Checkpoint, roles: Sequence[str]) -> None:
             raise ConfigError(f"--resume {checkpoint.path}: {location}/ is missing or empty")
 
 
-def _check_legacy_layout(
-    checkpoint: Checkpoint, stored: RunConfig, config: RunConfig, roles: Sequence[str]
-) -> None:
-    """Raise ConfigError if the trainer layout of a role with an old per-rank checkpoint changes.
-
-    Files in the old format (rank_*.pt) load only with the backend, ranks, tensor parallelism and
-    ZeRO stage that wrote them. stored: config saved with the run. config: the same with overrides.
-    """
-    for role in roles:
-        if not list(checkpoint.get_role_dirs(role)[1].glob("rank_*.pt")):
-            continue
-        section = "trainer" if role == POLICY else "critic.trainer"
-        old, new = (vars(c.get_trainer_config(role)) for c in (stored, config))
-        for name in TRAINER_LAYOUT_SETTINGS:
-            if new[name] != old[name]:
-                raise ConfigError(
-                    f"{section}.{name}={new[name]}: {checkpoint.path} has an old format that only"
-                    f" loads with {old[name]}; checkpoints written from now on load with any value"
-                )
-
-
 def _check_ema_reference(checkpoint: Checkpoint, every: int) -> None:
     """Raise ConfigError unless the resumed run has an EMA reference exactly if the checkpoint has.
 
     every: reference.every of the resumed run; above 0 with an EMA reference.
     """
     state = checkpoint.get_role_dirs(POLICY)[1]
-    was_saved = any((state / name).is_file() for name in (REFERENCE_FILE, LEGACY_REFERENCE_FILE))
+    was_saved = (state / REFERENCE_FILE).is_file()
     if was_saved and not every:
         raise ConfigError(
             f"reference.every={every}: {checkpoint.path} has an EMA reference; a resumed run must"

@@ -155,6 +155,8 @@ class PromptStream(Iterator[Prompt]):
             data = data.classify_all_rows()
         self._set_data(data)
         for name, now in self._stream_identity.items():
+            if name == "fingerprint" and COLUMNS_MARK not in state[name]:
+                now = now.partition(COLUMNS_MARK)[0]  # earlier versions hashed the prompts only
             if state[name] != now:
                 raise ConfigError(
                     f"cannot resume the data stream: {_IDENTITY_TEXTS[name]} was"
@@ -178,11 +180,13 @@ class PromptStream(Iterator[Prompt]):
 #: Facts that must not change on resume, as users know them.
 _IDENTITY_TEXTS = {
     "num_prompts": "the number of prompts in data.train",
-    "fingerprint": "the content of data.train as tokens (fingerprint)",
+    "fingerprint": "the content of data.train, prompts and other columns (fingerprint),",
     "files": "the row count and stream share of each file in data.train",
     "shuffle": "data.shuffle",
     "seed": "the seed of the data order",
 }
+COLUMNS_MARK = "+"
+"""Separates the hash of the prompts, in a fingerprint, from that of their other columns."""
 PARTIAL_PREFIX = "rows-"
 """Prefix of the fingerprint of partly classified data."""
 

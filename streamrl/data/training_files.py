@@ -22,7 +22,7 @@ from streamrl.data.classify_rows import RENDER_BATCH_ROWS, PromptLimits, RowStat
 from streamrl.data.files import DataFile
 from streamrl.data.interleave import StreamFile
 from streamrl.data.prompt_file import LazyTokenizer, PromptFile
-from streamrl.data.prompt_stream import PARTIAL_PREFIX
+from streamrl.data.prompt_stream import COLUMNS_MARK, PARTIAL_PREFIX
 from streamrl.data.prompts import describe_unused_rows, make_no_prompt_error
 from streamrl.messages import Prompt, parse_uid
 
@@ -70,7 +70,8 @@ class TrainingFile:
 class TrainingFiles:
     """Training files of a prompt stream; the index in a prompt's uid is unique among all files.
 
-    fingerprint: hash of all prompts, or of whole files if rows were sampled.
+    fingerprint: hashes of all prompts and of their other columns, or of whole files if rows were
+    sampled.
     """
 
     files: tuple[TrainingFile, ...]
@@ -163,18 +164,19 @@ def classify_training_files(
     inspect: receives the classified prompts. max_sampled_tokens: limit of the prompts of a sampled
     file. Raises ConfigError for the first bad row.
     """
-    digest = hashlib.blake2b(digest_size=8)
+    digest, columns_digest = (hashlib.blake2b(digest_size=8) for _ in range(2))
     classified = [
         _classify_file(
             file,
             inspect,
             digest,
+            columns_digest,
             max_full_rows=max_full_rows,
             max_sampled_tokens=max_sampled_tokens,
         )
         for file in files
     ]
-    fingerprint = digest.hexdigest()
+    fingerprint = f"{digest.hexdigest()}{COLUMNS_MARK}{columns_digest.hexdigest()}"
     if not all(file.is_fully_classified for file in classified):
         # The sampled prompts do not identify the data, so hash all content and settings.
         for file in classified:
@@ -189,11 +191,15 @@ def _classify_file(
     file: PromptFile,
     inspect: PromptInspector,
     digest: "hashlib.blake2b",
+    columns_digest: "hashlib.blake2b",
     *,
     max_full_rows: float,
     max_sampled_tokens: float | None,
 ) -> TrainingFile:
-    """Classify all rows, or a sample with a usable row; add the prompts to the hash `digest`."""
+    """Classify all rows, or a sample with a usable row; add the prompts to the hash `digest`.
+
+    columns_digest: hash of all other columns, which rewards and environments may read.
+    """
     rows, is_typical = choose_rows(file, max_full_rows)
     is_complete = len(rows) == len(file.table)
     counts, kept, lengths, typical = Counter[RowStatus](), array("q"), array("i"), array("i")
@@ -212,10 +218,17 @@ def _classify_file(
                 if is_row_typical:
                     typical.append(lengths[-1])
                 hash_prompt(digest, row.prompt)
+                columns = (row.prompt.messages, sorted(row.prompt.extra_info.items()))
+                columns_digest.update(repr(columns).encode("utf-8", "backslashreplace"))
     if not kept and not is_complete:
         # No sampled row is usable; search the whole file for one.
         return _classify_file(
-            file, inspect, digest, max_full_rows=math.inf, max_sampled_tokens=max_sampled_tokens
+            file,
+            inspect,
+            digest,
+            columns_digest,
+            max_full_rows=math.inf,
+            max_sampled_tokens=max_sampled_tokens,
         )
     if not kept:
         raise make_no_prompt_error(file.file, counts, file.limits)

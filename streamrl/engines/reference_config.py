@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from streamrl.errors import ConfigError
 
-REFERENCE_FILE, LEGACY_REFERENCE_FILE = "reference.safetensors", "reference.pt"
-"""File of an EMA reference in a trainer checkpoint, and its name in earlier versions."""
+REFERENCE_FILE = "reference.safetensors"
+"""File of an EMA reference in a trainer checkpoint."""
 
 
 @dataclass

@@ -5,7 +5,7 @@
                               critic/      the same two folders of the critic, if any
                               queue/       groups in flight, a folder per shard
                               state.json   version, ledger, data position, journal cuts,
-                                           and the size of every file
+                                           size and hash of every file, and a hash of itself
 <run>/journal/                             records since then: a folder per shard, and the run log
 """
 
@@ -13,31 +13,51 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict, cast
+
+from msgspec import ValidationError, convert
 
 from streamrl.buffer.log.segment_file import check_first_segment, delete_segments_from
 from streamrl.buffer.recovery import SnapshotBase
 from streamrl.dataflow import POLICY
 from streamrl.errors import CheckpointError, ConfigError, JournalError
-from streamrl.files.atomic_write import sync_and_rename, wrap_checkpoint_errors, write_atomic
-from streamrl.files.bounded_read import MIB, read_small_json
+from streamrl.files.atomic_write import (
+    get_partial_path,
+    sync_and_rename,
+    wrap_checkpoint_errors,
+    write_atomic,
+)
+from streamrl.files.bounded_read import MIB, parse_json, read_small_json, read_small_text
+from streamrl.files.file_proofs import (
+    FileProof,
+    compute_digest,
+    find_changed_file,
+    list_files,
+    prove_files,
+)
 from streamrl.files.typed_settings import describe_read_error
 from streamrl.telemetry.sinks import METRICS_FILE
 
-CHECKPOINT_FORMAT = 3
+CHECKPOINT_FORMAT = 4
+SIZES_ONLY_FORMAT = 3
+"""Format of earlier versions, which recorded the sizes of files but no hashes."""
+_NO_DIGEST = "0" * 16
+"""Text in place of the hash of state.json while that hash is computed."""
 MAX_STATE_BYTES = 1024 * MIB
 """Bound on the size of state.json, which with run.debug holds the uid of every prompt so far."""
 RUN_LOG_FOLDER = "books"
 LAYOUT_FILE = "layout.json"
+DISCARDED = ".discarded"
+"""Folder of a run directory: what a resume from an older checkpoint has discarded so far."""
 _STEP_FOLDER_PATTERN = re.compile(r"step_(\d{6,})")
 _SHARD_FOLDER_PATTERN = re.compile(r"shard-(\d{1,6})(?:\.(\d{1,6}))?")
 
 
 class CheckpointState(TypedDict):
-    """Contents of a checkpoint's state.json, apart from its format and the file sizes.
+    """Contents of a checkpoint's state.json, apart from its format, its hash and the file proofs.
 
     cuts: first journal segment that the checkpoint does not cover, by shard folder or run log.
     """
@@ -71,10 +91,14 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Complete checkpoint on disk: its folder and the contents of its state.json."""
+    """Complete checkpoint on disk: its folder, the contents of its state.json, and its files.
+
+    proofs: of every file, by path relative to the folder.
+    """
 
     path: Path
     state: CheckpointState
+    proofs: Mapping[str, FileProof] = field(default_factory=dict, compare=False)
 
     @property
     def version(self) -> int:
@@ -101,12 +125,14 @@ class CheckpointWriter:
     """Writes the checkpoint of a version into a hidden folder, which `commit` renames.
 
     Before `commit`, the trainers fill the folders of `get_role_dirs` and the shards fill queue_dir.
+    Each process returns the proofs of the files it wrote, which `add_proofs` collects.
     """
 
     def __init__(self, run_dir: Path, version: int) -> None:
         self._final_dir = run_dir / "checkpoints" / f"step_{version:06d}"
         self._partial_dir = self._final_dir.with_name(f".{self._final_dir.name}.partial")
         self.queue_dir = self._partial_dir / "queue"
+        self._proofs: dict[Path, FileProof] = {}
         self.discard()
         with wrap_checkpoint_errors(self._final_dir):
             self._partial_dir.mkdir(parents=True)
@@ -122,6 +148,9 @@ class CheckpointWriter:
     def get_role_dirs(self, role: str) -> tuple[Path, Path]:
         return get_role_dirs(self._partial_dir, role)
 
+    def add_proofs(self, proofs: Mapping[Path, FileProof]) -> None:
+        self._proofs.update(proofs)
+
     def commit(self, state: CheckpointState, *, keep: int) -> Path:
         """Write state.json, make the checkpoint valid by a rename, and return its folder.
 
@@ -131,11 +160,10 @@ class CheckpointWriter:
         """
         replaced = self._final_dir.with_name(f".{self._final_dir.name}.replaced")
         with wrap_checkpoint_errors(self._final_dir):
-            text = json.dumps(
-                {"format": CHECKPOINT_FORMAT, **state, "files": _measure_files(self._partial_dir)},
-                indent=1,
-            )
-            (self._partial_dir / "state.json").write_text(text + "\n")
+            paths = list_files(self._partial_dir)
+            proofs = self._proofs | prove_files(set(paths) - self._proofs.keys())
+            files = {str(path.relative_to(self._partial_dir)): proofs[path] for path in paths}
+            write_state(self._partial_dir, {**state, "files": files})
             if self._final_dir.exists():
                 shutil.rmtree(replaced, ignore_errors=True)
                 self._final_dir.rename(replaced)
@@ -146,10 +174,12 @@ class CheckpointWriter:
         return self._final_dir
 
 
-def _measure_files(folder: Path) -> dict[str, int]:
-    """Return the size of every file below a folder, bytes, by relative path."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.stat().st_size for path in files}
+def write_state(folder: Path, fields: Mapping[str, Any]) -> None:
+    """Write state.json, with the hash of its own text, in which _NO_DIGEST holds the place."""
+    fields = {"format": CHECKPOINT_FORMAT, "hash": _NO_DIGEST, **fields}
+    text = json.dumps(fields, indent=1) + "\n"
+    digest = compute_digest(text.encode())
+    (folder / "state.json").write_text(text.replace(_NO_DIGEST, digest, 1))
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -167,31 +197,52 @@ def _parse_step(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
-    """Read the checkpoint in a folder. Raises ConfigError if its state.json is not usable."""
-    location = f"--resume {folder}/state.json"
-    try:
-        state = read_small_json(folder / "state.json", most_bytes=MAX_STATE_BYTES)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{location}: {describe_read_error(error)}") from None
-    if not isinstance(state, dict) or state.get("format") != CHECKPOINT_FORMAT:
-        raise ConfigError(f"{location}: not a checkpoint of format {CHECKPOINT_FORMAT}")
-    missing = sorted(CheckpointState.__required_keys__ - state.keys())
+def read_checkpoint(folder: Path, *, key: str = "--resume ") -> Checkpoint:
+    """Read the checkpoint in a folder. Raises ConfigError if its state.json is not usable.
+
+    key: option or setting that names the folder, for errors.
+    """
+    location = f"{key}{folder}/state.json"
+    state = _read_state(folder / "state.json", location)
+    missing = sorted({*CheckpointState.__required_keys__, "files"} - state.keys())
     if missing:
         raise ConfigError(f"{location}: missing keys: {', '.join(missing)}")
     if problem := _find_version_problem(state["version"], folder):
         raise ConfigError(f"{location}: version {state['version']!r}: {problem}")
-    for key in ("ledger", "prompts", "dials", "cuts", "files"):
-        if not isinstance(state.get(key, {}), dict):
-            raise ConfigError(f"{location}: {key}: must be a mapping")
-    for key in ("cuts", "files"):
-        if not all(map(_is_count, state.get(key, {}).values())):
-            raise ConfigError(f"{location}: {key}: must be whole numbers")
+    for name in ("ledger", "prompts", "dials", "cuts", "files"):
+        if not isinstance(state[name], dict):
+            raise ConfigError(f"{location}: {name}: must be a mapping")
+    if not all(map(_is_count, state["cuts"].values())):
+        raise ConfigError(f"{location}: cuts: must be whole numbers")
     if not all(
         name == RUN_LOG_FOLDER or _SHARD_FOLDER_PATTERN.fullmatch(name) for name in state["cuts"]
     ):
         raise ConfigError(f"{location}: cuts: keys must be shard folders and {RUN_LOG_FOLDER}")
-    return Checkpoint(folder, cast(CheckpointState, state))
+    files = state["files"]
+    if state["format"] == SIZES_ONLY_FORMAT:
+        files = {name: (size, "") for name, size in files.items()}
+    try:
+        proofs = convert(files, dict[str, FileProof])
+    except ValidationError as error:
+        raise ConfigError(f"{location}: files: {error}") from None
+    return Checkpoint(folder, cast(CheckpointState, state), proofs)
+
+
+def _read_state(path: Path, location: str) -> dict[str, Any]:
+    """Read state.json, and check the hash of its text, which SIZES_ONLY_FORMAT does not have."""
+    try:
+        text = read_small_text(path, most_bytes=MAX_STATE_BYTES)
+        state = parse_json(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{location}: {describe_read_error(error)}") from None
+    version = state.get("format") if isinstance(state, dict) else None
+    if version not in (CHECKPOINT_FORMAT, SIZES_ONLY_FORMAT):
+        raise ConfigError(f"{location}: not a checkpoint of format {CHECKPOINT_FORMAT}")
+    digest = str(state.get("hash", ""))
+    has_hash = version == CHECKPOINT_FORMAT
+    if has_hash and compute_digest(text.replace(digest, _NO_DIGEST, 1).encode()) != digest:
+        raise ConfigError(f"{location}: has changed since it was written (hash)")
+    return dict(state)
 
 
 def _find_version_problem(version: object, folder: Path) -> str:
@@ -206,20 +257,58 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def check_files(checkpoint: Checkpoint) -> None:
-    """Raise ConfigError unless every file of a checkpoint exists with its recorded size.
+def check_files(checkpoint: Checkpoint, part: str = "", *, key: str = "--resume ") -> None:
+    """Raise ConfigError unless every file of a checkpoint has its recorded size and hash.
 
-    Checkpoints of old versions of streamrl recorded no sizes.
+    part: folder of the checkpoint to which to limit the check. Checkpoints of SIZES_ONLY_FORMAT
+    are checked by size.
     """
-    sizes: Mapping[str, int] = cast(Mapping[str, Any], checkpoint.state).get("files", {})
-    for name, size in sizes.items():
-        path = checkpoint.path / name
-        size_on_disk = path.stat().st_size if path.is_file() else None
-        if size_on_disk != size:
-            problem = (
-                "is missing" if size_on_disk is None else f"has {size_on_disk} bytes of {size}"
+    prefix = f"{part}/" if part else ""
+    proofs = {
+        name.removeprefix(prefix): proof
+        for name, proof in checkpoint.proofs.items()
+        if name.startswith(prefix)
+    }
+    if not part:
+        proofs["state.json"] = FileProof((checkpoint.path / "state.json").stat().st_size, "")
+    if problem := find_changed_file(checkpoint.path / part, proofs):
+        raise ConfigError(f"{key}{checkpoint.path}: {prefix}{problem}")
+
+
+def check_model_dir(path: Path, key: str) -> None:
+    """Raise ConfigError if a model directory belongs to a checkpoint and has changed.
+
+    key: setting or argument that names the directory, such as `model.path=`. A directory elsewhere,
+    such as a copy of a checkpoint's model, has no proof.
+    """
+    folder = path.resolve()
+    for parent in (folder.parent, folder.parent.parent) if folder.name == "model" else ():
+        if (parent / "state.json").is_file() and _STEP_FOLDER_PATTERN.fullmatch(parent.name):
+            part = str(folder.relative_to(parent))
+            check_files(read_checkpoint(parent, key=key), part, key=key)
+
+
+def suggest_whole_checkpoint(broken: Path) -> str:
+    """Return what to do about a broken checkpoint: how to resume from a whole one beside it.
+
+    Returns "" if there is none.
+    """
+    for path in reversed(list_checkpoints(broken.parent)):
+        try:
+            whole = read_checkpoint(path)
+            check_files(whole)
+        except ConfigError:
+            continue
+        run_dir = path.parent.parent
+        if path == list_checkpoints(broken.parent)[-1]:
+            return f"; {path.name} is whole: --resume {run_dir}"
+        if ResumePoint(run_dir, whole).has_contiguous_journal:
+            return (
+                f"; {path.name} is whole and the journals continue it: remove {broken.name}, then"
+                f" --resume {run_dir}"
             )
-            raise ConfigError(f"--resume {checkpoint.path}: {name} {problem}")
+        return f"; {path.name} is whole: --resume {path} goes on there and loses later steps"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -345,6 +434,8 @@ class ResumePoint:
                 replaced.rename(target)
         if self.checkpoint is None or self.should_keep_journal:
             return
+        later = [path for path in _list_step_folders(folder) if _parse_step(path) > self.version]
+        _keep_links(self.run_dir, [*later, self.run_dir / "journal"])
         cuts = self.checkpoint.state["cuts"]
         # Crash safety. Journals go before newer checkpoints: after a crash in between, the newer
         # checkpoints are still complete. Journals with a gap go last: while a gap remains, no
@@ -355,9 +446,43 @@ class ResumePoint:
         layout = _get_snapshot_layout(self.checkpoint, shards=0)
         if layout.shards:
             layout.write(self.run_dir)
-        for path in reversed(_list_step_folders(folder)):
-            if _parse_step(path) > self.version:
-                shutil.rmtree(path)
+        for path in reversed(later):
+            shutil.rmtree(path)
+
+
+def _keep_links(run_dir: Path, folders: Sequence[Path]) -> None:
+    """Link what a resume discards into the folder DISCARDED, until its first new step is done.
+
+    Links are safe: a later process never writes into an existing file of these folders. Leaves what
+    an interrupted call has linked.
+    """
+    if (run_dir / DISCARDED).exists():
+        return
+    partial = get_partial_path(run_dir / DISCARDED)
+    shutil.rmtree(partial, ignore_errors=True)
+    for folder in filter(Path.is_dir, folders):
+        target = partial / folder.relative_to(run_dir)
+        shutil.copytree(folder, target, copy_function=_link_or_copy)
+    partial.rename(run_dir / DISCARDED)
+
+
+def restore_discarded(run_dir: Path) -> None:
+    """Undo a resume from an older checkpoint that ended before its first new step.
+
+    A crash in between leaves a state from which a second call goes on.
+    """
+    discarded = run_dir / DISCARDED
+    if (discarded / "journal").is_dir():
+        shutil.rmtree(run_dir / "journal", ignore_errors=True)
+        (discarded / "journal").rename(run_dir / "journal")
+    for path in _list_step_folders(discarded / "checkpoints"):
+        if not (run_dir / "checkpoints" / path.name).exists():
+            path.rename(run_dir / "checkpoints" / path.name)
+    forget_discarded(run_dir)
+
+
+def forget_discarded(run_dir: Path) -> None:
+    shutil.rmtree(run_dir / DISCARDED, ignore_errors=True)
 
 
 def find_run_dir(path: Path) -> Path:
@@ -379,12 +504,12 @@ def find_resume_point(path: Path) -> ResumePoint:
     """
     run_dir, folder = find_run_dir(path), path.resolve()
     if run_dir != folder:
-        named = ResumePoint(run_dir, read_checkpoint(folder))
+        named = ResumePoint(run_dir, _read_or_suggest(folder))
         is_newest = list_checkpoints(folder.parent)[-1:] == [folder]
         return replace(named, should_keep_journal=is_newest and named.has_contiguous_journal)
     complete = list_checkpoints(folder / "checkpoints")
     if complete:
-        return ResumePoint(folder, read_checkpoint(complete[-1]))
+        return ResumePoint(folder, _read_or_suggest(complete[-1]))
     metrics = folder / METRICS_FILE
     # A run that died before its first step may have no run log, and needs none.
     has_steps = metrics.is_file() and metrics.stat().st_size > 0
@@ -394,6 +519,14 @@ def find_resume_point(path: Path) -> ResumePoint:
             f"--resume {path}: not a checkpoint, nor a run directory that holds one or a journal"
         )
     return ResumePoint(folder, None)
+
+
+def _read_or_suggest(folder: Path) -> Checkpoint:
+    """Read a checkpoint; if that fails, add to the error which other one is whole."""
+    try:
+        return read_checkpoint(folder)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{suggest_whole_checkpoint(folder)}") from None
 
 
 def get_journal_dir(run_dir: Path, name: str) -> Path:

@@ -105,6 +105,7 @@ async def train_step(
         started_at,
         time.time(),
         filter_tally,
+        is_repeated=recorded is not None,
     )
 
 

@@ -125,14 +125,15 @@ class RolloutLog:
     """
 
     def __init__(self, run_dir: Path, *, every: int = 1, max_bytes: float = math.inf) -> None:
+        self.run_dir = run_dir
         self._folder = run_dir / ROLLOUTS_FOLDER
         self._every = every
         self._max_bytes = max_bytes
 
-    def discard_steps_after(self, step: int) -> None:
-        """Delete the files of steps after `step`, which a resumed run trains again."""
+    def discard_steps_from(self, step: int) -> None:
+        """Delete the files from `step` on, which a resumed run writes anew."""
         for number, path in _list_step_files(self._folder).items():
-            if number > step:
+            if number >= step:
                 path.unlink()
 
     def write_groups(self, step: int, groups: Sequence[RecordedGroup]) -> None:

@@ -83,6 +83,12 @@ class SinkGroup:
         for text in self._alert_watch.find_alerts(step, row) if self._alert_watch else ():
             self.log_event(ALERT_EVENT, {"step": step, "text": text})
 
+    def show_repeated_step(self, step: int, row: MetricsRow) -> None:
+        """Show a step whose recorded row stands on the console, and log it nowhere."""
+        self._last_step = step
+        if self.console is not None:
+            self.console.log_step(step, row)
+
     def log_event(self, name: str, fields: EventFields) -> None:
         for sink in self.sinks:
             sink.log_event(name, fields)
@@ -113,14 +119,14 @@ def make_sink_group(
 ) -> SinkGroup:
     """Create the sinks of a telemetry config; `console` defaults to standard output."""
     resumed = run_info.resume_step is not None
-    sinks: list[MetricsSink] = [JsonlSink(run_info.run_dir, resume_step=run_info.resume_step)]
+    sinks: list[MetricsSink] = [JsonlSink(run_info.run_dir, is_resumed=resumed)]
     if config.uses_wandb:
         resume_id = load_run_id(run_info.run_dir) if resumed else None
         sinks.append(
             WandbSink(run_info.run_dir, config.wandb, run_name=run_info.name, resume_id=resume_id)
         )
     if TENSORBOARD in config.sinks:
-        sinks.append(TensorboardSink(run_info.run_dir, resume_step=run_info.resume_step))
+        sinks.append(TensorboardSink(run_info.run_dir, is_resumed=resumed))
     if TRACKIO in config.sinks:
         sinks.append(TrackioSink(config.wandb.project, run_name=run_info.name, is_resumed=resumed))
     trace = None

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from numbers import Real
 from pathlib import Path
@@ -51,22 +51,24 @@ class JsonlSink:
     """Sink that writes `metrics.jsonl` and `events.jsonl`, and flushes each line.
 
     A row is {"step": int, "time": epoch seconds, <name>: value, ...}; NaN and infinities are null.
-    An event is {"time": ..., "event": name, <field>: value, ...}. With `resume_step`, rows of later
-    steps are removed first, so that no step appears twice; events are kept. Raises DiskError with
-    the file's name if writing fails.
+    An event is {"time": ..., "event": name, <field>: value, ...}. A row of a step
+    that the files of a resumed run hold already replaces that row and all later ones, so that no
+    step appears twice; until then all rows stay. Events are kept. Raises DiskError with the file's
+    name if writing fails.
     """
 
     def __init__(
         self,
         run_dir: Path,
         *,
-        resume_step: int | None = None,
+        is_resumed: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._paths = (run_dir / METRICS_FILE, run_dir / EVENTS_FILE)
-        self._resume_step = resume_step
+        self._is_resumed = is_resumed
+        self._last_step = 0
         self._clock = clock
-        self._files: tuple[TextIO, ...] = ()
+        self._files: list[TextIO] = []
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Open metrics.jsonl and events.jsonl. Raises ConfigError if they exist without a
@@ -74,18 +76,20 @@ class JsonlSink:
         metrics, events = self._paths
         with wrap_disk_errors(metrics.parent):
             metrics.parent.mkdir(parents=True, exist_ok=True)
-        if self._resume_step is not None:
-            last_step = self._resume_step
-            rows = [row for row in read_jsonl(metrics) if row["step"] <= last_step]
-            for path, kept in ((metrics, rows), (events, read_jsonl(events))):
-                with wrap_disk_errors(path):
-                    write_atomic(path, "".join(map(_format_line, kept)))
+        if self._is_resumed:
+            rows = read_jsonl(metrics)
+            self._last_step = max((row["step"] for row in rows), default=0)
+            # Leaves out a last line that a crash has torn.
+            self._files = [self._replace(metrics, rows), self._replace(events, read_jsonl(events))]
         else:
             check_no_run(metrics.parent)
-        with wrap_disk_errors(metrics.parent):
-            self._files = tuple(
-                path.open("a", encoding="utf-8", buffering=1) for path in self._paths
-            )
+            self._files = [self._replace(path, []) for path in self._paths]
+
+    def _replace(self, path: Path, lines: Iterable[Mapping[str, Any]]) -> TextIO:
+        """Write a file anew, and open it for further lines."""
+        with wrap_disk_errors(path):
+            write_atomic(path, "".join(map(_format_line, lines)))
+            return path.open("a", encoding="utf-8", buffering=1)
 
     def log_step(self, step: int, row: MetricsRow) -> None:
         """Append the row of a training step to metrics.jsonl.
@@ -97,6 +101,11 @@ class JsonlSink:
         if step == 0:
             self._write_line(1, {"time": self._clock(), "event": BASE_EVALUATION, **values})
             return
+        if step <= self._last_step:
+            self._files[0].close()
+            rows = read_jsonl(self._paths[0])
+            self._files[0] = self._replace(self._paths[0], (r for r in rows if r["step"] < step))
+            self._last_step = 0
         self._write_line(0, {"step": step, "time": self._clock(), **values})
 
     def log_event(self, name: str, fields: EventFields) -> None:
@@ -113,7 +122,7 @@ class JsonlSink:
             try:
                 self.log_event("close", summary)
             finally:
-                self._files = ()
+                self._files = []
 
     def _write_line(self, index: int, line: Mapping[str, Any]) -> None:
         with wrap_disk_errors(self._paths[index]):

@@ -26,32 +26,35 @@ FLUSH_EVERY_S = 30
 class TensorboardSink:
     """Sink that writes the metrics of every step to `tensorboard/` of the run directory.
 
-    resume_step: last step of the checkpoint from which the run goes on; TensorBoard hides the later
-    steps that an earlier process wrote.
+    is_resumed: the run goes on from a checkpoint; TensorBoard hides the steps of earlier processes
+    from the first that is logged anew.
     """
 
-    def __init__(self, run_dir: Path, *, resume_step: int | None = None) -> None:
+    def __init__(self, run_dir: Path, *, is_resumed: bool = False) -> None:
         self._folder = run_dir / FOLDER
-        self._resume_step = resume_step
+        self._should_purge = is_resumed
         self._writer: SummaryWriter | None = None
-        self._step = resume_step or 0
+        self._step = 0
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Open the event file. Raises ConfigError without the package, and DiskError."""
         import_optional("tensorboard", setting="telemetry.sinks=tensorboard", extra="tensorboard")
-        from torch.utils.tensorboard import SummaryWriter
-
-        purge_step = None if self._resume_step is None else self._resume_step + 1
-        with wrap_disk_errors(self._folder):
-            self._writer = SummaryWriter(
-                str(self._folder), purge_step=purge_step, flush_secs=FLUSH_EVERY_S
-            )
+        self._writer = self._open_writer()
         text = json.dumps(config, indent=2, default=str)
         self._writer.add_text("config", f"```json\n{text}\n```", self._step)
+
+    def _open_writer(self, purge_step: int | None = None) -> "SummaryWriter":
+        from torch.utils.tensorboard import SummaryWriter
+
+        with wrap_disk_errors(self._folder):
+            return SummaryWriter(str(self._folder), purge_step=purge_step, flush_secs=FLUSH_EVERY_S)
 
     def log_step(self, step: int, row: MetricsRow) -> None:
         """Write the values of a step; metrics without a value are left out."""
         assert self._writer is not None, "the sink is not started"
+        if self._should_purge:
+            self._writer.close()  # type: ignore[no-untyped-call]
+            self._writer, self._should_purge = self._open_writer(step), False
         self._step = step
         with wrap_disk_errors(self._folder):
             for name, value in row.items():

@@ -97,7 +97,9 @@ RENDEZVOUS = RendezvousInfo(
 
 
 @pytest.mark.parametrize("leads", [True, False])
-async def test_an_offloaded_optimizer_is_in_device_memory_only_while_needed(leads: bool):
+async def test_an_offloaded_optimizer_is_in_device_memory_only_while_needed(
+    leads: bool, tmp_path: Path
+):
     calls: list[str] = []
     shared_weights = SharedWeights()
     actor = TrainerActor(shared_weights)
@@ -110,7 +112,7 @@ async def test_an_offloaded_optimizer_is_in_device_memory_only_while_needed(lead
     await starting
     if leads:
         await shared_weights.attach_generator(Generator(calls), should_fill_storage=False)  # type: ignore[arg-type]
-    await actor.save_checkpoint(Path("model"), Path("state"))
+    await actor.save_checkpoint(tmp_path, tmp_path)
     begins = ["load_training_state", "offload_optimizer", "generator starts"]
     saves = ["save_training_state", "save_model", "offload_optimizer"]
     if leads:

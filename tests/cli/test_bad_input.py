@@ -410,34 +410,6 @@ def test_a_live_run_directory_is_refused_and_left_unchanged(
 
 
 @pytest.mark.parametrize(
-    "override", ["trainer.world_size=2", "trainer.zero_stage=3", "trainer.backend=torch"]
-)
-def test_an_old_checkpoint_format_keeps_its_layout_on_resume(
-    saved: Saved, refuse: Refuse, override: str
-):
-    run_dir, path = saved()
-    (path / "trainer" / "rank_0.pt").touch()
-    line = refuse("train", "--resume", run_dir, override)
-    assert f"{override}: " in line and "has an old format" in line
-
-
-@pytest.mark.parametrize("role", ["critic", "cost_critic"])
-def test_an_old_checkpoint_format_of_a_critic_names_the_key_critic_trainer(
-    saved: Saved, refuse: Refuse, role: str
-):
-    run_dir, path = saved("algorithm.name=safe_rlhf", "costs=[{kind: exact}]")
-    for folder in (path / name for name in ("critic", "cost_critic")):
-        (folder / "model").mkdir(parents=True)
-        (folder / "model" / "file").touch()
-        (folder / "trainer").mkdir()
-        (folder / "trainer" / "file").touch()
-    (path / role / "trainer" / "rank_0.pt").touch()
-    line = refuse("train", "--resume", run_dir, "critic.trainer.zero_stage=3")
-    assert "critic.trainer.zero_stage=3: " in line and "has an old format" in line
-    assert "cost_critic.trainer" not in line
-
-
-@pytest.mark.parametrize(
     ("words", "part"),
     [
         (["run.dir={run}"], "must not contain each other"),

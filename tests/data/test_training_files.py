@@ -229,11 +229,17 @@ def test_a_stream_resumes_only_on_the_same_rows(tokenizer, write_rows):
     assert [prompt.uid for prompt in resumed.draw_prompts(60)] == [
         prompt.uid for prompt in stream.draw_prompts(60)
     ]
-    rows = numbered(50)
-    rows[31]["prompt"] = "?"
-    changed = stream_of(open_rows(write_rows(*rows), tokenizer=tokenizer))
-    with pytest.raises(ConfigError, match="fingerprint"):
-        changed.load_state_dict(state)
+    changes: list[dict[str, object]]
+    changes = [{"prompt": "?"}, {"solution": "1"}, {"extra_info": {"a": {"b": 1}}}]
+    for change in changes:
+        rows = numbered(50)
+        rows[31] |= change
+        changed = stream_of(open_rows(write_rows(*rows), tokenizer=tokenizer))
+        with pytest.raises(ConfigError, match="fingerprint"):
+            changed.load_state_dict(state)
+    # Earlier versions hashed the prompts, not their other columns.
+    state["fingerprint"], _, _ = state["fingerprint"].partition("+")
+    stream_of(open_rows(write_rows(*numbered(50)), tokenizer=tokenizer)).load_state_dict(state)
     entry = {"path": write_rows(*numbered(50)), "template": "plain"}
     with pytest.raises(ConfigError, match="fingerprint"):
         stream_of(open_rows(entry, tokenizer=tokenizer)).load_state_dict(state)

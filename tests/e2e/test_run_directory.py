@@ -2,7 +2,6 @@
 
 import errno
 import hashlib
-import json
 import os
 import pickle
 import resource
@@ -20,12 +19,18 @@ from safetensors.torch import save_file
 
 from streamrl.buffer.books.ledger_audit import audit_run_log
 from streamrl.buffer.books.run_log import read_history
-from streamrl.buffer.log.segment_file import get_segment_path, list_segments
+from streamrl.buffer.log.segment_file import get_segment_path, list_segments, read_segment
 from streamrl.cli.main import main
-from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir, list_checkpoints
+from streamrl.run_dir.checkpoint import (
+    DISCARDED,
+    RUN_LOG_FOLDER,
+    get_journal_dir,
+    list_checkpoints,
+)
 from streamrl.run_dir.run_lock import LOCK_FILE
 from tests.e2e.launched import Launched, events, rows
 from tests.hostile_pickle import Hostile
+from tests.sealed import seal
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("run_directory")]
 APART = ["placement.mode=disaggregated", "placement.cpus=8"]
@@ -154,9 +159,64 @@ def test_a_resume_on_other_ranks_stage_and_shards_repeats_its_steps(toy: Path, k
     assert run.wait() == 0, run.output
 
 
-def _flip(path: Path, offset: int) -> None:
+def test_a_resume_keeps_recorded_rows_and_repeats_them_bit_by_bit(toy: Path, killed: Killed):
+    run_dir = copied(killed, "repeated")
+    last = killed.rows[-1]["step"]
+    run = Launched(["train", "--resume", str(run_dir), f"run.steps={last + 2}"], toy)
+    assert run.wait() == 0, run.output
+    assert rows(run_dir)[: len(killed.rows)] == killed.rows
+    assert [row["step"] for row in rows(run_dir)] == list(range(1, last + 3))
+
+
+def test_a_repeated_step_that_differs_ends_the_run_and_nothing_is_cut(toy: Path, killed: Killed):
+    run_dir = copied(killed, "differs")
+    _damage_weights(newest(run_dir), sealed=True)
+    rollouts = tree(run_dir / "rollouts")
+    run = Launched(["train", "--resume", str(run_dir)], toy)
+    line = run.fail()
+    step = step_of(newest(run_dir)) + 1
+    assert f"step {step}, repeated from the checkpoint, has " in line and "was cut" in line
+    assert rows(run_dir) == killed.rows and tree(run_dir / "rollouts") == rollouts
+
+
+def test_a_failed_return_to_an_older_checkpoint_discards_nothing(toy: Path, killed: Killed):
+    run_dir = copied(killed, "back")
+    older, last = list_checkpoints(run_dir / "checkpoints")[0], newest(run_dir)
+    run = Launched(["train", "--resume", str(older)], toy)
+    run.until(lambda: (run_dir / DISCARDED).exists())
+    run.process.send_signal(signal.SIGKILL)
+    run.process.wait()
+    assert run.orphans(60.0) == []
+    run = Launched(["train", "--resume", str(run_dir), f"run.steps={len(killed.rows) + 2}"], toy)
+    assert run.wait() == 0, run.output
+    assert rows(run_dir)[: len(killed.rows)] == killed.rows and last.exists()
+
+
+def test_a_damaged_record_of_a_journal_is_made_again_and_the_weights_are_equal(toy: Path):
+    """At staleness 0, with the weights of an undisturbed run."""
+    settings = ["pipeline.max_staleness=0", "run.steps=14", "checkpoint.every=6", 'data.eval=""']
+    undisturbed, stopped = (toy / "runs" / name for name in ("undisturbed", "stopped"))
+    assert Launched(words(toy, "undisturbed", *settings), toy).wait() == 0
+    run = Launched(words(toy, "stopped", *settings), toy)
+    run.until(lambda: len(rows(stopped)) >= 8)
+    run.process.send_signal(signal.SIGKILL)
+    run.process.wait()
+    assert run.orphans(60.0) == []
+    for name in ("shard-0", "shard-1"):
+        folder = get_journal_dir(stopped, name)
+        path = get_segment_path(folder, list_segments(folder)[-1])
+        *_, (position, _) = [item for item in read_segment(path) if isinstance(item, tuple)]
+        _flip(path, position.offset + position.size // 2)
+    run = Launched(["train", "--resume", str(stopped)], toy)
+    assert run.wait() == 0, run.output
+    assert len(events(stopped, "corrupt")) == 2
+    model = "checkpoints/step_000014/model"
+    assert tree(stopped / model) == tree(undisturbed / model)
+
+
+def _flip(path: Path, offset: int, *, bit: int = 0) -> None:
     data = bytearray(path.read_bytes())
-    data[offset] ^= 1
+    data[offset] ^= 1 << bit
     path.write_bytes(data)
 
 
@@ -175,17 +235,18 @@ def _append(path: Path, text: str) -> None:
 
 
 def _damage_rng_state(checkpoint: Path) -> None:
-    """Write a state of the wrong size, and no record of file sizes."""
+    """Write a state of the wrong size, with its hash."""
     cut = {"cpu": torch.zeros(7, dtype=torch.uint8)}
     save_file(cut, checkpoint / "trainer/rng_00000.safetensors")
-    path = checkpoint / "state.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "files": {}}))
+    seal(checkpoint)
 
 
-def _other_version(checkpoint: Path) -> None:
-    path = checkpoint / "state.json"
-    state = json.loads(path.read_text())
-    path.write_text(json.dumps({**state, "version": state["version"] - 1}))
+def _damage_weights(checkpoint: Path, *, sealed: bool) -> None:
+    """Flip the highest bit of the exponent of a trained value."""
+    path = checkpoint / RANK_STATE
+    _flip(path, path.stat().st_size - 1, bit=6)
+    if sealed:
+        seal(checkpoint)
 
 
 RANK_STATE = "trainer/state_00000_000.safetensors"
@@ -207,7 +268,8 @@ OF_CHECKPOINT: dict[str, tuple[Callable[[Path], object], str]] = {
     "progress": (lambda saved: (saved / "trainer/trainer.json").unlink(), "trainer.json"),
     "model": (lambda saved: (saved / "model/model.safetensors").unlink(), "model.safetensors"),
     "random": (_damage_rng_state, "not a state of torch's random number generator"),
-    "version": (_other_version, "does not match the folder name"),
+    "version": (lambda saved: seal(saved, version=7), "does not match the folder name"),
+    "weights": (lambda saved: _damage_weights(saved, sealed=False), RANK_STATE),
 }
 OF_RUN: dict[str, tuple[Callable[[Path], object], str]] = {
     "books": (lambda run: _flip(_segment(run), 60), "books"),

@@ -5,13 +5,9 @@ Runs in child processes, because torch.distributed must not be initialized in py
 
 import os
 from collections.abc import Sequence
-from copy import deepcopy
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -23,11 +19,10 @@ from transformers import (
 )
 
 from streamrl.distributed.process_group import join_process_group
-from streamrl.engines.checkpoint.sharded_state import MOMENT_KINDS, view_piece
+from streamrl.engines.checkpoint.sharded_state import view_piece
 from streamrl.engines.models import activation_checkpointing
 from streamrl.engines.models.activation_checkpointing import checkpoint_layers
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.engines.training.fsdp_tp_backend import FsdpTpBackend, _gather_tensor
 from streamrl.engines.training.model_trainer import make_backend
 from streamrl.engines.training.training_backend import TrainingBackend
 from tests.engines.tiny_qwen import fill
@@ -148,51 +143,6 @@ def train(rank: int, module: PreTrainedModel, config: TrainerConfig) -> dict[str
     }
     backend.close()
     return results
-
-
-def reload_legacy_state(rank: int, port: int, mesh: str, folder: Path) -> list[bool]:
-    """Write the state after an update as earlier versions did, load it; return what is restored.
-
-    In that format a tensor-parallel rank has all rows of embedding and head.
-    """
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    config = TrainerConfig(backend="torch", world_size=WORLD, **MESHES[mesh])
-    join_process_group(rank=rank, world_size=WORLD, timeout_s=60.0)
-    backend = make_backend(make_model("qwen2"), config)
-    assert isinstance(backend, FsdpTpBackend)
-    ids = torch.arange(24).view(2, 12)
-    backend.backward(backend.forward(ids, use_cache=False).logits.square().mean())
-    backend.step(divisor=1.0, lr=LR)
-    state = {
-        "model": {name: tensor.clone() for name, tensor, _ in backend.iter_shards()},
-        "optimizer": deepcopy(backend.optimizer.state_dict()),
-    }
-    expected, is_sharded = deepcopy(state), "sharded" in mesh
-    for number, (name, parameter) in enumerate(backend.trained_params.items()):
-        if name not in ("model.embed_tokens.weight", "lm_head.weight"):
-            continue
-        assert isinstance(parameter, DTensor)
-        moments = state["optimizer"]["state"][number]
-        for tensors, key in ((state["model"], name), *((moments, kind) for kind in MOMENT_KINDS)):
-            split = DTensor.from_local(tensors[key], parameter.device_mesh, parameter.placements)
-            whole = _gather_tensor(split)
-            assert len(whole) == SIZES["vocab_size"]
-            chunks = whole.chunk(config.dp_size) if is_sharded else [whole] * config.dp_size
-            tensors[key] = chunks[config.get_dp_rank(rank)].clone()
-    if is_sharded or config.get_dp_rank(rank) == 0:
-        torch.save(state, folder / backend.legacy_state_file)
-    dist.barrier()
-    for _, tensor, _ in backend.iter_shards():
-        tensor.zero_()
-    for moments in backend.optimizer.state.values():
-        moments["exp_avg"].zero_()
-    backend.load_legacy_state(folder)
-    restored = [tensor.equal(expected["model"][name]) for name, tensor, _ in backend.iter_shards()]
-    for number, moments in backend.optimizer.state_dict()["state"].items():
-        saved = expected["optimizer"]["state"][number]
-        restored += [moments[kind].equal(saved[kind]) for kind in MOMENT_KINDS]
-    backend.close()
-    return restored
 
 
 def count_memory_bytes(backend: TrainingBackend) -> int:

@@ -30,7 +30,6 @@ from tests import forked
 from tests.engines.tiny_groups import make_groups
 from tests.engines.tiny_qwen import publish_to_disk
 from tests.engines.trainer_layouts import CUTS, Layout
-from tests.hostile_pickle import Hostile
 
 if TYPE_CHECKING:
     from streamrl.engines.training.model_trainer import ModelTrainer
@@ -283,65 +282,6 @@ def master_weights(job: RankJob, layout: Layout) -> None:
             runs[source_stage] = second_step(trainer, stage_layout)
             trainer.close()
         job.results[f"bf16_state/{stage}"] = (first, runs)
-
-
-def save_legacy_progress(
-    trainer: "ModelTrainer", folder: Path, *, num_updates: int
-) -> dict[str, Any]:
-    from streamrl.engines.training.trainer_checkpoint import describe_layout
-
-    progress = {"layout": describe_layout(trainer._config), "num_updates": num_updates}
-    progress |= {"rng": torch.get_rng_state(), "cuda_rng": None}
-    torch.save(progress, folder / f"rank_{trainer.rank}.pt")
-    return progress
-
-
-def resume_legacy_state(job: RankJob, layout: Layout) -> None:
-    """Run a step, save it in the legacy format, and run the second step from there."""
-    folder = job.folder / f"old-{layout.label}-{0 if layout.world_size > 1 else job.rank}"
-    folder.mkdir(exist_ok=True)
-    trainer = job.trainer(layout)
-    train_step(trainer, 1, layout.num_shares)
-    backend: Any = trainer._backend
-    if layout.backend == "deepspeed":
-        backend._engine.save_checkpoint(str(folder), tag="zero", exclude_frozen_parameters=True)
-    elif trainer.rank == 0:
-        model, optimizer = dict(backend.full_state()), backend.optimizer.state_dict()
-        torch.save({"model": model, "optimizer": optimizer}, folder / "torch_state.pt")
-    progress = save_legacy_progress(trainer, folder, num_updates=1)
-    first = second_step(trainer, layout)
-    trainer.close()
-    trainer = job.trainer(layout)
-    trainer.load_training_state(folder)
-    resumed = second_step(trainer, layout)
-    harm = folder / f"harm_{trainer.rank}"
-    torch.save({**progress, "rng": Hostile(harm)}, folder / f"rank_{trainer.rank}.pt")
-    refusal = get_refusal(trainer, folder)
-    torch.save({**progress, "layout": "backend=other"}, folder / f"rank_{trainer.rank}.pt")
-    job.results[f"old/{layout.label}"] = {
-        "runs": [first, resumed],
-        "refusals": [refusal, get_refusal(trainer, folder)],
-        "harmed": harm.exists(),
-    }
-    trainer.close()
-
-
-def hostile_state(job: RankJob, layout: Layout) -> None:
-    """Save a DeepSpeed state whose optimizer file is a hostile pickle."""
-    folder = job.folder / f"hostile-{job.rank}"
-    folder.mkdir()
-    trainer = job.trainer(layout)
-    backend: Any = trainer._backend
-    backend._engine.save_checkpoint(str(folder), tag="zero", exclude_frozen_parameters=True)
-    save_legacy_progress(trainer, folder, num_updates=0)
-    refusals = []
-    for path in sorted((folder / "zero").glob("*.pt")):
-        original = path.read_bytes()
-        torch.save({"module": Hostile(folder / "harm")}, path)
-        refusals.append(get_refusal(trainer, folder))
-        path.write_bytes(original)
-    job.results["hostile"] = (refusals, (folder / "harm").exists())
-    trainer.close()
 
 
 def resume_from_one_rank(job: RankJob, layout: Layout) -> None:
@@ -611,7 +551,7 @@ CASES: dict[str, Callable[..., None]] = {
     for case in (
         *(same_update, several_updates, critic_updates, pretraining_updates, two_headed_updates),
         *(lora_updates, lora_critic, lora_recomputed, save_and_resume, skipped_updates),
-        *(resume_from_one_rank, resume_legacy_state, hostile_state, master_weights),
+        *(resume_from_one_rank, master_weights),
         *(recomputed_updates, other_settings, row, save_late, miss_collective),
     )
 }

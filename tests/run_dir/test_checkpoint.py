@@ -25,12 +25,15 @@ from streamrl.run_dir.checkpoint import (
     find_next_generation,
     find_resume_point,
     find_snapshot,
+    forget_discarded,
     get_journal_dir,
     link_checkpoint,
     list_checkpoints,
     read_checkpoint,
     read_layout,
     remove_old_shards,
+    restore_discarded,
+    write_state,
 )
 
 
@@ -168,13 +171,12 @@ def test_invalid_checkpoints_are_refused_with_one_line(tmp_path: Path):
         find_resume_point(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="not a checkpoint, nor a run directory"):
         find_resume_point(tmp_path)
-    full_state = {"format": CHECKPOINT_FORMAT, **state(1, {})}
-    for name in CheckpointState.__required_keys__:
-        incomplete = {key: value for key, value in full_state.items() if key != name}
-        (tmp_path / "state.json").write_text(json.dumps(incomplete))
+    full_state = {**state(1, {}), "files": {}}
+    for name in full_state:
+        write_state(tmp_path, {key: full_state[key] for key in full_state if key != name})
         with pytest.raises(ConfigError, match=f"state.json: missing keys: {name}$"):
             find_resume_point(tmp_path)
-    (tmp_path / "state.json").write_text(json.dumps(full_state))
+    write_state(tmp_path, full_state)
     assert read_checkpoint(tmp_path).version == 1
 
 
@@ -204,6 +206,22 @@ def test_resume_from_an_older_checkpoint_discards_later_state(tmp_path: Path):
     assert list_contents(tmp_path) == (["step_000005"], [], [1])
     assert find_resume_point(tmp_path).version == 5
     assert find_snapshot(tmp_path, "shard-0").first_segment == 3
+
+
+def test_what_a_resume_discards_can_be_restored_until_its_first_new_step(tmp_path: Path):
+    run_with_two_checkpoints(tmp_path)
+    QueueLayout(1).write(tmp_path)
+    before, older = list_contents(tmp_path), tmp_path / "checkpoints" / "step_000005"
+    find_resume_point(older).discard_later()
+    write_segments(tmp_path, "shard-1", 1)
+    restore_discarded(tmp_path)
+    restore_discarded(tmp_path)
+    assert list_contents(tmp_path) == before and find_resume_point(tmp_path).version == 10
+    assert not get_journal_dir(tmp_path, "shard-1").exists()
+    find_resume_point(older).discard_later()
+    forget_discarded(tmp_path)
+    restore_discarded(tmp_path)
+    assert list_contents(tmp_path) == (["step_000005"], [], [1])
 
 
 def test_resume_from_the_newest_checkpoint_discards_nothing(tmp_path: Path):
@@ -239,8 +257,9 @@ def test_a_crash_while_discarding_leaves_only_consistent_checkpoints(
     run_with_two_checkpoints(tmp_path)
     older = tmp_path / "checkpoints" / "step_000005"
 
-    def crash(path: Path) -> None:
-        raise KeyboardInterrupt
+    def crash(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(shutil, "rmtree", crash)
     with pytest.raises(KeyboardInterrupt):
@@ -328,14 +347,15 @@ def test_a_missing_or_truncated_file_is_named(tmp_path: Path):
         ({"cuts": {"shard-0": -1}}, "cuts: must be whole numbers"),
         ({"ledger": 3}, "ledger: must be a mapping"),
         ({"version": True}, "version True: must be a whole number"),
-        ({"files": {"a": "b"}}, "files: must be whole numbers"),
+        ({"files": {"a": "b"}}, "files: Expected `array`"),
     ],
 )
 def test_invalid_values_in_state_json_are_refused(
     tmp_path: Path, changes: dict[str, Any], message: str
 ):
-    path = write(tmp_path, 5) / "state.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    path = write(tmp_path, 5)
+    fields = json.loads((path / "state.json").read_text())
+    write_state(path, {key: fields[key] for key in fields if key != "hash"} | changes)
     with pytest.raises(ConfigError, match=message):
         find_newest(tmp_path)
 

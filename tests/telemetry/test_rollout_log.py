@@ -109,7 +109,7 @@ def record_steps(log: RolloutLog, steps: range) -> None:
 
 def test_resume_removes_later_steps(tmp_path: Path):
     record_steps(RolloutLog(tmp_path), range(1, 4))
-    RolloutLog(tmp_path).discard_steps_after(1)
+    RolloutLog(tmp_path).discard_steps_from(2)
     assert list_recorded_steps(tmp_path) == [1]
 
 

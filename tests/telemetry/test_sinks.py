@@ -64,7 +64,8 @@ def test_a_resumed_run_repeats_no_step_and_keeps_all_events(tmp_path):
     for step in range(1, 6):
         sink.log_step(step, {"reward/mean": 0.1})
     sink.log_event("stall", {})
-    sink = started(tmp_path, resume_step=3)
+    sink = started(tmp_path, is_resumed=True)
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 5, "nothing is cut before a new step"
     sink.log_step(4, {"reward/mean": 0.2})
     rows = read_jsonl(tmp_path / "metrics.jsonl")
     assert [(row["step"], row["reward/mean"]) for row in rows] == [
@@ -81,7 +82,7 @@ def test_a_line_torn_by_a_crash_is_removed_on_resume(tmp_path):
     for name in ("metrics.jsonl", "events.jsonl"):
         with (tmp_path / name).open("a") as file:
             file.write('{"step": 2, "rew')
-    sink = started(tmp_path, resume_step=1)
+    sink = started(tmp_path, is_resumed=True)
     sink.log_step(2, {"reward/mean": 0.2})
     sink.log_event("start", {})
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
@@ -96,14 +97,14 @@ def test_a_broken_line_in_the_middle_is_an_error_with_its_number(tmp_path):
 
 
 def test_resume_before_the_first_step_starts_empty_files(tmp_path):
-    started(tmp_path, resume_step=0)
+    started(tmp_path, is_resumed=True)
     assert read_jsonl(tmp_path / "metrics.jsonl") == []
 
 
 def fill_disk(sink):
     """Redirect a sink's files to /dev/full."""
     full = Path("/dev/full")
-    sink._files = tuple(full.open("a", buffering=1) for _ in sink._files)
+    sink._files = [full.open("a", buffering=1) for _ in sink._files]
     return sink._files
 
 
@@ -127,7 +128,7 @@ def test_a_full_disk_at_the_start_raises_an_error_with_the_file(tmp_path, monkey
 
     monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(DiskError, match=r"metrics.jsonl cannot be written: No space"):
-        started(tmp_path, resume_step=0)
+        started(tmp_path, is_resumed=True)
 
 
 def test_a_directory_with_a_run_is_an_error(tmp_path):

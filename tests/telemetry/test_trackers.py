@@ -46,7 +46,7 @@ def test_tensorboard_has_every_metric_that_has_a_value(tmp_path: Path) -> None:
 
 def test_tensorboard_of_a_resumed_run_shows_each_step_once(tmp_path: Path) -> None:
     write_steps(TensorboardSink(tmp_path), range(1, 4))
-    write_steps(TensorboardSink(tmp_path, resume_step=2), range(3, 5))
+    write_steps(TensorboardSink(tmp_path, is_resumed=True), range(3, 5))
     steps = [event.step for event in read_events(tmp_path).Scalars("reward/mean")]
     assert steps == [1, 2, 3, 4]
 

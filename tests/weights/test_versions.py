@@ -1,7 +1,9 @@
 """Versions: statistics, faults and the order of pulls; waits for the served version."""
 
 import asyncio
+import gc
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from streamrl.errors import WeightsError
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 from streamrl.weights import ServedVersion, WeightManifest
 from streamrl.weights.broadcast_tree import BroadcastTree
+from streamrl.weights.manifest import WeightBucket
 from streamrl.weights.versions import (
     FALLBACK_USED,
     PullStats,
@@ -37,6 +40,32 @@ def test_the_slowest_publish_is_reported_once():
     registry.add_manifest(make_manifest(2), publish_s=0.25)
     assert registry.drain_stats().publish_s == 0.25
     assert math.isnan(registry.drain_stats().publish_s)
+
+
+class Handle:
+    """Bucket of a version, which lives as long as somebody refers to it, as an object of Ray."""
+
+
+def test_the_last_versions_stay_for_readers_in_the_middle_of_a_pull():
+    registry = WeightRegistry(keep_versions=2)
+    buckets: list[weakref.ref[Handle]] = []
+
+    def publish(version: int) -> None:
+        handle = Handle()
+        buckets.append(weakref.ref(handle))
+        registry.add_manifest(WeightManifest(version, (WeightBucket((), 0, ""),), (handle,)))
+
+    def list_kept() -> list[int]:
+        gc.collect()
+        return [number for number, bucket in enumerate(buckets) if bucket() is not None]
+
+    publish(0)
+    publish(1)
+    assert list_kept() == [0, 1]
+    publish(2)
+    assert list_kept() == [1, 2]
+    publish(2)
+    assert list_kept() == [1, 3], "a version published again replaces itself, not the one before"
 
 
 def test_nodes_pull_in_turns_and_a_failed_node_is_skipped():

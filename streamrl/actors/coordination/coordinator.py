@@ -322,6 +322,9 @@ class CoordinatorActor(PingableActor):
         row = {**weights, "weights/version": admission.version, **waits_s}
         row |= post_skipped_rows(self._prompts, self._driver_events)
         self._step_reporter.add_step(StepSnapshot(outcome, row, evaluation))
+        if outcome.is_repeated and not self._run_state.run_log.steps_to_replay:
+            # The driver compares the repeated steps; no new one may build on a wrong one.
+            await self._wait_until_reported()
         if self._persistence.is_due(admission.version, outcome.queue_stats.journal_bytes):
             started_s = time.monotonic()
             await self._save_checkpoint(goes_on=True)

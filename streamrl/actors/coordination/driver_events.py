@@ -18,11 +18,15 @@ STATUS_EVERY_S = 1.0
 
 @dataclass(frozen=True)
 class StepReport:
-    """Report of a finished training step: metrics row, spans for the trace."""
+    """Report of a finished training step: metrics row, spans for the trace.
+
+    is_repeated: a predecessor of this process trained the step after the last checkpoint.
+    """
 
     step: int
     row: MetricsRow
     spans: Sequence[Span] = ()
+    is_repeated: bool = False
 
 
 @dataclass(frozen=True)

@@ -141,9 +141,7 @@ class RunPersistence:
                     cuts=cuts,
                 )
             saves = [trainer.save_checkpoint(writer) for trainer in trainers]
-            await gather_replies(
-                *saves, self._snapshot_shards(cuts, writer.queue_dir), wait_until_reported()
-            )
+            await gather_replies(*saves, self._snapshot_shards(cuts, writer), wait_until_reported())
             path = await asyncio.to_thread(writer.commit, state, keep=self._config.checkpoint.keep)
         except StreamError as error:
             # A partial checkpoint on a full disk would keep the space that journals need.
@@ -163,14 +161,14 @@ class RunPersistence:
         names = (name for name, _ in self._list_journaled_shards())
         return {**dict(zip(names, cuts, strict=True)), RUN_LOG_FOLDER: await self._journal.rotate()}
 
-    async def _snapshot_shards(self, cuts: Mapping[str, int], folder: Path) -> None:
+    async def _snapshot_shards(self, cuts: Mapping[str, int], writer: CheckpointWriter) -> None:
         """Let every shard write its state at the cut into a folder of the checkpoint."""
-        await gather_replies(
-            *(
-                shard.call(DurableShard.write_snapshot, cuts[name], folder / name)
-                for name, shard in self._list_journaled_shards()
-            )
+        snapshots = (
+            shard.call(DurableShard.write_snapshot, cuts[name], writer.queue_dir / name)
+            for name, shard in self._list_journaled_shards()
         )
+        for proofs in await gather_replies(*snapshots):
+            writer.add_proofs(proofs)
 
     def _list_journaled_shards(self) -> list[tuple[str, RemoteShard]]:
         """Return each shard with the name of its journal folder; [] without journals."""

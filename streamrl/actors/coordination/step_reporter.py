@@ -164,7 +164,9 @@ class StepReporter:
         )
         validate_row(row)
         self._window_start = end_s
-        self._driver_events.post_report(StepReport(outcome.version + 1, row, spans))
+        self._driver_events.post_report(
+            StepReport(outcome.version + 1, row, spans, outcome.is_repeated)
+        )
         self._unposted[outcome.version + 1] = [group.uid for group in outcome.groups]
 
     def _post_rollouts(self, *, is_last: bool = False) -> None:

@@ -161,7 +161,8 @@ class TrainerGroup(ParallelTrainer):
         model, state = writer.get_role_dirs(self.role)
         async with self._exclude_publish():
             saved = [rank.save_checkpoint.remote(model, state) for rank in self._ranks]
-            await self._gather_replies("save_checkpoint", saved, SAVE_TIMEOUT_S)
+            for proofs in await self._gather_replies("save_checkpoint", saved, SAVE_TIMEOUT_S):
+                writer.add_proofs(proofs)
 
     def _exclude_publish(self) -> contextlib.AbstractAsyncContextManager[object]:
         """Return the lock that keeps publishing and another call apart where both are collectives.

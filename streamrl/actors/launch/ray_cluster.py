@@ -3,9 +3,13 @@
 import contextlib
 import logging
 import os
+import platform
+import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
 
 import psutil
 import ray
@@ -49,7 +53,8 @@ class RayContext:
     def machine_facts(self) -> dict[str, int | bool | str]:
         """Facts that a run records: GPUs, live nodes, cores of this machine, placement mode.
 
-        Also vLLM's model runner, whose sampler decides which tokens a seed gives.
+        Also vLLM's model runner, whose sampler decides which tokens a seed gives, and processor and
+        version of torch, which decide how sums are rounded.
         """
         nodes = sum(bool(node["Alive"]) for node in ray.nodes())
         cores = len(os.sched_getaffinity(0))
@@ -59,7 +64,14 @@ class RayContext:
             "cores": cores,
             "placement": self.placement.mode,
             "model_runner": MODEL_RUNNERS["cuda" if self.has_gpus else "cpu"],
+            "processor": read_processor_name(),
+            "torch": version("torch"),
         }
+
+
+def read_processor_name() -> str:
+    names = re.findall(r"^model name\s*: (.+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return names[0] if names else platform.machine()
 
 
 def disaggregated_only(on_gpu: bool) -> Mapping[str, PlacementOption]:

@@ -5,6 +5,7 @@ micro-batches in order, so that the step can be replayed exactly. The log is nev
 holds the history of every uid.
 """
 
+import contextlib
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,9 +25,10 @@ from streamrl.buffer.log.segment_file import (
     CorruptRecord,
     JournalRecord,
     check_first_segment,
+    list_segments,
     replay_segments,
 )
-from streamrl.errors import JournalError
+from streamrl.errors import JournalError, LedgerError
 from streamrl.messages import GroupInfo, GroupOutcome, parse_uid
 
 _EncodedSchedule = list[list[list[list[tuple[int, int]]]]]
@@ -203,21 +205,57 @@ def recover_run_log(
     drawn: list[str] = []
     for record in records:
         meta = record.meta
-        try:
+        with _wrap_entry_errors():
+            _apply_entry(ledger, meta)
             if meta["kind"] == "admit":
-                for uid in meta["uids"]:
-                    ledger.mark_admitted(uid, meta["version"])
                 drawn += [uid for uid in meta["uids"] if parse_uid(uid)[2] == 0]
             elif meta["kind"] == "step":
                 step = TrainedStep.from_record(record)
                 steps[step.version] = step
-                for uid in meta["uids"]:
-                    ledger.mark_trained(uid)
-            elif meta["kind"] == "end":
-                _mark_finished(ledger, meta["uid"], _parse_outcome(meta))
-        except (LookupError, TypeError, ValueError, AttributeError, zlib.error) as error:
-            raise JournalError(f"run log: an entry cannot be used: {error!r}") from error
     return RecoveredRunLog(ledger, steps, tuple(drawn))
+
+
+@contextlib.contextmanager
+def _wrap_entry_errors() -> Iterator[None]:
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, zlib.error) as error:
+        raise JournalError(f"run log: an entry cannot be used: {error!r}") from error
+
+
+def _apply_entry(ledger: Ledger, meta: Mapping[str, Any]) -> None:
+    """Apply an entry of a run log to the ledger. Raises LedgerError if they contradict."""
+    if meta["kind"] == "admit":
+        for uid in meta["uids"]:
+            ledger.mark_admitted(uid, meta["version"])
+    elif meta["kind"] == "step":
+        for uid in meta["uids"]:
+            ledger.mark_trained(uid)
+    elif meta["kind"] == "end":
+        _mark_finished(ledger, meta["uid"], _parse_outcome(meta))
+
+
+def check_checkpoint(folder: Path, state: Mapping[str, Any], *, cut: int) -> None:
+    """Compare the ledger and the version of a checkpoint with the run log before its cut.
+
+    state: contents of the checkpoint's state.json. Raises LedgerError if they differ. Does nothing
+    if the log lacks its first segment: a fork begins with a checkpoint.
+    """
+    if list_segments(folder)[:1] != [1]:
+        return
+    ledger, version = Ledger(), 0
+    for record in read_log(folder, before=cut):
+        with _wrap_entry_errors():
+            _apply_entry(ledger, record.meta)
+            if record.meta["kind"] == "step":
+                version = record.meta["version"] + 1
+    saved = Ledger.from_state(state["ledger"])
+    if (version, ledger.state_dict()) != (state["version"], saved.state_dict()):
+        raise LedgerError(
+            f"state.json does not match {folder}: version {state['version']}, {saved.counts} there,"
+            f" version {version}, {ledger.counts} here; with run.name=NEW the checkpoint alone is"
+            " resumed"
+        )
 
 
 def read_history(folder: Path) -> Iterator[Mapping[str, Any]]:
@@ -230,13 +268,13 @@ def _parse_outcome(meta: Mapping[str, Any]) -> GroupOutcome:
     return GroupOutcome(meta["cause"], meta["reason"], meta["filtered"])
 
 
-def read_log(folder: Path, *, first: int = 0) -> Iterator[JournalRecord]:
-    """Yield the records of a run log in order, from segment number `first` on.
+def read_log(folder: Path, *, first: int = 0, before: int | None = None) -> Iterator[JournalRecord]:
+    """Yield the records of a run log in order, from segments with first <= number < before.
 
     Raises JournalError naming a damaged record.
     """
     check_first_segment(folder, first)
-    for item in replay_segments(folder, first=first):
+    for item in replay_segments(folder, first=first, before=before):
         if isinstance(item, CorruptRecord):
             raise JournalError(f"{item.file}, byte {item.position.offset}: {item.reason}")
         yield item[1]

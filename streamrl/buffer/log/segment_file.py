@@ -39,6 +39,7 @@ _HEADER_STRUCT = struct.Struct("<6sHIQ")
 _CHECKED_HEADER_BYTES, _HEADER_BYTES = _HEADER_STRUCT.size + 8, _HEADER_STRUCT.size + 12
 _SEARCH_BYTES = 1 << 20
 _SECTOR_BYTES = 512
+_TRUNCATED = "the record is truncated"
 _to_json = json.JSONEncoder(separators=(",", ":"), default=msgspec.structs.asdict).encode
 EncodedRecord = tuple[bytes, tuple[memoryview, ...]]
 
@@ -171,7 +172,7 @@ def read_segment(path: Path) -> Iterator[tuple[RecordPosition, JournalRecord] | 
             size, record = _read_record_at(file, offset, end)
             if isinstance(record, str):
                 following = _find_next_record(file, offset + (size or 1), end)
-                is_torn = (
+                is_torn = record == _TRUNCATED or (
                     _is_unwritten(file, offset + size) if size else _is_partial_header(file, offset)
                 )
                 if following is None and is_torn:
@@ -209,7 +210,7 @@ def _read_record_at(file: BinaryIO, offset: int, end: int) -> tuple[int, Journal
         )
     size = _HEADER_BYTES + meta_bytes + payload_bytes
     if offset + size > end:
-        return 0, "the record is truncated"
+        return 0, _TRUNCATED
     meta, payload = file.read(meta_bytes), file.read(payload_bytes)
     fields, check = head[: _HEADER_STRUCT.size], head[_HEADER_STRUCT.size :]
     if check != _compute_body_checksum(fields, meta, (payload,), offset):
@@ -233,12 +234,13 @@ def _is_unwritten(file: BinaryIO, end: int) -> bool:
 def _is_partial_header(file: BinaryIO, offset: int) -> bool:
     """Return True if the bytes at `offset` are the beginning of an interrupted header.
 
-    Such bytes are a prefix of the magic, possibly followed by zeros that were allocated but not
-    written.
+    Such bytes are a prefix of the magic, possibly followed by further bytes of the header, and by
+    zeros that were allocated but not written. Behind a whole header, which may be damaged, come the
+    fields of its record.
     """
     file.seek(offset)
-    head = file.read(len(MAGIC)).rstrip(b"\0")
-    return MAGIC.startswith(head)
+    head, fields = file.read(_HEADER_BYTES), file.read(1).rstrip(b"\0")
+    return MAGIC.startswith(head[: len(MAGIC)].rstrip(b"\0")) and not fields
 
 
 def _find_next_record(file: BinaryIO, offset: int, end: int) -> int | None:

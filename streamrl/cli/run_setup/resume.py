@@ -10,7 +10,12 @@ from streamrl.config.resume_overrides import check_overrides
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.config.run_settings import RunSettings
 from streamrl.errors import ConfigError
-from streamrl.run_dir.checkpoint import ResumePoint, find_resume_point, find_run_dir
+from streamrl.run_dir.checkpoint import (
+    ResumePoint,
+    find_resume_point,
+    find_run_dir,
+    restore_discarded,
+)
 from streamrl.run_dir.run_lock import InUseError, RunLock, acquire_run_lock, lock_for_reading
 
 
@@ -133,6 +138,7 @@ def resume_run(
         claim_new_run(config, claim)
     else:
         claim.run_lock = acquire_run_lock(folder, status=_print_status)
+        restore_discarded(folder)
     # Look for the checkpoint under the lock, when no other process can write there.
     resume = find_resume_point(path)
     if is_forking:

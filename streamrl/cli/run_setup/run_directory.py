@@ -39,7 +39,6 @@ def open_run_directory(
             assert resume is not None
             claim.run_lock = claim.run_lock or acquire_run_lock(folder)
             resume.discard_later()
-            log.discard_steps_after(resume.version)
             _repartition_queue(config, resume, layout)
             write_atomic(folder / "config.yaml", dump_config(config))
     except OSError as error:

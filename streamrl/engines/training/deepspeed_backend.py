@@ -14,13 +14,11 @@ the caller, and the division happens after the reduction over ranks and before c
 DeepSpeed averages over ranks; dividing by `divisor / world_size` turns the average into the sum.
 """
 
-import contextlib
 import math
 import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,16 +31,12 @@ from streamrl.engines.models.activation_checkpointing import iter_chunked_mlps
 from streamrl.engines.models.stored_weights import StoredWeights
 from streamrl.engines.trainer_config import BUCKET_ELEMENTS
 from streamrl.engines.training.training_backend import TrainingBackend, make_siblings_contiguous
-from streamrl.errors import CheckpointError
 from streamrl.resharding.layouts import TensorShard, create_whole_shard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from streamrl.engines.trainer_config import TrainerConfig
-
-CHECKPOINT_TAG = "zero"
-FORCE_WEIGHTS_ONLY_ENV = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 class DeepSpeedBackend(TrainingBackend):
@@ -213,28 +207,6 @@ class DeepSpeedBackend(TrainingBackend):
             persistent[0].partition(persistent)
             persistent[0].all_gather(persistent)
 
-    def load_legacy_state(self, directory: Path) -> None:
-        """Load a checkpoint of DeepSpeed's save_checkpoint, accepting only plain pickles.
-
-        Collective. Raises CheckpointError if the directory holds no such checkpoint.
-        """
-        from deepspeed.runtime.fp16.loss_scaler import LossScaler
-        from deepspeed.runtime.zero.config import ZeroStageEnum
-        from deepspeed.utils.tensor_fragment import fragment_address
-
-        safe_classes = [LossScaler, ZeroStageEnum, fragment_address]
-        # DeepSpeed passes weights_only=False to torch.load; the environment variable overrides it.
-        with (
-            torch.serialization.safe_globals(safe_classes),
-            _set_env_var(FORCE_WEIGHTS_ONLY_ENV, "1"),
-        ):
-            # load_module_strict=False: frozen parameters were not saved.
-            path, _ = self._engine.load_checkpoint(
-                str(directory), tag=CHECKPOINT_TAG, load_module_strict=False
-            )
-        if path is None:
-            raise CheckpointError(f"{directory} holds no DeepSpeed checkpoint")
-
     def close(self) -> None:
         self._engine.destroy()
         self._deepspeed.comm.destroy_process_group()
@@ -300,20 +272,6 @@ def _make_flat_shard(name: str, parameter: Any) -> TensorShard | None:
     """Return this rank's range of a parameter that stage 3 shards; None if it has no element."""
     whole = create_whole_shard(name, tuple(parameter.ds_shape))
     return whole.chunk_flat(dist.get_rank(), dist.get_world_size())
-
-
-@contextlib.contextmanager
-def _set_env_var(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable within the context; restore its value afterwards."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def _is_bf16_optimizer(optimizer: Any) -> bool:

@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from streamrl.engines.checkpoint.legacy_pickles import load_plain_pickle
 from streamrl.engines.checkpoint.sharded_state import load_tensors, save_tensors
-from streamrl.engines.reference_config import LEGACY_REFERENCE_FILE, REFERENCE_FILE
+from streamrl.engines.reference_config import REFERENCE_FILE
 from streamrl.errors import CheckpointError
 from streamrl.files.atomic_write import wrap_checkpoint_errors
 
@@ -64,8 +63,6 @@ class EmaReference:
         """Read the reference from a checkpoint folder. Raises CheckpointError if none was saved."""
         if (folder / REFERENCE_FILE).is_file():
             self._tensors = load_tensors(folder / REFERENCE_FILE)
-        elif (folder / LEGACY_REFERENCE_FILE).is_file():
-            self._tensors = load_plain_pickle(folder / LEGACY_REFERENCE_FILE)
         else:
             raise CheckpointError(
                 f"{folder} was written without an EMA reference: set reference.every=0"

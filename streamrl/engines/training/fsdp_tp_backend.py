@@ -22,7 +22,6 @@ no master weights.
 
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,9 +35,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedCut
 from torch.nn import Parameter
 
 from streamrl.distributed.devices import get_local_device
-from streamrl.engines.checkpoint.legacy_pickles import load_plain_pickle
 from streamrl.engines.checkpoint.sharded_state import (
-    MOMENT_KINDS,
     ParameterFragment,
     view_piece,
 )
@@ -101,8 +98,6 @@ class FsdpTpBackend(TrainingBackend):
         if self._has_copies:
             self._cast_module()
         self.optimizer = self._make_optimizer(self._local_params.values())
-        index = dist.get_rank() if self._is_sharded else self._tp_mesh.get_local_rank()
-        self.legacy_state_file = _name_legacy_state(index)
 
     def _apply_fsdp(self) -> None:
         """Shard the parameters of the decoder layers and the rest over the data-parallel ranks."""
@@ -211,26 +206,6 @@ class FsdpTpBackend(TrainingBackend):
                 _get_local_tensor(self.trained_params[name]).data = view
                 local.data = view
 
-    def load_legacy_state(self, directory: Path) -> None:
-        """Load a checkpoint of earlier versions, in which tensor-parallel ranks had all words."""
-        index, size = self._tp_mesh.get_local_rank(), self._tp_mesh.size()
-        num_files = self._dp_mesh.size() if self._is_sharded else 1
-        files = [_name_legacy_state(i * size + index) for i in range(num_files)]
-        states = [load_plain_pickle(directory / file) for file in files]
-        own = states[files.index(self.legacy_state_file)]
-        for number, (name, local) in enumerate(self._local_params.items()):
-            saved, shard = own["model"][name], self._find_shard(name, self.trained_params[name])
-            moments = own["optimizer"]["state"].get(number, {})
-            if shard is not None and saved.shape != local.shape:
-                start = shard.boxes[0].start[0]
-                rows = slice(start, start + len(local))
-                saved = torch.cat([state["model"][name] for state in states])[rows]
-                for key in moments.keys() & MOMENT_KINDS:
-                    parts = [state["optimizer"]["state"][number][key] for state in states]
-                    moments[key] = torch.cat(parts)[rows]
-            local.copy_(saved)
-        self.optimizer.load_state_dict(own["optimizer"])
-
     def iter_fragments(self) -> Iterator[ParameterFragment]:
         is_dp_replica = not self._is_sharded and self._dp_mesh.get_local_rank() != 0
         is_tp_replica = self._tp_mesh.get_local_rank() != 0
@@ -258,10 +233,6 @@ def find_alias_view(
         return None
     is_compatible = (view.dtype, view.device) == (local.dtype, local.device)
     return view if is_compatible and view.is_contiguous() else None
-
-
-def _name_legacy_state(index: int) -> str:
-    return f"torch_state_{index}.pt"
 
 
 def _move_gradient(master: Tensor, parameter: Tensor) -> None:

@@ -20,12 +20,9 @@ class TorchBackend(TrainingBackend):
     `step` sums the accumulated gradients over ranks and divides.
     """
 
-    legacy_state_file = "torch_state.pt"
-
     def __init__(self, module: "PreTrainedModel", config: "TrainerConfig") -> None:
         make_siblings_contiguous(module)
         super().__init__(module, config)
-        # In the module's order, by which checkpoints of earlier versions number the moments.
         self.optimizer = self._make_optimizer(p for p in module.parameters() if p.requires_grad)
 
     def step(self, *, divisor: float, lr: float) -> float:

@@ -1,18 +1,9 @@
-"""Save a trainer; load a trainer saved in today's format or in the format of earlier versions.
+"""Save and load a trainer."""
 
-The latter is called the old format.
-"""
-
-import pickle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-
-from streamrl.distributed.devices import set_gpu_rng_state
-from streamrl.engines.checkpoint.legacy_pickles import load_plain_pickle, make_unsafe_pickle_error
 from streamrl.engines.checkpoint.sharded_state import (
-    PROGRESS_FILE,
     TrainerProgress,
     load_state,
     read_progress,
@@ -27,9 +18,6 @@ from streamrl.files.atomic_write import wrap_checkpoint_errors
 
 if TYPE_CHECKING:
     from streamrl.engines.training.training_backend import TrainingBackend
-
-LEGACY_FIELDS = {"layout": str, "num_updates": int, "rng": torch.Tensor}
-"""Required fields, and their types, of a rank's file in the old format; cuda_rng may be None."""
 
 
 def save_trainer(
@@ -59,8 +47,6 @@ def load_trainer(
     Returns the number of updates that the saved trainer had made. Collective. Raises
     CheckpointError if the state belongs to another model or other adapters.
     """
-    if not (directory / PROGRESS_FILE).is_file() and list(directory.glob("rank_*.pt")):
-        return _load_legacy_state(directory, rank, backend, config)
     progress, adapters = read_progress(directory), _describe_adapters(config)
     if progress.adapters != adapters:
         saved_text, current_text = (
@@ -73,46 +59,6 @@ def load_trainer(
     backend.refresh_params()
     restore_rng(directory, rank)
     return progress.num_updates
-
-
-def _load_legacy_state(
-    directory: Path, rank: int, backend: "TrainingBackend", config: TrainerConfig
-) -> int:
-    """Load one rank's state in the format of earlier versions; return the number of updates.
-
-    That format depends on backend, ZeRO stage and number of ranks.
-    """
-    path, layout = directory / f"rank_{rank}.pt", describe_layout(config)
-    if not path.is_file():
-        raise CheckpointError(f"{directory} holds no trainer state of rank {rank}")
-    try:
-        progress = load_legacy_progress(path)
-        if progress["layout"] != layout:
-            raise CheckpointError(
-                f"{directory} was written with {progress['layout']}, not {layout}; a checkpoint of"
-                " this old format can only be loaded with the same layout"
-            )
-        backend.load_legacy_state(directory)
-    except pickle.UnpicklingError as error:
-        raise make_unsafe_pickle_error(directory) from error
-    torch.set_rng_state(progress["rng"])
-    set_gpu_rng_state(progress["cuda_rng"])
-    num_updates: int = progress["num_updates"]
-    return num_updates
-
-
-def load_legacy_progress(path: Path) -> dict[str, Any]:
-    """Load rank_N.pt, the format before trainer.json: number of updates, layout, random states.
-
-    Raises CheckpointError for any other content.
-    """
-    fields = load_plain_pickle(path)
-    is_progress = isinstance(fields, dict) and "cuda_rng" in fields
-    if not is_progress or not all(
-        isinstance(fields.get(key), kind) for key, kind in LEGACY_FIELDS.items()
-    ):
-        raise CheckpointError(f"{path}: not a trainer's state of the old format")
-    return fields
 
 
 def describe_layout(config: TrainerConfig) -> str:

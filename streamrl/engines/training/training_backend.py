@@ -6,7 +6,6 @@ A backend overrides what it shards. The updates of all backends are tested again
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamrl.distributed.process_group import leave_process_group
-from streamrl.engines.checkpoint.legacy_pickles import load_plain_pickle
 from streamrl.engines.checkpoint.sharded_state import ParameterFragment
 from streamrl.engines.training.optimizer_offload import iter_optimizer_tensors
 from streamrl.resharding.layouts import TensorShard, create_whole_shard
@@ -34,11 +32,9 @@ class TrainingBackend:
     has_sharded_params: whether a rank holds only a shard of the parameters; `full_state` is then
     collective.
     optimizer: AdamW over the `optimizer_tensor` of the fragments; its moments have the same layout.
-    legacy_state_file: file that `load_legacy_state` reads.
     """
 
     optimizer: torch.optim.Optimizer
-    legacy_state_file: str
 
     def __init__(self, module: "PreTrainedModel", config: "TrainerConfig") -> None:
         self.module = module
@@ -140,13 +136,6 @@ class TrainingBackend:
 
         May be collective. By default the forward pass uses the tensors that the optimizer updates.
         """
-
-    def load_legacy_state(self, directory: Path) -> None:
-        """Load a checkpoint in this backend's format of earlier versions. May be collective."""
-        state = load_plain_pickle(directory / self.legacy_state_file)
-        for name, tensor, _ in self.iter_shards():
-            tensor.copy_(state["model"][name])
-        self.optimizer.load_state_dict(state["optimizer"])
 
     def close(self) -> None:
         """Destroy the process group."""

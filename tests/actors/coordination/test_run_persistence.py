@@ -35,10 +35,11 @@ class Shard:
             raise self._cut
         return 1
 
-    async def write_snapshot(self, cut: int, out: Path) -> None:
+    async def write_snapshot(self, cut: int, out: Path) -> dict[Path, Any]:
         out.mkdir(parents=True)
         if self._snapshot:
             raise self._snapshot
+        return {}
 
     async def discard_before(self, cut: int) -> None:
         self.discarded.append(cut)

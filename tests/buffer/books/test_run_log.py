@@ -15,6 +15,7 @@ from streamrl.buffer.assembly.micro_batch_schedule import StepSchedule
 from streamrl.buffer.assembly.step_assembler import TrainedGroup
 from streamrl.buffer.books.run_log import (
     TrainedStep,
+    check_checkpoint,
     read_history,
     read_log,
     recover_run_log,
@@ -202,6 +203,25 @@ def test_log_is_read_from_a_cut(tmp_path: Path):
     recovered = recover_run_log(read_log(tmp_path, first=2), state.state_dict())
     assert recovered.ledger.state_dict() == live.ledger.state_dict()
     assert recovered.drawn_uids == ()
+
+
+@pytest.mark.parametrize("change", ["", "trained", "version", "uid", "fork"])
+def test_a_checkpoint_must_match_the_log_before_its_cut(tmp_path: Path, change: str):
+    live = asyncio.run(write_run_log(tmp_path))
+    state: dict[str, Any] = {"version": 1, "ledger": live.ledger.state_dict()}
+    if change in ("trained", "fork"):
+        state["ledger"]["trained"] += 1
+    elif change == "version":
+        state["version"] = 2
+    elif change == "uid":
+        state["ledger"]["in_flight"] = {"0:1:2": 1}
+    if change == "fork":  # has no log of the steps before
+        get_segment_path(tmp_path, 1).unlink()
+    if change in ("", "fork"):
+        check_checkpoint(tmp_path, state, cut=3)
+        return
+    with pytest.raises(LedgerError, match=r"state\.json does not match .* trained 1 \+ filtered 1"):
+        check_checkpoint(tmp_path, state, cut=3)
 
 
 def test_damaged_log_raises_with_file_and_offset(tmp_path: Path):

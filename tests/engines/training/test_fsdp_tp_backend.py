@@ -20,7 +20,6 @@ from tests.engines.mesh_ranks import (
     WORLD,
     MeshCase,
     make_single_rank_key,
-    reload_legacy_state,
     run_rank,
 )
 from tests.engines.trainer_ranks import find_free_ports
@@ -99,17 +98,6 @@ def test_a_shard_holds_the_elements_it_describes(ranks: list[dict[str, Any]], ca
 def test_a_rank_holds_no_memory_of_other_ranks_shards(ranks: list[dict[str, Any]], case: MeshCase):
     for results in ranks:
         assert results[case.label]["memory_bytes"] == results[case.label]["kept_bytes"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["data 2, tensor 2", WIDE])
-def test_old_checkpoints_have_whole_vocabularies_on_tensor_parallel_ranks(
-    tmp_path: Path, mesh: str
-):
-    (port,) = find_free_ports(1)
-    arguments = [(rank, port, mesh, tmp_path) for rank in range(WORLD)]
-    for restored in forked.run(reload_legacy_state, arguments, timeout_s=180):
-        assert restored and all(restored)
 
 
 @pytest.mark.parametrize(

@@ -369,17 +369,6 @@ def test_two_ranks_resume_the_state_of_one(results, expected, layout):
         check_moved(moved, expected[0][1], expected[1])
 
 
-@parametrize_layouts("resume_legacy_state", on=[ONE, *SINGLE_RANKS, SHARDED, TWO], quick=[])
-def test_a_legacy_state_is_loaded_only_into_its_own_layout(results, layout):
-    for case in results[f"old/{layout.label}"]:
-        first, resumed = case["runs"]
-        assert resumed[0] == first[0] and resumed[2] == 2
-        assert measure_max_difference(resumed[1], first[1]) == 0
-        pickle_refusal, layout_refusal = case["refusals"]
-        assert "holds more than plain data" in pickle_refusal and not case["harmed"]
-        assert "was written with backend=other, not" in layout_refusal
-
-
 @pytest.mark.slow
 @pytest.mark.ranks(TrainerCase("master_weights", SINGLE_RANKS[1]))
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -390,15 +379,6 @@ def test_resume_restores_the_master_weights_of_any_stage(results, stage):
         assert metrics["policy/grad_norm"] == pytest.approx(report["policy/grad_norm"], rel=1e-3)
         assert measure_max_difference(trained, parameters) < 5e-3, source_stage
         assert num_updates == 2
-
-
-@pytest.mark.slow
-@pytest.mark.ranks(TrainerCase("hostile_state", SINGLE_RANKS[1]))
-def test_a_hostile_legacy_state_executes_no_code(results):
-    ((refusals, harmed),) = results["hostile"]
-    assert len(refusals) == 2 and not harmed
-    for refusal in refusals:
-        assert "holds more than plain data" in refusal and "\n" not in refusal
 
 
 def check_moved(moved, norm, parameters):

@@ -1,0 +1,229 @@
+"""Damage of a run on disk: refused in one line before anything starts, or without any effect.
+
+The run is that of `tests/e2e/run_of_november_2026.tar.gz`: PPO, a checkpoint at step 4, and the
+journals of steps 5 and 6. Its checkpoint is sealed anew in today's format.
+"""
+
+import json
+import random
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from streamrl.buffer import StageSchema
+from streamrl.buffer.log.segment_file import (
+    CorruptRecord,
+    JournalRecord,
+    get_segment_path,
+    write_segment,
+)
+from streamrl.buffer.recovery import recover_state
+from streamrl.config.preflight import PreparedRun, prepare_run
+from streamrl.config.resume_checks import check_resume, load_run_log
+from streamrl.config.run_config import RunConfig, load_config
+from streamrl.data.prompt_stream import PromptStream
+from streamrl.errors import ConfigError
+from streamrl.files.file_proofs import list_files, prove_files
+from streamrl.run_dir.checkpoint import (
+    RUN_LOG_FOLDER,
+    ResumePoint,
+    check_model_dir,
+    find_resume_point,
+    get_journal_dir,
+)
+from tests.sealed import seal
+
+ARCHIVE = Path(__file__).parents[1] / "e2e" / "run_of_november_2026.tar.gz"
+STEP = "checkpoints/step_000004"
+NUM_FLIPS = 200
+
+
+class StoppedRun:
+    """Run on disk, with all that a resume loads besides it."""
+
+    def __init__(self, folder: Path) -> None:
+        with tarfile.open(ARCHIVE) as archive:
+            archive.extractall(folder, filter="data")
+        self.path = folder / "run"
+        config = self.path / "config.yaml"
+        config.write_text(config.read_text().replace("FOLDER", str(folder)))
+        seal(self.path / STEP)
+        self.config: RunConfig = load_config(config)
+        self.prepared: PreparedRun = prepare_run(self.config)
+
+    def check(self, path: str = "") -> ResumePoint:
+        """Check a resume, as the command does before it starts anything."""
+        resume = find_resume_point(self.path / path)
+        assert resume.checkpoint is not None
+        prompts: PromptStream = self.prepared.prompts
+        prompts.load_state_dict(resume.checkpoint.state["prompts"])
+        check_resume(resume, resume.read_layout(shards=2), self.config, prompts)
+        return resume
+
+    def recover(self) -> tuple[object, list[CorruptRecord]]:
+        """Return all that a resume takes from the journals, and the damage that it reports."""
+        resume = self.check()
+        assert resume.checkpoint is not None
+        log = load_run_log(self.path, resume.checkpoint.state)
+        calls = self.prepared.dataflow.queue_calls
+        schemas = {call.stage: StageSchema(call.needs, call.produces) for call in calls}
+        groups: dict[str, str] = {}
+        damage: list[CorruptRecord] = []
+        for name in resume.read_layout(shards=2).shard_names:
+            journal = get_journal_dir(self.path, name)
+            state, corrupt = recover_state(schemas, journal, resume.find_snapshot(name))
+            groups |= {uid: repr(group) for uid, group in state.groups.items()}
+            damage += corrupt
+        return (log.ledger.state_dict(), log.steps_to_replay, groups), damage
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> StoppedRun:
+    return StoppedRun(tmp_path_factory.mktemp("stopped"))
+
+
+@pytest.fixture
+def damaged(stopped: StoppedRun, tmp_path: Path) -> StoppedRun:
+    """The run, of which a test may damage its copy."""
+    copied = object.__new__(StoppedRun)
+    vars(copied).update(vars(stopped), path=tmp_path / "run")
+    shutil.copytree(stopped.path, copied.path)
+    return copied
+
+
+def refuse(run: StoppedRun, path: str = "") -> str:
+    with pytest.raises(ConfigError) as caught:
+        run.check(path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_no_flipped_bit_of_a_durable_file_changes_what_a_resume_takes(stopped: StoppedRun):
+    """A bit is found, or lies before the checkpoint, or its record is reported and made again."""
+    content, no_damage = stopped.recover()
+    assert not no_damage
+    files = [*list_files(stopped.path / STEP), *list_files(stopped.path / "journal")]
+    files = [path for path in files if path.stat().st_size]
+    chance, refused = random.Random(0), 0
+    for i in range(NUM_FLIPS):
+        path = files[i % len(files)]
+        intact = path.read_bytes()
+        position, bit = chance.randrange(len(intact)), chance.randrange(8)
+        flipped = bytearray(intact)
+        flipped[position] ^= 1 << bit
+        path.write_bytes(flipped)
+        try:
+            now, damage = stopped.recover()
+        except ConfigError as error:
+            refused += 1
+            assert "\n" not in str(error)
+        else:
+            where = f"{path.relative_to(stopped.path)}, byte {position}, bit {bit}"
+            assert path.is_relative_to(stopped.path / "journal"), where
+            assert damage or now == content, where
+        finally:
+            path.write_bytes(intact)
+    assert refused > NUM_FLIPS / 2
+
+
+CHECKPOINT_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "swapped": (
+        lambda saved: (saved / "critic/model/model.safetensors").replace(
+            saved / "model/model.safetensors"
+        ),
+        "model.safetensors",
+    ),
+    "same size": (
+        lambda saved: (saved / "trainer/rng_00000.safetensors").write_bytes(bytes(5128)),
+        "rng_00000.safetensors has changed since it was written",
+    ),
+    "extra": (
+        lambda saved: shutil.copy(
+            saved / "trainer/state_00000_000.safetensors",
+            saved / "trainer/state_00001_000.safetensors",
+        ),
+        "trainer/state_00001_000.safetensors was not written with the others",
+    ),
+    "truncated": (
+        lambda saved: (saved / "queue/shard-0/00000000.journal").write_bytes(b"\x93srlj\n"),
+        "00000000.journal has 6 bytes of",
+    ),
+    "edited": (
+        lambda saved: (saved / "state.json").write_text(
+            (saved / "state.json").read_text().replace('"trained": 16', '"trained": 17')
+        ),
+        "state.json: has changed since it was written",
+    ),
+    "sealed": (
+        lambda saved: seal(
+            saved,
+            ledger=json.loads((saved / "state.json").read_text())["ledger"] | {"trained": 17},
+        ),
+        "state.json does not match",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CHECKPOINT_DAMAGE)
+def test_a_changed_checkpoint_is_refused_and_nothing_changes(damaged: StoppedRun, kind: str):
+    damage, part = CHECKPOINT_DAMAGE[kind]
+    damage(damaged.path / STEP)
+    before = prove_files(list_files(damaged.path))
+    assert part in refuse(damaged)
+    assert prove_files(list_files(damaged.path)) == before
+
+
+def test_a_broken_checkpoint_beside_a_whole_one_names_both(damaged: StoppedRun):
+    newer = damaged.path / "checkpoints/step_000099"
+    shutil.copytree(damaged.path / STEP, newer)
+    hint = f"remove step_000099, then --resume {damaged.path}"
+    error = refuse(damaged)
+    assert "version 4: does not match the folder name step_000099; step_000004 is whole" in error
+    assert error.endswith(hint)
+    seal(newer, version=99)
+    (newer / "model/tokenizer.json").write_text("{}")
+    error = refuse(damaged)
+    assert "step_000099: model/tokenizer.json has" in error and error.endswith(hint)
+    shutil.rmtree(newer)
+    assert damaged.check().version == 4
+
+    segment = get_segment_path(get_journal_dir(damaged.path, "shard-0"), 3)
+    segment.rename(segment.with_name("00000009.journal"))  # as a later checkpoint leaves it
+    shutil.copytree(damaged.path / STEP, newer)
+    whole = damaged.path / STEP
+    assert refuse(damaged).endswith(f"--resume {whole} goes on there and loses later steps")
+    assert refuse(damaged, "checkpoints/step_000099").endswith("loses later steps")
+
+
+def test_a_model_of_a_checkpoint_is_checked_wherever_it_is_used(damaged: StoppedRun):
+    policy, critic = (damaged.path / STEP / name for name in ("model", "critic/model"))
+    for model in (policy, critic):
+        check_model_dir(model, "model.path=")
+        (model / "tokenizer.json").write_text((model / "tokenizer.json").read_text()[::-1])
+        with pytest.raises(ConfigError, match=r"^model\.path=.*/tokenizer\.json has changed"):
+            check_model_dir(model, "model.path=")
+    shutil.copytree(policy, damaged.path / "model")
+    check_model_dir(damaged.path / "model", "model.path=")
+    damaged.config.model.path, path = str(policy), damaged.config.model.path
+    with pytest.raises(ConfigError, match=r"^model\.path=.*/tokenizer\.json has changed"):
+        prepare_run(damaged.config)
+    damaged.config.model.path = path
+
+
+def test_a_checkpoint_of_an_earlier_version_is_checked_by_size(damaged: StoppedRun):
+    state = damaged.path / STEP / "state.json"
+    fields = json.loads(state.read_text())
+    sizes = {name: size for name, (size, _) in fields["files"].items()}
+    state.write_text(json.dumps({**fields, "format": 3, "files": sizes}))
+    assert damaged.check().version == 4
+    (damaged.path / STEP / "model/config.json").write_text("{}")
+    assert "model/config.json has 2 bytes of 751" in refuse(damaged)
+
+
+def test_damaged_history_is_refused_unless_only_the_checkpoint_counts(damaged: StoppedRun):
+    books = get_journal_dir(damaged.path, RUN_LOG_FOLDER)
+    write_segment(get_segment_path(books, 2), [JournalRecord({"kind": "open", "version": 0})])
+    assert "run.name=NEW the checkpoint alone is resumed" in refuse(damaged)
