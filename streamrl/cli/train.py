@@ -31,7 +31,13 @@ from streamrl.config.role_counts import describe_shared_slots, with_placement_mo
 from streamrl.config.run_config import RunConfig, config_to_dict, load_config
 from streamrl.errors import ConfigError, DiskError, JournalError, NoSpaceError, StreamError
 from streamrl.files.atomic_write import NO_SPACE
-from streamrl.run_dir.checkpoint import Checkpoint, QueueLayout, ResumePoint, list_checkpoints
+from streamrl.run_dir.checkpoint import (
+    BEST_LINK,
+    Checkpoint,
+    QueueLayout,
+    ResumePoint,
+    list_checkpoints,
+)
 from streamrl.telemetry.progress import RunInfo, WorkStatus
 from streamrl.telemetry.progress_line import ProgressLine, show_progress
 from streamrl.telemetry.rollout_log import RolloutLog
@@ -286,6 +292,7 @@ def _make_run_facts(config: RunConfig, resume: ResumePoint | None) -> RunInfo:
         max_staleness=config.pipeline.max_staleness,
         resume_step=resume.version if resume else None,
         has_filter=config.filter.is_enabled,
+        compares_rollouts=config.algorithm.spec.min_group_size > 1,
     )
 
 
@@ -293,4 +300,6 @@ def _make_summary(finish: "RunResult", run_dir: Path) -> dict[str, str]:
     summary = {"outcome": "interrupted" if finish.is_interrupted else "finished"}
     if finish.checkpoint:
         summary["checkpoint"] = finish.checkpoint
+        if (best := run_dir / "checkpoints" / BEST_LINK).is_symlink():
+            summary["best"] = f"{best} -> {best.readlink()}"
     return summary | {"written": str(run_dir)}

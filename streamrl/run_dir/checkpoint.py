@@ -6,9 +6,11 @@
                               queue/       groups in flight, a folder per shard
                               state.json   version, ledger, data position, journal cuts,
                                            and the size of every file
+<run>/checkpoints/best                     link to the checkpoint of the best evaluation, if any
 <run>/journal/                             records since then: a folder per shard, and the run log
 """
 
+import contextlib
 import json
 import os
 import re
@@ -16,7 +18,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 from streamrl.buffer.log.segment_file import check_first_segment, delete_segments_from
 from streamrl.buffer.recovery import SnapshotBase
@@ -32,6 +34,7 @@ MAX_STATE_BYTES = 1024 * MIB
 """Bound on the size of state.json, which with run.debug holds the uid of every prompt so far."""
 RUN_LOG_FOLDER = "books"
 LAYOUT_FILE = "layout.json"
+BEST_LINK = "best"
 _STEP_FOLDER_PATTERN = re.compile(r"step_(\d{6,})")
 _SHARD_FOLDER_PATTERN = re.compile(r"shard-(\d{1,6})(?:\.(\d{1,6}))?")
 
@@ -40,6 +43,8 @@ class CheckpointState(TypedDict):
     """Contents of a checkpoint's state.json, apart from its format and the file sizes.
 
     cuts: first journal segment that the checkpoint does not cover, by shard folder or run log.
+    evaluation: of this version, if there was one: `mean` score, and a hash of the `settings` that
+        scores depend on. Scores under different settings are not compared.
     """
 
     version: int
@@ -47,6 +52,7 @@ class CheckpointState(TypedDict):
     prompts: Mapping[str, Any]
     dials: Mapping[str, float]
     cuts: Mapping[str, int]
+    evaluation: NotRequired[Mapping[str, float]]
 
 
 @dataclass
@@ -54,7 +60,7 @@ class CheckpointConfig:
     """Settings of the section `checkpoint`.
 
     every: steps between checkpoints; 0 writes only at the end.
-    keep: number of newest checkpoints to keep.
+    keep: number of newest checkpoints to keep, besides that of the best evaluation.
     at_end: write a checkpoint when the run ends.
     """
 
@@ -125,7 +131,7 @@ class CheckpointWriter:
     def commit(self, state: CheckpointState, *, keep: int) -> Path:
         """Write state.json, make the checkpoint valid by a rename, and return its folder.
 
-        keep: number of newest checkpoints to keep; older ones are removed.
+        keep: number of newest checkpoints to keep; older ones are removed, except for the best.
 
         Raises NoSpaceError or CheckpointError if the disk fails; earlier checkpoints stay valid.
         """
@@ -141,8 +147,10 @@ class CheckpointWriter:
                 self._final_dir.rename(replaced)
             sync_and_rename(self._partial_dir, self._final_dir)
             shutil.rmtree(replaced, ignore_errors=True)
+            best = link_best_checkpoint(self._final_dir.parent)
         for old in list_checkpoints(self._final_dir.parent)[:-keep]:
-            shutil.rmtree(old)
+            if old != best:
+                shutil.rmtree(old)
         return self._final_dir
 
 
@@ -155,6 +163,34 @@ def _measure_files(folder: Path) -> dict[str, int]:
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in the folder `checkpoints` of a run, oldest first."""
     return [path for path in _list_step_folders(folder) if (path / "state.json").is_file()]
+
+
+def link_best_checkpoint(folder: Path) -> Path | None:
+    """Let the link `best` name the checkpoint of the best evaluation; return the checkpoint.
+
+    folder: `checkpoints` of a run. Evaluations count that have the settings of the newest one; of
+    equal ones the newer is better. Returns None, and removes the link, if there is none.
+    """
+    evaluations: dict[Path, Mapping[str, float]] = {}
+    for path in reversed(list_checkpoints(folder)):
+        with contextlib.suppress(ConfigError):  # a resume names what is broken
+            if evaluation := read_checkpoint(path).state.get("evaluation"):
+                evaluations[path] = evaluation
+    newest = next(iter(evaluations.values()), {})
+    scores = {
+        path: evaluation["mean"]
+        for path, evaluation in evaluations.items()
+        if evaluation["settings"] == newest["settings"]
+    }
+    if not scores:
+        (folder / BEST_LINK).unlink(missing_ok=True)
+        return None
+    best = max(scores, key=scores.__getitem__)
+    new_link = folder / f".{BEST_LINK}.partial"
+    new_link.unlink(missing_ok=True)
+    new_link.symlink_to(best.name)
+    new_link.replace(folder / BEST_LINK)
+    return best
 
 
 def _list_step_folders(folder: Path) -> list[Path]:
@@ -181,7 +217,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise ConfigError(f"{location}: missing keys: {', '.join(missing)}")
     if problem := _find_version_problem(state["version"], folder):
         raise ConfigError(f"{location}: version {state['version']!r}: {problem}")
-    for key in ("ledger", "prompts", "dials", "cuts", "files"):
+    for key in ("ledger", "prompts", "dials", "cuts", "files", "evaluation"):
         if not isinstance(state.get(key, {}), dict):
             raise ConfigError(f"{location}: {key}: must be a mapping")
     for key in ("cuts", "files"):
@@ -358,6 +394,7 @@ class ResumePoint:
         for path in reversed(_list_step_folders(folder)):
             if _parse_step(path) > self.version:
                 shutil.rmtree(path)
+        link_best_checkpoint(folder)
 
 
 def find_run_dir(path: Path) -> Path:

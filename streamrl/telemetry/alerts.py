@@ -14,16 +14,23 @@ MIN_ESS = 0.3
 """Effective sample size, as a fraction of the trained tokens, below which an alert is raised."""
 COSTLY_FILTER = 0.9
 """Share of filtered groups from which ten groups and more are sampled for each trained one."""
+EQUAL_STEPS = 3
+"""Steps in a row without a score difference in any group after which an alert is raised."""
 QUIET_STEPS = 20
 """Steps without its condition after which an alert may be raised again."""
 
 
 @dataclass
 class AlertWatch:
-    """Watch over the rows of a run."""
+    """Watch over the rows of a run.
 
+    compares_rollouts: whether the algorithm learns from differences within a group alone.
+    """
+
+    compares_rollouts: bool = False
     _dropped: float | None = None
     _last_steps: dict[str, int] = field(default_factory=dict)
+    _num_equal_steps: int = 0
 
     def find_alerts(self, step: int, row: MetricsRow) -> list[str]:
         """Return a sentence for each condition that holds and was quiet before."""
@@ -59,9 +66,30 @@ class AlertWatch:
         text = f"{dropped:.0f} groups were dropped in a step; drops/ has the causes"
         return text if dropped > 0 else ""
 
+    def _find_equal_scores(self, row: Mapping[str, float]) -> str:
+        are_equal = self.compares_rollouts and row.get("rollout/equal_score_frac") == 1
+        self._num_equal_steps = self._num_equal_steps + 1 if are_equal else 0
+        if self._num_equal_steps < EQUAL_STEPS:
+            return ""
+        mean = row.get("reward/mean", math.nan)
+        finding, remedy = (
+            "the rollouts of each prompt score the same",
+            "prompts of medium difficulty",
+        )
+        if row.get("reward/std") == 0:
+            finding = f"every rollout scores {mean:g}"
+            remedy = "an easier task, a better base model (docs/own_model.md), partial credit"
+            if mean > 0:
+                remedy = "a harder task, a reward that tells good from better"
+        return (
+            f"nothing to learn for {self._num_equal_steps} steps: {finding}, and the algorithm"
+            f" compares the rollouts of a prompt; helps: {remedy}, a larger algorithm.group_size"
+        )
+
 
 _CONDITIONS: Mapping[str, Callable[[AlertWatch, Mapping[str, float]], str]] = {
     "ess": AlertWatch._find_low_ess,
     "filter": AlertWatch._find_costly_filter,
     "drops": AlertWatch._find_drops,
+    "equal_scores": AlertWatch._find_equal_scores,
 }
