@@ -51,11 +51,10 @@ class Shard:
 
 
 def make_config(**changes: Any) -> Any:
-    settings = {"rewards": ["exact"], "environment": None, "evaluation": EvaluationConfig()}
-    settings |= {name: SimpleNamespace() for name in ("data", "generator", "scorer")}
-    config = SimpleNamespace(**settings | changes)
-    config.data.eval, config.generator.max_new_tokens, config.scorer.combine = "eval.jsonl", 8, ""
-    return config
+    parts: dict[str, Any] = {"rewards": ["exact"], "environment": None}
+    parts |= {"evaluation": EvaluationConfig(), "data": SimpleNamespace(eval="eval.jsonl")}
+    parts |= {"generator": SimpleNamespace(max_new_tokens=8), "scorer": SimpleNamespace(combine="")}
+    return SimpleNamespace(**parts | changes)
 
 
 def make_persistence(run_dir: Path, shard: Shard) -> Any:
