@@ -31,13 +31,7 @@ from streamrl.config.role_counts import describe_shared_slots, with_placement_mo
 from streamrl.config.run_config import RunConfig, config_to_dict, load_config
 from streamrl.errors import ConfigError, DiskError, JournalError, NoSpaceError, StreamError
 from streamrl.files.atomic_write import NO_SPACE
-from streamrl.run_dir.checkpoint import (
-    BEST_LINK,
-    Checkpoint,
-    QueueLayout,
-    ResumePoint,
-    list_checkpoints,
-)
+from streamrl.run_dir.checkpoint import Checkpoint, QueueLayout, ResumePoint, list_checkpoints
 from streamrl.telemetry.progress import RunInfo, WorkStatus
 from streamrl.telemetry.progress_line import ProgressLine, show_progress
 from streamrl.telemetry.rollout_log import RolloutLog
@@ -300,6 +294,6 @@ def _make_summary(finish: "RunResult", run_dir: Path) -> dict[str, str]:
     summary = {"outcome": "interrupted" if finish.is_interrupted else "finished"}
     if finish.checkpoint:
         summary["checkpoint"] = finish.checkpoint
-        if (best := run_dir / "checkpoints" / BEST_LINK).is_symlink():
-            summary["best"] = f"{best} -> {best.readlink()}"
+        if (best := Path(finish.checkpoint).with_name("best")).is_symlink():
+            summary["best"] = str(best.resolve())
     return summary | {"written": str(run_dir)}

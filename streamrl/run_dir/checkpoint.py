@@ -34,7 +34,6 @@ MAX_STATE_BYTES = 1024 * MIB
 """Bound on the size of state.json, which with run.debug holds the uid of every prompt so far."""
 RUN_LOG_FOLDER = "books"
 LAYOUT_FILE = "layout.json"
-BEST_LINK = "best"
 _STEP_FOLDER_PATTERN = re.compile(r"step_(\d{6,})")
 _SHARD_FOLDER_PATTERN = re.compile(r"shard-(\d{1,6})(?:\.(\d{1,6}))?")
 
@@ -182,14 +181,14 @@ def link_best_checkpoint(folder: Path) -> Path | None:
         for path, evaluation in evaluations.items()
         if evaluation["settings"] == newest["settings"]
     }
-    if not scores:
-        (folder / BEST_LINK).unlink(missing_ok=True)
-        return None
-    best = max(scores, key=scores.__getitem__)
-    new_link = folder / f".{BEST_LINK}.partial"
-    new_link.unlink(missing_ok=True)
-    new_link.symlink_to(best.name)
-    new_link.replace(folder / BEST_LINK)
+    link, new_link = folder / "best", folder / ".best.partial"
+    best = max(scores, key=scores.__getitem__, default=None)
+    if best is None:
+        link.unlink(missing_ok=True)
+    else:
+        new_link.unlink(missing_ok=True)
+        new_link.symlink_to(best.name)
+        new_link.replace(link)
     return best
 
 

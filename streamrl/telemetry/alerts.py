@@ -71,19 +71,13 @@ class AlertWatch:
         self._num_equal_steps = self._num_equal_steps + 1 if are_equal else 0
         if self._num_equal_steps < EQUAL_STEPS:
             return ""
-        mean = row.get("reward/mean", math.nan)
-        finding, remedy = (
-            "the rollouts of each prompt score the same",
-            "prompts of medium difficulty",
-        )
-        if row.get("reward/std") == 0:
-            finding = f"every rollout scores {mean:g}"
-            remedy = "an easier task, a better base model (docs/own_model.md), partial credit"
-            if mean > 0:
-                remedy = "a harder task, a reward that tells good from better"
+        finding = "the rollouts of each prompt score the same"
+        if round(row.get("reward/std", math.nan), 6) == 0:
+            finding = f"every rollout scores {row['reward/mean']:g}"
         return (
             f"nothing to learn for {self._num_equal_steps} steps: {finding}, and the algorithm"
-            f" compares the rollouts of a prompt; helps: {remedy}, a larger algorithm.group_size"
+            " compares the rollouts of a prompt. Helps: a task neither too hard nor too easy, a"
+            " better base model (docs/own_model.md), partial credit, a larger algorithm.group_size"
         )
 
 
