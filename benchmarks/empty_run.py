@@ -258,6 +258,7 @@ class EmptyRank:
         await asyncio.sleep(self._train_s)
         count = float(len(rollouts))
         sums = dict.fromkeys(("score_sum", "score_squared_sum", "truncated_sum"), 0.0)
+        sums |= {"groups": count, "equal_score_groups": 0.0}
         tokens = {"sampled_sum": COMPLETION_TOKENS * count, "sampled_max": float(COMPLETION_TOKENS)}
         return {"rollouts": count, **sums, **tokens}
 

@@ -7,7 +7,9 @@ from examples.toy_models.lessons import Lessons, PretrainingRecipe
 from examples.toy_models.rows import Row, get_question
 
 # A problem of three numbers has two operations that may be wrong.
-RECIPE = PretrainingRecipe(num_clean_steps=300, num_slip_steps=80, slip_rate=0.33)
+RECIPE = PretrainingRecipe(
+    num_clean_steps=300, num_slip_steps=80, slip_rate=0.33, bar={"eval_greedy": 0.85}
+)
 SLIPS = (-1, 1)
 # The number after the last equals sign: "12-3=9" answers 9.
 ANSWER = re.compile(r"(?:\A|=)(-?\d+)\Z")

@@ -25,7 +25,7 @@ def write_contents(
     return make_turns_model(folder, rows, demonstrate, measure_model, recipe or RECIPE, seed=seed)
 
 
-BUILD = Build("calculator", Path(__file__).parent / "build", format=1, fill=write_contents)
+BUILD = Build("calculator", Path(__file__).parent / "build", format=2, fill=write_contents)
 
 if __name__ == "__main__":
     BUILD.main()

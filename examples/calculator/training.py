@@ -7,11 +7,17 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from examples.calculator.calculator import Calculator
 from examples.calculator.problems import MIN_PRODUCT
-from examples.toy_models.demonstrations import Conversation, DemonstrationRecipe
+from examples.toy_models.demonstrations import (
+    Conversation,
+    DemonstrationRecipe,
+    measure_likeliest,
+)
 from examples.toy_models.episodes import PlayedEpisode, play_episodes
 from examples.toy_models.rows import Row, get_question
 
-RECIPE = DemonstrationRecipe(num_steps=600, demonstrations_per_step=64, lr=6e-3)
+RECIPE = DemonstrationRecipe(
+    num_steps=600, demonstrations_per_step=64, lr=3e-3, bar={"likeliest": 0.98}
+)
 CALL_RATE = 0.5
 CALL_TYPO_RATE = 0.1
 ANSWER_TYPO_RATE = 0.15
@@ -26,17 +32,12 @@ MAX_NEW_TOKENS = 24
 def demonstrate(row: Row, rng: random.Random) -> Conversation:
     """Return a conversation that calls the tool and copies its result, or answers at random."""
     question = get_question(row)
-    asked = [TOOLS, *row["prompt"]]
     if rng.random() >= CALL_RATE:
-        return [*asked, {"role": "assistant", "content": str(rng.randrange(MIN_PRODUCT, 100_000))}]
+        answer = str(rng.randrange(MIN_PRODUCT, 100_000))
+        return [TOOLS, *row["prompt"], {"role": "assistant", "content": answer}]
     expression = mistype(question, rng, CALL_TYPO_RATE)
     result = Calculator().calculate(expression)
-    return [
-        *asked,
-        {"role": "assistant", "content": f"<call>{expression}</call>"},
-        {"role": "tool", "content": result},
-        {"role": "assistant", "content": mistype(result, rng, ANSWER_TYPO_RATE)},
-    ]
+    return write_call(row, expression, mistype(result, rng, ANSWER_TYPO_RATE))
 
 
 def mistype(text: str, rng: random.Random, rate: float) -> str:
@@ -63,7 +64,10 @@ def answer_call(reply: str) -> dict[str, str] | None:
 def measure_model(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[Row]
 ) -> dict[str, float]:
-    """Return the fractions of episodes with a call, with the row's own call, and solved."""
+    """Return the fractions of episodes with a call, with the row's own call, and solved.
+
+    "likeliest" is the fraction of rows whose own call and right answer are the likeliest text.
+    """
     episodes = [PlayedEpisode([TOOLS, *row["prompt"]], answer_call) for row in rows]
     play_episodes(model, tokenizer, episodes, max_turns=MAX_TURNS, max_new_tokens=MAX_NEW_TOKENS)
     calls = [CALL_PATTERN.search(episode.replies[0]) for episode in episodes]
@@ -79,4 +83,21 @@ def measure_model(
         "called": sum(call is not None for call in calls) / len(rows),
         "called_right": sum(is_right) / len(rows),
         "solved": sum(is_solved) / len(rows),
+        "likeliest": measure_likeliest(model, tokenizer, [solve(row) for row in rows]),
     }
+
+
+def solve(row: Row) -> Conversation:
+    """Return the conversation that calls the tool with the question, and copies its result."""
+    return write_call(row, get_question(row), row["reward_model"]["ground_truth"])
+
+
+def write_call(row: Row, expression: str, answer: str) -> Conversation:
+    """Return a conversation of a call and an answer."""
+    return [
+        TOOLS,
+        *row["prompt"],
+        {"role": "assistant", "content": f"<call>{expression}</call>"},
+        {"role": "tool", "content": Calculator().calculate(expression)},
+        {"role": "assistant", "content": answer},
+    ]

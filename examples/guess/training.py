@@ -5,14 +5,18 @@ from functools import partial
 
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from examples.guess.guess import MAX_GUESSES, Guess
+from examples.guess.guess import GUESS, MAX_GUESSES, Guess
 from examples.toy_models.demonstrations import Conversation, DemonstrationRecipe
 from examples.toy_models.episodes import PlayedEpisode, play_episodes
 from examples.toy_models.rows import Row
 from streamrl.environments.interface import Reply
 
 RECIPE = DemonstrationRecipe(
-    num_demonstrations=32_768, num_steps=1200, demonstrations_per_step=64, lr=6e-3
+    num_demonstrations=32_768,
+    num_steps=1200,
+    demonstrations_per_step=64,
+    lr=6e-3,
+    bar={"sensible": 0.97},
 )
 MAX_NEW_TOKENS = 3
 
@@ -34,17 +38,32 @@ def demonstrate(row: Row, rng: random.Random) -> Conversation:
 def measure_model(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[Row]
 ) -> dict[str, float]:
-    """Return the fraction of games won, and the mean number of guesses in a game."""
+    """Return the fraction of games won, and how many guesses a game takes on average.
+
+    "sensible" is the fraction of guesses that lie in the interval that is left.
+    """
     games = [Guess() for _ in rows]
     episodes = []
     for seed, (game, row) in enumerate(zip(games, rows, strict=True)):
         game.reset(row, seed=seed)
         episodes.append(PlayedEpisode(list(row["prompt"]), partial(answer_guess, game)))
     play_episodes(model, tokenizer, episodes, max_turns=MAX_GUESSES, max_new_tokens=MAX_NEW_TOKENS)
+    sensible = [
+        is_sensible(interval["content"], reply["content"])
+        for episode in episodes
+        for interval, reply in zip(episode.messages[::2], episode.messages[1::2], strict=False)
+    ]
     return {
+        "sensible": sum(sensible) / len(sensible),
         "won": sum(game.is_won for game in games) / len(rows),
         "guesses": sum(len(episode.replies) for episode in episodes) / len(rows),
     }
+
+
+def is_sensible(observation: str, guess: str) -> bool:
+    """Return whether a guess lies in the interval at the end of the environment's message."""
+    first, last = observation[-5:].split("-")
+    return bool(GUESS.fullmatch(guess)) and first <= guess <= last
 
 
 def answer_guess(game: Guess, reply: str) -> dict[str, str] | None:

@@ -8,7 +8,7 @@ if __name__ == "__main__":  # a script run by path has only its own folder on sy
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.arithmetic.make import BUILD as ARITHMETIC
-from examples.toy_models.building import Build
+from examples.toy_models.building import Build, repeat_until_reached
 
 if TYPE_CHECKING:
     from examples.reward_model.training import RewardModelRecipe
@@ -27,7 +27,7 @@ def write_contents(
 
     from examples.arithmetic.problems import make_rows
     from examples.reward_model.training import (
-        RewardModelRecipe,
+        RECIPE,
         build_untrained,
         measure_ranking,
         train_reward_model,
@@ -38,21 +38,24 @@ def write_contents(
     if not ARITHMETIC.is_made(arithmetic, seed=seed):
         ARITHMETIC.make(arithmetic, seed=seed)
     base_model, rows = arithmetic / "base_model", make_rows(seed=seed)
-    recipe = recipe or RewardModelRecipe()
+    recipe = recipe or RECIPE
     tokenizer = PreTrainedTokenizerFast.from_pretrained(base_model)
-    model, hints = build_untrained(base_model, seed=seed)
-    report_losses(
-        train_reward_model(model, hints, tokenizer, rows["train"], recipe, seed=seed),
-        task="reward_model",
-    )
-    save_model(model, tokenizer, folder / "model")
     policy = Qwen2ForCausalLM.from_pretrained(base_model)
-    above = {
-        name: measure_ranking(model, policy, tokenizer, part[: recipe.num_measured])
-        for name, part in rows.items()
-    }
-    print(f"reward_model: how often a right answer is above a wrong one: {above}")
-    return {"recipe": asdict(recipe), "ranking": above}
+
+    def attempt(model_seed: int) -> dict[str, float]:
+        model, hints = build_untrained(base_model, seed=model_seed)
+        losses = train_reward_model(model, hints, tokenizer, rows["train"], recipe, seed=model_seed)
+        report_losses(losses, task="reward_model")
+        save_model(model, tokenizer, folder / "model")
+        return {
+            f"{name}_ranking": measure_ranking(
+                model, policy, tokenizer, part[: recipe.num_measured]
+            )
+            for name, part in rows.items()
+        }
+
+    reached = repeat_until_reached(attempt, recipe.bar, task="reward_model", seed=seed)
+    return {"recipe": asdict(recipe), **reached}
 
 
 BUILD = Build("reward_model", Path(__file__).parent / "build", format=1, fill=write_contents)

@@ -1,8 +1,8 @@
 """Reward model of the arithmetic task, trained on top of the frozen base model."""
 
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -28,12 +28,17 @@ class RewardModelRecipe:
     rows_per_step: problems per optimizer step, with an answer each.
     lr: peak learning rate of the one-cycle schedule.
     num_measured: problems per split on which the final ranking is measured.
+    bar: lowest ranking that a usable model may have, by name.
     """
 
     num_steps: int = 1100
     rows_per_step: int = 64
     lr: float = 2e-3
     num_measured: int = 256
+    bar: Mapping[str, float] = field(default_factory=dict)
+
+
+RECIPE = RewardModelRecipe(bar={"eval_ranking": 0.85})
 
 
 class AuxiliaryHeads(torch.nn.Module):

@@ -2,8 +2,8 @@
 
 import random
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ class PretrainingRecipe:
     """Peak learning rate of the one-cycle schedule of the slip steps."""
     num_measured: int = 256
     """Problems per split on which the final pass rate is measured."""
+    bar: Mapping[str, float] = field(default_factory=dict)
+    """Lowest pass rates that a usable model may have, by name."""
 
 
 Write = Callable[[Row, random.Random, float], str]

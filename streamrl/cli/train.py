@@ -321,6 +321,7 @@ def _make_run_facts(config: RunConfig, resume: ResumePoint | None) -> RunInfo:
         max_staleness=config.pipeline.max_staleness,
         resume_step=resume.version if resume else None,
         has_filter=config.filter.is_enabled,
+        compares_rollouts=config.algorithm.spec.min_group_size > 1,
     )
 
 
@@ -328,4 +329,6 @@ def _make_summary(finish: "RunResult", run_dir: Path) -> dict[str, str]:
     summary = {"outcome": "interrupted" if finish.is_interrupted else "finished"}
     if finish.checkpoint:
         summary["checkpoint"] = finish.checkpoint
+        if (best := Path(finish.checkpoint).with_name("best")).is_symlink():
+            summary["best"] = str(best.resolve())
     return summary | {"written": str(run_dir)}

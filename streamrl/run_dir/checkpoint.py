@@ -6,9 +6,11 @@
                               queue/       groups in flight, a folder per shard
                               state.json   version, ledger, data position, journal cuts,
                                            size and hash of every file, and a hash of itself
+<run>/checkpoints/best                     link to the checkpoint of the best evaluation, if any
 <run>/journal/                             records since then: a folder per shard, and the run log
 """
 
+import contextlib
 import json
 import os
 import re
@@ -16,7 +18,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 from msgspec import ValidationError, convert
 
@@ -60,6 +62,8 @@ class CheckpointState(TypedDict):
     """Contents of a checkpoint's state.json, apart from its format, its hash and the file proofs.
 
     cuts: first journal segment that the checkpoint does not cover, by shard folder or run log.
+    evaluation: of this version, if there was one: `mean` score, and a hash of the `settings` that
+        scores depend on. Scores under different settings are not compared.
     """
 
     version: int
@@ -67,6 +71,7 @@ class CheckpointState(TypedDict):
     prompts: Mapping[str, Any]
     dials: Mapping[str, float]
     cuts: Mapping[str, int]
+    evaluation: NotRequired[Mapping[str, float]]
 
 
 @dataclass
@@ -74,7 +79,7 @@ class CheckpointConfig:
     """Settings of the section `checkpoint`.
 
     every: steps between checkpoints; 0 writes only at the end.
-    keep: number of newest checkpoints to keep.
+    keep: number of newest checkpoints to keep, besides that of the best evaluation.
     at_end: write a checkpoint when the run ends.
     """
 
@@ -154,7 +159,7 @@ class CheckpointWriter:
     def commit(self, state: CheckpointState, *, keep: int) -> Path:
         """Write state.json, make the checkpoint valid by a rename, and return its folder.
 
-        keep: number of newest checkpoints to keep; older ones are removed.
+        keep: number of newest checkpoints to keep; older ones are removed, except for the best.
 
         Raises NoSpaceError or CheckpointError if the disk fails; earlier checkpoints stay valid.
         """
@@ -169,8 +174,10 @@ class CheckpointWriter:
                 self._final_dir.rename(replaced)
             sync_and_rename(self._partial_dir, self._final_dir)
             shutil.rmtree(replaced, ignore_errors=True)
+            best = link_best_checkpoint(self._final_dir.parent)
         for old in list_checkpoints(self._final_dir.parent)[:-keep]:
-            shutil.rmtree(old)
+            if old != best:
+                shutil.rmtree(old)
         return self._final_dir
 
 
@@ -185,6 +192,34 @@ def write_state(folder: Path, fields: Mapping[str, Any]) -> None:
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in the folder `checkpoints` of a run, oldest first."""
     return [path for path in _list_step_folders(folder) if (path / "state.json").is_file()]
+
+
+def link_best_checkpoint(folder: Path) -> Path | None:
+    """Let the link `best` name the checkpoint of the best evaluation; return the checkpoint.
+
+    folder: `checkpoints` of a run. Evaluations count that have the settings of the newest one; of
+    equal ones the newer is better. Returns None, and removes the link, if there is none.
+    """
+    evaluations: dict[Path, Mapping[str, float]] = {}
+    for path in reversed(list_checkpoints(folder)):
+        with contextlib.suppress(ConfigError):  # a resume names what is broken
+            if evaluation := read_checkpoint(path).state.get("evaluation"):
+                evaluations[path] = evaluation
+    newest = next(iter(evaluations.values()), {})
+    scores = {
+        path: evaluation["mean"]
+        for path, evaluation in evaluations.items()
+        if evaluation["settings"] == newest["settings"]
+    }
+    link, new_link = folder / "best", folder / ".best.partial"
+    best = max(scores, key=scores.__getitem__, default=None)
+    if best is None:
+        link.unlink(missing_ok=True)
+    else:
+        new_link.unlink(missing_ok=True)
+        new_link.symlink_to(best.name)
+        new_link.replace(link)
+    return best
 
 
 def _list_step_folders(folder: Path) -> list[Path]:
@@ -209,8 +244,8 @@ def read_checkpoint(folder: Path, *, key: str = "--resume ") -> Checkpoint:
         raise ConfigError(f"{location}: missing keys: {', '.join(missing)}")
     if problem := _find_version_problem(state["version"], folder):
         raise ConfigError(f"{location}: version {state['version']!r}: {problem}")
-    for name in ("ledger", "prompts", "dials", "cuts", "files"):
-        if not isinstance(state[name], dict):
+    for name in ("ledger", "prompts", "dials", "cuts", "files", "evaluation"):
+        if not isinstance(state.get(name, {}), dict):
             raise ConfigError(f"{location}: {name}: must be a mapping")
     if not all(map(_is_count, state["cuts"].values())):
         raise ConfigError(f"{location}: cuts: must be whole numbers")
@@ -448,6 +483,7 @@ class ResumePoint:
             layout.write(self.run_dir)
         for path in reversed(later):
             shutil.rmtree(path)
+        link_best_checkpoint(folder)
 
 
 def _keep_links(run_dir: Path, folders: Sequence[Path]) -> None:
@@ -478,6 +514,7 @@ def restore_discarded(run_dir: Path) -> None:
     for path in _list_step_folders(discarded / "checkpoints"):
         if not (run_dir / "checkpoints" / path.name).exists():
             path.rename(run_dir / "checkpoints" / path.name)
+    link_best_checkpoint(run_dir / "checkpoints")
     forget_discarded(run_dir)
 
 

@@ -232,6 +232,8 @@ class SimulationResult:
                     "sampled_sum": sum(group.info.num_loss_tokens for group in outcome.groups),
                     "sampled_max": max(lengths),
                     "truncated_sum": sum(length >= max_tokens for length in lengths),
+                    "groups": len(outcome.groups),
+                    "equal_score_groups": NAN,
                     "score_sum": NAN,
                     "score_squared_sum": NAN,
                 },

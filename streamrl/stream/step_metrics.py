@@ -98,7 +98,8 @@ def compute_score_metrics(sums: Mapping[str, float]) -> dict[str, float]:
         row["cost/mean"] = sums["cost_sum"] / count
     mean = sums["score_sum"] / count
     variance = max(sums["score_squared_sum"] / count - mean**2, 0.0)
-    return row | {"reward/mean": mean, "reward/std": math.sqrt(variance)}
+    row |= {"reward/mean": mean, "reward/std": math.sqrt(variance)}
+    return row | {"rollout/equal_score_frac": sums["equal_score_groups"] / sums["groups"]}
 
 
 def _compute_rollout_metrics(facts: StepFacts) -> dict[str, float | Histogram]:

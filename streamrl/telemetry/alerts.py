@@ -16,16 +16,23 @@ COSTLY_FILTER = 0.9
 """Share of filtered groups from which ten groups and more are sampled for each trained one."""
 BIASED_STALE_SHARE, BIASED_LENGTH_RATIO = 0.05, 1.5
 """Share of stale groups, and their relative length, from which the trained lengths are biased."""
+EQUAL_STEPS = 3
+"""Steps in a row without a score difference in any group after which an alert is raised."""
 QUIET_STEPS = 20
 """Steps without its condition after which an alert may be raised again."""
 
 
 @dataclass
 class AlertWatch:
-    """Watch over the rows of a run."""
+    """Watch over the rows of a run.
 
+    compares_rollouts: whether the algorithm learns from differences within a group alone.
+    """
+
+    compares_rollouts: bool = False
     _dropped: float | None = None
     _last_steps: dict[str, int] = field(default_factory=dict)
+    _num_equal_steps: int = 0
 
     def find_alerts(self, step: int, row: MetricsRow) -> list[str]:
         """Return a sentence for each condition that holds and was quiet before."""
@@ -72,10 +79,25 @@ class AlertWatch:
         text = f"{dropped:.0f} groups were dropped in a step; drops/ has the causes"
         return text if dropped > 0 else ""
 
+    def _find_equal_scores(self, row: Mapping[str, float]) -> str:
+        are_equal = self.compares_rollouts and row.get("rollout/equal_score_frac") == 1
+        self._num_equal_steps = self._num_equal_steps + 1 if are_equal else 0
+        if self._num_equal_steps < EQUAL_STEPS:
+            return ""
+        finding = "the rollouts of each prompt score the same"
+        if round(row.get("reward/std", math.nan), 6) == 0:
+            finding = f"every rollout scores {row['reward/mean']:g}"
+        return (
+            f"nothing to learn for {self._num_equal_steps} steps: {finding}, and the algorithm"
+            " compares the rollouts of a prompt. Helps: a task neither too hard nor too easy, a"
+            " better base model (docs/own_model.md), partial credit, a larger algorithm.group_size"
+        )
+
 
 _CONDITIONS: Mapping[str, Callable[[AlertWatch, Mapping[str, float]], str]] = {
     "ess": AlertWatch._find_low_ess,
     "filter": AlertWatch._find_costly_filter,
     "stale": AlertWatch._find_stale_bias,
     "drops": AlertWatch._find_drops,
+    "equal_scores": AlertWatch._find_equal_scores,
 }

@@ -198,6 +198,7 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("rollout/length_mean", "tokens", "mean sampled tokens of a rollout"),
     MetricSpec("rollout/length_max", "tokens", "most sampled tokens of a rollout"),
     MetricSpec("rollout/truncated_frac", "fraction", "rollouts that ended at the length limit"),
+    MetricSpec("rollout/equal_score_frac", "fraction", "groups without a difference in score"),
     MetricSpec("rollout/tokens_per_s", "tokens/s", "sampled tokens over the generators' busy time"),
     MetricSpec("queue/depth/<stage>", "groups", "groups that wait for the stage"),
     MetricSpec("queue/bytes", "bytes", "columns held by all shards of the queue"),

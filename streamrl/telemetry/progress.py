@@ -78,6 +78,7 @@ class RunInfo:
     max_staleness: in versions.
     resume_step: last step of the checkpoint of a resumed run, else None.
     has_filter: whether a group filter is configured.
+    compares_rollouts: whether the algorithm learns from differences within a group alone.
     """
 
     name: str
@@ -86,6 +87,7 @@ class RunInfo:
     max_staleness: int
     resume_step: int | None = None
     has_filter: bool = False
+    compares_rollouts: bool = False
 
 
 @dataclass

@@ -136,7 +136,7 @@ def make_sink_group(
         sinks,
         console=make_console(config.console, run_info, console),
         trace=trace,
-        alert_watch=AlertWatch(),
+        alert_watch=AlertWatch(run_info.compares_rollouts),
     )
 
 

@@ -20,7 +20,7 @@ from streamrl.config.run_config import load_config
 from streamrl.dataflow import build_dataflow
 from streamrl.errors import ConfigError
 from streamrl.messages import ROLLOUT_COLUMNS
-from tests.algorithms.steps import make_settings
+from tests.algorithms.steps import derive_columns, make_settings, make_step
 
 GRPO_RECIPE = Path(__file__).parents[2] / "configs" / "grpo_arithmetic.yaml"
 
@@ -41,6 +41,15 @@ def test_every_row_needs_only_its_name_as_config():
     assert {name: row_settings.params for name, row_settings in settings.items()} == {
         name: row.params for name, row in ALGORITHMS.items()
     }
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_groups_of_equal_scores_teach_nothing_if_an_algorithm_needs_two_rollouts(name: str):
+    step = make_step()
+    for column in ("scores", *(name for name in step.columns if name.startswith("reward/"))):
+        step.columns[column] = step.group_ids.double()
+    has_signal = bool(derive_columns(AlgorithmConfig(name=name), step)["advantages"].any())
+    assert has_signal == (ALGORITHMS[name].min_group_size == 1)
 
 
 def test_a_rows_params_are_set_under_algorithm_params():

@@ -129,9 +129,9 @@ def check_python(words: Sequence[str]) -> None:
     if not arguments:
         return
     if room == "examples":
-        parser = importlib.import_module("examples.own_loop.loop_setup").make_parser()
-        parsed = parse(parser, arguments)
-        load_config(RECIPE, parsed.overrides)
+        loop_setup = importlib.import_module("examples.own_loop.loop_setup")
+        parser = getattr(importlib.import_module(module), "make_parser", loop_setup.make_parser)()
+        load_config(RECIPE, vars(parse(parser, arguments)).get("overrides", []))
     else:
         main = f"{module}.__main__" if folder.exists() else module
         parse(importlib.import_module(main).make_parser(), arguments)

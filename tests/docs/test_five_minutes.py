@@ -1,4 +1,4 @@
-"""The page of the first five minutes: its files are valid, its commands print what it shows."""
+"""Pages to follow from top to bottom: files are valid, commands print what the pages show."""
 
 import os
 import re
@@ -12,13 +12,18 @@ from streamrl.config.run_config import load_config
 from tests.docs.commands import FENCE, ROOT
 from tests.e2e.shared_runs import Ended, make_builds
 
-PAGE = (ROOT / "docs" / "five_minutes.md").read_text()
+PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("five_minutes", "own_model")}
 FILES = {
     match[1]: block
-    for _, block in FENCE.findall(PAGE)
+    for page in PAGES.values()
+    for _, block in FENCE.findall(page)
     if (match := re.match(r"# (\w+\.(?:py|yaml))\n", block))
 }
-SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, flags=re.DOTALL | re.MULTILINE))
+SECTIONS = dict(
+    re.findall(
+        r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGES["five_minutes"], flags=re.DOTALL | re.MULTILINE
+    )
+)
 
 
 @pytest.fixture
@@ -40,6 +45,7 @@ def test_the_configs_of_the_page_are_valid():
     assert {name: config.run.name for name, config in configs.items()} == {
         "mine.yaml": "mine",
         "second_try.yaml": "second_try",
+        "reverser.yaml": "reverser",
     }
 
 
@@ -48,13 +54,24 @@ def test_the_configs_of_the_page_are_valid():
 @pytest.mark.parametrize("section", [name for name in SECTIONS if "```sh" in SECTIONS[name]])
 def test_the_commands_of_a_section_print_what_it_shows(section: str, folder: Path, demo: Ended):
     (folder / "runs" / "demo").symlink_to(demo.run_dir)
-    blocks = [block for block in FENCE.findall(SECTIONS[section]) if block[0] in ("sh", "text")]
+    check_commands(SECTIONS[section], demo.output)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
+def test_the_commands_of_the_page_of_an_own_model_print_what_it_shows():
+    check_commands(PAGES["own_model"], "")
+
+
+def check_commands(text: str, demo_output: str) -> None:
+    """Run the commands of a page or section, and find the lines that it shows after each."""
+    blocks = [block for block in FENCE.findall(text) if block[0] in ("sh", "text")]
     for (language, commands), (next_language, shown) in zip(
         blocks, [*blocks[1:], ("", "")], strict=True
     ):
         if language == "sh":
             expected = shown if next_language == "text" else ""
-            output = demo.output if commands == "make demo\n" else run_shell(commands, expected)
+            output = demo_output if commands == "make demo\n" else run_shell(commands, expected)
             assert output.strip()
             missing = set(list_patterns(expected)) - set(list_patterns(output))
             assert not missing, output

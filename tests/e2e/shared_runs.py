@@ -28,6 +28,7 @@ PPO_ODD = ["pipeline.groups_per_step=129", "algorithm.mini_batches=3", "critic.w
 
 _CUSTOM = ["algorithm.path=examples/custom_algorithm/median.py", "algorithm.name=median_grpo"]
 _STEPS = 12
+_SHORT_DECAY = "trainer.lr_schedule_options.num_decay_steps=15"
 _TASKS = {
     "kind": "reasoning_gym",
     "dataset": "chain_sum",
@@ -47,7 +48,7 @@ RECIPES = {
     "grpo_countdown": ("grpo_countdown.yaml", ["run.steps=30"]),
     # Episodes of several turns.
     "grpo_calculator": ("grpo_calculator.yaml", [f"run.steps={_STEPS}"]),
-    "grpo_guess": ("grpo_guess.yaml", ["run.steps=30"]),
+    "grpo_guess": ("grpo_guess.yaml", ["run.steps=30", _SHORT_DECAY]),
     # Costs fall more slowly than rewards rise.
     "safe_rlhf": ("safe_rlhf_toy.yaml", ["run.steps=26", "pipeline.groups_per_step=128"]),
     "shared_critic": ("ppo_arithmetic.yaml", ["critic={shared_coef: 0.5}", f"run.steps={_STEPS}"]),

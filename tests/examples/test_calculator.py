@@ -3,14 +3,20 @@
 import random
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
+from torch.nn.functional import one_hot
 
 from examples.calculator import make, training
 from examples.calculator.calculator import Calculator
 from examples.calculator.problems import make_rows
+from examples.toy_models.demonstrations import encode_conversations, measure_likeliest
 from examples.toy_models.rows import get_question
+from examples.toy_models.small_qwen2 import TURNS_TEMPLATE, make_tokenizer
 from streamrl.config.run_config import load_config
 from streamrl.environments.hosts.user_class import load_user_class
 from streamrl.environments.interface import CallOutcome, EpisodeSummary
@@ -127,7 +133,23 @@ def test_a_build_is_complete_and_its_rows_load(tmp_path: Path):
     measured = check_turns_build(
         "calculator", partial(make.write_contents, recipe=SHORT_RECIPE), tmp_path
     )
-    assert measured.keys() == {"called", "called_right", "solved"}
+    assert measured.keys() == {"called", "called_right", "solved", "likeliest"}
+
+
+def test_the_likeliest_text_is_wrong_if_a_single_digit_is():
+    tokenizer = make_tokenizer(chat_template=TURNS_TEMPLATE)
+    row = make_rows(seed=0)["eval"][0]
+    shown, other = training.solve(row), training.write_call(row, get_question(row), "12345")
+    ids, _ = encode_conversations([shown], tokenizer)
+
+    def model(input_ids: Tensor, **_: object) -> SimpleNamespace:
+        """Predict the tokens of `shown`, whatever is written."""
+        logits = one_hot(ids.roll(-1, 1), len(tokenizer)).expand(len(input_ids), -1, -1)
+        return SimpleNamespace(logits=logits)
+
+    fake: Any = SimpleNamespace(eval=lambda: model)
+    assert measure_likeliest(fake, tokenizer, [shown, shown]) == 1
+    assert measure_likeliest(fake, tokenizer, [shown, other]) == 0.5
 
 
 @pytest.mark.slow
@@ -135,3 +157,4 @@ def test_the_base_model_calls_in_half_of_the_cases_and_solves_two_in_five(tmp_pa
     measured = check_turns_build("calculator", make.write_contents, tmp_path)
     assert 0.4 < measured["called"] < 0.6
     assert 0.3 < measured["solved"] < 0.5
+    assert measured["likeliest"] > 0.98

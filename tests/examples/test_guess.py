@@ -134,4 +134,19 @@ def test_a_build_is_complete_and_its_rows_load(tmp_path: Path):
     measured = check_turns_build(
         "guess", partial(make.write_contents, recipe=SHORT_RECIPE), tmp_path
     )
-    assert measured.keys() == {"won", "guesses"}
+    assert measured.keys() == {"sensible", "won", "guesses"}
+
+
+@pytest.mark.parametrize(
+    ("observation", "guess", "is_sensible"),
+    [
+        ("00-63", "00", True),
+        (">32-46", "46", True),
+        (">32-46", "47", False),
+        ("<05-30", "4", False),
+    ],
+)
+def test_a_sensible_guess_lies_in_the_interval_that_is_left(
+    observation: str, guess: str, is_sensible: bool
+):
+    assert training.is_sensible(observation, guess) == is_sensible

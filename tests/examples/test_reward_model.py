@@ -34,7 +34,8 @@ def test_a_build_is_a_classifier_of_one_label_that_reads_conversations(tmp_path:
     fill = partial(make.write_contents, recipe=recipe, arithmetic=arithmetic)
     building.Build("reward_model", out, format=1, fill=fill).make(out, seed=0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["arithmetic", "build"]
-    assert set(json.loads((out / "made.json").read_text())["ranking"]) == {"train", "eval"}
+    measured = json.loads((out / "made.json").read_text())["measured"]
+    assert measured.keys() == {"train_ranking", "eval_ranking"}
     model = AutoModelForSequenceClassification.from_pretrained(out / "model").eval()
     assert (model.config.num_labels, model.config.model_type) == (1, "qwen2")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(out / "model")

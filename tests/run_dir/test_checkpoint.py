@@ -41,13 +41,23 @@ def state(version: int, cuts: Mapping[str, int]) -> CheckpointState:
     return CheckpointState(version=version, ledger={}, prompts={}, dials={}, cuts=cuts)
 
 
-def write(run_dir: Path, version: int, *, keep: int = 10, **cuts: int) -> Path:
+def write(
+    run_dir: Path,
+    version: int,
+    *,
+    keep: int = 10,
+    evaluation: tuple[float, int] | None = None,
+    **cuts: int,
+) -> Path:
     writer = CheckpointWriter(run_dir, version)
     for folder in (writer.get_role_dirs(POLICY)[0], writer.queue_dir):
         folder.mkdir()
     (writer.get_role_dirs(POLICY)[0] / "weights").write_text(str(version))
     shard_cuts = {name.replace("_", "-"): cut for name, cut in cuts.items()}
-    return writer.commit(state(version, shard_cuts), keep=keep)
+    contents = state(version, shard_cuts)
+    if evaluation is not None:
+        contents["evaluation"] = dict(zip(("mean", "settings"), evaluation, strict=True))
+    return writer.commit(contents, keep=keep)
 
 
 def write_segments(run_dir: Path, owner: str, *numbers: int) -> None:
@@ -79,6 +89,46 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path):
         write(tmp_path, version, keep=2)
     names = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
     assert names == ["step_000003", "step_000004"]
+
+
+def list_kept(run_dir: Path) -> list[int]:
+    return [read_checkpoint(path).version for path in list_checkpoints(run_dir / "checkpoints")]
+
+
+def test_the_best_checkpoint_by_evaluation_is_kept_and_linked(tmp_path: Path):
+    best = tmp_path / "checkpoints" / "best"
+    write(tmp_path, 1, keep=1)
+    assert not best.is_symlink(), "no evaluation, no best"
+    for version, score in ((2, 0.5), (3, 0.9), (4, 0.7)):
+        write(tmp_path, version, keep=1, evaluation=(score, 7))
+    write(tmp_path, 5, keep=1)
+    assert list_kept(tmp_path) == [3, 5] and best.resolve().name == "step_000003"
+    assert find_newest(tmp_path).version == 5
+    named = find_resume_point(best)
+    assert (named.run_dir, named.version) == (tmp_path, 3), "the link can be resumed, too"
+    write(tmp_path, 6, keep=1, evaluation=(0.9, 7))
+    assert list_kept(tmp_path) == [6] and best.resolve().name == "step_000006", "newer of equals"
+
+
+def test_evaluations_under_other_settings_are_not_compared(tmp_path: Path):
+    write(tmp_path, 1, evaluation=(0.9, 7))
+    write(tmp_path, 2, evaluation=(0.2, 8))
+    assert (tmp_path / "checkpoints" / "best").resolve().name == "step_000002"
+
+
+def test_going_back_before_the_best_checkpoint_links_another(tmp_path: Path):
+    for version, score in ((1, 0.3), (2, 0.5), (3, 0.9)):
+        write(tmp_path, version, evaluation=(score, 7))
+    find_resume_point(tmp_path / "checkpoints" / "step_000002").discard_later()
+    assert list_kept(tmp_path) == [1, 2]
+    assert (tmp_path / "checkpoints" / "best").resolve().name == "step_000002"
+
+
+def test_an_unreadable_checkpoint_is_not_the_best(tmp_path: Path):
+    broken = write(tmp_path, 1, evaluation=(0.9, 7)) / "state.json"
+    broken.write_text(broken.read_text()[:-20])
+    write(tmp_path, 2, evaluation=(0.2, 7))
+    assert (tmp_path / "checkpoints" / "best").resolve().name == "step_000002"
 
 
 def test_a_repeated_save_replaces_the_checkpoint(tmp_path: Path):

@@ -2,6 +2,8 @@
 
 import math
 
+import pytest
+
 from streamrl.telemetry.alerts import QUIET_STEPS, AlertWatch
 
 
@@ -47,6 +49,40 @@ def test_drops_are_alerted_and_those_before_a_resume_are_not():
     resumed = AlertWatch()
     assert not resumed.find_alerts(5, {"ledger/dropped": 2})
     assert "1 groups were dropped" in resumed.find_alerts(6, {"ledger/dropped": 3})[0]
+
+
+def make_flat_row(mean: float, std: float = 0.0) -> dict[str, float]:
+    return {"rollout/equal_score_frac": 1.0, "reward/mean": mean, "reward/std": std}
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "finding"),
+    [
+        (0.0, 0.0, "every rollout scores 0,"),
+        (1.0, 0.0, "every rollout scores 1,"),
+        (0.5, 0.5, "the rollouts of each prompt score the same"),
+    ],
+)
+def test_groups_without_a_score_difference_are_alerted_after_three_steps(
+    mean: float, std: float, finding: str
+):
+    watch, row = AlertWatch(compares_rollouts=True), make_flat_row(mean, std)
+    alerts = [watch.find_alerts(step, row) for step in range(1, 50)]
+    assert alerts[:2] == [[], []] and finding in alerts[2][0]
+    assert "a better base model (docs/own_model.md), partial credit" in alerts[2][0]
+    assert not any(alerts[3:]), "once while it lasts"
+
+
+def test_one_group_with_a_difference_begins_the_three_steps_anew():
+    watch, row = AlertWatch(compares_rollouts=True), make_flat_row(0.0)
+    for step in range(1, 30):
+        mixed = row | {"rollout/equal_score_frac": 31 / 32} if step % 3 == 0 else row
+        assert not watch.find_alerts(step, mixed)
+
+
+def test_an_algorithm_that_compares_no_rollouts_of_a_group_needs_no_difference():
+    watch = AlertWatch()
+    assert not any(watch.find_alerts(step, make_flat_row(0.0)) for step in range(1, 10))
 
 
 def test_metrics_without_a_value_raise_nothing():

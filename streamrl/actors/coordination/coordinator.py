@@ -358,6 +358,7 @@ class CoordinatorActor(PingableActor):
             evaluation.cancel()
             return {}
         result = evaluation.result()
+        self._persistence.last_evaluation = (version, result.mean_at_k)
         if result.unscored_reason:
             fields = {"version": version, "prompts": result.num_unscored}
             fields |= {"samples": result.num_unscored_samples}

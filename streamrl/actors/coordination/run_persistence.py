@@ -6,7 +6,10 @@ its snapshot from its journal up to the cut, concurrently with the stream.
 """
 
 import asyncio
+import math
+import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +40,10 @@ class RunPersistence:
     """Opens the run log at the start of a run and writes its checkpoints.
 
     state: contents of the checkpoint's state.json to resume from; None for a new run.
+    last_evaluation: version and mean score of the last evaluation.
     """
+
+    last_evaluation: tuple[int, float] | None = None
 
     def __init__(
         self,
@@ -140,6 +146,10 @@ class RunPersistence:
                     dials=run_state.adaptive_params.state_dict(),
                     cuts=cuts,
                 )
+            match self.last_evaluation:
+                case (version, score) if version == state["version"] and math.isfinite(score):
+                    settings = hash_evaluation_settings(self._config)
+                    state["evaluation"] = {"mean": score, "settings": settings}
             saves = [trainer.save_checkpoint(writer) for trainer in trainers]
             await gather_replies(*saves, self._snapshot_shards(cuts, writer), wait_until_reported())
             path = await asyncio.to_thread(writer.commit, state, keep=self._config.checkpoint.keep)
@@ -182,3 +192,11 @@ class RunPersistence:
                 *(shard.call(DurableShard.close) for _, shard in self._list_journaled_shards())
             )
             await self._journal.close()
+
+
+def hash_evaluation_settings(config: RunConfig) -> int:
+    """Hash the settings that the scores of an evaluation depend on."""
+    evaluation = replace(config.evaluation, every=0, at_start=True, at_end=True, concurrency=1)
+    scores = (config.rewards, config.scorer.combine, config.environment)
+    parts = (evaluation, config.data.eval, config.generator.max_new_tokens, *scores)
+    return zlib.crc32(repr(parts).encode())

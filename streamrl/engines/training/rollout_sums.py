@@ -14,11 +14,13 @@ def sum_rollouts(groups: Mapping[str, Columns], picks: Sequence[RolloutIndex]) -
     """Sum scores, costs, reward components, sampled tokens and truncations of picked rollouts.
 
     `picks` are (uid, index of the rollout in its group), with all samples of an episode, which
-    count as one rollout. Keys are names of metrics; `sampled_max`, the most sampled tokens of a
-    rollout, is a maximum instead of a sum.
+    count as one rollout; a group counts with its first. Keys are names of metrics; `sampled_max`,
+    the most sampled tokens of a rollout, is a maximum instead of a sum.
     """
     sums = {
         "rollouts": 0.0,
+        "groups": 0.0,
+        "equal_score_groups": 0.0,
         "score_sum": 0.0,
         "score_squared_sum": 0.0,
         "sampled_sum": 0.0,
@@ -31,6 +33,9 @@ def sum_rollouts(groups: Mapping[str, Columns], picks: Sequence[RolloutIndex]) -
             continue  # not the first sample of its episode
         columns = groups[uid]
         score, tokens = float(columns["scores"][index]), sampled[uid][index]
+        if index == 0:
+            sums["groups"] += 1
+            sums["equal_score_groups"] += bool((columns["scores"] == score).all())
         sums["rollouts"] += 1
         sums["score_sum"] += score
         sums["score_squared_sum"] += score * score

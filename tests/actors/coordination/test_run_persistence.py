@@ -1,6 +1,7 @@
-"""Checkpoints on a full disk: nothing partial remains, and the run can continue."""
+"""Checkpoints of a run: on a full disk nothing partial remains; each holds its own evaluation."""
 
 import asyncio
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,10 +9,15 @@ from typing import Any
 
 import pytest
 
-from streamrl.actors.coordination.run_persistence import NO_SPACE_RETRY_STEPS, RunPersistence
+from streamrl.actors.coordination.run_persistence import (
+    NO_SPACE_RETRY_STEPS,
+    RunPersistence,
+    hash_evaluation_settings,
+)
 from streamrl.buffer.log.journal import Journal, JournalConfig
 from streamrl.errors import JournalError, NoSpaceError, StreamError
-from streamrl.run_dir.checkpoint import CheckpointConfig, get_journal_dir
+from streamrl.evaluation.config import EvaluationConfig
+from streamrl.run_dir.checkpoint import CheckpointConfig, get_journal_dir, read_checkpoint
 
 
 class Trainer:
@@ -45,12 +51,18 @@ class Shard:
         self.discarded.append(cut)
 
 
+def make_config(**changes: Any) -> Any:
+    parts: dict[str, Any] = {"rewards": ["exact"], "environment": None}
+    parts |= {"evaluation": EvaluationConfig(), "data": SimpleNamespace(eval="eval.jsonl")}
+    parts |= {"generator": SimpleNamespace(max_new_tokens=8), "scorer": SimpleNamespace(combine="")}
+    return SimpleNamespace(**parts | changes)
+
+
 def make_persistence(run_dir: Path, shard: Shard) -> Any:
     """Return a RunPersistence, and a function that saves a checkpoint of version 3."""
     journal = SimpleNamespace(max_mb=1, enabled=True)
-    config: Any = SimpleNamespace(
-        checkpoint=CheckpointConfig(), queue=SimpleNamespace(journal=journal)
-    )
+    config: Any = make_config()
+    config.checkpoint, config.queue = CheckpointConfig(), SimpleNamespace(journal=journal)
     shards: Any = [shard]
     persistence = RunPersistence(config, run_dir, shards, None)
     persistence._journal = Journal(get_journal_dir(run_dir, "books"), JournalConfig())
@@ -88,3 +100,25 @@ async def test_a_failed_checkpoint_leaves_no_partial_files_and_can_be_retried(
     shard._cut = shard._snapshot = None
     path = await save()
     assert path == tmp_path / "checkpoints" / "step_000003" and shard.discarded == [1]
+
+
+@pytest.mark.parametrize(
+    ("last", "recorded"), [(None, None), ((2, 0.5), None), ((3, 0.5), 0.5), ((3, math.nan), None)]
+)
+async def test_a_checkpoint_holds_the_evaluation_of_its_own_version(
+    tmp_path: Path, last: tuple[int, float] | None, recorded: float | None
+):
+    persistence, save = make_persistence(tmp_path, Shard())
+    persistence.last_evaluation = last
+    evaluation = read_checkpoint(await save()).state.get("evaluation", {})
+    assert evaluation.get("mean") == recorded
+    assert (tmp_path / "checkpoints" / "best").is_symlink() == (recorded is not None)
+
+
+def test_evaluations_can_be_compared_unless_a_setting_of_their_scores_changes():
+    first = hash_evaluation_settings(make_config())
+    oftener = EvaluationConfig(every=5, at_start=False, concurrency=2)
+    assert hash_evaluation_settings(make_config(evaluation=oftener)) == first
+    greedy = EvaluationConfig(temperature=0.0)
+    assert hash_evaluation_settings(make_config(evaluation=greedy)) != first
+    assert hash_evaluation_settings(make_config(rewards=["judge"])) != first

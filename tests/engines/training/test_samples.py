@@ -176,4 +176,17 @@ def test_metrics_count_an_episode_once():
         for groups in (whole, split)
     ]
     assert results[0] == pytest.approx(results[1])
-    assert results[1]["rollouts"] == 5
+    assert (results[1]["rollouts"], results[1]["groups"]) == (5, 2)
+
+
+def test_a_group_of_equal_scores_counts_once_however_it_is_split():
+    groups, _ = make_pair(5, sizes=(3, 2, 2))
+    for columns, scores in zip(groups.values(), ([0.5, 0.5, 0.5], [0, 1], [1, 1]), strict=True):
+        columns["scores"] = np.array(scores, np.float32)
+    parts = [
+        sum_rollouts(groups, [(uid, i)])
+        for uid, c in groups.items()
+        for i in range(len(c["scores"]))
+    ]
+    assert sum(part["groups"] for part in parts) == 3
+    assert sum(part["equal_score_groups"] for part in parts) == 2
