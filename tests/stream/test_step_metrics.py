@@ -26,6 +26,7 @@ def facts(**changes: object) -> StepFacts:
         "groups": [group("a", {4: 6, 5: 2}, ready=5), group("b", {3: 4}, ready=4)],
         "metric_sums": {
             "rollouts": 4.0,
+            "included": 4.0,
             "score_sum": 3.0,
             "score_squared_sum": 3.0,
             "reward/exact_sum": 3.0,

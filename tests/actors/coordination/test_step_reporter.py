@@ -39,6 +39,7 @@ from tests.virtual_time import in_virtual_time
 RECIPE = Path(__file__).parents[3] / "configs" / "grpo_arithmetic.yaml"
 SUMS = {
     "rollouts": 1.0,
+    "included": 1.0,
     "score_sum": 1.0,
     "score_squared_sum": 1.0,
     "sampled_sum": 4.0,
