@@ -260,9 +260,9 @@ class EmptyRank:
         sums = dict.fromkeys(("score_sum", "score_squared_sum", "truncated_sum"), 0.0)
         sums |= {"groups": count, "equal_score_groups": 0.0}
         tokens = {"sampled_sum": COMPLETION_TOKENS * count, "sampled_max": float(COMPLETION_TOKENS)}
-        return {"rollouts": count, **sums, **tokens}
+        return {"rollouts": count, "included": count, **sums, **tokens}
 
-    async def update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
+    async def update(self, sums: Mapping[str, float], version: int) -> Mapping[str, float]:
         self.on_update()
         return {"policy/grad_norm": 0.0}
 

@@ -16,6 +16,7 @@ from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import GENERATE_CALL, REWARD_CALL
 from streamrl.engines.generation.generation_engine import GenerationEngine
 from streamrl.engines.training.model_trainer import ModelTrainer
+from streamrl.engines.training.rollout_sums import sum_rollouts
 from streamrl.engines.vllm.follower_rank import FollowerRank
 from streamrl.errors import ConfigError
 from streamrl.messages import (
@@ -156,7 +157,7 @@ class _TimedTrainer(ModelTrainer):
         pass
 
     def precompute_logprobs(
-        self, groups: Mapping[str, Columns], picks: Sequence[RolloutIndex]
+        self, groups: Mapping[str, Columns], picks: Sequence[RolloutIndex], version: int = 0
     ) -> None:
         pass
 
@@ -164,16 +165,25 @@ class _TimedTrainer(ModelTrainer):
         pass
 
     def train_micro_batch(
-        self, groups: Mapping[str, Columns], picks: Sequence[RolloutIndex], version: int = 0
+        self,
+        groups: Mapping[str, Columns],
+        picks: Sequence[RolloutIndex],
+        version: int = 0,
+        *,
+        epoch: int = 0,
     ) -> dict[str, float]:
         if self._seconds:
             time.sleep(self._seconds * len(picks))
-        return {}
+        included = {
+            uid: {"included": np.ones(len(columns["lengths"]), np.bool_)}
+            for uid, columns in groups.items()
+        }
+        return sum_rollouts(groups, picks, included)
 
     def compute_loss_denominator(self, sums: Mapping[str, float]) -> float:
         return 1.0
 
-    def step(self, loss_denominator: float) -> dict[str, float]:
+    def step(self, loss_denominator: float, version: int = 0) -> dict[str, float]:
         return {"policy/grad_norm": 0.0}
 
     def drain_advantages(self) -> dict[str, dict[int, float]]:

@@ -399,10 +399,6 @@ class GroupInfo(msgspec.Struct, frozen=True):
     samples: tuple[int, ...] = ()
 
     @property
-    def num_episodes(self) -> int:
-        return len(self.samples or self.lengths)
-
-    @property
     def num_tokens(self) -> int:
         """Tokens of the group, prompts included."""
         return sum(self.lengths)

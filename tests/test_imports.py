@@ -117,7 +117,8 @@ def test_coordinator_reads_a_config_without_torch(tmp_path: Path):
             config = pickle.loads(Path({str(tmp_path)!r}, name + ".pickle").read_bytes())
             dials = AdaptiveParams(config.algorithm.spec, config.algorithm_settings)
             sums = {{"num_sampled": 8.0, "score_sum": 1.0, "cost_sum": 1.0, "kl_ref_sum": 0.5}}
-            dials.update_after_step(sums, num_rollouts=2)
+            sums["included"] = 2.0
+            dials.update_after_step(sums)
             assert dials.values
             config.algorithm_settings.compute_loss_denominator({{}}), summarize_policy({{}}, 0.0)
             summarize_critic({{}}, "critic")

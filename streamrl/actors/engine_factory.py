@@ -235,7 +235,7 @@ def _make_reward_scorer(config: RunConfig, max_length: int) -> HostedScorer:
     scorer = RewardScorer(
         rewards,
         load_tokenizer(config.model.path),
-        build_group_filter(config.filter),
+        build_group_filter(config.filter, config.algorithm_settings.excluded_reasons),
         config.telemetry.rollouts,
     )
     stages = {REWARD_CALL.stage: scorer.score, BASELINE_CALL.stage: scorer.score_baseline}

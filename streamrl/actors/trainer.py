@@ -25,7 +25,6 @@ from streamrl.buffer.assembly.packing import MicroBatch, RolloutIndex
 from streamrl.dataflow import EMA_REFERENCE, POLICY, ModelCall
 from streamrl.distributed.devices import has_local_gpu, make_gpu_stream, use_side_stream
 from streamrl.engines.memory.peak_memory import release_large_blocks_eagerly
-from streamrl.engines.training.rollout_sums import sum_rollouts
 from streamrl.errors import CheckpointError
 from streamrl.files.atomic_write import wrap_checkpoint_errors
 from streamrl.files.file_proofs import FileProof, list_files, prove_files
@@ -157,8 +156,9 @@ class TrainerActor(PingableActor):
         uids: Sequence[str],
         micro_batches: Sequence[MicroBatch],
         adaptive_params: Mapping[str, float],
+        version: int,
     ) -> None:
-        """Compute, before a training step, everything that needs all of its groups.
+        """Compute, before the training step of `version`, everything that needs all of its groups.
 
         uids: groups of the step.
         micro_batches: rollouts of this rank that need log-probabilities under the policy before the
@@ -174,7 +174,9 @@ class TrainerActor(PingableActor):
             for rollouts in micro_batches:
                 groups = await self._read_groups(rollouts)
                 with spans.record_span("look", **measure_micro_batch(groups, rollouts)):
-                    await self._run_in_thread(self._trainer.precompute_logprobs, groups, rollouts)
+                    await self._run_in_thread(
+                        self._trainer.precompute_logprobs, groups, rollouts, version
+                    )
             if micro_batches:
                 await self._run_in_thread(self._trainer.sync_plan)
 
@@ -193,19 +195,21 @@ class TrainerActor(PingableActor):
         groups = await self._read_groups(rollouts)
         async with self._run_compute_phase(is_piece=True):
             with self._stage.spans.record_span("train", **measure_micro_batch(groups, rollouts)):
-                sums = await self._run_in_thread(
-                    self._trainer.train_micro_batch, groups, rollouts, version
+                train = partial(self._trainer.train_micro_batch, epoch=epoch)
+                sums: Mapping[str, float] = await self._run_in_thread(
+                    train, groups, rollouts, version
                 )
-        return {**sums, **sum_rollouts(groups, rollouts)} if epoch == 0 else sums
+        return sums
 
     async def _read_groups(self, rollouts: Sequence[RolloutIndex]) -> Mapping[str, Columns]:
         uids = dict.fromkeys(uid for uid, _ in rollouts)
         return await self._stage.queue.read_columns(uids, self._columns)
 
-    async def update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
+    async def update(self, sums: Mapping[str, float], version: int) -> Mapping[str, float]:
         """Run an optimizer step on the accumulated gradients; return metrics of the update.
 
         sums: sums over all ranks of the update, which give the loss denominator.
+        version: policy version that the training step starts from.
         """
         if self._shared_weights is not None:
             await self._shared_weights.invalidate_weights()
@@ -213,7 +217,7 @@ class TrainerActor(PingableActor):
             with self._stage.spans.record_span("update"):
                 loss_denominator = self._trainer.compute_loss_denominator(sums)
                 metrics: Mapping[str, float] = await self._run_in_thread(
-                    self._trainer.step, loss_denominator
+                    self._trainer.step, loss_denominator, version
                 )
         return metrics
 

@@ -25,13 +25,13 @@ class AdaptiveParams:
         if settings.kl_target is not None:
             self.values["kl_coef"] = settings.kl_coef
 
-    def update_after_step(self, sums: Mapping[str, float], *, num_rollouts: int) -> None:
-        """Update all values from the policy's metric sums over a training step of `num_rollouts`.
+    def update_after_step(self, sums: Mapping[str, float]) -> None:
+        """Update all values from the policy's metric sums over a training step.
 
-        Does nothing if the step trained no token. Raises AlgorithmError if an update function of
-        the algorithm returns no finite number.
+        Means are over included rollouts. Does nothing if the step trained no token. Raises
+        AlgorithmError if an update function of the algorithm returns no finite number.
         """
-        if not sums.get("num_sampled"):
+        if not (sums.get("num_sampled") and (num_rollouts := sums["included"])):
             return
         settings = self._settings.with_adaptive_params(self.values)
         means = {name: sums[f"{name}_sum"] / num_rollouts for name in _list_reported(sums)}

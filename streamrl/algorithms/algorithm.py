@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SCOPES = ("group", "step")
 ALL_COMPONENTS = COMPONENT_PREFIX + "*"
 RESERVED_COLUMNS = COLUMN_SPECS.keys() | {
-    *("attention_mask", "advantages", "group_tokens", "proximal_logprobs", "near"),
+    *("attention_mask", "advantages", "group_tokens", "included", "proximal_logprobs", "near"),
     *("num_tokens", "token_rewards", "token_costs"),
 }
 """Names that an algorithm cannot give to derived columns: columns of a batch, or inputs of the
@@ -66,6 +66,7 @@ class AlgorithmSettings:
     overlong_buffer: int
     overlong_factor: float
     mask_truncated: bool
+    count_truncated: bool
     mask_timeouts: bool
     correction: CorrectionConfig
     epochs: int
@@ -85,6 +86,12 @@ class AlgorithmSettings:
         return tuple(reason.value for reason in reasons)
 
     @property
+    def excluded_reasons(self) -> tuple[int, ...]:
+        """Those of `masked_reasons` whose rollouts count in no statistic of their group either."""
+        counted = TRUNCATIONS if self.count_truncated else ()
+        return tuple({*self.masked_reasons} - {reason.value for reason in counted})
+
+    @property
     def num_updates(self) -> int:
         """Optimizer updates per training step."""
         return self.epochs * self.mini_batches
@@ -99,7 +106,7 @@ class AlgorithmSettings:
     def should_recompute_logprobs(self) -> bool:
         """True if the policy must recompute a step's logprobs before its first update."""
         from_start = self.correction.proximal == "trainer" and self.num_updates > 1
-        return from_start or self.correction.second_moment_threshold is not None
+        return from_start or self.correction.masks_before_updates
 
     def compute_loss_denominator(self, sums: Mapping[str, float]) -> float:
         """Return the divisor of a summed loss, given the sums of all its micro-batches and ranks.
@@ -147,7 +154,7 @@ class Algorithm:
 
     - columns: columns that the functions read, besides `loss_mask` and `num_tokens` [B], the number
       of sampled tokens. "reward/*" stands for all reward components. Columns are [B] or [B, T]. A
-      row is an episode: several samples of one are joined to a row.
+      row is an episode: several samples of one are joined to a row. Excluded rollouts have no row.
     - advantages: (columns, group_ids [B], settings) -> [B] or [B, T], from whole groups.
     - token_loss: (tokens, settings) -> loss [B, T] and a mask of clipped gradients, bool [B, T].
     - defaults: values for fields that `AlgorithmConfig` leaves at null.

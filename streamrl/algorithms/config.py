@@ -83,8 +83,10 @@ class AlgorithmConfig:
     overlong_buffer: int = 0
     #: Total decrease of the score over overlong_buffer.
     overlong_factor: float = 1.0
-    #: Exclude truncated rollouts from the loss; their scores still count in the group.
+    #: Exclude truncated rollouts from the loss.
     mask_truncated: bool = False
+    #: Whether scores of masked truncated rollouts count in baselines, filter and means.
+    count_truncated: bool = True
     #: Passes over the rollouts of a training step.
     epochs: int = 1
     #: Optimizer updates per epoch, each with an equal share of the step's groups.
@@ -179,6 +181,11 @@ class AlgorithmConfig:
                         f"algorithm.{key}={value}: {self.name} normalizes every reward separately,"
                         " so a penalty on the score has no effect. Set it to 0."
                     )
+        if not (self.count_truncated or self.mask_truncated):
+            raise ConfigError(
+                "algorithm.count_truncated=False has no effect with algorithm.mask_truncated=False."
+                " Remove it, or set mask_truncated."
+            )
         aggregation = self._resolve_setting("loss_aggregation")
         if aggregation == "prompt-mean" and not self.correction.count_rejected:
             raise ConfigError(
@@ -225,8 +232,8 @@ class AlgorithmConfig:
             or self._resolve_setting("advantage_scale") == "batch"
         )
         several_updates = self.epochs * self.mini_batches > 1
-        masks_by_rank = self.correction.second_moment_threshold is not None
-        return "step" if needs_step or several_updates or masks_by_rank else self.spec.scope
+        needs_step = needs_step or several_updates or self.correction.masks_before_updates
+        return "step" if needs_step else self.spec.scope
 
     def _resolve_setting(self, key: str) -> Any:
         """Return the value of a setting; the algorithm's or the general default replaces null."""

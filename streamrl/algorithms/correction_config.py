@@ -47,6 +47,11 @@ class CorrectionConfig:
     #: Whether rejected tokens count in the loss denominator.
     count_rejected: bool = True
 
+    @property
+    def masks_before_updates(self) -> bool:
+        """Whether tokens are rejected by the policy before a step's first update."""
+        return self.reject != NO_CORRECTION or self.second_moment_threshold is not None
+
     def __post_init__(self) -> None:
         choices = {
             "proximal": PROXIMAL_POLICIES,

@@ -37,32 +37,52 @@ def derive_group_columns(
 ) -> dict[str, Tensor]:
     """Compute advantages and the other columns that need whole groups, [B] or [B, T].
 
-    `columns` are those of `list_derivation_columns` for all groups of the algorithm's scope;
-    `group_ids` [B] identifies the group of each rollout. Returns loss_mask bool [B, T] without
-    tokens that must not be trained, advantages, group_tokens [B] (trained tokens in the rollout's
-    group) and the algorithm's derived columns.
+    `columns` are those of `list_derivation_columns` for all groups of the algorithm's scope, and
+    perhaps `rejected` bool [B]; `group_ids` [B] identifies the group of each rollout. Returns
+    loss_mask bool [B, T] without tokens that must not be trained, included bool [B], advantages,
+    group_tokens [B] (trained tokens in the rollout's group) and the algorithm's derived columns.
+
+    `included` is the one mask of the rollouts that count: the algorithm's functions see no others,
+    so nothing that they compute over a group depends on those. Their derived columns are 0.
     """
-    sampled = columns["loss_mask"]
-    mask = sampled
-    if settings.masked_reasons:
-        reasons = torch.tensor(settings.masked_reasons)
-        mask = sampled & ~torch.isin(columns["finish_reason"], reasons)[:, None]
+    sampled, reasons = columns["loss_mask"], columns["finish_reason"]
+    mask = sampled & ~torch.isin(reasons, torch.tensor(settings.masked_reasons))[:, None]
+    included = ~torch.isin(reasons, torch.tensor(settings.excluded_reasons))
+    if "rejected" in columns:
+        included &= ~columns["rejected"]
     inputs = _shape_rewards(settings, columns) | {"loss_mask": mask, "num_tokens": sampled.sum(-1)}
+    # Where nothing counts, nothing is trained, and any result will do that has the right shape.
+    rows = included if included.any() else torch.ones_like(included)
+    derived = _derive_from_included(
+        row, settings, {name: column[rows] for name, column in inputs.items()}, group_ids[rows]
+    )
+    _, index = torch.unique(group_ids, return_inverse=True)
+    tokens = mask.sum(-1)
+    totals = tokens.new_zeros(int(index.max()) + 1).index_add(0, index, tokens)
+    result = {"loss_mask": mask, "included": included, "group_tokens": totals[index]}
+    for name, values in derived.items():
+        result[name] = values.new_zeros((len(rows), *values.shape[1:]))
+        result[name][rows] = values
+    return result
+
+
+def _derive_from_included(
+    row: Algorithm, settings: AlgorithmSettings, inputs: Mapping[str, Tensor], group_ids: Tensor
+) -> dict[str, Tensor]:
+    """Call the algorithm's functions; return advantages and derived columns of these rows."""
+    mask = inputs["loss_mask"]
     shapes = [(len(mask),), tuple(mask.shape)]
     advantages = row.call_function(row.advantages, inputs, group_ids, settings)
     validate_tensor(row, row.advantages, advantages, shapes)
     if settings.whiten_advantages:
         per_token = advantages if advantages.ndim > 1 else advantages[:, None]
         advantages = masked_whiten(per_token.expand(mask.shape), mask)
-    result = {"loss_mask": mask, "advantages": advantages}
+    result = {"advantages": advantages}
     for name, function in row.derived.items():
-        derived_inputs = inputs | _expand_to_tokens(result, mask)
+        derived_inputs = {**inputs, **_expand_to_tokens(result, mask)}
         result[name] = row.call_function(function, derived_inputs, group_ids, settings)
         validate_tensor(row, function, result[name], shapes)
-    _, index = torch.unique(group_ids, return_inverse=True)
-    tokens = mask.sum(-1)
-    totals = tokens.new_zeros(int(index.max()) + 1).index_add(0, index, tokens)
-    return result | {"group_tokens": totals[index]}
+    return result
 
 
 def _shape_rewards(settings: AlgorithmSettings, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -178,19 +198,34 @@ def policy_loss(
     return loss, {name: value.detach() for name, value in sums.items()}
 
 
+def find_near_tokens(
+    settings: AlgorithmSettings, batch: Mapping[str, Tensor], logprobs: Tensor, *, version: int
+) -> Tensor:
+    """Return the tokens that `correction.reject` keeps, bool [B, T], before a step's first update.
+
+    `batch` contains loss_mask, generator_logprobs and policy_version [B, T]; `logprobs` [B, T] are
+    of the policy `version`, from which the step starts.
+    """
+    mask = batch["loss_mask"]
+    proximal = _compute_proximal_logprobs(settings, batch, logprobs, version)
+    log_ratio = apply_mask(proximal - batch["generator_logprobs"], mask)
+    return _correct_off_policy(settings, log_ratio, mask)[1]
+
+
 def shared_value_loss(
     settings: AlgorithmSettings, batch: Mapping[str, Tensor], values: Tensor, *, clip: float | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the value loss of a model that is policy and critic at once, and the critic's sums.
 
     `values` [B, T] are the trained ones. Unlike `critic_loss`, aggregates as the policy's loss
-    does, so a single denominator normalizes both. The names of the sums have a prefix that
-    separates them from the policy's.
+    does, so a single denominator normalizes both, and leaves out rejected rollouts, which have no
+    returns. The names of the sums have a prefix that separates them from the policy's.
     """
-    losses, sums = critic_token_losses(batch, values, clip=clip)
+    mask = batch["loss_mask"] & batch["included"][:, None]
+    losses, sums = critic_token_losses({**batch, "loss_mask": mask}, values, clip=clip)
     loss = aggregate_loss_sum(
         losses,
-        batch["loss_mask"],
+        mask,
         mode=settings.loss_aggregation,
         group_tokens=batch["group_tokens"],
     )

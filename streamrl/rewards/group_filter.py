@@ -6,13 +6,14 @@ arXiv 2503.14476, section 3.2) rejects such groups and samples other prompts ins
 
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from omegaconf import MISSING
 
+from streamrl.algorithms.math.score_equality import has_equal_scores
 from streamrl.errors import ConfigError, RewardError
 from streamrl.files.python_module import load_function
 from streamrl.files.typed_settings import read_settings
@@ -120,7 +121,7 @@ class FunctionFilterOptions:
 GroupFilter = Callable[[Prompt, Columns], str | None]
 """Returns the reason to reject a scored group, or None to accept it. Raises RewardError.
 
-The columns are `scores` and `reward/<name>`, float32 [G], and possibly further columns.
+The columns are `scores` and `reward/<name>`, float32 [G], and possibly `finish_reason`.
 """
 
 
@@ -129,10 +130,10 @@ def accept_group(prompt: Prompt, columns: Columns) -> str | None:
 
 
 def reject_equal_rewards(prompt: Prompt, columns: Columns) -> str | None:
-    scores = columns["scores"]
-    if len(scores) == 1 or (scores != scores[0]).any():
+    scores = columns["scores"].astype(np.float64)
+    if len(scores) == 1 or not has_equal_scores(scores.min(), scores.max()):
         return None
-    return f"all {len(scores)} rewards are {float(scores[0]):zg}"
+    return f"all {len(scores)} rewards are {np.float32(scores[0]):zg}"
 
 
 def make_mean_filter(options: MeanOutsideOptions) -> GroupFilter:
@@ -201,7 +202,24 @@ FILTER_KINDS: Mapping[str, FilterKind] = {
 }
 
 
-def build_group_filter(config: FilterConfig) -> GroupFilter:
-    """Build the filter of a run. Raises ConfigError for an unusable file or function."""
+def build_group_filter(config: FilterConfig, excluded_reasons: Sequence[int] = ()) -> GroupFilter:
+    """Build the filter of a run. Raises ConfigError for an unusable file or function.
+
+    The filter judges a group by its included rollouts: `excluded_reasons` are the codes of the
+    finish reasons of the others. It rejects a group of several of which at most one is included,
+    and so none can be compared.
+    """
     kind = FILTER_KINDS[config.kind]
-    return kind.create_filter(read_settings(kind.options_type, config.options, section="filter"))
+    options = read_settings(kind.options_type, config.options, section="filter")
+    judge_group = kind.create_filter(options)
+    if not (config.is_enabled and excluded_reasons):
+        return judge_group
+
+    def judge_included(prompt: Prompt, columns: Columns) -> str | None:
+        included = ~np.isin(columns["finish_reason"], excluded_reasons)
+        count, size = int(included.sum()), len(included)
+        if count < min(2, size):
+            return f"{count} of {size} rollouts count; the others timed out or were truncated"
+        return judge_group(prompt, {name: column[included] for name, column in columns.items()})
+
+    return judge_included

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from streamrl.errors import RewardError, StreamError
-from streamrl.group_episodes import count_samples
+from streamrl.group_episodes import count_samples, find_first_samples
 from streamrl.messages import Array, Columns, Experience, FilteredGroup
 from streamrl.rewards.episode_record import MAX_DETAILED_TOKENS, describe_rollouts
 from streamrl.rewards.group_filter import GroupFilter
@@ -129,8 +129,10 @@ class RewardScorer:
         # Groups of an evaluation come without a lease.
         if not experience.lease.token:
             return {**columns, "answers": hash_answers(group_result)}
+        reasons = experience.columns["finish_reason"]
+        ends = {"finish_reason": reasons[find_first_samples(count_samples(experience.columns))]}
         try:
-            reason = self._group_filter(experience.prompt, columns)
+            reason = self._group_filter(experience.prompt, columns | ends)
         except RewardError as error:
             return error
         if reason:

@@ -229,6 +229,7 @@ class SimulationResult:
                 groups=outcome.groups,
                 metric_sums={
                     "rollouts": len(lengths),
+                    "included": len(lengths),
                     "sampled_sum": sum(group.info.num_loss_tokens for group in outcome.groups),
                     "sampled_max": max(lengths),
                     "truncated_sum": sum(length >= max_tokens for length in lengths),

@@ -86,8 +86,8 @@ def average_metrics(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def compute_score_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of rewards and costs of a step from the sums over its rollouts."""
-    count = sums["rollouts"]
+    """Return the metrics of rewards and costs of a step: means over its included rollouts."""
+    count = sums["included"] or NAN
     row: dict[str, float] = {}
     for name, value in sums.items():
         if name.startswith(("reward/", "cost/")) and name.endswith("_sum"):

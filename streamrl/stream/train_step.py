@@ -88,8 +88,7 @@ async def train_step(
         # Log first: no generator may sample from a version that a crash could still lose.
         awaited = version + 1 in run_state.admission.ledger.in_flight.values()
         published = await run_state.publisher.begin_publish(version + 1, awaited=awaited)
-    episodes = sum(group.info.num_episodes for group in step.groups)
-    run_state.adaptive_params.update_after_step(results[POLICY].metric_sums, num_rollouts=episodes)
+    run_state.adaptive_params.update_after_step(results[POLICY].metric_sums)
     run_state.admission.advance_version(version + 1, published=published)
     filter_tally = run_state.reset_step_counts()
     inserted = run_state.inserted_uids

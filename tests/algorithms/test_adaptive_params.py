@@ -15,7 +15,7 @@ FOLLOWING = AlgorithmConfig(kl_coef=0.1, kl_target=0.05, kl_horizon=1000)
 
 
 def make_sums(kl: float) -> dict[str, float]:
-    return {"num_sampled": 10.0, "kl_ref_sum": 10 * kl}
+    return {"included": 250.0, "num_sampled": 10.0, "kl_ref_sum": 10 * kl}
 
 
 def make_adaptive_params(config: AlgorithmConfig) -> AdaptiveParams:
@@ -35,13 +35,13 @@ def make_adaptive_params(config: AlgorithmConfig) -> AdaptiveParams:
 )
 def test_kl_coef_follows_its_target(config, sums, expected):
     params = make_adaptive_params(config)
-    params.update_after_step(sums, num_rollouts=250)
+    params.update_after_step(sums)
     assert params.values == pytest.approx(expected)
 
 
 def test_adaptive_params_resume_from_a_checkpoint():
     params, later = make_adaptive_params(FOLLOWING), make_adaptive_params(FOLLOWING)
-    params.update_after_step(make_sums(1.0), num_rollouts=250)
+    params.update_after_step(make_sums(1.0))
     later.load_state_dict({**params.state_dict(), "forgotten": 3.0})
     assert later.values == params.values
 
@@ -61,17 +61,17 @@ LIMITED = AlgorithmConfig(name="safe_rlhf", params={"cost_limit": 0.2, "lagrange
 )
 def test_the_multiplier_rises_while_the_cost_exceeds_its_limit(cost, multiplier):
     params = make_adaptive_params(LIMITED)
-    sums = {"num_sampled": 9.0, "score_sum": 4.0, "cost_sum": 4 * cost}
-    params.update_after_step(sums, num_rollouts=4)
+    sums = {"included": 4.0, "num_sampled": 9.0, "score_sum": 4.0, "cost_sum": 4 * cost}
+    params.update_after_step(sums)
     assert params.values == {"lagrange": pytest.approx(multiplier)}
     assert LIMITED.spec.params["lagrange"] == 1.0
 
 
 def test_the_next_step_uses_the_adapted_value():
     params = make_adaptive_params(LIMITED)
-    sums = {"num_sampled": 9.0, "score_sum": 4.0, "cost_sum": 4 * 0.6}
+    sums = {"included": 4.0, "num_sampled": 9.0, "score_sum": 4.0, "cost_sum": 4 * 0.6}
     for _ in range(2):
-        params.update_after_step(sums, num_rollouts=4)
+        params.update_after_step(sums)
     first_value = math.exp(0.2)
     assert params.values["lagrange"] == pytest.approx(first_value * math.exp(0.2 * first_value))
     turned = make_settings(LIMITED).with_adaptive_params(params.values)
@@ -85,8 +85,8 @@ def test_a_dial_that_returns_no_number_is_named():
 
     row = variant("mine", "a test", params={"tau": 1.0}, dials={"tau": broken})
     chosen = replace(make_settings(AlgorithmConfig()), params=row.params)
-    sums = {"num_sampled": 1.0, "score_sum": 1.0}
+    sums = {"included": 1.0, "num_sampled": 1.0, "score_sum": 1.0}
     with pytest.raises(AlgorithmError, match="algorithm mine: dial tau returned None"):
-        AdaptiveParams(row, chosen).update_after_step(sums, num_rollouts=1)
+        AdaptiveParams(row, chosen).update_after_step(sums)
     with pytest.raises(ValueError, match=r"dials \['other'\] are not in params"):
         variant("mine", "a test", params={"tau": 1.0}, dials={"other": broken})

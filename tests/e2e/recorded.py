@@ -40,13 +40,17 @@ class Recording(RealEngineFactory):
         path, train = self.notes / f"{config.run.name}.{rank}.jsonl", trainer.train_micro_batch
 
         def note_and_train(
-            groups: Mapping[str, Columns], picks: Sequence[RolloutIndex], version: int
+            groups: Mapping[str, Columns],
+            picks: Sequence[RolloutIndex],
+            version: int,
+            *,
+            epoch: int,
         ) -> dict[str, float]:
             with path.open("a") as file:
                 for uid, index in picks:
                     tokens = columns_to_rollouts(groups[uid])[index].token_ids.tolist()
                     file.write(json.dumps([version, uid, index, tokens]) + "\n")
-            return train(groups, picks, version)
+            return train(groups, picks, version, epoch=epoch)
 
         trainer.train_micro_batch = note_and_train  # type: ignore[method-assign,assignment]
         return trainer

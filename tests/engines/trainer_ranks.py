@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 TEMPERATURE = 0.8
 # Adam turns near-zero gradients (those of key biases) into steps of this size in a direction that
 # is rounding: small enough to stay below the tests' tolerance of 1e-6.
-LR = 3e-5
+LR = 1.5e-5
 GROUPS = make_groups()
 SECOND_MOMENT = 0.5
 SEVERAL_LR = 1e-3
@@ -186,11 +186,11 @@ def train_rounds(
 
 
 def train_step(
-    trainer: "ModelTrainer", num_micro_batches: int, num_shares: int
+    trainer: "ModelTrainer", num_micro_batches: int, num_shares: int, version: int = 0
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Run a step over all groups; return this rank's metric sums and the update's metrics."""
     sums = train_rounds(trainer, GROUPS, num_shares, num_micro_batches=num_micro_batches)
-    return sums, trainer.step(compute_divisor(GROUPS))
+    return sums, trainer.step(compute_divisor(GROUPS), version)
 
 
 def close_after_saving(trainer: "ModelTrainer", folder: Path) -> dict[str, torch.Tensor]:
@@ -305,7 +305,7 @@ def resume_from_one_rank(job: RankJob, layout: Layout) -> None:
 def second_step(
     trainer: "ModelTrainer", layout: Layout
 ) -> tuple[dict[str, float], dict[str, torch.Tensor], int]:
-    _, report = train_step(trainer, 2, layout.num_shares)
+    _, report = train_step(trainer, 2, layout.num_shares, version=1)
     return report, parameters_of(trainer), trainer.num_updates
 
 
@@ -451,12 +451,37 @@ def sum_metrics(parts: Iterable[dict[str, float]]) -> dict[str, float]:
     return total
 
 
+def rejected_updates(job: RankJob, layout: Layout) -> None:
+    """Plan a step in which the correction takes out the second rollout of the first group."""
+    correction = CorrectionConfig(
+        reject="k1", reject_level="mean", reject_low=1e-6, reject_high=1e6
+    )
+    trainer = job.trainer(layout, AlgorithmConfig(name="dr_grpo", correction=correction))
+    groups = {uid: dict(columns) for uid, columns in GROUPS.items()}
+    first = groups[next(iter(groups))]
+    first["scores"] = np.array([1, 1, 0, 0], np.float32)
+    logprobs = np.split(first["generator_logprobs"].copy(), np.cumsum(first["lengths"]))
+    logprobs[1] -= 30
+    first["generator_logprobs"] = np.concatenate(logprobs)
+    trainer.plan_step(groups)
+    rounds = split_rounds(groups, num_micro_batches=2, num_shares=layout.num_shares)
+    for work in rounds:
+        trainer.precompute_logprobs(groups, get_micro_batch(trainer, work))
+    trainer.sync_plan()
+    sums = train_rounds(trainer, groups, layout.num_shares)
+    job.results[f"rejected/{layout.label}"] = {
+        "advantages": trainer.drain_advantages()[next(iter(groups))],
+        "sums": sums,
+    }
+    trainer.close()
+
+
 def skipped_updates(job: RankJob, layout: Layout) -> None:
-    """Run a step without rollouts, then one with a non-finite gradient."""
-    trainer = job.trainer(layout)
+    """Run steps without rollouts, then one with a non-finite gradient."""
+    trainer = job.trainer(layout, warmup_steps=4)
     before = parameters_of(trainer)
     trainer.train_micro_batch({}, [])
-    report = trainer.step(0.0)
+    reports = [trainer.step(0.0, version) for version in (0, 0, 1, 1)]
     broken = dict(next(iter(GROUPS.values())))
     broken["scores"] = broken["scores"] * float("nan")
     share = trainer._config.get_dp_rank(job.rank)
@@ -468,7 +493,7 @@ def skipped_updates(job: RankJob, layout: Layout) -> None:
     after = parameters_of(trainer)
     trainer.close()
     job.results[f"skipped/{layout.label}"] = {
-        "report": report,
+        "reports": reports,
         "message": message,
         "unchanged": all(torch.equal(before[name], after[name]) for name in before),
     }
@@ -549,7 +574,14 @@ def miss_collective(job: RankJob, layout: Layout) -> None:
 CASES: dict[str, Callable[..., None]] = {
     case.__name__: case
     for case in (
-        *(same_update, several_updates, critic_updates, pretraining_updates, two_headed_updates),
+        *(
+            same_update,
+            several_updates,
+            rejected_updates,
+            critic_updates,
+            pretraining_updates,
+            two_headed_updates,
+        ),
         *(lora_updates, lora_critic, lora_recomputed, save_and_resume, skipped_updates),
         *(resume_from_one_rank, master_weights),
         *(recomputed_updates, other_settings, row, save_late, miss_collective),

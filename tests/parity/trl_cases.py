@@ -260,7 +260,7 @@ CASES = [
     loss_case(
         "kl.kl_estimate, k3, times the ratio",
         "beta, use_bias_correction_kl",
-        lambda b: our_surrogate(b) + losses.probability_ratio(b.log_ratio) * our_divergence(b),
+        lambda b: our_surrogate(b) + kl.probability_ratio(b.log_ratio) * our_divergence(b),
         grpo(loss_type="grpo"),
         beta=BETA,
         note="up to 10; TRL has no limit",

@@ -28,6 +28,7 @@ def facts(**changes: object) -> StepFacts:
             "rollouts": 4.0,
             "groups": 2.0,
             "equal_score_groups": 1.0,
+            "included": 4.0,
             "score_sum": 3.0,
             "score_squared_sum": 3.0,
             "reward/exact_sum": 3.0,

@@ -95,7 +95,10 @@ class TrainerGroup(ParallelTrainer):
         async with self._exclude_publish():
             plans = [
                 rank.plan_step.remote(
-                    uids, [batches[dp_rank] for batches in to_precompute], self._adaptive_params
+                    uids,
+                    [batches[dp_rank] for batches in to_precompute],
+                    self._adaptive_params,
+                    self._version,
                 )
                 for rank, dp_rank in self._pair_dp_ranks()
             ]
@@ -125,7 +128,7 @@ class TrainerGroup(ParallelTrainer):
         """
         async with self._exclude_publish():
             replies = await self._gather_replies(
-                "update", [rank.update.remote(sums) for rank in self._ranks]
+                "update", [rank.update.remote(sums, self._version) for rank in self._ranks]
             )
         metrics: Mapping[str, float] = replies[0]
         return metrics

@@ -160,12 +160,13 @@ class PolicyWorker(TrainedWorker):
         """
         groups, adaptive_params = map_groups_by_uid(batch), dict(self._adaptive_params.values)
         rollouts = [(uid, i) for uid, group in groups.items() for i in range(len(group["lengths"]))]
-        sums = sum_rollouts(groups, rollouts)
+        derived = dict(zip(groups, batch[DERIVED_COLUMN], strict=True))
+        sums = sum_rollouts(groups, rollouts, derived)
         metrics = compute_score_metrics(sums)
         result, transfer_metrics = self._loop.run(self._train_next_version(batch, adaptive_params))
         if result:
             sums |= result.metric_sums
-            self._adaptive_params.update_after_step(sums, num_rollouts=len(rollouts))
+            self._adaptive_params.update_after_step(sums)
             metrics |= summarize_policy(sums, self._settings.compute_loss_denominator(sums))
             metrics |= average_metrics(result.update_metrics)
         metrics |= {f"dial/{name}": value for name, value in adaptive_params.items()}

@@ -70,18 +70,19 @@ class RankTrainer(ParallelTrainer):
         if to_precompute := self.select_precomputed(rounds):
             for micro_batches in to_precompute:
                 picks = micro_batches[self._dp_rank]
-                self.model.precompute_logprobs(self._select_groups(picks), picks)
+                self.model.precompute_logprobs(self._select_groups(picks), picks, self._version)
             self.model.sync_plan()
 
     async def train_round(self, micro_batches: Round, *, epoch: int) -> Mapping[str, float]:
         """Train this rank's micro-batch; return the sums over all ranks."""
         picks = micro_batches[self._dp_rank]
-        sums = self.model.train_micro_batch(self._select_groups(picks), picks, self._version)
+        groups = self._select_groups(picks)
+        sums = self.model.train_micro_batch(groups, picks, self._version, epoch=epoch)
         return self.sum_over_ranks(self.gather_from_ranks(sums, "sums"))
 
     async def apply_update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
         """Run the optimizer step. sums: sums of all rounds of the update."""
-        return self.model.step(self.model.compute_loss_denominator(sums))
+        return self.model.step(self.model.compute_loss_denominator(sums), self._version)
 
     def gather_from_ranks(self, value: Any, name: str) -> list[Any]:
         """Return the values of all ranks; a collective. name: of the value, for errors."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from streamrl.algorithms.math.masks import apply_mask
 from streamrl.algorithms.math.options import ADVANTAGE_SCALES, SINGLE_ROLLOUT_MODES
+from streamrl.algorithms.math.score_equality import has_equal_scores
 
 
 def _get_result_dtype(scores: Tensor) -> torch.dtype:
@@ -97,21 +98,19 @@ def best_of_group_advantages(
     """Return the lead of each group's best rollout over the second best; 0 for all others: [B].
 
     The lead is the decrease of the group's best score without this rollout; for scores 0 and 1, its
-    contribution to pass@G. Scores 0.2, 0.9, 0.6 give 0, 0.3, 0. `scale` "std" divides by the
-    standard deviation of the group's scores. Source: Tang et al. 2025 (inference-time objectives).
-    Raises ValueError for a group with a single rollout, or a different scale.
+    contribution to pass@G. Scores 0.2, 0.9, 0.6 give 0, 0.3, 0; a single rollout gets 0. `scale`
+    "std" divides by the standard deviation of the group's scores. Source: Tang et al. 2025
+    (inference-time objectives). Raises ValueError for a different scale.
     """
     if scale not in ("std", "none"):
         raise ValueError(f"scale={scale!r}: must be std or none")
     values, groups = scores.double(), _GroupStatistics(group_ids)
-    if (groups.group_sizes == 1).any():
-        raise ValueError("a group with a single rollout has no second best")
     best = groups.group_max(values)
     # Rollouts that tie for the best have a lead of 0.
-    is_best = values == best
+    is_best = has_equal_scores(values, best)
     second = groups.group_max(torch.where(is_best, -torch.inf, values))
-    is_tied = groups.group_sum(is_best.double()) > 1
-    lead = torch.where(is_best & ~is_tied, best - second, 0.0)
+    has_lead = is_best & (groups.group_sum(is_best.double()) == 1) & (groups.group_sizes > 1)
+    lead = torch.where(has_lead, best - second, 0.0)
     if scale == "std":
         lead = lead / (groups.group_std(groups.center_values(values), unbiased=unbiased) + eps)
     return lead.to(_get_result_dtype(scores))
@@ -292,12 +291,11 @@ class _GroupStatistics:
         return best[self._index]
 
     def center_values(self, values: Tensor) -> Tensor:
-        """Subtract the group's mean; exactly 0 if all values of the group are equal.
+        """Subtract the group's mean; exactly 0 if `has_equal_scores` of the group.
 
-        The mean of equal floats can be off by a rounding error, which dividing by the tiny
-        deviation would blow up.
+        Dividing by the tiny deviation would blow up a rounding error.
         """
-        equal = self.group_max(values) == -self.group_max(-values)
+        equal = has_equal_scores(-self.group_max(-values), self.group_max(values))
         return torch.where(equal, 0.0, values - self.group_mean(values))
 
     def group_std(self, centered: Tensor, *, unbiased: bool) -> Tensor:

@@ -14,8 +14,7 @@ Weights and masks have no gradient; outside `loss_mask` they are 0 and false, wh
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.math.kl import LOG_RATIO_LIMIT
-from streamrl.algorithms.math.losses import probability_ratio
+from streamrl.algorithms.math.kl import LOG_RATIO_LIMIT, probability_ratio
 from streamrl.algorithms.math.masks import apply_mask, masked_row_mean, masked_row_sum
 from streamrl.algorithms.math.options import (
     REJECTION_KINDS,
@@ -171,10 +170,9 @@ def _bin_index(log_ratio: Tensor) -> Tensor:
 
 def _estimate_divergence(log_ratio: Tensor, kind: str) -> Tensor:
     """Return the estimate `kind` (k1, k2 or k3) of each token; k1 is the log-ratio itself."""
-    x = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if kind == "k2":
-        return x.square() / 2
-    return x.exp() - 1 - x if kind == "k3" else x
+        return log_ratio.square() / 2
+    return probability_ratio(log_ratio) - 1 - log_ratio if kind == "k3" else log_ratio
 
 
 def _log_bound(bound: float | None) -> float | None:

@@ -1,4 +1,4 @@
-"""Estimators of the KL divergence from a reference, and the adaptive KL coefficient."""
+"""Ratios of probabilities, estimators of the KL divergence, and the adaptive KL coefficient."""
 
 from typing import TYPE_CHECKING
 
@@ -6,21 +6,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
-"""Bound of the log-ratio between two policies that keeps exp() and its squares finite in float32.
-
-Larger ratios carry no information.
-"""
-K3_LIMIT = 10.0
+"""Log-ratio from which `probability_ratio` is linear: float32 holds sums of squares up to there."""
 KL_KINDS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+")
 MAX_RELATIVE_ERROR = 0.2
 """Relative deviation from kl_target beyond which the update of kl_coef is clamped."""
 
 
+def probability_ratio(log_ratio: "Tensor") -> "Tensor":
+    """Return exp(log_ratio), beyond L = LOG_RATIO_LIMIT its tangent exp(L) (1 + log_ratio - L).
+
+    exp() alone overflows in float32, and so do squares of ratios and of gradients. The tangent
+    keeps the gradient's direction, which a clamp would set to 0. Small ratios underflow to 0.
+    """
+    excess = (log_ratio - LOG_RATIO_LIMIT).relu()
+    return log_ratio.clamp(max=LOG_RATIO_LIMIT).exp() * (1 + excess)
+
+
 def kl_estimate(logprobs: "Tensor", ref_logprobs: "Tensor", kind: str) -> "Tensor":
     """Estimate KL(policy || reference) at tokens sampled from the policy: same shape.
 
-    With x = logprobs - ref_logprobs: k1 is x, k2 is x^2 / 2, k3 is exp(-x) + x - 1 (at most 10),
-    abs is |x|. A trailing + uses the value of the estimator and the gradient of k2, which on-policy
+    With x = logprobs - ref_logprobs: k1 is x, k2 is x^2 / 2, k3 is exp(-x) + x - 1, abs is
+    |x|. A trailing + uses the value of the estimator and the gradient of k2, which on-policy
     is the gradient of the KL divergence (k2+ equals k2). The gradient of k1 is 0 in expectation,
     and that of k3 belongs to a different divergence.
 
@@ -40,13 +46,12 @@ def _estimate_kl(x: "Tensor", kind: str) -> "Tensor":
     if kind == "k2":
         return x.square() / 2
     if kind == "k3":
-        bounded = x.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        return ((-bounded).exp() + bounded - 1).clamp(max=K3_LIMIT)
+        return probability_ratio(-x) + x - 1
     return x.abs() if kind == "abs" else x
 
 
 def adapt_kl_coef(
-    coef: float, kl: float, *, target: float, horizon: float, num_rollouts: int
+    coef: float, kl: float, *, target: float, horizon: float, num_rollouts: float
 ) -> float:
     """Return the KL coefficient of the next step, given this step's mean KL divergence per token.
 

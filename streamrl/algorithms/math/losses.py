@@ -13,18 +13,11 @@ division of a step into micro-batches and ranks changes neither the loss nor the
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.math.kl import LOG_RATIO_LIMIT
+from streamrl.algorithms.math.kl import probability_ratio
 from streamrl.algorithms.math.masks import apply_mask, masked_row_mean
 from streamrl.algorithms.math.options import validate_aggregation
 
 DIVERGENCE_KINDS = ("tv", "kl")
-SEQUENCE_LOG_RATIO_LIMIT = 10.0
-"""LOG_RATIO_LIMIT for the ratio of a whole sequence."""
-
-
-def probability_ratio(log_ratio: Tensor) -> Tensor:
-    """Return exp(log_ratio), bounded to stay finite: same shape."""
-    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def outside_clip_mask(
@@ -308,4 +301,4 @@ def _sequence_ratio(log_ratio: Tensor, loss_mask: Tensor) -> Tensor:
     """
     gradient_path = log_ratio - log_ratio.detach()
     mean = masked_row_mean(log_ratio.detach(), loss_mask)
-    return (mean + gradient_path).clamp(max=SEQUENCE_LOG_RATIO_LIMIT).exp()
+    return probability_ratio(mean + gradient_path)

@@ -1,7 +1,7 @@
 """Collate the columns of groups into the padded tensors of a micro-batch."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -26,12 +26,16 @@ TOKEN_COLUMNS = ("token_ids", "loss_mask", "generator_logprobs", "policy_version
 
 
 def derive_columns(
-    spec: Algorithm, settings: AlgorithmSettings, groups: Mapping[str, Columns]
+    spec: Algorithm,
+    settings: AlgorithmSettings,
+    groups: Mapping[str, Columns],
+    rejected: Collection[RolloutIndex] = (),
 ) -> dict[str, Columns]:
     """Compute the columns that the algorithm derives from complete groups, such as advantages.
 
     The algorithm sees an episode as one row, whose samples are concatenated. Returns derived
     columns for each uid, with an entry per rollout or per token (rollouts concatenated).
+    `rejected` are (uid, index of the episode) of episodes that the correction takes out.
     """
     if not groups:
         return {}
@@ -50,6 +54,9 @@ def derive_columns(
         if get_column_spec(name).axis is ColumnAxis.TOKEN:
             column = _pad_rows(split_token_column(column, lengths))
         padded[name] = torch.from_numpy(column)
+    if rejected:
+        picks = [(uid, i) for uid, counts in samples.items() for i in range(len(counts))]
+        padded["rejected"] = torch.tensor([pick in rejected for pick in picks])
     derived = derive_group_columns(spec, settings, padded, group_ids)
     ends = np.cumsum(sizes).tolist()
     episode_slices = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]

@@ -52,6 +52,7 @@ from streamrl.engines.training.forward_scorers import compute_token_column
 from streamrl.engines.training.fsdp_tp_backend import FsdpTpBackend
 from streamrl.engines.training.optimizer_offload import OptimizerOffload
 from streamrl.engines.training.pretraining import PretrainingLoss
+from streamrl.engines.training.rollout_sums import sum_rollouts
 from streamrl.engines.training.step_plan import StepPlan
 from streamrl.engines.training.tasks import PolicyTask, TrainingTask
 from streamrl.engines.training.torch_backend import TorchBackend
@@ -156,41 +157,58 @@ class ModelTrainer:
         `derive_columns` already.
         """
         task = self._task
+        # Derived again by `sync_plan` if the correction takes out whole rollouts.
+        self._planned_groups = groups if derived is None else {}
         if derived is None:
             derived = derive_columns(task.spec, task.settings, groups)
         self._plan = StepPlan(task.settings, derived)
 
     def precompute_logprobs(
-        self, groups: Mapping[str, Columns], picks: Sequence[RolloutIndex]
+        self, groups: Mapping[str, Columns], picks: Sequence[RolloutIndex], version: int = 0
     ) -> None:
         """Compute and keep the current policy's logprobs of picked rollouts for the training step.
 
         Call it after `plan_step`. The logprobs serve as proximal logprobs in all updates of the
-        step.
+        step. `version` is the policy version that the step starts from.
         """
-        assert isinstance(self._task, PolicyTask)
-        derived: dict[str, Columns] = {uid: {} for uid in groups}
-        batch = build_batch(groups, picks, derived=derived, token_columns=("token_ids",))
+        task, plan = self._task, self._current_plan
+        assert isinstance(task, PolicyTask)
+        masks = {uid: {"loss_mask": c["loss_mask"]} for uid, c in plan.get_derived(groups).items()}
+        batch = build_batch(groups, picks, derived=masks, token_columns=task.token_columns)
+        batch = batch.to(get_local_device())
         with self._limit_wait("the logprob precomputation"), torch.no_grad():
-            scores = self._task.score_batch(self._backend.forward, batch.to(get_local_device()))
-        self._current_plan.add_proximal_logprobs(groups, picks, scores.logprobs.cpu().numpy())
+            logprobs = task.score_batch(self._backend.forward, batch).logprobs
+        near = task.find_near_tokens(logprobs, batch.to_dict(), version=version)
+        plan.add_proximal_logprobs(groups, picks, logprobs.cpu().numpy(), near.cpu().numpy())
 
     def sync_plan(self) -> None:
-        """Exchange log ratios with the other ranks after the last `precompute_logprobs`.
+        """Exchange masks with the other ranks after the last `precompute_logprobs`. Collective.
 
-        The ratios of all ranks set a limit; tokens with a greater ratio are masked. Collective.
+        Rollouts of which the correction keeps no token are excluded: all columns that `plan_step`
+        derived are derived without them.
         """
+        task, groups, self._planned_groups = self._task, self._planned_groups, {}
         with self._limit_wait("the synchronization of the step plan"):
-            self._current_plan.sync_near_mask(ranks_per_batch=self._config.ranks_per_batch)
+            ranks_per_batch = self._config.ranks_per_batch
+            rejected = self._current_plan.sync_near_mask(ranks_per_batch=ranks_per_batch)
+        if rejected:
+            derived = derive_columns(task.spec, task.settings, groups, rejected)
+            self._current_plan.replace_derived(derived)
 
     def train_micro_batch(
-        self, groups: Mapping[str, Columns], picks: Sequence[RolloutIndex], version: int = 0
+        self,
+        groups: Mapping[str, Columns],
+        picks: Sequence[RolloutIndex],
+        version: int = 0,
+        *,
+        epoch: int = 0,
     ) -> dict[str, float]:
         """Run forward and backward on the picked rollouts; return sums for the step's metrics.
 
         `picks` are (uid, index of the rollout in its group). `groups` must hold complete groups,
         because advantages compare all rollouts of a group. `version` is the policy version that the
-        step starts from. Without picks, the rank only takes part in the collectives.
+        step starts from. Sums over rollouts are returned in the first `epoch` only. Without picks,
+        the rank only takes part in the collectives.
         """
         derived = self._get_derived(groups)
         batch = build_batch(groups, picks, derived=derived, token_columns=self._task.token_columns)
@@ -208,7 +226,8 @@ class ModelTrainer:
             return {}
         # A single copy from the GPU, since each waits for the queued work.
         values = torch.stack([value.double() for value in sums.values()]).tolist()
-        return dict(zip(sums, values, strict=True))
+        of_rollouts = sum_rollouts(groups, picks, derived) if epoch == 0 else {}
+        return dict(zip(sums, values, strict=True)) | of_rollouts
 
     def drain_advantages(self) -> dict[str, dict[int, float]]:
         """Return the mean advantage of the rollouts trained since the last call, by uid and row."""
@@ -225,17 +244,17 @@ class ModelTrainer:
         """Return the loss denominator of an update, given the sums of its micro-batches."""
         return self._task.compute_loss_denominator(sums)
 
-    def step(self, loss_denominator: float) -> dict[str, float]:
+    def step(self, loss_denominator: float, version: int = 0) -> dict[str, float]:
         """Update with the gradient of all ranks' summed losses divided by `loss_denominator`.
 
-        Returns the gradient norm before clipping and the learning rate. A denominator of 0 means
+        Returns the gradient norm before clipping and the learning rate, that of the training step
+        of `version`, whatever its updates had to train. A denominator of 0 means
         that all tokens were masked: the update is skipped, since AdamW's momentum would move the
         parameters even with a zero gradient. Raises StreamError, leaving the parameters unchanged,
         if the gradient is not finite.
         """
         name = self._task.name
-        step = self.num_updates // self._task.settings.num_updates
-        lr = self._config.compute_lr(step, self._num_steps)
+        lr = self._config.compute_lr(version, self._num_steps)
         if loss_denominator == 0:
             return {f"{name}/grad_norm": 0.0, f"{name}/lr": lr}
         metrics = self._add_pretraining_loss(loss_denominator)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
+from streamrl.algorithms.math.score_equality import has_equal_scores
 from streamrl.buffer.assembly.packing import RolloutIndex
 from streamrl.group_episodes import count_samples, find_first_samples, sum_over_samples
 from streamrl.messages import TRUNCATIONS, Columns, is_component_column, split_token_column
@@ -10,15 +11,19 @@ from streamrl.messages import TRUNCATIONS, Columns, is_component_column, split_t
 _TRUNCATION_CODES = tuple(reason.value for reason in TRUNCATIONS)
 
 
-def sum_rollouts(groups: Mapping[str, Columns], picks: Sequence[RolloutIndex]) -> dict[str, float]:
-    """Sum scores, costs, reward components, sampled tokens and truncations of picked rollouts.
+def sum_rollouts(
+    groups: Mapping[str, Columns], picks: Sequence[RolloutIndex], derived: Mapping[str, Columns]
+) -> dict[str, float]:
+    """Sum scores, costs and reward components of included rollouts, and tokens of all that ended.
 
     `picks` are (uid, index of the rollout in its group), with all samples of an episode, which
-    count as one rollout; a group counts with its first. Keys are names of metrics; `sampled_max`,
-    the most sampled tokens of a rollout, is a maximum instead of a sum.
+    count as one rollout; a group counts with its first. `derived` has the column `included` of each
+    group. Keys are names of metrics; `sampled_max`, the most sampled tokens of a rollout, is a
+    maximum instead of a sum.
     """
     sums = {
         "rollouts": 0.0,
+        "included": 0.0,
         "groups": 0.0,
         "equal_score_groups": 0.0,
         "score_sum": 0.0,
@@ -35,13 +40,18 @@ def sum_rollouts(groups: Mapping[str, Columns], picks: Sequence[RolloutIndex]) -
         score, tokens = float(columns["scores"][index]), sampled[uid][index]
         if index == 0:
             sums["groups"] += 1
-            sums["equal_score_groups"] += bool((columns["scores"] == score).all())
+            scores = columns["scores"][derived[uid]["included"]]
+            is_equal = not scores.size or has_equal_scores(scores.min(), scores.max())
+            sums["equal_score_groups"] += bool(is_equal)
         sums["rollouts"] += 1
-        sums["score_sum"] += score
-        sums["score_squared_sum"] += score * score
         sums["sampled_sum"] += tokens
         sums["sampled_max"] = max(sums["sampled_max"], tokens)
         sums["truncated_sum"] += columns["finish_reason"][index] in _TRUNCATION_CODES
+        if not derived[uid]["included"][index]:
+            continue
+        sums["included"] += 1
+        sums["score_sum"] += score
+        sums["score_squared_sum"] += score * score
         for name in columns:
             if is_component_column(name):
                 _add_component(sums, name, float(columns[name][index]))

@@ -35,3 +35,9 @@ class SampleJoiner:
         joined = column.new_zeros(num_episodes * self._most_samples, width)
         joined[self._slots] = column
         return joined.reshape(num_episodes, -1)
+
+    def split(self, column: Tensor) -> Tensor:
+        """Return [B, T] for the column [E, K T] of joined rows."""
+        if self._slots is None:
+            return column
+        return column.reshape(len(self._firsts) * self._most_samples, -1)[self._slots]

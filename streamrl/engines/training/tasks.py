@@ -15,7 +15,7 @@ from streamrl.algorithms import (
     list_required_columns,
 )
 from streamrl.algorithms.math.critic import critic_loss
-from streamrl.algorithms.objective import policy_loss, shared_value_loss
+from streamrl.algorithms.objective import find_near_tokens, policy_loss, shared_value_loss
 from streamrl.dataflow import CRITIC, CRITIC_BY_COLUMN, POLICY, RETURNS_BY_CRITIC
 from streamrl.engines.models.chunked_head import EntropyMode, run_scoring_forward
 from streamrl.engines.models.forward import (
@@ -149,6 +149,15 @@ class PolicyTask(TrainingTask):
             entropy=join(scores.entropy),
             version=version,
         )
+
+    def find_near_tokens(
+        self, logprobs: Tensor, columns: Mapping[str, Tensor], *, version: int
+    ) -> Tensor:
+        """Return the tokens that the correction keeps, bool [B, T], before the first update."""
+        join = SampleJoiner(columns.get(EPISODE_COLUMN))
+        joined = {name: join(column) for name, column in columns.items()}
+        near = find_near_tokens(self.settings, joined, join(logprobs), version=version)
+        return join.split(near)
 
     def compute_zero_loss(self, forward: ForwardFunction, batch: TensorDict) -> Tensor:
         return 0 * self.score_batch(forward, batch).logprobs.sum()

@@ -41,6 +41,7 @@ SUMS = {
     "rollouts": 1.0,
     "groups": 1.0,
     "equal_score_groups": 0.0,
+    "included": 1.0,
     "score_sum": 1.0,
     "score_squared_sum": 1.0,
     "sampled_sum": 4.0,

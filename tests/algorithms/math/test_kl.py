@@ -52,9 +52,21 @@ def test_equal_policies_have_no_kl(kind):
     assert kl_estimate(logprobs, logprobs, kind).tolist() == [0.0, 0.0]
 
 
-def test_k3_is_bounded_for_any_input():
-    assert kl_estimate(torch.tensor(-1e6), torch.tensor(0.0), "k3").item() == 10.0
-    assert kl_estimate(torch.tensor(0.0), torch.tensor(-1e6), "k3").item() == 10.0
+@pytest.mark.parametrize(
+    ("x", "value", "slope"),
+    [
+        (-2.7, math.exp(2.7) - 3.7, 1 - math.exp(2.7)),
+        (-19.0, math.exp(19) - 20, 1 - math.exp(19)),
+        (-25.0, 6 * math.exp(20) - 26, 1 - math.exp(20)),  # the tangent at -20
+        (1000.0, 999.0, 1.0),
+    ],
+)
+def test_k3_and_its_gradient_follow_the_formula_to_20_and_its_tangent_beyond(x, value, slope):
+    logprobs = torch.tensor(x, requires_grad=True)
+    estimate = kl_estimate(logprobs, torch.tensor(0.0), "k3")
+    estimate.backward()
+    assert estimate.item() == pytest.approx(value, rel=1e-6)
+    assert gradient(logprobs).item() == pytest.approx(slope, rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", KL_KINDS)
@@ -66,7 +78,6 @@ def test_kl_estimates_and_gradients_are_finite_for_distant_policies(kind):
     assert gradient(logprobs).isfinite().all()
 
 
-# Far enough apart to matter, near enough for the bound of k3 not to.
 WEIGHTS = st.lists(st.floats(0.3, 1.0), min_size=4, max_size=4)
 
 

@@ -8,13 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.algorithms.math.kl import LOG_RATIO_LIMIT
+from streamrl.algorithms.math.kl import probability_ratio
 from streamrl.algorithms.math.losses import (
     aggregate_loss_sum,
     clipped_surrogate_loss,
     entropy_from_logits,
     outside_clip_mask,
-    probability_ratio,
 )
 from streamrl.algorithms.math.masks import apply_mask
 from streamrl.algorithms.math.options import LOSS_AGGREGATIONS
@@ -61,10 +60,14 @@ def test_clip_mask_by_hand_with_inclusive_bounds():
 
 
 def test_probability_ratio_by_hand_and_for_large_log_ratios():
-    log_ratio = torch.tensor([math.log(3), 0.0, -math.log(4), 1e4, -1e4], dtype=torch.float64)
-    expected = torch.tensor([3, 1, 0.25, math.exp(20), math.exp(-20)], dtype=torch.float64)
-    torch.testing.assert_close(probability_ratio(log_ratio), expected, atol=0, rtol=1e-9)
-    assert LOG_RATIO_LIMIT == 20
+    log_ratio = torch.tensor([math.log(3), 0.0, -math.log(4), 30, -30], dtype=torch.float64)
+    expected = [3, 1, 0.25, 11 * math.exp(20), math.exp(-30)]
+    slopes = [3, 1, 0.25, math.exp(20), math.exp(-30)]  # beyond 20 the tangent
+    ratio = probability_ratio(log_ratio.requires_grad_())
+    ratio.sum().backward()
+    assert ratio.tolist() == pytest.approx(expected, rel=1e-9)
+    assert ragged.gradient(log_ratio).tolist() == pytest.approx(slopes, rel=1e-9)
+    assert probability_ratio(torch.tensor([1e4, -1e4])).square().isfinite().all()
 
 
 @given(batch=BATCHES, seed=st.integers(0, 9999))

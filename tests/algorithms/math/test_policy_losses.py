@@ -107,10 +107,11 @@ def test_policy_losses_and_gradients_by_hand(loss, ratios, advantages, expected,
     check(loss(x, row(*advantages)), x, expected, slopes)
 
 
-def test_the_sequence_ratio_stays_finite():
-    log_ratio = row(12.0, 12.0).requires_grad_()
+@pytest.mark.parametrize(("x", "ratio"), [(12.0, math.exp(12)), (23.0, 4 * math.exp(20))])
+def test_a_large_sequence_ratio_keeps_its_gradient(x, ratio):
+    log_ratio = row(x, x).requires_grad_()
     loss = losses.sequence_clipped_surrogate_loss(log_ratio, row(-1, -1), ALL, **CLIP)
-    check(loss, log_ratio, [math.exp(10)] * 2, [0, 0])
+    check(loss, log_ratio, [ratio] * 2, [math.exp(min(x, 20))] * 2)
 
 
 def test_gspo_with_seq_mean_token_mean_has_the_papers_gradient():

@@ -90,13 +90,13 @@ def test_distant_tokens_are_rejected_without_overflow(kind, level):
         assert not rejection_mask(x, mask, kind=kind, level=level, **bounds).any()
 
 
-def test_log_ratios_are_clamped_to_20():
+def test_log_ratios_are_not_clamped():
     mask = torch.tensor([[True, True, True]])
     for far in (1.0, -1.0):
-        # As 20, -19.5 and -0.5: their sum is 0.
-        x = far * torch.tensor([[90.0, -19.5, -0.5]])
+        x = far * torch.tensor([[90.0, -89.5, -0.5]])
         bounds = {"low": 0.9, "high": 1.1}
         assert rejection_mask(x, mask, kind="k1", level="sum", **bounds).all()
+        assert not rejection_mask(x, mask, kind="k2", level="mean", high=400.0).any()
 
 
 REJECTING: dict[str, dict[str, Any]] = {

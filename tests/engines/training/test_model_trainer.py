@@ -83,31 +83,48 @@ def several_plain_updates():
     optimizer = PlainOptimizer(model.parameters(), SEVERAL_LR)
     rows: list[dict[str, Any]] = []
     for uid, columns in GROUPS.items():
-        scores = torch.from_numpy(columns["scores"])
-        advantages = group_relative_advantages(scores, torch.zeros(len(scores), dtype=torch.long))
-        for advantage, (ids, row) in zip(advantages, iter_rows(columns), strict=True):
+        for score, (ids, row) in zip(columns["scores"].tolist(), iter_rows(columns), strict=True):
             with torch.no_grad():
                 proximal = logprobs_of(model(ids).logits, ids)["logprobs"]
-            row["advantages"] = advantage.expand(1, row["loss_mask"].shape[1])
-            rows.append({**row, "uid": uid, "ids": ids, "proximal_logprobs": proximal})
-    mask = torch.cat([row["loss_mask"][0] for row in rows])
-    flat = torch.cat([row["advantages"][0] for row in rows])[mask]
-    log_ratios = [row["proximal_logprobs"] - row["generator_logprobs"] for row in rows]
-    squares = torch.cat([x[0] for x in log_ratios])[mask].double().square().sort().values
+            rows.append({**row, "uid": uid, "ids": ids, "score": score, "proximal": proximal})
+            rows[-1]["x"] = (proximal - row["generator_logprobs"])[row["loss_mask"]]
+    squares = torch.cat([row["x"] for row in rows]).double().square().sort().values
     means = squares.cumsum(0) / torch.arange(1, len(squares) + 1)
     limit = squares[means < SECOND_MOMENT].max()
+    for row in rows:
+        row["near"] = row["x"].double().square() <= limit * (1 + 1e-6)
+    # Rollouts without a near token are in no baseline and in no whitening.
+    included = [row for row in rows if row["near"].any()]
+    assert len(included) < len(rows), "the mask takes out no whole rollout"
+    for row in included:
+        scores = torch.tensor([other["score"] for other in included if other["uid"] == row["uid"]])
+        row["advantage"] = (row["score"] - scores.mean()) / (scores.std() + 1e-6)
+    flat = torch.cat([row["advantage"].expand(len(row["x"])) for row in included])
     sums = []
-    for row, x in zip(rows, log_ratios, strict=True):
-        row["near"] = x.double().square() <= limit * (1 + 1e-6)
-        row["advantages"] = (row["advantages"] - flat.mean()) / (flat.var() + 1e-8).sqrt()
     uids = list(GROUPS)
     for part in (uids[::2], uids[1::2]) * SEVERAL.epochs:
         total = []
         for row in (row for row in rows if row["uid"] in part):
+            a = (row.get("advantage", flat.mean()) - flat.mean()) / (flat.var() + 1e-8).sqrt()
             outputs = logprobs_of(model(row["ids"]).logits, row["ids"])
-            loss, results = policy_loss(SEVERAL.spec, SEVERAL_SETTINGS, row, **outputs)
+            mask, near = row["loss_mask"], row["near"]
+            r = (outputs["logprobs"] - row["proximal"])[mask].exp()
+            weights = row["x"].exp().clamp(max=2.0)[near]
+            losses = torch.maximum(-a * r, -a * r.clamp(0.8, 1.2))[near] * weights
+            loss = losses.sum() / len(near)
             (loss / SEVERAL_DIVISOR).backward()
-            total.append({name: value.item() for name, value in results.items()})
+            total.append(
+                {
+                    "num_tokens": len(near),
+                    "num_rollouts": 1,
+                    "num_kept": int(near.sum()),
+                    "num_sampled": len(near),
+                    "ratio_sum": row["x"].exp().sum().item(),
+                    "weight_sum": weights.sum().item(),
+                    "entropy_sum": outputs["entropy"][mask].sum().item(),
+                    "loss_policy_sum": loss.item(),
+                }
+            )
         sums.append(sum_metrics(total))
         optimizer.step()
     return sums, parameters_by_name(model)
@@ -122,7 +139,7 @@ def test_several_updates_of_a_step_equal_a_plain_process(results, layout):
     cases = results[f"several/{layout.label}"]
     for i, expected in enumerate(sums):
         total = sum_metrics(case["sums"][i] for case in layout.select_shares(cases))
-        for name in (name for name in expected if "_bin_" not in name):
+        for name in expected:
             assert total[name] == pytest.approx(expected[name], rel=1e-3, abs=2e-3), name
     for case in cases:
         assert measure_max_difference(case["parameters"], parameters) < 0.1 * SEVERAL_LR
@@ -404,8 +421,27 @@ def test_a_saved_policy_is_a_hugging_face_model(results, folder, layout):
 @parametrize_layouts("skipped_updates", on=PAIRS, quick=[TWO, SHARDED])
 def test_a_step_without_trained_tokens_skips_the_update(results, layout):
     for case in results[f"skipped/{layout.label}"]:
-        assert case["report"]["policy/grad_norm"] == 0
+        assert {report["policy/grad_norm"] for report in case["reports"]} == {0}
         assert case["unchanged"]
+
+
+@parametrize_layouts("skipped_updates", on=PAIRS, quick=[TWO, SHARDED])
+def test_the_learning_rate_follows_steps_whatever_an_update_trained(results, layout):
+    """Two steps of two updates each, in a warm-up of four steps."""
+    for case in results[f"skipped/{layout.label}"]:
+        rates = [report["policy/lr"] for report in case["reports"]]
+        assert rates == pytest.approx([LR / 4, LR / 4, LR / 2, LR / 2])
+
+
+@parametrize_layouts("rejected_updates", on=SEVERAL_ON, quick=[ONE, TWO])
+def test_a_rollout_that_the_correction_rejects_is_in_no_baseline(results, layout):
+    cases = results[f"rejected/{layout.label}"]
+    advantages = {row: x for case in cases for row, x in case["advantages"].items()}
+    expected = {0: 2 / 3, 1: 0, 2: -1 / 3, 3: -1 / 3}
+    assert advantages == pytest.approx(expected, abs=1e-6)
+    sums = sum_metrics(case["sums"] for case in layout.select_shares(cases))
+    assert (sums["rollouts"], sums["included"]) == (12, 11)
+    assert sums["num_kept"] < sums["num_sampled"]
 
 
 @parametrize_layouts("skipped_updates", on=PAIRS, quick=[TWO, SHARDED])

@@ -87,7 +87,7 @@ def train(config, groups, *, world_size=1):
         part.backward()
         loss += part.item()
         values = {name: float(value) for name, value in part_sums.items()}
-        for name, value in (values | sum_rollouts(groups, picks)).items():
+        for name, value in (values | sum_rollouts(groups, picks, derived)).items():
             sums[name] = sums.get(name, 0.0) + value
         lengths = batch["attention_mask"].sum(-1).tolist()
         gradients |= {pick: row[:n] for pick, row, n in zip(picks, leaf.grad, lengths, strict=True)}
@@ -168,13 +168,12 @@ def test_samples_of_an_episode_are_joined_in_their_order():
 
 
 def test_metrics_count_an_episode_once():
-    whole, split = make_pair(5, sizes=(3, 2))
-    results = [
-        sum_rollouts(
-            groups, [(uid, i) for uid, c in groups.items() for i in range(len(c["scores"]))]
-        )
-        for groups in (whole, split)
-    ]
+    config = AlgorithmConfig()
+    results = []
+    for groups in make_pair(5, sizes=(3, 2)):
+        picks = [(uid, i) for uid, c in groups.items() for i in range(len(c["scores"]))]
+        derived = derive_columns(config.spec, make_settings(config, groups), groups)
+        results.append(sum_rollouts(groups, picks, derived))
     assert results[0] == pytest.approx(results[1])
     assert (results[1]["rollouts"], results[1]["groups"]) == (5, 2)
 

@@ -127,7 +127,7 @@ def test_samples_change_neither_turns_nor_limits_nor_what_is_trained(seed, max_t
     assert columns.keys() == {*ROLLOUT_COLUMNS, *EPISODE_COLUMNS, EPISODE_COLUMN}
     info = GroupInfo.from_columns(columns)
     check_column_sizes(measure_columns(columns), info)
-    assert info.num_episodes == 3
+    assert len(info.samples) == 3
     assert max(info.samples) <= max_samples
     assert max(info.lengths) <= 1 + max_tokens
     observed = [

@@ -1,0 +1,154 @@
+"""Excluded rollouts: whatever they hold, nothing that is computed over their group changes."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamrl.algorithms import AlgorithmConfig
+from streamrl.algorithms.adaptive_params import AdaptiveParams
+from streamrl.engines.training.collate import derive_columns
+from streamrl.engines.training.rollout_sums import sum_rollouts
+from streamrl.messages import TRUNCATIONS, FinishReason
+from streamrl.rewards.group_filter import FilterConfig, build_group_filter
+from streamrl.stream.step_metrics import compute_score_metrics
+from tests.engines.split_episodes import make_episode, make_groups
+from tests.engines.training.test_samples import every_config, make_settings, train
+
+EXCLUDED = {"0:0:0": (1,), "0:1:0": (0, 2), "0:2:0": ()}
+"""Episodes that are excluded, by group."""
+OF_ALL = ("rollouts", "sampled_sum", "sampled_max", "truncated_sum")
+"""Sums that measure the generation of all rollouts."""
+
+
+def make_steps(seed):
+    """Return a step with excluded episodes, with others in their places, and without them."""
+    rng = np.random.default_rng(seed)
+    included = {uid: [make_episode(rng) for _ in range(5)] for uid in EXCLUDED}
+    for episodes in included.values():
+        for i, episode in enumerate(episodes):
+            scores = dict(episode.scores)
+            scores |= {"finish_reason": FinishReason.STOP.value, "scores": abs(scores["scores"])}
+            episodes[i] = replace(episode, scores=scores)
+
+    def exclude(uid, episodes):
+        """Put an episode past its time in each place to be excluded."""
+        changed = list(episodes)
+        for i in EXCLUDED[uid]:
+            late = make_episode(rng)
+            scores = {**late.scores, "scores": 1e4, "finish_reason": FinishReason.TIMEOUT.value}
+            changed[i] = replace(late, scores=scores)
+        return changed
+
+    steps = [
+        {uid: exclude(uid, episodes) for uid, episodes in included.items()},
+        {uid: exclude(uid, episodes) for uid, episodes in included.items()},
+        {
+            uid: [episode for i, episode in enumerate(episodes) if i not in EXCLUDED[uid]]
+            for uid, episodes in included.items()
+        },
+    ]
+    return [make_groups(step, np.random.default_rng(seed), is_split=True) for step in steps]
+
+
+@every_config
+@settings(max_examples=2)
+@given(seed=st.integers(0, 9999))
+def test_an_excluded_rollout_changes_nothing_and_could_be_absent(config, seed):
+    results = []
+    for groups in make_steps(seed):
+        trained = train(config, groups)
+        for name in OF_ALL:
+            del trained.sums[name]
+        params = AdaptiveParams(config.spec, make_settings(config, groups))
+        params.update_after_step(trained.sums)
+        numbers = {**trained.sums, **params.values, **compute_score_metrics(trained.sums)}
+        results.append((trained, numbers))
+    (expected, expected_numbers) = results[-1]
+    assert expected.gradients.any()
+    for trained, numbers in results[:-1]:
+        assert trained.loss == pytest.approx(expected.loss, rel=1e-6, abs=1e-6)
+        moved = trained.gradients[trained.gradients != 0]
+        torch.testing.assert_close(moved, expected.gradients[expected.gradients != 0])
+        assert numbers == pytest.approx(expected_numbers, rel=1e-5, abs=1e-5)
+
+
+def make_group(scores, reason):
+    """Return a group of rollouts of two tokens, of which the second ended for this reason."""
+    size = len(scores)
+    reasons = [FinishReason.STOP.value] * size
+    reasons[1] = reason.value
+    return {
+        "scores": np.array(scores, np.float32),
+        "finish_reason": np.array(reasons, np.int8),
+        "lengths": np.full(size, 2, np.int32),
+        "loss_mask": np.ones(2 * size, np.bool_),
+    }
+
+
+def derive(config, group):
+    return derive_columns(config.spec, make_settings(config, {"a": group}), {"a": group})["a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "scores", "advantages"),
+    [
+        ("dr_grpo", [1, 1, 0, 0], [2 / 3, 0, -1 / 3, -1 / 3]),
+        ("rloo", [1, 1, 0, 0], [1, 0, -1 / 2, -1 / 2]),
+        ("grpo", [1, 0, 1, 1], [0, 0, 0, 0]),
+        ("opo", [1, 9, 0, 0], [2 / 3, 0, -1 / 3, -1 / 3]),
+        ("maxrl", [1, 9, 0, 0], [2, 0, -1, -1]),
+        ("pass_at_k", [1, 9], [0, 0]),
+    ],
+)
+@pytest.mark.parametrize("reason", [FinishReason.TIMEOUT, FinishReason.LENGTH])
+def test_advantages_of_a_group_whose_second_rollout_is_excluded(name, scores, advantages, reason):
+    config = AlgorithmConfig(name=name, mask_truncated=True, count_truncated=False)
+    derived = derive(config, make_group(scores, reason))
+    assert derived["advantages"].tolist() == pytest.approx(advantages, abs=1e-5)
+    assert derived["loss_mask"].tolist() == [i not in (2, 3) for i in range(2 * len(scores))]
+
+
+@pytest.mark.parametrize("reason", TRUNCATIONS)
+def test_a_masked_truncated_rollout_counts_in_the_statistics_by_default(reason):
+    config = AlgorithmConfig(name="dr_grpo", mask_truncated=True)
+    group = make_group([1, 1, 0, 0], reason)
+    derived = derive(config, group)
+    assert derived["advantages"].tolist() == [0.5, 0.5, -0.5, -0.5]
+    assert derived["loss_mask"].tolist() == [True, True, False, False, True, True, True, True]
+    sums = sum_rollouts({"a": group}, [("a", i) for i in range(4)], {"a": derived})
+    assert compute_score_metrics(sums)["reward/mean"] == 0.5
+
+
+def test_a_step_of_excluded_rollouts_alone_trains_nothing_and_has_no_means():
+    group = {**make_group([1, 0], FinishReason.TIMEOUT), "costs": np.ones(2, np.float32)}
+    group["finish_reason"][:] = FinishReason.TIMEOUT.value
+    derived = derive(AlgorithmConfig(name="pass_at_k"), group)
+    assert not derived["loss_mask"].any()
+    sums = sum_rollouts({"a": group}, [("a", 0), ("a", 1)], {"a": derived})
+    assert sums["rollouts"] == 2
+    assert np.isnan([*compute_score_metrics(sums).values()]).all()
+
+
+@pytest.mark.parametrize(
+    ("config", "scores", "late", "words"),
+    [
+        (FilterConfig("equal_rewards"), [1] * 7 + [0], [7], "all 7 rewards are 1"),
+        (FilterConfig("equal_rewards"), [1, 0, 0, 5], [3], None),
+        (FilterConfig("equal_rewards"), [1, 0, 0], [1, 2], "1 of 3 rollouts count"),
+        (FilterConfig("equal_rewards"), [1, 0], [0, 1], "0 of 2 rollouts count"),
+        (FilterConfig("equal_rewards"), [1], [], None),
+        (FilterConfig("mean_outside"), [1, 1, 0], [2], "mean reward 1 is not inside (0, 1)"),
+        (FilterConfig(), [1, 1, 0], [2], None),
+    ],
+)
+def test_a_filter_judges_a_group_by_its_included_rollouts(config, scores, late, words):
+    reasons = np.zeros(len(scores), np.int8)
+    reasons[late] = FinishReason.TIMEOUT.value
+    columns = {"scores": np.array(scores, np.float32), "finish_reason": reasons}
+    judge = build_group_filter(config, (FinishReason.TIMEOUT.value,))
+    verdict = judge(None, columns)
+    assert verdict is None if words is None else verdict.startswith(words)
