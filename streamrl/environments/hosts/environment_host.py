@@ -23,7 +23,7 @@ from streamrl.environments.hosts.tool_environment import ToolEnvironment
 from streamrl.environments.hosts.user_class import load_user_class
 from streamrl.environments.hosts.user_environment import TurnEnvironment, UserEnvironment
 from streamrl.environments.tool_sources.tool_sources import ToolSources
-from streamrl.errors import ConfigError, EpisodeError
+from streamrl.errors import ConfigError, EpisodeError, ServiceOutageError
 
 
 class EnvironmentHost:
@@ -54,7 +54,10 @@ class EnvironmentHost:
             error = f"{name} in {self._class.description.file}: no result in {timeout_s:g} s"
             return HostResponse(error=error, is_timeout=True, num_hanging=self._runner.num_hanging)
         except (UserCodeError, EpisodeError) as error:
-            return HostResponse(error=str(error), num_hanging=self._runner.num_hanging)
+            is_outage = isinstance(error.__cause__ or error, ServiceOutageError)
+            return HostResponse(
+                error=str(error), is_outage=is_outage, num_hanging=self._runner.num_hanging
+            )
         except ConfigError as error:
             is_checked = request.operation is HostOperation.DESCRIBE
             return HostResponse(error=str(error), is_config_error=is_checked)
