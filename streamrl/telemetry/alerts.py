@@ -14,6 +14,8 @@ MIN_ESS = 0.3
 """Effective sample size, as a fraction of the trained tokens, below which an alert is raised."""
 COSTLY_FILTER = 0.9
 """Share of filtered groups from which ten groups and more are sampled for each trained one."""
+MAX_UNSCORED = 0.05
+"""Share of the evaluated rollouts without a score above which an alert is raised."""
 QUIET_STEPS = 20
 """Steps without its condition after which an alert may be raised again."""
 
@@ -54,6 +56,15 @@ class AlertWatch:
             return ""
         return f"the filter takes {share:.1%} of the groups: the prompts are too easy or too hard"
 
+    def _find_unscored(self, row: Mapping[str, float]) -> str:
+        unscored, scored = row.get("eval/unscored", 0.0), row.get("eval/scored", 0.0)
+        if not unscored > MAX_UNSCORED * (scored + unscored):
+            return ""
+        return (
+            f"{unscored:.0f} of {scored + unscored:.0f} evaluated rollouts have no score, and are"
+            " in no mean of the evaluation; the event `unscored` has the first reason"
+        )
+
     def _find_drops(self, row: Mapping[str, float]) -> str:
         dropped = row.get("ledger/dropped", math.nan) - (self._dropped or 0.0)
         text = f"{dropped:.0f} groups were dropped in a step; drops/ has the causes"
@@ -64,4 +75,5 @@ _CONDITIONS: Mapping[str, Callable[[AlertWatch, Mapping[str, float]], str]] = {
     "ess": AlertWatch._find_low_ess,
     "filter": AlertWatch._find_costly_filter,
     "drops": AlertWatch._find_drops,
+    "unscored": AlertWatch._find_unscored,
 }

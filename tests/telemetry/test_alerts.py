@@ -29,6 +29,13 @@ def test_a_filter_that_takes_nine_groups_in_ten_is_alerted():
     assert "the filter takes 95.0%" in watch.find_alerts(2, {"filter/share": 0.95})[0]
 
 
+def test_evaluated_rollouts_without_a_score_are_alerted_above_a_share():
+    watch = AlertWatch()
+    assert not watch.find_alerts(1, {"eval/scored": 61, "eval/unscored": 3})
+    (text,) = watch.find_alerts(2, {"eval/scored": 38, "eval/unscored": 26})
+    assert text.startswith("26 of 64 evaluated rollouts have no score")
+
+
 def test_drops_are_alerted_and_those_before_a_resume_are_not():
     first = AlertWatch()
     assert "2 groups were dropped" in first.find_alerts(1, {"ledger/dropped": 2})[0]

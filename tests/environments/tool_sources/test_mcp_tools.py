@@ -261,7 +261,9 @@ async def test_an_error_of_the_protocol_is_a_text_and_the_death_of_a_server_an_e
     episode = await open_episode(make_source())
     refused = await episode.call("refuse", {})
     assert refused == ToolAnswer("error: no method tools/call", CallOutcome.TOOL_ERROR)
-    with pytest.raises(EpisodeError, match=r"MCP server .*raw_mcp_server.py: ended: out of luck"):
+    with pytest.raises(
+        EpisodeError, match=r"MCP server .*raw_mcp_server.py: ended: out of luck, exit code 3$"
+    ):
         await episode.call("die", {})
     with pytest.raises(EpisodeError, match="ended: out of luck"):
         await episode.call("count", {})
@@ -269,7 +271,7 @@ async def test_an_error_of_the_protocol_is_a_text_and_the_death_of_a_server_an_e
 
 async def test_a_server_that_does_not_start_or_answer_is_named():
     before = descendants()
-    with pytest.raises(EpisodeError, match="fail: does not start: no such index"):
+    with pytest.raises(EpisodeError, match="fail: does not start: no such index, exit code 1$"):
         await make_source([*RAW_SERVER, "fail"]).list_tools(in_time())
     silent = make_source(["sleep", "600"])
     with pytest.raises(EpisodeError, match="MCP server sleep 600: not ready in time"):

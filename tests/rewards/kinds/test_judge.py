@@ -236,16 +236,17 @@ async def test_an_outage_costs_no_attempt_and_is_probed_by_one_request(
 ):
     monkeypatch.setattr(service_gate, "FIRST_PAUSE_S", 0.1)
     monkeypatch.setattr(service_gate, "PING_TIMEOUT_S", 0.1)
-    rewards = await started(server.url, attempts=1, timeout_s=0.2)
+    rewards = await started(server.url, attempts=1, timeout_s=0.5 if way == "hanging" else 30.0)
     if way == "closed":
         await server.close()
     server.is_out = "hang" if way == "hanging" else 503
     scoring = [asyncio.create_task(scores(rewards, str(i), str(i))) for i in range(4)]
-    await asyncio.sleep(1.0)
-    (outage,) = await service_gate.list_outages()
+    while not (outages := await service_gate.list_outages()) or outages[0].num_waiting < 7:
+        await asyncio.sleep(0.01)
+    (outage,) = outages
     assert outage.service == server.url and outage.reason.startswith(server.url)
-    assert outage.down_s > 0.4 and outage.num_waiting >= 7
-    assert len(server.requests) <= 8 + 4, "eight failed together, then one tries at a time"
+    await asyncio.sleep(0.5)
+    assert len(server.requests) <= 8 + 3, "eight fail together, then one tries at a time"
     server.is_out = None
     if way == "closed":
         await server.start()
@@ -264,7 +265,7 @@ async def test_a_text_that_breaks_the_server_again_and_again_is_no_outage(
     poisoned = asyncio.create_task(scores(rewards, "9"))
     while not poisoned.done():
         assert await scores(rewards, "1") == [1.0]
-    with pytest.raises(RewardInfraError, match="502.*; others are served"):
+    with pytest.raises(RewardInfraError, match=r"502.*; others are served"):
         await poisoned
 
 
@@ -303,7 +304,7 @@ def make_json_response(content_type="application/json", status=200, **body):
             lambda: make_json_response(
                 choices=[{"message": {"content": None}, "finish_reason": "length"}]
             ),
-            "cut at max_tokens=512: ''",
+            r"cut at rewards\.max_tokens=512; raise it: ''",
         ),
     ],
 )
