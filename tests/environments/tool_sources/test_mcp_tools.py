@@ -271,7 +271,7 @@ async def test_an_error_of_the_protocol_is_a_text_and_the_death_of_a_server_an_e
 
 async def test_a_server_that_does_not_start_or_answer_is_named():
     before = descendants()
-    with pytest.raises(EpisodeError, match="fail: does not start: no such index, exit code 1$"):
+    with pytest.raises(EpisodeError, match=r"fail: does not start: no such index, exit code 1$"):
         await make_source([*RAW_SERVER, "fail"]).list_tools(in_time())
     silent = make_source(["sleep", "600"])
     with pytest.raises(EpisodeError, match="MCP server sleep 600: not ready in time"):
