@@ -70,6 +70,22 @@ class EpisodeTimeoutError(EpisodeError):
     cause = "environment_timeout"
 
 
+class ServiceOutageError(StreamError):
+    """Nobody answers at the address of a service outside the run; the message begins with it.
+
+    Never a fault of the item in hand, which waits (stream/service_gate.py).
+
+    retry_after_s: pause that a busy server asks for, s; 0 without.
+    """
+
+    cause = "outage"
+    retry_after_s = 0.0
+
+
+class EpisodeOutageError(ServiceOutageError, EpisodeError):
+    """The server of an environment or of its tools is out: the episode begins anew afterwards."""
+
+
 class RewardError(StreamError):
     """Computing a reward failed for a group (such a group never counts as score 0).
 

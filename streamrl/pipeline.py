@@ -62,6 +62,8 @@ FOLLOW_WAIT_S = 20.0
 """Longest wait of a follower's request for a newer version, s: the coordinator answers hundreds."""
 PULL_ATTEMPTS = 5
 """Consecutive failed attempts to load a version before the follower is replaced."""
+WATCH_INTERVAL_S = 2.0
+"""Longest time between two looks for stalls and outages, s."""
 RETRY_S = 0.25
 """Base of the exponential backoff after a failed load, s: the nth retry waits RETRY_S * 2**n."""
 MAX_NOT_STORED_RETRY_S = 5.0
@@ -361,14 +363,15 @@ async def verify_weights(
 async def watch_stalls(run_state: RunState, queue: ExperienceQueue, config: PipelineConfig) -> None:
     """Report stalled work, and requeue it if `on_stall` is "redeliver", until the run stops.
 
-    Consumes: leases without progress for `stall_s`. Waits for: the next check, a quarter of
-    `stall_s` later. Produces: a report per stall and, if set, a redelivery. Unblocked by: the
-    clock.
+    Consumes: outages of services, and leases without progress for `stall_s`. Waits for: the next
+    check, a quarter of `stall_s` later at most. Produces: a report per outage and stall and, if
+    set, a redelivery. Unblocked by: the clock. Raises ServiceOutageError after `outage_s`.
     """
     reported: set[tuple[str, str, int]] = set()
     clock = asyncio.get_running_loop().time
     while not run_state.stop_requested.is_set():
-        await asyncio.sleep(min(config.stall_s / 4, 10.0))
+        await asyncio.sleep(min(config.stall_s / 4, config.outage_s / 4, WATCH_INTERVAL_S))
+        await run_state.observe_outages(config.outage_s)
         if clock() < run_state.progress_clock.last_progress_at + config.stall_s:
             continue  # the overdue work may be waiting for stages that hold its devices
         overdue = await queue.find_overdue(config.stall_s)

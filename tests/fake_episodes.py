@@ -9,7 +9,7 @@ from typing import Any
 
 from streamrl.environments.episodes.driver import make_environment_seed
 from streamrl.environments.interface import EnvironmentStep, EpisodeSummary, Reply, ResetResult
-from streamrl.errors import EpisodeError
+from streamrl.errors import EpisodeError, EpisodeOutageError
 from streamrl.messages import (
     Array,
     Columns,
@@ -20,7 +20,7 @@ from streamrl.messages import (
 )
 from streamrl.stream.protocols import FinishedCallback, SampleFunction, StageContext
 from tests.environments.episodes.scripted import make_driver
-from tests.fakes import FakeGenerator, Plan, SampledToken
+from tests.fakes import FakeGenerator, Plan, SampledToken, check_service
 
 SLOW_S = 60.0
 """Time that the environment takes for each turn of `Plan.slow_prompt`, s."""
@@ -119,6 +119,7 @@ class FakeSession:
         self._turns_left = random.Random(seed).randint(1, plan.max_turns)
 
     async def reset(self) -> ResetResult:
+        check_service(self._plan.tool_outages, EpisodeOutageError("http://tools: refused"))
         return ResetResult([{"role": "user", "content": self._uid}])
 
     async def step(self, reply: Reply) -> EnvironmentStep:
@@ -127,6 +128,7 @@ class FakeSession:
         is_slow = self._uid == self._plan.slow_prompt
         await asyncio.sleep(SLOW_S if is_slow else self._rng.uniform(*self._plan.environment_s))
         self._generator.waits.append((self._uid, started, clock()))
+        check_service(self._plan.tool_outages, EpisodeOutageError("http://tools: refused"))
         if self._rng.random() < self._plan.environment_fail_rate:
             raise EpisodeError("the environment's process ended")
         self._turns_left -= 1

@@ -15,7 +15,7 @@ import numpy as np
 
 from streamrl.buffer.assembly.micro_batch_schedule import ScheduledRound, UpdatePlan
 from streamrl.buffer.assembly.packing import Round
-from streamrl.errors import RewardError
+from streamrl.errors import RewardError, ServiceOutageError, StreamError
 from streamrl.messages import (
     Array,
     Columns,
@@ -36,6 +36,7 @@ from streamrl.stream.protocols import (
     SampleFunction,
     StageContext,
 )
+from streamrl.stream.service_gate import request_service
 from streamrl.stream.stage_worker import StageResult
 from streamrl.weights import WeightLoadStats, WeightManifest
 from streamrl.weights.logprob_check import LogprobCheck
@@ -110,11 +111,23 @@ class Plan:
     probe_s: float = 5.0
     newcomer_pull_s: float = 0.0
     """Extra time of the first pull of a joining or restarted generator, beside `pull_s`."""
+    judge_outages: tuple[tuple[float, float], ...] = ()
+    """Times between which the service of the reward stage does not answer."""
+    tool_outages: tuple[tuple[float, float], ...] = ()
+    """Times between which the server of the environment does not answer."""
+    outage_s: float = 10_000.0
     stall_s: float = 100.0
     lease_s: float = 60.0
     max_attempts: int = 3
     capacity_steps: float = float("inf")
     """Capacity of a shard in steps of the largest groups: at least one."""
+
+
+def check_service(outages: Sequence[tuple[float, float]], error: StreamError) -> None:
+    """Raise the error within an outage."""
+    now = asyncio.get_running_loop().time()
+    if any(begin <= now < end for begin, end in outages):
+        raise error
 
 
 class FakePrompts:
@@ -270,7 +283,13 @@ class FakeScorer:
         stuck = self._plan.stuck_attempts
         if any(e.uid == "0:1:0" and e.lease.attempt <= stuck for e in experiences):
             await asyncio.Event().wait()
-        return [self._score_one(experience) for experience in experiences]
+
+        async def request() -> Sequence[StageResult]:
+            if self._stage == "reward":
+                check_service(self._plan.judge_outages, ServiceOutageError("http://judge: refused"))
+            return [self._score_one(experience) for experience in experiences]
+
+        return await request_service("http://judge", request, RewardError)
 
     def _score_one(self, experience: Experience) -> StageResult:
         self.computed.add(experience.uid)

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import math
 import random
 from collections import Counter
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from streamrl.errors import DeadlineError, FilterLimitError
+from streamrl.errors import DeadlineError, FilterLimitError, ServiceOutageError
 from streamrl.messages import parse_uid
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 from tests.fake_stream import Disk, Disturb, Stream, build_stream, draw_plans, run_loops, run_stream
@@ -317,3 +318,50 @@ def test_step_without_groups_ends_the_run(on_stall: str, waited: int):
     message = rf"got no group for {waited} s.*0:1:0: held by reward-0 for"
     with pytest.raises(DeadlineError, match=message):
         run_virtual(run_stream(plan))
+
+
+outages = st.lists(
+    st.tuples(st.floats(0.0, 60.0), st.floats(0.1, 300.0)).map(lambda o: (o[0], o[0] + o[1])),
+    max_size=3,
+).map(tuple)
+
+
+@given(
+    draw_plans(
+        fail_rate=st.just(0.0),
+        max_turns=st.sampled_from([0, 2]),
+        greedy=st.just(False),
+        judge_outages=outages,
+        tool_outages=outages,
+        lease_s=st.just(10.0),
+        on_stall=st.sampled_from(["abort", "redeliver"]),
+    )
+)
+def test_outages_of_services_lose_no_prompt_and_cost_no_attempt(plan: Plan):
+    stream = run_virtual(run_stream(plan))
+    check_accounts(stream)
+    assert stream.ledger.counts.dropped == 0
+    assert stream.ledger.counts.trained == plan.steps * plan.groups_per_step
+    assert not stream.stalls
+    assert sum(outcome.queue_stats.counts["redelivered"] for outcome in stream.outcomes) == 0
+
+
+def test_a_longer_outage_than_allowed_ends_the_run_with_its_groups_in_flight():
+    plan = Plan(judge_outages=((5.0, math.inf),), outage_s=200.0, stall_s=50.0)
+    reported: list[tuple[float, str]] = []
+
+    async def run() -> Stream:
+        stream = build_stream(plan)
+        stream.control.on_outages = lambda found: reported.extend(
+            (outage.down_s, outage.reason) for outage in found
+        )
+        with pytest.raises(
+            ServiceOutageError, match=r"^http://judge: refused.*outage_s=200, with \d+ groups"
+        ):
+            await run_loops(stream)
+        return stream
+
+    stream = run_virtual(run())
+    assert reported[0][0] <= 3.0 and {reason for _, reason in reported} == {"http://judge: refused"}
+    counts = stream.ledger.counts
+    assert counts.dropped == 0 and counts.in_flight == counts.admitted - counts.trained > 0

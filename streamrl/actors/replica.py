@@ -19,7 +19,8 @@ from streamrl.dataflow import ModelCall
 from streamrl.pipeline import follow_weights
 from streamrl.run_dir.crash_stacks import record_crash_stacks
 from streamrl.stream.device_lease import SuspendableWork
-from streamrl.stream.protocols import FetchedWeights, FollowerProtocol
+from streamrl.stream.protocols import FetchedWeights, FollowerProtocol, StageContext
+from streamrl.stream.service_gate import Outage, limit_outages, list_outages
 from streamrl.weights import ServedVersion, TransportReader, WeightManifest
 from streamrl.weights.versions import ReaderState
 
@@ -85,6 +86,7 @@ class ReplicaActor(PingableActor):
 
     _shared_weights: SharedWeights | None = None
     """Weights that a trainer in this process shares with the actor, if any."""
+    _stages: Sequence[StageContext] = ()
 
     def _join_stream(
         self,
@@ -103,6 +105,8 @@ class ReplicaActor(PingableActor):
         suspendable: work that the actor suspends when another phase needs the shared device pool.
         """
         self._name, self._run_dir = name, context.run_dir
+        # The coordinator ends the run earlier, in good order.
+        limit_outages(context.config.pipeline.outage_s + CALL_TIMEOUT_S)
         record_crash_stacks(self._run_dir, name)
         self._stages = context.make_stages(calls, name, suspendable=suspendable)
         self._served_version = ServedVersion(name, resolve_due_version=due) if follows else None
@@ -137,6 +141,11 @@ class ReplicaActor(PingableActor):
         await self._stages[0].queue.release_holder(self._name, died=False)
         if self._channel is not None:
             await self._channel.close()
+
+    async def list_outages(self) -> Sequence[Outage]:
+        """Return the outages of services that the work of this actor's process waits for."""
+        # A restarted actor has no stage before its start.
+        return await list_outages(self._stages[0].name) if self._stages else ()
 
     async def start_drain(self) -> None:
         """Lease no more groups, so that `run` returns once the queue has all groups back."""

@@ -189,6 +189,9 @@ def list_tiles(run: RunRecord) -> list[tuple[str, str]]:
             change = f"{format_number(values[0])} \u2192 {format_number(values[-1])}"
             tiles.append((f"evaluation, {name}", change))
             break
+    _, unscored = run.get_evaluations("eval/unscored")
+    if unscored and unscored[-1]:
+        tiles.append(("evaluated rollouts without a score", format_number(unscored[-1], 0)))
     staleness = run.get_column("staleness/max")
     tiles.append(("largest staleness", format_number(float(staleness.max()), 0)))
     tiles.append(("tokens/s", format_number(last.get("throughput/tokens_per_s") or math.nan, 0)))

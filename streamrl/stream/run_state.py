@@ -12,10 +12,16 @@ from streamrl.buffer import AdmissionController, ExperienceQueue, RunLog, StepAs
 from streamrl.buffer.assembly.oversampling import OversamplingController
 from streamrl.buffer.leases import OverdueLease
 from streamrl.dataflow import FILTER_COLUMN
-from streamrl.errors import ConfigError, DropLimitError, FilterLimitError
+from streamrl.errors import (
+    ConfigError,
+    DropLimitError,
+    FilterLimitError,
+    ServiceOutageError,
+)
 from streamrl.messages import Experience, GroupInfo, GroupOutcome, Prompt, parse_uid
 from streamrl.stream.device_lease import ProgressClock
 from streamrl.stream.protocols import FilterTally, PromptSource
+from streamrl.stream.service_gate import DEFAULT_LIMIT_S, Outage, list_outages
 from streamrl.stream.weight_publisher import WeightPublisher
 
 STALE_CAUSE = "stale"
@@ -45,6 +51,8 @@ class PipelineConfig:
     on_stall: abort: a step that gets no group, while no rollout grows, ends the run; redeliver:
         stalled work is handed out again; warn: stalls are only reported. With both,
         2 * queue.max_attempts * stall_s end the run.
+    outage_s: longest outage of a service outside the run, such as a judge's endpoint or a tool
+        server, s. Stages wait for it, and nothing is dropped. Then the run ends, resumable.
     """
 
     max_staleness: int = 1
@@ -54,13 +62,14 @@ class PipelineConfig:
     micro_batch_tokens: int = 16384
     stall_s: float = 300.0
     on_stall: str = "abort"
+    outage_s: float = DEFAULT_LIMIT_S
 
     def __post_init__(self) -> None:
         for key in ("max_staleness", "max_steps_ahead"):
             if getattr(self, key) < 0:
                 name = "depth" if key == "max_steps_ahead" else key
                 raise ConfigError(f"pipeline.{name}={getattr(self, key)}: must be 0 or more")
-        for key in ("groups_per_step", "micro_batch_tokens", "stall_s"):
+        for key in ("groups_per_step", "micro_batch_tokens", "stall_s", "outage_s"):
             if vars(self)[key] <= 0:
                 raise ConfigError(f"pipeline.{key}={vars(self)[key]}: must be above 0")
         for key, allowed in (("on_stale", ON_STALE), ("on_stall", ON_STALL)):
@@ -115,6 +124,10 @@ class RunState:
     """Called with leases that have become overdue since the last check, and `describe_waits`."""
     describe_waits: Callable[[], Awaitable[str]] = describe_no_waits
     """Returns what open episodes wait for, for the report of a stall; "" if for nothing."""
+    find_outages: Callable[[], Awaitable[Sequence[Outage]]] = list_outages
+    """Returns the outages of services that stages wait for."""
+    on_outages: Callable[[Sequence[Outage]], None] = lambda outages: None
+    """Called every now and then with all outages, the longest first."""
     stop_requested: asyncio.Event = field(default_factory=asyncio.Event)
     stop_deadline: float = -math.inf
     """Time (of the event loop) until which a stopping run may finish a half-updated step."""
@@ -346,6 +359,25 @@ class RunState:
                 f"step {self.admission.version} has dropped {self.drop_counts.total()} groups, more"
                 f" than {self.max_dropped:.0f} (queue.max_drop_rounds), {count} of them as {cause};"
                 f" the last: {failed[-1].reason}"
+            )
+
+    async def observe_outages(self, limit_s: float) -> None:
+        """Report the outages of services; meanwhile no wait counts as a stall.
+
+        Raises ServiceOutageError for an outage of more than `limit_s`.
+        """
+        outages = sorted(await self.find_outages(), key=lambda o: o.down_s, reverse=True)
+        self.on_outages(outages)
+        if not outages:
+            return
+        self.progress_clock.record_progress()
+        longest = outages[0]
+        if longest.down_s > limit_s:
+            raise ServiceOutageError(
+                f"{longest.reason}: stage {longest.stage} has waited for {longest.down_s:.0f} s,"
+                f" more than pipeline.outage_s={limit_s:g}, with"
+                f" {len(self.admission.ledger.in_flight)} groups in flight, which a resumed run"
+                " continues; nothing was dropped for the outage"
             )
 
     def _expect_groups(self, uids: Sequence[str], version: int) -> None:

@@ -18,6 +18,8 @@ BIASED_STALE_SHARE, BIASED_LENGTH_RATIO = 0.05, 1.5
 """Share of stale groups, and their relative length, from which the trained lengths are biased."""
 EQUAL_STEPS = 3
 """Steps in a row without a score difference in any group after which an alert is raised."""
+MAX_UNSCORED = 0.05
+"""Share of the evaluated rollouts without a score above which an alert is raised."""
 QUIET_STEPS = 20
 """Steps without its condition after which an alert may be raised again."""
 
@@ -74,6 +76,15 @@ class AlertWatch:
             " what is slow; pipeline.on_stale=wait takes nothing out"
         )
 
+    def _find_unscored(self, row: Mapping[str, float]) -> str:
+        unscored, scored = row.get("eval/unscored", 0.0), row.get("eval/scored", 0.0)
+        if not unscored > MAX_UNSCORED * (scored + unscored):
+            return ""
+        return (
+            f"{unscored:.0f} of {scored + unscored:.0f} evaluated rollouts have no score, and are"
+            " in no mean of the evaluation; the event `unscored` has the first reason"
+        )
+
     def _find_drops(self, row: Mapping[str, float]) -> str:
         dropped = row.get("ledger/dropped", math.nan) - (self._dropped or 0.0)
         text = f"{dropped:.0f} groups were dropped in a step; drops/ has the causes"
@@ -100,4 +111,5 @@ _CONDITIONS: Mapping[str, Callable[[AlertWatch, Mapping[str, float]], str]] = {
     "stale": AlertWatch._find_stale_bias,
     "drops": AlertWatch._find_drops,
     "equal_scores": AlertWatch._find_equal_scores,
+    "unscored": AlertWatch._find_unscored,
 }

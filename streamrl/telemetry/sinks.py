@@ -17,7 +17,7 @@ from streamrl.telemetry.metric_names import MetricsRow, to_json_value
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 BASE_EVALUATION = "base_evaluation"
-ALERT_EVENTS = (ALERT_EVENT, "stall", "silent", "died", "crashed", "failed")
+ALERT_EVENTS = (ALERT_EVENT, "stall", "outage", "silent", "died", "crashed", "failed")
 """Events that trackers send as alerts at once; metrics rows arrive only at the end of a step."""
 QUIET_EVENTS = frozenset({"machine", "note", BASE_EVALUATION, "close"})
 """Events that say nothing about how the run went."""

@@ -16,7 +16,8 @@ class ChatServer:
     """Responds with `reply(content)`: text, a whole response, or a number of seconds to hang.
 
     `refusals` come first, one per request: (status, headers, message). The server holds its
-    responses until `hold_until` requests are in flight.
+    responses until `hold_until` requests are in flight. `is_out`: a status for every request, or
+    "hang" until it is None.
     """
 
     def __init__(self, reply: Callable[[str], Any]) -> None:
@@ -27,21 +28,34 @@ class ChatServer:
         self.arrival_times: list[float] = []
         self.hold_until = 0
         self.num_in_flight = self.max_in_flight = 0
-        self.url = ""
+        self.url, self.port = "", 0
+        self.is_out: Any = None
 
     async def start(self) -> "ChatServer":
-        app = web.Application()
+        app = web.Application(middlewares=[self._refuse_in_outage])
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions", self._complete)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
         await site.start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
+        self.port = self._runner.addresses[0][1]
+        self.url = f"http://127.0.0.1:{self.port}/v1"
         return self
 
     async def close(self) -> None:
         await self._runner.cleanup()
+
+    @web.middleware
+    async def _refuse_in_outage(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        if self.is_out and request.method == "POST":
+            self.requests.append({})
+        while self.is_out == "hang":
+            await asyncio.sleep(0.01)
+        if self.is_out:
+            return web.Response(status=self.is_out)
+        response: web.StreamResponse = await handler(request)
+        return response
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})

@@ -43,6 +43,13 @@ def test_stale_drops_that_take_out_long_answers_or_prompts_are_alerted():
     assert "2 prompts for good" in alerts[2][0] and "pipeline.on_stale=wait" in alerts[2][0]
 
 
+def test_evaluated_rollouts_without_a_score_are_alerted_above_a_share():
+    watch = AlertWatch()
+    assert not watch.find_alerts(1, {"eval/scored": 61, "eval/unscored": 3})
+    (text,) = watch.find_alerts(2, {"eval/scored": 38, "eval/unscored": 26})
+    assert text.startswith("26 of 64 evaluated rollouts have no score")
+
+
 def test_drops_are_alerted_and_those_before_a_resume_are_not():
     first = AlertWatch()
     assert "2 groups were dropped" in first.find_alerts(1, {"ledger/dropped": 2})[0]

@@ -18,10 +18,11 @@ from streamrl.actors.coordination.driver_events import (
     DriverEvents,
     DriverReport,
     EventReport,
+    OutageReporter,
     StepReport,
 )
 from streamrl.actors.coordination.evaluator import RunEvaluator
-from streamrl.actors.coordination.role_actors import RoleActors, describe_waits
+from streamrl.actors.coordination.role_actors import RoleActors, describe_waits, find_outages
 from streamrl.actors.coordination.run_persistence import RunPersistence
 from streamrl.actors.coordination.step_reporter import StepReporter, StepSnapshot
 from streamrl.actors.coordination.trainer_group import TrainerGroup
@@ -32,9 +33,23 @@ from streamrl.buffer import AdmissionController, ExperienceQueue, RunLog, StepAs
 from streamrl.buffer.assembly.oversampling import OversamplingController
 from streamrl.buffer.leases import OverdueLease
 from streamrl.data.prompt_stream import PromptStream
-from streamrl.dataflow import EMA_REFERENCE, GENERATE_CALL, POLICY, REWARD_CALL, CallKind
+from streamrl.dataflow import (
+    COST_CALL,
+    EMA_REFERENCE,
+    GENERATE_CALL,
+    POLICY,
+    REWARD_CALL,
+    CallKind,
+)
 from streamrl.engines.trainer_config import SAVE_TIMEOUT_S
-from streamrl.errors import DataError, DropLimitError, FilterLimitError, NoSpaceError, StreamError
+from streamrl.errors import (
+    DataError,
+    DropLimitError,
+    FilterLimitError,
+    NoSpaceError,
+    ServiceOutageError,
+    StreamError,
+)
 from streamrl.messages import GroupOutcome, Prompt
 from streamrl.pipeline import admit_prompts, train_policy, watch_stalls
 from streamrl.run_dir.crash_stacks import record_crash_stacks
@@ -57,6 +72,8 @@ from streamrl.weights.versions import (
 
 REFUSALS_PER_RESEND = 2
 """Refused loads of a version after which it is sent again: its stored copy may be damaged."""
+SERVED_ROLES = GENERATE_CALL.role, REWARD_CALL.role, COST_CALL.role
+"""Roles whose work may need services outside the run."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +211,10 @@ class CoordinatorActor(PingableActor):
                 make_stall_reports(overdue, pipeline.on_stall, waits)
             ),
             describe_waits=lambda: describe_waits(self._role_actors[GENERATE_CALL.role]),
+            find_outages=lambda: find_outages(
+                [self._role_actors[r] for r in SERVED_ROLES if r in self._role_actors]
+            ),
+            on_outages=OutageReporter(self._driver_events).report_outages,
             progress_clock=self._progress_clock,
         )
 
@@ -243,7 +264,7 @@ class CoordinatorActor(PingableActor):
         reporting = self._step_reporter.start()
         try:
             await self._run_stream(reporting)
-        except (FilterLimitError, DropLimitError, DataError):
+        except (FilterLimitError, DropLimitError, DataError, ServiceOutageError):
             await self._save_after_failure()
             raise
         await self._step_reporter.finish_reporting()

@@ -1,12 +1,14 @@
 """Reports from the coordinator to the driver, in order."""
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from streamrl.errors import DeadlineError
+from streamrl.stream.service_gate import Outage
 from streamrl.telemetry.metric_names import MetricsRow
 from streamrl.telemetry.progress import SHOW_AFTER_S, WorkStatus
 from streamrl.telemetry.rollout_log import RecordedGroup
@@ -113,3 +115,38 @@ class DriverEvents:
             raise DeadlineError(
                 f"the driver left {num_missing} reports unread for {timeout_s:g} s"
             ) from None
+
+
+class OutageReporter:
+    """Reports the outages of services: an event at their begin and end, a status meanwhile."""
+
+    def __init__(self, events: DriverEvents) -> None:
+        self._events = events
+        self._open: dict[str, Outage] = {}
+        self._texts: dict[str, str] = {}
+
+    def report_outages(self, outages: Sequence[Outage]) -> None:
+        """Report what has changed since the last call; outages come with the longest first."""
+        now_open = {outage.service: outage for outage in outages}
+        for outage in outages:
+            if outage.service not in self._open:
+                since = time.strftime("%H:%M:%S", time.localtime(time.time() - outage.down_s))
+                self._texts[outage.service] = (
+                    f"{outage.stage} waits since {since} for {outage.reason}"
+                )
+                self._post_event("outage", outage, self._texts[outage.service])
+        for outage in self._open.values():
+            if outage.service not in now_open:
+                text = f"{outage.stage} goes on after {outage.down_s:.0f} s: {outage.reason}"
+                self._post_event("outage_ended", outage, text)
+        if outages:
+            longest = outages[0]
+            status = WorkStatus(self._texts[longest.service], elapsed_s=longest.down_s)
+            self._events.post_report(status)
+        elif self._open:
+            self._events.post_report(WorkStatus(""))
+        self._open = now_open
+
+    def _post_event(self, name: str, outage: Outage, text: str) -> None:
+        facts = {"seconds": round(outage.down_s, 1), "waiting": outage.num_waiting}
+        self._events.post_report(EventReport(name, {"stage": outage.stage, "text": text, **facts}))

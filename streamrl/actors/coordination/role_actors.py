@@ -2,15 +2,17 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from streamrl.actors.transport.ray_calls import await_reply
 from streamrl.dataflow import CallKind, ModelCall
 from streamrl.errors import ActorLostError, DeadlineError
+from streamrl.stream.service_gate import Outage
 
 WAITS_TIMEOUT_S = 3.0
-"""Longest time by which a hung generator delays the report of a stall."""
+"""Longest time by which a hung actor delays the report of a stall or an outage."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,31 @@ class RoleActors:
 
 async def describe_waits(generators: RoleActors) -> str:
     """Describe what the generators' open episodes wait for; leave out hung and dead generators."""
+    answers = await _ask_replicas(generators, "describe_waits", "")
+    return "; ".join(f"{name}: {waits}" for name, waits in answers.items() if waits)
 
-    async def ask(name: str, actor: Any) -> str:
-        reply = actor.describe_waits.remote()
+
+async def find_outages(roles: Sequence[RoleActors]) -> list[Outage]:
+    """Return the outages of services that the actors of the roles wait for, once per service."""
+    answers = await asyncio.gather(*(_ask_replicas(role, "list_outages", ()) for role in roles))
+    by_service: dict[str, Outage] = {}
+    for outage in chain.from_iterable(chain(*(answer.values() for answer in answers))):
+        known = by_service.get(outage.service, outage)
+        longest = max(known, outage, key=lambda o: o.down_s)
+        waiting = outage.num_waiting + (known.num_waiting if known is not outage else 0)
+        by_service[outage.service] = replace(longest, num_waiting=waiting)
+    return [*by_service.values()]
+
+
+async def _ask_replicas(role: RoleActors, method: str, default: Any) -> dict[str, Any]:
+    """Return the answer of each actor by name; `default` for hung and dead ones."""
+
+    async def ask(name: str, actor: Any) -> Any:
+        reply = getattr(actor, method).remote()
         try:
-            waits = await await_reply(reply, f"{name}.describe_waits", WAITS_TIMEOUT_S)
+            return await await_reply(reply, f"{name}.{method}", WAITS_TIMEOUT_S)
         except (ActorLostError, DeadlineError):
-            return ""
-        return f"{name}: {waits}" if waits else ""
+            return default
 
-    answers = await asyncio.gather(*map(ask, generators.names, generators.actors))
-    return "; ".join(filter(None, answers))
+    names, actors = [*role.names], [*role.actors]
+    return dict(zip(names, await asyncio.gather(*map(ask, names, actors)), strict=True))

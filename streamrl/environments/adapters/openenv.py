@@ -23,11 +23,12 @@ from streamrl.environments.adapters.option_function import load_option_function
 from streamrl.environments.adapters.row_options import merge_row_options
 from streamrl.environments.interface import Reply, Turn
 from streamrl.environments.tool_calls.strict_json import check_encodable, parse_json_at
-from streamrl.errors import ConfigError, EpisodeError
+from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError
 from streamrl.files.bounded_read import MIB
 from streamrl.files.optional_package import import_optional
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.checks import format_value
+from streamrl.stream.service_gate import UNAVAILABLE_STATUSES
 
 import_package = partial(import_optional, setting="environment.kind=openenv", extra="openenv")
 SCHEMES = ("ws", "wss")
@@ -54,7 +55,7 @@ class OpenEnvEnvironment:
     wait_s: longest wait for a server at capacity, s. Below environment.turn_timeout_s.
 
     An action that the server finds invalid is answered by its reasons. Any other error of the
-    server, and a lost connection, is a failure of the environment.
+    server is a failure of the environment. A server that cannot be reached is waited for.
     """
 
     def __init__(  # noqa: PLR0913
@@ -161,7 +162,10 @@ class OpenEnvEnvironment:
                 max_size=MAX_MESSAGE_BYTES,
             )
         except (OSError, ValueError, failure) as error:
-            raise EpisodeError(f"{self._url}: no connection: {error}") from error
+            status = getattr(getattr(error, "response", None), "status_code", 0)
+            is_out = isinstance(error, OSError) or status in UNAVAILABLE_STATUSES
+            kind = EpisodeOutageError if is_out else EpisodeError
+            raise kind(f"{self._url}: no connection: {error}") from error
 
     async def _exchange(
         self, message: Mapping[str, Any], *, is_first: bool = False
@@ -178,7 +182,9 @@ class OpenEnvEnvironment:
         except closed as error:
             if is_first and error.rcvd is not None and error.rcvd.code == NORMAL_CLOSURE:
                 return {"type": "error", "data": {"code": CAPACITY_REACHED}}
-            raise EpisodeError(f"{self._url}: connection lost: {error}") from error
+            # Without a closing frame the server, or the way to it, is gone.
+            kind = EpisodeError if error.rcvd is not None else EpisodeOutageError
+            raise kind(f"{self._url}: connection lost: {error}") from error
         try:
             answer = json.loads(text)
         except ValueError as error:

@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,7 @@ from streamrl.messages import (
     derive_continuation_seed,
     describe_prompt,
 )
+from streamrl.stream.service_gate import ServiceGate, get_gate, wait_out_outages
 
 MAX_CHARS_PER_TOKEN = 128
 """Observations with more characters per free token are not encoded; text has about 4."""
@@ -252,9 +254,9 @@ class EpisodeDriver:
         on_left_out: called with the last failure of each episode that is left out.
 
         An episode whose environment fails is run again, with the environment's seed and another one
-        of the policy, and left out after the last attempt. Raises EpisodeError if fewer than
-        `min_episodes` are left, GenerationError if the driver is closed meanwhile, and the errors
-        of the engine.
+        of the policy, and left out after the last attempt; an outage of a server costs no attempt.
+        Raises EpisodeError if fewer than `min_episodes` are left, GenerationError if the driver is
+        closed meanwhile, and the errors of the engine.
         """
         self._num_groups += 1
         group = environment_seed, self._num_groups, compute, meter or self.meter, sampling
@@ -308,12 +310,13 @@ class EpisodeDriver:
         return columns, str(failures[0]) if failures else ""
 
     async def _run_with_retries(self, request: EpisodeRequest) -> Episode:
+        gate = get_gate(f"environment {request.prompt.environment}")
         for attempt in range(1, self._attempts + 1):
-            session = self._hosts.open_session(request.prompt, seed=request.environment_seed)
             seeded = replace(request, seed=derive_attempt_seed(request.seed, attempt))
             try:
-                with request.meter.track_open():
-                    return await self._run_episode(seeded, session)
+                return await wait_out_outages(
+                    gate, partial(self._run_attempt, seeded, gate), EpisodeError
+                )
             except EpisodeError as error:
                 if self._is_closed:
                     # Not a failure of this episode: another generator can run it.
@@ -321,16 +324,37 @@ class EpisodeDriver:
                 request.meter.count_infra_error()
                 if attempt == self._attempts:
                     raise
-            finally:
-                await session.close()
             await wait_before_retry(attempt)
         raise AssertionError("attempts is at least 1")
 
-    async def _run_episode(self, request: EpisodeRequest, session: EnvironmentSession) -> Episode:
-        """Run an episode from reset to score. Raises EpisodeError."""
-        started = _now()
-        with request.meter.measure_environment():
-            start = await session.reset()
+    async def _run_attempt(self, request: EpisodeRequest, gate: ServiceGate) -> Episode:
+        """Run an episode in a session of its own. Raises EpisodeError.
+
+        gate: that of the servers of the environment, which a reset finds open or opens.
+        """
+        session = self._hosts.open_session(request.prompt, seed=request.environment_seed)
+        try:
+            with request.meter.track_open():
+                async with gate.admit():
+                    started = _now()
+                    with request.meter.measure_environment():
+                        start = await session.reset()
+                return await self._run_episode(request, session, start, reset_s=_now() - started)
+        finally:
+            await session.close()
+
+    async def _run_episode(
+        self,
+        request: EpisodeRequest,
+        session: EnvironmentSession,
+        start: ResetResult,
+        *,
+        reset_s: float,
+    ) -> Episode:
+        """Run an episode from its reset, which took `reset_s`, to its score.
+
+        Raises EpisodeError.
+        """
         num_chars = sum(len(str(message["content"])) for message in start.messages)
         if num_chars > MAX_CHARS_PER_TOKEN * self._limits.max_tokens:
             raise EpisodeError(
@@ -343,7 +367,7 @@ class EpisodeDriver:
         row, _ = open_conversation(request.prompt.messages, start.messages)
         tokens = EpisodeTokens(prompt_ids)
         state = EpisodeState(request, session, messages, start.tools, tokens, len(row))
-        state.elapsed_s = state.environment_s = _now() - started
+        state.elapsed_s = state.environment_s = reset_s
         if self._count_free_tokens(state) < 1:
             raise EpisodeError(
                 f"{describe_prompt(request.prompt)}: the prompt has {len(prompt_ids)} tokens with"

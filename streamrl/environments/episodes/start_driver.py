@@ -18,8 +18,9 @@ from streamrl.environments.tool_calls.call_formats import (
     detect_call_format,
     make_call_format,
 )
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, EpisodeError
 from streamrl.files.hf_config import read_eos_token_ids
+from streamrl.stream.service_gate import request_service
 
 AUTO = "auto"
 
@@ -68,8 +69,13 @@ async def start_episode_driver(
     samples at the same time. Raises ConfigError for an environment or template that cannot be used.
     """
     renderer = load_turn_renderer(data, model_path)
-    hosts = EnvironmentPools(config)
-    await hosts.start()
+
+    async def start_hosts() -> EnvironmentPools:
+        hosts = EnvironmentPools(config)
+        await hosts.start()
+        return hosts
+
+    hosts = await request_service("environments", start_hosts, EpisodeError)
     tools = [tool for found in hosts.descriptions.values() for tool in found.tools]
     try:
         call_format = choose_call_format(config, renderer, tools)

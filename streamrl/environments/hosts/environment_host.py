@@ -23,7 +23,7 @@ from streamrl.environments.hosts.tool_environment import ToolEnvironment
 from streamrl.environments.hosts.user_class import load_user_class
 from streamrl.environments.hosts.user_environment import TurnEnvironment, UserEnvironment
 from streamrl.environments.tool_sources.tool_sources import ToolSources
-from streamrl.errors import ConfigError, EpisodeError
+from streamrl.errors import ConfigError, EpisodeError, ServiceOutageError
 
 
 class EnvironmentHost:
@@ -57,7 +57,10 @@ class EnvironmentHost:
         except (UserCodeError, EpisodeError, ConfigError) as error:
             is_refused = isinstance(error, ConfigError)
             is_refused &= request.operation is HostOperation.DESCRIBE
-            response = HostResponse(error=str(error), is_config_error=is_refused)
+            is_outage = isinstance(error.__cause__ or error, ServiceOutageError)
+            response = HostResponse(
+                error=str(error), is_outage=is_outage, is_config_error=is_refused
+            )
         else:
             response = HostResponse(result)
         return replace(response, num_hanging=len(self._calls.hanging))

@@ -10,7 +10,7 @@ from streamrl.environments.hosts.host_protocol import (
     HostRequest,
     HostResponse,
 )
-from streamrl.errors import ConfigError, EpisodeError, EpisodeTimeoutError
+from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError, EpisodeTimeoutError
 from streamrl.process_pool.process import ProcessExitedError, WorkerProcess
 
 TARGET = "streamrl.environments.hosts.environment_host:EnvironmentHost"
@@ -63,8 +63,8 @@ class HostProcess:
     ) -> Any:
         """Run an operation and return its result.
 
-        Raises EpisodeTimeoutError, EpisodeError if the user's code raises or the host exits, and
-        ConfigError for an environment that cannot be used.
+        Raises EpisodeTimeoutError, EpisodeOutageError, EpisodeError if the user's code raises or
+        the host exits, and ConfigError for an environment that cannot be used.
         """
         request = HostRequest(operation, session_id, arguments)
         try:
@@ -86,6 +86,8 @@ class HostProcess:
         self.num_hanging = response.num_hanging
         if response.is_config_error:
             raise ConfigError(response.error)
+        if response.is_outage:
+            raise EpisodeOutageError(response.error)
         if response.error:
             raise (EpisodeTimeoutError if response.is_timeout else EpisodeError)(response.error)
         return response.result

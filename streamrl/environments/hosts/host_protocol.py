@@ -91,6 +91,7 @@ class HostResponse:
 
     error: failure of the user's code; "" if there is none.
     is_timeout: the operation missed its deadline.
+    is_outage: a server outside the run does not answer.
     is_config_error: the environment cannot be used, with any episode.
     num_hanging: calls of all sessions that still run although they were given up.
     """
@@ -98,5 +99,6 @@ class HostResponse:
     result: Any = None
     error: str = ""
     is_timeout: bool = False
+    is_outage: bool = False
     is_config_error: bool = False
     num_hanging: int = 0

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from streamrl.environments.tool_sources.stdio_server import MAX_MESSAGE_BYTES
 from streamrl.errors import ConfigError
+from streamrl.stream.service_gate import UNAVAILABLE_STATUSES, is_outage
 
 if TYPE_CHECKING:
     import httpx2
@@ -27,6 +28,7 @@ class HttpServer:
         self._url = url
         self._headers = headers
         self._is_open = False
+        self._refusal = 0
 
     def kill(self) -> None:
         """Do nothing: the server is not ours."""
@@ -59,6 +61,14 @@ class HttpServer:
         """
         self._is_open = True
 
+    def is_outage(self, error: BaseException) -> bool:
+        """Return whether nobody answers, or nobody knows the session of an open connection."""
+        return (
+            is_outage(error)
+            or self._refusal in UNAVAILABLE_STATUSES
+            or (self._is_open and self._refusal == HTTPStatus.NOT_FOUND)
+        )
+
     async def _check_response(self, response: "httpx2.Response") -> None:
         """End the session if the server refuses a request, as after it has lost the session.
 
@@ -72,6 +82,7 @@ class HttpServer:
         least = HTTPStatus.BAD_REQUEST if self._is_open else HTTPStatus.INTERNAL_SERVER_ERROR
         is_answer = status == HTTPStatus.BAD_REQUEST and is_json
         if response.request.method == "POST" and status >= least and not is_answer:
+            self._refusal = status
             raise httpx2.HTTPStatusError(
                 f"HTTP status {response.status_code}", request=response.request, response=response
             )

@@ -10,7 +10,7 @@ from streamrl.environments.tool_calls.reply_text import format_tool_result
 from streamrl.environments.tool_sources.http_server import HttpServer
 from streamrl.environments.tool_sources.stdio_server import StdioServer
 from streamrl.environments.tool_sources.tool_source import ToolAnswer
-from streamrl.errors import EpisodeError
+from streamrl.errors import EpisodeError, EpisodeOutageError
 from streamrl.process_pool.background_tasks import BackgroundTasks
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class McpSession:
         self._closing = asyncio.Event()
         self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._failure = ""
+        self._is_out = False
         self.was_given_up = False
         self._calls = BackgroundTasks()
         self._owner = asyncio.create_task(self._keep_open())
@@ -52,7 +53,7 @@ class McpSession:
             await session.close()
             raise
         if not session._opened.done():
-            raise EpisodeError(f"{label}: does not start: {session.end_reason}")
+            raise session.make_error("does not start")
         return session
 
     async def _keep_open(self) -> None:
@@ -69,6 +70,7 @@ class McpSession:
         # The package raises what its tasks met, also in groups: any of it ends the session.
         except Exception as error:  # noqa: BLE001
             self._failure = describe_first_error(error)
+            self._is_out = isinstance(self._server, HttpServer) and self._server.is_outage(error)
         finally:
             self._server.kill()
 
@@ -153,7 +155,12 @@ class McpSession:
 
     async def _make_end_error(self) -> EpisodeError:
         await self.close()  # so that the reason is known
-        return EpisodeError(f"{self._label}: ended: {self.end_reason}")
+        return self.make_error("ended")
+
+    def make_error(self, event: str) -> EpisodeError:
+        """Build the error of a session that has ended, or did not start."""
+        kind = EpisodeOutageError if self._is_out else EpisodeError
+        return kind(f"{self._label}: {event}: {self.end_reason}")
 
     async def close(self) -> None:
         """Close the session; kill the server's process and all that it started."""

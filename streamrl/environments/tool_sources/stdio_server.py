@@ -40,9 +40,11 @@ class StdioServer:
 
     @property
     def last_error(self) -> str:
-        """Last line that the server wrote to stderr; "" if there is none."""
+        """Last line that the server wrote to stderr, and its exit code; "" if there is neither."""
         lines = self._errors.decode(errors="replace").strip().splitlines()
-        return lines[-1].strip() if lines else ""
+        code = None if self._process is None else self._process.returncode
+        note = "" if code is None else f"exit code {code}"
+        return ", ".join(filter(None, (lines[-1].strip() if lines else "", note)))
 
     def kill(self) -> None:
         """Begin to kill all processes of the server."""

@@ -53,7 +53,10 @@ def exec_server(command: list[str]) -> None:
 
 def wait_for_end(server: int) -> int:
     """Return the exit code of the server, or that of a killed one on SIGTERM; reap orphans."""
-    while signal.sigwait(SIGNALS) == signal.SIGCHLD:
+    received = signal.SIGCHLD
+    while received == signal.SIGCHLD:
+        received = signal.Signals(signal.sigwait(SIGNALS))
+        # Also on SIGTERM: the server may have exited before, of which the code tells.
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
                 pid, status = ended

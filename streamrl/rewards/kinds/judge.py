@@ -157,7 +157,7 @@ class JudgeReward(Reward):
         return result
 
     async def _judge_once(self, text: str) -> RewardResult:
-        """Request a judgment. Raises RewardInfraError if the response has no valid number."""
+        """Request a judgment. Raises RewardInfraError for a response cut or without a number."""
         assert self._client is not None
         size = len(text.encode("utf-8", "replace"))
         response = await self._client.request_completion(
@@ -167,11 +167,16 @@ class JudgeReward(Reward):
         )
         # In a thread: a regular expression may take up to SEARCH_TIMEOUT_S.
         number = await asyncio.to_thread(self._parse_score, response.text)
+        if response.is_truncated:
+            # The rest may change the number: "Score: 1" of 10, or a last match that is to come.
+            raise RewardInfraError(
+                f"the judge's response was cut at rewards.max_tokens={self._options.max_tokens};"
+                f" raise it: {response.text[-100:]!r}"
+            )
         if number is None:
-            cut = f", cut at max_tokens={self._options.max_tokens}" if response.is_truncated else ""
             raise RewardInfraError(
                 f"rewards.pattern matches no number from {self._options.least:g} to"
-                f" {self._options.most:g} in the judge's response{cut}: {response.text[-100:]!r}"
+                f" {self._options.most:g} in the judge's response: {response.text[-100:]!r}"
             )
         detail = response.text[-MAX_DETAIL_CHARS:]
         passes = number >= self._pass_score

@@ -12,7 +12,21 @@ from typing import Any, TypeVar
 import msgspec
 import openai
 
-from streamrl.errors import ConfigError, RewardError, RewardInfraError, RewardTimeoutError
+from streamrl.errors import (
+    ConfigError,
+    RewardError,
+    RewardInfraError,
+    RewardTimeoutError,
+    ServiceOutageError,
+    StreamError,
+)
+from streamrl.stream.service_gate import (
+    TOO_MANY_REQUESTS,
+    UNAVAILABLE_STATUSES,
+    is_outage,
+    is_silent,
+    request_service,
+)
 
 T = TypeVar("T")
 
@@ -20,6 +34,8 @@ STARTUP_TIMEOUT_S = 60.0
 POLL_INTERVAL_S = 1.0
 MIN_RETRY_WAIT_S = 0.1
 """Shortest wait before a retry, also if the server says "retry-after: 0"."""
+BUSY_WAIT_S = 1.0
+"""Wait of a request that a busy server refuses without a "retry-after"."""
 MAX_ERROR_CHARS = 300
 TRANSIENT_STATUSES, FIRST_SERVER_ERROR = (408, 409, 425, 429), 500
 """Retryable statuses: these, and all from FIRST_SERVER_ERROR on."""
@@ -47,19 +63,13 @@ class RateLimiter:
 class RequestLimits:
     """Limits of the requests that this process sends to a server; a rate of 0 means no limit.
 
-    timeout_s: deadline of a request, including waits requested by the server (retry-after).
+    timeout_s: deadline of a request, without waits for a server that is busy or out.
     """
 
     concurrency: int
     requests_per_minute: float
     tokens_per_minute: float
     timeout_s: float
-
-
-class _RetryAfterError(RewardInfraError):
-    """A transient error whose response names a wait before the next attempt (retry-after)."""
-
-    retry_after_s = 0.0
 
 
 @dataclass(frozen=True)
@@ -122,7 +132,7 @@ class ChatClient:
             try:
                 names = await self._list_models()
                 break
-            except RewardInfraError as error:
+            except (RewardInfraError, ServiceOutageError) as error:
                 if clock() - started > STARTUP_TIMEOUT_S:
                     raise ConfigError(
                         f"rewards.url={error} (for {STARTUP_TIMEOUT_S:g} s)"
@@ -150,10 +160,10 @@ class ChatClient:
     async def request_completion(
         self, text: str, *, tokens: int, request: Mapping[str, Any]
     ) -> ChatResponse:
-        """Request a chat completion for `text`.
+        """Request a chat completion for `text`; wait while the server does not answer at all.
 
         tokens: tokens of text and response, counted against the rate limit. request: further fields
-        of the request. Raises RewardInfraError for transient errors such as a busy server,
+        of the request. Raises RewardInfraError for transient errors of the server,
         RewardTimeoutError at the deadline, and RewardError for permanent errors such as a bad key.
         """
         # A lone surrogate cannot be encoded as UTF-8.
@@ -164,16 +174,13 @@ class ChatClient:
         def send() -> Awaitable[Any]:
             return create(model=self._model, messages=messages, **request)
 
-        async with self._slots:
-            await self._wait_for_rate_limits(tokens)
-            async with self._request_deadline() as deadline:
-                while True:
-                    try:
-                        completion = await self._send_request(send, _ChatCompletion)
-                        break
-                    except _RetryAfterError as busy:
-                        await self._wait_to_retry(busy, deadline)
-                        await self._wait_for_rate_limits(tokens)
+        async def complete() -> _ChatCompletion:
+            async with self._slots:
+                await self._wait_for_rate_limits(tokens)
+                async with self._request_deadline():
+                    return await self._send_request(send, _ChatCompletion)
+
+        completion = await request_service(self._url, complete, RewardInfraError)
         if not completion.choices:
             raise RewardInfraError(f"{self._url}: response without choices")
         choice = completion.choices[0]
@@ -185,38 +192,34 @@ class ChatClient:
         await self._request_limiter.acquire(1)
         await self._token_limiter.acquire(tokens)
 
-    @staticmethod
-    async def _wait_to_retry(busy: _RetryAfterError, deadline: asyncio.Timeout) -> None:
-        end = deadline.when()
-        if end is not None and asyncio.get_running_loop().time() + busy.retry_after_s >= end:
-            raise RewardInfraError(f"{busy} (retry after {busy.retry_after_s:g} s)") from None
-        await asyncio.sleep(busy.retry_after_s)
-
     @asynccontextmanager
-    async def _request_deadline(self) -> AsyncIterator[asyncio.Timeout]:
+    async def _request_deadline(self) -> AsyncIterator[None]:
         try:
-            async with asyncio.timeout(self._timeout_s) as deadline:
-                yield deadline
+            async with asyncio.timeout(self._timeout_s):
+                yield
         except TimeoutError:
-            raise RewardTimeoutError(f"{self._url}: no answer in {self._timeout_s:g} s") from None
+            # A request may be slow because of its text; a server that answers nobody is out.
+            kind = ServiceOutageError if await is_silent(self._url) else RewardTimeoutError
+            raise kind(f"{self._url}: no answer in {self._timeout_s:g} s") from None
 
-    async def _send_request(self, send: Callable[[], Awaitable[Any]], kind: type[T]) -> T:
-        """Send a request and decode the JSON response to type `kind`."""
+    async def _send_request(self, send: Callable[[], Awaitable[Any]], form: type[T]) -> T:
+        """Send a request and decode the JSON response to type `form`."""
         try:
             raw = await send()
         except openai.APIStatusError as error:
             raise self._to_reward_error(error) from None
         except openai.APIConnectionError as error:
             cause = error.__cause__ or error
-            raise RewardInfraError(
-                self._redact_message(f"{type(cause).__name__}: {cause}")
-            ) from None
+            if isinstance(error, openai.APITimeoutError) and not is_outage(cause):
+                raise TimeoutError from None
+            kind = ServiceOutageError if is_outage(cause) else RewardInfraError
+            raise kind(self._redact_message(f"{type(cause).__name__}: {cause}")) from None
         try:
-            return msgspec.json.decode(raw.http_response.content, type=kind)
+            return msgspec.json.decode(raw.http_response.content, type=form)
         except msgspec.DecodeError as error:
             raise RewardInfraError(f"{self._url}: invalid response: {error}") from None
 
-    def _to_reward_error(self, error: openai.APIStatusError) -> RewardError:
+    def _to_reward_error(self, error: openai.APIStatusError) -> StreamError:
         body: Any = error.body
         reason = (body.get("message") if isinstance(body, dict) else None) or body
         reason = reason or error.response.reason_phrase
@@ -224,11 +227,13 @@ class ChatClient:
         if error.status_code < FIRST_SERVER_ERROR and error.status_code not in TRANSIENT_STATUSES:
             return RewardError(message)
         wait_s = parse_retry_after(error.response.headers.get("retry-after", ""))
-        if wait_s is None:
+        if wait_s is None and error.status_code == TOO_MANY_REQUESTS:
+            wait_s = BUSY_WAIT_S
+        if wait_s is None and error.status_code not in UNAVAILABLE_STATUSES:
             return RewardInfraError(message)
-        busy = _RetryAfterError(message)
-        busy.retry_after_s = max(wait_s, MIN_RETRY_WAIT_S)
-        return busy
+        outage = ServiceOutageError(message)
+        outage.retry_after_s = 0.0 if wait_s is None else max(wait_s, MIN_RETRY_WAIT_S)
+        return outage
 
     def _redact_message(self, text: str) -> str:
         """Return an error message on a single line, with the URL and without the API key."""

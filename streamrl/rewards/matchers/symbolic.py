@@ -5,6 +5,7 @@ main thread only, and is disabled here: call this matcher in a process that can 
 """
 
 import logging
+import re
 from typing import Any
 
 from streamrl.errors import RewardError
@@ -15,7 +16,22 @@ from streamrl.rewards.matchers.matcher import (
     parse_truth_text,
 )
 
-validate_truth = parse_truth_text
+MIN_PROSE_WORDS = 3
+"""Words of a ground truth, LaTeX commands left out, from which it is prose. A unit is one word."""
+
+
+def validate_truth(truth: GroundTruth) -> str:
+    """Return the truth as text. Raises RewardError for prose, too.
+
+    math-verify reads words as products of their letters, to which no completion is equal.
+    """
+    text = parse_truth_text(truth)
+    if len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", text)) >= MIN_PROSE_WORDS:
+        raise RewardError(
+            f"ground_truth is prose, which math-verify cannot compare: {text[:80]!r}; use kind"
+            " exact, or judge"
+        )
+    return text
 
 
 def judge_completion(completion: str, truth: GroundTruth) -> RewardResult:

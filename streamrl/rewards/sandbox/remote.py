@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from streamrl.errors import RewardInfraError
+from streamrl.errors import RewardInfraError, RewardTimeoutError, ServiceOutageError
 from streamrl.rewards.interface.reward_result import RewardOutcome
 from streamrl.rewards.sandbox.compare import can_be_value, is_same_text, is_same_value, parse_value
 from streamrl.rewards.sandbox.program import (
@@ -16,6 +16,12 @@ from streamrl.rewards.sandbox.program import (
     ProgramTestResult,
     SandboxProgram,
     StdinTest,
+)
+from streamrl.stream.service_gate import (
+    UNAVAILABLE_STATUSES,
+    is_outage,
+    is_silent,
+    request_service,
 )
 
 MAX_REQUESTS = 64
@@ -73,31 +79,32 @@ class RemoteSandbox:
             stdin = json.dumps(list(test.arguments))
         else:
             stdin = test.stdin
-        reply = await self._post_request(
-            {
-                "code": source,
-                "stdin": stdin,
-                "language": program.language,
-                "compile_timeout": self._limits.compile_s,
-                "run_timeout": self._limits.wall_s,
-                "memory_limit_MB": self._limits.memory_mib,
-            }
-        )
+        body = {
+            "code": source,
+            "stdin": stdin,
+            "language": program.language,
+            "compile_timeout": self._limits.compile_s,
+            "run_timeout": self._limits.wall_s,
+            "memory_limit_MB": self._limits.memory_mib,
+        }
+        reply = await request_service(self._url, lambda: self._post_request(body), RewardInfraError)
         return await asyncio.to_thread(_judge_reply, reply, program, test)
 
     async def _post_request(self, body: dict[str, Any]) -> dict[str, Any]:
         try:
             async with self._slots:
                 response = await self._client.post(self._url, json=body)
+            if response.status_code in UNAVAILABLE_STATUSES:
+                raise ServiceOutageError(f"{self._url}: HTTP status {response.status_code}")
             response.raise_for_status()
             reply = await asyncio.to_thread(response.json)
-        except httpx.TimeoutException:
-            raise RewardInfraError(
-                f"{self._url}: no reply in {self._client.timeout.read:g} s"
-            ) from None
+        except httpx.ReadTimeout:
+            late = ServiceOutageError if await is_silent(self._url) else RewardTimeoutError
+            raise late(f"{self._url}: no reply in {self._client.timeout.read:g} s") from None
         except (httpx.HTTPError, ValueError) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise RewardInfraError(f"{self._url}: {reason}") from None
+            kind = ServiceOutageError if is_outage(error) else RewardInfraError
+            raise kind(f"{self._url}: {reason}") from None
         if not isinstance(reply, dict) or reply.get("status") not in ("Success", "Failed"):
             message = reply.get("message") if isinstance(reply, dict) else reply
             raise RewardInfraError(f"{self._url}: the sandbox failed: {message}")

@@ -9,7 +9,7 @@ import pytest
 
 from streamrl.environments.adapters.openenv import OpenEnvEnvironment
 from streamrl.environments.interface import Reply, Turn
-from streamrl.errors import ConfigError, EpisodeError
+from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError
 from tests.environments.adapters.rows import make_row
 
 SERVER = Path(__file__).with_name("openenv_server.py")
@@ -96,15 +96,15 @@ async def test_an_error_of_the_server_is_a_failure_of_the_environment(connect, r
         await environment.step(Reply(reply))
 
 
-async def test_a_server_that_dies_or_is_not_there_is_a_failure_of_the_environment():
+async def test_a_server_that_dies_or_is_not_there_is_an_outage():
     process, port = start_server()
     environment = OpenEnvEnvironment(url=f"ws://127.0.0.1:{port}/ws")
     await environment.reset(make_row(), seed=1)
-    with pytest.raises(EpisodeError, match=rf"^ws://127.0.0.1:{port}/ws: connection lost: "):
+    with pytest.raises(EpisodeOutageError, match=rf"^ws://127.0.0.1:{port}/ws: connection lost: "):
         await environment.step(Reply("die"))
     await environment.close()
     process.wait(timeout=30)
-    with pytest.raises(EpisodeError, match=r"/ws: no connection: .*Connect call failed"):
+    with pytest.raises(EpisodeOutageError, match=r"/ws: no connection: .*Connect call failed"):
         await environment.reset(make_row(), seed=1)
 
 

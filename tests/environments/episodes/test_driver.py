@@ -15,7 +15,7 @@ from streamrl.environments.episodes.driver import (
     open_conversation,
 )
 from streamrl.environments.interface import CallOutcome, EnvironmentStep, ResetResult
-from streamrl.errors import EpisodeError, GenerationError
+from streamrl.errors import EpisodeError, EpisodeOutageError, GenerationError
 from streamrl.messages import (
     EPISODE_COLUMNS,
     ROLLOUT_COLUMNS,
@@ -29,6 +29,7 @@ from streamrl.messages import (
 )
 from streamrl.rewards.metric_means import sums_to_means
 from streamrl.simulator.replicas.virtual_loop import run_virtual
+from streamrl.stream import service_gate
 from tests.environments.episodes.scripted import (
     PROMPT,
     CodePointRenderer,
@@ -285,6 +286,40 @@ async def test_an_episode_whose_environment_fails_is_run_again_from_its_reset():
     assert hosts.seeds == [7, 7]
     assert all(session.is_closed for session in hosts.sessions)
     assert driver.meter.drain_counts()["episode/infra_errors"] == 1
+
+
+@in_virtual_time
+async def test_an_outage_of_a_server_delays_episodes_by_one_probe_and_costs_no_attempt():
+    clock = asyncio.get_running_loop().time
+
+    class ServerSession(ScriptedSession):
+        """Session with a server that is down from second 5 to second 45."""
+
+        async def reset(self):
+            self.check_server()
+            return await super().reset()
+
+        async def step(self, reply):
+            self.check_server()
+            return await super().step(reply)
+
+        def check_server(self):
+            if 5.0 <= clock() < 45.0:
+                raise EpisodeOutageError("http://tools/mcp: ended: ConnectError")
+
+    hosts = ScriptedHosts(lambda: ServerSession([(1.0, say("x")), DONE]))
+    sampler = ScriptedSampler(lambda context, seed: "a;", token_s=2.0)
+    driver = make_driver(sampler, hosts, slots=8, attempts=1, timeout_s=20.0)
+    group = asyncio.create_task(run_group(driver, seeds=range(8)))
+    await asyncio.sleep(30.0)
+    (outage,) = await service_gate.list_outages("generate")
+    assert (outage.stage, outage.num_waiting) == ("generate", 8)
+    columns = await group
+    assert to_text(columns["token_ids"]) == "?a;[x]a;" * 8
+    probes = len(hosts.sessions) - 16
+    assert probes == 6, "tries after 0.5, 1, 2, 4, 8 and 15 s fail; all eight end after the next"
+    assert all(session.is_closed for session in hosts.sessions)
+    assert driver.meter.drain_counts()["episode/infra_errors"] == 0
 
 
 @pytest.mark.parametrize("min_episodes", [None, 3, 2])

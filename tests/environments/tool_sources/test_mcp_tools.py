@@ -23,7 +23,7 @@ from streamrl.environments.tool_config import ToolConfig
 from streamrl.environments.tool_sources import tool_sources
 from streamrl.environments.tool_sources.mcp_tools import RESTARTED, McpTools
 from streamrl.environments.tool_sources.tool_source import ToolAnswer
-from streamrl.errors import ConfigError, EpisodeError
+from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError
 from tests.descendants import descendants
 from tests.environments.tool_sources import raw_mcp_server
 
@@ -109,7 +109,7 @@ async def test_a_server_of_the_package_is_played_to_the_end(transport):
         if transport == "http":
             orphan = await source.open(in_time())
             stack.close()
-            with pytest.raises(EpisodeError, match=r"127.0.0.1:\d+/mcp: ended: ConnectError"):
+            with pytest.raises(EpisodeOutageError, match=r"127.0.0.1:\d+/mcp: ended: ConnectError"):
                 await orphan.call("divide", {"a": 1, "b": 1})
             await orphan.close()
     assert not descendants() - before
@@ -159,9 +159,12 @@ async def test_headers_come_from_the_environment_and_a_refused_request_ends_the_
         # An answer to the call, which the policy reads.
         answered = await episode.call("say", {"text": "400"})
         assert answered == ToolAnswer("error: Session not found", CallOutcome.TOOL_ERROR)
-        for status in (404, 429, 503):
-            with pytest.raises(EpisodeError, match=f"ended: HTTPStatusError: HTTP status {status}"):
+        for status in (404, 429, 500, 503):
+            message = f"ended: HTTPStatusError: HTTP status {status}"
+            with pytest.raises(EpisodeError, match=message) as error:
                 await episode.call("say", {"text": str(status)})
+            # Status 404: the server has lost the session, as after a restart.
+            assert isinstance(error.value, EpisodeOutageError) == (status != 500)
             await episode.close()
             episode = await source.open(in_time())
         with pytest.raises(TimeoutError):
@@ -258,7 +261,9 @@ async def test_an_error_of_the_protocol_is_a_text_and_the_death_of_a_server_an_e
     episode = await open_episode(make_source())
     refused = await episode.call("refuse", {})
     assert refused == ToolAnswer("error: no method tools/call", CallOutcome.TOOL_ERROR)
-    with pytest.raises(EpisodeError, match=r"MCP server .*raw_mcp_server.py: ended: out of luck"):
+    with pytest.raises(
+        EpisodeError, match=r"MCP server .*raw_mcp_server.py: ended: out of luck, exit code 3$"
+    ):
         await episode.call("die", {})
     with pytest.raises(EpisodeError, match="ended: out of luck"):
         await episode.call("count", {})
@@ -266,14 +271,14 @@ async def test_an_error_of_the_protocol_is_a_text_and_the_death_of_a_server_an_e
 
 async def test_a_server_that_does_not_start_or_answer_is_named():
     before = descendants()
-    with pytest.raises(EpisodeError, match="fail: does not start: no such index"):
+    with pytest.raises(EpisodeError, match=r"fail: does not start: no such index, exit code 1$"):
         await make_source([*RAW_SERVER, "fail"]).list_tools(in_time())
     silent = make_source(["sleep", "600"])
     with pytest.raises(EpisodeError, match="MCP server sleep 600: not ready in time"):
         await silent.open(asyncio.get_running_loop().time() + 0.2)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}/mcp"
-    with pytest.raises(EpisodeError, match=f"{url}: does not start: ConnectError"):
+    with pytest.raises(EpisodeOutageError, match=f"{url}: does not start: ConnectError"):
         await McpTools(ToolConfig("mcp", url=url)).open(in_time())
     assert not descendants() - before
 

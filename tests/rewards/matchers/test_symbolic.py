@@ -53,3 +53,8 @@ def test_a_ground_truth_that_cannot_be_parsed_is_an_error():
         symbolic.judge_completion("7", r"\boxed{}")
     with pytest.raises(RewardError, match="must be an answer as text or an int"):
         symbolic.validate_truth(None)
+    for prose in ("the cat sat", r"\boxed{\text{The set of all even numbers}}"):
+        with pytest.raises(RewardError, match="ground_truth is prose"):
+            symbolic.judge_completion(prose, prose)
+    for mathematics in (r"\frac{\sin x}{\cos x}+\sqrt{2}", r"3 \text{ cm}", "12 dollars", "x or y"):
+        assert symbolic.validate_truth(mathematics) == mathematics

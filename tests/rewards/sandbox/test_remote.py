@@ -11,10 +11,11 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from streamrl.errors import RewardInfraError
+from streamrl.errors import RewardInfraError, ServiceOutageError
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.registry import build_rewards
+from streamrl.stream import service_gate
 from tests.rewards.judged import judge
 
 ADD = {"inputs": ["1\n2"], "outputs": ["3"], "fn_name": "add"}
@@ -113,14 +114,20 @@ async def test_a_float_near_an_expected_integer_is_wrong(url):
 
 
 async def test_a_failing_server_is_retried_and_never_scored_as_wrong(url):
-    Server.failures = [(504, {}), (200, {"status": "SandboxError", "message": "no disk"})]
+    Server.failures = [(500, {}), (200, {"status": "SandboxError", "message": "no disk"})]
     assert await judged(url, ADD, "def add(a, b): return a + b") == ["pass"]
-    Server.failures = [(503, {})] * 2
-    message = r"reward code, uid 0:0:0: .*503 Service Unavailable"
+    Server.failures = [(500, {})] * 2
+    message = r"reward code, uid 0:0:0: .*500 Internal Server Error"
     with pytest.raises(RewardInfraError, match=message):
         await judged(url, ADD, "def add(a, b): return a + b", attempts=2)
 
 
-async def test_an_unreachable_server_is_an_infra_error():
-    with pytest.raises(RewardInfraError, match=r"http://127.0.0.1:9/run_code: .*connection"):
+async def test_an_unavailable_server_costs_no_attempt(url):
+    Server.failures = [(status, {}) for status in (429, 503, 504)]
+    assert await judged(url, ADD, "def add(a, b): return a + b", attempts=1) == ["pass"]
+
+
+async def test_a_server_that_stays_unreachable_ends_the_command():
+    service_gate.limit_outages(0.2)
+    with pytest.raises(ServiceOutageError, match=r"http://127.0.0.1:9/run_code: .*connection.*0.2"):
         await asyncio.wait_for(judged("http://127.0.0.1:9", ADD, "x", attempts=1), 30)
