@@ -43,9 +43,7 @@ from streamrl.weights.logprob_check import LogprobCheck
 from streamrl.weights.versions import ReaderState, WeightRegistry
 
 STREAMED = UpdatePlan()
-PROBE = LogprobCheck(
-    [np.array([1, 2, 3], np.int32)], [np.full(3, -1.0, np.float32)], max_difference=0.5
-)
+PROBE = LogprobCheck([np.array([1, 2, 3], np.int32)], [np.full(3, -1.0, np.float32)], limit=0.5)
 GROUP_BYTES = 4000
 """Upper bound of the bytes of a group."""
 

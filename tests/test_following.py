@@ -227,7 +227,7 @@ async def test_pull_stats_are_reported_once():
     registry = WeightRegistry(keep_versions=2)
     engine, served = Engine(), ServedVersion("generator-0")
     logprobs = [np.full(len(ids), -1.25, np.float32) for ids in SEQUENCES]
-    probe = LogprobCheck(SEQUENCES, logprobs, max_difference=0.5)
+    probe = LogprobCheck(SEQUENCES, logprobs, limit=0.5)
     following = asyncio.create_task(follow_weights(stage(), engine, Channel(registry), served))
     registry.add_manifest(manifest(0, probe), publish_s=0.125)
     await served.wait_for_version(0)
@@ -265,8 +265,8 @@ async def test_follower_with_different_logprobs_serves_nothing_and_fails():
     registry = WeightRegistry(keep_versions=2)
     engine, served = Engine(logprob=-3.0), ServedVersion("generator-0")
     logprobs = [np.full(len(ids), -1.0, np.float32) for ids in SEQUENCES]
-    registry.add_manifest(manifest(0, LogprobCheck(SEQUENCES, logprobs, max_difference=0.5)))
-    with pytest.raises(LogprobCheckError, match=r"generator-0, with version 0, .* by up to 2 nats"):
+    registry.add_manifest(manifest(0, LogprobCheck(SEQUENCES, logprobs, limit=0.5)))
+    with pytest.raises(LogprobCheckError, match=r"generator-0, with version 0, .* by 2 nats on"):
         await follow_weights(stage(), engine, Channel(registry), served)
     assert served.version == -1, "rollouts of the version stay uncommitted"
 

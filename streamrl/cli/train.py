@@ -105,6 +105,7 @@ def train(
     # Importing Ray and torch takes seconds; `--help` needs neither.
     from streamrl.actors.launch.driver import RunSession
     from streamrl.actors.launch.ray_cluster import connect_cluster, get_object_store_bytes
+    from streamrl.actors.launch.serving_check import probe_serving
     from streamrl.config.preflight import (
         check_worker_memory,
         compute_shard_bytes,
@@ -121,12 +122,15 @@ def train(
     with uninterrupted_exit_stack() as exit_stack:
         claim = claim_run(config, origin, claim or RunDirClaim())
         exit_stack.callback(claim.release)
+        check_served = exit_stack.enter_context(probe_serving(config, prepared.max_length))
         site = exit_stack.enter_context(
             connect_cluster(config.placement, partial(list_placement_options, config, prepared))
         )
         placed_config = with_placement_mode(config, site.placement.mode)
         memory = check_worker_memory(placed_config, on_gpu=site.has_gpus)
         shard_bytes = compute_shard_bytes(config, prepared, node_stores=get_object_store_bytes())
+        progress.describe("asking vLLM for the model")
+        check_served()
         check_interrupted = interrupt_on_signals()
         log, resume = exit_stack.enter_context(open_run_directory(config, origin, layout, claim))
         exit_stack.callback(progress.describe, "stopping Ray")

@@ -35,7 +35,7 @@ from streamrl.engines.models.lora import check_lora_targets
 from streamrl.engines.models.supported_models import (
     check_model_support,
     check_packed_rows,
-    describe_padding,
+    describe_forward,
     describe_untrained_layers,
 )
 from streamrl.engines.models.tensor_parallel_support import (
@@ -220,7 +220,7 @@ def _check_trained_model(config: RunConfig, role: str) -> list[str]:
         check_head_split(path, trainer, section=section)
         setting = f"{section}.sequence_parallel={trainer.sequence_parallel}"
         check_packed_rows(path, trainer.attention, setting=setting)
-    notes = describe_padding(path, trainer.attention, key=key)
+    notes = describe_forward(path, trainer, config.pipeline.micro_batch_tokens, key=key)
     return [*notes, *_note_frozen_experts(path, trainer, section)]
 
 

@@ -1,6 +1,7 @@
 """Logprob check: differences that pass or fail."""
 
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -13,16 +14,42 @@ SEQUENCES = [np.array([3, 1, 4], np.int32), np.array([1, 5], np.int32)]
 
 def test_the_first_token_is_ignored_and_nan_fails():
     logprobs = [np.array([0, -1, -2], np.float32)]
-    check = LogprobCheck([np.array([3, 1, 4], np.int32)], logprobs, max_difference=0.1)
+    check = LogprobCheck([np.array([3, 1, 4], np.int32)], logprobs, limit=0.1)
     assert check.compare_logprobs([np.array([9, -1, -2.0625], np.float32)], "generator-0") == 0.0625
-    with pytest.raises(LogprobCheckError, match="by up to nan"):
+    with pytest.raises(LogprobCheckError, match="by nan nats"):
         check.compare_logprobs([np.array([0, math.nan, -2], np.float32)], "generator-0")
+
+
+def make_difference(*parts: tuple[int, float]) -> LogprobCheck:
+    """Make a check whose follower, with zeros, differs by the given nats in so many tokens."""
+    values = np.concatenate([np.zeros(1), *(np.full(count, nats) for count, nats in parts)])
+    return LogprobCheck([np.zeros(len(values), np.int32)], [values], limit=0.1)
+
+
+@pytest.mark.parametrize(
+    ("parts", "passes"),
+    [
+        ([(1000, 0.09)], True),
+        ([(1000, 0.11)], False),  # the mean
+        ([(985, 0.01), (15, 5.0)], True),  # flipped experts
+        ([(960, 0.01), (40, 5.0)], False),
+        ([(850, 0.0), (150, 0.3)], False),  # the quantile
+        ([(500, 20.0), (500, 40.0)], False),
+    ],
+)
+def test_limits_hold_for_the_mean_and_for_nine_tokens_in_ten(
+    parts: list[tuple[int, float]], passes: bool
+):
+    check = make_difference(*parts)
+    zeros = [np.zeros_like(check.logprobs[0])]
+    with nullcontext() if passes else pytest.raises(LogprobCheckError, match=r"probe_limit=0\.1"):
+        check.compare_logprobs(zeros, "generator-0")
 
 
 def test_nan_in_any_sequence_fails():
     logprobs = [np.array([0, -1], np.float32)] * 2
-    check = LogprobCheck([np.array([3, 1], np.int32)] * 2, logprobs, max_difference=0.1)
-    with pytest.raises(LogprobCheckError, match="by up to nan"):
+    check = LogprobCheck([np.array([3, 1], np.int32)] * 2, logprobs, limit=0.1)
+    with pytest.raises(LogprobCheckError, match="by nan nats"):
         check.compare_logprobs([logprobs[0], np.array([0, math.nan], np.float32)], "generator-0")
 
 
@@ -31,9 +58,7 @@ def test_one_token_sequences_compare_nothing_and_pass():
     assert {len(ids) for ids in sequences} == {1}
     logprobs = [np.zeros(1, np.float32)] * len(sequences)
     assert (
-        LogprobCheck(sequences, logprobs, max_difference=0.1).compare_logprobs(
-            logprobs, "generator-0"
-        )
+        LogprobCheck(sequences, logprobs, limit=0.1).compare_logprobs(logprobs, "generator-0")
         == 0.0
     )
 

@@ -35,7 +35,6 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn
 
 from streamrl.actors.launch.launch_worker import (
@@ -75,20 +74,14 @@ class ForkLevel:
 
     parent: level from which this level is forked, with its modules.
     env: variables that the modules read at import; a worker with other values is refused.
-    absent: optional modules hidden during the import.
-    empty: modules replaced by empty ones, since a run never uses them.
     """
 
     name: str
     parent: str
     modules: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
-    absent: tuple[str, ...] = ()
-    empty: tuple[str, ...] = ()
 
 
-UNUSED_MODULES = ("scipy",)
-"""transformers (box matching) and vLLM (audio) probe for scipy at import, which takes 0.7 s."""
 BASE_LEVEL = ForkLevel(
     "base",
     "",
@@ -101,11 +94,8 @@ BASE_LEVEL = ForkLevel(
         "transformers",
         "torch",
     ),
-    absent=UNUSED_MODULES,
 )
-MODELS_LEVEL = ForkLevel(
-    "models", "base", ("transformers.modeling_utils",), STAGE_ENV, absent=UNUSED_MODULES
-)
+MODELS_LEVEL = ForkLevel("models", "base", ("transformers.modeling_utils",), STAGE_ENV)
 TRAINER_LEVEL = ForkLevel(
     "trainer",
     "models",
@@ -125,9 +115,6 @@ GENERATOR_LEVEL = ForkLevel(
         "vllm.v1.worker.cpu_worker",
     ),
     make_vllm_env("cpu"),
-    absent=UNUSED_MODULES,
-    # Patches Inductor, which takes 0.6 s to import and compiles nothing under make_vllm_env.
-    empty=("vllm.env_override",),
 )
 # With a GPU, DeepSpeed and vLLM touch CUDA at import, which rules out forking.
 HAS_GPU = Path("/dev/nvidiactl").exists()
@@ -213,6 +200,24 @@ def describe_refusal() -> str:
     return f"workers start slowly, each importing its own libraries: {reason}" if reason else ""
 
 
+def start_script(level: ForkLevel, env: Mapping[str, str], *words: str) -> subprocess.Popen[str]:
+    """Run a script with arguments, `words`, in a fork of a level, or as Ray starts workers.
+
+    env: added to this process's. The process stands for the launcher; its output ends with the
+    script's.
+    """
+    context = json.dumps({"env_vars": {**env, **make_level_env(level)}})
+    options = ["--language=PYTHON", f"--serialized-runtime-env-context={context}"]
+    return subprocess.Popen(
+        [sys.executable, str(LAUNCHER_PATH), *words, *options],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        text=True,
+    )
+
+
 def stop_fork_server() -> None:
     """Kill the fork server and all workers forked from it."""
     if _server_state.process:
@@ -258,7 +263,8 @@ def _serve_level(
     for name in listeners.keys() - descendants:
         listeners.pop(name).close()
     os.environ.update({**SINGLE_THREAD_ENV, **level.env})
-    _import_modules(level)
+    for module in level.modules:
+        importlib.import_module(module)
     if not _is_forkable():
         return
     for child in levels:
@@ -305,19 +311,6 @@ def _serve_launcher(level: ForkLevel, connection: socket.socket, listener: socke
         for file in files:
             os.close(file)
         connection.sendall(b"y" if is_forked else b"n")
-
-
-def _import_modules(level: ForkLevel) -> None:
-    """Import the modules of a level, without its absent modules and with its empty ones."""
-    absent = [name for name in level.absent if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]
-    sys.modules.update({name: ModuleType(name) for name in level.empty})
-    try:
-        for module in level.modules:
-            importlib.import_module(module)
-    finally:
-        for name in absent:
-            del sys.modules[name]
 
 
 def _is_forkable() -> bool:

@@ -40,8 +40,27 @@ def checkpoint_layers(module: "PreTrainedModel", *, offload: bool, chunk_mlps: b
     # transformers copies on the compute stream. That is 5 % of a layer's time at a hidden size of
     # 5120, by 50 GB/s and 400 TFLOP/s, so a stream of its own is not worth its code.
     module.gradient_checkpointing_enable({"use_reentrant": False}, offload=offload)
+    _checkpoint_without_noise(module)
     if chunk_mlps:
         run_mlps_in_chunks(module)
+
+
+def _checkpoint_without_noise(module: nn.Module) -> None:
+    """Show training mode to the call of each layer, which then checkpoints, not to its forward."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    def leave_training(layer: nn.Module, *_: Any) -> None:
+        layer.training = False
+
+    def enter_training(layer: nn.Module, *_: Any) -> None:
+        layer.training = True
+
+    for layer in module.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = True
+            layer.register_forward_pre_hook(leave_training)
+            # A recomputation ends by an exception once it has what the backward pass needs.
+            layer.register_forward_hook(enter_training, always_call=True)
 
 
 def run_mlps_in_chunks(module: "PreTrainedModel") -> None:

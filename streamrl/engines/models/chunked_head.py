@@ -15,7 +15,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,13 @@ from streamrl.engines.models.chunked_gradients import compute_chunk_gradients
 from streamrl.engines.models.packed_rows import RowLayout, unwrap_engine
 from streamrl.engines.models.vocabulary_parallel import (
     VOCABULARY_ROWS,
+    WHOLE_LOGITS,
     VocabularyRows,
     find_head_name,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 EntropyMode = Literal["none", "value", "gradient"]
 ChunkScorer = Callable[[Tensor, Tensor], Tensor]
@@ -159,6 +163,28 @@ def _replace_head(
             handle.remove()
 
 
+def mark_whole_logits(module: "PreTrainedModel") -> None:
+    """Note in a causal model why only logits of all tokens at once can score them, if so.
+
+    Tries on two tokens what a chunk of tokens takes, so the parameters must be whole.
+    """
+    vars(module)[WHOLE_LOGITS] = _explain_whole_logits(module)
+
+
+def _explain_whole_logits(module: "PreTrainedModel") -> str:
+    name = find_head_name(module)
+    if name is None:
+        return "transformers knows no output head of this class apart from its base"
+    weight = module.get_output_embeddings().weight
+    inputs, logits = (weight.new_zeros(2, size) for size in reversed(weight.shape))
+    try:
+        with torch.device(weight.device), torch.no_grad():
+            shape = _postprocess_logits(module, name, inputs, logits).shape
+    except Exception as error:  # noqa: BLE001 - a family's own code raises any type
+        return f"its code behind the base does not run alone: {type(error).__name__}: {error}"
+    return "" if shape[:-1] == logits.shape[:-1] else f"two tokens have logits {tuple(shape)}"
+
+
 def _postprocess_logits(
     module: nn.Module, head_name: str, inputs: Tensor, head_output: Tensor
 ) -> Tensor:
@@ -167,16 +193,35 @@ def _postprocess_logits(
     Soft-capping and scaling are written in each family's forward. A shallow copy of the model,
     whose base and head return the given tensors, runs that code.
     """
-    from transformers.modeling_outputs import MoeModelOutputWithPast
-
     # FSDP2's classes cannot be copied by copy.copy.
     shell: Any = object.__new__(type(module))
     vars(shell).update(vars(module))
-    base_output = MoeModelOutputWithPast(last_hidden_state=inputs[None])
-    vars(shell)[shell.base_model_prefix] = lambda *_, **__: base_output
-    vars(shell)[head_name] = lambda *_, **__: head_output[None]
+    base = _ComputedModule(getattr(module, shell.base_model_prefix), _BaseOutput((inputs[None],)))
+    vars(shell)[shell.base_model_prefix] = base
+    vars(shell)[head_name] = _ComputedModule(getattr(module, head_name), head_output[None])
     logits: Tensor = type(module).forward(shell, inputs_embeds=inputs[None], use_cache=False).logits
     return logits[0]
+
+
+class _ComputedModule:
+    """A module whose result is there; so is that of its children, such as the decoder of OPT."""
+
+    def __init__(self, module: nn.Module, output: Any) -> None:
+        self._module, self._output = module, output
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return self._output
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        return _ComputedModule(value, self._output) if isinstance(value, nn.Module) else value
+
+
+class _BaseOutput(tuple[Tensor]):
+    """Output of a base: the hidden states. Its other fields, of whatever family, are None."""
+
+    def __getattr__(self, name: str) -> Tensor | None:
+        return self[0] if name == "last_hidden_state" else None
 
 
 def _score_logits(

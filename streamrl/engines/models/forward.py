@@ -11,6 +11,7 @@ from streamrl.distributed.devices import get_local_device, has_local_gpu
 from streamrl.engines.models.chunked_head import (
     EntropyMode,
     NextTokenScores,
+    mark_whole_logits,
     run_scoring_forward,
 )
 from streamrl.engines.models.layer_offload import keep_layers_on_host
@@ -64,19 +65,20 @@ def load_model(
     options: ModelLoadOptions = DEFAULT_OPTIONS,
     on_meta: bool = False,
 ) -> "PreTrainedModel":
-    """Load the causal language model of a Hugging Face directory, in training mode.
+    """Load the causal language model of a Hugging Face directory, in evaluation mode.
 
-    Dropout is disabled: with it, the trained policy would differ from the sampling policy. With
-    `on_meta`, the tensors in the directory's files stay on the meta device, for `StoredWeights`;
-    others are computed as usual. Raises ConfigError if parameters are missing or misshapen;
-    transformers would initialize them randomly.
+    Trainers stay in it: with dropout or a router's noise, the trained policy would differ from the
+    sampling policy. With `on_meta`, the tensors in the directory's files stay on the meta device,
+    for `StoredWeights`; others are computed as usual. Raises ConfigError if parameters are missing
+    or misshapen; transformers would initialize them randomly.
     """
     from transformers import AutoModelForCausalLM
 
     config = read_model_config(path)
     model, missing = _load_pretrained(AutoModelForCausalLM, path, config, dtype, options, on_meta)
     _check_complete(path, missing)
-    return _move_to_local_device(model, options).train()
+    mark_whole_logits(model)
+    return _move_to_local_device(model, options)
 
 
 def load_skeleton(path: str) -> "PreTrainedModel":
@@ -84,9 +86,11 @@ def load_skeleton(path: str) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
             read_model_config(path), trust_remote_code=is_trusted(path)
         )
+    mark_whole_logits(model)
+    return model
 
 
 def load_value_skeleton(path: str) -> "PreTrainedModel":
@@ -107,13 +111,10 @@ def _load_pretrained(
     options: ModelLoadOptions,
     on_meta: bool,
 ) -> tuple[Any, list[str]]:
-    """Load a model with dropout disabled; return the model and its missing parameters."""
+    """Load a model; return it and its missing parameters."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    for name, value in config.to_dict().items():
-        if "drop" in name and isinstance(value, float):
-            setattr(config, name, 0.0)
     if vars(config.get_text_config()).get(NEXTN_LAYERS_KEY):
         # transformers does not implement these layers and omits them from checkpoints.
         setattr(config.get_text_config(), NEXTN_LAYERS_KEY, 0)
@@ -221,8 +222,6 @@ def load_value_model(
     from transformers import AutoModelForTokenClassification
 
     config = read_model_config(path, num_labels=1)
-    # transformers' default is 0.1.
-    config.classifier_dropout = 0.0
     model, missing = _load_pretrained(
         AutoModelForTokenClassification, path, config, dtype, options, on_meta
     )
@@ -232,7 +231,7 @@ def load_value_model(
         with torch.no_grad():
             for parameter in model.score.parameters():
                 parameter.zero_()
-    return _move_to_local_device(model, options).train()
+    return _move_to_local_device(model, options)
 
 
 def compute_token_values(

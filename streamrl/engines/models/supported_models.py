@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from streamrl.engines.dtypes import resolve_trainer_dtype
 from streamrl.engines.models.forward import (
     NEXTN_LAYERS_KEY,
     VALUE_HEAD_PREFIX,
@@ -22,6 +23,8 @@ from streamrl.engines.models.forward import (
 )
 from streamrl.engines.models.packed_rows import explain_padding
 from streamrl.engines.models.tensor_parallel_support import EXPERT_COUNT_KEYS
+from streamrl.engines.models.vocabulary_parallel import WHOLE_LOGITS
+from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import (
     LAYER_NUMBER_PATTERN,
@@ -105,29 +108,40 @@ def describe_untrained_layers(path: str) -> list[str]:
     ]
 
 
-def describe_padding(path: str, attention: str, *, key: str = "model.path") -> list[str]:
-    """Describe why micro-batches of a model are padded; returns no line if they are packed.
+def describe_forward(path: str, trainer: TrainerConfig, tokens: int, *, key: str) -> list[str]:
+    """Describe what makes the forward pass of a model cost more; returns no line for most.
 
-    `attention` and `key` are as in `check_model_support`.
+    `tokens` is the size of a micro-batch; `key` is as in `check_model_support`.
     """
-    reason = _explain_padded_rows(path, attention)
-    return [f"{key}={path}: micro-batches are padded, not packed: {reason}"] if reason else []
+    padding, whole_logits = _explain_forward(path, trainer.attention)
+    notes = []
+    if padding:
+        notes.append(f"micro-batches are padded, not packed: {padding}")
+    if whole_logits:
+        size = resolve_trainer_dtype(trainer).itemsize
+        gib = 2 * size * tokens * read_model_config(path).get_text_config().vocab_size / (1 << 30)
+        notes.append(
+            f"logits and their gradient take {gib:.2g} GiB per micro-batch of {tokens} tokens, as"
+            f" they exist for all of them at once: {whole_logits}"
+        )
+    return [f"{key}={path}: {note}" for note in notes]
 
 
 def check_packed_rows(path: str, attention: str, *, setting: str) -> None:
     """Raise ConfigError if rows of a model cannot be packed, which `setting` needs."""
-    if reason := _explain_padded_rows(path, attention):
+    if reason := _explain_forward(path, attention)[0]:
         raise ConfigError(f"{setting}: needs packed rows, but {path} is padded: {reason}")
 
 
-def _explain_padded_rows(path: str, attention: str) -> str:
+def _explain_forward(path: str, attention: str) -> tuple[str, str]:
+    """Explain why rows are padded, and why logits are whole; "" where they are not."""
     config = read_model_config(path)
     if config.model_type in PLAIN_FAMILIES and attention in ("auto", "sdpa"):
-        return ""
+        return "", ""
     with silence_transformers():
         skeleton = load_skeleton(path)
     chosen = choose_attention(config, attention) or skeleton.config._attn_implementation
-    return explain_padding(type(skeleton), config, chosen)
+    return explain_padding(type(skeleton), config, chosen), vars(skeleton)[WHOLE_LOGITS]
 
 
 def _explain_quantized(settings: Mapping[str, Any]) -> str:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 VOCABULARY_ROWS = "vocabulary_rows"
 """Attribute of a model with a split output head: its `VocabularyRows`."""
+WHOLE_LOGITS = "whole_logits"
+"""Attribute of a model: why its head cannot be cut into chunks of tokens; "" if it can."""
 TRUNCATING_FAMILIES = ("inkling_text",)
 """Values of model_type in config.json whose forward cuts padding off the logits of all words."""
 PLAIN_HEAD_STYLE = "colwise_gather_output"
@@ -163,8 +165,10 @@ def list_vocabulary_params(module: "PreTrainedModel", ranks: int) -> list[nn.Par
 def find_head_name(module: "PreTrainedModel") -> str | None:
     """Return the output head's name in a causal model; None if scoring needs whole logits.
 
-    The latter are models of which transformers knows no head or no base.
+    The latter are models of which transformers knows no head or no base, or of WHOLE_LOGITS.
     """
+    if vars(module).get(WHOLE_LOGITS):
+        return None
     head = module.get_output_embeddings()
     name = next((name for name, child in module.named_children() if child is head), None)
     return None if module.base_model is module else name

@@ -45,7 +45,7 @@ class LogprobScorer:
         options: ModelLoadOptions = DEFAULT_OPTIONS,
     ) -> None:
         torch.set_num_threads(threads)
-        self._model = load_model(model_path, dtype=resolve_dtype(dtype), options=options).eval()
+        self._model = load_model(model_path, dtype=resolve_dtype(dtype), options=options)
         run_mlps_in_chunks(self._model)
         self._model_path = model_path
         self._temperature = temperature
@@ -96,7 +96,7 @@ class ValueScorer:
         self._model_path = model_path
         self._model: PreTrainedModel = load_value_model(
             model_path, dtype=resolve_dtype(dtype), options=options
-        ).eval()
+        )
         run_mlps_in_chunks(self._model)
         self._parameters = ParameterSet.from_module(self._model)
         self._policy_only_names = frozenset[str]()

@@ -42,6 +42,7 @@ from streamrl.engines.models.activation_checkpointing import checkpoint_layers
 from streamrl.engines.models.forward import compute_token_logprobs, compute_token_values
 from streamrl.engines.models.lora import add_lora_adapters
 from streamrl.engines.models.packed_rows import share_tokens
+from streamrl.engines.models.repeatable import check_repeatable
 from streamrl.engines.models.save_model import write_hf_model
 from streamrl.engines.models.sequence_parallel import join_sequence_group
 from streamrl.engines.models.stored_weights import StoredWeights
@@ -108,6 +109,7 @@ class ModelTrainer:
         self._resharder = WeightResharder(config.collective_timeout_s)
         with self._allow_slow_ranks(LOAD_TIMEOUT_S), keep_heap_compact():
             self._backend = self._load_model()
+            check_repeatable(self._backend.forward, section=task.name)
         self._advantages: dict[str, dict[int, float]] = {}
         self._optimizer_offload = OptimizerOffload(
             self._backend.iter_optimizer_state,

@@ -186,11 +186,16 @@ def build_follower_worker(spec: EngineSpec) -> "FollowerWorker":
     Collective: the leader builds the engine at the same time.
     """
     assert spec.rank_group is not None
-    arguments = _make_engine_args(spec)
+    config = make_engine_config(spec)
     from streamrl.engines.vllm.executor import FollowerWorker
 
     with _keep_plain_on_cpu():
-        return FollowerWorker(arguments.create_engine_config(), spec.rank_group)
+        return FollowerWorker(config, spec.rank_group)
+
+
+def make_engine_config(spec: EngineSpec) -> Any:
+    """Return vLLM's config of an engine; vLLM raises errors of any type for what it refuses."""
+    return _make_engine_args(spec).create_engine_config()
 
 
 def _make_engine_args(spec: EngineSpec) -> Any:
@@ -221,7 +226,11 @@ def _make_engine_args(spec: EngineSpec) -> Any:
         from streamrl.engines.vllm.executor import make_rank_group_args
 
         arguments |= make_rank_group_args(spec.rank_group, spec.config.request_timeout_s)
-    return EngineArgs(**arguments)
+    engine_args = EngineArgs(**arguments)
+    # vLLM caches prefixes of such models in chunks of prompts only, which a CPU does not have.
+    if _is_on_cpu() and engine_args.create_model_config().has_inner_state:
+        engine_args.enable_prefix_caching = False
+    return engine_args
 
 
 def _is_on_cpu() -> bool:

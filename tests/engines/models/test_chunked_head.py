@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from streamrl.algorithms.math.losses import entropy_from_logits
 from streamrl.engines.models import chunked_head
+from streamrl.engines.models.activation_checkpointing import checkpoint_layers
 from streamrl.engines.models.chunked_head import EntropyMode
 from streamrl.engines.models.forward import compute_token_logprobs
 from tests.engines.test_architectures import COMMON, QUICK, SLOW, VOCABULARY
@@ -28,6 +29,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.25},
     "gptj": {"n_embd": 128, "n_layer": 2, "n_head": 4, "rotary_dim": 16, "n_positions": 512},
     "phi": {},
+    # Outputs, a decoder and attributes of the base that the code behind the head reads.
+    "gpt2": {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 512},
+    "opt": {"ffn_dim": 160, "word_embed_proj_dim": 128},
+    "gemma4_text": {"head_dim": 32, "global_head_dim": 32, "hidden_size_per_layer_input": 0},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8},
 }
 Results = tuple[Tensor, Tensor, dict[str, Tensor]]
 
@@ -41,7 +47,7 @@ def make_model(family: str, **changes: Any) -> PreTrainedModel:
         for parameter in model.parameters():
             scale = 0.2 if parameter.dim() == 1 else 1.2 / math.sqrt(parameter.shape[-1])
             parameter.add_(torch.randn_like(parameter) * scale)
-    return model.train()
+    return model.eval()
 
 
 def make_ids(rows: int, width: int) -> Tensor:
@@ -129,7 +135,7 @@ def test_a_frozen_head_gets_no_gradient_and_passes_it_on():
 def test_activation_checkpointing_changes_nothing():
     model = make_model("gemma2")
     expected = score_in_chunks(model, make_ids(2, 9), "gradient")
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(model, offload=False, chunk_mlps=False)
     with chunks_of(4):
         actual = score_in_chunks(model, make_ids(2, 9), "gradient")
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
@@ -203,7 +209,7 @@ def test_no_tensor_has_an_element_per_token_and_word(
     words, tokens = 4 * VOCABULARY, 256
     model = make_model(family, vocab_size=words)
     if recompute:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(model, offload=False, chunk_mlps=False)
     parameters = max(parameter.numel() for parameter in model.parameters())
     assert parameters < tokens * words
     with chunks_of(16), WidestTensor() as widest:

@@ -9,12 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from streamrl.engines.dtypes import resolve_dtype
 from streamrl.engines.models import chunked_head, forward
+from streamrl.engines.models.activation_checkpointing import checkpoint_layers
 from streamrl.engines.models.forward import compute_token_logprobs, load_model
+from streamrl.engines.models.repeatable import check_repeatable
 from streamrl.engines.training.collate import build_batch
 from streamrl.errors import ConfigError
 from streamrl.messages import columns_to_rollouts
@@ -110,25 +113,43 @@ def test_logprobs_of_all_tokens_add_up_to_one(model):
     assert logprobs.exp().sum().item() == pytest.approx(1.0, abs=1e-5)
 
 
-def test_a_loaded_model_has_no_dropout(tmp_path):
-    config = Qwen2Config(
-        vocab_size=8,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        attention_dropout=0.5,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+NOISY = {
+    "gpt2": {"resid_pdrop": 0.3, "n_layer": 2, "n_head": 4, "n_embd": 128},
+    "opt": {"dropout": 0.3, "layerdrop": 0.5, "ffn_dim": 96, "word_embed_proj_dim": 128},
+    "biogpt": {"layerdrop": 0.5},
+    "mixtral": {"num_local_experts": 4, "router_jitter_noise": 0.3},
+    "qwen2": {"attention_dropout": 0.5},
+}
+
+
+@pytest.mark.parametrize("family", NOISY)
+def test_noise_of_training_mode_is_off_and_layers_are_recomputed(family, tmp_path):
+    config = AutoConfig.for_model(family, **COMMON | NOISY[family])
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     model = load_model(str(tmp_path), dtype=torch.float32)
-    token_ids = torch.tensor([[1, 2, 3, 4]])
-    mask = torch.ones_like(token_ids, dtype=torch.bool)
-    first, second = (
-        compute_token_logprobs(model, token_ids, mask, temperature=1.0) for _ in range(2)
+    ids = torch.arange(20)[None]
+    plain = model(input_ids=ids).logits
+    checkpoint_layers(model, offload=False, chunk_mlps=True)
+    calls: list[None] = []
+    layer = next(part for part in model.modules() if isinstance(part, GradientCheckpointingLayer))
+    layer.register_forward_pre_hook(lambda *_: calls.append(None))
+    for _ in range(2):
+        scores = compute_token_logprobs(model, ids, ids >= 0, temperature=1.0)
+        expected = plain.log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])[:, 0]
+        torch.testing.assert_close(scores.logprobs[0, 1:], expected, atol=1e-5, rtol=0)
+        scores.logprobs.sum().backward()
+    assert len(calls) == 4
+    check_repeatable(model, section="policy")
+
+
+def test_a_module_that_adds_noise_in_evaluation_mode_is_named(model):
+    hook = model.model.layers[1].mlp.register_forward_hook(
+        lambda _, __, output: output + 0.01 * torch.randn_like(output)
     )
-    assert model.training
-    assert torch.equal(first.logprobs, second.logprobs)
+    with pytest.raises(ConfigError, match=r"policy's .*: model\.layers\.1\.mlp \(Qwen2MLP\)"):
+        check_repeatable(model, section="policy")
+    hook.remove()
+    check_repeatable(model, section="policy")
 
 
 def test_a_model_that_lacks_parameters_is_rejected(model, tmp_path):
@@ -169,7 +190,7 @@ def test_flex_attention_uses_the_prefill_kernel_on_a_gpu(
         while_loading.setattr(forward, "get_local_device", lambda: torch.device("cpu"))
         model = load_model(str(tmp_path), dtype=torch.float32)
     if recompute:
-        model.gradient_checkpointing_enable()
+        checkpoint_layers(model, offload=False, chunk_mlps=False)
     token_ids = torch.ones(1, 8, dtype=torch.int64)
     with torch.compiler.set_stance("force_eager"):  # of the mask
         scores = compute_token_logprobs(model, token_ids, token_ids > 0, temperature=1.0)

@@ -31,7 +31,11 @@ from tests.engines.tiny_qwen import fill, save, tiny_model
 TEMPERATURE = 0.7
 LENGTHS = (3, 24, 1, 9)
 """Lengths of rows, some above the sliding window of 16 of FAMILIES."""
-PADDED = {"gpt_oss": "its attention function, eager", "gptj": "cannot be replaced"}
+PADDED = {
+    "gpt_oss": "its attention function, eager",
+    "gptj": "cannot be replaced",
+    "falcon_h1": "state from token to token",
+}
 """Families of FAMILIES whose rows are padded, and the reason."""
 
 

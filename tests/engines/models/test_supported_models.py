@@ -15,7 +15,7 @@ from streamrl.engines.models.lora import check_lora_targets
 from streamrl.engines.models.supported_models import (
     check_model_support,
     check_weight_files,
-    describe_padding,
+    describe_forward,
     describe_untrained_layers,
 )
 from streamrl.engines.trainer_config import TrainerConfig
@@ -23,7 +23,8 @@ from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_stored_shapes
 from tests.engines.test_architectures import COMMON, QUICK, SLOW
 
-FAMILY_SETTINGS = QUICK | SLOW | {"gpt2": {"n_layer": 2, "n_head": 4}}
+LLAMA4 = {"num_local_experts": 2, "head_dim": 32, "intermediate_size_mlp": 96}
+FAMILY_SETTINGS = QUICK | SLOW | {"gpt2": {"n_layer": 2, "n_head": 4}, "llama4_text": LLAMA4}
 FILE = "model.safetensors"
 SECOND = re.compile(r"\.(layers|h)\.1\.")
 
@@ -312,9 +313,18 @@ def test_a_note_says_which_models_are_padded(
     tmp_path: Path, family: str, attention: str, words: str
 ):
     path = write(tmp_path, family)
-    notes = describe_padding(path, attention)
+    notes = describe_forward(path, TrainerConfig(attention=attention), 1024, key="model.path")
     prefix = f"model.path={path}: micro-batches are padded, not packed: "
     assert notes == ([prefix + words] if words else [])
+
+
+def test_a_note_says_how_much_memory_logits_take_that_cannot_be_cut(tmp_path: Path):
+    path = write(tmp_path, "llama4_text")
+    settings = TrainerConfig(dtype="float32")
+    _, note = describe_forward(path, settings, 1 << 20, key="critic.path")
+    # 2^20 tokens, 320 words, logits and gradients of 4 bytes.
+    assert note.startswith(f"critic.path={path}: logits and their gradient take 2.5 GiB per")
+    assert note.endswith("knows no output head of this class apart from its base")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,50 @@
+"""Let vLLM judge the policy's directory and the generator's settings while Ray starts."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+
+from streamrl.actors.launch.fork_server import GENERATOR_LEVEL, start_script
+from streamrl.config.run_config import RunConfig
+from streamrl.distributed.devices import has_local_gpu
+from streamrl.engines.vllm import serving_probe
+from streamrl.engines.vllm.environment import make_vllm_env
+from streamrl.errors import ConfigError
+
+
+@contextlib.contextmanager
+def probe_serving(config: RunConfig, max_length: int) -> Iterator[Callable[[], None]]:
+    """Start a process that asks vLLM; yield a function that waits for the verdict.
+
+    The function raises ConfigError if vLLM does not serve the model. Nodes of a cluster may have
+    other devices than this one, so the function does nothing there, as without any verdict in the
+    time that an engine has for its start.
+    """
+    if config.placement.address:
+        yield lambda: None
+        return
+    # The split over processes and their memory are checked elsewhere.
+    generator = replace(config.generator, tensor_parallel=1)
+    request = json.dumps([config.model.path, asdict(generator), max_length])
+    env = make_vllm_env("cuda" if has_local_gpu() else "cpu")
+    process = start_script(GENERATOR_LEVEL, env, serving_probe.__file__, request)
+
+    def check() -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            output, _ = process.communicate(timeout=config.generator.start_timeout_s)
+            if reason := output and json.loads(output):
+                raise ConfigError(
+                    f"model.path={config.model.path}: vLLM does not serve it with the settings of"
+                    f" this run: {reason}"
+                )
+
+    try:
+        yield check
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
