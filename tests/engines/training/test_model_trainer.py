@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 from transformers.trainer_utils import SchedulerType
 
 from streamrl.algorithms import summarize_policy
-from streamrl.algorithms.math.advantages import group_relative_advantages
 from streamrl.algorithms.objective import policy_loss
 from streamrl.data.pretrain_texts import TextStream
 from streamrl.engines.models.forward import load_value_model
@@ -50,7 +49,6 @@ from tests.engines.trainer_ranks import (
     SEVERAL,
     SEVERAL_DIVISOR,
     SEVERAL_LR,
-    SEVERAL_SETTINGS,
     SHARED_COEFS,
     TEXTS,
     VALUED,
