@@ -36,9 +36,9 @@ from streamrl.run_dir.checkpoint import (
     Checkpoint,
     QueueLayout,
     ResumePoint,
-    forget_discarded,
     list_checkpoints,
 )
+from streamrl.run_dir.discarded import forget_discarded
 from streamrl.telemetry.progress import RunInfo, WorkStatus
 from streamrl.telemetry.progress_line import ProgressLine, show_progress
 from streamrl.telemetry.recorded_rows import GOES_BACK, START_EVENT, RecordedRows

@@ -25,16 +25,15 @@ from streamrl.run_dir.checkpoint import (
     find_next_generation,
     find_resume_point,
     find_snapshot,
-    forget_discarded,
     get_journal_dir,
     link_checkpoint,
     list_checkpoints,
     read_checkpoint,
     read_layout,
     remove_old_shards,
-    restore_discarded,
     write_state,
 )
+from streamrl.run_dir.discarded import forget_discarded, restore_discarded
 
 
 def state(version: int, cuts: Mapping[str, int]) -> CheckpointState:

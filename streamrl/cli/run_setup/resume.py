@@ -14,8 +14,8 @@ from streamrl.run_dir.checkpoint import (
     ResumePoint,
     find_resume_point,
     find_run_dir,
-    restore_discarded,
 )
+from streamrl.run_dir.discarded import restore_discarded
 from streamrl.run_dir.run_lock import InUseError, RunLock, acquire_run_lock, lock_for_reading
 
 
