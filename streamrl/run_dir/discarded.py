@@ -1,4 +1,4 @@
-"""Links to all that a resume from an older checkpoint discards, until its first new step is done."""
+"""Links to what a resume from an older checkpoint discards, until its first new step is done."""
 
 import os
 import shutil
