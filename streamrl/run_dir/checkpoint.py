@@ -23,11 +23,7 @@ from streamrl.buffer.log.segment_file import check_first_segment, delete_segment
 from streamrl.buffer.recovery import SnapshotBase
 from streamrl.dataflow import POLICY
 from streamrl.errors import CheckpointError, ConfigError, JournalError
-from streamrl.files.atomic_write import (
-    sync_and_rename,
-    wrap_checkpoint_errors,
-    write_atomic,
-)
+from streamrl.files.atomic_write import sync_and_rename, wrap_checkpoint_errors, write_atomic
 from streamrl.files.bounded_read import MIB, parse_json, read_small_json, read_small_text
 from streamrl.files.file_proofs import (
     FileProof,
