@@ -32,13 +32,8 @@ from streamrl.config.role_counts import describe_shared_slots, with_placement_mo
 from streamrl.config.run_config import RunConfig, config_to_dict, load_config
 from streamrl.errors import ConfigError, DiskError, JournalError, NoSpaceError, StreamError
 from streamrl.files.atomic_write import NO_SPACE
-from streamrl.run_dir.checkpoint import (
-    Checkpoint,
-    QueueLayout,
-    ResumePoint,
-    forget_discarded,
-    list_checkpoints,
-)
+from streamrl.run_dir.checkpoint import Checkpoint, QueueLayout, ResumePoint, list_checkpoints
+from streamrl.run_dir.discarded import forget_discarded
 from streamrl.telemetry.progress import RunInfo, WorkStatus
 from streamrl.telemetry.progress_line import ProgressLine, show_progress
 from streamrl.telemetry.recorded_rows import GOES_BACK, START_EVENT, RecordedRows

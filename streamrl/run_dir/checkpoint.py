@@ -12,10 +12,9 @@
 
 import contextlib
 import json
-import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, cast
@@ -26,12 +25,7 @@ from streamrl.buffer.log.segment_file import check_first_segment, delete_segment
 from streamrl.buffer.recovery import SnapshotBase
 from streamrl.dataflow import POLICY
 from streamrl.errors import CheckpointError, ConfigError, JournalError
-from streamrl.files.atomic_write import (
-    get_partial_path,
-    sync_and_rename,
-    wrap_checkpoint_errors,
-    write_atomic,
-)
+from streamrl.files.atomic_write import sync_and_rename, wrap_checkpoint_errors, write_atomic
 from streamrl.files.bounded_read import MIB, parse_json, read_small_json, read_small_text
 from streamrl.files.file_proofs import (
     FileProof,
@@ -41,6 +35,7 @@ from streamrl.files.file_proofs import (
     prove_files,
 )
 from streamrl.files.typed_settings import describe_read_error
+from streamrl.run_dir.discarded import keep_links, link_or_copy
 from streamrl.telemetry.sinks import METRICS_FILE
 
 CHECKPOINT_FORMAT = 4
@@ -52,8 +47,6 @@ MAX_STATE_BYTES = 1024 * MIB
 """Bound on the size of state.json, which with run.debug holds the uid of every prompt so far."""
 RUN_LOG_FOLDER = "books"
 LAYOUT_FILE = "layout.json"
-DISCARDED = ".discarded"
-"""Folder of a run directory: what a resume from an older checkpoint has discarded so far."""
 _STEP_FOLDER_PATTERN = re.compile(r"step_(\d{6,})")
 _SHARD_FOLDER_PATTERN = re.compile(r"shard-(\d{1,6})(?:\.(\d{1,6}))?")
 
@@ -470,7 +463,7 @@ class ResumePoint:
         if self.checkpoint is None or self.should_keep_journal:
             return
         later = [path for path in _list_step_folders(folder) if _parse_step(path) > self.version]
-        _keep_links(self.run_dir, [*later, self.run_dir / "journal"])
+        keep_links(self.run_dir, [*later, self.run_dir / "journal"])
         cuts = self.checkpoint.state["cuts"]
         # Crash safety. Journals go before newer checkpoints: after a crash in between, the newer
         # checkpoints are still complete. Journals with a gap go last: while a gap remains, no
@@ -484,42 +477,6 @@ class ResumePoint:
         for path in reversed(later):
             shutil.rmtree(path)
         link_best_checkpoint(folder)
-
-
-def _keep_links(run_dir: Path, folders: Sequence[Path]) -> None:
-    """Link what a resume discards into the folder DISCARDED, until its first new step is done.
-
-    Links are safe: a later process never writes into an existing file of these folders. Leaves what
-    an interrupted call has linked.
-    """
-    if (run_dir / DISCARDED).exists():
-        return
-    partial = get_partial_path(run_dir / DISCARDED)
-    shutil.rmtree(partial, ignore_errors=True)
-    for folder in filter(Path.is_dir, folders):
-        target = partial / folder.relative_to(run_dir)
-        shutil.copytree(folder, target, copy_function=_link_or_copy)
-    partial.rename(run_dir / DISCARDED)
-
-
-def restore_discarded(run_dir: Path) -> None:
-    """Undo a resume from an older checkpoint that ended before its first new step.
-
-    A crash in between leaves a state from which a second call goes on.
-    """
-    discarded = run_dir / DISCARDED
-    if (discarded / "journal").is_dir():
-        shutil.rmtree(run_dir / "journal", ignore_errors=True)
-        (discarded / "journal").rename(run_dir / "journal")
-    for path in _list_step_folders(discarded / "checkpoints"):
-        if not (run_dir / "checkpoints" / path.name).exists():
-            path.rename(run_dir / "checkpoints" / path.name)
-    link_best_checkpoint(run_dir / "checkpoints")
-    forget_discarded(run_dir)
-
-
-def forget_discarded(run_dir: Path) -> None:
-    shutil.rmtree(run_dir / DISCARDED, ignore_errors=True)
 
 
 def find_run_dir(path: Path) -> Path:
@@ -617,13 +574,5 @@ def link_checkpoint(checkpoint: Checkpoint, run_dir: Path) -> Checkpoint:
     Raises OSError if the disk is full.
     """
     target = run_dir / "checkpoints" / checkpoint.path.name
-    shutil.copytree(checkpoint.path, target, copy_function=_link_or_copy)
+    shutil.copytree(checkpoint.path, target, copy_function=link_or_copy)
     return read_checkpoint(target)
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(source, target, follow_symlinks=True)
-    except OSError:
-        # Different file systems, or no support for hard links.
-        shutil.copy2(source, target)

@@ -120,6 +120,22 @@ async def test_an_offloaded_optimizer_is_in_device_memory_only_while_needed(
     assert calls == [*begins, *saves]
 
 
+OF_RANK_0 = {"config.json", "trainer.json", "rng_00000.safetensors", "state_00000_001.st"}
+
+
+@pytest.mark.parametrize(("rank", "names"), [(0, OF_RANK_0), (1, {"state_00001_000.st"})])
+async def test_a_rank_proves_the_files_that_it_wrote(tmp_path: Path, rank: int, names: set[str]):
+    model, state = tmp_path / "model", tmp_path / "trainer"
+    for folder in (model, state):
+        folder.mkdir()
+    (model / "config.json").touch()
+    for name in (OF_RANK_0 - {"config.json"}) | {"state_00001_000.st", "state_00010_000.st"}:
+        (state / name).touch()
+    actor = TrainerActor(SharedWeights())
+    await actor.start(make_context(Rank([]), LITTLE_MEMORY), rank, RENDEZVOUS, None)
+    assert {path.name for path in await actor.save_checkpoint(model, state)} == names
+
+
 async def test_a_generator_that_may_sample_keeps_its_kv_cache():
     calls: list[str] = []
     shared_weights = SharedWeights()

@@ -12,6 +12,7 @@ from streamrl.buffer.log.segment_file import get_segment_path, list_segments
 from streamrl.buffer.recovery import SnapshotBase
 from streamrl.dataflow import POLICY
 from streamrl.errors import ConfigError, NoSpaceError
+from streamrl.files.file_proofs import prove_files
 from streamrl.run_dir import checkpoint
 from streamrl.run_dir.checkpoint import (
     CHECKPOINT_FORMAT,
@@ -25,16 +26,15 @@ from streamrl.run_dir.checkpoint import (
     find_next_generation,
     find_resume_point,
     find_snapshot,
-    forget_discarded,
     get_journal_dir,
     link_checkpoint,
     list_checkpoints,
     read_checkpoint,
     read_layout,
     remove_old_shards,
-    restore_discarded,
     write_state,
 )
+from streamrl.run_dir.discarded import forget_discarded, restore_discarded
 
 
 def state(version: int, cuts: Mapping[str, int]) -> CheckpointState:
@@ -135,6 +135,18 @@ def test_a_repeated_save_replaces_the_checkpoint(tmp_path: Path):
     write(tmp_path, 3)
     write(tmp_path, 3)
     assert find_newest(tmp_path).version == 3
+
+
+def test_the_proof_of_the_process_that_wrote_a_file_finds_later_damage(tmp_path: Path):
+    writer = CheckpointWriter(tmp_path, 5)
+    weights = writer.get_role_dirs(POLICY)[0] / "weights"
+    weights.parent.mkdir()
+    weights.write_text("5")
+    writer.add_proofs(prove_files([weights]))
+    weights.write_text("6")  # before the commit
+    writer.commit(state(5, {}), keep=1)
+    with pytest.raises(ConfigError, match="model/weights has changed since it was written"):
+        check_files(find_newest(tmp_path))
 
 
 def test_a_disk_error_names_the_checkpoint_and_keeps_the_old_one(

@@ -10,12 +10,8 @@ from streamrl.config.resume_overrides import check_overrides
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.config.run_settings import RunSettings
 from streamrl.errors import ConfigError
-from streamrl.run_dir.checkpoint import (
-    ResumePoint,
-    find_resume_point,
-    find_run_dir,
-    restore_discarded,
-)
+from streamrl.run_dir.checkpoint import ResumePoint, find_resume_point, find_run_dir
+from streamrl.run_dir.discarded import restore_discarded
 from streamrl.run_dir.run_lock import InUseError, RunLock, acquire_run_lock, lock_for_reading
 
 
