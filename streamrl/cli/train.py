@@ -149,10 +149,7 @@ def train(
             for text in session.start(resume.checkpoint if resume else None, report_status):
                 sinks.log_event("corrupt", {"text": text})
             check_interrupted()
-            try:
-                finish = _forward_reports(session, sinks, log, claim)
-            finally:
-                summary["ledger"] = session.format_ledger()
+            finish = _forward_reports(session, sinks, log, claim, summary)
         except StreamError as error:
             summary |= {"written": str(config.run_dir)}
             raise _log_failure(error, session, sinks, config) from error.__cause__
@@ -242,9 +239,16 @@ def _add_kept_checkpoint(error: StreamError, config: RunConfig) -> StreamError:
 
 
 def _forward_reports(
-    session: "RunSession", sinks: SinkGroup, log: RolloutLog, claim: RunDirClaim
+    session: "RunSession",
+    sinks: SinkGroup,
+    log: RolloutLog,
+    claim: RunDirClaim,
+    summary: dict[str, str],
 ) -> "RunResult":
-    """Pass the driver's reports on until the run ends; the first Ctrl-C stops it in order."""
+    """Pass the driver's reports on until the run ends; the first Ctrl-C stops it in order.
+
+    summary: receives the ledger as of the end, whichever it is.
+    """
 
     def handle(report: DriverReport) -> None:
         if claim.run_lock is not None:
@@ -261,8 +265,11 @@ def _forward_reports(
             case WorkStatus() as status:
                 sinks.show_status(status)
 
-    with catch_first_interrupt() as stopping:
-        return session.watch_actors(handle, stopping)
+    try:
+        with catch_first_interrupt() as stopping:
+            return session.watch_actors(handle, stopping)
+    finally:
+        summary["ledger"] = session.format_ledger()
 
 
 def _load_position(checkpoint: Checkpoint, config: RunConfig, prompts: "PromptStream") -> None:

@@ -85,7 +85,7 @@ def _check_scalar(key: str, value: Any, kinds: Sequence[Any]) -> None:
     from omegaconf import BooleanNode, FloatNode, IntegerNode, StringNode
     from omegaconf.errors import OmegaConfBaseException
 
-    nodes = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
+    nodes: dict[Any, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
     if not TYPE_RULES.keys() >= set(kinds) or (value is None and NoneType in kinds):
         return
     for kind in nodes.keys() & set(kinds):
