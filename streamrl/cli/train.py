@@ -160,10 +160,7 @@ def train(
             for text in session.start(resume.checkpoint if resume else None, report_status):
                 sinks.log_event("corrupt", {"text": text})
             check_interrupted()
-            try:
-                finish = _forward_reports(session, sinks, log, claim, recorded)
-            finally:
-                summary["ledger"] = session.format_ledger()
+            finish = _forward_reports(session, sinks, log, claim, recorded, summary)
         except StreamError as error:
             summary |= {"written": str(config.run_dir)}
             raise _log_failure(error, session, sinks, config) from error.__cause__
@@ -258,11 +255,12 @@ def _forward_reports(
     log: RolloutLog,
     claim: RunDirClaim,
     recorded: RecordedRows,
+    summary: dict[str, str],
 ) -> "RunResult":
     """Pass the driver's reports on until the run ends; the first Ctrl-C stops it in order.
 
     The recorded row and rollouts of a repeated step stand. The first new step replaces them from
-    that step on.
+    that step on. `summary` receives the ledger as of the end.
     """
     kept, has_new_step = set[int](), False
 
@@ -292,8 +290,11 @@ def _forward_reports(
             case WorkStatus() as status:
                 sinks.show_status(status)
 
-    with catch_first_interrupt() as stopping:
-        return session.watch_actors(handle, stopping)
+    try:
+        with catch_first_interrupt() as stopping:
+            return session.watch_actors(handle, stopping)
+    finally:
+        summary["ledger"] = session.format_ledger()
 
 
 def _load_position(checkpoint: Checkpoint, config: RunConfig, prompts: "PromptStream") -> None:

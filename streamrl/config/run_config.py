@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast, get_type_hints
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf._utils import split_key
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from yaml import MarkedYAMLError, YAMLError
 
 from streamrl.algorithms import list_required_columns
 from streamrl.algorithms.algorithm import AlgorithmSettings
@@ -439,17 +439,18 @@ def _apply_override(settings: DictConfig, override: str) -> None:
         raise ConfigError(f"{override!r}: write an override as key=value")
     try:
         # Not resolved yet: an interpolation refers to the whole config.
-        (parsed,) = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"])).values()
+        raw: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))
     except RecursionError:
         raise ConfigError(f"{override!r:.80}: nested too deeply") from None
     except (YAMLError, OmegaConfBaseException, *YAML_VALUE_ERRORS) as error:
-        reason = " ".join(str(getattr(error, "problem", None) or error).split())
+        problem = error.problem if isinstance(error, MarkedYAMLError) else error
+        reason = " ".join(str(problem).split())
         raise ConfigError(
             f"{override!r:.200}: the value is not YAML ({reason}); quote a text with signs"
         ) from None
     _check_list_indices(settings, key, override)
     try:
-        OmegaConf.update(settings, key, parsed, merge=False, force_add=True)
+        OmegaConf.update(settings, key, raw["value"], merge=False, force_add=True)
     except OmegaConfBaseException as error:
         reason = str(error.msg or error).splitlines()[0]
         raise ConfigError(f"{override!r:.200}: {reason}") from None

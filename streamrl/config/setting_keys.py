@@ -57,8 +57,6 @@ def _check_key(key: str, value: Any, section: Any, root: type, source: str) -> N
     if name not in hints:
         hint = _suggest_key(parent, name, hints, root)
         raise ConfigError(f"{source}: unknown key {key}={value!r}; {hint}")
-    if get_origin(hints[name]) is dict and is_dataclass(get_args(hints[name])[1]):
-        _check_named_entries(key, value, source)
     kinds = (hints[name], *get_args(hints[name]))
     if isinstance(value, bool) and str in kinds and bool not in kinds:
         words = "on, yes and true" if value else "off, no and false"
@@ -69,17 +67,6 @@ def _check_key(key: str, value: Any, section: Any, root: type, source: str) -> N
         check_type(key, value, hints[name])
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
-
-
-def _check_named_entries(key: str, value: Any, source: str) -> None:
-    """Raise ConfigError unless a value is a mapping of names to mappings of settings."""
-    if not isinstance(value, dict):
-        raise ConfigError(f"{source}: {key}={value!r}: must be a mapping of names to settings")
-    for name, entry in value.items():
-        if not isinstance(name, str):
-            raise ConfigError(f"{source}: {key}.{name}: the name must be text; quote it")
-        if not isinstance(entry, dict):
-            raise ConfigError(f"{source}: {key}.{name}={entry!r}: must be a mapping of settings")
 
 
 def _suggest_key(parent: str, name: str, siblings: Iterable[str], root: type) -> str:

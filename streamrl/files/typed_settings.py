@@ -5,7 +5,7 @@ import dataclasses
 import difflib
 import json
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -61,9 +61,6 @@ def check_type(key: str, value: Any, hint: Any) -> None:
 
     Checks entries of lists and mappings too, but not inside sections. An interpolation passes.
     """
-    from omegaconf import BooleanNode, FloatNode, IntegerNode, StringNode
-    from omegaconf.errors import OmegaConfBaseException
-
     if dataclasses.is_dataclass(hint) and not isinstance(value, dict):
         raise ConfigError(f"{key}={value!r:.200}: must be a mapping of settings")
     if get_origin(hint) is list:
@@ -74,20 +71,29 @@ def check_type(key: str, value: Any, hint: Any) -> None:
             check_type(f"{key}[{i}]", entry, get_args(hint)[0])
     elif get_origin(hint) is dict:
         if not isinstance(value, dict):
-            raise ConfigError(f"{key}={value!r:.200}: must be a mapping of names to values")
+            raise ConfigError(f"{key}={value!r:.200}: must be a mapping of names to settings")
         for name, entry in value.items():
+            if not isinstance(name, str):
+                raise ConfigError(f"{key}.{name}: the name must be text; quote it")
             check_type(f"{key}.{name}", entry, get_args(hint)[1])
     else:
-        kinds = get_args(hint) or (hint,)
-        if not TYPE_RULES.keys() >= set(kinds) or (value is None and NoneType in kinds):
+        _check_scalar(key, value, get_args(hint) or (hint,))
+
+
+def _check_scalar(key: str, value: Any, kinds: Sequence[Any]) -> None:
+    """Raise ConfigError unless OmegaConf converts a value to one of these types; skip others."""
+    from omegaconf import BooleanNode, FloatNode, IntegerNode, StringNode
+    from omegaconf.errors import OmegaConfBaseException
+
+    nodes: dict[Any, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
+    if not TYPE_RULES.keys() >= set(kinds) or (value is None and NoneType in kinds):
+        return
+    for kind in nodes.keys() & set(kinds):
+        with contextlib.suppress(OmegaConfBaseException):
+            nodes[kind](value, is_optional=False)
             return
-        nodes = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
-        for kind in kinds:
-            with contextlib.suppress(OmegaConfBaseException, KeyError):
-                nodes[kind](value, is_optional=False)
-                return
-        rule = " or ".join(TYPE_RULES[kind] for kind in kinds)
-        raise ConfigError(f"{key}={value!r:.200}: must be {rule}")
+    rule = " or ".join(TYPE_RULES[kind] for kind in kinds)
+    raise ConfigError(f"{key}={value!r:.200}: must be {rule}")
 
 
 def fill_empty_text(raw: Any, kind: Any) -> Any:

@@ -210,21 +210,11 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("filter/generate_s", "s", "part of time/generate_s spent on filtered groups"),
     MetricSpec("filter/score_s", "s", "part of the scorers' reward time spent on filtered groups"),
     MetricSpec("filter/oversample", "", "prompts admitted per group of a step"),
+    MetricSpec("stale/share", "fraction", "groups dropped as stale over these and trained groups"),
     MetricSpec(
-        "stale/share",
-        "fraction",
-        "groups dropped as stale over these and trained groups (only in such steps)",
+        "stale/length_ratio", "", "tokens of a rollout dropped as stale over a trained one's"
     ),
-    MetricSpec(
-        "stale/length_ratio",
-        "",
-        "sampled tokens of a rollout dropped as stale over those of a trained one",
-    ),
-    MetricSpec(
-        "stale/lost_prompts",
-        "prompts",
-        "prompts of the step that were stale in each of queue.max_attempts",
-    ),
+    MetricSpec("stale/lost_prompts", "prompts", "stale in each attempt (queue.max_attempts)"),
     MetricSpec("journal/bytes", "bytes", "size of the shards' journals on disk"),
     MetricSpec("journal/fsync_s", "s", "time of all shards in fsync in the step, summed"),
     MetricSpec("staleness/mean", "versions", "mean staleness of the tokens trained in the step"),

@@ -158,7 +158,7 @@ def test_a_setting_may_be_a_boolean_or_text(recipe: Path, text: str, value: bool
     assert load_config(recipe, [override]).trainer.gradient_checkpointing == value
 
 
-def iter_typed_keys(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def iter_typed_keys(kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield key and type of every setting; settings of list entries are those of entry 0."""
     for name, hint in get_type_hints(kind).items():
         yield f"{prefix}{name}", hint

@@ -4,6 +4,7 @@ import json
 import math
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,7 +76,12 @@ def write_steps(folder: Path, num_steps: int) -> Path:
     (folder / "config.yaml").touch()
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(1, num_steps + 1):
-            row = {"step": step, "time": float(step), "time/step_s": 1.0, "reward/mean": step % 2}
+            row: dict[str, Any] = {
+                "step": step,
+                "time": float(step),
+                "time/step_s": 1.0,
+                "reward/mean": step % 2,
+            }
             row |= {"staleness/max": 5 * (step == 2), "ledger/trained": 4 * step}
             row |= {"time/checkpoint_s": 0.5 if step % 10 == 0 else None}
             row["staleness/histogram"] = {"edges": [0, 1], "counts": [3]}
@@ -115,7 +121,8 @@ def test_a_growing_file_is_read_once_in_any_pieces(
 ) -> None:
     path = tmp_path_factory.mktemp("tail") / "rows.jsonl"
     content = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
-    tail, read, start = JsonlTail(path), [], 0
+    tail, start = JsonlTail(path), 0
+    read: list[dict[str, Any]] = []
     while start < len(content):
         end = data.draw(st.integers(start + 1, len(content)))
         with path.open("ab") as file:

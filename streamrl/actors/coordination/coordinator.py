@@ -277,9 +277,9 @@ class CoordinatorActor(PingableActor):
             self._driver_events.post_report(EventReport("note", {"text": text}))
         elif interrupted or config.checkpoint.at_end:
             await self._save_checkpoint()
-        queue_stats = await self._queue.get_stats()
+        uids = (await self._queue.get_stats()).uids
         await self._persistence.close()
-        run_state.admission.ledger.check_balance(queue_stats.uids, inserted=run_state.inserted_uids)
+        run_state.admission.ledger.check_balance(uids, inserted=run_state.inserted_uids)
         return RunResult(run_state.admission.version, interrupted, self._checkpoint)
 
     async def format_ledger(self) -> str:
@@ -417,9 +417,7 @@ class CoordinatorActor(PingableActor):
                 f"{error}; kept: {self._last_checkpoint_name}; the run goes on"
                 " and tries again later"
             )
-            self._driver_events.post_report(
-                EventReport("no_space", {"version": version, "text": text})
-            )
+            self._post_reports([EventReport("no_space", {"version": version, "text": text})])
             return
         if path is not None:
             self._checkpoint, self._saved_version = str(path), version

@@ -10,8 +10,13 @@ from streamrl.config.resume_overrides import check_overrides
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.config.run_settings import RunSettings
 from streamrl.errors import ConfigError
-from streamrl.run_dir.checkpoint import ResumePoint, find_resume_point, find_run_dir
-from streamrl.run_dir.discarded import restore_discarded
+from streamrl.run_dir.checkpoint import (
+    ResumePoint,
+    find_resume_point,
+    find_run_dir,
+    link_best_checkpoint,
+)
+from streamrl.run_dir.discarded import DISCARDED, restore_discarded
 from streamrl.run_dir.run_lock import InUseError, RunLock, acquire_run_lock, lock_for_reading
 
 
@@ -134,7 +139,9 @@ def resume_run(
         claim_new_run(config, claim)
     else:
         claim.run_lock = acquire_run_lock(folder, status=_print_status)
-        restore_discarded(folder)
+        if (folder / DISCARDED).exists():
+            restore_discarded(folder)
+            link_best_checkpoint(folder / "checkpoints")
     # Look for the checkpoint under the lock, when no other process can write there.
     resume = find_resume_point(path)
     if is_forking:
