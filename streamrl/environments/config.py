@@ -113,7 +113,7 @@ class EnvironmentConfig(EnvironmentSpec):
         policy gets another one, or the words at which the environment failed would return.
     min_episodes: least episodes with which a group is trained if the environment fails for the
         others; null: all.
-    on_timeout: treatment of an episode at episode_timeout_s: mask (its tokens are not trained) or
+    on_timeout: treatment of an episode at episode_timeout_s: mask (the episode counts nowhere) or
         score.
     """
 

@@ -131,13 +131,13 @@ EVALUATED_EPISODE_METRICS = tuple(
     )
 )
 METRICS: tuple[MetricSpec, ...] = (
-    MetricSpec("reward/mean", "", "mean combined reward of the rollouts trained in the step"),
-    MetricSpec("reward/std", "", "standard deviation of that reward over the step's rollouts"),
+    MetricSpec("reward/mean", "", "mean combined reward of the included rollouts of the step"),
+    MetricSpec("reward/std", "", "standard deviation of that reward over these rollouts"),
     MetricSpec("reward/<component>", "", "mean of one named reward before combination"),
     MetricSpec(
         "reward/<component>/<number>", "", "mean of an extra number that the reward reports"
     ),
-    MetricSpec("cost/mean", "", "mean combined cost of those rollouts; NaN without costs"),
+    MetricSpec("cost/mean", "", "mean combined cost of these rollouts; NaN without costs"),
     MetricSpec("cost/<component>", "", "mean of one named cost before combination"),
     MetricSpec("cost/<component>/<number>", "", "mean of an extra number that the cost reports"),
     MetricSpec("loss/policy", "", "policy loss, normalized over the whole step"),

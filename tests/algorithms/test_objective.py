@@ -247,6 +247,15 @@ def test_kl_and_entropy_share_the_aggregation():
     assert parts == pytest.approx(loss / 4)
 
 
+def test_the_mean_kl_includes_rejected_tokens_and_the_loss_does_not():
+    # The ratios 1.5 and 0.5 are out.
+    correction = CorrectionConfig(reject="k1", reject_low=0.8, reject_high=1.25)
+    config = AlgorithmConfig(name="dapo", kl_coef=0.1, kl_kind="k1", correction=correction)
+    loss, sums = compute_loss(config)
+    assert sums["kl_ref_sum"] == pytest.approx(4 * 0.5 + math.log(0.75))
+    assert loss == pytest.approx(-1 + 2.0 + 0.1 * 2 * 0.5)
+
+
 def test_kl_in_reward_is_reported_but_not_in_the_loss():
     config = AlgorithmConfig(name="dapo", kl_coef=0.1, kl_in="reward", kl_kind="k1")
     loss, sums = compute_loss(config)
@@ -285,6 +294,20 @@ def test_decoupled_weights_by_hand():
     assert loss == pytest.approx(-1.2 - 1 - 0.5 + 2.0)
     assert sums["clipped_sum"] == 0
     assert summarize_policy(sums, 4.0)["correction/weight_mean"] == pytest.approx(3.7 / 4)
+
+
+def test_the_clip_is_of_the_trained_policy_and_the_weight_of_the_proximal_one():
+    # Per token a ratio of exp(0.4) = 1.49 to the proximal policy, and a weight of exp(0.5) = 1.65.
+    correction = CorrectionConfig(proximal="trainer", weights="token", weight_high=2.0)
+    loss, sums = compute_loss(
+        AlgorithmConfig(name="dapo", correction=correction),
+        logprobs=torch.full((2, 4), -0.1),
+        proximal_logprobs=torch.full((2, 4), -0.5),
+        generator_logprobs=torch.full((2, 4), -1.0),
+    )
+    assert loss == pytest.approx(math.exp(0.5) * (-3 * 1.28 + 2 * math.exp(0.4)))
+    assert sums["weight_sum"] == pytest.approx(4 * math.exp(0.5))
+    assert sums["ratio_sum"] == pytest.approx(4 * math.exp(0.5))
 
 
 @pytest.mark.parametrize(("count_rejected", "divisor"), [(True, 4), (False, 2)])

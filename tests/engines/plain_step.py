@@ -1,4 +1,7 @@
-"""Loss of a step written out: rollout by rollout, without padding, in a single process."""
+"""Losses of a step from the formulas of docs/algorithms.md: rollout by rollout, without padding.
+
+Calls no function of the package that computes.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -6,11 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.math.advantages import group_relative_advantages
-from streamrl.algorithms.math.losses import entropy_from_logits
-from streamrl.algorithms.objective import policy_loss
 from streamrl.messages import Columns, split_token_column
-from tests.engines.trainer_ranks import ALGORITHM, GROUPS, SETTINGS, TEMPERATURE, VALUE_CLIP
+from tests.engines.trainer_ranks import ALGORITHM, GROUPS, TEMPERATURE, VALUE_CLIP
 
 TOKEN_COLUMNS = ("token_ids", "loss_mask", "generator_logprobs")
 
@@ -23,15 +23,30 @@ def iter_rows(columns: Columns, *names: str) -> Iterator[tuple[Tensor, dict[str,
     }
     for i in range(len(columns["lengths"])):
         row = {name: torch.from_numpy(rollouts[i])[None, 1:] for name, rollouts in parts.items()}
-        row["group_tokens"] = torch.tensor([int(columns["loss_mask"].sum())])
         yield torch.from_numpy(parts["token_ids"][i])[None].long(), row
 
 
 def logprobs_of(logits: Tensor, ids: Tensor) -> dict[str, Any]:
     """Return logprobs and entropies of every token but the first, [1, T - 1]."""
-    logits = logits[:, :-1] / TEMPERATURE
-    logprobs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-    return {"logprobs": logprobs, "entropy": entropy_from_logits(logits)}
+    full = (logits[:, :-1] / TEMPERATURE).log_softmax(-1)
+    logprobs = full.gather(-1, ids[:, 1:, None])[..., 0]
+    return {"logprobs": logprobs, "entropy": -(full.exp() * full).sum(-1)}
+
+
+def clipped_loss(ratio: Tensor, advantage: Tensor) -> Tensor:
+    """Return PPO's loss of each token, with the clip at 0.2."""
+    return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
+
+
+def advantages_and_returns(values: list[float], score: float) -> tuple[Tensor, Tensor]:
+    """Return GAE's A = delta + 0.95 A_next of each sampled token, and A + V; gamma is 1."""
+    advantages: list[float] = []
+    advantage, value_after, reward = 0.0, 0.0, score
+    for value in reversed(values):
+        advantage = reward + value_after - value + 0.95 * advantage
+        advantages.insert(0, advantage)
+        value_after, reward = value, 0.0
+    return torch.tensor(advantages), torch.tensor(advantages) + torch.tensor(values)
 
 
 def clipped_value_loss(values: Tensor, old: Tensor, returns: Tensor) -> Tensor:
@@ -62,14 +77,22 @@ def parameters_by_name(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def plain_loss(logits_of: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the loss summed over all groups; `logits_of` maps token ids [1, T] to [1, T, V]."""
+    """Return the loss summed over all groups; `logits_of` maps token ids [1, T] to [1, T, V].
+
+    GRPO with k3 and entropy in the loss: means over each rollout's tokens.
+    """
     total = torch.zeros(())
     for columns in GROUPS.values():
         scores = torch.from_numpy(columns["scores"])
-        advantages = group_relative_advantages(scores, torch.zeros(len(scores), dtype=torch.long))
+        advantages = (scores - scores.mean()) / (scores.std() + 1e-6)
         rows = zip(advantages, iter_rows(columns, "ref_logprobs"), strict=True)
         for advantage, (ids, row) in rows:
-            row["advantages"] = advantage[None]
             outputs = logprobs_of(logits_of(ids), ids)
-            total = total + policy_loss(ALGORITHM.spec, SETTINGS, row, **outputs)[0]
+            losses = clipped_loss(
+                (outputs["logprobs"] - row["generator_logprobs"]).exp(), advantage
+            )
+            x = outputs["logprobs"] - row["ref_logprobs"]
+            losses = losses + ALGORITHM.kl_coef * ((-x).exp() + x - 1)
+            losses = losses - ALGORITHM.entropy_coef * outputs["entropy"]
+            total = total + losses[row["loss_mask"]].mean()
     return total

@@ -57,7 +57,6 @@ SEVERAL = AlgorithmConfig(
 )
 PPO = AlgorithmConfig(name="ppo", whiten_advantages=False)
 VALUE_CLIP = 0.05
-SEVERAL_SETTINGS = SEVERAL.to_settings(max_length=8, reward_weights={})
 VALUED: dict[str, Columns] = {
     uid: {**columns, "values": np.where(columns["loss_mask"], 0.1, 0).astype(np.float32)}
     for uid, columns in GROUPS.items()

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from streamrl.algorithms.math.losses import entropy_from_logits
 from streamrl.engines.models import chunked_head
 from streamrl.engines.models.activation_checkpointing import checkpoint_layers
+from streamrl.engines.models.chunked_gradients import compute_chunk_gradients
 from streamrl.engines.models.chunked_head import EntropyMode
 from streamrl.engines.models.forward import compute_token_logprobs
 from tests.engines.test_architectures import COMMON, QUICK, SLOW, VOCABULARY
@@ -149,6 +150,16 @@ def test_bfloat16_gradients_of_the_head_do_not_depend_on_the_number_of_chunks():
             gradients.append(score_in_chunks(model, ids, "value")[2]["lm_head.weight"].float())
     error = (gradients[1] - gradients[0]).norm() / gradients[0].norm()
     assert error < 2**-7
+
+
+def test_gradients_of_many_chunks_are_summed_in_float32():
+    """In bfloat16 the sum of ones would stay at 256."""
+    one = torch.ones(1, 1, dtype=torch.bfloat16)
+    weight = one.clone().requires_grad_()
+    chunks = [(lambda x: x * weight, one, one)] * 300
+    (gradient,) = compute_chunk_gradients(chunks, [torch.empty_like(one)] * 300, [weight])
+    assert gradient is not None
+    assert gradient.item() == 300
 
 
 def test_the_model_is_left_as_it_was():

@@ -1,6 +1,7 @@
 """Excluded rollouts: whatever they hold, nothing that is computed over their group changes."""
 
 from dataclasses import replace
+from statistics import fmean, stdev
 
 import numpy as np
 import pytest
@@ -121,6 +122,15 @@ def test_a_masked_truncated_rollout_counts_in_the_statistics_by_default(reason):
     assert derived["loss_mask"].tolist() == [True, True, False, False, True, True, True, True]
     sums = sum_rollouts({"a": group}, [("a", i) for i in range(4)], {"a": derived})
     assert compute_score_metrics(sums)["reward/mean"] == 0.5
+
+
+def test_whitening_is_over_trained_tokens():
+    config = AlgorithmConfig(name="reinforce_pp_baseline", mask_truncated=True)
+    advantages = derive(config, make_group([1, 1, 0, 0], FinishReason.LENGTH))["advantages"]
+    # Scores minus their mean of 0.5, of two tokens each; the second rollout is not trained.
+    tokens = [0.5, 0.5, -0.5, -0.5, -0.5, -0.5]
+    whitened = [(x - fmean(tokens)) / stdev(tokens) for x in tokens]
+    assert advantages.tolist() == pytest.approx([*whitened[:2], 0, 0, *whitened[2:]])
 
 
 def test_a_step_of_excluded_rollouts_alone_trains_nothing_and_has_no_means():

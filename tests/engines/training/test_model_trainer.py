@@ -10,11 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 from transformers.trainer_utils import SchedulerType
 
 from streamrl.algorithms import summarize_policy
-from streamrl.algorithms.objective import policy_loss
 from streamrl.data.pretrain_texts import TextStream
 from streamrl.engines.models.forward import load_value_model
 from streamrl.engines.trainer_config import DECAY_SCHEDULES, LR_SCHEDULES, TrainerConfig
-from streamrl.engines.training.collate import derive_columns
 from streamrl.errors import ConfigError
 from tests.engines.conftest import (
     GATHERED,
@@ -29,6 +27,8 @@ from tests.engines.conftest import (
 )
 from tests.engines.plain_step import (
     PlainOptimizer,
+    advantages_and_returns,
+    clipped_loss,
     clipped_value_loss,
     iter_rows,
     logprobs_of,
@@ -41,7 +41,6 @@ from tests.engines.trainer_ranks import (
     GROUPS,
     LATE_S,
     LR,
-    PPO,
     PTX_COEF,
     PTX_DIVISORS,
     PTX_ROWS,
@@ -108,7 +107,7 @@ def several_plain_updates():
             mask, near = row["loss_mask"], row["near"]
             r = (outputs["logprobs"] - row["proximal"])[mask].exp()
             weights = row["x"].exp().clamp(max=2.0)[near]
-            losses = torch.maximum(-a * r, -a * r.clamp(0.8, 1.2))[near] * weights
+            losses = clipped_loss(r, a)[near] * weights
             loss = losses.sum() / len(near)
             (loss / SEVERAL_DIVISOR).backward()
             total.append(
@@ -156,14 +155,8 @@ def plain_critic(model_path):
                 values = model(input_ids=ids).logits[0, :-1, 0]
                 sampled = row["loss_mask"][0].nonzero()[:, 0]
                 old = row["values"][0, sampled]
-                # With gamma 1 the return by hand: backwards, A = delta + 0.95 A_next.
-                returns: list[float] = []
-                advantage, value_after, reward = 0.0, 0.0, score
-                for value in reversed(old.tolist()):
-                    advantage = reward + value_after - value + 0.95 * advantage
-                    returns.insert(0, advantage + value)
-                    value_after, reward = value, 0.0
-                loss = clipped_value_loss(values[sampled], old, torch.tensor(returns))
+                _, returns = advantages_and_returns(old.tolist(), score)
+                loss = clipped_value_loss(values[sampled], old, returns)
                 (loss / SEVERAL_DIVISOR).backward()
                 total += loss.item()
         losses.append(total)
@@ -194,22 +187,19 @@ def plain_two_headed(coef):
     for parameter in head.parameters():
         torch.nn.init.zeros_(parameter)
     optimizer = PlainOptimizer([*body.parameters(), *head.parameters()], SEVERAL_LR)
-    settings = PPO.to_settings(max_length=8, reward_weights={})
     for _ in range(2):
         total = torch.zeros(())
         for columns in VALUED.values():
-            derived = derive_columns(PPO.spec, settings, {"": columns})[""]
-            group = {**columns, **derived}
-            for ids, row in iter_rows(group, "values", "returns", "advantages"):
+            rows = zip(columns["scores"].tolist(), iter_rows(columns, "values"), strict=True)
+            for score, (ids, row) in rows:
                 output = body(ids, output_hidden_states=True)
-                outputs = logprobs_of(output.logits, ids)
-                values, mask = head(output.hidden_states[-1])[:, :-1, 0], row["loss_mask"]
-                loss = policy_loss(PPO.spec, settings, row, **outputs)[0]
+                mask = row["loss_mask"]
+                log_ratio = logprobs_of(output.logits, ids)["logprobs"] - row["generator_logprobs"]
+                values, old = head(output.hidden_states[-1])[:, :-1, 0], row["values"][mask]
+                advantages, returns = advantages_and_returns(old.tolist(), score)
+                loss = clipped_loss(log_ratio[mask].exp(), advantages).sum()
                 # PPO averages over tokens, as the value loss does.
-                value_loss = clipped_value_loss(
-                    values[mask], row["values"][mask], row["returns"][mask]
-                )
-                total = total + loss + coef * value_loss
+                total = total + loss + coef * clipped_value_loss(values[mask], old, returns)
         (total / SEVERAL_DIVISOR).backward()
         optimizer.step()
     scores = {f"score.{name}": tensor for name, tensor in parameters_by_name(head).items()}

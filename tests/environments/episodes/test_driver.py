@@ -218,6 +218,16 @@ async def test_an_episodes_clock_stops_while_its_engine_is_suspended(monkeypatch
 
 
 @in_virtual_time
+async def test_every_turn_of_every_episode_has_a_seed_of_its_own():
+    hosts = ScriptedHosts(lambda: ScriptedSession([say("more"), say("more"), DONE]))
+    driver = make_driver(ScriptedSampler(lambda context, seed: f"{seed % 10**6};"), hosts)
+    await run_group(driver, seeds=[5, 6])
+    words = [word for session in hosts.sessions for word in session.replies]
+    assert len(words) == len(set(words)) == 6
+    assert {"5", "6"} <= set(words), "the first turn has the episode's seed itself"
+
+
+@in_virtual_time
 async def test_a_retry_writes_other_words_in_the_same_environment():
     """With the first seed, words that crash the environment would crash it at every attempt."""
     hosts = ScriptedHosts(
