@@ -44,7 +44,7 @@ def score(model: Any, sequences: Sequence[Array]) -> Array:
 
 @torch.no_grad()
 def score_plainly(folder: str, sequences: Sequence[Array]) -> Array:
-    """Score with transformers alone; rows have the longest length, which chooses LongRoPE's factors."""
+    """Score with transformers alone; the longest row chooses LongRoPE's factors, so pad to it."""
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()

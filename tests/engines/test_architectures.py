@@ -6,7 +6,7 @@ logprobs by whole nats.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,9 @@ from streamrl.engines.models.forward import (
 from streamrl.engines.models.lora import find_lora_layers
 from streamrl.engines.models.save_model import write_hf_model
 from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.errors import LogprobCheckError
 from streamrl.files.hf_config import read_stored_shapes
+from streamrl.weights.config import EXACT_LOGPROB_LIMIT, ROUNDED_LOGPROB_LIMIT
 from streamrl.weights.logprob_check import LogprobCheck, make_check_sequences
 from streamrl.weights.lora_merge import LORA_A_SUFFIX, LORA_B_SUFFIX, LORA_SCALE
 from tests.engines.flight import start_engine
@@ -33,7 +35,7 @@ from tests.engines.tiny_qwen import MAX_LENGTH, save, weights_of
 
 pytestmark = [pytest.mark.xdist_group("engines"), pytest.mark.usefixtures("no_engine")]
 
-LIMIT = 1e-3
+LIMIT = EXACT_LOGPROB_LIMIT
 RANK = 2
 VOCABULARY = 320
 COMMON = {
@@ -130,9 +132,6 @@ SLOW: dict[str, dict[str, Any]] = {
     "glm4_moe": {**ROUTED_EXPERTS, "head_dim": 32},
     "gpt2": {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 512},
     "opt": {"ffn_dim": 160, "word_embed_proj_dim": 128},
-    "mamba": {"state_size": 8},
-    "mamba2": {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1, "chunk_size": 32},
-    "falcon_mamba": {"state_size": 8},
     "falcon_h1": {
         "mamba_d_ssm": 128,
         "mamba_n_heads": 4,
@@ -140,14 +139,6 @@ SLOW: dict[str, dict[str, Any]] = {
         "mamba_d_state": 16,
         "mamba_n_groups": 1,
         "head_dim": 32,
-        "mamba_chunk_size": 32,
-    },
-    "bamba": {
-        "mamba_n_heads": 8,
-        "mamba_d_head": 32,
-        "mamba_d_state": 16,
-        "mamba_n_groups": 1,
-        "attn_layer_indices": [1],
         "mamba_chunk_size": 32,
     },
     "granitemoehybrid": {
@@ -159,27 +150,6 @@ SLOW: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 96,
         "mamba_n_groups": 1,
         "mamba_chunk_size": 32,
-    },
-    "qwen3_next": {
-        **EXPERTS,
-        "moe_intermediate_size": 96,
-        "shared_expert_intermediate_size": 96,
-        "head_dim": 32,
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-    },
-    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
-    "jamba": {
-        "num_experts": 4,
-        "mamba_d_state": 8,
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "expert_layer_period": 2,
-        "expert_layer_offset": 1,
-        "use_mamba_kernels": False,
     },
 }
 
@@ -204,13 +174,13 @@ def make_model(architecture: str, folder: Path, *, seed: int) -> PreTrainedModel
 
 
 @torch.no_grad()
-def make_logprob_check(model: PreTrainedModel) -> LogprobCheck:
+def make_logprob_check(model: PreTrainedModel, limit: float = LIMIT) -> LogprobCheck:
     sequences = make_check_sequences(vocab_size=VOCABULARY, max_length=MAX_LENGTH)
     rows = [torch.from_numpy(sequence)[None].long() for sequence in sequences]
     scores = [
         compute_token_logprobs(model, row, row >= 0, temperature=1.0).logprobs for row in rows
     ]
-    return LogprobCheck(sequences, [score[0].numpy() for score in scores], LIMIT)
+    return LogprobCheck(sequences, [score[0].numpy() for score in scores], limit)
 
 
 async def check_logprobs(engine: GenerationEngine, model: PreTrainedModel, context: str) -> None:
@@ -278,6 +248,42 @@ async def test_the_generator_equals_the_trainers_model_initially_and_after_updat
         await check_logprobs(
             engine, merge_adapters(base, published), f"{architecture}, with adapters,"
         )
+
+
+def roll(parameter: torch.Tensor) -> None:
+    parameter.copy_(parameter.roll(1, 0))
+
+
+FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
+    "rope scaling": ("llama", lambda model: model.model.rotary_emb.inv_freq.mul_(0.5)),
+    "no soft-capping": (
+        "gemma2",
+        lambda model: vars(model.config).update(final_logit_softcapping=None),
+    ),
+    "stale layer": ("qwen2", lambda model: roll(model.model.layers[1].self_attn.q_proj.weight)),
+    "stale norm": ("qwen2", lambda model: roll(model.model.layers[1].input_layernorm.weight)),
+    "swapped experts": (
+        "qwen3_moe",
+        lambda model: roll(model.model.layers[1].mlp.experts.down_proj),
+    ),
+    "norm without eps": (
+        "qwen3",
+        lambda model: vars(model.model.norm).update(variance_epsilon=10.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@torch.no_grad()
+def test_the_check_tells_faults_from_rounding_to_bfloat16(fault: str, tmp_path: Path):
+    family, break_model = FAULTS[fault]
+    check = make_logprob_check(make_model(family, tmp_path, seed=1), ROUNDED_LOGPROB_LIMIT)
+    options = ModelLoadOptions(max_length=MAX_LENGTH)
+    rounded = load_model(str(tmp_path), dtype=torch.bfloat16, options=options)
+    check.compare_logprobs(make_logprob_check(rounded).logprobs, "generator")
+    break_model(rounded)
+    with pytest.raises(LogprobCheckError, match="do not compute the same model"):
+        check.compare_logprobs(make_logprob_check(rounded).logprobs, "generator")
 
 
 def test_docs_list_exactly_the_tested_architectures():

@@ -263,8 +263,7 @@ def _serve_level(
     for name in listeners.keys() - descendants:
         listeners.pop(name).close()
     os.environ.update({**SINGLE_THREAD_ENV, **level.env})
-    for module in level.modules:
-        importlib.import_module(module)
+    _import_modules(level)
     if not _is_forkable():
         return
     for child in levels:
@@ -311,6 +310,11 @@ def _serve_launcher(level: ForkLevel, connection: socket.socket, listener: socke
         for file in files:
             os.close(file)
         connection.sendall(b"y" if is_forked else b"n")
+
+
+def _import_modules(level: ForkLevel) -> None:
+    for module in level.modules:
+        importlib.import_module(module)
 
 
 def _is_forkable() -> bool:

@@ -1,6 +1,6 @@
 """Script that lets vLLM judge a model directory and the engine's settings, without weights.
 
-Prints why vLLM does not serve the model, as JSON; "" if it does. Runs in a process of its own,
+Writes why vLLM does not serve the model, as JSON; "" if it does. Runs in a process of its own,
 since vLLM's imports are slow and its model classes may change a process or end it.
 """
 
@@ -9,8 +9,10 @@ import json
 import logging
 import sys
 
+from streamrl.distributed.devices import has_local_gpu
 from streamrl.engines.generator_config import GeneratorConfig
-from streamrl.engines.vllm.engine import EngineSpec, make_engine_config
+from streamrl.engines.vllm.engine import EngineSpec, build_vllm_engine, make_engine_config
+from streamrl.engines.vllm.model_registry import is_served_by_transformers
 from streamrl.files.hf_config import read_model_config
 
 MAX_REASON = 500
@@ -19,11 +21,17 @@ MAX_REASON = 500
 def explain_unservable(spec: EngineSpec) -> str:
     """Explain why vLLM cannot serve a model; "" if it can."""
     try:
-        make_engine_config(spec)
+        config = make_engine_config(spec).model_config
         _import_model_class(spec.model_path)
     except Exception as error:  # noqa: BLE001 - vLLM and model classes raise any type
         # vLLM's own error refers to logs for the reason of a failed import.
         return _find_import_error(spec.model_path) or _describe_error(error)
+    is_rare = config.has_inner_state or is_served_by_transformers(config.architectures)
+    if is_rare and not has_local_gpu():
+        try:
+            _sample_token(spec)
+        except Exception as error:  # noqa: BLE001
+            return f"its layers do not run on a CPU: {_describe_error(error)}"
     return ""
 
 
@@ -33,6 +41,17 @@ def _import_model_class(path: str) -> None:
     for name in read_model_config(path).architectures or ():
         if (registered := ModelRegistry.models.get(name)) is not None:
             registered.load_model_cls()
+
+
+def _sample_token(spec: EngineSpec) -> None:
+    """Sample a token with random weights: vLLM lacks CPU kernels of some layers with state."""
+    from vllm import SamplingParams
+
+    engine = build_vllm_engine(spec, load_format="dummy")
+    prompt = {"type": "token", "prompt_token_ids": [1, 2, 3]}
+    engine.add_request("0", prompt, SamplingParams(max_tokens=2, detokenize=False))
+    while engine.has_unfinished_requests():
+        engine.step()
 
 
 def _find_import_error(path: str) -> str:
@@ -58,7 +77,7 @@ def main() -> None:
     logging.disable()
     with contextlib.redirect_stdout(sys.stderr):
         reason = explain_unservable(EngineSpec(path, GeneratorConfig(**generator), max_length))
-    print(json.dumps(reason))
+    sys.stdout.write(json.dumps(reason))
 
 
 if __name__ == "__main__":
