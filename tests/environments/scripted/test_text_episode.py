@@ -3,7 +3,8 @@
 import pytest
 
 from streamrl.environments.interface import CallOutcome
-from streamrl.environments.scripted.text_episode import TextEpisode, parse_turn
+from streamrl.environments.probing.probe_policies import stay_silent
+from streamrl.environments.scripted.text_episode import TextEpisode, parse_turn, render_messages
 from streamrl.environments.tool_calls.tool_schema import make_tool_schema
 from streamrl.errors import ConfigError
 
@@ -30,7 +31,7 @@ async def test_a_policy_reads_the_conversation_and_its_own_turns():
     episode, go = TextEpisode(policy), {"role": "user", "content": "go"}
     episode.render_prompt([go], TOOLS, observation=[{"role": "user", "content": "a\nb"}])
     for _ in range(2):
-        await episode.generate([], seeds=[0])
+        await episode.generate(render_messages([go]), seeds=[0])
         assert episode.parse([], TOOLS).text == "so"
         bridge = episode.render_bridge([], [{"role": "user", "content": ""}])
         assert bridge.is_observation.all()
@@ -39,7 +40,7 @@ async def test_a_policy_reads_the_conversation_and_its_own_turns():
 
 def test_an_observation_without_a_message_is_refused_as_by_a_models_renderer():
     with pytest.raises(ConfigError, match="an observation needs a message"):
-        TextEpisode(None).render_bridge([], [])
+        TextEpisode(stay_silent).render_bridge([], [])
 
 
 @pytest.mark.parametrize(
