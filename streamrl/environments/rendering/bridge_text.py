@@ -13,8 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from streamrl.data.chat_template import ChatTemplate, Conversation, render_text
+from streamrl.data.guarded_text import CODE
 from streamrl.environments.interface import Message, ToolSchema
 from streamrl.environments.rendering.token_difference import find_difference
+from streamrl.environments.tool_calls.call_id import make_call_id
+from streamrl.environments.tool_calls.served_calls import ShownCall
 from streamrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -111,6 +114,26 @@ class BridgeWriter:
             if self.render([_make_question()], is_closed=True) != opened:
                 last.update(self._encoder.find_markers(after)[-1:])
         return frozenset(inner), frozenset(last)
+
+    def show_call(self) -> ShownCall | None:
+        """Return a call as the template shows it to the model; None if it shows none."""
+        parameters = {"word": {"type": "string"}, "limit": {"type": "integer"}}
+        function = {"name": "look_up", "parameters": {"type": "object", "properties": parameters}}
+        tool = {"type": "function", "function": {"description": "", **function}}
+        tools = [tool] if self._template.can_render_tools else []
+        arguments = {"word": 'say "hi", 7', "limit": 3}
+        call = {"id": make_call_id(0), "type": "function"}
+        call |= {"function": {"name": "look_up", "arguments": arguments}}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        try:
+            opened = self.render([_make_question()], tools)
+            closed = self.render([_make_question(), turn], tools, is_closed=True)
+        except ConfigError:
+            return None
+        text = closed[self._encoder.find_split(opened, closed) :]
+        text = text[: self._find_turn_end(text)].replace(CODE, "")
+        is_shown = "look_up" in text and "hi" in text
+        return ShownCall(text, "look_up", arguments, tool) if is_shown else None
 
     def write_prompt(
         self,
