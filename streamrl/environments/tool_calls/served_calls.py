@@ -106,7 +106,8 @@ class ServedParser:
         """Yield the calls of a turn; none of one that a limit cut, as parsers complete calls."""
         text = self._write_text(turn, turn.text[turn.start :])
         whole = (turn.start, len(turn.text))
-        if turn.is_cut or not turn.tools:
+        # Some parsers read a call without its marker, which may be a quotation.
+        if turn.is_cut or not turn.tools or self._marker not in text:
             return
         if text.count(self._marker or BREAK) > MAX_OPENINGS:
             yield WrittenCall(*whole, error=f"more than {MAX_OPENINGS} calls")
@@ -120,17 +121,13 @@ class ServedParser:
             return
         calls = [_read_call(call.function, whole) for call in found.tool_calls]
         if not calls:
-            if self._is_attempt(text):
+            is_start = self._start and "".join(text.split()).startswith(self._start)
+            if self._marker or is_start:
                 yield WrittenCall(*whole, error=f"not in the format {self._name}")
             return
         content = found.content or ""
         yield ScaffoldSpan(*whole, text=self._added.sub("", content).replace(BREAK, ""))
         yield from calls
-
-    def _is_attempt(self, text: str) -> bool:
-        if self._marker:
-            return self._marker in text
-        return bool(self._start) and "".join(text.split()).startswith(self._start)
 
     def _write_text(self, turn: MarkedTurn, part: str) -> str:
         """Return a part of a turn with its tokens spelled out, and spelled markers broken."""
