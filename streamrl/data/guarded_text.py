@@ -140,8 +140,9 @@ class TemplateEncoder:
         self.marker_ids = np.array(sorted(self._ids.values()), np.int32)
         # Characters outside the vocabulary become <unk>: a fact about the text, unless the token
         # has another meaning, such as the end of a text.
-        model = tokenizer.backend_tokenizer.model if tokenizer.is_fast else None
-        unknown = {tokenizer.unk_token, getattr(model, "unk_token", None)}
+        unknown = {tokenizer.unk_token}
+        if tokenizer.is_fast and hasattr(tokenizer.backend_tokenizer.model, "unk_token"):
+            unknown.add(tokenizer.backend_tokenizer.model.unk_token)
         unknown -= {tokenizer.bos_token, tokenizer.eos_token}
         self._control_ids = np.array(
             [i for token, i in self._ids.items() if token not in unknown or token in source],
