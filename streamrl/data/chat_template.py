@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from streamrl.data.files import MODEL_TEMPLATE, PLAIN_TEMPLATE
+from streamrl.data.guarded_text import CODE, TemplateEncoder, get_template_encoder
 from streamrl.data.reading.rows import DataRow
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_small_text
@@ -103,16 +104,22 @@ class ChatTemplate:
 
     source: text of the template; None joins the contents of the messages with newlines. name: used
     in errors. arguments: passed besides messages and tools. tools_source: template for rows with
-    tools, if the model has a separate template for these rows.
+    tools, if the model has a separate template for these rows. other_source: a further template of
+    the model, whose control tokens count as well.
     """
 
     source: str | None
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     tools_source: str | None = None
+    other_source: str = ""
 
     def select_source(self, *, has_tools: bool) -> str | None:
         return self.tools_source if self.tools_source and has_tools else self.source
+
+    def get_encoder(self, tokenizer: "PreTrainedTokenizerBase") -> TemplateEncoder:
+        sources = (self.source or "", self.tools_source or "", self.other_source)
+        return get_template_encoder(tokenizer, "".join(sources))
 
     @property
     def can_render_tools(self) -> bool:
@@ -246,9 +253,10 @@ def render_prompts(
 ) -> list[list[int]]:
     """Render the prompts of data rows to token ids, ending where the policy starts to write.
 
-    Without a template source, message contents are joined by newlines and preceded by the
-    tokenizer's BOS tokens. A last assistant message is left open for the policy to continue. Raises
-    ConfigError for a row that the template refuses or the tokenizer does not round-trip.
+    A row writes no control token: where it spells one, its prompt has the characters. Without a
+    template source, message contents are joined by newlines and preceded by the tokenizer's BOS
+    tokens. A last assistant message is left open for the policy to continue. Raises ConfigError for
+    a row that the template refuses or the tokenizer does not round-trip.
     """
     template = template or load_chat_template(MODEL_TEMPLATE, tokenizer)
     conversations = [
@@ -256,8 +264,15 @@ def render_prompts(
     ]
     texts = [render_text(tokenizer, conversation, template) for conversation in conversations]
     _check_round_trip(tokenizer, rows, texts)
-    # Templates write special tokens themselves. One batched call is far faster than a loop.
-    encoded = _encode_texts(tokenizer, texts)
+    # One batched call is far faster than a loop.
+    encoder = template.get_encoder(tokenizer)
+    encoded = _encode_texts(tokenizer, [text.replace(CODE, "") for text in texts])
+    for number, (row, text) in enumerate(zip(rows, texts, strict=True)):
+        if not encoder.is_plain(text, encoded[number]):
+            try:
+                encoded[number] = encoder.encode(text)
+            except ConfigError as error:
+                raise ConfigError(f"{row.location}: {error}") from error
     opening = get_opening_tokens(tokenizer) if template.source is None else []
     for row, token_ids in zip(rows, encoded, strict=True):
         if token_ids and token_ids[-1] == tokenizer.eos_token_id:
@@ -299,7 +314,7 @@ def _check_round_trip(
     pieces = [
         (row, piece)
         for row, text in zip(rows, texts, strict=True)
-        for piece in between.split(text)
+        for piece in between.split(text.replace(CODE, ""))
         if not piece.isspace() and piece
     ]
     if not pieces:
@@ -336,30 +351,89 @@ def render_text(
     """Render a conversation to text that ends where the policy starts to write.
 
     A last assistant message is left open for the policy to continue. is_closed: end after the last
-    message instead. Raises ConfigError for a conversation that the template refuses.
+    message instead. The text has codes (`TextGuard`) where words other than the template's spell
+    a control token. Raises ConfigError for a conversation that the template refuses.
     """
     _check_conversation_arguments(conversation, template)
     source = template.select_source(has_tools=bool(conversation.tools))
+    encoder = template.get_encoder(tokenizer)
     messages = [dict(message) for message in conversation.messages]
+    if source is not None and any(message.get("tool_calls") for message in messages):
+        is_text = _takes_text_arguments(tokenizer, source)
+        messages = [_write_arguments(m, conversation.location, is_text=is_text) for m in messages]
+    messages = [encoder.guard_message(message) for message in messages]
     if source is None:
         return "\n".join(message["content"] for message in messages)
     is_open = not is_closed and messages[-1]["role"] == "assistant"
     try:
-        text = tokenizer.apply_chat_template(
+        return _apply_template(
+            tokenizer,
+            source,
             messages,
-            tools=list(conversation.tools) or None,
-            chat_template=source,
+            tools=encoder.guard(list(conversation.tools)) or None,
             add_generation_prompt=not is_closed and not is_open,
             continue_final_message=is_open,
-            tokenize=False,
-            **{**template.arguments, **conversation.template_arguments},
+            **{**template.arguments, **encoder.guard(dict(conversation.template_arguments))},
+        )
+    except ConfigError as error:
+        problem = f"{conversation.location}: {template.name} refuses the prompt: {error}"
+        raise ConfigError(problem) from error.__cause__
+
+
+def _apply_template(
+    tokenizer: "PreTrainedTokenizerBase",
+    source: str,
+    messages: list[dict[str, Any]],
+    **arguments: Any,
+) -> str:
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                messages, chat_template=source, tokenize=False, **arguments
+            )
         )
     # Template expressions may raise any Python exception.
     except Exception as error:
-        raise ConfigError(
-            f"{conversation.location}: {template.name} refuses the prompt: {_format_error(error)}"
-        ) from error
-    return str(text)
+        raise ConfigError(_format_error(error)) from error
+
+
+def _write_arguments(message: Mapping[str, Any], location: str, *, is_text: bool) -> dict[str, Any]:
+    """Return a message whose calls have their arguments in the form that the template takes.
+
+    Most templates write an object as JSON, and would quote a text, which OpenAI's API has;
+    DeepSeek's join texts.
+    """
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call)
+        arguments = function.get("arguments") or {}
+        try:
+            if isinstance(arguments, str):
+                arguments = json.loads(arguments)
+            if not isinstance(arguments, dict):
+                raise ValueError(f"got {type(arguments).__name__}")
+        except ValueError as error:
+            raise ConfigError(
+                f"{location}: the arguments of a tool call must be an object, or JSON text of one,"
+                f" as OpenAI's API has them: {error}"
+            ) from error
+        text = json.dumps(arguments, ensure_ascii=False) if is_text else arguments
+        written = {**function, "arguments": text}
+        calls.append({**call, "function": written} if "function" in call else written)
+    return {**message, "tool_calls": calls} if calls else dict(message)
+
+
+@functools.lru_cache(maxsize=16)
+def _takes_text_arguments(tokenizer: "PreTrainedTokenizerBase", source: str) -> bool:
+    """Return whether a template writes arguments of calls as they are, which must be text then."""
+    function = {"name": "look_up", "arguments": {"word": "x"}}
+    call = {"id": "call00000", "type": "function", "function": function}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    try:
+        text = _apply_template(tokenizer, source, [{"role": "user", "content": ""}, turn])
+    except ConfigError as error:
+        return isinstance(error.__cause__, TypeError)
+    return "{'word'" in text
 
 
 def _check_model_directory(model_path: str) -> None:

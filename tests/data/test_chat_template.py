@@ -19,7 +19,7 @@ from streamrl.errors import ConfigError
 from tests.data_rows import load_rows
 
 CHAT = [
-    {"role": "user", "content": "hi <s>"},
+    {"role": "user", "content": "hi there"},
     {"role": "assistant", "content": "h\u00e9"},
     {"role": "user", "content": " bye\n"},
 ]

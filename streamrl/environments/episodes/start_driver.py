@@ -46,12 +46,11 @@ def choose_call_format(
     tools: those of all environments; where one has none, its own turns are text. Raises ConfigError
     for an unknown format, or if `auto` finds none.
     """
-    name = config.call_format
+    name, tokenizer = config.call_format, renderer.tokenizer
+    shown = renderer.get_writer(has_tools=True).show_call() if tools else None
     if name == AUTO:
-        template = renderer.template
-        source = template.tools_source or template.source
-        name = detect_call_format(renderer.tokenizer, source) if tools else TEXT_FORMAT
-    return make_call_format(name, renderer.tokenizer, pattern=config.call_pattern)
+        name = detect_call_format(tokenizer, shown) if tools else TEXT_FORMAT
+    return make_call_format(name, tokenizer, pattern=config.call_pattern, shown=shown)
 
 
 async def start_episode_driver(

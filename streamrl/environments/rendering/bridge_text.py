@@ -13,8 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from streamrl.data.chat_template import ChatTemplate, Conversation, render_text
+from streamrl.data.guarded_text import CODE
 from streamrl.environments.interface import Message, ToolSchema
-from streamrl.environments.rendering.token_difference import encode, find_difference
+from streamrl.environments.rendering.token_difference import find_difference
+from streamrl.environments.tool_calls.call_id import make_call_id
+from streamrl.environments.tool_calls.served_calls import ShownCall
 from streamrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 
 # Letters and digits only: no template trims or escapes them.
 QUESTION, REPLY, ARGUMENT, OBSERVATION = "Question7bx", "Reply7bx", "Argument7bx", "Observation7bx"
+THOUGHT = "Thought7bx"
 """Marker words in place of the contents of a synthetic conversation."""
 Arguments = Mapping[str, Any] | None
 
@@ -36,19 +40,19 @@ class TextPiece(NamedTuple):
 class BridgeText(NamedTuple):
     """Text between two sampled turns.
 
-    pieces: scaffold, observation, scaffold, ..., observation, scaffold.
-    closing_length: characters of the first scaffold that close the sampled turn.
+    closing: closes the sampled turn. pieces: scaffold, observation, scaffold, ..., observation,
+    scaffold.
     """
 
+    closing: str
     pieces: Sequence[TextPiece]
-    closing_length: int
 
 
 class BridgeWriter:
     """Writer of bridges and prompts as text.
 
-    end_texts: texts of the tokens that end a turn. Raises ConfigError for a template from which the
-    text around a user's message after a turn cannot be derived.
+    end_texts: texts of tokens that end a turn; those of the template are added. Raises ConfigError
+    for a template from which the text around a user's message after a turn cannot be derived.
     """
 
     def __init__(
@@ -59,7 +63,11 @@ class BridgeWriter:
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
-        self._end_texts = tuple(end_texts)
+        self._encoder = template.get_encoder(tokenizer)
+        inner, last = self._read_turn_markers()
+        self.inner_markers = inner
+        """Control tokens within a whole turn: thought, calls, answer."""
+        self.end_texts = frozenset(end_texts) | (last - inner)
         question, reply = _make_question(), {"role": "assistant", "content": REPLY}
         # An assistant's turn, as it is last in a conversation.
         closed = self.render([question, reply], is_closed=True)
@@ -78,6 +86,54 @@ class BridgeWriter:
         roles = ", ".join(message["role"] for message in messages)
         conversation = Conversation(f"conversation of {roles}", messages, tools, arguments or {})
         return render_text(self._tokenizer, conversation, self._template, is_closed=is_closed)
+
+    def _read_turn_markers(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Return the control tokens within whole turns of the template, and those that end one.
+
+        What ends a message is no end of the turn where a turn has several (harmony's <|end|>).
+        """
+        inner, last = set(), set()
+        thought = dict.fromkeys(("thinking", "reasoning_content", "reasoning"), THOUGHT)
+        turn = {"role": "assistant", "content": "", **thought}
+        results = [{"name": "look_up", "tool_call_id": f"call0000{i}"} for i in range(2)]
+        for body in (
+            {"content": REPLY},
+            {"tool_calls": _make_calls(results[:1])},
+            {"tool_calls": _make_calls(results)},
+        ):
+            try:
+                opened = self.render([_make_question()])
+                closed = self.render([_make_question(), {**turn, **body}], is_closed=True)
+            except ConfigError:
+                continue  # not each template takes calls, or several
+            text = closed[self._encoder.find_split(opened, closed) :]
+            if (after := _cut_after_reply(text)) is None:
+                continue  # it shows no calls
+            inner.update(self._encoder.find_markers(text[: len(text) - len(after)]))
+            # Some templates open the next turn whether they are asked to or not.
+            if self.render([_make_question()], is_closed=True) != opened:
+                last.update(self._encoder.find_markers(after)[-1:])
+        return frozenset(inner), frozenset(last)
+
+    def show_call(self) -> ShownCall | None:
+        """Return a call as the template shows it to the model; None if it shows none."""
+        parameters = {"word": {"type": "string"}, "limit": {"type": "integer"}}
+        function = {"name": "look_up", "parameters": {"type": "object", "properties": parameters}}
+        tool = {"type": "function", "function": {"description": "", **function}}
+        tools = [tool] if self._template.can_render_tools else []
+        arguments = {"word": 'say "hi", 7', "limit": 3}
+        call = {"id": make_call_id(0), "type": "function"}
+        call |= {"function": {"name": "look_up", "arguments": arguments}}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        try:
+            opened = self.render([_make_question()], tools)
+            closed = self.render([_make_question(), turn], tools, is_closed=True)
+        except ConfigError:
+            return None
+        text = closed[self._encoder.find_split(opened, closed) :]
+        text = text[: self._find_turn_end(text)].replace(CODE, "")
+        is_shown = "look_up" in text and "hi" in text
+        return ShownCall(text, "look_up", arguments, tool) if is_shown else None
 
     def write_prompt(
         self,
@@ -122,14 +178,13 @@ class BridgeWriter:
         """
         opened = self.render(messages, tools)
         whole = self.render([*messages, turn, *observation], tools)
-        bridge = "".join(piece.text for piece in self.write_bridge(observation).pieces)
+        closing, pieces = self.write_bridge(observation)
+        bridge = closing + "".join(piece.text for piece in pieces)
         if whole.startswith(opened) and whole.endswith(bridge):
             text = whole[len(opened) : len(whole) - len(bridge)]
         else:
             closed = self.render([*messages, turn], tools, is_closed=True)
-            pairs = enumerate(zip(opened, closed, strict=False))
-            start = next((i for i, (a, b) in pairs if a != b), min(len(opened), len(closed)))
-            text = closed[start:]
+            text = closed[self._encoder.find_split(opened, closed) :]
             text = text[: self._find_turn_end(text)]
         content = str(turn["content"])
         if content in text:
@@ -156,15 +211,16 @@ class BridgeWriter:
                 problem = "renders a tool call in another way once its result follows"
                 raise self._make_error(context, observation, problem)
             closing, after = tail[length:], after[length:]
-        pieces[0] = TextPiece(after, False)
-        return BridgeText(pieces, self._measure_closing(closing, after))
+        length = self._measure_closing(closing, after)
+        pieces[0] = TextPiece(after[length:], False)
+        return BridgeText(after[:length], pieces)
 
     def _find_turn_end(self, text: str) -> int:
         """Return where the closing starts in text that ends with a turn."""
         if self._closing and text.endswith(self._closing):
             return len(text) - len(self._closing)
         # Some formats end a turn with calls by a token of its own (Llama 3's <|eom_id|>).
-        return min((text.find(t) for t in self._end_texts if t in text), default=len(text))
+        return min((text.find(t) for t in self.end_texts if t in text), default=len(text))
 
     def _measure_closing(self, closing: str, scaffold: str) -> int:
         """Return how much of a scaffold closes the turn.
@@ -176,12 +232,7 @@ class BridgeWriter:
             return len(closing)
         if not closing.strip():
             return 0
-        encoding: Mapping[str, Any] = self._tokenizer(
-            scaffold, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
-        special = {i for i, t in self._tokenizer.added_tokens_decoder.items() if t.special}
-        tokens = zip(encoding["input_ids"], encoding["offset_mapping"], strict=True)
-        return next((stop for token, (_, stop) in tokens if token in special), 0)
+        return self._encoder.find_special_end(scaffold)
 
     def write_conversation(
         self,
@@ -212,7 +263,8 @@ class BridgeWriter:
             text = self.render(single, tools, arguments)
             before, after = skeleton[:start], skeleton[start + len(marker) :]
             pieces.append(TextPiece(skeleton[end:start], False))
-            pieces.append(TextPiece(_cut_out(text, before, after, message["content"]), True))
+            content = self._encoder.guard(message["content"])
+            pieces.append(TextPiece(_cut_out(text, before, after, content), True))
             end = start + len(marker)
         pieces.append(TextPiece(skeleton[end:], False))
         return pieces
@@ -227,10 +279,8 @@ class BridgeWriter:
             stream = self.render(context, is_closed=True)
         stream += observation[0]["content"]
         rendered = self.render([*context, *observation])
-        tokenizer = self._tokenizer
-        difference = find_difference(
-            tokenizer, encode(tokenizer, rendered), encode(tokenizer, stream)
-        )
+        sides = (self._encoder.encode(text) for text in (rendered, stream))
+        difference = find_difference(self._tokenizer, *sides)
         roles = ", ".join(message["role"] for message in (*context, *observation))
         return ConfigError(f"{self._template.name}: {problem} ({roles}; {difference})")
 
@@ -244,19 +294,19 @@ def _list_replies(results: Sequence[Message]) -> list[dict[str, Any]]:
     spoken: dict[str, Any] = {"role": "assistant", "content": REPLY}
     if not results:
         return [spoken]
-    replies = []
-    # Most templates render arguments as JSON; DeepSeek's concatenates them as text.
-    for arguments in ({"argument": ARGUMENT}, ARGUMENT):
-        calls = [
-            {
-                "id": result["tool_call_id"],
-                "type": "function",
-                "function": {"name": result["name"], "arguments": arguments},
-            }
-            for result in results
-        ]
-        replies.append({**spoken, "tool_calls": calls})
-    return [*replies, spoken]
+    # Without words: some templates show either words or calls, or the words after the results.
+    return [{**spoken, "content": "", "tool_calls": _make_calls(results)}, spoken]
+
+
+def _make_calls(results: Sequence[Message]) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": result["tool_call_id"],
+            "type": "function",
+            "function": {"name": result["name"], "arguments": {"argument": ARGUMENT}},
+        }
+        for result in results
+    ]
 
 
 def _cut_after_reply(text: str) -> str | None:

@@ -7,8 +7,6 @@ A template that rewrites earlier turns, by dropping thoughts or trimming whitesp
 the stream keeps what the policy sampled. The report names the first token of each difference.
 """
 
-import functools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +15,6 @@ from streamrl.environments.interface import Message, ToolSchema
 from streamrl.environments.rendering.token_difference import (
     TokenDifference,
     decode,
-    encode,
     find_difference,
 )
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
@@ -78,34 +75,37 @@ def check_template(renderer: TurnRenderer) -> ConformanceReport:
     """Compare stream and rendering of generated conversations of each kind.
 
     Raises ConfigError for a template that refuses, drops or reorders messages of the user and
-    replies to them. Other kinds may be unsupported; environments then must not use them.
+    replies to them, or whose turns hold a token that ends turns. Other kinds may be unsupported;
+    environments then must not use them.
     """
+    _check_whole_turn(renderer)
     tokenizer = renderer.tokenizer
     end_texts = [decode(tokenizer, [token]) for token in sorted(renderer.end_token_ids)]
     special_text = " ".join(["see", *end_texts, "there"])
-    # Some templates take a call's arguments as an object, some as JSON text.
-    conversations, with_json = (
-        make_conversations(special_text, is_json=is_json) for is_json in (False, True)
-    )
-    results = [
-        _check_kind(renderer, kind, [messages, with_json[kind]])
-        for kind, messages in conversations.items()
-    ]
+    conversations = make_conversations(special_text)
+    results = [_check_kind(renderer, kind, turns) for kind, turns in conversations.items()]
     return ConformanceReport(renderer.template.name, results)
 
 
+def _check_whole_turn(renderer: TurnRenderer) -> None:
+    """Raise ConfigError if a turn of thought, calls and answer would end before its end."""
+    if renderer.early_ends:
+        raise ConfigError(
+            f"{renderer.template.name}: writes {', '.join(renderer.early_ends)} within a turn, a"
+            " token that ends turns by eos_token_id of generation_config.json or eos_token of the"
+            " tokenizer; remove it there, or choose the template of the model"
+        )
+
+
 def _check_kind(
-    renderer: TurnRenderer, kind: str, alternatives: Sequence[Sequence[Message]]
+    renderer: TurnRenderer, kind: str, messages: Sequence[Message]
 ) -> ConformanceResult:
-    problems: list[ConfigError] = []
-    for messages in alternatives:
-        try:
-            return ConformanceResult(kind, _compare(renderer, kind, messages))
-        except ConfigError as error:
-            problems.append(error)
-    if kind == USER_MESSAGES:
-        raise problems[0]
-    return ConformanceResult(kind, unsupported=str(problems[0]))
+    try:
+        return ConformanceResult(kind, _compare(renderer, kind, messages))
+    except ConfigError as error:
+        if kind == USER_MESSAGES:
+            raise
+        return ConformanceResult(kind, unsupported=str(error))
 
 
 def format_report(report: ConformanceReport) -> list[str]:
@@ -123,13 +123,9 @@ def format_report(report: ConformanceReport) -> list[str]:
     return [*lines, KEPT] if report.differences else lines
 
 
-def make_conversations(special_text: str, *, is_json: bool) -> dict[str, list[Message]]:
-    """Return a conversation of each kind, ending with an observation.
-
-    is_json: arguments of calls are JSON text.
-    """
-    user, assistant, results = _make_user, _make_assistant, _make_results
-    call = functools.partial(_make_call, is_json=is_json)
+def make_conversations(special_text: str) -> dict[str, list[Message]]:
+    """Return a conversation of each kind, ending with an observation."""
+    user, assistant, call, results = _make_user, _make_assistant, _make_call, _make_results
     thought = "<think>\nLet me see.\n</think>\n\n"
     ask = [user("Find the words.")]
     plain = [assistant("I know the first."), user("Go on."), assistant("And the second.")]
@@ -168,14 +164,14 @@ def _make_assistant(content: str) -> Message:
     return {"role": "assistant", "content": content}
 
 
-def _make_call(*words: str, is_json: bool, content: str = "") -> Message:
+def _make_call(*words: str, content: str = "") -> Message:
     calls: list[dict[str, Any]] = [
         {
             "id": f"call{number:05}",
             "type": "function",
             "function": {
                 "name": "look_up",
-                "arguments": json.dumps({"word": word}) if is_json else {"word": word},
+                "arguments": {"word": word},
             },
         }
         for number, word in enumerate(words)
@@ -199,10 +195,7 @@ def _compare(
     rendered = renderer.get_writer(has_tools=has_tools).render(messages, tools)
     tokenizer = renderer.tokenizer
     appended = append_turns(renderer, messages, tools)
-    if kind == SPECIAL_TEXT:
-        # The rendering turns that text into special tokens; the stream must not.
-        appended = encode(tokenizer, decode(tokenizer, appended))
-    difference = find_difference(tokenizer, encode(tokenizer, rendered), appended)
+    difference = find_difference(tokenizer, renderer.encoder.encode(rendered), appended)
     if kind == USER_MESSAGES and not _is_in_order(rendered, messages):
         raise ConfigError(
             f"{renderer.template.name}: does not render all messages of user and assistant, in"
@@ -235,11 +228,10 @@ def append_turns(
     for number, (turn, end) in enumerate(zip(turns, [*turns[1:], len(messages)], strict=True)):
         observation = messages[turn + 1 : end]
         text = writer.write_turn(messages[:turn], messages[turn], observation, tools)
-        sampled = encode(renderer.tokenizer, text)
-        # Turns with calls may close by another token than `closing_id`.
-        is_cut = "tool_calls" in messages[turn] or number % 2 == 1 or renderer.closing_id is None
-        if renderer.closing_id is not None and not is_cut:
-            sampled.append(renderer.closing_id)
+        sampled = renderer.encoder.encode(text)
+        # Turns with calls may close by another token than `closing_ids`.
+        is_cut = "tool_calls" in messages[turn] or number % 2 == 1 or not renderer.closing_ids
+        sampled += [] if is_cut else renderer.closing_ids
         bridge = renderer.render_bridge(sampled, observation, is_cut=is_cut, has_tools=has_tools)
         stream += [*sampled, *bridge.token_ids.tolist()]
     return stream

@@ -1,9 +1,9 @@
 """First token at which the stream of an episode and a rendering of its conversation differ."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,10 +47,3 @@ def decode(tokenizer: "PreTrainedTokenizerBase", token_ids: Sequence[int]) -> st
         list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
     return str(text)
-
-
-def encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """Encode text that contains its special tokens as text."""
-    # `verbose` warns of texts above the model's length, which the driver checks.
-    encoding: Mapping[str, Any] = tokenizer(text, add_special_tokens=False, verbose=False)
-    return list(encoding["input_ids"])

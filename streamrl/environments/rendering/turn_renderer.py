@@ -10,8 +10,6 @@ decoded and encoded text rarely has the same tokens, and many templates rewrite 
 one does, the next turn may begin a new sample, whose prompt is the rendering (`render_rewritten`).
 """
 
-import functools
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from streamrl.data.chat_template import ChatTemplate, get_opening_tokens
+from streamrl.data.guarded_text import EncodedPieces
 from streamrl.environments.interface import Message, ToolSchema
-from streamrl.environments.rendering.bridge_text import BridgeWriter, TextPiece
-from streamrl.environments.rendering.token_difference import decode, encode
+from streamrl.environments.rendering.bridge_text import BridgeText, BridgeWriter, TextPiece
+from streamrl.environments.rendering.token_difference import decode
 from streamrl.errors import ConfigError
 from streamrl.messages import Array
 
@@ -32,7 +31,8 @@ if TYPE_CHECKING:
 
 ROLES = ("user", "tool", "system")
 """Roles of an observation's messages."""
-CACHED_SPELLINGS = 1024
+CLOSING, HEADER = 0, 1
+"""Pieces of a bridge before its first observation."""
 _NAME_CHARACTERS = re.compile(r"[^\w.:/-]")
 
 
@@ -48,25 +48,11 @@ class BridgeTokens:
     is_observation: Array
 
 
-@dataclass(frozen=True)
-class EncodedPieces:
-    """Pieces of text as tokens.
-
-    token_ids: int32 [T]. is_observation: bool [T]. ends: int64 [T], where each token ends in the
-    text, in characters.
-    """
-
-    token_ids: Array
-    is_observation: Array
-    ends: Array
-
-
 class TurnRenderer:
     """Renderer of prompts and bridges with a chat template.
 
-    An observation never writes a special token: text such as <|im_end|> in a tool's output becomes
-    ordinary characters. So does every other added token that the template writes. Without a
-    template, observations are preceded by a newline, and nothing closes or opens a turn.
+    Control tokens come from the template alone (`TemplateEncoder`). Without a template,
+    observations are preceded by a newline, and nothing closes or opens a turn.
 
     end_token_ids: tokens that end a turn. generation_config.json of the model may name more of them
     than its tokenizer. Methods may run in several threads.
@@ -80,24 +66,30 @@ class TurnRenderer:
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template
-        self._marker_ids = _list_markers(tokenizer, template)
+        self.encoder = template.get_encoder(tokenizer)
         end_texts = [decode(tokenizer, [token]) for token in sorted(end_token_ids)]
         self._writer = BridgeWriter(tokenizer, template, end_texts)
         self._tools_writer = self._writer
         if template.tools_source and template.tools_source != template.source:
-            tools_template = replace(template, source=template.tools_source, tools_source=None)
+            tools_template = replace(
+                template,
+                source=template.tools_source,
+                tools_source=None,
+                other_source=template.source or "",
+            )
             self._tools_writer = BridgeWriter(tokenizer, tools_template, end_texts)
         self._opening_ids = get_opening_tokens(tokenizer) if template.source is None else []
-        # Many special tokens in an observation are the same few.
-        self._spell_out = functools.lru_cache(CACHED_SPELLINGS)(self._encode_ordinary)
-        pieces, closing_length = self._writer.user_bridge
-        bridge = self._encode(pieces)
-        closing = self._find_marker(bridge, closing_length)
-        closing_ids = [] if closing is None else [int(bridge.token_ids[closing])]
-        self.closing_id = next(iter(closing_ids), None)
-        """Token by which the template closes a turn; None if it does so by text, or not at all."""
-        self.end_token_ids = end_token_ids.union(closing_ids)
-        """Tokens that end a turn: as given, and `closing_id`."""
+        bridge, _ = self._encode_bridge(self._writer.user_bridge)
+        closing = self._find_marker(bridge, CLOSING)
+        self.closing_ids = [] if closing is None else bridge.token_ids[: closing + 1].tolist()
+        """Tokens by which the template closes a turn; [] if it does so by text, or not at all."""
+        texts = {*self._writer.end_texts, *self._tools_writer.end_texts}
+        ends = {*self.encoder.find_ids(texts), *self.closing_ids[-1:], *end_token_ids}
+        inner = self.encoder.find_ids(self._writer.inner_markers | self._tools_writer.inner_markers)
+        self.end_token_ids = frozenset(end_token_ids.union(ends.difference(inner)))
+        """Tokens that end a turn: as given, and those by which the template ends a whole turn."""
+        self.early_ends = [decode(tokenizer, [i]) for i in sorted(inner & self.end_token_ids)]
+        """Given tokens that would end a turn within a thought, or before its second call."""
         last = int(bridge.token_ids[-1])
         if last in self.end_token_ids:
             raise ConfigError(
@@ -149,7 +141,7 @@ class TurnRenderer:
         writer = self.get_writer(has_tools=bool(tools))
         shown = _clean_messages(observation)
         pieces = writer.write_prompt(messages, shown, tools, arguments)
-        token_ids = self._encode(pieces).token_ids
+        token_ids = self._encode(pieces)
         return np.concatenate([np.array(self._opening_ids, np.int32), token_ids])
 
     def render_bridge(
@@ -178,12 +170,11 @@ class TurnRenderer:
                 f"an observation of role {roles} cannot follow a turn: {error}; let the environment"
                 " answer in another role, such as user"
             ) from error
-        pieces, closing_length = bridge
-        encoded = self._encode(pieces)
+        encoded, is_observation = self._encode_bridge(bridge)
         start = 0
         if not is_cut and len(sampled_ids):
-            start = self._count_written(int(sampled_ids[-1]), encoded, pieces, closing_length)
-        return BridgeTokens(encoded.token_ids[start:], encoded.is_observation[start:])
+            start = self._count_written(int(sampled_ids[-1]), encoded)
+        return BridgeTokens(encoded.token_ids[start:], is_observation[start:])
 
     def render_rewritten(
         self,
@@ -212,17 +203,13 @@ class TurnRenderer:
         inserted = [i for i in range(len(row), len(messages)) if not _is_turn(messages[i])]
         has_tools = bool(tools) or any(message["role"] == "tool" for message in messages)
         writer = self.get_writer(has_tools=has_tools)
-        # Most templates render arguments as JSON; DeepSeek's concatenates them as text.
-        for form in (messages, [*map(_write_arguments, messages)]):
-            try:
-                rendered = encode(self.tokenizer, writer.render(form, tools, arguments))
-                if self._drop_whitespace(rendered) == self._drop_whitespace(stream_ids):
-                    return None
-                pieces = writer.write_conversation(form, inserted, tools, arguments)
-            except ConfigError:
-                continue
-            return self._encode(pieces).token_ids
-        return None
+        try:
+            rendered = self.encoder.encode(writer.render(messages, tools, arguments))
+            if self._drop_whitespace(rendered) == self._drop_whitespace(stream_ids):
+                return None
+            return self._encode(writer.write_conversation(messages, inserted, tools, arguments))
+        except ConfigError:
+            return None
 
     def _drop_whitespace(self, token_ids: Sequence[int] | Array) -> str:
         return "".join(decode(self.tokenizer, list(token_ids)).split())
@@ -230,91 +217,36 @@ class TurnRenderer:
     def get_writer(self, *, has_tools: bool) -> BridgeWriter:
         return self._tools_writer if has_tools else self._writer
 
-    def _count_written(
-        self, last: int, bridge: EncodedPieces, pieces: Sequence[TextPiece], closing_length: int
-    ) -> int:
+    def _count_written(self, last: int, bridge: EncodedPieces) -> int:
         """Return how many tokens of a bridge the policy made unnecessary with its last token."""
-        closing = self._find_marker(bridge, closing_length)
+        closing = self._find_marker(bridge, CLOSING)
         if closing is not None:
             # <|endoftext|> closes a turn as well as the template's own <|im_end|>.
             is_closed = last in self.end_token_ids or last == bridge.token_ids[closing]
             return closing + 1 if is_closed else 0
         # GLM-4 ends a turn with the first token of the next one's header, <|user|>.
-        header = self._find_marker(bridge, len(pieces[0].text))
+        header = self._find_marker(bridge, HEADER)
         is_header = header is not None and last == bridge.token_ids[header]
         return header + 1 if header is not None and is_header and last in self.end_token_ids else 0
 
-    def _find_marker(self, bridge: EncodedPieces, length: int) -> int | None:
-        """Return the index of the first special token that ends within `length` characters."""
-        within = bridge.ends <= length
-        found = np.flatnonzero(within & np.isin(bridge.token_ids, self._marker_ids))
-        return int(found[0]) if found.size else None
+    def _find_marker(self, bridge: EncodedPieces, piece: int) -> int | None:
+        """Return the index of a control token: the last of the closing, or the header's first."""
+        is_within = bridge.ends <= bridge.stops[piece]
+        found = np.flatnonzero(is_within & np.isin(bridge.token_ids, self.encoder.marker_ids))
+        return int(found[-1 if piece == CLOSING else 0]) if found.size else None
 
-    def _encode(self, pieces: Sequence[TextPiece]) -> EncodedPieces:
-        """Encode pieces as one text, so that the tokens at their borders are the template's."""
-        text = "".join(piece.text for piece in pieces)
-        encoding: Mapping[str, Any] = self.tokenizer(
-            text,
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_offsets_mapping=True,
-            verbose=False,
-        )
-        token_ids = np.array(encoding["input_ids"], np.int32)
-        starts, ends = np.array(encoding["offset_mapping"], np.int64).reshape(-1, 2).T
-        is_observation = np.zeros(len(token_ids), bool)
-        position = 0
-        for piece in pieces:
+    def _encode(self, pieces: Sequence[TextPiece]) -> Array:
+        return self.encoder.encode_pieces([piece.text for piece in pieces]).token_ids
+
+    def _encode_bridge(self, bridge: BridgeText) -> tuple[EncodedPieces, Array]:
+        """Return the tokens of closing and pieces, and which of them show an observation."""
+        pieces = [TextPiece(bridge.closing, False), *bridge.pieces]
+        encoded = self.encoder.encode_pieces([piece.text for piece in pieces])
+        is_observation = np.zeros(len(encoded.token_ids), bool)
+        for piece, start, stop in zip(pieces, [0, *encoded.stops], encoded.stops, strict=False):
             if piece.is_observation:
-                stop = position + len(piece.text)
-                is_observation |= (starts < stop) & (ends > position)
-            position += len(piece.text)
-        is_forged = is_observation & np.isin(token_ids, self._marker_ids)
-        if not is_forged.any():
-            return EncodedPieces(token_ids, is_observation, ends)
-        # A special token may absorb whitespace around it, which then lies between the offsets.
-        is_after_forged = np.concatenate([[False], is_forged[:-1]])
-        starts = np.where(is_after_forged, starts, np.concatenate([[0], ends[:-1]]))
-        stops = np.concatenate([starts[1:], [len(text)]])
-        spans = zip(starts[is_forged].tolist(), stops[is_forged].tolist(), strict=True)
-        spellings = [self._spell_out(text[start:stop]) for start, stop in spans]
-        counts = np.ones(len(token_ids), np.int64)
-        counts[is_forged] = [len(spelling) for spelling in spellings]
-        spelled = np.repeat(token_ids, counts)
-        spelled[np.repeat(is_forged, counts)] = np.concatenate(spellings)
-        return EncodedPieces(spelled, np.repeat(is_observation, counts), np.repeat(ends, counts))
-
-    def _encode_ordinary(self, text: str) -> Array:
-        """Encode text without special tokens, int32 [T].
-
-        Encodes the halves of a text with special tokens separately. The tokenizer's own option for
-        this, split_special_tokens, is state that all threads share, and it spares the added tokens
-        that are not special. A special token of a single character has no other spelling, and is
-        left out.
-        """
-        token_ids = np.array(encode(self.tokenizer, text), np.int32)
-        if not np.isin(token_ids, self._marker_ids).any():
-            return token_ids
-        middle = len(text) // 2
-        if not middle:
-            return np.zeros(0, np.int32)
-        halves = (text[:middle], text[middle:])
-        return np.concatenate([self._encode_ordinary(half) for half in halves])
-
-
-def _list_markers(tokenizer: "PreTrainedTokenizerBase", template: ChatTemplate) -> Array:
-    """Return the ids of all special tokens, and of other added tokens that the template writes.
-
-    Some models declare the tokens of their chat format as not special: DeepSeek's <|User|>.
-    """
-    source = f"{template.source}{template.tools_source}"
-    markers = [
-        token_id
-        for token_id, token in tokenizer.added_tokens_decoder.items()
-        if token.special or (token.content.strip() and token.content in source)
-    ]
-    # Characters outside the vocabulary become <unk>, which is special, too.
-    return np.array([i for i in markers if i != tokenizer.unk_token_id], np.int32)
+                is_observation |= (encoded.starts < stop) & (encoded.ends > start)
+        return encoded, is_observation
 
 
 def _is_turn(message: Message) -> bool:
@@ -329,18 +261,6 @@ def _clean_later(messages: Sequence[Message]) -> list[Message]:
         said = [*run]
         cleaned += said if is_turn else _clean_messages(said)
     return cleaned
-
-
-def _write_arguments(message: Message) -> Message:
-    """Return a message whose tool calls have their arguments as JSON text."""
-    if "tool_calls" not in message:
-        return message
-    calls = [
-        {**call, "function": {**function, "arguments": json.dumps(function["arguments"])}}
-        for call in message["tool_calls"]
-        for function in (call["function"],)
-    ]
-    return {**message, "tool_calls": calls}
 
 
 def clean_observation(messages: Sequence[Message]) -> list[Message]:

@@ -16,9 +16,9 @@ from streamrl.environments.episodes.driver import EpisodeDriver, EpisodeLimits
 from streamrl.environments.interface import EnvironmentHosts, Message, Reply, ToolSchema
 from streamrl.environments.rendering.turn_renderer import BridgeTokens, clean_observation
 from streamrl.environments.tool_calls.call_formats import check_call
-from streamrl.environments.tool_calls.call_objects import read_call_object
+from streamrl.environments.tool_calls.json_calls import read_call_object
 from streamrl.environments.tool_calls.marked_turn import WrittenCall
-from streamrl.environments.tool_calls.python_literals import parse_calls_at
+from streamrl.environments.tool_calls.pattern_calls import parse_python_calls
 from streamrl.environments.tool_calls.tool_schema import get_tool_name
 from streamrl.errors import ConfigError
 from streamrl.files.python_module import FileFunction, load_referenced_function
@@ -115,10 +115,7 @@ def parse_turn(message: Message, tools: Sequence[ToolSchema]) -> Reply:
 
 def _read_text_calls(text: str) -> list[WrittenCall]:
     try:
-        listed = f"[{text}]"
-        calls, end = parse_calls_at(listed, 0)
-        if end < len(listed):
-            raise ValueError(f"expected the end at character {end - 1}")
+        calls = parse_python_calls(text)
     except ValueError as error:
         return [WrittenCall(0, len(text), error=str(error))]
     return [WrittenCall(0, len(text), name, arguments) for name, arguments in calls]

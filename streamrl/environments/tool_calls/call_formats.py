@@ -5,39 +5,25 @@ reply = format.parse(token_ids, tools)
 reply.calls[0].name, reply.calls[0].arguments, reply.calls[0].outcome
 """
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from streamrl.environments.interface import CallOutcome, Message, Reply, ToolCall, ToolSchema
 from streamrl.environments.tool_calls.call_id import make_call_id
-from streamrl.environments.tool_calls.enclosed_calls import (
-    CLOSING,
-    OPENING,
-    find_hermes_calls,
-    find_qwen_coder_calls,
-)
 from streamrl.environments.tool_calls.harmony_calls import HARMONY_MARKERS, find_harmony_calls
-from streamrl.environments.tool_calls.json_calls import (
-    ARGS,
-    CALL_ID,
-    PYTHON_TAG,
-    TOOL_CALLS,
-    find_llama3_calls,
-    find_mistral_calls,
-)
-from streamrl.environments.tool_calls.literal_calls import (
-    PYTHONIC_MARKERS,
-    find_pythonic_calls,
-    make_pattern_finder,
-)
+from streamrl.environments.tool_calls.json_calls import CLOSING, OPENING, find_hermes_calls
 from streamrl.environments.tool_calls.marked_turn import (
     MarkedTurn,
     MarkerDecoder,
     ScaffoldSpan,
     WrittenCall,
+)
+from streamrl.environments.tool_calls.pattern_calls import make_pattern_finder
+from streamrl.environments.tool_calls.served_calls import (
+    ServedParser,
+    ShownCall,
+    list_served_formats,
 )
 from streamrl.environments.tool_calls.strict_json import check_encodable
 from streamrl.environments.tool_calls.tool_schema import get_tool_name, validate_arguments
@@ -55,42 +41,25 @@ REGEX_FORMAT, TEXT_FORMAT = "regex", "text"
 """Format of the user's pattern; turns without calls, for environments without tools."""
 
 
-@dataclass(frozen=True)
-class FormatRow:
-    """Row of the table of formats.
-
-    markers: texts that may be single tokens of the vocabulary. template_sign: regular expression
-    that is found in chat templates of this format only.
-    """
-
-    find_calls: FindCalls
-    markers: tuple[str, ...]
-    template_sign: str
-
-
-FORMAT_ROWS: Mapping[str, FormatRow] = {
-    # GLM and Qwen's coder models write no JSON between the same markers.
-    "hermes": FormatRow(
-        find_hermes_calls,
-        (OPENING, CLOSING),
-        r"(?s)\A(?!.*(?:<arg_key>|<function=)).*<tool_call>",
-    ),
-    "qwen_coder": FormatRow(
-        find_qwen_coder_calls, (OPENING, CLOSING), r"(?s)<tool_call>.*<function="
-    ),
-    "llama3": FormatRow(
-        find_llama3_calls, (PYTHON_TAG,), r'<\|python_tag\|>|parameters\\?": dictionary'
-    ),
-    "mistral": FormatRow(find_mistral_calls, (TOOL_CALLS, ARGS, CALL_ID), r"\[TOOL_CALLS\]"),
-    "harmony": FormatRow(find_harmony_calls, HARMONY_MARKERS, r"<\|channel\|>"),
-    "pythonic": FormatRow(
-        find_pythonic_calls,
-        (*PYTHONIC_MARKERS.keys(), *PYTHONIC_MARKERS.values()),
-        r"func_name1\(|<\|python_start\|>|<\|tool_call_start\|>",
-    ),
+OWN_FORMATS: Mapping[str, tuple[FindCalls, tuple[str, ...]]] = {
+    "hermes": (find_hermes_calls, (OPENING, CLOSING)),
+    # vLLM's parser reads the ids of the published vocabulary, which it downloads.
+    "harmony": (find_harmony_calls, HARMONY_MARKERS),
 }
-CALL_FORMATS = (*FORMAT_ROWS, REGEX_FORMAT, TEXT_FORMAT)
-"""Names of the formats."""
+"""Formats that are parsed here, each with the markers that may be tokens of a vocabulary."""
+COMMON_FORMATS = (
+    *("qwen3_coder", "llama3_json", "mistral", "deepseek_v3", "glm45", "gemma4", "kimi_k2"),
+    *("lfm2", "pythonic"),
+)
+"""vLLM's parsers that are tried first."""
+MARKER_FORMATS = {
+    OPENING: "hermes",
+    "<|channel|>": "harmony",
+    "<|tool_call_start|>": "lfm2",
+    "[TOOL_CALLS]": "mistral",
+    "<|python_tag|>": "llama3_json",
+}
+"""Formats of vocabularies, for templates that show no calls."""
 
 
 class CallFormat:
@@ -153,6 +122,7 @@ def _read_text(turn: MarkedTurn, spans: Sequence[WrittenCall | ScaffoldSpan]) ->
     parts, end = [], 0
     for span in removed:
         parts.append(turn.text[end : span.start])
+        parts.append(span.text if isinstance(span, ScaffoldSpan) else "")
         end = max(end, span.end)
     parts.append(turn.text[end:])
     stripped = [turn.spell_text(part).strip() for part in parts]
@@ -164,16 +134,15 @@ def make_call_format(
     tokenizer: "PreTrainedTokenizerBase",
     *,
     pattern: str = "",
+    shown: ShownCall | None = None,
     setting: str = "environment.call_format",
 ) -> CallFormat:
     """Return the call format of that name.
 
-    pattern: regular expression of the format "regex", see `make_pattern_finder`. setting: config
-    key of the name, for errors. Raises ConfigError for an unknown name or an invalid pattern.
+    pattern: regular expression of the format "regex", see `make_pattern_finder`. shown: a call in
+    the chat template. setting: config key of the name, for errors. Raises ConfigError for an
+    unknown name, an invalid pattern, or a tokenizer without the format's tokens.
     """
-    if name not in CALL_FORMATS:
-        hint = suggest_nearest(name, CALL_FORMATS, noun="format")
-        raise ConfigError(f"{setting}={name}: no such format of tool calls; {hint}")
     if name == REGEX_FORMAT:
         if not pattern:
             raise ConfigError(f"{setting}={name}: needs a pattern")
@@ -183,34 +152,58 @@ def make_call_format(
         raise ConfigError(f"{setting}={name}: takes no pattern; only {REGEX_FORMAT} does")
     if name == TEXT_FORMAT:
         return CallFormat(tokenizer, (), lambda turn: ())
-    row = FORMAT_ROWS[name]
-    return CallFormat(tokenizer, row.markers, row.find_calls)
+    if name in OWN_FORMATS:
+        find_calls, markers = OWN_FORMATS[name]
+        return CallFormat(tokenizer, markers, find_calls)
+    served = list_served_formats()
+    if name not in served:
+        formats = (*OWN_FORMATS, REGEX_FORMAT, TEXT_FORMAT, *served)
+        hint = suggest_nearest(name, formats, noun="format")
+        if "nearest" in hint:
+            hint += f"; the formats are {', '.join(formats)}"
+        raise ConfigError(f"{setting}={name}: no such format of tool calls; {hint}")
+    parser = ServedParser(name, tokenizer, shown, setting)
+    return CallFormat(tokenizer, parser.markers, parser)
 
 
 def detect_call_format(
     tokenizer: "PreTrainedTokenizerBase",
-    template_source: str | None,
+    shown: ShownCall | None,
     *,
     setting: str = "environment.call_format",
 ) -> str:
-    """Return the name of the format that a model writes.
+    """Return the name of the format that a model writes: the first that reads what it is shown.
 
-    The chat template decides, as it shows calls to the model. If it knows no tools at all, the
-    vocabulary decides by its markers. Raises ConfigError if the one that decides has no sign.
+    shown: a call as the chat template shows it to the model. If the template shows none, the
+    vocabulary decides by its markers. Raises ConfigError if no format reads the call.
     """
-    template = template_source or ""
-    for name, row in FORMAT_ROWS.items():
-        if re.search(row.template_sign, template):
-            return name
-    # Families share markers: GLM has <tool_call>, but in its template, calls look different.
-    vocabulary = {} if "tools" in template else tokenizer.get_added_vocab()
-    for name, row in FORMAT_ROWS.items():
-        if row.markers[0] in vocabulary:
-            return name
+    if shown is None:
+        vocabulary = tokenizer.get_added_vocab()
+        for marker, name in MARKER_FORMATS.items():
+            if marker in vocabulary:
+                return name
+    else:
+        token_ids = tokenizer(shown.text, add_special_tokens=False)["input_ids"]
+        for name in _list_candidates():
+            try:
+                call_format = make_call_format(name, tokenizer, shown=shown)
+            except ConfigError:
+                continue
+            calls = call_format.parse(token_ids, [shown.tool]).calls
+            if list(calls) == [ToolCall(shown.name, shown.arguments)]:
+                return name
     raise ConfigError(
         f"{setting}=auto: the chat template shows tool calls in no known format; set it to one of"
-        f" {', '.join(CALL_FORMATS)}"
+        f" {', '.join((*OWN_FORMATS, REGEX_FORMAT, TEXT_FORMAT))}, or to a parser of vLLM:"
+        f" {', '.join(list_served_formats())}"
     )
+
+
+def _list_candidates() -> Iterator[str]:
+    """Yield the formats; vLLM is imported only if none of ours fits."""
+    yield from OWN_FORMATS
+    yield from COMMON_FORMATS
+    yield from (name for name in list_served_formats() if name not in COMMON_FORMATS)
 
 
 def make_assistant_message(reply: Reply) -> Message:

@@ -7,7 +7,7 @@
 import re
 from collections.abc import Iterator
 
-from streamrl.environments.tool_calls.call_objects import read_arguments_object
+from streamrl.environments.tool_calls.json_calls import read_arguments_object
 from streamrl.environments.tool_calls.marked_turn import MarkedTurn, ScaffoldSpan, WrittenCall
 from streamrl.environments.tool_calls.strict_json import parse_json_at
 

@@ -1,87 +1,67 @@
-"""Calls in JSON without an end marker: Llama 3 and Mistral."""
+"""Calls that are JSON objects with a name and arguments, and hermes, the format of Qwen.
 
-import re
-from collections.abc import Iterator
+vLLM's parser of hermes ends a call at the first </tool_call>, also within a string, and gives up a
+whole turn for one call that is malformed.
+"""
 
-from streamrl.environments.tool_calls.call_objects import read_arguments_object, read_call_object
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 from streamrl.environments.tool_calls.marked_turn import MarkedTurn, WrittenCall
 from streamrl.environments.tool_calls.strict_json import parse_json_at
 
-PYTHON_TAG = "<|python_tag|>"
-TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
-_LLAMA_CALL = re.compile(r"""\s*\{\s*"(?:type|name)"\s*:""")
-_LLAMA_SEPARATOR = re.compile(r"\s*[;,]?\s*(?=\{)")
-_TOOL_NAME = re.compile(r"[\w.:-]+")
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 
-def find_llama3_calls(turn: MarkedTurn) -> Iterator[WrittenCall]:
-    """Yield calls such as {"name": "add", "parameters": {"a": 1}}, at the start of the turn.
-
-    After <|python_tag|> they may stand anywhere. Several are separated by semicolons.
-    """
-    tag = turn.get_code(PYTHON_TAG)
-    start = turn.text.find(tag, turn.start)
-    is_tagged = start >= 0
-    if not is_tagged:
-        start = turn.skip_space(turn.start)
-        if not _LLAMA_CALL.match(turn.text, start):
-            return
-    body = start + len(tag) if is_tagged else start
-    while True:
+def find_hermes_calls(turn: MarkedTurn) -> Iterator[WrittenCall]:
+    """Yield calls such as <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>."""
+    opening, closing = turn.get_code(OPENING), turn.get_code(CLOSING)
+    end = turn.start
+    while (start := turn.text.find(opening, end)) >= 0:
+        body = start + len(opening)
         try:
             value, end = turn.parse_at(body, parse_json_at)
-            # An answer in JSON may begin with a name, too.
-            if not (is_tagged or {"parameters", "arguments"} & value.keys()):
-                return
-            name, arguments = read_call_object(value, ("parameters", "arguments"))
+            name, arguments = read_call_object(value)
+            end = turn.skip_space(end)
+            if not turn.text.startswith(closing, end):
+                raise ValueError(f"expected {CLOSING} after the call")
         except ValueError as error:
-            if not turn.is_cut:
-                yield WrittenCall(start, len(turn.text), error=str(error))
-            return
-        yield WrittenCall(start, end, name, arguments)
-        separator = _LLAMA_SEPARATOR.match(turn.text, end)
-        if not (separator and _LLAMA_CALL.match(turn.text, separator.end())):
-            return
-        start, body = end, separator.end()
+            end = _find_end(turn, body)
+            if end < 0:
+                return
+            yield WrittenCall(start, end, error=str(error))
+        else:
+            end += len(closing)
+            yield WrittenCall(start, end, name, arguments)
 
 
-def find_mistral_calls(turn: MarkedTurn) -> Iterator[WrittenCall]:
-    """Yield calls such as [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}].
+def _find_end(turn: MarkedTurn, body: int) -> int:
+    """Return where a malformed call ends; -1 if the turn was cut within the call."""
+    opening, closing = turn.get_code(OPENING), turn.get_code(CLOSING)
+    last = turn.text.find(closing, body)
+    following = turn.text.find(opening, body)
+    if last >= 0 and not 0 <= following < last:
+        return last + len(closing)
+    if following >= 0:
+        return following
+    return -1 if turn.is_cut else len(turn.text)
 
-    Newer models write [TOOL_CALLS]add[ARGS]{"a": 1}, once for each call.
+
+def read_call_object(value: Any) -> tuple[str, Mapping[str, Any]]:
+    """Return name and arguments of a call.
+
+    Raises ValueError unless the value is an object with a name and an object of arguments.
     """
-    marker = turn.get_code(TOOL_CALLS)
-    end = turn.start
-    while (start := turn.text.find(marker, end)) >= 0:
-        body = turn.skip_space(start + len(marker))
-        try:
-            if turn.text.startswith(("[", "{"), body):
-                calls, end = _read_mistral_list(turn, start, body)
-            else:
-                calls, end = _read_mistral_call(turn, start, body)
-        except ValueError as error:
-            following = turn.text.find(marker, body)
-            if following < 0 and turn.is_cut:
-                return
-            end = following if following >= 0 else len(turn.text)
-            calls = [WrittenCall(start, end, error=str(error))]
-        yield from calls
+    if not isinstance(value, dict):
+        raise ValueError("must be a JSON object with the keys name and arguments")
+    name = value.get("name")
+    if not (isinstance(name, str) and name):
+        raise ValueError("the key name must hold the name of a tool")
+    return name, read_arguments_object(value.get("arguments"), "the key arguments")
 
 
-def _read_mistral_list(turn: MarkedTurn, start: int, body: int) -> tuple[list[WrittenCall], int]:
-    value, end = turn.parse_at(body, parse_json_at)
-    objects = value if isinstance(value, list) else [value]
-    if not objects:
-        raise ValueError("the list of calls is empty")
-    calls = [WrittenCall(start, end, *read_call_object(item)) for item in objects]
-    return calls, end
-
-
-def _read_mistral_call(turn: MarkedTurn, start: int, body: int) -> tuple[list[WrittenCall], int]:
-    args = turn.get_code(ARGS)
-    position = turn.text.find(args, body)
-    name = turn.text[body:position].partition(turn.get_code(CALL_ID))[0].strip()
-    if position < 0 or not _TOOL_NAME.fullmatch(name):
-        raise ValueError(f"expected NAME{ARGS} and the arguments, or a JSON list of calls")
-    value, end = turn.parse_at(position + len(args), parse_json_at)
-    return [WrittenCall(start, end, name, read_arguments_object(value, ARGS))], end
+def read_arguments_object(value: Any, place: str) -> Mapping[str, Any]:
+    """Return arguments. place: where they stand. Raises ValueError unless they are an object."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{place} must hold a JSON object with the arguments")
+    return value

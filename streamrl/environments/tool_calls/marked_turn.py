@@ -40,10 +40,14 @@ class WrittenCall:
 
 @dataclass(frozen=True)
 class ScaffoldSpan:
-    """Characters of a turn that belong to its format and are neither text nor call."""
+    """Characters of a turn that belong to its format and are neither text nor call.
+
+    text: what stands in their place.
+    """
 
     start: int
     end: int
+    text: str = ""
 
 
 @dataclass(frozen=True)

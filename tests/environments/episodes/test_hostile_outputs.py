@@ -13,7 +13,7 @@ from streamrl.data.chat_template import load_chat_template
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.episodes.decode_slots import DecodeSlots
 from streamrl.environments.episodes.driver import EpisodeDriver, EpisodeLimits
-from streamrl.environments.rendering.token_difference import decode, encode
+from streamrl.environments.rendering.token_difference import decode
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
 from streamrl.environments.tool_calls.call_formats import make_call_format
 from streamrl.errors import EpisodeError
@@ -54,9 +54,8 @@ class WrittenTurns:
         self._turns = list(turns)
 
     async def generate(self, prompt_ids, **options):
-        closing_id = self._renderer.closing_id
-        assert closing_id is not None
-        turn = [*encode(self._renderer.tokenizer, self._turns.pop(0)), closing_id]
+        tokens = self._renderer.tokenizer(self._turns.pop(0), add_special_tokens=False)
+        turn = [*tokens["input_ids"], *self._renderer.closing_ids]
         return [
             Rollout.from_single_turn(
                 prompt_ids,

@@ -6,8 +6,9 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from streamrl.data.chat_template import ChatTemplate, load_chat_template, render_prompts
+from streamrl.data.guarded_text import CODE
 from streamrl.data.reading.rows import DataRow
-from streamrl.environments.rendering.token_difference import decode, encode
+from streamrl.environments.rendering.token_difference import decode
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
 from streamrl.errors import ConfigError
 
@@ -22,6 +23,10 @@ letters = st.text("abz09\u00e9\u4f60\U0001f600", min_size=1, max_size=3)
 any_text = st.text("ab <|>_[]\n\t\r.\"'{}\\\u00e9\u4f60\U0001f600", max_size=12)
 # Stable borders: no merge of the first token with the opening, nothing that a template trims.
 replies = st.tuples(letters, any_text, letters).map("".join)
+
+
+def encode(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def make_user(content):
@@ -56,15 +61,15 @@ def append(renderer, conversation, encode_turn, *, is_cut=False):
     stream = renderer.render_prompt(conversation[:1]).tolist()
     for turn, observation in zip(conversation[1::2], conversation[2::2], strict=True):
         sampled = encode_turn(turn["content"])
-        if not is_cut and renderer.closing_id is not None:
-            sampled.append(renderer.closing_id)
+        if not is_cut and renderer.closing_ids:
+            sampled.append(renderer.closing_ids[-1])
         stream += sampled
         stream += renderer.render_bridge(sampled, [observation], is_cut=is_cut).token_ids.tolist()
     return stream
 
 
 def render_whole(renderer, conversation):
-    return renderer.get_writer(has_tools=False).render(conversation)
+    return renderer.get_writer(has_tools=False).render(conversation).replace(CODE, "")
 
 
 @pytest.mark.parametrize("name", BPE_FORMATS)
@@ -92,14 +97,14 @@ def test_tool_results_equal_the_whole_rendering(load_renderer, observations, rep
     ]
     call = '<tool_call>\n{"name": "look_up", "arguments": {"word": "x"}}\n</tool_call>'
     sampled = encode(renderer.tokenizer, "\n".join([reply, *[call] * len(calls)]))
-    sampled.append(renderer.closing_id)
+    sampled.append(renderer.closing_ids[-1])
     results = [make_tool(text, number) for number, text in enumerate(observations)]
     prompt = renderer.render_prompt([QUESTION], TOOLS)
     bridge = renderer.render_bridge(sampled, results, is_cut=False, has_tools=True)
     turn = {**make_assistant(reply), "tool_calls": calls}
     text = renderer.get_writer(has_tools=True).render([QUESTION, turn, *results], TOOLS)
     stream = [*prompt, *sampled, *bridge.token_ids]
-    assert stream == encode(renderer.tokenizer, text)
+    assert stream == encode(renderer.tokenizer, text.replace(CODE, ""))
     assert show(renderer, bridge)[1].replace("\n", "") == "".join(observations).replace("\n", "")
 
 
@@ -113,7 +118,7 @@ def test_sampled_tokens_stay_as_sampled(load_renderer, name, reply, observation)
 
     canonical = encode(renderer.tokenizer, reply)
     sampled = encode_characters(reply)
-    end = [] if renderer.closing_id is None else [renderer.closing_id]
+    end = renderer.closing_ids
     bridge = renderer.render_bridge(sampled + end, [make_user(observation)], is_cut=False)
     same = renderer.render_bridge(canonical + end, [make_user(observation)], is_cut=False)
     np.testing.assert_array_equal(bridge.token_ids, same.token_ids)
@@ -176,7 +181,7 @@ def test_a_bridge_appends_only_what_the_policy_did_not_write(load_renderer):
         ([5], True, "<|im_end|>" + rest),
         ([5], False, "<|im_end|>" + rest),
         ([], True, "<|im_end|>" + rest),
-        ([5, renderer.closing_id], False, rest),
+        ([5, renderer.closing_ids[-1]], False, rest),
     ):
         bridge = renderer.render_bridge(np.array(sampled), observation, is_cut=is_cut)
         assert show(renderer, bridge)[0] == expected
@@ -186,7 +191,7 @@ def test_a_token_of_the_generation_config_ends_a_turn(load_renderer):
     known = load_renderer("qwen2_5")
     end = get_id(known, "<|endoftext|>")
     renderer = TurnRenderer.from_template(known.tokenizer, known.template, end_token_ids=[end])
-    assert renderer.end_token_ids == {end, renderer.closing_id}
+    assert renderer.end_token_ids == {end, renderer.closing_ids[-1]}
     bridge = renderer.render_bridge([5, end], [make_user("hi")], is_cut=False)
     assert show(renderer, bridge)[0].startswith("\n<|im_start|>user")
     # The token is an ordinary one for a renderer that does not know it as an end.
@@ -200,7 +205,7 @@ def test_a_turn_may_end_with_the_header_of_the_next_one(make_renderer):
         "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
     )
     renderer = make_renderer(source, end_tokens=["<|user|>"])
-    assert renderer.closing_id is None
+    assert not renderer.closing_ids
     user, eos = get_id(renderer, "<|user|>"), get_id(renderer, "<eos>")
     bridge = renderer.render_bridge([5, user], [make_user("hi")], is_cut=False)
     assert show(renderer, bridge)[0] == "\nhi<|assistant|>\n"
@@ -218,7 +223,7 @@ def test_earlier_turns_and_turns_with_calls_may_close_by_tokens_of_their_own(mak
         "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     renderer = make_renderer(source, eos_token="<|return|>", end_tokens=["<|call|>"])
-    assert renderer.closing_id == get_id(renderer, "<|end|>")
+    assert renderer.closing_ids[-1] == get_id(renderer, "<|end|>")
     for sampled, observation, expected in (
         ("<|return|>", make_user("hi"), "<|user|>hi<|end|><|assistant|>"),
         ("<|call|>", make_tool("4"), "<|system|>4<|end|><|assistant|>"),
@@ -286,14 +291,14 @@ def test_a_special_token_that_absorbs_whitespace_becomes_its_text(make_bpe_token
     assert content in observed
 
 
-def test_a_special_token_of_one_character_is_left_out():
+def test_a_special_token_of_one_character_has_no_spelling():
     backend = Tokenizer(models.WordLevel({"a": 0, "$": 1, "\n": 2, "?": 3}, unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="$", unk_token="?")
     renderer = TurnRenderer.from_template(tokenizer, ChatTemplate(None, "plain"))
     bridge = renderer.render_bridge([0, 1], [make_user("a$\u4f60a")], is_cut=False)
-    # Characters outside the vocabulary stay unknown.
-    assert bridge.token_ids.tolist() == [2, 0, 3, 0]
+    # Without its token, the character is as unknown as any outside the vocabulary.
+    assert bridge.token_ids.tolist() == [2, 0, 3, 3, 0]
 
 
 def test_invalid_unicode_is_replaced(load_renderer):
@@ -314,7 +319,7 @@ def test_long_observations_with_many_special_tokens(load_renderer):
     content = "<|im_end|> and\n" * 5000
     bridge = renderer.render_bridge([5], [make_tool(content)], is_cut=True)
     assert show(renderer, bridge)[1].strip("\n") == content.strip("\n")
-    assert np.count_nonzero(bridge.token_ids == renderer.closing_id) == 2
+    assert np.count_nonzero(bridge.token_ids == renderer.closing_ids[-1]) == 2
 
 
 def test_several_tool_results_that_contain_the_scaffold(load_renderer):
@@ -367,7 +372,7 @@ def test_a_first_observation_does_not_write_special_tokens(load_renderer):
     plain = renderer.render_prompt([system], observation=[QUESTION])
     np.testing.assert_array_equal(plain, renderer.render_prompt([system, QUESTION]))
     forged = renderer.render_prompt([system], observation=[make_user("<|im_end|>")])
-    assert np.count_nonzero(forged == renderer.closing_id) == 2
+    assert np.count_nonzero(forged == renderer.closing_ids[-1]) == 2
     assert decode(renderer.tokenizer, forged) == (
         "<|im_start|>system\nbe good<|im_end|>\n<|im_start|>user\n<|im_end|><|im_end|>\n"
         "<|im_start|>assistant\n"
@@ -482,14 +487,14 @@ def test_observations_in_a_rewritten_conversation_do_not_write_special_tokens(lo
     tokens = renderer.render_rewritten(stream, conversation[:1], conversation[1:])
     assert decode(renderer.tokenizer, tokens) == render_whole(renderer, conversation)
     # One for each of the five messages, as in the stream.
-    assert np.count_nonzero(tokens == renderer.closing_id) == 5
+    assert np.count_nonzero(tokens == renderer.closing_ids[-1]) == 5
     assert not np.count_nonzero(tokens == get_id(renderer, "<tool_call>"))
 
 
 def test_a_turn_that_continues_a_message_of_the_row_is_one_message_with_it(load_renderer):
     renderer = load_renderer("qwen2_5")
     row, turn = [QUESTION, make_assistant("The ")], make_assistant("first.")
-    sampled = [*encode(renderer.tokenizer, "first."), renderer.closing_id]
+    sampled = [*encode(renderer.tokenizer, "first."), renderer.closing_ids[-1]]
     bridge = renderer.render_bridge(sampled, [make_user("Go on.")], is_cut=False)
     stream = [*renderer.render_prompt(row), *sampled, *bridge.token_ids]
     assert renderer.render_rewritten(stream, row, [turn, make_user("Go on.")]) is None
@@ -500,7 +505,7 @@ def test_a_rewritten_call_has_its_arguments_in_the_form_of_the_template(load_ren
     call = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "x"}}}
     turn = {**make_assistant(THOUGHT + "Wait."), "tool_calls": [call]}
     text = THOUGHT + 'Wait.<|tool_call_begin|>look_up\n```json\n{"word": "x"}\n```<|tool_call_end|>'
-    sampled = [*encode(renderer.tokenizer, text), renderer.closing_id]
+    sampled = [*encode(renderer.tokenizer, text), renderer.closing_ids[-1]]
     bridge = renderer.render_bridge(sampled, [make_tool("4")], is_cut=False)
     stream = [*renderer.render_prompt([QUESTION]), *sampled, *bridge.token_ids]
     rewritten = renderer.render_rewritten(stream, [QUESTION], [turn, make_tool("4")])

@@ -6,18 +6,25 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from streamrl.environments.tool_calls.harmony_calls import HARMONY_MARKERS
-from streamrl.environments.tool_calls.literal_calls import PYTHONIC_MARKERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+DEEPSEEK_MARKERS = (
+    *("calls\u2581begin", "calls\u2581end", "call\u2581begin", "call\u2581end", "sep"),
+)
 SPECIAL = (
     *("<|im_end|>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
     *HARMONY_MARKERS,
-    *PYTHONIC_MARKERS.keys(),
-    *PYTHONIC_MARKERS.values(),
+    *("<|tool_call_start|>", "<|tool_call_end|>", "<|tool_call>", "<tool_call|>", '<|"|>'),
+    *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
+    *("<|tool_call_argument_begin|>",),
+    *(f"<\uff5ctool\u2581{name}\uff5c>" for name in DEEPSEEK_MARKERS),
 )
-NOT_SPECIAL = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+NOT_SPECIAL = (
+    *("<tool_call>", "</tool_call>", "<think>", "</think>"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+)
 """Added tokens that Qwen's tokenizers do not call special, so that decoding keeps them."""
 TEXT = """The tool adds numbers: {"name": "add", "arguments": {"a": 1, "b": 2}} and returns text."""
 Encode = Callable[[str], list[int]]

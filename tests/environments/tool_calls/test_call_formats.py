@@ -1,19 +1,17 @@
 """Parsing of sampled turns: families' formats, markers by token id, outcomes, cut turns."""
 
 import json
-import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.environments.interface import CallOutcome, Reply
 from streamrl.environments.tool_calls.call_formats import (
-    CALL_FORMATS,
     MAX_SPANS,
-    detect_call_format,
+    OWN_FORMATS,
     make_assistant_message,
     make_call_format,
 )
@@ -23,7 +21,7 @@ from streamrl.errors import ConfigError
 Encode = Callable[[str], list[int]]
 PATTERN = r"<<(?P<name>\w+) (?P<arguments>.*?)>>"
 
-MARKED_FORMATS = [name for name in CALL_FORMATS if name != "text"]
+MARKED_FORMATS = [*OWN_FORMATS, "regex"]
 
 
 def make_tool(name: str, properties: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -56,10 +54,6 @@ SUM = ("add", {"a": 1, "b": 2})
 HI = ("say", {"text": "hi"})
 SUM_JSON = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
 HI_JSON = '{"name": "say", "arguments": {"text": "hi"}}'
-SUM_XML = (
-    "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>"
-    "\n</function>\n</tool_call>"
-)
 TO_ADD = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1, "b": 2}'
 THOUGHT = "<|channel|>analysis<|message|>add 1 and 2?<|end|><|start|>assistant"
 
@@ -81,27 +75,6 @@ THOUGHT = "<|channel|>analysis<|message|>add 1 and 2?<|end|><|start|>assistant"
             f"<think><tool_call>{SUM_JSON}</tool_call></think>",
             [HI],
         ),
-        ("qwen_coder", f"I add.\n{SUM_XML}", "I add.", [SUM]),
-        (
-            "qwen_coder",
-            "<tool_call><function=say><parameter=text>hi</parameter></function></tool_call>",
-            "",
-            [HI],
-        ),
-        ("llama3", SUM_JSON.replace("arguments", "parameters"), "", [SUM]),
-        ("llama3", f"I add. <|python_tag|>{SUM_JSON}", "I add.", [SUM]),
-        ("llama3", f"{SUM_JSON}; {HI_JSON}<|im_end|>", "", [SUM, HI]),
-        ("llama3", f"{SUM_JSON} Done.", "Done.", [SUM]),
-        ("llama3", '{"name": "Ada", "born": 1815}', '{"name": "Ada", "born": 1815}', []),
-        ("mistral", f"[TOOL_CALLS] [{SUM_JSON}, {HI_JSON}]", "", [SUM, HI]),
-        ("mistral", f"[TOOL_CALLS][{SUM_JSON[:-1]}, " + '"id": "abcdefghi"}]', "", [SUM]),
-        (
-            "mistral",
-            '[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{"a": 1, "b": 2}'
-            '[TOOL_CALLS]say[ARGS]{"text": "hi"}',
-            "",
-            [SUM, HI],
-        ),
         ("harmony", f"{THOUGHT}{TO_ADD}<|call|>", "", [SUM]),
         ("harmony", f"{THOUGHT}{TO_ADD}", "", [SUM]),
         (
@@ -117,9 +90,6 @@ THOUGHT = "<|channel|>analysis<|message|>add 1 and 2?<|end|><|start|>assistant"
             "I add.",
             [SUM],
         ),
-        ("pythonic", "[add(a=1, b=2), say(text='hi')]", "", [SUM, HI]),
-        ("pythonic", "I add.<|python_start|>[add(a=1, b=2)]<|python_end|>", "I add.", [SUM]),
-        ("pythonic", "[1, 2]", "[1, 2]", []),
         ("regex", '<<add {"a": 1, "b": 2}>> then <<say {"text": "hi"}>>', "then", [SUM, HI]),
     ],
 )
@@ -164,31 +134,8 @@ def test_calls_in_the_format_of_a_family_are_parsed(
             '<tool_call>{"name": "any", "arguments": {"a": ' + "[" * 5000 + "</tool_call>",
             "nested",
         ),
-        ("qwen_coder", "<tool_call>add(1, 2)</tool_call>", "expected <function=NAME>"),
-        (
-            "qwen_coder",
-            "<tool_call><function=say><parameter=text>hi</function></tool_call>",
-            "</parameter>",
-        ),
-        (
-            "qwen_coder",
-            "<tool_call><function=say><parameter=text>a</parameter><parameter=text>b</parameter>"
-            "</function></tool_call>",
-            "occurs twice",
-        ),
-        ("llama3", '{"name": "add", "parameters": {"a": 1', "delimiter at character"),
-        ("llama3", "<|python_tag|>print(1)", "Expecting value"),
-        ("mistral", "[TOOL_CALLS]add 1 2", "expected NAME[ARGS]"),
-        ("mistral", "[TOOL_CALLS] []", "empty"),
-        ("mistral", "[TOOL_CALLS]add[ARGS][1]", "JSON object with the arguments"),
         ("harmony", f"{TO_ADD[:-1]}<|call|>", "delimiter"),
         ("harmony", f"{TO_ADD} or so<|call|>", "expected the end of the message"),
-        ("pythonic", "[add(a=1, b=x)]", "expected a literal at character"),
-        ("pythonic", "[add(1, 2)]", "expected a name"),
-        ("pythonic", "[add(a=1, a=2)]", "twice"),
-        ("pythonic", "[add(a=" + "[" * 5000 + ")]", "nested too deeply"),
-        ("pythonic", "[any(a='\\ud800')]", "surrogate"),
-        ("pythonic", "<|python_start|>add<|python_end|>", "expected ["),
         ("regex", "<<add 1>>", "JSON object with the arguments"),
     ],
 )
@@ -211,8 +158,11 @@ def test_a_call_after_a_malformed_one_is_made(marker_tokenizer: Any, encode: Enc
 
 
 def test_unknown_tools_and_wrong_arguments_are_told_apart(marker_tokenizer: Any, encode: Encode):
-    turn = "[ad(a=1, b=2), add(a=1), add(a='1', b=2), add(a=1, b=2, c=3)]"
-    calls = parse(marker_tokenizer, "pythonic", encode(turn)).calls
+    written = [{"a": 1}, {"a": "1", "b": 2}, {"a": 1, "b": 2, "c": 3}]
+    made = [("ad", {"a": 1, "b": 2}), *(("add", arguments) for arguments in written)]
+    objects = [json.dumps({"name": name, "arguments": entry}) for name, entry in made]
+    turn = "".join(f"<tool_call>{text}</tool_call>" for text in objects)
+    calls = parse(marker_tokenizer, "hermes", encode(turn)).calls
     wrong = CallOutcome.WRONG_ARGUMENTS
     assert [call.outcome for call in calls] == [CallOutcome.UNKNOWN_TOOL, wrong, wrong, wrong]
     assert [call.error for call in calls] == [
@@ -230,11 +180,7 @@ def test_a_marker_spelled_in_ordinary_tokens_is_text(
 ):
     turns = {
         "hermes": f"<tool_call>{SUM_JSON}</tool_call>",
-        "qwen_coder": SUM_XML,
-        "llama3": f"Say <|python_tag|>{SUM_JSON}",
-        "mistral": f"[TOOL_CALLS][{SUM_JSON}]",
         "harmony": f"{THOUGHT}{TO_ADD}<|call|>",
-        "pythonic": "Say <|python_start|>[add(a=1, b=2)]<|python_end|>",
     }
     turn = turns[name]
     assert len(parse(marker_tokenizer, name, encode(turn)).calls) == 1
@@ -255,14 +201,6 @@ def test_special_tokens_are_no_text_and_do_not_repair_a_call(marker_tokenizer: A
     assert call.arguments == {"text": "a<|call|>b</tool_call>"}
 
 
-def test_a_value_in_xml_may_contain_the_end_of_a_parameter(marker_tokenizer: Any, encode: Encode):
-    text = "\n</parameter> and </function>\n"
-    turn = SUM_XML.replace("add", "say").replace("=a>\n1", f"=text>\n{text}")
-    turn = re.sub(r"<parameter=b>.*?</parameter>", "", turn, flags=re.DOTALL)
-    reply = parse(marker_tokenizer, "qwen_coder", encode(turn))
-    assert describe(reply) == ("", [("say", {"text": text})])
-
-
 def test_a_marker_that_is_no_token_is_found_by_its_spelling(plain_tokenizer: Any):
     turn = f"I add.<tool_call>{SUM_JSON}</tool_call>"
     token_ids = plain_tokenizer.encode(turn)
@@ -271,11 +209,7 @@ def test_a_marker_that_is_no_token_is_found_by_its_spelling(plain_tokenizer: Any
 
 CUT_TURNS = {
     "hermes": f"<tool_call>{SUM_JSON}</tool_call>",
-    "qwen_coder": SUM_XML,
-    "llama3": f"<|python_tag|>{SUM_JSON}",
-    "mistral": '[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}',
     "harmony": f"{TO_ADD}<|call|>",
-    "pythonic": "[add(a=1, b=2)]",
     "regex": '<<add {"a": 1, "b": 2}>>',
 }
 
@@ -294,7 +228,6 @@ def test_a_call_cut_by_the_length_limit_is_text_and_not_malformed(
             assert CUT_TURNS[name].startswith(reply.text)
 
 
-NAMES = st.text("abcdefgh_", min_size=1).map("x".__add__)
 MARKER_TEXTS = st.sampled_from(
     ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|call|>", "<|python_end|>", '"', "'", "\\"]
 )
@@ -309,7 +242,6 @@ VALUES = st.recursive(
     max_leaves=8,
 )  # fmt: skip
 ARGUMENTS = st.dictionaries(STRINGS, VALUES, max_size=4)
-NAMED_ARGUMENTS = st.dictionaries(NAMES, VALUES, max_size=4)
 
 
 def write_object(arguments: dict[str, Any], is_ascii: bool, key: str = "arguments") -> str:
@@ -318,9 +250,6 @@ def write_object(arguments: dict[str, Any], is_ascii: bool, key: str = "argument
 
 JSON_WRITERS: dict[str, Callable[[dict[str, Any], bool], str]] = {
     "hermes": lambda a, x: f"<tool_call>\n{write_object(a, x)}\n</tool_call>",
-    "llama3": lambda a, x: f"<|python_tag|>{write_object(a, x, 'parameters')}",
-    "mistral": lambda a, x: f"[TOOL_CALLS] [{write_object(a, x)}]",
-    "mistral list": lambda a, x: f"[TOOL_CALLS]any[ARGS]{json.dumps(a, ensure_ascii=x)}",
     "harmony": lambda a, x: (
         f"<|channel|>commentary to=functions.any <|constrain|>json<|message|>"
         f"{json.dumps(a, ensure_ascii=x)}<|call|>"
@@ -338,36 +267,11 @@ def test_any_arguments_written_in_json_come_back(
     assert describe(reply) == ("", [("any", arguments)])
 
 
-@given(arguments=NAMED_ARGUMENTS)
-def test_any_arguments_written_in_python_come_back(
-    marker_tokenizer: Any, encode: Encode, arguments: dict[str, Any]
-):
-    written = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-    reply = parse(marker_tokenizer, "pythonic", encode(f"[any({written})]"))
-    assert describe(reply) == ("", [("any", arguments)])
-
-
-@given(arguments=NAMED_ARGUMENTS)
-def test_any_arguments_written_in_xml_come_back(
-    marker_tokenizer: Any, encode: Encode, arguments: dict[str, Any]
-):
-    types = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
-    schemas = {name: {"type": types.get(type(v), "number")} for name, v in arguments.items()}
-    tool = make_tool("any", schemas)
-    # As the models' template writes them: True, None, and no quotes around strings.
-    texts = {n: json.dumps(v) if isinstance(v, list | dict) else v for n, v in arguments.items()}
-    written = "".join(f"<parameter={n}>\n{text}\n</parameter>\n" for n, text in texts.items())
-    turn = f"<tool_call>\n<function=any>\n{written}</function>\n</tool_call>"
-    reply = make_call_format("qwen_coder", marker_tokenizer).parse(encode(turn), [tool])
-    assert describe(reply) == ("", [("any", arguments)])
-
-
 @pytest.mark.parametrize("name", MARKED_FORMATS)
 @given(text=st.text() | STRINGS)
 def test_text_without_markers_comes_back_unchanged(
     marker_tokenizer: Any, encode_chars: Encode, name: str, text: str
 ):
-    assume(not re.match(r"\s*[\[{]", text))  # Llama 3 and pythonic calls need no marker
     for is_cut in (False, True):
         reply = parse(marker_tokenizer, name, encode_chars(text), is_cut=is_cut)
         assert reply == Reply(text, is_cut=is_cut)
@@ -378,7 +282,7 @@ def test_text_without_markers_comes_back_unchanged(
 def test_a_garbled_turn_never_raises(
     marker_tokenizer: Any, encode: Encode, name: str, data: st.DataObject, is_cut: bool
 ):
-    known = st.sampled_from(encode(CUT_TURNS[name] + SUM_XML + TO_ADD))
+    known = st.sampled_from(encode(CUT_TURNS[name] + TO_ADD))
     any_token = st.integers(0, len(marker_tokenizer) - 1)
     token_ids = data.draw(st.lists(known | any_token, max_size=40))
     reply = parse(marker_tokenizer, name, token_ids, is_cut=is_cut)
@@ -402,9 +306,9 @@ def test_text_arguments_take_the_types_of_the_schema(marker_tokenizer: Any, enco
         "anything": {},
     }
     values = {"flag": "True", "text": "12", "limit": "null", "note": "12", "anything": "[1]"}
-    written = "".join(f"<parameter={n}>\n{v}\n</parameter>\n" for n, v in values.items())
-    turn = f"<tool_call><function=set>{written}</function></tool_call>"
-    call_format = make_call_format("qwen_coder", marker_tokenizer)
+    pattern = "".join(rf"{name}=(?P<{name}>\S+) ?" for name in values)
+    turn = " ".join(f"{name}={value}" for name, value in values.items())
+    call_format = make_call_format("regex", marker_tokenizer, pattern=pattern)
     (call,) = call_format.parse(encode(turn), [make_tool("set", properties)]).calls
     expected = {"flag": True, "text": "12", "limit": None, "note": "12", "anything": [1]}
     assert call.arguments == expected
@@ -450,7 +354,7 @@ def test_without_tools_a_call_is_text(name: str, marker_tokenizer: Any, encode: 
 def test_a_pattern_that_backtracks_has_a_deadline(
     marker_tokenizer: Any, encode: Encode, monkeypatch: pytest.MonkeyPatch
 ):
-    module = "streamrl.environments.tool_calls.literal_calls.SEARCH_TIMEOUT_S"
+    module = "streamrl.environments.tool_calls.pattern_calls.SEARCH_TIMEOUT_S"
     monkeypatch.setattr(module, 0.01)
     call_format = make_call_format("regex", marker_tokenizer, pattern=r"(?P<a>(x+x+)+)(?P<b>y)")
     reply = call_format.parse(encode("x" * 5000), [ADD])
@@ -462,11 +366,9 @@ def test_a_pattern_that_backtracks_has_a_deadline(
     ("name", "pattern", "error"),
     [
         ("hermse", "", "environment.call_format=hermse: .*the nearest format is hermes"),
-        (
-            "xyz",
-            "",
-            "the formats are hermes, qwen_coder, llama3, mistral, harmony, pythonic, regex",
-        ),
+        ("xyz", "", "the formats are hermes, harmony, regex, text, .*, kimi_k2, .*qwen3_coder"),
+        ("qwen_coder", "", "no such format of tool calls; the nearest .* is qwen3_coder"),
+        ("openai", "", "no such format"),
         ("regex", "", "needs a pattern"),
         ("regex", "(", "environment.call_pattern=.*missing \\)"),
         ("regex", "(a)", "has no named groups"),
@@ -476,36 +378,6 @@ def test_a_pattern_that_backtracks_has_a_deadline(
 def test_an_unusable_format_is_refused(marker_tokenizer: Any, name: str, pattern: str, error: str):
     with pytest.raises(ConfigError, match=error):
         make_call_format(name, marker_tokenizer, pattern=pattern)
-
-
-@pytest.mark.parametrize(
-    ("template", "name"),
-    [
-        (r"""{{ '<tool_call>\n{"name": <function-name>, "arguments": ...' }}""", "hermes"),
-        (r"{{ '<tool_call>\n<function=' + call.name + '>\n' }}", "qwen_coder"),
-        ("""{{ '{"name": function name, "parameters": dictionary of argument' }}""", "llama3"),
-        ("{{ '<|python_tag|>' + call.name }}", "llama3"),
-        ("{{ '[TOOL_CALLS] [' }}", "mistral"),
-        ("{{ '<|start|>assistant<|channel|>commentary to=functions.' }}", "harmony"),
-        ("{{ 'Respond in the format [func_name1(params_name1=params_value1)]' }}", "pythonic"),
-        ("{{ '<|tool_call_start|>' }}", "pythonic"),
-    ],
-)
-def test_the_format_is_detected_from_the_chat_template(
-    plain_tokenizer: Any, template: str, name: str
-):
-    assert detect_call_format(plain_tokenizer, template) == name
-
-
-def test_the_vocabulary_decides_if_the_template_knows_no_tools(
-    marker_tokenizer: Any, plain_tokenizer: Any
-):
-    assert detect_call_format(marker_tokenizer, "{{ messages[0].content }}") == "hermes"
-    with pytest.raises(ConfigError, match="set it to one of hermes, qwen_coder, llama3"):
-        # The format of GLM, whose vocabulary has <tool_call>, too.
-        detect_call_format(marker_tokenizer, "{{ tools }}<tool_call>{{ name }}<arg_key>")
-    with pytest.raises(ConfigError, match="shows tool calls in no known format"):
-        detect_call_format(plain_tokenizer, None)
 
 
 def test_a_reply_becomes_an_assistant_message(marker_tokenizer: Any, encode: Encode):

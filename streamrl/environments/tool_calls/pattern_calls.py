@@ -1,54 +1,41 @@
-"""Calls as Python writes them, and calls that a regular expression of the user finds."""
+"""Calls that a regular expression of the user finds, and calls as Python writes them."""
 
-import re
+import ast
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import regex
 
 from streamrl.environments.interface import ToolSchema
-from streamrl.environments.tool_calls.call_objects import read_arguments_object
+from streamrl.environments.tool_calls.json_calls import read_arguments_object
 from streamrl.environments.tool_calls.marked_turn import MarkedTurn, WrittenCall
-from streamrl.environments.tool_calls.python_literals import parse_calls_at
 from streamrl.environments.tool_calls.strict_json import parse_json_at
-from streamrl.environments.tool_calls.text_arguments import convert_text_arguments
+from streamrl.environments.tool_calls.tool_schema import is_valid_argument
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import suggest_nearest
 from streamrl.rewards.interface.extract import SEARCH_TIMEOUT_S
 
-PYTHONIC_MARKERS = {
-    "<|python_start|>": "<|python_end|>",
-    "<|tool_call_start|>": "<|tool_call_end|>",
-}
-"""Markers that families write around the list of calls: Llama 4, LFM2."""
 NAME_GROUP, ARGUMENTS_GROUP = "name", "arguments"
-_CALL_LIST = re.compile(r"\s*\[\s*[A-Za-z_][\w.]*\s*\(")
 
 
-def find_pythonic_calls(turn: MarkedTurn) -> Iterator[WrittenCall]:
-    """Yield calls such as [add(a=1, b=2), stop()], at the start of the turn or after a marker."""
-    start = body = turn.start
-    closing = ""
-    for opening, following in PYTHONIC_MARKERS.items():
-        code = turn.get_code(opening)
-        position = turn.text.find(code, turn.start)
-        if position >= 0:
-            start, body, closing = position, position + len(code), turn.get_code(following)
-    if not (closing or _CALL_LIST.match(turn.text, start)):
-        return
+def parse_python_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """Parse calls such as add(a=1, b=2), stop() without evaluating anything.
+
+    Raises ValueError for anything but calls by names whose arguments are named literals.
+    """
     try:
-        calls, end = turn.parse_at(body, parse_calls_at)
-        if not calls:
-            raise ValueError("the list of calls is empty")
-    except ValueError as error:
-        last = turn.text.find(closing, body) if closing else -1
-        if last >= 0 or not turn.is_cut:
-            end = last + len(closing) if last >= 0 else len(turn.text)
-            yield WrittenCall(start, end, error=str(error))
-        return
-    if closing and turn.text.startswith(closing, turn.skip_space(end)):
-        end = turn.skip_space(end) + len(closing)
-    for name, arguments in calls:
-        yield WrittenCall(start, end, name, arguments)
+        listed = ast.parse(f"[{text}]", mode="eval").body
+        calls = listed.elts if isinstance(listed, ast.List) else []
+        return [(ast.unparse(call.func), _read_keywords(call)) for call in calls]
+    except (SyntaxError, MemoryError, RecursionError, AttributeError) as error:
+        raise ValueError(f"expected name(argument=value), ...: {error}") from error
+
+
+def _read_keywords(call: Any) -> dict[str, Any]:
+    if call.args or any(keyword.arg is None for keyword in call.keywords):
+        raise ValueError("expected a name before each argument, as in add(a=1)")
+    return {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
 
 
 def make_pattern_finder(
@@ -134,4 +121,33 @@ def _read_match(turn: MarkedTurn, found: "regex.Match[str]") -> WrittenCall:
             return WrittenCall(start, end, name, read_arguments_object(value, "the call"))
     except ValueError as error:
         return WrittenCall(start, end, name, error=str(error))
-    return WrittenCall(start, end, name, convert_text_arguments(turn.tools.get(name), texts))
+    return WrittenCall(start, end, name, _convert_text_arguments(turn.tools.get(name), texts))
+
+
+def _convert_text_arguments(tool: ToolSchema | None, texts: Mapping[str, str]) -> dict[str, Any]:
+    """Convert each text to the first of its readings that the schema of its parameter accepts.
+
+    Without such a reading, or without a tool, the text stays; validation then reports its type.
+    """
+    if tool is None:
+        return dict(texts)
+    return {
+        name: next((v for v in _list_readings(text) if is_valid_argument(tool, name, v)), text)
+        for name, text in texts.items()
+    }
+
+
+def _list_readings(text: str) -> Iterator[Any]:
+    """Yield a text as JSON, as a Python literal (templates write True) and as itself.
+
+    A quoted string is no reading: the quotes belong to the text.
+    """
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            value = parse(text.strip())
+            json.dumps(value, allow_nan=False)
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            continue
+        if not isinstance(value, str):
+            yield value
+    yield text

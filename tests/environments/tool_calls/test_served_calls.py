@@ -1,0 +1,143 @@
+"""Calls by vLLM's parsers, beneath the rules of our own: no raising, text stays text."""
+
+import json
+
+import pytest
+
+from streamrl.environments.interface import CallOutcome, Reply
+from streamrl.environments.tool_calls.call_formats import make_call_format
+from streamrl.environments.tool_calls.json_calls import OPENING
+from streamrl.environments.tool_calls.served_calls import ShownCall
+from streamrl.errors import ConfigError
+
+pytestmark = pytest.mark.xdist_group("engines")
+PROPERTIES = {"word": {"type": "string"}, "limit": {"type": "integer"}}
+LOOK_UP = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "parameters": {"type": "object", "properties": PROPERTIES, "required": ["word"]},
+    },
+}
+DEEPSEEK = {
+    name: f"<\uff5ctool\u2581{name}\uff5c>"
+    for name in ("calls\u2581begin", "call\u2581begin", "sep", "call\u2581end", "calls\u2581end")
+}
+
+
+def write_json(arguments):
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def write_deepseek(arguments):
+    begin, call, sep, end, last = DEEPSEEK.values()
+    text = write_json(arguments)
+    return f"{begin}{call}function{sep}look_up\n```json\n{text}\n```{end}{last}"
+
+
+WRITERS = {
+    "qwen3_coder": lambda a: (
+        "<tool_call>\n<function=look_up>\n"
+        + "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in a.items())
+        + "</function>\n</tool_call>"
+    ),
+    "glm45": lambda a: (
+        "<tool_call>look_up\n"
+        + "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in a.items())
+        + "</tool_call>"
+    ),
+    "llama3_json": lambda a: f'{{"name": "look_up", "parameters": {write_json(a)}}}',
+    "mistral": lambda a: f"[TOOL_CALLS]look_up[ARGS]{write_json(a)}",
+    "kimi_k2": lambda a: (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.look_up:0"
+        f"<|tool_call_argument_begin|>{write_json(a)}<|tool_call_end|><|tool_calls_section_end|>"
+    ),
+    "lfm2": lambda a: (
+        "<|tool_call_start|>[look_up("
+        + ", ".join(f"{k}={v!r}" for k, v in a.items())
+        + ")]<|tool_call_end|>"
+    ),
+    "deepseek_v3": write_deepseek,
+    "gemma4": lambda a: (
+        "<|tool_call>call:look_up{"
+        + ",".join(f'{k}:<|"|>{v}<|"|>' if isinstance(v, str) else f"{k}:{v}" for k, v in a.items())
+        + "}<tool_call|>"
+    ),
+}
+SHOWN = {"word": "x", "limit": 3}
+
+
+@pytest.fixture
+def make_format(marker_tokenizer):
+    def make(name):
+        shown = ShownCall(WRITERS[name](SHOWN), "look_up", SHOWN, LOOK_UP)
+        return make_call_format(name, marker_tokenizer, shown=shown)
+
+    return make
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_call_is_read_and_its_text_stays_text(make_format, encode, name):
+    call_format = make_format(name)
+    for word in ("x", 'say "hi", 7', "\u00fc \U0001f600", "a, b) and {c}"):
+        arguments = {"word": word, "limit": 3}
+        reply = call_format.parse(encode(f"{WRITERS[name](arguments)}<|im_end|>"), [LOOK_UP])
+        (call,) = reply.calls
+        assert (call.name, call.arguments, call.outcome) == ("look_up", arguments, CallOutcome.OK)
+        assert reply.text == ""
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_thoughts_and_cut_or_spelled_calls_are_text(make_format, encode, encode_chars, name):
+    call_format, turn = make_format(name), WRITERS[name](SHOWN)
+    thought = f"<think>{turn}</think>"
+    assert call_format.parse(encode(thought + "No."), [LOOK_UP]).calls == ()
+    assert len(call_format.parse(encode(thought + turn), [LOOK_UP]).calls) == 1
+    assert call_format.parse(encode(turn)[:-2], [LOOK_UP], is_cut=True).calls == ()
+    assert call_format.parse(encode(turn), []).calls == ()
+    if name != "llama3_json":  # its calls have no marker
+        assert call_format.parse(encode_chars(turn), [LOOK_UP]) == Reply(turn)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_call_that_the_parser_does_not_read_is_malformed(make_format, encode, name):
+    call_format, turn = make_format(name), WRITERS[name](SHOWN)
+    known = encode(turn)
+    for end in (len(known) // 3, len(known) // 2):
+        reply = call_format.parse(known[:end], [LOOK_UP])
+        assert {call.outcome for call in reply.calls} <= {
+            CallOutcome.MALFORMED,
+            CallOutcome.WRONG_ARGUMENTS,
+            CallOutcome.UNKNOWN_TOOL,
+        }
+        assert reply.calls
+    for step in (2, 3, 5):
+        call_format.parse(known[::step] + known, [LOOK_UP])
+
+
+def test_theirs_ends_a_hermes_call_at_a_quoted_marker_and_loses_the_good_call(marker_tokenizer):
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParserManager
+
+    request = ChatCompletionRequest(messages=[{"role": "user", "content": ""}], tools=[LOOK_UP])
+    served = ToolParserManager.get_tool_parser("hermes")(marker_tokenizer, request.tools)
+    ours = make_call_format("hermes", marker_tokenizer)
+    good = '<tool_call>{"name": "look_up", "arguments": {"word": "x"}}</tool_call>'
+    quoted = good.replace('"x"', '"</tool_call>"')
+    for turn, num_ok in ((good, 1), (quoted, 1), (OPENING + "{</tool_call>" + good, 1)):
+        calls = ours.parse(marker_tokenizer.encode(turn), [LOOK_UP]).calls
+        assert [call.outcome for call in calls].count(CallOutcome.OK) == num_ok
+        assert bool(served.extract_tool_calls(turn, request).tool_calls) == (turn == good)
+
+
+def test_theirs_reads_harmony_by_the_ids_of_one_vocabulary_alone():
+    from vllm.tool_parsers import ToolParserManager
+
+    parser = ToolParserManager.get_tool_parser("openai")
+    with pytest.raises(NotImplementedError, match="stub"):
+        parser.extract_tool_calls(None, "", None)
+
+
+def test_a_tokenizer_without_the_tokens_of_a_format_is_refused(plain_tokenizer):
+    with pytest.raises(ConfigError, match=r"call_format=deepseek_v3: vLLM's parser refuses"):
+        make_call_format("deepseek_v3", plain_tokenizer)
