@@ -19,8 +19,6 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
-import httpx
-
 from streamrl.errors import ServiceOutageError, StreamError
 
 T = TypeVar("T")
@@ -171,6 +169,8 @@ async def request_service(
 
 async def is_silent(url: str) -> bool:
     """Return whether nobody answers at the URL of a service, within PING_TIMEOUT_S."""
+    import httpx  # here: most processes of a run need none
+
     if get_gate(url).outage is not None:
         return True  # a request that began in the outage may time out as it ends
     try:

@@ -366,11 +366,9 @@ class CoordinatorActor(PingableActor):
             return {}
         result = evaluation.result()
         if result.unscored_reason:
-            fields = {"version": version, "prompts": result.num_unscored}
-            fields |= {"samples": result.num_unscored_samples}
-            self._driver_events.post_report(
-                EventReport("unscored", {**fields, "reason": result.unscored_reason})
-            )
+            fields: dict[str, str | int] = {"version": version, "prompts": result.num_unscored}
+            fields |= {"samples": result.num_unscored_samples, "reason": result.unscored_reason}
+            self._driver_events.post_report(EventReport("unscored", fields))
         return result.to_metrics()
 
     @property
