@@ -20,7 +20,7 @@ from streamrl.pipeline import follow_weights
 from streamrl.run_dir.crash_stacks import record_crash_stacks
 from streamrl.stream.device_lease import SuspendableWork
 from streamrl.stream.protocols import FetchedWeights, FollowerProtocol, StageContext
-from streamrl.stream.service_gate import Outage, limit_outages, list_outages
+from streamrl.stream.service_gate import Outage, list_outages
 from streamrl.weights import ServedVersion, TransportReader, WeightManifest
 from streamrl.weights.versions import ReaderState
 
@@ -105,8 +105,6 @@ class ReplicaActor(PingableActor):
         suspendable: work that the actor suspends when another phase needs the shared device pool.
         """
         self._name, self._run_dir = name, context.run_dir
-        # The coordinator ends the run earlier, in good order.
-        limit_outages(context.config.pipeline.outage_s + CALL_TIMEOUT_S)
         record_crash_stacks(self._run_dir, name)
         self._stages = context.make_stages(calls, name, suspendable=suspendable)
         self._served_version = ServedVersion(name, resolve_due_version=due) if follows else None

@@ -60,11 +60,6 @@ class EvaluationResult:
         return self.pass_at[1]
 
     @property
-    def num_failed(self) -> int:
-        """Number of completions without a score, of all prompts."""
-        return self.num_unscored * self.samples + self.num_unscored_samples
-
-    @property
     def pass_at_k(self) -> float:
         """Fraction of prompts with at least one passing completion, k = samples."""
         return self.pass_at[self.samples]
@@ -73,7 +68,7 @@ class EvaluationResult:
         """Return the metrics by name (docs/metrics.md), and per data_source or file if several."""
         row = {"eval/pass_at_1": self.pass_at_1, "eval/pass_at_k": self.pass_at_k}
         row["eval/scored"] = self.num_prompts * self.samples - self.num_unscored_samples
-        row["eval/unscored"] = self.num_failed
+        row["eval/unscored"] = self.num_unscored * self.samples + self.num_unscored_samples
         row |= {f"eval/pass_at_{k}": p for k, p in self.pass_at.items() if k < self.samples}
         row |= self._list_mean_metrics("eval/")
         intervals = {"pass_at_1": self.pass_at_1_interval, "mean_at_k": self.mean_at_k_interval}

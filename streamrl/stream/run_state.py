@@ -12,16 +12,11 @@ from streamrl.buffer import AdmissionController, ExperienceQueue, RunLog, StepAs
 from streamrl.buffer.assembly.oversampling import OversamplingController
 from streamrl.buffer.leases import OverdueLease
 from streamrl.dataflow import FILTER_COLUMN
-from streamrl.errors import (
-    ConfigError,
-    DropLimitError,
-    FilterLimitError,
-    ServiceOutageError,
-)
+from streamrl.errors import ConfigError, DropLimitError, FilterLimitError, ServiceOutageError
 from streamrl.messages import Experience, GroupInfo, GroupOutcome, Prompt, parse_uid
 from streamrl.stream.device_lease import ProgressClock
 from streamrl.stream.protocols import FilterTally, PromptSource
-from streamrl.stream.service_gate import DEFAULT_LIMIT_S, Outage, list_outages
+from streamrl.stream.service_gate import Outage, list_outages
 from streamrl.stream.weight_publisher import WeightPublisher
 
 STALE_CAUSE = "stale"
@@ -62,7 +57,7 @@ class PipelineConfig:
     micro_batch_tokens: int = 16384
     stall_s: float = 300.0
     on_stall: str = "abort"
-    outage_s: float = DEFAULT_LIMIT_S
+    outage_s: float = 1800.0
 
     def __post_init__(self) -> None:
         for key in ("max_staleness", "max_steps_ahead"):
@@ -127,7 +122,7 @@ class RunState:
     find_outages: Callable[[], Awaitable[Sequence[Outage]]] = list_outages
     """Returns the outages of services that stages wait for."""
     on_outages: Callable[[Sequence[Outage]], None] = lambda outages: None
-    """Called every now and then with all outages, the longest first."""
+    """Called every now and then with all outages."""
     stop_requested: asyncio.Event = field(default_factory=asyncio.Event)
     stop_deadline: float = -math.inf
     """Time (of the event loop) until which a stopping run may finish a half-updated step."""
@@ -366,19 +361,16 @@ class RunState:
 
         Raises ServiceOutageError for an outage of more than `limit_s`.
         """
-        outages = sorted(await self.find_outages(), key=lambda o: o.down_s, reverse=True)
+        outages = await self.find_outages()
         self.on_outages(outages)
-        if not outages:
-            return
-        self.progress_clock.record_progress()
-        longest = outages[0]
-        if longest.down_s > limit_s:
-            raise ServiceOutageError(
-                f"{longest.reason}: stage {longest.stage} has waited for {longest.down_s:.0f} s,"
-                f" more than pipeline.outage_s={limit_s:g}, with"
-                f" {len(self.admission.ledger.in_flight)} groups in flight, which a resumed run"
-                " continues; nothing was dropped for the outage"
-            )
+        for outage in outages:
+            self.progress_clock.record_progress()
+            if outage.down_s > limit_s:
+                raise ServiceOutageError(
+                    f"{outage.reason}: {outage.stage} has waited for {outage.down_s:.0f} s, more"
+                    f" than pipeline.outage_s={limit_s:g}; a resumed run continues the"
+                    f" {len(self.admission.ledger.in_flight)} groups in flight"
+                )
 
     def _expect_groups(self, uids: Sequence[str], version: int) -> None:
         """Announce newly admitted groups to the assembler and mark them as not yet inserted."""

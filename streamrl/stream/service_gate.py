@@ -11,14 +11,13 @@ if the outage lasts too long (pipeline.outage_s).
 import asyncio
 import logging
 import math
+import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 from weakref import WeakKeyDictionary
-
-import httpx
 
 from streamrl.errors import ServiceOutageError, StreamError
 
@@ -28,7 +27,8 @@ _log = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0
 """Pauses between two tries of a service that does not answer: the first, doubled up to the longest.
 """
-DEFAULT_LIMIT_S = 1800.0
+MAX_OUTAGE_S = 14400.0
+"""Longest outage that a caller waits for; pipeline.outage_s ends a run earlier, in good order."""
 PING_TIMEOUT_S = 10.0
 MAX_LONE_FAILURES = 8
 """Failures of an item, while the service answered others in between, after which the item itself
@@ -36,52 +36,43 @@ brings the service down. Of a pair of servers behind one address, one may be out
 TOO_MANY_REQUESTS = 429
 UNAVAILABLE_STATUSES = frozenset({TOO_MANY_REQUESTS, 502, 503, 504})
 """Statuses by which a busy server, one that starts or stops, or a proxy says that nobody serves."""
-OUTAGE_ERRORS = frozenset(
-    {
-        *("ConnectError", "ConnectTimeout", "ReadError", "WriteError", "CloseError"),
-        *("RemoteProtocolError", "ProxyError", "ServerDisconnectedError"),
-    }
+OUTAGE_ERRORS = re.compile(
+    "(Connect|Read|Write|Close|Proxy|RemoteProtocol|ServerDisconnected)Error"
 )
 """Names of errors of HTTP clients (httpx, aiohttp) that come without a ConnectionError."""
 
 
 @dataclass(frozen=True)
 class Outage:
-    """Service that does not answer: since when, its last error, and how many callers wait.
+    """Service that does not answer, by the name of its gate: its last error, and since when.
 
-    service: name of its gate. stage: stage whose work waits; "" outside a run.
+    stage: stage whose work waits; "" outside a run.
     """
 
     service: str
     reason: str
     down_s: float
-    num_waiting: int
     stage: str = ""
 
 
 class ServiceGate:
     """Gate of one service for all callers of an event loop (`get_gate`).
 
-    limit_s: longest outage. num_answers: requests that the service has answered.
+    num_answers: requests that the service has answered.
     """
 
-    def __init__(self, service: str, limit_s: float) -> None:
-        self.service = service
-        self.clock = asyncio.get_running_loop().time
+    def __init__(self, service: str) -> None:
+        self._service = service
+        self._clock = asyncio.get_running_loop().time
         self._turn = asyncio.Lock()
-        self._down_since = 0.0
-        self._num_waiting = 0
-        self._pause_s = FIRST_PAUSE_S
+        self._down_since = self._pause_s = 0.0
         self._error: ServiceOutageError | None = None
-        self.limit_s = limit_s
         self.num_answers = 0
 
     @property
     def outage(self) -> Outage | None:
-        if self._error is None:
-            return None
-        down_s = self.clock() - self._down_since
-        return Outage(self.service, str(self._error), down_s, self._num_waiting)
+        error, down_s = self._error, self._clock() - self._down_since
+        return Outage(self._service, str(error), down_s) if error is not None else None
 
     @asynccontextmanager
     async def admit(self) -> AsyncIterator[None]:
@@ -92,7 +83,12 @@ class ServiceGate:
         """
         async with AsyncExitStack() as stack:
             if self._error is not None:
-                await self._wait_for_turn(stack)
+                await stack.enter_async_context(self._turn)
+                if self._error is None:
+                    await stack.aclose()
+                else:
+                    pause_s, self._pause_s = self._pause_s, 2 * self._pause_s
+                    await asyncio.sleep(min(pause_s, self._error.retry_after_s or LONGEST_PAUSE_S))
             try:
                 yield
             except ServiceOutageError as error:
@@ -103,71 +99,34 @@ class ServiceGate:
                 raise
             self._report_answer()
 
-    async def _wait_for_turn(self, stack: AsyncExitStack) -> None:
-        """Wait until the service answers, or hold the turn to try it after a pause."""
-        self._num_waiting += 1
-        try:
-            await stack.enter_async_context(self._turn)
-            if self._error is None:
-                await stack.aclose()
-                return
-            await asyncio.sleep(min(self._pause_s, self.limit_s))
-            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-        finally:
-            self._num_waiting -= 1
-
     def report_failure(self, error: ServiceOutageError) -> None:
         """Begin an outage, or continue it with its latest error."""
         if self._error is None:
-            self._down_since, self._pause_s = self.clock(), FIRST_PAUSE_S
+            self._down_since, self._pause_s = self._clock(), FIRST_PAUSE_S
             _log.warning("%s; waiting for it", error)
         self._error = error
         self._pause_s = error.retry_after_s or self._pause_s
 
-    def check_limit(self) -> None:
-        """Raise ServiceOutageError once an outage has lasted for `limit_s`."""
-        if self._error is not None and self.clock() - self._down_since > self.limit_s:
-            raise ServiceOutageError(f"{self._error}, for {self.limit_s:g} s") from self._error
-
     def _report_answer(self) -> None:
         self.num_answers += 1
         if self._error is not None:
-            seconds = self.clock() - self._down_since
-            _log.warning("%s: it answers again after %.0f s", self._error, seconds)
+            _log.warning("%s: it answers again", self._error)
             self._error = None
 
 
-class _GateRegistry(dict[str, ServiceGate]):
-    """Gates of an event loop, by service. limit_s: longest outage."""
-
-    limit_s = DEFAULT_LIMIT_S
-
-    def __missing__(self, service: str) -> ServiceGate:
-        gate = self[service] = ServiceGate(service, self.limit_s)
-        return gate
-
-
-_registries: WeakKeyDictionary[asyncio.AbstractEventLoop, _GateRegistry] = WeakKeyDictionary()
-
-
-def _get_registry() -> _GateRegistry:
-    return _registries.setdefault(asyncio.get_running_loop(), _GateRegistry())
+_gates: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, ServiceGate]] = WeakKeyDictionary()
 
 
 def get_gate(service: str) -> ServiceGate:
     """Return the gate of a service, by address or name, that this event loop's callers share."""
-    return _get_registry()[service]
-
-
-def limit_outages(limit_s: float) -> None:
-    """Set the longest outage of the services of this event loop, before their first use."""
-    _get_registry().limit_s = limit_s
+    gates = _gates.setdefault(asyncio.get_running_loop(), {})
+    return gates.get(service) or gates.setdefault(service, ServiceGate(service))
 
 
 async def list_outages(stage: str = "") -> list[Outage]:
     """Return the outages that callers on this event loop wait for."""
-    outages = [gate.outage for gate in _get_registry().values()]
-    return [replace(outage, stage=stage) for outage in outages if outage]
+    gates = _gates.get(asyncio.get_running_loop(), {}).values()
+    return [replace(gate.outage, stage=stage) for gate in gates if gate.outage]
 
 
 async def wait_out_outages(
@@ -176,22 +135,23 @@ async def wait_out_outages(
     """Await attempt(), anew after each outage; `gate.admit` runs its requests.
 
     Raises `own_error` if the attempt fails again and again while the service answers others, and
-    ServiceOutageError at the limit of the gate.
+    ServiceOutageError after MAX_OUTAGE_S.
     """
-    num_lone, num_answers, first_failed_at = 0, gate.num_answers, math.inf
+    clock, failed_at = asyncio.get_running_loop().time, math.inf
+    num_lone, num_answers = 0, gate.num_answers
     while True:
         try:
             return await attempt()
         except ServiceOutageError as error:
             gate.report_failure(error)
-            gate.check_limit()
-            first_failed_at = min(first_failed_at, gate.clock())
+            failed_at = min(failed_at, clock())
             # A busy server refuses any item as often as it is busy.
             num_lone += gate.num_answers > num_answers and not error.retry_after_s
             num_answers = gate.num_answers
-            waited_s = gate.clock() - first_failed_at
-            if num_lone == MAX_LONE_FAILURES or waited_s > gate.limit_s:
-                raise own_error(f"{error}, for {waited_s:.0f} s; others are served") from error
+            if num_lone == MAX_LONE_FAILURES:
+                raise own_error(f"{error} ({num_lone} times, while others are served)") from error
+            if clock() - failed_at > MAX_OUTAGE_S:
+                raise ServiceOutageError(f"{error}, for {MAX_OUTAGE_S:g} s") from error
 
 
 async def request_service(
@@ -209,6 +169,8 @@ async def request_service(
 
 async def is_silent(url: str) -> bool:
     """Return whether nobody answers at the URL of a service, within PING_TIMEOUT_S."""
+    import httpx  # here: most processes of a run need none
+
     if get_gate(url).outage is not None:
         return True  # a request that began in the outage may time out as it ends
     try:
@@ -223,9 +185,9 @@ def is_outage(error: BaseException) -> bool:
     """Return whether an error, or one that it arose from, is that nobody answers at an address."""
     if isinstance(error, BaseExceptionGroup):
         return any(map(is_outage, error.exceptions))
-    if isinstance(error, ConnectionError | socket.gaierror):
-        return True
-    if type(error).__name__ in OUTAGE_ERRORS:
+    if isinstance(error, ConnectionError | socket.gaierror) or OUTAGE_ERRORS.fullmatch(
+        type(error).__name__
+    ):
         return True
     origin = error.__cause__ or error.__context__
     return origin is not None and is_outage(origin)

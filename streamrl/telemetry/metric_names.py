@@ -290,12 +290,7 @@ METRICS: tuple[MetricSpec, ...] = (
         "peak memory of a worker in this phase since the last row (colocated runs)",
     ),
     *EVALUATED_EPISODE_METRICS,
-    MetricSpec(
-        "eval/<name>",
-        "",
-        "an evaluation under the step's weights, such as eval/pass_at_1; eval/scored and"
-        " eval/unscored count its rollouts",
-    ),
+    MetricSpec("eval/<name>", "", "such as eval/pass_at_1; rollouts: eval/scored, eval/unscored"),
     MetricSpec("eval/interval/<name>", "", "bound of the 95 % interval, such as pass_at_1_low"),
     MetricSpec(
         "eval/source/<source>/<name>", "", "evaluation of one data_source, such as openai~gsm8k"

@@ -33,14 +33,7 @@ from streamrl.buffer import AdmissionController, ExperienceQueue, RunLog, StepAs
 from streamrl.buffer.assembly.oversampling import OversamplingController
 from streamrl.buffer.leases import OverdueLease
 from streamrl.data.prompt_stream import PromptStream
-from streamrl.dataflow import (
-    COST_CALL,
-    EMA_REFERENCE,
-    GENERATE_CALL,
-    POLICY,
-    REWARD_CALL,
-    CallKind,
-)
+from streamrl.dataflow import EMA_REFERENCE, GENERATE_CALL, POLICY, REWARD_CALL, CallKind
 from streamrl.engines.trainer_config import SAVE_TIMEOUT_S
 from streamrl.errors import (
     DataError,
@@ -72,8 +65,6 @@ from streamrl.weights.versions import (
 
 REFUSALS_PER_RESEND = 2
 """Refused loads of a version after which it is sent again: its stored copy may be damaged."""
-SERVED_ROLES = GENERATE_CALL.role, REWARD_CALL.role, COST_CALL.role
-"""Roles whose work may need services outside the run."""
 
 
 @dataclass(frozen=True)
@@ -211,9 +202,7 @@ class CoordinatorActor(PingableActor):
                 make_stall_reports(overdue, pipeline.on_stall, waits)
             ),
             describe_waits=lambda: describe_waits(self._role_actors[GENERATE_CALL.role]),
-            find_outages=lambda: find_outages(
-                [self._role_actors[r] for r in SERVED_ROLES if r in self._role_actors]
-            ),
+            find_outages=lambda: find_outages([*self._role_actors.values()]),
             on_outages=OutageReporter(self._driver_events).report_outages,
             progress_clock=self._progress_clock,
         )
@@ -381,11 +370,9 @@ class CoordinatorActor(PingableActor):
         result = evaluation.result()
         self._persistence.last_evaluation = (version, result.mean_at_k)
         if result.unscored_reason:
-            fields = {"version": version, "prompts": result.num_unscored}
-            fields |= {"samples": result.num_unscored_samples}
-            self._driver_events.post_report(
-                EventReport("unscored", {**fields, "reason": result.unscored_reason})
-            )
+            fields: dict[str, str | int] = {"version": version, "prompts": result.num_unscored}
+            fields |= {"samples": result.num_unscored_samples, "reason": result.unscored_reason}
+            self._driver_events.post_report(EventReport("unscored", fields))
         return result.to_metrics()
 
     @property

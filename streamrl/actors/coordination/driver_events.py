@@ -121,32 +121,22 @@ class OutageReporter:
     """Reports the outages of services: an event at their begin and end, a status meanwhile."""
 
     def __init__(self, events: DriverEvents) -> None:
-        self._events = events
-        self._open: dict[str, Outage] = {}
+        self._post_report = events.post_report
         self._texts: dict[str, str] = {}
 
     def report_outages(self, outages: Sequence[Outage]) -> None:
-        """Report what has changed since the last call; outages come with the longest first."""
-        now_open = {outage.service: outage for outage in outages}
+        """Report what has changed since the last call, once for all actors that wait."""
+        texts: dict[str, str] = {}
         for outage in outages:
-            if outage.service not in self._open:
-                since = time.strftime("%H:%M:%S", time.localtime(time.time() - outage.down_s))
-                self._texts[outage.service] = (
-                    f"{outage.stage} waits since {since} for {outage.reason}"
-                )
-                self._post_event("outage", outage, self._texts[outage.service])
-        for outage in self._open.values():
-            if outage.service not in now_open:
-                text = f"{outage.stage} goes on after {outage.down_s:.0f} s: {outage.reason}"
-                self._post_event("outage_ended", outage, text)
-        if outages:
-            longest = outages[0]
-            status = WorkStatus(self._texts[longest.service], elapsed_s=longest.down_s)
-            self._events.post_report(status)
-        elif self._open:
-            self._events.post_report(WorkStatus(""))
-        self._open = now_open
-
-    def _post_event(self, name: str, outage: Outage, text: str) -> None:
-        facts = {"seconds": round(outage.down_s, 1), "waiting": outage.num_waiting}
-        self._events.post_report(EventReport(name, {"stage": outage.stage, "text": text, **facts}))
+            since = time.strftime("%H:%M:%S", time.localtime(time.time() - outage.down_s))
+            text = f"{outage.stage} waits since {since} for {outage.reason}"
+            texts[outage.service] = self._texts.get(outage.service, text)
+        for name, old, new in (
+            ("outage", self._texts, texts),
+            ("outage_ended", texts, self._texts),
+        ):
+            for service in new.keys() - old.keys():
+                self._post_report(EventReport(name, {"text": new[service]}))
+        if texts or self._texts:
+            self._post_report(WorkStatus("; ".join(texts.values())))
+        self._texts = texts

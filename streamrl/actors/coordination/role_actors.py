@@ -2,8 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import dataclass
 from typing import Any
 
 from streamrl.actors.transport.ray_calls import await_reply
@@ -51,15 +50,10 @@ async def describe_waits(generators: RoleActors) -> str:
 
 
 async def find_outages(roles: Sequence[RoleActors]) -> list[Outage]:
-    """Return the outages of services that the actors of the roles wait for, once per service."""
-    answers = await asyncio.gather(*(_ask_replicas(role, "list_outages", ()) for role in roles))
-    by_service: dict[str, Outage] = {}
-    for outage in chain.from_iterable(chain(*(answer.values() for answer in answers))):
-        known = by_service.get(outage.service, outage)
-        longest = max(known, outage, key=lambda o: o.down_s)
-        waiting = outage.num_waiting + (known.num_waiting if known is not outage else 0)
-        by_service[outage.service] = replace(longest, num_waiting=waiting)
-    return [*by_service.values()]
+    """Return the outages of services that the actors of the serving roles wait for."""
+    serving = [role for role in roles if role.kind is not CallKind.TRAIN]
+    answers = await asyncio.gather(*(_ask_replicas(role, "list_outages", ()) for role in serving))
+    return [o for answer in answers for outages in answer.values() for o in outages]
 
 
 async def _ask_replicas(role: RoleActors, method: str, default: Any) -> dict[str, Any]:

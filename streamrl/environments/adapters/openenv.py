@@ -147,7 +147,7 @@ class OpenEnvEnvironment:
 
     async def _connect(self) -> None:
         client = import_package("websockets.asyncio.client")
-        failure = import_package("websockets.exceptions").WebSocketException
+        failures = import_package("websockets.exceptions")
         try:
             self._connection = await client.connect(
                 self._url,
@@ -161,9 +161,11 @@ class OpenEnvEnvironment:
                 ping_timeout=None,
                 max_size=MAX_MESSAGE_BYTES,
             )
-        except (OSError, ValueError, failure) as error:
-            status = getattr(getattr(error, "response", None), "status_code", 0)
-            is_out = isinstance(error, OSError) or status in UNAVAILABLE_STATUSES
+        except (OSError, ValueError, failures.WebSocketException) as error:
+            is_out = isinstance(error, OSError) or (
+                isinstance(error, failures.InvalidStatus)
+                and error.response.status_code in UNAVAILABLE_STATUSES
+            )
             kind = EpisodeOutageError if is_out else EpisodeError
             raise kind(f"{self._url}: no connection: {error}") from error
 

@@ -314,9 +314,8 @@ class EpisodeDriver:
         for attempt in range(1, self._attempts + 1):
             seeded = replace(request, seed=derive_attempt_seed(request.seed, attempt))
             try:
-                return await wait_out_outages(
-                    gate, partial(self._run_attempt, seeded, gate), EpisodeError
-                )
+                run = partial(self._run_episode, seeded, gate)
+                return await wait_out_outages(gate, run, EpisodeError)
             except EpisodeError as error:
                 if self._is_closed:
                     # Not a failure of this episode: another generator can run it.
@@ -327,7 +326,7 @@ class EpisodeDriver:
             await wait_before_retry(attempt)
         raise AssertionError("attempts is at least 1")
 
-    async def _run_attempt(self, request: EpisodeRequest, gate: ServiceGate) -> Episode:
+    async def _run_episode(self, request: EpisodeRequest, gate: ServiceGate) -> Episode:
         """Run an episode in a session of its own. Raises EpisodeError.
 
         gate: that of the servers of the environment, which a reset finds open or opens.
@@ -339,22 +338,14 @@ class EpisodeDriver:
                     started = _now()
                     with request.meter.measure_environment():
                         start = await session.reset()
-                return await self._run_episode(request, session, start, reset_s=_now() - started)
+                return await self._play_session(request, session, start, _now() - started)
         finally:
             await session.close()
 
-    async def _run_episode(
-        self,
-        request: EpisodeRequest,
-        session: EnvironmentSession,
-        start: ResetResult,
-        *,
-        reset_s: float,
+    async def _play_session(
+        self, request: EpisodeRequest, session: EnvironmentSession, start: ResetResult, age_s: float
     ) -> Episode:
-        """Run an episode from its reset, which took `reset_s`, to its score.
-
-        Raises EpisodeError.
-        """
+        """Run an episode from its reset, which took `age_s`, to its score. Raises EpisodeError."""
         num_chars = sum(len(str(message["content"])) for message in start.messages)
         if num_chars > MAX_CHARS_PER_TOKEN * self._limits.max_tokens:
             raise EpisodeError(
@@ -367,7 +358,7 @@ class EpisodeDriver:
         row, _ = open_conversation(request.prompt.messages, start.messages)
         tokens = EpisodeTokens(prompt_ids)
         state = EpisodeState(request, session, messages, start.tools, tokens, len(row))
-        state.elapsed_s = state.environment_s = reset_s
+        state.elapsed_s = state.environment_s = age_s
         if self._count_free_tokens(state) < 1:
             raise EpisodeError(
                 f"{describe_prompt(request.prompt)}: the prompt has {len(prompt_ids)} tokens with"

@@ -27,8 +27,7 @@ class HttpServer:
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         self._url = url
         self._headers = headers
-        self._is_open = False
-        self._refusal = 0
+        self._is_open, self._refusal = False, 0
 
     def kill(self) -> None:
         """Do nothing: the server is not ours."""

@@ -42,9 +42,9 @@ class StdioServer:
     def last_error(self) -> str:
         """Last line that the server wrote to stderr, and its exit code; "" if there is neither."""
         lines = self._errors.decode(errors="replace").strip().splitlines()
-        code = None if self._process is None else self._process.returncode
-        note = "" if code is None else f"exit code {code}"
-        return ", ".join(filter(None, (lines[-1].strip() if lines else "", note)))
+        if self._process is not None and self._process.returncode is not None:
+            lines.append(", ".join([*lines[-1:], f"exit code {self._process.returncode}"]))
+        return lines[-1].strip() if lines else ""
 
     def kill(self) -> None:
         """Begin to kill all processes of the server."""

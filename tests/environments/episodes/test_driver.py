@@ -323,7 +323,7 @@ async def test_an_outage_of_a_server_delays_episodes_by_one_probe_and_costs_no_a
     group = asyncio.create_task(run_group(driver, seeds=range(8)))
     await asyncio.sleep(30.0)
     (outage,) = await service_gate.list_outages("generate")
-    assert (outage.stage, outage.num_waiting) == ("generate", 8)
+    assert (outage.stage, outage.reason) == ("generate", "http://tools/mcp: ended: ConnectError")
     columns = await group
     assert to_text(columns["token_ids"]) == "?a;[x]a;" * 8
     probes = len(hosts.sessions) - 16

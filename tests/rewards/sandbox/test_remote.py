@@ -127,7 +127,7 @@ async def test_an_unavailable_server_costs_no_attempt(url):
     assert await judged(url, ADD, "def add(a, b): return a + b", attempts=1) == ["pass"]
 
 
-async def test_a_server_that_stays_unreachable_ends_the_command():
-    service_gate.limit_outages(0.2)
+async def test_a_server_that_stays_unreachable_ends_the_command(monkeypatch):
+    monkeypatch.setattr(service_gate, "MAX_OUTAGE_S", 0.2)
     with pytest.raises(ServiceOutageError, match=r"http://127.0.0.1:9/run_code: .*connection.*0.2"):
         await asyncio.wait_for(judged("http://127.0.0.1:9", ADD, "x", attempts=1), 30)
