@@ -7,7 +7,13 @@ from examples.countdown.reward import compute_score
 from examples.toy_models.lessons import Lessons, PretrainingRecipe
 from examples.toy_models.rows import Row
 
-RECIPE = PretrainingRecipe(num_clean_steps=450, num_slip_steps=50, slip_rate=0.5, clean_lr=3e-3)
+RECIPE = PretrainingRecipe(
+    num_clean_steps=450,
+    num_slip_steps=50,
+    slip_rate=0.5,
+    clean_lr=3e-3,
+    bar={"eval_greedy": 0.2},
+)
 MAX_SLIP_DISTANCE = 9
 
 

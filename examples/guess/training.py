@@ -16,7 +16,7 @@ RECIPE = DemonstrationRecipe(
     num_steps=1200,
     demonstrations_per_step=64,
     lr=6e-3,
-    bar={"sensible": 0.97},
+    bar={"sensible": 0.985},
 )
 MAX_NEW_TOKENS = 3
 
