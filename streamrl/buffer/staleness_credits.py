@@ -86,7 +86,7 @@ def check_shard_bytes(
             f"{location}: {shard_bytes / 2**20:.2f} MB for a shard, must be at least"
             f" {needed / 2**20:.2f} MB = pipeline.groups_per_step {groups_per_step} *"
             f" {group_bytes / 2**20:.2f} MB, the largest group: raise {remedy}"
-            f" {math.ceil(10 * needed / shard_bytes) / 10:g} times"
+            f" {math.ceil(10 * needed / max(shard_bytes, 1)) / 10:g} times"
         )
 
 
