@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 TEMPERATURE = 0.8
 # Adam turns near-zero gradients (those of key biases) into steps of this size in a direction that
 # is rounding: small enough to stay below the tests' tolerance of 1e-6.
-LR = 1.5e-5
+LR = 1e-5
 GROUPS = make_groups()
 SECOND_MOMENT = 0.5
 SEVERAL_LR = 1e-3

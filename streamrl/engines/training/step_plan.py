@@ -88,7 +88,8 @@ class StepPlan:
             }
             for name in ("loss_mask", "near")
         )
-        return set().union(*_gather(trained - kept))
+        rejected: list[set[RolloutIndex]] = _gather(trained - kept)
+        return set[RolloutIndex]().union(*rejected)
 
     def replace_derived(self, derived: Mapping[str, Columns]) -> None:
         """Replace derived columns, by uid; keep the columns computed since."""
