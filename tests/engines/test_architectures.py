@@ -132,6 +132,14 @@ SLOW: dict[str, dict[str, Any]] = {
     "glm4_moe": {**ROUTED_EXPERTS, "head_dim": 32},
     "gpt2": {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 512},
     "opt": {"ffn_dim": 160, "word_embed_proj_dim": 128},
+    "mamba2": {
+        "num_heads": 8,
+        "head_dim": 32,
+        "state_size": 16,
+        "n_groups": 1,
+        "chunk_size": 32,
+        "intermediate_size": 256,
+    },
     "falcon_h1": {
         "mamba_d_ssm": 128,
         "mamba_n_heads": 4,
