@@ -157,6 +157,12 @@ def check_control(figures: Figures) -> None:
     assert is_measured(virtual["largest_over_smallest"])
 
 
+def check_families(figures: Figures) -> None:
+    assert figures["gpt2"]["trainer_twice"] == 0
+    assert figures["gpt2"]["trainer_plain"] < 1e-4 > figures["gpt2"]["generator_plain"]
+    assert figures["gpt2"]["bfloat16_generator"]["mean"] < 0.1
+
+
 def check_packing(figures: Figures) -> None:
     assert set(figures) == {"streamed", "whole_step", "full"}
     for case in figures.values():
@@ -287,6 +293,7 @@ def check_run_page(figures: Figures) -> None:
 
 
 WITH_ENGINES = (
+    check_families,
     *(
         check_episodes,
         check_generator,

@@ -132,6 +132,14 @@ SLOW: dict[str, dict[str, Any]] = {
     "glm4_moe": {**ROUTED_EXPERTS, "head_dim": 32},
     "gpt2": {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 512},
     "opt": {"ffn_dim": 160, "word_embed_proj_dim": 128},
+    "mamba2": {
+        "num_heads": 8,
+        "head_dim": 32,
+        "state_size": 16,
+        "n_groups": 1,
+        "chunk_size": 32,
+        "intermediate_size": 256,
+    },
     "falcon_h1": {
         "mamba_d_ssm": 128,
         "mamba_n_heads": 4,
@@ -152,6 +160,10 @@ SLOW: dict[str, dict[str, Any]] = {
         "mamba_chunk_size": 32,
     },
 }
+
+
+WITHOUT_LORA = ("gpt2",)
+"""Families whose layers are no linear layers of torch."""
 
 
 def make_model(architecture: str, folder: Path, *, seed: int) -> PreTrainedModel:
@@ -243,6 +255,8 @@ async def test_the_generator_equals_the_trainers_model_initially_and_after_updat
             assert loaded.verification.num_compared and not loaded.verification.differing_names
             assert not loaded.verification.warnings
             await check_logprobs(engine, model, f"{architecture}, with version {version},")
+        if architecture in WITHOUT_LORA:
+            return
         published = publish_adapters(base, str(tmp_path))
         await engine.load_weights(published, 3)
         await check_logprobs(

@@ -175,7 +175,7 @@ def _explain_whole_logits(module: "PreTrainedModel") -> str:
     name = find_head_name(module)
     if name is None:
         return "transformers knows no output head of this class apart from its base"
-    weight = module.get_output_embeddings().weight
+    weight: Any = module.get_output_embeddings().weight
     inputs, logits = (weight.new_zeros(2, size) for size in reversed(weight.shape))
     try:
         with torch.device(weight.device), torch.no_grad():

@@ -24,7 +24,7 @@ def check_repeatable(model: Callable[..., Any], *, section: str) -> None:
     `model` is a transformers model or a DeepSpeed engine of one; `section` names it in the error.
     Dropout, a router's noise and skipped layers make passes differ. Collective.
     """
-    module: nn.Module = unwrap_engine(model)
+    module = unwrap_engine(model)
     size = module.config.get_text_config().vocab_size
     ids = (torch.arange(NUM_TOKENS, device=get_local_device()) * 7 % size)[None]
     mask = torch.ones_like(ids, dtype=torch.bool)
