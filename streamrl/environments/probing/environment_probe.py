@@ -196,6 +196,10 @@ class EnvironmentProbe:
             if (difference := second.error or find_first_difference(first, second))
             and (second.error or self._is_reproducible)
         ]
+        if not (differences or self._is_reproducible):
+            return report_warning(
+                subject, f"{len(firsts)} side by side: none fails; not compared: two alone differ"
+            )
         return judge_together(len(firsts), differences, self._changes, self._config)
 
     async def _probe_crash(self) -> Finding:

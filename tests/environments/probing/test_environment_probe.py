@@ -172,6 +172,10 @@ async def test_failures_name_turn_and_line_and_a_group_whose_episodes_differ(tmp
     assert status is FindingStatus.FAIL
     assert "first observation: [{'content': 'Episode 0.'" in text
     assert found["score"][1].startswith("gives 1 to nonsense: the silent policy")
+    assert found["together"] == (
+        FindingStatus.WARN,
+        "8 side by side: none fails; not compared: two alone differ",
+    )
     assert found["crash"][0] is FindingStatus.OK
 
 
