@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from streamrl.errors import ConfigError
 
@@ -36,6 +37,7 @@ STRUCTURE = frozenset(
 """Words of a tool's schema and of a call, which templates look up."""
 THINK_TAGS = ("<think>", "</think>")
 T = TypeVar("T")
+Array = NDArray[Any]
 
 
 class EncodedPieces(NamedTuple):
@@ -45,9 +47,9 @@ class EncodedPieces(NamedTuple):
     piece, in the same characters.
     """
 
-    token_ids: np.ndarray
-    starts: np.ndarray
-    ends: np.ndarray
+    token_ids: Array
+    starts: Array
+    ends: Array
     stops: Sequence[int]
 
 
@@ -209,9 +211,10 @@ class TemplateEncoder:
         slices = [text[start:end] for start, end in zip(encoded.starts, encoded.ends, strict=True)]
         is_written = [self._has_private(part) for part in slices]
         kept = ~is_control | np.array(is_written, bool)
-        return EncodedPieces(*(column[kept] for column in encoded[:3]), encoded.stops)
+        columns = (encoded.token_ids[kept], encoded.starts[kept], encoded.ends[kept])
+        return EncodedPieces(*columns, encoded.stops)
 
-    def is_plain(self, text: str, token_ids: Sequence[int] | np.ndarray) -> bool:
+    def is_plain(self, text: str, token_ids: Sequence[int] | Array) -> bool:
         """Return whether the tokenizer has encoded a rendering with its control tokens alone.
 
         A normalizer may make a control token of other characters.
@@ -219,7 +222,7 @@ class TemplateEncoder:
         is_same = self.count_markers(token_ids) == len(self.find_markers(text))
         return CODE not in text and is_same
 
-    def count_markers(self, token_ids: Sequence[int] | np.ndarray) -> int:
+    def count_markers(self, token_ids: Sequence[int] | Array) -> int:
         """Return the number of control tokens, without <unk> for characters that it stands for."""
         return int(np.isin(token_ids, self._control_ids).sum())
 

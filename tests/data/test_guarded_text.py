@@ -1,6 +1,7 @@
 """Control tokens come from the chat template alone, with every kind of tokenizer."""
 
 import functools
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -34,6 +35,7 @@ TEXT = "hello there you, what is it? user assistant name type function the sum o
 
 @functools.cache
 def make_tokenizer(kind, unk_token):
+    trainer: Any
     if kind == "bpe":
         backend = Tokenizer(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -164,7 +166,7 @@ EITHER = "{% set a = messages[1].tool_calls[0].function.arguments %}{{ a }}"
 def test_arguments_of_a_call_are_encoded_once(template, arguments):
     tokenizer = make_tokenizer("bpe", None)
     call = {"id": "call00000", "function": {"name": "add", "arguments": arguments}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "hello"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
     ]
@@ -176,7 +178,7 @@ def test_arguments_of_a_call_are_encoded_once(template, arguments):
 
 def test_arguments_that_are_no_json_name_their_row():
     call = {"function": {"name": "add", "arguments": "a=1"}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "hello"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
     ]

@@ -118,12 +118,13 @@ class BridgeWriter:
     def show_call(self) -> ShownCall | None:
         """Return a call as the template shows it to the model; None if it shows none."""
         parameters = {"word": {"type": "string"}, "limit": {"type": "integer"}}
-        function = {"name": "look_up", "parameters": {"type": "object", "properties": parameters}}
-        tool = {"type": "function", "function": {"description": "", **function}}
+        schema = {"type": "object", "properties": parameters}
+        function = {"name": "look_up", "description": "", "parameters": schema}
+        tool: ToolSchema = {"type": "function", "function": function}
         tools = [tool] if self._template.can_render_tools else []
         arguments = {"word": 'say "hi", 7', "limit": 3}
-        call = {"id": make_call_id(0), "type": "function"}
-        call |= {"function": {"name": "look_up", "arguments": arguments}}
+        function = {"name": "look_up", "arguments": arguments}
+        call = {"id": make_call_id(0), "type": "function", "function": function}
         turn = {"role": "assistant", "content": "", "tool_calls": [call]}
         try:
             opened = self.render([_make_question()], tools)

@@ -242,7 +242,7 @@ class TurnRenderer:
         """Return the tokens of closing and pieces, and which of them show an observation."""
         pieces = [TextPiece(bridge.closing, False), *bridge.pieces]
         encoded = self.encoder.encode_pieces([piece.text for piece in pieces])
-        is_observation = np.zeros(len(encoded.token_ids), bool)
+        is_observation: Array = np.zeros(len(encoded.token_ids), bool)
         for piece, start, stop in zip(pieces, [0, *encoded.stops], encoded.stops, strict=False):
             if piece.is_observation:
                 is_observation |= (encoded.starts < stop) & (encoded.ends > start)

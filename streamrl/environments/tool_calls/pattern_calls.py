@@ -26,7 +26,9 @@ def parse_python_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
     """
     try:
         listed = ast.parse(f"[{text}]", mode="eval").body
-        calls = listed.elts if isinstance(listed, ast.List) else []
+        if not (isinstance(listed, ast.List) and listed.elts):
+            raise ValueError("expected name(argument=value), ...")
+        calls: list[Any] = list(listed.elts)
         return [(ast.unparse(call.func), _read_keywords(call)) for call in calls]
     except (SyntaxError, MemoryError, RecursionError, AttributeError) as error:
         raise ValueError(f"expected name(argument=value), ...: {error}") from error

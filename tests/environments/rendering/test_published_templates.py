@@ -107,8 +107,8 @@ def test_no_text_writes_a_control_token_of_a_family(name):
     def count(text):
         tools = []
         if renderer.can_render_tools:
-            parameters = {"type": "object", "properties": {text: {"type": "string"}}}
-            parameters["properties"][text] |= {"description": text, "enum": [text]}
+            schema = {"type": "string", "description": text, "enum": [text]}
+            parameters = {"type": "object", "properties": {text: schema}}
             described = {"name": text, "description": text, "parameters": parameters}
             tools = [{"type": "function", "function": described}]
         conversation = Conversation("row", [{"role": "user", "content": text}], tools)
