@@ -7,7 +7,13 @@ from examples.code.problems import CodeProblem, list_problems
 from examples.toy_models.lessons import Lessons, PretrainingRecipe
 from examples.toy_models.rows import Row, get_question
 
-RECIPE = PretrainingRecipe(num_clean_steps=200, num_slip_steps=40, slip_rate=0.5, rows_per_step=64)
+RECIPE = PretrainingRecipe(
+    num_clean_steps=200,
+    num_slip_steps=40,
+    slip_rate=0.5,
+    rows_per_step=64,
+    bar={"eval_greedy": 0.85},
+)
 DELETABLE_SIGNS = "()[]:,"
 NAMES = ("sum", "max", "min", "len")
 

@@ -357,9 +357,8 @@ class CoordinatorActor(PingableActor):
         await self._run_state.publisher.wait_until_published()
         num_prompts = sum(map(len, self._eval_prompts.values()))
         status = WorkStatus(f"evaluating version {version}", num_prompts, "prompts")
-        evaluation = asyncio.create_task(
-            self._evaluator.run_evaluation(self._eval_prompts, version, status.advance)
-        )
+        work = self._evaluator.run_evaluation(self._eval_prompts, version, status.advance)
+        evaluation = asyncio.create_task(work)
         stopping = asyncio.create_task(self._run_state.stop_requested.wait())
         with self._driver_events.report_status(status):
             await asyncio.wait({evaluation, stopping}, return_when=asyncio.FIRST_COMPLETED)
