@@ -210,7 +210,7 @@ def build_group_filter(config: FilterConfig, excluded_reasons: Sequence[int] = (
     and so none can be compared.
     """
     kind = FILTER_KINDS[config.kind]
-    options = read_settings(kind.options_type, config.options, section="filter")
+    options: Any = read_settings(kind.options_type, config.options, section="filter")
     judge_group = kind.create_filter(options)
     if not (config.is_enabled and excluded_reasons):
         return judge_group

@@ -456,8 +456,8 @@ def rejected_updates(job: RankJob, layout: Layout) -> None:
         reject="k1", reject_level="mean", reject_low=1e-6, reject_high=1e6
     )
     trainer = job.trainer(layout, AlgorithmConfig(name="dr_grpo", correction=correction))
-    groups = {uid: dict(columns) for uid, columns in GROUPS.items()}
-    first = groups[next(iter(groups))]
+    first = dict(next(iter(GROUPS.values())))
+    groups: dict[str, Columns] = {**GROUPS, next(iter(GROUPS)): first}
     first["scores"] = np.array([1, 1, 0, 0], np.float32)
     logprobs = np.split(first["generator_logprobs"].copy(), np.cumsum(first["lengths"]))
     logprobs[1] -= 30

@@ -13,7 +13,7 @@ from streamrl.algorithms import AlgorithmConfig
 from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.engines.training.collate import derive_columns
 from streamrl.engines.training.rollout_sums import sum_rollouts
-from streamrl.messages import TRUNCATIONS, FinishReason
+from streamrl.messages import TRUNCATIONS, Columns, FinishReason, Prompt
 from streamrl.rewards.group_filter import FilterConfig, build_group_filter
 from streamrl.stream.step_metrics import compute_score_metrics
 from tests.engines.split_episodes import make_episode, make_groups
@@ -158,7 +158,7 @@ def test_a_step_of_excluded_rollouts_alone_trains_nothing_and_has_no_means():
 def test_a_filter_judges_a_group_by_its_included_rollouts(config, scores, late, words):
     reasons = np.zeros(len(scores), np.int8)
     reasons[late] = FinishReason.TIMEOUT.value
-    columns = {"scores": np.array(scores, np.float32), "finish_reason": reasons}
+    columns: Columns = {"scores": np.array(scores, np.float32), "finish_reason": reasons}
     judge = build_group_filter(config, (FinishReason.TIMEOUT.value,))
-    verdict = judge(None, columns)
-    assert verdict is None if words is None else verdict.startswith(words)
+    verdict = judge(Prompt("a", np.array([1], np.int32)), columns)
+    assert verdict is None if words is None else str(verdict).startswith(words)

@@ -182,8 +182,10 @@ def test_a_group_of_equal_scores_counts_once_however_it_is_split():
     groups, _ = make_pair(5, sizes=(3, 2, 2))
     for columns, scores in zip(groups.values(), ([0.5, 0.5, 0.5], [0, 1], [1, 1]), strict=True):
         columns["scores"] = np.array(scores, np.float32)
+    config = AlgorithmConfig()
+    derived = derive_columns(config.spec, make_settings(config, groups), groups)
     parts = [
-        sum_rollouts(groups, [(uid, i)])
+        sum_rollouts(groups, [(uid, i)], derived)
         for uid, c in groups.items()
         for i in range(len(c["scores"]))
     ]
