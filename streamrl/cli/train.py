@@ -145,10 +145,7 @@ def train(
         exit_stack.callback(session.close)
         try:
             facts = {**site.machine_facts, **describe_training(placed_config)}
-            after = resume.version if resume else config.run.steps
-            recorded = RecordedRows(config.run_dir, after=after, facts=facts)
-            goes_back = origin is not None and not origin.should_keep_journal
-            sinks.log_event(START_EVENT, {**facts, GOES_BACK: goes_back})
+            recorded = _record_start(sinks, config, origin, facts)
             notes = (describe_shared_slots(placed_config), memory.summary_line if memory else "")
             _log_notes(sinks, *prepared.notes, describe_refusal(), site.placement.note, *notes)
             _log_fork(sinks, config, origin)
@@ -208,6 +205,17 @@ def _close_sinks_at_exit(sinks: SinkGroup, summary: EventFields) -> Iterator[Non
 def _log_notes(sinks: SinkGroup, *notes: str) -> None:
     for text in filter(None, notes):
         sinks.log_event("note", {"text": text})
+
+
+def _record_start(
+    sinks: SinkGroup, config: RunConfig, origin: ResumePoint | None, facts: EventFields
+) -> RecordedRows:
+    """Log the facts of this start; return the rows of the steps that it may repeat."""
+    after = origin.version if origin else config.run.steps
+    recorded = RecordedRows(config.run_dir, after=after, facts=facts)
+    goes_back = origin is not None and not origin.should_keep_journal
+    sinks.log_event(START_EVENT, {**facts, GOES_BACK: goes_back})
+    return recorded
 
 
 def _log_fork(sinks: SinkGroup, config: RunConfig, origin: ResumePoint | None) -> None:

@@ -112,8 +112,8 @@ class CoordinatorActor(PingableActor):
         After a resume, also reconciles the groups in the queue with the run log.
         """
         config = self._config = context.config
+        self._prompts, self._eval_prompts = start.prompts, start.eval_prompts
         record_crash_stacks(context.run_dir, "coordinator")
-        self._prompts = start.prompts
         version = 0 if start.state is None else int(start.state["version"])
         self._persistence = RunPersistence(config, context.run_dir, context.shards, start.state)
         run_log = await self._persistence.open_run_log(self._prompts)
@@ -137,9 +137,7 @@ class CoordinatorActor(PingableActor):
             self._role_actors[REWARD_CALL.role],
             self._progress_clock,
         )
-        self._eval_prompts = start.eval_prompts
-        self._checkpoint = start.checkpoint
-        self._saved_version = version
+        self._checkpoint, self._saved_version = start.checkpoint, version
         # Seconds for which training waited since the previous step ended, by metric.
         self._waits_s = dict.fromkeys(WAIT_METRICS, math.nan)
         if run_log.steps_to_replay:
@@ -318,7 +316,11 @@ class CoordinatorActor(PingableActor):
         )
 
     async def _finish_step(self, outcome: StepResult) -> None:
-        """Finish a trained step: evaluate if due, queue its report, save a checkpoint if due."""
+        """Finish a trained step: evaluate if due, queue its report, save a checkpoint if due.
+
+        After the last repeated step, waits until the driver has compared all of them with their
+        recorded rows: no new step may build on a wrong one.
+        """
         admission = self._run_state.admission
         # Reports use the ranks' own spans; drop those of this loop so that they do not accumulate.
         self._loop_spans.drain_spans()
@@ -333,7 +335,6 @@ class CoordinatorActor(PingableActor):
         row |= post_skipped_rows(self._prompts, self._driver_events)
         self._step_reporter.add_step(StepSnapshot(outcome, row, evaluation))
         if outcome.is_repeated and not self._run_state.run_log.steps_to_replay:
-            # The driver compares the repeated steps; no new one may build on a wrong one.
             await self._wait_until_reported()
         if self._persistence.is_due(admission.version, outcome.queue_stats.journal_bytes):
             started_s = time.monotonic()
