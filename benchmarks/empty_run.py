@@ -56,6 +56,7 @@ from streamrl.pipeline import (
 )
 from streamrl.stream.device_lease import DedicatedDeviceLease
 from streamrl.stream.protocols import FetchedWeights, FinishedCallback, StageContext
+from streamrl.stream.service_gate import Outage
 from streamrl.stream.stage_worker import ConcurrencyLimit, StageResult, read_no_partials
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import ServedVersion, WeightLoadStats, WeightManifest
@@ -307,6 +308,9 @@ class EmptyReplica:
         self._rng = random.Random(self._name)
         self._spans = SpanRecorder(self._name, asyncio.get_running_loop().time)
         self._columns: Columns = {}
+
+    async def list_outages(self) -> Sequence[Outage]:
+        return ()
 
     async def run(self) -> None:
         """Serve the stage, and follow the weights, until cancelled."""

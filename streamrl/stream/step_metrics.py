@@ -159,7 +159,6 @@ def _compute_filter_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
     the sampled tokens, 30 % of the generation time counts as filtered.
     """
     tally, infos = facts.filter_tally, [group.info for group in facts.groups]
-    stale = _compute_stale_metrics(tally, infos) if tally.num_stale else {}
     sampled = sum(info.num_loss_tokens for info in infos) + tally.num_sampled_tokens
     tokens = sum(info.num_tokens for info in infos) + tally.num_tokens
     generate_s, score_s = (
@@ -171,7 +170,7 @@ def _compute_filter_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
         "filter/generate_s": generate_s * tally.num_sampled_tokens / sampled,
         "filter/score_s": score_s * tally.num_tokens / tokens,
         "filter/oversample": tally.oversample,
-        **stale,
+        **_compute_stale_metrics(tally, infos),
     }
 
 

@@ -349,7 +349,7 @@ def test_a_reward_file_imports_neighbors_and_its_prints_go_to_stderr(reward_file
         (["--reward", "exakt"], "rewards[0].kind=exakt: no such kind; the nearest kind is exact"),
         (["--reward", "no.py"], "--reward=no.py: write it as file.py:function"),
         (["--reward", "no.py:f"], "rewards[0].path="),
-        (["--reward", "{kind: exact"], "'rewards=[{kind: exact]': while parsing a flow"),
+        (["--reward", "{kind: exact"], "'rewards=[{kind: exact]': the value is not YAML"),
         (["--reward", "{kind: regex}"], "rewards[0].pattern: missing"),
         (["--reward", "exact", "--reward", "exact"], "rewards.name=exact: given 2 times"),
         (["--config", "no.yaml"], "config no.yaml: No such file or directory"),

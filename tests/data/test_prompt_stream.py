@@ -240,7 +240,7 @@ def test_resume_on_other_data_is_refused():
     state = stream_of(prompts(5), seed=1).state_dict()
     with pytest.raises(ConfigError, match=r"number of prompts in data.train was 5 .* is 4 now"):
         stream_of(prompts(4), seed=1).load_state_dict(state)
-    with pytest.raises(ConfigError, match=r"fingerprint\) was 0 .* is 1 now"):
+    with pytest.raises(ConfigError, match=r"fingerprint\), was 0 .* is 1 now"):
         stream_of(prompts(5), seed=1, fingerprint="1").load_state_dict(state)
 
 

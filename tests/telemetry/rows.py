@@ -25,6 +25,6 @@ def full_row(step: int) -> dict[str, float | Histogram]:
     row |= {f"queue/depth/{stage}": i + step for i, stage in enumerate(STAGES[1:])}
     row |= {"reward/correct": 0.3, "drops/reward_error": 1}
     row |= {"ledger/admitted": 20, "ledger/trained": 10, "ledger/filtered": 2}
-    row |= {"ledger/dropped": 1, "ledger/in_flight": 7}
+    row |= {"ledger/dropped": 1, "ledger/in_flight": 7, "stale/lost_prompts": 0}
     row |= {"time/step_s": 2.0, "throughput/tokens_per_s": 12_345.0, "weights/version": step}
     return row | {"reward/mean": 0.1 * step, "staleness/mean": 0.61, "staleness/max": 2}

@@ -372,8 +372,8 @@ def patch_model_trainer(fault, module):
 
     updated = threading.Event()
 
-    def step(original, self, loss_denominator):
-        metrics = original(self, loss_denominator)
+    def step(original, self, *arguments):
+        metrics = original(self, *arguments)
         if fault.delay_s:
             updated.set()
         else:

@@ -19,8 +19,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """Restore pytest's signal handlers."""
+    """Restore pytest's signal handlers; nothing is ignored, as it would be under nohup."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
