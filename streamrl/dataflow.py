@@ -48,6 +48,11 @@ class ModelCall:
     produces: tuple[str, ...]
     followed_role: str = ""
 
+    @property
+    def model_role(self) -> str:
+        """Role that owns the model: the trained role for followers, such as the generator."""
+        return self.followed_role or self.role
+
 
 POLICY = "policy"
 """Role that generators sample from."""

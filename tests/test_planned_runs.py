@@ -41,7 +41,6 @@ from streamrl.engines.models.tensor_parallel_support import (
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_model_config
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.constructors import find_model_role
 from streamrl.placement.costs.constants import CostConstants
 from streamrl.placement.costs.cost_model import CostModel
 from streamrl.placement.meshes import Mesh
@@ -164,9 +163,7 @@ def test_train_accepts_the_plan_of_each_recipe(
     assert config.pipeline.max_staleness == before.pipeline.max_staleness
     assert all(key.split(".")[0] in vars(config) for key in report["settings"])
     best = Placement.from_dict(report["best"]["placement"], location="best")
-    models = {
-        find_model_role(call) for call in config.dataflow.calls if call.stage in best.assignments
-    }
+    models = {call.model_role for call in config.dataflow.calls if call.stage in best.assignments}
     assert sizes(build_run_placement(config, models)) == sizes(best)
     assert (config.placement.address == "auto") == (Cluster.from_text(cluster).num_nodes > 1)
 

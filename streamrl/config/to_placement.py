@@ -37,7 +37,6 @@ from streamrl.errors import ConfigError
 from streamrl.messages import COMPONENT_PREFIX, COST_PREFIX
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.config import MIN_POOL_FRACTION, MIXED, PlacementConfig
-from streamrl.placement.constructors import find_model_role
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.placement.pools import POOL_STRATEGIES, RolePool, has_colocated_actor, lay_out_slots
@@ -72,7 +71,7 @@ def build_run_placement(config: RunConfig, roles: Collection[str]) -> Placement:
     slots = lay_out_slots(config.placement.shared_pools, counts).slots
     calls = {}
     for call in config.dataflow.ordered_calls:
-        if find_model_role(call) not in roles:
+        if call.model_role not in roles:
             continue
         devices = slots[call.role]
         mesh = Mesh(devices[0], len(devices))

@@ -104,7 +104,7 @@ def build_model_shapes(config: RunConfig, named: Mapping[str, str]) -> dict[str,
     Rewards and costs have a shape only if named or computed with a model. Raises ConfigError for an
     unknown role or model.
     """
-    roles = {call.followed_role or call.role for call in config.dataflow.calls}
+    roles = {call.model_role for call in config.dataflow.calls}
     for role in named:
         if role not in roles:
             raise ConfigError(

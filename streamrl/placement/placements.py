@@ -1,7 +1,4 @@
-"""A placement: devices and parallelism of every call of a dataflow, and the staleness bound.
-
-`constructors.py` builds placements from the notations of HybridFlow, FlexRLHF and ReaL.
-"""
+"""A placement: devices and parallelism of every call of a dataflow, and the staleness bound."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

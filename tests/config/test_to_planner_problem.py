@@ -22,7 +22,6 @@ from streamrl.dataflow import CallKind
 from streamrl.engines.trainer_config import LIVE_ELEMENTS
 from streamrl.errors import ConfigError
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.constructors import placement_from_meshes, placement_from_ratios
 from streamrl.placement.costs.constants import CostConstants
 from streamrl.placement.costs.cost_model import CostModel
 from streamrl.placement.meshes import Mesh
@@ -31,6 +30,7 @@ from streamrl.placement.problem import CallMemory
 from streamrl.placement.run_options import RunOptions
 from streamrl.placement.workload import FixedLength
 from streamrl.resharding.grids import RankGrid
+from tests.placement.notations import placement_from_meshes, placement_from_ratios
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SIZES = {"policy": "llama-7b", "critic": "llama-7b", "reference": "llama-7b"}

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from streamrl.dataflow import build_dataflow
 from streamrl.drawing.timeline import assign_lanes, list_device_rows, render_timeline, round_tick
-from streamrl.placement.constructors import placement_from_meshes
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.problem import DeviceInterval
+from tests.placement.notations import placement_from_meshes
 
 GRPO = build_dataflow(("generator_logprobs", "scores"))
 SPLIT = placement_from_meshes({"generate": ("0-3", "1-1-4"), "train": ("4-7", "1-1-4")})

@@ -6,7 +6,6 @@ import pytest
 
 from streamrl.dataflow import build_dataflow
 from streamrl.messages import ROLLOUT_COLUMNS
-from streamrl.placement.constructors import placement_from_meshes
 from streamrl.placement.run_options import RunOptions
 from streamrl.placement.stage_timings import GeneratorTiming, ScoreTiming, StageTimings, TrainTiming
 from streamrl.placement.workload import FixedLength, LognormalLengths, Workload
@@ -19,6 +18,7 @@ from streamrl.simulator.quick_run import (
     split_timings,
 )
 from streamrl.simulator.simulation import run_simulation
+from tests.placement.notations import placement_from_meshes
 
 GRPO = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
 LENGTHS = LognormalLengths(200, 0.6, 400)

@@ -6,13 +6,13 @@ import pytest
 
 from streamrl.dataflow import build_dataflow
 from streamrl.messages import ROLLOUT_COLUMNS
-from streamrl.placement.constructors import placement_from_meshes
 from streamrl.placement.episode_turns import EnvironmentTime, TurnParameters
 from streamrl.placement.run_options import RunOptions
 from streamrl.placement.stage_timings import GeneratorTiming, ScoreTiming, StageTimings, TrainTiming
 from streamrl.placement.steady_state.call_durations import GenerationModel
 from streamrl.placement.workload import FixedLength, LognormalLengths, Workload
 from streamrl.simulator.simulation import run_simulation
+from tests.placement.notations import placement_from_meshes
 from tests.placement.simple_costs import sampler
 
 TIMING = GeneratorTiming(1, 32, 1e6, 0.01, 1e-6, 1e-4, 0.002, 1e-4, 1e-5)

@@ -8,14 +8,14 @@ import pytest
 from streamrl.dataflow import Dataflow, build_dataflow
 from streamrl.errors import ConfigError
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.constructors import (
+from streamrl.placement.placements import Placement, PlacementMode
+from streamrl.placement.pools import POOL_STRATEGIES
+from streamrl.resharding.grids import RankGrid
+from tests.placement.notations import (
     placement_from_meshes,
     placement_from_ratios,
     placement_from_sets,
 )
-from streamrl.placement.placements import Placement, PlacementMode
-from streamrl.placement.pools import POOL_STRATEGIES
-from streamrl.resharding.grids import RankGrid
 
 PPO = build_dataflow(("generator_logprobs", "scores", "ref_logprobs", "values"))
 GRPO = build_dataflow(("generator_logprobs", "scores"))

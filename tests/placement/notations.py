@@ -1,4 +1,4 @@
-"""Three notations for a placement: sets of models, ratios of devices, a mesh per call.
+"""Placements of tests, in three notations: sets of models, ratios of devices, a mesh per call.
 
 - Sets (HybridFlow, arXiv:2409.19256): the models of a set share all devices of the set.
 - Ratios (FlexRLHF, arXiv:2312.11819): the devices of a pool, and the part of them that each role
@@ -9,7 +9,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
-from streamrl.dataflow import Dataflow, ModelCall
+from streamrl.dataflow import Dataflow
 from streamrl.errors import ConfigError
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
@@ -18,14 +18,6 @@ from streamrl.resharding.grids import RankGrid
 
 StageGrids = Mapping[str, RankGrid]
 """Parallelism by stage; a stage without a grid has one replica per device."""
-
-
-def find_model_role(call: ModelCall) -> str:
-    """Return the role that owns the model a call computes with.
-
-    A role that follows a trained role, such as the generator, uses the model of the trained role.
-    """
-    return call.followed_role or call.role
 
 
 def placement_from_sets(
@@ -42,7 +34,7 @@ def placement_from_sets(
     generates and trains. A model outside all sets has no devices. `grids` sets the parallelism by
     stage. Raise ConfigError for a model in two sets, or a model that the dataflow lacks.
     """
-    dataflow_roles = {find_model_role(call) for call in dataflow.calls}
+    dataflow_roles = {call.model_role for call in dataflow.calls}
     set_roles = [role for roles in sets for role in roles]
     for role in set_roles:
         if role not in dataflow_roles:
@@ -55,9 +47,9 @@ def placement_from_sets(
         for role in roles
     }
     calls = {
-        call.stage: _assign_mesh(meshes[find_model_role(call)], (grids or {}).get(call.stage))
+        call.stage: _assign_mesh(meshes[call.model_role], (grids or {}).get(call.stage))
         for call in dataflow.ordered_calls
-        if find_model_role(call) in meshes
+        if call.model_role in meshes
     }
     return Placement(calls, max_staleness)
 
