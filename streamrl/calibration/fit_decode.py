@@ -5,7 +5,6 @@ through the simulator's engine model and searches the coefficients for which eac
 when it did. A turn of an episode is a group of one rollout.
 """
 
-import heapq
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from streamrl.calibration.cpu_clocks import Interval, PausableClock, WorkClock
-from streamrl.calibration.robust_fit import RobustFit, fit_parts
+from streamrl.calibration.robust_fit import CoefficientEstimate, fit_parts
 from streamrl.calibration.sampled_groups import GeneratedGroup
 from streamrl.messages import Array
 from streamrl.placement.stage_timings import GeneratorTiming
@@ -30,14 +29,6 @@ More groups do not improve the fit.
 MIN_COHORT_GROUPS = 16
 """Minimum number of groups in a cohort, for which a common pace is estimated."""
 DECODE_COEFFICIENTS = ("step_s", "rollout_s", "prefill_token_s", "group_s")
-START_FRACTIONS = (
-    (0.25, 0.25, 0.25, 0.25),
-    (0.55, 0.15, 0.15, 0.15),
-    (0.15, 0.55, 0.15, 0.15),
-    (0.15, 0.15, 0.55, 0.15),
-    (0.15, 0.15, 0.15, 0.55),
-)
-"""Start points of the fit: the fraction of a group's time due to each coefficient."""
 
 
 @dataclass(frozen=True)
@@ -171,25 +162,22 @@ class DecodeReplay:
         The entries are decode steps, decode steps times running rollouts, prefilled tokens, groups.
         The last three include concurrent groups.
         """
-        steps = [max(lengths) for lengths in self.lengths]
-        rollout_steps, prompts, groups = [], [], []
-        ends = self.end_times.tolist()
-        running: list[tuple[float, int]] = []
-        for key, begin in enumerate(self.begin_times.tolist()):
-            while running and running[0][0] <= begin:
-                heapq.heappop(running)
-            heapq.heappush(running, (ends[key], len(self.lengths[key])))
-            count = sum(rollouts for _, rollouts in running)
-            groups.append(len(running))
-            rollout_steps.append(count * steps[key])
-            prompts.append(count * (self.prompt_tokens[key] - self.cached_tokens[key]))
-        medians: Array = np.median([steps, rollout_steps, prompts, groups], axis=1)
+        steps = np.array([max(lengths) for lengths in self.lengths])
+        prefilled = np.array(self.prompt_tokens) - np.array(self.cached_tokens)
+        # Of the groups so far, ordered by begin, those that have ended do not run any more.
+        by_end = np.argsort(self.end_times)
+        num_ended = np.searchsorted(self.end_times[by_end], self.begin_times, side="right")
+        groups = np.arange(1, len(steps) + 1) - num_ended
+        sizes = np.array([len(lengths) for lengths in self.lengths])
+        rollouts = np.cumsum(sizes) - np.append(0, np.cumsum(sizes[by_end]))[num_ended]
+        work = [steps, rollouts * steps, rollouts * prefilled, groups]
+        medians: Array = np.median(work, axis=1)
         return medians
 
 
 def fit_decode(
     replays: Sequence[DecodeReplay], start: GeneratorTiming, *, pause_s: float
-) -> RobustFit:
+) -> list[CoefficientEstimate]:
     """Fit the generator coefficients DECODE_COEFFICIENTS, in this order, to replays of a run.
 
     start: timing that supplies all other terms of a decode step.
@@ -223,8 +211,11 @@ def fit_decode(
         ]
         return _scale_to_cohort_pace(np.concatenate(durations), measured, cohorts)
 
-    fit = fit_parts(predict, measured, sizes, starts=START_FRACTIONS)
-    return replace(fit, coefficients=tuple((lower_bounds + fit.coefficients).tolist()))
+    fit = fit_parts(predict, measured, sizes)
+    return [
+        replace(estimate, value=bound + estimate.value)
+        for bound, estimate in zip(lower_bounds.tolist(), fit, strict=True)
+    ]
 
 
 def replace_coefficients(start: GeneratorTiming, values: Sequence[float]) -> GeneratorTiming:
