@@ -4,7 +4,7 @@ The rules are those of ReaL's device meshes (arXiv:2406.14088). A mesh smaller t
 the node and starts at a multiple of its own size; a larger mesh consists of whole nodes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from streamrl.errors import ConfigError
@@ -100,6 +100,19 @@ class Mesh:
 
 def _find_group_start(cluster: Cluster, device: int) -> int:
     return max(start for start in cluster.group_starts if start <= device)
+
+
+def find_max_load(loads: Collection[tuple[Mesh, float]]) -> float:
+    """Return the load of the busiest device, the sum over all meshes that contain the device.
+
+    loads: pairs of a mesh and the load of each of its devices. Between the first devices of two
+      meshes, all devices have the same load as the earlier of the two or less, so only first
+      devices are checked.
+    """
+    return max(
+        sum(load for mesh, load in loads if mesh.first <= first < mesh.first + mesh.size)
+        for first in {mesh.first for mesh, _ in loads}
+    )
 
 
 def iter_meshes(cluster: Cluster, *, uniform: bool = True) -> Iterator[Mesh]:

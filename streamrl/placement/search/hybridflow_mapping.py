@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
@@ -75,25 +76,36 @@ class MappingSearch:
 
         Each role fits alone on the mesh of its set.
         """
-        lower_bounds, cluster = _LowerBounds(self._choices, ahead), self._choices.problem.cluster
+        cluster = self._choices.problem.cluster
+
+        @cache
+        def find_bound(roles: RoleSet, mesh: Mesh) -> float:
+            """Return the seconds of a set's work on a mesh, at least; inf if a role does not fit
+            alone."""
+            canonical = self._choices.find_canonical_mesh(mesh)
+            return sum(self._compute_role_bound(role, canonical, ahead) for role in roles)
+
         shared = 0.0
         if self._generator_mesh is not None:
-            shared = lower_bounds.find_bound((self._choices.generator_role,), self._generator_mesh)
+            shared = find_bound((self._choices.generator_role,), self._generator_mesh)
         for parts in iter_set_partitions(self._role_sets):
             sets = tuple(tuple(itertools.chain(*units)) for units in parts)
 
             def is_below_limit(i: int, mesh: Mesh, sets: Sequence[RoleSet] = sets) -> bool:
                 """Return whether the bound of set number i on a mesh is below the limit."""
-                return shared + lower_bounds.find_bound(sets[i], mesh) < limit_s()
+                return shared + find_bound(sets[i], mesh) < limit_s()
 
             for meshes in iter_allocations(cluster, len(sets), is_below_limit):
                 placed_sets = zip(sets, meshes, strict=True)
                 yield MeshAllocation(
                     sets,
                     meshes,
-                    shared
-                    + max(lower_bounds.find_bound(*placed_set) for placed_set in placed_sets),
+                    shared + max(find_bound(*placed_set) for placed_set in placed_sets),
                 )
+
+    def _compute_role_bound(self, role: str, mesh: Mesh, ahead: int) -> float:
+        options = self._choices.list_options(role, mesh)[:1]
+        return self._choices.estimate_busy_s(role, options[0], ahead) if options else math.inf
 
     def find_best(
         self, ahead: int = 0, *, streamed: bool = True, limit: int | None = None
@@ -150,29 +162,3 @@ class MappingSearch:
             yield self._choices.make_placement(
                 roles | {generator: option}, ahead, streamed=streamed
             )
-
-
-class _LowerBounds:
-    """Lower bounds, cached, of the seconds per step that a set of roles keeps a mesh busy."""
-
-    def __init__(self, choices: ParallelismChoices, ahead: int) -> None:
-        self._choices = choices
-        self._steps_ahead = ahead
-        self._bounds_s: dict[RoleSet, dict[Mesh, float]] = {}
-
-    def find_bound(self, roles: RoleSet, mesh: Mesh) -> float:
-        """Return the seconds of a set's work on a mesh, at least; inf if a role does not fit
-        alone."""
-        bounds = self._bounds_s.setdefault(roles, {})
-        if mesh not in bounds:
-            canonical = self._choices.find_canonical_mesh(mesh)
-            bounds[mesh] = sum(self._compute_role_bound(role, canonical) for role in roles)
-        return bounds[mesh]
-
-    def _compute_role_bound(self, role: str, mesh: Mesh) -> float:
-        options = self._choices.list_options(role, mesh)[:1]
-        return (
-            self._choices.estimate_busy_s(role, options[0], self._steps_ahead)
-            if options
-            else math.inf
-        )

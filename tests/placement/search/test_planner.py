@@ -16,7 +16,6 @@ from streamrl.placement.meshes import iter_meshes
 from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.placement.problem import PlacementProblem
 from streamrl.placement.run_options import RunOptions
-from streamrl.placement.search.flexrlhf import apply_guideline
 from streamrl.placement.search.hybridflow_parallel import ParallelismChoices
 from streamrl.placement.search.pareto import (
     ExcludedBound,
@@ -270,27 +269,6 @@ def test_more_devices_are_never_slower(size: str, ahead: int):
 
     few, many = best_s("2x8xA100"), best_s("4x8xA100")
     assert many <= few * 1.02
-
-
-def test_guideline_separates_trained_models_on_many_nodes():
-    options = choices(ppo("8x8xA100"))
-    roles = apply_guideline(options)
-    assert roles is not None
-    trained = {roles[role].mesh for role in ("policy", "critic")}
-    assert all(
-        not roles[role].mesh.overlaps(mesh)
-        for role in ("generator", "reference", "reward", "value")
-        for mesh in trained
-    )
-    assert 0.3 <= roles["generator"].mesh.size / 64 <= 0.5
-    assert roles["policy"].zero_stage == 3
-
-
-def test_guideline_interleaves_scorers_on_few_nodes():
-    roles = apply_guideline(choices(ppo("2x8xA100", "qwen2.5-1.5b")))
-    assert roles is not None
-    assert roles["policy"].mesh.size == 16
-    assert not roles["reference"].mesh.overlaps(roles["reward"].mesh)
 
 
 def test_front_excludes_bounds_without_gain():
