@@ -20,7 +20,11 @@ from streamrl.placement.model_shapes import ModelShape
 from streamrl.placement.placements import CallAssignment
 from streamrl.resharding.byte_report import BytesReport, NodeTopology
 from streamrl.resharding.grids import RankAssignment, RankGrid
-from streamrl.resharding.grouping import GenerationSizes, assign_generation_ranks
+from streamrl.resharding.grouping import (
+    GenerationSizes,
+    assign_max_overlap,
+    assign_zero_redundancy,
+)
 from streamrl.resharding.layouts import ModelLayout, create_layout, partition_zero3
 from streamrl.resharding.plans import CopyPlan, plan_copies
 from streamrl.resharding.tensor_specs import ModelSpec, split_stages_evenly
@@ -227,12 +231,13 @@ class _TransferPlanner:
         first = self.target.mesh.first
         if self.source.mesh != self.target.mesh:
             return replace(follow.assign_ranks(), first_rank=first)
-        grouping = "zero" if self.is_nested else "overlap"
         replicas = train.dp_size if self.is_nested else 1
         micro = follow.dp_size // replicas
         sizes = GenerationSizes(follow.pp_size, follow.tp_size, micro, replicas)
-        served = assign_generation_ranks(
-            grouping, train, sizes, self._make_source_layout(spec, train, 0)
+        served = (
+            assign_zero_redundancy(train, sizes)
+            if self.is_nested
+            else assign_max_overlap(self._make_source_layout(spec, train, 0), sizes)
         )
         return replace(served, first_rank=first)
 
