@@ -190,6 +190,12 @@ class CallCost:
         """Seconds per token to send activations to the next pipeline stage."""
         return self.hidden_bytes * self.parallel_groups.pipeline.send_byte_s
 
+    @property
+    def communication_token_s(self) -> float:
+        """Seconds per token that ranks communicate in a forward pass of a pipeline stage."""
+        all_reduces_s = self.all_reduces_per_layer * self.all_reduce_token_s
+        return all_reduces_s + self.expert_token_s + self.send_token_s
+
     def count_micro_batches(self, fewest: int, rollouts: float) -> int:
         """Return the micro-batches into which a replica splits `rollouts` rollouts.
 

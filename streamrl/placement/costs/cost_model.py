@@ -7,7 +7,7 @@ from functools import cache, cached_property
 
 from streamrl.dataflow import EMA_REFERENCE, POLICY, CallKind, ModelCall
 from streamrl.placement.clusters import DeviceSpec
-from streamrl.placement.costs.approximate_traffic import ApproximateTraffic
+from streamrl.placement.costs.approximate_traffic import ApproximateTraffic, LoraTraffic
 from streamrl.placement.costs.call_cost import CallCost
 from streamrl.placement.costs.call_memory import (
     compute_layer_weight_bytes,
@@ -24,7 +24,6 @@ from streamrl.placement.costs.call_memory import (
 from streamrl.placement.costs.constants import CostConstants
 from streamrl.placement.costs.device_memory import CallFootprint, DeviceMemory
 from streamrl.placement.costs.generate_timing import estimate_generator_timing
-from streamrl.placement.costs.lora_traffic import LoraTraffic
 from streamrl.placement.costs.param_shards import count_stage_params
 from streamrl.placement.costs.score_timing import estimate_rule_timing, estimate_score_timing
 from streamrl.placement.costs.traffic import SHARDS_PARAMETERS, TransferCost, WeightTraffic
