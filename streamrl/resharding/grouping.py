@@ -91,17 +91,10 @@ def assign_max_overlap(training_layout: ModelLayout, generate: GenerationSizes) 
     ranks = training_layout.ranks
     if ranks != list(range(generate.num_ranks)):
         raise ValueError(f"generation {generate} has {generate.num_ranks} ranks, not {len(ranks)}")
-    shard_coords = [
-        RankCoordinates(stage, tensor, 0)
-        for stage in range(generate.pp_size)
-        for tensor in range(generate.tp_size)
-    ]
-    replica_grid = RankGrid(generate.pp_size, generate.tp_size, 1)
-    replica_layout = create_layout(training_layout.model, replica_grid.assign_ranks())
-    kept_bytes = _count_kept_bytes(
-        training_layout,
-        [replica_layout.shards[replica_grid.get_rank(coords)] for coords in shard_coords],
-    )
+    replica = RankGrid(generate.pp_size, generate.tp_size, 1).assign_ranks()
+    shard_coords = replica.coordinates
+    shards = create_layout(training_layout.model, replica).shards
+    kept_bytes = _count_kept_bytes(training_layout, [shards[rank] for rank in replica.ranks])
     per_replica = len(shard_coords)
     distance = np.abs(
         np.arange(len(ranks))[:, None] // per_replica - np.arange(generate.num_replicas)[None, :]
