@@ -14,7 +14,7 @@ import numpy as np
 
 from streamrl.calibration.cpu_clocks import Interval, PausableClock, WorkClock
 from streamrl.calibration.robust_fit import CoefficientEstimate, fit_parts
-from streamrl.calibration.sampled_groups import GeneratedGroup
+from streamrl.calibration.sampled_groups import GeneratedGroup, split_gaps
 from streamrl.messages import Array
 from streamrl.placement.stage_timings import GeneratorTiming
 from streamrl.simulator.replicas.simulated_engine import SimulatedEngine
@@ -96,7 +96,7 @@ class DecodeReplay:
         """
         windows = [
             window
-            for episode in _split_episodes(groups)
+            for episode in split_gaps(groups)
             for window in GroupWindow.split_episode(episode)
         ]
         number = max(1, min(len(windows), MAX_GROUPS * len(windows) // len(groups)))
@@ -219,15 +219,10 @@ def fit_decode(
 
 
 def replace_coefficients(start: GeneratorTiming, values: Sequence[float]) -> GeneratorTiming:
-    step_s, rollout_s, prefill_token_s, group_s = values
-    return replace(
-        start,
-        step_s=step_s,
-        rollout_s=rollout_s,
-        prefill_token_s=prefill_token_s,
-        group_s=group_s,
-        recompute_token_s=prefill_token_s if start.recompute_token_s else 0.0,
-    )
+    changed = dict(zip(DECODE_COEFFICIENTS, values, strict=True))
+    if start.recompute_token_s:
+        changed["recompute_token_s"] = changed["prefill_token_s"]
+    return replace(start, **changed)  # type: ignore[arg-type]
 
 
 def _number_cohorts(versions: Sequence[int]) -> Array:
@@ -263,17 +258,3 @@ def _scale_to_cohort_pace(predicted: Array, measured: Array, cohorts: Array) -> 
         paces[cohort] = np.median(ratios[cohorts == cohort])
     scaled: Array = predicted * (paces / np.median(paces[np.unique(cohorts)]))[cohorts]
     return scaled
-
-
-def _split_episodes(groups: Sequence[GeneratedGroup]) -> Iterator[list[GeneratedGroup]]:
-    """Yield the groups between two moments at which the process sampled no group."""
-    episode: list[GeneratedGroup] = []
-    end_s = float("-inf")
-    for group in groups:
-        if episode and group.start_s >= end_s:
-            yield episode
-            episode = []
-        episode.append(group)
-        end_s = max(end_s, group.end_s)
-    if episode:
-        yield episode

@@ -21,6 +21,7 @@ from streamrl.calibration.fit_decode import (
 )
 from streamrl.calibration.robust_fit import CoefficientEstimate, fit_line, fit_median
 from streamrl.calibration.run_trace import RunTrace
+from streamrl.calibration.sampled_groups import split_gaps
 from streamrl.config.role_counts import count_actors
 from streamrl.dataflow import FILTER_COLUMN, GENERATE_CALL, GREEDY_CALL, POLICY, CallKind, ModelCall
 from streamrl.placement.stage_timings import (
@@ -409,16 +410,7 @@ def _parse_version(span: Span) -> int:
 def _group_overlapping(spans: Iterable[Span]) -> Iterable[list[Span]]:
     """Yield lists of overlapping spans of a process: batches that it held at the same time."""
     by_process = defaultdict(list)
-    for span in spans:
+    for span in sorted(spans, key=lambda span: span.start_s):
         by_process[span.process].append(span)
     for process_spans in by_process.values():
-        overlapping: list[Span] = []
-        end_s = float("-inf")
-        for span in sorted(process_spans, key=lambda span: span.start_s):
-            if overlapping and span.start_s >= end_s:
-                yield overlapping
-                overlapping = []
-            overlapping.append(span)
-            end_s = max(end_s, span.end_s)
-        if overlapping:
-            yield overlapping
+        yield from split_gaps(process_spans)
