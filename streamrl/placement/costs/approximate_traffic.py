@@ -36,7 +36,6 @@ class ApproximateTraffic(WeightTraffic):
         return TransferCost(
             self._approximate_duration_s(source.mesh, target.mesh, received, network),
             round(received),
-            round(network),
             round(received) if is_aliased else wanted_bytes,
         )
 
@@ -97,7 +96,6 @@ class LoraTraffic(ApproximateTraffic):
         return TransferCost(
             transfer.seconds * trained_fraction + reading_s,
             round(transfer.received_bytes * trained_fraction),
-            round(transfer.network_bytes * trained_fraction),
             find_max_stage_params(full_shape, grid.pp_size, grid.tp_size, target.ep_size)
             * itemsize,
         )

@@ -153,7 +153,7 @@ class CallCost:
         GEMMs compute whole blocks of rows, and the last block of an expert is half empty on
         average.
         """
-        exchanges = EXPERT_ALL_TO_ALLS * self.parallel_groups.expert.all_to_all_latency_s
+        exchanges = EXPERT_ALL_TO_ALLS * self.parallel_groups.expert.send_latency_s
         return self.moe_layers * (
             exchanges + self.constants.expert_layer_s + self._expert_padding_s
         )

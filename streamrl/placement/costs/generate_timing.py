@@ -78,9 +78,7 @@ def estimate_generator_timing(cost: CallCost, kv_room_bytes: float) -> Generator
         cost.all_reduces_per_layer * stages * cost.all_reduce_latency_s
         + stages * cost.parallel_groups.pipeline.send_latency_s
     )
-    exchanges = (
-        EXPERT_ALL_TO_ALLS * shape.moe_layers * cost.parallel_groups.expert.all_to_all_latency_s
-    )
+    exchanges = EXPERT_ALL_TO_ALLS * shape.moe_layers * cost.parallel_groups.expert.send_latency_s
     layers = constants.decode_layer_s * shape.layers
     prompt_flops = count_token_flops(shape, cost.workload.prompt_tokens)
     compute = cost.compute_s(2 * shape.active_matmul_params, constants.decode_flops_fraction)

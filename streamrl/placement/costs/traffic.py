@@ -41,12 +41,8 @@ class ClusterNodes(NodeTopology):
 
     @classmethod
     def from_cluster(cls, cluster: Cluster) -> "ClusterNodes":
-        nodes: list[int] = []
-        first = 0
-        for group in cluster.node_groups:
-            nodes += [first + at // group.devices_per_node for at in range(group.num_devices)]
-            first += group.num_nodes
-        return cls(max(group.devices_per_node for group in cluster.node_groups), tuple(nodes))
+        nodes = tuple(map(cluster.find_node, range(cluster.num_devices)))
+        return cls(max(group.devices_per_node for group in cluster.node_groups), nodes)
 
     def get_node(self, rank: int) -> int:
         return self.node_by_device[rank]
@@ -58,13 +54,11 @@ class TransferCost:
 
     seconds: time to move the bytes, without fixed overheads.
     received_bytes: bytes that the rank with the most incoming bytes receives.
-    network_bytes: bytes that the node with the most network traffic receives or sends.
     extra_bytes: memory of the follower's weights on the fullest device, beyond the trained weights.
     """
 
     seconds: float
     received_bytes: int
-    network_bytes: int
     extra_bytes: int
 
 
@@ -76,15 +70,12 @@ class WeightTraffic:
         self._constants = constants
         self._nodes = ClusterNodes.from_cluster(cluster)
         self._link_byte_s: list[float] = []
-        self._network_byte_s: dict[int, float] = {}
+        self._network_byte_s: list[float] = []
         for group in cluster.node_groups:
             link = group.device.link_bytes_per_s * constants.link_fraction
             self._link_byte_s += [1 / link] * group.num_devices
             network = 1 / (group.node_bytes_per_s * constants.network_fraction)
-            self._network_byte_s |= dict.fromkeys(
-                range(len(self._network_byte_s), len(self._network_byte_s) + group.num_nodes),
-                network,
-            )
+            self._network_byte_s += [network] * group.num_nodes
         self._transfer_costs: dict[Hashable, TransferCost] = {}
 
     def estimate_transfer(
@@ -141,7 +132,6 @@ class WeightTraffic:
     ) -> TransferCost:
         plan = self.plan_transfer(shape, source, target)
         report = plan.report_bytes()
-        network_bytes = _count_network_bytes_by_node(report, self._nodes)
         is_aliased = source.mesh == target.mesh and self._has_one_dtype
         itemsize = self._constants.served_bytes
         copy_bytes = (
@@ -150,7 +140,6 @@ class WeightTraffic:
         return TransferCost(
             self.report_duration_s(report),
             max(counts.received_bytes for counts in report.rank_bytes.values()),
-            max(network_bytes.values(), default=0),
             _find_max_extra_bytes(plan, report) if is_aliased else copy_bytes,
         )
 

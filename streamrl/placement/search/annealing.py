@@ -73,7 +73,6 @@ class AnnealingSearch:
         self._rng = np.random.default_rng(seed)
         self._meshes = list(iter_meshes(choices.problem.cluster))
         self._find_neighbors = cache(self._list_neighbors)
-        self.num_scheduled = 0
 
     @property
     def is_small_cluster(self) -> bool:
@@ -83,7 +82,6 @@ class AnnealingSearch:
         """Return the step time of a state; inf if infeasible or certainly above `limit_s`."""
         if self.compute_lower_bound_s(state) >= limit_s:
             return math.inf
-        self.num_scheduled += 1
         is_disaggregated = len({assignment.mesh for assignment in state.assignments.values()}) > 1
         streamed = state.is_streamed or not is_disaggregated
         placement = self._choices.make_placement(

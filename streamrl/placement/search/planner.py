@@ -11,7 +11,11 @@ from streamrl.placement.placements import Placement, PlacementMode
 from streamrl.placement.problem import PlacementCosts, PlacementProblem
 from streamrl.placement.search.annealing import AnnealingSearch, SearchState
 from streamrl.placement.search.hybridflow_mapping import MappingSearch
-from streamrl.placement.search.hybridflow_parallel import ParallelismChoices
+from streamrl.placement.search.hybridflow_parallel import (
+    ParallelismChoices,
+    SplitRules,
+    allow_any_split,
+)
 from streamrl.placement.search.pareto import (
     ExcludedBound,
     ParetoPoint,
@@ -22,7 +26,6 @@ from streamrl.placement.search.pareto import (
     find_pareto_front,
 )
 from streamrl.placement.search.partitions import group_roles_by_model
-from streamrl.placement.search.split_rules import SplitRules, allow_any_split
 from streamrl.placement.steady_state.estimator import PlacementEstimator
 
 WHOLE_STEPS_SUFFIX = ", by whole steps"
@@ -187,9 +190,9 @@ class PlacementPlanner:
         generation takes all devices), and all roles on all devices.
         """
         placements = [
-            self.model_mapping.find_best()[0],
-            self.role_mapping.find_best(limit=MAX_START_ALLOCATIONS)[0],
-            self.shared_generator_mapping.find_best(limit=MAX_START_ALLOCATIONS)[0],
+            self.model_mapping.find_best(),
+            self.role_mapping.find_best(limit=MAX_START_ALLOCATIONS),
+            self.shared_generator_mapping.find_best(limit=MAX_START_ALLOCATIONS),
         ]
         states = [self._to_state(placement) for placement in placements if placement is not None]
         all_devices = Mesh(0, self._problem.cluster.num_devices)
@@ -227,7 +230,7 @@ class PlacementPlanner:
         starts = [item for item in known if item.steps_ahead <= bound]
         if bound:
             starts += [replace(item, steps_ahead=bound) for item in starts]
-            separate, _ = self.role_mapping.find_best(bound, limit=MAX_AHEAD_ALLOCATIONS)
+            separate = self.role_mapping.find_best(bound, limit=MAX_AHEAD_ALLOCATIONS)
             starts += [self._to_state(separate)] if separate is not None else []
         for start in starts:
             annealing.estimate_state_step_s(start)

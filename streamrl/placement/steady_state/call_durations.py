@@ -58,11 +58,11 @@ class GenerationModel:
         self.workload = workload
         self._replaced_fraction = replaced
         self.rollouts_per_group = workload.group_size + extra
-        self._completions_s = cache(self._compute_completions_s)
+        self.find_completions_s = cache(self._compute_completions_s)
         self._replica_schedules = cache(self._make_replica_schedules)
         self._in_flight_steps: dict[int, float] = {}
         self._sample_loads = cache(partial(sample_loads, workload, self.rollouts_per_group))
-        self._rollout_profile = cache(self._build_rollout_profile)
+        self.find_rollout_profile = cache(self._build_rollout_profile)
         quantiles = workload.lengths.quantiles(np.linspace(0.0005, 0.9995, 1000))
         self._mean_length = float(np.mean(quantiles))
         square = float(np.mean(quantiles**2))
@@ -100,7 +100,7 @@ class GenerationModel:
         rollouts = self.workload.num_rollouts / self.workload.group_size * self.rollouts_per_group
         return rollouts / timing.replicas
 
-    def find_completions_s(
+    def _compute_completions_s(
         self, timing: GeneratorTiming, cuts: tuple[float, ...], link_s: float = 0.0
     ) -> list[float]:
         """Return, for each cut, the seconds from the step's start until that cut is complete.
@@ -108,11 +108,6 @@ class GenerationModel:
         cuts: fractions of the step's groups; the last is 1.0.
         link_s: time from the end of a filtered group to the request of its replacement.
         """
-        return self._completions_s(timing, cuts, link_s)
-
-    def _compute_completions_s(
-        self, timing: GeneratorTiming, cuts: tuple[float, ...], link_s: float
-    ) -> list[float]:
         schedules = self.find_replica_schedules(timing)
         slowest = max(schedules, key=lambda schedule: float(schedule.edges[-1]))
         if cuts == (1.0,):
@@ -180,7 +175,7 @@ class GenerationModel:
             )
         return self._in_flight_steps[window]
 
-    def find_rollout_profile(
+    def _build_rollout_profile(
         self, timing: GeneratorTiming, cuts: tuple[float, ...], window: int
     ) -> RolloutProfile:
         """Return the running rollouts and tokens of a step over time, on the slowest replica.
@@ -188,11 +183,6 @@ class GenerationModel:
         cuts: fractions of the step's groups.
         window: training steps in flight together.
         """
-        return self._rollout_profile(timing, cuts, window)
-
-    def _build_rollout_profile(
-        self, timing: GeneratorTiming, cuts: tuple[float, ...], window: int
-    ) -> RolloutProfile:
         schedules = self.find_replica_schedules(timing)
         schedule = max(schedules, key=lambda item: float(item.edges[-1]))
         undelayed_end = float(schedule.edges[-1])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from streamrl.dataflow import EMA_REFERENCE, POLICY, CallKind, Dataflow, ModelCall
 from streamrl.placement.meshes import Mesh, find_max_load
 from streamrl.placement.placements import CallAssignment, Placement
-from streamrl.placement.run_options import RunOptions
+from streamrl.placement.problem import RunOptions
 from streamrl.placement.stage_timings import StageTimings, WeightsTiming
 from streamrl.placement.steady_state.call_durations import (
     GenerationModel,
