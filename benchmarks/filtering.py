@@ -20,7 +20,7 @@ from streamrl.dataflow import Dataflow, build_dataflow
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
-from streamrl.placement.run_options import RunOptions
+from streamrl.placement.problem import RunOptions
 from streamrl.placement.stage_timings import (
     GeneratorTiming,
     ScoreTiming,

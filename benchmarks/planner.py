@@ -40,9 +40,8 @@ from streamrl.placement.clusters import Cluster
 from streamrl.placement.costs.cost_model import CostModel
 from streamrl.placement.model_shapes import MODEL_SHAPES, load_model_shape
 from streamrl.placement.problem import PlacementProblem
-from streamrl.placement.search.hybridflow_parallel import ParallelismChoices
+from streamrl.placement.search.hybridflow_parallel import ParallelismChoices, allow_any_split
 from streamrl.placement.search.planner import DEFAULT_PROPOSALS, PlacementPlanner
-from streamrl.placement.search.split_rules import allow_any_split
 from streamrl.placement.steady_state.estimator import PlacementEstimator
 from streamrl.placement.workload import FixedLength, LognormalLengths, Workload
 
@@ -216,7 +215,7 @@ def measure_gap(
     """Return the relative excess of Algorithm 1, and of the plan, over the best placement."""
     costs = CostModel(asked)
     planner = PlacementPlanner(asked, costs)
-    mapped, _ = planner.model_mapping.find_best()
+    mapped = planner.model_mapping.find_best()
     plan = planner.plan([ahead], seed=arguments.seed, proposals=arguments.proposals)
     row: dict[str, Any] = {
         "cluster": str(asked.cluster),

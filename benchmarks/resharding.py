@@ -24,7 +24,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import partial
 from multiprocessing.connection import wait
@@ -50,13 +50,18 @@ from streamrl.resharding.executors import (
     PointToPointExecutor,
     ReshardingExecutor,
 )
-from streamrl.resharding.grids import RANK_ORDERS, RankAssignment, RankGrid
-from streamrl.resharding.grouping import GROUPINGS, GenerationSizes, assign_generation_ranks
+from streamrl.resharding.grids import RANK_ORDERS, RankAssignment, RankCoordinates, RankGrid
+from streamrl.resharding.grouping import (
+    GenerationSizes,
+    assign_max_overlap,
+    assign_zero_redundancy,
+)
 from streamrl.resharding.layouts import ModelLayout, create_layout, partition_zero3
 from streamrl.resharding.plans import CopyPlan, GatherPlan, plan_copies, plan_gather
 from streamrl.resharding.storage import ShardStorage
 from streamrl.resharding.tensor_specs import FusedComponent, ModelSpec, TensorSpec
 
+GROUPINGS = ("zero", "vanilla", "overlap")
 MOST_RANKS = 16
 MOST_BYTES = 64 << 20
 """Limit of the even model: every process holds all of it for the comparison."""
@@ -107,6 +112,40 @@ def list_micro_dp_groups(train: RankGrid, generation: RankAssignment) -> list[li
     return sorted(groups.values())
 
 
+def parse_generation_sizes(text: str) -> GenerationSizes:
+    """Parse sizes written as "Pg-Tg-Dg-D", such as "1-2-2-2". Raise ValueError if malformed."""
+    parts = text.split("-")
+    if len(parts) != len("PTGD") or not all(part.isdecimal() for part in parts):
+        raise ValueError(f"{text}: must be pipeline-tensor-microdata-data, as in 1-2-2-2")
+    return GenerationSizes(*map(int, parts))
+
+
+def assign_vanilla(train: RankGrid, generate: GenerationSizes) -> RankAssignment:
+    """Assign ranks to generation shards as HybridFlow-V does, without regard to training shards.
+
+    Consecutive ranks of a replica get consecutive tensor shards, then the next stage.
+    """
+    zero = assign_zero_redundancy(train, generate)  # raises if the sizes do not fit
+
+    def locate(rank: int) -> RankCoordinates:
+        at = train.get_coordinates(rank)
+        stage, tensor = divmod(at.pp_rank * train.tp_size + at.tp_rank, generate.tp_size)
+        micro_replica, stage = divmod(stage, generate.pp_size)
+        return RankCoordinates(stage, tensor, at.dp_rank * generate.micro_dp_size + micro_replica)
+
+    return replace(zero, coordinates=tuple(map(locate, zero.ranks)))
+
+
+def assign_generation_ranks(
+    grouping: str, train: RankGrid, generate: GenerationSizes, training_layout: ModelLayout
+) -> RankAssignment:
+    """Assign ranks to generation shards by one of GROUPINGS."""
+    if grouping == "overlap":
+        return assign_max_overlap(training_layout, generate)
+    assign = assign_zero_redundancy if grouping == "zero" else assign_vanilla
+    return assign(train, generate)
+
+
 def make_parser() -> BenchmarkParser:
     """Declare the switch."""
     parser = BenchmarkParser("resharding", __doc__)
@@ -139,7 +178,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def make_switch(arguments: argparse.Namespace) -> LayoutSwitch:
     """Build the switch. Raises ValueError if sizes do not fit."""
     train = RankGrid.from_text(arguments.train, arguments.order)
-    generate = GenerationSizes.from_text(arguments.generate)
+    generate = parse_generation_sizes(arguments.generate)
     if max(train.num_ranks, generate.num_ranks) > MOST_RANKS:
         ranks = max(train.num_ranks, generate.num_ranks)
         raise ValueError(f"{ranks} ranks: at most {MOST_RANKS} processes are started")

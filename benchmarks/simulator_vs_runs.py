@@ -99,7 +99,7 @@ def predict_run(measured: RunTrace, source: RunTrace) -> dict[str, dict[str, flo
     of_source = PlannedRun.from_trace(source, source.config)
     timings = fit_timings(source, of_source.base_timings).timings
     figures = predict_metrics(PlannedRun.from_trace(source, measured.config), timings)
-    return figures.compare_with(SteadyMetrics.from_trace(measured))
+    return figures.compare_with(SteadyMetrics.from_run(measured))
 
 
 def find_worst_errors(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:

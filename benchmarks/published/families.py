@@ -17,8 +17,7 @@ from streamrl.placement.costs.generate_timing import estimate_generator_timing
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.placement.problem import PlacementProblem
-from streamrl.placement.search.hybridflow_parallel import ParallelismChoices
-from streamrl.placement.search.split_rules import allow_any_split
+from streamrl.placement.search.hybridflow_parallel import ParallelismChoices, allow_any_split
 from streamrl.placement.steady_state.call_durations import GenerationModel
 from streamrl.placement.steady_state.estimator import PlacementEstimator
 from streamrl.resharding.grids import RankGrid
@@ -161,7 +160,7 @@ class Families:
             return None
         seconds = dict.fromkeys(CallKind, 0.0)
         for role, assignment in roles.items():
-            kind = self.choices.dataflow.calls_by_role[role][0].kind
+            kind = self.choices.problem.dataflow.calls_by_role[role][0].kind
             if kind is CallKind.GENERATE:
                 seconds[kind] += self._generate_s(placement, assignment)
             else:

@@ -21,9 +21,8 @@ from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.placement.problem import PlacementProblem
 from streamrl.placement.search.annealing import AnnealingSearch, SearchState
 from streamrl.placement.search.hybridflow_mapping import MappingSearch
-from streamrl.placement.search.hybridflow_parallel import ParallelismChoices
+from streamrl.placement.search.hybridflow_parallel import ParallelismChoices, allow_any_split
 from streamrl.placement.search.partitions import group_roles_by_model
-from streamrl.placement.search.split_rules import allow_any_split
 from streamrl.placement.steady_state.estimator import PlacementEstimator
 from streamrl.placement.workload import FixedLength, Workload
 from streamrl.resharding.grids import RankGrid
@@ -91,7 +90,7 @@ def search_placement(problem: PlacementProblem, costs: CostModel, *, seed: int =
     )
     plain = build_heuristic(problem)
     starts = [plain]
-    mapped = MappingSearch(choices, group_roles_by_model(problem)).find_best(streamed=False)[0]
+    mapped = MappingSearch(choices, group_roles_by_model(problem)).find_best(streamed=False)
     starts += [mapped] if mapped is not None else []
     annealing = AnnealingSearch(choices, [0], seed=seed, streamed=(False,))
     for start in starts:

@@ -90,7 +90,7 @@ def recommend_settings(
             overrides = tuple(f"{k}={'null' if v is None else v}" for k, v in settings.items())
             options.append(SettingsOption(description, overrides, metrics, change))
     options.sort(key=lambda option: option.metrics.step_s)
-    return SettingsAdvice(SteadyMetrics.from_trace(trace), simulated, options)
+    return SettingsAdvice(SteadyMetrics.from_run(trace), simulated, options)
 
 
 def measure_stage_loads(trace: RunTrace) -> list[StageLoad]:

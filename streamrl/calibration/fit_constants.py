@@ -8,12 +8,14 @@ Example: the cost model gives token_s = 2 ms at c = 0.5 and 1 ms at c = 1.0. The
 and a measured token_s of 2.5 ms gives c = 0.4.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-from streamrl.calibration.fit_timings import CoefficientEstimate, FittedTimings
+from streamrl.calibration.fit_timings import FittedTimings
+from streamrl.calibration.robust_fit import CoefficientEstimate
 from streamrl.dataflow import GENERATE_CALL, POLICY, CallKind
-from streamrl.placement.costs.constants import UPPER_BOUNDS, CostConstants
+from streamrl.placement.costs.constants import POSITIVE_FRACTIONS, UPPER_BOUNDS, CostConstants
 from streamrl.placement.costs.cost_model import CostModel
 from streamrl.placement.placements import Placement
 from streamrl.placement.problem import PlacementProblem
@@ -25,23 +27,10 @@ SOLVER_ROUNDS = 3
 
 
 @dataclass(frozen=True)
-class ConstantLink:
-    """A cost constant and the coefficient of `FittedTimings` that determines the constant.
-
-    coefficient: dotted name, such as train.policy.token_s.
-    is_fraction: whether the constant is a fraction of a device's peak (a + b / c).
-    """
-
-    constant: str
-    coefficient: str
-    read_coefficient: Callable[[StageTimings], float]
-    is_fraction: bool = False
-
-
-@dataclass(frozen=True)
 class FittedConstant:
     """A cost constant determined by a run: value, default, and the coefficient behind it.
 
+    coefficient: dotted name, such as train.policy.token_s.
     is_clamped: whether the solution was out of bounds and `value` is the nearest bound.
     """
 
@@ -67,35 +56,40 @@ def fit_constants(
 
     start: constants from which the fit starts, and values of those that the run does not determine.
     """
-    links = [
-        link for link in _list_links(problem, placement) if link.coefficient in fitted.estimates
-    ]
+    coefficients = {
+        constant: coefficient
+        for constant, coefficient in _link_coefficients(problem, placement).items()
+        if coefficient in fitted.estimates
+    }
     target_timings = _normalize_rule_batches(fitted.timings, problem)
     constants, clamped = start, set[str]()
     for _ in range(SOLVER_ROUNDS):
         clamped.clear()
-        for link in links:
+        for name, coefficient in coefficients.items():
+            target = _read_coefficient(target_timings, coefficient)
             value, is_clamped = _solve_constant(
-                link, link.read_coefficient(target_timings), constants, problem, placement
+                name, coefficient, target, constants, problem, placement
             )
-            constants = _replace_constant(constants, link.constant, value)
+            constants = _replace_constant(constants, name, value)
             if is_clamped:
-                clamped.add(link.constant)
+                clamped.add(name)
+    defaults = vars(CostConstants.from_cluster(problem.cluster))
     determined = {
-        link.constant: FittedConstant(
-            float(vars(constants)[link.constant]),
-            float(vars(CostConstants.from_cluster(problem.cluster))[link.constant]),
-            link.coefficient,
-            fitted.estimates[link.coefficient],
-            link.constant in clamped,
+        name: FittedConstant(
+            float(vars(constants)[name]),
+            float(defaults[name]),
+            coefficient,
+            fitted.estimates[coefficient],
+            name in clamped,
         )
-        for link in links
+        for name, coefficient in coefficients.items()
     }
     return CalibrationResult(constants, determined)
 
 
 def _solve_constant(
-    link: ConstantLink,
+    name: str,
+    coefficient: str,
     target: float,
     constants: CostConstants,
     problem: PlacementProblem,
@@ -105,90 +99,72 @@ def _solve_constant(
 
     Also return whether the value was clamped to its bounds, or does not affect the coefficient.
     """
-    low, high = (0.5, 1.0) if link.is_fraction else (0.25, 0.5)
+    is_fraction = name in POSITIVE_FRACTIONS
+    low, high = (0.5, 1.0) if is_fraction else (0.25, 0.5)
 
-    def coefficient(value: float) -> float:
+    def predict(value: float) -> float:
         """Return the cost model's coefficient at a value of the constant."""
-        model = CostModel(problem, _replace_constant(constants, link.constant, value))
-        return link.read_coefficient(model.predict_timings(placement))
+        model = CostModel(problem, _replace_constant(constants, name, value))
+        return _read_coefficient(model.predict_timings(placement), coefficient)
 
-    ends = coefficient(low), coefficient(high)
-    inputs = (1 / low, 1 / high) if link.is_fraction else (low, high)
+    ends = predict(low), predict(high)
+    inputs = (1 / low, 1 / high) if is_fraction else (low, high)
     slope = (ends[1] - ends[0]) / (inputs[1] - inputs[0])
     intercept = ends[0] - slope * inputs[0]
     if not slope:
-        return float(vars(constants)[link.constant]), True
+        return float(vars(constants)[name]), True
     solved = (target - intercept) / slope
-    if link.is_fraction:
+    if is_fraction:
         solved = 1 / solved if solved > 0 else 1.0
-    value = min(max(solved, MIN_FRACTION if link.is_fraction else 0.0), UPPER_BOUNDS[link.constant])
+    value = min(max(solved, MIN_FRACTION if is_fraction else 0.0), UPPER_BOUNDS[name])
     return value, abs(value - solved) > 1e-9 * max(1.0, abs(solved))
+
+
+def _read_coefficient(timings: StageTimings, name: str) -> float:
+    """Return a coefficient by its dotted name."""
+    value: Any = timings
+    for part in name.split("."):
+        value = value[part] if isinstance(value, Mapping) else getattr(value, part)
+    return float(value)
 
 
 def _replace_constant(constants: CostConstants, name: str, value: float) -> CostConstants:
     return CostConstants(**{**vars(constants), name: value})
 
 
-def _list_links(problem: PlacementProblem, placement: Placement) -> Iterator[ConstantLink]:
-    """Yield all links; of several stages, the first with a model determines a constant."""
-    yield ConstantLink(
-        "train_flops_fraction", f"train.{POLICY}.token_s", lambda t: t.train[POLICY].token_s, True
-    )
-    yield ConstantLink(
-        "micro_batch_s", f"train.{POLICY}.micro_batch_s", lambda t: t.train[POLICY].micro_batch_s
-    )
-    yield ConstantLink("round_s", f"train.{POLICY}.round_s", lambda t: t.train[POLICY].round_s)
-    yield ConstantLink("update_s", f"train.{POLICY}.update_s", lambda t: t.train[POLICY].update_s)
-    yield ConstantLink("train_step_s", f"train.{POLICY}.step_s", lambda t: t.train[POLICY].step_s)
-    yield ConstantLink(
-        "forward_flops_fraction",
-        "generator.prefill_token_s",
-        lambda t: t.generator.prefill_token_s,
-        True,
-    )
-    yield ConstantLink("decode_step_s", "generator.step_s", lambda t: t.generator.step_s)
-    yield ConstantLink("decode_rollout_s", "generator.rollout_s", lambda t: t.generator.rollout_s)
-    yield ConstantLink("decode_group_s", "generator.group_s", lambda t: t.generator.group_s)
-    yield ConstantLink("begin_s", "generator.begin_s", lambda t: t.generator.begin_s)
-    yield from _list_score_links(problem, placement)
-    yield from _list_weights_links(problem, placement)
-    yield ConstantLink("hop_s", "hop_s", lambda t: t.hop_s)
-    yield ConstantLink("between_steps_s", "step_s", lambda t: t.step_s)
+def _link_coefficients(problem: PlacementProblem, placement: Placement) -> dict[str, str]:
+    """Return, by cost constant, the dotted name of the coefficient that determines it.
 
-
-def _list_score_links(problem: PlacementProblem, placement: Placement) -> Iterator[ConstantLink]:
+    Of several stages, the first with a model determines a constant.
+    """
+    links = {
+        "train_flops_fraction": f"train.{POLICY}.token_s",
+        "micro_batch_s": f"train.{POLICY}.micro_batch_s",
+        "round_s": f"train.{POLICY}.round_s",
+        "update_s": f"train.{POLICY}.update_s",
+        "train_step_s": f"train.{POLICY}.step_s",
+        "forward_flops_fraction": "generator.prefill_token_s",
+        "decode_step_s": "generator.step_s",
+        "decode_rollout_s": "generator.rollout_s",
+        "decode_group_s": "generator.group_s",
+        "begin_s": "generator.begin_s",
+    }
     stages = [call.stage for call in problem.dataflow.select_calls(CallKind.SCORE)]
-    rule = next((stage for stage in stages if stage not in placement.assignments), "")
-    if rule:
-        yield ConstantLink("rule_group_s", f"score.{rule}.batch_s", lambda t: t.score[rule].batch_s)
-        yield ConstantLink(
-            "rule_rollout_s", f"score.{rule}.rollout_s", lambda t: t.score[rule].rollout_s
-        )
-    modeled = next((stage for stage in stages if stage in placement.assignments), "")
-    if modeled:
-        prefix = f"score.{modeled}"
-        yield ConstantLink("score_batch_s", f"{prefix}.batch_s", lambda t: t.score[modeled].batch_s)
-        yield ConstantLink(
-            "score_rollout_s", f"{prefix}.rollout_s", lambda t: t.score[modeled].rollout_s
-        )
-
-
-def _list_weights_links(problem: PlacementProblem, placement: Placement) -> Iterator[ConstantLink]:
-    """Yield links for generators, which pull weights or switch phases on shared devices."""
+    if rule := next((stage for stage in stages if stage not in placement.assignments), ""):
+        links |= {"rule_group_s": f"score.{rule}.batch_s"}
+        links |= {"rule_rollout_s": f"score.{rule}.rollout_s"}
+    if modeled := next((stage for stage in stages if stage in placement.assignments), ""):
+        links |= {"score_batch_s": f"score.{modeled}.batch_s"}
+        links |= {"score_rollout_s": f"score.{modeled}.rollout_s"}
+    # Generators pull weights, or switch phases on shared devices.
     stage, source = GENERATE_CALL.stage, problem.dataflow.select_calls(CallKind.TRAIN)[0].stage
-    prefix = f"weights.{stage}"
     if placement.overlaps(source, stage):
-        yield ConstantLink("switch_s", f"{prefix}.pause_s", lambda t: t.weights[stage].pause_s)
-        return
-    yield ConstantLink("publish_s", f"{prefix}.publish_s", lambda t: t.weights[stage].publish_s)
-    yield ConstantLink("pull_s", f"{prefix}.pull_s", lambda t: t.weights[stage].pull_s)
-
-    def paused(timings: StageTimings) -> float:
-        """Return the fraction of a pull in which the generator pauses."""
-        weights = timings.weights[stage]
-        return weights.pause_s / weights.pull_s if weights.pull_s else 0.0
-
-    yield ConstantLink("pause_fraction", f"{prefix}.pause_s", paused)
+        links |= {"switch_s": f"weights.{stage}.pause_s"}
+    else:
+        links |= {"publish_s": f"weights.{stage}.publish_s", "pull_s": f"weights.{stage}.pull_s"}
+        # After pull_s, of which the pause is a fraction.
+        links |= {"pause_fraction": f"weights.{stage}.pause_s"}
+    return links | {"hop_s": "hop_s", "between_steps_s": "step_s"}
 
 
 def _normalize_rule_batches(timings: StageTimings, problem: PlacementProblem) -> StageTimings:

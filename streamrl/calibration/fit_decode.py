@@ -5,7 +5,6 @@ through the simulator's engine model and searches the coefficients for which eac
 when it did. A turn of an episode is a group of one rollout.
 """
 
-import heapq
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,8 +13,8 @@ from itertools import pairwise
 import numpy as np
 
 from streamrl.calibration.cpu_clocks import Interval, PausableClock, WorkClock
-from streamrl.calibration.robust_fit import RobustFit, fit_parts
-from streamrl.calibration.sampled_groups import GeneratedGroup
+from streamrl.calibration.robust_fit import CoefficientEstimate, fit_parts
+from streamrl.calibration.sampled_groups import GeneratedGroup, split_gaps
 from streamrl.messages import Array
 from streamrl.placement.stage_timings import GeneratorTiming
 from streamrl.simulator.replicas.simulated_engine import SimulatedEngine
@@ -30,14 +29,6 @@ More groups do not improve the fit.
 MIN_COHORT_GROUPS = 16
 """Minimum number of groups in a cohort, for which a common pace is estimated."""
 DECODE_COEFFICIENTS = ("step_s", "rollout_s", "prefill_token_s", "group_s")
-START_FRACTIONS = (
-    (0.25, 0.25, 0.25, 0.25),
-    (0.55, 0.15, 0.15, 0.15),
-    (0.15, 0.55, 0.15, 0.15),
-    (0.15, 0.15, 0.55, 0.15),
-    (0.15, 0.15, 0.15, 0.55),
-)
-"""Start points of the fit: the fraction of a group's time due to each coefficient."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +96,7 @@ class DecodeReplay:
         """
         windows = [
             window
-            for episode in _split_episodes(groups)
+            for episode in split_gaps(groups)
             for window in GroupWindow.split_episode(episode)
         ]
         number = max(1, min(len(windows), MAX_GROUPS * len(windows) // len(groups)))
@@ -171,25 +162,22 @@ class DecodeReplay:
         The entries are decode steps, decode steps times running rollouts, prefilled tokens, groups.
         The last three include concurrent groups.
         """
-        steps = [max(lengths) for lengths in self.lengths]
-        rollout_steps, prompts, groups = [], [], []
-        ends = self.end_times.tolist()
-        running: list[tuple[float, int]] = []
-        for key, begin in enumerate(self.begin_times.tolist()):
-            while running and running[0][0] <= begin:
-                heapq.heappop(running)
-            heapq.heappush(running, (ends[key], len(self.lengths[key])))
-            count = sum(rollouts for _, rollouts in running)
-            groups.append(len(running))
-            rollout_steps.append(count * steps[key])
-            prompts.append(count * (self.prompt_tokens[key] - self.cached_tokens[key]))
-        medians: Array = np.median([steps, rollout_steps, prompts, groups], axis=1)
+        steps = np.array([max(lengths) for lengths in self.lengths])
+        prefilled = np.array(self.prompt_tokens) - np.array(self.cached_tokens)
+        # Of the groups so far, ordered by begin, those that have ended do not run any more.
+        by_end = np.argsort(self.end_times)
+        num_ended = np.searchsorted(self.end_times[by_end], self.begin_times, side="right")
+        groups = np.arange(1, len(steps) + 1) - num_ended
+        sizes = np.array([len(lengths) for lengths in self.lengths])
+        rollouts = np.cumsum(sizes) - np.append(0, np.cumsum(sizes[by_end]))[num_ended]
+        work = [steps, rollouts * steps, rollouts * prefilled, groups]
+        medians: Array = np.median(work, axis=1)
         return medians
 
 
 def fit_decode(
     replays: Sequence[DecodeReplay], start: GeneratorTiming, *, pause_s: float
-) -> RobustFit:
+) -> list[CoefficientEstimate]:
     """Fit the generator coefficients DECODE_COEFFICIENTS, in this order, to replays of a run.
 
     start: timing that supplies all other terms of a decode step.
@@ -223,20 +211,18 @@ def fit_decode(
         ]
         return _scale_to_cohort_pace(np.concatenate(durations), measured, cohorts)
 
-    fit = fit_parts(predict, measured, sizes, starts=START_FRACTIONS)
-    return replace(fit, coefficients=tuple((lower_bounds + fit.coefficients).tolist()))
+    fit = fit_parts(predict, measured, sizes)
+    return [
+        replace(estimate, value=bound + estimate.value)
+        for bound, estimate in zip(lower_bounds.tolist(), fit, strict=True)
+    ]
 
 
 def replace_coefficients(start: GeneratorTiming, values: Sequence[float]) -> GeneratorTiming:
-    step_s, rollout_s, prefill_token_s, group_s = values
-    return replace(
-        start,
-        step_s=step_s,
-        rollout_s=rollout_s,
-        prefill_token_s=prefill_token_s,
-        group_s=group_s,
-        recompute_token_s=prefill_token_s if start.recompute_token_s else 0.0,
-    )
+    changed = dict(zip(DECODE_COEFFICIENTS, values, strict=True))
+    if start.recompute_token_s:
+        changed["recompute_token_s"] = changed["prefill_token_s"]
+    return replace(start, **changed)  # type: ignore[arg-type]
 
 
 def _number_cohorts(versions: Sequence[int]) -> Array:
@@ -272,17 +258,3 @@ def _scale_to_cohort_pace(predicted: Array, measured: Array, cohorts: Array) -> 
         paces[cohort] = np.median(ratios[cohorts == cohort])
     scaled: Array = predicted * (paces / np.median(paces[np.unique(cohorts)]))[cohorts]
     return scaled
-
-
-def _split_episodes(groups: Sequence[GeneratedGroup]) -> Iterator[list[GeneratedGroup]]:
-    """Yield the groups between two moments at which the process sampled no group."""
-    episode: list[GeneratedGroup] = []
-    end_s = float("-inf")
-    for group in groups:
-        if episode and group.start_s >= end_s:
-            yield episode
-            episode = []
-        episode.append(group)
-        end_s = max(end_s, group.end_s)
-    if episode:
-        yield episode

@@ -19,8 +19,9 @@ from streamrl.calibration.fit_decode import (
     fit_decode,
     replace_coefficients,
 )
-from streamrl.calibration.robust_fit import RobustFit, fit_line, fit_median
+from streamrl.calibration.robust_fit import CoefficientEstimate, fit_line, fit_median
 from streamrl.calibration.run_trace import RunTrace
+from streamrl.calibration.sampled_groups import split_gaps
 from streamrl.config.role_counts import count_actors
 from streamrl.dataflow import FILTER_COLUMN, GENERATE_CALL, GREEDY_CALL, POLICY, CallKind, ModelCall
 from streamrl.placement.stage_timings import (
@@ -48,28 +49,6 @@ UNDELAYED_FRACTION = 0.5
 Pulls use SHARED_UNDELAYED_FRACTION: a generator notices a version only at the end of a decode step,
 and that wait is no part of the pull.
 """
-MAX_RELATIVE_ERROR = 0.3
-"""A coefficient counts as known if its standard error is at most this fraction of its value."""
-
-
-@dataclass(frozen=True)
-class CoefficientEstimate:
-    """A fitted coefficient of `StageTimings` with its uncertainty.
-
-    error: standard error.
-    count: number of measurements.
-    residual: median absolute residual over the median measurement.
-    """
-
-    value: float
-    error: float
-    count: int
-    residual: float
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the measurements determine this coefficient, not only its sum with others."""
-        return self.count > 0 and self.error <= MAX_RELATIVE_ERROR * self.value
 
 
 @dataclass(frozen=True)
@@ -129,13 +108,10 @@ class _TimingFitter:
         )
         return FittedTimings(timings, self._estimates)
 
-    def _add_estimate(self, name: str, fit: RobustFit, index: int = 0) -> float:
-        """Record coefficient number `index` of a fit under a dotted name; return its value."""
-        value = fit.coefficients[index]
-        self._estimates[name] = CoefficientEstimate(
-            value, fit.standard_errors[index], fit.num_measurements, fit.residual
-        )
-        return value
+    def _add_estimate(self, name: str, estimate: CoefficientEstimate) -> float:
+        """Record the estimate of a coefficient under a dotted name; return its value."""
+        self._estimates[name] = estimate
+        return estimate.value
 
     def _measure_work_s(self, span: Span) -> float:
         return self._work_clock.measure_work(span.start_s, span.end_s)
@@ -170,8 +146,8 @@ class _TimingFitter:
         pause_s = statistics.median(pauses) if pauses else 0.0
         sampling = fit_decode(replays, base, pause_s=pause_s)
         values = [
-            self._add_estimate(f"generator.{name}", sampling, index)
-            for index, name in enumerate(DECODE_COEFFICIENTS)
+            self._add_estimate(f"generator.{name}", estimate)
+            for name, estimate in zip(DECODE_COEFFICIENTS, sampling, strict=True)
         ]
         begin_s = self._add_estimate("generator.begin_s", fit_median(self._collect_begin_delays()))
         return replace(replace_coefficients(base, values), begin_s=begin_s)
@@ -251,9 +227,9 @@ class _TimingFitter:
         return ScoreTiming(
             replicas=self._replica_counts[call.role],
             batch=self._config.scorer.max_groups,
-            batch_s=self._add_estimate(f"{prefix}.batch_s", fit, 0),
-            rollout_s=self._add_estimate(f"{prefix}.rollout_s", fit, 1),
-            token_s=self._add_estimate(f"{prefix}.token_s", fit, 2) if has_model else 0.0,
+            batch_s=self._add_estimate(f"{prefix}.batch_s", fit[0]),
+            rollout_s=self._add_estimate(f"{prefix}.rollout_s", fit[1]),
+            token_s=self._add_estimate(f"{prefix}.token_s", fit[2]) if has_model else 0.0,
         )
 
     # Trainers.
@@ -270,8 +246,8 @@ class _TimingFitter:
         prefix = f"train.{role}"
         return TrainTiming(
             dp_size=trainer.dp_size,
-            micro_batch_s=self._add_estimate(f"{prefix}.micro_batch_s", fit, 0),
-            token_s=self._add_estimate(f"{prefix}.token_s", fit, 1),
+            micro_batch_s=self._add_estimate(f"{prefix}.micro_batch_s", fit[0]),
+            token_s=self._add_estimate(f"{prefix}.token_s", fit[1]),
             update_s=self._add_estimate(f"{prefix}.update_s", updates),
             step_s=self._add_estimate(
                 f"{prefix}.step_s", fit_median(self._collect_planning_times(role))
@@ -363,15 +339,14 @@ class _TimingFitter:
             kinds.append(self._collect_train_hops())
         fits = [fit_median(gaps) for gaps in map(self._select_shortest, kinds) if gaps]
         if not fits:
-            self._estimates["hop_s"] = CoefficientEstimate(0.0, 0.0, 0, 0.0)
-            return 0.0
-        value = statistics.fmean(fit.coefficients[0] for fit in fits)
-        error = max(fit.standard_errors[0] for fit in fits)
-        residual = max(fit.residual for fit in fits)
-        self._estimates["hop_s"] = CoefficientEstimate(
-            value, error, sum(fit.num_measurements for fit in fits), residual
+            return self._add_estimate("hop_s", CoefficientEstimate(0.0))
+        estimate = CoefficientEstimate(
+            statistics.fmean(fit.value for fit in fits),
+            max(fit.error for fit in fits),
+            sum(fit.count for fit in fits),
+            max(fit.residual for fit in fits),
         )
-        return value
+        return self._add_estimate("hop_s", estimate)
 
     def _collect_score_hops(self, call: ModelCall) -> list[float]:
         """Return the seconds from a group's last token to its scoring, where the scorer was idle.
@@ -397,7 +372,7 @@ class _TimingFitter:
             for s in self._select_spans(POLICY, "train", *PLANNING_SPANS)
             if s.process.endswith("-0")
         ]
-        round_s, hops = fit_median(self._collect_round_gaps(POLICY)).coefficients[0], []
+        round_s, hops = fit_median(self._collect_round_gaps(POLICY)).value, []
         for step in self._trace.steps:
             ends = [end for end in scored if step.start_s <= end < step.end_s]
             later_spans = [s for s in work if ends and ends[-1] <= s.start_s < step.end_s]
@@ -435,16 +410,7 @@ def _parse_version(span: Span) -> int:
 def _group_overlapping(spans: Iterable[Span]) -> Iterable[list[Span]]:
     """Yield lists of overlapping spans of a process: batches that it held at the same time."""
     by_process = defaultdict(list)
-    for span in spans:
+    for span in sorted(spans, key=lambda span: span.start_s):
         by_process[span.process].append(span)
     for process_spans in by_process.values():
-        overlapping: list[Span] = []
-        end_s = float("-inf")
-        for span in sorted(process_spans, key=lambda span: span.start_s):
-            if overlapping and span.start_s >= end_s:
-                yield overlapping
-                overlapping = []
-            overlapping.append(span)
-            end_s = max(end_s, span.end_s)
-        if overlapping:
-            yield overlapping
+        yield from split_gaps(process_spans)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 
@@ -12,9 +11,11 @@ from streamrl.placement.workload import EmpiricalLengths
 
 
 @dataclass(frozen=True)
-class GroupedLengths:
+class GroupedLengths(EmpiricalLengths):
     """Length distribution that draws whole groups of a run, with replacement.
 
+    samples: sampled completions of all groups; quantiles and the expected longest are those of
+    independent completions, which makes the longest slightly too long.
     rows: int64 [groups, group_size + 1], in tokens; the last column is the greedy completion.
     """
 
@@ -34,15 +35,8 @@ class GroupedLengths:
             elif stage == GREEDY_CALL.stage:
                 greedy[uid] = lengths[0]
         rows = [(*lengths, greedy.get(uid, lengths[0])) for uid, lengths in groups.items()]
-        return cls(np.maximum(np.array(rows, np.int64), 1))
-
-    @cached_property
-    def _sampled_lengths(self) -> EmpiricalLengths:
-        return EmpiricalLengths.from_samples(self.rows[:, :-1].ravel().tolist())
-
-    @property
-    def mean(self) -> float:
-        return self._sampled_lengths.mean
+        positive = np.maximum(np.array(rows, np.int64), 1)
+        return cls(tuple(sorted(positive[:, :-1].ravel().tolist())), positive)
 
     @property
     def max_tokens(self) -> int:
@@ -54,10 +48,3 @@ class GroupedLengths:
         drawn = rng.integers(0, len(self.rows), -(-count // size))
         lengths: Array = self.rows[drawn].ravel()[:count]
         return lengths
-
-    def quantiles(self, parts: Array) -> Array:
-        return self._sampled_lengths.quantiles(parts)
-
-    def expected_longest(self, count: int) -> float:
-        """Return the expected longest of `count` independent completions: slightly too long."""
-        return self._sampled_lengths.expected_longest(count)

@@ -22,6 +22,7 @@ from streamrl.placement.placements import Placement
 from streamrl.placement.problem import PlacementProblem
 from streamrl.placement.stage_timings import GeneratorTiming, StageTimings
 from streamrl.placement.workload import SINGLE_TURN
+from streamrl.simulator.results import SimulationResult
 from streamrl.simulator.simulation import run_simulation
 
 SIMULATED_STEPS = 60
@@ -38,10 +39,8 @@ class SteadyMetrics:
     staleness_mean: float
 
     @classmethod
-    def from_trace(cls, trace: RunTrace) -> "SteadyMetrics":
-        return cls(
-            trace.mean_step_s, trace.median_step_s, trace.idle_fractions, trace.staleness_mean
-        )
+    def from_run(cls, run: RunTrace | SimulationResult) -> "SteadyMetrics":
+        return cls(run.mean_step_s, run.median_step_s, run.idle_fractions, run.staleness_mean)
 
     def compare_with(self, measured: "SteadyMetrics") -> dict[str, dict[str, float]]:
         """Compare predicted with measured metrics: {metric: {predicted, measured, error}}.
@@ -193,7 +192,4 @@ def predict_metrics(planned_run: PlannedRun, timings: StageTimings) -> SteadyMet
         seed=0,
         run_options=planned_run.problem.run_options,
     )
-    steady = result.exclude_steps(lead + ENGINE_WARM_UP_STEPS, lead)
-    return SteadyMetrics(
-        steady.mean_step_s, steady.median_step_s, steady.idle_fractions, steady.staleness_mean
-    )
+    return SteadyMetrics.from_run(result.exclude_steps(lead + ENGINE_WARM_UP_STEPS, lead))

@@ -15,20 +15,33 @@ INITIAL_NOISE = 0.1
 MIN_NOISE = 1e-3
 
 
-@dataclass(frozen=True)
-class RobustFit:
-    """Nonnegative coefficients of a robust fit, with standard errors.
+MAX_RELATIVE_ERROR = 0.3
+"""A coefficient counts as known if its standard error is at most this fraction of its value."""
 
-    residual: median absolute residual over the median measurement.
+
+@dataclass(frozen=True)
+class CoefficientEstimate:
+    """A fitted coefficient, 0 or more, with its uncertainty.
+
+    error: standard error.
+    count: number of measurements.
+    residual: median absolute residual of the fit over the median measurement.
     """
 
-    coefficients: tuple[float, ...]
-    standard_errors: tuple[float, ...]
-    num_measurements: int
-    residual: float
+    value: float
+    error: float = 0.0
+    count: int = 0
+    residual: float = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the measurements determine this coefficient, not only its sum with others."""
+        return self.count > 0 and self.error <= MAX_RELATIVE_ERROR * self.value
 
 
-def fit_line(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> RobustFit:
+def fit_line(
+    features: Sequence[Sequence[float]], seconds: Sequence[float]
+) -> list[CoefficientEstimate]:
     """Fit measured seconds as a sum of features times coefficients.
 
     features: a row per measurement.
@@ -39,12 +52,8 @@ def fit_line(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> R
 
 
 def fit_parts(
-    predict: Callable[[Array], Array],
-    measured: Array,
-    sizes: Array,
-    *,
-    starts: Sequence[Sequence[float]] = (),
-) -> RobustFit:
+    predict: Callable[[Array], Array], measured: Array, sizes: Array
+) -> list[CoefficientEstimate]:
     """Fit how measured times divide into parts, where `predict(parts)` gives the times.
 
     Each part is in seconds; dividing a part by its entry of `sizes` gives a coefficient.
@@ -55,9 +64,6 @@ def fit_parts(
     The fit alternates between solving and estimating the noise: the median absolute deviation times
     1.4826, which is the standard deviation for normal errors. Standard errors come from the inverse
     of J^T J at the solution.
-
-    starts: start points as fractions of the median measurement, of which the best fit counts.
-        Default: equal parts.
     """
     scale = max(float(np.median(measured)), 1e-12)
     equal_parts = np.full(len(sizes), 1 / len(sizes))
@@ -67,12 +73,7 @@ def fit_parts(
         residuals: Array = (predict(x * scale) - measured) / scale
         return residuals
 
-    parts = min(
-        (np.array(start) for start in starts),
-        key=lambda x: _compute_cost(compute_residuals(x)),
-        default=equal_parts,
-    )
-    noise = INITIAL_NOISE
+    parts, noise = equal_parts, INITIAL_NOISE
     for _ in range(3):
         solution = _solve_parts(compute_residuals, parts, equal_parts, noise)
         parts = solution.x
@@ -81,16 +82,10 @@ def fit_parts(
     parts, spread, jacobian = parts * scale, float(np.median(residuals)), solution.jac
     covariance = np.linalg.pinv(jacobian.T @ jacobian)
     errors = 1.4826 * spread * np.sqrt(np.maximum(np.diag(covariance), 0.0))
-    return RobustFit(
-        tuple(float(part) for part in parts / sizes),
-        tuple(float(error) for error in errors / sizes),
-        len(measured),
-        spread / scale,
-    )
-
-
-def _compute_cost(residuals: Array) -> float:
-    return float(np.sum(np.sqrt(1 + (residuals / OUTLIER_SCALE) ** 2) - 1))
+    pairs = zip((parts / sizes).tolist(), (errors / sizes).tolist(), strict=True)
+    return [
+        CoefficientEstimate(value, error, len(measured), spread / scale) for value, error in pairs
+    ]
 
 
 def _solve_parts(
@@ -118,13 +113,12 @@ def _solve_parts(
     )
 
 
-def fit_median(seconds: Sequence[float]) -> RobustFit:
+def fit_median(seconds: Sequence[float]) -> CoefficientEstimate:
     """Fit a single coefficient: the median of measured seconds, with its standard error."""
     if not len(seconds):
-        return RobustFit((0.0,), (0.0,), 0, 0.0)
+        return CoefficientEstimate(0.0)
     median = float(np.median(seconds))
     deviation = float(np.median(np.abs(np.asarray(seconds) - median)))
     error = 1.4826 * deviation / np.sqrt(len(seconds))
-    return RobustFit(
-        (median,), (float(error),), len(seconds), deviation / median if median else 0.0
-    )
+    residual = deviation / median if median else 0.0
+    return CoefficientEstimate(median, float(error), len(seconds), residual)

@@ -5,9 +5,10 @@ A span is that of a whole group, or, in a run with an environment, of a turn of 
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 from streamrl.placement.workload import EpisodeWork, TurnWork
 from streamrl.telemetry.spans import Span
@@ -48,6 +49,23 @@ class GeneratedGroup:
     @property
     def end_s(self) -> float:
         return self.intervals[-1][1]
+
+
+Work = TypeVar("Work", GeneratedGroup, Span)
+
+
+def split_gaps(works: Iterable[Work]) -> Iterator[list[Work]]:
+    """Yield the works of a process, ordered by start, between moments at which it had none."""
+    overlapping: list[Work] = []
+    end_s = float("-inf")
+    for work in works:
+        if overlapping and work.start_s >= end_s:
+            yield overlapping
+            overlapping = []
+        overlapping.append(work)
+        end_s = max(end_s, work.end_s)
+    if overlapping:
+        yield overlapping
 
 
 def collect_groups(

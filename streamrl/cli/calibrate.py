@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         progress.describe("simulating with the fitted constants")
         predicted = predict_metrics(planned, fitted.timings)
-        errors = predicted.compare_with(SteadyMetrics.from_trace(trace))
+        errors = predicted.compare_with(SteadyMetrics.from_run(trace))
     if arguments.output is not None:
         write_output_file("-o", arguments.output, to_yaml(trace, calibration))
     if arguments.json:

@@ -44,6 +44,7 @@ from streamrl.errors import ConfigError
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.costs.cost_model import CostModel
 from streamrl.placement.problem import PlacementCosts, PlacementProblem
+from streamrl.placement.search.hybridflow_parallel import SplitRules, allow_any_split
 from streamrl.placement.search.pareto import (
     ExcludedBound,
     ParetoPoint,
@@ -51,7 +52,6 @@ from streamrl.placement.search.pareto import (
     PlanResult,
 )
 from streamrl.placement.search.planner import DEFAULT_PROPOSALS, DEFAULT_RUNNERS_UP, plan_placement
-from streamrl.placement.search.split_rules import SplitRules, allow_any_split
 from streamrl.simulator.quick_run import (
     estimate_quick_run_groups,
     estimate_quick_run_s,

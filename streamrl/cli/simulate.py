@@ -110,7 +110,10 @@ def _simulate(arguments: argparse.Namespace, progress: ProgressLine) -> str:
     estimated_s = estimate_simulation_s(problem.workload, steps=steps, generator=timings.generator)
     check_simulation_time(estimated_s, problem.workload, prefix=f"--steps {steps}, ")
     if failures is not None:
-        failures = _complete_failures(failures, config, problem)
+        # A run without checkpoints restarts from step 0.
+        every = config.checkpoint.every or MAX_STEPS
+        devices = max(group.devices_per_node for group in problem.cluster.node_groups)
+        failures = replace(failures, checkpoint_every=every, node_devices=devices)
         _check_progress(failures, placement, costs, steps)
     progress.describe("simulating", steps, "steps")
     result = run_simulation(
@@ -159,7 +162,7 @@ def _choose_placement(
 
 
 def _parse_failures(arguments: argparse.Namespace) -> FailureModel | None:
-    """Build the failure model without what `_complete_failures` adds; None without --mttf-h."""
+    """Build the failure model without the facts of the run; None without --mttf-h."""
     mttf_h, restart_s = arguments.mttf_h, arguments.restart_s
     options = f"--restart-s {restart_s:g}"
     # Without --mttf-h, still validate --restart-s, with any valid mttf_s.
@@ -171,15 +174,6 @@ def _parse_failures(arguments: argparse.Namespace) -> FailureModel | None:
     except ConfigError as error:
         raise ConfigError(f"{options}: {error}") from None
     return None if mttf_h is None else failures
-
-
-def _complete_failures(
-    failures: FailureModel, config: RunConfig, problem: PlacementProblem
-) -> FailureModel:
-    # A run without checkpoints restarts from step 0.
-    every = config.checkpoint.every or MAX_STEPS
-    devices = max(group.devices_per_node for group in problem.cluster.node_groups)
-    return replace(failures, checkpoint_every=every, node_devices=devices)
 
 
 def _check_progress(

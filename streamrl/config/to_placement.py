@@ -23,6 +23,7 @@ from streamrl.dataflow import (
     ModelCall,
 )
 from streamrl.engines.models.tensor_parallel_support import (
+    SplitSizes,
     explain_uneven_experts,
     explain_unloadable_split,
     explain_unservable_split,
@@ -31,17 +32,18 @@ from streamrl.engines.models.tensor_parallel_support import (
     find_family_config,
     get_split_sizes,
 )
-from streamrl.engines.trainer_config import PARAMETER_SHARDING_STAGE
+from streamrl.engines.trainer_config import PARAMETER_SHARDING_STAGE, TrainerConfig
 from streamrl.engines.vllm.model_registry import explain_unshareable_process
 from streamrl.errors import ConfigError
 from streamrl.messages import COMPONENT_PREFIX, COST_PREFIX
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.config import MIN_POOL_FRACTION, MIXED, PlacementConfig
 from streamrl.placement.meshes import Mesh
+from streamrl.placement.model_shapes import ModelShape
 from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.placement.pools import POOL_STRATEGIES, RolePool, has_colocated_actor, lay_out_slots
 from streamrl.placement.problem import CallMemory, PlacementCosts, PlacementProblem
-from streamrl.placement.search.split_rules import SplitRules
+from streamrl.placement.search.hybridflow_parallel import SplitRules
 from streamrl.placement.stage_timings import StageTimings
 from streamrl.resharding.grids import RankGrid
 from streamrl.weights.config import SHARED_MEMORY
@@ -175,49 +177,59 @@ def has_shared_generator_devices(placement: Placement) -> bool:
 def make_split_rules(config: RunConfig, problem: PlacementProblem) -> SplitRules:
     """Return a function that lists the ZeRO stages a run can use for a model call on a rank grid.
 
-    The function restricts `list_zero_stages` by the run's dtypes and models. The torch backend,
-    which trains tensor-parallel layers, supports no adapters under tensor parallelism and no
-    optimizer in host memory. Without tensor parallelism it shards the whole model (ZeRO 3) or
-    replicates it (0), in float32 only.
+    The function restricts `list_zero_stages` by the run's settings and models.
     """
     trainers = {role: config.get_trainer_config(role) for role in config.dataflow.trained_roles}
     on_gpu = not problem.cluster.is_cpu
 
     def rules(call: ModelCall, grid: RankGrid) -> Sequence[int]:
         shape = problem.models.get(call.role) or problem.models[call.followed_role]
-        is_trained, tp_size = call.kind is CallKind.TRAIN, grid.tp_size
+        stages, is_trained = list_zero_stages(call, grid), call.kind is CallKind.TRAIN
         sizes = get_split_sizes(shape, is_trained=is_trained)
-        # Shapes by name are of families whose plans are known; transformers imports slowly.
-        family = find_family_config(shape.family) if shape.architectures else None
-        if not is_trained:
-            why = explain_unservable_split(sizes, tp_size) or explain_unloadable_split(
-                tp_size, has_experts=bool(shape.experts), on_gpu=on_gpu
-            )
-            return () if why else list_zero_stages(call, grid)
-        trainer, stages = trainers[call.role], list_zero_stages(call, grid)
-        if explain_unshared_heads(sizes, trainer.sequence_parallel, tp_size):
-            return ()
-        if tp_size > 1 and (
-            trainer.lora_rank
-            or trainer.offload_optimizer
-            or explain_untrainable_split(family, sizes, tp_size)
-        ):
-            return ()
-        if grid.num_ranks % (tp_size * trainer.sequence_parallel):
-            return ()
-        if tp_size > 1 and explain_uneven_experts(sizes, tp_size, grid.dp_size):
-            stages = tuple(stage for stage in stages if stage != PARAMETER_SHARDING_STAGE)
-        if trainer.offload_optimizer:
-            # With ZeRO 2 DeepSpeed would sum gradients in bfloat16.
-            allowed = (1, 2, 3) if trainer.dtype == "float32" else (1, 3)
-            stages = tuple(stage for stage in stages if stage in allowed)
-        if trainer.backend == "torch" and tp_size == 1 and stages:
-            stages = (0, 3) if grid.num_ranks > 1 else stages
-            # Only the sharded model has the master weights that bfloat16 needs.
-            return stages[1:] if trainer.dtype == "bfloat16" else stages
-        return stages
+        if is_trained:
+            return _restrict_zero_stages(stages, trainers[call.role], shape, sizes, grid)
+        why = explain_unservable_split(sizes, grid.tp_size) or explain_unloadable_split(
+            grid.tp_size, has_experts=bool(shape.experts), on_gpu=on_gpu
+        )
+        return () if why else stages
 
     return rules
+
+
+def _restrict_zero_stages(
+    stages: Sequence[int],
+    trainer: TrainerConfig,
+    shape: ModelShape,
+    sizes: SplitSizes,
+    grid: RankGrid,
+) -> Sequence[int]:
+    """Return those of `stages` that a trainer's settings allow for its model on a rank grid.
+
+    The torch backend, which trains tensor-parallel layers, supports no adapters under tensor
+    parallelism and no optimizer in host memory. Without tensor parallelism it shards the whole
+    model (ZeRO 3) or replicates it (0), in float32 only.
+    """
+    tp_size, is_split = grid.tp_size, grid.tp_size > 1
+    # Shapes by name are of families whose plans are known; transformers imports slowly.
+    family = find_family_config(shape.family) if shape.architectures else None
+    if (
+        explain_unshared_heads(sizes, trainer.sequence_parallel, tp_size)
+        or (is_split and (trainer.lora_rank or trainer.offload_optimizer))
+        or (is_split and explain_untrainable_split(family, sizes, tp_size))
+        or grid.num_ranks % (tp_size * trainer.sequence_parallel)
+    ):
+        return ()
+    if trainer.backend == "torch" and not is_split and stages:
+        stages = (0, PARAMETER_SHARDING_STAGE) if grid.num_ranks > 1 else stages
+        # Only the sharded model has the master weights that bfloat16 needs.
+        return stages[1:] if trainer.dtype == "bfloat16" else stages
+    refused: tuple[int, ...] = ()
+    if is_split and explain_uneven_experts(sizes, tp_size, grid.dp_size):
+        refused = (PARAMETER_SHARDING_STAGE,)
+    if trainer.offload_optimizer:
+        # With ZeRO 2 DeepSpeed would sum gradients in bfloat16.
+        refused = (0,) if trainer.dtype == "float32" else (0, 2)
+    return tuple(stage for stage in stages if stage not in refused)
 
 
 def list_zero_stages(call: ModelCall, grid: RankGrid) -> Sequence[int]:
@@ -331,24 +343,22 @@ class RunnablePlacementCosts:
 
 def _check_supported(call: ModelCall, assignment: CallAssignment, placement: Placement) -> None:
     """Raise ConfigError if streamrl cannot run a model call on its assigned devices and grid."""
-    location, grid = f"placement.{call.stage}: {assignment}", assignment.grid
-    if assignment.ep_size > 1:
-        raise ConfigError(f"{location}: {NO_EXPERT_PARALLELISM}")
-    if grid.pp_size > 1:
-        raise ConfigError(f"{location}: streamrl does not support pipeline parallelism")
-    if call.kind is CallKind.SCORE and grid.tp_size > 1:
-        raise ConfigError(
-            f"{location}: a scoring model must fit on one device (no tensor parallelism)"
-        )
-    if call.stage == GREEDY_CALL.stage and placement.assignments[GENERATE_CALL.stage] != assignment:
-        raise ConfigError(
-            f"{location}: must equal the generators' {placement.assignments['generate']}"
-        )
-    if call.kind is CallKind.TRAIN and grid.tp_size > 1 and assignment.zero_stage in (1, 2):
-        raise ConfigError(
-            f"{location}: ZeRO {assignment.zero_stage} does not support tensor parallelism;"
-            " use 0 or 3"
-        )
+    grid, zero = assignment.grid, assignment.zero_stage
+    is_split, generators = grid.tp_size > 1, placement.assignments[GENERATE_CALL.stage]
+    obstacles = {
+        NO_EXPERT_PARALLELISM: assignment.ep_size > 1,
+        "streamrl does not support pipeline parallelism": grid.pp_size > 1,
+        "a scoring model must fit on one device (no tensor parallelism)": is_split
+        and call.kind is CallKind.SCORE,
+        f"must equal the generators' {generators}": call.stage == GREEDY_CALL.stage
+        and generators != assignment,
+        f"ZeRO {zero} does not support tensor parallelism; use 0 or 3": is_split
+        and call.kind is CallKind.TRAIN
+        and zero in (1, 2),
+    }
+    for obstacle, exists in obstacles.items():
+        if exists:
+            raise ConfigError(f"placement.{call.stage}: {assignment}: {obstacle}")
 
 
 def find_size_mismatch(dataflow: Dataflow, placement: Placement) -> str:

@@ -16,8 +16,7 @@ from streamrl.placement.clusters import Cluster
 from streamrl.placement.costs.constants import UPPER_BOUNDS, CostConstants
 from streamrl.placement.lora_params import add_adapter_params
 from streamrl.placement.model_shapes import ModelShape, load_model_shape
-from streamrl.placement.problem import PlacementProblem
-from streamrl.placement.run_options import RunOptions
+from streamrl.placement.problem import PlacementProblem, RunOptions
 from streamrl.placement.workload import (
     SINGLE_TURN,
     FixedLength,

@@ -4,7 +4,8 @@ The rules are those of ReaL's device meshes (arXiv:2406.14088). A mesh smaller t
 the node and starts at a multiple of its own size; a larger mesh consists of whole nodes.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from streamrl.errors import ConfigError
@@ -102,24 +103,30 @@ def _find_group_start(cluster: Cluster, device: int) -> int:
     return max(start for start in cluster.group_starts if start <= device)
 
 
-def iter_meshes(cluster: Cluster, *, uniform: bool = True) -> Iterator[Mesh]:
-    """Yield every mesh that a cluster allows, small ones first.
+def find_max_load(loads: Collection[tuple[Mesh, float]]) -> float:
+    """Return the load of the busiest device, the sum over all meshes that contain the device.
 
-    uniform: leave out meshes that span different types of nodes.
+    loads: pairs of a mesh and the load of each of its devices. Between the first devices of two
+      meshes, all devices have the same load as the earlier of the two or less, so only first
+      devices are checked.
     """
+    return max(
+        sum(load for mesh, load in loads if mesh.first <= first < mesh.first + mesh.size)
+        for first in {mesh.first for mesh, _ in loads}
+    )
+
+
+def iter_meshes(cluster: Cluster) -> Iterator[Mesh]:
+    """Yield every mesh of devices of one type that a cluster allows, small ones first."""
     for group, start in zip(cluster.node_groups, cluster.group_starts, strict=True):
         for size in range(1, group.devices_per_node):
             if group.devices_per_node % size == 0:
                 yield from (Mesh(start + at, size) for at in range(0, group.num_devices, size))
-    runs = list_node_runs(cluster)
+    edges = itertools.combinations(list_node_edges(cluster), 2)
+    runs = [Mesh(first, last - first) for first, last in edges]
     for mesh in sorted(runs, key=lambda mesh: (mesh.size, mesh.first)):
-        if not uniform or len({group.device.name for group in mesh.find_node_groups(cluster)}) == 1:
+        if len({group.device.name for group in mesh.find_node_groups(cluster)}) == 1:
             yield mesh
-
-
-def list_node_runs(cluster: Cluster) -> list[Mesh]:
-    edges = list_node_edges(cluster)
-    return [Mesh(first, last - first) for i, first in enumerate(edges) for last in edges[i + 1 :]]
 
 
 def list_node_edges(cluster: Cluster) -> list[int]:

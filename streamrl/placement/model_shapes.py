@@ -164,80 +164,51 @@ class ModelShape:
 
         Query, key and value are one tensor; so are gate and up, and the experts of a layer.
         """
-        wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        tensors = [self._make_embedding_spec(itemsize)]
-        for layer in range(self.layers):
-            tensors += self._make_layer_specs(layer, wide, narrow, itemsize)
         last = self.layers + 1
-        tensors.append(TensorSpec("norm", (self.hidden,), (last,), itemsize=itemsize))
+        is_tied = self.has_tied_embeddings and not self.has_scalar_head
+        shape = (self.vocab, self.hidden)
+        tensors = [TensorSpec("embedding", shape, (0, last) if is_tied else (0,), 0)]
+        for layer in range(self.layers):
+            tensors += self._make_layer_specs(layer)
+        tensors.append(TensorSpec("norm", (self.hidden,), (last,)))
         if self.has_scalar_head:
-            tensors.append(TensorSpec("score", (1, self.hidden), (last,), itemsize=itemsize))
+            tensors.append(TensorSpec("score", (1, self.hidden), (last,)))
         elif not self.has_tied_embeddings:
-            shape = (self.vocab, self.hidden)
-            tensors.append(TensorSpec("head", shape, (last,), 0, itemsize=itemsize))
-        return ModelSpec(tuple(tensors), self.layers + 2)
+            tensors.append(TensorSpec("head", shape, (last,), 0))
+        sized = tuple(replace(tensor, itemsize=itemsize) for tensor in tensors)
+        return ModelSpec(sized, self.layers + 2)
 
-    def _make_embedding_spec(self, itemsize: int) -> TensorSpec:
-        positions = (
-            (0, self.layers + 1) if self.has_tied_embeddings and not self.has_scalar_head else (0,)
-        )
-        return TensorSpec("embedding", (self.vocab, self.hidden), positions, 0, itemsize=itemsize)
-
-    def _make_layer_specs(
-        self, layer: int, wide: int, narrow: int, itemsize: int
-    ) -> list[TensorSpec]:
-        """Return one layer's tensors; wide, narrow: features of query, and of key and value."""
+    def _make_layer_specs(self, layer: int) -> list[TensorSpec]:
+        wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
         positions, name = (layer + 1,), f"layer.{layer}"
-        row = (self.hidden,)
-        tensors = [TensorSpec(f"{name}.norms", (2, *row), positions, itemsize=itemsize)]
-        if self.kv_latent_width:
+        tensors = [TensorSpec(f"{name}.norms", (2, self.hidden), positions)]
+        if latent := self.kv_latent_width:
             tensors += [
-                TensorSpec(f"{name}.q", (wide, self.hidden), positions, 0, itemsize=itemsize),
-                TensorSpec(
-                    f"{name}.kv_down",
-                    (self.kv_latent_width, self.hidden),
-                    positions,
-                    itemsize=itemsize,
-                ),
-                TensorSpec(
-                    f"{name}.kv_up",
-                    (2 * wide, self.kv_latent_width),
-                    positions,
-                    0,
-                    itemsize=itemsize,
-                ),
+                TensorSpec(f"{name}.q", (wide, self.hidden), positions, 0),
+                TensorSpec(f"{name}.kv_down", (latent, self.hidden), positions),
+                TensorSpec(f"{name}.kv_up", (2 * wide, latent), positions, 0),
             ]
         else:
-            parts = (
-                FusedComponent(wide, self.heads),
-                FusedComponent(narrow, self.kv_heads),
-                FusedComponent(narrow, self.kv_heads),
-            )
-            rows = wide + 2 * narrow
-            shape = (rows, self.hidden)
-            tensors.append(TensorSpec(f"{name}.qkv", shape, positions, 0, parts, itemsize))
+            kv = FusedComponent(narrow, self.kv_heads)
+            parts, rows = (FusedComponent(wide, self.heads), kv, kv), wide + 2 * narrow
+            tensors.append(TensorSpec(f"{name}.qkv", (rows, self.hidden), positions, 0, parts))
             if self.has_qkv_bias:
-                tensors.append(
-                    TensorSpec(f"{name}.qkv_bias", (rows,), positions, 0, parts, itemsize)
-                )
-        tensors.append(
-            TensorSpec(f"{name}.o", (self.hidden, wide), positions, 1, itemsize=itemsize)
-        )
-        return tensors + self._make_mlp_specs(layer, itemsize)
+                tensors.append(TensorSpec(f"{name}.qkv_bias", (rows,), positions, 0, parts))
+        tensors.append(TensorSpec(f"{name}.o", (self.hidden, wide), positions, 1))
+        return tensors + self._make_mlp_specs(layer)
 
-    def _make_mlp_specs(self, layer: int, itemsize: int) -> list[TensorSpec]:
+    def _make_mlp_specs(self, layer: int) -> list[TensorSpec]:
         positions, name = (layer + 1,), f"layer.{layer}"
         has_experts = bool(self.experts) and layer >= self.dense_layers
         width = self.intermediate if has_experts else self.dense_intermediate or self.intermediate
         tensors = []
         copies = self.experts + self.shared_experts if has_experts else 1
         if has_experts:
-            shape = (self.experts, self.hidden)
-            tensors.append(TensorSpec(f"{name}.router", shape, positions, itemsize=itemsize))
+            tensors.append(TensorSpec(f"{name}.router", (self.experts, self.hidden), positions))
         parts = (FusedComponent(width), FusedComponent(width))
         up, down = (copies, 2 * width, self.hidden), (copies, self.hidden, width)
-        tensors.append(TensorSpec(f"{name}.gate_up", up, positions, 1, parts, itemsize))
-        tensors.append(TensorSpec(f"{name}.down", down, positions, 2, itemsize=itemsize))
+        tensors.append(TensorSpec(f"{name}.gate_up", up, positions, 1, parts))
+        tensors.append(TensorSpec(f"{name}.down", down, positions, 2))
         return tensors
 
 

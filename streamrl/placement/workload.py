@@ -324,7 +324,7 @@ class Workload:
 
     @cached_property
     def packing_cache(self) -> dict[int, tuple[int, float]]:
-        """Cache of `micro_batch_rounds.pack_mini_batch`, by data-parallel size."""
+        """Cache of `call_durations.pack_mini_batch`, by data-parallel size."""
         return {}
 
     @property

@@ -31,9 +31,9 @@ from streamrl.resharding.transfer_rounds import (
 NO_VERSION = -1  # sent by ranks whose source storage has no version
 
 
-@dataclass(frozen=True)
+@dataclass
 class ReshardingStats:
-    """Transfers of one rank, measured while an executor moved a version once.
+    """Transfers of one rank, added up while an executor moves a version once.
 
     received_bytes, sent_bytes: from and to other ranks, counted per receiver. copied_bytes: within
     this rank's memory. peak_bytes: source and target buffers plus staging. rounds: rounds of
@@ -41,29 +41,18 @@ class ReshardingStats:
     """
 
     version: int
-    received_bytes: int
-    sent_bytes: int
-    copied_bytes: int
-    peak_bytes: int
-    rounds: int
-    seconds: float
-
-
-@dataclass
-class _TransferCounts:
-    """Transfers of this rank, added up while an executor runs."""
-
     received_bytes: int = 0
     sent_bytes: int = 0
     copied_bytes: int = 0
-    peak_staging_bytes: int = 0
-    num_rounds: int = 0
+    peak_bytes: int = 0
+    rounds: int = 0
+    seconds: float = 0.0
 
     def add_round(self, *, received: int, sent: int, staging: int) -> None:
         self.received_bytes += received
         self.sent_bytes += sent
-        self.peak_staging_bytes = max(self.peak_staging_bytes, staging)
-        self.num_rounds += 1
+        self.peak_bytes = max(self.peak_bytes, staging)
+        self.rounds += 1
 
 
 @dataclass(frozen=True)
@@ -135,26 +124,20 @@ class ReshardingExecutor(ABC):
         within timeout_s.
         """
         start_s = time.perf_counter()
-        version = self._agree_on_version(source)
+        stats = ReshardingStats(self._agree_on_version(source))
         target.version = None
-        counts = _TransferCounts()
-        self._move_weights(source, target, counts)
-        target.version = version
-        return ReshardingStats(
-            version=version,
-            received_bytes=counts.received_bytes,
-            sent_bytes=counts.sent_bytes,
-            copied_bytes=counts.copied_bytes,
-            peak_bytes=count_memory_bytes(source, target) + counts.peak_staging_bytes,
-            rounds=counts.num_rounds,
-            seconds=time.perf_counter() - start_s,
-        )
+        self._move_weights(source, target, stats)
+        target.version = stats.version
+        # So far the peak is that of the staging memory.
+        stats.peak_bytes += count_memory_bytes(source, target)
+        stats.seconds = time.perf_counter() - start_s
+        return stats
 
     @abstractmethod
     def _move_weights(
-        self, source: ShardStorage, target: ShardStorage, counts: _TransferCounts
+        self, source: ShardStorage, target: ShardStorage, stats: ReshardingStats
     ) -> None:
-        """Move all weights from `source` to `target`, and add the transfers to `counts`."""
+        """Move all weights from `source` to `target`, and add the transfers to `stats`."""
 
     def _agree_on_version(self, source: ShardStorage) -> int:
         """Return the version that all source ranks hold. Raise WeightsError if they differ."""
@@ -225,10 +208,10 @@ class PointToPointExecutor(ReshardingExecutor):
         )
 
     def _move_weights(
-        self, source: ShardStorage, target: ShardStorage, counts: _TransferCounts
+        self, source: ShardStorage, target: ShardStorage, stats: ReshardingStats
     ) -> None:
         for tensor, box in self._local_boxes:
-            counts.copied_bytes += _copy_tensor(
+            stats.copied_bytes += _copy_tensor(
                 target.get_view(tensor, box), source.get_view(tensor, box)
             )
         for sends, receives in self._rounds:
@@ -253,7 +236,7 @@ class PointToPointExecutor(ReshardingExecutor):
                 self._packer.unpack_boxes(buffer, receives[peer], target)
             sent = sum(buffer.nbytes for buffer in send_buffers.values())
             received = sum(buffer.nbytes for buffer in receive_buffers.values())
-            counts.add_round(received=received, sent=sent, staging=sent + received)
+            stats.add_round(received=received, sent=sent, staging=sent + received)
 
     def _group_by_peer(
         self, transfers: Iterable[tuple[int, NamedBox]]
@@ -295,12 +278,12 @@ class GroupGatherExecutor(ReshardingExecutor):
         self.buffer_bytes = max((round_.buffer_bytes for round_ in self._rounds), default=0)
 
     def _move_weights(
-        self, source: ShardStorage, target: ShardStorage, counts: _TransferCounts
+        self, source: ShardStorage, target: ShardStorage, stats: ReshardingStats
     ) -> None:
         for tensor, source_box, view in source:
             for target_box, target_view in target.get_pieces(tensor):
                 if common := source_box.intersect(target_box):
-                    counts.copied_bytes += _copy_tensor(
+                    stats.copied_bytes += _copy_tensor(
                         narrow_view(target_view, target_box, common),
                         narrow_view(view, source_box, common),
                     )
@@ -330,7 +313,7 @@ class GroupGatherExecutor(ReshardingExecutor):
                     self._packer.unpack_boxes(contribution, round_.contributions[index], target)
             received = sum(round_.contribution_bytes) - round_.contribution_bytes[own_index]
             sent = round_.contribution_bytes[own_index] * (len(self._group_ranks) - 1)
-            counts.add_round(received=received, sent=sent, staging=buffer.nbytes)
+            stats.add_round(received=received, sent=sent, staging=buffer.nbytes)
 
     def _all_gather(self, gathered: torch.Tensor, contribution: torch.Tensor) -> None:
         work = dist.all_gather_single(gathered, contribution, group=self._group, async_op=True)

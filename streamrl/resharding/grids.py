@@ -7,7 +7,6 @@ p of P, tensor rank t of T and replica d of D:
     mcore  rank = p*D*T + d*T + t      stages outermost
 """
 
-import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass
 from operator import attrgetter
@@ -28,8 +27,7 @@ class RankCoordinates:
 class RankAssignment:
     """Coordinates of every rank in a grid of P stages, T tensor ranks and D data-parallel replicas.
 
-    Rank first_rank + i is at coordinates[i]. Raises ValueError unless every position of the grid
-    occurs exactly once.
+    Rank first_rank + i is at coordinates[i]; every position of the grid occurs exactly once.
     """
 
     pp_size: int
@@ -37,19 +35,6 @@ class RankAssignment:
     dp_size: int
     coordinates: tuple[RankCoordinates, ...]
     first_rank: int = 0
-
-    def __post_init__(self) -> None:
-        grid = {
-            RankCoordinates(*position)
-            for position in itertools.product(
-                range(self.pp_size), range(self.tp_size), range(self.dp_size)
-            )
-        }
-        if len(self.coordinates) != len(grid) or set(self.coordinates) != grid:
-            raise ValueError(
-                f"{len(self.coordinates)} coordinates do not fill the grid"
-                f" {self.pp_size}-{self.tp_size}-{self.dp_size}"
-            )
 
     @property
     def ranks(self) -> range:
@@ -114,15 +99,6 @@ class RankGrid:
     def ranks_per_replica(self) -> int:
         """Number of ranks that together hold a replica of the model."""
         return self.pp_size * self.tp_size
-
-    def get_rank(self, position: RankCoordinates) -> int:
-        if self.order == "hf":
-            return (
-                position.dp_rank * self.pp_size + position.pp_rank
-            ) * self.tp_size + position.tp_rank
-        return (
-            position.pp_rank * self.dp_size + position.dp_rank
-        ) * self.tp_size + position.tp_rank
 
     def get_coordinates(self, rank: int) -> RankCoordinates:
         if not 0 <= rank < self.num_ranks:

@@ -3,27 +3,24 @@
 Sizes are P-T-D for training and Pg-Tg-Dg-D for generation, Dg*Pg*Tg = P*T. A micro-DP group
 consists of the Dg ranks of a training replica that serve the same shard in generation.
 
-- vanilla (HybridFlow-V): consecutive ranks serve consecutive shards of a replica.
 - zero (arXiv:2409.19256, section 5.3): the training shards of a micro-DP group are disjoint and
   form exactly the generation shard, so each rank's training shard lies inside its generation shard.
 - overlap: the assignment that keeps the most bytes in place, for any sizes. If the sizes divide, it
   keeps as many as zero.
 
 Example: training 1-4-2, generation 1-2-2-2. Replica 0 has ranks 0 to 3 with quarters 0 to 3 of
-every tensor; generation needs halves. vanilla: ranks 0, 1, 2, 3 serve halves 0, 1, 0, 1, so rank 1
-keeps none of its quarter. zero: they serve halves 0, 0, 1, 1, so every rank keeps its quarter.
+every tensor; generation needs halves. zero: the ranks serve halves 0, 0, 1, 1, so every rank keeps
+its quarter.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from streamrl.resharding.grids import RankAssignment, RankCoordinates, RankGrid
 from streamrl.resharding.layouts import ModelLayout, TensorShard, create_layout
-
-GROUPINGS = ("zero", "vanilla", "overlap")
 
 
 @dataclass(frozen=True)
@@ -42,14 +39,6 @@ class GenerationSizes:
         if min(self.pp_size, self.tp_size, self.micro_dp_size, self.dp_size) < 1:
             raise ValueError(f"generation {self}: must be at least 1 in each")
 
-    @classmethod
-    def from_text(cls, text: str) -> "GenerationSizes":
-        """Parse sizes written as "Pg-Tg-Dg-D", such as "1-2-2-2". Raise ValueError if malformed."""
-        parts = text.split("-")
-        if len(parts) != len("PTGD") or not all(part.isdecimal() for part in parts):
-            raise ValueError(f"{text}: must be pipeline-tensor-microdata-data, as in 1-2-2-2")
-        return cls(*map(int, parts))
-
     @property
     def num_ranks(self) -> int:
         return self.pp_size * self.tp_size * self.micro_dp_size * self.dp_size
@@ -63,84 +52,33 @@ class GenerationSizes:
         return f"{self.pp_size}-{self.tp_size}-{self.micro_dp_size}-{self.dp_size}"
 
 
-@dataclass(frozen=True)
-class _SplitRatio:
-    """Number of training tensor ranks and training stages per generation tensor rank and stage."""
+def assign_zero_redundancy(train: RankGrid, generate: GenerationSizes) -> RankAssignment:
+    """Assign each rank to a generation shard that contains the rank's training shard.
 
-    tp_ratio: int
-    pp_ratio: int
-
-    @classmethod
-    def from_sizes(cls, train: RankGrid, generate: GenerationSizes, grouping: str) -> "_SplitRatio":
-        """Return training sizes over generation sizes, for tensor ranks and stages.
-
-        Raises ValueError, which names `grouping`, if the sizes do not divide or if the numbers of
-        data replicas or ranks differ.
-        """
-        validate_sizes(train, generate)
-        divides = not (train.tp_size % generate.tp_size or train.pp_size % generate.pp_size)
-        if not divides or train.dp_size != generate.dp_size:
-            raise ValueError(
-                f"grouping {grouping}: {generate} must divide {train} in stages and tensor ranks"
-                " and have as many data replicas. Use grouping overlap for other sizes."
-            )
-        return cls(train.tp_size // generate.tp_size, train.pp_size // generate.pp_size)
-
-
-def validate_sizes(train: RankGrid, generate: GenerationSizes) -> None:
-    """Raise ValueError unless training and generation use the same number of ranks."""
+    A group of T/Tg tensor ranks and P/Pg stages serves the generation shard that its training
+    shards form (arXiv:2409.19256, section 5.3). Raises ValueError if the sizes do not divide, or if
+    the numbers of data replicas or ranks differ.
+    """
     if train.num_ranks != generate.num_ranks:
         raise ValueError(
             f"training {train} has {train.num_ranks} ranks, generation {generate} has"
             f" {generate.num_ranks}"
         )
-
-
-def assign_vanilla(train: RankGrid, generate: GenerationSizes) -> RankAssignment:
-    """Assign ranks to generation shards as HybridFlow-V does, without regard to training shards.
-
-    Consecutive ranks of a replica get consecutive tensor shards, then the next stage.
-    """
-    _SplitRatio.from_sizes(train, generate, "vanilla")
-
-    def locate(train_coords: RankCoordinates) -> RankCoordinates:
-        index = train_coords.pp_rank * train.tp_size + train_coords.tp_rank
-        stage, tensor = divmod(index, generate.tp_size)
-        micro_replica, stage = divmod(stage, generate.pp_size)
-        return RankCoordinates(
-            stage, tensor, train_coords.dp_rank * generate.micro_dp_size + micro_replica
+    divides = not (train.tp_size % generate.tp_size or train.pp_size % generate.pp_size)
+    if not divides or train.dp_size != generate.dp_size:
+        raise ValueError(
+            f"grouping zero: {generate} must divide {train} in stages and tensor ranks and have"
+            " as many data replicas"
         )
+    tp_ratio, pp_ratio = train.tp_size // generate.tp_size, train.pp_size // generate.pp_size
 
-    return _assign_ranks(train, generate, locate)
+    def locate(rank: int) -> RankCoordinates:
+        at = train.get_coordinates(rank)
+        micro_replica = at.pp_rank % pp_ratio * tp_ratio + at.tp_rank % tp_ratio
+        replica = at.dp_rank * generate.micro_dp_size + micro_replica
+        return RankCoordinates(at.pp_rank // pp_ratio, at.tp_rank // tp_ratio, replica)
 
-
-def assign_zero_redundancy(train: RankGrid, generate: GenerationSizes) -> RankAssignment:
-    """Assign each rank to a generation shard that contains the rank's training shard.
-
-    A group of T/Tg tensor ranks and P/Pg stages serves the generation shard that its training
-    shards form (arXiv:2409.19256, section 5.3).
-    """
-    ratio = _SplitRatio.from_sizes(train, generate, "zero")
-
-    def locate(train_coords: RankCoordinates) -> RankCoordinates:
-        micro_replica = (
-            train_coords.pp_rank % ratio.pp_ratio * ratio.tp_ratio
-            + train_coords.tp_rank % ratio.tp_ratio
-        )
-        return RankCoordinates(
-            train_coords.pp_rank // ratio.pp_ratio,
-            train_coords.tp_rank // ratio.tp_ratio,
-            train_coords.dp_rank * generate.micro_dp_size + micro_replica,
-        )
-
-    return _assign_ranks(train, generate, locate)
-
-
-def _assign_ranks(
-    train: RankGrid, generate: GenerationSizes, locate: Callable[[RankCoordinates], RankCoordinates]
-) -> RankAssignment:
-    """Return the assignment in which `locate` maps training to generation coordinates."""
-    coordinates = tuple(locate(train.get_coordinates(rank)) for rank in range(train.num_ranks))
+    coordinates = tuple(map(locate, range(train.num_ranks)))
     return RankAssignment(generate.pp_size, generate.tp_size, generate.num_replicas, coordinates)
 
 
@@ -153,17 +91,10 @@ def assign_max_overlap(training_layout: ModelLayout, generate: GenerationSizes) 
     ranks = training_layout.ranks
     if ranks != list(range(generate.num_ranks)):
         raise ValueError(f"generation {generate} has {generate.num_ranks} ranks, not {len(ranks)}")
-    shard_coords = [
-        RankCoordinates(stage, tensor, 0)
-        for stage in range(generate.pp_size)
-        for tensor in range(generate.tp_size)
-    ]
-    replica_grid = RankGrid(generate.pp_size, generate.tp_size, 1)
-    replica_layout = create_layout(training_layout.model, replica_grid.assign_ranks())
-    kept_bytes = _count_kept_bytes(
-        training_layout,
-        [replica_layout.shards[replica_grid.get_rank(coords)] for coords in shard_coords],
-    )
+    replica = RankGrid(generate.pp_size, generate.tp_size, 1).assign_ranks()
+    shard_coords = replica.coordinates
+    shards = create_layout(training_layout.model, replica).shards
+    kept_bytes = _count_kept_bytes(training_layout, [shards[rank] for rank in replica.ranks])
     per_replica = len(shard_coords)
     distance = np.abs(
         np.arange(len(ranks))[:, None] // per_replica - np.arange(generate.num_replicas)[None, :]
@@ -213,20 +144,3 @@ def _count_kept_bytes(
                 for target in generation_shards
             ]
     return np.array([rows[id(training_layout.shards[rank])] for rank in training_layout.ranks])
-
-
-def assign_generation_ranks(
-    grouping: str, train: RankGrid, generate: GenerationSizes, training_layout: ModelLayout
-) -> RankAssignment:
-    """Assign ranks to generation shards by the method `grouping`, one of GROUPINGS.
-
-    Raises ValueError for an unknown grouping, or if the sizes do not fit it.
-    """
-    if grouping == "zero":
-        return assign_zero_redundancy(train, generate)
-    if grouping == "vanilla":
-        return assign_vanilla(train, generate)
-    if grouping == "overlap":
-        validate_sizes(train, generate)
-        return assign_max_overlap(training_layout, generate)
-    raise ValueError(f"grouping {grouping}: must be one of {', '.join(GROUPINGS)}")

@@ -152,24 +152,12 @@ class ModelLayout:
         )
 
 
-def create_layout(
-    model: ModelSpec, assignment: RankAssignment, *, stages: Sequence[int] | None = None
-) -> ModelLayout:
+def create_layout(model: ModelSpec, assignment: RankAssignment) -> ModelLayout:
     """Return the layout of a model with pipeline and tensor parallelism, equal in every replica.
 
-    stages: pipeline positions per stage; None distributes them evenly. Raises ValueError if a
-    tensor does not divide or the stages do not fit.
+    Raises ValueError if a tensor does not divide, or with more stages than pipeline positions.
     """
-    counts = tuple(stages or split_stages_evenly(model.num_pipeline_positions, assignment.pp_size))
-    if (
-        len(counts) != assignment.pp_size
-        or sum(counts) != model.num_pipeline_positions
-        or min(counts) < 1
-    ):
-        raise ValueError(
-            f"stages={counts}: must be {assignment.pp_size} stages with a total of"
-            f" {model.num_pipeline_positions} pipeline positions, at least 1 in each"
-        )
+    counts = split_stages_evenly(model.num_pipeline_positions, assignment.pp_size)
     stage_positions = [set(positions) for positions in list_stage_positions(counts)]
     shards_by_coords: dict[tuple[int, int], dict[str, TensorShard]] = {}
     shards = {}

@@ -91,15 +91,6 @@ class GatherPlan:
     contributions: Mapping[int, tuple[NamedBox, ...]]
     keeps_copy: bool = False
 
-    @property
-    def copies(self) -> Iterator[BoxCopy]:
-        """All copies between ranks of a group, including data that the receiver does not need."""
-        for group in self.groups:
-            for source in group:
-                for tensor, box in self.contributions[source]:
-                    for destination in group:
-                        yield BoxCopy((tensor, box), source, destination)
-
     def report_bytes(self) -> BytesReport:
         """Count the bytes that each rank sends, receives and holds.
 

@@ -110,23 +110,10 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Tensors of a model in order, and the number of its pipeline positions."""
+    """Tensors of a model in order, of different names, and the number of pipeline positions."""
 
     tensors: tuple[TensorSpec, ...]
     num_pipeline_positions: int
-
-    def __post_init__(self) -> None:
-        names = [spec.name for spec in self.tensors]
-        if len(set(names)) != len(names):
-            raise ValueError("two tensors have the same name")
-        for spec in self.tensors:
-            if not spec.pipeline_positions or not all(
-                0 <= position < self.num_pipeline_positions for position in spec.pipeline_positions
-            ):
-                raise ValueError(
-                    f"{spec.name}: pipeline_positions={spec.pipeline_positions}: must be"
-                    f" non-empty and below {self.num_pipeline_positions}"
-                )
 
     @property
     def num_bytes(self) -> int:

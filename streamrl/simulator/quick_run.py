@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from streamrl.dataflow import Dataflow
 from streamrl.placement.placements import Placement
-from streamrl.placement.run_options import RunOptions
+from streamrl.placement.problem import RunOptions
 from streamrl.placement.stage_timings import GeneratorTiming, ScoreTiming, StageTimings
 from streamrl.placement.workload import Workload
 from streamrl.simulator.results import SimulationResult

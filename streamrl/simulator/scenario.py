@@ -8,7 +8,7 @@ from streamrl.buffer.assembly.micro_batch_schedule import UpdatePlan
 from streamrl.dataflow import GENERATE_CALL, POLICY, CallKind, Dataflow
 from streamrl.engines.reference_config import ReferenceConfig
 from streamrl.placement.placements import Placement
-from streamrl.placement.run_options import RunOptions
+from streamrl.placement.problem import RunOptions
 from streamrl.placement.stage_timings import StageTimings
 from streamrl.placement.workload import Workload
 from streamrl.simulator.replicas.failures import FailureModel

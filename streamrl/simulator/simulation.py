@@ -6,7 +6,7 @@ from streamrl.dataflow import CallKind, Dataflow
 from streamrl.engines.memory.gc_paused import pause_gc
 from streamrl.errors import ConfigError
 from streamrl.placement.placements import MAX_STALENESS, Placement
-from streamrl.placement.run_options import RunOptions
+from streamrl.placement.problem import RunOptions
 from streamrl.placement.stage_timings import StageTimings
 from streamrl.placement.workload import Workload
 from streamrl.simulator.replicas.failures import FailureModel

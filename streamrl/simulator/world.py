@@ -14,8 +14,10 @@ from typing import cast
 
 from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
 from streamrl.algorithms.adaptive_params import AdaptiveParams
-from streamrl.buffer import AdmissionController, ExperienceQueue, Ledger, StepAssembler
+from streamrl.buffer import AdmissionController, ExperienceQueue, Ledger, RunLog, StepAssembler
 from streamrl.buffer.assembly.oversampling import MAX_FACTOR, OversamplingController
+from streamrl.buffer.books.run_log import TrainedStep
+from streamrl.buffer.log.journal import NullRecordLog
 from streamrl.dataflow import EMA_REFERENCE, GENERATE_CALL, POLICY, CallKind
 from streamrl.pipeline import admit_prompts, train_policy
 from streamrl.simulator.replicas.context import SimulationContext
@@ -27,7 +29,6 @@ from streamrl.simulator.replicas.recorder import ProcessRecordings
 from streamrl.simulator.replicas.scorers import SimulatedScorer
 from streamrl.simulator.replicas.simulated_prompts import CompletionLengths, SimulatedPrompts
 from streamrl.simulator.replicas.simulated_queue import SimulatedQueue
-from streamrl.simulator.replicas.simulated_run_log import SimulatedRunLog
 from streamrl.simulator.replicas.trainers import SimulatedTrainer, publish_reference
 from streamrl.simulator.replicas.weight_followers import SimulatedWeightRegistry
 from streamrl.simulator.results import name_processes
@@ -40,6 +41,28 @@ from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightManifest
 
 StageReplica = SimulatedGenerator | SimulatedScorer
+
+
+class SimulatedRunLog(RunLog):
+    """Run log with a real ledger and no journal; recording a step takes `step_s` virtual seconds.
+
+    keeps: whether to collect `steps_since_checkpoint`, the steps that a restart replays.
+    """
+
+    def __init__(self, ledger: Ledger, *, step_s: float, keeps: bool) -> None:
+        super().__init__(ledger, NullRecordLog())
+        self._step_s = step_s
+        self._keeps_steps = keeps
+        self.steps_since_checkpoint: dict[int, TrainedStep] = {}
+
+    async def record_step(self, step: TrainedStep) -> None:
+        """Count a trained step in the ledger, after `step_s`."""
+        await asyncio.sleep(self._step_s)
+        if self.steps_to_replay.pop(step.version, None) is None:
+            for group in step.groups:
+                self.ledger.mark_trained(group.uid)
+        if self._keeps_steps:
+            self.steps_since_checkpoint[step.version] = step
 
 
 class SimulatedRun:
@@ -298,7 +321,7 @@ class SimulatedRun:
                 await self._restart_run(failures)
             elif dead:
                 lost = sum(self._kill_replica(name) for name in dead)
-                self.crashes.append(NodeCrash(self._clock.time(), tuple(dead), lost))
+                self.crashes.append(NodeCrash(tuple(dead), lost))
                 self._clock.call_later(
                     failures.restart_s, self._restart_replicas, dead, self._restart_count
                 )
@@ -322,7 +345,7 @@ class SimulatedRun:
         names = tuple(self._replicas)
         lost = sum(self._kill_replica(name) for name in names)
         repeated_steps = len(self.outcomes) - self._checkpoint_version
-        crash = NodeCrash(self._clock.time(), names, lost, repeated_steps, is_restart=True)
+        crash = NodeCrash(names, lost, repeated_steps, is_restart=True)
         self.crashes.append(crash)
         del self.outcomes[self._checkpoint_version :], self.step_ends[self._checkpoint_version :]
         await asyncio.sleep(failures.restart_s)

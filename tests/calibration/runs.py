@@ -14,7 +14,7 @@ from streamrl.config.run_config import RunConfig, config_to_dict, dump_config, l
 from streamrl.config.to_placement import build_run_placement
 from streamrl.dataflow import POLICY
 from streamrl.placement.episode_turns import EpisodeTurns
-from streamrl.placement.run_options import RunOptions
+from streamrl.placement.problem import RunOptions
 from streamrl.placement.stage_timings import (
     GeneratorTiming,
     ScoreTiming,

@@ -97,7 +97,7 @@ def test_a_run_of_episodes_predicts_another(
     target = make_run(tmp_path, "target", *settings)
     planned = PlannedRun.from_trace(trace, target.config)
     predicted = predict_metrics(planned, timings)
-    errors = predicted.compare_with(SteadyMetrics.from_trace(target))
+    errors = predicted.compare_with(SteadyMetrics.from_run(target))
     assert abs(errors["step_s"]["error"]) < 0.12, errors
     assert abs(errors["idle/generate"]["error"]) < 0.12, errors
 

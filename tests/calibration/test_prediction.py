@@ -35,7 +35,7 @@ def test_a_run_predicts_another_with_a_different_max_staleness(
     source, target = runs
     timings = fit_timings(source, PlannedRun.from_trace(source, source.config).base_timings).timings
     figures = predict_metrics(PlannedRun.from_trace(source, target.config), timings)
-    comparison = figures.compare_with(SteadyMetrics.from_trace(target))
+    comparison = figures.compare_with(SteadyMetrics.from_run(target))
     assert abs(comparison["step_s"]["error"]) < 0.1, comparison
     assert figures.staleness_mean == pytest.approx(target.staleness_mean, abs=0.1)
     for stage, idle in target.idle_fractions.items():

@@ -26,8 +26,7 @@ from streamrl.placement.costs.constants import CostConstants
 from streamrl.placement.costs.cost_model import CostModel
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
-from streamrl.placement.problem import CallMemory
-from streamrl.placement.run_options import RunOptions
+from streamrl.placement.problem import CallMemory, RunOptions
 from streamrl.placement.workload import FixedLength
 from streamrl.resharding.grids import RankGrid
 from tests.placement.notations import placement_from_meshes, placement_from_ratios

@@ -75,9 +75,9 @@ def test_distributed_rows_return_once_and_in_order(name: str, mesh: WorkerMesh, 
     assert rows_of(back) == list(range(rows))
 
 
-@given(st.integers(1, 30), st.sampled_from([("2-4-2", "1-2-4-2"), ("1-4-2", "1-2-2-2")]))
+@given(st.integers(1, 30), st.sampled_from([("2-4-2", (1, 2, 4, 2)), ("1-4-2", (1, 2, 2, 2))]))
 def test_generation_gets_a_share_per_generating_replica(rows: int, sizes):
-    train, generate = RankGrid.from_text(sizes[0]), GenerationSizes.from_text(sizes[1])
+    train, generate = RankGrid.from_text(sizes[0]), GenerationSizes(*sizes[1])
     serving = assign_zero_redundancy(train, generate)
     answers, back = call_through(
         "P3D_ALL_MICRO_DP", WorkerMesh(train.assign_ranks(), serving), make_batch(rows)

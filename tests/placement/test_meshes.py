@@ -1,10 +1,12 @@
 """Rules of device meshes."""
 
+from itertools import combinations
+
 import pytest
 
 from streamrl.errors import ConfigError
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.meshes import Mesh, iter_meshes, list_node_runs
+from streamrl.placement.meshes import Mesh, iter_meshes, list_node_edges
 
 
 def test_iter_meshes_lists_all_meshes_of_two_nodes():
@@ -17,20 +19,22 @@ def test_iter_meshes_lists_all_meshes_of_two_nodes():
 
 
 def test_n_nodes_have_n_times_n_plus_one_halves_runs():
-    assert len(list_node_runs(Cluster.from_text("16x8xA100"))) == 16 * 17 // 2
+    meshes = iter_meshes(Cluster.from_text("16x8xA100"))
+    assert sum(mesh.size >= 8 for mesh in meshes) == 16 * 17 // 2
 
 
-def test_uniform_meshes_exclude_mixed_device_types():
+def test_listed_meshes_exclude_mixed_device_types():
     cluster = Cluster.from_text("4xA100,4xV100")
     assert Mesh(0, 8) not in set(iter_meshes(cluster))
-    assert Mesh(0, 8) in set(iter_meshes(cluster, uniform=False))
+    assert {Mesh(0, 4), Mesh(4, 4)} <= set(iter_meshes(cluster))
     assert Mesh(0, 8).find_slowest_device(cluster).name == "V100"
 
 
 @pytest.mark.parametrize("text", ["4xA100", "2x4xA100", "2x6xA100", "2x8xA100,4xV100,3x2xH100"])
-def test_check_on_cluster_accepts_exactly_the_listed_meshes(text: str):
+def test_check_on_cluster_accepts_listed_meshes_and_whole_nodes_of_any_type(text: str):
     cluster = Cluster.from_text(text)
-    listed = set(iter_meshes(cluster, uniform=False))
+    runs = combinations(list_node_edges(cluster), 2)
+    listed = {*iter_meshes(cluster), *(Mesh(first, end - first) for first, end in runs)}
     for first in range(cluster.num_devices):
         for size in range(1, cluster.num_devices + 3):
             mesh = Mesh(first, size)

@@ -103,7 +103,7 @@ def test_unequal_stages_and_odd_sizes_are_executed(
 def test_every_process_has_memory_for_the_model():
     for tensor, part in itertools.product(range(1, 17), repeat=2):
         for replicas in range(1, 16 // tensor + 1):
-            sizes = GenerationSizes.from_text(f"1-{part}-1-1")
+            sizes = GenerationSizes(1, part, 1, 1)
             model = resharding.make_even_model(
                 RankGrid.from_text(f"1-{tensor}-{replicas}", "hf"), sizes
             )

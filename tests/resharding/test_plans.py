@@ -7,7 +7,13 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from benchmarks.resharding import list_micro_dp_groups
+from benchmarks.resharding import (
+    GROUPINGS,
+    assign_generation_ranks,
+    assign_vanilla,
+    list_micro_dp_groups,
+    parse_generation_sizes,
+)
 from benchmarks.table_2 import (
     compute_table_2,
     count_link_bytes,
@@ -19,11 +25,8 @@ from streamrl.resharding.boxes import count_elements, is_nested
 from streamrl.resharding.byte_report import NodeTopology
 from streamrl.resharding.grids import RankAssignment, RankCoordinates, RankGrid
 from streamrl.resharding.grouping import (
-    GROUPINGS,
     GenerationSizes,
-    assign_generation_ranks,
     assign_max_overlap,
-    assign_vanilla,
     assign_zero_redundancy,
 )
 from streamrl.resharding.layouts import ModelLayout, create_layout, partition_fsdp2, partition_zero3
@@ -39,7 +42,7 @@ LARGER = [("1-8-2", "1-2-4-2"), ("4-4-1", "2-2-4-1"), ("8-1-2", "2-1-4-2"), ("2-
 @pytest.mark.parametrize("order", ["hf", "mcore"])
 @pytest.mark.parametrize(("train", "generate"), PAPER + LARGER)
 def test_table_2_of_the_paper_in_exact_fractions(train: str, generate: str, order: str):
-    grid, sizes = RankGrid.from_text(train, order), GenerationSizes.from_text(generate)
+    grid, sizes = RankGrid.from_text(train, order), parse_generation_sizes(generate)
     model = even(8)
     trained = create_layout(model, grid.assign_ranks())
     expected = compute_table_2(
@@ -80,7 +83,7 @@ def test_table_2_of_the_paper_in_exact_fractions(train: str, generate: str, orde
 
 
 def test_fractions_of_figure_8_of_the_paper():
-    grid, sizes = RankGrid.from_text("1-4-2"), GenerationSizes.from_text("1-2-2-2")
+    grid, sizes = RankGrid.from_text("1-4-2"), parse_generation_sizes("1-2-2-2")
     trained = create_layout(even(2), grid.assign_ranks())
     served = create_layout(even(2), assign_vanilla(grid, sizes))
     exact = plan_copies(trained, served, CLUSTER).report_bytes()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from streamrl.messages import Array
 from streamrl.placement.episode_turns import EpisodeTurns
 from streamrl.placement.placements import Placement
-from streamrl.placement.run_options import RunOptions
+from streamrl.placement.problem import RunOptions
 from streamrl.placement.stage_timings import ScoreTiming, StageTimings, WeightsTiming
 from streamrl.placement.workload import (
     EmpiricalLengths,

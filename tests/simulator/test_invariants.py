@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from streamrl.dataflow import build_dataflow
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.placements import Placement
-from streamrl.placement.run_options import RunOptions
+from streamrl.placement.problem import RunOptions
 from streamrl.placement.stage_timings import (
     GeneratorTiming,
     ScoreTiming,

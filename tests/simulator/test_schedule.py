@@ -14,8 +14,7 @@ from streamrl.placement.costs.cost_model import CostModel
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.model_shapes import load_model_shape
 from streamrl.placement.placements import CallAssignment, Placement
-from streamrl.placement.problem import PlacementProblem
-from streamrl.placement.run_options import RunOptions
+from streamrl.placement.problem import PlacementProblem, RunOptions
 from streamrl.placement.steady_state.estimator import PlacementEstimator
 from streamrl.placement.workload import FixedLength, LognormalLengths, Workload
 from streamrl.resharding.grids import RankGrid

@@ -10,7 +10,7 @@ from streamrl.errors import ConfigError
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
-from streamrl.placement.run_options import RunOptions
+from streamrl.placement.problem import RunOptions
 from streamrl.placement.stage_timings import ScoreTiming, StageTimings, TrainTiming, WeightsTiming
 from streamrl.placement.workload import EmpiricalLengths, FixedLength, Workload
 from streamrl.resharding.grids import RankGrid

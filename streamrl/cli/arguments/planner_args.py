@@ -239,33 +239,29 @@ def read_rollouts(arguments: argparse.Namespace, config: RunConfig) -> Rollouts:
         if recorded is None:
             raise ConfigError(f"--lengths {spec}: the run has no episodes; this one has")
         return recorded.lengths, recorded
+    observed_tokens, max_turns = arguments.observed_tokens or 0, config.environment.max_turns
+    num_turns: LengthDistribution = FixedLength(max_turns)
+    if arguments.turns is not None:
+        num_turns = _parse_lengths(arguments.turns, max_turns, "--turns")
+        location = f"--turns {arguments.turns}: {num_turns.max_tokens} turns"
+        _check_longest(num_turns, max_turns, location, "environment.max_turns")
+    lengths = FixedLength(limit) if spec is None else read_lengths(spec, limit)
+    if observed_tokens < 0:
+        raise ConfigError(f"--observed-tokens {observed_tokens}: must be 0 or more")
     turns = TurnParameters(
-        _read_turns(arguments.turns, config.environment.max_turns),
-        FixedLength(limit) if spec is None else read_lengths(spec, limit),
-        _check_observed_tokens(arguments.observed_tokens or 0),
+        num_turns,
+        lengths,
+        observed_tokens,
         _read_environment_time(arguments.environment_s, config.environment.turn_timeout_s),
         config.environment.max_tokens,
     ).draw_episodes()
     return turns.lengths, turns
 
 
-def _read_turns(text: str | None, limit: int) -> LengthDistribution:
-    """Parse the value of --turns; None: every episode has `limit` turns."""
-    if text is None:
-        return FixedLength(limit)
-    turns = _parse_lengths(text, limit, "--turns")
-    if turns.max_tokens > limit:
-        raise ConfigError(
-            f"--turns {text}: {turns.max_tokens} turns: must be at most"
-            f" environment.max_turns={limit}"
-        )
-    return turns
-
-
-def _check_observed_tokens(tokens: int) -> int:
-    if tokens < 0:
-        raise ConfigError(f"--observed-tokens {tokens}: must be 0 or more")
-    return tokens
+def _check_longest(lengths: LengthDistribution, limit: int, location: str, key: str) -> None:
+    """Raise ConfigError, which begins with `location`, for lengths above the config's limit."""
+    if lengths.max_tokens > limit:
+        raise ConfigError(f"{location}: must be at most {key}={limit}")
 
 
 def _read_environment_time(text: str | None, limit_s: float) -> EnvironmentTime:
@@ -307,11 +303,8 @@ def read_lengths(text: str, limit: int) -> LengthDistribution:
         lengths = load_run_trace(path).lengths
     else:
         lengths = _parse_lengths(text, limit, "--lengths")
-    if lengths.max_tokens > limit:
-        raise ConfigError(
-            f"--lengths {text}: {lengths.max_tokens} tokens: must be at most"
-            f" generator.max_new_tokens={limit}"
-        )
+    location = f"--lengths {text}: {lengths.max_tokens} tokens"
+    _check_longest(lengths, limit, location, "generator.max_new_tokens")
     return lengths
 
 

@@ -39,7 +39,7 @@ def report_to_json(trace: RunTrace) -> dict[str, Any]:
         },
         "filter": vars(measure_filter_cost(trace)),
         "episodes": episodes and vars(episodes),
-        "measured": vars(SteadyMetrics.from_trace(trace)),
+        "measured": vars(SteadyMetrics.from_run(trace)),
     }
 
 

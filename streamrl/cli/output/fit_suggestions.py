@@ -11,9 +11,8 @@ from streamrl.engines.trainer_config import OFFLOAD
 from streamrl.errors import ConfigError
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.problem import PlacementCosts, PlacementProblem
-from streamrl.placement.search.feasibility import can_fit
-from streamrl.placement.search.hybridflow_parallel import ParallelismChoices
-from streamrl.placement.search.split_rules import SplitRules
+from streamrl.placement.search.hybridflow_mapping import can_fit
+from streamrl.placement.search.hybridflow_parallel import ParallelismChoices, SplitRules
 from streamrl.placement.steady_state.estimator import PlacementEstimator
 
 MICRO_BATCH_FRACTIONS = 16

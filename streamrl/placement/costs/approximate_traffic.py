@@ -1,8 +1,11 @@
 """Weight transfer cost by formula, for a search that evaluates thousands of placements.
 
 The formulas assume even splits (arXiv:2409.19256, Table 2, extended to separate devices).
-`WeightTraffic` computes the exact bytes of the copy plan.
+`WeightTraffic` computes the exact bytes of the copy plan. With LoRA only adapters travel, and the
+follower merges every version.
 """
+
+from dataclasses import replace
 
 from streamrl.placement.costs.param_shards import find_max_stage_params
 from streamrl.placement.costs.traffic import SHARDS_PARAMETERS, TransferCost, WeightTraffic
@@ -33,7 +36,6 @@ class ApproximateTraffic(WeightTraffic):
         return TransferCost(
             self._approximate_duration_s(source.mesh, target.mesh, received, network),
             round(received),
-            round(network),
             round(received) if is_aliased else wanted_bytes,
         )
 
@@ -73,6 +75,30 @@ class ApproximateTraffic(WeightTraffic):
         if source != target and not network:
             link_bytes = max(link_bytes, received * target.size / source.size)
         return max(link_bytes * link_s, network * network_s)
+
+
+class LoraTraffic(ApproximateTraffic):
+    """Estimator of weight transfer costs for models with LoRA adapters.
+
+    Every device of the follower reads the whole base model through its host, adds the adapters, and
+    keeps its own copy of the merged weights.
+    """
+
+    def _compute_transfer(
+        self, shape: ModelShape, source: CallAssignment, target: CallAssignment
+    ) -> TransferCost:
+        full_shape, trained_fraction = replace(shape, adapter_params=0), shape.trained_fraction
+        transfer = super()._compute_transfer(full_shape, source, target)
+        groups = target.mesh.find_node_groups(self._cluster)
+        host = min(group.device.host_bytes_per_s for group in groups)
+        itemsize, grid = self._constants.served_bytes, target.grid
+        reading_s = shape.num_params * itemsize / (host * self._constants.host_fraction)
+        return TransferCost(
+            transfer.seconds * trained_fraction + reading_s,
+            round(transfer.received_bytes * trained_fraction),
+            find_max_stage_params(full_shape, grid.pp_size, grid.tp_size, target.ep_size)
+            * itemsize,
+        )
 
 
 def _count_shared_params(

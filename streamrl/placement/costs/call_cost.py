@@ -153,7 +153,7 @@ class CallCost:
         GEMMs compute whole blocks of rows, and the last block of an expert is half empty on
         average.
         """
-        exchanges = EXPERT_ALL_TO_ALLS * self.parallel_groups.expert.all_to_all_latency_s
+        exchanges = EXPERT_ALL_TO_ALLS * self.parallel_groups.expert.send_latency_s
         return self.moe_layers * (
             exchanges + self.constants.expert_layer_s + self._expert_padding_s
         )
@@ -189,6 +189,12 @@ class CallCost:
     def send_token_s(self) -> float:
         """Seconds per token to send activations to the next pipeline stage."""
         return self.hidden_bytes * self.parallel_groups.pipeline.send_byte_s
+
+    @property
+    def communication_token_s(self) -> float:
+        """Seconds per token that ranks communicate in a forward pass of a pipeline stage."""
+        all_reduces_s = self.all_reduces_per_layer * self.all_reduce_token_s
+        return all_reduces_s + self.expert_token_s + self.send_token_s
 
     def count_micro_batches(self, fewest: int, rollouts: float) -> int:
         """Return the micro-batches into which a replica splits `rollouts` rollouts.

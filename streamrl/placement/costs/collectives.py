@@ -69,11 +69,6 @@ class CollectiveGroup:
         return max(within, between)
 
     @property
-    def all_to_all_latency_s(self) -> float:
-        """Latency of an all-to-all: that of a single send, because all ranks send at once."""
-        return self.send_latency_s
-
-    @property
     def send_byte_s(self) -> float:
         """Seconds per byte of a send to the next rank of the group; 0 for a single rank."""
         if self.ranks == 1:
@@ -83,6 +78,7 @@ class CollectiveGroup:
 
     @property
     def send_latency_s(self) -> float:
+        """Latency of a send, and of an all-to-all, in which all ranks send at once."""
         if self.ranks == 1:
             return 0.0
         constants = self.constants

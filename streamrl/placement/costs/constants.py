@@ -265,7 +265,7 @@ class CostConstants:
     def from_yaml(cls, path: Path, defaults: "CostConstants | None" = None) -> "CostConstants":
         """Read constants from a YAML file; names that the file lacks keep their `defaults`.
 
-        Raise ConfigError for an invalid file.
+        Raise ConfigError, which suggests the nearest valid name, for an invalid file.
         """
         try:
             values = read_small_yaml(path)
@@ -273,18 +273,8 @@ class CostConstants:
             raise ConfigError(f"constants {path}: {describe_read_error(error)}") from None
         if not isinstance(values, Mapping):
             raise ConfigError(f"constants {path}: must be a mapping of names to numbers")
-        return cls.from_dict(values, defaults, location=f"constants {path}")
-
-    @classmethod
-    def from_dict(
-        cls, loose: Mapping[str, Any], defaults: "CostConstants | None" = None, *, location: str
-    ) -> "CostConstants":
-        """Return constants with the values of `loose`; names that it lacks keep their `defaults`.
-
-        Raise ConfigError for an invalid value or name; the message begins with `location` and
-        suggests the nearest valid name.
-        """
-        return read_settings(cls, asdict(defaults or cls()) | dict(loose), section=location)
+        known = asdict(defaults or cls())
+        return read_settings(cls, known | dict(values), section=f"constants {path}")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

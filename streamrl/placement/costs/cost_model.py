@@ -7,7 +7,7 @@ from functools import cache, cached_property
 
 from streamrl.dataflow import EMA_REFERENCE, POLICY, CallKind, ModelCall
 from streamrl.placement.clusters import DeviceSpec
-from streamrl.placement.costs.approximate_traffic import ApproximateTraffic
+from streamrl.placement.costs.approximate_traffic import ApproximateTraffic, LoraTraffic
 from streamrl.placement.costs.call_cost import CallCost
 from streamrl.placement.costs.call_memory import (
     compute_layer_weight_bytes,
@@ -24,7 +24,6 @@ from streamrl.placement.costs.call_memory import (
 from streamrl.placement.costs.constants import CostConstants
 from streamrl.placement.costs.device_memory import CallFootprint, DeviceMemory
 from streamrl.placement.costs.generate_timing import estimate_generator_timing
-from streamrl.placement.costs.lora_traffic import LoraTraffic
 from streamrl.placement.costs.param_shards import count_stage_params
 from streamrl.placement.costs.score_timing import estimate_rule_timing, estimate_score_timing
 from streamrl.placement.costs.traffic import SHARDS_PARAMETERS, TransferCost, WeightTraffic
@@ -154,25 +153,13 @@ class CostModel:
     def compute_kv_cache_bytes(self, placement: Placement) -> float:
         return self._build_device_memory(placement).compute_kv_cache_bytes(self._generate_stage)
 
-    def estimate_transfer(self, stage: str, placement: Placement) -> TransferCost | None:
-        """Return the cost of moving a version to a stage.
-
-        The result is None for a stage that does not follow a trained model.
-        """
-        call = self._call_by_stage[stage]
-        source = self._find_source_stage(call)
-        if not source:
-            return None
-        return self._estimate_transfer(
-            self._get_model_shape(stage),
-            placement.assignments[source],
-            placement.assignments[stage],
-        )
-
-    def _estimate_transfer(
+    def estimate_transfer(
         self, shape: ModelShape, source: CallAssignment, target: CallAssignment
     ) -> TransferCost:
-        """Return the transfer cost; by formula with experts, which copy plans do not support."""
+        """Return the cost of moving a version from a trainer to a follower.
+
+        By formula with experts, which copy plans do not support.
+        """
         if shape.adapter_params:
             return self._lora_traffic.estimate_transfer(shape, source, target)
         is_plain = source.ep_size == 1 and target.ep_size == 1
@@ -312,7 +299,7 @@ class CostModel:
     def _compute_weights_timing(
         self, stage: str, source: CallAssignment, target: CallAssignment
     ) -> WeightsTiming:
-        transfer = self._estimate_transfer(self._get_model_shape(stage), source, target)
+        transfer = self.estimate_transfer(self._get_model_shape(stage), source, target)
         constants = self.constants
         if source.mesh.overlaps(target.mesh):
             # On shared devices the follower computes nothing during the whole transfer.
@@ -399,7 +386,7 @@ class CostModel:
             )
         memory = CallMemory(compute_serving_weight_bytes(cost), 0.0)
         if trainer is not None and self.constants.aliases_served:
-            filled_bytes = float(self._estimate_transfer(shape, trainer, assignment).extra_bytes)
+            filled_bytes = float(self.estimate_transfer(shape, trainer, assignment).extra_bytes)
             is_resident = self.constants.keeps_served
             memory = CallMemory(filled_bytes, 0.0) if is_resident else CallMemory(0.0, filled_bytes)
         if call.kind is CallKind.SCORE:

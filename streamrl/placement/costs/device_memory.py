@@ -152,23 +152,20 @@ class DeviceMemory:
 
     def _free_kv_bytes(self, device_range: DeviceRange) -> float:
         usable = compute_usable_bytes(device_range.device.memory_bytes, self.constants)
-        active = self._compute_active_beside_kv(device_range) + self._find_max_active_bytes(
-            device_range, CallKind.GENERATE
-        )
+        active = self._find_max_active_bytes(device_range, self._kinds_beside_kv)
+        active += self._find_max_active_bytes(device_range, (CallKind.GENERATE,))
         return usable - self._compute_resident_bytes(device_range) - active
 
-    def _compute_active_beside_kv(self, device_range: DeviceRange) -> float:
-        scores = self._find_max_active_bytes(device_range, CallKind.SCORE)
-        return (
-            max(scores, self._find_max_active_bytes(device_range, CallKind.TRAIN))
-            if self.constants.keeps_kv
-            else scores
-        )
+    @property
+    def _kinds_beside_kv(self) -> Sequence[CallKind]:
+        """Kinds of calls that compute while a generator holds its KV cache."""
+        kinds = (CallKind.SCORE, CallKind.TRAIN)
+        return kinds if self.constants.keeps_kv else kinds[:1]
 
-    def _find_max_active_bytes(self, device_range: DeviceRange, kind: CallKind) -> float:
+    def _find_max_active_bytes(self, device_range: DeviceRange, kinds: Sequence[CallKind]) -> float:
         footprints = (self.footprints[stage] for stage in device_range.stages)
         return max(
-            (footprint.memory.active_bytes for footprint in footprints if footprint.kind is kind),
+            (footprint.memory.active_bytes for footprint in footprints if footprint.kind in kinds),
             default=0.0,
         )
 
@@ -180,15 +177,14 @@ class DeviceMemory:
         footprints = {stage: self.footprints[stage] for stage in device_range.stages}
         worst = max(footprints, key=lambda stage: footprints[stage].memory.active_bytes)
         peak = [MemoryItem(worst, footprints[worst].memory.active_bytes)]
-        kv_beside_kinds = (
-            (CallKind.SCORE, CallKind.TRAIN) if self.constants.keeps_kv else (CallKind.SCORE,)
-        )
         # Either the call with the largest active bytes computes, or a generator holds its KV cache
         # while a call that tolerates the KV cache computes.
         for stage, footprint in footprints.items():
             if footprint.kind is not CallKind.GENERATE:
                 continue
-            others = [other for other in footprints if footprints[other].kind in kv_beside_kinds]
+            others = [
+                other for other in footprints if footprints[other].kind in self._kinds_beside_kv
+            ]
             items = [
                 MemoryItem(stage, footprint.min_kv_bytes, is_kv=True),
                 MemoryItem(stage, footprint.memory.active_bytes),

@@ -78,10 +78,9 @@ def estimate_generator_timing(cost: CallCost, kv_room_bytes: float) -> Generator
         cost.all_reduces_per_layer * stages * cost.all_reduce_latency_s
         + stages * cost.parallel_groups.pipeline.send_latency_s
     )
-    exchanges = (
-        EXPERT_ALL_TO_ALLS * shape.moe_layers * cost.parallel_groups.expert.all_to_all_latency_s
-    )
+    exchanges = EXPERT_ALL_TO_ALLS * shape.moe_layers * cost.parallel_groups.expert.send_latency_s
     layers = constants.decode_layer_s * shape.layers
+    prompt_flops = count_token_flops(shape, cost.workload.prompt_tokens)
     compute = cost.compute_s(2 * shape.active_matmul_params, constants.decode_flops_fraction)
     return GeneratorTiming(
         replicas=cost.dp_size,
@@ -91,22 +90,9 @@ def estimate_generator_timing(cost: CallCost, kv_room_bytes: float) -> Generator
         kv_token_s=kv_bytes / bytes_per_s,
         compute_rollout_s=compute,
         step_s=stages * constants.decode_step_s + layers + communication_s + exchanges,
-        rollout_s=constants.decode_rollout_s
-        + cost.all_reduces_per_layer * cost.all_reduce_token_s
-        + cost.expert_token_s
-        + cost.send_token_s,
-        prefill_token_s=_estimate_prefill_token_s(cost),
+        rollout_s=constants.decode_rollout_s + cost.communication_token_s,
+        prefill_token_s=cost.compute_s(prompt_flops, constants.forward_flops_fraction)
+        + cost.communication_token_s,
         begin_s=constants.begin_s,
         group_s=constants.decode_group_s,
-    )
-
-
-def _estimate_prefill_token_s(cost: CallCost) -> float:
-    flops = count_token_flops(cost.shape, cost.workload.prompt_tokens)
-    compute = cost.compute_s(flops, cost.constants.forward_flops_fraction)
-    return (
-        compute
-        + cost.all_reduces_per_layer * cost.all_reduce_token_s
-        + cost.expert_token_s
-        + cost.send_token_s
     )

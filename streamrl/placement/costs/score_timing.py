@@ -35,18 +35,12 @@ def estimate_score_timing(cost: CallCost, loading_s: float = 0.0) -> ScoreTiming
     if constants.scores_from_host:
         begin_s += cost.device_params * constants.served_bytes * cost.host_byte_s
     compute = cost.compute_s(cost.forward_token_flops, constants.forward_flops_fraction)
-    token_s = (
-        compute
-        + cost.all_reduces_per_layer * cost.all_reduce_token_s
-        + cost.expert_token_s
-        + cost.send_token_s
-    )
     return ScoreTiming(
         replicas=cost.dp_size,
         batch=batch,
         batch_s=constants.score_batch_s + (bubble * begin_s * micro_batches + loading_s) / batches,
         rollout_s=constants.score_rollout_s,
-        token_s=token_s * bubble,
+        token_s=(compute + cost.communication_token_s) * bubble,
     )
 
 

@@ -20,7 +20,11 @@ from streamrl.placement.model_shapes import ModelShape
 from streamrl.placement.placements import CallAssignment
 from streamrl.resharding.byte_report import BytesReport, NodeTopology
 from streamrl.resharding.grids import RankAssignment, RankGrid
-from streamrl.resharding.grouping import GenerationSizes, assign_generation_ranks
+from streamrl.resharding.grouping import (
+    GenerationSizes,
+    assign_max_overlap,
+    assign_zero_redundancy,
+)
 from streamrl.resharding.layouts import ModelLayout, create_layout, partition_zero3
 from streamrl.resharding.plans import CopyPlan, plan_copies
 from streamrl.resharding.tensor_specs import ModelSpec, split_stages_evenly
@@ -37,12 +41,8 @@ class ClusterNodes(NodeTopology):
 
     @classmethod
     def from_cluster(cls, cluster: Cluster) -> "ClusterNodes":
-        nodes: list[int] = []
-        first = 0
-        for group in cluster.node_groups:
-            nodes += [first + at // group.devices_per_node for at in range(group.num_devices)]
-            first += group.num_nodes
-        return cls(max(group.devices_per_node for group in cluster.node_groups), tuple(nodes))
+        nodes = tuple(map(cluster.find_node, range(cluster.num_devices)))
+        return cls(max(group.devices_per_node for group in cluster.node_groups), nodes)
 
     def get_node(self, rank: int) -> int:
         return self.node_by_device[rank]
@@ -54,13 +54,11 @@ class TransferCost:
 
     seconds: time to move the bytes, without fixed overheads.
     received_bytes: bytes that the rank with the most incoming bytes receives.
-    network_bytes: bytes that the node with the most network traffic receives or sends.
     extra_bytes: memory of the follower's weights on the fullest device, beyond the trained weights.
     """
 
     seconds: float
     received_bytes: int
-    network_bytes: int
     extra_bytes: int
 
 
@@ -72,15 +70,12 @@ class WeightTraffic:
         self._constants = constants
         self._nodes = ClusterNodes.from_cluster(cluster)
         self._link_byte_s: list[float] = []
-        self._network_byte_s: dict[int, float] = {}
+        self._network_byte_s: list[float] = []
         for group in cluster.node_groups:
             link = group.device.link_bytes_per_s * constants.link_fraction
             self._link_byte_s += [1 / link] * group.num_devices
             network = 1 / (group.node_bytes_per_s * constants.network_fraction)
-            self._network_byte_s |= dict.fromkeys(
-                range(len(self._network_byte_s), len(self._network_byte_s) + group.num_nodes),
-                network,
-            )
+            self._network_byte_s += [network] * group.num_nodes
         self._transfer_costs: dict[Hashable, TransferCost] = {}
 
     def estimate_transfer(
@@ -137,7 +132,6 @@ class WeightTraffic:
     ) -> TransferCost:
         plan = self.plan_transfer(shape, source, target)
         report = plan.report_bytes()
-        network_bytes = _count_network_bytes_by_node(report, self._nodes)
         is_aliased = source.mesh == target.mesh and self._has_one_dtype
         itemsize = self._constants.served_bytes
         copy_bytes = (
@@ -146,7 +140,6 @@ class WeightTraffic:
         return TransferCost(
             self.report_duration_s(report),
             max(counts.received_bytes for counts in report.rank_bytes.values()),
-            max(network_bytes.values(), default=0),
             _find_max_extra_bytes(plan, report) if is_aliased else copy_bytes,
         )
 
@@ -227,12 +220,13 @@ class _TransferPlanner:
         first = self.target.mesh.first
         if self.source.mesh != self.target.mesh:
             return replace(follow.assign_ranks(), first_rank=first)
-        grouping = "zero" if self.is_nested else "overlap"
         replicas = train.dp_size if self.is_nested else 1
         micro = follow.dp_size // replicas
         sizes = GenerationSizes(follow.pp_size, follow.tp_size, micro, replicas)
-        served = assign_generation_ranks(
-            grouping, train, sizes, self._make_source_layout(spec, train, 0)
+        served = (
+            assign_zero_redundancy(train, sizes)
+            if self.is_nested
+            else assign_max_overlap(self._make_source_layout(spec, train, 0), sizes)
         )
         return replace(served, first_rank=first)
 

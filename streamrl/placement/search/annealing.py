@@ -6,19 +6,18 @@ rejects most bad proposals before they are scheduled. The search counts proposal
 so equal seeds give equal placements.
 """
 
+import heapq
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 
-from streamrl.placement.clusters import Cluster
-from streamrl.placement.meshes import Mesh, iter_meshes
+from streamrl.placement.meshes import Mesh, find_max_load, iter_meshes
 from streamrl.placement.placements import CallAssignment
-from streamrl.placement.search.hybridflow_parallel import ParallelismChoices
-from streamrl.placement.search.moves import iter_rearrangements
+from streamrl.placement.search.hybridflow_parallel import ParallelismChoices, RoleAssignments
 
 INITIAL_TEMPERATURE, FINAL_TEMPERATURE = 0.05, 0.002
 """Temperatures of annealing, as fractions of the step time.
@@ -35,6 +34,10 @@ FASTEST_OPTIONS = 4
 REARRANGE_TOLERANCE = 0.1
 """Rearrangements slower than the current step time by more than this fraction get no descent."""
 MAX_REARRANGE_DESCENTS = 3
+MAX_MESHES = 4
+"""Maximum number of meshes among which roles are redistributed."""
+MAX_REARRANGEMENTS = 192
+"""Rearrangements that are fitted: those with the least work of the busiest device."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,7 @@ class AnnealingSearch:
         self._allowed_streaming = list(streamed)
         self._rng = np.random.default_rng(seed)
         self._meshes = list(iter_meshes(choices.problem.cluster))
-        self._mesh_neighbors = _MeshNeighbors(choices.problem.cluster, self._meshes)
-        self.num_scheduled = 0
+        self._find_neighbors = cache(self._list_neighbors)
 
     @property
     def is_small_cluster(self) -> bool:
@@ -80,7 +82,6 @@ class AnnealingSearch:
         """Return the step time of a state; inf if infeasible or certainly above `limit_s`."""
         if self.compute_lower_bound_s(state) >= limit_s:
             return math.inf
-        self.num_scheduled += 1
         is_disaggregated = len({assignment.mesh for assignment in state.assignments.values()}) > 1
         streamed = state.is_streamed or not is_disaggregated
         placement = self._choices.make_placement(
@@ -90,17 +91,11 @@ class AnnealingSearch:
 
     def compute_lower_bound_s(self, state: SearchState) -> float:
         """Return a lower bound of the step time: seconds of work of the busiest device."""
-        busy_by_mesh = [
-            (assignment.mesh, self._choices.compute_min_busy_s(role, assignment, state.steps_ahead))
-            for role, assignment in state.assignments.items()
-        ]
-        return max(
-            sum(
-                seconds
-                for mesh, seconds in busy_by_mesh
-                if mesh.first <= first < mesh.first + mesh.size
-            )
-            for first in {mesh.first for mesh, _ in busy_by_mesh}
+        return find_max_load(
+            [
+                (option.mesh, self._choices.compute_min_busy_s(role, option, state.steps_ahead))
+                for role, option in state.assignments.items()
+            ]
         )
 
     def run(self, start: SearchState, proposals: int) -> tuple[SearchState, float]:
@@ -174,7 +169,7 @@ class AnnealingSearch:
             ]
         current_mesh = state.assignments[role].mesh
         other_meshes = {option.mesh for option in state.assignments.values()} | set(
-            self._mesh_neighbors.find_neighbors(current_mesh)
+            self._find_neighbors(current_mesh)
         )
         options = list(self._choices.list_options(role, current_mesh))
         for mesh in sorted(other_meshes - {current_mesh}):
@@ -205,6 +200,27 @@ class AnnealingSearch:
                 if other_cost < cost:
                     state, cost = other, other_cost
         return state, cost
+
+    def _list_neighbors(self, mesh: Mesh) -> list[Mesh]:
+        """List meshes with a common edge, and adjacent ones of equal size; else `mesh` itself."""
+        neighbors = []
+        for other in self._meshes:
+            has_same_end = mesh.first + mesh.size == other.first + other.size
+            is_adjacent = mesh.size == other.size and abs(mesh.first - other.first) == mesh.size
+            if other != mesh and (mesh.first == other.first or has_same_end or is_adjacent):
+                neighbors.append(other)
+        return neighbors or [mesh]
+
+    def _list_borders(self, left: Mesh, right: Mesh) -> list[int]:
+        """Return the devices at which the border of two adjacent meshes may lie instead."""
+        end, meshes = right.first + right.size, set(self._meshes)
+        return [
+            at
+            for at in range(left.first + 1, end)
+            if at != right.first
+            and Mesh(left.first, at - left.first) in meshes
+            and Mesh(at, end - at) in meshes
+        ]
 
     # Moves: each returns a new state, or None if the drawn move is impossible.
 
@@ -246,7 +262,7 @@ class AnnealingSearch:
 
     def _move_set(self, state: SearchState) -> SearchState | None:
         current_mesh = state.assignments[self._draw_role(state)].mesh
-        neighbors = self._mesh_neighbors.find_neighbors(current_mesh)
+        neighbors = self._find_neighbors(current_mesh)
         mesh = neighbors[self._rng.integers(len(neighbors))]
         return self._refit_sets(state, {current_mesh: mesh})
 
@@ -263,7 +279,7 @@ class AnnealingSearch:
         if not pairs:
             return None
         left, right = pairs[self._rng.integers(len(pairs))]
-        borders = self._mesh_neighbors.list_borders(left, right)
+        borders = self._list_borders(left, right)
         if not borders:
             return None
         at = borders[self._rng.integers(len(borders))]
@@ -299,32 +315,45 @@ class AnnealingSearch:
         return replace(state, steps_ahead=ahead, is_streamed=streamed)
 
 
-class _MeshNeighbors:
-    """Neighbors of each mesh: meshes that differ slightly from it."""
+def iter_rearrangements(
+    choices: ParallelismChoices, roles: RoleAssignments, ahead: int, limit_s: float
+) -> Iterator[RoleAssignments]:
+    """Yield other assignments of roles to meshes that fit and have a lower bound below `limit_s`.
 
-    def __init__(self, cluster: Cluster, meshes: Sequence[Mesh]) -> None:
-        self._meshes = list(meshes)
-        self._mesh_set = set(meshes)
-        self._num_devices = cluster.num_devices
-        self.find_neighbors = cache(self._list_neighbors)
+    ahead: steps that generation runs ahead.
+    """
+    names, current = list(roles), tuple(role_mesh.mesh for role_mesh in roles.values())
+    candidates = _list_meshes(choices, current)
+    busy_s = {
+        (role, mesh): _find_min_busy_s(choices, role, mesh, ahead)
+        for role in names
+        for mesh in candidates
+    }
+    bounded = (
+        (
+            find_max_load([(pair[1], busy_s[pair]) for pair in zip(names, meshes, strict=True)]),
+            meshes,
+        )
+        for meshes in itertools.product(candidates, repeat=len(names))
+        if meshes != current
+    )
+    for _, meshes in heapq.nsmallest(
+        MAX_REARRANGEMENTS, (entry for entry in bounded if entry[0] < limit_s)
+    ):
+        fitted = choices.fit_on_meshes(dict(zip(names, meshes, strict=True)))
+        if fitted is not None:
+            yield fitted
 
-    def _list_neighbors(self, mesh: Mesh) -> list[Mesh]:
-        """List meshes with a common edge, and adjacent ones of equal size; else `mesh` itself."""
-        neighbors = []
-        for other in self._meshes:
-            has_same_end = mesh.first + mesh.size == other.first + other.size
-            is_adjacent = mesh.size == other.size and abs(mesh.first - other.first) == mesh.size
-            if other != mesh and (mesh.first == other.first or has_same_end or is_adjacent):
-                neighbors.append(other)
-        return neighbors or [mesh]
 
-    def list_borders(self, left: Mesh, right: Mesh) -> list[int]:
-        """Return the devices at which the border of two adjacent meshes may lie instead."""
-        end = right.first + right.size
-        return [
-            at
-            for at in range(left.first + 1, end)
-            if at != right.first
-            and Mesh(left.first, at - left.first) in self._mesh_set
-            and Mesh(at, end - at) in self._mesh_set
-        ]
+def _list_meshes(choices: ParallelismChoices, used: tuple[Mesh, ...]) -> list[Mesh]:
+    """Return the mesh of all devices, and those meshes of `used` that hold the most roles."""
+    all_devices = Mesh(0, choices.problem.cluster.num_devices)
+    by_usage = sorted(set(used) - {all_devices}, key=lambda mesh: (-used.count(mesh), mesh))
+    return [all_devices, *by_usage[: MAX_MESHES - 1]]
+
+
+def _find_min_busy_s(choices: ParallelismChoices, role: str, mesh: Mesh, ahead: int) -> float:
+    """Return a lower bound of the seconds of a role's work on a mesh; inf if the role does not
+    fit."""
+    options = choices.list_options(role, mesh)
+    return choices.compute_min_busy_s(role, options[0], ahead) if options else math.inf

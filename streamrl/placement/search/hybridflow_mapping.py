@@ -10,17 +10,24 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.placement.search.hybridflow_parallel import ParallelismChoices
-from streamrl.placement.search.partitions import iter_allocations, iter_set_partitions
+from streamrl.placement.search.partitions import (
+    group_roles_by_model,
+    iter_allocations,
+    iter_set_partitions,
+)
 
 RoleSet = tuple[str, ...]
 BOUND_SLACK = 0.95
 """Factor on lower bounds: the formulas for calls alone and calls in a schedule differ."""
 FIRST_ALLOCATIONS = 64
 """Number of allocations in the first batch of a search by increasing lower bound."""
+MAX_NODES_FOR_THREE_SETS = 8
+"""On clusters of at most this many nodes, roles are also divided into three sets."""
 
 
 @dataclass(frozen=True)
@@ -75,46 +82,54 @@ class MappingSearch:
 
         Each role fits alone on the mesh of its set.
         """
-        lower_bounds, cluster = _LowerBounds(self._choices, ahead), self._choices.problem.cluster
+        cluster = self._choices.problem.cluster
+
+        @cache
+        def find_bound(roles: RoleSet, mesh: Mesh) -> float:
+            """Return the seconds of a set's work on a mesh, at least; inf if a role does not fit
+            alone."""
+            canonical = self._choices.find_canonical_mesh(mesh)
+            return sum(self._compute_role_bound(role, canonical, ahead) for role in roles)
+
         shared = 0.0
         if self._generator_mesh is not None:
-            shared = lower_bounds.find_bound((self._choices.generator_role,), self._generator_mesh)
+            shared = find_bound((self._choices.generator_role,), self._generator_mesh)
         for parts in iter_set_partitions(self._role_sets):
             sets = tuple(tuple(itertools.chain(*units)) for units in parts)
 
             def is_below_limit(i: int, mesh: Mesh, sets: Sequence[RoleSet] = sets) -> bool:
                 """Return whether the bound of set number i on a mesh is below the limit."""
-                return shared + lower_bounds.find_bound(sets[i], mesh) < limit_s()
+                return shared + find_bound(sets[i], mesh) < limit_s()
 
             for meshes in iter_allocations(cluster, len(sets), is_below_limit):
                 placed_sets = zip(sets, meshes, strict=True)
                 yield MeshAllocation(
                     sets,
                     meshes,
-                    shared
-                    + max(lower_bounds.find_bound(*placed_set) for placed_set in placed_sets),
+                    shared + max(find_bound(*placed_set) for placed_set in placed_sets),
                 )
+
+    def _compute_role_bound(self, role: str, mesh: Mesh, ahead: int) -> float:
+        options = self._choices.list_options(role, mesh)[:1]
+        return self._choices.estimate_busy_s(role, options[0], ahead) if options else math.inf
 
     def find_best(
         self, ahead: int = 0, *, streamed: bool = True, limit: int | None = None
-    ) -> tuple[Placement | None, int]:
-        """Return the placement with the shortest step, or None, and the number of allocations
-        tried.
+    ) -> Placement | None:
+        """Return the placement with the shortest step; None if none fits.
 
         An allocation is scheduled only while its lower bound is below the best step time so far.
         `limit` restricts the search to this many allocations, those with the lowest bounds.
         """
         best: tuple[float, Placement | None] = (math.inf, None)
-        num_scheduled = 0
         for allocation in self._iter_by_bound(ahead, limit):
             if allocation.lower_bound_s * BOUND_SLACK >= best[0]:
                 break
-            num_scheduled += 1
             for placement in self._iter_placements(allocation, ahead, streamed=streamed):
                 seconds = self._choices.estimator.estimate_step_s(placement, best[0])
                 if seconds < best[0]:
                     best = (seconds, placement)
-        return best[1], num_scheduled
+        return best[1]
 
     def _iter_by_bound(self, ahead: int, limit: int | None) -> Iterator[MeshAllocation]:
         if limit is not None:
@@ -152,27 +167,42 @@ class MappingSearch:
             )
 
 
-class _LowerBounds:
-    """Lower bounds, cached, of the seconds per step that a set of roles keeps a mesh busy."""
+def can_fit(choices: ParallelismChoices) -> bool:
+    """Return whether a plain placement fits into memory.
 
-    def __init__(self, choices: ParallelismChoices, ahead: int) -> None:
-        self._choices = choices
-        self._steps_ahead = ahead
-        self._bounds_s: dict[RoleSet, dict[Mesh, float]] = {}
+    False does not exclude that a more elaborate placement fits.
+    """
+    cluster = choices.problem.cluster
+    all_devices = Mesh(0, cluster.num_devices)
+    if choices.fit_on_meshes(dict.fromkeys(choices.roles, all_devices)) is not None:
+        return True
+    for sets in _iter_divisions(choices):
+        if len(sets) > 2 and cluster.num_nodes > MAX_NODES_FOR_THREE_SETS:  # noqa: PLR2004
+            continue
+        for meshes in iter_allocations(cluster, len(sets)):
+            meshes_by_role = {
+                role: mesh for roles, mesh in zip(sets, meshes, strict=True) for role in roles
+            }
+            if choices.fit_on_meshes(meshes_by_role) is not None:
+                return True
+    return False
 
-    def find_bound(self, roles: RoleSet, mesh: Mesh) -> float:
-        """Return the seconds of a set's work on a mesh, at least; inf if a role does not fit
-        alone."""
-        bounds = self._bounds_s.setdefault(roles, {})
-        if mesh not in bounds:
-            canonical = self._choices.find_canonical_mesh(mesh)
-            bounds[mesh] = sum(self._compute_role_bound(role, canonical) for role in roles)
-        return bounds[mesh]
 
-    def _compute_role_bound(self, role: str, mesh: Mesh) -> float:
-        options = self._choices.list_options(role, mesh)[:1]
-        return (
-            self._choices.estimate_busy_s(role, options[0], self._steps_ahead)
-            if options
-            else math.inf
-        )
+def _iter_divisions(choices: ParallelismChoices) -> Iterator[Sequence[Sequence[str]]]:
+    """Yield divisions of the roles into sets with devices of their own.
+
+    Two sets: the roles of a model, all trained roles, or the generator; and the rest. Three sets:
+    generator, trained roles, and scorers.
+    """
+    roles, generator, trained = choices.roles, choices.generator_role, choices.trained_roles
+    separated = [
+        *group_roles_by_model(choices.problem),
+        tuple(role for role in roles if role in trained),
+    ]
+    for subset in dict.fromkeys([*separated, (generator,)]):
+        rest = [role for role in roles if role not in subset]
+        if rest:
+            yield subset, rest
+    scored = [role for role in roles if role not in trained and role != generator]
+    if scored:
+        yield (generator,), [role for role in roles if role in trained], scored

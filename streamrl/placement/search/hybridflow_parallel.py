@@ -5,18 +5,17 @@ pipeline stages as nodes.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 
-from streamrl.dataflow import CallKind, Dataflow
+from streamrl.dataflow import CallKind, ModelCall
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.model_shapes import ModelShape
 from streamrl.placement.placements import MAX_TP_SIZE, CallAssignment, Placement
 from streamrl.placement.problem import PlacementProblem
 from streamrl.placement.search.partitions import list_placed_roles
-from streamrl.placement.search.split_rules import SplitRules
 from streamrl.placement.steady_state.estimator import PlacementEstimator, find_fullest_device
 from streamrl.resharding.grids import RankGrid
 
@@ -27,6 +26,22 @@ EP_SIZES = (8, 16, 32, 64)
 
 RoleAssignments = Mapping[str, CallAssignment]
 """Devices and parallelism by role; all calls of a role share them."""
+
+SplitRules = Callable[[ModelCall, RankGrid], Sequence[int]]
+"""ZeRO stages allowed for a call on a grid, plainest first; empty if the grid is not allowed."""
+
+UNSHARDED_ZERO_STAGES = (1,)
+"""ZeRO stages for a call that is not trained, or has no data-parallel ranks to shard over."""
+SHARDED_ZERO_STAGES = (1, 3)
+"""ZeRO stages for data-parallel training: shard the optimizer state (1), or all state (3)."""
+
+
+def allow_any_split(call: ModelCall, grid: RankGrid) -> Sequence[int]:
+    return (
+        SHARDED_ZERO_STAGES
+        if call.kind is CallKind.TRAIN and grid.dp_size > 1
+        else UNSHARDED_ZERO_STAGES
+    )
 
 
 def list_grids(mesh: Mesh, cluster: Cluster, shape: ModelShape) -> list[RankGrid]:
@@ -70,16 +85,12 @@ class ParallelismChoices:
         self._is_uniform = self.problem.cluster.is_uniform
 
     @cached_property
-    def dataflow(self) -> Dataflow:
-        return self.problem.dataflow
-
-    @cached_property
     def generator_role(self) -> str:
-        return self.dataflow.select_calls(CallKind.GENERATE)[0].role
+        return self.problem.dataflow.select_calls(CallKind.GENERATE)[0].role
 
     @cached_property
     def trained_roles(self) -> set[str]:
-        return set(self.dataflow.trained_roles)
+        return set(self.problem.dataflow.trained_roles)
 
     @cached_property
     def straggler_factor(self) -> float:

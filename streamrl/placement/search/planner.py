@@ -5,13 +5,18 @@ import math
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
 
+from streamrl.placement.clusters import Cluster
 from streamrl.placement.meshes import Mesh, list_node_edges
 from streamrl.placement.placements import Placement, PlacementMode
 from streamrl.placement.problem import PlacementCosts, PlacementProblem
 from streamrl.placement.search.annealing import AnnealingSearch, SearchState
 from streamrl.placement.search.flexrlhf import apply_guideline
 from streamrl.placement.search.hybridflow_mapping import MappingSearch
-from streamrl.placement.search.hybridflow_parallel import ParallelismChoices, RoleAssignments
+from streamrl.placement.search.hybridflow_parallel import (
+    ParallelismChoices,
+    SplitRules,
+    allow_any_split,
+)
 from streamrl.placement.search.pareto import (
     ExcludedBound,
     ParetoPoint,
@@ -22,8 +27,6 @@ from streamrl.placement.search.pareto import (
     find_pareto_front,
 )
 from streamrl.placement.search.partitions import group_roles_by_model
-from streamrl.placement.search.split_rules import SplitRules, allow_any_split
-from streamrl.placement.search.sub_clusters import iter_sub_problems, shift_devices
 from streamrl.placement.steady_state.estimator import PlacementEstimator
 
 WHOLE_STEPS_SUFFIX = ", by whole steps"
@@ -74,33 +77,52 @@ def plan_placement(  # noqa: PLR0913
     Equal seeds give equal plans.
     """
     bounds = sorted(set(max_staleness))
-    sub_placements: list[Placement] = []
-    for first, sub_problem in iter_sub_problems(problem):
-        planner = PlacementPlanner(
-            sub_problem,
-            costs_of(sub_problem),
+
+    def make_planner(planned: PlacementProblem) -> PlacementPlanner:
+        return PlacementPlanner(
+            planned,
+            costs_of(planned),
             rules=rules,
             streamed=streamed,
             runners_up=runners_up,
             on_estimated=on_estimated,
         )
-        for point in planner.plan(bounds, seed=seed, proposals=proposals).front:
-            candidates = (point.candidate, *point.runners_up)
+
+    sub_placements: list[Placement] = []
+    for first, sub_problem in iter_sub_problems(problem):
+        plan = make_planner(sub_problem).plan(bounds, seed=seed, proposals=proposals)
+        for point in plan.front:
             sub_placements += [
-                shift_devices(candidate.placement, first) for candidate in candidates
+                shift_devices(candidate.placement, first)
+                for candidate in (point.candidate, *point.runners_up)
             ]
-    costs = costs_of(problem)
-    planner = PlacementPlanner(
-        problem,
-        costs,
-        rules=rules,
-        streamed=streamed,
-        runners_up=runners_up,
-        on_estimated=on_estimated,
-    )
-    return planner.plan(
+    return make_planner(problem).plan(
         bounds, seed=seed, proposals=proposals, known=sub_placements, run_bound=run_bound
     )
+
+
+def iter_sub_problems(problem: PlacementProblem) -> Iterator[tuple[int, PlacementProblem]]:
+    """Yield (first device, problem) for each part of the cluster that may be faster alone.
+
+    A mesh over unlike nodes runs at the slower speed and has the smaller memory, and a cluster with
+    more devices than rollouts per step leaves devices idle. So a part has nodes of one type, and at
+    most as many devices as a step has rollouts.
+    """
+    cluster, rollouts = problem.cluster, problem.workload.sampled_workload.num_rollouts
+    for first, group in zip(cluster.group_starts, cluster.node_groups, strict=True):
+        nodes = min(group.num_nodes, max(1, rollouts // group.devices_per_node))
+        if len(cluster.node_groups) > 1 or nodes < group.num_nodes:
+            sub_cluster = Cluster((replace(group, num_nodes=nodes),))
+            yield first, replace(problem, cluster=sub_cluster)
+
+
+def shift_devices(placement: Placement, first: int) -> Placement:
+    """Add `first` to all device numbers: convert a placement on a part to the whole cluster."""
+    calls = {
+        stage: replace(assignment, mesh=Mesh(assignment.mesh.first + first, assignment.mesh.size))
+        for stage, assignment in placement.assignments.items()
+    }
+    return replace(placement, assignments=calls)
 
 
 class PlacementPlanner:
@@ -169,17 +191,15 @@ class PlacementPlanner:
         generation takes all devices), all roles on all devices, and FlexRLHF's guideline.
         """
         placements = [
-            self.model_mapping.find_best()[0],
-            self.role_mapping.find_best(limit=MAX_START_ALLOCATIONS)[0],
-            self.shared_generator_mapping.find_best(limit=MAX_START_ALLOCATIONS)[0],
+            self.model_mapping.find_best(),
+            self.role_mapping.find_best(limit=MAX_START_ALLOCATIONS),
+            self.shared_generator_mapping.find_best(limit=MAX_START_ALLOCATIONS),
         ]
         states = [self._to_state(placement) for placement in placements if placement is not None]
-        assignments = (self._place_colocated(), apply_guideline(self.choices))
-        return states + [SearchState(dict(roles)) for roles in assignments if roles is not None]
-
-    def _place_colocated(self) -> RoleAssignments | None:
         all_devices = Mesh(0, self._problem.cluster.num_devices)
-        return self.choices.fit_on_mesh(self.choices.roles, all_devices)
+        colocated = self.choices.fit_on_mesh(self.choices.roles, all_devices)
+        assignments = (colocated, apply_guideline(self.choices))
+        return states + [SearchState(dict(roles)) for roles in assignments if roles is not None]
 
     def _to_state(self, placement: Placement) -> SearchState:
         stages = self.choices.stages_by_role
@@ -212,7 +232,7 @@ class PlacementPlanner:
         starts = [item for item in known if item.steps_ahead <= bound]
         if bound:
             starts += [replace(item, steps_ahead=bound) for item in starts]
-            separate, _ = self.role_mapping.find_best(bound, limit=MAX_AHEAD_ALLOCATIONS)
+            separate = self.role_mapping.find_best(bound, limit=MAX_AHEAD_ALLOCATIONS)
             starts += [self._to_state(separate)] if separate is not None else []
         for start in starts:
             annealing.estimate_state_step_s(start)

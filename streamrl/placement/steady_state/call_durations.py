@@ -4,6 +4,7 @@ Generation is continuous batching (`continuous_batching.py`). Completion lengths
 of their distribution in a fixed order, plus the expected longest rollout of a step.
 """
 
+import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -16,8 +17,6 @@ from streamrl.messages import Array
 from streamrl.placement.stage_timings import GeneratorTiming, ScoreTiming, TrainTiming
 from streamrl.placement.steady_state.continuous_batching import ReplicaSchedule, schedule_replica
 from streamrl.placement.steady_state.environment_time import OpenEpisodes
-from streamrl.placement.steady_state.in_flight_window import compute_mean_time_in_flight
-from streamrl.placement.steady_state.micro_batch_rounds import pack_mini_batch
 from streamrl.placement.steady_state.overlapping_steps import RolloutProfile
 from streamrl.placement.steady_state.refill_chains import (
     RefillChains,
@@ -25,6 +24,7 @@ from streamrl.placement.steady_state.refill_chains import (
 )
 from streamrl.placement.steady_state.stragglers import (
     ReplicaLoads,
+    compute_mean_time_in_flight,
     estimate_slowest_replica_factor,
     sample_loads,
 )
@@ -58,11 +58,11 @@ class GenerationModel:
         self.workload = workload
         self._replaced_fraction = replaced
         self.rollouts_per_group = workload.group_size + extra
-        self._completions_s = cache(self._compute_completions_s)
+        self.find_completions_s = cache(self._compute_completions_s)
         self._replica_schedules = cache(self._make_replica_schedules)
         self._in_flight_steps: dict[int, float] = {}
         self._sample_loads = cache(partial(sample_loads, workload, self.rollouts_per_group))
-        self._rollout_profile = cache(self._build_rollout_profile)
+        self.find_rollout_profile = cache(self._build_rollout_profile)
         quantiles = workload.lengths.quantiles(np.linspace(0.0005, 0.9995, 1000))
         self._mean_length = float(np.mean(quantiles))
         square = float(np.mean(quantiles**2))
@@ -100,7 +100,7 @@ class GenerationModel:
         rollouts = self.workload.num_rollouts / self.workload.group_size * self.rollouts_per_group
         return rollouts / timing.replicas
 
-    def find_completions_s(
+    def _compute_completions_s(
         self, timing: GeneratorTiming, cuts: tuple[float, ...], link_s: float = 0.0
     ) -> list[float]:
         """Return, for each cut, the seconds from the step's start until that cut is complete.
@@ -108,11 +108,6 @@ class GenerationModel:
         cuts: fractions of the step's groups; the last is 1.0.
         link_s: time from the end of a filtered group to the request of its replacement.
         """
-        return self._completions_s(timing, cuts, link_s)
-
-    def _compute_completions_s(
-        self, timing: GeneratorTiming, cuts: tuple[float, ...], link_s: float
-    ) -> list[float]:
         schedules = self.find_replica_schedules(timing)
         slowest = max(schedules, key=lambda schedule: float(schedule.edges[-1]))
         if cuts == (1.0,):
@@ -180,7 +175,7 @@ class GenerationModel:
             )
         return self._in_flight_steps[window]
 
-    def find_rollout_profile(
+    def _build_rollout_profile(
         self, timing: GeneratorTiming, cuts: tuple[float, ...], window: int
     ) -> RolloutProfile:
         """Return the running rollouts and tokens of a step over time, on the slowest replica.
@@ -188,11 +183,6 @@ class GenerationModel:
         cuts: fractions of the step's groups.
         window: training steps in flight together.
         """
-        return self._rollout_profile(timing, cuts, window)
-
-    def _build_rollout_profile(
-        self, timing: GeneratorTiming, cuts: tuple[float, ...], window: int
-    ) -> RolloutProfile:
         schedules = self.find_replica_schedules(timing)
         schedule = max(schedules, key=lambda item: float(item.edges[-1]))
         undelayed_end = float(schedule.edges[-1])
@@ -394,6 +384,65 @@ def train_duration(timing: TrainTiming, workload: Workload) -> TrainDuration:
     rest_s = (workload.epochs - 1) * epoch_s
     updates = workload.num_updates - workload.mini_batches + 1
     return TrainDuration(first_s, rest_s + updates * update_s, micro_batches)
+
+
+def pack_mini_batch(workload: Workload, dp_size: int) -> tuple[int, float]:
+    """Return the number of rounds of a mini-batch, and the tokens of their largest micro-batches.
+
+    The tokens are summed over rounds, as in `pack_rounds`. Completion lengths are quantiles of the
+    workload's length distribution; the workload caches results.
+    """
+    if dp_size not in workload.packing_cache:
+        rollouts = math.ceil(workload.num_rollouts / workload.mini_batches)
+        ranks = (np.arange(rollouts) + 0.5) / rollouts
+        lengths = workload.prompt_tokens + np.rint(workload.completion_lengths.quantiles(ranks))
+        workload.packing_cache[dp_size] = pack_rounds(lengths, workload.micro_batch_tokens, dp_size)
+    return workload.packing_cache[dp_size]
+
+
+def pack_rounds(lengths: Array, budget: float, dp_size: int) -> tuple[int, float]:
+    """Return the number of rounds, and the sum of each round's largest micro-batch in tokens.
+
+    lengths: tokens of each rollout, prompt included.
+    A round has one micro-batch per data-parallel rank. Micro-batches take the longest rollouts
+    first, at most `budget` tokens including padding; the largest are halved until every rank has
+    one in every round, or none can be halved. The packing equals that of
+    `buffer/assembly/packing.py`; a test compares both.
+
+    Example: lengths [10, 6, 6, 3, 2, 1] with a budget of 12 and 2 ranks give the micro-batches
+    [10], [6, 6] and [3, 2, 1]. Halving [6, 6] fills two rounds, ([10], [3, 2, 1]) and ([6], [6]);
+    the result is (2, 10 + 6).
+    """
+    descending = np.sort(lengths)[::-1]
+    bins, start = [], 0
+    while start < len(descending):
+        rows = max(1, int(budget // descending[start]))
+        bins.append(descending[start : start + rows])
+        start += rows
+    bins = sorted(_halve_largest(bins, dp_size), key=_padded_tokens, reverse=True)
+    sums = [float(rows.sum()) for rows in bins]
+    firsts = range(0, len(sums), dp_size)
+    return len(firsts), sum(max(sums[first : first + dp_size]) for first in firsts)
+
+
+def _halve_largest(bins: list[Array], dp_size: int) -> list[Array]:
+    """Halve the micro-batches with the most padded tokens until each rank has equally many."""
+    heap = [(-_padded_tokens(rows), i) for i, rows in enumerate(bins) if len(rows) > 1]
+    heapq.heapify(heap)
+    micro_batches, halved = list(bins), set[int]()
+    while heap and (len(micro_batches) - len(halved)) % dp_size:
+        _, i = heapq.heappop(heap)
+        halved.add(i)
+        # Alternate rows, so that both halves have about equal tokens.
+        for half in (micro_batches[i][::2], micro_batches[i][1::2]):
+            if len(half) > 1:
+                heapq.heappush(heap, (-_padded_tokens(half), len(micro_batches)))
+            micro_batches.append(half)
+    return [rows for i, rows in enumerate(micro_batches) if i not in halved]
+
+
+def _padded_tokens(rows: Array) -> float:
+    return len(rows) * float(rows[0])
 
 
 STEP_CUTS = {1: (1.0,), 2: (0.5, 1.0), 4: (0.125, 0.375, 0.625, 0.875, 1.0)}

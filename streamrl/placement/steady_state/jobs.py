@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from streamrl.dataflow import EMA_REFERENCE, POLICY, CallKind, Dataflow, ModelCall
-from streamrl.placement.meshes import Mesh
+from streamrl.placement.meshes import Mesh, find_max_load
 from streamrl.placement.placements import CallAssignment, Placement
-from streamrl.placement.run_options import RunOptions
+from streamrl.placement.problem import RunOptions
 from streamrl.placement.stage_timings import StageTimings, WeightsTiming
 from streamrl.placement.steady_state.call_durations import (
     GenerationModel,
@@ -368,22 +368,9 @@ def build_busy_jobs(jobs: JobGraph, generation: GenerationModel) -> tuple[list[S
 
 
 def find_max_busy_s(jobs: JobGraph, jobs_of_step: Sequence[StepJob]) -> float:
-    """Return the busiest device's busy seconds per step; no step is shorter.
-
-    within: mesh of the devices to search; None for all devices.
-    Between the first devices of two meshes, all devices have the same load as the earlier of the
-    two or less, so only first devices are checked.
-    """
+    """Return the busiest device's busy seconds per step; no step is shorter."""
     mesh_s = [0.0] * len(jobs.meshes)
     for job in jobs_of_step:
         if job.mesh != NO_MESH:
             mesh_s[job.mesh] += sum(job.parts) / job.step_interval
-    firsts = {mesh.first for mesh in jobs.meshes}
-    return max(
-        sum(
-            seconds
-            for mesh, seconds in zip(jobs.meshes, mesh_s, strict=True)
-            if first in mesh.devices
-        )
-        for first in firsts
-    )
+    return find_max_load(list(zip(jobs.meshes, mesh_s, strict=True)))

@@ -30,17 +30,19 @@ class SteadyState:
     max_steps_ahead: int
 
     @property
+    def _last_step(self) -> int:
+        """Last measured step, which is before the final, incomplete window of steps."""
+        return max(0, len(self.schedule.ends_s) - 1 - self.max_steps_ahead)
+
+    @property
     def end_s(self) -> float:
-        """End of the measured steps, which is before the final, incomplete window of steps."""
-        return self.schedule.ends_s[-1 - min(self.max_steps_ahead, len(self.schedule.ends_s) - 1)]
+        """End of the measured steps."""
+        return self.schedule.ends_s[self._last_step]
 
     @property
     def start_s(self) -> float:
         """Start of the measured steps, `period_steps` steps before `end_s`."""
-        last = (
-            len(self.schedule.ends_s) - 1 - min(self.max_steps_ahead, len(self.schedule.ends_s) - 1)
-        )
-        first = last - self.schedule.period_steps
+        first = self._last_step - self.schedule.period_steps
         return self.schedule.ends_s[first] if first >= 0 else self.end_s - self.schedule.period_s
 
     def list_intervals(self) -> list[DeviceInterval]:

@@ -72,7 +72,7 @@ class FailureModel:
 
 @dataclass(frozen=True)
 class NodeCrash:
-    """A node failure at time_s, and the work that the run lost.
+    """A node failure, and the work that the run lost.
 
     processes: names of the processes that crashed.
     lost_tokens: sampled tokens of unfinished groups.
@@ -80,7 +80,6 @@ class NodeCrash:
     is_restart: whether the whole run restarted.
     """
 
-    time_s: float
     processes: tuple[str, ...]
     lost_tokens: int
     repeated_steps: int = 0

@@ -18,7 +18,7 @@ delivering it delays the next step by `group_s`.
 """
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -424,11 +424,6 @@ def _count_steps_until(
     timing: GeneratorTiming, count: int, resident: float, seconds: float, *, at_most: int
 ) -> int:
     """Return the smallest number of decode steps that takes `seconds`, at most `at_most`."""
-    low, high = 0, at_most
-    while low < high:
-        middle = (low + high) // 2
-        if timing.decode_run_s(count, resident, middle) >= seconds:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    return bisect_left(
+        range(at_most), seconds, key=lambda steps: timing.decode_run_s(count, resident, steps)
+    )

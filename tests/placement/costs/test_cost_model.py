@@ -136,22 +136,19 @@ def test_adapters_shrink_training_state_and_skip_products():
 
 def test_adapters_travel_alone_and_merge_into_host_weights():
     shape, base = add_adapter_params(MODEL_SHAPES["llama-7b"], 16), MODEL_SHAPES["llama-7b"]
-    placement = place("1-1-8", "1-1-8", 8)
-    sent = CostModel(make_lora_problem(A100)).estimate_transfer("generate", placement)
-    full = CostModel(make_grpo_problem("llama-7b", A100)).approximate_costs.estimate_transfer(
-        "generate", placement
-    )
-    assert sent is not None and full is not None
+    costs = CostModel(make_lora_problem(A100))
+    apart = place("1-1-8", "1-1-8", 8).assignments
+    sent = costs.estimate_transfer(shape, apart["train"], apart["generate"])
+    full = costs.approximate_costs.estimate_transfer(base, apart["train"], apart["generate"])
     fraction = shape.adapter_params / base.num_params
     assert sent.received_bytes == round(fraction * full.received_bytes) == 2 * shape.adapter_params
     constants, host = CostConstants(), DEVICES["A100"].host_bytes_per_s
     reading_s = 2 * base.num_params / (host * constants.host_fraction)
     assert sent.seconds == pytest.approx(fraction * full.seconds + reading_s)
     # On shared devices adapters are merged into a copy, too.
-    shared = CostModel(make_lora_problem(A100)).estimate_transfer(
-        "generate", colocate(make_lora_problem(A100), "1-1-16", "1-1-16")
-    )
-    assert shared is not None and shared.extra_bytes == 2 * base.num_params
+    together = colocate(make_lora_problem(A100), "1-1-16", "1-1-16").assignments
+    shared = costs.estimate_transfer(shape, together["train"], together["generate"])
+    assert shared.extra_bytes == 2 * base.num_params
 
 
 def test_adapters_fit_where_full_training_does_not():

@@ -5,8 +5,7 @@ from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.model_shapes import load_model_shape
 from streamrl.placement.problem import PlacementProblem
-from streamrl.placement.search.hybridflow_parallel import ParallelismChoices
-from streamrl.placement.search.split_rules import allow_any_split
+from streamrl.placement.search.hybridflow_parallel import ParallelismChoices, allow_any_split
 from streamrl.placement.steady_state.estimator import PlacementEstimator
 from streamrl.placement.workload import FixedLength, LognormalLengths, Workload
 from tests.placement.simple_costs import SimpleCosts

@@ -17,7 +17,7 @@ def list_allocations(mapping: MappingSearch) -> list[MeshAllocation]:
 def test_best_mapping_is_minimal_over_all_allocations():
     options = choices(ppo("4x8xA100"))
     mapping = MappingSearch(options, group_roles_by_model(options.problem))
-    best, num_scheduled = mapping.find_best()
+    best = mapping.find_best()
     assert best is not None
     allocations = list_allocations(mapping)
     seconds = [
@@ -26,7 +26,6 @@ def test_best_mapping_is_minimal_over_all_allocations():
         for placement in mapping._iter_placements(allocation, 0, streamed=True)
     ]
     assert options.estimator.estimate_step_s(best) == min(seconds)
-    assert 0 < num_scheduled <= len(allocations)
 
 
 @pytest.mark.parametrize("cluster", ["6x8xA100", "2x8xA100,2x8xV100", "8xA100"])
@@ -45,7 +44,7 @@ def test_large_models_get_enough_nodes():
         for roles, mesh in zip(allocation.role_sets, allocation.meshes, strict=True):
             if "policy" in roles:
                 assert mesh.size > 8
-    best, _ = mapping.find_best()
+    best = mapping.find_best()
     assert best is not None
     assert not options.estimator.costs.explain_infeasible(best)
 
@@ -53,7 +52,7 @@ def test_large_models_get_enough_nodes():
 def test_generation_may_use_all_devices():
     options = choices(ppo("4xA100", "qwen2.5-1.5b"))
     mapping = MappingSearch(options, group_roles_by_model(options.problem), everywhere=True)
-    best, _ = mapping.find_best()
+    best = mapping.find_best()
     assert best is not None
     assert best.assignments["generate"].mesh.size == 4
     for allocation in list_allocations(mapping):
@@ -62,6 +61,5 @@ def test_generation_may_use_all_devices():
 
 def test_infeasible_problem_has_no_mapping():
     options = choices(ppo("2xV100", "llama-70b"))
-    best, num_scheduled = MappingSearch(options, group_roles_by_model(options.problem)).find_best()
-    assert (best, num_scheduled) == (None, 0)
+    assert MappingSearch(options, group_roles_by_model(options.problem)).find_best() is None
     assert math.isinf(min((s for _, s in options.estimator.iter_estimated()), default=math.inf))

@@ -3,8 +3,7 @@
 import math
 
 from streamrl.placement.meshes import Mesh
-from streamrl.placement.search.annealing import AnnealingSearch, SearchState
-from streamrl.placement.search.moves import iter_rearrangements
+from streamrl.placement.search.annealing import AnnealingSearch, SearchState, iter_rearrangements
 from tests.placement.search.problems import choices, grpo, ppo
 
 LEFT, RIGHT, WHOLE = Mesh(0, 16), Mesh(16, 16), Mesh(0, 32)

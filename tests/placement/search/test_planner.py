@@ -14,8 +14,7 @@ from streamrl.dataflow import ModelCall
 from streamrl.errors import ConfigError
 from streamrl.placement.meshes import iter_meshes
 from streamrl.placement.placements import CallAssignment, Placement
-from streamrl.placement.problem import PlacementProblem
-from streamrl.placement.run_options import RunOptions
+from streamrl.placement.problem import PlacementProblem, RunOptions
 from streamrl.placement.search.flexrlhf import apply_guideline
 from streamrl.placement.search.hybridflow_parallel import ParallelismChoices
 from streamrl.placement.search.pareto import (

@@ -11,8 +11,7 @@ from streamrl.placement.costs.cost_model import CostModel
 from streamrl.placement.model_shapes import load_model_shape
 from streamrl.placement.problem import PlacementProblem
 from streamrl.placement.search.pareto import PlanResult
-from streamrl.placement.search.planner import plan_placement
-from streamrl.placement.search.sub_clusters import iter_sub_problems
+from streamrl.placement.search.planner import iter_sub_problems, plan_placement
 from streamrl.placement.workload import LognormalLengths, Workload
 
 MODEL = load_model_shape("llama-7b")

@@ -7,7 +7,7 @@ import pytest
 from streamrl.dataflow import build_dataflow
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.episode_turns import EnvironmentTime, TurnParameters
-from streamrl.placement.run_options import RunOptions
+from streamrl.placement.problem import RunOptions
 from streamrl.placement.stage_timings import GeneratorTiming, ScoreTiming, StageTimings, TrainTiming
 from streamrl.placement.steady_state.call_durations import GenerationModel
 from streamrl.placement.workload import FixedLength, LognormalLengths, Workload

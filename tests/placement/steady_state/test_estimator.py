@@ -20,8 +20,8 @@ from streamrl.placement.problem import (
     PlacementCosts,
     PlacementEstimate,
     PlacementProblem,
+    RunOptions,
 )
-from streamrl.placement.run_options import RunOptions
 from streamrl.placement.stage_timings import ScoreTiming, StageTimings, TrainTiming, WeightsTiming
 from streamrl.placement.steady_state.estimator import PlacementEstimator
 from streamrl.placement.steady_state.list_scheduler import JobDependency

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.messages import Array
-from streamrl.placement.steady_state import in_flight_window
-from streamrl.placement.steady_state.in_flight_window import (
+from streamrl.placement.steady_state import stragglers
+from streamrl.placement.steady_state.stragglers import (
     _draw_values,
     compute_mean_time_in_flight,
 )
@@ -67,6 +67,6 @@ def test_large_steps_are_sampled_in_part(
             drawn.append(1)
             yield value
 
-    monkeypatch.setattr(in_flight_window, "_draw_values", count_draws)
+    monkeypatch.setattr(stragglers, "_draw_values", count_draws)
     assert compute_mean_time_in_flight(LENGTHS, window=5, groups=groups, filtered=filtered) > 0
     assert len(drawn) < 1_000_000

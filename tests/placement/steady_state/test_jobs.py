@@ -6,7 +6,7 @@ from streamrl.dataflow import build_dataflow
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
-from streamrl.placement.run_options import RunOptions
+from streamrl.placement.problem import RunOptions
 from streamrl.placement.stage_timings import ScoreTiming, StageTimings, TrainTiming
 from streamrl.placement.steady_state.call_durations import GenerationModel
 from streamrl.placement.steady_state.jobs import CallGraph, JobGraph, make_ahead_job

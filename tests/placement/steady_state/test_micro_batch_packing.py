@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from streamrl.buffer.assembly.packing import pack_rollouts
 from streamrl.placement.stage_timings import TrainTiming
-from streamrl.placement.steady_state.call_durations import train_duration
-from streamrl.placement.steady_state.micro_batch_rounds import pack_rounds
+from streamrl.placement.steady_state.call_durations import pack_rounds, train_duration
 from streamrl.placement.workload import EmpiricalLengths, FixedLength, Workload
 
 
