@@ -6,6 +6,9 @@
         <--  the same, or {"type": "error", "data": {"message": "...", "code": "...", ...}}
     {"type": "close"}                            -->
 
+An environment with tools lists them for the action {"type": "list_tools"}, and answers the action
+{"type": "call_tool", "tool_name": "...", "arguments": {...}} with `result` or `error`.
+
 A server gives each connection an environment of its own. At capacity it ends a new connection,
 with code 1000 and, in some releases, an error message before.
 """
@@ -14,15 +17,18 @@ import asyncio
 import contextlib
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 from streamrl.environments.adapters.option_function import load_option_function
 from streamrl.environments.adapters.row_options import merge_row_options
-from streamrl.environments.interface import Reply, Turn
+from streamrl.environments.interface import CallOutcome, Reply, ToolSchema, Turn
+from streamrl.environments.tool_calls.reply_text import replace_surrogates
 from streamrl.environments.tool_calls.strict_json import check_encodable, parse_json_at
+from streamrl.environments.tool_calls.tool_schema import check_tool_schema
+from streamrl.environments.tool_sources.tool_source import ToolAnswer
 from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError
 from streamrl.files.bounded_read import MIB
 from streamrl.files.optional_package import import_optional
@@ -40,6 +46,9 @@ LONGEST_PAUSE_S = 2.0
 """Pauses between connections to a server at capacity: the first, doubled up to the longest, s."""
 NORMAL_CLOSURE = 1000
 VALIDATION_ERROR, CAPACITY_REACHED = "VALIDATION_ERROR", "CAPACITY_REACHED"
+NO_ACTION = (VALIDATION_ERROR, "EXECUTION_ERROR")
+"""Errors of an environment that does not know an action."""
+CALL_FIELDS = {"tool_name", "result", "error"}
 
 
 class OpenEnvEnvironment:
@@ -47,7 +56,8 @@ class OpenEnvEnvironment:
 
     url: WebSocket of the server, such as ws://127.0.0.1:8000/ws.
     action: {field: NAME}: the reply's text is the field NAME of the action. {json: true}: the first
-        JSON object of the reply is the action.
+        JSON object of the reply is the action. By default calls of the server's tools are the
+        actions; without tools it is {field: message}.
     observation: {field: NAME}: the policy reads the field NAME of an observation. A text is a
         function(observation) as file.py:function. By default the policy reads the only field, if it
         has text, otherwise all fields as JSON; `metadata` is not for the policy.
@@ -84,39 +94,84 @@ class OpenEnvEnvironment:
             self._observation_field = _read_field("observation", observation)
         elif observation:
             self._observation_function = load_option_function(
-                observation, option="observation", parameters=("observation",)
+                observation, option="observation", parameters=("observation",), gives_text=True
             )
         self._instructions = instructions
         self._options = {"reset": reset or {}, "seed": seed}
         self._wait_s = wait_s
         self._connection: Any = None
+        self._num_unread, self._turn = 0, asyncio.Lock()
+        self._is_done = False
 
     @classmethod
     def check_options(cls, **options: Any) -> None:
         import_package("websockets.asyncio.client")
         cls(**options)
 
-    async def reset(self, row: Prompt, seed: int) -> str:
+    @classmethod
+    async def list_tools(cls, **options: Any) -> Sequence[ToolSchema]:
+        """Return the schemas of the server's tools; () if it has none, or the action is given."""
+        if options.get("action") is not None:
+            return ()
+        environment = cls(**options)
+        try:
+            answer = await environment._open({"type": "step", "data": {"type": "list_tools"}})
+        finally:
+            await environment.close()
+        if answer["data"].get("code") in NO_ACTION:
+            return ()
+        observation = environment._read_result(answer)["observation"]
+        if observation.keys() - {"metadata"} != {"tools"}:
+            return ()
+        place = f"environment.options.url={options['url']}"
+        if not observation["tools"]:
+            raise ConfigError(f"{place}: lists no tools; mend the server, or set options.action")
+        tools = list(map(_make_schema, observation["tools"]))
+        for tool in tools:
+            check_tool_schema(tool, place=place)
+        return tools
+
+    async def reset(self, row: Prompt, seed: int) -> str | None:
         options = merge_row_options(row, self._options, allowed=("reset", "seed"))
         if options["seed"] is None:
             options["seed"] = seed
         data = {"seed": options["seed"], **options["reset"]}
         result = self._read_result(await self._open({"type": "reset", "data": data}))
-        text = self._describe(result["observation"])
-        return f"{self._instructions}\n\n{text}" if self._instructions else text
+        texts = [self._instructions, self._describe(result["observation"])]
+        return "\n\n".join(filter(None, texts)) or None
 
     async def step(self, reply: Reply) -> Turn:
         try:
             action = self._read_action(reply.text)
         except ValueError as error:
             return Turn(f"Reply with a JSON object: {error}.")
+        answer = await self._take_step(action)
+        return Turn(answer.text, answer.reward, answer.done)
+
+    async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
+        """Call a tool of the server; an error of the tool is a text for the policy."""
+        if self._is_done:
+            return ToolAnswer("error: the episode has ended", CallOutcome.TOOL_ERROR)
+        return await self._take_step(
+            {"type": "call_tool", "tool_name": name, "arguments": arguments}
+        )
+
+    async def _take_step(self, action: Mapping[str, Any]) -> ToolAnswer:
         answer = await self._exchange({"type": "step", "data": action})
         if answer["data"].get("code") == VALIDATION_ERROR:
-            return Turn(f"Invalid action: {_format_reasons(answer['data'])}")
+            text = f"Invalid action: {_format_reasons(answer['data'])}"
+            return ToolAnswer(text, CallOutcome.TOOL_ERROR)
         result = self._read_result(answer)
-        is_done = bool(result.get("done"))
-        text = "" if is_done else self._describe(result["observation"])
-        return Turn(text, float(result.get("reward") or 0.0), is_done)
+        observation, reward = result["observation"], float(result.get("reward") or 0.0)
+        self._is_done = bool(result.get("done"))
+        outcome, error = CallOutcome.OK, observation.get("error")
+        if observation.keys() >= CALL_FIELDS and isinstance(error, dict):
+            if error.get("error_type") == "transport_error":
+                raise EpisodeError(f"{self._url}: {error.get('message')}")
+            outcome, text = CallOutcome.TOOL_ERROR, f"error: {error.get('message')}"
+        else:
+            text = "" if self._is_done else self._describe(observation)
+        return ToolAnswer(replace_surrogates(text), outcome, reward=reward, done=self._is_done)
 
     async def close(self) -> None:
         connection, self._connection = self._connection, None
@@ -161,6 +216,7 @@ class OpenEnvEnvironment:
                 ping_timeout=None,
                 max_size=MAX_MESSAGE_BYTES,
             )
+            self._num_unread = 0
         except (OSError, ValueError, failures.WebSocketException) as error:
             is_out = isinstance(error, OSError) or (
                 isinstance(error, failures.InvalidStatus)
@@ -177,10 +233,15 @@ class OpenEnvEnvironment:
         is_first: the server may end the connection instead, which means that it is full.
         """
         closed = import_package("websockets.exceptions").ConnectionClosed
-        with contextlib.suppress(closed):  # its last words may be there to read
-            await self._connection.send(json.dumps(message))
         try:
-            text = await self._connection.recv()
+            async with self._turn:
+                self._num_unread += 1
+                with contextlib.suppress(closed):  # its last words may be there to read
+                    await self._connection.send(json.dumps(message))
+                # Answers to calls that were given up come first.
+                while self._num_unread:
+                    text = await self._connection.recv()
+                    self._num_unread -= 1
         except closed as error:
             if is_first and error.rcvd is not None and error.rcvd.code == NORMAL_CLOSURE:
                 return {"type": "error", "data": {"code": CAPACITY_REACHED}}
@@ -216,12 +277,7 @@ class OpenEnvEnvironment:
 
     def _describe(self, observation: Mapping[str, Any]) -> str:
         if self._observation_function is not None:
-            text = self._observation_function(observation)
-            if not isinstance(text, str):
-                raise EpisodeError(
-                    f"environment.options.observation: returned {format_value(text)}, not text"
-                )
-            return text
+            return str(self._observation_function(observation))
         value: Any = {name: entry for name, entry in observation.items() if name != "metadata"}
         if self._observation_field:
             if self._observation_field not in observation:
@@ -230,9 +286,28 @@ class OpenEnvEnvironment:
                     f" {', '.join(observation) or 'no fields'}"
                 )
             value = observation[self._observation_field]
+        elif value.keys() == CALL_FIELDS:
+            value = _read_content(value["result"])
         elif len(value) == 1 and isinstance(only := next(iter(value.values())), str):
             value = only
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        if isinstance(value, str):
+            return value
+        return json.dumps(value, ensure_ascii=False) if value not in ({}, None) else ""
+
+
+def _make_schema(tool: Any) -> ToolSchema:
+    tool = tool if isinstance(tool, dict) else {}
+    function = {"name": tool.get("name"), "description": tool.get("description") or ""}
+    parameters = tool.get("input_schema") or {"type": "object", "properties": {}}
+    return {"type": "function", "function": {**function, "parameters": parameters}}
+
+
+def _read_content(result: Any) -> Any:
+    """Return the text of a tool's result in MCP's form; any other result as it is."""
+    content = result.get("content") if isinstance(result, dict) else None
+    if not isinstance(content, list):
+        return result
+    return "\n".join(block.get("text") or f"[{block.get('type')}]" for block in content)
 
 
 def _read_field(option: str, value: Any) -> str:

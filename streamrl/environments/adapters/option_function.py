@@ -7,6 +7,7 @@ from typing import Any
 
 from streamrl.errors import EpisodeError
 from streamrl.files.python_module import FileFunction, load_referenced_function
+from streamrl.rewards.interface.checks import format_value
 
 _LOADING = threading.Lock()
 
@@ -17,11 +18,13 @@ def load_option_function(
     option: str,
     parameters: Sequence[str],
     lets_through: tuple[type[Exception], ...] = (),
+    gives_text: bool = False,
 ) -> Callable[..., Any]:
     """Return the function of an option; each process imports its file once.
 
     parameters: names of the positional arguments of its calls. lets_through: exceptions of
     the function that its caller handles; any other becomes an EpisodeError with the user's line.
+    gives_text: a result that is no text is an EpisodeError, too.
     Raises ConfigError if the function cannot be loaded or has other parameters.
     """
     setting = f"environment.options.{option}"
@@ -32,12 +35,15 @@ def load_option_function(
 
     def call(*arguments: Any) -> Any:
         try:
-            return code.function(*arguments)
+            result = code.function(*arguments)
         except lets_through:
             raise
         # SystemExit too: a user's function may call exit().
         except (Exception, SystemExit) as error:
             raise EpisodeError(f"{setting}={code.describe_error(error)}") from error
+        if gives_text and not isinstance(result, str):
+            raise EpisodeError(f"{setting}: returned {format_value(result)}, not text")
+        return result
 
     return call
 

@@ -7,9 +7,7 @@ from typing import Any, ClassVar
 from streamrl.environments.adapters.option_function import load_option_function
 from streamrl.environments.adapters.row_options import merge_row_options
 from streamrl.environments.interface import Reply, Turn
-from streamrl.errors import EpisodeError
 from streamrl.messages import Prompt
-from streamrl.rewards.interface.checks import format_value
 
 
 class TextGame(ABC):
@@ -35,7 +33,10 @@ class TextGame(ABC):
         self._action_function: Callable[..., Any] | None = None
         if observation:
             self._observation_function = load_option_function(
-                observation, option="observation", parameters=("observation", "game")
+                observation,
+                option="observation",
+                parameters=("observation", "game"),
+                gives_text=True,
             )
         if actions:
             self._action_function = load_option_function(
@@ -84,9 +85,4 @@ class TextGame(ABC):
     def _describe(self, observation: Any) -> str:
         if self._observation_function is None:
             return self._format_observation(observation)
-        text = self._observation_function(observation, self._game)
-        if not isinstance(text, str):
-            raise EpisodeError(
-                f"environment.options.observation: returned {format_value(text)}, not text"
-            )
-        return text
+        return str(self._observation_function(observation, self._game))

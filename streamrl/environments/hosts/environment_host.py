@@ -1,10 +1,12 @@
 """Handler of a host process: the sessions of a user's environment class, on one event loop."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from streamrl.environments.config import EnvironmentConfig, get_environment_section
+from streamrl.environments.environment_kinds import CLASS_KIND, LIST_TOOLS
 from streamrl.environments.hosts.call_runner import (
     CANCEL_TIMEOUT_S,
     HostCalls,
@@ -22,6 +24,7 @@ from streamrl.environments.hosts.shared_state import digest_shared_state
 from streamrl.environments.hosts.tool_environment import ToolEnvironment
 from streamrl.environments.hosts.user_class import load_user_class
 from streamrl.environments.hosts.user_environment import TurnEnvironment, UserEnvironment
+from streamrl.environments.interface import ToolSchema
 from streamrl.environments.tool_sources.tool_sources import ToolSources
 from streamrl.errors import ConfigError, EpisodeError, ServiceOutageError
 
@@ -35,6 +38,7 @@ class EnvironmentHost:
     def __init__(self, settings: EnvironmentConfig) -> None:
         self._settings = settings
         name, spec = settings.single
+        self._is_adapter = spec.kind != CLASS_KIND
         self._class = load_user_class(spec, section=get_environment_section(name))
         self._sources = ToolSources(
             spec.tools, self._class.description.tools, max_reply_chars=settings.max_reply_chars
@@ -57,7 +61,7 @@ class EnvironmentHost:
         except (UserCodeError, EpisodeError, ConfigError) as error:
             is_refused = isinstance(error, ConfigError)
             is_refused &= request.operation is HostOperation.DESCRIBE
-            is_outage = isinstance(error.__cause__ or error, ServiceOutageError)
+            is_outage = any(isinstance(e, ServiceOutageError) for e in (error, error.__cause__))
             response = HostResponse(
                 error=str(error), is_outage=is_outage, is_config_error=is_refused
             )
@@ -79,6 +83,9 @@ class EnvironmentHost:
         if request.operation is HostOperation.CLOSE:
             return await self._close_session(session_id)
         if request.operation is HostOperation.RESET:
+            prompt, seed, *served = arguments
+            self._adopt_tools(*served)
+            arguments = (prompt, seed)
             self._sessions[session_id] = self._make_environment()
         environment = self._sessions[session_id]
         task = asyncio.current_task()
@@ -93,8 +100,20 @@ class EnvironmentHost:
         """Return the description of the class with the tools of all sources."""
         await self._sources.check()
         deadline = asyncio.get_running_loop().time() + self._settings.turn_timeout_s
+        if self._is_adapter and LIST_TOOLS in self._class.methods:
+            list_tools = getattr(self._class.class_object, LIST_TOOLS)
+            async with asyncio.timeout_at(deadline):
+                self._adopt_tools(await list_tools(**self._class.options))
         tools = await self._sources.list_tools(deadline)
         return replace(self._class.description, tools=tools)
+
+    def _adopt_tools(self, tools: Sequence[ToolSchema] = ()) -> None:
+        """Offer the tools that an adapter's server has listed, if any, in place of turns."""
+        if tools:
+            shape, known = EnvironmentShape.TOOLS, self._class.description
+            known = replace(known, shape=shape, tools=tools, serves_tools=True)
+            self._class = replace(self._class, description=known)
+            self._sources = ToolSources((), tools, max_reply_chars=self._settings.max_reply_chars)
 
     def _make_environment(self) -> UserEnvironment:
         if self._class.description.shape is EnvironmentShape.TURNS:

@@ -293,7 +293,10 @@ class HostedSession:
         self._host = await self._pool.claim_host()
         if self.is_watched:
             await self._call(HostOperation.WATCH)
-        result: ResetResult = await self._call(HostOperation.RESET, self._prompt, self._seed)
+        found = self._pool.description
+        # Only the first host has asked the server.
+        arguments = self._prompt, self._seed, found.tools if found.serves_tools else ()
+        result: ResetResult = await self._call(HostOperation.RESET, *arguments)
         return result
 
     async def step(self, reply: Reply) -> EnvironmentStep:

@@ -34,6 +34,7 @@ class EnvironmentDescription:
         for tools is 0.
     has_oracle: the class has `oracle`, a policy that solves it, for `streamrl environment check`.
     takes_seed: `reset` takes the seed of the group.
+    serves_tools: the tools are those of an adapter's server, which rewards calls.
     """
 
     name: str
@@ -43,6 +44,7 @@ class EnvironmentDescription:
     has_score: bool = False
     has_oracle: bool = False
     takes_seed: bool = False
+    serves_tools: bool = False
 
     @property
     def place(self) -> str:
@@ -52,7 +54,7 @@ class EnvironmentDescription:
     @property
     def note(self) -> str:
         """Advice for a user whose episodes all have score 0; "" otherwise."""
-        if self.has_score or self.shape is EnvironmentShape.TURNS:
+        if self.has_score or self.serves_tools or self.shape is EnvironmentShape.TURNS:
             return ""
         return (
             f"{self.place} has no score(episode): its own score is 0 for every episode; rewards"
@@ -76,8 +78,8 @@ class HostRequest:
 
     WATCH before RESET and before CLOSE returns the names of the shared state that changed between.
 
-    arguments: of RESET prompt and seed, of STEP the Reply, of SCORE the EpisodeSummary, of
-        ORACLE the messages of the episode.
+    arguments: of RESET prompt, seed and the tools that a server has listed, if any; of STEP the
+        Reply, of SCORE the EpisodeSummary, of ORACLE the messages of the episode.
     """
 
     operation: HostOperation

@@ -2,9 +2,11 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from streamrl.environments.config import EnvironmentConfig
+from streamrl.environments.environment_kinds import CALL_TOOL
 from streamrl.environments.hosts.call_runner import HostCalls, UserCodeError
 from streamrl.environments.hosts.user_class import UserClass
 from streamrl.environments.hosts.user_environment import UserEnvironment
@@ -64,18 +66,21 @@ class ToolEnvironment(UserEnvironment):
         is_valid = any(call.outcome is CallOutcome.OK for call in reply.calls)
         self._num_malformed = 0 if is_valid else self._num_malformed + 1
         answers = await self._run_calls(reply.calls)
+        texts = [answer.text for answer in answers]
         messages = [
             {"role": "tool", "tool_call_id": make_call_id(i), "name": call.name, "content": text}
-            for i, (call, (_, text)) in enumerate(zip(reply.calls, answers, strict=True))
+            for i, (call, text) in enumerate(zip(reply.calls, texts, strict=True))
         ]
+        is_malformed = self._num_malformed >= self._settings.max_malformed
         return EnvironmentStep(
             messages,
-            done=self._num_malformed >= self._settings.max_malformed,
-            outcomes=[outcome for outcome, _ in answers],
+            reward=self.to_float(CALL_TOOL, sum(answer.reward for answer in answers)),
+            done=is_malformed or any(answer.done for answer in answers),
+            outcomes=[answer.outcome for answer in answers],
         )
 
-    async def _run_calls(self, calls: Sequence[ToolCall]) -> list[tuple[CallOutcome, str]]:
-        """Run calls concurrently; return outcome and answer of each, in order."""
+    async def _run_calls(self, calls: Sequence[ToolCall]) -> list[ToolAnswer]:
+        """Run calls concurrently; return their answers in order."""
         slots = asyncio.Semaphore(self._settings.parallel_calls)
         # Many slow calls are the policy's doing: the turn's deadline ends them, not the episode.
         deadline = asyncio.get_running_loop().time() + self._settings.turn_timeout_s
@@ -83,10 +88,10 @@ class ToolEnvironment(UserEnvironment):
 
     async def _run_call(
         self, call: ToolCall, slots: asyncio.Semaphore, deadline: float
-    ) -> tuple[CallOutcome, str]:
+    ) -> ToolAnswer:
         """Run a call. deadline: of the turn, s of the event loop's clock."""
         if call.outcome is not CallOutcome.OK:
-            return call.outcome, call.error
+            return ToolAnswer(call.error, call.outcome)
         tool = self._tools[call.name]
         try:
             async with asyncio.timeout_at(deadline), slots:
@@ -95,11 +100,12 @@ class ToolEnvironment(UserEnvironment):
         except TimeoutError:
             limit_s = min(self._settings.call_timeout_s, self._settings.turn_timeout_s)
             note = f"; {tool.timeout_note}" if tool.timeout_note else ""
-            return CallOutcome.TIMED_OUT, f"{call.name} timed out after {limit_s:g} s{note}"
+            text = f"{call.name} timed out after {limit_s:g} s{note}"
+            return ToolAnswer(text, CallOutcome.TIMED_OUT)
         max_chars = self._settings.max_reply_chars
         text, _ = cut_middle(answer.text, max_chars, num_missing=answer.num_missing)
         # join() makes a plain str: the pool does not unpickle str subclasses of the user.
-        return answer.outcome, "".join((text, ""))
+        return replace(answer, text="".join((text, "")))
 
     async def close(self) -> None:
         try:
@@ -109,7 +115,7 @@ class ToolEnvironment(UserEnvironment):
 
 
 class MethodTools:
-    """Methods of an environment's object as tools (ToolSession)."""
+    """Methods of an environment's object, or tools of its server, as tools (ToolSession)."""
 
     timeout_note = ""
 
@@ -119,6 +125,9 @@ class MethodTools:
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
         """Call a method. Raises UserCodeError if it returns neither text nor JSON."""
         environment = self._environment
+        if environment.description.serves_tools:
+            answer: ToolAnswer = await environment.call(CALL_TOOL, name, arguments)
+            return answer
         try:
             result = await environment.call(name, **arguments)
         except UserCodeError as error:

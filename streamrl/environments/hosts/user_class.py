@@ -74,12 +74,14 @@ def load_user_class(spec: EnvironmentSpec, *, section: str = SECTION) -> UserCla
     file, class_object, label = _import_class(spec, section)
     constructor = make_file_function(file, class_object.__name__, class_object, label=label)
     _check_options(constructor, spec.options, section)
-    if spec.kind != CLASS_KIND and OPTIONS_CHECK in vars(class_object):
+    is_adapter = spec.kind != CLASS_KIND
+    if is_adapter and OPTIONS_CHECK in vars(class_object):
         getattr(class_object, OPTIONS_CHECK)(**spec.options)
     methods = _find_methods(class_object, file, label)
-    if spec.kind != CLASS_KIND:
+    if is_adapter:
         methods.pop(OPTIONS_CHECK, None)
-    tools = [name for name in methods if name not in ("reset", *POSITIONAL_ARGUMENTS)]
+    other = ("reset", *POSITIONAL_ARGUMENTS)
+    tools = [name for name in methods if name not in other and not is_adapter]
     if "step" in methods and spec.tools:
         raise ConfigError(
             f"{section}.tools: {label} in {file} has step(self, reply), which answers every reply;"

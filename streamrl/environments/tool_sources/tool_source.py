@@ -16,13 +16,16 @@ class ToolAnswer:
     """Answer of a tool to a call.
 
     text: text for the policy; the environment cuts it.
-    outcome: OK or TOOL_ERROR.
+    outcome: OK, TOOL_ERROR, or TIMED_OUT at a limit of the source's own.
     num_missing: characters that the source itself left out in the middle of `text`.
+    reward, done: reward of the call, and whether it ends the episode.
     """
 
     text: str
     outcome: CallOutcome = CallOutcome.OK
     num_missing: int = 0
+    reward: float = 0.0
+    done: bool = False
 
 
 class ToolSession(Protocol):

@@ -3,7 +3,7 @@
 An episode begins at the seed; each action adds its `message`, an integer, and is rewarded with it;
 0 ends the episode. The path says how many sessions may be open and what happens to another one:
 /ws 50, /silent/N closed without a word, /loud/N closed after an error message. /elsewhere/PORT
-redirects to another port.
+redirects to another port. /tools has tools and takes no message, /empty has none.
 """
 
 import asyncio
@@ -28,7 +28,8 @@ async def serve_session(connection):
         return
     num_open[path] += 1
     try:
-        await answer_messages(connection)
+        answer = answer_calls if kind in ("tools", "empty") else answer_messages
+        await answer(connection)
     finally:
         num_open[path] -= 1
 
@@ -58,6 +59,47 @@ async def answer_messages(connection):
             total += int(value)
             done = int(value) == 0
             await connection.send(make_observation({"total": str(total)}, int(value), done=done))
+
+
+async def answer_calls(connection):
+    total = 0
+    async for text in connection:
+        message = json.loads(text)
+        action = message["data"] if message["type"] == "step" else {}
+        if message["type"] == "close":
+            return
+        if message["type"] == "reset":
+            total = message["data"]["seed"]
+            await connection.send(make_observation({}, None))
+        elif action["type"] == "list_tools":
+            has_tools = connection.request.path.startswith("/tools")
+            await connection.send(make_observation({"tools": TOOLS if has_tools else []}, None))
+        else:
+            number, error, result = action["arguments"].get("number", 0), None, None
+            await asyncio.sleep(action["arguments"].get("seconds", 0))
+            if action["tool_name"] == "add":
+                total += number
+                result = {"content": [{"type": "text", "text": str(total)}], "is_error": False}
+            elif action["tool_name"] == "die":
+                os._exit(1)
+            elif action["tool_name"] == "fail":
+                error = {"error_type": action["arguments"]["kind"], "message": "it broke"}
+            done = action["tool_name"] == "finish"
+            answer = {"tool_name": action["tool_name"], "result": result, "error": error}
+            await connection.send(make_observation(answer, number or None, done=done))
+
+
+def make_tool(name, **properties):
+    schema = {"type": "object", "properties": {key: {"type": t} for key, t in properties.items()}}
+    return {"name": name, "description": f"{name} it", "input_schema": schema}
+
+
+TOOLS = [
+    make_tool("add", number="integer", seconds="number"),
+    make_tool("fail", kind="string"),
+    make_tool("finish", number="integer"),
+    make_tool("die"),
+]
 
 
 def make_observation(observation, reward, *, done=False):

@@ -8,9 +8,14 @@ from pathlib import Path
 import pytest
 
 from streamrl.environments.adapters.openenv import OpenEnvEnvironment
-from streamrl.environments.interface import Reply, Turn
+from streamrl.environments.config import EnvironmentConfig
+from streamrl.environments.hosts.environment_host import EnvironmentHost
+from streamrl.environments.hosts.host_pool import EnvironmentHostPool
+from streamrl.environments.hosts.host_protocol import EnvironmentShape, HostOperation
+from streamrl.environments.interface import CallOutcome, Reply, ToolCall, Turn
 from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError
 from tests.environments.adapters.rows import make_row
+from tests.environments.hosts.open_session import OpenSession
 
 SERVER = Path(__file__).with_name("openenv_server.py")
 
@@ -160,3 +165,106 @@ async def test_all_fields_are_json_and_a_single_text_is_itself(connect):
 def test_unusable_options_are_refused(options, words):
     with pytest.raises(ConfigError, match=rf"^environment.options.{words}"):
         OpenEnvEnvironment.check_options(**{"url": "ws://localhost/ws", **options})
+
+
+def make_config(port, path="tools", **settings):
+    url = f"ws://127.0.0.1:{port}/{path}"
+    return EnvironmentConfig(kind="openenv", options={"url": url}, processes=1, **settings)
+
+
+@pytest.fixture
+async def open_session(port):
+    """Return sessions of hosts in this process that have described their environment."""
+    sessions = []
+
+    async def open_described(server=port, **settings):
+        sessions.append(OpenSession(EnvironmentHost(make_config(server, **settings))))
+        await sessions[-1].send(HostOperation.DESCRIBE)
+        return sessions[-1]
+
+    yield open_described
+    for session in sessions:
+        await session.close()
+
+
+async def test_the_tools_of_a_server_are_tools_whose_calls_have_rewards(open_session):
+    session = await open_session()
+    start = (await session.reset(seed=7)).result
+    assert start.messages == ()
+    assert [tool["function"]["name"] for tool in start.tools] == ["add", "fail", "finish", "die"]
+    assert start.tools[1] == {
+        "type": "function",
+        "function": {
+            "name": "fail",
+            "description": "fail it",
+            "parameters": {"type": "object", "properties": {"kind": {"type": "string"}}},
+        },
+    }
+    calls = [ToolCall("add", {"number": n}) for n in (5, -2)]
+    step = (await session.step("", *calls)).result
+    assert [message["content"] for message in step.messages] == ["12", "10"]
+    assert (step.reward, step.done) == (3.0, False)
+    late = ToolCall("add", {"number": 1})
+    step = (await session.step("", ToolCall("finish", {"number": 4}), late)).result
+    assert (step.reward, step.done) == (4.0, True)
+    assert step.messages[1]["content"] == "error: the episode has ended"
+    assert (await session.score(rewards=(3.0, 4.0))).result == 7.0
+
+
+async def test_a_failed_call_is_a_text_and_a_tool_that_was_not_reached_an_error(open_session):
+    session = await open_session()
+    await session.reset()
+    wrong = ToolCall("jump", {}, CallOutcome.UNKNOWN_TOOL, "no such tool")
+    broken = ToolCall("fail", {"kind": "execution_error"})
+    step = (await session.step("", wrong, broken)).result
+    assert [message["content"] for message in step.messages] == ["no such tool", "error: it broke"]
+    assert step.outcomes == [CallOutcome.UNKNOWN_TOOL, CallOutcome.TOOL_ERROR]
+    response = await session.step("", ToolCall("fail", {"kind": "transport_error"}))
+    assert response.error.endswith("/tools: it broke") and not response.is_outage
+
+
+async def test_the_answer_of_a_call_that_timed_out_is_not_that_of_the_next(open_session):
+    session = await open_session(call_timeout_s=0.5)
+    await session.reset(seed=1)
+    slow = ToolCall("add", {"number": 2, "seconds": 0.7})
+    assert (await session.step("", slow)).result.outcomes == [CallOutcome.TIMED_OUT]
+    step = (await session.step("", ToolCall("add", {"number": 3}))).result
+    assert (step.messages[0]["content"], step.reward) == ("6", 3.0)
+
+
+async def test_a_server_of_tools_that_dies_or_is_not_there_is_an_outage(open_session):
+    process, port = start_server()
+    session = await open_session(port)
+    await session.reset()
+    assert (await session.step("", ToolCall("die"))).is_outage
+    process.wait(timeout=30)
+    response = await session.send(HostOperation.DESCRIBE)
+    assert response.is_outage and "/tools: no connection: " in response.error
+
+
+async def test_later_processes_have_the_tools_that_the_first_has_listed(port):
+    pool = EnvironmentHostPool(make_config(port, isolate=True))
+    await pool.start()
+    try:
+        assert pool.description.note == ""
+        sessions = [pool.open_session(make_row(), seed=i) for i in range(2)]
+        starts = await asyncio.gather(*(session.reset() for session in sessions))
+        assert sessions[0].host_pid != sessions[1].host_pid
+        assert starts[0].tools == starts[1].tools == pool.description.tools
+        step = await sessions[1].step(Reply("", [ToolCall("add", {"number": 4})]))
+        assert (step.messages[0]["content"], step.reward) == ("5", 4.0)
+    finally:
+        await pool.close()
+
+
+async def test_a_server_without_tools_has_turns_and_one_that_lists_none_is_refused(port):
+    plain = await OpenSession(EnvironmentHost(make_config(port, "ws"))).send(HostOperation.DESCRIBE)
+    assert plain.result.shape is EnvironmentShape.TURNS and plain.result.tools == ()
+    empty = OpenSession(EnvironmentHost(make_config(port, "empty")))
+    response = await empty.send(HostOperation.DESCRIBE)
+    assert response.is_config_error and "/empty: lists no tools; " in response.error
+
+
+async def test_a_server_is_not_asked_for_tools_where_the_action_is_given():
+    url = "ws://127.0.0.1:1/nobody"
+    assert await OpenEnvEnvironment.list_tools(url=url, action={"json": True}) == ()
