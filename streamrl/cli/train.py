@@ -144,8 +144,7 @@ def train(
         )
         exit_stack.callback(session.close)
         try:
-            facts = {**site.machine_facts, **describe_training(placed_config)}
-            recorded = _record_start(sinks, config, origin, facts)
+            recorded = _record_start(sinks, placed_config, origin, site.machine_facts)
             notes = (describe_shared_slots(placed_config), memory.summary_line if memory else "")
             _log_notes(sinks, *prepared.notes, describe_refusal(), site.placement.note, *notes)
             _log_fork(sinks, config, origin)
@@ -208,9 +207,10 @@ def _log_notes(sinks: SinkGroup, *notes: str) -> None:
 
 
 def _record_start(
-    sinks: SinkGroup, config: RunConfig, origin: ResumePoint | None, facts: EventFields
+    sinks: SinkGroup, config: RunConfig, origin: ResumePoint | None, machine: EventFields
 ) -> RecordedRows:
     """Log the facts of this start; return the rows of the steps that it may repeat."""
+    facts = {**machine, **describe_training(config)}
     after = origin.version if origin else config.run.steps
     recorded = RecordedRows(config.run_dir, after=after, facts=facts)
     goes_back = origin is not None and not origin.should_keep_journal
