@@ -126,7 +126,7 @@ def test_tasks_mix_with_files_by_weight(tokenizer, write_rows):
     [
         ({"kind": "gym"}, "data.train.kind=gym: must be one of file, reasoning_gym"),
         ({"dataset": None}, "data.train.dataset: missing"),
-        ({"size": "many"}, "data.train.size: "),
+        ({"size": "many"}, "data.train.size='many': must be a whole number"),
         ({"size": 0}, "data.train.size=0: must be 1 or more"),
         ({"seed": -1}, "data.train.seed=-1: must be 0 or more"),
         ({"options": {"seed": 3}}, "data.train.options.seed: give seed beside dataset"),
