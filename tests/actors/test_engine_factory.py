@@ -23,7 +23,7 @@ from tests.toy import write_toy
 async def test_the_filter_of_a_run_judges_a_group_by_its_included_rollouts(tmp_path: Path):
     words = ["filter.kind=equal_rewards", "algorithm.mask_truncated=true"]
     words += ["algorithm.count_truncated=false"]
-    config = load_config(write_toy(tmp_path) / "recipe.yaml", words)
+    config = load_config(write_toy(tmp_path) / "recipe.yaml", words, skips_dry_run=True)
     tokenizer = load_tokenizer(config.model.path)
     ends = {"7": FinishReason.STOP, "8": FinishReason.STOP, "9": FinishReason.LENGTH}
     rollouts = [
