@@ -27,7 +27,13 @@ def config(tmp_path: Path, rewards: str) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    "rewards", [MODEL, f"{RULE}, {MODEL}", "{kind: function, path: 'mine.py:f'}", "{kind: mine}"]
+    "rewards",
+    [
+        MODEL,
+        f"{RULE}, {MODEL}",
+        "{kind: function, path: 'mine.py:f'}",
+        "{kind: mine, path: mine.py}",
+    ],
 )
 def test_a_reward_that_may_use_devices_gets_a_shared_device_lease(tmp_path: Path, rewards: str):
     shared = config(tmp_path, rewards)

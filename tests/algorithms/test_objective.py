@@ -256,6 +256,29 @@ def test_the_mean_kl_includes_rejected_tokens_and_the_loss_does_not():
     assert loss == pytest.approx(-1 + 2.0 + 0.1 * 2 * 0.5)
 
 
+def test_weights_and_clips_are_counted_where_tokens_are_trained_and_entropy_everywhere():
+    # Weights of 1.2 (of 1.5), 1 and 1 on tokens with a ratio of 2; the third, of 0.5, is out.
+    correction = CorrectionConfig(
+        proximal="trainer",
+        weights="token",
+        weight_high=1.2,
+        reject="k1",
+        reject_low=0.8,
+        reject_high=1.6,
+    )
+    config = AlgorithmConfig(
+        name="dapo", kl_coef=0.1, kl_kind="k1", entropy_coef=0.01, correction=correction
+    )
+    proximal = torch.tensor([[0.0, math.log(1.5), 0.0, math.log(0.5)], [0.0] * 4])
+    loss, sums = compute_loss(config, logprobs=proximal + math.log(2), proximal_logprobs=proximal)
+    assert sums["weight_sum"] == pytest.approx(1.2 + 1 + 1)
+    assert sums["clipped_sum"] == 2, "row 1 has a negative advantage"
+    assert sums["entropy_sum"] == 4 * 2.0
+    # Weights are of the policy's part alone.
+    kl = 3 * (math.log(2) + 0.5) + math.log(1.5)
+    assert loss == pytest.approx(-1.28 * 2.2 + 2 * 2.0 + 0.1 * kl - 0.01 * 3 * 2.0)
+
+
 def test_kl_in_reward_is_reported_but_not_in_the_loss():
     config = AlgorithmConfig(name="dapo", kl_coef=0.1, kl_in="reward", kl_kind="k1")
     loss, sums = compute_loss(config)

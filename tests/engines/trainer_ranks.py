@@ -24,7 +24,7 @@ from streamrl.algorithms.math.training_metrics import compute_loss_denominator
 from streamrl.buffer.assembly.packing import MicroBatch, Round
 from streamrl.data.pretrain_texts import TextStream
 from streamrl.engines.training.optimizer_offload import DiskOffload
-from streamrl.errors import CheckpointError, DeadlineError, StreamError
+from streamrl.errors import CheckpointError, ConfigError, DeadlineError, StreamError
 from streamrl.messages import Columns
 from tests import forked
 from tests.engines.tiny_groups import make_groups
@@ -498,6 +498,23 @@ def skipped_updates(job: RankJob, layout: Layout) -> None:
     }
 
 
+def start_noisy(job: RankJob, layout: Layout) -> None:
+    """Start a trainer whose model adds noise in evaluation mode, too."""
+    hook = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, _, output: (
+            output + 0.1 * torch.randn_like(output)
+            if type(module).__name__.endswith("MLP")
+            else None
+        )
+    )
+    try:
+        job.trainer(layout).close()
+    except ConfigError as error:
+        job.results[f"noisy/{layout.label}"] = str(error)
+    finally:
+        hook.remove()
+
+
 def recomputed_updates(job: RankJob, layout: Layout) -> None:
     """Recompute activations; in the last round rank 0 has several chunks, the idle rank one."""
     from streamrl.engines.models import activation_checkpointing
@@ -583,7 +600,7 @@ CASES: dict[str, Callable[..., None]] = {
         ),
         *(lora_updates, lora_critic, lora_recomputed, save_and_resume, skipped_updates),
         *(resume_from_one_rank, master_weights),
-        *(recomputed_updates, other_settings, row, save_late, miss_collective),
+        *(start_noisy, recomputed_updates, other_settings, row, save_late, miss_collective),
     )
 }
 

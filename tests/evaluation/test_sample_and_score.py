@@ -188,6 +188,8 @@ async def test_a_prompt_with_a_failed_reward_is_excluded_and_counted():
     )
     assert (result.num_prompts, result.num_unscored) == (2, 1)
     assert result.unscored_reason == "judge is down"
+    metrics = result.to_metrics()
+    assert (metrics["eval/scored"], metrics["eval/unscored"]) == (8, 4), "four samples of each"
     assert result.pass_at_1 == pytest.approx(6 / 8)
     assert list(result.by_source) == ["easy"]
 
@@ -215,6 +217,8 @@ async def test_a_prompt_is_scored_by_the_samples_whose_environment_did_not_fail(
     result = await evaluate(make_prompts("easy", "hard", "hard"), generate=lose_samples, samples=4)
     assert (result.num_prompts, result.num_unscored, result.num_unscored_samples) == (3, 0, 2)
     assert result.unscored_reason == "host died"
+    metrics = result.to_metrics()
+    assert (metrics["eval/scored"], metrics["eval/unscored"]) == (10, 2)
     # Scores 1, 0 are left of the first prompt; the others have 0 and 4 of 4 that pass.
     assert result.pass_at[1] == pytest.approx((1 / 2 + 0 + 1) / 3)
     assert result.pass_at[2] == pytest.approx((1 + 0 + 1) / 3)

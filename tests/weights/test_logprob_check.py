@@ -46,6 +46,15 @@ def test_limits_hold_for_the_mean_and_for_nine_tokens_in_ten(
         check.compare_logprobs(zeros, "generator-0")
 
 
+@pytest.mark.parametrize(("nats", "passes"), [(0.29, True), (0.31, False)])
+def test_the_limit_grows_with_the_spread_of_the_logprobs(nats: float, passes: bool):
+    # A standard deviation of 10 nats: rounding of large logits may be three times the limit.
+    values = np.array([0.0, *[-5.0, -25.0] * 50])
+    check = LogprobCheck([np.zeros(len(values), np.int32)], [values], limit=0.1)
+    with nullcontext() if passes else pytest.raises(LogprobCheckError, match=r"may be 0\.3 and"):
+        check.compare_logprobs([values + nats], "generator-0")
+
+
 def test_nan_in_any_sequence_fails():
     logprobs = [np.array([0, -1], np.float32)] * 2
     check = LogprobCheck([np.array([3, 1], np.int32)] * 2, logprobs, limit=0.1)

@@ -2,6 +2,8 @@
 
 import fcntl
 import os
+import re
+import signal
 import stat
 import subprocess
 from collections.abc import Iterator
@@ -130,6 +132,11 @@ def command_of(process: psutil.Process) -> str:
         return ""
 
 
+def blocks_sighup(process: psutil.Process) -> bool:
+    (blocked,) = re.findall(r"SigBlk:\t(\w+)", Path(f"/proc/{process.pid}/status").read_text())
+    return bool(int(blocked, 16) >> (signal.SIGHUP - 1) & 1)
+
+
 @pytest.mark.usefixtures("local_ray")
 def test_an_instance_listens_on_loopback_only_and_its_workers_have_its_token_and_niceness():
     actor: Any = ray.remote(num_cpus=0)(Listing).remote()
@@ -142,3 +149,5 @@ def test_an_instance_listens_on_loopback_only_and_its_workers_have_its_token_and
     assert len(addresses) > 3
     assert {listening.rpartition(":")[0] for listening in addresses} == {"127.0.0.1"}
     assert not [process for process in started if token in command_of(process)]
+    servers = [p for p in started if {"raylet", "gcs_server"} & {Path(p.exe()).name}]
+    assert len(servers) == 2 and all(map(blocks_sighup, servers)), "a closed terminal ends neither"

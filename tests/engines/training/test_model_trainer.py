@@ -439,6 +439,12 @@ def test_a_non_finite_gradient_raises_and_skips_the_update(results, layout):
         assert case["unchanged"]
 
 
+@parametrize_layouts("start_noisy", on=[ONE], quick=[ONE])
+def test_a_model_that_computes_other_logits_each_time_is_refused_at_the_start(results, layout):
+    (message,) = results[f"noisy/{layout.label}"]
+    assert message.startswith("the policy's model gives other logits each time")
+
+
 @parametrize_layouts("save_late", on=[Layout("torch", 3, 2)], quick=[])
 def test_a_rank_may_save_for_longer_than_a_collective_may_take(results, layout):
     assert results[f"late/{layout.label}"] == [True, True]

@@ -199,6 +199,16 @@ def test_a_token_of_the_generation_config_ends_a_turn(load_renderer):
     assert show(known, bridge)[0].startswith("<|im_end|>\n<|im_start|>user")
 
 
+def test_the_tokenizers_eos_ends_a_turn_that_the_template_closes_otherwise(make_renderer):
+    source = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|eot_id|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    renderer = make_renderer(source, end_tokens=["<|eom_id|>"])
+    ends = renderer.tokenizer.convert_ids_to_tokens(sorted(renderer.end_token_ids))
+    assert {*ends} == {"<eos>", "<|eot_id|>", "<|eom_id|>"}
+
+
 def test_a_turn_may_end_with_the_header_of_the_next_one(make_renderer):
     source = (
         "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content }}{% endfor %}"

@@ -1,0 +1,38 @@
+"""Stages that a scorer actor makes from a run's config."""
+
+from pathlib import Path
+
+import numpy as np
+
+from streamrl.actors.engine_factory import SCORER_FACTORIES
+from streamrl.config.run_config import load_config
+from streamrl.data.chat_template import load_tokenizer
+from streamrl.dataflow import REWARD_CALL
+from streamrl.messages import (
+    Experience,
+    FilteredGroup,
+    FinishReason,
+    GroupLease,
+    Prompt,
+    rollouts_to_columns,
+)
+from tests.rollouts import make_rollout
+from tests.toy import write_toy
+
+
+async def test_the_filter_of_a_run_judges_a_group_by_its_included_rollouts(tmp_path: Path):
+    words = ["filter.kind=equal_rewards", "algorithm.mask_truncated=true"]
+    words += ["algorithm.count_truncated=false"]
+    config = load_config(write_toy(tmp_path) / "recipe.yaml", words, skips_dry_run=True)
+    tokenizer = load_tokenizer(config.model.path)
+    ends = {"7": FinishReason.STOP, "8": FinishReason.STOP, "9": FinishReason.LENGTH}
+    rollouts = [
+        make_rollout([4], tokenizer(text).input_ids, finish_reason=reason)
+        for text, reason in ends.items()
+    ]
+    prompt = Prompt("0:1:0", np.array([4], np.int32), ground_truth="9")
+    lease = GroupLease(token=1, uid=prompt.uid, stage="reward", attempt=1, expires_at=9.0)
+    group = Experience(lease, 0, prompt=prompt, columns=rollouts_to_columns(rollouts))
+    score = SCORER_FACTORIES["reward"](config, 64).stages[REWARD_CALL.stage]
+    (verdict,) = await score([group])
+    assert isinstance(verdict, FilteredGroup), "the only right answer was cut off"
