@@ -15,7 +15,7 @@ from streamrl.algorithms import (
 )
 from streamrl.algorithms.correction_config import CorrectionConfig
 from streamrl.algorithms.math.options import LOSS_AGGREGATIONS
-from streamrl.algorithms.objective import derive_group_columns, policy_loss
+from streamrl.algorithms.objective import derive_group_columns, policy_loss, shared_value_loss
 from streamrl.errors import AlgorithmError
 from streamrl.messages import FinishReason
 from tests.algorithms.steps import MAX_LENGTH, derive_columns, make_settings, make_step, train
@@ -277,6 +277,22 @@ def test_weights_and_clips_are_counted_where_tokens_are_trained_and_entropy_ever
     # Weights are of the policy's part alone.
     kl = 3 * (math.log(2) + 0.5) + math.log(1.5)
     assert loss == pytest.approx(-1.28 * 2.2 + 2 * 2.0 + 0.1 * kl - 0.01 * 3 * 2.0)
+
+
+def test_a_shared_critic_learns_nothing_of_a_rollout_that_is_not_included():
+    config = AlgorithmConfig(name="ppo", loss_aggregation="token-mean")
+    batch = {
+        "loss_mask": torch.ones(2, 2, dtype=torch.bool),
+        "included": torch.tensor([True, False]),
+        "returns": torch.tensor([[1.0, 2.0], [0.0, 0.0]]),
+        "values": torch.zeros(2, 2),
+        "group_tokens": torch.tensor([4, 4]),
+    }
+    values = torch.ones(2, 2, requires_grad=True)
+    loss, sums = shared_value_loss(make_settings(config), batch, values, clip=None)
+    loss.backward()
+    assert values.grad is not None and values.grad[0].any() and not values.grad[1].any()
+    assert sums["critic_num_tokens"] == 2
 
 
 def test_kl_in_reward_is_reported_but_not_in_the_loss():
