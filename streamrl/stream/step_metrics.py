@@ -99,7 +99,7 @@ def compute_score_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     mean = sums["score_sum"] / count
     variance = max(sums["score_squared_sum"] / count - mean**2, 0.0)
     row |= {"reward/mean": mean, "reward/std": math.sqrt(variance)}
-    return row | {"rollout/equal_score_frac": sums["equal_score_groups"] / sums["groups"]}
+    return row | {"rollout/equal_score_frac": sums["equal_score_groups"] / (sums["groups"] or NAN)}
 
 
 def _compute_rollout_metrics(facts: StepFacts) -> dict[str, float | Histogram]:

@@ -240,9 +240,9 @@ def _damage_rng_state(checkpoint: Path) -> None:
 
 
 def _damage_weights(checkpoint: Path, *, sealed: bool) -> None:
-    """Flip the highest bit of the exponent of a trained value."""
+    """Flip a low bit of the exponent of a trained value: it is 4 times as large, or a quarter."""
     path = checkpoint / RANK_STATE
-    _flip(path, path.stat().st_size - 1, bit=6)
+    _flip(path, path.stat().st_size - 1, bit=0)
     if sealed:
         seal(checkpoint)
 

@@ -162,8 +162,8 @@ def divergence_sums(log_ratio: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
 
 
 def _bin_index(log_ratio: Tensor) -> Tensor:
-    """Return the index of each log-ratio's bin; log-ratio 0 is in the middle bin."""
-    bounded = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    """Return the index of each log-ratio's bin: 0 in the middle bin, NaN in the outermost."""
+    bounded = log_ratio.nan_to_num(LOG_RATIO_LIMIT).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     bin_position = (bounded.abs() / MIN_LOG_RATIO).log1p() / LOG_BIN_WIDTH
     return (bounded.sign() * bin_position).round().long() + NUM_BINS_PER_SIDE
 

@@ -17,9 +17,9 @@ def sum_rollouts(
     """Sum scores, costs and reward components of included rollouts, and tokens of all that ended.
 
     `picks` are (uid, index of the rollout in its group), with all samples of an episode, which
-    count as one rollout; a group counts with its first. `derived` has the column `included` of each
-    group. Keys are names of metrics; `sampled_max`, the most sampled tokens of a rollout, is a
-    maximum instead of a sum.
+    count as one rollout. A group with an included rollout counts once, with its first. `derived`
+    has the column `included` of each group. Keys are names of metrics; `sampled_max`, the most
+    sampled tokens of a rollout, is a maximum instead of a sum.
     """
     sums = {
         "rollouts": 0.0,
@@ -38,11 +38,10 @@ def sum_rollouts(
             continue  # not the first sample of its episode
         columns = groups[uid]
         score, tokens = float(columns["scores"][index]), sampled[uid][index]
-        if index == 0:
+        scores = columns["scores"][derived[uid]["included"]]
+        if index == 0 and scores.size:
             sums["groups"] += 1
-            scores = columns["scores"][derived[uid]["included"]]
-            is_equal = not scores.size or has_equal_scores(scores.min(), scores.max())
-            sums["equal_score_groups"] += bool(is_equal)
+            sums["equal_score_groups"] += bool(has_equal_scores(scores.min(), scores.max()))
         sums["rollouts"] += 1
         sums["sampled_sum"] += tokens
         sums["sampled_max"] = max(sums["sampled_max"], tokens)

@@ -46,6 +46,11 @@ def test_metrics_by_hand():
     }
 
 
+def test_a_ratio_that_is_no_number_is_counted_and_its_means_are_none_either():
+    metrics = summary([[NAN, 0.0]], [[True, True]])
+    assert math.isnan(metrics["correction/kl"]) and metrics["correction/ratio_p01"] == 1.0
+
+
 def test_equal_policies_have_no_divergence():
     metrics = summary([[0.0, 0.0], [0.0, NAN]], [[True, True], [True, False]])
     ones = {"policy/ratio_mean", "policy/ess"} | {f"correction/ratio_p{q}" for q in ("01", 50, 99)}
