@@ -18,6 +18,7 @@ from streamrl.engines.training.rollout_sums import sum_rollouts
 from streamrl.engines.training.sample_joiner import SampleJoiner
 from streamrl.engines.training.tasks import PolicyTask, TwoHeadedTask
 from streamrl.group_episodes import count_samples
+from streamrl.messages import FinishReason
 from tests.engines.split_episodes import MAX_SAMPLED, WEIGHTS, make_episode, make_groups
 
 SEQUENCE_WEIGHTS = CorrectionConfig(
@@ -175,13 +176,15 @@ def test_metrics_count_an_episode_once():
         derived = derive_columns(config.spec, make_settings(config, groups), groups)
         results.append(sum_rollouts(groups, picks, derived))
     assert results[0] == pytest.approx(results[1])
-    assert (results[1]["rollouts"], results[1]["groups"]) == (5, 2)
+    # All episodes of the first group are past their time.
+    assert (results[1]["rollouts"], results[1]["groups"]) == (5, 1)
 
 
 def test_a_group_of_equal_scores_counts_once_however_it_is_split():
     groups, _ = make_pair(5, sizes=(3, 2, 2))
     for columns, scores in zip(groups.values(), ([0.5, 0.5, 0.5], [0, 1], [1, 1]), strict=True):
         columns["scores"] = np.array(scores, np.float32)
+        columns["finish_reason"][:] = FinishReason.STOP.value
     config = AlgorithmConfig()
     derived = derive_columns(config.spec, make_settings(config, groups), groups)
     parts = [
