@@ -33,6 +33,8 @@ from streamrl.telemetry.sinks import EVENTS_FILE, EventFields
 
 EVENTS_PER_STEP = 3
 EVENTS_EVERY_S = 30.0
+FILE_ONLY_FIELDS = {"objective", "layout", "goes_back"}
+"""Fields of events that only a later resume reads (`recorded_rows`)."""
 _HEADER_EVERY = 25
 _LABEL_WIDTH = 11
 _GAP = "  "
@@ -105,7 +107,8 @@ class RunConsole:
         events = self._event_counters.setdefault(name, _EventCounter())
         if events.count_event(self.clock()):
             so_far = f"{events.count:,} so far, the last: "
-            text = format_fields(fields.items())
+            shown = [item for item in fields.items() if item[0] not in FILE_ONLY_FIELDS]
+            text = format_fields(shown)
             text = text if events.count <= EVENTS_PER_STEP else so_far + text
             self.print_line(name, text, style="yellow")
 

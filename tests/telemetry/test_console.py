@@ -135,6 +135,12 @@ def test_the_plain_console_repeats_a_status_every_half_minute(plain):
     ]
 
 
+def test_fields_that_only_a_resume_reads_are_not_printed(plain):
+    plain.log_event("machine", {"cores": 2, "objective": "e8add", "goes_back": False})
+    text = "\n".join(lines(plain.console))
+    assert "cores=2" in text and "objective" not in text and "goes_back" not in text
+
+
 def test_frequent_events_are_limited_per_step_and_counted(plain):
     plain.start({})
     for _ in range(9):
