@@ -24,6 +24,8 @@ def weights(level: str, mode: str, low: float | None, *, far: bool = False) -> P
         lambda b: rollout_corr_helper.compute_rollout_correction_weights(
             log_ratio(b), b.mask, level, threshold
         )[0],
+        wider_bound=1e-8 if far else None,
+        note="verl's are at least exp(-20)" if far else "",
     )
 
 
