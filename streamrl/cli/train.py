@@ -125,7 +125,7 @@ def train(
         memory = check_worker_memory(placed_config, on_gpu=site.has_gpus)
         shard_bytes = compute_shard_bytes(config, prepared, node_stores=get_object_store_bytes())
         progress.describe("asking vLLM for the model")
-        check_served()
+        unjudged = check_served()
         check_interrupted = interrupt_on_signals()
         log, resume = exit_stack.enter_context(open_run_directory(config, origin, layout, claim))
         exit_stack.callback(progress.describe, "stopping Ray")
@@ -146,7 +146,9 @@ def train(
         try:
             recorded = _record_start(sinks, placed_config, origin, site.machine_facts)
             notes = (describe_shared_slots(placed_config), memory.summary_line if memory else "")
-            _log_notes(sinks, *prepared.notes, describe_refusal(), site.placement.note, *notes)
+            _log_notes(
+                sinks, *prepared.notes, describe_refusal(), site.placement.note, unjudged, *notes
+            )
             _log_fork(sinks, config, origin)
 
             def report_status(text: str) -> None:

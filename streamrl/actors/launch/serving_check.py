@@ -17,15 +17,15 @@ from streamrl.errors import ConfigError
 
 
 @contextlib.contextmanager
-def probe_serving(config: RunConfig, max_length: int) -> Iterator[Callable[[], None]]:
+def probe_serving(config: RunConfig, max_length: int) -> Iterator[Callable[[], str]]:
     """Start a process that asks vLLM; yield a function that waits for the verdict.
 
-    The function raises ConfigError if vLLM does not serve the model. Nodes of a cluster may have
-    other devices than this one, so the function does nothing there, as without any verdict in the
-    time that an engine has for its start.
+    The function raises ConfigError if vLLM does not serve the model. It returns a note if there is
+    no verdict, for a process that died or had the time of an engine's start. Nodes of a cluster may
+    have other devices than this one, so they are not asked.
     """
     if config.placement.address:
-        yield lambda: None
+        yield lambda: ""
         return
     # The split over processes and their memory are checked elsewhere.
     generator = replace(config.generator, tensor_parallel=1)
@@ -33,18 +33,24 @@ def probe_serving(config: RunConfig, max_length: int) -> Iterator[Callable[[], N
     env = make_vllm_env("cuda" if has_local_gpu() else "cpu")
     process = start_script(GENERATOR_LEVEL, env, serving_probe.__file__, request)
 
-    def check() -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            output, _ = process.communicate(timeout=config.generator.start_timeout_s)
-            if reason := output and json.loads(output):
-                raise ConfigError(
-                    f"model.path={config.model.path}: vLLM does not serve it with the settings of"
-                    f" this run: {reason}"
-                )
+    def check() -> str:
+        timeout_s = config.generator.start_timeout_s
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            return f"vLLM has not judged the model in generator.start_timeout_s={timeout_s:g}"
+        if not output:
+            return f"vLLM has not judged the model: exit code {process.returncode}"
+        if reason := json.loads(output):
+            raise ConfigError(
+                f"model.path={config.model.path}: vLLM does not serve it with the settings of this"
+                f" run: {reason}"
+            )
+        return ""
 
     try:
         yield check
     finally:
-        with contextlib.suppress(ProcessLookupError):
+        if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            process.wait()
