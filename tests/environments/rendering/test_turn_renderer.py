@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -6,8 +8,10 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from streamrl.data.chat_template import ChatTemplate, load_chat_template, render_prompts
+from streamrl.data.config import DataConfig
 from streamrl.data.guarded_text import CODE
 from streamrl.data.reading.rows import DataRow
+from streamrl.environments.episodes.start_driver import load_turn_renderer
 from streamrl.environments.rendering.token_difference import decode
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
 from streamrl.errors import ConfigError
@@ -197,6 +201,16 @@ def test_a_token_of_the_generation_config_ends_a_turn(load_renderer):
     # The token is an ordinary one for a renderer that does not know it as an end.
     bridge = known.render_bridge([5, end], [make_user("hi")], is_cut=False)
     assert show(known, bridge)[0].startswith("<|im_end|>\n<|im_start|>user")
+
+
+def test_a_runs_renderer_reads_the_ends_of_generation_config(tmp_path, load_renderer):
+    tokenizer = load_renderer("toy").tokenizer
+    tokenizer.save_pretrained(tmp_path)
+    ends = tokenizer.convert_tokens_to_ids(["7", "8"])
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    renderer = load_turn_renderer(DataConfig(), str(tmp_path))
+    assert renderer.end_token_ids == {*ends, tokenizer.eos_token_id, renderer.closing_ids[-1]}
 
 
 def test_the_tokenizers_eos_ends_a_turn_that_the_template_closes_otherwise(make_renderer):
