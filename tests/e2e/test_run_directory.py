@@ -93,7 +93,8 @@ def killed(toy: Path) -> Killed:
     run.until(is_between, 120.0)
     run.process.send_signal(signal.SIGKILL)
     run.process.wait()
-    assert run.orphans(60.0) == []
+    # Ray's own agents would stay for a minute.
+    assert run.orphans(30.0) == []
     return Killed(run_dir, refusals, rows(run_dir))
 
 
