@@ -175,8 +175,11 @@ async def is_silent(url: str) -> bool:
         return True  # a request that began in the outage may time out as it ends
     try:
         # No certificate is checked: nothing is sent, and nothing of the answer is used.
-        async with httpx.AsyncClient(timeout=PING_TIMEOUT_S, verify=False) as client:
-            return (await client.get(url)).status_code in UNAVAILABLE_STATUSES
+        async with (
+            httpx.AsyncClient(timeout=PING_TIMEOUT_S, verify=False) as client,
+            client.stream("GET", url) as response,  # a whole answer may be endless
+        ):
+            return response.status_code in UNAVAILABLE_STATUSES
     except httpx.HTTPError:
         return True
 

@@ -26,7 +26,9 @@ from streamrl.environments.tool_calls.reply_text import (
 from streamrl.environments.tool_calls.tool_schema import get_tool_name
 from streamrl.environments.tool_sources.tool_source import ToolAnswer, ToolSession
 from streamrl.environments.tool_sources.tool_sources import ToolSources
+from streamrl.errors import EpisodeOutageError
 from streamrl.messages import Prompt
+from streamrl.stream.service_gate import is_silent
 
 
 class ToolEnvironment(UserEnvironment):
@@ -99,6 +101,9 @@ class ToolEnvironment(UserEnvironment):
                     answer = await tool.call(call.name, call.arguments)
         except TimeoutError:
             limit_s = min(self._settings.call_timeout_s, self._settings.turn_timeout_s)
+            if tool.url and await is_silent(tool.url):
+                reason = f"no result of {call.name} in {limit_s:g} s, and no answer to others"
+                raise EpisodeOutageError(f"{tool.url}: {reason}") from None
             note = f"; {tool.timeout_note}" if tool.timeout_note else ""
             text = f"{call.name} timed out after {limit_s:g} s{note}"
             return ToolAnswer(text, CallOutcome.TIMED_OUT)
@@ -117,7 +122,7 @@ class ToolEnvironment(UserEnvironment):
 class MethodTools:
     """Methods of an environment's object, or tools of its server, as tools (ToolSession)."""
 
-    timeout_note = ""
+    timeout_note = url = ""
 
     def __init__(self, environment: UserEnvironment) -> None:
         self._environment = environment

@@ -13,7 +13,7 @@ from streamrl.environments.tool_sources.http_server import HttpServer, read_head
 from streamrl.environments.tool_sources.mcp_session import McpSession
 from streamrl.environments.tool_sources.stdio_server import StdioServer
 from streamrl.environments.tool_sources.tool_source import ToolAnswer
-from streamrl.errors import ConfigError, EpisodeError
+from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError
 from streamrl.files.typed_settings import suggest_nearest
 from streamrl.process_pool.background_tasks import BackgroundTasks
 
@@ -37,6 +37,7 @@ class McpTools:
                 f"{config.label}: needs the package mcp ({error}): pip install 'streamrl[mcp]'"
             ) from error
         self.label = config.label
+        self.url = config.url
         self._config = config
         self._idle: list[McpSession] = []
         # A Python server starts in about 2 s of one core: all at once, all would be late.
@@ -59,7 +60,7 @@ class McpTools:
                 tools = await session.list_tools()
         except TimeoutError:
             await session.close()
-            raise EpisodeError(f"{self.label}: no list of tools in time") from None
+            raise self._make_late_error("no list of tools in time") from None
         except BaseException:
             await session.close()
             raise
@@ -92,7 +93,12 @@ class McpTools:
             async with asyncio.timeout_at(deadline):
                 return await self.start_session()
         except TimeoutError:
-            raise EpisodeError(f"{self.label}: not ready in time") from None
+            raise self._make_late_error("not ready in time") from None
+
+    def _make_late_error(self, event: str) -> EpisodeError:
+        """Build the error of a server that has not answered the first messages of a session."""
+        kind = EpisodeOutageError if self.url else EpisodeError
+        return kind(f"{self.label}: {event}")
 
     async def start_session(self) -> McpSession:
         """Start a server's process, if it has one, and a session. Raises EpisodeError."""
@@ -126,6 +132,7 @@ class McpEpisode:
         self._starting: asyncio.Task[McpSession] | None = None
         self._closing = BackgroundTasks()
         self.timeout_note = RESTARTED if session.is_own_process else ""
+        self.url = source.url
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
         session = self._session or await self._await_start()

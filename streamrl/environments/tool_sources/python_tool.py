@@ -84,7 +84,7 @@ class PythonEpisode:
     Calls run one after the other, also those of one turn.
     """
 
-    timeout_note = LOST
+    timeout_note, url = LOST, ""
 
     def __init__(self, source: PythonTools) -> None:
         self._source = source

@@ -32,9 +32,11 @@ class ToolSession(Protocol):
     """Tools of an episode.
 
     timeout_note: text for the policy after a call that timed out, on what it lost.
+    url: address of the tools' server, if others run it; "" otherwise.
     """
 
     timeout_note: str
+    url: str
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
         """Run a call; one past its deadline is cancelled, and must not delay the next.

@@ -2,6 +2,8 @@
 
 import asyncio
 import sys
+import threading
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ from streamrl.messages import Prompt
 from tests.descendants import descendants
 from tests.environments.hosts.open_session import OpenSession
 from tests.environments.hosts.user_files import GUESS
+from tests.environments.tool_sources.test_mcp_tools import RawHttpServer
 
 SERVER = str(Path(__file__).parent.parent / "tool_sources" / "raw_mcp_server.py")
 PYTHON = ToolConfig("python")
@@ -135,6 +138,23 @@ async def test_the_death_of_a_server_fails_the_episode_and_no_other(open_session
     assert "MCP server" in response.error and ": ended: out of luck" in response.error
     assert await call(other, ("say", {"text": "b"})) == [(CallOutcome.OK, "b")]
     await other.close()
+
+
+async def test_a_server_that_answers_nobody_is_an_outage_and_a_slow_tool_is_not(
+    open_session, monkeypatch
+):
+    monkeypatch.setattr("streamrl.stream.service_gate.PING_TIMEOUT_S", 0.5)
+    with ThreadingHTTPServer(("127.0.0.1", 0), RawHttpServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/mcp"
+        session = open_session(tools=[ToolConfig("mcp", url=url)], call_timeout_s=0.5)
+        await session.reset()
+        slow = (CallOutcome.TIMED_OUT, "sleep timed out after 0.5 s")
+        assert await call(session, ("sleep", {"seconds": 1})) == [slow]
+        server.shutdown()  # connections are still accepted, by the system
+        response = await session.step("", ToolCall("say", {"text": "b"}))
+    assert response.is_outage
+    assert f"{url}: no result of say in 0.5 s, and no answer to others" in response.error
 
 
 async def test_tools_may_be_all_that_an_environment_has_or_stand_beside_a_score(open_session):

@@ -153,6 +153,7 @@ async def test_headers_come_from_the_environment_and_a_refused_request_ends_the_
         url = f"http://127.0.0.1:{server.server_port}/mcp"
         headers = {"Authorization": "DOCS_TOKEN"}
         source = McpTools(ToolConfig("mcp", url=url, headers_env=headers))
+        RawHttpServer.authorizations.clear()
         episode = await source.open(in_time())
         assert await read(episode, "say", text="hi") == "hi"
         assert RawHttpServer.authorizations == {"Bearer secret"}
@@ -280,6 +281,10 @@ async def test_a_server_that_does_not_start_or_answer_is_named():
         url = f"http://127.0.0.1:{closed.getsockname()[1]}/mcp"
     with pytest.raises(EpisodeOutageError, match=f"{url}: does not start: ConnectError"):
         await McpTools(ToolConfig("mcp", url=url)).open(in_time())
+    with socket.create_server(("127.0.0.1", 0)) as hung:
+        url = f"http://127.0.0.1:{hung.getsockname()[1]}/mcp"
+        with pytest.raises(EpisodeOutageError, match=f"{url}: not ready in time"):
+            await McpTools(ToolConfig("mcp", url=url)).open(asyncio.get_running_loop().time() + 0.2)
     assert not descendants() - before
 
 
