@@ -31,6 +31,7 @@ _ALLOWED_CLASSES = frozenset(
         ("streamrl.rewards.user_code.user_function", "FunctionCallSpec"),
         ("streamrl.rewards.interface.reward_result", "RewardResult"),
         ("streamrl.rewards.interface.reward_result", "RewardOutcome"),
+        ("streamrl.stream.service_gate", "Outage"),
     }
 )
 """Classes allowed in responses of workers, as (module, class name)."""

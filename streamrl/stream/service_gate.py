@@ -188,9 +188,9 @@ def is_outage(error: BaseException) -> bool:
     """Return whether an error, or one that it arose from, is that nobody answers at an address."""
     if isinstance(error, BaseExceptionGroup):
         return any(map(is_outage, error.exceptions))
-    if isinstance(error, ConnectionError | socket.gaierror) or OUTAGE_ERRORS.fullmatch(
-        type(error).__name__
-    ):
+    if isinstance(error, ServiceOutageError | ConnectionError | socket.gaierror):
+        return True
+    if OUTAGE_ERRORS.fullmatch(type(error).__name__):
         return True
     origin = error.__cause__ or error.__context__
     return origin is not None and is_outage(origin)

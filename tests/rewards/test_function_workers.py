@@ -110,10 +110,29 @@ async def test_a_transient_failure_is_retried(running, tmp_path):
         def f(prompt, completion):
             if not os.path.exists({str(tmp_path / "once")!r}):
                 open({str(tmp_path / "once")!r}, "w")
-                raise ConnectionError
+                raise OSError
             return 1.0
     """)
     assert (await rewards.score(prompt(), ["5"]))["scores"].tolist() == [1.0]
+
+
+@pytest.mark.parametrize("define", ["def", "async def"])
+async def test_a_service_of_a_function_that_does_not_answer_is_waited_for_without_an_attempt(
+    running, tmp_path, monkeypatch, define
+):
+    monkeypatch.setattr("streamrl.stream.service_gate.FIRST_PAUSE_S", 0.01)
+    path = tmp_path / "tries"
+    source = f"""
+        import os, urllib.request
+        {define} f(prompt, completion):
+            open({str(path)!r}, "a").write("x")
+            if os.path.getsize({str(path)!r}) < 4:
+                urllib.request.urlopen("http://127.0.0.1:9")
+            return 1.0
+    """
+    rewards = await running(source, attempts=1)
+    assert (await rewards.score(prompt(), ["5"]))["scores"].tolist() == [1.0]
+    assert path.read_text() == "xxxx"
 
 
 async def test_an_invalid_result_is_not_retried(running, tmp_path):

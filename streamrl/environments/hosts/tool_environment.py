@@ -26,7 +26,7 @@ from streamrl.environments.tool_calls.reply_text import (
 from streamrl.environments.tool_calls.tool_schema import get_tool_name
 from streamrl.environments.tool_sources.tool_source import ToolAnswer, ToolSession
 from streamrl.environments.tool_sources.tool_sources import ToolSources
-from streamrl.errors import EpisodeOutageError
+from streamrl.errors import EpisodeOutageError, ServiceOutageError
 from streamrl.messages import Prompt
 from streamrl.stream.service_gate import is_silent
 
@@ -143,6 +143,8 @@ class MethodTools:
                     " had another; keep calls below environment.call_timeout_s, or raise it"
                 ) from error
             assert error.__cause__ is not None
+            if isinstance(error.__cause__, ServiceOutageError):
+                raise
             text = format_tool_error(error.__cause__, environment.description.file)
             return ToolAnswer(text, CallOutcome.TOOL_ERROR)
         try:

@@ -17,6 +17,7 @@ from streamrl.errors import (
     RewardMemoryError,
     RewardRaisedError,
     RewardTimeoutError,
+    ServiceOutageError,
 )
 from streamrl.messages import Prompt
 from streamrl.process_pool.pool import (
@@ -31,6 +32,7 @@ from streamrl.rewards.interface.completion import Completion
 from streamrl.rewards.interface.config import SandboxConfig, ScorerConfig
 from streamrl.rewards.interface.extract import PatternTimeoutError
 from streamrl.rewards.interface.reward_result import RewardOutcome, RewardResult
+from streamrl.stream.service_gate import Outage, request_service
 
 OptionsT = TypeVar("OptionsT")
 
@@ -179,15 +181,15 @@ class WorkerReward(Reward):
     """Reward computed in worker processes that can be killed.
 
     target: "module:function"; a worker calls this function with `payload` to get its handler. The
-        handler maps (prompt, completions) to a list of results, or to a string: the error message
-        of an invalid result, which is not retried.
+        handler maps (prompt, completions) to a list of results, to a string: the error message of
+        an invalid result, which is not retried; or to the Outage of a service, which is waited for.
     spec: its options are WorkerOptions.
     """
 
     def __init__(self, target: str, payload: Any, spec: RewardSpec[Any]) -> None:
         super().__init__()
         options: WorkerOptions = spec.options
-        self._attempts = options.attempts
+        self._name, self._attempts = spec.name, options.attempts
         settings = WorkerPoolSettings(
             replicas=options.replicas,
             concurrency=options.concurrency,
@@ -223,13 +225,21 @@ class WorkerReward(Reward):
     async def call_worker(self, request: Any) -> Any:
         """Run a request in a worker, with retries. Raises RewardError, also for a text response."""
         attempt = itertools.count()
-        # A request that failed before runs on an exclusive worker.
-        return await retry_infra_errors(
-            lambda: self._call_once(request, exclusive=next(attempt) > 0), self._attempts
-        )
+
+        async def call_once() -> Any:
+            # A request that failed before runs on an exclusive worker.
+            is_repeated = next(attempt) > 0
+            return await request_service(
+                self._name,
+                lambda: self._call_once(request, exclusive=is_repeated),
+                RewardInfraError,
+            )
+
+        return await retry_infra_errors(call_once, self._attempts)
 
     async def _call_once(self, request: Any, *, exclusive: bool = False) -> Any:
-        """Run a request in a worker once. Raises RewardError for a failure or a text response.
+        """Run a request in a worker once. Raises RewardError for a failure or a text response, and
+        ServiceOutageError.
 
         exclusive: use a worker that runs nothing else.
         """
@@ -237,6 +247,8 @@ class WorkerReward(Reward):
             answer = await self._pool.call(request, exclusive=exclusive)
         except WorkerError as failure:
             raise _REWARD_ERRORS.get(type(failure), RewardRaisedError)(str(failure)) from None
+        if isinstance(answer, Outage):
+            raise ServiceOutageError(answer.reason)
         if isinstance(answer, str):
             raise RewardError(answer)
         return answer

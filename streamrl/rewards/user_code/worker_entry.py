@@ -17,8 +17,10 @@ from streamrl.rewards.user_code.user_function import (
     FunctionSource,
     UserFunction,
 )
+from streamrl.stream.service_gate import Outage, is_outage
 
 RewardRequest = tuple[Prompt, Sequence[str]]
+RewardResponse = list[RewardResult] | FunctionCallSpec | Outage | str
 PASS_SCORE = 1.0
 """Lowest score that passes if the result has no `acc`."""
 RESULT_KEYS = ("score", "acc", "pred", "answer")
@@ -29,35 +31,43 @@ MAX_METRICS_PER_RESULT = 50
 def make_reward_handler(source: FunctionSource) -> Callable[[RewardRequest | None], Any]:
     """Load the user's function; return the handler that calls the function in this worker.
 
-    The handler maps (prompt, completions) to a list of results, or to an error message if the
-    function returned an invalid value. The handler maps None to the FunctionCallSpec, and is async
-    if the function is.
+    The handler maps (prompt, completions) to a list of results, to an error message if the function
+    returned an invalid value, or to an Outage if it did not reach a service. The handler maps None
+    to the FunctionCallSpec, and is async if the function is.
     """
     user = source.load_function()
 
-    def judge(request: RewardRequest | None) -> list[RewardResult] | FunctionCallSpec | str:
+    def judge(request: RewardRequest | None) -> RewardResponse:
         if request is None:
             return user.call_spec
-        calls = _build_calls(user, request)
-        return _parse_results(
-            user, [_call_function(user, arguments) for arguments in calls], request
-        )
+        try:
+            results = [_call_function(user, call) for call in _build_calls(user, request)]
+        except RewardError as error:
+            return _to_outage(user, error)
+        return _parse_results(user, results, request)
 
-    async def judge_async(
-        request: RewardRequest | None,
-    ) -> list[RewardResult] | FunctionCallSpec | str:
+    async def judge_async(request: RewardRequest | None) -> RewardResponse:
         if request is None:
             return user.call_spec
         calls = [_await_function(user, arguments) for arguments in _build_calls(user, request)]
         tasks = [asyncio.create_task(call) for call in calls]
         try:
             results = await asyncio.gather(*tasks)
+        except RewardError as error:
+            return _to_outage(user, error)
         finally:
             for task in tasks:
                 task.cancel()
         return _parse_results(user, results, request)
 
     return judge_async if user.file_function.is_async else judge
+
+
+def _to_outage(user: UserFunction, error: RewardError) -> Outage:
+    """Return an error as an outage if it is one, else raise it."""
+    if not is_outage(error):
+        raise error
+    return Outage(str(user), str(error), down_s=0.0)
 
 
 def _build_calls(user: UserFunction, request: RewardRequest) -> list[CallArguments]:

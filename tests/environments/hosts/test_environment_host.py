@@ -404,6 +404,15 @@ async def test_closing_gives_up_a_running_step(open_session):
     assert len(session.host._class.class_object.CLOSED) == 1
 
 
+@pytest.mark.parametrize("make", [make_turns, make_tools])
+async def test_an_environment_and_its_tools_may_report_an_outage(open_session, make):
+    body = "from streamrl.errors import ServiceOutageError as Out; raise Out('http://x: no answer')"
+    session = open_session(make(body))
+    await session.reset()
+    response = await session.step("a", *([call()] if make is make_tools else []))
+    assert response.is_outage and "http://x: no answer" in response.error
+
+
 async def test_thousands_of_sleeping_sessions_cost_no_thread(open_session):
     body = "await asyncio.sleep(0.5)\n        return Turn(str(threading.active_count()))"
     sessions = [open_session(make_turns(body, is_async=True)) for _ in range(3000)]
