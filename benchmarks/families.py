@@ -4,7 +4,7 @@
 
 Models are tiny and random. Differences are of log-probabilities of fixed sequences, in nats: the
 largest one in float32, and mean, 90 % quantile and largest one of a bfloat16 generator and a
-bfloat16 trainer.
+bfloat16 trainer. limit_share: the larger share of the logprob check's limits on mean and quantile.
 """
 
 import argparse
@@ -27,7 +27,13 @@ from streamrl.engines.models.forward import (
     load_model,
 )
 from streamrl.messages import Array
-from streamrl.weights.logprob_check import make_check_sequences
+from streamrl.weights.config import ROUNDED_LOGPROB_LIMIT
+from streamrl.weights.logprob_check import (
+    CHECKED_QUANTILE,
+    QUANTILE_FACTOR,
+    SPREAD_SHARE,
+    make_check_sequences,
+)
 from tests.engines.flight import start_engine
 from tests.engines.test_architectures import QUICK, SLOW, VOCABULARY, make_model
 from tests.engines.tiny_qwen import MAX_LENGTH, weights_of
@@ -65,9 +71,12 @@ async def score_by_generator(model: Any, folder: str, dtype: str, sequences: Any
 
 def describe_differences(first: Array, second: Array) -> dict[str, float]:
     difference = np.abs(first - second)
+    mean, quantile = difference.mean(), np.quantile(difference, CHECKED_QUANTILE)
+    limit = ROUNDED_LOGPROB_LIMIT * max(1.0, SPREAD_SHARE * float(second.std()))
     return {
-        "mean": float(difference.mean()),
-        "quantile": float(np.quantile(difference, 0.9)),
+        "limit_share": float(max(mean, quantile / QUANTILE_FACTOR) / limit),
+        "mean": float(mean),
+        "quantile": float(quantile),
         "largest": float(difference.max()),
     }
 
