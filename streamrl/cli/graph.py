@@ -4,14 +4,11 @@ The command reads only the config; model and data need not exist.
 """
 
 import argparse
-from pathlib import Path
 
-from streamrl.cli.arguments.arg_types import parse_nonempty
 from streamrl.cli.arguments.config_args import add_config_arguments, read_config
-from streamrl.cli.output.output_files import check_output_file, write_output_file
 from streamrl.config.run_config import RunConfig
 from streamrl.drawing.dataflow_graph import DataflowGraph
-from streamrl.drawing.graph_text import render_dot, render_mermaid, render_svg, render_text
+from streamrl.drawing.graph_text import render_mermaid, render_text
 from streamrl.errors import ConfigError
 from streamrl.telemetry.progress_line import show_progress
 
@@ -19,21 +16,11 @@ MAX_STEPS = 100  # more steps make an illegible graph
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = (
-        "streamrl graph CONFIG [key=value ...] [--text | --dot | --mermaid | --svg FILE]"
-        " [--steps N]"
-    )
+    parser.usage = "streamrl graph CONFIG [key=value ...] [--text | --mermaid] [--steps N]"
     add_config_arguments(parser)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--text", action="store_true", help="print as text (default)")
-    form.add_argument("--dot", action="store_true", help="print in Graphviz's DOT language")
     form.add_argument("--mermaid", action="store_true", help="print as a Mermaid flowchart")
-    form.add_argument(
-        "--svg",
-        type=parse_nonempty,
-        metavar="FILE",
-        help="write SVG to FILE, drawn by Graphviz's dot; - prints it",
-    )
     parser.add_argument(
         "--steps", type=int, default=1, metavar="N", help="number of training steps to draw (1)"
     )
@@ -50,16 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
         steps=arguments.steps,
         max_staleness=min(config.pipeline.max_steps_ahead, config.pipeline.max_staleness),
     )
-    if arguments.svg is not None and arguments.svg != "-":
-        check_output_file("--svg", Path(arguments.svg))
-        write_output_file("--svg", Path(arguments.svg), render_svg(graph))
-        print(f"{arguments.svg}: {graph.title}")
-    elif arguments.svg:
-        print(render_svg(graph), end="")
-    elif arguments.mermaid:
+    if arguments.mermaid:
         print(render_mermaid(graph), end="")
-    elif arguments.dot:
-        print(render_dot(graph), end="")
     else:
         print(render_text(graph, _list_notes(config)), end="")
     return 0

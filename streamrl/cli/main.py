@@ -31,14 +31,13 @@ COMMANDS = {
     "rewards": "list reward kinds and their options",
     "data": "check prompt files and list rows that a run cannot use",
     "algorithms": "list algorithms: required columns, functions, defaults, paper",
-    "graph": "show a config's model calls and the data between them as text, DOT, Mermaid or SVG",
+    "graph": "show a config's model calls and the data between them as text or Mermaid",
     "plan": "find the best placement of a run on a cluster, and explain why others lost",
     "simulate": "simulate a run's placement on a cluster in virtual time",
     "calibrate": "fit the planner's cost constants to a run",
     "episodes": "show recorded rollouts turn by turn, as text or as an HTML page",
     "report": "find a run's bottleneck and possible fixes, or audit its prompts",
     "view": "serve a page of charts of runs, and follow those under way",
-    "wandb-workspace": "make a workspace and a report in a wandb project",
     "doctor": "check this machine's hardware and packages, and say what can run",
 }
 

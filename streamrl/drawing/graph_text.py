@@ -1,9 +1,7 @@
-"""Output of `streamrl graph` as text, and in the languages of Graphviz (DOT) and Mermaid."""
+"""Output of `streamrl graph`: text, or a flowchart in the language Mermaid."""
 
 import json
-import shutil
-import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from streamrl.dataflow import EdgeKind, ModelCall
 from streamrl.drawing.dataflow_graph import (
@@ -13,9 +11,6 @@ from streamrl.drawing.dataflow_graph import (
     DataflowGraph,
     GraphEdge,
 )
-from streamrl.errors import ConfigError
-
-WAIT_STYLES = {EdgeKind.DATA: "solid", EdgeKind.VERSION: "dashed", EdgeKind.ORDER: "dotted"}
 
 
 def render_text(picture: DataflowGraph, notes: Iterable[str] = ()) -> str:
@@ -58,58 +53,6 @@ def _describe_edge(edge: GraphEdge, picture: DataflowGraph) -> str:
     return edge.label
 
 
-def render_dot(picture: DataflowGraph) -> str:
-    """Return a dataflow graph in DOT, with a cluster for each step if there are several steps."""
-    lines = [
-        f"digraph {_quote_name(picture.title)} {{",
-        f"  graph {_format_attributes({'rankdir': 'LR', 'label': picture.title})};",
-        f"  node"
-        f" {_format_attributes({'shape': 'box', 'style': 'filled', 'fontname': 'monospace'})};",
-        f"  edge {_format_attributes({'fontname': 'monospace', 'fontsize': '10'})};",
-    ]
-    for step in range(picture.num_steps):
-        nodes = [
-            _format_node(picture, node, call)
-            for node, call in picture.calls.items()
-            if node[0] == step
-        ]
-        if picture.num_steps > 1:
-            label = _format_attributes({"label": f"step {step + 1}"})
-            lines += [f'  subgraph "cluster_{step + 1}" {{', f"    graph {label};"]
-            lines += [f"  {line}" for line in nodes] + ["  }"]
-        else:
-            lines += nodes
-    for edge in picture.edges:
-        arrow = (
-            f"{_quote_name(picture.format_node(edge.source))} ->"
-            f" {_quote_name(picture.format_node(edge.target))}"
-        )
-        facts = {"label": edge.label.replace(", ", "\n"), "style": WAIT_STYLES[edge.wait]}
-        facts |= {"color": WAIT_STROKES[edge.wait]} | (
-            {"constraint": "false"} if edge.is_back_edge else {}
-        )
-        lines.append(f"  {arrow} {_format_attributes(facts)};")
-    return "\n".join([*lines, "}"]) + "\n"
-
-
-def _format_node(picture: DataflowGraph, node: tuple[int, str], call: ModelCall) -> str:
-    facts = {
-        "label": f"{call.stage}\n{call.role}",
-        "fillcolor": KIND_FILLS[call.kind],
-        "color": KIND_BORDERS[call.kind],
-    }
-    return f"  {_quote_name(picture.format_node(node))} {_format_attributes(facts)};"
-
-
-def _format_attributes(facts: Mapping[str, str]) -> str:
-    return f"[{', '.join(f'{name}={_quote_name(value)}' for name, value in facts.items())}]"
-
-
-def _quote_name(name: str) -> str:
-    escaped = name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'"{escaped}"'
-
-
 def render_mermaid(picture: DataflowGraph) -> str:
     """Return a dataflow graph as a Mermaid flowchart, with a subgraph for each of several steps."""
     lines = ["---", f"title: {json.dumps(picture.title)}", "---", "flowchart LR"]
@@ -144,22 +87,3 @@ def _quote_lines(*lines: str) -> str:
         line.replace("#", "#35;").replace('"', "#quot;").replace("<", "#lt;") for line in lines
     )
     return f'"{"<br/>".join(escaped)}"'
-
-
-def render_svg(picture: DataflowGraph) -> str:
-    """Return a dataflow graph as SVG, drawn by Graphviz's `dot`.
-
-    Raises ConfigError without `dot` on PATH.
-    """
-    program = shutil.which("dot")
-    if program is None:
-        raise ConfigError(
-            "--svg: Graphviz's dot is not on PATH; install it, or draw the output of --mermaid"
-            " (or of --dot) elsewhere"
-        )
-    drawn = subprocess.run(
-        [program, "-Tsvg"], input=render_dot(picture), capture_output=True, text=True, check=False
-    )
-    if drawn.returncode:
-        raise ConfigError(f"--svg: {program}: {drawn.stderr.strip() or drawn.returncode}")
-    return drawn.stdout

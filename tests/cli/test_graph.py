@@ -1,6 +1,5 @@
-"""`streamrl graph`: a config's model calls as text, DOT, Mermaid and SVG, from the config alone."""
+"""`streamrl graph`: a config's model calls as text and Mermaid, from the config alone."""
 
-import os
 import re
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from streamrl.cli.main import main
 from streamrl.config.run_config import load_config
 from streamrl.dataflow import POLICY, CallKind, Dataflow, ModelCall
 from streamrl.drawing.dataflow_graph import DataflowGraph
-from streamrl.drawing.graph_text import render_dot, render_mermaid
+from streamrl.drawing.graph_text import render_mermaid
 
 ROOT = Path(__file__).parents[2]
 PPO = str(ROOT / "configs" / "ppo_arithmetic.yaml")
@@ -115,60 +114,6 @@ def test_neither_model_nor_data_nor_runtime_is_loaded(tmp_path: Path):
     assert process.stdout.splitlines()[-1] == "0 []"
 
 
-NAME = r'"((?:[^"\\]|\\.)*)"'
-
-
-def parse_dot(source: str) -> tuple[dict[str, str], list[tuple[str, str, dict[str, str]]]]:
-    """Parse node labels and edges of a DOT file in which every name is quoted."""
-    nodes: dict[str, str] = {}
-    edges: list[tuple[str, str, dict[str, str]]] = []
-    for line in source.splitlines():
-        attributes = dict(re.findall(rf"(\w+)={NAME}", line))
-        if edge := re.match(rf" *{NAME} -> {NAME} \[", line):
-            edges.append((edge[1], edge[2], attributes))
-        elif node := re.match(rf" *{NAME} \[", line):
-            nodes[node[1]] = attributes["label"]
-    return nodes, edges
-
-
-def test_dot_has_every_stage_and_edge(capsys):
-    nodes, edges = parse_dot(read_output(capsys, PPO, "--dot"))
-    assert nodes["train_critic"] == r"train_critic\ncritic"
-    assert len(nodes) == 6
-    assert len(edges) == 11 + 2
-    assert ("reference", "train") in [(a, b) for a, b, _ in edges]
-    version_edges = {
-        (a, b): attributes for a, b, attributes in edges if attributes["style"] == "dashed"
-    }
-    assert set(version_edges) == {("train", "generate"), ("train_critic", "value")}
-    assert {attributes["constraint"] for attributes in version_edges.values()} == {"false"}
-    labels = {(a, b): attributes["label"] for a, b, attributes in edges}
-    assert labels["generate", "value"] == r"token_ids\nloss_mask\nlengths"
-
-
-def test_dot_of_several_steps_has_a_cluster_per_step(capsys):
-    source = read_output(capsys, GRPO, "--dot", "--steps", "3")
-    nodes, edges = parse_dot(source)
-    assert source.count('subgraph "cluster_') == 3
-    assert set(nodes) == {f"{s}[{i}]" for s in ("generate", "reward", "train") for i in (1, 2, 3)}
-    dashed_edges = {
-        (a, b, attributes["style"]) for a, b, attributes in edges if attributes["style"] != "solid"
-    }
-    assert dashed_edges == {
-        ("train[1]", "train[2]", "dotted"),
-        ("train[2]", "train[3]", "dotted"),
-        ("train[1]", "generate[3]", "dashed"),
-    }
-
-
-def test_dot_quotes_every_stage_name():
-    stage_name = 'a "b" \\ -> c; {'
-    flow = Dataflow([ModelCall(stage_name, POLICY, CallKind.TRAIN, (), ())])
-    source = render_dot(DataflowGraph.from_dataflow(flow, name="own", steps=1, max_staleness=0))
-    nodes, _ = parse_dot(source)
-    assert [name.replace('\\"', '"').replace("\\\\", "\\") for name in nodes] == [stage_name]
-
-
 GRPO_MERMAID = """\
 ---
 title: "grpo: 3 stages, versions at most 1 behind"
@@ -213,47 +158,6 @@ def test_mermaid_escapes_every_label():
     assert 'n0["a #quot;b#quot; #35;1 #lt;c><br/>policy"]' in text
 
 
-@pytest.fixture
-def fake_dot(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put a `dot` on PATH that wraps its arguments and its input in an <svg> element."""
-    folder = tmp_path_factory.mktemp("bin")
-    (folder / "dot").write_text('#!/bin/sh\necho "<svg>$*"\ncat\necho "</svg>"\n')
-    (folder / "dot").chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
-
-
-@pytest.mark.usefixtures("fake_dot")
-def test_svg_is_drawn_by_graphviz_from_the_dot_output(capsys, tmp_path: Path):
-    path, source = tmp_path / "ppo.svg", read_output(capsys, PPO, "--dot")
-    assert read_output(capsys, PPO, "--svg", "-") == f"<svg>-Tsvg\n{source}</svg>\n"
-    assert read_output(capsys, PPO, "--svg", str(path)) == (
-        f"{path}: ppo: 6 stages, versions at most 1 behind\n"
-    )
-    assert path.read_text() == f"<svg>-Tsvg\n{source}</svg>\n"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["ppo.svg"]
-
-
-def test_svg_without_graphviz_names_the_alternatives(
-    capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert main(["graph", PPO, "--svg", str(tmp_path / "ppo.svg")]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("streamrl: --svg: Graphviz's dot is not on PATH; install it")
-    assert "--mermaid" in captured.err and captured.err.count("\n") == 1
-    assert not captured.out and not list(tmp_path.iterdir())
-
-
-@pytest.mark.usefixtures("fake_dot")
-def test_writing_to_a_symlink_replaces_its_target(capsys, tmp_path: Path):
-    link, drawing = tmp_path / "link.svg", tmp_path / "drawing.svg"
-    link.symlink_to(drawing)
-    drawing.write_text("before")
-    read_output(capsys, GRPO, "--svg", str(link))
-    assert link.is_symlink()
-    assert drawing.read_text().startswith("<svg")
-
-
 @pytest.mark.parametrize(
     ("words", "line"),
     [
@@ -263,13 +167,6 @@ def test_writing_to_a_symlink_replaces_its_target(capsys, tmp_path: Path):
         ([GRPO, "nonsense"], "'nonsense': write an override as key=value"),
         ([GRPO, "--steps", "0"], "--steps 0: must be from 1 to 100"),
         ([GRPO, "--steps", "101"], "--steps 101: must be from 1 to 100"),
-        ([GRPO, "--svg", "{tmp}/none/a.svg"], "--svg {tmp}/none/a.svg: No such file or directory"),
-        ([GRPO, "--svg", "{tmp}"], "--svg {tmp}: not a file"),
-        ([GRPO, "--svg", "/dev/null"], "--svg /dev/null: not a file"),
-        (
-            [GRPO, "--svg", "{tmp}/" + "a" * 300],
-            "--svg {tmp}/" + "a" * 300 + ": File name too long",
-        ),
     ],
 )
 def test_bad_input_is_a_one_line_error(capsys, tmp_path: Path, words: list[str], line: str):

@@ -30,7 +30,6 @@ PLAN_ARGS = [GRPO, "--cluster", "8xH100"]
         (["report", "run", "--cluster", ""], "--cluster"),
         (["report", "--ledger", "run", "--uid", ""], "--uid"),
         (["graph", ""], "CONFIG"),
-        (["graph", GRPO, "--svg", ""], "--svg"),
         (["train", "--resume", ""], "--resume"),
         (["evaluate", "model", "--data", ""], "--data"),
         (["data", "check", ""], "FILE"),
