@@ -1,5 +1,7 @@
 """Driver session of a run: creates, starts, watches and kills all actors."""
 
+import math
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict
@@ -15,7 +17,6 @@ from streamrl.actors.coordination.driver_events import DriverReport, EventReport
 from streamrl.actors.engine_factory import RealEngineFactory
 from streamrl.actors.launch.actor_registry import ActorRegistry
 from streamrl.actors.launch.elastic import PendingStarts, ReplicaScaler
-from streamrl.actors.launch.stop_deadline import StopDeadline
 from streamrl.actors.launch.transport_plan import plan_transport
 from streamrl.actors.liveness import LivenessMonitor, name_unresponsive
 from streamrl.actors.queue_shard import create_shards
@@ -27,6 +28,7 @@ from streamrl.dataflow import POLICY, CallKind
 from streamrl.errors import (
     ActorError,
     ActorLostError,
+    DeadlineError,
     GenerationError,
     StreamError,
     WeightsError,
@@ -36,8 +38,46 @@ from streamrl.run_dir.checkpoint import Checkpoint, find_snapshot, get_journal_d
 from streamrl.run_dir.control_requests import ScaleRequestInbox
 from streamrl.run_dir.crash_stacks import CrashWatch
 from streamrl.stream.weight_publisher import PUBLISH_ATTEMPTS
-from streamrl.telemetry.progress import WorkStatus
+from streamrl.telemetry.progress import SHOW_AFTER_S, WorkStatus
 from streamrl.weights.transport import TransportSpec
+
+STOP_TIMEOUT_S = 12.0 + SHOW_AFTER_S
+"""Longest time of an interrupted run to finish its micro-batch, and to end after its checkpoint.
+Work is reported SHOW_AFTER_S after its start."""
+
+
+class StopDeadline:
+    """Time by which a run must have stopped; none before `start`.
+
+    Work that announces a time of its own, such as writing a checkpoint, extends it meanwhile.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._end_s = math.inf
+        self._reason = ""
+
+    @property
+    def is_running(self) -> bool:
+        return self._end_s != math.inf
+
+    def start(self) -> None:
+        self._end_s = self._clock() + STOP_TIMEOUT_S
+        self._reason = f"the run did not stop within {STOP_TIMEOUT_S:g} s"
+
+    def note_status(self, status: WorkStatus) -> None:
+        """Extend the deadline for work with a time of its own; count anew once work has ended."""
+        if self.is_running and (status.timeout_s or not status.text):
+            left_s = max(status.timeout_s - status.elapsed_s, 0.0)
+            self._end_s = self._clock() + left_s + STOP_TIMEOUT_S
+            work = f" after {status.timeout_s:g} s of {status.text}" if status.text else ""
+            self._reason = f"the run did not stop within {STOP_TIMEOUT_S:g} s{work}"
+
+    def check(self) -> None:
+        """Raise DeadlineError if the deadline has passed."""
+        if self._clock() > self._end_s:
+            raise DeadlineError(self._reason)
+
 
 POLL_INTERVAL_S = 0.2
 MAX_COORDINATOR_CALLS = 10_000

@@ -1,6 +1,6 @@
 import pytest
 
-from streamrl.actors.launch.stop_deadline import STOP_TIMEOUT_S, StopDeadline
+from streamrl.actors.launch.driver import STOP_TIMEOUT_S, StopDeadline
 from streamrl.errors import DeadlineError
 from streamrl.telemetry.progress import WorkStatus
 
