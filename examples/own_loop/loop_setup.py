@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from streamrl.actors.launch.actor_registry import make_hybrid_env
 from streamrl.actors.launch.fork_server import start_fork_server
 from streamrl.actors.launch.ray_cluster import connect_cluster, disaggregated_only
-from streamrl.actors.launch.worker_env import make_hybrid_env
 from streamrl.actors.worker_groups.model_workers import TrainedWorker
 from streamrl.actors.worker_groups.worker_group import (
     ResourcePool,

@@ -115,7 +115,7 @@ def test_an_engine_checks_the_gpus_that_ray_assigned(monkeypatch: pytest.MonkeyP
 
 
 def test_every_actor_knows_the_device_of_the_run():
-    from streamrl.actors.launch.worker_env import make_worker_env
+    from streamrl.actors.launch.actor_registry import make_worker_env
 
     config = load_config(Path("configs/ppo_arithmetic.yaml"))
     for calls in config.dataflow.calls_by_role.values():
