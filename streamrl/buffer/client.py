@@ -19,7 +19,6 @@ from streamrl.buffer.encoding.wire_types import (
     LeaseGrant,
     get_shard_index,
 )
-from streamrl.buffer.held_leases import HeldLeases
 from streamrl.buffer.leases import LeaseRequest, OverdueLease
 from streamrl.buffer.shard import QueueShard
 from streamrl.buffer.shard_stats import ShardStats, merge_stats
@@ -36,6 +35,47 @@ from streamrl.messages import (
     Prompt,
     measure_columns,
 )
+
+
+class HeldLeases:
+    """Active leases of a client. The coordinator holds those of all groups that are ready to train.
+
+    shortest_s: shortest duration of a lease granted since the client last held none; infinite for
+    leases that never expire.
+    """
+
+    def __init__(self) -> None:
+        self._by_uid: dict[str, dict[int, GroupLease]] = {}
+        self.shortest_s = math.inf
+
+    def __bool__(self) -> bool:
+        return bool(self._by_uid)
+
+    def __contains__(self, lease: GroupLease) -> bool:
+        return lease.token in self._by_uid.get(lease.uid, ())
+
+    def add_leases(self, leases: Iterable[GroupLease]) -> None:
+        for lease in leases:
+            self._by_uid.setdefault(lease.uid, {})[lease.token] = lease
+            self.shortest_s = min(self.shortest_s, lease.expires_at - lease.granted_at)
+
+    def remove_lease(self, lease: GroupLease) -> None:
+        """Forget a lease, if the client holds it."""
+        tokens = self._by_uid.get(lease.uid, {})
+        tokens.pop(lease.token, None)
+        if not tokens:
+            self.remove_groups([lease.uid])
+
+    def remove_groups(self, uids: Iterable[str]) -> None:
+        """Forget all leases of groups."""
+        for uid in uids:
+            self._by_uid.pop(uid, None)
+        if not self._by_uid:
+            self.shortest_s = math.inf
+
+    def list_leases(self) -> list[GroupLease]:
+        return [lease for tokens in self._by_uid.values() for lease in tokens.values()]
+
 
 P = ParamSpec("P")
 E = TypeVar("E")
