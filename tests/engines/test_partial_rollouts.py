@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from streamrl.engines.generation.requests_in_flight import ProgressWatch
+from streamrl.engines.generation.generation_engine import ProgressWatch
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.errors import ConfigError
 from streamrl.messages import (

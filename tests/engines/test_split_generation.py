@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from streamrl.engines.generation.requests_in_flight import ProgressWatch
+from streamrl.engines.generation.generation_engine import ProgressWatch
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.vllm import engine as vllm_engine
 from streamrl.errors import StreamError

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from streamrl.engines.generation.requests_in_flight import (
+from streamrl.engines.generation.generation_engine import (
     PauseState,
     ProgressWatch,
     RequestInFlight,
