@@ -12,16 +12,17 @@ split into micro-batches and of the number of ranks.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
-from torch import Tensor
+from torch import Tensor, nn
 
 from streamrl.buffer.assembly.packing import RolloutIndex
 from streamrl.distributed.devices import (
@@ -41,8 +42,7 @@ from streamrl.engines.memory.peak_memory import keep_heap_compact
 from streamrl.engines.models.activation_checkpointing import checkpoint_layers
 from streamrl.engines.models.forward import compute_token_logprobs, compute_token_values
 from streamrl.engines.models.lora import add_lora_adapters
-from streamrl.engines.models.packed_rows import share_tokens
-from streamrl.engines.models.repeatable import check_repeatable
+from streamrl.engines.models.packed_rows import RowLayout, share_tokens, unwrap_engine
 from streamrl.engines.models.save_model import write_hf_model
 from streamrl.engines.models.sequence_parallel import join_sequence_group
 from streamrl.engines.models.stored_weights import StoredWeights
@@ -60,7 +60,7 @@ from streamrl.engines.training.torch_backend import TorchBackend
 from streamrl.engines.training.trainer_checkpoint import load_trainer, save_trainer
 from streamrl.engines.training.training_backend import TrainingBackend
 from streamrl.engines.training.weight_resharder import WeightResharder
-from streamrl.errors import DeadlineError, StreamError, WeightsError
+from streamrl.errors import ConfigError, DeadlineError, StreamError, WeightsError
 from streamrl.files.atomic_write import wrap_checkpoint_errors
 from streamrl.messages import Array, Columns
 from streamrl.resharding.executors import ReshardingStats
@@ -70,6 +70,73 @@ from streamrl.weights.parameters import ParameterSet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+NUM_TOKENS = 32
+MAX_RELATIVE_DIFFERENCE = 1e-3
+"""Mean difference of two passes over the mean logit. Equal operations give equal bits; the bound is
+for kernels of a GPU that have no deterministic variant."""
+
+
+def check_repeatable(model: Callable[..., Any], *, section: str) -> None:
+    """Raise ConfigError unless two forward passes, in the mode of updates, agree.
+
+    `model` is a transformers model or a DeepSpeed engine of one; `section` names it in the error.
+    Dropout, a router's noise and skipped layers make passes differ. Collective.
+    """
+    module = unwrap_engine(model)
+    size = module.config.get_text_config().vocab_size
+    ids = (torch.arange(NUM_TOKENS, device=get_local_device()) * 7 % size)[None]
+    mask = torch.ones_like(ids, dtype=torch.bool)
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            logits: Tensor = RowLayout(model, ids, mask).run_model().logits
+        return logits.float()
+
+    with _deterministic_kernels():
+        first, second = run(), run()
+        limit = MAX_RELATIVE_DIFFERENCE * first.abs().mean()
+        # NaN is for the checks of values to report.
+        if not (first - second).abs().mean() > limit:
+            return
+        source = _find_source(module, run)
+    raise ConfigError(
+        f"the {section}'s model gives other logits each time that it computes the same tokens, in"
+        f" evaluation mode, too: {source} adds noise, which rollouts would not have"
+    )
+
+
+def _find_source(module: nn.Module, run: Callable[[], Tensor]) -> str:
+    """Return name and class of the first module whose output two passes differ in."""
+    passes: list[dict[str, Tensor]] = []
+    names = {part: name for name, part in module.named_modules()}
+
+    def record(part: nn.Module, _: Any, output: Any) -> None:
+        value = output[0] if isinstance(output, tuple) else output
+        if isinstance(value, Tensor):
+            passes[-1][f"{names[part]} ({type(part).__name__})"] = value.detach().clone()
+
+    hooks = [part.register_forward_hook(record) for part in names]
+    for _ in range(2):
+        passes.append({})
+        run()
+    for hook in hooks:
+        hook.remove()
+    first, second = passes
+    differing = (name for name, value in first.items() if not torch.equal(value, second[name]))
+    return next(differing, type(module).__name__)
+
+
+@contextmanager
+def _deterministic_kernels() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before)
 
 
 class ModelTrainer:

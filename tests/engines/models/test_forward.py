@@ -17,8 +17,8 @@ from streamrl.engines.dtypes import resolve_dtype
 from streamrl.engines.models import chunked_head, forward
 from streamrl.engines.models.activation_checkpointing import checkpoint_layers
 from streamrl.engines.models.forward import compute_token_logprobs, load_model
-from streamrl.engines.models.repeatable import check_repeatable
 from streamrl.engines.training.collate import build_batch
+from streamrl.engines.training.model_trainer import check_repeatable
 from streamrl.errors import ConfigError
 from streamrl.messages import columns_to_rollouts
 from tests.engines.test_architectures import COMMON
