@@ -13,17 +13,20 @@ split into micro-batches and of the number of ranks.
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from streamrl.algorithms import AlgorithmSettings
+from streamrl.algorithms.math.correction import second_moment_limit
 from streamrl.buffer.assembly.packing import RolloutIndex
 from streamrl.distributed.devices import (
     get_local_device,
@@ -47,14 +50,18 @@ from streamrl.engines.models.save_model import write_hf_model
 from streamrl.engines.models.sequence_parallel import join_sequence_group
 from streamrl.engines.models.stored_weights import StoredWeights
 from streamrl.engines.trainer_config import OFFLOAD, SAVE_TIMEOUT_S, TrainerConfig
-from streamrl.engines.training.collate import average_advantage, build_batch, derive_columns
+from streamrl.engines.training.collate import (
+    average_advantage,
+    build_batch,
+    derive_columns,
+    find_token_slice,
+)
 from streamrl.engines.training.deepspeed_backend import DeepSpeedBackend
 from streamrl.engines.training.forward_scorers import compute_token_column
 from streamrl.engines.training.fsdp_tp_backend import FsdpTpBackend
 from streamrl.engines.training.optimizer_offload import OptimizerOffload
 from streamrl.engines.training.pretraining import PretrainingLoss
 from streamrl.engines.training.rollout_sums import sum_rollouts
-from streamrl.engines.training.step_plan import StepPlan
 from streamrl.engines.training.tasks import PolicyTask, TrainingTask
 from streamrl.engines.training.torch_backend import TorchBackend
 from streamrl.engines.training.trainer_checkpoint import load_trainer, save_trainer
@@ -62,7 +69,7 @@ from streamrl.engines.training.training_backend import TrainingBackend
 from streamrl.engines.training.weight_resharder import WeightResharder
 from streamrl.errors import ConfigError, DeadlineError, StreamError, WeightsError
 from streamrl.files.atomic_write import wrap_checkpoint_errors
-from streamrl.messages import Array, Columns
+from streamrl.messages import EPISODE_COLUMN, Array, Columns
 from streamrl.resharding.executors import ReshardingStats
 from streamrl.resharding.storage import ShardStorage
 from streamrl.weights.lora_merge import LORA_SCALE, build_full_weights
@@ -70,6 +77,102 @@ from streamrl.weights.parameters import ParameterSet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+class StepPlan:
+    """Columns computed ahead for a training step: derived columns, proximal logprobs and a mask.
+
+    Derived columns cover all groups of the step. Proximal logprobs, those of the policy at the
+    start of the step, and the mask `near` of the tokens that the correction keeps cover only this
+    rank's rollouts; a rank keeps its rollouts through all epochs.
+    """
+
+    def __init__(self, settings: AlgorithmSettings, derived: Mapping[str, Columns]) -> None:
+        self._derived = {uid: dict(columns) for uid, columns in derived.items()}
+        self._correction = settings.correction
+        self._squared_log_ratios: list[tuple[RolloutIndex, slice, Array]] = []
+
+    def get_derived(self, uids: Iterable[str]) -> dict[str, Columns]:
+        """Return the columns computed so far for these groups, by uid."""
+        return {uid: self._derived[uid] for uid in uids}
+
+    def add_proximal_logprobs(
+        self,
+        groups: Mapping[str, Columns],
+        picks: Sequence[RolloutIndex],
+        logprobs: Array,
+        near: Array,
+    ) -> None:
+        """Store logprobs [B, T] of picked rollouts under the policy at the start of the step.
+
+        `picks` are (uid, index of the rollout in its group), in the order of the rows of
+        `logprobs` and of `near`, bool [B, T].
+        """
+        for (uid, index), row, near_row in zip(picks, logprobs, near, strict=False):
+            columns = groups[uid]
+            tokens = find_token_slice(columns["lengths"], index)
+            token_logprobs = row[: tokens.stop - tokens.start]
+            self._fill_column(uid, "proximal_logprobs", tokens, token_logprobs)
+            if self._correction.masks_before_updates:
+                log_ratio = token_logprobs - columns["generator_logprobs"][tokens]
+                episode = (
+                    int(columns[EPISODE_COLUMN][index]) if EPISODE_COLUMN in columns else index
+                )
+                self._squared_log_ratios.append(
+                    ((uid, episode), tokens, np.square(log_ratio, dtype=np.float64))
+                )
+                self._fill_column(uid, "near", tokens, near_row[: len(token_logprobs)])
+
+    def sync_near_mask(self, *, ranks_per_batch: int) -> set[RolloutIndex]:
+        """Finish the mask `near`; return episodes of all ranks of which it keeps no token.
+
+        Collective; call it after the last `add_proximal_logprobs`. With `second_moment_threshold`,
+        the mask loses tokens whose log ratio, proximal minus generator logprob, exceeds a limit
+        that `second_moment_limit` computes from the squares of all ranks. Those of
+        `ranks_per_batch` consecutive ranks are equal and count once. Episodes are (uid, index).
+        """
+        if not self._correction.masks_before_updates:
+            return set()
+        if self._correction.second_moment_threshold is not None:
+            unmasked = [
+                squares[self._derived[uid]["loss_mask"][tokens]]
+                for (uid, _), tokens, squares in self._squared_log_ratios
+            ]
+            rank_squares = _gather(np.concatenate([np.zeros(0), *unmasked]))[::ranks_per_batch]
+            limit = second_moment_limit(
+                torch.from_numpy(np.concatenate(rank_squares)),
+                threshold=self._correction.second_moment_threshold,
+            )
+            for (uid, _), tokens, squares in self._squared_log_ratios:
+                self._derived[uid]["near"][tokens] &= squares <= limit
+        trained, kept = (
+            {
+                (uid, episode)
+                for (uid, episode), tokens, _ in self._squared_log_ratios
+                if self._derived[uid][name][tokens].any()
+            }
+            for name in ("loss_mask", "near")
+        )
+        rejected: list[set[RolloutIndex]] = _gather(trained - kept)
+        return set[RolloutIndex]().union(*rejected)
+
+    def replace_derived(self, derived: Mapping[str, Columns]) -> None:
+        """Replace derived columns, by uid; keep the columns computed since."""
+        for uid, columns in derived.items():
+            self._derived[uid] |= columns
+
+    def _fill_column(self, uid: str, name: str, tokens: slice, values: Array) -> None:
+        """Write values for the tokens of a rollout into a column of its group."""
+        zeros = np.zeros(len(self._derived[uid]["loss_mask"]), values.dtype)
+        self._derived[uid].setdefault(name, zeros)[tokens] = values
+
+
+def _gather(value: Any) -> list[Any]:
+    """Return the values of all ranks. Collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
 
 NUM_TOKENS = 32
 MAX_RELATIVE_DIFFERENCE = 1e-3
