@@ -63,9 +63,8 @@ from streamrl.engines.training.optimizer_offload import OptimizerOffload
 from streamrl.engines.training.pretraining import PretrainingLoss
 from streamrl.engines.training.rollout_sums import sum_rollouts
 from streamrl.engines.training.tasks import PolicyTask, TrainingTask
-from streamrl.engines.training.torch_backend import TorchBackend
 from streamrl.engines.training.trainer_checkpoint import load_trainer, save_trainer
-from streamrl.engines.training.training_backend import TrainingBackend
+from streamrl.engines.training.training_backend import TrainingBackend, make_siblings_contiguous
 from streamrl.engines.training.weight_resharder import WeightResharder
 from streamrl.errors import ConfigError, DeadlineError, StreamError, WeightsError
 from streamrl.files.atomic_write import wrap_checkpoint_errors
@@ -77,6 +76,30 @@ from streamrl.weights.parameters import ParameterSet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from streamrl.engines.trainer_config import TrainerConfig
+
+
+class TorchBackend(TrainingBackend):
+    """A data-parallel replica of the model. Kept simple: the other backends are tested against it.
+
+    `step` sums the accumulated gradients over ranks and divides.
+    """
+
+    def __init__(self, module: "PreTrainedModel", config: "TrainerConfig") -> None:
+        make_siblings_contiguous(module)
+        super().__init__(module, config)
+        self.optimizer = self._make_optimizer(p for p in module.parameters() if p.requires_grad)
+
+    def step(self, *, divisor: float, lr: float) -> float:
+        parameters = self.optimizer.param_groups[0]["params"]
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= divisor
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self._config.grad_clip or math.inf)
+        return self._apply_update(norm.item(), lr)
 
 
 class StepPlan:
