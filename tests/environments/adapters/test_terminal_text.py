@@ -1,6 +1,6 @@
 import pytest
 
-from streamrl.environments.adapters.terminal_text import mark_colours
+from streamrl.environments.adapters.gymnasium import mark_colours
 
 
 @pytest.mark.parametrize(
