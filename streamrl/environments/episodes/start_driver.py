@@ -1,6 +1,7 @@
 """Start of a driver: the model's tokenizer and template, and the hosts of the environments."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from streamrl.data.chat_template import load_chat_template, load_tokenizer
@@ -9,7 +10,8 @@ from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.episodes.decode_slots import DecodeSlots
 from streamrl.environments.episodes.driver import EpisodeDriver, EpisodeLimits
 from streamrl.environments.episodes.protocols import TurnSampler
-from streamrl.environments.hosts.environment_pools import EnvironmentPools
+from streamrl.environments.hosts.host_pool import EnvironmentHostPool, HostedSession
+from streamrl.environments.hosts.host_protocol import EnvironmentDescription
 from streamrl.environments.interface import ToolSchema
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
 from streamrl.environments.tool_calls.call_formats import (
@@ -20,7 +22,42 @@ from streamrl.environments.tool_calls.call_formats import (
 )
 from streamrl.errors import ConfigError, EpisodeError
 from streamrl.files.hf_config import read_eos_token_ids
+from streamrl.messages import Prompt
 from streamrl.stream.service_gate import request_service
+
+
+class EnvironmentPools:
+    """A pool of host processes per environment (`EnvironmentHosts`)."""
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self._pools = {name: EnvironmentHostPool(config.select(name)) for name in config.specs}
+
+    async def start(self) -> None:
+        """Start all pools at the same time.
+
+        Raises ConfigError if a class cannot be used, and EpisodeError if a process does not start;
+        then all pools are closed.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for pool in self._pools.values():
+                    tasks.create_task(pool.start())
+        except ExceptionGroup as errors:
+            await self.close()
+            raise errors.exceptions[0] from None
+
+    @property
+    def descriptions(self) -> Mapping[str, EnvironmentDescription]:
+        """Description of each environment by name."""
+        return {name: pool.description for name, pool in self._pools.items()}
+
+    def open_session(self, prompt: Prompt, *, seed: int) -> HostedSession:
+        return self._pools[prompt.environment].open_session(prompt, seed=seed)
+
+    async def close(self) -> None:
+        for pool in self._pools.values():
+            await pool.close()
+
 
 AUTO = "auto"
 

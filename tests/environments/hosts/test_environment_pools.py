@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from streamrl.environments.config import EnvironmentConfig, EnvironmentSpec
-from streamrl.environments.hosts.environment_pools import EnvironmentPools
+from streamrl.environments.episodes.start_driver import EnvironmentPools
 from streamrl.errors import ConfigError
 from streamrl.messages import Prompt
 from tests.descendants import descendants
