@@ -117,7 +117,7 @@ async def test_a_close_that_fails_or_hangs_is_a_finding(
     tmp_path, monkeypatch, body: str, problem: str
 ):
     monkeypatch.setattr("streamrl.environments.hosts.host_pool.CLOSE_TIMEOUT_S", 0.2)
-    monkeypatch.setattr("streamrl.environments.hosts.host_process.REACTION_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("streamrl.environments.hosts.host_pool.REACTION_TIMEOUT_S", 0.3)
     # A process whose close hangs is replaced, which takes a second.
     monkeypatch.setattr("streamrl.environments.probing.environment_probe.NUM_OPEN_SESSIONS", 1)
     monkeypatch.setattr("streamrl.environments.probing.environment_probe.NUM_TOGETHER", 1)
