@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.environments.interface import CallOutcome
-from streamrl.environments.probing.probe_policies import (
+from streamrl.environments.probing.environment_probe import (
     make_call_message,
     make_random_policy,
     sample_call,
