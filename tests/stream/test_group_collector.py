@@ -11,8 +11,8 @@ from streamrl.buffer import StepAssembler
 from streamrl.errors import FilterLimitError, LedgerError
 from streamrl.messages import Experience, GroupInfo, GroupLease, GroupOutcome
 from streamrl.simulator.replicas.virtual_loop import run_virtual
-from streamrl.stream.group_collector import GroupCollector
 from streamrl.stream.run_state import PipelineConfig
+from streamrl.stream.train_step import GroupCollector
 from tests.fake_stream import Stream, run_stream
 from tests.fakes import Plan
 from tests.virtual_time import in_virtual_time
