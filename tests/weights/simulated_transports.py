@@ -21,8 +21,11 @@ from streamrl.weights.transport import TransportReader, TransportWriter
 from streamrl.weights.transports import collective_group, segments
 from streamrl.weights.transports.collective import CollectiveReader, CollectiveWriter
 from streamrl.weights.transports.collective_group import PUBLISHER_RANK
-from streamrl.weights.transports.segments import DEVICE_ARGUMENT
-from streamrl.weights.transports.shared_memory import SharedMemoryReader, SharedMemoryWriter
+from streamrl.weights.transports.shared_memory import (
+    DEVICE_ARGUMENT,
+    SharedMemoryReader,
+    SharedMemoryWriter,
+)
 from tests.simulated_gpu import GPU, SimulatedGpu
 from tests.weights.local_transport import LocalReader, LocalWriter
 

@@ -26,10 +26,12 @@ from streamrl.weights.bucket_memory import as_tensor
 from streamrl.weights.buckets import TORCH_DTYPES, publish_version, unpack_tensors
 from streamrl.weights.transport import ClusterAccess, TransportSpec
 from streamrl.weights.transports import segments, shared_memory
-from streamrl.weights.transports.segments import DeviceSegment, SegmentHandle, SharedTensor
 from streamrl.weights.transports.shared_memory import (
+    DeviceSegment,
+    SegmentHandle,
     SharedMemoryReader,
     SharedMemoryWriter,
+    SharedTensor,
     remove_stale_segments,
 )
 from tests import forked
