@@ -7,8 +7,7 @@ import argparse
 
 from streamrl.cli.arguments.config_args import add_config_arguments, read_config
 from streamrl.config.run_config import RunConfig
-from streamrl.drawing.dataflow_graph import DataflowGraph
-from streamrl.drawing.graph_text import render_mermaid, render_text
+from streamrl.drawing.graph_text import DataflowGraph, render_mermaid, render_text
 from streamrl.errors import ConfigError
 from streamrl.telemetry.progress_line import show_progress
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from streamrl.dataflow import Dataflow
-from streamrl.drawing.dataflow_graph import KIND_BORDERS, KIND_FILLS
+from streamrl.drawing.graph_text import KIND_BORDERS, KIND_FILLS
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Placement
 from streamrl.placement.problem import DeviceInterval
