@@ -276,7 +276,7 @@ async def score_group(
             for reward_set in reward_sets
         ]
     except RewardError as error:
-        line = {"index": index, "score": None, "components": {}}
+        line: ScoreLine = {"index": index, "score": None, "components": {}}
         line |= {"verdict": RewardOutcome.INFRA_ERROR.value, "verdicts": {}}
         line |= {"seconds": _measure_elapsed(started), "cause": error.cause, "error": str(error)}
         return [line] * len(group.completions)
