@@ -4,26 +4,29 @@ import argparse
 import asyncio
 import contextlib
 import json
+import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from itertools import islice
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+import numpy as np
 from omegaconf import OmegaConf
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
-from streamrl.cli.arguments.completion_files import CompletionGroup, read_completion_groups
 from streamrl.cli.arguments.config_args import read_config
-from streamrl.cli.output.score_summary import format_score_summary
 from streamrl.config.run_config import RunConfig, build_config
+from streamrl.data.classify_rows import make_prompt
 from streamrl.data.files import DataFile
+from streamrl.data.prompt_file import load_data_rows
+from streamrl.data.reading.formats import JsonLines, parse_text_row
 from streamrl.errors import ConfigError, RewardError
+from streamrl.files.bounded_read import open_regular_file
 from streamrl.files.python_module import split_reference
-from streamrl.messages import parse_uid
+from streamrl.messages import Prompt, parse_uid
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.interface.reward import RewardContext
 from streamrl.rewards.interface.reward_result import RewardOutcome
@@ -33,14 +36,9 @@ from streamrl.rewards.reward_set import COSTS, RewardSet
 from streamrl.telemetry.progress_line import ProgressLine, show_progress
 
 EXIT_FAILED = 1
-PASS, WRONG, INFRA_ERROR = (
-    outcome.value
-    for outcome in (RewardOutcome.PASS, RewardOutcome.WRONG, RewardOutcome.INFRA_ERROR)
-)
-NOT_JUDGED = RewardOutcome.NOT_JUDGED.value
+PASS, WRONG = RewardOutcome.PASS.value, RewardOutcome.WRONG.value
 ScoreLine = dict[str, Any]
 """JSON line printed for a completion."""
-GroupT = TypeVar("GroupT")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -147,6 +145,75 @@ def _make_reward_entry(reward: str) -> str:
     return json.dumps(entry, ensure_ascii=False)
 
 
+@dataclass(frozen=True)
+class CompletionGroup:
+    """A prompt row and its completions in the JSONL file of `streamrl score`, with line indices."""
+
+    prompt: Prompt
+    line_indices: Sequence[int]
+    completions: Sequence[str]
+
+
+def read_completion_groups(file: DataFile, completions: str) -> list[CompletionGroup]:
+    """Read a completion file and group its completions by prompt row, in order of first appearance.
+
+    file: prompt file with the rows. completions: path of the JSONL completion file. Raises
+    ConfigError, with file and line, for a malformed record or an index without a row.
+    """
+    records = list(_read_completions(completions))
+    rows = load_data_rows(file)
+    wanted = {index for _, index, _ in records}
+    # Rewards read only the messages, so one dummy token will do.
+    prompts = {row.index: make_prompt(row, [0]) for row in rows if row.index in wanted}
+    lines_by_index: dict[int, list[int]] = {}
+    for line, (where, index, _) in enumerate(records):
+        if index not in prompts:
+            raise ConfigError(
+                f"{where}: index={index}: {file.path} has no such row; rows count from 0"
+            )
+        lines_by_index.setdefault(index, []).append(line)
+    return [
+        CompletionGroup(prompts[index], lines, [records[line][2] for line in lines])
+        for index, lines in lines_by_index.items()
+    ]
+
+
+def _read_completions(path: str) -> Iterator[tuple[str, int, str]]:
+    """Yield (location for errors, row index, completion text) of each line of a completion file."""
+    is_empty = True
+    try:
+        with open_regular_file(path) as file:
+            for index, _, line in JsonLines().iter_rows(file):
+                is_empty, where = False, f"{path} line {index + 1}"
+                record = parse_text_row(JsonLines(), line, where)
+                if isinstance(record, ConfigError):
+                    raise record
+                yield (where, *_parse_completion(record, where))
+    except OSError as error:
+        raise ConfigError(f"--completions {path}: cannot be read: {error.strerror}") from None
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"--completions {path}: {error}") from None
+    if is_empty:
+        raise ConfigError(f"--completions {path}: the file contains no completions")
+
+
+def _parse_completion(record: Any, where: str) -> tuple[int, str]:
+    if not isinstance(record, dict):
+        kind_name = "null" if record is None else type(record).__name__
+        raise ConfigError(f"{where}: expected a JSON object, got {kind_name}")
+    for key, kind, rule in (
+        ("index", int, "the number of a row, from 0"),
+        ("completion", str, "text"),
+    ):
+        if key not in record:
+            raise ConfigError(f"{where}: no key {key!r}; the keys are: {', '.join(record) or '-'}")
+        if not isinstance(record[key], kind) or isinstance(record[key], bool):
+            raise ConfigError(f"{where}: {key}={json.dumps(record[key])}: must be {rule}")
+    return record["index"], record["completion"]
+
+
 async def _score_groups(
     reward_sets: Sequence[RewardSet],
     groups: Sequence[CompletionGroup],
@@ -157,15 +224,13 @@ async def _score_groups(
     unprinted: dict[int, ScoreLine] = {}
     lines: list[ScoreLine] = []
 
-    def print_scored(group: CompletionGroup, scored: Sequence[ScoreLine]) -> None:
+    async def score_and_print(group: CompletionGroup) -> None:
+        scored = await score_group(reward_sets, group, config.rewards)
         progress.advance(len(scored))
         unprinted.update(zip(group.line_indices, scored, strict=True))
         while len(lines) in unprinted:
             lines.append(unprinted.pop(len(lines)))
             progress.print_line(json.dumps(lines[-1]))
-
-    async def judge(group: CompletionGroup) -> tuple[CompletionGroup, Sequence[ScoreLine]]:
-        return group, await score_group(reward_sets, group, config.rewards)
 
     try:
         for reward_set in reward_sets:
@@ -175,9 +240,7 @@ async def _score_groups(
             await reward_set.start()
         num_completions = sum(len(group.completions) for group in groups)
         progress.describe("scoring", num_completions, "completions")
-        await score_concurrently(
-            judge, groups, max_concurrent=config.scorer.max_groups, on_scored=print_scored
-        )
+        await score_concurrently(score_and_print, groups, max_concurrent=config.scorer.max_groups)
     finally:
         for reward_set in reward_sets:
             await reward_set.close()
@@ -185,30 +248,16 @@ async def _score_groups(
 
 
 async def score_concurrently(
-    judge: Callable[[GroupT], Any],
-    groups: Sequence[GroupT],
-    *,
-    max_concurrent: int,
-    on_scored: Callable[..., None],
+    score: Callable[[Any], Awaitable[None]], groups: Sequence[Any], *, max_concurrent: int
 ) -> None:
-    """Score at most `max_concurrent` groups at a time.
+    """Score at most `max_concurrent` groups at a time. Rewards enforce their own timeouts."""
+    slots = asyncio.Semaphore(max_concurrent)
 
-    judge: coroutine function that scores a group. on_scored: receives the unpacked result of
-    `judge`. Rewards enforce their own timeouts.
-    """
-    remaining, pending = iter(groups), set[asyncio.Task[Any]]()
-    try:
-        while True:
-            batch = islice(remaining, max_concurrent - len(pending))
-            pending |= {asyncio.create_task(judge(group)) for group in batch}
-            if not pending:
-                return
-            finished, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for task in finished:
-                on_scored(*task.result())
-    finally:
-        for task in pending:
-            task.cancel()
+    async def score_in_slot(group: Any) -> None:
+        async with slots:
+            await score(group)
+
+    await asyncio.gather(*map(score_in_slot, groups))
 
 
 async def score_group(
@@ -217,8 +266,8 @@ async def score_group(
     """Score the completions of one prompt row; return a JSON line for each completion.
 
     reward_sets: the rewards, then the costs if the run has any. configs: reward entries of the
-    config. Field `seconds` is the time of the whole group, queueing
-    included. If a reward fails, the lines have no score and name the error.
+    config. Field `seconds` is the time of the whole group, queueing included. If a reward fails,
+    the lines have no score and name the error.
     """
     index, started = parse_uid(group.prompt.uid)[1], time.perf_counter()
     try:
@@ -227,13 +276,8 @@ async def score_group(
             for reward_set in reward_sets
         ]
     except RewardError as error:
-        line = {
-            "index": index,
-            "score": None,
-            "components": {},
-            "verdict": INFRA_ERROR,
-            "verdicts": {},
-        }
+        line: ScoreLine = {"index": index, "score": None, "components": {}}
+        line |= {"verdict": RewardOutcome.INFRA_ERROR.value, "verdicts": {}}
         line |= {"seconds": _measure_elapsed(started), "cause": error.cause, "error": str(error)}
         return [line] * len(group.completions)
     seconds = _measure_elapsed(started)
@@ -266,7 +310,11 @@ def combine_verdicts(verdicts: Mapping[str, str], configs: Sequence[RewardConfig
     Otherwise the completion passes if every component with a weight or a gate passes, or, without
     such components, if all pass. Components that did not judge the completion are ignored.
     """
-    judged = {name: outcome for name, outcome in verdicts.items() if outcome != NOT_JUDGED}
+    judged = {
+        name: outcome
+        for name, outcome in verdicts.items()
+        if outcome != RewardOutcome.NOT_JUDGED.value
+    }
     unusual = [outcome for outcome in judged.values() if outcome not in (PASS, WRONG)]
     if unusual:
         return unusual[0]
@@ -274,3 +322,94 @@ def combine_verdicts(verdicts: Mapping[str, str], configs: Sequence[RewardConfig
 
     counted = [outcome for name, outcome in judged.items() if name in counts]
     return PASS if all(outcome == PASS for outcome in counted or judged.values()) else WRONG
+
+
+def format_score_summary(
+    lines: Sequence[Mapping[str, Any]],
+    sources: Sequence[str],
+    counts: Mapping[str, int],
+    seconds: float,
+) -> list[str]:
+    """Format mean scores, outcomes, times and failures of scored completions as lines of text.
+
+    lines: JSON lines of the completions. sources: data source of each completion. counts:
+    completions by outcome and killed processes by cause, from `RewardSet.drain_counts`. seconds:
+    duration of the command.
+    """
+    scored = [line for line in lines if line["score"] is not None]
+    rows = {
+        f"{len(lines)} completions": f"in {seconds:.1f} s: "
+        + _format_counts(line["verdict"] for line in lines)
+    }
+    if scored:
+        rows["score"] = f"mean {_format_mean(line['score'] for line in scored)}"
+        for name in scored[0]["components"]:
+            scores = (line["components"][name] for line in scored)
+            mean = _format_mean(score for score in scores if score is not None)
+            rows[f"reward/{name}"] = f"mean {mean}: " + _format_counts(
+                line["verdicts"][name] for line in scored
+            )
+            rows |= _summarize_numbers(
+                name, [line.get("numbers", {}).get(name, {}) for line in scored]
+            )
+        if "cost" in scored[0]:
+            rows["cost"] = f"mean {_format_mean(line['cost'] for line in scored)}"
+            for name in scored[0]["costs"]:
+                scores = (line["costs"][name] for line in scored)
+                rows[f"cost/{name}"] = (
+                    f"mean {_format_mean(score for score in scores if score is not None)}"
+                )
+    if len(set(sources)) > 1:
+        rows |= _summarize_sources(lines, sources)
+    rows["seconds"] = _format_seconds(lines)
+    kills = {cause: count for cause, count in counts.items() if cause.startswith("scorer/")}
+    rows |= {cause: f"{count} processes" for cause, count in kills.items()}
+    failed = [line for line in lines if line["score"] is None]
+    if failed:
+        causes = _format_counts(line["cause"] for line in failed)
+        rows["not scored"] = f"{causes}; first: {failed[0]['error']}"
+    width = max(map(len, rows))
+    return [f"{name:<{width}}  {text}" for name, text in rows.items()]
+
+
+def _summarize_numbers(component: str, records: Sequence[Mapping[str, float]]) -> dict[str, str]:
+    """Return the mean of each extra number of a component; `records` has one per completion."""
+    names = dict.fromkeys(name for record in records for name in record)
+    return {
+        f"reward/{component}/{name}": f"mean"
+        f" {_format_mean(record[name] for record in records if name in record)}"
+        for name in names
+    }
+
+
+def _summarize_sources(
+    lines: Sequence[Mapping[str, Any]], sources: Sequence[str]
+) -> dict[str, str]:
+    rows = {}
+    for source in dict.fromkeys(sources):
+        subset = [line for line, name in zip(lines, sources, strict=True) if name == source]
+        scored = [line["score"] for line in subset if line["score"] is not None]
+        words = _format_counts(line["verdict"] for line in subset)
+        rows[f"source {source or '(none)'}"] = f"mean {_format_mean(scored)}: {words}"
+    return rows
+
+
+def _format_seconds(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Format percentiles over groups; all completions of a group share the same time."""
+    times = {line["index"]: line["seconds"] for line in lines}
+    p50, p99 = np.percentile(list(times.values()), [50, 99])
+    slowest = max(times, key=lambda index: times[index])
+    return (
+        f"per group, queueing included: p50 {p50:.3f}, p99 {p99:.3f};"
+        f" slowest {times[slowest]:.3f}, index {slowest}"
+    )
+
+
+def _format_mean(values: Iterable[float]) -> str:
+    items = list(values)
+    return f"{statistics.fmean(items):.4f}" if items else "none"
+
+
+def _format_counts(words: Iterable[str]) -> str:
+    """Format the number of occurrences of each word, most frequent word first."""
+    return ", ".join(f"{word} {count}" for word, count in Counter(words).most_common())

@@ -20,7 +20,7 @@ from streamrl.dataflow import (
 )
 from streamrl.engines.trainer_config import CriticConfig
 from streamrl.errors import AlgorithmError, ConfigError
-from streamrl.rewards.kinds.environment import ENVIRONMENT_KIND
+from streamrl.rewards.kinds.rules import ENVIRONMENT_KIND
 from streamrl.weights.config import AUTO, DISK
 
 if TYPE_CHECKING:

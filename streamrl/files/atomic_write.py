@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from streamrl.errors import CheckpointError, DiskError, NoSpaceError, StreamError
+from streamrl.errors import CheckpointError, ConfigError, DiskError, NoSpaceError, StreamError
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a full disk: no space, exhausted quota, maximum file size."""
@@ -27,7 +27,7 @@ def find_system_error(error: BaseException) -> OSError | None:
 
 
 @contextlib.contextmanager
-def wrap_os_errors(subject: str, kind: type[StreamError]) -> Iterator[None]:
+def wrap_os_errors(subject: str, kind: type[StreamError] | type[ConfigError]) -> Iterator[None]:
     """Convert an OSError in the block to error class `kind`; its message begins with `subject`."""
     try:
         yield

@@ -132,9 +132,12 @@ class WorkerProcess:
             self._writer.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self._reaper.wait, EXIT_TIMEOUT_S)
-            for future in self._pending_responses.values():
-                if not future.done():
-                    future.set_exception(ProcessExitedError(self.exit_reason))
+            self._fail_pending_calls()
+
+    def _fail_pending_calls(self) -> None:
+        for future in self._pending_responses.values():
+            if not future.done():
+                future.set_exception(ProcessExitedError(self.exit_reason))
 
     async def _receive_message(self) -> Any:
         """Read and unpickle the next message. Raises ProcessExitedError, also if unreadable."""
@@ -196,9 +199,7 @@ class WorkerProcess:
         if self._reader_task is not None:
             self._reader_task.cancel()
             await asyncio.gather(self._reader_task, return_exceptions=True)
-            for future in self._pending_responses.values():
-                if not future.done():
-                    future.set_exception(ProcessExitedError(self.exit_reason))
+            self._fail_pending_calls()
 
 
 _SocketStreams = tuple[asyncio.StreamReader, asyncio.StreamWriter]

@@ -11,35 +11,40 @@ from typing import Any
 from streamrl.data.reading.reasoning_gym_table import REASONING_GYM
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import read_settings, suggest_nearest
-from streamrl.rewards.combine import FunctionCombiner, RewardComponent
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.interface.reward import Reward, RewardContext, RewardSpec
 from streamrl.rewards.kinds.code import CodeOptions, CodeReward
-from streamrl.rewards.kinds.environment import ENVIRONMENT_KIND, EnvironmentReward
 from streamrl.rewards.kinds.function import FunctionOptions, FunctionReward
 from streamrl.rewards.kinds.judge import JudgeOptions, JudgeReward
 from streamrl.rewards.kinds.model import ModelOptions, ModelReward
-from streamrl.rewards.kinds.patterns import (
-    PatternOptions,
-    RegexOptions,
-    build_exact_reward,
-    build_numeric_reward,
-    build_regex_reward,
-)
 from streamrl.rewards.kinds.reasoning_gym import ReasoningGymOptions, ReasoningGymReward
 from streamrl.rewards.kinds.rules import (
+    ENVIRONMENT_KIND,
     AutoReward,
     ChoiceOptions,
     DapoOptions,
     EmptyRewardOptions,
+    EnvironmentReward,
     Gsm8kOptions,
     LengthOptions,
+    PatternOptions,
+    RegexOptions,
     SymbolicOptions,
     SymbolicReward,
     TagsOptions,
+    build_exact_reward,
+    build_numeric_reward,
+    build_regex_reward,
     build_rule_reward,
 )
-from streamrl.rewards.reward_set import REWARDS, RewardSet, ScoreSpec, naming_config_errors
+from streamrl.rewards.reward_set import (
+    REWARDS,
+    FunctionCombiner,
+    RewardComponent,
+    RewardSet,
+    ScoreSpec,
+    naming_config_errors,
+)
 from streamrl.rewards.user_code.plugins import list_installed_kinds
 
 

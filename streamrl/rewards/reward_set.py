@@ -3,27 +3,163 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from streamrl.errors import ConfigError, RewardError
+from streamrl.files.python_module import FileFunction, load_referenced_function
 from streamrl.messages import COMPONENT_PREFIX, COST_PREFIX, Array, Prompt, describe_prompt
-from streamrl.rewards.combine import (
-    FunctionCombiner,
-    ResultsByComponent,
-    RewardComponent,
-    sum_weighted,
-)
+from streamrl.rewards.interface.checks import format_value, to_finite_float
 from streamrl.rewards.interface.completion import LAST_TURN, Completion
-from streamrl.rewards.interface.reward_result import RewardResult
+from streamrl.rewards.interface.config import ScorerConfig
+from streamrl.rewards.interface.reward import (
+    Reward,
+    RewardContext,
+    RewardSpec,
+    WorkerOptions,
+    WorkerReward,
+)
+from streamrl.rewards.interface.reward_result import RewardOutcome, RewardResult
 from streamrl.rewards.metric_means import MetricSums, add_extra_metrics
+
+#: Parameters that a user's combine function may declare.
+COMBINE_PARAMETERS = ("rewards", "prompt", "completion")
+ResultsByComponent = Mapping[str, Sequence[RewardResult]]
+ComponentScores = dict[str, float | None]
+"""Scores of one completion by component name; None for a component that abstains."""
+
+
+@dataclass(frozen=True)
+class RewardComponent:
+    """A named reward with a weight in the combined score.
+
+    name: suffix of the logged metric reward/<name>.
+    is_gate: a completion that fails this component has combined score 0.
+    part: part of a completion that the reward reads, one of COMPLETION_PARTS.
+    """
+
+    name: str
+    weight: float
+    is_gate: bool
+    reward: Reward
+    part: str = LAST_TURN
+
+
+def sum_weighted(
+    components: Sequence[RewardComponent], results: ResultsByComponent, size: int
+) -> Array:
+    """Return the sum of weight * score of each of G = `size` completions; 0 if a gate fails.
+
+    A component that abstains from a completion (returns None) is left out of its sum, as in TRL.
+    Raises RewardError if every component with a weight or gate abstains from a completion.
+    """
+    total = np.zeros(size)
+    passes_gates, is_judged = np.ones(size, np.bool_), np.zeros(size, np.bool_)
+    for component in components:
+        group = results[component.name]
+        has_score = np.array([not result.is_not_judged for result in group])
+        scores = np.array([result.score for result in group], np.float64)
+        total += component.weight * np.where(has_score, scores, 0.0)
+        if component.is_gate:
+            passes_gates &= [
+                result.outcome is RewardOutcome.PASS or result.is_not_judged for result in group
+            ]
+        if component.is_gate or component.weight:
+            is_judged |= has_score
+    counted = [component.name for component in components if component.is_gate or component.weight]
+    if counted and not is_judged.all():
+        index = int(np.argmin(is_judged))
+        raise RewardError(f"completion {index} has no score: {', '.join(counted)} returned None")
+    return np.where(passes_gates, total, 0.0)
+
+
+class FunctionCombiner(WorkerReward):
+    """Combines component scores with a user's function `combine(rewards, prompt, completion)`.
+
+    The function runs in a worker process and declares any subset of these parameters. rewards: the
+    completion's scores by component name, None for a component that abstains. Raises ConfigError if
+    the function cannot be used, or if a component sets a weight or a gate, which the function would
+    ignore.
+    """
+
+    def __init__(self, components: Sequence[RewardComponent], scorer: ScorerConfig) -> None:
+        for component in components:
+            if component.is_gate or component.weight != 1.0:
+                raise ConfigError(
+                    f"scorer.combine={scorer.combine} replaces the weighted sum: weight and gate of"
+                    f" reward {component.name} have no effect. Remove them"
+                )
+        load_combine_function(scorer.combine)
+        spec = RewardSpec("combine", WorkerOptions(replicas=1), RewardContext(scorer))
+        super().__init__("streamrl.rewards.reward_set:make_combine_handler", scorer.combine, spec)
+
+    async def combine_scores(
+        self, prompt: Prompt, completions: Sequence[str], results: ResultsByComponent
+    ) -> Array:
+        """Call the user's function for each completion's text; return its numbers, float64 [G].
+
+        Raises RewardError if a result is not a number.
+        """
+        scores = [
+            {
+                name: None if group[i].is_not_judged else group[i].score
+                for name, group in results.items()
+            }
+            for i in range(len(completions))
+        ]
+        totals = await self.call_worker((prompt, list(completions), scores))
+        return np.array(totals, np.float64)
+
+
+def load_combine_function(reference: str) -> tuple[FileFunction, Sequence[str]]:
+    """Load the user's function named by `scorer.combine`; return the function and its parameters.
+
+    Raises ConfigError if the file or the function cannot be used.
+    """
+    code = load_referenced_function(reference, setting="scorer.combine")
+    code.check_not_async()
+    return code, code.select_arguments(COMBINE_PARAMETERS)
+
+
+def make_combine_handler(reference: str) -> Callable[[Any], list[float] | str]:
+    """Return the handler that the worker process of a FunctionCombiner runs.
+
+    The handler maps (prompt, completions, component scores of each completion) to a combined score
+    per completion, or to an error message.
+    """
+    code, parameters = load_combine_function(reference)
+
+    def combine(request: tuple[Prompt, list[str], list[ComponentScores]]) -> list[float] | str:
+        prompt, completions, scores = request
+        totals = []
+        for i, (completion, rewards) in enumerate(zip(completions, scores, strict=True)):
+            offered = {"rewards": rewards, "prompt": prompt, "completion": completion}
+            try:
+                value = code.function(**{key: offered[key] for key in parameters})
+            # User code may raise anything, SystemExit included.
+            except BaseException as error:
+                raise RewardError(code.describe_error(error)) from error
+            try:
+                number = to_finite_float(value)
+                if number is None:
+                    where = f"{code.name} in {code.file}"
+                    shown = format_value(value)
+                    return f"{where} returned {shown} for completion {i}, not a number"
+            # The returned object is the user's: inspecting it may raise any exception.
+            except BaseException as error:  # noqa: BLE001
+                return code.describe_error(error)
+            totals.append(number)
+        return totals
+
+    return combine
+
 
 START_TIMEOUT_S = 180.0
 """Deadline to start a reward; long because a reward may load a model."""
-_ScoreTask = asyncio.Task[tuple[Sequence[RewardResult], float]]
 
 
 @dataclass(frozen=True)
@@ -184,39 +320,42 @@ class RewardSet:
         Raises RewardError naming the reward and the uid.
         """
         tasks = [
-            asyncio.create_task(self._score_timed(component, prompt, completions))
+            asyncio.create_task(self._score_component(component, prompt, completions))
             for component in self._components
         ]
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            self._raise_failure(prompt, tasks)
+            scored = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
-        components: dict[str, Sequence[RewardResult]] = {}
-        for name, task in zip(self.component_names, tasks, strict=True):
-            results, _ = task.result()
-            where = f"{self._score_spec.noun} {name}, {describe_prompt(prompt)}"
-            _validate_size(results, len(completions), where)
-            scores = np.array([0.0 if r.is_not_judged else r.score for r in results])
-            _validate_finite(scores, where)
-            components[name] = results
+        components = dict(
+            zip(self.component_names, (results for results, _ in scored), strict=True)
+        )
         texts = [completion.get_part(LAST_TURN) for completion in completions]
         totals = await self._combine_scores(prompt, texts, components)
         for name, results in components.items():
             self._outcome_counts.update(result.outcome.value for result in results)
             add_extra_metrics(self._extra_metrics, self._score_spec.column_prefix + name, results)
-        seconds = {
-            name: task.result()[1] for name, task in zip(self.component_names, tasks, strict=True)
-        }
+        seconds = dict(zip(self.component_names, (took_s for _, took_s in scored), strict=True))
         return GroupRewardResult(components, totals, seconds)
 
-    @staticmethod
-    async def _score_timed(
-        component: RewardComponent, prompt: Prompt, completions: Sequence[Completion]
+    async def _score_component(
+        self, component: RewardComponent, prompt: Prompt, completions: Sequence[Completion]
     ) -> tuple[Sequence[RewardResult], float]:
-        started = time.perf_counter()
-        results = await component.reward.score_completions(prompt, completions, component.part)
+        """Return the results of a component, checked, and the seconds that they took."""
+        started, task = time.perf_counter(), asyncio.current_task()
+        where = f"{self._score_spec.noun} {component.name}, {describe_prompt(prompt)}"
+        try:
+            results = await component.reward.score_completions(prompt, completions, component.part)
+        except RewardError as error:
+            raise type(error)(f"{where}: {error}") from error
+        except asyncio.CancelledError:
+            if task is not None and task.cancelling():
+                raise
+            raise RewardError(f"{where}: the reward cancelled itself") from None
+        _validate_size(results, len(completions), where)
+        scores = np.array([0.0 if r.is_not_judged else r.score for r in results])
+        _validate_finite(scores, where)
         return results, time.perf_counter() - started
 
     async def _combine_scores(
@@ -232,19 +371,6 @@ class RewardSet:
             raise type(error)(f"{where}: {error}") from error
         _validate_size(totals, len(completions), where)
         return _validate_finite(totals, where)
-
-    def _raise_failure(self, prompt: Prompt, tasks: Sequence[_ScoreTask]) -> None:
-        for name, task in zip(self.component_names, tasks, strict=True):
-            if not task.done():
-                continue
-            failure = (
-                RewardError("the reward cancelled itself") if task.cancelled() else task.exception()
-            )
-            if isinstance(failure, RewardError):
-                where = f"{self._score_spec.noun} {name}, {describe_prompt(prompt)}"
-                raise type(failure)(f"{where}: {failure}") from failure
-            if failure is not None:
-                raise failure
 
     def drain_counts(self) -> dict[str, float]:
         """Return the counts since the last call by metric name, and reset them.

@@ -31,6 +31,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from streamrl.errors import ConfigError, StreamError
+from streamrl.files.atomic_write import wrap_os_errors
 from streamrl.files.bounded_read import open_regular_file, read_small_json, wrap_file_errors
 
 LOCK_FILE = "owner.lock"
@@ -175,10 +176,10 @@ def acquire_run_lock(folder: Path, *, status: Callable[[str], None] = lambda tex
     """
     check_links(folder)
     path = folder / LOCK_FILE
-    with _translate_disk_errors(path):
+    with wrap_os_errors(f"{path} cannot be locked", ConfigError):
         file = os.open(path, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o644)
     try:
-        with _translate_disk_errors(path):
+        with wrap_os_errors(f"{path} cannot be locked", ConfigError):
             _check_free(folder, file, fcntl.LOCK_EX, status)
             owner = RunOwner.from_this_process()
             text = json.dumps(asdict(owner)).encode() + b"\n"
@@ -242,10 +243,10 @@ def lock_for_reading(
         # No owner file: never owned, or written before this file was introduced.
         yield
         return
-    with _translate_disk_errors(path):
+    with wrap_os_errors(f"{path} cannot be locked", ConfigError):
         file = os.open(path, os.O_RDONLY | _OPEN_FLAGS)
     try:
-        with _translate_disk_errors(path):
+        with wrap_os_errors(f"{path} cannot be locked", ConfigError):
             _check_free(folder, file, fcntl.LOCK_SH, status)
         yield
     finally:
@@ -358,11 +359,3 @@ def _read_start_ticks(pid: int) -> int:
             return int(file.read().rpartition(b")")[2].split()[19])
     except (OSError, ValueError, IndexError):
         return 0
-
-
-@contextlib.contextmanager
-def _translate_disk_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be locked: {error.strerror or error}") from None

@@ -235,9 +235,9 @@ async def test_the_number_of_concurrent_groups_is_bounded():
         concurrency.append(concurrency[-1] + 1)
         await asyncio.sleep(0.001 * (number % 3))
         concurrency.append(concurrency[-1] - 1)
-        return (number,)
+        scored.append(number)
 
-    await score_concurrently(judge, range(20), max_concurrent=4, on_scored=scored.append)
+    await score_concurrently(judge, range(20), max_concurrent=4)
     assert max(concurrency) == 4
     assert sorted(scored) == list(range(20))
 

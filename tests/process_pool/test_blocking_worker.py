@@ -9,9 +9,13 @@ import psutil
 import pytest
 
 from streamrl.errors import ConfigError
-from streamrl.process_pool import blocking_worker as module
-from streamrl.process_pool.blocking_worker import BlockingWorker
-from streamrl.process_pool.pool import WorkerCrashError, WorkerError, WorkerTimeoutError
+from streamrl.process_pool import pool as module
+from streamrl.process_pool.pool import (
+    BlockingWorker,
+    WorkerCrashError,
+    WorkerError,
+    WorkerTimeoutError,
+)
 from tests.descendants import descendants
 
 TARGET = "tests.process_pool.handlers:serve"

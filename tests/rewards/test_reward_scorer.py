@@ -7,12 +7,11 @@ import numpy as np
 from streamrl.errors import RewardError
 from streamrl.messages import Experience, FilteredGroup, GroupLease, Prompt
 from streamrl.messages import rollouts_to_columns as columns_of
-from streamrl.rewards.combine import RewardComponent
 from streamrl.rewards.group_filter import accept_group
 from streamrl.rewards.interface.reward import Reward
-from streamrl.rewards.kinds.patterns import RegexOptions, build_regex_reward
+from streamrl.rewards.kinds.rules import RegexOptions, build_regex_reward
 from streamrl.rewards.reward_scorer import RewardScorer, score_costs
-from streamrl.rewards.reward_set import COSTS, RewardSet
+from streamrl.rewards.reward_set import COSTS, RewardComponent, RewardSet
 from streamrl.telemetry.config import RolloutConfig
 from tests.rollouts import make_rollout
 

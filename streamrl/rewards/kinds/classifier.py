@@ -31,6 +31,7 @@ class ClassifierFiles:
     """
 
     path: str
+    config: Any
     tokenizer: "PreTrainedTokenizerBase"
     labels: tuple[str, ...]
     max_tokens: int | None
@@ -45,13 +46,9 @@ def read_classifier(path: str) -> ClassifierFiles:
     tokenizer. A language model is refused: transformers would initialize its head randomly.
     """
     try:
-        tokenizer = load_tokenizer(path)
+        tokenizer, config = load_tokenizer(path), read_model_config(path)
     except ConfigError as error:
         raise ConfigError(f"rewards.path={error}") from None
-    config = _read_config(path)
-    files = sorted(Path(path).glob("*.safetensors"))
-    if not files:
-        raise _make_config_error(path, "contains no .safetensors file")
     _check_head(path, config)
     settings = config.get_text_config().to_dict()
     vocab_size, pad_id = settings["vocab_size"], settings.get("pad_token_id")
@@ -64,24 +61,18 @@ def read_classifier(path: str) -> ClassifierFiles:
         )
     return ClassifierFiles(
         path=path,
+        config=config,
         tokenizer=tokenizer,
         labels=tuple(config.id2label[i] for i in range(config.num_labels)),
         max_tokens=settings.get("max_position_embeddings"),
         # Some configs have an invalid id such as -1.
         pad_id=pad_id if pad_id in range(vocab_size) else None,
-        weight_bytes=sum(file.stat().st_size for file in files),
+        weight_bytes=sum(file.stat().st_size for file in Path(path).glob("*.safetensors")),
     )
 
 
 def _make_config_error(path: str, reason: object) -> ConfigError:
     return ConfigError(f"rewards.path={path}: {' '.join(str(reason).split())[:500]}")
-
-
-def _read_config(path: str) -> Any:
-    try:
-        return read_model_config(path)
-    except ConfigError as error:
-        raise ConfigError(f"rewards.path={error}") from None
 
 
 def _check_head(path: str, config: Any) -> None:
@@ -127,7 +118,7 @@ class SequenceClassifier:
     ) -> None:
         torch.set_num_threads(threads)
         disable_progress_bar()
-        config = _read_config(files.path)
+        config = files.config
         if "use_cache" in config.to_dict():
             config.use_cache = False  # no KV cache: a classifier never decodes further tokens
         try:

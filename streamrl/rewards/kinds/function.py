@@ -40,7 +40,7 @@ class FunctionReward(WorkerReward):
         kwargs = tuple(options.kwargs.items())
         source = FunctionSource(options.path, name, kwargs, is_registered=is_registered)
         super().__init__(
-            "streamrl.rewards.user_code.worker_entry:make_reward_handler", source, spec
+            "streamrl.rewards.user_code.user_function:make_reward_handler", source, spec
         )
         self._call_spec: FunctionCallSpec | None = None
 

@@ -1,14 +1,21 @@
-"""Kinds backed by answer matchers: gsm8k, math, dapo_math, symbolic, choice, tags, length, auto."""
+"""Kinds that judge by a rule: patterns, answer matchers, the score of the environment."""
 
 import asyncio
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
+from omegaconf import MISSING
+
+from streamrl.errors import RewardError
 from streamrl.messages import Prompt
+from streamrl.rewards.interface.completion import Completion
+from streamrl.rewards.interface.extract import AnswerPattern
 from streamrl.rewards.interface.reward import (
     CompletionWorkerReward,
     Reward,
@@ -18,7 +25,100 @@ from streamrl.rewards.interface.reward import (
 )
 from streamrl.rewards.interface.reward_result import RewardResult
 from streamrl.rewards.matchers.choice import LETTERS
+from streamrl.rewards.matchers.matcher import parse_truth_text
 from streamrl.rewards.matchers.matcher_table import MATCHERS, find_matcher
+
+# Bounds on text and exponent protect memory: 1e999999999 as an integer takes 415 MB.
+_MAX_CHARACTERS = 1000
+_DECIMAL = r"(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?"
+_NUMBER = re.compile(rf"([+-]?{_DECIMAL})(?:/({_DECIMAL}))?", re.ASCII)
+
+
+@dataclass
+class PatternOptions:
+    """Options of reward kinds that compare an answer with the ground truth.
+
+    pattern: regular expression of the answer: first group of the last match; empty: the whole
+        completion is the answer.
+    """
+
+    pattern: str = ""
+
+
+@dataclass
+class RegexOptions:
+    """Options of kind regex.
+
+    pattern: regular expression, searched anywhere in the completion.
+    """
+
+    pattern: str = MISSING
+
+
+def build_exact_reward(options: PatternOptions) -> RuleReward:
+    """Build a reward that compares answer and ground truth as stripped texts.
+
+    A completion without a match is wrong. The ground truth is nonempty text or an int.
+    """
+    pattern = AnswerPattern(options.pattern) if options.pattern else None
+
+    def judge(completion: str, truth: Any) -> RewardResult:
+        answer = _extract_answer(completion, pattern)
+        return RewardResult.from_correctness(answer == parse_truth_text(truth), answer)
+
+    return RuleReward(judge, parse_truth_text)
+
+
+def build_numeric_reward(options: PatternOptions) -> RuleReward:
+    """Build a reward that compares answer and ground truth as exact numbers.
+
+    0.5, .50, 1/2 and 5e-1 are equal, as are 1,000 and 1000. The whole completion, or the whole
+    match of `pattern`, must be a number; a number inside prose is wrong. The ground truth is such a
+    text, an int or a float. The float 0.1 means the decimal 0.1, not its binary value.
+    """
+    pattern = AnswerPattern(options.pattern) if options.pattern else None
+
+    def judge(completion: str, truth: Any) -> RewardResult:
+        answer = _extract_answer(completion, pattern)
+        number = None if answer is None else parse_number(answer)
+        passes = number is not None and number == _parse_truth(truth)
+        return RewardResult.from_correctness(passes, None if number is None else str(number))
+
+    return RuleReward(judge, _parse_truth)
+
+
+def build_regex_reward(options: RegexOptions) -> RuleReward:
+    r"""Build a reward that scores 1 if `pattern` matches anywhere in the completion.
+
+    \A and \Z in the pattern anchor it at both ends.
+    """
+    pattern = AnswerPattern(options.pattern)
+    return RuleReward(lambda text, truth: RewardResult.from_correctness(pattern.has_match(text)))
+
+
+def _extract_answer(completion: str, pattern: AnswerPattern | None) -> str | None:
+    answer = completion if pattern is None else pattern.find_last(completion)
+    return None if answer is None else answer.strip()
+
+
+def parse_number(text: str) -> Fraction | None:
+    """Parse a decimal (with exponent or thousands commas) or a fraction; None for other text."""
+    match = _NUMBER.fullmatch(text.strip()) if len(text) <= _MAX_CHARACTERS else None
+    if match is None:
+        return None
+    numerator, denominator = (
+        Fraction(part.replace(",", "")) for part in (match[1], match[2] or "1")
+    )
+    return numerator / denominator if denominator else None
+
+
+def _parse_truth(truth: Any) -> Fraction:
+    number = None
+    if isinstance(truth, str | int | float) and not isinstance(truth, bool):
+        number = parse_number(str(truth))
+    if number is None:
+        raise RewardError(f"ground_truth must be a number, is {truth!r}")
+    return number
 
 
 @dataclass
@@ -156,3 +256,22 @@ class AutoReward(Reward):
         return await RuleReward(rule.judge_completion, rule.validate_truth).score(
             prompt, completions
         )
+
+
+ENVIRONMENT_KIND = "environment"
+
+
+class EnvironmentReward(Reward):
+    """Takes the environment's score; PASS if it is above 0. The answer is the part's text."""
+
+    async def score_completions(
+        self, prompt: Prompt, completions: Sequence[Completion], part: str
+    ) -> Sequence[RewardResult]:
+        results = []
+        for completion in completions:
+            score = completion.environment_score
+            if score is None:
+                raise RewardError("no environment has scored the rollout: set environment.path")
+            answer = completion.get_part(part).strip() or None
+            results.append(RewardResult.from_correctness(score > 0, answer, score=score))
+        return results

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.rewards.interface.micro_batcher import MicroBatcher, plan_batches
+from streamrl.rewards.kinds.model import MicroBatcher, plan_batches
 
 
 @given(st.lists(st.integers(1, 30), max_size=40), st.integers(30, 100), st.integers(1, 5))

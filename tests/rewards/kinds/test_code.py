@@ -9,7 +9,7 @@ from streamrl.messages import Prompt
 from streamrl.rewards.interface.config import RewardConfig, SandboxConfig
 from streamrl.rewards.interface.reward import RewardContext
 from streamrl.rewards.interface.reward_result import RewardOutcome
-from streamrl.rewards.kinds.code_tests import read_tests
+from streamrl.rewards.kinds.code import read_tests
 from streamrl.rewards.registry import build_rewards
 from streamrl.rewards.sandbox.program import CallTest, ProgramResult, ProgramTestResult, StdinTest
 from streamrl.rewards.sandbox.sandbox import Sandbox

@@ -11,8 +11,7 @@ from streamrl.errors import ConfigError, RewardError
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.interface.reward_result import RewardOutcome, RewardResult
 from streamrl.rewards.registry import build_rewards
-from streamrl.rewards.user_code.user_function import FunctionSource
-from streamrl.rewards.user_code.worker_entry import make_reward_handler
+from streamrl.rewards.user_code.user_function import FunctionSource, make_reward_handler
 from tests.rewards.judged import prompt, score_completions, scores, started_rewards
 
 

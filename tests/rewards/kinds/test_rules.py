@@ -11,7 +11,7 @@ from streamrl.config.run_config import load_config
 from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.reward_result import RewardOutcome
-from streamrl.rewards.kinds.patterns import (
+from streamrl.rewards.kinds.rules import (
     PatternOptions,
     RegexOptions,
     build_exact_reward,
