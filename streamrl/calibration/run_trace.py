@@ -7,16 +7,17 @@ import math
 import os
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from streamrl.buffer.assembly.step_assembler import TrainedGroup
 from streamrl.buffer.books.run_log import TrainedStep, read_log
 from streamrl.buffer.log.segment_file import JournalRecord, list_segments
-from streamrl.calibration.lengths import GroupedLengths
 from streamrl.calibration.sampled_groups import (
     GeneratedGroup,
     RecordedEpisodes,
@@ -26,9 +27,10 @@ from streamrl.calibration.sampled_groups import (
 )
 from streamrl.config.role_counts import with_placement_mode
 from streamrl.config.run_config import RunConfig, load_config
-from streamrl.dataflow import GENERATE_CALL
+from streamrl.dataflow import GENERATE_CALL, GREEDY_CALL
 from streamrl.errors import ConfigError, JournalError
 from streamrl.files.bounded_read import iter_jsonl
+from streamrl.messages import Array
 from streamrl.placement.episode_turns import EpisodeTurns
 from streamrl.placement.workload import EmpiricalLengths
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
@@ -89,6 +91,46 @@ class MeasuredStep:
     @property
     def step_s(self) -> float:
         return self.end_s - self.start_s
+
+
+@dataclass(frozen=True)
+class GroupedLengths(EmpiricalLengths):
+    """Length distribution that draws whole groups of a run, with replacement.
+
+    samples: sampled completions of all groups; quantiles and the expected longest are those of
+    independent completions, which makes the longest slightly too long.
+    rows: int64 [groups, group_size + 1], in tokens; the last column is the greedy completion.
+    """
+
+    rows: Array = field(compare=False)
+
+    @classmethod
+    def from_groups(cls, sampled: "Iterable[tuple[str, str, tuple[int, ...]]]") -> "GroupedLengths":
+        """Build the distribution from (uid, stage, completion lengths) of each sampling.
+
+        For a group without a greedy completion, the first sampled completion replaces it.
+        """
+        groups: dict[str, tuple[int, ...]] = {}
+        greedy: dict[str, int] = {}
+        for uid, stage, lengths in sampled:
+            if stage == GENERATE_CALL.stage:
+                groups[uid] = lengths
+            elif stage == GREEDY_CALL.stage:
+                greedy[uid] = lengths[0]
+        rows = [(*lengths, greedy.get(uid, lengths[0])) for uid, lengths in groups.items()]
+        positive = np.maximum(np.array(rows, np.int64), 1)
+        return cls(tuple(sorted(positive[:, :-1].ravel().tolist())), positive)
+
+    @property
+    def max_tokens(self) -> int:
+        return int(self.rows.max())
+
+    def sample(self, count: int, rng: np.random.Generator) -> Array:
+        """Return `count` random completion lengths; those of a group are adjacent."""
+        size = self.rows.shape[1]
+        drawn = rng.integers(0, len(self.rows), -(-count // size))
+        lengths: Array = self.rows[drawn].ravel()[:count]
+        return lengths
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,10 @@ then runs the best placements of each staleness bound and decides.
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
@@ -16,11 +18,6 @@ from streamrl.cli.arguments.planner_args import (
     add_problem_arguments,
     check_simulation_time,
     read_planner_inputs,
-)
-from streamrl.cli.arguments.staleness_args import (
-    DEFAULT_BOUNDS,
-    parse_bounds,
-    read_staleness_request,
 )
 from streamrl.cli.output.fit_suggestions import PlanningInputs, suggest_fixes
 from streamrl.cli.output.output_files import check_output_file, write_output_file
@@ -43,6 +40,7 @@ from streamrl.drawing.timeline import render_timeline
 from streamrl.errors import ConfigError
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.costs.cost_model import CostModel
+from streamrl.placement.placements import MAX_STALENESS
 from streamrl.placement.problem import PlacementCosts, PlacementProblem
 from streamrl.placement.search.hybridflow_parallel import SplitRules, allow_any_split
 from streamrl.placement.search.pareto import (
@@ -63,6 +61,7 @@ from streamrl.simulator.results import SimulationResult
 from streamrl.telemetry.progress_line import ProgressLine, show_progress
 
 MAX_PROPOSALS = 100_000
+DEFAULT_BOUNDS = "0,1,2,4"
 MAX_RUNNER_UP_GROUPS = 512
 """Groups per step up to which runners-up are simulated too; larger steps rely on the schedule."""
 MAX_REPLAYED_GROUPS = 8192
@@ -207,6 +206,81 @@ def _check_options(arguments: argparse.Namespace) -> None:
     ]
     if len(targets) > len(set(targets)):
         raise ConfigError(f"-o, --svg {arguments.svg}: must be two different files")
+
+
+def parse_bounds(text: str) -> Sequence[int]:
+    """Return the staleness bounds in a text such as "0,1,4", sorted.
+
+    Raises ConfigError for malformed text.
+    """
+    words = text.split(",")
+    if not all(re.fullmatch(r"\s*\d{1,9}\s*", w) and int(w) <= MAX_STALENESS for w in words):
+        raise ConfigError(
+            f"--max-staleness {text}: must be numbers from 0 to {MAX_STALENESS}, e.g. 0,1"
+        )
+    return sorted({int(word) for word in words})
+
+
+def read_staleness_request(
+    arguments: argparse.Namespace,
+) -> tuple[RunConfig, int | None, list[int], list[ExcludedBound]]:
+    """Return the config to plan, and the staleness bounds for which to plan placements.
+
+    The tuple contains the config, the config's own max_staleness (None if --max-staleness is
+    given), the bounds that the other settings allow, and the excluded bounds with their reasons.
+    Raises ConfigError for an invalid bound.
+    """
+    path, overrides = arguments.config, arguments.overrides
+    if arguments.max_staleness is not None:
+        bounds = parse_bounds(arguments.max_staleness)
+        config = read_bounded_config(path, overrides, bounds)
+        return config, None, *split_allowed_bounds(config, bounds)
+    own_bound = read_config(path, overrides).pipeline.max_staleness
+    if own_bound > MAX_STALENESS:
+        raise ConfigError(
+            f"pipeline.max_staleness={own_bound}: the planner supports at most {MAX_STALENESS}"
+        )
+    config = read_bounded_config(path, overrides, [own_bound])
+    allowed, refused = split_allowed_bounds(
+        config, sorted({own_bound, *parse_bounds(DEFAULT_BOUNDS)})
+    )
+    return config, own_bound, allowed, refused
+
+
+def read_bounded_config(path: Path, overrides: Sequence[str], bounds: Sequence[int]) -> RunConfig:
+    """Load the config under the first of the staleness bounds that its other settings allow.
+
+    Resets pipeline.depth, so that the run generates as far ahead as the bound allows. Raises
+    ConfigError if the config allows none of the bounds.
+    """
+    last_error = ConfigError("no bounds")
+    for bound in bounds:
+        bound_overrides = [f"pipeline.max_staleness={bound}", "pipeline.depth=null"]
+        try:
+            return read_config(path, [*overrides, *bound_overrides])
+        except ConfigError as error:
+            last_error = error
+    raise last_error
+
+
+def split_allowed_bounds(
+    config: RunConfig, bounds: Sequence[int]
+) -> tuple[list[int], list[ExcludedBound]]:
+    """Split staleness bounds into allowed bounds and excluded bounds with their reasons.
+
+    A bound is allowed if a disaggregated run with the config's other settings accepts the bound.
+    """
+    anywhere = replace(config.placement, mode="disaggregated", pools=[], memory_mb=None)
+    allowed, refused = [], []
+    for bound in bounds:
+        pipeline = replace(config.pipeline, max_staleness=bound)
+        try:
+            replace(config, pipeline=pipeline, placement=anywhere)
+        except ConfigError as error:
+            refused.append(ExcludedBound(bound, str(error)))
+        else:
+            allowed.append(bound)
+    return allowed, refused
 
 
 def list_shown_points(planned: PlanResult) -> list[ParetoPoint]:

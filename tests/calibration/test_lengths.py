@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from streamrl.calibration.lengths import GroupedLengths
+from streamrl.calibration.run_trace import GroupedLengths
 from streamrl.placement.workload import Workload
 from streamrl.simulator.replicas.simulated_prompts import CompletionLengths
 
