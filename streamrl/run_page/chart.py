@@ -1,8 +1,12 @@
 """A chart of the run page: traces and layout of Plotly, with the words around it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from streamrl.messages import Array
+from streamrl.run_page.run_record import RunRecord
+from streamrl.run_page.step_bins import StepBins
 
 PALETTE = (
     "#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#eeca3b",
@@ -66,3 +70,27 @@ def make_line(
         **({"text": list(hover)} if hover else {}),
         **more,
     }
+
+
+def draw_columns(
+    run: RunRecord,
+    metrics: Mapping[str, str],
+    combine: Callable[[StepBins, Array], list[float | None]] = StepBins.average,
+    **more: Any,
+) -> list[dict[str, Any]]:
+    """Return a line for each metric, by label, that the run has.
+
+    combine: value of a bin of steps, from the metric's column. more: as in `make_line`.
+    """
+    bins = StepBins.from_steps(run.steps)
+    return [
+        make_line(
+            label,
+            bins.last_steps,
+            combine(bins, run.get_column(name)),
+            hover=bins.labels,
+            **{"color": pick_color(i), **more},
+        )
+        for i, (label, name) in enumerate(metrics.items())
+        if run.has_metric(name)
+    ]

@@ -5,7 +5,7 @@ Each function returns None for a run without the measurements of its chart.
 
 from collections.abc import Callable, Sequence
 
-from streamrl.run_page.chart import ALARM_COLOR, Chart, make_line, pick_color
+from streamrl.run_page.chart import ALARM_COLOR, Chart, draw_columns, make_line, pick_color
 from streamrl.run_page.event_chart import draw_events, escape_text, mark_alarms, shorten_text
 from streamrl.run_page.run_record import RunRecord
 from streamrl.run_page.step_bins import StepBins, to_shares
@@ -22,24 +22,13 @@ def draw_queue(run: RunRecord) -> Chart | None:
     names = run.select_names(DEPTH_PREFIX)
     if not names:
         return None
-    bins = StepBins.from_steps(run.steps)
-    traces = [
-        make_line(
-            name.removeprefix(DEPTH_PREFIX),
-            bins.last_steps,
-            bins.average(run.get_column(name)),
-            color=pick_color(i),
-            hover=bins.labels,
-            stackgroup="depth",
-        )
-        for i, name in enumerate(names)
-    ]
+    stages = {name.removeprefix(DEPTH_PREFIX): name for name in names}
     return Chart(
         "queue",
         "Queue depth",
         "Groups that wait for each stage. A band that grows belongs to a stage slower than those"
         " before it.",
-        traces,
+        draw_columns(run, stages, stackgroup="depth"),
         {"yaxis": {"title": {"text": "groups"}}},
     )
 
@@ -123,35 +112,16 @@ def draw_step_time(run: RunRecord) -> Chart | None:
         )
         for i, name in enumerate(names)
     ]
-    traces += [
-        make_line(
-            name,
-            bins.last_steps,
-            bins.average(run.get_column(metric)),
-            color=color,
-            hover=bins.labels,
-            mode="markers",
-        )
-        for name, metric, color in (
-            ("evaluation", EVALUATE_TIME, "#b279a2"),
-            ("checkpoint", CHECKPOINT_TIME, "#333333"),
-        )
-        if run.has_metric(metric)
-    ]
-    whole = make_line(
-        "whole step",
-        bins.last_steps,
-        bins.average(step_s),
-        color="#888888",
-        hover=bins.labels,
-    )
-    whole["line"] = {"color": "#888888", "width": 1.8, "dash": "dash"}
+    traces += draw_columns(run, {"evaluation": EVALUATE_TIME}, color="#b279a2", mode="markers")
+    traces += draw_columns(run, {"checkpoint": CHECKPOINT_TIME}, color="#333333", mode="markers")
+    dashes = {"color": "#888888", "width": 1.8, "dash": "dash"}
+    traces += draw_columns(run, {"whole step": "time/step_s"}, line=dashes)
     return Chart(
         "step_time",
         "Where a step's time went",
         "Seconds in which each stage computed. Stages overlap; the one that touches the dashed"
         " line determines the step's time. Training waits for an evaluation and a checkpoint.",
-        [*traces, whole],
+        traces,
         {"yaxis": {"title": {"text": "seconds"}, "rangemode": "tozero"}},
     )
 
@@ -159,19 +129,7 @@ def draw_step_time(run: RunRecord) -> Chart | None:
 def draw_weights(run: RunRecord) -> Chart | None:
     """Draw the times to publish, pull and load a version."""
     kinds = {"publish": "weights/publish_s", "pull": "weights/pull_s", "pause": "weights/pause_s"}
-    bins = StepBins.from_steps(run.steps)
-    traces = [
-        make_line(
-            kind,
-            bins.last_steps,
-            bins.average(run.get_column(name)),
-            color=pick_color(i),
-            hover=bins.labels,
-            connectgaps=True,
-        )
-        for i, (kind, name) in enumerate(kinds.items())
-        if run.has_metric(name)
-    ]
+    traces = draw_columns(run, kinds, connectgaps=True)
     if not traces:
         return None
     return Chart(
@@ -188,23 +146,12 @@ def draw_memory(run: RunRecord) -> Chart | None:
     names = run.select_names("memory/")
     if not names:
         return None
-    bins = StepBins.from_steps(run.steps)
-    traces = [
-        make_line(
-            name.removeprefix("memory/").removesuffix("_mb"),
-            bins.last_steps,
-            bins.take_largest(run.get_column(name)),
-            color=pick_color(i),
-            hover=bins.labels,
-            connectgaps=True,
-        )
-        for i, name in enumerate(names)
-    ]
+    phases = {name.removeprefix("memory/").removesuffix("_mb"): name for name in names}
     return Chart(
         "memory",
         "Memory",
         "Peak memory of a worker in each phase of a colocated run.",
-        traces,
+        draw_columns(run, phases, StepBins.take_largest, connectgaps=True),
         {"yaxis": {"title": {"text": "MB"}, "rangemode": "tozero"}},
     )
 
@@ -218,33 +165,15 @@ def draw_episodes(run: RunRecord) -> Chart | None:
     }
     if not all(run.has_metric(name) for name in shares.values()):
         return None
-    bins = StepBins.from_steps(run.steps)
-    traces = [
-        make_line(
-            name,
-            bins.last_steps,
-            bins.average(run.get_column(metric)),
-            color=pick_color(i),
-            hover=bins.labels,
-            digits=".1%",
-            stackgroup="share",
-        )
-        for i, (name, metric) in enumerate(shares.items())
-    ]
-    turns = make_line(
-        "turns",
-        bins.last_steps,
-        bins.average(run.get_column("episode/turns")),
-        color="#333333",
-        hover=bins.labels,
-        yaxis="y2",
-        connectgaps=True,
+    traces = draw_columns(run, shares, digits=".1%", stackgroup="share")
+    traces += draw_columns(
+        run, {"turns": "episode/turns"}, color="#333333", yaxis="y2", connectgaps=True
     )
     return Chart(
         "episodes",
         "Episodes",
         "Where the time of an episode goes, and its mean number of turns (right axis).",
-        [*traces, turns],
+        traces,
         {
             "yaxis": {"tickformat": ".0%", "range": [0, 1]},
             "yaxis2": {
