@@ -19,7 +19,6 @@ from streamrl.errors import ConfigError, DataError
 from streamrl.messages import Prompt, make_uid, parse_uid
 
 if TYPE_CHECKING:
-    from streamrl.data.prompt_stream import DrawnPrompt, InterleaveNode
     from streamrl.data.training_files import TrainingFiles
 
 FETCH_BATCH_ROWS, PREFETCH_BATCHES = 64, 4

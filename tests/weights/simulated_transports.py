@@ -18,7 +18,7 @@ from torch import Tensor
 from streamrl.distributed.devices import get_local_device
 from streamrl.weights import bucket_memory
 from streamrl.weights.transport import TransportReader, TransportWriter
-from streamrl.weights.transports import collective_group, segments
+from streamrl.weights.transports import collective_group, shared_memory
 from streamrl.weights.transports.collective import CollectiveReader, CollectiveWriter
 from streamrl.weights.transports.collective_group import PUBLISHER_RANK
 from streamrl.weights.transports.shared_memory import (
@@ -127,7 +127,7 @@ def make_shared_memory_ends() -> Iterator[TransportEnds]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for name, value in replaced.items():
-            stack.enter_context(mock.patch.object(segments, name, value))
+            stack.enter_context(mock.patch.object(shared_memory, name, value))
         writer = SharedMemoryWriter(
             "simulated", LocalWriter(), keep_versions=1, directory=folder, device=get_local_device()
         )

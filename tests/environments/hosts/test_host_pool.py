@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from streamrl.environments.config import EnvironmentConfig
-from streamrl.environments.hosts import host_pool, host_process
+from streamrl.environments.hosts import host_pool
 from streamrl.environments.hosts.host_pool import EnvironmentHostPool
 from streamrl.environments.interface import CallOutcome, EpisodeSummary, Reply, ToolCall
 from streamrl.errors import ConfigError, EpisodeError, EpisodeTimeoutError
@@ -198,7 +198,7 @@ async def test_a_host_with_many_hanging_calls_is_killed(sync_pool, monkeypatch):
 
 
 async def test_a_blocked_event_loop_is_found(start_pool, monkeypatch):
-    monkeypatch.setattr(host_process, "REACTION_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(host_pool, "REACTION_TIMEOUT_S", 0.5)
     pool = await start_pool(processes=1, turn_timeout_s=1.0)
     async with open_session(pool) as (session, _):
         with pytest.raises(EpisodeTimeoutError, match=r"async methods must not block the event"):

@@ -25,7 +25,7 @@ from streamrl.weights import WeightManifest, bucket_memory
 from streamrl.weights.bucket_memory import as_tensor
 from streamrl.weights.buckets import TORCH_DTYPES, publish_version, unpack_tensors
 from streamrl.weights.transport import ClusterAccess, TransportSpec
-from streamrl.weights.transports import segments, shared_memory
+from streamrl.weights.transports import shared_memory
 from streamrl.weights.transports.shared_memory import (
     DeviceSegment,
     SegmentHandle,
@@ -241,7 +241,7 @@ def test_a_closed_publisher_frees_the_tensors_that_no_reader_uses(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     in_use: list[torch.Tensor] = []
-    monkeypatch.setattr(segments, "_TENSORS_IN_USE", in_use)
+    monkeypatch.setattr(shared_memory, "_TENSORS_IN_USE", in_use)
     writer = make_writer(folder, torch.device("cpu"), keep_versions=2)
     reader = SharedMemoryReader("policy", LocalReader())
     put(writer, 0)
@@ -254,7 +254,7 @@ def test_a_closed_publisher_frees_the_tensors_that_no_reader_uses(
 
 
 def test_a_tensor_of_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(segments, "get_gpu_uuid", lambda: "GPU-b")
+    monkeypatch.setattr(shared_memory, "get_gpu_uuid", lambda: "GPU-b")
     with pytest.raises(WeightsError, match="publisher uses GPU GPU-a, this process GPU-b: shared"):
         SharedTensor(torch.zeros, (1,), "GPU-a").open()
 
@@ -262,8 +262,8 @@ def test_a_tensor_of_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):
 def test_a_tensor_of_this_gpu_is_opened_under_the_number_that_it_has_here(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(segments, "get_gpu_uuid", lambda: "GPU-a")
-    monkeypatch.setattr(segments, "get_local_device", lambda: torch.device("cuda", 2))
+    monkeypatch.setattr(shared_memory, "get_gpu_uuid", lambda: "GPU-a")
+    monkeypatch.setattr(shared_memory, "get_local_device", lambda: torch.device("cuda", 2))
     numbers = {name: i for i, name in enumerate(signature(rebuild_cuda_tensor).parameters)}
     shared = SharedTensor(fake_rebuild, tuple(numbers.values()), "GPU-a")
     opened = pickle.loads(pickle.dumps(shared)).open().tolist()
@@ -294,8 +294,8 @@ def test_buckets_for_which_a_gpu_has_no_memory_use_the_fallback(
 
 def test_buckets_leave_a_reserve_of_the_gpus_memory(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """The GPU has 1000 bytes, and 50 are the reserve."""
-    monkeypatch.setattr(segments, "GPU", "cpu")
-    monkeypatch.setattr(segments, "get_gpu_uuid", lambda: "GPU-a")
+    monkeypatch.setattr(shared_memory, "GPU", "cpu")
+    monkeypatch.setattr(shared_memory, "get_gpu_uuid", lambda: "GPU-a")
     writer = make_writer(folder, torch.device("cpu"), keep_versions=9)
     for version, room in enumerate((400, 0)):
         free_bytes = 50 + room
