@@ -134,7 +134,7 @@ WRITERS: dict[str, Callable[[Path, Iterator[Row]], None]] = {
 
 def _start(folder: str, path: str) -> None:
     """Check a run on the file as the driver does, then draw prompts as the coordinator does."""
-    import streamrl.data.prompt_stream  # noqa: F401 - import its libraries before the measurement
+    import streamrl.data.prefetch  # noqa: F401 - import its libraries before the measurement
     from streamrl.config.preflight import prepare_run
     from streamrl.config.run_config import load_config
 
