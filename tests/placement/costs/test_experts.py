@@ -13,8 +13,7 @@ from streamrl.config.to_placement import RunnablePlacementCosts, apply_placement
 from streamrl.dataflow import build_dataflow
 from streamrl.errors import ConfigError
 from streamrl.placement.clusters import DEVICES, Cluster, NodeGroup
-from streamrl.placement.costs.call_cost import CallCost
-from streamrl.placement.costs.collectives import build_parallel_groups
+from streamrl.placement.costs.call_cost import CallCost, build_parallel_groups
 from streamrl.placement.costs.constants import CostConstants
 from streamrl.placement.costs.cost_model import CostModel
 from streamrl.placement.costs.generate_timing import count_decode_step_params
