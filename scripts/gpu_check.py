@@ -1079,7 +1079,7 @@ def make_broadcast_group(rank: int, num_readers: int) -> Any:
 
     from streamrl.distributed.tcp_store import serve_tcp_store
     from streamrl.errors import WeightsError
-    from streamrl.weights.transports.collective_group import (
+    from streamrl.weights.transports.collective import (
         BroadcastGroup,
         GroupEpoch,
         SharedDeadline,
@@ -1104,7 +1104,7 @@ def broadcast_tensor(group: Any, timeout_s: float = NCCL_TIMEOUT_S) -> None:
     """Broadcast pinned memory with a deadline."""
     import torch
 
-    from streamrl.weights.transports.collective_group import SharedDeadline
+    from streamrl.weights.transports.collective import SharedDeadline
 
     tensor = torch.ones(1 << 20, pin_memory=True)
     group.broadcast_tensor(tensor, SharedDeadline(timeout_s))

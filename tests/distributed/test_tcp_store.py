@@ -11,7 +11,7 @@ import torch.distributed as dist
 from streamrl.distributed.process_group import join_process_group
 from streamrl.distributed.tcp_store import serve_tcp_store
 from streamrl.errors import ActorError, DeadlineError, WeightsError
-from streamrl.weights.transports.collective_group import serve_readers
+from streamrl.weights.transports.collective import serve_readers
 
 HOST = "127.0.0.1"
 

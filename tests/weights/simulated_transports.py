@@ -19,8 +19,11 @@ from streamrl.distributed.devices import get_local_device
 from streamrl.weights import bucket_memory
 from streamrl.weights.transport import TransportReader, TransportWriter
 from streamrl.weights.transports import collective_group, shared_memory
-from streamrl.weights.transports.collective import CollectiveReader, CollectiveWriter
-from streamrl.weights.transports.collective_group import PUBLISHER_RANK
+from streamrl.weights.transports.collective import (
+    PUBLISHER_RANK,
+    CollectiveReader,
+    CollectiveWriter,
+)
 from streamrl.weights.transports.shared_memory import (
     DEVICE_ARGUMENT,
     SharedMemoryReader,

@@ -22,8 +22,11 @@ from streamrl.weights import WeightBucket, WeightManifest, bucket_memory, transp
 from streamrl.weights.bucket_memory import as_tensor
 from streamrl.weights.buckets import publish_version, unpack_tensors
 from streamrl.weights.transports import collective, collective_group
-from streamrl.weights.transports.collective import CollectiveReader, CollectiveWriter
-from streamrl.weights.transports.collective_group import SharedDeadline
+from streamrl.weights.transports.collective import (
+    CollectiveReader,
+    CollectiveWriter,
+    SharedDeadline,
+)
 from streamrl.weights.transports.shared_memory import SharedMemoryReader, SharedMemoryWriter
 from tests import forked
 from tests.weights.local_transport import LocalReader, LocalWriter
@@ -66,7 +69,7 @@ def follow_manifests(pipe: Connection, name: str, on_device: bool) -> None:
 
 
 def die_before_bucket(bucket: int) -> None:
-    from streamrl.weights.transports.collective_group import BroadcastGroup
+    from streamrl.weights.transports.collective import BroadcastGroup
 
     send = BroadcastGroup.broadcast_tensor
     num_broadcasts = 0

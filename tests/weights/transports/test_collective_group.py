@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from streamrl.errors import WeightsError
-from streamrl.weights.transports.collective_group import (
+from streamrl.weights.transports.collective import (
     PUBLISHER_RANK,
     BroadcastGroup,
     GroupEpoch,

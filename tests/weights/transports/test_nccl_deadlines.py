@@ -21,9 +21,11 @@ import torch.distributed as dist
 
 from streamrl.distributed.devices import NCCL_ENV
 from streamrl.weights.buckets import publish_version, unpack_tensors
-from streamrl.weights.transports import collective_group
-from streamrl.weights.transports.collective import CollectiveReader, CollectiveWriter
-from streamrl.weights.transports.collective_group import NCCL_WATCHDOG_ENV
+from streamrl.weights.transports.collective import (
+    NCCL_WATCHDOG_ENV,
+    CollectiveReader,
+    CollectiveWriter,
+)
 from tests import forked
 from tests.weights.local_transport import LocalReader, LocalWriter
 
