@@ -1,21 +1,214 @@
 """Tools of an MCP server: a session of each episode, and servers that episodes share in turn."""
 
 import asyncio
+import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from streamrl.environments.interface import CallOutcome, ToolSchema
+from streamrl.environments.tool_calls.reply_text import format_tool_result
 from streamrl.environments.tool_calls.tool_schema import check_tool_schema, get_tool_name
 from streamrl.environments.tool_config import ToolConfig
 from streamrl.environments.tool_sources.http_server import HttpServer, read_headers
-from streamrl.environments.tool_sources.mcp_session import McpSession
 from streamrl.environments.tool_sources.stdio_server import StdioServer
 from streamrl.environments.tool_sources.tool_source import ToolAnswer
 from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError
 from streamrl.files.typed_settings import suggest_nearest
 from streamrl.process_pool.background_tasks import BackgroundTasks
+
+if TYPE_CHECKING:
+    from mcp import Client
+    from mcp_types import CallToolResult, ContentBlock
+
+CLOSE_TIMEOUT_S = 4.0
+MAX_PAGES = 100
+"""Most pages of a list of tools; a server that never ends it would be asked for ever."""
+
+
+class McpSession:
+    """Open session with a server. Create with `start`.
+
+    The scopes of anyio in the package `mcp` may be left only by the task that entered them.
+    Therefore a task of its own enters and leaves them; calls come from any task.
+    """
+
+    def __init__(self, server: StdioServer | HttpServer, label: str) -> None:
+        self._server = server
+        self._label = label
+        self._client: Client | None = None
+        self._closing = asyncio.Event()
+        self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._failure = ""
+        self._is_out = False
+        self.was_given_up = False
+        self._calls = BackgroundTasks()
+        self._owner = asyncio.create_task(self._keep_open())
+
+    @classmethod
+    async def start(cls, server: StdioServer | HttpServer, label: str) -> "McpSession":
+        """Open a session. Raises EpisodeError if the server does not start or answer."""
+        session = cls(server, label)
+        try:
+            await asyncio.wait(
+                {session._opened, session._owner}, return_when=asyncio.FIRST_COMPLETED
+            )
+        except asyncio.CancelledError:
+            await session.close()
+            raise
+        if not session._opened.done():
+            raise session.make_error("does not start")
+        return session
+
+    async def _keep_open(self) -> None:
+        from mcp import Client
+
+        try:
+            async with Client(self._server.connect(), cache=None) as client:
+                self._client = client
+                if isinstance(self._server, HttpServer):
+                    self._server.mark_open()
+                self._opened.set_result(None)
+                await self._closing.wait()
+                self._server.kill()
+        # The package raises what its tasks met, also in groups: any of it ends the session.
+        except Exception as error:  # noqa: BLE001
+            self._failure = describe_first_error(error)
+            self._is_out = isinstance(self._server, HttpServer) and self._server.is_outage(error)
+        finally:
+            self._server.kill()
+
+    @property
+    def is_own_process(self) -> bool:
+        """True if the server is a process that lives as long as the session."""
+        return isinstance(self._server, StdioServer)
+
+    @property
+    def is_open(self) -> bool:
+        is_ending = self._owner.done() or self.was_given_up or self._closing.is_set()
+        return not (is_ending or self._server.has_ended)
+
+    @property
+    def end_reason(self) -> str:
+        """Last line of the server's stderr, or the error that ended the session."""
+        return self._server.last_error or self._failure or "it has ended"
+
+    async def list_tools(self) -> Sequence[ToolSchema]:
+        """Return the schemas of the server's tools. Raises EpisodeError."""
+        assert self._client is not None
+        schemas: list[ToolSchema] = []
+        cursor = None
+        for _ in range(MAX_PAGES):
+            page = await self._request(self._client.list_tools(cursor=cursor), "list of tools")
+            for tool in page.tools:
+                described = {"name": tool.name, "parameters": tool.input_schema}
+                if tool.description:
+                    described["description"] = tool.description
+                schemas.append({"type": "function", "function": described})
+            cursor = page.next_cursor
+            if cursor is None:
+                break
+        return schemas
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
+        """Call a tool; a call that is cancelled kills the server's process.
+
+        Raises EpisodeError if the server ends, or breaks the protocol.
+        """
+        from mcp import MCPError
+
+        if not self.is_open:
+            raise await self._make_end_error()
+        assert self._client is not None
+        try:
+            result = await self._request(self._client.call_tool(name, dict(arguments)), name)
+        except asyncio.CancelledError:
+            if self.is_own_process:
+                # It might go on with the call, and the next one would wait behind it.
+                self.was_given_up = True
+                self._server.kill()
+            raise
+        except MCPError as error:
+            return ToolAnswer(format_tool_result(f"error: {error.message}"), CallOutcome.TOOL_ERROR)
+        outcome = CallOutcome.TOOL_ERROR if result.is_error else CallOutcome.OK
+        return ToolAnswer(format_tool_result(format_content(result)), outcome)
+
+    async def _request(self, request: Any, purpose: str) -> Any:
+        """Wait for an answer of the server, or its end.
+
+        Raises MCPError, if the server answers with an error, and EpisodeError.
+        """
+        from mcp import MCPError
+        from mcp_types import CONNECTION_CLOSED
+
+        answering = self._calls.spawn(request)
+        try:
+            await asyncio.wait({answering, self._owner}, return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
+                raise await self._make_end_error()
+            return answering.result()
+        except MCPError as error:
+            if error.code != CONNECTION_CLOSED:
+                raise
+            raise await self._make_end_error() from error
+        except (RuntimeError, ValueError) as error:
+            # The package checks results against the schema that the server has declared.
+            raise EpisodeError(f"{self._label}: {purpose}: {error}") from error
+        finally:
+            answering.cancel()
+
+    async def _make_end_error(self) -> EpisodeError:
+        await self.close()  # so that the reason is known
+        return self.make_error("ended")
+
+    def make_error(self, event: str) -> EpisodeError:
+        """Build the error of a session that has ended, or did not start."""
+        kind = EpisodeOutageError if self._is_out else EpisodeError
+        return kind(f"{self._label}: {event}: {self.end_reason}")
+
+    async def close(self) -> None:
+        """Close the session; kill the server's process and all that it started."""
+        self._closing.set()
+        self._server.kill()
+        if self._client is None:
+            self._owner.cancel()
+        _, late = await asyncio.wait({self._owner}, timeout=CLOSE_TIMEOUT_S)
+        for owner in late:
+            owner.cancel()
+            await asyncio.wait({owner}, timeout=CLOSE_TIMEOUT_S)
+
+
+def describe_first_error(error: BaseException) -> str:
+    """Describe the first error in nested groups of errors."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def format_content(result: "CallToolResult") -> str:
+    """Return the content of a result as text; content that is no text is described in a line."""
+    if not result.content and result.structured_content is not None:
+        return json.dumps(result.structured_content, ensure_ascii=False)
+    return "\n".join(_format_blocks(result.content))
+
+
+def _format_blocks(blocks: "Sequence[ContentBlock]") -> Iterator[str]:
+    from mcp_types import EmbeddedResource, ResourceLink, TextContent, TextResourceContents
+
+    for block in blocks:
+        if isinstance(block, TextContent):
+            yield block.text
+        elif isinstance(block, ResourceLink):
+            yield f"[resource {block.uri}]"
+        elif isinstance(block, EmbeddedResource):
+            if isinstance(block.resource, TextResourceContents):
+                yield block.resource.text
+            else:
+                yield f"[resource {block.resource.uri}, {len(block.resource.blob)} bytes of base64]"
+        else:
+            yield f"[{block.type}, {block.mime_type}, {len(block.data)} bytes of base64]"
+
 
 RESTARTED = "the server has been stopped: what it kept of earlier calls is lost"
 
