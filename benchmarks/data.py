@@ -166,10 +166,10 @@ def _start(folder: str, path: str) -> None:
 
 def _check(folder: str, path: str) -> None:
     """Read every row as `streamrl data check` does."""
+    from streamrl.cli.data import validate_file
     from streamrl.data.chat_template import load_tokenizer, load_vocab_size
     from streamrl.data.classify_rows import PromptLimits
     from streamrl.data.files import parse_data_files
-    from streamrl.data.validate import validate_file
 
     model = f"{folder}/model"
     entry = {"path": path, "label_key": "answer"}
