@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from streamrl.drawing.episode_text import print_groups
+from streamrl.cli.episodes import print_groups
 from streamrl.files.printable_text import make_printable
 from streamrl.telemetry.rollout_log import RecordedGroup, RecordedRollout, RecordedTurn
 from tests.drawing.recorded import make_group, make_guess
