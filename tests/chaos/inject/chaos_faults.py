@@ -407,7 +407,7 @@ def patch_metrics_sink(fault, module):
 PATCHES = {
     "streamrl.telemetry.sinks": patch_metrics_sink,
     "streamrl.buffer.client": patch_queue_client,
-    "streamrl.actors.transport.blob_store": patch_blob_store,
+    "streamrl.actors.queue_shard": patch_blob_store,
     "streamrl.actors.queue_shard": patch_remote_shard,
     "streamrl.actors.replica": patch_weight_channel,
     "streamrl.engines.generation.generation_engine": patch_generation_engine,
