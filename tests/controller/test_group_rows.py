@@ -2,7 +2,11 @@
 
 import numpy as np
 
-from streamrl.controller.group_rows import compute_concatenated, get_group_columns, to_batch
+from streamrl.actors.worker_groups.model_workers import (
+    compute_concatenated,
+    get_group_columns,
+    to_batch,
+)
 from streamrl.messages import Array, Columns
 from tests.engines.tiny_groups import make_groups
 

@@ -1,6 +1,6 @@
 """Workers with real engines for own loops: policy, critics, reference, rewards, costs.
 
-A row of a batch is a group, as in `controller/group_rows.py`.
+A row of a batch is a group, as in `actors/worker_groups/model_workers.py`.
 
 Scoring splits a batch by rows. An update receives the whole batch on every rank, since advantages
 may compare all groups of a step; the ranks share the rollouts by length without padding. So the
@@ -9,12 +9,13 @@ result does not depend on the number of ranks.
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
 from streamrl.actors.coordination.trainer_group import ParallelTrainer
@@ -31,20 +32,14 @@ from streamrl.config.own_loop import make_loop_config, set_world_size
 from streamrl.config.preflight import check_worker_memory
 from streamrl.config.run_config import RunConfig
 from streamrl.controller import Batch, WorkerContext, transfers
-from streamrl.controller.group_rows import (
-    DERIVED_COLUMN,
-    PROMPT_COLUMN,
-    compute_concatenated,
-    get_group_columns,
-    map_groups_by_uid,
-    to_batch,
-)
+from streamrl.controller.batches import Batch
 from streamrl.dataflow import (
     CRITIC,
     CRITIC_BY_COLUMN,
     GENERATE_CALL,
     GREEDY_CALL,
     POLICY,
+    SEQUENCE_COLUMNS,
     SOURCE_CALLS,
     CallKind,
     ModelCall,
@@ -56,7 +51,7 @@ from streamrl.engines.training.collate import derive_columns
 from streamrl.engines.training.rollout_sums import sum_rollouts
 from streamrl.errors import ConfigError, StreamError
 from streamrl.group_episodes import count_samples
-from streamrl.messages import Array, Columns, Experience, Prompt
+from streamrl.messages import COLUMN_SPECS, Array, Columns, Experience, Prompt, is_component_column
 from streamrl.pipeline import verify_weights
 from streamrl.placement.colocated_memory import WorkerMemory
 from streamrl.stream.device_lease import DedicatedDeviceLease
@@ -67,6 +62,49 @@ from streamrl.weights import WeightManifest
 from streamrl.weights.buckets import publish_gathered, unpack_tensors
 from streamrl.weights.logprob_check import is_logprob_check_due
 from streamrl.weights.transports.object_store import ObjectStoreReader, ObjectStoreWriter
+
+PROMPT_COLUMN = "prompt"
+DERIVED_COLUMN = "derived"
+
+
+def to_batch(groups: Sequence[Columns]) -> dict[str, list[Array]]:
+    """Return groups as a batch: a row per group, a list of arrays per column."""
+    return {name: [columns[name] for columns in groups] for name in (groups[0] if groups else ())}
+
+
+def get_group_columns(batch: Batch) -> list[Columns]:
+    """Return the stored columns of every group of a batch, without derived ones."""
+    names = [name for name in batch if name in COLUMN_SPECS or is_component_column(name)]
+    return [
+        dict(zip(names, cells, strict=True))
+        for cells in zip(*(batch[name] for name in names), strict=True)
+    ]
+
+
+def map_groups_by_uid(batch: Batch) -> dict[str, Columns]:
+    """Return the columns of each group of a batch, by uid; ValueError for a repeated group."""
+    uids = [prompt.uid for prompt in batch[PROMPT_COLUMN]]
+    if len(set(uids)) < len(uids):
+        duplicate = next(uid for uid in uids if uids.count(uid) > 1)
+        raise ValueError(
+            f"prompt {duplicate} occurs twice in the batch; a step trains a group once"
+        )
+    return dict(zip(uids, get_group_columns(batch), strict=True))
+
+
+def compute_concatenated(batch: Batch, compute: Callable[[Columns], Array]) -> list[Array]:
+    """Compute a column with a value per token for all groups of a batch in a single call.
+
+    compute: receives the sequences of all groups together, and returns their column. Returns the
+    column of each group.
+    """
+    concatenated = {
+        name: np.concatenate([np.zeros(0, COLUMN_SPECS[name].dtype), *batch[name]])
+        for name in SEQUENCE_COLUMNS
+    }
+    ends = np.cumsum([len(token_ids) for token_ids in batch["token_ids"]])
+    # The piece after the last group is empty.
+    return np.split(compute(concatenated), ends)[:-1]
 
 
 class UninterruptedStep:
