@@ -12,7 +12,7 @@ from pathlib import Path
 from streamrl.actors.launch.actor_registry import make_hybrid_env
 from streamrl.actors.launch.fork_server import start_fork_server
 from streamrl.actors.launch.ray_cluster import connect_cluster, disaggregated_only
-from streamrl.actors.worker_groups.model_workers import TrainedWorker
+from streamrl.actors.worker_groups.model_workers import TrainedWorker, make_loop_config
 from streamrl.actors.worker_groups.worker_group import (
     ResourcePool,
     WorkerGroup,
@@ -21,7 +21,6 @@ from streamrl.actors.worker_groups.worker_group import (
 )
 from streamrl.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, OneLineParser
 from streamrl.cli.run_setup.signals import interrupt_on_signals
-from streamrl.config.own_loop import make_loop_config
 from streamrl.config.preflight import check_worker_memory, prepare_run
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.controller import BatchRef, WorkerMesh

@@ -21,10 +21,14 @@ from examples.own_loop.safe_rlhf import safe_rlhf
 from streamrl.actors.launch.fork_server import start_fork_server, stop_fork_server
 from streamrl.actors.launch.ray_cluster import connect_cluster, disaggregated_only
 from streamrl.actors.worker_groups import worker_group
-from streamrl.actors.worker_groups.model_workers import CriticWorker, PolicyWorker
+from streamrl.actors.worker_groups.model_workers import (
+    CriticWorker,
+    PolicyWorker,
+    make_loop_config,
+    set_world_size,
+)
 from streamrl.actors.worker_groups.worker_group import ResourcePool, WorkerGroup
 from streamrl.cli.main import EXIT_BAD_INPUT, EXIT_INTERRUPTED
-from streamrl.config.own_loop import make_loop_config, set_world_size
 from streamrl.config.preflight import check_worker_memory, prepare_run
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.controller import PROTOCOLS, Batch, WorkerContext, WorkerMesh, transfers
