@@ -2,19 +2,191 @@
 
 import argparse
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
 
-from streamrl.calibration.fit_constants import CalibrationResult, FittedConstant, fit_constants
 from streamrl.calibration.fit_timings import FittedTimings, fit_timings
 from streamrl.calibration.prediction import PlannedRun, SteadyMetrics, predict_metrics
+from streamrl.calibration.robust_fit import CoefficientEstimate
 from streamrl.calibration.run_trace import RunTrace, load_run_trace
 from streamrl.cli.arguments.arg_types import parse_path
 from streamrl.cli.arguments.config_args import add_run_cluster_argument, read_run_cluster
 from streamrl.cli.output.advice_report import describe_excluded_steps
 from streamrl.cli.output.output_files import check_output_file, write_output_file
+from streamrl.dataflow import GENERATE_CALL, POLICY, CallKind
+from streamrl.placement.costs.constants import POSITIVE_FRACTIONS, UPPER_BOUNDS, CostConstants
+from streamrl.placement.costs.cost_model import CostModel
+from streamrl.placement.placements import Placement
+from streamrl.placement.problem import PlacementProblem
+from streamrl.placement.stage_timings import ScoreTiming, StageTimings
 from streamrl.telemetry.progress_line import show_progress
+
+MIN_FRACTION = 1e-6
+SOLVER_ROUNDS = 3
+"""Rounds of solving for all constants: some coefficients depend on two constants."""
+
+
+@dataclass(frozen=True)
+class FittedConstant:
+    """A cost constant determined by a run: value, default, and the coefficient behind it.
+
+    coefficient: dotted name, such as train.policy.token_s.
+    is_clamped: whether the solution was out of bounds and `value` is the nearest bound.
+    """
+
+    value: float
+    default: float
+    coefficient: str
+    estimate: CoefficientEstimate
+    is_clamped: bool = False
+
+
+@dataclass(frozen=True)
+class CalibrationResult:
+    """All cost constants, and those that the run determined; the rest keep their values."""
+
+    constants: CostConstants
+    fitted_constants: Mapping[str, FittedConstant]
+
+
+def fit_constants(
+    fitted: FittedTimings, problem: PlacementProblem, placement: Placement, start: CostConstants
+) -> CalibrationResult:
+    """Find cost constants with which the cost model predicts fitted timings for a placement.
+
+    start: constants from which the fit starts, and values of those that the run does not determine.
+    """
+    coefficients = {
+        constant: coefficient
+        for constant, coefficient in _link_coefficients(problem, placement).items()
+        if coefficient in fitted.estimates
+    }
+    target_timings = _normalize_rule_batches(fitted.timings, problem)
+    constants, clamped = start, set[str]()
+    for _ in range(SOLVER_ROUNDS):
+        clamped.clear()
+        for name, coefficient in coefficients.items():
+            target = _read_coefficient(target_timings, coefficient)
+            value, is_clamped = _solve_constant(
+                name, coefficient, target, constants, problem, placement
+            )
+            constants = _replace_constant(constants, name, value)
+            if is_clamped:
+                clamped.add(name)
+    defaults = vars(CostConstants.from_cluster(problem.cluster))
+    determined = {
+        name: FittedConstant(
+            float(vars(constants)[name]),
+            float(defaults[name]),
+            coefficient,
+            fitted.estimates[coefficient],
+            name in clamped,
+        )
+        for name, coefficient in coefficients.items()
+    }
+    return CalibrationResult(constants, determined)
+
+
+def _solve_constant(
+    name: str,
+    coefficient: str,
+    target: float,
+    constants: CostConstants,
+    problem: PlacementProblem,
+    placement: Placement,
+) -> tuple[float, bool]:
+    """Return the value of a constant with which the cost model gives the coefficient `target`.
+
+    Also return whether the value was clamped to its bounds, or does not affect the coefficient.
+    """
+    is_fraction = name in POSITIVE_FRACTIONS
+    low, high = (0.5, 1.0) if is_fraction else (0.25, 0.5)
+
+    def predict(value: float) -> float:
+        """Return the cost model's coefficient at a value of the constant."""
+        model = CostModel(problem, _replace_constant(constants, name, value))
+        return _read_coefficient(model.predict_timings(placement), coefficient)
+
+    ends = predict(low), predict(high)
+    inputs = (1 / low, 1 / high) if is_fraction else (low, high)
+    slope = (ends[1] - ends[0]) / (inputs[1] - inputs[0])
+    intercept = ends[0] - slope * inputs[0]
+    if not slope:
+        return float(vars(constants)[name]), True
+    solved = (target - intercept) / slope
+    if is_fraction:
+        solved = 1 / solved if solved > 0 else 1.0
+    value = min(max(solved, MIN_FRACTION if is_fraction else 0.0), UPPER_BOUNDS[name])
+    return value, abs(value - solved) > 1e-9 * max(1.0, abs(solved))
+
+
+def _read_coefficient(timings: StageTimings, name: str) -> float:
+    """Return a coefficient by its dotted name."""
+    value: Any = timings
+    for part in name.split("."):
+        value = value[part] if isinstance(value, Mapping) else getattr(value, part)
+    return float(value)
+
+
+def _replace_constant(constants: CostConstants, name: str, value: float) -> CostConstants:
+    return CostConstants(**{**vars(constants), name: value})
+
+
+def _link_coefficients(problem: PlacementProblem, placement: Placement) -> dict[str, str]:
+    """Return, by cost constant, the dotted name of the coefficient that determines it.
+
+    Of several stages, the first with a model determines a constant.
+    """
+    links = {
+        "train_flops_fraction": f"train.{POLICY}.token_s",
+        "micro_batch_s": f"train.{POLICY}.micro_batch_s",
+        "round_s": f"train.{POLICY}.round_s",
+        "update_s": f"train.{POLICY}.update_s",
+        "train_step_s": f"train.{POLICY}.step_s",
+        "forward_flops_fraction": "generator.prefill_token_s",
+        "decode_step_s": "generator.step_s",
+        "decode_rollout_s": "generator.rollout_s",
+        "decode_group_s": "generator.group_s",
+        "begin_s": "generator.begin_s",
+    }
+    stages = [call.stage for call in problem.dataflow.select_calls(CallKind.SCORE)]
+    if rule := next((stage for stage in stages if stage not in placement.assignments), ""):
+        links |= {"rule_group_s": f"score.{rule}.batch_s"}
+        links |= {"rule_rollout_s": f"score.{rule}.rollout_s"}
+    if modeled := next((stage for stage in stages if stage in placement.assignments), ""):
+        links |= {"score_batch_s": f"score.{modeled}.batch_s"}
+        links |= {"score_rollout_s": f"score.{modeled}.rollout_s"}
+    # Generators pull weights, or switch phases on shared devices.
+    stage, source = GENERATE_CALL.stage, problem.dataflow.select_calls(CallKind.TRAIN)[0].stage
+    if placement.overlaps(source, stage):
+        links |= {"switch_s": f"weights.{stage}.pause_s"}
+    else:
+        links |= {"publish_s": f"weights.{stage}.publish_s", "pull_s": f"weights.{stage}.pull_s"}
+        # After pull_s, of which the pause is a fraction.
+        links |= {"pause_fraction": f"weights.{stage}.pause_s"}
+    return links | {"hop_s": "hop_s", "between_steps_s": "step_s"}
+
+
+def _normalize_rule_batches(timings: StageTimings, problem: PlacementProblem) -> StageTimings:
+    """Convert rule-based score stages to batches of one group, as in the cost model."""
+    size = problem.workload.group_size
+    score = {}
+    for stage, timing in timings.score.items():
+        normalized = timing
+        if problem.find_model(stage) is None and timing.batch > 1:
+            group_s = timing.batch_duration_s(timing.batch * size, 0.0) / timing.batch
+            normalized = ScoreTiming(
+                timing.replicas,
+                1,
+                max(0.0, group_s - timing.rollout_s * size),
+                timing.rollout_s,
+                0.0,
+            )
+        score[stage] = normalized
+    return replace(timings, score=score)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

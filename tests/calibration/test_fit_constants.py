@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.calibration.fit_constants import CalibrationResult, fit_constants
 from streamrl.calibration.fit_timings import FittedTimings, fit_timings
 from streamrl.calibration.prediction import PlannedRun
 from streamrl.calibration.run_trace import load_run_trace
+from streamrl.cli.calibrate import CalibrationResult, fit_constants
 from streamrl.placement.costs.cost_model import CostModel
 from streamrl.placement.stage_timings import StageTimings
 from tests.calibration.runs import TRUE, play, recipe, write_run
