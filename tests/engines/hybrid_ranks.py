@@ -20,9 +20,8 @@ from streamrl.engines.generation.generation_engine import GenerationEngine
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.fsdp_tp_backend import FsdpTpBackend
-from streamrl.engines.training.model_trainer import make_backend
+from streamrl.engines.training.model_trainer import WeightResharder, make_backend
 from streamrl.engines.training.training_backend import TrainingBackend
-from streamrl.engines.training.weight_resharder import WeightResharder
 from streamrl.engines.vllm.engine import EngineSpec
 from streamrl.resharding.layouts import TensorShard
 from streamrl.resharding.storage import ShardStorage

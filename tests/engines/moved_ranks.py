@@ -16,8 +16,8 @@ from streamrl.distributed.process_group import join_process_group
 from streamrl.engines.checkpoint.sharded_state import load_state, save_state
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.fsdp_tp_backend import FsdpTpBackend
+from streamrl.engines.training.model_trainer import WeightResharder
 from streamrl.engines.training.optimizer_offload import OptimizerOffload
-from streamrl.engines.training.weight_resharder import WeightResharder
 from streamrl.resharding.boxes import TensorBox
 from streamrl.resharding.storage import ShardStorage
 from streamrl.weights.parameters import ParameterSet

@@ -20,8 +20,7 @@ from streamrl.distributed.process_group import join_process_group
 from streamrl.engines.generation.generation_engine import GenerationEngine
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.engines.training.model_trainer import make_backend
-from streamrl.engines.training.weight_resharder import WeightResharder
+from streamrl.engines.training.model_trainer import WeightResharder, make_backend
 from streamrl.engines.vllm.engine import EngineSpec
 from streamrl.engines.vllm.follower_rank import FollowerRank
 from streamrl.engines.vllm.rank_groups import RankGroup, make_rank_group

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.engines.training.weight_resharder import make_nodes
+from streamrl.engines.training.model_trainer import make_nodes
 from streamrl.engines.vllm.rank_groups import RankGroup, assign_rank_groups, make_rank_group
 from streamrl.resharding.byte_report import NodeTopology
 from tests import forked
