@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.cli.plan import assign_lanes, list_device_rows, render_timeline, round_tick
 from streamrl.dataflow import build_dataflow
-from streamrl.drawing.timeline import assign_lanes, list_device_rows, render_timeline, round_tick
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.problem import DeviceInterval
 from tests.placement.notations import placement_from_meshes
