@@ -11,11 +11,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from streamrl.messages import Experience, GroupLease, Prompt, TokenSource, TurnOutcome
-from streamrl.rewards.episode_record import describe_rollouts, split_text
 from streamrl.rewards.group_filter import accept_group
 from streamrl.rewards.interface.conversations import encode_conversations
 from streamrl.rewards.kinds.rules import EnvironmentReward
-from streamrl.rewards.reward_scorer import RewardScorer
+from streamrl.rewards.reward_scorer import RewardScorer, describe_rollouts, split_text
 from streamrl.rewards.reward_set import RewardComponent, RewardSet
 from streamrl.telemetry.config import RolloutConfig
 from streamrl.telemetry.rollout_log import RecordedTurn, RolloutLog, read_recorded_groups
