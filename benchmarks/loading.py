@@ -36,9 +36,8 @@ from benchmarks.random_model import SHAPES, write_model
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.distributed.process_group import join_process_group
 from streamrl.engines.models.forward import load_model, load_skeleton
-from streamrl.engines.models.save_model import write_hf_model
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.engines.training.model_trainer import ModelTrainer, make_backend
+from streamrl.engines.training.model_trainer import ModelTrainer, make_backend, write_hf_model
 from streamrl.engines.training.tasks import PolicyTask
 
 LAYOUTS = {"fsdp2": "torch", "zero3": "deepspeed"}

@@ -23,8 +23,8 @@ from streamrl.engines.models.forward import (
     load_skeleton,
 )
 from streamrl.engines.models.lora import find_lora_layers
-from streamrl.engines.models.save_model import write_hf_model
 from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.engines.training.model_trainer import write_hf_model
 from streamrl.errors import LogprobCheckError
 from streamrl.files.hf_config import read_stored_shapes
 from streamrl.weights.config import EXACT_LOGPROB_LIMIT, ROUNDED_LOGPROB_LIMIT

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from streamrl.data.chat_template import load_tokenizer
 from streamrl.engines.generator_config import GeneratorConfig, make_engine_args
 from streamrl.engines.models.forward import load_model, load_skeleton
-from streamrl.engines.models.save_model import write_hf_model as write_model_directory
+from streamrl.engines.training.model_trainer import write_hf_model as write_model_directory
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import (
     TRUSTED_MODELS_ENV,

@@ -11,10 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from streamrl.engines.models import save_model
 from streamrl.engines.models.forward import load_model
-from streamrl.engines.models.save_model import write_hf_model
 from streamrl.engines.models.stored_weights import StoredWeights
+from streamrl.engines.training.model_trainer import write_hf_model
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import WEIGHTS_FILE, WEIGHTS_INDEX, list_weight_files
 from tests import forked
