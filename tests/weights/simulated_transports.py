@@ -18,7 +18,7 @@ from torch import Tensor
 from streamrl.distributed.devices import get_local_device
 from streamrl.weights import bucket_memory
 from streamrl.weights.transport import TransportReader, TransportWriter
-from streamrl.weights.transports import collective_group, shared_memory
+from streamrl.weights.transports import collective, shared_memory
 from streamrl.weights.transports.collective import (
     PUBLISHER_RANK,
     CollectiveReader,
@@ -85,7 +85,7 @@ def make_collective_ends() -> Iterator[TransportEnds]:
     device = get_local_device()
     with (
         mock.patch.object(
-            collective_group, "make_gloo_group", lambda store, rank, *_: InProcessGroup(rank, sent)
+            collective, "make_gloo_group", lambda store, rank, *_: InProcessGroup(rank, sent)
         ),
         mock.patch.object(CollectiveWriter, "_send_version", send_on_gpu),
         # Only a GPU's driver can pin memory.

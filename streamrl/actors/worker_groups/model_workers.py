@@ -32,7 +32,6 @@ from streamrl.config.preflight import check_worker_memory
 from streamrl.config.role_counts import with_placement_mode
 from streamrl.config.run_config import RunConfig
 from streamrl.controller import Batch, WorkerContext, transfers
-from streamrl.controller.batches import Batch
 from streamrl.dataflow import (
     CRITIC,
     CRITIC_BY_COLUMN,

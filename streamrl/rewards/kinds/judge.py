@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import openai
@@ -39,9 +39,6 @@ from streamrl.stream.service_gate import (
     is_silent,
     request_service,
 )
-
-if TYPE_CHECKING:
-    from streamrl.rewards.kinds.judge import ChatClient
 
 T = TypeVar("T")
 

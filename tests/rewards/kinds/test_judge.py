@@ -13,7 +13,7 @@ from streamrl.errors import ConfigError, RewardError, RewardInfraError, RewardTi
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.interface.reward_result import RewardOutcome
-from streamrl.rewards.kinds import openai_client as endpoint_module
+from streamrl.rewards.kinds import judge as endpoint_module
 from streamrl.rewards.kinds.judge import RateLimiter, parse_retry_after
 from streamrl.rewards.registry import build_rewards
 from streamrl.stream import service_gate

@@ -21,7 +21,7 @@ from streamrl.messages import Array
 from streamrl.weights import WeightBucket, WeightManifest, bucket_memory, transport
 from streamrl.weights.bucket_memory import as_tensor
 from streamrl.weights.buckets import publish_version, unpack_tensors
-from streamrl.weights.transports import collective, collective_group
+from streamrl.weights.transports import collective
 from streamrl.weights.transports.collective import (
     CollectiveReader,
     CollectiveWriter,
@@ -364,16 +364,16 @@ def publish_and_fetch(
 def test_a_broadcasts_deadline_grows_with_its_bytes(
     monkeypatch: pytest.MonkeyPatch, bytes_per_s: float, arrives: bool
 ):
-    send = collective_group.BroadcastGroup.broadcast_tensor
+    send = collective.BroadcastGroup.broadcast_tensor
 
     def broadcast_slowly(
-        self: collective_group.BroadcastGroup, tensor: torch.Tensor, deadline: SharedDeadline
+        self: collective.BroadcastGroup, tensor: torch.Tensor, deadline: SharedDeadline
     ) -> None:
         if threading.current_thread() is not threading.main_thread():  # the sending thread
             time.sleep(1.2)
         send(self, tensor, deadline)
 
-    monkeypatch.setattr(collective_group.BroadcastGroup, "broadcast_tensor", broadcast_slowly)
+    monkeypatch.setattr(collective.BroadcastGroup, "broadcast_tensor", broadcast_slowly)
     monkeypatch.setattr(transport, "MIN_BYTES_PER_S", bytes_per_s)
     writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=4)
     collective_reader = CollectiveReader("a", LocalReader(), timeout_s=4)
@@ -478,7 +478,7 @@ def test_a_device_without_room_for_a_version_and_a_reserve_gets_none_of_its_buck
 @contextmanager
 def stall_reader(timeout_s: float) -> Iterator[CollectiveWriter]:
     """Yield a writer that is broadcasting many buckets to a reader that stalls at the second."""
-    broadcast = collective_group.BroadcastGroup.broadcast_tensor
+    broadcast = collective.BroadcastGroup.broadcast_tensor
     stalls, can_end = threading.Event(), threading.Event()
     num_received = 0
 
@@ -496,7 +496,7 @@ def stall_reader(timeout_s: float) -> Iterator[CollectiveWriter]:
     writer.set_readers(["a"])
     tensors = {f"t{i}": torch.ones(250) for i in range(200)}
     with (
-        mock.patch.object(collective_group.BroadcastGroup, "broadcast_tensor", broadcast_or_stall),
+        mock.patch.object(collective.BroadcastGroup, "broadcast_tensor", broadcast_or_stall),
         ThreadPoolExecutor(1) as thread,
     ):
         manifest = publish_version(tensors.items(), version=0, bucket_bytes=1000, writer=writer)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from streamrl.distributed.devices import NCCL_ENV
 from streamrl.weights.buckets import publish_version, unpack_tensors
+from streamrl.weights.transports import collective
 from streamrl.weights.transports.collective import (
     NCCL_WATCHDOG_ENV,
     CollectiveReader,
@@ -105,7 +106,7 @@ def tensors_of(version: int) -> dict[str, torch.Tensor]:
 def use_stand_in() -> None:
     """Make the groups of this process as on GPUs."""
     vars(dist)["ProcessGroupNCCL"] = StandInNccl
-    collective_group.make_gloo_group = collective_group.make_nccl_group
+    collective.make_gloo_group = collective.make_nccl_group
 
 
 def publish_versions(
@@ -118,7 +119,7 @@ def publish_versions(
     """Publish to the reader `a`, and without it after a failure; send each manifest and failure."""
     use_stand_in()
     StandInNccl.reports_lost_peers = reports_lost_peers
-    collective_group.NCCL_WATCHDOG_ENV, collective_group.NCCL_ENV = watchdog_env, env
+    collective.NCCL_WATCHDOG_ENV, collective.NCCL_ENV = watchdog_env, env
     writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=TIMEOUT_S)
     pipe.send("ready")
     for version in range(DYING_VERSION + 2):
@@ -135,7 +136,7 @@ def read_versions(pipe: Connection) -> None:
     """Fetch versions as reader `a`; die in the middle of DYING_VERSION."""
     use_stand_in()
     reader = CollectiveReader("a", LocalReader(), timeout_s=TIMEOUT_S)
-    broadcast = collective_group.BroadcastGroup.broadcast_tensor
+    broadcast = collective.BroadcastGroup.broadcast_tensor
     pipe.send("ready")
     while True:
         manifest = pipe.recv()
@@ -148,7 +149,7 @@ def read_versions(pipe: Connection) -> None:
                 os._exit(1)
             broadcast(self, *arguments)
 
-        collective_group.BroadcastGroup.broadcast_tensor = broadcast_or_die  # type: ignore[method-assign, assignment]
+        collective.BroadcastGroup.broadcast_tensor = broadcast_or_die  # type: ignore[method-assign, assignment]
         tensors = unpack_tensors(manifest, reader.fetch_buckets(manifest))
         expected = tensors_of(manifest.version)
         assert all(torch.equal(tensors[name], expected[name]) for name in expected)
