@@ -5,8 +5,7 @@ damaged file would only surface after actors have started and metric rows have b
 """
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,9 @@ from streamrl.buffer.books.run_log import (
 )
 from streamrl.buffer.encoding.prompt_codec import decode_prompt
 from streamrl.buffer.encoding.wire_types import get_shard_index
-from streamrl.buffer.group import ShardState, make_open_record, make_remove_record
-from streamrl.buffer.log.segment_file import (
-    CorruptRecord,
-    JournalRecord,
-    SegmentWriter,
-    check_first_segment,
-    get_segment_path,
-    replay_segments,
-)
-from streamrl.buffer.recovery import SnapshotBase, recover_state
+from streamrl.buffer.group import ShardState
+from streamrl.buffer.recovery import recover_state
+from streamrl.buffer.repartition import repartition_journals
 from streamrl.config.run_config import RunConfig
 from streamrl.data.prompt_stream import PromptStream
 from streamrl.dataflow import POLICY, CallKind, Dataflow
@@ -48,63 +40,6 @@ from streamrl.run_dir.checkpoint import (
 from streamrl.run_dir.run_lock import check_links
 from streamrl.telemetry.metric_names import parse_metrics_row
 from streamrl.telemetry.sinks import EVENTS_FILE, METRICS_FILE
-
-_SINGLE_UID_KINDS = ("admit", "put", "back", "end")
-
-
-def repartition_journals(
-    sources: Sequence[tuple[Path, SnapshotBase]], targets: Sequence[Path]
-) -> None:
-    """Distribute the groups in the journals of old shards over the journals of new shards.
-
-    sources: journal folder and snapshot of each old shard.
-    targets: journal folder of each new shard; must not exist.
-
-    Leaves out damaged records, as opening a shard does, and leases, which are void in a resumed
-    run. Raises JournalError for unreadable files, and OSError.
-    """
-    with ExitStack() as open_files:
-        files = []
-        for target in targets:
-            target.mkdir(parents=True)
-            files.append(open_files.enter_context(SegmentWriter(get_segment_path(target, 1))))
-        for journal, base in sources:
-            check_first_segment(journal, base.first_segment)
-            incarnation, is_damaged = 0, False
-            for record in _read_records(journal, base):
-                if isinstance(record, CorruptRecord):
-                    is_damaged = True
-                    continue
-                incarnation = max(incarnation, record.meta.get("incarnation", 0))
-                for shard, shard_record in _split_record(record, len(files)):
-                    files[shard].write(shard_record)
-            if is_damaged:
-                for file in files:
-                    file.write(make_open_record("", incarnation, forgets=True))
-
-
-def _read_records(journal: Path, base: SnapshotBase) -> Iterator[JournalRecord | CorruptRecord]:
-    """Yield all records of a shard: those of its snapshot, then those of its journal."""
-    folders = [(base.folder, 0)] if base.folder is not None else []
-    for folder, first in (*folders, (journal, base.first_segment)):
-        for item in replay_segments(folder, first=first):
-            yield item if isinstance(item, CorruptRecord) else item[1]
-
-
-def _split_record(record: JournalRecord, count: int) -> Iterator[tuple[int, JournalRecord]]:
-    """Yield (index of a new shard, record for its journal) from the record of an old shard.
-
-    count: number of new shards. Divides records of several groups; leaves out leases.
-    """
-    meta = record.meta
-    if meta["kind"] in _SINGLE_UID_KINDS:
-        yield get_shard_index(meta["uid"], count), record
-    elif meta["kind"] == "leave":
-        for shard in range(count):
-            uids = [uid for uid in meta["uids"] if get_shard_index(uid, count) == shard]
-            yield shard, make_remove_record(uids, meta["version"])
-    elif meta["kind"] == "open":
-        yield from ((shard, record) for shard in range(count))
 
 
 def load_run_log(

@@ -14,7 +14,7 @@ from streamrl.buffer.group import ShardState, StageColumns, make_finish_record
 from streamrl.buffer.log.journal import Journal, JournalConfig
 from streamrl.buffer.log.segment_file import get_segment_path
 from streamrl.buffer.recovery import SnapshotBase, read_blob, recover_state, write_snapshot
-from streamrl.config.resume_checks import repartition_journals
+from streamrl.buffer.repartition import repartition_journals
 from streamrl.messages import GroupOutcome
 from tests.buffer.shards import STAGES, admit, make_shard, put, rollouts, take
 
