@@ -6,7 +6,7 @@ Imports of torch happen inside functions: a process that only holds a handle loa
 import asyncio
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-import torch
-from torch import Tensor
 
 from streamrl.actors.actor_context import ActorContext, ActorReport
 from streamrl.actors.liveness import PingableActor
@@ -26,9 +24,7 @@ from streamrl.algorithms import list_derivation_columns
 from streamrl.buffer.assembly.packing import MicroBatch, RolloutIndex
 from streamrl.dataflow import EMA_REFERENCE, POLICY, ModelCall
 from streamrl.distributed.devices import has_local_gpu, make_gpu_stream, use_side_stream
-from streamrl.engines.checkpoint.sharded_state import load_tensors, save_tensors
 from streamrl.engines.memory.peak_memory import release_large_blocks_eagerly
-from streamrl.engines.reference_config import REFERENCE_FILE
 from streamrl.errors import CheckpointError
 from streamrl.files.atomic_write import wrap_checkpoint_errors
 from streamrl.files.file_proofs import FileProof, list_files, prove_files
@@ -37,57 +33,6 @@ from streamrl.run_dir.crash_stacks import record_crash_stacks
 from streamrl.weights import WeightManifest
 from streamrl.weights.config import DISK
 from streamrl.weights.logprob_check import LogprobCheck, make_check_sequences
-
-
-class EmaReference:
-    """Parameters of the EMA reference, on the CPU; empty before the first `update_from_policy`."""
-
-    def __init__(self, decay: float) -> None:
-        self._decay = decay
-        self._tensors: dict[str, Tensor] = {}
-
-    def update_from_policy(self, policy: Iterable[tuple[str, Tensor]], *, moves: bool) -> None:
-        """Consume all (name, tensor) of the policy; update the reference if `moves`.
-
-        The first call copies the policy. Without `moves`, later calls only exhaust the iterator,
-        because advancing it may be a collective. Raises CheckpointError if the policy has a
-        parameter that the reference lacks.
-        """
-        if not self._tensors:
-            # Assigned at once: an iterator that fails leaves no half reference behind.
-            self._tensors = {name: self._copy_tensor(tensor) for name, tensor in policy}
-            return
-        for name, tensor in policy:
-            if name not in self._tensors:
-                raise CheckpointError(f"the reference was saved without {name}")
-            elif moves:
-                reference = self._tensors[name]
-                reference.lerp_(tensor.detach().to("cpu", reference.dtype), 1 - self._decay)
-
-    def _copy_tensor(self, tensor: Tensor) -> Tensor:
-        dtype = torch.float32 if self._decay else tensor.dtype
-        return tensor.detach().to("cpu", dtype, copy=True)
-
-    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._tensors.items()
-
-    def save(self, folder: Path) -> None:
-        """Write the reference into an existing checkpoint folder.
-
-        Raises as `ModelTrainer.save_training_state` does.
-        """
-        with wrap_checkpoint_errors(folder / REFERENCE_FILE):
-            save_tensors(folder / REFERENCE_FILE, self._tensors)
-
-    def load(self, folder: Path) -> None:
-        """Read the reference from a checkpoint folder. Raises CheckpointError if none was saved."""
-        if (folder / REFERENCE_FILE).is_file():
-            self._tensors = load_tensors(folder / REFERENCE_FILE)
-        else:
-            raise CheckpointError(
-                f"{folder} was written without an EMA reference: set reference.every=0"
-            )
-
 
 RANK_FILE = re.compile(r"_\d{5}[._]")
 """Part of the names of checkpoint files that one rank writes; rank 0 writes the others."""
@@ -157,7 +102,7 @@ class TrainerActor(PingableActor):
         self, context: ActorContext, rank: int, rendezvous: RendezvousInfo, resume_dir: Path | None
     ) -> None:
         """Build the trainer backend of a rank, and load its state from `resume_dir` if given."""
-        from streamrl.actors.trainer import EmaReference
+        from streamrl.engines.training.ema_reference import EmaReference
 
         self._config = context.config
         self._rank = rank

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from streamrl.actors.shared_weights import SharedWeights
-from streamrl.actors.trainer import EmaReference, RendezvousInfo, TrainerActor
+from streamrl.actors.trainer import RendezvousInfo, TrainerActor
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.config.run_config import RunConfig
 from streamrl.config.run_settings import ModelConfig
@@ -21,6 +21,7 @@ from streamrl.data.config import DataConfig
 from streamrl.dataflow import EMA_REFERENCE, POLICY, CallKind, ModelCall
 from streamrl.distributed import devices
 from streamrl.engines.reference_config import ReferenceConfig
+from streamrl.engines.training.ema_reference import EmaReference
 from streamrl.errors import WeightsError
 from streamrl.placement.colocated_memory import WorkerMemory
 from streamrl.rewards.interface.config import RewardConfig

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from streamrl.actors.trainer import EmaReference
 from streamrl.engines.memory.peak_memory import PeakMemoryTracker
 from streamrl.engines.reference_config import ReferenceConfig
+from streamrl.engines.training.ema_reference import EmaReference
 from streamrl.errors import CheckpointError, ConfigError
 
 
