@@ -404,15 +404,11 @@ def patch_metrics_sink(fault, module):
     wrap(module.JsonlSink, "log_step", step)
 
 
-def patch_shard_actor(fault, module):
-    patch_blob_store(fault, module)
-    patch_remote_shard(fault, module)
-
-
 PATCHES = {
     "streamrl.telemetry.sinks": patch_metrics_sink,
     "streamrl.buffer.client": patch_queue_client,
-    "streamrl.actors.queue_shard": patch_shard_actor,
+    "streamrl.actors.transport.blob_store": patch_blob_store,
+    "streamrl.actors.queue_shard": patch_remote_shard,
     "streamrl.actors.replica": patch_weight_channel,
     "streamrl.engines.generation.generation_engine": patch_generation_engine,
     "streamrl.environments.hosts.host_pool": patch_host_pool,
