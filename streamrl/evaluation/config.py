@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from streamrl.engines.generator_config import SamplingSettings
 from streamrl.errors import ConfigError
+from streamrl.files.typed_settings import check_minimums
 
 MAX_SEED = 2**32 - 1
 
@@ -39,23 +40,14 @@ class EvaluationConfig:
     concurrency: int = 64
 
     def __post_init__(self) -> None:
-        for key, minimum in (
-            ("every", 0),
-            ("samples", 1),
-            ("temperature", 0),
-            ("concurrency", 1),
-            ("top_k", -1),
-        ):
-            if not vars(self)[key] >= minimum:
-                raise ConfigError(f"evaluation.{key}={vars(self)[key]}: must be {minimum} or more")
+        minimums = {"every": 0, "samples": 1, "temperature": 0, "concurrency": 1, "top_k": -1}
+        check_minimums(self, {**minimums, "limit": 1}, section="evaluation.")
         if not math.isfinite(self.temperature):
             raise ConfigError(f"evaluation.temperature={self.temperature}: must be finite")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"evaluation.top_p={self.top_p}: must be above 0 and at most 1")
         if not 0 <= self.seed <= MAX_SEED:
             raise ConfigError(f"evaluation.seed={self.seed}: must be from 0 to {MAX_SEED}")
-        if self.limit is not None and self.limit < 1:
-            raise ConfigError(f"evaluation.limit={self.limit}: must be 1 or more, or null")
 
     @property
     def sampling(self) -> SamplingSettings:

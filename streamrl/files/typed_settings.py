@@ -113,6 +113,24 @@ def fill_empty_text(raw: Any, kind: Any) -> Any:
     return {name: fill_empty_text(value, hints.get(str(name))) for name, value in raw.items()}
 
 
+def check_minimums(settings: Any, minimums: Mapping[str, int], *, section: str = "") -> None:
+    """Raise ConfigError for a setting below its minimum; null passes. section: as "scorer."."""
+    for key, minimum in minimums.items():
+        value = vars(settings)[key]
+        if value is not None and not value >= minimum:
+            raise ConfigError(f"{section}{key}={value}: must be {minimum} or more")
+
+
+def check_choices(
+    settings: Any, choices: Mapping[str, Sequence[str]], *, section: str = ""
+) -> None:
+    """Raise ConfigError for a setting that is none of its choices."""
+    for key, allowed in choices.items():
+        if vars(settings)[key] not in allowed:
+            value = vars(settings)[key]
+            raise ConfigError(f"{section}{key}={value}: must be one of {', '.join(allowed)}")
+
+
 def describe_read_error(error: Exception) -> str:
     """Describe why a file cannot be read, without its path."""
     if isinstance(error, FileNotFoundError):

@@ -16,7 +16,7 @@ from omegaconf import MISSING
 from streamrl.algorithms.math.score_equality import has_equal_scores
 from streamrl.errors import ConfigError, RewardError
 from streamrl.files.python_module import load_function
-from streamrl.files.typed_settings import read_settings
+from streamrl.files.typed_settings import check_choices, check_minimums, read_settings
 from streamrl.messages import COMPONENT_PREFIX, Columns, Prompt, describe_prompt
 from streamrl.rewards.interface.checks import format_value
 
@@ -45,18 +45,14 @@ class FilterConfig:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.kind not in FILTER_KINDS:
-            raise ConfigError(f"filter.kind={self.kind}: must be one of {', '.join(FILTER_KINDS)}")
+        check_choices(self, {"kind": tuple(FILTER_KINDS)}, section="filter.")
         if self.kind == "none" and self.options:
             raise ConfigError(
                 f"filter.{next(iter(self.options))} has no effect with filter.kind=none;"
                 " mean_outside takes low and high, function takes path and function"
             )
         read_settings(FILTER_KINDS[self.kind].options_type, self.options, section="filter")
-        if self.max_filter_rounds < 1:
-            raise ConfigError(
-                f"filter.max_filter_rounds={self.max_filter_rounds}: must be 1 or more"
-            )
+        check_minimums(self, {"max_filter_rounds": 1}, section="filter.")
         self._check_oversample()
 
     def _check_oversample(self) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from streamrl.errors import ConfigError
+from streamrl.files.typed_settings import check_choices, check_minimums
 
 AUTO = "auto"
 OBJECT_STORE = "store"
@@ -65,24 +66,14 @@ class WeightsConfig:
     keep_versions: int = 2
 
     def __post_init__(self) -> None:
-        for key, allowed in (
-            ("transport", TRANSPORTS),
-            ("on_update", ON_UPDATE_MODES),
-            ("kv", KV_CACHE_MODES),
-        ):
-            if vars(self)[key] not in allowed:
-                raise ConfigError(
-                    f"weights.{key}={vars(self)[key]}: must be one of {', '.join(allowed)}"
-                )
-        for key in ("publish_every", "bucket_mb", "keep_versions"):
-            if vars(self)[key] < 1:
-                raise ConfigError(f"weights.{key}={vars(self)[key]}: must be at least 1")
+        choices = {"transport": TRANSPORTS, "on_update": ON_UPDATE_MODES, "kv": KV_CACHE_MODES}
+        check_choices(self, choices, section="weights.")
+        minimums = {"publish_every": 1, "bucket_mb": 1, "keep_versions": 1, "probe_every": 0}
+        check_minimums(self, minimums, section="weights.")
         if self.bucket_mb > MAX_BUCKET_MB:
             raise ConfigError(
                 f"weights.bucket_mb={self.bucket_mb}: must be at most {MAX_BUCKET_MB}"
             )
-        if self.probe_every < 0:
-            raise ConfigError(f"weights.probe_every={self.probe_every}: must be 0 or more")
         if self.probe_limit is not None and self.probe_limit <= 0:
             raise ConfigError(f"weights.probe_limit={self.probe_limit}: must be above 0")
         self._check_effects()

@@ -258,7 +258,7 @@ def test_a_value_of_a_wrong_type_is_one_line_with_key_and_value(recipe: Path):
             r"rewards\[1\].weight='x': ",
         ),
         ("costs=[{kind: exact, gate: x}]", r"costs\[0\].gate='x': "),
-        ("weights.bucket_mb=0", "weights.bucket_mb=0: must be at least 1"),
+        ("weights.bucket_mb=0", "weights.bucket_mb=0: must be 1 or more"),
         ("algorithm.mini_batches=3", "mini_batches=3: must divide pipeline.groups_per_step=32"),
         ("algorithm.overlong_buffer=257", "overlong_buffer=257: must be at most generator.max_new"),
         (

@@ -308,7 +308,7 @@ def test_evaluations_are_due_at_start_end_and_every_n_steps(settings, due_steps)
         ({"samples": 0}, "evaluation.samples=0: must be 1 or more"),
         ({"temperature": -0.1}, "evaluation.temperature=-0.1: must be 0 or more"),
         ({"temperature": float("nan")}, "evaluation.temperature=nan: must be 0 or more"),
-        ({"limit": 0}, "evaluation.limit=0: must be 1 or more, or null"),
+        ({"limit": 0}, "evaluation.limit=0: must be 1 or more"),
     ],
 )
 def test_invalid_settings_are_refused(settings, message):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from streamrl.errors import ConfigError
+from streamrl.files.typed_settings import check_choices, check_minimums
 from streamrl.rewards.interface.completion import COMPLETION_PARTS, LAST_TURN
 
 
@@ -31,8 +32,7 @@ class RewardConfig:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.of not in COMPLETION_PARTS:
-            raise ConfigError(f"rewards.of={self.of}: must be one of {', '.join(COMPLETION_PARTS)}")
+        check_choices(self, {"of": COMPLETION_PARTS}, section="rewards.")
 
     @property
     def component_name(self) -> str:
@@ -59,9 +59,7 @@ class ScorerConfig:
     offload: bool = False
 
     def __post_init__(self) -> None:
-        for key in ("replicas", "max_groups"):
-            if vars(self)[key] < 1:
-                raise ConfigError(f"scorer.{key}={vars(self)[key]}: must be 1 or more")
+        check_minimums(self, {"replicas": 1, "max_groups": 1}, section="scorer.")
         if not 0 < self.timeout_s < math.inf:
             raise ConfigError(f"scorer.timeout_s={self.timeout_s}: must be above 0 and finite")
 

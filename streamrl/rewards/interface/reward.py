@@ -19,6 +19,7 @@ from streamrl.errors import (
     RewardTimeoutError,
     ServiceOutageError,
 )
+from streamrl.files.typed_settings import check_minimums
 from streamrl.messages import Prompt
 from streamrl.process_pool.pool import (
     WorkerCrashError,
@@ -142,8 +143,7 @@ class RetryOptions:
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        if self.attempts < 1:
-            raise ConfigError(f"attempts={self.attempts}: must be 1 or more")
+        check_minimums(self, {"attempts": 1})
         if self.timeout_s is not None and self.timeout_s <= 0:
             raise ConfigError(f"timeout_s={self.timeout_s}: must be above 0")
 
@@ -163,9 +163,7 @@ class WorkerOptions(RetryOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in ("replicas", "concurrency"):
-            if vars(self)[key] < 1:
-                raise ConfigError(f"{key}={vars(self)[key]}: must be 1 or more")
+        check_minimums(self, {"replicas": 1, "concurrency": 1})
         if self.memory_gib <= 0:
             raise ConfigError(f"memory_gib={self.memory_gib}: must be above 0")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from streamrl.errors import ConfigError, RewardError, RewardInfraError
 from streamrl.files.bounded_read import parse_json
-from streamrl.files.typed_settings import read_settings
+from streamrl.files.typed_settings import check_choices, check_minimums, read_settings
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.extract import AnswerPattern, PatternTimeoutError
 from streamrl.rewards.interface.reward import RetryOptions, Reward, RewardSpec, retry_infra_errors
@@ -192,11 +192,8 @@ class CodeOptions(RetryOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.score not in ("all", "rate"):
-            raise ConfigError(f"score={self.score}: must be all or rate")
-        for key in ("most_tests", "jails"):
-            if vars(self)[key] < 0:
-                raise ConfigError(f"{key}={vars(self)[key]}: must be 0 or more")
+        check_choices(self, {"score": ("all", "rate")})
+        check_minimums(self, {"most_tests": 0, "jails": 0})
 
 
 class CodeReward(Reward):

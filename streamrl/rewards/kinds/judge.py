@@ -27,6 +27,7 @@ from streamrl.errors import (
     StreamError,
 )
 from streamrl.files.bounded_read import read_small_text
+from streamrl.files.typed_settings import check_minimums
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.completion import CONVERSATION, Completion
 from streamrl.rewards.interface.extract import AnswerPattern
@@ -321,9 +322,7 @@ class JudgeOptions(RetryOptions):
             raise ConfigError("template: give either template or path, not both")
         if not -math.inf < self.least < self.most < math.inf:
             raise ConfigError(f"least={self.least}: must be below most={self.most}, both finite")
-        for key in ("max_tokens", "concurrency"):
-            if vars(self)[key] < 1:
-                raise ConfigError(f"{key}={vars(self)[key]}: must be 1 or more")
+        check_minimums(self, {"max_tokens": 1, "concurrency": 1})
         for key in ("temperature", "requests_per_minute", "tokens_per_minute"):
             if not 0 <= vars(self)[key] < math.inf:
                 raise ConfigError(f"{key}={vars(self)[key]}: must be 0 or more, and finite")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from omegaconf import MISSING
 
 from streamrl.errors import ConfigError, RewardError, RewardTimeoutError
+from streamrl.files.typed_settings import check_choices, check_minimums
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.completion import LAST_TURN, Completion
 from streamrl.rewards.interface.reward import RetryOptions, Reward, RewardSpec, retry_infra_errors
@@ -144,12 +145,8 @@ class ModelOptions(RetryOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in ("batch_tokens", "threads", "max_length"):
-            if vars(self)[key] is not None and vars(self)[key] < 1:
-                raise ConfigError(f"{key}={vars(self)[key]}: must be 1 or more")
-        for key, choices in (("dtype", DTYPES), ("on_long_text", LONG_TEXT_POLICIES)):
-            if vars(self)[key] not in choices:
-                raise ConfigError(f"{key}={vars(self)[key]}: must be one of {', '.join(choices)}")
+        check_minimums(self, {"batch_tokens": 1, "threads": 1, "max_length": 1})
+        check_choices(self, {"dtype": DTYPES, "on_long_text": LONG_TEXT_POLICIES})
         if self.max_length is not None and self.max_length > self.batch_tokens:
             raise ConfigError(
                 f"max_length={self.max_length}: must be at most batch_tokens={self.batch_tokens}"
