@@ -311,7 +311,8 @@ def check_model_dir(path: Path, key: str) -> None:
     """
     folder = path.resolve()
     for parent in (folder.parent, folder.parent.parent) if folder.name == "model" else ():
-        if (parent / "state.json").is_file() and _STEP_FOLDER_PATTERN.fullmatch(parent.name):
+        is_own = (parent / "state.json").is_file() or parent.parent.name == "checkpoints"
+        if is_own and _STEP_FOLDER_PATTERN.fullmatch(parent.name):
             part = str(folder.relative_to(parent))
             check_files(read_checkpoint(parent, key=key), part, key=key)
 

@@ -8,8 +8,8 @@ from streamrl.files.typed_settings import suggest_nearest
 
 WANDB_MODES = ("offline", "online", "disabled")
 CONSOLE_MODES = ("auto", "live", "plain", "none")
-JSONL, WANDB, TENSORBOARD, TRACKIO = "jsonl", "wandb", "tensorboard", "trackio"
-SINKS = (JSONL, WANDB, TENSORBOARD, TRACKIO)
+JSONL, WANDB, TENSORBOARD = "jsonl", "wandb", "tensorboard"
+SINKS = (JSONL, WANDB, TENSORBOARD)
 
 
 @dataclass
@@ -63,7 +63,7 @@ class TelemetryConfig:
     """Outputs of a run.
 
     sinks: where metrics and events go: jsonl (metrics.jsonl and events.jsonl, which resuming and
-        all commands read), wandb, tensorboard, trackio.
+        all commands read), wandb, tensorboard.
     rollouts: which rollouts are recorded.
     wandb: settings for Weights & Biases.
     console: live (a view that redraws), plain (a line per step), none, or auto, which is live on a

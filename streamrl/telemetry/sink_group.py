@@ -11,7 +11,7 @@ from rich.console import Console
 from streamrl.files.bounded_read import iter_jsonl
 from streamrl.telemetry.alerts import ALERT_EVENT, AlertWatch
 from streamrl.telemetry.chrome_trace import MAX_TRACE_BYTES, TraceSink, check_trace
-from streamrl.telemetry.config import TENSORBOARD, TRACKIO, TelemetryConfig
+from streamrl.telemetry.config import TENSORBOARD, TelemetryConfig
 from streamrl.telemetry.console import PlainConsole, RunConsole
 from streamrl.telemetry.live_console import LiveConsole
 from streamrl.telemetry.metric_names import MetricsRow, parse_metrics_row, validate_row
@@ -28,7 +28,6 @@ from streamrl.telemetry.sinks import (
 )
 from streamrl.telemetry.spans import Span
 from streamrl.telemetry.tensorboard_sink import TensorboardSink
-from streamrl.telemetry.trackio_sink import TrackioSink
 from streamrl.telemetry.wandb_sink import WandbSink, load_run_id
 
 LOG_WIDTH = 160
@@ -127,8 +126,6 @@ def make_sink_group(
         )
     if TENSORBOARD in config.sinks:
         sinks.append(TensorboardSink(run_info.run_dir, is_resumed=resumed))
-    if TRACKIO in config.sinks:
-        sinks.append(TrackioSink(config.wandb.project, run_name=run_info.name, is_resumed=resumed))
     trace = None
     if config.trace:
         trace = TraceSink(run_info.run_dir, resume=resumed, most_bytes=MAX_TRACE_BYTES)

@@ -210,6 +210,9 @@ def test_a_model_of_a_checkpoint_is_checked_wherever_it_is_used(damaged: Stopped
     damaged.config.model.path, path = str(policy), damaged.config.model.path
     with pytest.raises(ConfigError, match=r"^model\.path=.*/tokenizer\.json has changed"):
         prepare_run(damaged.config)
+    (damaged.path / STEP / "state.json").unlink()  # a checkpoint without an index has no proof
+    with pytest.raises(ConfigError, match=r"^model\.path=.*state\.json"):
+        check_model_dir(policy, "model.path=")
     damaged.config.model.path = path
 
 

@@ -206,8 +206,8 @@ def test_swapped_and_truncated_buckets_are_detected():
 @pytest.mark.parametrize(
     ("settings", "rule"),
     [
-        ({"bucket_mb": 0}, "weights.bucket_mb=0: must be at least 1"),
-        ({"keep_versions": 0}, "weights.keep_versions=0: must be at least 1"),
+        ({"bucket_mb": 0}, "weights.bucket_mb=0: must be 1 or more"),
+        ({"keep_versions": 0}, "weights.keep_versions=0: must be 1 or more"),
     ],
 )
 def test_invalid_settings_are_refused_by_name(settings: dict[str, int], rule: str):

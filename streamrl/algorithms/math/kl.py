@@ -22,6 +22,12 @@ def probability_ratio(log_ratio: "Tensor") -> "Tensor":
     return log_ratio.clamp(max=LOG_RATIO_LIMIT).exp() * (1 + excess)
 
 
+def _ratio_minus_one(log_ratio: "Tensor") -> "Tensor":
+    """Return probability_ratio(log_ratio) - 1, exact for small log-ratios, too."""
+    excess = (log_ratio - LOG_RATIO_LIMIT).relu()
+    return log_ratio.clamp(max=LOG_RATIO_LIMIT).expm1() * (1 + excess) + excess
+
+
 def kl_estimate(logprobs: "Tensor", ref_logprobs: "Tensor", kind: str) -> "Tensor":
     """Estimate KL(policy || reference) at tokens sampled from the policy: same shape.
 
@@ -46,7 +52,7 @@ def _estimate_kl(x: "Tensor", kind: str) -> "Tensor":
     if kind == "k2":
         return x.square() / 2
     if kind == "k3":
-        return probability_ratio(-x) + x - 1
+        return _ratio_minus_one(-x) + x
     return x.abs() if kind == "abs" else x
 
 

@@ -52,6 +52,8 @@ BUSY_WAIT_S = 1.0
 MAX_ERROR_CHARS = 300
 TRANSIENT_STATUSES, FIRST_SERVER_ERROR = (408, 409, 425, 429), 500
 """Retryable statuses: these, and all from FIRST_SERVER_ERROR on."""
+REFUSALS_OF_ALL = (401, 402, 403, 404)
+"""Statuses of a server that took key and model at the start and no longer does."""
 
 
 class RateLimiter:
@@ -166,7 +168,7 @@ class ChatClient:
     async def _list_models(self) -> list[str]:
         async with self._request_deadline():
             models = await self._send_request(
-                self._client.models.with_raw_response.list, _ModelList
+                self._client.models.with_raw_response.list, _ModelList, is_start=True
             )
             return [model.id for model in models.data]
 
@@ -177,7 +179,7 @@ class ChatClient:
 
         tokens: tokens of text and response, counted against the rate limit. request: further fields
         of the request. Raises RewardInfraError for transient errors of the server,
-        RewardTimeoutError at the deadline, and RewardError for permanent errors such as a bad key.
+        RewardTimeoutError at the deadline, and RewardError for a request that the server refuses.
         """
         # A lone surrogate cannot be encoded as UTF-8.
         content = text.encode("utf-8", "replace").decode("utf-8")
@@ -215,12 +217,17 @@ class ChatClient:
             kind = ServiceOutageError if await is_silent(self._url) else RewardTimeoutError
             raise kind(f"{self._url}: no answer in {self._timeout_s:g} s") from None
 
-    async def _send_request(self, send: Callable[[], Awaitable[Any]], form: type[T]) -> T:
-        """Send a request and decode the JSON response to type `form`."""
+    async def _send_request(
+        self, send: Callable[[], Awaitable[Any]], form: type[T], *, is_start: bool = False
+    ) -> T:
+        """Send a request and decode the JSON response to type `form`.
+
+        is_start: the first request, which shows whether key and model are right.
+        """
         try:
             raw = await send()
         except openai.APIStatusError as error:
-            raise self._to_reward_error(error) from None
+            raise self._to_reward_error(error, is_start=is_start) from None
         except openai.APIConnectionError as error:
             cause = error.__cause__ or error
             if isinstance(error, openai.APITimeoutError) and not is_outage(cause):
@@ -232,17 +239,19 @@ class ChatClient:
         except msgspec.DecodeError as error:
             raise RewardInfraError(f"{self._url}: invalid response: {error}") from None
 
-    def _to_reward_error(self, error: openai.APIStatusError) -> StreamError:
+    def _to_reward_error(self, error: openai.APIStatusError, *, is_start: bool) -> StreamError:
         body: Any = error.body
         reason = (body.get("message") if isinstance(body, dict) else None) or body
         reason = reason or error.response.reason_phrase
         message = self._redact_message(f"{error.status_code}: {reason}")
-        if error.status_code < FIRST_SERVER_ERROR and error.status_code not in TRANSIENT_STATUSES:
+        is_server_error = error.status_code >= FIRST_SERVER_ERROR
+        refuses_all = not is_start and (is_server_error or error.status_code in REFUSALS_OF_ALL)
+        if not (refuses_all or is_server_error or error.status_code in TRANSIENT_STATUSES):
             return RewardError(message)
         wait_s = parse_retry_after(error.response.headers.get("retry-after", ""))
         if wait_s is None and error.status_code == TOO_MANY_REQUESTS:
             wait_s = BUSY_WAIT_S
-        if wait_s is None and error.status_code not in UNAVAILABLE_STATUSES:
+        if wait_s is None and not refuses_all and error.status_code not in UNAVAILABLE_STATUSES:
             return RewardInfraError(message)
         outage = ServiceOutageError(message)
         outage.retry_after_s = 0.0 if wait_s is None else max(wait_s, MIN_RETRY_WAIT_S)

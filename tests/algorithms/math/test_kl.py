@@ -59,14 +59,15 @@ def test_equal_policies_have_no_kl(kind):
         (-19.0, math.exp(19) - 20, 1 - math.exp(19)),
         (-25.0, 6 * math.exp(20) - 26, 1 - math.exp(20)),  # the tangent at -20
         (1000.0, 999.0, 1.0),
+        (1e-4, 5e-9, 1e-4),  # near the reference, where exp(-x) - 1 would cancel
     ],
 )
 def test_k3_and_its_gradient_follow_the_formula_to_20_and_its_tangent_beyond(x, value, slope):
     logprobs = torch.tensor(x, requires_grad=True)
     estimate = kl_estimate(logprobs, torch.tensor(0.0), "k3")
     estimate.backward()
-    assert estimate.item() == pytest.approx(value, rel=1e-6)
-    assert gradient(logprobs).item() == pytest.approx(slope, rel=1e-6)
+    assert estimate.item() == pytest.approx(value, rel=1e-3 if abs(x) < 1 else 1e-6)
+    assert gradient(logprobs).item() == pytest.approx(slope, rel=1e-3 if abs(x) < 1 else 1e-6)
 
 
 @pytest.mark.parametrize("kind", KL_KINDS)

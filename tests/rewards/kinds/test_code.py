@@ -192,7 +192,7 @@ def test_a_ground_truth_without_tests_is_refused(truth, words):
             r"rewards\[0\].limits.wall=1: unknown; the nearest key is wall_s",
         ),
         ({"limits": {"wall_s": 0}}, r"wall_s=0.0: must be above 0"),
-        ({"score": "some"}, r"rewards\[0\].score=some: must be all or rate"),
+        ({"score": "some"}, r"rewards\[0\].score=some: must be one of all, rate"),
         ({"languages": {"sh": {"run": ["sh"]}}}, r"rewards\[0\].languages.sh.file: missing"),
         ({"extract": "("}, r"rewards\[0\].extract=\(: "),
     ],
