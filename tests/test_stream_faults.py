@@ -333,6 +333,7 @@ outages = st.lists(
         greedy=st.just(False),
         judge_outages=outages,
         tool_outages=outages,
+        micro_batch_tokens=st.integers(50, 200),
         lease_s=st.just(10.0),
         on_stall=st.sampled_from(["abort", "redeliver"]),
     )

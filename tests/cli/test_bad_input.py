@@ -103,7 +103,7 @@ def read_files(folder: Path) -> dict[Path, bytes]:
         (["weights.on_update=stop"], ["weights.on_update=stop", "interrupt, drain"]),
         (["weights.kv=half"], ["weights.kv=half", "recompute, keep"]),
         (["weights.on_update=drain", "weights.kv=keep"], ["weights.kv=keep", "drain"]),
-        (["weights.publish_every=0"], ["weights.publish_every=0", "at least 1"]),
+        (["weights.publish_every=0"], ["weights.publish_every=0", "1 or more"]),
         (["weights.publish_every=3"], ["weights.publish_every=3", "pipeline.max_staleness=1"]),
         (["weights.probe_every=-1"], ["weights.probe_every=-1", "0 or more"]),
         (["scorer.offload=true"], ["scorer.offload=true has no effect", "Remove it"]),

@@ -193,8 +193,13 @@ class BroadcastGroup:
             if deadline.has_passed():
                 raise WeightsError("timed out during a broadcast")
             time.sleep(COLLECTIVE_POLL_S)
-        # Without a timeout of its own, a wait for NCCL hides the error of a lost peer.
-        work.wait(deadline.compute_remaining_time())
+        try:
+            # Without a timeout of its own, a wait for NCCL hides the error of a lost peer.
+            work.wait(deadline.compute_remaining_time())
+        except RuntimeError as error:
+            if deadline.has_passed():  # Gloo's thread may be the first to notice
+                raise WeightsError("timed out during a broadcast") from error
+            raise
 
     def _abort(self) -> None:
         """Abort the running broadcast and drop the process group."""
