@@ -1,4 +1,14 @@
-"""`streamrl calibrate`: fit the planner's cost constants to a run."""
+"""`streamrl calibrate`: fit the planner's cost constants to a run.
+
+Fit cost constants, which hold for any placement, to the timings of one run.
+
+Each coefficient of `StageTimings` depends on its constant c in one of two forms: a + b * c, or a +
+b / c where c is the achieved fraction of a device's peak. The cost model's coefficient at two
+values of c determines a and b; solving for the measured coefficient gives c.
+
+Example: the cost model gives token_s = 2 ms at c = 0.5 and 1 ms at c = 1.0. Then a = 0, b = 1 ms,
+and a measured token_s of 2.5 ms gives c = 0.4.
+"""
 
 import argparse
 import json

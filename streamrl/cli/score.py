@@ -257,7 +257,12 @@ async def score_concurrently(
         async with slots:
             await score(group)
 
-    await asyncio.gather(*map(score_in_slot, groups))
+    tasks = [asyncio.create_task(score_in_slot(group)) for group in groups]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:  # after the first error the others would go on
+            task.cancel()
 
 
 async def score_group(

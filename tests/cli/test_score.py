@@ -442,3 +442,19 @@ def test_ctrl_c_prints_finished_lines_and_leaves_no_process(tmp_path, reward_fil
     assert [json.loads(line)["score"] for line in out.splitlines()] == [1.0]
     assert int(pid_file.read_text()) in [child.pid for child in descendants]
     assert not [child for child in descendants if child.is_running()]
+
+
+async def test_the_first_error_ends_the_scoring_of_all_groups():
+    ended = []
+
+    async def score(group: str) -> None:
+        try:
+            await asyncio.sleep(0.0 if group == "broken" else 60.0)
+            raise OSError(group)
+        finally:
+            ended.append(group)
+
+    with pytest.raises(OSError, match="broken"):
+        await score_concurrently(score, ["a", "broken", "b"], max_concurrent=3)
+    await asyncio.sleep(0)
+    assert sorted(ended) == ["a", "b", "broken"]

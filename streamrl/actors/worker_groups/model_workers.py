@@ -1,6 +1,7 @@
 """Workers with real engines for own loops: policy, critics, reference, rewards, costs.
 
-A row of a batch is a group, as in `actors/worker_groups/model_workers.py`.
+A row of a batch is a group, with a cell for its prompt and a cell per column of
+`messages.COLUMN_SPECS`. Advantages and returns of a group form the column `derived`.
 
 Scoring splits a batch by rows. An update receives the whole batch on every rank, since advantages
 may compare all groups of a step; the ranks share the rollouts by length without padding. So the

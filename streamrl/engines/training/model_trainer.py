@@ -9,6 +9,16 @@ loss:
 The loss denominator is known once all micro-batches of the update are, and `step` divides once,
 after the reduction over ranks and before clipping. The update is therefore independent of the
 split into micro-batches and of the number of ranks.
+
+`WeightResharder` moves weights from trainer ranks into the generators of the same processes
+(HybridFlow).
+
+Used in colocated runs where the layouts of training and generation differ, or several ranks share a
+generator. Shards that a rank trains and serves stay in place; missing shards are received once, in
+buckets, without staging a full model. The transfer is planned once, from the shards that each rank
+trains and serves, and executed for every version. After planning, ranks move their trained shards
+into the generator's memory where the layout allows, which saves those copies. If the dtypes differ,
+each rank casts its shards first.
 """
 
 import json

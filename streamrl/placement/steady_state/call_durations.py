@@ -2,6 +2,14 @@
 
 Generation is continuous batching (`continuous_batching.py`). Completion lengths are the quantiles
 of their distribution in a fixed order, plus the expected longest rollout of a step.
+
+Environment time of episodes, as part of a generator's timing.
+
+An episode takes no slot of the engine while its environment works. It advances by a sampled token
+in s(b) + e seconds: a decode step with b running rollouts, and its environment's time per sampled
+token. By Little's law, b = M s(b) / (s(b) + e) of M open episodes run. So a generator with M open
+episodes is one with M running rollouts whose decode steps take e longer, and in which each rollout
+costs only the share b / M of the reads and computations of a running one.
 """
 
 import heapq

@@ -5,10 +5,20 @@ continues. Buffers are in pinned host memory, or with `on_device` on the device 
 receives, if it has room for the version. There they are freed once they are sent or loaded, as
 training and sampling need the memory. A version also goes through a fallback transport if readers
 may need it: readers that are not members, arrive late, or took part in a failed broadcast.
-`collective_group` decides before each version whether all members are ready.
+The publisher decides before each version whether all members are ready.
 
 If the last version reached the same readers, the copy for the fallback is left out. A reader that
 needs it then fails, and the version is published again, with a copy.
+
+Group epochs of the collective transport: fixed members, their process group, and agreement.
+
+A process group works only while every member takes part in every collective. Before each version
+all members therefore announce themselves in a TCPStore that the publisher serves, and the publisher
+decides whether to send. An absent member costs the others a wait, never a broken group. A failed
+broadcast ends the epoch; the next epoch creates a new group.
+
+Groups are created directly, not through torch.distributed's default group, because the process may
+already have one (vLLM's workers do).
 """
 
 import contextlib

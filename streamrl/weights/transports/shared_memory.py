@@ -7,6 +7,11 @@ before it is written: if it is short, the bucket goes through the fallback trans
 version tries again.
 
 With `weights.on_device` the bytes of a bucket are on the GPU that publisher and readers share.
+
+Segments of the shared memory transport: a file each, whose header and lock guard a bucket.
+
+A segment's bytes follow the header in the file, or are a tensor on a device that other processes
+open. While a reader holds the lock, the publisher does not write.
 """
 
 import contextlib
