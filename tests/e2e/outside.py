@@ -61,6 +61,8 @@ def inspect_run(run: Launched) -> Outside:
     # Some processes of Ray write their title over their environment, and so over the run's mark.
     children = psutil.Process(run.process.pid).children(recursive=True)
     processes = list({*run.processes(), *children})
+    # Now: a fast run may end while the scripts try to join.
+    commands = [" ".join(process.cmdline()) for process in processes]
     scripts = [start_script(address, token) for token in tokens]
     servers = [
         (address, " ".join(process.cmdline()[:1]) or process.name())
@@ -78,7 +80,7 @@ def inspect_run(run: Launched) -> Outside:
     return Outside(
         token=token,
         logs=Path(options["--log_dir"]),
-        commands=[" ".join(process.cmdline()) for process in processes],
+        commands=commands,
         servers=servers,
         statuses=statuses,
         joined=[(s.returncode, output) for s, output in zip(scripts, outputs, strict=True)],
