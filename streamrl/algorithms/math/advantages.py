@@ -76,14 +76,16 @@ def length_weighted_advantages(
 ) -> Tensor:
     """Return score minus the group's mean score weighted by length: [B].
 
-    `lengths` [B] are the sampled tokens of the rollouts. The weights give the baseline of least
-    variance. For a group with a single rollout, `single` is "zero", or "keep" for a baseline of 0.
-    Source: Hao et al. 2025 (OPO). Raises ValueError on an unknown `single`.
+    `lengths` [B] are the sampled tokens of the rollouts; a group without any gets its plain mean.
+    The weights give the baseline of least variance. For a group with a single rollout, `single` is
+    "zero", or "keep" for a baseline of 0. Source: Hao et al. 2025 (OPO). Raises ValueError on an
+    unknown `single`.
     """
     values, weights, groups = scores.double(), lengths.double(), _GroupStatistics(group_ids)
     # Start from centered scores, so that equal scores give exactly 0.
     centered = groups.center_values(values)
-    advantages = centered - groups.group_sum(weights * centered) / groups.group_sum(weights)
+    baseline = groups.group_sum(weights * centered) / groups.group_sum(weights).clamp(min=1)
+    advantages = centered - baseline
     return _fill_single_rollouts(advantages, values, groups, single).to(_get_result_dtype(scores))
 
 
@@ -184,10 +186,8 @@ def generalized_advantages(
     rollout may need another value. For whitening use `masked_whiten`. Source: Schulman et al. 2016
     (GAE), equation 16.
     """
-    rewards, estimates = (
-        apply_mask(token_rewards.double(), loss_mask),
-        apply_mask(values.double(), loss_mask),
-    )
+    rewards = apply_mask(token_rewards.double(), loss_mask)
+    estimates = apply_mask(values.double(), loss_mask)
     advantages = torch.zeros_like(rewards)
     next_advantage = rewards.new_zeros(len(rewards))
     next_value = next_advantage if bootstrap_values is None else bootstrap_values.double()

@@ -126,10 +126,10 @@ def test_leave_one_out_by_hand():
 
 
 def test_the_length_weighted_baseline_by_hand():
-    # Group 0: (1 * 4 + 3 * 0) / 4 = 1. Group 1: (2 * 1 + 2 * 3) / 4 = 2.
-    scores, ids = grouped([[4.0, 0.0], [1.0, 3.0]])
-    advantages = length_weighted_advantages(scores, ids, torch.tensor([1, 3, 2, 2]))
-    near(advantages, [3.0, -1.0, -1.0, 1.0])
+    # Group 0: (1 * 4 + 3 * 0) / 4 = 1. Group 1: (2 * 1 + 2 * 3) / 4 = 2. Group 2 has no tokens.
+    scores, ids = grouped([[4.0, 0.0], [1.0, 3.0], [0.0, 1.0]])
+    advantages = length_weighted_advantages(scores, ids, torch.tensor([1, 3, 2, 2, 0, 0]))
+    near(advantages, [3.0, -1.0, -1.0, 1.0, -0.5, 0.5])
 
 
 def test_the_best_of_a_group_by_hand():
