@@ -9,10 +9,12 @@ if the outage lasts too long (pipeline.outage_s).
 """
 
 import asyncio
+import errno
 import logging
 import math
 import re
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -36,10 +38,15 @@ brings the service down. Of a pair of servers behind one address, one may be out
 TOO_MANY_REQUESTS = 429
 UNAVAILABLE_STATUSES = frozenset({TOO_MANY_REQUESTS, 502, 503, 504})
 """Statuses by which a busy server, one that starts or stops, or a proxy says that nobody serves."""
-OUTAGE_ERRORS = re.compile(
-    "(Connect|Read|Write|Close|Proxy|RemoteProtocol|ServerDisconnected)Error"
+UNREACHABLE_CODES = frozenset(
+    {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ETIMEDOUT}
 )
-"""Names of errors of HTTP clients (httpx, aiohttp) that come without a ConnectionError."""
+OUTAGE_ERRORS = re.compile(
+    r"\w*Connect\w*|(Read|Write|Close|Proxy|RemoteProtocol|ServerDisconnected|ClientPayload)Error"
+    "|IncompleteRead"
+)
+"""Names of errors of HTTP clients (httpx, aiohttp, requests, urllib): no connection, or a broken
+one."""
 
 
 @dataclass(frozen=True)
@@ -185,12 +192,22 @@ async def is_silent(url: str) -> bool:
 
 
 def is_outage(error: BaseException) -> bool:
-    """Return whether an error, or one that it arose from, is that nobody answers at an address."""
+    """Return whether an error, or one that it arose from, is that nobody answers at an address.
+
+    So do errors of HTTP clients with UNAVAILABLE_STATUSES. A broken pipe alone is no outage: what
+    ended may be a process on this machine that the item in hand brought down.
+    """
     if isinstance(error, BaseExceptionGroup):
         return any(map(is_outage, error.exceptions))
-    if isinstance(error, ServiceOutageError | ConnectionError | socket.gaierror):
-        return True
-    if OUTAGE_ERRORS.fullmatch(type(error).__name__):
+    response = getattr(error, "response", error)
+    status = getattr(response, "status_code", None) or getattr(response, "status", None)
+    if (
+        isinstance(error, ServiceOutageError | socket.gaierror | ssl.SSLError)
+        or (isinstance(error, ConnectionError) and not isinstance(error, BrokenPipeError))
+        or (isinstance(error, OSError) and error.errno in UNREACHABLE_CODES)
+        or OUTAGE_ERRORS.fullmatch(type(error).__name__)
+        or status in UNAVAILABLE_STATUSES
+    ):
         return True
     origin = error.__cause__ or error.__context__
     return origin is not None and is_outage(origin)

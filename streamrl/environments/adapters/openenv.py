@@ -34,7 +34,7 @@ from streamrl.files.bounded_read import MIB
 from streamrl.files.optional_package import import_optional
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.checks import format_value
-from streamrl.stream.service_gate import UNAVAILABLE_STATUSES
+from streamrl.stream.service_gate import is_outage
 
 import_package = partial(import_optional, setting="environment.kind=openenv", extra="openenv")
 SCHEMES = ("ws", "wss")
@@ -218,10 +218,7 @@ class OpenEnvEnvironment:
             )
             self._num_unread = 0
         except (OSError, ValueError, failures.WebSocketException) as error:
-            is_out = isinstance(error, OSError) or (
-                isinstance(error, failures.InvalidStatus)
-                and error.response.status_code in UNAVAILABLE_STATUSES
-            )
+            is_out = isinstance(error, OSError) or is_outage(error)
             kind = EpisodeOutageError if is_out else EpisodeError
             raise kind(f"{self._url}: no connection: {error}") from error
 

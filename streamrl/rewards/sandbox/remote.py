@@ -17,12 +17,7 @@ from streamrl.rewards.sandbox.program import (
     SandboxProgram,
     StdinTest,
 )
-from streamrl.stream.service_gate import (
-    UNAVAILABLE_STATUSES,
-    is_outage,
-    is_silent,
-    request_service,
-)
+from streamrl.stream.service_gate import is_outage, is_silent, request_service
 
 MAX_REQUESTS = 64
 TIMEOUT_SLACK_S = 10.0
@@ -94,8 +89,6 @@ class RemoteSandbox:
         try:
             async with self._slots:
                 response = await self._client.post(self._url, json=body)
-            if response.status_code in UNAVAILABLE_STATUSES:
-                raise ServiceOutageError(f"{self._url}: HTTP status {response.status_code}")
             response.raise_for_status()
             reply = await asyncio.to_thread(response.json)
         except httpx.ReadTimeout:
