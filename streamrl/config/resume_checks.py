@@ -147,13 +147,19 @@ def _check_queue(
         call.stage: StageSchema(call.needs, call.produces) for call in config.dataflow.queue_calls
     }
     shards = [_read_shard(resume, name, schemas) for name in layout.shard_names]
+    trained = {
+        column for call in config.dataflow.select_calls(CallKind.TRAIN) for column in call.needs
+    }
     for step in steps:
         for group in step.groups:
             shard = shards[get_shard_index(group.uid, len(shards))]
-            if not shard.retired_groups.get(group.uid) and group.uid not in shard.groups:
+            stages = shard.retired_groups.get(group.uid, {}).values()
+            lost = sorted(trained.difference(*(columns.column_names for columns in stages)))
+            if lost and group.uid not in shard.groups:  # what an open group lacks is made again
                 raise JournalError(
-                    f"step {step.version} must be repeated, but its group {group.uid} is in no"
-                    " journal; resume from an older checkpoint"
+                    f"step {step.version} must be repeated, but the journals have no"
+                    f" {', '.join(lost)} of its group {group.uid}; resume from an older checkpoint;"
+                    " with run.name=NEW the checkpoint alone is resumed"
                 )
 
 

@@ -9,16 +9,18 @@ if the outage lasts too long (pipeline.outage_s).
 """
 
 import asyncio
+import contextlib
 import errno
 import logging
 import math
+import operator
 import re
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from streamrl.errors import ServiceOutageError, StreamError
@@ -183,11 +185,12 @@ async def is_silent(url: str) -> bool:
     try:
         # No certificate is checked: nothing is sent, and nothing of the answer is used.
         async with (
-            httpx.AsyncClient(timeout=PING_TIMEOUT_S, verify=False) as client,
+            asyncio.timeout(PING_TIMEOUT_S),  # httpx's is for each read
+            httpx.AsyncClient(timeout=None, verify=False) as client,
             client.stream("GET", url) as response,  # a whole answer may be endless
         ):
             return response.status_code in UNAVAILABLE_STATUSES
-    except httpx.HTTPError:
+    except (httpx.HTTPError, TimeoutError):
         return True
 
 
@@ -199,15 +202,21 @@ def is_outage(error: BaseException) -> bool:
     """
     if isinstance(error, BaseExceptionGroup):
         return any(map(is_outage, error.exceptions))
-    response = getattr(error, "response", error)
-    status = getattr(response, "status_code", None) or getattr(response, "status", None)
     if (
         isinstance(error, ServiceOutageError | socket.gaierror | ssl.SSLError)
         or (isinstance(error, ConnectionError) and not isinstance(error, BrokenPipeError))
         or (isinstance(error, OSError) and error.errno in UNREACHABLE_CODES)
         or OUTAGE_ERRORS.fullmatch(type(error).__name__)
-        or status in UNAVAILABLE_STATUSES
+        or _find_status(error) in UNAVAILABLE_STATUSES
     ):
         return True
     origin = error.__cause__ or error.__context__
     return origin is not None and is_outage(origin)
+
+
+def _find_status(error: BaseException) -> Any:
+    """Return the HTTP status that a client's error has; None without any."""
+    for place in ("response.status_code", "status"):
+        with contextlib.suppress(AttributeError):
+            return operator.attrgetter(place)(error)
+    return None

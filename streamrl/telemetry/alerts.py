@@ -77,12 +77,12 @@ class AlertWatch:
         )
 
     def _find_unscored(self, row: Mapping[str, float]) -> str:
-        unscored, scored = row.get("eval/unscored", 0.0), row.get("eval/scored", 0.0)
-        if not unscored > MAX_UNSCORED * (scored + unscored):
+        if not lacks_scores(row):
             return ""
         return (
-            f"{unscored:.0f} of {scored + unscored:.0f} evaluated rollouts have no score, and are"
-            " in no mean of the evaluation; the event `unscored` has the first reason"
+            f"{row['eval/unscored']:.0f} of {row['eval/scored'] + row['eval/unscored']:.0f}"
+            " evaluated rollouts have no score, and are in no mean of the evaluation; the event"
+            " `unscored` has the first reason"
         )
 
     def _find_drops(self, row: Mapping[str, float]) -> str:
@@ -91,18 +91,25 @@ class AlertWatch:
         return text if dropped > 0 else ""
 
     def _find_equal_scores(self, row: Mapping[str, float]) -> str:
-        are_equal = self.compares_rollouts and row.get("rollout/equal_score_frac") == 1
-        self._num_equal_steps = self._num_equal_steps + 1 if are_equal else 0
+        is_flat = round(row.get("reward/std", math.nan), 6) == 0
+        compares_equals = self.compares_rollouts and row.get("rollout/equal_score_frac") == 1
+        self._num_equal_steps = self._num_equal_steps + 1 if is_flat or compares_equals else 0
         if self._num_equal_steps < EQUAL_STEPS:
             return ""
-        finding = "the rollouts of each prompt score the same"
-        if round(row.get("reward/std", math.nan), 6) == 0:
+        finding = "the rollouts of each prompt score the same, and the algorithm compares them"
+        if is_flat:
             finding = f"every rollout scores {row['reward/mean']:g}"
         return (
-            f"nothing to learn for {self._num_equal_steps} steps: {finding}, and the algorithm"
-            " compares the rollouts of a prompt. Helps: a task neither too hard nor too easy, a"
-            " better base model (docs/own_model.md), partial credit, a larger algorithm.group_size"
+            f"nothing to learn for {self._num_equal_steps} steps: {finding}. Helps: a task neither"
+            " too hard nor too easy, a better base model (docs/own_model.md), partial credit, a"
+            " larger algorithm.group_size"
         )
+
+
+def lacks_scores(row: Mapping[str, float]) -> bool:
+    """Return whether an evaluation could not score more than MAX_UNSCORED of its rollouts."""
+    unscored, scored = row.get("eval/unscored", 0.0), row.get("eval/scored", 0.0)
+    return unscored > MAX_UNSCORED * (scored + unscored)
 
 
 _CONDITIONS: Mapping[str, Callable[[AlertWatch, Mapping[str, float]], str]] = {

@@ -18,6 +18,7 @@ from streamrl.buffer.log.segment_file import (
     CorruptRecord,
     JournalRecord,
     get_segment_path,
+    read_segment,
     write_segment,
 )
 from streamrl.buffer.recovery import recover_state
@@ -127,6 +128,25 @@ def test_no_flipped_bit_of_a_durable_file_changes_what_a_resume_takes(stopped: S
         finally:
             path.write_bytes(intact)
     assert refused > NUM_FLIPS / 2
+
+
+def test_a_trained_group_whose_step_must_be_repeated_has_all_columns(stopped: StoppedRun):
+    resume = stopped.check()
+    assert resume.checkpoint is not None
+    steps = load_run_log(stopped.path, resume.checkpoint.state).steps_to_replay.values()
+    trained, refused = {group.uid for step in steps for group in step.groups}, set()
+    for path in (stopped.path / "journal").glob("shard-*/*.journal"):
+        intact = path.read_bytes()
+        for position, record in read_segment(path):
+            uid = record.meta.get("uid")
+            if record.meta["kind"] == "put" and uid in trained:
+                flipped = bytearray(intact)
+                flipped[position.offset + position.size // 2] ^= 1
+                path.write_bytes(flipped)
+                assert f"of its group {uid}; resume from an older" in refuse(stopped)
+                path.write_bytes(intact)
+                refused.add(uid)
+    assert refused
 
 
 CHECKPOINT_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {

@@ -65,8 +65,8 @@ def make_flat_row(mean: float, std: float = 0.0) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("mean", "std", "finding"),
     [
-        (0.0, 0.0, "every rollout scores 0,"),
-        (1.0, 0.0, "every rollout scores 1,"),
+        (0.0, 0.0, "every rollout scores 0."),
+        (1.0, 0.0, "every rollout scores 1."),
         (0.5, 0.5, "the rollouts of each prompt score the same"),
     ],
 )
@@ -83,13 +83,15 @@ def test_groups_without_a_score_difference_are_alerted_after_three_steps(
 def test_one_group_with_a_difference_begins_the_three_steps_anew():
     watch, row = AlertWatch(compares_rollouts=True), make_flat_row(0.0)
     for step in range(1, 30):
-        mixed = row | {"rollout/equal_score_frac": 31 / 32} if step % 3 == 0 else row
-        assert not watch.find_alerts(step, mixed)
+        mixed = {"rollout/equal_score_frac": 31 / 32, "reward/std": 0.1}
+        assert not watch.find_alerts(step, row | mixed if step % 3 == 0 else row)
 
 
-def test_an_algorithm_that_compares_no_rollouts_of_a_group_needs_no_difference():
+def test_an_algorithm_that_compares_no_rollouts_of_a_group_needs_a_difference_between_groups():
     watch = AlertWatch()
-    assert not any(watch.find_alerts(step, make_flat_row(0.0)) for step in range(1, 10))
+    assert not any(watch.find_alerts(step, make_flat_row(0.5, 0.5)) for step in range(1, 10))
+    alerts = [watch.find_alerts(step, make_flat_row(0.0)) for step in range(10, 20)]
+    assert [bool(found) for found in alerts] == [step == 2 for step in range(10)]
 
 
 def test_metrics_without_a_value_raise_nothing():

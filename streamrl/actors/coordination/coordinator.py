@@ -50,6 +50,7 @@ from streamrl.stream.device_lease import ProgressClock
 from streamrl.stream.protocols import StageContext, StepResult
 from streamrl.stream.run_state import SURPLUS_CAUSE, RunState
 from streamrl.stream.weight_publisher import PublishFunction, WeightPublisher, is_publish_due
+from streamrl.telemetry.alerts import lacks_scores
 from streamrl.telemetry.metric_names import CHECKPOINT_TIME, EVALUATE_TIME, WAIT_METRICS
 from streamrl.telemetry.progress import WorkStatus
 from streamrl.telemetry.spans import SpanRecorder
@@ -367,13 +368,14 @@ class CoordinatorActor(PingableActor):
         if not evaluation.done():
             evaluation.cancel()
             return {}
-        result = evaluation.result()
-        self._persistence.last_evaluation = (version, result.mean_at_k)
+        result, row = evaluation.result(), evaluation.result().to_metrics()
+        if not lacks_scores(row):
+            self._persistence.last_evaluation = (version, result.mean_at_k)
         if result.unscored_reason:
             fields: dict[str, str | int] = {"version": version, "prompts": result.num_unscored}
             fields |= {"samples": result.num_unscored_samples, "reason": result.unscored_reason}
             self._driver_events.post_report(EventReport("unscored", fields))
-        return result.to_metrics()
+        return row
 
     @property
     def _last_checkpoint_name(self) -> str:

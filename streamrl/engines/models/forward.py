@@ -154,7 +154,10 @@ def _initialize_unstored(model: Any, missing: Collection[str]) -> None:
         module = model.get_submodule(module_name)
         value = torch.empty_like(getattr(module, attribute), device="cpu")
         setattr(module, attribute, value if name in unstored else torch.nn.Parameter(value))
-        module._is_hf_initialized = False
+        # Falcon-H1's model computes a buffer of its layers.
+        for end in range(name.count(".") + 1):
+            owner = model.get_submodule(".".join(name.split(".")[:end]))
+            owner._is_hf_initialized = False
     model.initialize_weights()
 
 

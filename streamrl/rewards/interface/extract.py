@@ -56,6 +56,11 @@ class AnswerPattern:
             answer = matches[-1][1 if self._regex.groups else 0]
         return answer
 
+    def find_answer(self, text: str) -> str | None:
+        """Return the last match, or the whole text for an empty pattern, stripped."""
+        answer = self.find_last(text) if self._regex.pattern else text
+        return None if answer is None else answer.strip()
+
     def has_match(self, text: str) -> bool:
         return bool(self._find_matches(text, limit=1))
 

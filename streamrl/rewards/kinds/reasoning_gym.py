@@ -54,7 +54,7 @@ class ReasoningGymReward(CompletionWorkerReward):
         handler = "streamrl.rewards.kinds.reasoning_gym:make_reasoning_gym_handler"
         options = spec.options
         super().__init__(handler, options.pass_score, spec)
-        self._pattern = AnswerPattern(options.pattern) if options.pattern else None
+        self._pattern = AnswerPattern(options.pattern)
 
     def validate_prompt(self, prompt: Prompt) -> None:
         if REASONING_GYM not in prompt.extra_info:
@@ -73,16 +73,14 @@ class ReasoningGymReward(CompletionWorkerReward):
         return await asyncio.gather(*(self._score_text(prompt, text) for text in completions))
 
     async def _score_text(self, prompt: Prompt, completion: str) -> RewardResult:
-        answer: str | None = completion
-        if self._pattern is not None:
-            try:
-                answer = await asyncio.to_thread(self._pattern.find_last, completion)
-            except PatternTimeoutError as error:
-                return RewardResult(0.0, RewardOutcome.TIMEOUT, detail=str(error))
+        try:
+            answer = await asyncio.to_thread(self._pattern.find_answer, completion)
+        except PatternTimeoutError as error:
+            return RewardResult(0.0, RewardOutcome.TIMEOUT, detail=str(error))
         if answer is None:
             return RewardResult.from_correctness(False)
         task, question = prompt.extra_info[REASONING_GYM], prompt.messages[-1]["content"]
-        request: JudgeRequest = (task["tasks"], task["index"], question, answer.strip())
+        request: JudgeRequest = (task["tasks"], task["index"], question, answer)
         return await self.judge_completion(request)
 
 

@@ -4,8 +4,9 @@ import asyncio
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -24,9 +25,44 @@ from streamrl.rewards.interface.reward import (
     WorkerOptions,
 )
 from streamrl.rewards.interface.reward_result import RewardResult
-from streamrl.rewards.matchers.choice import LETTERS
-from streamrl.rewards.matchers.matcher import parse_truth_text
-from streamrl.rewards.matchers.matcher_table import MATCHERS, find_matcher
+from streamrl.rewards.matchers import form, math_answers
+from streamrl.rewards.matchers.form import LETTERS
+from streamrl.rewards.matchers.matcher import AnswerMatcher, parse_truth_text
+
+MATCHERS: Mapping[str, AnswerMatcher] = {
+    "gsm8k": AnswerMatcher(math_answers.judge_gsm8k, math_answers.validate_gsm8k_truth),
+    "math": AnswerMatcher(math_answers.judge_math, math_answers.validate_math_truth),
+    "dapo_math": AnswerMatcher(math_answers.judge_dapo_math, math_answers.validate_dapo_math_truth),
+    "symbolic": AnswerMatcher(
+        math_answers.judge_symbolic, math_answers.validate_symbolic_truth, may_hang=True
+    ),
+    "choice": AnswerMatcher(form.judge_choice, form.validate_choice_truth),
+    "tags": AnswerMatcher(form.judge_tags),
+    "length": AnswerMatcher(form.judge_length),
+}
+#: Matcher by pattern of the row's data_source (fnmatch); the first matching pattern counts.
+MATCHER_BY_SOURCE: Mapping[str, str] = {
+    "openai/gsm8k": "gsm8k",
+    "lighteval/MATH": "math",
+    "DigitalLearningGmbH/MATH-lighteval": "math",
+    "HuggingFaceH4/MATH-500": "math",
+    "math": "dapo_math",
+    "math_dapo": "dapo_math",
+    "math_dapo_reasoning": "dapo_math",
+    "aime*": "dapo_math",
+    "numina_*": "symbolic",
+}
+
+
+def find_matcher(data_source: str) -> AnswerMatcher:
+    """Return the default matcher of a data_source. Raises RewardError without a default."""
+    for source, name in MATCHER_BY_SOURCE.items():
+        if fnmatchcase(data_source, source):
+            return MATCHERS[name]
+    raise RewardError(
+        f"data_source {data_source!r} has no default rule; known: {', '.join(MATCHER_BY_SOURCE)}"
+    )
+
 
 # Bounds on text and exponent protect memory: 1e999999999 as an integer takes 415 MB.
 _MAX_CHARACTERS = 1000
@@ -60,10 +96,10 @@ def build_exact_reward(options: PatternOptions) -> RuleReward:
 
     A completion without a match is wrong. The ground truth is nonempty text or an int.
     """
-    pattern = AnswerPattern(options.pattern) if options.pattern else None
+    pattern = AnswerPattern(options.pattern)
 
     def judge(completion: str, truth: Any) -> RewardResult:
-        answer = _extract_answer(completion, pattern)
+        answer = pattern.find_answer(completion)
         return RewardResult.from_correctness(answer == parse_truth_text(truth), answer)
 
     return RuleReward(judge, parse_truth_text)
@@ -76,10 +112,10 @@ def build_numeric_reward(options: PatternOptions) -> RuleReward:
     match of `pattern`, must be a number; a number inside prose is wrong. The ground truth is such a
     text, an int or a float. The float 0.1 means the decimal 0.1, not its binary value.
     """
-    pattern = AnswerPattern(options.pattern) if options.pattern else None
+    pattern = AnswerPattern(options.pattern)
 
     def judge(completion: str, truth: Any) -> RewardResult:
-        answer = _extract_answer(completion, pattern)
+        answer = pattern.find_answer(completion)
         number = None if answer is None else parse_number(answer)
         passes = number is not None and number == _parse_truth(truth)
         return RewardResult.from_correctness(passes, None if number is None else str(number))
@@ -94,11 +130,6 @@ def build_regex_reward(options: RegexOptions) -> RuleReward:
     """
     pattern = AnswerPattern(options.pattern)
     return RuleReward(lambda text, truth: RewardResult.from_correctness(pattern.has_match(text)))
-
-
-def _extract_answer(completion: str, pattern: AnswerPattern | None) -> str | None:
-    answer = completion if pattern is None else pattern.find_last(completion)
-    return None if answer is None else answer.strip()
 
 
 def parse_number(text: str) -> Fraction | None:

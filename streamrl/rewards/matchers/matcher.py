@@ -16,13 +16,13 @@ class AnswerMatcher:
 
     judge_completion: (completion, truth, **options) -> RewardResult. Raises RewardError for an
         unusable truth and ConfigError for a wrong option; never raises because of the completion.
-    validate_truth: raises RewardError for an unusable truth.
+    validate_truth: raises RewardError for an unusable truth; by default, every truth is usable.
     may_hang: some completions take unbounded time, so the matcher must run in a process that can be
         killed. Other matchers take time linear in the length of the completion.
     """
 
     judge_completion: Callable[..., RewardResult]
-    validate_truth: Callable[[GroundTruth], object]
+    validate_truth: Callable[..., object] = lambda truth: None
     may_hang: bool = False
 
 
@@ -38,10 +38,6 @@ def require_nonempty(normal_form: str, truth: GroundTruth) -> str:
     if not normal_form:
         raise RewardError(f"ground_truth is empty in normal form: {truth!r}")
     return normal_form
-
-
-def accept_any_truth(truth: GroundTruth) -> None:
-    """Accept every ground truth, for matchers that look at the completion only."""
 
 
 def make_missing_answer_result(missing: str, *, score: float = 0.0) -> RewardResult:

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from streamrl.rewards.interface.reward_result import RewardResult
-from streamrl.rewards.matchers import boxed, dapo_math, gsm8k
+from streamrl.rewards.matchers import math_answers
 
 #: Matchers by their letter in ANSWERS.
 RULES: Mapping[str, Callable[[str, str], RewardResult]] = {
-    "s": gsm8k.judge_completion,
-    "f": partial(gsm8k.judge_completion, method="flexible"),
-    "m": boxed.judge_completion,
-    "d": dapo_math.judge_completion,
-    "b": partial(dapo_math.judge_completion, strict_box=True),
+    "s": math_answers.judge_gsm8k,
+    "f": partial(math_answers.judge_gsm8k, method="flexible"),
+    "m": math_answers.judge_math,
+    "d": math_answers.judge_dapo_math,
+    "b": partial(math_answers.judge_dapo_math, strict_box=True),
 }
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from streamrl.errors import ConfigError, RewardError
-from streamrl.rewards.matchers import choice
+from streamrl.rewards.matchers import form
 
 NAMED = [
     *("B", "b", "(B)", "**B**", " B. ", "$B$", "B. Paris", "(b) Paris", "B: it is warm", "A\nB"),
@@ -23,29 +23,29 @@ UNNAMED = [
 
 @pytest.mark.parametrize("completion", [*NAMED, *UNNAMED])
 def test_the_last_letter_named_as_the_answer_counts(completion):
-    result = choice.judge_completion(completion, "B")
+    result = form.judge_choice(completion, "B")
     assert result.answer == (None if completion in UNNAMED else "B")
     assert result.score == (completion in NAMED)
 
 
 def test_only_the_configured_letters_count():
-    assert choice.judge_completion("The answer is E", "A", letters="ABCD").answer is None
-    assert choice.judge_completion("The answer is A\nE", "A", letters="ABCD").score == 1
+    assert form.judge_choice("The answer is E", "A", letters="ABCD").answer is None
+    assert form.judge_choice("The answer is A\nE", "A", letters="ABCD").score == 1
 
 
 @pytest.mark.parametrize("truth", ["B", "b", "(B)", " B "])
 def test_a_ground_truth_is_a_letter(truth):
-    assert choice.validate_truth(truth) == "B"
-    assert choice.judge_completion("B", truth).score == 1
+    assert form.validate_choice_truth(truth) == "B"
+    assert form.judge_choice("B", truth).score == 1
 
 
 @pytest.mark.parametrize("truth", ["", "Paris", "E", "AB", 1, None, True])
 def test_a_ground_truth_outside_the_letters_is_refused(truth):
     with pytest.raises(RewardError, match="ground_truth must be"):
-        choice.validate_truth(truth, letters="ABCD")
+        form.validate_choice_truth(truth, letters="ABCD")
 
 
 @pytest.mark.parametrize("letters", ["", "abc", "AAB", "A-C", "A]"])
 def test_letters_must_be_distinct_capitals(letters):
     with pytest.raises(ConfigError, match="must be distinct capitals from A to Z"):
-        choice.judge_completion("A", "A", letters=letters)
+        form.judge_choice("A", "A", letters=letters)

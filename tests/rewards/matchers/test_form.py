@@ -2,7 +2,7 @@ import pytest
 
 from streamrl.errors import ConfigError
 from streamrl.rewards.interface.reward_result import RewardOutcome
-from streamrl.rewards.matchers import length, tags
+from streamrl.rewards.matchers import form
 
 GOOD = "<think>2 + 3</think>\n<answer>5</answer>"
 SWAPPED = "not in the order <think> </think> <answer> </answer>"
@@ -28,20 +28,20 @@ SWAPPED = "not in the order <think> </think> <answer> </answer>"
     ],
 )
 def test_every_tag_occurs_once_in_order_with_content(completion, detail):
-    result = tags.judge_completion(completion)
+    result = form.judge_tags(completion)
     assert result.detail == detail
     assert result.score == (detail == "")
 
 
 def test_text_outside_the_tags_can_be_allowed():
-    assert tags.judge_completion(f"So: {GOOD}.", nothing_outside=False).score == 1
-    assert tags.judge_completion("<answer>5</answer>", tags=["answer"]).score == 1
+    assert form.judge_tags(f"So: {GOOD}.", nothing_outside=False).score == 1
+    assert form.judge_tags("<answer>5</answer>", tags=["answer"]).score == 1
 
 
 @pytest.mark.parametrize("names", [[], ["think", "think"], [""], ["a b"], ["<"], ["a\n"]])
 def test_invalid_tags_are_refused(names):
     with pytest.raises(ConfigError, match=r"rewards.tags=.*: must be words .*, each once"):
-        tags.judge_completion(GOOD, tags=names)
+        form.judge_tags(GOOD, tags=names)
 
 
 @pytest.mark.parametrize(
@@ -49,20 +49,20 @@ def test_invalid_tags_are_refused(names):
     [(0, 0.0), (6, 0.0), (7, 0.25), (9, 0.75), (10, 1.0), (20, 1.0), (21, 0.75), (24, 0.0)],
 )
 def test_the_score_falls_linearly_outside_the_length_bounds(num_words, score):
-    result = length.judge_completion("word " * num_words, least=10, most=20, tolerance=4)
+    result = form.judge_length("word " * num_words, least=10, most=20, tolerance=4)
     assert result.score == score
     assert result.outcome is (RewardOutcome.PASS if score == 1 else RewardOutcome.WRONG)
 
 
 def test_without_tolerance_the_length_score_is_0_or_1():
-    assert length.judge_completion("one two", most=2).score == 1
-    assert length.judge_completion("one two three", most=2).score == 0
-    assert length.judge_completion("anything goes").score == 1
+    assert form.judge_length("one two", most=2).score == 1
+    assert form.judge_length("one two three", most=2).score == 0
+    assert form.judge_length("anything goes").score == 1
 
 
 def test_length_in_characters():
-    assert length.judge_completion("one two", unit="characters", most=7).score == 1
-    assert length.judge_completion("one two!", unit="characters", most=7).detail == "8 characters"
+    assert form.judge_length("one two", unit="characters", most=7).score == 1
+    assert form.judge_length("one two!", unit="characters", most=7).detail == "8 characters"
 
 
 @pytest.mark.parametrize(
@@ -70,4 +70,4 @@ def test_length_in_characters():
 )
 def test_inconsistent_length_bounds_are_refused(options):
     with pytest.raises(ConfigError, match=r"rewards\.(unit|least)="):
-        length.judge_completion("", **options)
+        form.judge_length("", **options)

@@ -2,7 +2,8 @@ import pytest
 
 from streamrl.errors import ConfigError, RewardError
 from streamrl.rewards.interface.reward_result import RewardOutcome
-from streamrl.rewards.matchers import boxed, dapo_math, gsm8k
+from streamrl.rewards.kinds.rules import MATCHERS
+from streamrl.rewards.matchers import math_answers
 from tests.rewards.matchers.answers_table import ANSWERS, RULES
 
 
@@ -23,17 +24,17 @@ def test_the_table_has_two_hundred_distinct_answers():
 
 
 def test_wrong_is_0_but_minus_1_for_dapo():
-    assert gsm8k.judge_completion("#### 3", "9").score == 0
-    assert boxed.judge_completion(r"\boxed{3}", "9").score == 0
-    assert dapo_math.judge_completion("Answer: 3", "9").score == -1
-    assert dapo_math.judge_completion("no idea", "9").score == -1
+    assert math_answers.judge_gsm8k("#### 3", "9").score == 0
+    assert math_answers.judge_math(r"\boxed{3}", "9").score == 0
+    assert math_answers.judge_dapo_math("Answer: 3", "9").score == -1
+    assert math_answers.judge_dapo_math("no idea", "9").score == -1
 
 
 def test_equal_answers_have_equal_normal_forms():
-    assert gsm8k.judge_completion("#### 1,234", "5").answer == "1234"
-    assert gsm8k.judge_completion("It is 1,234.", "5", method="flexible").answer == "1234"
+    assert math_answers.judge_gsm8k("#### 1,234", "5").answer == "1234"
+    assert math_answers.judge_gsm8k("It is 1,234.", "5", method="flexible").answer == "1234"
     halves = (r"\boxed{0.5}", r"\boxed{1/2}", r"\boxed{\dfrac12}", r"\boxed{x = \frac{1}{2}}")
-    assert {boxed.judge_completion(half, "5").answer for half in halves} == {r"\frac{1}{2}"}
+    assert {math_answers.judge_math(half, "5").answer for half in halves} == {r"\frac{1}{2}"}
     lines = (
         "Answer: $34$",
         "answer: x = 34",
@@ -41,60 +42,62 @@ def test_equal_answers_have_equal_normal_forms():
         r"\boxed{34}",
         "Answer: 34 cm",
     )
-    assert {dapo_math.judge_completion(line, "5").answer for line in lines} == {"34"}
+    assert {math_answers.judge_dapo_math(line, "5").answer for line in lines} == {"34"}
 
 
 def test_the_detail_of_a_missing_answer_names_the_missing_marker():
-    result = gsm8k.judge_completion("9", "9")
+    result = math_answers.judge_gsm8k("9", "9")
     assert result.answer is None
     assert result.detail == "no #### and a number in the last 300 characters"
     expected = "no number in the last 300 characters"
-    assert gsm8k.judge_completion("", "9", method="flexible").detail == expected
-    assert boxed.judge_completion(r"\boxed{9", "9").detail == r"no \boxed{} that is closed"
-    assert dapo_math.judge_completion("9", "9").detail == r"no Answer: and no \boxed{} at the end"
+    assert math_answers.judge_gsm8k("", "9", method="flexible").detail == expected
+    assert math_answers.judge_math(r"\boxed{9", "9").detail == r"no \boxed{} that is closed"
+    assert math_answers.judge_dapo_math("9", "9").detail == r"no Answer: and no \boxed{} at the end"
 
 
 def test_a_ground_truth_may_be_an_int():
-    assert gsm8k.judge_completion("#### 9", 9).score == 1
-    assert boxed.judge_completion(r"\boxed{9}", 9).score == 1
-    assert dapo_math.judge_completion("Answer: 9", 9).score == 1
+    assert math_answers.judge_gsm8k("#### 9", 9).score == 1
+    assert math_answers.judge_math(r"\boxed{9}", 9).score == 1
+    assert math_answers.judge_dapo_math("Answer: 9", 9).score == 1
 
 
-@pytest.mark.parametrize("rule", [gsm8k, boxed, dapo_math])
+@pytest.mark.parametrize("rule", ["gsm8k", "math", "dapo_math"])
 @pytest.mark.parametrize("truth", [None, "", "  ", True, 1.5, ["9"], {"target": "9"}])
 def test_a_ground_truth_of_another_type_is_refused(rule, truth):
     with pytest.raises(RewardError, match="ground_truth must be an answer as text or an int, is"):
-        rule.validate_truth(truth)
+        MATCHERS[rule].validate_truth(truth)
     with pytest.raises(RewardError, match="ground_truth must be an answer as text or an int, is"):
-        rule.judge_completion("9", truth)
+        MATCHERS[rule].judge_completion("9", truth)
 
 
 @pytest.mark.parametrize("truth", ["nine", "16 - 7 = 9\n#### 9", "1/2", ",", "9 eggs"])
 def test_gsm8k_refuses_a_ground_truth_without_a_number(truth):
     with pytest.raises(RewardError, match="must be a number in decimal digits, is"):
-        gsm8k.validate_truth(truth)
+        math_answers.validate_gsm8k_truth(truth)
 
 
 def test_math_refuses_a_full_solution_as_ground_truth():
     with pytest.raises(RewardError, match=r"must be the content of \\boxed\{\}, is"):
-        boxed.validate_truth(r"We add and find $\boxed{9}$.")
+        math_answers.validate_math_truth(r"We add and find $\boxed{9}$.")
 
 
-@pytest.mark.parametrize(("rule", "truth"), [(boxed, r"\%"), (boxed, "x="), (dapo_math, "degrees")])
+@pytest.mark.parametrize(
+    ("rule", "truth"), [("math", r"\%"), ("math", "x="), ("dapo_math", "degrees")]
+)
 def test_a_ground_truth_with_an_empty_normal_form_is_refused(rule, truth):
     with pytest.raises(RewardError, match="ground_truth is empty in normal form"):
-        rule.validate_truth(truth)
+        MATCHERS[rule].validate_truth(truth)
 
 
 def test_validate_truth_returns_the_normal_form():
-    assert gsm8k.validate_truth(" 1,234 ") == "1234"
-    assert boxed.validate_truth(r"\dfrac12") == r"\frac{1}{2}"
-    assert dapo_math.validate_truth(34) == "34"
+    assert math_answers.validate_gsm8k_truth(" 1,234 ") == "1234"
+    assert math_answers.validate_math_truth(r"\dfrac12") == r"\frac{1}{2}"
+    assert math_answers.validate_dapo_math_truth(34) == "34"
 
 
 def test_an_unknown_gsm8k_method_is_refused():
     with pytest.raises(ConfigError, match=r"rewards.method=loose: must be one of strict, flexible"):
-        gsm8k.judge_completion("#### 9", "9", method="loose")
+        math_answers.judge_gsm8k("#### 9", "9", method="loose")
 
 
 @pytest.mark.parametrize(
@@ -109,8 +112,8 @@ def test_an_unknown_gsm8k_method_is_refused():
     ],
 )
 def test_the_normal_form_of_math(text, form):
-    assert boxed.normalize_latex(text) == form
-    assert boxed.normalize_latex(form) == form
+    assert math_answers.normalize_latex(text) == form
+    assert math_answers.normalize_latex(form) == form
 
 
 @pytest.mark.parametrize(
@@ -125,4 +128,4 @@ def test_the_normal_form_of_math(text, form):
     ],
 )
 def test_dapo_math_normalizes_answers_like_minerva(text, form):
-    assert dapo_math.normalize_answer(text) == form
+    assert math_answers.normalize_answer(text) == form

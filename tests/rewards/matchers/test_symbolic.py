@@ -3,7 +3,7 @@ import threading
 import pytest
 
 from streamrl.errors import RewardError
-from streamrl.rewards.matchers import symbolic
+from streamrl.rewards.matchers import math_answers
 
 
 @pytest.mark.parametrize(
@@ -24,24 +24,24 @@ from streamrl.rewards.matchers import symbolic
     ],
 )
 def test_answers_are_compared_as_mathematics(completion, truth, score):
-    assert symbolic.judge_completion(completion, truth).score == score
+    assert math_answers.judge_symbolic(completion, truth).score == score
 
 
 def test_equal_answers_have_equal_normal_forms():
     completions = (r"\boxed{0.5}", r"\boxed{1/2}", r"\boxed{\frac{2}{4}}")
-    assert {symbolic.judge_completion(text, "7").answer for text in completions} == {"1/2"}
-    assert symbolic.judge_completion("no idea", "7").answer is None
+    assert {math_answers.judge_symbolic(text, "7").answer for text in completions} == {"1/2"}
+    assert math_answers.judge_symbolic("no idea", "7").answer is None
 
 
 def test_an_integer_too_long_to_print_is_scored():
-    assert symbolic.judge_completion(r"\boxed{10^{5000}}", "7").score == 0
-    assert symbolic.judge_completion(r"\boxed{10^{5000}}", r"10^{5000}").score == 1
+    assert math_answers.judge_symbolic(r"\boxed{10^{5000}}", "7").score == 0
+    assert math_answers.judge_symbolic(r"\boxed{10^{5000}}", r"10^{5000}").score == 1
 
 
 def test_symbolic_scores_outside_the_main_thread():
     scores = []
     thread = threading.Thread(
-        target=lambda: scores.append(symbolic.judge_completion("$1+x$", "x+1").score)
+        target=lambda: scores.append(math_answers.judge_symbolic("$1+x$", "x+1").score)
     )
     thread.start()
     thread.join(30)
@@ -50,11 +50,11 @@ def test_symbolic_scores_outside_the_main_thread():
 
 def test_a_ground_truth_that_cannot_be_parsed_is_an_error():
     with pytest.raises(RewardError, match="cannot be parsed by math-verify: "):
-        symbolic.judge_completion("7", r"\boxed{}")
+        math_answers.judge_symbolic("7", r"\boxed{}")
     with pytest.raises(RewardError, match="must be an answer as text or an int"):
-        symbolic.validate_truth(None)
+        math_answers.validate_symbolic_truth(None)
     for prose in ("the cat sat", r"\boxed{\text{The set of all even numbers}}"):
         with pytest.raises(RewardError, match="ground_truth is prose"):
-            symbolic.judge_completion(prose, prose)
+            math_answers.judge_symbolic(prose, prose)
     for mathematics in (r"\frac{\sin x}{\cos x}+\sqrt{2}", r"3 \text{ cm}", "12 dollars", "x or y"):
-        assert symbolic.validate_truth(mathematics) == mathematics
+        assert math_answers.validate_symbolic_truth(mathematics) == mathematics
