@@ -19,6 +19,7 @@ from streamrl.files.hf_config import (
     check_regular_files,
     is_trusted,
     make_untrusted_error,
+    read_eos_token_ids,
     read_model_config,
 )
 
@@ -105,7 +106,7 @@ class ChatTemplate:
     source: text of the template; None joins the contents of the messages with newlines. name: used
     in errors. arguments: passed besides messages and tools. tools_source: template for rows with
     tools, if the model has a separate template for these rows. other_source: a further template of
-    the model, whose control tokens count as well.
+    the model, and tokens that end a turn, whose control tokens count as well.
     """
 
     source: str | None
@@ -118,8 +119,9 @@ class ChatTemplate:
         return self.tools_source if self.tools_source and has_tools else self.source
 
     def get_encoder(self, tokenizer: "PreTrainedTokenizerBase") -> TemplateEncoder:
-        sources = (self.source or "", self.tools_source or "", self.other_source)
-        return get_template_encoder(tokenizer, "".join(sources))
+        sources = (self.source or "", self.tools_source or "")
+        plain = "".join(_render_plain_turns(tokenizer, source) for source in sources)
+        return get_template_encoder(tokenizer, "".join(sources) + self.other_source, plain)
 
     @property
     def can_render_tools(self) -> bool:
@@ -155,8 +157,10 @@ def load_chat_template(
     ConfigError for an unreadable file, a syntax error, or an argument that the template does not
     use.
     """
+    end_ids = read_eos_token_ids(Path(tokenizer.name_or_path))
+    ends = "".join(filter(None, tokenizer.convert_ids_to_tokens(end_ids)))
     if name == PLAIN_TEMPLATE:
-        return ChatTemplate(None, name)
+        return ChatTemplate(None, name, other_source=ends)
     if name == MODEL_TEMPLATE:
         has_template = tokenizer.chat_template is not None
         try:
@@ -169,15 +173,16 @@ def load_chat_template(
             if has_template
             else "plain, for a model without a template,"
         )
-        template = ChatTemplate(source, label, arguments or {}, tools_source)
+        template = ChatTemplate(source, label, arguments or {}, tools_source, ends)
     else:
         try:
-            template = ChatTemplate(read_small_text(Path(name)), name, arguments or {})
+            source = read_small_text(Path(name))
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{setting}={name}: must be {MODEL_TEMPLATE}, {PLAIN_TEMPLATE} or a"
                 f" jinja file: {_format_error(error)}"
             ) from error
+        template = ChatTemplate(source, name, arguments or {}, other_source=ends)
     sources = {source for source in (template.source, template.tools_source) if source is not None}
     for source in sources:
         _check_template_syntax(source, f"{setting}={name}")
@@ -273,7 +278,7 @@ def render_prompts(
                 encoded[number] = encoder.encode(text)
             except ConfigError as error:
                 raise ConfigError(f"{row.location}: {error}") from error
-    opening = get_opening_tokens(tokenizer) if template.source is None else []
+    opening = get_frame_tokens(tokenizer)[0] if template.source is None else []
     for row, token_ids in zip(rows, encoded, strict=True):
         if token_ids and token_ids[-1] == tokenizer.eos_token_id:
             raise ConfigError(
@@ -291,13 +296,13 @@ def _encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) ->
     return list(encoded["input_ids"])
 
 
-def get_opening_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Return the special tokens that a tokenizer adds before a text (BOS), not after it (EOS)."""
+def get_frame_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
+    """Return the special tokens that a tokenizer adds before a text (BOS) and after it (EOS)."""
     (content,) = _encode_texts(tokenizer, ["a"])
     with_special: list[int] = list(tokenizer("a")["input_ids"])
     starts = range(len(with_special) - len(content) + 1)
     start = next(i for i in starts if with_special[i : i + len(content)] == content)
-    return with_special[:start]
+    return with_special[:start], with_special[start + len(content) :]
 
 
 def _check_round_trip(
@@ -395,6 +400,16 @@ def _apply_template(
     # Template expressions may raise any Python exception.
     except Exception as error:
         raise ConfigError(_format_error(error)) from error
+
+
+@functools.lru_cache(maxsize=16)
+def _render_plain_turns(tokenizer: "PreTrainedTokenizerBase", source: str) -> str:
+    """Render turns without thoughts or calls; "" if the template refuses them."""
+    turns = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
+    try:
+        return _apply_template(tokenizer, source, turns, add_generation_prompt=True)
+    except ConfigError:
+        return ""
 
 
 def _write_arguments(message: Mapping[str, Any], location: str, *, is_text: bool) -> dict[str, Any]:

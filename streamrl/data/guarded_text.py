@@ -125,10 +125,11 @@ class TemplateEncoder:
     """Encoder of what a chat template renders; made by `get_template_encoder`.
 
     marker_ids: control tokens, ascending: special tokens, and other added tokens that the template
-    writes. Some models declare the tokens of their chat format as not special: DeepSeek's <|User|>.
+    writes, or that end a turn. Some models declare the tokens of their chat format as not special:
+    DeepSeek's <|User|>.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", source: str) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", source: str, plain: str) -> None:
         self._tokenizer = tokenizer
         self._ids = {
             token.content: token_id
@@ -137,8 +138,9 @@ class TemplateEncoder:
         }
         special = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
         self._guard = TextGuard(frozenset(self._ids))
-        # A turn of the policy has tags of its own, such as those of a thought.
-        self._reply_guard = TextGuard(frozenset(self._ids.keys() & special) - {*THINK_TAGS})
+        # A turn of the policy has tags of its own, such as those of a thought or a call.
+        between_turns = special.union(self._guard.pattern.findall(plain)) - {*THINK_TAGS}
+        self._reply_guard = TextGuard(frozenset(self._ids.keys() & between_turns))
         self.marker_ids = np.array(sorted(self._ids.values()), np.int32)
         # Characters outside the vocabulary become <unk>: a fact about the text, unless the token
         # has another meaning, such as the end of a text.
@@ -186,7 +188,11 @@ class TemplateEncoder:
 
     def encode(self, text: str) -> list[int]:
         """Encode a rendering."""
-        token_ids: list[int] = self.encode_pieces([text]).token_ids.tolist()
+        token_ids: list[int] = self._tokenizer(text.replace(CODE, ""), add_special_tokens=False)[
+            "input_ids"
+        ]
+        if not self.is_plain(text, token_ids):
+            token_ids = self.encode_pieces([text]).token_ids.tolist()
         return token_ids
 
     def encode_pieces(self, pieces: Sequence[str]) -> EncodedPieces:
@@ -288,6 +294,12 @@ class TemplateEncoder:
 
 
 @functools.lru_cache(maxsize=8)
-def get_template_encoder(tokenizer: "PreTrainedTokenizerBase", source: str) -> TemplateEncoder:
-    """Return the encoder of a template. source: its text, with that of the template for tools."""
-    return TemplateEncoder(tokenizer, source)
+def get_template_encoder(
+    tokenizer: "PreTrainedTokenizerBase", source: str, plain: str
+) -> TemplateEncoder:
+    """Return the encoder of a template.
+
+    source: its text, with that of the template for tools. plain: conversation without thoughts or
+    calls, as the template renders it; its control tokens are of no turn of the policy.
+    """
+    return TemplateEncoder(tokenizer, source, plain)

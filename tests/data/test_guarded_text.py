@@ -1,6 +1,7 @@
 """Control tokens come from the chat template alone, with every kind of tokenizer."""
 
 import functools
+import json
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from streamrl.data.chat_template import ChatTemplate, Conversation, render_text
+from streamrl.data.chat_template import ChatTemplate, Conversation, render_prompts, render_text
 from streamrl.data.guarded_text import CODE
+from streamrl.data.reading.rows import DataRow
 from streamrl.errors import ConfigError
 
 SPECIAL = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "[INST]")
@@ -146,6 +148,21 @@ def test_a_reply_keeps_the_tags_of_its_thought_but_writes_no_other_token():
     token_ids = render(tokenizer, "hello", reply, "go")
     assert count_control(tokenizer, token_ids) == 8 + 2
     assert "<think>1</think><|im_end|><|im_end|>" in tokenizer.decode(token_ids)
+
+
+def test_a_token_that_ends_a_turn_is_no_text_though_neither_special_nor_in_the_template(tmp_path):
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=make_tokenizer("bpe", None).backend_tokenizer, chat_template=TEMPLATE
+    )
+    tokenizer.add_tokens([AddedToken("<|eot|>", special=False)])
+    tokenizer.save_pretrained(tmp_path)
+    end = tokenizer.convert_tokens_to_ids("<|eot|>")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [end]}))
+    loaded = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    message = {"role": "user", "content": "a<|eot|>b"}
+    row = DataRow("rows.jsonl:1", 0, (message,), "", None, {}, is_chat=True)
+    (token_ids,) = render_prompts(loaded, [row])
+    assert end not in token_ids and "a<|eot|>b" in loaded.decode(token_ids)
 
 
 def test_the_arguments_of_a_call_write_no_control_token():

@@ -42,11 +42,14 @@ EXTRA_TOKENS = {
 }
 """Tokens of a vocabulary that its template does not write."""
 _SPECIAL = re.compile(
-    "<\uff5c[^\uff5c'\"{}]+\uff5c>|"
+    "<\uff5c(?:begin|end)\u2581of\u2581sentence\uff5c>|"
     r"<\|[^|'\"{}\s]+\|>|<\|[a-z_]+>|<[a-z_]+\|>|<\|\"\|>|\[/?[A-Z_]+\]"
     r"|<(?:start|end)_of_turn>|<[be]os>"
 )
-_PLAIN = re.compile(r"</?(?:think|tool_call|tool_response|arg_key|arg_value)>")
+# DeepSeek declares even the tokens of its roles as not special.
+_PLAIN = re.compile(
+    "</?(?:think|tool_call|tool_response|arg_key|arg_value)>|<\uff5c[^\uff5c'\"{}]+\uff5c>"
+)
 
 
 @functools.cache
@@ -61,7 +64,7 @@ def load_published(name):
     backend.decoder = decoders.ByteLevel()
     special = sorted({*_SPECIAL.findall(source), *ends, *EXTRA_TOKENS.get(name, [])})
     backend.add_special_tokens([AddedToken(token, normalized=False) for token in special])
-    plain = sorted(set(_PLAIN.findall(source)))
+    plain = sorted(set(_PLAIN.findall(source)) - {*special})
     backend.add_tokens([AddedToken(token, normalized=False) for token in plain])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token=ends[0], bos_token=ends[-1]

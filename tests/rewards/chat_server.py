@@ -16,8 +16,8 @@ class ChatServer:
     """Responds with `reply(content)`: text, a whole response, or a number of seconds to hang.
 
     `refusals` come first, one per request: (status, headers, message). The server holds its
-    responses until `hold_until` requests are in flight. `is_out`: a status for every request, or
-    "hang" until it is None.
+    responses until `hold_until` requests are in flight. `is_out`: status of a page for every
+    request, or "hang" until it is None.
     """
 
     def __init__(self, reply: Callable[[str], Any]) -> None:
@@ -53,7 +53,7 @@ class ChatServer:
         while self.is_out == "hang":
             await asyncio.sleep(0.01)
         if self.is_out:
-            return web.Response(status=self.is_out)
+            return web.Response(text="<html>", status=self.is_out)
         response: web.StreamResponse = await handler(request)
         return response
 

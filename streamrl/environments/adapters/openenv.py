@@ -218,7 +218,7 @@ class OpenEnvEnvironment:
             )
             self._num_unread = 0
         except (OSError, ValueError, failures.WebSocketException) as error:
-            is_out = isinstance(error, OSError) or is_outage(error)
+            is_out = isinstance(error, OSError | failures.InvalidMessage) or is_outage(error)
             kind = EpisodeOutageError if is_out else EpisodeError
             raise kind(f"{self._url}: no connection: {error}") from error
 

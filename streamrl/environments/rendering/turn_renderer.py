@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from streamrl.data.chat_template import ChatTemplate, get_opening_tokens
+from streamrl.data.chat_template import ChatTemplate, get_frame_tokens
 from streamrl.data.guarded_text import EncodedPieces
 from streamrl.environments.interface import Message, ToolSchema
 from streamrl.environments.rendering.bridge_text import BridgeText, BridgeWriter, TextPiece
@@ -75,10 +75,10 @@ class TurnRenderer:
                 template,
                 source=template.tools_source,
                 tools_source=None,
-                other_source=template.source or "",
+                other_source=template.other_source + (template.source or ""),
             )
             self._tools_writer = BridgeWriter(tokenizer, tools_template, end_texts)
-        self._opening_ids = get_opening_tokens(tokenizer) if template.source is None else []
+        self._opening_ids = get_frame_tokens(tokenizer)[0] if template.source is None else []
         bridge, _ = self._encode_bridge(self._writer.user_bridge)
         closing = self._find_marker(bridge, CLOSING)
         self.closing_ids = [] if closing is None else bridge.token_ids[: closing + 1].tolist()
@@ -135,8 +135,8 @@ class TurnRenderer:
         """Return the prompt of an episode, int32 [P], up to where the policy writes.
 
         arguments: arguments of the template, as a row's chat_template_kwargs. observation: messages
-        of the environment after `messages`; unlike these they cannot write special tokens. Raises
-        ConfigError if the template refuses the conversation.
+        of the environment after `messages`. Raises ConfigError if the template refuses the
+        conversation.
         """
         writer = self.get_writer(has_tools=bool(tools))
         shown = _clean_messages(observation)

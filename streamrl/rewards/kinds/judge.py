@@ -237,7 +237,10 @@ class ChatClient:
         try:
             return msgspec.json.decode(raw.http_response.content, type=form)
         except msgspec.DecodeError as error:
-            raise RewardInfraError(f"{self._url}: invalid response: {error}") from None
+            # A page instead of JSON comes from a proxy whose server is away.
+            is_page = not isinstance(error, msgspec.ValidationError) and not is_start
+            kind = ServiceOutageError if is_page else RewardInfraError
+            raise kind(f"{self._url}: invalid response: {error}") from None
 
     def _to_reward_error(self, error: openai.APIStatusError, *, is_start: bool) -> StreamError:
         body: Any = error.body

@@ -10,6 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from omegaconf import MISSING
 
+from streamrl.data.chat_template import (
+    Conversation,
+    get_frame_tokens,
+    load_chat_template,
+    render_text,
+)
+from streamrl.data.files import MODEL_TEMPLATE
 from streamrl.errors import ConfigError, RewardError, RewardTimeoutError
 from streamrl.files.typed_settings import check_choices, check_minimums
 from streamrl.messages import Prompt
@@ -179,7 +186,11 @@ class ModelReward(Reward):
         default_pass_score = 0.0 if is_logit else 0.5
         self._pass_score = default_pass_score if options.pass_score is None else options.pass_score
         self._tokenizer = files.tokenizer
-        self._tokenizer.truncation_side = "left"
+        self._template = load_chat_template(MODEL_TEMPLATE, files.tokenizer)
+        self._encoder = self._template.get_encoder(files.tokenizer)
+        # A chat template already contains the special tokens.
+        is_bare = self._template.source is None
+        self._frame = get_frame_tokens(files.tokenizer) if is_bare else ([], [])
         self._model_thread = ThreadPoolExecutor(1)
         # Separate, so that texts are tokenized for the next batch during a forward pass.
         self._tokenizer_thread = ThreadPoolExecutor(1)
@@ -234,27 +245,23 @@ class ModelReward(Reward):
         return [self._to_result(row, i) for i, row in enumerate(logits)]
 
     def _render_text(self, messages: list[dict[str, Any]]) -> str:
-        from jinja2 import TemplateError
-
-        if self._tokenizer.chat_template is None:
-            *contents, completion = [message["content"] for message in messages]
-            return "\n".join(contents) + completion
+        """Render messages to text, in which none of them writes a control token."""
+        if self._template.source is None:
+            contents = [self._encoder.guard(message["content"]) for message in messages]
+            return "\n".join(contents[:-1]) + contents[-1]
+        conversation = Conversation("the reward model's input", messages)
         try:
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False))
-        # TypeError and ValueError come from Python expressions inside a template.
-        except (TemplateError, TypeError, ValueError) as error:
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise RewardError(f"the reward model's chat template failed: {reason}") from error
+            return render_text(self._tokenizer, conversation, self._template, is_closed=True)
+        except ConfigError as error:
+            raise RewardError(str(error)) from error
 
     def _tokenize_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        rows: list[list[int]] = self._tokenizer(
-            list(texts),
-            # A chat template already contains the special tokens.
-            add_special_tokens=self._tokenizer.chat_template is None,
-            return_attention_mask=False,
-            truncation=self._options.on_long_text == "truncate",
-            max_length=self._max_length,
-        )["input_ids"]
+        first, last = self._frame
+        rows = [self._encoder.encode(text) for text in texts]
+        if self._options.on_long_text == "truncate":
+            most = self._max_length - len(first) - len(last)
+            rows = [row[max(0, len(row) - most) :] for row in rows]
+        rows = [[*first, *row, *last] for row in rows]
         for i, row in enumerate(rows):
             if not 1 <= len(row) <= self._max_length:
                 raise RewardError(

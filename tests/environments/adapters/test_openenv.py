@@ -111,6 +111,10 @@ async def test_a_server_that_dies_or_is_not_there_is_an_outage():
     process.wait(timeout=30)
     with pytest.raises(EpisodeOutageError, match=r"/ws: no connection: .*Connect call failed"):
         await environment.reset(make_row(), seed=1)
+    hangs_up = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", port)
+    with pytest.raises(EpisodeOutageError, match=r"/ws: no connection: "):
+        await environment.reset(make_row(), seed=1)
+    hangs_up.close()
 
 
 async def test_a_redirect_to_another_server_is_not_followed(connect):

@@ -230,7 +230,7 @@ async def test_a_hanging_server_exceeds_the_deadline(server, started):
     assert await scores(rewards, "4") == [3.0]
 
 
-@pytest.mark.parametrize("way", ["closed", "hang", 503, 500, 401, 404])
+@pytest.mark.parametrize("way", ["closed", "hang", 503, 500, 401, 404, 200])
 async def test_an_outage_costs_no_attempt_and_is_probed_by_one_request(
     server, started, way, monkeypatch
 ):
@@ -300,7 +300,6 @@ def make_json_response(content_type="application/json", status=200, **body):
         (lambda: make_json_response(choices=[]), "response without choices"),
         (lambda: make_json_response(choices=[{"index": 0}]), "invalid response: .*message"),
         (lambda: make_json_response(detail="hello"), "invalid response: .*choices"),
-        (lambda: web.Response(text="<html>"), "invalid response: "),
         (
             lambda: make_json_response(
                 choices=[{"message": {"content": None}, "finish_reason": "length"}]

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from streamrl.config.preflight import PROCESS_GIB, list_resource_demands, prepare_run
 from streamrl.config.run_config import load_config
+from streamrl.data.chat_template import load_tokenizer
 from streamrl.errors import ConfigError, RewardError, RewardTimeoutError
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.config import RewardConfig
@@ -96,6 +97,14 @@ async def test_without_a_template_the_completion_follows_the_prompt(path, tmp_pa
     prompt = Prompt("0:0:0", PROMPT.token_ids, messages=chat)
     results = await scores(await started(copy_without_template(path, tmp_path)), prompt=prompt)
     assert results == [compute_reference_logit(path, f"9\n2+3{text}") for text in TEXTS]
+
+
+async def test_a_text_that_spells_a_control_token_is_scored_as_text(path, tmp_path, started):
+    text, tokenizer = "2<pad>3", load_tokenizer(str(path))
+    assert tokenizer("<pad>")["input_ids"] == [0]
+    for model, end in ((path, "="), (copy_without_template(path, tmp_path), "")):
+        results = await scores(await started(model), [text])
+        assert results == [compute_reference_logit(path, f"2+3{text}{end}")]
 
 
 async def test_an_episode_is_rendered_by_the_reward_models_own_template(
@@ -254,7 +263,10 @@ async def test_a_prompt_rejected_by_the_chat_template_is_named(path, tmp_path):
     rewards = build_rewards([RewardConfig("model", options={"path": str(refusing)})])
     rewards.check_prompts([PROMPT])
     system = Prompt("0:7:0", PROMPT.token_ids, messages=({"role": "system", "content": "1"},))
-    with pytest.raises(ConfigError, match=r"uid 0:7:0: .*the reward model's chat template failed"):
+    with pytest.raises(
+        ConfigError,
+        match=r"uid 0:7:0: .*the reward model's input: the model's chat template refuses",
+    ):
         rewards.check_prompts([system])
 
 
