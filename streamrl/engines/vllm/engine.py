@@ -162,19 +162,16 @@ def read_model_info(model_path: str) -> ModelInfo:
     return ModelInfo(ParameterSet.from_module(model), model.config.get_text_config().vocab_size)
 
 
-def build_vllm_engine(spec: EngineSpec, *, load_format: str = "hf") -> VllmEngine:
+def build_vllm_engine(spec: EngineSpec) -> VllmEngine:
     """Build a vLLM engine in this process, whose environment must contain `make_vllm_env`.
-
-    `load_format` is vLLM's; "dummy" makes random weights.
 
     A tensor-parallel engine computes in child processes, or, with `spec.rank_group`, in the
     existing processes of the rank group, whose leader this process is.
     """
-    arguments = replace(_make_engine_args(spec), load_format=load_format)
     from vllm.v1.engine.llm_engine import LLMEngine
 
     with _keep_plain_on_cpu():
-        engine = LLMEngine.from_engine_args(arguments, enable_multiprocessing=False)
+        engine = LLMEngine.from_engine_args(_make_engine_args(spec), enable_multiprocessing=False)
     if spec.config.tensor_parallel > 1 and spec.rank_group is None:
         end_workers_with_engine(engine)
         if _is_on_cpu():

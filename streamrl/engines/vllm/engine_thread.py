@@ -11,6 +11,7 @@ import asyncio
 import queue
 import sys
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -221,7 +222,11 @@ class EngineThread:
             self._started.set_exception(
                 ConfigError(f"generator: vLLM cannot start {path}: {error}")
             )
-        outcome = "ended" if error is None else f"died: {type(error).__name__}: {error}"
+        outcome = "ended"
+        if error is not None:
+            # vLLM's classes assert on settings without a word.
+            reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+            outcome = f"died: {type(error).__name__}: {reason}"
         self.fail_pending(f"the engine of {path} {outcome}")
 
     def _run_loop(self, engine: VllmEngine) -> None:

@@ -1,21 +1,36 @@
-"""Script that lets vLLM judge a model directory and the engine's settings, without weights.
+"""Script that lets vLLM judge a model directory and the engine's settings.
 
 Writes why vLLM does not serve the model, as JSON; "" if it does. Runs in a process of its own,
 since vLLM's imports are slow and its model classes may change a process or end it.
 """
 
+import asyncio
 import contextlib
 import json
 import logging
 import sys
 
+import torch
+
 from streamrl.distributed.devices import has_local_gpu
+from streamrl.engines.generation.generation_engine import GenerationEngine
 from streamrl.engines.generator_config import GeneratorConfig
-from streamrl.engines.vllm.engine import EngineSpec, build_vllm_engine, make_engine_config
-from streamrl.engines.vllm.model_registry import is_served_by_transformers
+from streamrl.engines.models.forward import ModelLoadOptions, compute_token_logprobs, load_model
+from streamrl.engines.vllm.engine import EngineSpec, make_engine_config
+from streamrl.errors import WeightsError
 from streamrl.files.hf_config import read_model_config
+from streamrl.weights.config import EXACT_LOGPROB_LIMIT, ROUNDED_LOGPROB_LIMIT
+from streamrl.weights.logprob_check import LogprobCheck, make_check_sequences
 
 MAX_REASON = 500
+PROVEN_FAMILIES = frozenset(
+    (
+        *("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2"),
+        *("olmo3", "smollm3", "granite", "opt", "qwen2_moe", "qwen3_moe", "mixtral", "olmoe"),
+        *("granitemoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss"),
+    )
+)
+"""Families whose vLLM classes compute what the trainer does, whatever their settings, on a CPU."""
 
 
 def explain_unservable(spec: EngineSpec) -> str:
@@ -26,12 +41,11 @@ def explain_unservable(spec: EngineSpec) -> str:
     except Exception as error:  # noqa: BLE001 - vLLM and model classes raise any type
         # vLLM's own error refers to logs for the reason of a failed import.
         return _find_import_error(spec.model_path) or _describe_error(error)
-    is_rare = config.has_inner_state or is_served_by_transformers(config.architectures)
-    if is_rare and not has_local_gpu():
+    if config.hf_text_config.model_type not in PROVEN_FAMILIES and not has_local_gpu():
         try:
-            _sample_token(spec)
+            asyncio.run(_try_model(spec))
         except Exception as error:  # noqa: BLE001
-            return f"its layers do not run on a CPU: {_describe_error(error)}"
+            return f"a trial on this CPU failed: {_describe_error(error)}"
     return ""
 
 
@@ -43,15 +57,29 @@ def _import_model_class(path: str) -> None:
             registered.load_model_cls()
 
 
-def _sample_token(spec: EngineSpec) -> None:
-    """Sample a token with random weights: vLLM lacks CPU kernels of some layers with state."""
-    from vllm import SamplingParams
+async def _try_model(spec: EngineSpec) -> None:
+    """Load the trainer's parameters into an engine, and compare what both compute.
 
-    engine = build_vllm_engine(spec, load_format="dummy")
-    prompt = {"type": "token", "prompt_token_ids": [1, 2, 3]}
-    engine.add_request("0", prompt, SamplingParams(max_tokens=2, detokenize=False))
-    while engine.has_unfinished_requests():
-        engine.step()
+    vLLM lacks CPU kernels of some layers, and settings and names of parameters of some classes.
+    """
+    options = ModelLoadOptions(max_length=spec.max_length)
+    model = load_model(spec.model_path, dtype=torch.float32, options=options)
+    vocab_size = model.config.get_text_config().vocab_size
+    sequences = make_check_sequences(vocab_size=vocab_size, max_length=spec.max_length)
+    rows = [torch.from_numpy(sequence)[None].long() for sequence in sequences]
+    with torch.no_grad():
+        scores = [compute_token_logprobs(model, row, row >= 0, temperature=1.0) for row in rows]
+    limit = EXACT_LOGPROB_LIMIT if spec.config.dtype == "float32" else ROUNDED_LOGPROB_LIMIT
+    check = LogprobCheck(sequences, [score.logprobs[0].numpy() for score in scores], limit)
+    engine = await GenerationEngine.start(spec)
+    try:
+        parameters = {name: value.detach() for name, value in model.named_parameters()}
+        loaded = await engine.load_weights(parameters, 0)
+        if names := loaded.verification.differing_names:
+            raise WeightsError(f"it does not load {', '.join(names[:3])} as they are")
+        check.compare_logprobs(await engine.compute_logprobs(sequences), "vLLM")
+    finally:
+        await engine.close()
 
 
 def _find_import_error(path: str) -> str:
