@@ -75,11 +75,13 @@ class ServiceOutageError(StreamError):
 
     Never a fault of the item in hand, which waits (stream/service_gate.py).
 
-    retry_after_s: pause that a busy server asks for, s; 0 without.
+    retry_after_s: pause that a busy server asks for, s; 0 without. is_answer: a server answered
+    with an error of its own, which the item may have brought about.
     """
 
     cause = "outage"
     retry_after_s = 0.0
+    is_answer = False
 
 
 class EpisodeOutageError(ServiceOutageError, EpisodeError):

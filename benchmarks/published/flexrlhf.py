@@ -16,10 +16,9 @@ from benchmarks.published.points import FLEX, FLEX_MIXED, Throughput
 from benchmarks.published.rows import Row
 from streamrl.dataflow import build_dataflow
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.costs.approximate_traffic import ApproximateTraffic
 from streamrl.placement.costs.call_cost import build_parallel_groups
 from streamrl.placement.costs.constants import CostConstants
-from streamrl.placement.costs.cost_model import CostModel
+from streamrl.placement.costs.cost_model import ApproximateTraffic, CostModel
 from streamrl.placement.costs.device_memory import CallFootprint
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.model_shapes import MODEL_SHAPES, ModelShape

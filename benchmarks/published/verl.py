@@ -16,9 +16,8 @@ from benchmarks.published.points import VERL, VerlRun
 from benchmarks.published.rows import Row
 from streamrl.dataflow import build_dataflow
 from streamrl.placement.clusters import DEVICES, Cluster, NodeGroup
-from streamrl.placement.costs.approximate_traffic import ApproximateTraffic
 from streamrl.placement.costs.constants import CostConstants
-from streamrl.placement.costs.cost_model import CostModel
+from streamrl.placement.costs.cost_model import ApproximateTraffic, CostModel
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.model_shapes import MODEL_SHAPES
 from streamrl.placement.placements import CallAssignment, Placement

@@ -525,7 +525,7 @@ def _apply_override(settings: DictConfig, override: str) -> None:
         raise ConfigError(f"{override!r:.80}: nested too deeply") from None
     except (YAMLError, OmegaConfBaseException, *YAML_VALUE_ERRORS) as error:
         problem = error.problem if isinstance(error, MarkedYAMLError) else error
-        reason = " ".join(str(problem).split())
+        reason = " ".join(str(problem).partition("full_key:")[0].split())
         raise ConfigError(
             f"{override!r:.200}: the value is not YAML ({reason}); quote a text with signs"
         ) from None

@@ -2,9 +2,9 @@
 
 Rows, observations, replies and the schemas of tools are guarded before a template renders them: a
 code, which no text contains, is put into each spelling of a control token and into whatever could
-become one beside the template's own words. Templates trim, compare and quote a guarded text like
-any other. A rendering with codes is encoded by a copy of the tokenizer, in which control tokens
-are spelled by characters of private use.
+become one beside the template's own words. Templates trim and quote a guarded text like any other,
+and compare it, unless it is the inside of a control token. A rendering with codes is encoded by a
+copy of the tokenizer, in which control tokens are spelled by characters of private use.
 """
 
 import functools
@@ -154,11 +154,11 @@ class TemplateEncoder:
         )
 
     def guard_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message that can write no control token, besides its role."""
+        """Return a message that can write no control token. A role is a word, or text."""
         guard = self._reply_guard if message.get("role") == "assistant" else self._guard
         return {
             key: value
-            if key == "role"
+            if key == "role" and str(value).isidentifier()
             else (self._guard if key == "tool_calls" else guard).guard(value)
             for key, value in message.items()
         }

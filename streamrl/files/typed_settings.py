@@ -88,10 +88,13 @@ def _check_scalar(key: str, value: Any, kinds: Sequence[Any]) -> None:
     nodes: dict[Any, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
     if not TYPE_RULES.keys() >= set(kinds) or (value is None and NoneType in kinds):
         return
+    # A setting of several types takes a value as it is.
+    is_exact = len({*kinds} - {NoneType}) > 1
     for kind in nodes.keys() & set(kinds):
-        with contextlib.suppress(OmegaConfBaseException):
+        with contextlib.suppress(OmegaConfBaseException, OverflowError):
             nodes[kind](value, is_optional=False)
-            return
+            if not is_exact or type(value) in kinds:
+                return
     rule = " or ".join(TYPE_RULES[kind] for kind in kinds)
     raise ConfigError(f"{key}={value!r:.200}: must be {rule}")
 

@@ -7,7 +7,10 @@ device arbiter. Computation and transfers are replaced by timers.
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import cast
@@ -15,22 +18,29 @@ from typing import cast
 from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
 from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.buffer import AdmissionController, ExperienceQueue, Ledger, RunLog, StepAssembler
+from streamrl.buffer.assembly.micro_batch_schedule import ScheduledRound, UpdatePlan
 from streamrl.buffer.assembly.oversampling import MAX_FACTOR, OversamplingController
+from streamrl.buffer.assembly.packing import Round
 from streamrl.buffer.books.run_log import TrainedStep
 from streamrl.buffer.log.journal import NullRecordLog
-from streamrl.dataflow import EMA_REFERENCE, GENERATE_CALL, POLICY, CallKind
+from streamrl.dataflow import EMA_REFERENCE, GENERATE_CALL, POLICY, CallKind, ModelCall
 from streamrl.pipeline import admit_prompts, train_policy
+from streamrl.placement.stage_timings import TrainTiming, WeightsTiming
 from streamrl.simulator.replicas.context import SimulationContext
-from streamrl.simulator.replicas.cpu_model import CpuModel
+from streamrl.simulator.replicas.cpu_model import CpuModel, CpuTimer
+from streamrl.simulator.replicas.device_hold import SimulatedDeviceHold
 from streamrl.simulator.replicas.device_leases import TRAINER_PHASE, DeviceLeases
 from streamrl.simulator.replicas.failures import FailureModel, NodeCrash, sample_failure_times
 from streamrl.simulator.replicas.generators import GeneratorPool, SimulatedGenerator
-from streamrl.simulator.replicas.recorder import ProcessRecordings
-from streamrl.simulator.replicas.scorers import SimulatedScorer
+from streamrl.simulator.replicas.recorder import (
+    NO_SPAN_ARGS,
+    ProcessRecorder,
+    ProcessRecordings,
+    SpanArgs,
+)
 from streamrl.simulator.replicas.simulated_prompts import CompletionLengths, SimulatedPrompts
-from streamrl.simulator.replicas.simulated_queue import SimulatedQueue
-from streamrl.simulator.replicas.trainers import SimulatedTrainer, publish_reference
-from streamrl.simulator.replicas.weight_followers import SimulatedWeightRegistry
+from streamrl.simulator.replicas.simulated_queue import SimulatedGroup, SimulatedQueue
+from streamrl.simulator.replicas.weight_followers import SimulatedWeightRegistry, WeightPuller
 from streamrl.simulator.results import name_processes
 from streamrl.simulator.scenario import SimulationScenario, assign_devices
 from streamrl.stream.device_lease import DedicatedDeviceLease
@@ -39,6 +49,228 @@ from streamrl.stream.run_state import RunState
 from streamrl.stream.weight_publisher import PublishFunction, WeightPublisher
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightManifest
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreBatch:
+    """Groups that a scorer scores in one batch for a stage."""
+
+    stage: str
+    groups: Sequence[SimulatedGroup]
+
+    @property
+    def newest_version(self) -> int:
+        return max(group.admitted_version for group in self.groups)
+
+
+class SimulatedScorer:
+    """Simulated scorer, which serves all stages of a role.
+
+    It leases at most two batches per stage: one in computation, one prefetched.
+    """
+
+    def __init__(
+        self, process: str, calls: Sequence[ModelCall], context: SimulationContext, *, holder: str
+    ) -> None:
+        """Create a scorer; `holder` is a new name for the device arbiter."""
+        self.process = process
+        self._context = context
+        self._calls = {call.stage: call for call in calls}
+        self._free_slots = {stage: 2 * context.timings.score[stage].batch for stage in self._calls}
+        self._recorder = context.recordings.get_recorder(process)
+        lease = context.leases.make_lease(calls[0].role, holder)
+        self._device_hold = SimulatedDeviceHold(calls[0].stage, lease, self._start_next_batch)
+        self._weight_puller: WeightPuller | None = None
+        if calls[0].followed_role:
+            timing = context.timings.weights.get(calls[0].stage, WeightsTiming())
+            registry = context.registries[calls[0].followed_role]
+            self._weight_puller = WeightPuller(
+                self, timing, registry, lease or DedicatedDeviceLease(), self._recorder
+            )
+        self._awaiting_version: list[ScoreBatch] = []
+        self._ready_batches: deque[ScoreBatch] = deque()
+        self._timer: CpuTimer | None = None
+        self._is_busy = self._is_dead = False
+
+    def start(self) -> None:
+        if self._weight_puller is not None:
+            self._weight_puller.start()
+        else:
+            self.on_version_loaded()
+
+    def _find_required_version(self, version: int) -> int:
+        is_ema_reference = next(iter(self._calls.values())).followed_role == EMA_REFERENCE
+        return (
+            self._context.reference.find_reference_version(version) if is_ema_reference else version
+        )
+
+    def kill(self) -> int:
+        """Crash the scorer and requeue its groups. Returns 0, the number of sampled tokens lost."""
+        self._is_dead = True
+        self._device_hold.close()
+        if self._weight_puller is not None:
+            self._weight_puller.close()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._is_busy:
+            self._context.cpu.adjust_busy(-1)
+        self._recorder.close_spans()
+        self._context.queue.requeue_groups(self)
+        return 0
+
+    def count_free_slots(self, stage: str) -> int:
+        return 0 if self._is_dead else self._free_slots[stage]
+
+    def assign_groups(self, stage: str, groups: Sequence[SimulatedGroup]) -> None:
+        self._free_slots[stage] -= len(groups)
+        size = self._context.timings.score[stage].batch
+        self._enqueue_batches(
+            [ScoreBatch(stage, groups[i : i + size]) for i in range(0, len(groups), size)]
+        )
+
+    def _enqueue_batches(self, batches: Sequence[ScoreBatch]) -> None:
+        for batch in batches:
+            if (
+                self._weight_puller is not None
+                and self._find_required_version(batch.newest_version)
+                > self._weight_puller.loaded_version
+            ):
+                self._awaiting_version.append(batch)
+            else:
+                self._ready_batches.append(batch)
+                self._device_hold.begin_work()
+
+    async def load_version(self, version: int, pause_s: float) -> None:
+        await self._context.cpu.wait_until(self._context.cpu.now + pause_s)
+
+    def on_version_loaded(self) -> None:
+        waiting_batches, self._awaiting_version = self._awaiting_version, []
+        self._enqueue_batches(waiting_batches)
+        for stage, free_slots in self._free_slots.items():
+            if free_slots:
+                self._context.queue.request_groups(stage, self)
+
+    def _start_next_batch(self) -> None:
+        if self._is_busy or not self._ready_batches or not self._device_hold.is_held:
+            return
+        batch, cpu = self._ready_batches.popleft(), self._context.cpu
+        rollouts, tokens = self._count_batch_tokens(batch)
+        span_args = {"groups": len(batch.groups), "rollouts": rollouts, "tokens": tokens}
+        lane = self._recorder.begin_span(batch.stage, span_args)
+        self._is_busy = True
+        cpu.adjust_busy(1)
+        at = cpu.now + self._context.timings.score[batch.stage].batch_duration_s(rollouts, tokens)
+        self._timer = cpu.call_at(at, lambda: self._finish_batch(batch, lane))
+
+    def _count_batch_tokens(self, batch: ScoreBatch) -> tuple[int, int]:
+        groups = batch.groups
+        if "greedy_ids" in self._calls[batch.stage].needs:
+            return len(groups), sum(group.greedy_tokens for group in groups)
+        infos = [group.info for group in groups if group.info is not None]
+        return sum(len(info.lengths) for info in infos), sum(info.num_tokens for info in infos)
+
+    def _finish_batch(self, batch: ScoreBatch, lane: int) -> None:
+        """Commit the scored groups of a batch, start the next batch, and request more groups.
+
+        lane: lane of the batch's span.
+        """
+        self._is_busy = False
+        self._context.cpu.adjust_busy(-1)
+        self._recorder.end_span(lane)
+        self._free_slots[batch.stage] += len(batch.groups)
+        self._device_hold.end_work()
+        self._start_next_batch()
+        self._context.queue.commit_groups(batch.stage, batch.groups)
+        self._context.queue.request_groups(batch.stage, self)
+
+
+class SimulatedTrainer:
+    """Trainer of a simulated run: each round, update and publication is a wait.
+
+    publish_s: time until a published version can be pulled.
+    devices: lock shared with other trainers on the same devices, held during computation.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        timing: TrainTiming,
+        update_plan: UpdatePlan,
+        *,
+        publish_s: float,
+        cpu: CpuModel,
+        completions: CompletionLengths,
+        recorder: ProcessRecorder,
+        devices: asyncio.Lock | None = None,
+    ) -> None:
+        self.dp_size = timing.dp_size
+        self.update_plan = update_plan
+        self._timing = timing
+        self._publish_s = publish_s
+        self._cpu = cpu
+        self._completions = completions
+        self._recorder = recorder
+        self._device_lock = devices
+
+    def begin_step(self, version: int, adaptive_params: Mapping[str, float]) -> None:
+        pass
+
+    def is_frozen(self, version: int) -> bool:
+        return False
+
+    async def plan_step(self, uids: Sequence[str], rounds: Sequence[ScheduledRound]) -> None:
+        await self._run_work("plan", self._timing.step_s)
+
+    async def train_round(self, work: Round, *, epoch: int) -> Mapping[str, float]:
+        """Wait as long as the data-parallel rank with the round's largest micro-batch computes."""
+        num_ranks, rollouts, longest_s, span_args = 0, 0, 0.0, NO_SPAN_ARGS
+        get_tokens = self._completions.get_rollout_tokens
+        for micro_batch in work:
+            if micro_batch:
+                tokens = sum([get_tokens(uid)[index] for uid, index in micro_batch])
+                seconds = self._timing.micro_batch_s + self._timing.token_s * tokens
+                if seconds > longest_s:
+                    longest_s, span_args = seconds, {"rollouts": len(micro_batch), "tokens": tokens}
+                num_ranks += 1
+                rollouts += len(micro_batch)
+        await self._wait_round_delay()
+        await self._run_work("train", longest_s, num_ranks, span_args)
+        return {"rollouts": float(rollouts)}
+
+    async def apply_update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
+        await self._wait_round_delay()
+        await self._run_work("update", self._timing.update_s, self.dp_size)
+        return {}
+
+    async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
+        lane = self._recorder.begin_span("publish", {"version": version})
+        await asyncio.sleep(self._publish_s)
+        self._recorder.end_span(lane)
+        return WeightManifest(version, (), ())
+
+    async def _wait_round_delay(self) -> None:
+        """Wait the time to dispatch a round, without occupying devices."""
+        await self._cpu.wait_until(self._cpu.now + self._timing.round_s)
+
+    async def _run_work(
+        self, name: str, seconds: float, processes: int = 1, span_args: SpanArgs = NO_SPAN_ARGS
+    ) -> None:
+        """Occupy the trainer's devices, with `processes` busy ranks, recorded as a span."""
+        devices: AbstractAsyncContextManager[object] = self._device_lock or nullcontext()
+        async with devices:
+            lane = self._recorder.begin_span(name, span_args)
+            try:
+                await self._cpu.run_work(seconds, processes=processes)
+            finally:
+                self._recorder.end_span(lane)
+
+
+async def publish_reference(
+    publish_s: float, version: int, readers: Sequence[str]
+) -> WeightManifest:
+    """Publish an EMA reference, which the policy's trainer computes, in `publish_s`."""
+    await asyncio.sleep(publish_s)
+    return WeightManifest(version, (), ())
+
 
 StageReplica = SimulatedGenerator | SimulatedScorer
 

@@ -35,8 +35,9 @@ MAX_OUTAGE_S = 14400.0
 """Longest outage that a caller waits for; pipeline.outage_s ends a run earlier, in good order."""
 PING_TIMEOUT_S = 10.0
 MAX_LONE_FAILURES = 8
-"""Failures of an item, while the service answered others in between, after which the item itself
-brings the service down. Of a pair of servers behind one address, one may be out for long."""
+"""Failures of an item, while the service answered others in between or with an error of its own,
+after which the item is the cause. Of a pair of servers behind one address, one may be out for long.
+"""
 TOO_MANY_REQUESTS = 429
 UNAVAILABLE_STATUSES = frozenset({TOO_MANY_REQUESTS, 502, 503, 504})
 """Statuses by which a busy server, one that starts or stops, or a proxy says that nobody serves."""
@@ -155,10 +156,11 @@ async def wait_out_outages(
             gate.report_failure(error)
             failed_at = min(failed_at, clock())
             # A busy server refuses any item as often as it is busy.
-            num_lone += gate.num_answers > num_answers and not error.retry_after_s
+            is_served = error.is_answer or gate.num_answers > num_answers
+            num_lone += is_served and not error.retry_after_s
             num_answers = gate.num_answers
             if num_lone == MAX_LONE_FAILURES:
-                raise own_error(f"{error} ({num_lone} times, while others are served)") from error
+                raise own_error(f"{error} ({num_lone} times, while the server answers)") from error
             if clock() - failed_at > MAX_OUTAGE_S:
                 raise ServiceOutageError(f"{error}, for {MAX_OUTAGE_S:g} s") from error
 

@@ -47,7 +47,7 @@ class RecordedRows:
         first = max((i for i, e in enumerate(starts) if e["time"] <= since), default=0)
         known = [{name: start.get(name) for name in facts} for start in starts[first:]]
         self._is_exact = all(start == facts for start in known) and not facts["on_gpu"]
-        self._is_comparable = all(start[OBJECTIVE] == facts[OBJECTIVE] for start in known)
+        self._is_comparable = all(start.get(OBJECTIVE) == facts[OBJECTIVE] for start in known)
 
     def check_repeat(self, step: int, row: MetricsRow) -> bool:
         """Return whether a repeated step has a recorded row; the repeat must agree with it.

@@ -137,7 +137,9 @@ def test_a_trained_group_whose_step_must_be_repeated_has_all_columns(stopped: St
     trained, refused = {group.uid for step in steps for group in step.groups}, set()
     for path in (stopped.path / "journal").glob("shard-*/*.journal"):
         intact = path.read_bytes()
-        for position, record in read_segment(path):
+        for item in read_segment(path):
+            assert not isinstance(item, CorruptRecord)
+            position, record = item
             uid = record.meta.get("uid")
             if record.meta["kind"] == "put" and uid in trained:
                 flipped = bytearray(intact)

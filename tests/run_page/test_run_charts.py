@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from streamrl.run_page.chart import Chart
 from streamrl.run_page.event_chart import draw_events
+from streamrl.run_page.page import draw_shared_charts
 from streamrl.run_page.run_charts import draw_run_charts
 from streamrl.run_page.run_record import RunReader, RunRecord
-from streamrl.run_page.shared_charts import draw_shared_charts
 from streamrl.run_page.step_bins import StepBins, to_shares
 from streamrl.telemetry.chrome_trace import TRACE_FILE, read_recent_spans
 from tests.run_page.recorded_run import write_run

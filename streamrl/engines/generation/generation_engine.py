@@ -29,7 +29,7 @@ from streamrl.engines.generation.partial_rollouts import (
     resolve_partials,
 )
 from streamrl.engines.generator_config import SamplingSettings
-from streamrl.engines.models.forward import VALUE_HEAD_PREFIX
+from streamrl.engines.models.forward import VALUE_HEADS
 from streamrl.engines.vllm.engine import (
     EngineSpec,
     ModelInfo,
@@ -676,7 +676,7 @@ async def _build_weights(
 ) -> Mapping[str, torch.Tensor]:
     """Return all of vLLM's parameters by name, from those that were published."""
     # vLLM does not know the value head of a model shared by policy and critic.
-    known = {n: value for n, value in tensors.items() if not n.startswith(VALUE_HEAD_PREFIX)}
+    known = {n: value for n, value in tensors.items() if not n.startswith(VALUE_HEADS)}
     device = get_local_device()
     build = partial(build_full_weights, known, parameters, model_path=model_path, device=device)
     # For adapters, transformers may have to load the model directory first.

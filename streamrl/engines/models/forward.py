@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 FLEX_ATTENTION = ATTENTION_IMPLEMENTATIONS["flex"]
 NEXTN_LAYERS_KEY = "num_nextn_predict_layers"
 """Key in config.json of the number of multi-token prediction layers."""
-VALUE_HEAD_PREFIX = "score."
-"""Name prefix of the value head, as in transformers' token classification models."""
+VALUE_HEADS = ("score.", "classifier.")
+"""Name prefixes of value heads in transformers' token classification models."""
 
 
 @dataclass(frozen=True)
@@ -228,11 +228,11 @@ def load_value_model(
     model, missing = _load_pretrained(
         AutoModelForTokenClassification, path, config, dtype, options, on_meta
     )
-    head = {name for name, _ in model.named_parameters() if name.startswith(VALUE_HEAD_PREFIX)}
+    head = {n: p for n, p in model.named_parameters() if n.startswith(VALUE_HEADS)}
     _check_complete(path, [name for name in missing if name not in head])
-    if head.intersection(missing):
+    if head.keys() & missing:
         with torch.no_grad():
-            for parameter in model.score.parameters():
+            for parameter in head.values():
                 parameter.zero_()
     return _move_to_local_device(model, options)
 

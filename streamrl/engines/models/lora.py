@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from streamrl.distributed.devices import get_local_device
-from streamrl.engines.models.forward import VALUE_HEAD_PREFIX, load_skeleton
+from streamrl.engines.models.forward import VALUE_HEADS, load_skeleton
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.placement.lora_params import is_lora_target
@@ -34,7 +34,7 @@ def add_lora_adapters(module: "PreTrainedModel", config: TrainerConfig) -> None:
         # In place, so that the model keeps its class and parameter names (PeftModel would wrap it).
         inject_adapter_in_model(settings, module)
     for name, parameter in module.named_parameters():
-        if name.startswith(VALUE_HEAD_PREFIX):
+        if name.startswith(VALUE_HEADS):
             parameter.requires_grad_(True)
 
 
@@ -69,7 +69,7 @@ def find_lora_layers(
         name
         for name, layer in module.named_modules()
         if isinstance(layer, torch.nn.Linear) and layer is not head
-        if not f"{name}.".startswith(VALUE_HEAD_PREFIX)
+        if not f"{name}.".startswith(VALUE_HEADS)
     ]
     if not linear:
         raise ConfigError(f"{section}.lora_rank={config.lora_rank}: the model has no linear layers")
@@ -94,9 +94,7 @@ def count_trained_params(module: "PreTrainedModel", config: TrainerConfig) -> in
     layers = [module.get_submodule(name) for name in find_lora_layers(module, config)]
     dims = sum(layer.in_features + layer.out_features for layer in layers)
     named = module.named_parameters()
-    heads = sum(
-        parameter.numel() for name, parameter in named if name.startswith(VALUE_HEAD_PREFIX)
-    )
+    heads = sum(parameter.numel() for name, parameter in named if name.startswith(VALUE_HEADS))
     return config.lora_rank * dims + heads
 
 

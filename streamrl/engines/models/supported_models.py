@@ -16,7 +16,7 @@ import torch
 from streamrl.engines.dtypes import resolve_trainer_dtype
 from streamrl.engines.models.forward import (
     NEXTN_LAYERS_KEY,
-    VALUE_HEAD_PREFIX,
+    VALUE_HEADS,
     choose_attention,
     load_skeleton,
     load_value_skeleton,
@@ -355,7 +355,7 @@ def _load_on_meta(path: str, shapes: TensorShapes, *, is_served: bool) -> str:
         and (is_served or LAYER_NUMBER_PATTERN.search(name))
     )
     missing = [
-        n for n in loading_info["missing_keys"] if is_served or not n.startswith(VALUE_HEAD_PREFIX)
+        n for n in loading_info["missing_keys"] if is_served or not n.startswith(VALUE_HEADS)
     ]
     # If a parameter is missing, so are those tied to it; name the untied one.
     tied = skeleton.all_tied_weights_keys

@@ -14,7 +14,7 @@ from streamrl.engines.dtypes import resolve_dtype
 from streamrl.engines.models.activation_checkpointing import run_mlps_in_chunks
 from streamrl.engines.models.forward import (
     DEFAULT_OPTIONS,
-    VALUE_HEAD_PREFIX,
+    VALUE_HEADS,
     ModelLoadOptions,
     compute_token_logprobs,
     compute_token_values,
@@ -55,7 +55,7 @@ class LogprobScorer:
         """Load a newer version of the reference; raise WeightsError if it is of another model."""
         # Skip the value head of a model shared by policy and critic.
         policy_tensors = {
-            name: value for name, value in tensors.items() if not name.startswith(VALUE_HEAD_PREFIX)
+            name: value for name, value in tensors.items() if not name.startswith(VALUE_HEADS)
         }
         copy_parameters(self._model, policy_tensors, model_path=self._model_path)
 

@@ -20,7 +20,7 @@ from streamrl.dataflow import CRITIC, CRITIC_BY_COLUMN, POLICY, RETURNS_BY_CRITI
 from streamrl.engines.models.chunked_head import EntropyMode, run_scoring_forward
 from streamrl.engines.models.forward import (
     DEFAULT_OPTIONS,
-    VALUE_HEAD_PREFIX,
+    VALUE_HEADS,
     ModelLoadOptions,
     TokenScores,
     compute_token_logprobs,
@@ -205,7 +205,7 @@ class PolicyTask(TrainingTask):
         return self.settings.compute_loss_denominator(sums)
 
     def is_saved(self, name: str) -> bool:
-        return not name.startswith(VALUE_HEAD_PREFIX)
+        return not name.startswith(VALUE_HEADS)
 
 
 @dataclass(frozen=True)

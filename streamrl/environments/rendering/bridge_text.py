@@ -129,12 +129,15 @@ class BridgeWriter:
         try:
             opened = self.render([_make_question()], tools)
             closed = self.render([_make_question(), turn], tools, is_closed=True)
+            said = {"role": "assistant", "content": "a"}
+            answered = self.render([_make_question(), said], tools, is_closed=True)
         except ConfigError:
             return None
+        answer = answered[self._encoder.find_split(opened, answered) :].replace(CODE, "")
         text = closed[self._encoder.find_split(opened, closed) :]
         text = text[: self._find_turn_end(text)].replace(CODE, "")
         is_shown = "look_up" in text and "hi" in text
-        return ShownCall(text, "look_up", arguments, tool) if is_shown else None
+        return ShownCall(text, "look_up", arguments, tool, answer) if is_shown else None
 
     def write_prompt(
         self,

@@ -44,17 +44,22 @@ def list_served_formats() -> tuple[str, ...]:
 
 
 class ShownCall(NamedTuple):
-    """Call as a chat template shows it to the model: its text, the call, and the tool."""
+    """Call as a chat template shows it to the model: its text, the call, and the tool.
+
+    answer: a turn without a call, as the template shows it.
+    """
 
     text: str
     name: str
     arguments: Mapping[str, Any]
     tool: ToolSchema
+    answer: str = ""
 
     @property
     def opening(self) -> str:
-        """Text before the name of the tool, after an empty thought."""
-        return self.text[: self.text.find(self.name)].rpartition(THINK_END)[2]
+        """Text before the name of the tool, after an empty thought; "" if any turn begins so."""
+        opening = self.text[: self.text.find(self.name)].rpartition(THINK_END)[2]
+        return "" if self.answer.startswith(opening) else opening
 
 
 class ServedParser:

@@ -257,6 +257,7 @@ class ChatClient:
         if wait_s is None and not refuses_all and error.status_code not in UNAVAILABLE_STATUSES:
             return RewardInfraError(message)
         outage = ServiceOutageError(message)
+        outage.is_answer = is_server_error and error.status_code not in UNAVAILABLE_STATUSES
         outage.retry_after_s = 0.0 if wait_s is None else max(wait_s, MIN_RETRY_WAIT_S)
         return outage
 

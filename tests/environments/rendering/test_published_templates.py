@@ -126,7 +126,7 @@ def test_no_text_writes_a_control_token_of_a_family(name):
             assert count("plain", f"a{marker}b") == expected, marker
 
 
-@pytest.mark.parametrize("name", [*QUICK])
+@pytest.mark.parametrize("name", [*QUICK, "muse_glimmer"])
 def test_calls_are_read_in_the_format_of_the_template(name):
     renderer = load_published(name)
     call_format = choose_call_format(EnvironmentConfig(), renderer, [LOOK_UP])

@@ -266,8 +266,18 @@ async def test_a_text_that_breaks_the_server_again_and_again_is_no_outage(
     poisoned = asyncio.create_task(scores(rewards, "9"))
     while not poisoned.done():
         assert await scores(rewards, "1") == [1.0]
-    with pytest.raises(RewardInfraError, match=r"502.*while others are served"):
+    with pytest.raises(RewardInfraError, match=r"502.*while the server answers"):
         await poisoned
+
+
+async def test_the_last_text_that_breaks_the_server_is_no_outage_for_ever(
+    server, started, monkeypatch
+):
+    monkeypatch.setattr(service_gate, "FIRST_PAUSE_S", 0.001)
+    server.reply = lambda content: make_json_response(status=500)
+    rewards = await started(server.url, attempts=1)
+    with pytest.raises(RewardInfraError, match=r"500.*8 times"):
+        await scores(rewards, "9")
 
 
 async def test_a_response_cut_at_its_limit_is_never_a_score(server, started):

@@ -12,7 +12,11 @@ import pytest
 import pytest_asyncio
 
 from streamrl.rewards.interface.reward_result import RewardOutcome
-from streamrl.rewards.sandbox.backend_choice import probe_isolation
+from streamrl.rewards.sandbox.backend_choice import (
+    _export_filter,
+    build_syscall_filter,
+    probe_isolation,
+)
 from streamrl.rewards.sandbox.isolation import (
     NO_ISOLATION,
     IsolationMode,
@@ -30,7 +34,6 @@ from streamrl.rewards.sandbox.program import (
     StdinTest,
 )
 from streamrl.rewards.sandbox.sandbox import Sandbox
-from streamrl.rewards.sandbox.seccomp import _export_filter, build_syscall_filter
 from streamrl.rewards.sandbox.verdicts import make_program_message
 from streamrl.rewards.sandbox.verdicts import make_test_message as message_of
 
