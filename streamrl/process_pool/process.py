@@ -227,4 +227,7 @@ def spawn_reaper(fd: int, target: str) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-P", reaper.__file__, str(fd), target, json.dumps(sys.path)]
     # Every worker hashes text alike: code that iterates over a set of words is reproducible.
     env = {**os.environ, "PYTHONHASHSEED": "0"}
-    return subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL, env=env)
+    # A session of its own: who kills a process group must leave the reaper to kill the rest.
+    return subprocess.Popen(
+        command, pass_fds=[fd], stdin=subprocess.DEVNULL, env=env, start_new_session=True
+    )

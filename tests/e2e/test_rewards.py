@@ -12,6 +12,10 @@ from tests.toy import write_toy
 pytestmark = pytest.mark.slow
 
 OWN = """
+import subprocess
+
+started = []
+
 def even(prompt):
     return prompt.extra_info["index"] % 2 == 0
 
@@ -19,6 +23,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, tokens=0)
     return 0.25 if extra_info["index"] % 2 == 0 else -1.0
 
 def rendered(prompt, completion):
+    started or started.append(subprocess.Popen(["sleep", "1000"], start_new_session=True))
     return float(len(prompt.token_ids))
 
 def combine(rewards):

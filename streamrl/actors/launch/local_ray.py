@@ -38,11 +38,13 @@ LOOPBACK = "127.0.0.1"
 LOOPBACK_DEVICE_ENV = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Network device of torch.distributed, unless the user has set another."""
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
-RAY_SETTINGS = {"RAY_worker_niceness": "0"}
-"""Settings of the local Ray, unless the user has set others.
-
-Niceness is relative to the command's; Ray's 15 would starve a run beside any busy program.
-"""
+RAY_SETTINGS = {
+    # Relative to the command's; Ray's 15 would starve a run beside any busy program.
+    "RAY_worker_niceness": "0",
+    # An actor that ends would kill the reapers of its workers before they have killed the rest.
+    "RAY_kill_child_processes_on_worker_exit": "false",
+}
+"""Settings of the local Ray, unless the user has set others."""
 AGENT_CODE = (
     "import ctypes, os, runpy, sys; ctypes.CDLL(None).prctl(1, 9);"  # PR_SET_PDEATHSIG, SIGKILL
     " os.getppid() == int(os.environ['RAY_RAYLET_PID']) or os._exit(1);"
