@@ -117,11 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except OSError as error:
-        if error.errno != errno.ENOSPC or error.filename:
-            raise
-        # Discard the remaining buffered output; flushing it would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _print_error("standard output: no space left", EXIT_FAILED)
+        return _explain_os_error(error)
 
 
 def _show_loading(command: str | None) -> AbstractContextManager[object]:
@@ -164,6 +160,17 @@ def _reopen_standard_streams() -> None:
             os.fstat(file)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+
+
+def _explain_os_error(error: OSError) -> int:
+    """Print what a file system refuses, if it says enough; otherwise raise the error."""
+    if error.errno == errno.ENAMETOOLONG:
+        return _print_error(f"{error.filename!s:.200}: {error.strerror}", EXIT_BAD_INPUT)
+    if error.errno != errno.ENOSPC or error.filename:
+        raise error
+    # Discard the remaining buffered output; flushing it would fail again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return _print_error("standard output: no space left", EXIT_FAILED)
 
 
 def _print_error(message: str, code: int) -> int:

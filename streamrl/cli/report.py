@@ -86,17 +86,16 @@ def run(arguments: argparse.Namespace) -> int:
         return _print_run_report(arguments)
     run_dir: Path = arguments.ledger
     with show_progress(f"reading {run_dir}"):
-        entries = list(_read_run_log(run_dir))
-        audit = audit_run_log(entries)
+        audit = audit_run_log(_read_run_log(run_dir))
     events = []
     if arguments.uid is not None:
         _check_uid(arguments.uid, audit)
-        events = trace_uid(arguments.uid, entries, _read_events(run_dir))
+        events = trace_uid(arguments.uid, _read_run_log(run_dir), _read_events(run_dir))
     if arguments.json:
         ledger = to_json(audit)
         print(json.dumps(ledger if arguments.uid is None else {**ledger, "history": events}))
     elif arguments.uid is None:
-        print("\n".join(describe_ledger(run_dir, audit, entries)))
+        print("\n".join(describe_ledger(run_dir, audit)))
     else:
         print("\n".join(map(_format_entry, events)))
     return 1 if audit.problems else 0
@@ -226,11 +225,11 @@ def to_json(audit: LedgerAudit) -> dict[str, Any]:
     }
 
 
-def describe_ledger(run_dir: Path, audit: LedgerAudit, entries: Sequence[LogEntry]) -> list[str]:
+def describe_ledger(run_dir: Path, audit: LedgerAudit) -> list[str]:
     """Format the audit of a run's ledger: counts by outcome, drops, epochs, problems."""
     counts, problems = audit.counts, audit.problems
     balance = f"{counts}{', which does not balance' if problems else ''}"
-    last = f", the last entry at {_format_time(entries[-1]['time'])}" if entries else ""
+    last = f", the last entry at {_format_time(audit.last_time)}" if audit.last_time else ""
     drops = ", ".join(f"{cause} {count}" for cause, count in counts.drops)
     lines = [
         f"{run_dir}: {audit.num_steps} steps, {audit.num_starts} starts{last}",

@@ -3,7 +3,6 @@
 import hashlib
 import importlib.util
 import inspect
-import os
 import signal
 import sys
 import threading
@@ -183,7 +182,7 @@ def import_file(path: str, *, setting: str) -> ModuleType:
     IMPORT_TIMEOUT_S.
     """
     file = Path(path).resolve()
-    if not os.path.isfile(file):  # a name too long is none
+    if not file.is_file():
         problem = "not a regular file" if file.exists() else "no such file"
         raise ConfigError(f"{setting}={path}: {problem}")
     if file.suffix != ".py":

@@ -9,7 +9,7 @@ from tests.toy import write_toy
 
 pytestmark = pytest.mark.slow
 
-STEPS = 40
+STEPS = 120
 
 
 def test_a_split_generator_restarts_after_a_process_is_killed(tmp_path: Path):

@@ -136,6 +136,7 @@ def test_vanilla_leaves_some_ranks_without_their_training_data(
 
 
 SIZES = st.integers(1, 4)
+TENSOR_SIZES = st.sampled_from([(a, b) for a in (1, 2, 4) for b in (1, 2, 4) if a * b <= 4])
 
 
 @given(SIZES, SIZES, st.integers(1, 2), SIZES, SIZES, st.sampled_from(["hf", "mcore"]))
@@ -161,11 +162,12 @@ def test_zero_redundancy_for_all_dividing_sizes_and_overlap_keeps_as_much(
     )
 
 
-@given(SIZES, SIZES, st.integers(1, 2), SIZES, SIZES, st.integers(2, 9), st.data())
+@given(SIZES, SIZES, st.integers(1, 2), TENSOR_SIZES, st.integers(2, 9), st.data())
 def test_zero_redundancy_where_stages_differ_by_a_position(
-    stages: int, tensor: int, replicas: int, more_stages: int, more_tensor: int, layers: int, data
+    stages: int, more_stages: int, replicas: int, tensors: tuple[int, int], layers: int, data
 ):
-    assume(tensor * more_tensor in (1, 2, 4) and stages * more_stages <= layers + 2)
+    assume(stages * more_stages <= layers + 2)
+    tensor, more_tensor = tensors
     order = data.draw(st.sampled_from(["hf", "mcore"]))
     grid = RankGrid(stages * more_stages, tensor * more_tensor, replicas, order)
     sizes = GenerationSizes(stages, tensor, more_stages * more_tensor, replicas)

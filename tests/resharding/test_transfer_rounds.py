@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.resharding.boxes import TensorBox, count_elements
+from streamrl.resharding.executors import plan_copy_rounds, plan_gather_rounds
 from streamrl.resharding.plans import BoxCopy, NamedBox
-from streamrl.resharding.transfer_rounds import plan_copy_rounds, plan_gather_rounds
 from tests.resharding.models import count_union_elements
 
 SIZES = {"wide": 8, "plain": 4, "narrow": 2, "bytes": 1}

@@ -8,8 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from streamrl.errors import ConfigError
 from streamrl.telemetry.config import TelemetryConfig, WandbConfig
-from streamrl.telemetry.sink_group import make_sink_group
-from streamrl.telemetry.tensorboard_sink import TensorboardSink
+from streamrl.telemetry.sink_group import TensorboardSink, make_sink_group
 from tests.telemetry.rows import full_row, make_run_info
 
 

@@ -21,6 +21,7 @@ class LedgerAudit:
     drop_causes: Counter[str] = field(default_factory=Counter)
     num_steps: int = 0
     num_starts: int = 0
+    last_time: float = 0.0
 
     @property
     def in_flight(self) -> list[str]:
@@ -69,6 +70,7 @@ def audit_run_log(entries: Iterable[Mapping[str, Any]]) -> LedgerAudit:
             audit.outcomes.setdefault(uid, []).append(outcome)
 
     for entry in entries:
+        audit.last_time = entry.get("time", 0.0)
         if entry["kind"] == "open":
             audit.num_starts += 1
         elif entry["kind"] == "admit":

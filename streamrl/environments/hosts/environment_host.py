@@ -1,12 +1,12 @@
 """Handler of a host process: the sessions of a user's environment class, on one event loop."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from streamrl.environments.config import EnvironmentConfig, get_environment_section
-from streamrl.environments.environment_kinds import CLASS_KIND, LIST_TOOLS
+from streamrl.environments.environment_kinds import CALL_TOOL, CLASS_KIND, LIST_TOOLS
 from streamrl.environments.hosts.call_runner import (
     CANCEL_TIMEOUT_S,
     HostCalls,
@@ -21,12 +21,154 @@ from streamrl.environments.hosts.host_protocol import (
     HostResponse,
 )
 from streamrl.environments.hosts.shared_state import digest_shared_state
-from streamrl.environments.hosts.tool_environment import ToolEnvironment
-from streamrl.environments.hosts.user_class import load_user_class
+from streamrl.environments.hosts.user_class import UserClass, load_user_class
 from streamrl.environments.hosts.user_environment import TurnEnvironment, UserEnvironment
-from streamrl.environments.interface import ToolSchema
+from streamrl.environments.interface import (
+    CallOutcome,
+    EnvironmentStep,
+    Reply,
+    ResetResult,
+    ToolCall,
+    ToolSchema,
+)
+from streamrl.environments.tool_calls.call_id import make_call_id
+from streamrl.environments.tool_calls.reply_text import (
+    cut_middle,
+    format_tool_error,
+    format_tool_result,
+)
+from streamrl.environments.tool_calls.tool_schema import get_tool_name
+from streamrl.environments.tool_sources.tool_source import ToolAnswer, ToolSession
 from streamrl.environments.tool_sources.tool_sources import ToolSources
-from streamrl.errors import ConfigError, EpisodeError, ServiceOutageError
+from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError, ServiceOutageError
+from streamrl.messages import Prompt
+from streamrl.stream.service_gate import is_silent
+
+
+class ToolEnvironment(UserEnvironment):
+    """Environment that ends when the policy replies without a call.
+
+    A call that fails is answered by a text that says why: it is a fault of the policy, which learns
+    from it. After `max_malformed` replies in a row without a valid call, the episode ends.
+
+    sources: tools besides the methods of the class.
+    """
+
+    def __init__(
+        self,
+        user_class: UserClass,
+        settings: EnvironmentConfig,
+        host_calls: HostCalls,
+        sources: ToolSources,
+    ) -> None:
+        super().__init__(user_class, settings, host_calls)
+        self._sources = sources
+        methods = MethodTools(self)
+        self._tools: dict[str, ToolSession] = {
+            get_tool_name(tool): methods for tool in self.description.tools
+        }
+        self._num_malformed = 0
+
+    async def reset(self, prompt: Prompt, seed: int) -> ResetResult:
+        """Reset the object, and open the other tools for the episode. Raises EpisodeError, too."""
+        deadline = asyncio.get_running_loop().time() + self._settings.turn_timeout_s
+        start = await super().reset(prompt, seed)
+        await self._sources.open(deadline, self._tools)
+        return ResetResult(start.messages, await self._sources.list_tools(deadline))
+
+    async def step(self, reply: Reply) -> EnvironmentStep:
+        if not reply.calls:
+            return EnvironmentStep(done=True)
+        is_valid = any(call.outcome is CallOutcome.OK for call in reply.calls)
+        self._num_malformed = 0 if is_valid else self._num_malformed + 1
+        answers = await self._run_calls(reply.calls)
+        texts = [answer.text for answer in answers]
+        messages = [
+            {"role": "tool", "tool_call_id": make_call_id(i), "name": call.name, "content": text}
+            for i, (call, text) in enumerate(zip(reply.calls, texts, strict=True))
+        ]
+        is_malformed = self._num_malformed >= self._settings.max_malformed
+        return EnvironmentStep(
+            messages,
+            reward=self.to_float(CALL_TOOL, sum(answer.reward for answer in answers)),
+            done=is_malformed or any(answer.done for answer in answers),
+            outcomes=[answer.outcome for answer in answers],
+        )
+
+    async def _run_calls(self, calls: Sequence[ToolCall]) -> list[ToolAnswer]:
+        """Run calls concurrently; return their answers in order."""
+        slots = asyncio.Semaphore(self._settings.parallel_calls)
+        # Many slow calls are the policy's doing: the turn's deadline ends them, not the episode.
+        deadline = asyncio.get_running_loop().time() + self._settings.turn_timeout_s
+        return await asyncio.gather(*(self._run_call(call, slots, deadline) for call in calls))
+
+    async def _run_call(
+        self, call: ToolCall, slots: asyncio.Semaphore, deadline: float
+    ) -> ToolAnswer:
+        """Run a call. deadline: of the turn, s of the event loop's clock."""
+        if call.outcome is not CallOutcome.OK:
+            return ToolAnswer(call.error, call.outcome)
+        tool = self._tools[call.name]
+        try:
+            async with asyncio.timeout_at(deadline), slots:
+                async with asyncio.timeout(self._settings.call_timeout_s):
+                    answer = await tool.call(call.name, call.arguments)
+        except TimeoutError:
+            limit_s = min(self._settings.call_timeout_s, self._settings.turn_timeout_s)
+            if tool.url and await is_silent(tool.url):
+                reason = f"no result of {call.name} in {limit_s:g} s, and no answer to others"
+                raise EpisodeOutageError(f"{tool.url}: {reason}") from None
+            note = f"; {tool.timeout_note}" if tool.timeout_note else ""
+            text = f"{call.name} timed out after {limit_s:g} s{note}"
+            return ToolAnswer(text, CallOutcome.TIMED_OUT)
+        max_chars = self._settings.max_reply_chars
+        text, _ = cut_middle(answer.text, max_chars, num_missing=answer.num_missing)
+        # join() makes a plain str: the pool does not unpickle str subclasses of the user.
+        return replace(answer, text="".join((text, "")))
+
+    async def close(self) -> None:
+        try:
+            await super().close()
+        finally:
+            await asyncio.gather(*(tool.close() for tool in set(self._tools.values())))
+
+
+class MethodTools:
+    """Methods of an environment's object, or tools of its server, as tools (ToolSession)."""
+
+    timeout_note = url = ""
+
+    def __init__(self, environment: UserEnvironment) -> None:
+        self._environment = environment
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
+        """Call a method. Raises UserCodeError if it returns neither text nor JSON."""
+        environment = self._environment
+        if environment.description.serves_tools:
+            answer: ToolAnswer = await environment.call(CALL_TOOL, name, arguments)
+            return answer
+        try:
+            result = await environment.call(name, **arguments)
+        except UserCodeError as error:
+            if environment.is_hanging:
+                # The object may be bound to its thread: not the policy's to learn from.
+                raise UserCodeError(
+                    f"{error}; an earlier call of the episode still runs in its thread, so this one"
+                    " had another; keep calls below environment.call_timeout_s, or raise it"
+                ) from error
+            assert error.__cause__ is not None
+            if isinstance(error.__cause__, ServiceOutageError):
+                raise
+            text = format_tool_error(error.__cause__, environment.description.file)
+            return ToolAnswer(text, CallOutcome.TOOL_ERROR)
+        try:
+            return ToolAnswer(format_tool_result(result))
+        except TypeError as error:
+            # A fault of the tool, which no other call would avoid: not the policy's to learn from.
+            raise environment.make_result_error(name, result, "text or JSON") from error
+
+    async def close(self) -> None:
+        """Do nothing: the environment closes its object."""
 
 
 class EnvironmentHost:

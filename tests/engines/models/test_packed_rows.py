@@ -35,6 +35,8 @@ PADDED = {
     "gpt_oss": "its attention function, eager",
     "gptj": "cannot be replaced",
     "falcon_h1": "state from token to token",
+    "granitemoehybrid": "state from token to token",
+    "mamba2": "state from token to token",
 }
 """Families of FAMILIES whose rows are padded, and the reason."""
 

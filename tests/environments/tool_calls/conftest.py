@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from streamrl.environments.tool_calls.harmony_calls import HARMONY_MARKERS
+from streamrl.environments.tool_calls.call_formats import HARMONY_MARKERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
