@@ -7,13 +7,16 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from streamrl.actors.launch.fork_server import GENERATOR_LEVEL, start_script
 from streamrl.config.run_config import RunConfig
 from streamrl.distributed.devices import has_local_gpu
-from streamrl.engines.vllm import serving_probe
 from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.errors import ConfigError
+
+PROBE = str(Path(__file__).with_name("serving_probe.py"))
+"""Script that is only run: its imports are slow."""
 
 
 @contextlib.contextmanager
@@ -31,7 +34,7 @@ def probe_serving(config: RunConfig, max_length: int) -> Iterator[Callable[[], s
     generator = replace(config.generator, tensor_parallel=1)
     request = json.dumps([config.model.path, asdict(generator), max_length])
     env = make_vllm_env("cuda" if has_local_gpu() else "cpu")
-    process = start_script(GENERATOR_LEVEL, env, serving_probe.__file__, request)
+    process = start_script(GENERATOR_LEVEL, env, PROBE, request)
 
     def check() -> str:
         timeout_s = config.generator.start_timeout_s

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from streamrl.engines.vllm.environment import make_vllm_env
 from tests.engines.test_architectures import COMMON
 
-PROBE = "from streamrl.engines.vllm.serving_probe import main; main()"
+PROBE = "from streamrl.actors.launch.serving_probe import main; main()"
 HIDE_CLASS = (
     "from vllm import ModelRegistry;"
     "ModelRegistry.register_model('GPT2LMHeadModel', 'needs_a_package:Model');"
