@@ -113,11 +113,12 @@ def train(
     start_fork_server()
     # Import wandb in the background while Ray starts.
     preload_wandb(config.telemetry.wandb)
-    progress.describe("starting Ray")
     with uninterrupted_exit_stack() as exit_stack:
         claim = claim_run(config, origin, claim or RunDirClaim())
         exit_stack.callback(claim.release)
+        progress.describe("asking vLLM for the model")
         check_served = exit_stack.enter_context(probe_serving(config, prepared.max_length))
+        progress.describe("starting Ray")
         site = exit_stack.enter_context(
             connect_cluster(config.placement, partial(list_placement_options, config, prepared))
         )

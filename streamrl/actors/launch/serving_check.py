@@ -1,6 +1,7 @@
-"""Let vLLM judge the policy's directory and the generator's settings while Ray starts."""
+"""Let vLLM judge the policy's directory and the generator's settings."""
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -14,9 +15,18 @@ from streamrl.config.run_config import RunConfig
 from streamrl.distributed.devices import has_local_gpu
 from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.errors import ConfigError
+from streamrl.files.hf_config import read_model_config
 
 PROBE = str(Path(__file__).with_name("serving_probe.py"))
 """Script that is only run: its imports are slow."""
+PROVEN_FAMILIES = frozenset(
+    (
+        *("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2"),
+        *("olmo3", "smollm3", "granite", "opt", "qwen2_moe", "qwen3_moe", "mixtral", "olmoe"),
+        *("granitemoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss"),
+    )
+)
+"""Families whose vLLM classes compute what the trainer does, whatever their settings, on a CPU."""
 
 
 @contextlib.contextmanager
@@ -24,18 +34,22 @@ def probe_serving(config: RunConfig, max_length: int) -> Iterator[Callable[[], s
     """Start a process that asks vLLM; yield a function that waits for the verdict.
 
     The function raises ConfigError if vLLM does not serve the model. It returns a note if there is
-    no verdict, for a process that died or had the time of an engine's start. Nodes of a cluster may
-    have other devices than this one, so they are not asked.
+    no verdict, for a process that died or had the time of an engine's start. A family that is not
+    proven has its verdict first. Nodes of a cluster may have other devices than this one, so they
+    are not asked.
     """
     if config.placement.address:
         yield lambda: ""
         return
     # The split over processes and their memory are checked elsewhere.
     generator = replace(config.generator, tensor_parallel=1)
-    request = json.dumps([config.model.path, asdict(generator), max_length])
+    family = read_model_config(config.model.path).get_text_config().model_type
+    is_proven = family in PROVEN_FAMILIES
+    request = json.dumps([config.model.path, asdict(generator), max_length, is_proven])
     env = make_vllm_env("cuda" if has_local_gpu() else "cpu")
     process = start_script(GENERATOR_LEVEL, env, PROBE, request)
 
+    @functools.cache
     def check() -> str:
         timeout_s = config.generator.start_timeout_s
         try:
@@ -52,6 +66,8 @@ def probe_serving(config: RunConfig, max_length: int) -> Iterator[Callable[[], s
         return ""
 
     try:
+        if not is_proven:
+            check()
         yield check
     finally:
         if process.poll() is None:

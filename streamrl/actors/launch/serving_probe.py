@@ -23,25 +23,17 @@ from streamrl.weights.config import EXACT_LOGPROB_LIMIT, ROUNDED_LOGPROB_LIMIT
 from streamrl.weights.logprob_check import LogprobCheck, make_check_sequences
 
 MAX_REASON = 500
-PROVEN_FAMILIES = frozenset(
-    (
-        *("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2"),
-        *("olmo3", "smollm3", "granite", "opt", "qwen2_moe", "qwen3_moe", "mixtral", "olmoe"),
-        *("granitemoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss"),
-    )
-)
-"""Families whose vLLM classes compute what the trainer does, whatever their settings, on a CPU."""
 
 
-def explain_unservable(spec: EngineSpec) -> str:
-    """Explain why vLLM cannot serve a model; "" if it can."""
+def explain_unservable(spec: EngineSpec, *, is_proven: bool) -> str:
+    """Explain why vLLM cannot serve a model; "" if it can. is_proven: no trial is needed."""
     try:
-        config = make_engine_config(spec).model_config
+        make_engine_config(spec)
         _import_model_class(spec.model_path)
     except Exception as error:  # noqa: BLE001 - vLLM and model classes raise any type
         # vLLM's own error refers to logs for the reason of a failed import.
         return _find_import_error(spec.model_path) or _describe_error(error)
-    if config.hf_text_config.model_type not in PROVEN_FAMILIES and not has_local_gpu():
+    if not is_proven and not has_local_gpu():
         try:
             asyncio.run(_try_model(spec))
         except Exception as error:  # noqa: BLE001
@@ -100,11 +92,12 @@ def _describe_error(error: Exception) -> str:
 
 
 def main() -> None:
-    """Probe the model directory, settings of the generator and longest rollout in sys.argv."""
-    path, generator, max_length = json.loads(sys.argv[1])
+    """Probe the directory, generator settings, longest rollout and `is_proven` in sys.argv."""
+    path, generator, max_length, is_proven = json.loads(sys.argv[1])
     logging.disable()
+    spec = EngineSpec(path, GeneratorConfig(**generator), max_length)
     with contextlib.redirect_stdout(sys.stderr):
-        reason = explain_unservable(EngineSpec(path, GeneratorConfig(**generator), max_length))
+        reason = explain_unservable(spec, is_proven=is_proven)
     sys.stdout.write(json.dumps(reason))
 
 

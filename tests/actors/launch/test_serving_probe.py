@@ -25,7 +25,7 @@ def probe(folder: Path, family: str, code: str = PROBE) -> str:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     (folder / "needs_a_package.py").write_text("import no_such_package")
     completed = subprocess.run(
-        [sys.executable, "-c", code, json.dumps([str(folder), {"max_new_tokens": 8}, 64])],
+        [sys.executable, "-c", code, json.dumps([str(folder), {"max_new_tokens": 8}, 64, False])],
         env={**os.environ, **make_vllm_env("cpu"), "PYTHONPATH": f"{folder}:{Path.cwd()}"},
         stdout=subprocess.PIPE,
         check=True,
