@@ -7,12 +7,16 @@ The engine runs in the calling process on a thread of its own. New weights are l
 decode steps, and running rollouts go on: sampled tokens keep their version, later tokens come from
 the new weights. The KV cache of running rollouts is recomputed with the new weights unless
 `should_keep_kv`. With `should_drain`, rollouts finish before the weights are loaded.
+
+A rollout may be sampled piecewise, by several versions and in several engines (arXiv 2501.12599).
+Existing tokens keep their logprobs and versions; new tokens are appended. An unfinished rollout has
+FinishReason.ABORT; a rollout without sampled tokens consists of the prompt.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -21,13 +25,6 @@ import torch
 
 from streamrl.dataflow import GENERATE_CALL, GREEDY_CALL
 from streamrl.distributed.devices import get_local_device
-from streamrl.engines.generation.partial_rollouts import (
-    count_remaining_tokens,
-    extend_rollout,
-    finish_by_length,
-    make_empty_rollout,
-    resolve_partials,
-)
 from streamrl.engines.generator_config import SamplingSettings
 from streamrl.engines.models.forward import VALUE_HEADS
 from streamrl.engines.vllm.engine import (
@@ -43,6 +40,7 @@ from streamrl.errors import ConfigError, DeadlineError, GenerationError, Weights
 from streamrl.messages import (
     Array,
     Columns,
+    FinishReason,
     Prompt,
     Rollout,
     columns_to_rollouts,
@@ -54,6 +52,76 @@ from streamrl.resharding.storage import ShardStorage
 from streamrl.weights import WeightLoadStats
 from streamrl.weights.lora_merge import LORA_SCALE, build_full_weights
 from streamrl.weights.parameters import ParameterSet
+
+
+def make_empty_rollout(prompt_ids: Array) -> Rollout:
+    """Return a rollout of a prompt, int32 [P], without sampled tokens."""
+    num_tokens = len(prompt_ids)
+    return Rollout(
+        token_ids=prompt_ids,
+        loss_mask=np.zeros(num_tokens, np.bool_),
+        generator_logprobs=np.zeros(num_tokens, np.float32),
+        policy_version=np.full(num_tokens, -1, np.int32),
+        finish_reason=FinishReason.ABORT,
+    )
+
+
+def resolve_partials(
+    prompt_ids: Array, partial_rollouts: Sequence[Rollout], *, num_rollouts: int
+) -> Sequence[Rollout]:
+    """Return `partial_rollouts`, or `num_rollouts` empty rollouts of the prompt if there are none.
+
+    Raises ValueError if the number of partial rollouts is not `num_rollouts`, or if a rollout does
+    not begin with the prompt, int32 [P].
+    """
+    if not partial_rollouts:
+        return [make_empty_rollout(prompt_ids)] * num_rollouts
+    if len(partial_rollouts) != num_rollouts:
+        raise ValueError(f"{len(partial_rollouts)} partial rollouts for {num_rollouts} seeds")
+    if any(
+        not np.array_equal(r.token_ids[: len(prompt_ids)], prompt_ids) for r in partial_rollouts
+    ):
+        raise ValueError("a partial rollout does not start with the prompt")
+    return partial_rollouts
+
+
+def count_remaining_tokens(
+    rollout: Rollout, *, num_prompt: int, max_new_tokens: int, max_length: int
+) -> int:
+    """Return the number of tokens that may still be sampled; 0 if the rollout is finished.
+
+    `max_new_tokens` bounds the completion, which follows the `num_prompt` tokens of the prompt.
+    `max_length` bounds prompt and completion together.
+    """
+    if rollout.finish_reason is not FinishReason.ABORT:
+        return 0
+    length = len(rollout.token_ids)
+    return max(0, min(max_new_tokens - (length - num_prompt), max_length - length))
+
+
+def finish_by_length(rollout: Rollout) -> Rollout:
+    """Set FinishReason.LENGTH on an unfinished rollout, which has reached the length limit.
+
+    Finished rollouts are returned unchanged.
+    """
+    if rollout.finish_reason is not FinishReason.ABORT:
+        return rollout
+    return replace(rollout, finish_reason=FinishReason.LENGTH)
+
+
+def extend_rollout(rollout: Rollout, sampled: SampledSequence) -> Rollout:
+    """Return the rollout with the newly sampled tokens of its sequence appended."""
+    return Rollout(
+        token_ids=_append_values(rollout.token_ids, sampled.token_ids),
+        loss_mask=_append_values(rollout.loss_mask, np.ones(len(sampled.token_ids), np.bool_)),
+        generator_logprobs=_append_values(rollout.generator_logprobs, sampled.logprobs),
+        policy_version=_append_values(rollout.policy_version, sampled.versions),
+        finish_reason=sampled.finish_reason,
+    )
+
+
+def _append_values(array: Array, values: Sequence[float] | Array) -> Array:
+    return np.concatenate([array, np.asarray(values, array.dtype)])
 
 
 def do_nothing() -> None:

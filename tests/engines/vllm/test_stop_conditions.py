@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.engines.generation.partial_rollouts import make_empty_rollout
+from streamrl.engines.generation.generation_engine import make_empty_rollout
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.vllm.stop_conditions import StopConditions
 from streamrl.messages import FinishReason, Rollout
