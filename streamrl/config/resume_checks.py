@@ -203,17 +203,15 @@ def _find_line_problem(line: object, name: str) -> str:
     """
     if not isinstance(line, dict):
         return "not a JSON object"
-    if lost := {"time", "event" if name == EVENTS_FILE else "step"} - line.keys():
-        return f"a row without {' or '.join(sorted(lost))}"
     if name == EVENTS_FILE:
-        return ""
-    if not isinstance(line["step"], int):
+        return "" if {"time", "event"} <= line.keys() else "an event without its time or name"
+    if not isinstance(line.get("step"), int):
         return "a row without an integer step"
     try:
         parse_metrics_row(line)
     except ValueError as error:
         return str(error)
-    return ""
+    return "" if "time" in line else "a row without time"
 
 
 def repartition_queue(resume: ResumePoint, layout: QueueLayout, shards: int) -> None:
