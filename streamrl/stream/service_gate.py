@@ -48,8 +48,8 @@ OUTAGE_ERRORS = re.compile(
     r"\w*Connect\w*|(Read|Write|Close|Proxy|RemoteProtocol|ServerDisconnected|ClientPayload)Error"
     "|IncompleteRead"
 )
-"""Names of errors of HTTP clients (httpx, aiohttp, requests, urllib): no connection, or a broken
-one."""
+"""Names of errors of HTTP clients (httpx, aiohttp, requests, urllib) without a connection, or whose
+connection broke."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ async def is_silent(url: str) -> bool:
 def is_outage(error: BaseException) -> bool:
     """Return whether an error, or one that it arose from, is that nobody answers at an address.
 
-    So do errors of HTTP clients with UNAVAILABLE_STATUSES. A broken pipe alone is no outage: what
+    Errors of HTTP clients with UNAVAILABLE_STATUSES count, too. A broken pipe alone does not: what
     ended may be a process on this machine that the item in hand brought down.
     """
     if isinstance(error, BaseExceptionGroup):

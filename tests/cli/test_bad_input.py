@@ -126,6 +126,7 @@ def read_files(folder: Path) -> dict[Path, bytes]:
         (["filter={kind: function, path: no.py, function: f}"], ["filter.path", "no such file"]),
         (["run.max_restarts=-1"], ["run.max_restarts=-1", "0 or more"]),
         (["model.path=nowhere"], ["nowhere", "no such directory"]),
+        ([f"algorithm.path={'x' * 300}"], ["xxx: File name too long"]),
         (["data.train=nowhere.jsonl"], ["nowhere.jsonl"]),
         (["data.train=rows.csv"], ["rows.csv"]),
         (["data.train=[a.jsonl, {path: b, wieght: 2}]"], ["data.train[1].wieght=2", "weight"]),

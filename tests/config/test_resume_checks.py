@@ -151,6 +151,13 @@ def test_a_trained_group_whose_step_must_be_repeated_has_all_columns(stopped: St
     assert refused
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_a_row_without_its_time_is_named(damaged: StoppedRun, name: str):
+    path = damaged.path / name
+    path.write_text(path.read_text().replace('"time"', '"tIme"', 1))
+    assert f"{name}:1: " in (error := refuse(damaged)) and "time" in error
+
+
 CHECKPOINT_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "swapped": (
         lambda saved: (saved / "critic/model/model.safetensors").replace(

@@ -26,7 +26,8 @@ PROVEN_FAMILIES = frozenset(
         *("granitemoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss"),
     )
 )
-"""Families whose vLLM classes compute what the trainer does, whatever their settings, on a CPU."""
+"""Families of docs/models.md that vLLM serves on a CPU without a trial: all but those with state,
+and GPT-2, of whose settings vLLM's class refuses some."""
 
 
 @contextlib.contextmanager

@@ -19,9 +19,9 @@ HIDE_CLASS = (
 )
 
 
-def probe(folder: Path, family: str, code: str = PROBE) -> str:
+def probe(folder: Path, family: str, code: str = PROBE, **settings: bool) -> str:
     """Save a model of a family and return vLLM's verdict on it."""
-    config = AutoConfig.for_model(family, **COMMON, n_layer=2, n_head=4, state_size=8)
+    config = AutoConfig.for_model(family, **COMMON, n_layer=2, n_head=4, state_size=8, **settings)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     (folder / "needs_a_package.py").write_text("import no_such_package")
     completed = subprocess.run(
@@ -36,12 +36,22 @@ def probe(folder: Path, family: str, code: str = PROBE) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "verdict"), [("gpt2", ""), ("mamba", "a trial on this CPU failed: ")]
+    ("family", "verdict"),
+    [
+        ("gpt2", ""),
+        ("mamba", "a trial on this CPU failed: "),
+    ],
 )
-def test_vllm_judges_the_directory_and_tries_layers_with_state(
+def test_vllm_judges_the_directory_and_tries_what_is_not_proven(
     tmp_path: Path, family: str, verdict: str
 ):
     assert (probe(tmp_path, family) + "\n").startswith(verdict or "\n")
+
+
+@pytest.mark.slow
+def test_what_a_class_asserts_about_settings_is_the_reason(tmp_path: Path):
+    reason = probe(tmp_path, "gpt2", scale_attn_by_inverse_layer_idx=True)
+    assert "assert not config.scale_attn_by_inverse_layer_idx" in reason
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from streamrl.engines.models import supported_models
+from streamrl.engines.models.forward import compute_token_values, load_value_model
 from streamrl.engines.models.lora import check_lora_targets
 from streamrl.engines.models.supported_models import (
     check_model_support,
@@ -412,3 +413,12 @@ def test_a_lack_of_memory_is_not_reported_as_a_wrong_config(
     monkeypatch.setattr(supported_models, "load_skeleton", load_skeleton)
     with pytest.raises(MemoryError):
         check_weight_files(path, "model.path")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_a_new_critic_predicts_0_whatever_the_name_of_its_head(tmp_path: Path, family: str):
+    path = write(tmp_path, family)
+    check_weight_files(path, "critic.path", is_served=False)
+    ids = torch.arange(3, 9)[None]
+    model = load_value_model(path, dtype=torch.float32)
+    assert not compute_token_values(model, ids, ids > 0).any()
