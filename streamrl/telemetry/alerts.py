@@ -107,7 +107,7 @@ class AlertWatch:
 
 
 def lacks_scores(row: Mapping[str, float]) -> bool:
-    """Return whether an evaluation could not score more than MAX_UNSCORED of its rollouts."""
+    """Return whether a share of an evaluation's rollouts above MAX_UNSCORED has no score."""
     unscored, scored = row.get("eval/unscored", 0.0), row.get("eval/scored", 0.0)
     return unscored > MAX_UNSCORED * (scored + unscored)
 
