@@ -56,9 +56,9 @@ from streamrl.pipeline import (
 )
 from streamrl.stream.device_lease import DedicatedDeviceLease
 from streamrl.stream.protocols import FetchedWeights, FinishedCallback, StageContext
-from streamrl.stream.service_gate import Outage
 from streamrl.stream.stage_worker import ConcurrencyLimit, StageResult, read_no_partials
 from streamrl.telemetry.spans import SpanRecorder
+from streamrl.user_code.service_gate import Outage
 from streamrl.weights import ServedVersion, WeightLoadStats, WeightManifest
 from streamrl.weights.transport import TransportSpec
 from streamrl.weights.versions import ReaderState

@@ -17,9 +17,9 @@ from streamrl.dataflow import CallKind
 from streamrl.errors import ConfigError
 from streamrl.placement.meshes import Mesh, iter_meshes
 from streamrl.placement.placements import CallAssignment, Placement
-from streamrl.placement.search.hybridflow_mapping import BOUND_SLACK
-from streamrl.placement.search.hybridflow_parallel import ParallelismChoices
-from streamrl.placement.steady_state.jobs import CallGraph
+from streamrl.planner.search.hybridflow_mapping import BOUND_SLACK
+from streamrl.planner.search.hybridflow_parallel import ParallelismChoices
+from streamrl.planner.steady_state.jobs import CallGraph
 
 MAX_DEVICES = 8
 

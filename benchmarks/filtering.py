@@ -20,18 +20,18 @@ from streamrl.dataflow import Dataflow, build_dataflow
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
-from streamrl.placement.problem import RunOptions
-from streamrl.placement.stage_timings import (
+from streamrl.planner.problem.problem import RunOptions
+from streamrl.planner.problem.stage_timings import (
     GeneratorTiming,
     ScoreTiming,
     StageTimings,
     TrainTiming,
     WeightsTiming,
 )
-from streamrl.placement.workload import LognormalLengths, Workload
+from streamrl.planner.problem.workload import LognormalLengths, Workload
+from streamrl.planner.simulator.results import SimulationResult
+from streamrl.planner.simulator.simulation import run_simulation
 from streamrl.resharding.grids import RankGrid
-from streamrl.simulator.results import SimulationResult
-from streamrl.simulator.simulation import run_simulation
 
 COLUMNS = (*ROLLOUT_COLUMNS, "scores", "ref_logprobs", "values")
 BESIDE, GATED = build_dataflow(COLUMNS), build_dataflow(COLUMNS, has_filter=True)

@@ -34,16 +34,16 @@ from benchmarks.command import (
 )
 from benchmarks.exhaustive import ExhaustiveSearch
 from streamrl.dataflow import build_dataflow
+from streamrl.engines.models.model_shapes import MODEL_SHAPES, load_model_shape
 from streamrl.errors import ConfigError
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.costs.cost_model import CostModel
-from streamrl.placement.model_shapes import MODEL_SHAPES, load_model_shape
-from streamrl.placement.problem import PlacementProblem
-from streamrl.placement.search.hybridflow_parallel import ParallelismChoices, allow_any_split
-from streamrl.placement.search.planner import DEFAULT_PROPOSALS, PlacementPlanner
-from streamrl.placement.steady_state.estimator import PlacementEstimator
-from streamrl.placement.workload import FixedLength, LognormalLengths, Workload
+from streamrl.planner.costs.cost_model import CostModel
+from streamrl.planner.problem.problem import PlacementProblem
+from streamrl.planner.problem.workload import FixedLength, LognormalLengths, Workload
+from streamrl.planner.search.hybridflow_parallel import ParallelismChoices, allow_any_split
+from streamrl.planner.search.planner import DEFAULT_PROPOSALS, PlacementPlanner
+from streamrl.planner.steady_state.estimator import PlacementEstimator
 
 FIXED = FixedLength(1024)
 LONG_TAILED = LognormalLengths(500, 0.8, 4096)

@@ -36,8 +36,8 @@ from streamrl.messages import Prompt
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.registry import build_rewards
 from streamrl.rewards.reward_set import RewardSet
-from streamrl.rewards.sandbox.program import CallTest, ProgramLimits, SandboxProgram
-from streamrl.rewards.sandbox.sandbox import Sandbox
+from streamrl.user_code.sandbox.program import CallTest, ProgramLimits, SandboxProgram
+from streamrl.user_code.sandbox.sandbox import Sandbox
 
 GROUP = 8
 FLOW_S, PEER_S = 600.0, 300.0

@@ -26,9 +26,9 @@ from benchmarks.command import (
     report_progress,
     run_benchmark,
 )
-from streamrl.run_page.page import RunPage, load_plotly_script
-from streamrl.run_page.run_record import RunReader
 from streamrl.telemetry.metric_names import METRICS, STALENESS_HISTOGRAM, Histogram
+from streamrl.telemetry.page.page import RunPage, load_plotly_script
+from streamrl.telemetry.page.run_record import RunReader
 from streamrl.telemetry.sinks import JsonlSink
 
 STAGES = ("generate", "reward", "reference", "train")

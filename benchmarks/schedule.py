@@ -16,22 +16,22 @@ from typing import Any
 
 from benchmarks.command import BenchmarkParser, at_least, report_progress, run_benchmark
 from streamrl.dataflow import build_dataflow
+from streamrl.engines.models.model_shapes import load_model_shape
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.costs.constants import CostConstants
-from streamrl.placement.costs.cost_model import CostModel
-from streamrl.placement.model_shapes import load_model_shape
 from streamrl.placement.placements import Placement
-from streamrl.placement.problem import PlacementProblem
-from streamrl.placement.search.pareto import PlacementCandidate
-from streamrl.placement.search.planner import plan_placement
-from streamrl.placement.steady_state.estimator import (
+from streamrl.planner.costs.constants import CostConstants
+from streamrl.planner.costs.cost_model import CostModel
+from streamrl.planner.problem.problem import PlacementProblem
+from streamrl.planner.problem.workload import LognormalLengths, Workload
+from streamrl.planner.search.pareto import PlacementCandidate
+from streamrl.planner.search.planner import plan_placement
+from streamrl.planner.simulator.quick_run import run_quick_simulation
+from streamrl.planner.steady_state.estimator import (
     PlacementEstimator,
     PlacementKey,
     make_placement_key,
 )
-from streamrl.placement.workload import LognormalLengths, Workload
-from streamrl.simulator.quick_run import run_quick_simulation
 
 BOUNDS = (0, 1, 2, 4)
 RUNNERS_UP = 1

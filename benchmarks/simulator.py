@@ -15,16 +15,16 @@ from streamrl.dataflow import build_dataflow
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
-from streamrl.placement.stage_timings import (
+from streamrl.planner.problem.stage_timings import (
     GeneratorTiming,
     ScoreTiming,
     StageTimings,
     TrainTiming,
     WeightsTiming,
 )
-from streamrl.placement.workload import LognormalLengths, Workload
+from streamrl.planner.problem.workload import LognormalLengths, Workload
+from streamrl.planner.simulator.simulation import run_simulation
 from streamrl.resharding.grids import RankGrid
-from streamrl.simulator.simulation import run_simulation
 
 FLOW = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
 WORKLOAD = Workload(512, 16, 512, LognormalLengths(2000, 0.8, 12000))

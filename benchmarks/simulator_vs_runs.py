@@ -22,9 +22,9 @@ from typing import Any
 from benchmarks.command import ROOT, BenchmarkParser, at_least, report_progress, run_benchmark
 from benchmarks.runs import load_quiet, make_arithmetic, train_run
 from streamrl.actors.engine_factory import RealEngineFactory
-from streamrl.calibration.fit_timings import fit_timings
-from streamrl.calibration.prediction import PlannedRun, SteadyMetrics, predict_metrics
-from streamrl.calibration.run_trace import RunTrace, load_run_trace
+from streamrl.planner.calibration.fit_timings import fit_timings
+from streamrl.planner.calibration.prediction import PlannedRun, SteadyMetrics, predict_metrics
+from streamrl.planner.calibration.run_trace import RunTrace, load_run_trace
 
 RECIPES = ("grpo", "ppo", "remax")
 MODES = {"on_policy": 0, "ahead": 1}

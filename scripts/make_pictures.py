@@ -23,9 +23,9 @@ import pyte
 from playwright.sync_api import Browser, Page
 
 from benchmarks.browser import ROOT, open_browser, open_page
-from streamrl.cli.output.advice_report import BottleneckText
-from streamrl.run_page.page import RunPage
-from streamrl.run_page.run_record import RunReader
+from streamrl.planner.report.advice_report import BottleneckText
+from streamrl.telemetry.page.page import RunPage
+from streamrl.telemetry.page.run_record import RunReader
 
 PICTURES = ROOT / "docs" / "pictures"
 SITE = ROOT / "build" / "pictured_docs"

@@ -73,7 +73,7 @@ class EpisodeTimeoutError(EpisodeError):
 class ServiceOutageError(StreamError):
     """Nobody answers at the address of a service outside the run; the message begins with it.
 
-    Never a fault of the item in hand, which waits (stream/service_gate.py).
+    Never a fault of the item in hand, which waits (user_code/service_gate.py).
 
     retry_after_s: pause that a busy server asks for, s; 0 without. is_answer: a server answered
     with an error of its own, which the item may have brought about.

@@ -7,12 +7,12 @@ from xdist.scheduler import LoadGroupScheduling
 
 from tests.budget import Budget
 
-# Fixtures that several folders share: runs, and a tokenizer.
-pytest_plugins = ("tests.e2e.shared_runs", "tests.bpe_tokenizer")
+# Fixtures that several folders share: runs, a tokenizer, Ray.
+pytest_plugins = ("tests.e2e.shared_runs", "tests.bpe_tokenizer", "tests.local_ray")
 
 LONGEST_FIRST = (
     *("e2e", "chaos", "examples", "test_lint.py", "benchmarks", "engines", "actors", "rewards"),
-    *("test_planned_runs.py", "cli", "placement", "resharding", "process_pool"),
+    *("test_planned_runs.py", "cli", "planner", "resharding", "user_code"),
 )
 """Folders and files that start first, so that all xdist workers end together."""
 

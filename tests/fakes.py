@@ -1,6 +1,6 @@
 """Fake engines, prompts and trainers of a stream that only take time.
 
-Times are virtual seconds (streamrl/simulator/replicas/virtual_loop.py). Each fake records its work
+Times are virtual seconds (planner/simulator/replicas/virtual_loop.py). Each fake records its work
 for assertions.
 """
 
@@ -36,8 +36,8 @@ from streamrl.stream.protocols import (
     SampleFunction,
     StageContext,
 )
-from streamrl.stream.service_gate import request_service
 from streamrl.stream.stage_worker import StageResult
+from streamrl.user_code.service_gate import request_service
 from streamrl.weights import WeightLoadStats, WeightManifest
 from streamrl.weights.logprob_check import LogprobCheck
 from streamrl.weights.versions import ReaderState, WeightRegistry

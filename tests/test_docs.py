@@ -14,9 +14,9 @@ from streamrl.cli.rewards import format_markdown as rewards_markdown
 from streamrl.cli.rewards import list_builtin_kinds
 from streamrl.config.run_config import build_config
 from streamrl.rewards.interface.reward import RewardContext
-from streamrl.rewards.interface.reward_result import RewardOutcome
 from streamrl.rewards.registry import build_rewards
 from streamrl.telemetry.metric_names import METRICS
+from streamrl.user_code.reward_result import RewardOutcome
 from tests.test_layering import ROOMS
 
 ROOT = Path(__file__).resolve().parent.parent

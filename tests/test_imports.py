@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from streamrl.config.run_config import load_config
-from tests.calibration.runs import play, recipe, write_run
 from tests.engines.tiny_qwen import save, tiny_model
+from tests.planner.calibration.runs import play, recipe, write_run
 
 ROOT = Path(__file__).parents[1]
 
@@ -75,9 +75,14 @@ NO_TORCH = (
         "streamrl.algorithms",
         "streamrl.buffer.shard",
         "streamrl.config.run_config",
-        "streamrl.config.to_planner_problem",
+        "streamrl.planner.to_planner_problem",
     ),
-    *("streamrl.resharding", "streamrl.simulator", "streamrl.telemetry.sinks", "streamrl.weights"),
+    *(
+        "streamrl.resharding",
+        "streamrl.planner.simulator",
+        "streamrl.telemetry.sinks",
+        "streamrl.weights",
+    ),
     *("streamrl.cli", "streamrl.cli.main", "streamrl.cli.plan", "streamrl.cli.simulate"),
 )
 

@@ -20,7 +20,23 @@ from streamrl.config.preflight import (
 )
 from streamrl.config.role_counts import with_placement_mode
 from streamrl.config.run_config import RunConfig, load_config
-from streamrl.config.to_placement import (
+from streamrl.engines.models.tensor_parallel_support import (
+    check_generator_split,
+    check_tensor_parallel,
+)
+from streamrl.errors import ConfigError
+from streamrl.files.hf_config import read_model_config
+from streamrl.placement.clusters import Cluster
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.placement.resource_demand import ClusterCapacity, choose_mode
+from streamrl.planner.costs.constants import CostConstants
+from streamrl.planner.costs.cost_model import CostModel
+from streamrl.planner.problem.workload import FixedLength
+from streamrl.planner.search.hybridflow_parallel import ParallelismChoices
+from streamrl.planner.search.partitions import iter_allocations, iter_set_partitions
+from streamrl.planner.steady_state.estimator import PlacementEstimator
+from streamrl.planner.to_placement import (
     RunnablePlacementCosts,
     apply_placement,
     build_run_placement,
@@ -29,27 +45,11 @@ from streamrl.config.to_placement import (
     make_run_costs,
     make_split_rules,
 )
-from streamrl.config.to_planner_problem import (
+from streamrl.planner.to_planner_problem import (
     PlannerRequest,
     build_planner_problem,
     build_run_constants,
 )
-from streamrl.engines.models.tensor_parallel_support import (
-    check_generator_split,
-    check_tensor_parallel,
-)
-from streamrl.errors import ConfigError
-from streamrl.files.hf_config import read_model_config
-from streamrl.placement.clusters import Cluster
-from streamrl.placement.costs.constants import CostConstants
-from streamrl.placement.costs.cost_model import CostModel
-from streamrl.placement.meshes import Mesh
-from streamrl.placement.placements import CallAssignment, Placement
-from streamrl.placement.resource_demand import ClusterCapacity, choose_mode
-from streamrl.placement.search.hybridflow_parallel import ParallelismChoices
-from streamrl.placement.search.partitions import iter_allocations, iter_set_partitions
-from streamrl.placement.steady_state.estimator import PlacementEstimator
-from streamrl.placement.workload import FixedLength
 from streamrl.resharding.grids import RankGrid
 from tests.rewards.tiny_classifier import write_classifier
 from tests.toy import write_toy

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.command import BenchmarkParser, run_benchmark
 from benchmarks.published import flexrlhf, hybridflow, nemo, real, verl
 from benchmarks.published.rows import Row, format_table, summarize_rows
-from streamrl.placement.costs.constants import CostConstants
+from streamrl.planner.costs.constants import CostConstants
 
 SOURCES: dict[str, Callable[[], Iterator[Row]]] = {
     "hybridflow": hybridflow.iter_rows,

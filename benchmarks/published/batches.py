@@ -5,10 +5,10 @@ streamrl's engines hold prompts of both steps, so its estimator does not describ
 """
 
 from streamrl.dataflow import CallKind
-from streamrl.placement.costs.cost_model import CostModel
 from streamrl.placement.placements import Placement
-from streamrl.placement.problem import PlacementProblem
-from streamrl.placement.steady_state.call_durations import (
+from streamrl.planner.costs.cost_model import CostModel
+from streamrl.planner.problem.problem import PlacementProblem
+from streamrl.planner.steady_state.call_durations import (
     GenerationModel,
     score_duration_s,
     train_duration,

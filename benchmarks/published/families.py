@@ -11,15 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from streamrl.dataflow import CallKind
-from streamrl.placement.costs.call_cost import CallCost
-from streamrl.placement.costs.cost_model import CostModel
-from streamrl.placement.costs.generate_timing import estimate_generator_timing
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
-from streamrl.placement.problem import PlacementProblem
-from streamrl.placement.search.hybridflow_parallel import ParallelismChoices, allow_any_split
-from streamrl.placement.steady_state.call_durations import GenerationModel
-from streamrl.placement.steady_state.estimator import PlacementEstimator
+from streamrl.planner.costs.call_cost import CallCost
+from streamrl.planner.costs.cost_model import CostModel
+from streamrl.planner.costs.generate_timing import estimate_generator_timing
+from streamrl.planner.problem.problem import PlacementProblem
+from streamrl.planner.search.hybridflow_parallel import ParallelismChoices, allow_any_split
+from streamrl.planner.steady_state.call_durations import GenerationModel
+from streamrl.planner.steady_state.estimator import PlacementEstimator
 from streamrl.resharding.grids import RankGrid
 
 NUM_SCHEDULED = 6

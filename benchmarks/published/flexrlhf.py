@@ -15,18 +15,18 @@ from dataclasses import replace
 from benchmarks.published.points import FLEX, FLEX_MIXED, Throughput
 from benchmarks.published.rows import Row
 from streamrl.dataflow import build_dataflow
+from streamrl.engines.models.model_shapes import MODEL_SHAPES, ModelShape
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.costs.call_cost import build_parallel_groups
-from streamrl.placement.costs.constants import CostConstants
-from streamrl.placement.costs.cost_model import ApproximateTraffic, CostModel
-from streamrl.placement.costs.device_memory import CallFootprint
 from streamrl.placement.meshes import Mesh
-from streamrl.placement.model_shapes import MODEL_SHAPES, ModelShape
 from streamrl.placement.placements import CallAssignment, Placement
-from streamrl.placement.problem import CallMemory, PlacementProblem
-from streamrl.placement.stage_timings import StageTimings
-from streamrl.placement.steady_state.estimator import PlacementEstimator
-from streamrl.placement.workload import FixedLength, Workload
+from streamrl.planner.costs.call_cost import build_parallel_groups
+from streamrl.planner.costs.constants import CostConstants
+from streamrl.planner.costs.cost_model import ApproximateTraffic, CostModel
+from streamrl.planner.costs.device_memory import CallFootprint
+from streamrl.planner.problem.problem import CallMemory, PlacementProblem
+from streamrl.planner.problem.stage_timings import StageTimings
+from streamrl.planner.problem.workload import FixedLength, Workload
+from streamrl.planner.steady_state.estimator import PlacementEstimator
 from streamrl.resharding.grids import RankGrid
 
 TIE_FRACTION = 0.05

@@ -8,16 +8,16 @@ from benchmarks.published.points import FIG_12, FIG_12_STANDALONE, FIG_15, Trans
 from benchmarks.published.rows import Row
 from benchmarks.table_2 import compute_table_2
 from streamrl.dataflow import build_dataflow
+from streamrl.engines.models.model_shapes import MODEL_SHAPES
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.costs.constants import CostConstants
-from streamrl.placement.costs.cost_model import CostModel
-from streamrl.placement.costs.traffic import WeightTraffic
 from streamrl.placement.meshes import Mesh
-from streamrl.placement.model_shapes import MODEL_SHAPES
 from streamrl.placement.placements import CallAssignment, Placement
-from streamrl.placement.problem import PlacementProblem
-from streamrl.placement.steady_state.call_durations import GenerationModel
-from streamrl.placement.workload import FixedLength, Workload
+from streamrl.planner.costs.constants import CostConstants
+from streamrl.planner.costs.cost_model import CostModel
+from streamrl.planner.costs.traffic import WeightTraffic
+from streamrl.planner.problem.problem import PlacementProblem
+from streamrl.planner.problem.workload import FixedLength, Workload
+from streamrl.planner.steady_state.call_durations import GenerationModel
 from streamrl.resharding.grids import RankGrid
 
 PPO = build_dataflow(("generator_logprobs", "scores", "ref_logprobs", "values"))

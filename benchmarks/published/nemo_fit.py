@@ -17,7 +17,7 @@ from benchmarks.command import BenchmarkParser, at_least, report_progress, run_b
 from benchmarks.published.nemo import CONSTANTS, is_fitted, predict_step_s
 from benchmarks.published.points import NEMO
 from streamrl.messages import Array
-from streamrl.placement.costs.constants import CostConstants
+from streamrl.planner.costs.constants import CostConstants
 
 MAX_EVALUATIONS = 100
 NAMES = ("expert_layer_s", "train_step_s", "network_hop_s")

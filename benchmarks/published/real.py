@@ -12,19 +12,19 @@ from benchmarks.published.points import (
 )
 from benchmarks.published.rows import Row
 from streamrl.dataflow import build_dataflow
+from streamrl.engines.models.model_shapes import MODEL_SHAPES
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.costs.constants import CostConstants
-from streamrl.placement.costs.cost_model import CostModel
 from streamrl.placement.meshes import Mesh
-from streamrl.placement.model_shapes import MODEL_SHAPES
 from streamrl.placement.placements import CallAssignment, Placement
-from streamrl.placement.problem import PlacementProblem
-from streamrl.placement.search.annealing import AnnealingSearch, SearchState
-from streamrl.placement.search.hybridflow_mapping import MappingSearch
-from streamrl.placement.search.hybridflow_parallel import ParallelismChoices, allow_any_split
-from streamrl.placement.search.partitions import group_roles_by_model
-from streamrl.placement.steady_state.estimator import PlacementEstimator
-from streamrl.placement.workload import FixedLength, Workload
+from streamrl.planner.costs.constants import CostConstants
+from streamrl.planner.costs.cost_model import CostModel
+from streamrl.planner.problem.problem import PlacementProblem
+from streamrl.planner.problem.workload import FixedLength, Workload
+from streamrl.planner.search.annealing import AnnealingSearch, SearchState
+from streamrl.planner.search.hybridflow_mapping import MappingSearch
+from streamrl.planner.search.hybridflow_parallel import ParallelismChoices, allow_any_split
+from streamrl.planner.search.partitions import group_roles_by_model
+from streamrl.planner.steady_state.estimator import PlacementEstimator
 from streamrl.resharding.grids import RankGrid
 
 PPO = build_dataflow(("generator_logprobs", "scores", "ref_logprobs", "values"))

@@ -15,16 +15,16 @@ from benchmarks.published.batches import predict_one_ahead_s
 from benchmarks.published.points import VERL, VerlRun
 from benchmarks.published.rows import Row
 from streamrl.dataflow import build_dataflow
+from streamrl.engines.models.model_shapes import MODEL_SHAPES
 from streamrl.placement.clusters import DEVICES, Cluster, NodeGroup
-from streamrl.placement.costs.constants import CostConstants
-from streamrl.placement.costs.cost_model import ApproximateTraffic, CostModel
 from streamrl.placement.meshes import Mesh
-from streamrl.placement.model_shapes import MODEL_SHAPES
 from streamrl.placement.placements import CallAssignment, Placement
-from streamrl.placement.problem import PlacementProblem
-from streamrl.placement.stage_timings import StageTimings
-from streamrl.placement.steady_state.estimator import PlacementEstimator
-from streamrl.placement.workload import LognormalLengths, Workload
+from streamrl.planner.costs.constants import CostConstants
+from streamrl.planner.costs.cost_model import ApproximateTraffic, CostModel
+from streamrl.planner.problem.problem import PlacementProblem
+from streamrl.planner.problem.stage_timings import StageTimings
+from streamrl.planner.problem.workload import LognormalLengths, Workload
+from streamrl.planner.steady_state.estimator import PlacementEstimator
 from streamrl.resharding.grids import RankGrid
 
 UNFITTED = ("7b-28k", 32)

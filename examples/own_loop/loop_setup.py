@@ -12,20 +12,20 @@ from pathlib import Path
 from streamrl.actors.launch.actor_registry import make_hybrid_env
 from streamrl.actors.launch.fork_server import start_fork_server
 from streamrl.actors.launch.ray_cluster import connect_cluster, disaggregated_only
-from streamrl.actors.worker_groups.model_workers import TrainedWorker, make_loop_config
-from streamrl.actors.worker_groups.worker_group import (
+from streamrl.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, OneLineParser
+from streamrl.cli.run_setup.signals import interrupt_on_signals
+from streamrl.config.preflight import check_worker_memory, prepare_run
+from streamrl.config.run_config import RunConfig, load_config
+from streamrl.data.prompt_stream import PromptStream
+from streamrl.errors import ConfigError, StreamError
+from streamrl.own_loops import BatchRef, WorkerMesh
+from streamrl.own_loops.model_workers import TrainedWorker, make_loop_config
+from streamrl.own_loops.worker_group import (
     ResourcePool,
     WorkerGroup,
     WorkerGroupReply,
     put,
 )
-from streamrl.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, OneLineParser
-from streamrl.cli.run_setup.signals import interrupt_on_signals
-from streamrl.config.preflight import check_worker_memory, prepare_run
-from streamrl.config.run_config import RunConfig, load_config
-from streamrl.controller import BatchRef, WorkerMesh
-from streamrl.data.prompt_stream import PromptStream
-from streamrl.errors import ConfigError, StreamError
 from streamrl.resharding.grids import RankGrid
 
 Step = Sequence[WorkerGroupReply]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from examples.own_loop.loop_setup import LoopSetup, Step, main
-from streamrl.actors.worker_groups.model_workers import CriticWorker, PolicyWorker, ScorerWorker
+from streamrl.own_loops.model_workers import CriticWorker, PolicyWorker, ScorerWorker
 
 
 def ppo(setup: LoopSetup) -> Iterator[Step]:

@@ -13,9 +13,9 @@ from streamrl.engines.generator_config import SamplingSettings
 from streamrl.environments.episodes.driver import EpisodeDriver, make_environment_seed
 from streamrl.environments.episodes.start_driver import start_episode_driver
 from streamrl.errors import ActorLostError
-from streamrl.evaluation.sample_and_score import SampledPrompt
 from streamrl.messages import Columns, Prompt, make_rollout_seeds, rollouts_to_columns
 from streamrl.pipeline import generate_rollouts, hold_lease_per_group
+from streamrl.stream.evaluation.sample_and_score import SampledPrompt
 from streamrl.stream.protocols import (
     FinishedCallback,
     ReadPartialRollouts,

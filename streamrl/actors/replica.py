@@ -20,7 +20,7 @@ from streamrl.pipeline import follow_weights
 from streamrl.run_dir.crash_stacks import record_crash_stacks
 from streamrl.stream.device_lease import SuspendableWork
 from streamrl.stream.protocols import FetchedWeights, FollowerProtocol, StageContext
-from streamrl.stream.service_gate import Outage, list_outages
+from streamrl.user_code.service_gate import Outage, list_outages
 from streamrl.weights import ServedVersion, TransportReader, WeightManifest
 from streamrl.weights.versions import ReaderState
 

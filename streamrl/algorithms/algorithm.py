@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from streamrl.algorithms.correction_config import CorrectionConfig
 from streamrl.algorithms.math.training_metrics import compute_loss_denominator
 from streamrl.errors import AlgorithmError
-from streamrl.files.python_module import format_failure
 from streamrl.messages import (
     COLUMN_SPECS,
     COMPONENT_PREFIX,
@@ -22,6 +21,7 @@ from streamrl.messages import (
     TRUNCATIONS,
     FinishReason,
 )
+from streamrl.user_code.python_module import format_failure
 
 if TYPE_CHECKING:
     from torch import Tensor

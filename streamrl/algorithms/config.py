@@ -16,8 +16,8 @@ from streamrl.algorithms.math.options import (
 )
 from streamrl.algorithms.table import ALGORITHMS, DEFAULT_SETTINGS
 from streamrl.errors import ConfigError
-from streamrl.files.python_module import import_file
 from streamrl.files.typed_settings import suggest_nearest
+from streamrl.user_code.python_module import import_file
 
 _SPEC_SETTINGS = (
     "clip_low",

@@ -23,7 +23,6 @@ from streamrl.buffer.leases import LeaseRequest, OverdueLease
 from streamrl.buffer.shard import QueueShard
 from streamrl.buffer.shard_stats import ShardStats, merge_stats
 from streamrl.errors import ContractError, DeadlineError, StreamError
-from streamrl.group_episodes import check_loss_mask, check_samples
 from streamrl.messages import (
     ROLLOUT_COLUMNS,
     Array,
@@ -33,6 +32,8 @@ from streamrl.messages import (
     GroupInfo,
     GroupLease,
     Prompt,
+    check_loss_mask,
+    check_samples,
     measure_columns,
 )
 

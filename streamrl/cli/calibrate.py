@@ -18,20 +18,20 @@ from typing import Any
 
 import yaml
 
-from streamrl.calibration.fit_timings import FittedTimings, fit_timings
-from streamrl.calibration.prediction import PlannedRun, SteadyMetrics, predict_metrics
-from streamrl.calibration.robust_fit import CoefficientEstimate
-from streamrl.calibration.run_trace import RunTrace, load_run_trace
 from streamrl.cli.arguments.arg_types import parse_path
 from streamrl.cli.arguments.config_args import add_run_cluster_argument, read_run_cluster
-from streamrl.cli.output.advice_report import describe_excluded_steps
 from streamrl.cli.output.output_files import check_output_file, write_output_file
 from streamrl.dataflow import GENERATE_CALL, POLICY, CallKind
-from streamrl.placement.costs.constants import POSITIVE_FRACTIONS, UPPER_BOUNDS, CostConstants
-from streamrl.placement.costs.cost_model import CostModel
 from streamrl.placement.placements import Placement
-from streamrl.placement.problem import PlacementProblem
-from streamrl.placement.stage_timings import ScoreTiming, StageTimings
+from streamrl.planner.calibration.fit_timings import FittedTimings, fit_timings
+from streamrl.planner.calibration.prediction import PlannedRun, SteadyMetrics, predict_metrics
+from streamrl.planner.calibration.robust_fit import CoefficientEstimate
+from streamrl.planner.calibration.run_trace import RunTrace, load_run_trace
+from streamrl.planner.costs.constants import POSITIVE_FRACTIONS, UPPER_BOUNDS, CostConstants
+from streamrl.planner.costs.cost_model import CostModel
+from streamrl.planner.problem.problem import PlacementProblem
+from streamrl.planner.problem.stage_timings import ScoreTiming, StageTimings
+from streamrl.planner.report.advice_report import describe_excluded_steps
 from streamrl.telemetry.progress_line import show_progress
 
 MIN_FRACTION = 1e-6

@@ -17,12 +17,12 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from streamrl.calibration.run_trace import describe_missing_run
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.output.output_files import check_html_file, write_output_file
-from streamrl.drawing.episode_page import groups_to_json, render_page
 from streamrl.errors import ConfigError
 from streamrl.files.printable_text import make_printable
+from streamrl.planner.calibration.run_trace import describe_missing_run
+from streamrl.telemetry.drawing.episode_page import groups_to_json, render_page
 from streamrl.telemetry.progress_line import show_progress
 from streamrl.telemetry.rollout_log import (
     PROMPT,

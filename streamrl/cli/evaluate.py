@@ -28,9 +28,6 @@ from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.episodes.driver import make_environment_seed
 from streamrl.environments.episodes.start_driver import start_episode_driver
 from streamrl.errors import ConfigError
-from streamrl.evaluation.config import EvaluationConfig
-from streamrl.evaluation.metrics import ConfidenceInterval, EvaluationResult
-from streamrl.evaluation.sample_and_score import GenerateFn, SampledPrompt, evaluate_policy
 from streamrl.files.hf_config import make_trusted_env, read_model_length
 from streamrl.messages import Columns, Prompt, rollouts_to_columns
 from streamrl.rewards.interface.completion import decode_rollouts
@@ -39,6 +36,9 @@ from streamrl.rewards.interface.reward import RewardContext
 from streamrl.rewards.registry import build_rewards
 from streamrl.rewards.reward_scorer import hash_answers
 from streamrl.run_dir.checkpoint import check_model_dir, find_resume_point
+from streamrl.stream.evaluation.config import EvaluationConfig
+from streamrl.stream.evaluation.metrics import ConfidenceInterval, EvaluationResult
+from streamrl.stream.evaluation.sample_and_score import GenerateFn, SampledPrompt, evaluate_policy
 from streamrl.telemetry.metric_names import to_json_value
 from streamrl.telemetry.progress_line import ProgressLine, show_progress
 

@@ -7,8 +7,8 @@ import argparse
 
 from streamrl.cli.arguments.config_args import add_config_arguments, read_config
 from streamrl.config.run_config import RunConfig
-from streamrl.drawing.graph_text import DataflowGraph, render_mermaid, render_text
 from streamrl.errors import ConfigError
+from streamrl.telemetry.drawing.graph_text import DataflowGraph, render_mermaid, render_text
 from streamrl.telemetry.progress_line import show_progress
 
 MAX_STEPS = 100  # more steps make an illegible graph

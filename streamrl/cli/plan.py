@@ -24,53 +24,53 @@ from streamrl.cli.arguments.planner_args import (
     read_planner_inputs,
 )
 from streamrl.cli.output.output_files import check_output_file, write_output_file
-from streamrl.cli.output.plan_report import (
+from streamrl.cli.output.setting_docs import format_yaml
+from streamrl.config.run_config import RunConfig, config_to_dict, dump_config, with_settings
+from streamrl.dataflow import Dataflow
+from streamrl.engines.trainer_config import OFFLOAD
+from streamrl.errors import ConfigError
+from streamrl.placement.clusters import Cluster
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.placements import MAX_STALENESS, Placement
+from streamrl.planner.costs.cost_model import CostModel
+from streamrl.planner.problem.problem import DeviceInterval, PlacementCosts, PlacementProblem
+from streamrl.planner.report.plan_report import (
     PlanReport,
     SimulatedPoint,
     describe_open_episodes,
     describe_unused_mode,
 )
-from streamrl.cli.output.setting_docs import format_yaml
-from streamrl.cli.output.text_table import format_count, format_seconds
-from streamrl.config.run_config import RunConfig, config_to_dict, dump_config, with_settings
-from streamrl.config.to_placement import (
-    apply_placement,
-    configure_for_cluster,
-    has_shared_generator_devices,
-    make_run_costs,
-    make_split_rules,
-)
-from streamrl.dataflow import Dataflow
-from streamrl.drawing.graph_text import KIND_BORDERS, KIND_FILLS
-from streamrl.engines.trainer_config import OFFLOAD
-from streamrl.errors import ConfigError
-from streamrl.placement.clusters import Cluster
-from streamrl.placement.costs.cost_model import CostModel
-from streamrl.placement.meshes import Mesh
-from streamrl.placement.placements import MAX_STALENESS, Placement
-from streamrl.placement.problem import DeviceInterval, PlacementCosts, PlacementProblem
-from streamrl.placement.search.hybridflow_mapping import can_fit
-from streamrl.placement.search.hybridflow_parallel import (
+from streamrl.planner.report.text_table import format_count, format_seconds
+from streamrl.planner.search.hybridflow_mapping import can_fit
+from streamrl.planner.search.hybridflow_parallel import (
     ParallelismChoices,
     SplitRules,
     allow_any_split,
 )
-from streamrl.placement.search.pareto import (
+from streamrl.planner.search.pareto import (
     ExcludedBound,
     ParetoPoint,
     PlacementCandidate,
     PlanResult,
 )
-from streamrl.placement.search.planner import DEFAULT_PROPOSALS, DEFAULT_RUNNERS_UP, plan_placement
-from streamrl.placement.steady_state.estimator import PlacementEstimator
-from streamrl.simulator.quick_run import (
+from streamrl.planner.search.planner import DEFAULT_PROPOSALS, DEFAULT_RUNNERS_UP, plan_placement
+from streamrl.planner.simulator.quick_run import (
     estimate_quick_run_groups,
     estimate_quick_run_s,
     estimate_simulation_s,
     run_quick_simulation,
     split_workload,
 )
-from streamrl.simulator.results import SimulationResult
+from streamrl.planner.simulator.results import SimulationResult
+from streamrl.planner.steady_state.estimator import PlacementEstimator
+from streamrl.planner.to_placement import (
+    apply_placement,
+    configure_for_cluster,
+    has_shared_generator_devices,
+    make_run_costs,
+    make_split_rules,
+)
+from streamrl.telemetry.drawing.graph_text import KIND_BORDERS, KIND_FILLS
 from streamrl.telemetry.progress_line import ProgressLine, show_progress
 
 LABEL_PX, NAME_PX = 11, 13

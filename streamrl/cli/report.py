@@ -14,20 +14,20 @@ from typing import Any
 
 from streamrl.buffer.books.ledger_audit import LedgerAudit, audit_run_log
 from streamrl.buffer.books.run_log import read_history
-from streamrl.calibration.advice import SettingsAdvice, recommend_settings
-from streamrl.calibration.prediction import PlannedRun
-from streamrl.calibration.run_trace import RunTrace, describe_missing_run, load_run_trace
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.arguments.config_args import add_run_cluster_argument, read_run_cluster
-from streamrl.cli.output import advice_report
 from streamrl.cli.output.output_files import check_html_file, write_output_file
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_jsonl
 from streamrl.messages import parse_uid
 from streamrl.placement.clusters import Cluster
+from streamrl.planner.calibration.advice import SettingsAdvice, recommend_settings
+from streamrl.planner.calibration.prediction import PlannedRun
+from streamrl.planner.calibration.run_trace import RunTrace, describe_missing_run, load_run_trace
+from streamrl.planner.report import advice_report
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
-from streamrl.run_page.page import RunPage
-from streamrl.run_page.run_record import RunReader
+from streamrl.telemetry.page.page import RunPage
+from streamrl.telemetry.page.run_record import RunReader
 from streamrl.telemetry.progress_line import show_progress
 from streamrl.telemetry.sinks import EVENTS_FILE
 

@@ -25,15 +25,15 @@ from streamrl.data.prompt_file import load_data_rows
 from streamrl.data.reading.formats import JsonLines, parse_text_row
 from streamrl.errors import ConfigError, RewardError
 from streamrl.files.bounded_read import open_regular_file
-from streamrl.files.python_module import split_reference
 from streamrl.messages import Prompt, parse_uid
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.interface.reward import RewardContext
-from streamrl.rewards.interface.reward_result import RewardOutcome
 from streamrl.rewards.registry import build_rewards
 from streamrl.rewards.reward_scorer import describe_completion
 from streamrl.rewards.reward_set import COSTS, RewardSet
 from streamrl.telemetry.progress_line import ProgressLine, show_progress
+from streamrl.user_code.python_module import split_reference
+from streamrl.user_code.reward_result import RewardOutcome
 
 EXIT_FAILED = 1
 PASS, WRONG = RewardOutcome.PASS.value, RewardOutcome.WRONG.value

@@ -15,30 +15,30 @@ from streamrl.cli.arguments.planner_args import (
     read_planner_inputs,
 )
 from streamrl.cli.output.output_files import check_output_dir
-from streamrl.cli.output.plan_report import (
+from streamrl.config.run_config import RunConfig
+from streamrl.dataflow import GENERATE_CALL, CallKind
+from streamrl.errors import ConfigError
+from streamrl.files.bounded_read import read_small_json
+from streamrl.files.typed_settings import describe_read_error
+from streamrl.placement.placements import Placement
+from streamrl.planner.costs.cost_model import CostModel
+from streamrl.planner.problem.problem import PlacementProblem
+from streamrl.planner.report.plan_report import (
     describe_open_episodes,
     describe_problem,
     simulation_to_json,
 )
-from streamrl.cli.output.text_table import (
+from streamrl.planner.report.text_table import (
     format_count,
     format_percent,
     format_seconds,
     format_table,
 )
-from streamrl.config.run_config import RunConfig
-from streamrl.config.to_placement import build_run_placement
-from streamrl.dataflow import GENERATE_CALL, CallKind
-from streamrl.errors import ConfigError
-from streamrl.files.bounded_read import read_small_json
-from streamrl.files.typed_settings import describe_read_error
-from streamrl.placement.costs.cost_model import CostModel
-from streamrl.placement.placements import Placement
-from streamrl.placement.problem import PlacementProblem
-from streamrl.simulator.quick_run import choose_num_steps, estimate_simulation_s
-from streamrl.simulator.replicas.failures import FailureModel
-from streamrl.simulator.results import SimulationResult
-from streamrl.simulator.simulation import run_simulation
+from streamrl.planner.simulator.quick_run import choose_num_steps, estimate_simulation_s
+from streamrl.planner.simulator.replicas.failures import FailureModel
+from streamrl.planner.simulator.results import SimulationResult
+from streamrl.planner.simulator.simulation import run_simulation
+from streamrl.planner.to_placement import build_run_placement
 from streamrl.telemetry.progress_line import ProgressLine, show_progress
 from streamrl.telemetry.sinks import check_no_run
 

@@ -3,10 +3,10 @@
 import argparse
 
 from streamrl.cli.arguments.arg_types import parse_path
-from streamrl.cli.output.advice_report import BottleneckText
-from streamrl.run_page.page import RunPage
-from streamrl.run_page.page_server import PageServer
-from streamrl.run_page.run_record import RunReader
+from streamrl.planner.report.advice_report import BottleneckText
+from streamrl.telemetry.page.page import RunPage
+from streamrl.telemetry.page.page_server import PageServer
+from streamrl.telemetry.page.run_record import RunReader
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

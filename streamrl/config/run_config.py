@@ -33,7 +33,6 @@ from streamrl.engines.reference_config import ReferenceConfig
 from streamrl.engines.trainer_config import CriticConfig, TrainerConfig
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.errors import ConfigError
-from streamrl.evaluation.config import EvaluationConfig
 from streamrl.files.bounded_read import read_small_yaml
 from streamrl.files.typed_settings import (
     check_type,
@@ -53,6 +52,7 @@ from streamrl.rewards.interface.config import (
 from streamrl.rewards.registry import check_kinds, check_options
 from streamrl.rewards.reward_set import COSTS, REWARDS
 from streamrl.run_dir.checkpoint import CheckpointConfig
+from streamrl.stream.evaluation.config import EvaluationConfig
 from streamrl.stream.run_state import PipelineConfig
 from streamrl.telemetry.config import TelemetryConfig
 from streamrl.weights import WeightsConfig

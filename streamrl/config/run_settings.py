@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from streamrl.errors import ConfigError
-from streamrl.evaluation.config import MAX_SEED
+from streamrl.stream.evaluation.config import MAX_SEED
 
 MAX_NAME_BYTES = 200
 

@@ -13,9 +13,9 @@ from streamrl.data.chat_template import ChatTemplate, load_chat_template, render
 from streamrl.data.files import DataFile
 from streamrl.data.reading.rows import BadRow, DataRow
 from streamrl.errors import ConfigError
-from streamrl.files.python_module import load_referenced_function
 from streamrl.files.typed_settings import suggest_nearest
 from streamrl.messages import Prompt, make_uid
+from streamrl.user_code.python_module import load_referenced_function
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

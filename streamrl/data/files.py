@@ -10,8 +10,8 @@ from typing import Any
 
 from streamrl.data.reading.reasoning_gym_table import REASONING_GYM, ReasoningGymTasks
 from streamrl.errors import ConfigError
-from streamrl.files.python_module import split_reference
 from streamrl.files.typed_settings import read_settings, suggest_nearest
+from streamrl.user_code.python_module import split_reference
 
 MODEL_TEMPLATE, PLAIN_TEMPLATE = "model", "plain"
 """Template names that are not files: the model's chat template, and joining by newlines."""

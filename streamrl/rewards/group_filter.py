@@ -15,10 +15,10 @@ from omegaconf import MISSING
 
 from streamrl.algorithms.math.score_equality import has_equal_scores
 from streamrl.errors import ConfigError, RewardError
-from streamrl.files.python_module import load_function
 from streamrl.files.typed_settings import check_choices, check_minimums, read_settings
 from streamrl.messages import COMPONENT_PREFIX, Columns, Prompt, describe_prompt
-from streamrl.rewards.interface.checks import format_value
+from streamrl.user_code.checks import format_value
+from streamrl.user_code.python_module import load_function
 
 AUTO_OVERSAMPLE = "auto"
 #: Parameters that a user's filter function may declare.

@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from streamrl.evaluation.metrics import to_metric_segment
-from streamrl.rewards.interface.reward_result import RewardResult
+from streamrl.stream.evaluation.metrics import to_metric_segment
+from streamrl.user_code.reward_result import RewardResult
 
 MAX_EXTRA_METRICS = 200
 """Limit of distinct extra metrics logged per scorer."""

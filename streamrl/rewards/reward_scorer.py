@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 
 from streamrl.errors import RewardError, StreamError
-from streamrl.group_episodes import count_samples, find_first_samples
 from streamrl.messages import (
     Array,
     Columns,
@@ -20,6 +19,8 @@ from streamrl.messages import (
     FinishReason,
     TokenSource,
     TurnOutcome,
+    count_samples,
+    find_first_samples,
     split_token_column,
 )
 from streamrl.rewards.group_filter import GroupFilter

@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 
 from streamrl.errors import ConfigError, RewardError
-from streamrl.files.python_module import FileFunction, load_referenced_function
 from streamrl.messages import COMPONENT_PREFIX, COST_PREFIX, Array, Prompt, describe_prompt
-from streamrl.rewards.interface.checks import format_value, to_finite_float
 from streamrl.rewards.interface.completion import LAST_TURN, Completion
 from streamrl.rewards.interface.config import ScorerConfig
 from streamrl.rewards.interface.reward import (
@@ -23,8 +21,10 @@ from streamrl.rewards.interface.reward import (
     WorkerOptions,
     WorkerReward,
 )
-from streamrl.rewards.interface.reward_result import RewardOutcome, RewardResult
 from streamrl.rewards.metric_means import MetricSums, add_extra_metrics
+from streamrl.user_code.checks import format_value, to_finite_float
+from streamrl.user_code.python_module import FileFunction, load_referenced_function
+from streamrl.user_code.reward_result import RewardOutcome, RewardResult
 
 #: Parameters that a user's combine function may declare.
 COMBINE_PARAMETERS = ("rewards", "prompt", "completion")

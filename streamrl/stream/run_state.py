@@ -16,8 +16,8 @@ from streamrl.errors import ConfigError, DropLimitError, FilterLimitError, Servi
 from streamrl.messages import Experience, GroupInfo, GroupOutcome, Prompt, parse_uid
 from streamrl.stream.device_lease import ProgressClock
 from streamrl.stream.protocols import FilterTally, PromptSource
-from streamrl.stream.service_gate import Outage, list_outages
 from streamrl.stream.weight_publisher import WeightPublisher
+from streamrl.user_code.service_gate import Outage, list_outages
 
 STALE_CAUSE = "stale"
 """Cause of a drop: tokens beyond the staleness bound."""

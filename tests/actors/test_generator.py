@@ -12,8 +12,8 @@ from streamrl.engines.generator_config import SamplingSettings
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.interface import EnvironmentStep, Reply
 from streamrl.errors import EpisodeError, GenerationError
-from streamrl.evaluation.config import EvaluationConfig
 from streamrl.stream.device_lease import DedicatedDeviceLease
+from streamrl.stream.evaluation.config import EvaluationConfig
 from streamrl.stream.protocols import StageContext
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import ServedVersion

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from streamrl.cli.main import main
-from streamrl.placement.costs.constants import CostConstants
-from tests.calibration.runs import TRUE, play, recipe, write_run
+from streamrl.planner.costs.constants import CostConstants
+from tests.planner.calibration.runs import TRUE, play, recipe, write_run
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from streamrl.cli.main import main
 from streamrl.telemetry import progress_line
 from streamrl.telemetry.progress import WorkStatus
-from tests.calibration.runs import play, recipe, write_run
+from tests.planner.calibration.runs import play, recipe, write_run
 from tests.toy import write_toy
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"

@@ -9,7 +9,7 @@ import pytest
 
 from streamrl.cli.main import main
 from streamrl.telemetry.rollout_log import RecordedGroup, RolloutLog
-from tests.drawing.recorded import make_group, make_guess
+from tests.telemetry.drawing.recorded import make_group, make_guess
 
 Show = Callable[..., str]
 

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import replace
 
 from streamrl.cli.evaluate import add_arguments, choose_sampling
-from streamrl.evaluation.config import EvaluationConfig
+from streamrl.stream.evaluation.config import EvaluationConfig
 
 
 def parse(*words: str) -> argparse.Namespace:

@@ -10,7 +10,7 @@ import pytest
 from streamrl.cli.main import main
 from streamrl.config.run_config import load_config
 from streamrl.dataflow import POLICY, CallKind, Dataflow, ModelCall
-from streamrl.drawing.graph_text import DataflowGraph, render_mermaid
+from streamrl.telemetry.drawing.graph_text import DataflowGraph, render_mermaid
 
 ROOT = Path(__file__).parents[2]
 PPO = str(ROOT / "configs" / "ppo_arithmetic.yaml")

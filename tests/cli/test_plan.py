@@ -8,12 +8,12 @@ import pytest
 from streamrl.cli.arguments.planner_args import read_lengths
 from streamrl.cli.main import main
 from streamrl.config.run_config import load_config
-from streamrl.config.to_placement import build_run_placement
-from streamrl.placement.costs.cost_model import CostModel
-from streamrl.placement.costs.traffic import WeightTraffic
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Placement
-from streamrl.simulator.quick_run import choose_num_steps
+from streamrl.planner.costs.cost_model import CostModel
+from streamrl.planner.costs.traffic import WeightTraffic
+from streamrl.planner.simulator.quick_run import choose_num_steps
+from streamrl.planner.to_placement import build_run_placement
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 GRPO = str(CONFIGS / "grpo_arithmetic.yaml")

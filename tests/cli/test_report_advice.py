@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.cli.main import main
-from tests.calibration.runs import play, recipe, write_run
+from tests.planner.calibration.runs import play, recipe, write_run
 
 
 @pytest.fixture(scope="module")

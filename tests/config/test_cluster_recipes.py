@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 
 from streamrl.config.run_config import load_config
-from streamrl.config.to_placement import build_run_placement
-from streamrl.config.to_planner_problem import (
+from streamrl.placement.clusters import Cluster
+from streamrl.planner.costs.constants import CostConstants
+from streamrl.planner.costs.cost_model import CostModel
+from streamrl.planner.to_placement import build_run_placement
+from streamrl.planner.to_planner_problem import (
     PlannerRequest,
     build_planner_problem,
     build_run_constants,
 )
-from streamrl.placement.clusters import Cluster
-from streamrl.placement.costs.constants import CostConstants
-from streamrl.placement.costs.cost_model import CostModel
 
 ROOT = Path(__file__).parents[2]
 CLUSTERS = {

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from streamrl.cli.main import main
-from tests.calibration.runs import play, recipe, write_run
 from tests.docs.commands import (
     PAGES,
     ROOT,
@@ -17,6 +16,7 @@ from tests.docs.commands import (
     find_commands,
 )
 from tests.e2e.shared_runs import make_builds
+from tests.planner.calibration.runs import play, recipe, write_run
 
 SECONDS = ("doctor", "rewards", "algorithms", "graph", "data", "score", "report", "calibrate")
 """Subcommands that need neither a cluster nor an engine, nor minutes."""

@@ -20,21 +20,20 @@ from examples.own_loop.remax import remax
 from examples.own_loop.safe_rlhf import safe_rlhf
 from streamrl.actors.launch.fork_server import start_fork_server, stop_fork_server
 from streamrl.actors.launch.ray_cluster import connect_cluster, disaggregated_only
-from streamrl.actors.worker_groups import worker_group
-from streamrl.actors.worker_groups.model_workers import (
+from streamrl.cli.main import EXIT_BAD_INPUT, EXIT_INTERRUPTED
+from streamrl.config.preflight import check_worker_memory, prepare_run
+from streamrl.config.run_config import RunConfig, load_config
+from streamrl.dataflow import CRITIC
+from streamrl.errors import ConfigError, StreamError
+from streamrl.own_loops import PROTOCOLS, Batch, WorkerContext, WorkerMesh, transfers, worker_group
+from streamrl.own_loops.model_workers import (
     CriticWorker,
     PolicyWorker,
     make_loop_config,
     set_world_size,
 )
-from streamrl.actors.worker_groups.worker_group import ResourcePool, WorkerGroup
-from streamrl.cli.main import EXIT_BAD_INPUT, EXIT_INTERRUPTED
-from streamrl.config.preflight import check_worker_memory, prepare_run
-from streamrl.config.run_config import RunConfig, load_config
-from streamrl.controller import PROTOCOLS, Batch, WorkerContext, WorkerMesh, transfers
-from streamrl.controller.transfer_methods import find_transfer_methods
-from streamrl.dataflow import CRITIC
-from streamrl.errors import ConfigError, StreamError
+from streamrl.own_loops.transfer_methods import find_transfer_methods
+from streamrl.own_loops.worker_group import ResourcePool, WorkerGroup
 from streamrl.placement.config import PlacementConfig
 from streamrl.resharding.grids import RankGrid
 from tests.e2e.launched import Launched

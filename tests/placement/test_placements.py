@@ -11,7 +11,7 @@ from streamrl.placement.clusters import Cluster
 from streamrl.placement.placements import Placement, PlacementMode
 from streamrl.placement.pools import POOL_STRATEGIES
 from streamrl.resharding.grids import RankGrid
-from tests.placement.notations import (
+from tests.planner.notations import (
     placement_from_meshes,
     placement_from_ratios,
     placement_from_sets,

@@ -120,7 +120,7 @@ async def test_a_transient_failure_is_retried(running, tmp_path):
 async def test_a_service_of_a_function_that_does_not_answer_is_waited_for_without_an_attempt(
     running, tmp_path, monkeypatch, define
 ):
-    monkeypatch.setattr("streamrl.stream.service_gate.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("streamrl.user_code.service_gate.FIRST_PAUSE_S", 0.01)
     path = tmp_path / "tries"
     source = f"""
         import os, urllib.request

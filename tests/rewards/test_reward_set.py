@@ -11,11 +11,11 @@ from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import GroupInfo, Prompt, check_column_sizes, measure_columns
 from streamrl.rewards.interface.config import RewardConfig, ScorerConfig
 from streamrl.rewards.interface.reward import Reward, RewardContext
-from streamrl.rewards.interface.reward_result import RewardOutcome, RewardResult
 from streamrl.rewards.metric_means import sums_to_means
 from streamrl.rewards.registry import build_rewards
 from streamrl.rewards.reward_set import COSTS, RewardComponent, RewardSet
 from streamrl.telemetry.metric_names import find_metric
+from streamrl.user_code.reward_result import RewardOutcome, RewardResult
 from tests.rewards.judged import started_rewards
 
 PROMPT = Prompt("2:11:0", np.array([1], np.int32), ground_truth="5")

@@ -21,7 +21,7 @@ from streamrl.telemetry.rollout_log import (
     list_recorded_steps,
     read_recorded_groups,
 )
-from tests.drawing.recorded import make_group, make_guess
+from tests.telemetry.drawing.recorded import make_group, make_guess
 
 OLD_ROW: dict[str, Any] = {
     "uid": "0:1:0",

@@ -23,7 +23,7 @@ from streamrl.telemetry.wandb_sink import (
     WandbSink,
     load_run_id,
 )
-from tests.drawing.recorded import make_group, make_guess
+from tests.telemetry.drawing.recorded import make_group, make_guess
 from tests.telemetry.rows import full_row
 from tests.telemetry.wandb_file import read_wandb_file
 

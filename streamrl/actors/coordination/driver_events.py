@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from streamrl.errors import DeadlineError
-from streamrl.stream.service_gate import Outage
 from streamrl.telemetry.metric_names import MetricsRow
 from streamrl.telemetry.progress import SHOW_AFTER_S, WorkStatus
 from streamrl.telemetry.rollout_log import RecordedGroup
 from streamrl.telemetry.spans import Span
+from streamrl.user_code.service_gate import Outage
 
 STATUS_EVERY_S = 1.0
 """Time between two reports on the same work."""

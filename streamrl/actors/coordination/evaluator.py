@@ -17,10 +17,10 @@ from streamrl.errors import (
     StreamError,
     WeightsError,
 )
-from streamrl.evaluation.metrics import EvaluationResult
-from streamrl.evaluation.sample_and_score import SampledPrompt, evaluate_policy
 from streamrl.messages import Columns, Experience, Prompt
 from streamrl.stream.device_lease import ProgressClock
+from streamrl.stream.evaluation.metrics import EvaluationResult
+from streamrl.stream.evaluation.sample_and_score import SampledPrompt, evaluate_policy
 
 RETRY_INTERVAL_S = 0.5
 

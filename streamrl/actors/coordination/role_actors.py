@@ -8,7 +8,7 @@ from typing import Any
 from streamrl.actors.transport.ray_calls import await_reply
 from streamrl.dataflow import CallKind, ModelCall
 from streamrl.errors import ActorLostError, DeadlineError
-from streamrl.stream.service_gate import Outage
+from streamrl.user_code.service_gate import Outage
 
 WAITS_TIMEOUT_S = 3.0
 """Longest time by which a hung actor delays the report of a stall or an outage."""

@@ -7,24 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from streamrl.calibration.run_trace import load_run_trace
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.arguments.config_args import add_config_arguments
 from streamrl.config.run_config import RunConfig
-from streamrl.config.to_planner_problem import (
-    PlannerRequest,
-    build_planner_problem,
-    build_run_constants,
-    measure_prompt_tokens,
-)
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import MIB, parse_json, read_small_text, read_small_yaml
 from streamrl.files.typed_settings import describe_read_error
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.costs.constants import CostConstants
-from streamrl.placement.episode_turns import EnvironmentTime, TurnParameters
-from streamrl.placement.problem import PlacementProblem
-from streamrl.placement.workload import (
+from streamrl.planner.calibration.run_trace import load_run_trace
+from streamrl.planner.costs.constants import CostConstants
+from streamrl.planner.problem.episode_turns import EnvironmentTime, TurnParameters
+from streamrl.planner.problem.problem import PlacementProblem
+from streamrl.planner.problem.workload import (
     SINGLE_TURN,
     EmpiricalLengths,
     FixedLength,
@@ -32,6 +26,12 @@ from streamrl.placement.workload import (
     LognormalLengths,
     TurnDistribution,
     Workload,
+)
+from streamrl.planner.to_planner_problem import (
+    PlannerRequest,
+    build_planner_problem,
+    build_run_constants,
+    measure_prompt_tokens,
 )
 
 MAX_LENGTHS_BYTES = 16 * MIB

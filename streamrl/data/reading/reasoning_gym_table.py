@@ -22,7 +22,7 @@ from streamrl.data.reading.indexed_table import IndexedRecords, wrap_data_errors
 from streamrl.errors import ConfigError
 from streamrl.files.optional_package import import_optional
 from streamrl.files.typed_settings import suggest_nearest
-from streamrl.process_pool.pool import BlockingWorker, WorkerError
+from streamrl.user_code.pool.pool import BlockingWorker, WorkerError
 
 REASONING_GYM = "reasoning_gym"
 """Kind of data, extra, module, and key of `extra_info` under which a row names its task."""

@@ -12,9 +12,9 @@ import torch
 
 from streamrl.distributed.devices import get_local_device
 from streamrl.engines.models.forward import VALUE_HEADS, load_skeleton
+from streamrl.engines.models.lora_params import is_lora_target
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
-from streamrl.placement.lora_params import is_lora_target
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -5,11 +5,11 @@ Building a model on the meta device instead imports transformers' classes, which
 
 from pathlib import Path
 
+from streamrl.engines.models.lora_params import add_adapter_params
+from streamrl.engines.models.model_shapes import load_model_shape
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_small_json
-from streamrl.placement.lora_params import add_adapter_params
-from streamrl.placement.model_shapes import load_model_shape
 
 COUNTED_FAMILIES = ("llama", "mistral", "qwen2")
 """Values of model_type in config.json of which `ModelShape` counts every parameter."""

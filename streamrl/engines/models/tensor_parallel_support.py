@@ -6,10 +6,10 @@ The rules take sizes from config.json or from the planner's ModelShape.
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from streamrl.engines.models.model_shapes import ModelShape
 from streamrl.engines.trainer_config import PARAMETER_SHARDING_STAGE, TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_model_config
-from streamrl.placement.model_shapes import ModelShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

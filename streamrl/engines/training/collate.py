@@ -11,14 +11,16 @@ from torch import Tensor
 from streamrl.algorithms import Algorithm, AlgorithmSettings, list_derivation_columns
 from streamrl.algorithms.objective import derive_group_columns
 from streamrl.buffer.assembly.packing import RolloutIndex
-from streamrl.group_episodes import count_samples, find_first_samples, sum_over_samples
 from streamrl.messages import (
     EPISODE_COLUMN,
     Array,
     ColumnAxis,
     Columns,
+    count_samples,
+    find_first_samples,
     get_column_spec,
     split_token_column,
+    sum_over_samples,
 )
 
 TOKEN_COLUMNS = ("token_ids", "loss_mask", "generator_logprobs", "policy_version", "ref_logprobs")

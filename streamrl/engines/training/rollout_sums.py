@@ -5,8 +5,15 @@ from collections.abc import Mapping, Sequence
 
 from streamrl.algorithms.math.score_equality import has_equal_scores
 from streamrl.buffer.assembly.packing import RolloutIndex
-from streamrl.group_episodes import count_samples, find_first_samples, sum_over_samples
-from streamrl.messages import TRUNCATIONS, Columns, is_component_column, split_token_column
+from streamrl.messages import (
+    TRUNCATIONS,
+    Columns,
+    count_samples,
+    find_first_samples,
+    is_component_column,
+    split_token_column,
+    sum_over_samples,
+)
 
 _TRUNCATION_CODES = tuple(reason.value for reason in TRUNCATIONS)
 

@@ -33,8 +33,8 @@ from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError
 from streamrl.files.bounded_read import MIB
 from streamrl.files.optional_package import import_optional
 from streamrl.messages import Prompt
-from streamrl.rewards.interface.checks import format_value
-from streamrl.stream.service_gate import is_outage
+from streamrl.user_code.checks import format_value
+from streamrl.user_code.service_gate import is_outage
 
 import_package = partial(import_optional, setting="environment.kind=openenv", extra="openenv")
 SCHEMES = ("ws", "wss")

@@ -6,8 +6,8 @@ from functools import cache
 from typing import Any
 
 from streamrl.errors import EpisodeError
-from streamrl.files.python_module import FileFunction, load_referenced_function
-from streamrl.rewards.interface.checks import format_value
+from streamrl.user_code.checks import format_value
+from streamrl.user_code.python_module import FileFunction, load_referenced_function
 
 _LOADING = threading.Lock()
 

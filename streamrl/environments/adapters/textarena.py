@@ -11,7 +11,7 @@ from streamrl.environments.adapters.private_globals import PrivateGlobals
 from streamrl.environments.adapters.text_game import TextGame
 from streamrl.errors import ConfigError, EpisodeError
 from streamrl.files.optional_package import import_optional
-from streamrl.rewards.interface.checks import format_value
+from streamrl.user_code.checks import format_value
 
 import_package = partial(import_optional, setting="environment.kind=textarena", extra="textarena")
 LEGAL_ACTIONS = re.compile(

@@ -58,7 +58,7 @@ from streamrl.messages import (
     describe_prompt,
 )
 from streamrl.rewards.metric_means import MetricSums
-from streamrl.stream.service_gate import ServiceGate, get_gate, wait_out_outages
+from streamrl.user_code.service_gate import ServiceGate, get_gate, wait_out_outages
 
 
 class EpisodeMeter:

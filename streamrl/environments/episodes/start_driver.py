@@ -23,7 +23,7 @@ from streamrl.environments.tool_calls.call_formats import (
 from streamrl.errors import ConfigError, EpisodeError
 from streamrl.files.hf_config import read_eos_token_ids
 from streamrl.messages import Prompt
-from streamrl.stream.service_gate import request_service
+from streamrl.user_code.service_gate import request_service
 
 
 class EnvironmentPools:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from streamrl.files.python_module import FileFunction
+from streamrl.user_code.python_module import FileFunction
 
 MAX_RUNNING_CALLS = 256
 """Concurrent sync calls of a host; further calls wait. With thousands of threads that all want the

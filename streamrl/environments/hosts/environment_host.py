@@ -42,7 +42,7 @@ from streamrl.environments.tool_sources.tool_source import ToolAnswer, ToolSessi
 from streamrl.environments.tool_sources.tool_sources import ToolSources
 from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError, ServiceOutageError
 from streamrl.messages import Prompt
-from streamrl.stream.service_gate import is_silent
+from streamrl.user_code.service_gate import is_silent
 
 
 class ToolEnvironment(UserEnvironment):

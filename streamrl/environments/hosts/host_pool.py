@@ -33,9 +33,9 @@ from streamrl.environments.interface import (
 )
 from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError, EpisodeTimeoutError
 from streamrl.messages import Prompt
-from streamrl.process_pool.background_tasks import BackgroundTasks
-from streamrl.process_pool.proc_stats import ProcessTable
-from streamrl.process_pool.process import ProcessExitedError, WorkerProcess
+from streamrl.user_code.pool.background_tasks import BackgroundTasks
+from streamrl.user_code.pool.proc_stats import ProcessTable
+from streamrl.user_code.pool.process import ProcessExitedError, WorkerProcess
 
 TARGET = "streamrl.environments.hosts.environment_host:EnvironmentHost"
 START_TIMEOUT_S = 120.0

@@ -21,7 +21,7 @@ from streamrl.environments.interface import (
 from streamrl.environments.tool_calls.reply_text import replace_surrogates
 from streamrl.files.bounded_read import MIB
 from streamrl.messages import Prompt
-from streamrl.rewards.interface.checks import format_value, to_finite_float
+from streamrl.user_code.checks import format_value, to_finite_float
 
 MAX_OBSERVATION_BYTES = 16 * MIB
 """Limit of an observation as JSON: a guard for the socket, far above any context window."""

@@ -32,8 +32,8 @@ from streamrl.environments.tool_calls.tool_signature import format_tool
 from streamrl.errors import ConfigError, EpisodeError
 from streamrl.files.bounded_read import MIB
 from streamrl.messages import Prompt, describe_prompt
-from streamrl.process_pool.proc_stats import ProcessTable
-from streamrl.rewards.interface.checks import format_value
+from streamrl.user_code.checks import format_value
+from streamrl.user_code.pool.proc_stats import ProcessTable
 
 CALL_RATE = 0.8
 """Share of a random policy's turns with calls, in an environment with tools."""

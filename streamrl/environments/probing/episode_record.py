@@ -7,7 +7,7 @@ from typing import Any
 from streamrl.environments.hosts.host_protocol import HostOperation
 from streamrl.environments.interface import CallOutcome, EnvironmentStep, Reply, ResetResult
 from streamrl.messages import Prompt
-from streamrl.rewards.interface.checks import format_value
+from streamrl.user_code.checks import format_value
 
 
 @dataclass

@@ -21,9 +21,9 @@ from streamrl.environments.tool_calls.marked_turn import WrittenCall
 from streamrl.environments.tool_calls.pattern_calls import parse_python_calls
 from streamrl.environments.tool_calls.tool_schema import get_tool_name
 from streamrl.errors import ConfigError
-from streamrl.files.python_module import FileFunction, load_referenced_function
 from streamrl.messages import Array, FinishReason, Rollout
-from streamrl.rewards.interface.checks import format_value
+from streamrl.user_code.checks import format_value
+from streamrl.user_code.python_module import FileFunction, load_referenced_function
 
 PolicyReply = str | Message
 """Text of a turn, or an assistant message: content, and tool_calls in OpenAI's form."""

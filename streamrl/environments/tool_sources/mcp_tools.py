@@ -17,8 +17,8 @@ from streamrl.environments.tool_sources.stdio_server import MAX_MESSAGE_BYTES, S
 from streamrl.environments.tool_sources.tool_source import ToolAnswer
 from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError
 from streamrl.files.typed_settings import suggest_nearest
-from streamrl.process_pool.background_tasks import BackgroundTasks
-from streamrl.stream.service_gate import UNAVAILABLE_STATUSES, is_outage
+from streamrl.user_code.pool.background_tasks import BackgroundTasks
+from streamrl.user_code.service_gate import UNAVAILABLE_STATUSES, is_outage
 
 if TYPE_CHECKING:
     import httpx2

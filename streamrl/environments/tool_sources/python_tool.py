@@ -9,11 +9,11 @@ from streamrl.environments.interface import CallOutcome, ToolSchema
 from streamrl.environments.tool_config import ToolConfig
 from streamrl.environments.tool_sources.tool_source import ToolAnswer
 from streamrl.errors import ConfigError, EpisodeError
-from streamrl.process_pool.background_tasks import BackgroundTasks
-from streamrl.rewards.sandbox.backend_choice import IsolationError, find_isolation
-from streamrl.rewards.sandbox.jail import JailError, JailSpec
-from streamrl.rewards.sandbox.program import ProgramLimits
-from streamrl.rewards.sandbox.python_session import PythonSession, make_session_spec
+from streamrl.user_code.pool.background_tasks import BackgroundTasks
+from streamrl.user_code.sandbox.backend_choice import IsolationError, find_isolation
+from streamrl.user_code.sandbox.jail import JailError, JailSpec
+from streamrl.user_code.sandbox.program import ProgramLimits
+from streamrl.user_code.sandbox.python_session import PythonSession, make_session_spec
 
 PYTHON_TOOL: ToolSchema = {
     "type": "function",

@@ -5,14 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from streamrl.group_episodes import count_samples, find_first_samples, sum_over_samples
 from streamrl.messages import (
     Array,
     Columns,
     Prompt,
     TokenSource,
+    count_samples,
     extract_completions,
+    find_first_samples,
     split_token_column,
+    sum_over_samples,
 )
 from streamrl.rewards.interface.conversations import Conversation, decode_conversations
 from streamrl.rewards.interface.extract import decode_completions

@@ -21,7 +21,10 @@ from streamrl.errors import (
 )
 from streamrl.files.typed_settings import check_minimums
 from streamrl.messages import Prompt
-from streamrl.process_pool.pool import (
+from streamrl.rewards.interface.completion import Completion
+from streamrl.rewards.interface.config import SandboxConfig, ScorerConfig
+from streamrl.rewards.interface.extract import PatternTimeoutError
+from streamrl.user_code.pool.pool import (
     WorkerCrashError,
     WorkerError,
     WorkerMemoryError,
@@ -29,11 +32,8 @@ from streamrl.process_pool.pool import (
     WorkerPoolSettings,
     WorkerTimeoutError,
 )
-from streamrl.rewards.interface.completion import Completion
-from streamrl.rewards.interface.config import SandboxConfig, ScorerConfig
-from streamrl.rewards.interface.extract import PatternTimeoutError
-from streamrl.rewards.interface.reward_result import RewardOutcome, RewardResult
-from streamrl.stream.service_gate import Outage, request_service
+from streamrl.user_code.reward_result import RewardOutcome, RewardResult
+from streamrl.user_code.service_gate import Outage, request_service
 
 OptionsT = TypeVar("OptionsT")
 

@@ -14,8 +14,8 @@ from streamrl.files.typed_settings import check_choices, check_minimums, read_se
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.extract import AnswerPattern, PatternTimeoutError
 from streamrl.rewards.interface.reward import RetryOptions, Reward, RewardSpec, retry_infra_errors
-from streamrl.rewards.interface.reward_result import RewardOutcome, RewardResult
-from streamrl.rewards.sandbox.program import (
+from streamrl.user_code.reward_result import RewardOutcome, RewardResult
+from streamrl.user_code.sandbox.program import (
     LANGUAGES,
     CallTest,
     LanguageSpec,
@@ -24,10 +24,10 @@ from streamrl.rewards.sandbox.program import (
     SandboxProgram,
     StdinTest,
 )
-from streamrl.rewards.sandbox.sandbox import Sandbox
+from streamrl.user_code.sandbox.sandbox import Sandbox
 
 if TYPE_CHECKING:
-    from streamrl.rewards.sandbox.remote import RemoteSandbox
+    from streamrl.user_code.sandbox.remote import RemoteSandbox
 
 
 ProgramTest = StdinTest | CallTest
@@ -227,7 +227,7 @@ class CodeReward(Reward):
 
     async def start(self) -> None:
         if self._options.url:
-            from streamrl.rewards.sandbox.remote import RemoteSandbox
+            from streamrl.user_code.sandbox.remote import RemoteSandbox
 
             self._runner = RemoteSandbox(self._options.url, self._limits)
         else:

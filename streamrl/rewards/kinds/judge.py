@@ -32,8 +32,8 @@ from streamrl.messages import Prompt
 from streamrl.rewards.interface.completion import CONVERSATION, Completion
 from streamrl.rewards.interface.extract import AnswerPattern
 from streamrl.rewards.interface.reward import RetryOptions, Reward, RewardSpec, retry_infra_errors
-from streamrl.rewards.interface.reward_result import RewardResult
-from streamrl.stream.service_gate import (
+from streamrl.user_code.reward_result import RewardResult
+from streamrl.user_code.service_gate import (
     TOO_MANY_REQUESTS,
     UNAVAILABLE_STATUSES,
     is_outage,

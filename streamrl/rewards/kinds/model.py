@@ -22,7 +22,7 @@ from streamrl.files.typed_settings import check_choices, check_minimums
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.completion import LAST_TURN, Completion
 from streamrl.rewards.interface.reward import RetryOptions, Reward, RewardSpec, retry_infra_errors
-from streamrl.rewards.interface.reward_result import RewardResult
+from streamrl.user_code.reward_result import RewardResult
 
 if TYPE_CHECKING:
     from streamrl.rewards.kinds.classifier import ClassifierFiles, SequenceClassifier

@@ -16,10 +16,10 @@ from streamrl.data.reading.reasoning_gym_table import (
 from streamrl.errors import ConfigError, RewardError
 from streamrl.files.optional_package import import_optional
 from streamrl.messages import Prompt
-from streamrl.rewards.interface.checks import format_value, to_finite_float
 from streamrl.rewards.interface.extract import AnswerPattern, PatternTimeoutError
 from streamrl.rewards.interface.reward import CompletionWorkerReward, RewardSpec, WorkerOptions
-from streamrl.rewards.interface.reward_result import RewardOutcome, RewardResult
+from streamrl.user_code.checks import format_value, to_finite_float
+from streamrl.user_code.reward_result import RewardOutcome, RewardResult
 
 _SETTING = f"rewards.kind={REASONING_GYM}"
 _CACHED_TASKS = 64

@@ -24,10 +24,10 @@ from streamrl.rewards.interface.reward import (
     RuleReward,
     WorkerOptions,
 )
-from streamrl.rewards.interface.reward_result import RewardResult
 from streamrl.rewards.matchers import form, math_answers
 from streamrl.rewards.matchers.form import LETTERS
 from streamrl.rewards.matchers.matcher import AnswerMatcher, parse_truth_text
+from streamrl.user_code.reward_result import RewardResult
 
 MATCHERS: Mapping[str, AnswerMatcher] = {
     "gsm8k": AnswerMatcher(math_answers.judge_gsm8k, math_answers.validate_gsm8k_truth),

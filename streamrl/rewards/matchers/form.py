@@ -9,12 +9,12 @@ from functools import lru_cache
 import regex
 
 from streamrl.errors import ConfigError, RewardError
-from streamrl.rewards.interface.reward_result import RewardResult
 from streamrl.rewards.matchers.matcher import (
     GroundTruth,
     make_missing_answer_result,
     parse_truth_text,
 )
+from streamrl.user_code.reward_result import RewardResult
 
 LETTERS = "ABCDEFGHIJ"
 # Bounded repeats only: matching time stays linear in the length of the completion.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamrl.errors import RewardError
-from streamrl.rewards.interface.reward_result import RewardOutcome, RewardResult
+from streamrl.user_code.reward_result import RewardOutcome, RewardResult
 
 GroundTruth = Any
 

@@ -16,13 +16,13 @@ import re
 from typing import Any
 
 from streamrl.errors import ConfigError, RewardError
-from streamrl.rewards.interface.reward_result import RewardResult
 from streamrl.rewards.matchers.matcher import (
     GroundTruth,
     make_missing_answer_result,
     parse_truth_text,
     require_nonempty,
 )
+from streamrl.user_code.reward_result import RewardResult
 
 #: The order matters: later replacements see the result of earlier ones.
 _REPLACEMENTS = (

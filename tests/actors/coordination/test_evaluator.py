@@ -16,12 +16,12 @@ from streamrl.data.config import DataConfig
 from streamrl.dataflow import GENERATE_CALL, REWARD_CALL
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.errors import DeadlineError, GenerationError
-from streamrl.evaluation.metrics import EvaluationResult
-from streamrl.evaluation.sample_and_score import SampledPrompt
 from streamrl.messages import Array, Experience, Prompt, rollouts_to_columns
+from streamrl.planner.simulator.replicas.virtual_loop import run_virtual
 from streamrl.rewards.interface.config import RewardConfig
-from streamrl.simulator.replicas.virtual_loop import run_virtual
 from streamrl.stream.device_lease import ProgressClock
+from streamrl.stream.evaluation.metrics import EvaluationResult
+from streamrl.stream.evaluation.sample_and_score import SampledPrompt
 from streamrl.stream.run_state import PipelineConfig
 from streamrl.telemetry.progress import WorkStatus
 from tests.rollouts import make_rollout

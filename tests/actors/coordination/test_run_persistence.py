@@ -16,8 +16,8 @@ from streamrl.actors.coordination.run_persistence import (
 )
 from streamrl.buffer.log.journal import Journal, JournalConfig
 from streamrl.errors import JournalError, NoSpaceError, StreamError
-from streamrl.evaluation.config import EvaluationConfig
 from streamrl.run_dir.checkpoint import CheckpointConfig, get_journal_dir, read_checkpoint
+from streamrl.stream.evaluation.config import EvaluationConfig
 
 
 class Trainer:

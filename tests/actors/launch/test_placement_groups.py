@@ -19,7 +19,7 @@ from streamrl.actors.launch.placement_groups import (
 from streamrl.errors import ConfigError
 from streamrl.placement.pools import lay_out_slots
 from streamrl.placement.resource_demand import ResourceDemand
-from tests.actors.conftest import CPUS
+from tests.local_ray import CPUS
 
 pytestmark = pytest.mark.xdist_group("ray")
 

@@ -16,8 +16,7 @@ from streamrl.engines.models.forward import TokenScores
 from streamrl.engines.training.collate import TOKEN_COLUMNS, build_batch, derive_columns
 from streamrl.engines.training.rollout_sums import sum_rollouts
 from streamrl.engines.training.tasks import PolicyTask, SampleJoiner, TwoHeadedTask
-from streamrl.group_episodes import count_samples
-from streamrl.messages import FinishReason
+from streamrl.messages import FinishReason, count_samples
 from tests.engines.split_episodes import MAX_SAMPLED, WEIGHTS, make_episode, make_groups
 
 SEQUENCE_WEIGHTS = CorrectionConfig(

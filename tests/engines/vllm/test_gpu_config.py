@@ -10,7 +10,7 @@ import pytest
 
 from streamrl.config.run_config import load_config
 from streamrl.engines.generator_config import list_graph_sizes
-from streamrl.placement.model_shapes import MODEL_SHAPES, ModelShape
+from streamrl.engines.models.model_shapes import MODEL_SHAPES, ModelShape
 from streamrl.weights.logprob_check import NUM_SEQUENCES
 
 ROOT = Path(__file__).parents[3]

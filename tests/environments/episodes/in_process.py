@@ -9,7 +9,7 @@ from streamrl.environments.hosts.host_protocol import HostOperation, HostRequest
 from streamrl.environments.interface import EnvironmentStep, EpisodeSummary, Reply, ResetResult
 from streamrl.errors import EpisodeError
 from streamrl.messages import Prompt
-from streamrl.process_pool.framing import HEADER_BYTES, pack_message, unpickle_response
+from streamrl.user_code.pool.framing import HEADER_BYTES, pack_message, unpickle_response
 
 
 class InProcessHosts:

@@ -27,9 +27,9 @@ from streamrl.messages import (
     measure_columns,
     split_token_column,
 )
+from streamrl.planner.simulator.replicas.virtual_loop import run_virtual
 from streamrl.rewards.metric_means import sums_to_means
-from streamrl.simulator.replicas.virtual_loop import run_virtual
-from streamrl.stream import service_gate
+from streamrl.user_code import service_gate
 from tests.environments.episodes.scripted import (
     PROMPT,
     CodePointRenderer,

@@ -17,13 +17,13 @@ from streamrl.environments.rendering.token_difference import decode
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
 from streamrl.environments.tool_calls.call_formats import make_call_format
 from streamrl.errors import EpisodeError
-from streamrl.group_episodes import check_loss_mask
 from streamrl.messages import (
     FinishReason,
     Prompt,
     Rollout,
     TokenSource,
     TurnOutcome,
+    check_loss_mask,
 )
 from tests.bpe_tokenizer import PLAIN_ADDED_TOKENS, SPECIAL_TOKENS
 from tests.environments.episodes.in_process import InProcessHosts

@@ -10,9 +10,8 @@ from streamrl.buffer import ExperienceQueue, QueueConfig, ShardCapacity, StageSc
 from streamrl.engines.training.collate import build_batch, derive_columns
 from streamrl.environments.interface import EnvironmentStep
 from streamrl.errors import ContractError
-from streamrl.group_episodes import check_loss_mask
-from streamrl.messages import EPISODE_COLUMNS, ROLLOUT_COLUMNS, TokenSource
-from streamrl.simulator.replicas.virtual_loop import run_virtual
+from streamrl.messages import EPISODE_COLUMNS, ROLLOUT_COLUMNS, TokenSource, check_loss_mask
+from streamrl.planner.simulator.replicas.virtual_loop import run_virtual
 from tests.environments.episodes.scripted import (
     PROMPT,
     ScriptedHosts,

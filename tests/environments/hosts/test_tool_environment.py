@@ -143,7 +143,7 @@ async def test_the_death_of_a_server_fails_the_episode_and_no_other(open_session
 async def test_a_server_that_answers_nobody_is_an_outage_and_a_slow_tool_is_not(
     open_session, monkeypatch
 ):
-    monkeypatch.setattr("streamrl.stream.service_gate.PING_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("streamrl.user_code.service_gate.PING_TIMEOUT_S", 0.5)
     with ThreadingHTTPServer(("127.0.0.1", 0), RawHttpServer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/mcp"

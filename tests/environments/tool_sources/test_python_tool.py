@@ -11,7 +11,7 @@ from streamrl.environments.tool_sources import python_tool
 from streamrl.environments.tool_sources.python_tool import LOST, PythonTools
 from streamrl.environments.tool_sources.tool_source import ToolAnswer
 from streamrl.errors import ConfigError, EpisodeError
-from streamrl.rewards.sandbox.backend_choice import IsolationError
+from streamrl.user_code.sandbox.backend_choice import IsolationError
 from tests.descendants import descendants
 
 module_loop = pytest.mark.asyncio(loop_scope="module")

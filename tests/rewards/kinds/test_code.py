@@ -8,11 +8,11 @@ from streamrl.errors import ConfigError, RewardError, RewardInfraError
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.config import RewardConfig, SandboxConfig
 from streamrl.rewards.interface.reward import RewardContext
-from streamrl.rewards.interface.reward_result import RewardOutcome
 from streamrl.rewards.kinds.code import read_tests
 from streamrl.rewards.registry import build_rewards
-from streamrl.rewards.sandbox.program import CallTest, ProgramResult, ProgramTestResult, StdinTest
-from streamrl.rewards.sandbox.sandbox import Sandbox
+from streamrl.user_code.reward_result import RewardOutcome
+from streamrl.user_code.sandbox.program import CallTest, ProgramResult, ProgramTestResult, StdinTest
+from streamrl.user_code.sandbox.sandbox import Sandbox
 from tests.rewards.judged import judge
 
 ADD = {"inputs": ["1\n2", "3\n4"], "outputs": ["3", "7"], "fn_name": "add"}

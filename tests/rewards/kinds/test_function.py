@@ -9,9 +9,9 @@ from msgspec.structs import replace
 
 from streamrl.errors import ConfigError, RewardError
 from streamrl.rewards.interface.config import RewardConfig
-from streamrl.rewards.interface.reward_result import RewardOutcome, RewardResult
 from streamrl.rewards.registry import build_rewards
-from streamrl.rewards.user_code.user_function import FunctionSource, make_reward_handler
+from streamrl.user_code.reward_result import RewardOutcome, RewardResult
+from streamrl.user_code.rewards.user_function import FunctionSource, make_reward_handler
 from tests.rewards.judged import prompt, score_completions, scores, started_rewards
 
 

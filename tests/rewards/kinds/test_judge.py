@@ -12,11 +12,11 @@ from aiohttp import web
 from streamrl.errors import ConfigError, RewardError, RewardInfraError, RewardTimeoutError
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.config import RewardConfig
-from streamrl.rewards.interface.reward_result import RewardOutcome
 from streamrl.rewards.kinds import judge as endpoint_module
 from streamrl.rewards.kinds.judge import RateLimiter, parse_retry_after
 from streamrl.rewards.registry import build_rewards
-from streamrl.stream import service_gate
+from streamrl.user_code import service_gate
+from streamrl.user_code.reward_result import RewardOutcome
 from tests.rewards.chat_server import MODEL, ChatServer
 from tests.rewards.judged import EPISODE
 from tests.virtual_time import in_virtual_time

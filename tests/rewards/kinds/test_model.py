@@ -15,10 +15,10 @@ from streamrl.data.chat_template import load_tokenizer
 from streamrl.errors import ConfigError, RewardError, RewardTimeoutError
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.config import RewardConfig
-from streamrl.rewards.interface.reward_result import RewardOutcome
 from streamrl.rewards.kinds.classifier import SequenceClassifier, read_classifier
 from streamrl.rewards.kinds.model import ModelReward, logits_to_score
 from streamrl.rewards.registry import build_rewards
+from streamrl.user_code.reward_result import RewardOutcome
 from tests.rewards.judged import EPISODE
 from tests.rewards.tiny_classifier import write_classifier
 from tests.toy import SYMBOLS, write_model, write_toy

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from streamrl.config.run_config import load_config
 from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import Prompt
-from streamrl.rewards.interface.reward_result import RewardOutcome
 from streamrl.rewards.kinds.rules import (
     PatternOptions,
     RegexOptions,
@@ -19,6 +18,7 @@ from streamrl.rewards.kinds.rules import (
     build_regex_reward,
     parse_number,
 )
+from streamrl.user_code.reward_result import RewardOutcome
 
 EXACT, NUMERIC = build_exact_reward(PatternOptions()), build_numeric_reward(PatternOptions())
 

@@ -6,8 +6,8 @@
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
-from streamrl.rewards.interface.reward_result import RewardResult
 from streamrl.rewards.matchers import math_answers
+from streamrl.user_code.reward_result import RewardResult
 
 #: Matchers by their letter in ANSWERS.
 RULES: Mapping[str, Callable[[str, str], RewardResult]] = {

@@ -1,8 +1,8 @@
 import pytest
 
 from streamrl.errors import ConfigError
-from streamrl.rewards.interface.reward_result import RewardOutcome
 from streamrl.rewards.matchers import form
+from streamrl.user_code.reward_result import RewardOutcome
 
 GOOD = "<think>2 + 3</think>\n<answer>5</answer>"
 SWAPPED = "not in the order <think> </think> <answer> </answer>"

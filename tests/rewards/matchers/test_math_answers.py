@@ -1,9 +1,9 @@
 import pytest
 
 from streamrl.errors import ConfigError, RewardError
-from streamrl.rewards.interface.reward_result import RewardOutcome
 from streamrl.rewards.kinds.rules import MATCHERS
 from streamrl.rewards.matchers import math_answers
+from streamrl.user_code.reward_result import RewardOutcome
 from tests.rewards.matchers.answers_table import ANSWERS, RULES
 
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.errors import RewardError
-from streamrl.rewards.interface.reward_result import RewardOutcome, RewardResult
 from streamrl.rewards.kinds.rules import MATCHER_BY_SOURCE, MATCHERS, find_matcher
+from streamrl.user_code.reward_result import RewardOutcome, RewardResult
 
 TRUTHS = {"choice": "B"}
 QUICK = [name for name, rule in MATCHERS.items() if not rule.may_hang]

@@ -1,1 +1,0 @@
-"""Worker groups with real engines, for own loops."""

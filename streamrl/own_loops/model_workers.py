@@ -1,0 +1,519 @@
+"""Workers with real engines for own loops: policy, critics, reference, rewards, costs.
+
+A row of a batch is a group, with a cell for its prompt and a cell per column of
+`messages.COLUMN_SPECS`. Advantages and returns of a group form the column `derived`.
+
+Scoring splits a batch by rows. An update receives the whole batch on every rank, since advantages
+may compare all groups of a step; the ranks share the rollouts by length without padding. So the
+result does not depend on the number of ranks.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from streamrl.actors.coordination.trainer_group import ParallelTrainer
+from streamrl.actors.engine_factory import RealEngineFactory
+from streamrl.actors.shared_weights import SharedWeights
+from streamrl.actors.trainer import make_logprob_check
+from streamrl.actors.transport.ray_calls import RAY_ACCESS
+from streamrl.algorithms import summarize_policy
+from streamrl.algorithms.adaptive_params import AdaptiveParams
+from streamrl.algorithms.math.training_metrics import summarize_critic
+from streamrl.buffer.assembly.micro_batch_schedule import ScheduledRound
+from streamrl.buffer.assembly.packing import MicroBatch, Round
+from streamrl.config.preflight import check_worker_memory
+from streamrl.config.role_counts import with_placement_mode
+from streamrl.config.run_config import RunConfig
+from streamrl.dataflow import (
+    CRITIC,
+    CRITIC_BY_COLUMN,
+    GENERATE_CALL,
+    GREEDY_CALL,
+    POLICY,
+    SEQUENCE_COLUMNS,
+    SOURCE_CALLS,
+    CallKind,
+    ModelCall,
+)
+from streamrl.distributed.devices import has_local_gpu
+from streamrl.distributed.process_group import translate_collective_errors
+from streamrl.engines.memory.peak_memory import release_large_blocks_eagerly
+from streamrl.engines.training.collate import derive_columns
+from streamrl.engines.training.rollout_sums import sum_rollouts
+from streamrl.errors import ConfigError, StreamError
+from streamrl.messages import (
+    COLUMN_SPECS,
+    Array,
+    Columns,
+    Experience,
+    Prompt,
+    count_samples,
+    is_component_column,
+)
+from streamrl.own_loops import Batch, WorkerContext, transfers
+from streamrl.pipeline import verify_weights
+from streamrl.placement.colocated_memory import WorkerMemory
+from streamrl.stream.device_lease import DedicatedDeviceLease
+from streamrl.stream.protocols import TrainStepResult
+from streamrl.stream.step_metrics import average_metrics, compute_score_metrics
+from streamrl.stream.train_step import ReadyRounds, RoundRunner, make_scheduler
+from streamrl.weights import WeightManifest
+from streamrl.weights.buckets import publish_gathered, unpack_tensors
+from streamrl.weights.logprob_check import is_logprob_check_due
+from streamrl.weights.transports.object_store import ObjectStoreReader, ObjectStoreWriter
+
+
+def set_world_size(config: RunConfig, ranks: int) -> RunConfig:
+    """Return the config with trainer.world_size set to a number of ranks.
+
+    Sets the critic's world size too if the config has one.
+    """
+    trainer, critic = replace(config.trainer, world_size=ranks), config.critic
+    if "world_size" in critic.trainer:
+        critic = replace(critic, trainer={**critic.trainer, "world_size": ranks})
+    return replace(config, trainer=trainer, critic=critic)
+
+
+def make_loop_config(config: RunConfig, ranks: int) -> RunConfig:
+    """Return the config of PolicyWorkers on `ranks` ranks: each worker trains and samples.
+
+    Raises ConfigError for settings that have no effect in an own loop or are not supported there.
+    """
+    mode, tensor_parallel = config.placement.mode, config.generator.tensor_parallel
+    every = config.reference.every
+    fixed_settings = (
+        ("filter.kind", config.filter.kind, "none", "filters no groups"),
+        ("reference.every", every, 0, "has a fixed reference"),
+        ("generator.tensor_parallel", tensor_parallel, 1, "has a whole generator in each worker"),
+    )
+    for key, value, required, reason in fixed_settings:
+        if value != required:
+            raise ConfigError(f"{key}={value}: an own loop {reason}; must be {required}")
+    if config.environment.is_enabled:
+        raise ConfigError(f"{config.environment.settings_text}: an own loop samples single turns")
+    if mode not in ("auto", "colocated"):
+        raise ConfigError(
+            f"placement.mode={mode}: in an own loop the policy's workers both train and"
+            " generate; must be auto or colocated"
+        )
+    return with_placement_mode(set_world_size(config, ranks), "colocated")
+
+
+PROMPT_COLUMN = "prompt"
+DERIVED_COLUMN = "derived"
+
+
+def to_batch(groups: Sequence[Columns]) -> dict[str, list[Array]]:
+    """Return groups as a batch: a row per group, a list of arrays per column."""
+    return {name: [columns[name] for columns in groups] for name in (groups[0] if groups else ())}
+
+
+def get_group_columns(batch: Batch) -> list[Columns]:
+    """Return the stored columns of every group of a batch, without derived ones."""
+    names = [name for name in batch if name in COLUMN_SPECS or is_component_column(name)]
+    return [
+        dict(zip(names, cells, strict=True))
+        for cells in zip(*(batch[name] for name in names), strict=True)
+    ]
+
+
+def map_groups_by_uid(batch: Batch) -> dict[str, Columns]:
+    """Return the columns of each group of a batch, by uid; ValueError for a repeated group."""
+    uids = [prompt.uid for prompt in batch[PROMPT_COLUMN]]
+    if len(set(uids)) < len(uids):
+        duplicate = next(uid for uid in uids if uids.count(uid) > 1)
+        raise ValueError(
+            f"prompt {duplicate} occurs twice in the batch; a step trains a group once"
+        )
+    return dict(zip(uids, get_group_columns(batch), strict=True))
+
+
+def compute_concatenated(batch: Batch, compute: Callable[[Columns], Array]) -> list[Array]:
+    """Compute a column with a value per token for all groups of a batch in a single call.
+
+    compute: receives the sequences of all groups together, and returns their column. Returns the
+    column of each group.
+    """
+    concatenated = {
+        name: np.concatenate([np.zeros(0, COLUMN_SPECS[name].dtype), *batch[name]])
+        for name in SEQUENCE_COLUMNS
+    }
+    ends = np.cumsum([len(token_ids) for token_ids in batch["token_ids"]])
+    # The piece after the last group is empty.
+    return np.split(compute(concatenated), ends)[:-1]
+
+
+class UninterruptedStep:
+    """Control of a training step that nothing abandons and no publish delays."""
+
+    def should_abandon_step(self, *, needs_s: float = 0.0) -> bool:
+        return False
+
+    async def begin_update(self, role: str, *, finishes_step: bool) -> bool:
+        return True
+
+
+class RankTrainer(ParallelTrainer):
+    """Trainer of this process, one of the ranks of a model, which all run the same steps.
+
+    Each rank has all groups of a step in memory and trains its micro-batch of every round.
+    """
+
+    def __init__(self, role: str, config: RunConfig, max_length: int, rank: int) -> None:
+        super().__init__(role, config)
+        trainer_config = config.get_trainer_config(role)
+        self._pipeline = config.pipeline
+        self._rank, self._dp_rank = rank, trainer_config.get_dp_rank(rank)
+        self._timeout_s = trainer_config.collective_timeout_s
+        self.model = RealEngineFactory().make_trainer(config, max_length, rank, role)
+
+    async def train_step(
+        self,
+        groups: Mapping[str, Columns],
+        derived: Mapping[str, Columns],
+        version: int,
+        adaptive_params: Mapping[str, float],
+    ) -> TrainStepResult:
+        """Run a training step with all its updates; all ranks must call it with the same groups.
+
+        derived: derived columns of each group, by uid.
+        """
+        self._groups, self._derived = groups, derived
+        self.begin_step(version, adaptive_params)
+        scheduler = make_scheduler(self, self._pipeline)
+        for uid, columns in groups.items():
+            scheduler.add_group(uid, columns["lengths"].tolist(), count_samples(columns).tolist())
+        ready = ReadyRounds({self.role: scheduler.take_rounds(complete=True)}, list(groups))
+        runner = RoundRunner(self, UninterruptedStep(), DedicatedDeviceLease())
+        await runner.run_rounds(self.role, ready)
+        return runner.result
+
+    async def plan_step(self, uids: Sequence[str], rounds: Sequence[ScheduledRound]) -> None:
+        """Prepare the training step with the derived columns of its groups."""
+        self.model.set_adaptive_params(self._adaptive_params)
+        self.model.plan_step(self._groups, self._derived)
+        if to_precompute := self.select_precomputed(rounds):
+            for micro_batches in to_precompute:
+                picks = micro_batches[self._dp_rank]
+                self.model.precompute_logprobs(self._select_groups(picks), picks, self._version)
+            self.model.sync_plan()
+
+    async def train_round(self, micro_batches: Round, *, epoch: int) -> Mapping[str, float]:
+        """Train this rank's micro-batch; return the sums over all ranks."""
+        picks = micro_batches[self._dp_rank]
+        groups = self._select_groups(picks)
+        sums = self.model.train_micro_batch(groups, picks, self._version, epoch=epoch)
+        return self.sum_over_ranks(self.gather_from_ranks(sums, "sums"))
+
+    async def apply_update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
+        """Run the optimizer step. sums: sums of all rounds of the update."""
+        return self.model.step(self.model.compute_loss_denominator(sums), self._version)
+
+    def gather_from_ranks(self, value: Any, name: str) -> list[Any]:
+        """Return the values of all ranks; a collective. name: of the value, for errors."""
+        values: list[Any] = [None] * dist.get_world_size()
+        waited = f"rank {self._rank} waited {self._timeout_s:g} s"
+        with translate_collective_errors(f"{waited} for the others' {name}"):
+            dist.all_gather_object(values, value)
+        return values
+
+    def _select_groups(self, picks: MicroBatch) -> dict[str, Columns]:
+        return {uid: self._groups[uid] for uid, _ in picks}
+
+
+Metrics = dict[str, float]
+
+
+class TrainedWorker:
+    """Base class of workers that train: a rank of the policy or of a critic."""
+
+    def __init__(
+        self, context: WorkerContext, config: RunConfig, max_length: int, role: str
+    ) -> None:
+        self._max_length = max_length
+        self._config = config = set_world_size(config, context.size)
+        self._context = context
+        trainer_config = config.get_trainer_config(role)
+        dp_ranks = [trainer_config.get_dp_rank(rank) for rank in range(context.size)]
+        if trainer_config.sequence_parallel > 1:
+            raise ConfigError(
+                f"trainer.sequence_parallel={trainer_config.sequence_parallel}: an own loop gives"
+                f" each rank of the {role} rows of its own; must be 1"
+            )
+        mesh_ranks = [(at.dp_rank, at.pp_rank) for at in context.mesh.train.coordinates]
+        if mesh_ranks != [(dp_rank, 0) for dp_rank in dp_ranks]:
+            tensor_parallel = trainer_config.tensor_parallel
+            raise ConfigError(
+                f"trainer.tensor_parallel={tensor_parallel}: the mesh of the {role} must be"
+                f" RankGrid(1, {tensor_parallel}, {trainer_config.fsdp_size})"
+            )
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = context.address, str(context.port)
+        self._trainer = RankTrainer(role, config, max_length, context.rank)
+        self._version = 0
+
+    @transfers("TO_ALL_FROM_FIRST")
+    def publish_weights(self) -> WeightManifest | None:
+        """Store the current weights in Ray's object store, for `load_weights` of a ScorerWorker."""
+        model, is_first = self._trainer.model, self._context.rank == 0
+        return publish_gathered(
+            model.full_state(),
+            version=self._version,
+            bucket_bytes=self._config.weights.bucket_bytes,
+            writer=ObjectStoreWriter(RAY_ACCESS.put_object) if is_first else None,
+            is_collective=model.has_sharded_params,
+        )
+
+    async def _train_batch(
+        self, batch: Batch, adaptive_params: Mapping[str, float]
+    ) -> TrainStepResult:
+        """Run a training step on this rank's share of a batch."""
+        groups = map_groups_by_uid(batch)
+        derived = dict(zip(groups, batch[DERIVED_COLUMN], strict=True))
+        return await self._trainer.train_step(groups, derived, self._version, adaptive_params)
+
+
+class PolicyWorker(TrainedWorker):
+    """Worker of a policy rank: a trainer and a generator that share the weights in place.
+
+    max_length: maximum tokens of prompt and completion together.
+    """
+
+    def __init__(self, context: WorkerContext, config: RunConfig, max_length: int) -> None:
+        config, on_gpu = make_loop_config(config, context.size), has_local_gpu()
+        if on_gpu and config.generator.kv_cache_mb is None:
+            raise ConfigError(
+                "generator.kv_cache_mb=null: must be set where a generator shares a GPU, here with"
+                " its trainer; otherwise the KV cache takes all free memory"
+            )
+        memory = check_worker_memory(config, on_gpu=on_gpu)
+        assert memory is not None  # a loop's config is colocated
+        if config.placement.memory_mb is not None:
+            release_large_blocks_eagerly()
+        self._shared_weights = SharedWeights()
+        super().__init__(context, config, max_length, POLICY)
+        self._settings = self._config.algorithm_settings
+        self._adaptive_params = AdaptiveParams(config.algorithm.spec, self._settings)
+        self._loop = asyncio.Runner()
+        self._loop.run(self._start_generator(memory))
+
+    @transfers("P3D_ALL_MICRO_DP")
+    def generate_sequences(self, batch: Batch) -> dict[str, list[Array]]:
+        """Sample a group of rollouts for each prompt of the batch; return ROLLOUT_COLUMNS."""
+        return self._sample_groups(GENERATE_CALL.stage, batch[PROMPT_COLUMN])
+
+    @transfers("P3D_ALL_MICRO_DP")
+    def generate_greedy(self, batch: Batch) -> dict[str, list[Array]]:
+        """Decode a greedy completion for each prompt of the batch; return the column greedy_ids."""
+        return self._sample_groups(GREEDY_CALL.stage, batch[PROMPT_COLUMN])
+
+    @transfers("RANK_ZERO")
+    def compute_advantages(self, batch: Batch) -> dict[str, list[Columns]]:
+        """Compute advantages and returns of all groups of a step; return the column derived."""
+        settings = self._settings.with_adaptive_params(self._adaptive_params.values)
+        derived = derive_columns(self._config.algorithm.spec, settings, map_groups_by_uid(batch))
+        return {DERIVED_COLUMN: list(derived.values())}
+
+    @transfers("TO_ALL_FROM_FIRST")
+    def update_policy(self, batch: Batch) -> Metrics:
+        """Train the policy on a batch, load the new weights into the generator, return metrics.
+
+        During critic warm-up (critic.warmup_alone) the policy stays unchanged.
+        """
+        groups, adaptive_params = map_groups_by_uid(batch), dict(self._adaptive_params.values)
+        rollouts = [(uid, i) for uid, group in groups.items() for i in range(len(group["lengths"]))]
+        derived = dict(zip(groups, batch[DERIVED_COLUMN], strict=True))
+        sums = sum_rollouts(groups, rollouts, derived)
+        metrics = compute_score_metrics(sums)
+        result, transfer_metrics = self._loop.run(self._train_next_version(batch, adaptive_params))
+        if result:
+            sums |= result.metric_sums
+            self._adaptive_params.update_after_step(sums)
+            metrics |= summarize_policy(sums, self._settings.compute_loss_denominator(sums))
+            metrics |= average_metrics(result.update_metrics)
+        metrics |= {f"dial/{name}": value for name, value in adaptive_params.items()}
+        return {**metrics, **transfer_metrics, **self._gather_memory_peaks()}
+
+    @transfers("TO_ALL_FROM_FIRST")
+    def save_model(self, folder: Path) -> None:
+        """Write the policy as a Hugging Face directory, on the node of rank 0."""
+        self._trainer.model.save_model(folder)
+
+    async def _start_generator(self, memory: WorkerMemory) -> None:
+        await self._shared_weights.attach_trainer(self._trainer.model, memory)
+        self._generator = await RealEngineFactory().make_generator(
+            self._config, self._max_length, self._context.rank
+        )
+        await self._shared_weights.attach_generator(
+            self._generator, should_fill_storage=self._config.needs_resharding
+        )
+        await self._load_version(self._publish_version())
+
+    async def _train_next_version(
+        self, batch: Batch, adaptive_params: Mapping[str, float]
+    ) -> tuple[TrainStepResult | None, Metrics]:
+        """Train on the batch, and switch the generator to the resulting version.
+
+        During critic warm-up the weights stay the same and the result is None. Also returns the
+        bytes moved and copied for the weights as metrics.
+        """
+        result = None
+        await self._shared_weights.invalidate_weights()
+        trains = not self._trainer.is_frozen(self._version)
+        async with self._shared_weights.run_training_phase(may_release_kv=trains):
+            if trains:
+                result = await self._train_batch(batch, adaptive_params)
+            self._version += 1
+            manifest = self._publish_version()
+        return result, await self._load_version(manifest)
+
+    def _publish_version(self) -> WeightManifest:
+        """Declare the current weights a version; add a logprob check to the manifest if due."""
+        logprob_check = None
+        if is_logprob_check_due(self._version, every=self._config.weights.probe_every):
+            logprob_check = make_logprob_check(
+                self._trainer.model, self._config, max_length=self._max_length
+            )
+        manifest = self._shared_weights.publish_version(self._version)
+        return replace(manifest, logprob_check=logprob_check)
+
+    async def _load_version(self, manifest: WeightManifest) -> Metrics:
+        """Switch the generator to a published version and check it; return the bytes as metrics."""
+        version, weights = manifest.version, self._shared_weights
+        fetched = weights.fetch_version(version)
+        loaded = await weights.load_weights(fetched.tensors, version)
+        name = f"generator-{self._context.rank}"
+        await verify_weights(weights, name, manifest, loaded.verification)
+        return {
+            "weights/bytes": float(fetched.num_bytes),
+            "weights/copied_bytes": float(fetched.copied_bytes + loaded.copied_bytes),
+        }
+
+    def _gather_memory_peaks(self) -> Metrics:
+        """Return the memory peak of each phase over all ranks, MiB; a collective."""
+        peaks: Metrics = {}
+        for rank_peaks in self._trainer.gather_from_ranks(
+            self._shared_weights.peak_memory.drain_peaks(), "peaks of memory"
+        ):
+            for phase, peak_mb in rank_peaks.items():
+                name = f"memory/{phase}_mb"
+                peaks[name] = max(peaks.get(name, 0.0), peak_mb)
+        return peaks
+
+    def _sample_groups(self, stage: str, prompts: Sequence[Prompt]) -> dict[str, list[Array]]:
+        """Sample the rollouts of all prompts concurrently in a generation stage; return columns."""
+        if self._shared_weights.is_changing:
+            # The generator stays paused until a version is activated, so sampling would hang.
+            raise StreamError(
+                "the last update failed midway; the weights are inconsistent, cannot sample"
+            )
+        sample = self._generator.stages[stage]
+
+        async def sample_all() -> list[Columns]:
+            return await asyncio.gather(*(sample(prompt) for prompt in prompts))
+
+        return to_batch(self._loop.run(sample_all()))
+
+
+class CriticWorker(TrainedWorker):
+    """Worker of a critic rank; the role selects the critic of rewards or of costs."""
+
+    def __init__(
+        self, context: WorkerContext, config: RunConfig, max_length: int, role: str = CRITIC
+    ) -> None:
+        super().__init__(context, config, max_length, role)
+        (self._column,) = (column for column, critic in CRITIC_BY_COLUMN.items() if critic == role)
+
+    @transfers("P3D")
+    def compute_values(self, batch: Batch) -> dict[str, list[Array]]:
+        """Compute the value of each token; return the column values, or cost_values for costs."""
+        compute = partial(
+            self._trainer.model.compute_values,
+            micro_batch_tokens=self._config.pipeline.micro_batch_tokens,
+        )
+        return {self._column: compute_concatenated(batch, compute)}
+
+    @transfers("TO_ALL_FROM_FIRST")
+    def update_critic(self, batch: Batch) -> Metrics:
+        """Train the critic on a batch; return metrics."""
+        result = asyncio.run(self._train_batch(batch, {}))
+        self._version += 1
+        metrics = summarize_critic(result.metric_sums, self._trainer.role)
+        return metrics | average_metrics(result.update_metrics)
+
+
+class ScorerWorker:
+    """Worker that scores groups in a role as a scorer of the stream does.
+
+    role: reward, cost, reference, value or cost_value. The last three have a model of their own,
+    which starts as the policy or the critic of the config; `load_weights` changes its weights.
+    """
+
+    def __init__(
+        self, context: WorkerContext, config: RunConfig, max_length: int, role: str
+    ) -> None:
+        self._calls = [c for c in SOURCE_CALLS if (c.role, c.kind) == (role, CallKind.SCORE)]
+        if not self._calls:
+            roles = dict.fromkeys(c.role for c in SOURCE_CALLS if c.kind is CallKind.SCORE)
+            raise ConfigError(f"ScorerWorker: role={role}: must be one of {', '.join(roles)}")
+        self._role = role
+        self._loop = asyncio.Runner()
+        self._scorer = self._loop.run(RealEngineFactory().make_scorer(config, max_length, role))
+
+    @transfers("DP")
+    def score(self, batch: Batch) -> dict[str, list[Array]]:
+        """Compute the columns of every stage of the role whose required columns the batch has.
+
+        A reward scorer scores rollouts, greedy completions (column greedy_ids) or both.
+        """
+        calls = [call for call in self._calls if batch.keys() >= {*call.needs}]
+        if not calls:
+            needs = " or ".join(", ".join(call.needs) for call in self._calls)
+            raise ValueError(f"the batch lacks columns: a {self._role} scorer needs {needs}")
+        scored: dict[str, list[Array]] = {}
+        for call in calls:
+            scored |= self._score_stage(call, batch)
+        return scored
+
+    @transfers("ONE_TO_ALL")
+    def load_weights(self, weights: WeightManifest) -> None:
+        """Load the weights that `publish_weights` of a trained worker returned."""
+        follower = self._scorer.follower
+        if follower is None:
+            raise ConfigError(f"load_weights: a {self._role} scorer has no model of its own")
+        reader = ObjectStoreReader(self._role, RAY_ACCESS.fetch_objects)
+        tensors = unpack_tensors(weights, reader.fetch_buckets(weights))
+        self._loop.run(_await_result(follower.load_weights(tensors, weights.version)))
+
+    def _score_stage(self, call: ModelCall, batch: Batch) -> dict[str, list[Array]]:
+        if self._scorer.follower is None:
+            groups = zip(batch[PROMPT_COLUMN], get_group_columns(batch), strict=True)
+            return to_batch(self._score_groups(call.stage, list(groups)))
+        # A model reads no prompts, and has the fewest micro-batches if all groups are one.
+        (name,) = call.produces
+
+        def compute(columns: Columns) -> Array:
+            return self._score_groups(call.stage, [(None, columns)])[0][name]
+
+        return {name: compute_concatenated(batch, compute)}
+
+    def _score_groups(
+        self, stage: str, groups: Sequence[tuple[Prompt | None, Columns]]
+    ) -> list[Columns]:
+        experiences = [Experience.make_unqueued(columns, prompt) for prompt, columns in groups]
+        results = self._loop.run(_await_result(self._scorer.stages[stage](experiences)))
+        for result in results:
+            if isinstance(result, StreamError):
+                raise result
+        return list(results)
+
+
+async def _await_result(results: Any) -> Any:
+    return await results

@@ -1,0 +1,395 @@
+"""Worker groups: workers on a pool of devices, which a controller script calls as one object.
+
+A method of a group runs on all its ranks, as its transfer protocol says. Batches travel as
+references, so their data never passes through the controller. Calls return at once, and their
+replies can be passed to further calls. The controller blocks only to count rows or to get values,
+until the deadline of the call.
+
+    pool = ResourcePool(2)
+    policy = WorkerGroup(pool, PolicyWorker, config, max_length, mesh=mesh)
+    rollouts = policy.generate_sequences(put({"prompt": prompts}))   # a WorkerGroupReply
+"""
+
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import methodcaller
+from typing import Any
+
+import ray
+from ray.util.placement_group import remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from streamrl.actors.launch.placement_groups import order_bundles, reserve_bundles
+from streamrl.actors.transport.ray_calls import fetch_reply, unwrap_error
+from streamrl.actors.transport.rendezvous import find_rendezvous
+from streamrl.errors import ActorError, ConfigError, DeadlineError, StreamError
+from streamrl.own_loops import Batch, BatchRef, WorkerContext, WorkerMesh
+from streamrl.own_loops.batches import count_rows, is_batch
+from streamrl.own_loops.transfer_methods import TransferMethod, find_transfer_methods
+from streamrl.own_loops.transfer_protocols import RankCalls
+
+GROUP_CALL_TIMEOUT_S = 600.0
+START_TIMEOUT_S = 600.0  # includes loading the models
+BatchShape = tuple[int, tuple[str, ...]]
+"""Number of rows and names of the columns of a stored batch."""
+NODE_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+
+
+class ResourcePool:
+    """Devices for worker groups: slots of a cluster, reserved as one Ray placement group.
+
+    cpus, gpus: resources of a slot.
+    groups: how many worker groups may share a slot, each with an equal fraction.
+    strategy: Ray's placement strategy, a member of NODE_STRATEGIES.
+
+    Raises ConfigError if the resources are not free within timeout_s.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        *,
+        cpus: float = 1.0,
+        gpus: float = 0.0,
+        groups: int = 4,
+        strategy: str = "PACK",
+        timeout_s: float = 60.0,
+    ) -> None:
+        for name, value in (("slots", slots), ("groups", groups)):
+            if value < 1:
+                raise ConfigError(f"pool: {name}={value}: must be at least 1")
+        if min(cpus, gpus) < 0 or max(cpus, gpus) == 0:
+            raise ConfigError(
+                f"pool: cpus={cpus:g}, gpus={gpus:g}: must be 0 or more, and not both 0"
+            )
+        if strategy not in NODE_STRATEGIES:
+            strategies = ", ".join(NODE_STRATEGIES)
+            raise ConfigError(f"pool: strategy={strategy}: must be one of {strategies}")
+        self.slots = slots
+        self._worker_resources = {"num_cpus": cpus / groups, "num_gpus": gpus / groups}
+        self._groups = groups
+        self._used_shares = [0] * slots
+        bundle = {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
+        bundles = [bundle] * slots
+        self._placement = reserve_bundles(bundles, strategy=strategy, timeout_s=timeout_s)
+        self._bundles = order_bundles(self._placement, bundles)
+        self.is_closed = False
+
+    def acquire_slot(self, slot: int) -> dict[str, Any]:
+        """Take a group's fraction of a slot; return the Ray options of the worker there.
+
+        Raises ConfigError if the slot is full or the pool is closed.
+        """
+        if self.is_closed:
+            raise ConfigError("the pool is closed and has no slots")
+        if self._used_shares[slot] == self._groups:
+            raise ConfigError(
+                f"slot {slot} of the pool is full: groups={self._groups} share it already"
+            )
+        self._used_shares[slot] += 1
+        strategy = PlacementGroupSchedulingStrategy(self._placement, self._bundles[slot])
+        return {**self._worker_resources, "scheduling_strategy": strategy}
+
+    def release_slot(self, slot: int) -> None:
+        """Give back a fraction of a slot that `acquire_slot` took."""
+        self._used_shares[slot] -= 1
+
+    def close(self) -> None:
+        self.is_closed = True
+        remove_placement_group(self._placement)
+
+
+@dataclass(frozen=True)
+class WorkerFailure:
+    """Error of a worker, returned as a value: a streamrl error, or the traceback of any other.
+
+    If a worker raised its errors, Ray would print a message for each unread reply.
+    """
+
+    error: StreamError | ConfigError | None
+    text: str
+
+    @classmethod
+    def from_exception(cls, error: Exception) -> "WorkerFailure":
+        cause = unwrap_error(error)
+        streamrl_error = cause if isinstance(cause, StreamError | ConfigError) else None
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        return cls(streamrl_error, f"{type(cause).__name__}: {cause}\n{trace}")
+
+    def to_error(self, call_name: str) -> StreamError | ConfigError:
+        return self.error or ActorError(f"{call_name}: {self.text}")
+
+
+class WorkerHost:
+    """Ray actor that hosts a worker of a group and calls its methods."""
+
+    def find_rendezvous(self) -> tuple[str, int]:
+        return find_rendezvous()
+
+    def build_worker(
+        self,
+        worker: type,
+        rank: int,
+        mesh: WorkerMesh,
+        slot: int,
+        rendezvous: tuple[str, int],
+        arguments: Sequence[Any],
+    ) -> WorkerFailure | None:
+        """Construct the worker of a rank; return its error, if any."""
+        try:
+            self._worker = worker(WorkerContext(rank, mesh, *rendezvous, slot), *arguments)
+        except Exception as error:  # noqa: BLE001
+            return WorkerFailure.from_exception(error)
+        return None
+
+    def call_method(
+        self, method: str, arguments: Sequence[Any]
+    ) -> tuple[Any, BatchShape | WorkerFailure | None]:
+        """Call a method of the worker; return the result and its shape, None if it is no batch.
+
+        Batches among the arguments are fetched first. If the method fails, a WorkerFailure takes
+        the place of the shape.
+        """
+        try:
+            inputs = [
+                fetch_rows(value) if isinstance(value, BatchRef) else value for value in arguments
+            ]
+            result = methodcaller(method, *inputs)(self._worker)
+            return result, (count_rows(result), tuple(result)) if is_batch(result) else None
+        except Exception as error:  # noqa: BLE001
+            return None, WorkerFailure.from_exception(error)
+
+
+WORKER_HOST: Any = ray.remote(WorkerHost)
+
+
+def put(batch: Batch) -> BatchRef:
+    """Store a batch in Ray's object store, where workers can fetch its rows; return a reference.
+
+    Raises ValueError if columns differ in length.
+    """
+    if not is_batch(batch):
+        raise ValueError(
+            "put: a batch must be a dict of columns: lists, arrays or tensors with a row per sample"
+        )
+    return BatchRef.from_stored(ray.put(dict(batch)), batch, count_rows(batch))
+
+
+def fetch_rows(batch: BatchRef) -> dict[str, Any]:
+    """Fetch all columns of a batch."""
+    references = batch.references
+    stored = fetch_reply(references, "a batch")
+    return batch.resolve_columns(dict(zip(references, stored, strict=True)))
+
+
+class WorkerGroupReply:
+    """Reply of a worker group's call, usable as an argument of further calls before it arrives.
+
+    `a | b` is the batch with the columns of both; replace, drop, select and rename are those of a
+    BatchRef.
+    """
+
+    def __init__(self, collect: Callable[[], Any]) -> None:
+        self._collect = collect
+        self._result: tuple[Any] | None = None
+
+    def get(self) -> Any:
+        """Wait for the workers and return the result of the call.
+
+        A BatchRef if the method returns batches, else the values that the transfer protocol
+        collects. Raises DeadlineError, or the error of the first worker that failed.
+        """
+        if self._result is None:
+            self._result = (self._collect(),)
+        return self._result[0]
+
+    def load(self) -> dict[str, Any]:
+        """Fetch the columns of the resulting batch into this process; ValueError if not a batch."""
+        return fetch_rows(_require_batch(self))
+
+    def __or__(self, other: "WorkerGroupReply | BatchRef") -> "WorkerGroupReply":
+        return WorkerGroupReply(lambda: _require_batch(self) | _require_batch(other))
+
+    def __ror__(self, other: BatchRef) -> "WorkerGroupReply":
+        return WorkerGroupReply(lambda: _require_batch(other) | _require_batch(self))
+
+    def replace(self, other: "WorkerGroupReply | BatchRef") -> "WorkerGroupReply":
+        return WorkerGroupReply(lambda: _require_batch(self).replace(_require_batch(other)))
+
+    def replace_in(self, batch: BatchRef) -> "WorkerGroupReply":
+        """Return `batch.replace(self)`, without waiting for this reply."""
+        return WorkerGroupReply(lambda: batch.replace(_require_batch(self)))
+
+    def drop(self, *names: str) -> "WorkerGroupReply":
+        return WorkerGroupReply(lambda: _require_batch(self).drop(*names))
+
+    def select(self, *names: str) -> "WorkerGroupReply":
+        return WorkerGroupReply(lambda: _require_batch(self).select(*names))
+
+    def rename(self, new_names: Mapping[str, str]) -> "WorkerGroupReply":
+        return WorkerGroupReply(lambda: _require_batch(self).rename(new_names))
+
+
+def unwrap_reply(value: Any) -> Any:
+    """Return the result of a WorkerGroupReply, or any other value unchanged."""
+    return value.get() if isinstance(value, WorkerGroupReply) else value
+
+
+def _require_batch(value: Any) -> BatchRef:
+    """Return the batch of a worker group's reply, or a batch itself; else raise ValueError."""
+    batch = unwrap_reply(value)
+    if not isinstance(batch, BatchRef):
+        type_name = type(batch).__name__
+        raise ValueError(
+            f"expected a batch, got {type_name}: use put(...), or a method that returns columns"
+        )
+    return batch
+
+
+class WorkerGroup:
+    """Workers of a class on a pool, a worker per slot from `first_slot` on.
+
+    worker: class whose constructor takes a WorkerContext and then `arguments`. Its methods with
+    `@transfers` become methods of the group.
+    mesh: layout of the ranks.
+    env: environment variables of the processes; OMP_NUM_THREADS defaults to 1.
+    timeout_s: deadline of a call. The start has START_TIMEOUT_S.
+
+    The constructor does not wait for the workers; `wait_until_ready` or the first call does. Raises
+    ConfigError if the pool is closed or too small, or if a method has the name of a method of
+    WorkerGroup.
+    """
+
+    def __init__(
+        self,
+        pool: ResourcePool,
+        worker: type,
+        *arguments: Any,
+        mesh: WorkerMesh,
+        first_slot: int = 0,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = GROUP_CALL_TIMEOUT_S,
+    ) -> None:
+        self._name = worker.__name__
+        self._mesh, self._timeout_s = mesh, timeout_s
+        self._methods = find_transfer_methods(worker)
+        for method in self._methods.keys() & set(dir(WorkerGroup)):
+            raise ConfigError(
+                f"{self._name}.{method}: WorkerGroup itself has a method of this name; rename the"
+                " worker's"
+            )
+        slots = range(first_slot, first_slot + mesh.size)
+        if first_slot < 0 or slots.stop > pool.slots:
+            raise ConfigError(
+                f"{self._name}: {mesh.size} ranks from slot {first_slot} on; the pool has"
+                f" {pool.slots} slots"
+            )
+        if timeout_s <= 0:
+            raise ConfigError(f"{self._name}: timeout_s={timeout_s:g}: must be more than 0")
+        self._pool = pool
+        self._slots: list[int] = []
+        self._hosts: list[Any] = []
+        self._is_closed = False
+        runtime_env = {"env_vars": {"OMP_NUM_THREADS": "1", **(env or {})}}
+        try:
+            for slot in slots:
+                options = pool.acquire_slot(slot)
+                self._slots.append(slot)
+                self._hosts.append(WORKER_HOST.options(runtime_env=runtime_env, **options).remote())
+        except BaseException:
+            self.close()
+            raise
+        rendezvous = self._hosts[0].find_rendezvous.remote()
+        self._build_replies: list[Any] | None = [
+            host.build_worker.remote(worker, rank, mesh, slot, rendezvous, arguments)
+            for rank, (slot, host) in enumerate(zip(slots, self._hosts, strict=True))
+        ]
+
+    def wait_until_ready(self) -> None:
+        """Wait until all workers of the group are constructed.
+
+        Raises DeadlineError, or the error of a worker's constructor.
+        """
+        if self._is_closed or self._pool.is_closed:
+            closed_object = "group" if self._is_closed else "pool"
+            raise ActorError(f"{self._name}: the {closed_object} is closed and cannot be called")
+        if self._build_replies is not None:
+            self._fetch_answers(dict(enumerate(self._build_replies)), "start", START_TIMEOUT_S)
+            self._build_replies = None
+
+    def __getattr__(self, name: str) -> Callable[..., WorkerGroupReply]:
+        if name.startswith("_") or name not in self._methods:
+            methods = ", ".join(sorted(vars(self).get("_methods", {})))
+            raise AttributeError(f"{name} is not a method of the group; its methods: {methods}")
+        return partial(self._call_ranks, name)
+
+    def close(self) -> None:
+        self._is_closed = True
+        for host in self._hosts:
+            ray.kill(host)
+        for slot in self._slots:
+            self._pool.release_slot(slot)
+        self._slots, self._hosts = [], []
+
+    def _call_ranks(self, method: str, *arguments: Any, **named: Any) -> WorkerGroupReply:
+        """Call a method on the ranks that its transfer protocol selects; return a lazy reply."""
+        if named:
+            raise ValueError(
+                f"{self._name}.{method}: {', '.join(named)} passed by name; arguments must be"
+                " positional"
+            )
+        self.wait_until_ready()
+        transfer_method = self._methods[method]
+        calls = transfer_method.distribute_calls(self._mesh, tuple(map(unwrap_reply, arguments)))
+        replies = {
+            rank: self._hosts[rank].call_method.options(num_returns=2).remote(method, call)
+            for rank, call in enumerate(calls)
+            if call is not None
+        }
+        return WorkerGroupReply(partial(self._collect_answers, transfer_method, calls, replies))
+
+    def _collect_answers(
+        self, method: TransferMethod, calls: RankCalls, replies: Mapping[int, tuple[Any, Any]]
+    ) -> Any:
+        """Wait for the answers of a method and combine them by its transfer protocol.
+
+        replies: by rank, references to the value and to its shape.
+        """
+        shape_replies = {rank: shape for rank, (_, shape) in replies.items()}
+        shapes = self._fetch_answers(shape_replies, method.name, self._timeout_s)
+        value_replies = {rank: replies[rank][0] for rank, shape in shapes.items() if shape is None}
+        answers = self._fetch_answers(value_replies, method.name, self._timeout_s)
+        for rank, shape in shapes.items():
+            if shape is not None:
+                num_rows, names = shape
+                answers[rank] = BatchRef.from_stored(replies[rank][0], names, num_rows)
+        in_order = [answers.get(rank) for rank in range(self._mesh.size)]
+        return method.collect_answers(self._mesh, calls, in_order)
+
+    def _fetch_answers(
+        self, replies: Mapping[int, Any], method: str, timeout_s: float
+    ) -> dict[int, Any]:
+        """Wait for replies of a method; return the answers by rank.
+
+        The first failure is raised without waiting for slower ranks.
+        """
+        ranks, answers = {reply: rank for rank, reply in replies.items()}, {}
+        deadline = time.monotonic() + timeout_s
+        while ranks:
+            left_s = max(deadline - time.monotonic(), 0.0)
+            done, _ = ray.wait(list(ranks), timeout=left_s)
+            if not done:
+                late = ", ".join(map(str, sorted(ranks.values())))
+                raise DeadlineError(
+                    f"{self._name}.{method}: no answer within {timeout_s:g} s from rank {late}"
+                )
+            for reply in done:
+                rank = ranks.pop(reply)
+                name = f"{self._name}-{rank}.{method}"
+                answers[rank] = answer = fetch_reply(reply, name)
+                if isinstance(answer, WorkerFailure):
+                    raise answer.to_error(name)
+        return answers

@@ -1,0 +1,491 @@
+"""Trace of a finished run as plain data: steps, spans of each process, and generated groups.
+
+Sources in the run directory: config.yaml, metrics.jsonl, events.jsonl, trace.json and the run log.
+"""
+
+import math
+import os
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from streamrl.buffer.assembly.step_assembler import TrainedGroup
+from streamrl.buffer.books.run_log import TrainedStep, read_log
+from streamrl.buffer.log.segment_file import JournalRecord, list_segments
+from streamrl.config.role_counts import with_placement_mode
+from streamrl.config.run_config import RunConfig, load_config
+from streamrl.dataflow import GENERATE_CALL, GREEDY_CALL
+from streamrl.errors import ConfigError, JournalError
+from streamrl.files.bounded_read import iter_jsonl
+from streamrl.messages import Array
+from streamrl.planner.calibration.sampled_groups import (
+    GeneratedGroup,
+    RecordedEpisodes,
+    collect_groups,
+    collect_turns,
+    list_turn_groups,
+)
+from streamrl.planner.problem.episode_turns import EpisodeTurns
+from streamrl.planner.problem.workload import EmpiricalLengths
+from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
+from streamrl.telemetry.chrome_trace import TRACE_FILE, read_spans
+from streamrl.telemetry.sinks import EVENTS_FILE, METRICS_FILE
+from streamrl.telemetry.spans import Span
+
+ENGINE_WARM_UP_STEPS = 2
+"""Number of steps in which engines still warm up, after the stream has filled."""
+MIN_CORES = 0.1
+"""Minimum number of cores assumed to be left to a run by processes outside the run."""
+CORE_METRICS = ("cpu/machine", "cpu/stages", "cpu/queue")
+MAX_LOGGED_STEPS = 2000
+"""Steps of a long run that are analyzed, the last ones."""
+MIN_STEPS = 6
+"""Minimum number of steady steps of a run for a reliable fit."""
+
+
+@dataclass(frozen=True)
+class MachineCores:
+    """CPU cores of the run's machine; 0 if the run used GPUs or several nodes.
+
+    taken: mean number of cores kept busy by processes outside the run.
+    queue: mean number kept busy by the queue's shards and the coordinator.
+    """
+
+    cores: int
+    taken: float = 0.0
+    queue: float = 0.0
+
+    @property
+    def available_cores(self) -> float:
+        return max(self.cores - self.taken, MIN_CORES) if self.cores else 0.0
+
+    def with_metrics(self, rows: Sequence[Mapping[str, Any]]) -> "MachineCores":
+        means = {name: _average_present([row.get(name) for row in rows]) for name in CORE_METRICS}
+        if not self.cores or None in means.values():
+            return self
+        machine, stages, queue = (float(value or 0.0) for value in means.values())
+        taken = max(0.0, machine - stages - queue)
+        return replace(self, taken=taken, queue=queue)
+
+    @classmethod
+    def from_event(cls, event: Mapping[str, Any]) -> "MachineCores":
+        return cls(0 if event["on_gpu"] or event["nodes"] > 1 else int(event["cores"]))
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A training step of a run: start and end (seconds since the epoch), groups, metrics row."""
+
+    version: int
+    start_s: float
+    end_s: float
+    groups: tuple[TrainedGroup, ...]
+    row: Mapping[str, Any]
+
+    @property
+    def step_s(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True)
+class GroupedLengths(EmpiricalLengths):
+    """Length distribution that draws whole groups of a run, with replacement.
+
+    samples: sampled completions of all groups; quantiles and the expected longest are those of
+    independent completions, which makes the longest slightly too long.
+    rows: int64 [groups, group_size + 1], in tokens; the last column is the greedy completion.
+    """
+
+    rows: Array = field(compare=False)
+
+    @classmethod
+    def from_groups(cls, sampled: "Iterable[tuple[str, str, tuple[int, ...]]]") -> "GroupedLengths":
+        """Build the distribution from (uid, stage, completion lengths) of each sampling.
+
+        For a group without a greedy completion, the first sampled completion replaces it.
+        """
+        groups: dict[str, tuple[int, ...]] = {}
+        greedy: dict[str, int] = {}
+        for uid, stage, lengths in sampled:
+            if stage == GENERATE_CALL.stage:
+                groups[uid] = lengths
+            elif stage == GREEDY_CALL.stage:
+                greedy[uid] = lengths[0]
+        rows = [(*lengths, greedy.get(uid, lengths[0])) for uid, lengths in groups.items()]
+        positive = np.maximum(np.array(rows, np.int64), 1)
+        return cls(tuple(sorted(positive[:, :-1].ravel().tolist())), positive)
+
+    @property
+    def max_tokens(self) -> int:
+        return int(self.rows.max())
+
+    def sample(self, count: int, rng: np.random.Generator) -> Array:
+        """Return `count` random completion lengths; those of a group are adjacent."""
+        size = self.rows.shape[1]
+        drawn = rng.integers(0, len(self.rows), -(-count // size))
+        lengths: Array = self.rows[drawn].ravel()[:count]
+        return lengths
+
+
+@dataclass(frozen=True)
+class RunTrace:
+    """Steps, spans and groups of a finished run.
+
+    steps: steady steps only; `excluded_steps` counts all others by reason.
+    spans: of the whole run, by time.
+    generated_groups: groups that begin after the start of the first of `steps`.
+    engine_requests: what the engines sampled at once: these groups, or the turns of episodes.
+    episode_turns: turns of the rollouts of `generated_groups`; None without an environment.
+    """
+
+    run_dir: Path
+    config: RunConfig
+    machine: MachineCores
+    steps: Sequence[MeasuredStep]
+    excluded_steps: Mapping[str, int]
+    spans: Sequence[Span]
+    generated_groups: Sequence[GeneratedGroup]
+    engine_requests: Sequence[GeneratedGroup]
+    episode_turns: EpisodeTurns | None
+
+    @cached_property
+    def spans_by_process(self) -> Mapping[str, Sequence[Span]]:
+        """Spans by process name, of those that end after the start of the first steady step."""
+        spans_by_process = defaultdict(list)
+        for span in self.spans:
+            if span.end_s >= self.steps[0].start_s:
+                spans_by_process[span.process].append(span)
+        return spans_by_process
+
+    @cached_property
+    def lengths(self) -> EmpiricalLengths:
+        return EmpiricalLengths.from_samples(
+            [tokens for group in self._trained_groups for tokens in group.lengths]
+        )
+
+    @cached_property
+    def grouped_lengths(self) -> GroupedLengths:
+        return GroupedLengths.from_groups(
+            (group.uid, group.stage, group.lengths) for group in self.generated_groups
+        )
+
+    @cached_property
+    def mean_prompt_tokens(self) -> float:
+        return statistics.fmean(group.prompt_tokens for group in self._trained_groups)
+
+    @property
+    def _trained_groups(self) -> Sequence[GeneratedGroup]:
+        return [group for group in self.generated_groups if group.stage == GENERATE_CALL.stage]
+
+    @property
+    def median_step_s(self) -> float:
+        return statistics.median(step.step_s for step in self.steps)
+
+    @property
+    def mean_step_s(self) -> float:
+        return statistics.fmean(step.step_s for step in self.steps)
+
+    @property
+    def staleness_mean(self) -> float:
+        weights = [sum(group.info.num_loss_tokens for group in s.groups) for s in self.steps]
+        values = [float(step.row["staleness/mean"]) for step in self.steps]
+        return sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+
+    @property
+    def idle_fractions(self) -> dict[str, float]:
+        seconds = [step.step_s for step in self.steps]
+        return {
+            call.stage: sum(
+                step.row[f"idle/{call.stage}"] * step_s
+                for step, step_s in zip(self.steps, seconds, strict=True)
+            )
+            / sum(seconds)
+            for call in self.config.dataflow.ordered_calls
+        }
+
+    @property
+    def filtered_fraction(self) -> float:
+        first, last = (step.row for step in (self.steps[0], self.steps[-1]))
+        filtered, trained = (
+            float(last[f"ledger/{name}"]) - float(first[f"ledger/{name}"])
+            for name in ("filtered", "trained")
+        )
+        return filtered / (filtered + trained) if filtered > 0 else 0.0
+
+    @property
+    def mean_group_s(self) -> float:
+        """Mean step time over the number of groups trained per step."""
+        return self.mean_step_s / statistics.fmean(len(step.groups) for step in self.steps)
+
+
+def load_run_trace(run_dir: Path) -> RunTrace:
+    """Load the trace of the run in a directory.
+
+    Raises ConfigError, in one line, if the run is too short or incomplete.
+    """
+    location = str(run_dir)
+    config = _load_run_config(run_dir, location)
+    if not config.queue.journal.enabled:
+        raise ConfigError(f"{location}: has no run log: queue.journal.enabled=false")
+    if not os.path.isfile(run_dir / METRICS_FILE):
+        raise ConfigError(f"{location}: has no {METRICS_FILE}")
+    # The trace of a long run holds its end only; no earlier row, step or admission is kept.
+    spans = _read_run_spans(run_dir, location)
+    run_log = _read_run_log(run_dir, location, since_s=spans[0].start_s)
+    rows = _read_rows(run_dir / METRICS_FILE, run_log.trained_steps.keys())
+    steps, excluded = _select_steady_steps(config, run_log, rows, spans)
+    if len(steps) < MIN_STEPS:
+        reasons = ", ".join(f"{count} {why}" for why, count in excluded.items() if count)
+        raise ConfigError(
+            f"{location}: too short: {len(steps)} steady steps, must be at least {MIN_STEPS}"
+            + (f"; left out: {reasons}" if reasons else "")
+        )
+    _check_rows(config, steps, run_dir / METRICS_FILE)
+    if config.environment.is_enabled:
+        groups, requests, turns = _read_episodes(config, steps, spans, run_log, location)
+    else:
+        groups = collect_groups(spans, run_log.admissions, since=steps[0].start_s)
+        requests, turns = groups, None
+    if not groups:
+        raise ConfigError(
+            f"{location}: {TRACE_FILE} has no generate spans with lengths: the file is truncated"
+            " or of an older version"
+        )
+    machine_event = _read_machine_event(run_dir)
+    cores = MachineCores(len(os.sched_getaffinity(0)))  # runs of older versions log no machine
+    if machine_event:
+        cores = MachineCores.from_event(machine_event)
+    machine = cores.with_metrics([step.row for step in steps])
+    placed_config = with_placement_mode(
+        config, machine_event.get("placement", config.placement.mode)
+    )
+    return RunTrace(
+        run_dir, placed_config, machine, steps, excluded, spans, groups, requests, turns
+    )
+
+
+def _read_episodes(
+    config: RunConfig,
+    steps: Sequence[MeasuredStep],
+    spans: Sequence[Span],
+    run_log: "_RunLogIndex",
+    location: str,
+) -> tuple[list[GeneratedGroup], list[GeneratedGroup], EpisodeTurns]:
+    """Return the groups, the turns as groups of one rollout, and the turns of the groups' episodes.
+
+    Raises ConfigError, naming the `location`, without a whole group or the environment's time.
+    """
+    environment_s = _average_present([step.row.get("episode/environment_s") for step in steps])
+    if environment_s is None:
+        raise ConfigError(f"{location}: {METRICS_FILE} has no episode/environment_s")
+    turns = collect_turns(spans, since=steps[0].start_s)
+    episodes = RecordedEpisodes.from_turns(
+        turns,
+        ended=run_log.ended,
+        group_size=config.algorithm.group_size,
+        environment_s=environment_s,
+    )
+    if not episodes.groups:
+        raise ConfigError(
+            f"{location}: {TRACE_FILE} has no group whose {config.algorithm.group_size} episodes"
+            " are recorded from the first turn on"
+        )
+    return (
+        episodes.list_groups(run_log.admissions),
+        list_turn_groups(turns, spans, run_log.admissions),
+        EpisodeTurns(episodes.list_works()),
+    )
+
+
+def describe_missing_run(run_dir: Path) -> str:
+    """Return why a directory is not a run directory, for an error message."""
+    if os.path.isdir(run_dir):
+        return "holds no config.yaml"
+    return "not a directory" if os.path.exists(run_dir) else "no such directory"
+
+
+def _average_present(values: Sequence[float | None]) -> float | None:
+    present = [value for value in values if value is not None]
+    return statistics.fmean(present) if present else None
+
+
+def _load_run_config(run_dir: Path, location: str) -> RunConfig:
+    path = run_dir / "config.yaml"
+    if not os.path.isfile(path):
+        raise ConfigError(f"{location}: no run: {describe_missing_run(run_dir)}")
+    return load_config(path, skips_dry_run=True)
+
+
+def _read_rows(path: Path, versions: Collection[int]) -> dict[int, Mapping[str, Any]]:
+    """Return the rows of metrics.jsonl by step, of the steps that trained these versions.
+
+    Raises ConfigError for a row without step or step time.
+    """
+    rows: dict[int, Mapping[str, Any]] = {}
+    for number, row in enumerate(iter_jsonl(path), start=1):
+        for name in ("step", "time/step_s"):
+            _check_number(row, name, f"{path}:{number}")
+        if int(row["step"]) - 1 in versions:
+            rows[int(row["step"])] = row
+    return rows
+
+
+def _check_rows(config: RunConfig, steps: Sequence[MeasuredStep], path: Path) -> None:
+    names = ["staleness/mean", "ledger/filtered", "ledger/trained"]
+    names += [f"idle/{call.stage}" for call in config.dataflow.ordered_calls]
+    for step in steps:
+        for name in names:
+            _check_number(step.row, name, f"{path}: step {step.version + 1}")
+
+
+def _check_number(row: Any, name: str, location: str) -> None:
+    value = row.get(name) if isinstance(row, Mapping) else None
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"{location}: has no {name}, a number")
+
+
+def _read_run_spans(run_dir: Path, location: str) -> list[Span]:
+    """Return the spans in the run's trace, ordered by start.
+
+    location: name of the run in errors. Raises ConfigError if the file is no trace or has no spans.
+    """
+    try:
+        spans = read_spans(run_dir / TRACE_FILE)
+    except (KeyError, TypeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{location}: {TRACE_FILE} is not the trace of a run: {error!r}"
+        ) from None
+    if not spans:
+        raise ConfigError(
+            f"{location}: {TRACE_FILE} has no spans: telemetry.trace=false, or no step yet"
+        )
+    return sorted(spans, key=lambda span: (span.start_s, span.end_s))
+
+
+def _read_machine_event(run_dir: Path) -> Mapping[str, Any]:
+    latest: Mapping[str, Any] = {}
+    for event in iter_jsonl(run_dir / EVENTS_FILE):
+        latest = event if event.get("event") == "machine" else latest
+    return latest
+
+
+@dataclass
+class _RunLogIndex:
+    """Trained steps and admissions in a run log, without those that ended before `since_s`.
+
+    trained_steps: by version, the step, the time of its record, and the number of steps since the
+        last start of the run; the last MAX_LOGGED_STEPS.
+    admissions: by uid, time and version.
+    ended: uids of groups that were trained, or sampled and then ended otherwise.
+    left_out: number of earlier steps, by the number of steps since a start of the run, at most
+        MAX_LOGGED_STEPS.
+    """
+
+    since_s: float
+    trained_steps: dict[int, tuple[TrainedStep, float, int]] = field(default_factory=dict)
+    admissions: dict[str, tuple[float, int]] = field(default_factory=dict)
+    ended: set[str] = field(default_factory=set)
+    left_out: Counter[int] = field(default_factory=Counter)
+    _since_start: int = 0
+
+    def add_record(self, record: JournalRecord) -> None:
+        meta = record.meta
+        match meta["kind"]:
+            case "open":
+                self._since_start = 0
+            case "admit":
+                entry = float(meta["time"]), int(meta["version"])
+                self.admissions.update(dict.fromkeys(meta["uids"], entry))
+            case "step":
+                self._add_step(record)
+            case "end" if float(meta["time"]) < self.since_s:
+                self.admissions.pop(meta["uid"], None)
+            case "end" if meta["filtered"]:
+                self.ended.add(meta["uid"])
+
+    def _add_step(self, record: JournalRecord) -> None:
+        meta, steps = record.meta, self.trained_steps
+        time_s, number = float(meta["time"]), self._since_start
+        self._since_start += 1
+        if time_s < self.since_s:
+            for uid in meta["uids"]:
+                self.admissions.pop(uid, None)
+        else:
+            steps[meta["version"]] = TrainedStep.from_record(record), time_s, number
+            self.ended.update(meta["uids"])
+            if len(steps) <= MAX_LOGGED_STEPS:
+                return
+            _, _, number = steps.pop(next(iter(steps)))
+        self.left_out[min(number, MAX_LOGGED_STEPS)] += 1
+
+    def iter_steps(
+        self, rows: Mapping[int, Mapping[str, Any]]
+    ) -> Iterator[tuple[MeasuredStep, int]]:
+        """Yield each trained step with a metrics row, and its number since the last start."""
+        for version, (step, end_s, since_start) in sorted(self.trained_steps.items()):
+            row = rows.get(version + 1)
+            if row is None:
+                continue
+            start_s = end_s - float(row["time/step_s"])
+            yield MeasuredStep(version, start_s, end_s, step.groups, row), since_start
+
+
+def _read_run_log(run_dir: Path, location: str, *, since_s: float) -> _RunLogIndex:
+    """Read trained steps and admissions from the run log; leave out what ended before `since_s`.
+
+    Raises ConfigError, naming the `location`, if the log is missing or damaged.
+    """
+    index = _RunLogIndex(since_s)
+    folder = get_journal_dir(run_dir, RUN_LOG_FOLDER)
+    if not list_segments(folder):
+        raise ConfigError(f"{location}: has no run log in {folder.relative_to(run_dir)}")
+    try:
+        for record in read_log(folder):
+            index.add_record(record)
+    except (OSError, JournalError) as error:
+        raise ConfigError(f"{location}: cannot read the run log: {error}") from None
+    return index
+
+
+def _select_steady_steps(
+    config: RunConfig,
+    run_log: _RunLogIndex,
+    rows: Mapping[int, Mapping[str, Any]],
+    spans: Sequence[Span],
+) -> tuple[list[MeasuredStep], dict[str, int]]:
+    """Return the steady steps of a run, and the number of excluded steps by reason."""
+    lead, steady = config.pipeline.max_steps_ahead, []
+    warm_up = max(lead + ENGINE_WARM_UP_STEPS, config.critic.warmup_alone)
+    saves = [span for span in spans if span.name == "save"]
+    reasons = (
+        "to warm up",
+        "after the last prompt",
+        "evaluated or saved",
+        "no longer in the trace",
+    )
+    excluded = dict.fromkeys(reasons, 0)
+    for since_start, count in run_log.left_out.items():
+        excluded["to warm up" if since_start < warm_up else "no longer in the trace"] += count
+    was_evaluated, traced_s = False, spans[0].start_s
+    for step, since_start in run_log.iter_steps(rows):
+        is_disturbed = was_evaluated or any(
+            save.start_s < step.end_s and step.start_s < save.end_s for save in saves
+        )
+        was_evaluated = any(name.startswith("eval/") for name in step.row)
+        if since_start < warm_up:
+            excluded["to warm up"] += 1
+        elif step.version > config.run.steps - 1 - lead:
+            excluded["after the last prompt"] += 1
+        elif step.start_s < traced_s:
+            excluded["no longer in the trace"] += 1
+        elif is_disturbed:
+            excluded["evaluated or saved"] += 1
+        else:
+            steady.append(step)
+    return steady, excluded

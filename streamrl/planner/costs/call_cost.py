@@ -1,0 +1,341 @@
+"""Cost factors of a call, a stage's model on its devices; timings of all stages use them."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from streamrl.engines.models.model_shapes import BF16_BYTES, ModelShape
+from streamrl.placement.clusters import Cluster, DeviceSpec
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.placements import CallAssignment
+from streamrl.planner.costs.constants import CostConstants
+from streamrl.planner.costs.flops import (
+    compute_achieved_fraction,
+    count_token_flops,
+    routed_flops,
+)
+from streamrl.planner.costs.param_shards import find_max_stage_params
+from streamrl.planner.problem.workload import Workload
+from streamrl.resharding.grids import RankGrid
+
+
+@dataclass(frozen=True)
+class CollectiveGroup:
+    """Ranks that communicate in a collective, `ranks_per_node` of them on each node.
+
+    link_bytes_per_s: bandwidth of a device within its node.
+    network_bytes_per_s: a device's share of the node's network when all devices of the node
+      communicate.
+    """
+
+    ranks: int
+    ranks_per_node: int
+    link_bytes_per_s: float
+    network_bytes_per_s: float
+    constants: CostConstants
+
+    @property
+    def num_nodes(self) -> int:
+        return -(-self.ranks // self.ranks_per_node)
+
+    @property
+    def all_reduce_byte_s(self) -> float:
+        """Seconds per byte of an all-reduce's buffer: a reduce-scatter, then an all-gather."""
+        return 2 * self.all_gather_byte_s
+
+    @property
+    def all_gather_byte_s(self) -> float:
+        """Seconds per byte of an all-gather's result; a reduce-scatter takes equally long.
+
+        With n ranks per node, (n - 1) / n of the buffer passes each link of the node, and each of
+        the n ranks sends its own 1 / n between nodes.
+        """
+        within = (self.ranks_per_node - 1) / self.ranks_per_node / self.link_bytes_per_s
+        between = (
+            (self.num_nodes - 1) / self.num_nodes / self.ranks_per_node / self.network_bytes_per_s
+        )
+        return within + between
+
+    @property
+    def all_gather_latency_s(self) -> float:
+        """Seconds of an all-gather or reduce-scatter besides the bytes."""
+        if self.ranks == 1:
+            return 0.0
+        hops = (self.ranks_per_node - 1) * self.constants.link_hop_s
+        hops += (self.num_nodes - 1) * self.constants.network_hop_s
+        return self.constants.collective_s + hops
+
+    @property
+    def all_reduce_latency_s(self) -> float:
+        return max(0.0, 2 * self.all_gather_latency_s - self.constants.collective_s)
+
+    @property
+    def all_to_all_byte_s(self) -> float:
+        """Seconds per byte of a rank's send buffer in an all-to-all, its own part included.
+
+        Traffic within a node and between nodes overlaps.
+        """
+        within = (self.ranks_per_node - 1) / self.ranks / self.link_bytes_per_s
+        between = (self.ranks - self.ranks_per_node) / self.ranks / self.network_bytes_per_s
+        return max(within, between)
+
+    @property
+    def send_byte_s(self) -> float:
+        """Seconds per byte of a send to the next rank of the group; 0 for a single rank."""
+        if self.ranks == 1:
+            return 0.0
+        is_near = self.ranks_per_node == self.ranks
+        return 1 / (self.link_bytes_per_s if is_near else self.network_bytes_per_s)
+
+    @property
+    def send_latency_s(self) -> float:
+        """Latency of a send, and of an all-to-all, in which all ranks send at once."""
+        if self.ranks == 1:
+            return 0.0
+        constants = self.constants
+        is_near = self.ranks_per_node == self.ranks
+        return constants.collective_s + (
+            constants.link_hop_s if is_near else constants.network_hop_s
+        )
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """Process groups of a model on a mesh: a typical group for each dimension of parallelism.
+
+    All groups of a dimension have equal sizes and bandwidths.
+    """
+
+    tensor: CollectiveGroup
+    pipeline: CollectiveGroup
+    data: CollectiveGroup
+    expert: CollectiveGroup
+
+
+def build_parallel_groups(
+    cluster: Cluster, mesh: Mesh, grid: RankGrid, constants: CostConstants, expert: int = 1
+) -> ParallelGroups:
+    """Return the process groups of a model on a mesh, with the number of ranks that share a node.
+
+    If neighbors in a group are s ranks apart in the grid's order, n / s of them share a node of n
+    devices.
+    expert: number of expert-parallel ranks.
+    """
+    per_node = mesh.count_devices_per_node(cluster)
+    kinds = mesh.find_node_groups(cluster)
+    link = min(kind.device.link_bytes_per_s for kind in kinds) * constants.link_fraction
+    network = (
+        min(kind.node_bytes_per_s / kind.devices_per_node for kind in kinds)
+        * constants.network_fraction
+    )
+    pipeline_stride = grid.tp_size * (1 if grid.order == "hf" else grid.dp_size)
+    data_stride = grid.tp_size * (grid.pp_size if grid.order == "hf" else 1)
+
+    def group(ranks: int, stride: int) -> CollectiveGroup:
+        ranks_per_node = max(1, min(ranks, per_node // stride))
+        return CollectiveGroup(ranks, ranks_per_node, link, network, constants)
+
+    tensor, data = group(grid.tp_size, 1), group(grid.dp_size, data_stride)
+    # Expert groups take tensor-parallel ranks first, then the ranks of neighboring replicas.
+    ranks_per_node = min(expert, max(1, tensor.ranks_per_node * data.ranks_per_node))
+    return ParallelGroups(
+        tensor,
+        group(grid.pp_size, pipeline_stride),
+        data,
+        CollectiveGroup(expert, ranks_per_node, link, network, constants),
+    )
+
+
+ALL_REDUCES_PER_LAYER = 2
+"""Tensor-parallel all-reduces of a layer's forward pass: after attention and after the MLP."""
+EXPERT_ALL_TO_ALLS = 2
+"""Expert-parallel all-to-alls of a layer's forward pass: dispatch and combine."""
+
+
+@dataclass(frozen=True)
+class CallCost:
+    """Cost factors of a model on the devices of its assignment, for the workload of a step."""
+
+    shape: ModelShape
+    assignment: CallAssignment
+    workload: Workload
+    cluster: Cluster
+    constants: CostConstants
+
+    @property
+    def pp_size(self) -> int:
+        return self.assignment.grid.pp_size
+
+    @property
+    def tp_size(self) -> int:
+        return self.assignment.grid.tp_size
+
+    @property
+    def dp_size(self) -> int:
+        return self.assignment.grid.dp_size
+
+    @cached_property
+    def slowest_device(self) -> DeviceSpec:
+        return self.assignment.mesh.find_slowest_device(self.cluster)
+
+    @cached_property
+    def memory_bytes_per_s(self) -> float:
+        groups = self.assignment.mesh.find_node_groups(self.cluster)
+        return min(group.device.memory_bytes_per_s for group in groups)
+
+    @cached_property
+    def host_byte_s(self) -> float:
+        """Seconds per byte between a device and its host, over the slowest such link."""
+        groups = self.assignment.mesh.find_node_groups(self.cluster)
+        slowest = min(group.device.host_bytes_per_s for group in groups)
+        return 1 / (slowest * self.constants.host_fraction)
+
+    @cached_property
+    def parallel_groups(self) -> ParallelGroups:
+        assignment = self.assignment
+        return build_parallel_groups(
+            self.cluster, assignment.mesh, assignment.grid, self.constants, assignment.ep_size
+        )
+
+    @property
+    def ep_size(self) -> int:
+        return self.assignment.ep_size
+
+    def compute_s(self, flops: float, fraction: float) -> float:
+        """Return the seconds that a replica computes for `flops`, the forward FLOPs of a token.
+
+        fraction: achieved fraction of peak FLOP/s for wide matrices.
+        Expert parallelism does not change the FLOPs of a replica: as many as its own tokens need.
+        """
+        routed = routed_flops(self.shape)
+        constants, shape = self.constants, self.shape
+        peak_flops_per_s = self.slowest_device.flops_per_s * self.pp_size * self.tp_size
+        dense_fraction = compute_achieved_fraction(fraction, shape.hidden / self.tp_size, constants)
+        expert_fraction = compute_achieved_fraction(fraction, self._expert_width, constants)
+        return (flops - routed) / (peak_flops_per_s * dense_fraction) + routed / (
+            peak_flops_per_s * expert_fraction
+        )
+
+    @property
+    def _expert_width(self) -> float:
+        """Smallest dimension of an expert's matrices on a rank; narrow matrices compute slower."""
+        width = min(self.shape.hidden, self.shape.intermediate)
+        return width if self.ep_size > 1 else width / self.tp_size
+
+    @property
+    def forward_token_flops(self) -> float:
+        return count_token_flops(self.shape, self.workload.rollout_tokens)
+
+    @property
+    def device_params(self) -> int:
+        """Parameters on the fullest device, before any ZeRO sharding."""
+        return find_max_stage_params(self.shape, self.pp_size, self.tp_size, self.ep_size)
+
+    @property
+    def trained_params(self) -> float:
+        """Trained part of `device_params`: everything, or with LoRA the adapters.
+
+        Adapters are split over ranks like the model.
+        """
+        return self.device_params * self.shape.trained_fraction
+
+    @property
+    def sharded_params(self) -> float:
+        """Parameters on the fullest device if ZeRO shards each over all ranks with a copy."""
+        routed = self.shape.routed_params / self.pp_size / self.ep_size if self.ep_size > 1 else 0.0
+        holders = self.tp_size * self.dp_size / self.ep_size
+        return (self.device_params - routed) / self.dp_size + routed / holders
+
+    @property
+    def moe_layers(self) -> float:
+        return self.shape.moe_layers / self.pp_size
+
+    @property
+    def all_reduces_per_layer(self) -> float:
+        """Mean tensor-parallel all-reduces per layer of a forward pass.
+
+        With expert parallelism a rank holds whole experts, so expert layers need no all-reduce
+        after the MLP.
+        """
+        expert_layers = self.shape.moe_layers / self.shape.layers if self.ep_size > 1 else 0.0
+        return ALL_REDUCES_PER_LAYER - expert_layers
+
+    @property
+    def expert_token_s(self) -> float:
+        """Seconds of expert-parallel all-to-alls per token, over all layers of a pipeline stage.
+
+        A copy of the token goes to each of its experts; each tensor-parallel rank sends a part of
+        the copy.
+        """
+        copies = self.shape.experts_per_token * self.hidden_bytes / self.tp_size
+        return (
+            EXPERT_ALL_TO_ALLS
+            * self.moe_layers
+            * copies
+            * self.parallel_groups.expert.all_to_all_byte_s
+        )
+
+    @property
+    def expert_overhead_s(self) -> float:
+        """Fixed seconds per micro-batch in the expert layers of a pipeline stage.
+
+        They are the latency of all-to-alls, the host's sorting of tokens, and padding: grouped
+        GEMMs compute whole blocks of rows, and the last block of an expert is half empty on
+        average.
+        """
+        exchanges = EXPERT_ALL_TO_ALLS * self.parallel_groups.expert.send_latency_s
+        return self.moe_layers * (
+            exchanges + self.constants.expert_layer_s + self._expert_padding_s
+        )
+
+    @property
+    def _expert_padding_s(self) -> float:
+        constants, shape = self.constants, self.shape
+        if not shape.experts:
+            return 0.0
+        fraction = compute_achieved_fraction(
+            constants.forward_flops_fraction, self._expert_width, constants
+        )
+        rows = shape.experts * constants.expert_rows / 2
+        split = self.ep_size if self.ep_size > 1 else self.tp_size
+        return 2 * rows * shape.expert_params / split / (self.slowest_device.flops_per_s * fraction)
+
+    @property
+    def hidden_bytes(self) -> int:
+        return self.shape.hidden * BF16_BYTES
+
+    @property
+    def all_reduce_token_s(self) -> float:
+        """Seconds per token of an all-reduce in every layer of a pipeline stage."""
+        layers = self.shape.layers / self.pp_size
+        return layers * self.hidden_bytes * self.parallel_groups.tensor.all_reduce_byte_s
+
+    @property
+    def all_reduce_latency_s(self) -> float:
+        """Latency of an all-reduce in every layer of a pipeline stage, summed over the layers."""
+        return self.shape.layers / self.pp_size * self.parallel_groups.tensor.all_reduce_latency_s
+
+    @property
+    def send_token_s(self) -> float:
+        """Seconds per token to send activations to the next pipeline stage."""
+        return self.hidden_bytes * self.parallel_groups.pipeline.send_byte_s
+
+    @property
+    def communication_token_s(self) -> float:
+        """Seconds per token that ranks communicate in a forward pass of a pipeline stage."""
+        all_reduces_s = self.all_reduces_per_layer * self.all_reduce_token_s
+        return all_reduces_s + self.expert_token_s + self.send_token_s
+
+    def count_micro_batches(self, fewest: int, rollouts: float) -> int:
+        """Return the micro-batches into which a replica splits `rollouts` rollouts.
+
+        They are at least `fewest`; a pipeline splits into more, which shortens its bubbles.
+        """
+        if self.pp_size == 1:
+            return fewest
+        target = min(self.pp_size * self.constants.stage_micro_batches, int(rollouts))
+        return max(fewest, target)
+
+    def compute_bubble_factor(self, micro_batches: float) -> float:
+        """Return the slowdown, at least 1, by pipeline bubbles in a sequence of micro-batches."""
+        # A pipeline of p stages takes m + p - 1 slots for m micro-batches.
+        return 1 + (self.pp_size - 1) / max(1.0, micro_batches)

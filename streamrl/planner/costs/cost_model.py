@@ -1,0 +1,545 @@
+"""Cost model: predicts seconds and bytes of a placement from shapes, devices and cost constants."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache, cached_property
+
+from streamrl.dataflow import EMA_REFERENCE, POLICY, CallKind, ModelCall
+from streamrl.engines.models.model_shapes import ModelShape
+from streamrl.placement.clusters import DeviceSpec
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.planner.costs.call_cost import CallCost
+from streamrl.planner.costs.call_memory import (
+    compute_layer_weight_bytes,
+    compute_rollout_kv_bytes,
+    compute_serving_weight_bytes,
+    compute_usable_bytes,
+    estimate_state_offload_s,
+    estimate_weight_load_s,
+    find_max_score_tokens,
+    find_max_train_tokens,
+    score_active_bytes,
+    train_memory,
+)
+from streamrl.planner.costs.constants import CostConstants
+from streamrl.planner.costs.device_memory import CallFootprint, DeviceMemory
+from streamrl.planner.costs.generate_timing import estimate_generator_timing
+from streamrl.planner.costs.param_shards import count_stage_params, find_max_stage_params
+from streamrl.planner.costs.score_timing import estimate_rule_timing, estimate_score_timing
+from streamrl.planner.costs.traffic import SHARDS_PARAMETERS, TransferCost, WeightTraffic
+from streamrl.planner.costs.train_timing import estimate_train_timing
+from streamrl.planner.problem.problem import CallMemory, PlacementProblem
+from streamrl.planner.problem.stage_timings import (
+    ScoreTiming,
+    StageTimings,
+    TrainTiming,
+    WeightsTiming,
+)
+from streamrl.planner.problem.workload import Workload
+from streamrl.planner.steady_state.call_durations import (
+    GenerationModel,
+    choose_cuts,
+    score_duration_s,
+    train_duration,
+)
+
+
+class ApproximateTraffic(WeightTraffic):
+    """Weight transfer costs by formula, for a search that evaluates thousands of placements.
+
+    The formulas assume even splits (arXiv:2409.19256, Table 2, extended to separate devices);
+    `WeightTraffic` computes the exact bytes of the copy plan.
+    """
+
+    def _compute_transfer(
+        self, shape: ModelShape, source: CallAssignment, target: CallAssignment
+    ) -> TransferCost:
+        itemsize = self._constants.served_bytes
+        grid = target.grid
+        wanted_bytes = (
+            find_max_stage_params(shape, grid.pp_size, grid.tp_size, target.ep_size) * itemsize
+        )
+        if source.mesh == target.mesh:
+            received, network = self._estimate_same_mesh_bytes(shape, source, target, wanted_bytes)
+        else:
+            received, network = (
+                float(wanted_bytes),
+                self._cross_mesh_bytes(source.mesh, target.mesh, wanted_bytes),
+            )
+        is_aliased = source.mesh == target.mesh and self._has_one_dtype
+        return TransferCost(
+            self._approximate_duration_s(source.mesh, target.mesh, received, network),
+            round(received),
+            round(received) if is_aliased else wanted_bytes,
+        )
+
+    def _estimate_same_mesh_bytes(
+        self, shape: ModelShape, source: CallAssignment, target: CallAssignment, wanted_bytes: int
+    ) -> tuple[float, float]:
+        """Return received bytes of a rank and network bytes of a node, on a shared mesh."""
+        train, follow = source.grid, target.grid
+        is_sharded = source.zero_stage >= SHARDS_PARAMETERS
+        model_ranks = train.pp_size * max(train.tp_size, source.ep_size)
+        holders = model_ranks * (train.dp_size if is_sharded else 1)
+        kept = _count_shared_params(shape, source, target) * self._constants.served_bytes
+        kept /= max(train.pp_size, follow.pp_size) * (train.dp_size if is_sharded else 1)
+        received = max(0.0, wanted_bytes - kept)
+        per_node = source.mesh.count_devices_per_node(self._cluster)
+        # Fraction of the model that the ranks of one node hold together.
+        node_fraction = min(1.0, per_node / holders)
+        return received, per_node * min(received, wanted_bytes * (1 - node_fraction))
+
+    def _cross_mesh_bytes(self, source: Mesh, target: Mesh, wanted_bytes: int) -> float:
+        """Return network bytes of the busiest node when weights move to another mesh."""
+        nodes = [self._cluster.find_node(device) for device in (source.first, target.first)]
+        counts = (source.count_nodes(self._cluster), target.count_nodes(self._cluster))
+        if nodes[0] == nodes[1] and counts == (1, 1):
+            return 0.0
+        sent = target.size * wanted_bytes / counts[0]
+        return max(target.count_devices_per_node(self._cluster) * wanted_bytes, sent)
+
+    def _approximate_duration_s(
+        self, source: Mesh, target: Mesh, received: float, network: float
+    ) -> float:
+        """Return the time for `received` bytes of a rank, `network` bytes of the busiest node."""
+        devices = (source.first, target.first)
+        link_s = max(self._link_byte_s[device] for device in devices)
+        network_s = max(self._network_byte_s[self._cluster.find_node(device)] for device in devices)
+        link_bytes = received if not network else 0.0
+        if source != target and not network:
+            link_bytes = max(link_bytes, received * target.size / source.size)
+        return max(link_bytes * link_s, network * network_s)
+
+
+class LoraTraffic(ApproximateTraffic):
+    """Estimator of weight transfer costs for models with LoRA adapters.
+
+    Every device of the follower reads the whole base model through its host, adds the adapters, and
+    keeps its own copy of the merged weights.
+    """
+
+    def _compute_transfer(
+        self, shape: ModelShape, source: CallAssignment, target: CallAssignment
+    ) -> TransferCost:
+        full_shape, trained_fraction = replace(shape, adapter_params=0), shape.trained_fraction
+        transfer = super()._compute_transfer(full_shape, source, target)
+        groups = target.mesh.find_node_groups(self._cluster)
+        host = min(group.device.host_bytes_per_s for group in groups)
+        itemsize, grid = self._constants.served_bytes, target.grid
+        reading_s = shape.num_params * itemsize / (host * self._constants.host_fraction)
+        return TransferCost(
+            transfer.seconds * trained_fraction + reading_s,
+            round(transfer.received_bytes * trained_fraction),
+            find_max_stage_params(full_shape, grid.pp_size, grid.tp_size, target.ep_size)
+            * itemsize,
+        )
+
+
+def _count_shared_params(
+    shape: ModelShape, source: CallAssignment, target: CallAssignment
+) -> float:
+    """Return the most parameters that a rank both trains and serves, before the pipeline split.
+
+    With expert parallelism on one side only, ranks still share a part of the experts' slices.
+    """
+    split = max(source.grid.tp_size, target.grid.tp_size)
+    ep_sizes = (source.ep_size, target.ep_size)
+    if max(ep_sizes) == 1:
+        return shape.num_params / split
+    tp_sizes = [
+        assignment.grid.tp_size for assignment in (source, target) if assignment.ep_size == 1
+    ]
+    routed = shape.routed_params / (max(ep_sizes) * max(tp_sizes, default=1))
+    return (shape.num_params - shape.routed_params) / split + routed
+
+
+EMA_BYTES = 4
+"""Per parameter of an EMA reference, which is published in float32."""
+
+
+class CostModel:
+    """`PlacementCosts` of a placement problem; caches results per call and assignment."""
+
+    def __init__(
+        self,
+        problem: PlacementProblem,
+        constants: CostConstants | None = None,
+        *,
+        traffic: type[WeightTraffic] = WeightTraffic,
+    ) -> None:
+        self.problem = problem
+        self.constants = constants or CostConstants.from_cluster(problem.cluster)
+        self.traffic = traffic(problem.cluster, self.constants)
+        self._role_constants = {
+            role: replace(self.constants, score_tokens=tokens)
+            for role, tokens in problem.score_tokens.items()
+        }
+        self._lora_traffic = LoraTraffic(problem.cluster, self.constants)
+        self._call_by_stage = {call.stage: call for call in problem.dataflow.ordered_calls}
+        self._generate_stage = problem.dataflow.select_calls(CallKind.GENERATE)[0].stage
+        self._train_stage_by_role = {
+            call.role: call.stage for call in problem.dataflow.select_calls(CallKind.TRAIN)
+        }
+        self._model_shapes = {stage: problem.find_model(stage) for stage in self._call_by_stage}
+        self._call_cost = cache(self._make_call_cost)
+        self._score_timing = cache(self._compute_score_timing)
+        self._train_timing = cache(self._compute_train_timing)
+        self._weights_timing = cache(self._compute_weights_timing)
+        self._generation_model = cache(self._make_generation_model)
+        self._call_duration = cache(self._compute_call_duration)
+        self._call_footprint = cache(self._compute_footprint)
+        self._find_misfit = cache(self._compute_misfit)
+
+    @cached_property
+    def approximate_costs(self) -> "CostModel":
+        """Same cost model, but with weight transfers by formula: faster and less exact."""
+        return CostModel(self.problem, self.constants, traffic=ApproximateTraffic)
+
+    def predict_timings(self, placement: Placement) -> StageTimings:
+        """Return the timings of all stages of a feasible placement.
+
+        For an infeasible placement the result is undefined; ValueError is possible.
+        """
+        score: dict[str, ScoreTiming] = {}
+        train: dict[str, TrainTiming] = {}
+        for stage, call in self._call_by_stage.items():
+            if call.kind is CallKind.SCORE:
+                assignment = placement.assignments.get(stage)
+                timing = self._score_timing(
+                    stage, assignment, offload_idle=self._is_offloaded_when_idle(stage, placement)
+                )
+                score[stage] = timing
+            elif call.kind is CallKind.TRAIN:
+                train[call.role] = self._train_timing(
+                    stage,
+                    placement.assignments[stage],
+                    offload_idle=self._is_offloaded_when_idle(stage, placement),
+                )
+        generate_stage = self._generate_stage
+        return StageTimings(
+            estimate_generator_timing(
+                self._call_cost(generate_stage, placement.assignments[generate_stage]),
+                self.compute_kv_capacity_bytes(placement),
+            ),
+            score,
+            train,
+            weights={
+                stage: self._weights_timing(stage, placement.assignments[source], assignment)
+                for stage, call in self._call_by_stage.items()
+                if (assignment := placement.assignments.get(stage))
+                and (source := self._find_source_stage(call))
+            },
+            hop_s=self._estimate_hop_s(),
+            step_s=self.constants.between_steps_s,
+        )
+
+    def predict_memory(self, placement: Placement) -> Mapping[str, CallMemory]:
+        return self._build_device_memory(placement).compute_memory_by_stage()
+
+    def explain_infeasible(self, placement: Placement) -> str:
+        """Return why a placement is infeasible, in a line; empty if feasible.
+
+        A dimension of a model does not divide, replicas outnumber rollouts, or memory is short.
+        """
+        for stage, assignment in placement.assignments.items():
+            if wrong := self._find_misfit(stage, assignment):
+                return wrong
+        return self._build_device_memory(placement).explain_infeasible()
+
+    def call_duration_s(self, stage: str, assignment: CallAssignment) -> float:
+        """Return the seconds of a stage's work for a step, with no other stage on its devices.
+
+        The result is inf if the call does not fit.
+        """
+        return self._call_duration(stage, assignment)
+
+    def compute_kv_capacity_bytes(self, placement: Placement) -> float:
+        """Return bytes available for the KV cache on each generating device.
+
+        The placement may be partial, as long as it has devices for generation.
+        """
+        capacity = self._build_device_memory(placement).compute_kv_capacity_bytes(
+            self._generate_stage
+        )
+        return min(capacity, self.problem.kv_cache_bytes or math.inf)
+
+    def compute_kv_cache_bytes(self, placement: Placement) -> float:
+        return self._build_device_memory(placement).compute_kv_cache_bytes(self._generate_stage)
+
+    def estimate_transfer(
+        self, shape: ModelShape, source: CallAssignment, target: CallAssignment
+    ) -> TransferCost:
+        """Return the cost of moving a version from a trainer to a follower.
+
+        By formula with experts, which copy plans do not support.
+        """
+        if shape.adapter_params:
+            return self._lora_traffic.estimate_transfer(shape, source, target)
+        is_plain = source.ep_size == 1 and target.ep_size == 1
+        return (self.traffic if is_plain else self.approximate_costs.traffic).estimate_transfer(
+            shape, source, target
+        )
+
+    def estimate_first_rollouts_s(self, assignment: CallAssignment) -> float:
+        """Return seconds until generation completes the first cut (fraction) of a step's groups.
+
+        Generation has the devices of `assignment` to itself. The result is inf if memory is short.
+        """
+        free_bytes = self._free_bytes_alone(self._generate_stage, assignment)
+        cuts = choose_cuts(self.problem.workload.groups_per_step)
+        return (
+            math.inf
+            if free_bytes is None
+            else self._estimate_generation_s(self._generate_stage, assignment, free_bytes, cuts)
+        )
+
+    def _compute_call_duration(self, stage: str, assignment: CallAssignment) -> float:
+        free_bytes = self._free_bytes_alone(stage, assignment)
+        if free_bytes is None:
+            return math.inf
+        call, cost = self._call_by_stage[stage], self._call_cost(stage, assignment)
+        if call.kind is CallKind.GENERATE:
+            return self._estimate_generation_s(stage, assignment, free_bytes, (1.0,))
+        if call.kind is CallKind.SCORE:
+            score_timing = self._score_timing(stage, assignment)
+            return score_duration_s(score_timing, cost.workload, cost.workload.group_size)
+        train_timing = self._train_timing(stage, assignment)
+        return train_duration(train_timing, cost.workload).total_s + train_timing.step_s
+
+    def _estimate_generation_s(
+        self, stage: str, assignment: CallAssignment, kv_bytes: float, cuts: tuple[float, ...]
+    ) -> float:
+        """Return seconds until the first of `cuts` is complete; `kv_bytes` is per device."""
+        timing = estimate_generator_timing(self._call_cost(stage, assignment), kv_bytes)
+        generation = self._generation_model(stage)
+        open_episodes = self.problem.run_options.open_episodes
+        timing = generation.add_environment_time(timing, open_episodes, 0)
+        return generation.find_completions_s(timing, cuts)[0]
+
+    def _make_generation_model(self, stage: str) -> GenerationModel:
+        return GenerationModel(self._call_workload(stage).sampled_workload)
+
+    def _free_bytes_alone(self, stage: str, assignment: CallAssignment) -> float | None:
+        """Return the bytes left on devices without other calls; None if the call does not fit."""
+        if self._find_misfit(stage, assignment):
+            return None
+        footprint = self._call_footprint(stage, assignment, None, offload_idle=False)
+        free_bytes = self._find_min_usable_bytes(assignment) - footprint.memory.resident_bytes
+        return (
+            None
+            if free_bytes < max(footprint.memory.active_bytes, footprint.min_kv_bytes)
+            else free_bytes
+        )
+
+    def _find_min_usable_bytes(self, assignment: CallAssignment) -> float:
+        devices: list[DeviceSpec] = [
+            group.device for group in assignment.mesh.find_node_groups(self.problem.cluster)
+        ]
+        return compute_usable_bytes(min(device.memory_bytes for device in devices), self.constants)
+
+    def _compute_misfit(self, stage: str, assignment: CallAssignment) -> str:
+        """Return why a stage cannot run on its rank grid; empty if it can.
+
+        A dimension of the model does not divide, or replicas outnumber rollouts.
+        """
+        grid, workload = assignment.grid, self._call_workload(stage)
+        try:
+            count_stage_params(
+                self._get_model_shape(stage), grid.pp_size, grid.tp_size, assignment.ep_size
+            )
+        except ValueError as error:
+            return f"{stage} as {grid}: {error}"
+        rollouts = workload.num_rollouts
+        if self._call_by_stage[stage].kind is CallKind.TRAIN:
+            rollouts //= workload.mini_batches
+        if grid.dp_size > rollouts:
+            return f"{stage} as {grid}: {grid.dp_size} replicas for {rollouts} rollouts"
+        return ""
+
+    def _get_model_shape(self, stage: str) -> ModelShape:
+        shape = self._model_shapes[stage]
+        assert shape is not None, f"{stage} has devices and no model"
+        return shape
+
+    def _call_workload(self, stage: str) -> Workload:
+        """Return the workload of a stage; greedy rollouts are one per prompt."""
+        call, workload = self._call_by_stage[stage], self.problem.workload
+        if "greedy_ids" in (*call.needs, *call.produces):
+            return replace(workload, group_size=1)
+        return workload
+
+    def _make_call_cost(self, stage: str, assignment: CallAssignment) -> CallCost:
+        return CallCost(
+            self._get_model_shape(stage),
+            assignment,
+            self._call_workload(stage),
+            self.problem.cluster,
+            self._role_constants.get(self._call_by_stage[stage].role, self.constants),
+        )
+
+    def _compute_score_timing(
+        self, stage: str, assignment: CallAssignment | None, *, offload_idle: bool = False
+    ) -> ScoreTiming:
+        if assignment is None:
+            return estimate_rule_timing(self.constants)
+        cost = self._call_cost(stage, assignment)
+        # A follower gets its weights from the trainer.
+        loads_weights = offload_idle and not self._find_source_stage(self._call_by_stage[stage])
+        return estimate_score_timing(cost, estimate_weight_load_s(cost) if loads_weights else 0.0)
+
+    def _compute_train_timing(
+        self, stage: str, assignment: CallAssignment, *, offload_idle: bool = False
+    ) -> TrainTiming:
+        cost = self._call_cost(stage, assignment)
+        return estimate_train_timing(cost, estimate_state_offload_s(cost) if offload_idle else 0.0)
+
+    def _is_offloaded_when_idle(self, stage: str, placement: Placement) -> bool:
+        """Return whether a stage shares devices with another role, and offloading is on."""
+        if not (self.constants.offloads_optimizer or self.constants.offloads_weights):
+            return False
+        role = self._call_by_stage[stage].role
+        return any(
+            self._call_by_stage[other].role != role and placement.overlaps(stage, other)
+            for other in placement.assignments
+        )
+
+    def _find_source_stage(self, call: ModelCall) -> str:
+        """Return the stage that trains the model a call follows; empty if it is fixed."""
+        return self._train_stage_by_role.get(
+            POLICY if call.followed_role == EMA_REFERENCE else call.followed_role, ""
+        )
+
+    def _compute_weights_timing(
+        self, stage: str, source: CallAssignment, target: CallAssignment
+    ) -> WeightsTiming:
+        transfer = self.estimate_transfer(self._get_model_shape(stage), source, target)
+        constants = self.constants
+        if source.mesh.overlaps(target.mesh):
+            # On shared devices the follower computes nothing during the whole transfer.
+            switch_s = transfer.seconds + constants.switch_s
+            return WeightsTiming(0.0, switch_s, switch_s)
+        pull_s = transfer.seconds + constants.pull_s
+        return WeightsTiming(constants.publish_s, pull_s, pull_s * constants.pause_fraction)
+
+    def _estimate_hop_s(self) -> float:
+        """Return a fixed latency, and the transfer time of a group's columns over the network."""
+        workload, constants = self.problem.workload, self.constants
+        num_bytes = workload.group_size * workload.rollout_tokens * constants.column_bytes
+        network = min(group.node_bytes_per_s for group in self.problem.cluster.node_groups)
+        return constants.hop_s + num_bytes / (network * constants.network_fraction)
+
+    def _build_device_memory(self, placement: Placement) -> DeviceMemory:
+        footprints = {}
+        for stage, assignment in placement.assignments.items():
+            source = placement.assignments.get(self._find_source_stage(self._call_by_stage[stage]))
+            trainer = source if source and source.mesh == assignment.mesh else None
+            offload_idle = self._is_offloaded_when_idle(stage, placement)
+            footprints[stage] = self._call_footprint(
+                stage, assignment, trainer, offload_idle=offload_idle
+            )
+        if self.constants.versions_on_device:
+            footprints = self._add_versions(footprints, placement)
+        trained = self._find_source_stage(self._call_by_stage[self._generate_stage])
+        if trained in footprints and self._generate_stage in footprints:
+            footprints[trained] = _add_gathered_experts(
+                footprints[trained],
+                self._call_cost(trained, placement.assignments[trained]),
+                placement.assignments[self._generate_stage],
+            )
+        return DeviceMemory(placement, footprints, self.problem.cluster, self.constants)
+
+    def _add_versions(
+        self, footprints: dict[str, CallFootprint], placement: Placement
+    ) -> dict[str, CallFootprint]:
+        """Add the versions that trainers send, and that followers on other devices load.
+
+        Only a trainer's first rank sends; its bytes count for all devices of the trainer.
+        """
+        added, sent_roles = dict(footprints), set[str]()
+        for stage, assignment in placement.assignments.items():
+            call = self._call_by_stage[stage]
+            source_stage, shape = self._find_source_stage(call), self._get_model_shape(stage)
+            source = placement.assignments.get(source_stage)
+            if source is None or source.mesh == assignment.mesh:
+                continue
+            is_ema = call.followed_role == EMA_REFERENCE
+            itemsize = EMA_BYTES if is_ema else self.constants.weight_bytes
+            version = itemsize * shape.num_params * shape.trained_fraction
+            added[stage] = added[stage].with_more(CallMemory(0.0, version))
+            if call.followed_role not in sent_roles:
+                sent_roles.add(call.followed_role)
+                added[source_stage] = added[source_stage].with_more(CallMemory(version, 0.0))
+        return added
+
+    def _compute_footprint(
+        self,
+        stage: str,
+        assignment: CallAssignment,
+        trainer: CallAssignment | None,
+        *,
+        offload_idle: bool,
+    ) -> CallFootprint:
+        """Return the memory needs of a call on each of its devices.
+
+        trainer: assignment of the trainer that the call follows, if both share a mesh.
+        """
+        call, cost, shape = (
+            self._call_by_stage[stage],
+            self._call_cost(stage, assignment),
+            self._get_model_shape(stage),
+        )
+        weights = f"{call.role} {assignment}"
+        if call.kind is CallKind.TRAIN:
+            tokens = find_max_train_tokens(cost)
+            return CallFootprint(
+                call.kind,
+                train_memory(cost, offload_idle=offload_idle),
+                f"{weights} trained",
+                tokens,
+            )
+        memory = CallMemory(compute_serving_weight_bytes(cost), 0.0)
+        if trainer is not None and self.constants.aliases_served:
+            filled_bytes = float(self.estimate_transfer(shape, trainer, assignment).extra_bytes)
+            is_resident = self.constants.keeps_served
+            memory = CallMemory(filled_bytes, 0.0) if is_resident else CallMemory(0.0, filled_bytes)
+        if call.kind is CallKind.SCORE:
+            if self.constants.scores_from_host:
+                memory = CallMemory(compute_layer_weight_bytes(cost), 0.0)
+            elif offload_idle and self.constants.offloads_weights:
+                memory = CallMemory(0.0, memory.peak_bytes)
+            active = memory.active_bytes + score_active_bytes(cost)
+            tokens = find_max_score_tokens(cost)
+            return CallFootprint(
+                call.kind, CallMemory(memory.resident_bytes, active), weights, tokens
+            )
+        workload, set_kv = cost.workload, self.problem.kv_cache_bytes
+        least_kv = compute_rollout_kv_bytes(cost, workload.max_rollout_tokens)
+        replica_rollouts = math.ceil(workload.sampled_workload.num_rollouts / cost.dp_size)
+        return CallFootprint(
+            call.kind,
+            memory,
+            weights,
+            workload.max_rollout_tokens,
+            max(set_kv, least_kv),
+            set_kv or replica_rollouts * least_kv,
+            set_kv or self.constants.max_running * least_kv,
+        )
+
+
+def _add_gathered_experts(
+    trained: CallFootprint, cost: CallCost, generator: CallAssignment
+) -> CallFootprint:
+    """Count a mixture of experts that a trainer gathers whole for generators on its devices.
+
+    It does so for each version, after its update: vLLM stores experts in a layout of its own.
+    """
+    trainer, constants = cost.assignment, cost.constants
+    is_sharded = trainer.zero_stage >= SHARDS_PARAMETERS or trainer.grid.tp_size > 1
+    is_gathered = cost.shape.experts and is_sharded and not constants.aliases_served
+    if not is_gathered or generator.mesh != trainer.mesh:
+        return trained
+    whole = constants.served_bytes * cost.shape.num_params
+    memory = replace(trained.memory, active_bytes=max(trained.memory.active_bytes, whole))
+    return replace(trained, memory=memory)

@@ -1,0 +1,1 @@
+"""Problem of the planner: models, workload, stages and their timings."""

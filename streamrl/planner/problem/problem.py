@@ -1,0 +1,167 @@
+"""Input and output of the planner: problem, options of the run, cost protocol and estimate."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from streamrl.dataflow import CallKind, Dataflow
+from streamrl.engines.models.model_shapes import ModelShape
+from streamrl.errors import ConfigError
+from streamrl.placement.clusters import Cluster
+from streamrl.placement.config import DEFAULT_SLICE_S
+from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.planner.problem.stage_timings import StageTimings
+from streamrl.planner.problem.workload import Workload
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Settings of a run's config that affect its speed.
+
+    They are pipeline.depth, pipeline.on_stale, placement.slice_s, weights.publish_every,
+    reference.every (of an EMA reference), filter.oversample (None for auto) and
+    environment.open_episodes (None for as many as a generator samples at a time).
+
+    The planner replaces `depth` by the staleness bound of the placement that it evaluates.
+    """
+
+    depth: int | None = None
+    on_stale: str = "wait"
+    slice_s: float = DEFAULT_SLICE_S
+    publish_every: int = 1
+    reference_every: int = 1
+    oversample: float | None = 1.0
+    open_episodes: int | None = None
+
+    def get_max_steps_ahead(self, max_staleness: int) -> int:
+        return max_staleness if self.depth is None else self.depth
+
+    def round_to_publish_every(self, steps: int) -> int:
+        """Round a number of training steps down to a multiple of weights.publish_every.
+
+        Over such a number of steps, generators use each published version equally long, so means
+        over the steps are not biased.
+        """
+        return steps - steps % self.publish_every
+
+
+@dataclass(frozen=True)
+class PlacementProblem:
+    """Run for which to find a placement: calls, models, workload of a step, cluster and options.
+
+    models: by role; a rule-based reward has no model and takes no devices.
+    score_tokens: by role, maximum tokens of a scoring batch where the run's config sets a maximum.
+    kv_cache_bytes: size of the KV cache per generating device; 0 takes the memory left over.
+    """
+
+    dataflow: Dataflow
+    models: Mapping[str, ModelShape]
+    workload: Workload
+    cluster: Cluster
+    run_options: RunOptions = field(default_factory=RunOptions)
+    score_tokens: Mapping[str, int] = field(default_factory=dict)
+    kv_cache_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for call in self.dataflow.calls:
+            needed = call.role if call.kind is CallKind.TRAIN else call.followed_role
+            if needed and needed not in self.models:
+                raise ConfigError(f"model of {needed}: missing; {call.stage} computes with it")
+
+    def find_model(self, stage: str) -> ModelShape | None:
+        """Return the shape of the model that a stage computes with; None without a model."""
+        call = next(call for call in self.dataflow.calls if call.stage == stage)
+        return self.models.get(call.role) or self.models.get(call.followed_role)
+
+    @property
+    def placed_stages(self) -> list[str]:
+        """Stages that compute with a model and so need devices, in the order of the dataflow."""
+        return [call.stage for call in self.dataflow.ordered_calls if self.find_model(call.stage)]
+
+
+@dataclass(frozen=True)
+class CallMemory:
+    """Bytes that a call holds on each of its devices: always, and additionally while computing."""
+
+    resident_bytes: float
+    active_bytes: float
+
+    @property
+    def peak_bytes(self) -> float:
+        return self.resident_bytes + self.active_bytes
+
+
+@dataclass(frozen=True)
+class DeviceInterval:
+    """Interval in which a stage had its devices for one training step, in seconds."""
+
+    stage: str
+    step: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class PlacementEstimate:
+    """Steady-state estimate of a placement.
+
+    step_s: time of a training step.
+    tokens_per_s: sampled tokens that are trained, over the whole cluster.
+    idle: by stage, the fraction of a step in which the stage does not compute.
+    device_idle: idle fraction of all devices of the cluster, used or not.
+    memory_bytes, free_bytes: used and free memory of the device with the least free memory.
+    timeline: intervals in which stages have devices, in one period.
+    staleness_mean: mean staleness of a trained token, in versions.
+    infeasible_reason: empty for a feasible placement; otherwise step_s is infinite and all other
+      figures are NaN.
+    """
+
+    step_s: float
+    tokens_per_s: float = math.nan
+    idle: Mapping[str, float] = field(default_factory=dict)
+    device_idle: float = math.nan
+    memory_bytes: float = math.nan
+    free_bytes: float = math.nan
+    staleness_mean: float = math.nan
+    timeline: Sequence[DeviceInterval] = ()
+    infeasible_reason: str = ""
+
+    @classmethod
+    def make_infeasible(cls, why: str) -> "PlacementEstimate":
+        return cls(math.inf, infeasible_reason=why)
+
+
+class PlacementCosts(Protocol):
+    """Predicted costs of the calls of a placement problem; implementations cache results.
+
+    `predict_memory` and `explain_infeasible` also accept a placement of some of the calls.
+    """
+
+    @property
+    def approximate_costs(self) -> "PlacementCosts":
+        """Cost model for a search: fast for thousands of placements, with a few percent error."""
+        ...
+
+    def predict_timings(self, placement: Placement) -> StageTimings: ...
+
+    def predict_memory(self, placement: Placement) -> Mapping[str, CallMemory]: ...
+
+    def explain_infeasible(self, placement: Placement) -> str:
+        """Return why a placement is infeasible, such as lack of memory; empty if feasible."""
+        ...
+
+    def call_duration_s(self, stage: str, assignment: CallAssignment) -> float:
+        """Return seconds of a stage's work for one training step, alone on its devices.
+
+        Return inf if the devices lack memory.
+        """
+        ...
+
+    def estimate_first_rollouts_s(self, assignment: CallAssignment) -> float:
+        """Return seconds of generation until the first rollouts of a step are complete.
+
+        `assignment` places the generator, which has the devices for itself. Return inf if they lack
+        memory.
+        """
+        ...

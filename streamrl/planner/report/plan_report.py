@@ -1,0 +1,343 @@
+"""Report of `streamrl plan`, as text and JSON."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from streamrl.config.run_config import RunConfig
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.placements import Placement
+from streamrl.planner.problem.problem import PlacementEstimate, PlacementProblem
+from streamrl.planner.problem.stage_timings import GeneratorTiming
+from streamrl.planner.report.text_table import (
+    format_count,
+    format_inner_percent,
+    format_percent,
+    format_seconds,
+    format_table,
+)
+from streamrl.planner.search.pareto import (
+    ExcludedBound,
+    ParetoPoint,
+    PlacementCandidate,
+    PlanResult,
+    compare_to_winner,
+)
+from streamrl.planner.search.planner import WHOLE_STEPS_SUFFIX
+from streamrl.planner.simulator.results import SimulationResult
+from streamrl.planner.steady_state.call_durations import GenerationModel
+from streamrl.planner.to_placement import find_pools
+
+GB = 1e9
+
+NO_FIX_TEXT = (
+    "smaller micro-batches, trainer.gradient_checkpointing, trainer.offload_optimizer,"
+    " trainer.lora_rank and more devices do not help either, as far as tried"
+)
+
+SimulatedPoint = tuple[ParetoPoint, SimulationResult]
+"""Best placement of a staleness bound, with its simulation."""
+
+
+def describe_problem(config: RunConfig, problem: PlacementProblem) -> str:
+    """Describe a planner problem: a line of algorithm, cluster and models; the work of a step."""
+    workload, turns = problem.workload, problem.workload.turns
+    episodes = (
+        f"; {turns.mean_turns:.3g} turns with {turns.mean_observed_tokens:.0f} observed tokens and"
+        f" {turns.mean_environment_s:.3g} s of environment"
+        if turns.has_environment
+        else ""
+    )
+    models = ", ".join(f"{role} {shape.name}" for role, shape in problem.models.items())
+    return (
+        f"{config.algorithm.name} on {problem.cluster} ({problem.cluster.num_devices}"
+        f" devices): {models}\n"
+        f"a step: {workload.groups_per_step} groups of {workload.group_size}, prompts of"
+        f" {workload.prompt_tokens:.0f} tokens, completions of {workload.lengths.mean:.0f} (at most"
+        f" {workload.lengths.max_tokens}){episodes}, {workload.num_updates} updates"
+        + (
+            f"; {format_inner_percent(workload.filtered_fraction)} of all groups are filtered"
+            if workload.filtered_fraction
+            else ""
+        )
+    )
+
+
+def describe_open_episodes(
+    problem: PlacementProblem, timing: GeneratorTiming, max_staleness: int
+) -> list[str]:
+    """Return a line if more open episodes would keep more decode slots busy.
+
+    timing: of the generators of a placement with this staleness bound.
+    """
+    workload, options = problem.workload, problem.run_options
+    if not workload.turns.has_environment:
+        return []
+    episodes = GenerationModel(workload).describe_open_episodes(timing)
+    steps = options.get_max_steps_ahead(max_staleness) + 1
+    max_open = options.open_episodes or timing.max_running
+    useful = min(episodes.needed, steps * workload.num_rollouts / timing.replicas)
+    if max_open >= useful:
+        return []
+    return [
+        f"open episodes: with {max_open} per generator, {episodes.find_running(max_open):.3g} of"
+        f" {episodes.slots:.3g} decode slots are busy;"
+        f" environment.open_episodes={math.ceil(useful)} keep"
+        f" {episodes.find_running(useful):.3g} busy"
+    ]
+
+
+def describe_unused_mode(config: RunConfig, placement: Placement) -> list[str]:
+    """Return a line if the config sets a placement mode other than the planned placement's."""
+    own, planned = config.placement, find_pools(config.dataflow, placement)
+    if own.mode == "auto" or (
+        planned is not None and (own.mode, own.pools) == (planned.mode, planned.pools)
+    ):
+        return []
+    return [
+        f"placement.mode={own.mode} is not used: plan chooses the placement; `streamrl simulate`"
+        " estimates the config's own"
+    ]
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """Result of `streamrl plan`: the best placement of each staleness bound, with its simulation.
+
+    front: points of the Pareto front of throughput over staleness bound. lost_bounds: bounds that
+    the run's settings forbid, or whose simulation is no faster than a lower bound's. own_bound:
+    max_staleness of the run's config, None with --max-staleness. fixes: changes that would let the
+    run fit; only filled if no placement fits. advice: lines on the best placement.
+    """
+
+    config: RunConfig
+    problem: PlacementProblem
+    plan: PlanResult
+    front: Sequence[SimulatedPoint]
+    lost_bounds: Sequence[ExcludedBound]
+    own_bound: int | None = None
+    fixes: Sequence[str] = ()
+    advice: Sequence[str] = ()
+
+    @property
+    def absent_bounds(self) -> list[ExcludedBound]:
+        """Requested staleness bounds without a row in the report, with the reason of each."""
+        rows = {point.max_staleness for point, _ in self.front}
+        bounds = (*self.plan.excluded_bounds, *self.lost_bounds)
+        absent = [bound for bound in bounds if bound.max_staleness not in rows]
+        return sorted(absent, key=lambda bound: bound.max_staleness)
+
+    @property
+    def best_row(self) -> SimulatedPoint | None:
+        """Placement and simulation of the config's own staleness bound, else of the fastest bound.
+
+        None if no placement fits.
+        """
+        if self.own_bound is None:
+            return self.front[-1] if self.front else None
+        rows = (row for row in self.front if row[0].max_staleness == self.own_bound)
+        return next(rows, None)
+
+    @property
+    def best_point(self) -> ParetoPoint:
+        assert self.best_row is not None
+        return self.best_row[0]
+
+    @property
+    def unused_devices(self) -> list[Mesh]:
+        used = {
+            device
+            for assignment in self.best_point.candidate.placement.assignments.values()
+            for device in assignment.mesh.devices
+        }
+        free = [device for device in range(self.problem.cluster.num_devices) if device not in used]
+        # Consecutive numbers have a constant difference to their index.
+        runs = groupby(enumerate(free), key=lambda pair: pair[1] - pair[0])
+        ranges = [[device for _, device in run] for _, run in runs]
+        return [Mesh(devices[0], len(devices)) for devices in ranges]
+
+    def to_text(self, settings: Mapping[str, Any], *, explain: bool) -> str:
+        """Format the report as text.
+
+        settings: settings in which the written config differs from the run's. explain: say why
+        every other kind of placement lost.
+        """
+        lines = [describe_problem(self.config, self.problem), ""]
+        if self.front:
+            lines += [*format_table([HEADING, *(self._format_row(*row) for row in self.front)]), ""]
+        lines += (
+            self._describe_no_fit()
+            if self.best_row is None
+            else self._describe_best(*self.best_row)
+        )
+        lines += [f"  written with {_format_settings(settings)}"] if settings else []
+        lines += ["", *self._describe_others()] if explain and self.best_row is not None else []
+        notes = [*self.advice, *self._describe_trade_offs(), *self._describe_absences()]
+        return "\n".join([*lines, "", *notes] if notes else lines)
+
+    def _describe_no_fit(self) -> list[str]:
+        bound = f" with pipeline.max_staleness={self.own_bound}" if self.front else ""
+        lines = [f"nothing fits{bound}", *self._describe_others()[1:]]
+        if self.front:
+            return lines
+        if not self.fixes:
+            return [*lines, NO_FIX_TEXT]
+        return [*lines, "any one of these would let it fit:", *(f"  {fix}" for fix in self.fixes)]
+
+    def _describe_best(self, point: ParetoPoint, result: SimulationResult) -> list[str]:
+        own_note = f" (pipeline.max_staleness={self.own_bound}, the config's own)"
+        lines = [f"best: {point.candidate.label}{'' if self.own_bound is None else own_note}"]
+        lines += [
+            f"  {stage:<18}{assignment}"
+            + (f", ZeRO {assignment.zero_stage}" if stage.startswith("train") else "")
+            for stage, assignment in point.candidate.placement.assignments.items()
+        ]
+        size = self.problem.cluster.num_devices
+        if self.unused_devices:
+            names = ", ".join(map(str, self.unused_devices))
+            spare = sum(mesh.size for mesh in self.unused_devices)
+            lines.append(f"  devices {names} are unused: {spare} of {size}")
+        hours = self._compute_hours(result)
+        unit = "core-hours" if self.problem.cluster.is_cpu else "GPU-hours"
+        return [
+            *lines,
+            f"  run.steps={self.config.run.steps}: {hours:.3g} h, {hours * size:.3g} {unit}",
+        ]
+
+    def _compute_hours(self, result: SimulationResult) -> float:
+        return self.config.run.steps * result.mean_step_s / 3600
+
+    def _describe_trade_offs(self) -> list[str]:
+        if self.own_bound is None or self.best_row is None:
+            return []
+        _, best = self.best_row
+        lines = []
+        for point, other in self.front:
+            if point.max_staleness == self.own_bound:
+                continue
+            gain = other.tokens_per_s / best.tokens_per_s - 1
+            lines.append(
+                f"--max-staleness {point.max_staleness}: {gain:+.0%} tokens/s, with tokens"
+                f" {other.staleness_mean:.2f} versions old (at most {other.staleness_max}) instead"
+                f" of {best.staleness_mean:.2f}"
+            )
+        return lines
+
+    @staticmethod
+    def _format_row(point: ParetoPoint, result: SimulationResult) -> list[str]:
+        estimate = point.candidate.estimate
+        return [
+            f"{point.max_staleness}: {point.candidate.label}",
+            format_seconds(estimate.step_s),
+            format_percent(estimate.device_idle),
+            f"{estimate.memory_bytes / GB:.3g}",
+            format_seconds(result.mean_step_s),
+            format_count(result.tokens_per_s),
+            f"{result.staleness_mean:.2f}",
+        ]
+
+    def _describe_others(self) -> list[str]:
+        lines = ["best placement of every kind, by step time:"]
+        for candidate in self._list_best_kinds():
+            label = candidate.label
+            if candidate.estimate.infeasible_reason:
+                lines.append(f"  {label}: infeasible: {candidate.estimate.infeasible_reason}")
+            else:
+                reason = f"; {candidate.reason}" if candidate.reason else ""
+                lines.append(f"  {label}: {format_seconds(candidate.step_s)} s a step{reason}")
+                lines.append(f"    {candidate.placement}")
+        return lines
+
+    def _describe_absences(self) -> list[str]:
+        bounds: dict[str, list[str]] = {}
+        for absent in self.absent_bounds:
+            bounds.setdefault(absent.why, []).append(str(absent.max_staleness))
+        return [f"no row for {', '.join(names)}: {why}" for why, names in bounds.items()]
+
+    def _list_best_kinds(self) -> list[PlacementCandidate]:
+        """List the best candidate of each kind; a twin that streams hides whole steps."""
+        streamed = {c.label for c in self.plan.candidates if c.placement.is_streamed}
+        kept = []
+        winner = self.best_point.candidate if self.best_row is not None else None
+        for candidate in self.plan.candidates:
+            twin = candidate.label.removesuffix(WHOLE_STEPS_SUFFIX)
+            if candidate.placement.is_streamed or twin not in streamed:
+                lost = winner and candidate.placement != winner.placement
+                kept.append(compare_to_winner(winner, candidate) if winner and lost else candidate)
+        return kept
+
+    def to_json(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the report as JSON-serializable values.
+
+        settings: settings in which the written config differs from the run's.
+        """
+        front = [self._point_to_json(*row) for row in self.front]
+        return {
+            "cluster": str(self.problem.cluster),
+            "devices": self.problem.cluster.num_devices,
+            "best": None if self.best_row is None else self._point_to_json(*self.best_row),
+            "unused": [] if self.best_row is None else [str(mesh) for mesh in self.unused_devices],
+            "settings": dict(settings),
+            "front": front,
+            "absent": [vars(bound) for bound in self.absent_bounds],
+            "candidates": [_candidate_to_json(c) for c in self.plan.candidates],
+            "remedies": list(self.fixes),
+            "advice": list(self.advice),
+        }
+
+    def _point_to_json(self, point: ParetoPoint, result: SimulationResult) -> dict[str, Any]:
+        hours = self._compute_hours(result)
+        return {
+            "max_staleness": point.max_staleness,
+            **_candidate_to_json(point.candidate),
+            "simulated": simulation_to_json(result),
+            "run_hours": hours,
+            "run_device_hours": hours * self.problem.cluster.num_devices,
+        }
+
+
+HEADING = [
+    "max_staleness: placement",
+    "step, s",
+    "idle",
+    "GB on a device",
+    "simulated, s",
+    "tokens/s",
+    "staleness",
+]
+
+
+def _candidate_to_json(candidate: PlacementCandidate) -> dict[str, Any]:
+    fields: dict[str, Any] = {"kind": candidate.label, "placement": candidate.placement.to_dict()}
+    fields |= _estimate_to_json(candidate.estimate)
+    return fields | ({"why": candidate.reason} if candidate.reason else {})
+
+
+def _estimate_to_json(estimate: PlacementEstimate) -> dict[str, Any]:
+    if estimate.infeasible_reason:
+        return {"unfit": estimate.infeasible_reason}
+    return {
+        "step_s": estimate.step_s,
+        "tokens_per_s": estimate.tokens_per_s,
+        "idle": dict(estimate.idle),
+        "device_idle": estimate.device_idle,
+        "memory_bytes": estimate.memory_bytes,
+        "free_bytes": estimate.free_bytes,
+    }
+
+
+def simulation_to_json(result: SimulationResult) -> dict[str, Any]:
+    return {
+        "step_s": result.mean_step_s,
+        "tokens_per_s": result.tokens_per_s,
+        "idle": dict(result.idle_fractions),
+        "staleness_mean": result.staleness_mean,
+        "staleness_max": result.staleness_max,
+    }
+
+
+def _format_settings(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={json.dumps(value)}" for key, value in settings.items())

@@ -1,0 +1,359 @@
+"""Random search over devices and parallelism of every role, from a given start.
+
+Metropolis-Hastings with a falling temperature, as ReaL's search over per-call meshes
+(arXiv:2406.14088), then a descent role by role. A lower bound (the load of the busiest device)
+rejects most bad proposals before they are scheduled. The search counts proposals instead of time,
+so equal seeds give equal placements.
+"""
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+
+from streamrl.placement.meshes import Mesh, find_max_load, iter_meshes
+from streamrl.placement.placements import CallAssignment
+from streamrl.planner.search.hybridflow_parallel import ParallelismChoices, RoleAssignments
+
+INITIAL_TEMPERATURE, FINAL_TEMPERATURE = 0.05, 0.002
+"""Temperatures of annealing, as fractions of the step time.
+
+A proposal slower by the current temperature is accepted with probability 1 / e.
+"""
+REJECT_TEMPERATURES = 8.0
+"""A lower bound this many temperatures above the current step time rejects a proposal."""
+SMALL_CLUSTER_MESHES = 16
+"""On a cluster with at most this many meshes, a descent tries every mesh, and pairs of roles."""
+DESCENT_ROUNDS = 3
+FASTEST_OPTIONS = 4
+"""A moved role draws from this many fastest parallelisms of its mesh."""
+REARRANGE_TOLERANCE = 0.1
+"""Rearrangements slower than the current step time by more than this fraction get no descent."""
+MAX_REARRANGE_DESCENTS = 3
+MAX_MESHES = 4
+"""Maximum number of meshes among which roles are redistributed."""
+MAX_REARRANGEMENTS = 192
+"""Rearrangements that are fitted: those with the least work of the busiest device."""
+
+
+@dataclass(frozen=True)
+class SearchState:
+    """Placement under search: assignment per role, steps that generation runs ahead, streaming.
+
+    is_streamed: see `Placement.is_streamed`.
+    """
+
+    assignments: Mapping[str, CallAssignment]
+    steps_ahead: int = 0
+    is_streamed: bool = True
+
+
+class AnnealingSearch:
+    """Search for the best placement within a staleness bound.
+
+    `aheads` lists how many steps generation may run ahead. `streamed` lists the allowed values of
+    `SearchState.is_streamed`.
+    """
+
+    def __init__(
+        self,
+        choices: ParallelismChoices,
+        aheads: Sequence[int],
+        *,
+        seed: int,
+        streamed: Sequence[bool],
+    ) -> None:
+        self._choices = choices
+        self._allowed_steps_ahead = list(aheads)
+        self._allowed_streaming = list(streamed)
+        self._rng = np.random.default_rng(seed)
+        self._meshes = list(iter_meshes(choices.problem.cluster))
+        self._find_neighbors = cache(self._list_neighbors)
+
+    @property
+    def is_small_cluster(self) -> bool:
+        return len(self._meshes) <= SMALL_CLUSTER_MESHES
+
+    def estimate_state_step_s(self, state: SearchState, limit_s: float = math.inf) -> float:
+        """Return the step time of a state; inf if infeasible or certainly above `limit_s`."""
+        if self.compute_lower_bound_s(state) >= limit_s:
+            return math.inf
+        is_disaggregated = len({assignment.mesh for assignment in state.assignments.values()}) > 1
+        streamed = state.is_streamed or not is_disaggregated
+        placement = self._choices.make_placement(
+            state.assignments, state.steps_ahead, streamed=streamed
+        )
+        return self._choices.estimator.estimate_step_s(placement, limit_s)
+
+    def compute_lower_bound_s(self, state: SearchState) -> float:
+        """Return a lower bound of the step time: seconds of work of the busiest device."""
+        return find_max_load(
+            [
+                (option.mesh, self._choices.compute_min_busy_s(role, option, state.steps_ahead))
+                for role, option in state.assignments.items()
+            ]
+        )
+
+    def run(self, start: SearchState, proposals: int) -> tuple[SearchState, float]:
+        """Anneal a start state with this many proposals; return the best state and its step
+        time."""
+        moves: list[Callable[[SearchState], SearchState | None]] = [
+            self._change_grid,
+            self._change_grid,
+            self._change_mesh,
+            self._join_role,
+            self._move_set,
+            self._swap_roles,
+            self._shift_border,
+        ]
+        if len(self._allowed_steps_ahead) * len(self._allowed_streaming) > 1:
+            moves.append(self._change_pace)
+        current, cost = start, self.estimate_state_step_s(start)
+        best, best_cost = current, cost
+        for i in range(proposals):
+            # Geometric cooling from the initial to the final temperature.
+            temperature = INITIAL_TEMPERATURE * (FINAL_TEMPERATURE / INITIAL_TEMPERATURE) ** (
+                i / max(1, proposals - 1)
+            )
+            proposed = moves[self._rng.integers(len(moves))](current)
+            if proposed is None or proposed == current:
+                continue
+            limit_s = (
+                cost * (1 + REJECT_TEMPERATURES * temperature) if math.isfinite(cost) else math.inf
+            )
+            proposed_cost = self.estimate_state_step_s(proposed, limit_s)
+            if self._accept_move(cost, proposed_cost, temperature):
+                current, cost = proposed, proposed_cost
+            if proposed_cost < best_cost:
+                best, best_cost = proposed, proposed_cost
+        return best, best_cost
+
+    def _accept_move(self, cost: float, proposed_cost: float, temperature: float) -> bool:
+        if math.isinf(proposed_cost):
+            return False
+        if proposed_cost <= cost:
+            return True
+        return bool(self._rng.random() < math.exp((cost - proposed_cost) / (temperature * cost)))
+
+    def descend_by_role(self, state: SearchState, cost: float) -> tuple[SearchState, float]:
+        """Move roles, then pairs of roles, while the step time falls; return state and step time.
+
+        cost: step time of `state`.
+        """
+        groups: list[tuple[str, ...]] = [(role,) for role in state.assignments]
+        if self.is_small_cluster:
+            groups += itertools.combinations(state.assignments, 2)
+        for _ in range(DESCENT_ROUNDS):
+            before = cost
+            for group in groups:
+                options = [self._list_descent_options(state, role) for role in group]
+                for chosen in itertools.product(*options):
+                    roles = {**state.assignments, **dict(zip(group, chosen, strict=True))}
+                    proposed = replace(state, assignments=roles)
+                    proposed_cost = self.estimate_state_step_s(proposed, cost)
+                    if proposed_cost < cost:
+                        state, cost = proposed, proposed_cost
+            if cost == before:
+                break
+        return state, cost
+
+    def _list_descent_options(self, state: SearchState, role: str) -> list[CallAssignment]:
+        """List all options on a small cluster, else those on used and neighboring meshes."""
+        if self.is_small_cluster:
+            return [
+                option for mesh in self._meshes for option in self._choices.list_options(role, mesh)
+            ]
+        current_mesh = state.assignments[role].mesh
+        other_meshes = {option.mesh for option in state.assignments.values()} | set(
+            self._find_neighbors(current_mesh)
+        )
+        options = list(self._choices.list_options(role, current_mesh))
+        for mesh in sorted(other_meshes - {current_mesh}):
+            # Scheduling is slower with generation ahead, so fewer options are tried.
+            options += self._choices.list_options(role, mesh)[
+                : FASTEST_OPTIONS if state.steps_ahead else None
+            ]
+        return options
+
+    def rearrange_roles(self, state: SearchState, cost: float) -> tuple[SearchState, float]:
+        """Redistribute roles over the meshes in use, then descend from the best redistributions.
+
+        cost: step time of `state`. Return the best state, which may be `state`, and its step time.
+        """
+        rearranged = [
+            replace(state, assignments=roles)
+            for roles in iter_rearrangements(
+                self._choices, state.assignments, state.steps_ahead, cost
+            )
+        ]
+        ranked = sorted(
+            (self.estimate_state_step_s(candidate, cost * (1 + REARRANGE_TOLERANCE)), i)
+            for i, candidate in enumerate(rearranged)
+        )
+        for way_cost, i in ranked[:MAX_REARRANGE_DESCENTS]:
+            if math.isfinite(way_cost):
+                other, other_cost = self.descend_by_role(rearranged[i], way_cost)
+                if other_cost < cost:
+                    state, cost = other, other_cost
+        return state, cost
+
+    def _list_neighbors(self, mesh: Mesh) -> list[Mesh]:
+        """List meshes with a common edge, and adjacent ones of equal size; else `mesh` itself."""
+        neighbors = []
+        for other in self._meshes:
+            has_same_end = mesh.first + mesh.size == other.first + other.size
+            is_adjacent = mesh.size == other.size and abs(mesh.first - other.first) == mesh.size
+            if other != mesh and (mesh.first == other.first or has_same_end or is_adjacent):
+                neighbors.append(other)
+        return neighbors or [mesh]
+
+    def _list_borders(self, left: Mesh, right: Mesh) -> list[int]:
+        """Return the devices at which the border of two adjacent meshes may lie instead."""
+        end, meshes = right.first + right.size, set(self._meshes)
+        return [
+            at
+            for at in range(left.first + 1, end)
+            if at != right.first
+            and Mesh(left.first, at - left.first) in meshes
+            and Mesh(at, end - at) in meshes
+        ]
+
+    # Moves: each returns a new state, or None if the drawn move is impossible.
+
+    def _draw_role(self, state: SearchState) -> str:
+        names = list(state.assignments)
+        return names[self._rng.integers(len(names))]
+
+    def _draw_option(self, role: str, mesh: Mesh) -> CallAssignment | None:
+        """Draw a parallelism of a role on a mesh, half of the time the fastest."""
+        options = self._choices.list_options(role, mesh)
+        if not options:
+            return None
+        if self._rng.random() < 0.5:  # noqa: PLR2004
+            return options[0]
+        return options[self._rng.integers(min(FASTEST_OPTIONS, len(options)))]
+
+    def _change_grid(self, state: SearchState) -> SearchState | None:
+        role = self._draw_role(state)
+        options = self._choices.list_options(role, state.assignments[role].mesh)
+        option = options[self._rng.integers(len(options))]
+        return replace(state, assignments={**state.assignments, role: option})
+
+    def _place_roles(self, state: SearchState, moved: Mapping[str, Mesh]) -> SearchState | None:
+        roles: dict[str, CallAssignment] = dict(state.assignments)
+        for role, mesh in moved.items():
+            option = self._draw_option(role, mesh)
+            if option is None:
+                return None
+            roles[role] = option
+        return replace(state, assignments=roles)
+
+    def _change_mesh(self, state: SearchState) -> SearchState | None:
+        mesh = self._meshes[self._rng.integers(len(self._meshes))]
+        return self._place_roles(state, {self._draw_role(state): mesh})
+
+    def _join_role(self, state: SearchState) -> SearchState | None:
+        role, other = self._draw_role(state), self._draw_role(state)
+        return self._place_roles(state, {role: state.assignments[other].mesh})
+
+    def _move_set(self, state: SearchState) -> SearchState | None:
+        current_mesh = state.assignments[self._draw_role(state)].mesh
+        neighbors = self._find_neighbors(current_mesh)
+        mesh = neighbors[self._rng.integers(len(neighbors))]
+        return self._refit_sets(state, {current_mesh: mesh})
+
+    def _swap_roles(self, state: SearchState) -> SearchState | None:
+        role, other = self._draw_role(state), self._draw_role(state)
+        return self._place_roles(
+            state, {role: state.assignments[other].mesh, other: state.assignments[role].mesh}
+        )
+
+    def _shift_border(self, state: SearchState) -> SearchState | None:
+        """Move the border between two adjacent meshes in use, with all their roles."""
+        used = sorted({assignment.mesh for assignment in state.assignments.values()})
+        pairs = [(a, b) for a in used for b in used if a.first + a.size == b.first]
+        if not pairs:
+            return None
+        left, right = pairs[self._rng.integers(len(pairs))]
+        borders = self._list_borders(left, right)
+        if not borders:
+            return None
+        at = borders[self._rng.integers(len(borders))]
+        new = {
+            left: Mesh(left.first, at - left.first),
+            right: Mesh(at, right.first + right.size - at),
+        }
+        return self._refit_sets(state, new)
+
+    def _refit_sets(self, state: SearchState, moved: Mapping[Mesh, Mesh]) -> SearchState | None:
+        """Move all roles of each mesh; draw each parallelism, or fit a mesh's roles together."""
+        sets = {
+            mesh: [
+                role for role, assignment in state.assignments.items() if assignment.mesh == mesh
+            ]
+            for mesh in moved
+        }
+        if self._rng.random() < 0.5:  # noqa: PLR2004
+            return self._place_roles(
+                state, {r: moved[m] for m, roles in sets.items() for r in roles}
+            )
+        assignments: dict[str, CallAssignment] = dict(state.assignments)
+        for mesh, roles in sets.items():
+            fitted = self._choices.fit_on_mesh(roles, moved[mesh])
+            if fitted is None:
+                return None
+            assignments |= fitted
+        return replace(state, assignments=assignments)
+
+    def _change_pace(self, state: SearchState) -> SearchState | None:
+        ahead = self._allowed_steps_ahead[self._rng.integers(len(self._allowed_steps_ahead))]
+        streamed = self._allowed_streaming[self._rng.integers(len(self._allowed_streaming))]
+        return replace(state, steps_ahead=ahead, is_streamed=streamed)
+
+
+def iter_rearrangements(
+    choices: ParallelismChoices, roles: RoleAssignments, ahead: int, limit_s: float
+) -> Iterator[RoleAssignments]:
+    """Yield other assignments of roles to meshes that fit and have a lower bound below `limit_s`.
+
+    ahead: steps that generation runs ahead.
+    """
+    names, current = list(roles), tuple(role_mesh.mesh for role_mesh in roles.values())
+    candidates = _list_meshes(choices, current)
+    busy_s = {
+        (role, mesh): _find_min_busy_s(choices, role, mesh, ahead)
+        for role in names
+        for mesh in candidates
+    }
+    bounded = (
+        (
+            find_max_load([(pair[1], busy_s[pair]) for pair in zip(names, meshes, strict=True)]),
+            meshes,
+        )
+        for meshes in itertools.product(candidates, repeat=len(names))
+        if meshes != current
+    )
+    for _, meshes in heapq.nsmallest(
+        MAX_REARRANGEMENTS, (entry for entry in bounded if entry[0] < limit_s)
+    ):
+        fitted = choices.fit_on_meshes(dict(zip(names, meshes, strict=True)))
+        if fitted is not None:
+            yield fitted
+
+
+def _list_meshes(choices: ParallelismChoices, used: tuple[Mesh, ...]) -> list[Mesh]:
+    """Return the mesh of all devices, and those meshes of `used` that hold the most roles."""
+    all_devices = Mesh(0, choices.problem.cluster.num_devices)
+    by_usage = sorted(set(used) - {all_devices}, key=lambda mesh: (-used.count(mesh), mesh))
+    return [all_devices, *by_usage[: MAX_MESHES - 1]]
+
+
+def _find_min_busy_s(choices: ParallelismChoices, role: str, mesh: Mesh, ahead: int) -> float:
+    """Return a lower bound of the seconds of a role's work on a mesh; inf if the role does not
+    fit."""
+    options = choices.list_options(role, mesh)
+    return choices.compute_min_busy_s(role, options[0], ahead) if options else math.inf

@@ -1,0 +1,399 @@
+"""The planner: collects start placements, searches each staleness bound, and ranks the results."""
+
+import heapq
+import math
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import replace
+
+from streamrl.placement.clusters import Cluster
+from streamrl.placement.meshes import Mesh, list_node_edges
+from streamrl.placement.placements import Placement, PlacementMode
+from streamrl.planner.problem.problem import PlacementCosts, PlacementProblem
+from streamrl.planner.search.annealing import AnnealingSearch, SearchState
+from streamrl.planner.search.flexrlhf import apply_guideline
+from streamrl.planner.search.hybridflow_mapping import MappingSearch
+from streamrl.planner.search.hybridflow_parallel import (
+    ParallelismChoices,
+    SplitRules,
+    allow_any_split,
+)
+from streamrl.planner.search.pareto import (
+    ExcludedBound,
+    ParetoPoint,
+    PlacementCandidate,
+    PlanResult,
+    compare_to_winner,
+    find_dominated,
+    find_pareto_front,
+)
+from streamrl.planner.search.partitions import group_roles_by_model
+from streamrl.planner.steady_state.estimator import PlacementEstimator
+
+WHOLE_STEPS_SUFFIX = ", by whole steps"
+"""Suffix of a kind whose calls wait for whole steps although they have separate devices."""
+DEFAULT_PROPOSALS = 1500
+MAX_START_ALLOCATIONS = 24
+"""Maximum number of allocations with separate roles to schedule as starts, lowest bounds first."""
+MAX_CONFIRMATIONS = 5
+"""A staleness bound counts as infeasible if exact costs reject this many of its best placements."""
+DEFAULT_RUNNERS_UP = 2
+"""Runners-up per staleness bound, for callers that request runners-up."""
+RUNNER_UP_TOLERANCE = 0.05
+"""Runners-up may be slower than the best placement by this fraction."""
+MAX_RUNNER_UP_CANDIDATES = 24
+"""Maximum number of placements to inspect for runners-up; some differ only in device numbers."""
+MAX_AHEAD_ALLOCATIONS = 12
+"""Same limit as MAX_START_ALLOCATIONS where generation runs ahead."""
+NUM_SEARCHES = 3
+"""Annealing searches per staleness bound, each from the best placement of another kind."""
+
+
+def plan_placement(  # noqa: PLR0913
+    problem: PlacementProblem,
+    costs_of: Callable[[PlacementProblem], PlacementCosts],
+    *,
+    max_staleness: Sequence[int] = (0,),
+    seed: int = 0,
+    rules: SplitRules = allow_any_split,
+    streamed: Sequence[bool] = (True, False),
+    proposals: int = DEFAULT_PROPOSALS,
+    runners_up: int = 0,
+    run_bound: int | None = None,
+    on_estimated: Callable[[], None] = lambda: None,
+) -> PlanResult:
+    """Return the best placement for each staleness bound, the alternatives, and why they lost.
+
+    costs_of: returns the cost model of a problem; also called for parts of the cluster, which may
+      be faster alone.
+    rules: allowed ZeRO stages per call and grid.
+    streamed: whether calls on separate devices may process a step as it arrives, or wait for the
+      whole step.
+    proposals: proposals of the random search per staleness bound.
+    runners_up: extra placements per bound, for a caller with a better judge such as the simulator.
+    run_bound: staleness bound of the run; the result also holds the best placement that generates
+      exactly so many steps ahead.
+    on_estimated: called for each placement whose step time the search estimates.
+
+    Equal seeds give equal plans.
+    """
+    bounds = sorted(set(max_staleness))
+
+    def make_planner(planned: PlacementProblem) -> PlacementPlanner:
+        return PlacementPlanner(
+            planned,
+            costs_of(planned),
+            rules=rules,
+            streamed=streamed,
+            runners_up=runners_up,
+            on_estimated=on_estimated,
+        )
+
+    sub_placements: list[Placement] = []
+    for first, sub_problem in iter_sub_problems(problem):
+        plan = make_planner(sub_problem).plan(bounds, seed=seed, proposals=proposals)
+        for point in plan.front:
+            sub_placements += [
+                shift_devices(candidate.placement, first)
+                for candidate in (point.candidate, *point.runners_up)
+            ]
+    return make_planner(problem).plan(
+        bounds, seed=seed, proposals=proposals, known=sub_placements, run_bound=run_bound
+    )
+
+
+def iter_sub_problems(problem: PlacementProblem) -> Iterator[tuple[int, PlacementProblem]]:
+    """Yield (first device, problem) for each part of the cluster that may be faster alone.
+
+    A mesh over unlike nodes runs at the slower speed and has the smaller memory, and a cluster with
+    more devices than rollouts per step leaves devices idle. So a part has nodes of one type, and at
+    most as many devices as a step has rollouts.
+    """
+    cluster, rollouts = problem.cluster, problem.workload.sampled_workload.num_rollouts
+    for first, group in zip(cluster.group_starts, cluster.node_groups, strict=True):
+        nodes = min(group.num_nodes, max(1, rollouts // group.devices_per_node))
+        if len(cluster.node_groups) > 1 or nodes < group.num_nodes:
+            sub_cluster = Cluster((replace(group, num_nodes=nodes),))
+            yield first, replace(problem, cluster=sub_cluster)
+
+
+def shift_devices(placement: Placement, first: int) -> Placement:
+    """Add `first` to all device numbers: convert a placement on a part to the whole cluster."""
+    calls = {
+        stage: replace(assignment, mesh=Mesh(assignment.mesh.first + first, assignment.mesh.size))
+        for stage, assignment in placement.assignments.items()
+    }
+    return replace(placement, assignments=calls)
+
+
+class PlacementPlanner:
+    """Planner of a single placement problem; caches results.
+
+    runners_up: number of extra placements per staleness bound. on_estimated: called for each
+    placement whose step time the search estimates.
+    """
+
+    def __init__(
+        self,
+        problem: PlacementProblem,
+        costs: PlacementCosts,
+        *,
+        rules: SplitRules = allow_any_split,
+        streamed: Sequence[bool] = (True, False),
+        runners_up: int = 0,
+        on_estimated: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.estimator = PlacementEstimator(problem, costs.approximate_costs, on_estimated)
+        self.exact_estimator = PlacementEstimator(problem, costs)
+        self.choices = ParallelismChoices(self.estimator, rules=rules)
+        self.model_mapping = MappingSearch(self.choices, group_roles_by_model(problem))
+        self.role_mapping = MappingSearch(self.choices, [(role,) for role in self.choices.roles])
+        self.shared_generator_mapping = MappingSearch(
+            self.choices, group_roles_by_model(problem), everywhere=True
+        )
+        self._problem = problem
+        # A policy that is published every n steps samples with versions up to n - 1 steps older.
+        self._min_staleness = problem.run_options.publish_every - 1
+        self._allowed_streaming = streamed
+        self._num_runners_up = runners_up
+        self._known_placements: list[Placement] = []
+
+    def plan(
+        self,
+        bounds: Sequence[int],
+        *,
+        seed: int,
+        proposals: int,
+        known: Sequence[Placement] = (),
+        run_bound: int | None = None,
+    ) -> PlanResult:
+        """Find the best placement within each staleness bound.
+
+        proposals: proposals of the random search per bound.
+        known: placements at which the search also starts.
+        run_bound: bound for which generation runs exactly so many steps ahead.
+        """
+        self._known_placements = [] if not self._num_runners_up else list(known)
+        states = [*self.list_starts(), *(self._to_state(placement) for placement in known)]
+        # Searches of higher bounds also start from the results of lower bounds.
+        for bound in bounds:
+            if bound < self._min_staleness:
+                continue
+            aheads = [bound] if bound == run_bound else None
+            best = self.search_bound(bound, states, seed=seed, proposals=proposals, aheads=aheads)
+            if best is not None:
+                states.append(best)
+        return self._build_result(bounds, run_bound)
+
+    def list_starts(self) -> list[SearchState]:
+        """Return the on-policy states at which the search starts.
+
+        They are HybridFlow's Algorithm 1 three times (models stay together; roles are separate;
+        generation takes all devices), all roles on all devices, and FlexRLHF's guideline.
+        """
+        placements = [
+            self.model_mapping.find_best(),
+            self.role_mapping.find_best(limit=MAX_START_ALLOCATIONS),
+            self.shared_generator_mapping.find_best(limit=MAX_START_ALLOCATIONS),
+        ]
+        states = [self._to_state(placement) for placement in placements if placement is not None]
+        all_devices = Mesh(0, self._problem.cluster.num_devices)
+        colocated = self.choices.fit_on_mesh(self.choices.roles, all_devices)
+        assignments = (colocated, apply_guideline(self.choices))
+        return states + [SearchState(dict(roles)) for roles in assignments if roles is not None]
+
+    def _to_state(self, placement: Placement) -> SearchState:
+        stages = self.choices.stages_by_role
+        roles = {role: placement.assignments[stages[role][0]] for role in self.choices.roles}
+        return SearchState(roles, placement.max_staleness, placement.is_streamed)
+
+    def search_bound(
+        self,
+        bound: int,
+        known: Sequence[SearchState],
+        *,
+        seed: int,
+        proposals: int,
+        aheads: Sequence[int] | None = None,
+    ) -> SearchState | None:
+        """Return the best state with generation at most `bound` steps ahead; None if none fits.
+
+        known: states to start from.
+        proposals: number of annealing proposals.
+        aheads: allowed steps ahead; by default 0, `bound` and those of `known`.
+        """
+        if aheads is None:
+            known_aheads = {0, bound} | {item.steps_ahead for item in known}
+            aheads = sorted(
+                ahead for ahead in known_aheads if self._min_staleness <= ahead <= bound
+            )
+        annealing = AnnealingSearch(
+            self.choices, aheads, seed=seed, streamed=self._allowed_streaming
+        )
+        starts = [item for item in known if item.steps_ahead <= bound]
+        if bound:
+            starts += [replace(item, steps_ahead=bound) for item in starts]
+            separate = self.role_mapping.find_best(bound, limit=MAX_AHEAD_ALLOCATIONS)
+            starts += [self._to_state(separate)] if separate is not None else []
+        for start in starts:
+            annealing.estimate_state_step_s(start)
+        # Start from several kinds: annealing rarely gets from kind to kind, because most placements
+        # on the way are slower.
+        placements = sorted(self._list_best_of_kinds(aheads), key=self.estimator.estimate_step_s)
+        kinds = [item for item in placements if item.is_streamed] or placements
+        ranked = [self._to_state(placement) for placement in kinds[:NUM_SEARCHES]]
+        searched = [annealing.run(start, proposals // NUM_SEARCHES) for start in ranked]
+        searched.sort(key=lambda item: item[1])
+        # On larger clusters, schedules with generation ahead are too slow for several descents.
+        if bound and not annealing.is_small_cluster:
+            del searched[1:]
+        descended = [annealing.descend_by_role(state, cost) for state, cost in searched]
+        state, cost = min(descended, key=lambda item: item[1], default=(None, math.inf))
+        if not bound and state is not None and not annealing.is_small_cluster:
+            state, cost = annealing.rearrange_roles(state, cost)
+        return state if math.isfinite(cost) else None
+
+    # Build the result from all evaluated placements.
+
+    def _build_result(self, bounds: Sequence[int], run_bound: int | None) -> PlanResult:
+        outcomes = [self._confirm_best(bound) for bound in bounds]
+        points = [outcome for outcome in outcomes if isinstance(outcome, ParetoPoint)]
+        excluded = [outcome for outcome in outcomes if isinstance(outcome, ExcludedBound)]
+        best = min(
+            (outcome.candidate for outcome in points),
+            key=lambda outcome: outcome.step_s,
+            default=None,
+        )
+        # Approximate costs suffice for the best of all other kinds, which lose.
+        kinds = [
+            self._make_candidate(self.estimator, outcome) for outcome in self._list_best_of_kinds()
+        ]
+        kinds += self._iter_misfits({outcome.label for outcome in kinds})
+        run_point = (
+            None if run_bound is None else self._confirm_best(run_bound, min_ahead=run_bound)
+        )
+        if best is None:
+            return PlanResult(None, kinds, (), excluded, run_point)
+        compared = [
+            compare_to_winner(best, outcome) for outcome in kinds if outcome.label != best.label
+        ]
+        candidates = sorted([best, *compared], key=lambda outcome: outcome.step_s)
+        front = find_pareto_front(points)
+        excluded += find_dominated(points, front)
+        excluded.sort(key=lambda outcome: outcome.max_staleness)
+        return PlanResult(best, candidates, front, excluded, run_point)
+
+    def _confirm_best(self, bound: int, *, min_ahead: int = 0) -> ParetoPoint | ExcludedBound:
+        """Return the best placement of a bound that exact costs confirm, else the reason."""
+        min_ahead = max(min_ahead, self._min_staleness)
+        if bound < self._min_staleness:
+            tokens = f"tokens sampled just before a pull are {self._min_staleness} versions old"
+            return ExcludedBound(bound, f"publish_every={self._min_staleness + 1}: {tokens}")
+        feasible = (
+            (seconds, i, placement)
+            for i, (placement, seconds) in enumerate(self.estimator.iter_estimated())
+            if min_ahead <= placement.max_staleness <= bound and math.isfinite(seconds)
+        )
+        rejected, ranked = (
+            [],
+            heapq.nsmallest(max(MAX_CONFIRMATIONS, MAX_RUNNER_UP_CANDIDATES), feasible),
+        )
+        for i, (_, _, placement) in enumerate(ranked[:MAX_CONFIRMATIONS]):
+            candidate = self._make_candidate(self.exact_estimator, placement)
+            if not candidate.estimate.infeasible_reason:
+                close = list(self._iter_near_known(range(min_ahead, bound + 1), candidate))
+                near_placements = [entry.placement for entry in close]
+                remaining = [entry for entry in ranked[i + 1 :] if entry[2] not in near_placements]
+                return ParetoPoint(
+                    bound, candidate, close + self._find_runners_up(candidate, remaining)
+                )
+            rejected.append(f"{candidate.label}: {candidate.estimate.infeasible_reason}")
+        if not rejected:
+            return ExcludedBound(bound, "no evaluated placement fits")
+        return ExcludedBound(
+            bound,
+            f"the {len(rejected)} best placements do not fit once the exact bytes of their"
+            f" weight transfers are planned; the first: {rejected[0]}",
+        )
+
+    def _iter_near_known(
+        self, aheads: range, best: PlacementCandidate
+    ) -> Iterator[PlacementCandidate]:
+        """Yield start placements of the caller that are almost as fast as the best placement.
+
+        Such a placement may be the best of a part of the cluster.
+        """
+        for i, placement in enumerate(self._known_placements):
+            is_duplicate = placement == best.placement or placement in self._known_placements[:i]
+            if is_duplicate or placement.max_staleness not in aheads:
+                continue
+            candidate = self._make_candidate(self.exact_estimator, placement)
+            if candidate.step_s <= best.step_s * (1 + RUNNER_UP_TOLERANCE):
+                yield candidate
+
+    def _find_runners_up(
+        self, best: PlacementCandidate, ranked: Sequence[tuple[float, int, Placement]]
+    ) -> list[PlacementCandidate]:
+        """Return the placements after the best that are almost as fast, at most one per step time.
+
+        ranked: (step time, number, placement), shortest step first.
+        """
+        runners_up: list[PlacementCandidate] = []
+        last = best.step_s
+        for seconds, _, placement in ranked:
+            if len(runners_up) == self._num_runners_up or seconds > best.step_s * (
+                1 + RUNNER_UP_TOLERANCE
+            ):
+                break
+            if math.isclose(seconds, last):
+                continue
+            last, other = seconds, self._make_candidate(self.exact_estimator, placement)
+            if not other.estimate.infeasible_reason:
+                runners_up.append(other)
+        return runners_up
+
+    def _make_candidate(
+        self, estimator: PlacementEstimator, placement: Placement
+    ) -> PlacementCandidate:
+        return PlacementCandidate(
+            self._format_kind(placement), placement, estimator.estimate(placement)
+        )
+
+    def _list_best_of_kinds(self, aheads: Sequence[int] | None = None) -> list[Placement]:
+        """Return the best evaluated placement of every kind, at any or the allowed aheads."""
+        best: dict[str, tuple[float, Placement]] = {}
+        for placement, seconds in self.estimator.iter_estimated():
+            ahead = placement.max_staleness
+            is_allowed = ahead >= self._min_staleness if aheads is None else ahead in aheads
+            if math.isfinite(seconds) and is_allowed:
+                kind = self._format_kind(placement)
+                if kind not in best or seconds < best[kind][0]:
+                    best[kind] = (seconds, placement)
+        return [placement for _, placement in best.values()]
+
+    def _format_kind(self, placement: Placement) -> str:
+        """Return the kind of a placement: mode, steps ahead, streaming, as in "split, 2 ahead"."""
+        mode = placement.classify_mode(self._problem.dataflow)
+        steps = f", {placement.max_staleness} ahead" if placement.max_staleness else ""
+        waits_for_steps = not placement.is_streamed and mode is not PlacementMode.COLOCATED
+        return f"{mode.value}{steps}{WHOLE_STEPS_SUFFIX if waits_for_steps else ''}"
+
+    def _iter_misfits(self, feasible_kinds: Set[str]) -> Iterator[PlacementCandidate]:
+        """Yield a plain placement, with the reason, of each kind without a feasible one."""
+        cluster = self._problem.cluster
+        all_devices = Mesh(0, cluster.num_devices)
+        colocated = dict.fromkeys(self.choices.roles, all_devices)
+        mesh_choices = [colocated]
+        edges = list_node_edges(cluster)
+        half = edges[len(edges) // 2] if cluster.num_nodes > 1 else cluster.num_devices // 2
+        if half:
+            halves = (Mesh(0, half), Mesh(half, cluster.num_devices - half))
+            mesh_choices.append(
+                {role: halves[role in self.choices.trained_roles] for role in colocated}
+            )
+        for meshes in mesh_choices:
+            roles = {role: self.choices.find_smallest(role, mesh) for role, mesh in meshes.items()}
+            placement = self.choices.make_placement(roles)
+            if self._format_kind(placement) not in feasible_kinds:
+                candidate = self._make_candidate(self.estimator, placement)
+                if candidate.estimate.infeasible_reason:
+                    yield candidate

@@ -1,0 +1,176 @@
+"""Quick simulations for comparing placements: few steps, and a fraction of the devices.
+
+A run with thousands of groups per step is simulated by a representative part: a fraction of the
+replicas and data-parallel ranks with the same fraction of the groups. Each process then has the
+same work as in the full run.
+"""
+
+import math
+from dataclasses import replace
+
+from streamrl.dataflow import Dataflow
+from streamrl.placement.placements import Placement
+from streamrl.planner.problem.problem import RunOptions
+from streamrl.planner.problem.stage_timings import GeneratorTiming, ScoreTiming, StageTimings
+from streamrl.planner.problem.workload import Workload
+from streamrl.planner.simulator.results import SimulationResult
+from streamrl.planner.simulator.simulation import run_simulation
+
+MEASURED_STEPS = 10
+"""Number of steps to average over, where a placement generates few steps ahead."""
+MIN_ROUNDS = 3
+"""Minimum number of cycles of `lead + 1` steps to average over; `lead` is the steps in flight.
+
+A long rollout delays every step in flight, and the steps after that are short; so average over
+whole cycles. A partial cycle can shift the mean by half a step.
+"""
+WARM_UP_STEPS = 2
+"""Steps excluded from the means, besides the `lead` steps that fill the stream."""
+MIN_STEPS = 4
+"""Minimum number of steps to average over, whatever their size; at least one whole cycle."""
+MIN_GROUPS = 10240
+"""Minimum number of groups to average over, unless MEASURED_STEPS is reached first."""
+MIN_PART_GROUPS = 256
+"""Smallest number of groups per step for which a part represents the whole run."""
+ROLLOUT_COST_S = 40e-6
+"""Measured on a server core: time to simulate one rollout through all stages."""
+SLOWDOWN_GROUPS = 5000
+"""With more groups per step, simulating a rollout costs more: by the square root of groups."""
+PREEMPTION_SLOWDOWN = 8.0
+"""Slowdown of the simulator where rollouts are preempted: measured as 4 and 12 in two runs."""
+MIN_LONGEST_FRACTION = 0.99
+"""Minimum ratio of a part's expected longest rollout to that of the whole run."""
+
+
+def run_quick_simulation(
+    dataflow: Dataflow,
+    placement: Placement,
+    timings: StageTimings,
+    workload: Workload,
+    *,
+    seed: int,
+    run_options: RunOptions,
+) -> SimulationResult:
+    """Simulate a few steps of a run, on a representative part of its devices where possible.
+
+    Raises ConfigError as `run_simulation` does.
+    """
+    lead = run_options.get_max_steps_ahead(placement.max_staleness)
+    parts = choose_num_parts(timings, workload, lead)
+    part_workload = split_workload(workload, parts)
+    result = run_simulation(
+        dataflow,
+        placement,
+        split_timings(timings, parts),
+        part_workload,
+        steps=choose_num_steps(part_workload.groups_per_step, lead),
+        seed=seed,
+        run_options=run_options,
+    )
+    counted_steps = len(result.step_ends) - (lead + WARM_UP_STEPS) - lead
+    result = result.exclude_steps(
+        len(result.step_ends) - lead - run_options.round_to_publish_every(counted_steps), lead
+    )
+    return replace(result, num_parts=parts)
+
+
+def estimate_quick_run_groups(timings: StageTimings, workload: Workload, lead: int) -> int:
+    """Estimate how many groups `run_quick_simulation` samples.
+
+    lead: steps that generation runs ahead.
+    """
+    groups = split_workload(workload, choose_num_parts(timings, workload, lead)).groups_per_step
+    return round(groups * choose_num_steps(groups, lead) / (1 - workload.filtered_fraction))
+
+
+def estimate_quick_run_s(timings: StageTimings, workload: Workload, lead: int) -> float:
+    """Estimate how many seconds of wall time `run_quick_simulation` takes.
+
+    lead: steps that generation runs ahead.
+    """
+    parts = choose_num_parts(timings, workload, lead)
+    generator = split_timings(timings, parts).generator
+    return estimate_simulation_s(split_workload(workload, parts), lead=lead, generator=generator)
+
+
+def estimate_simulation_s(
+    workload: Workload,
+    *,
+    lead: int = 0,
+    steps: int | None = None,
+    generator: GeneratorTiming | None = None,
+) -> float:
+    """Estimate the seconds of wall time to simulate `steps` steps, by default a quick simulation.
+
+    lead: steps that generation runs ahead. Without `generator` the estimate ignores preemption and
+        is a lower bound.
+    """
+    steps = choose_num_steps(workload.groups_per_step, lead) if steps is None else steps
+    slowdown = math.sqrt(max(1.0, workload.groups_per_step / SLOWDOWN_GROUPS))
+    if generator is not None and _exceeds_kv_capacity(workload, generator):
+        slowdown *= PREEMPTION_SLOWDOWN
+    rollouts = steps * workload.num_rollouts / (1 - workload.filtered_fraction)
+    return rollouts * workload.turns.mean_turns * ROLLOUT_COST_S * slowdown
+
+
+def _exceeds_kv_capacity(workload: Workload, generator: GeneratorTiming) -> bool:
+    running = min(generator.max_running, workload.num_rollouts / generator.replicas)
+    tokens = workload.rounded_prompt_tokens + workload.completion_lengths.mean
+    return running * tokens > generator.kv_tokens
+
+
+def choose_num_steps(groups_per_step: int, lead: int) -> int:
+    """Return how many steps a quick simulation runs, including steps excluded from the means.
+
+    Fewer steps suffice where steps have many groups. lead: steps that generation runs ahead.
+    """
+    steps_in_flight = lead + 1
+    max_counted = max(MEASURED_STEPS, MIN_ROUNDS * steps_in_flight)
+    min_counted = max(MIN_STEPS, steps_in_flight, -(-MIN_GROUPS // groups_per_step))
+    return lead + WARM_UP_STEPS + min(max_counted, min_counted) + lead
+
+
+def choose_num_parts(timings: StageTimings, workload: Workload, lead: int) -> int:
+    """Return into how many equal, representative parts a run can be split; 1 if it cannot.
+
+    On policy with a group filter, each filtered group is replaced in turn, and the step waits for
+    the longest chain of replacements. The longest of all chains exceeds the longest of a part, so
+    no part represents such a run.
+    """
+    groups, lengths = workload.groups_per_step, workload.lengths
+    if timings.cores or (workload.filtered_fraction and not lead):
+        return 1
+    dp_sizes = [timing.dp_size for timing in timings.train.values()]
+    divisor = math.gcd(timings.generator.replicas, *dp_sizes)
+    longest = lengths.expected_longest(workload.num_rollouts)
+    for parts in range(divisor, 1, -1):
+        part_longest = lengths.expected_longest(workload.num_rollouts // parts)
+        is_large = groups >= parts * max(MIN_PART_GROUPS, workload.mini_batches)
+        if not divisor % parts and is_large and part_longest >= MIN_LONGEST_FRACTION * longest:
+            return parts
+    return 1
+
+
+def split_workload(workload: Workload, parts: int) -> Workload:
+    return replace(workload, groups_per_step=-(-workload.groups_per_step // parts))
+
+
+def split_timings(timings: StageTimings, parts: int) -> StageTimings:
+    generator = timings.generator
+    return replace(
+        timings,
+        generator=replace(generator, replicas=generator.replicas // parts),
+        score={
+            stage: _split_score_timing(timing, parts) for stage, timing in timings.score.items()
+        },
+        train={
+            r: replace(timing, dp_size=timing.dp_size // parts)
+            for r, timing in timings.train.items()
+        },
+    )
+
+
+def _split_score_timing(timing: ScoreTiming, parts: int) -> ScoreTiming:
+    """Divide the replicas; if they do not divide evenly, make each proportionally slower."""
+    replicas = max(1, timing.replicas // parts)
+    return replace(timing.scale_duration(replicas * parts / timing.replicas), replicas=replicas)

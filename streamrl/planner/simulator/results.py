@@ -1,0 +1,265 @@
+"""Results of a simulation: step times, rates, idle time, staleness and rows of metrics."""
+
+import math
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+
+from streamrl.buffer.books.ledger import LedgerCounts
+from streamrl.dataflow import CallKind, Dataflow
+from streamrl.planner.problem.workload import Workload
+from streamrl.planner.simulator.replicas.failures import NodeCrash
+from streamrl.stream.protocols import StepResult
+from streamrl.stream.step_metrics import StageActivity, StepFacts, compute_step_metrics
+from streamrl.telemetry.chrome_trace import TraceSink
+from streamrl.telemetry.metric_names import Histogram, find_missing_metrics
+from streamrl.telemetry.sinks import JsonlSink
+from streamrl.telemetry.spans import Span, compute_idle_fraction
+
+MetricsRow = Mapping[str, float | Histogram]
+NAN = math.nan
+_UNSIMULATED_METRICS = ("queue/bytes", "journal/bytes", "journal/fsync_s")
+"""Metrics that only the real queue can measure: NaN in the rows of a simulation."""
+
+
+# repr=False: asyncio's debug logging formats the result of a coroutine, and this repr would format
+# every span.
+@dataclass(frozen=True, repr=False)
+class SimulationResult:
+    """Outcome of a simulated run. Times are seconds since the start of the run.
+
+    Means leave out the first `warm_up_steps` steps and the last `cool_down_steps`, in which the
+    generators have no prompts left.
+
+    outcomes, step_ends: per step, from the last time that it was trained; a crash makes the run
+        repeat steps.
+    first_step_ends: when each step was first trained.
+    queue_depths: by stage, (time, waiting groups) at each change.
+    process_names: by role.
+    num_parts: number of equal parts of the run, of which only one was simulated; `tokens_per_s`
+        covers all.
+    """
+
+    dataflow: Dataflow
+    workload: Workload
+    max_staleness: int
+    outcomes: Sequence[StepResult]
+    step_ends: Sequence[float]
+    queue_depths: Mapping[str, Sequence[tuple[float, int]]]
+    spans_by_process: Mapping[str, Sequence[Span]]
+    process_names: Mapping[str, Sequence[str]]
+    crashes: Sequence[NodeCrash]
+    first_step_ends: Sequence[float]
+    warm_up_steps: int
+    cool_down_steps: int = 0
+    num_parts: int = 1
+
+    def exclude_steps(self, warm_up: int, cool_down: int = 0) -> "SimulationResult":
+        """Return the result with the first `warm_up` and last `cool_down` steps left out of means.
+
+        At least one step remains in the means.
+        """
+        max_excluded = len(self.step_ends) - 1
+        first = min(warm_up, max_excluded)
+        return replace(
+            self, warm_up_steps=first, cool_down_steps=min(cool_down, max_excluded - first)
+        )
+
+    @property
+    def _steady_slice(self) -> slice:
+        return slice(self.warm_up_steps, len(self.step_ends) - self.cool_down_steps)
+
+    @property
+    def step_durations_s(self) -> list[float]:
+        starts = [0.0, *self.step_ends]
+        return [end - start for start, end in zip(starts, self.step_ends, strict=False)]
+
+    @property
+    def mean_step_s(self) -> float:
+        """Mean duration of a step, including the time to repeat steps after a crash."""
+        start, end = self._steady_interval
+        return (end - start) / len(self.step_ends[self._steady_slice])
+
+    @property
+    def median_step_s(self) -> float:
+        return median(self.step_durations_s[self._steady_slice])
+
+    @property
+    def _steady_interval(self) -> tuple[float, float]:
+        start = self.first_step_ends[self.warm_up_steps - 1] if self.warm_up_steps else 0.0
+        return start, self.step_ends[self._steady_slice][-1]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Sampled tokens that the whole cluster trains per second."""
+        start, end = self._steady_interval
+        return self.num_parts * sum(self.tokens_by_staleness.values()) / (end - start)
+
+    @cached_property
+    def tokens_by_staleness(self) -> Counter[int]:
+        counts: Counter[int] = Counter()
+        for outcome in self.outcomes[self._steady_slice]:
+            for group in outcome.groups:
+                for version, tokens in group.info.version_tokens:
+                    counts[outcome.version - version] += tokens
+        return counts
+
+    @property
+    def staleness_mean(self) -> float:
+        return (
+            sum(age * count for age, count in self.tokens_by_staleness.items())
+            / self.tokens_by_staleness.total()
+        )
+
+    @property
+    def staleness_max(self) -> int:
+        return max(self.tokens_by_staleness)
+
+    @cached_property
+    def idle_fractions(self) -> Mapping[str, float]:
+        """Fraction of time in which a stage's processes do not compute, by stage; idle/<stage>."""
+        start, end = self._steady_interval
+        return {
+            stage: compute_idle_fraction(
+                activity.spans, start=start, end=end, num_processes=activity.num_processes
+            )
+            for stage, activity in self._collect_activity(self.spans).items()
+        }
+
+    @property
+    def ledger(self) -> LedgerCounts:
+        return self.outcomes[-1].ledger_counts
+
+    @property
+    def spans(self) -> Sequence[Span]:
+        return [span for spans in self.spans_by_process.values() for span in spans]
+
+    @property
+    def lost_tokens(self) -> int:
+        return sum(crash.lost_tokens for crash in self.crashes)
+
+    @property
+    def repeated_steps(self) -> int:
+        return sum(crash.repeated_steps for crash in self.crashes)
+
+    @cached_property
+    def metrics_rows(self) -> Sequence[MetricsRow]:
+        """Rows of all steps in the format of metrics.jsonl; NaN for metrics not simulated."""
+        starts = [0.0, *self.step_ends[:-1]]
+        spans_by_step: list[list[Span]] = [[] for _ in starts]
+        for span in self.spans:
+            first = bisect_right(self.step_ends, span.start_s)
+            for step in range(first, min(bisect_left(self.step_ends, span.end_s) + 1, len(starts))):
+                spans_by_step[step].append(span)
+        return [
+            self._make_row(outcome, self._collect_activity(spans), start, end)
+            for outcome, spans, start, end in zip(
+                self.outcomes, spans_by_step, starts, self.step_ends, strict=True
+            )
+        ]
+
+    def write_run_files(self, run_dir: Path) -> None:
+        """Write the simulation's trace.json and metrics.jsonl, with virtual times, to a directory.
+
+        Raises ConfigError if the directory holds a run, DiskError if writing fails.
+        """
+        now = 0.0
+
+        def clock() -> float:
+            return now
+
+        sinks = (JsonlSink(run_dir, clock=clock), TraceSink(run_dir, clock=clock))
+        for sink in sinks:
+            sink.start({})
+        sinks[1].write_spans(self.spans)
+        for outcome, row, end in zip(self.outcomes, self.metrics_rows, self.step_ends, strict=True):
+            now = end
+            for sink in sinks:
+                sink.log_step(outcome.version + 1, row)
+        for sink in sinks:
+            sink.close({})
+
+    def _collect_activity(self, spans: Sequence[Span]) -> dict[str, StageActivity]:
+        """Return, by stage, the spans and processes from which idle time is computed.
+
+        Spans that belong to no stage, such as pulls, count for the first stage of their role.
+        """
+        role_of = {name: role for role, names in self.process_names.items() for name in names}
+        spans_by_role: dict[str, list[Span]] = {role: [] for role in self.process_names}
+        for span in spans:
+            spans_by_role[role_of[span.process]].append(span)
+        activity = {}
+        for role, calls in self.dataflow.calls_by_role.items():
+            stages = [call.stage for call in calls]
+            for stage in stages:
+                others = [other for other in stages if other != stage]
+                stage_spans = [
+                    span
+                    for span in spans_by_role[role]
+                    if span.name == stage or (stage == stages[0] and span.name not in others)
+                ]
+                kind = calls[0].kind.value
+                activity[stage] = StageActivity(
+                    kind, role, len(self.process_names[role]), stage_spans
+                )
+        return activity
+
+    def _make_row(
+        self,
+        outcome: StepResult,
+        activity: Mapping[str, StageActivity],
+        start_s: float,
+        end_s: float,
+    ) -> MetricsRow:
+        prompt_tokens = self.workload.rounded_prompt_tokens
+        # In a run with an environment they include the tokens that it wrote.
+        lengths = [n - prompt_tokens for group in outcome.groups for n in group.info.lengths]
+        max_tokens = self.workload.completion_lengths.max_tokens
+        metrics = {
+            "weights/version": float(outcome.version + 1),
+            **dict.fromkeys(_UNSIMULATED_METRICS, NAN),
+        }
+        row = compute_step_metrics(
+            StepFacts(
+                version=outcome.version,
+                groups=outcome.groups,
+                metric_sums={
+                    "rollouts": len(lengths),
+                    "included": len(lengths),
+                    "sampled_sum": sum(group.info.num_loss_tokens for group in outcome.groups),
+                    "sampled_max": max(lengths),
+                    "truncated_sum": sum(length >= max_tokens for length in lengths),
+                    "groups": len(outcome.groups),
+                    "equal_score_groups": NAN,
+                    "score_sum": NAN,
+                    "score_squared_sum": NAN,
+                },
+                metrics=metrics,
+                queue_stats=outcome.queue_stats,
+                ledger_counts=outcome.ledger_counts,
+                activity=activity,
+                start_s=start_s,
+                end_s=end_s,
+                max_staleness=self.max_staleness,
+                filter_tally=outcome.filter_tally,
+            )
+        )
+        return {**row, **dict.fromkeys(find_missing_metrics(row), NAN)}
+
+
+def name_processes(dataflow: Dataflow, counts: Mapping[str, int]) -> dict[str, list[str]]:
+    """Return process names by role: a name per replica, and a single name for a trained model.
+
+    counts: number of replicas by role.
+    """
+    names = {}
+    for role, calls in dataflow.calls_by_role.items():
+        if calls[0].kind is CallKind.TRAIN:
+            names[role] = [role]
+        else:
+            names[role] = [f"{role}-{i}" for i in range(counts[role])]
+    return names

@@ -1,0 +1,555 @@
+"""Duration of every call for a whole step, from stage timings and workload.
+
+Generation is continuous batching (`continuous_batching.py`). Completion lengths are the quantiles
+of their distribution in a fixed order, plus the expected longest rollout of a step.
+
+Environment time of episodes, as part of a generator's timing.
+
+An episode takes no slot of the engine while its environment works. It advances by a sampled token
+in s(b) + e seconds: a decode step with b running rollouts, and its environment's time per sampled
+token. By Little's law, b = M s(b) / (s(b) + e) of M open episodes run. So a generator with M open
+episodes is one with M running rollouts whose decode steps take e longer, and in which each rollout
+costs only the share b / M of the reads and computations of a running one.
+"""
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import numpy as np
+
+from streamrl.messages import Array
+from streamrl.planner.problem.stage_timings import GeneratorTiming, ScoreTiming, TrainTiming
+from streamrl.planner.problem.workload import Workload
+from streamrl.planner.steady_state.continuous_batching import ReplicaSchedule, schedule_replica
+from streamrl.planner.steady_state.overlapping_steps import RolloutProfile
+from streamrl.planner.steady_state.refill_chains import (
+    RefillChains,
+    compute_chain_length_quantiles,
+)
+from streamrl.planner.steady_state.stragglers import (
+    ReplicaLoads,
+    compute_mean_time_in_flight,
+    estimate_slowest_replica_factor,
+    sample_loads,
+)
+
+BISECTIONS = 40
+
+
+@dataclass(frozen=True)
+class OpenEpisodes:
+    """Episodes of a workload on a generator replica.
+
+    timing: with the time to prefill observations, spread over the sampled tokens.
+    slots: rollouts that the replica samples at a time.
+    context_tokens: mean tokens of a running rollout.
+    token_environment_s: seconds of the environment per sampled token.
+    """
+
+    timing: GeneratorTiming
+    slots: float
+    context_tokens: float
+    token_environment_s: float
+
+    @classmethod
+    def from_workload(
+        cls, timing: GeneratorTiming, workload: Workload, *, mean_length: float, mean_age: float
+    ) -> "OpenEpisodes":
+        """Describe the episodes of a workload.
+
+        mean_length: mean sampled tokens. mean_age: tokens sampled so far, mean over the time of a
+            rollout.
+        """
+        turns = workload.turns
+        # The other half of the observations is part of `context_tokens`, prefilled at the start.
+        observed_per_token = turns.mean_observed_tokens / 2 / mean_length
+        rollout_s = timing.rollout_s + observed_per_token * timing.prefill_token_s
+        context = workload.context_tokens + mean_age
+        slots = max(1.0, min(float(timing.max_running), timing.kv_tokens / context))
+        return cls(
+            replace(timing, rollout_s=rollout_s),
+            slots,
+            context,
+            turns.mean_environment_s / mean_length,
+        )
+
+    def count_open(self, running: float) -> float:
+        """Return how many open episodes keep so many rollouts running."""
+        if not self.token_environment_s:
+            return running
+        step_s = self.timing.decode_step_s(running, running * self.context_tokens)
+        return running * (1 + self.token_environment_s / step_s)
+
+    @property
+    def needed(self) -> float:
+        """Open episodes that fill all slots."""
+        return self.count_open(self.slots)
+
+    def find_running(self, open_episodes: float) -> float:
+        """Return how many rollouts run, at most `slots`, while so many episodes are open."""
+        if open_episodes >= self.needed:
+            return self.slots
+        low, high = 0.0, min(self.slots, open_episodes)
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            if self.count_open(middle) < open_episodes:
+                low = middle
+            else:
+                high = middle
+        return high
+
+    def make_timing(self, open_episodes: float, max_open: float) -> GeneratorTiming:
+        """Return the timing in which an open episode counts as a running rollout.
+
+        open_episodes: episodes that the replica has. max_open: most that it keeps open.
+        """
+        running = self.find_running(min(open_episodes, max_open))
+        timing, share = self.timing, running / self.count_open(running)
+        return replace(
+            timing,
+            max_running=max(1, round(min(max_open, timing.max_running * self.needed / self.slots))),
+            kv_tokens=timing.kv_tokens / share,
+            kv_token_s=timing.kv_token_s * share,
+            compute_rollout_s=timing.compute_rollout_s * share,
+            step_s=timing.step_s + self.token_environment_s,
+            rollout_s=timing.rollout_s * share,
+        )
+
+
+MAX_ROLLOUTS = 256
+"""Most simulated rollouts that start together on a replica; each may stand for several."""
+MAX_CHAIN_ROLLOUTS = 16384
+"""Most simulated rollouts per replica, including those that replace filtered groups."""
+MIN_GROUPS = 24
+"""Replicas are simulated until their schedules hold so many groups together."""
+MAX_REPLICA_SCHEDULES = 6
+NUM_SAMPLED_GROUPS = 4096
+"""Groups drawn at random to estimate the time in flight, if a filter rejects some groups."""
+CAPACITY_TOLERANCE = 0.02
+"""Relative difference of KV cache sizes that count as equal, to reuse schedules."""
+NUM_PROFILE_SEGMENTS = 20
+"""Segments of a step's rollout profile, for generation ahead."""
+
+
+class GenerationModel:
+    """Model of a step's generation on equal replicas; caches replica schedules.
+
+    On policy, the groups of a step start together and a new group replaces each filtered group.
+    With generation ahead, `workload` holds all sampled groups, and `replaced` is the fraction of
+    them that a filter rejects.
+    extra: rollouts per group besides group_size, such as a greedy rollout.
+    """
+
+    def __init__(self, workload: Workload, extra: int = 0, *, replaced: float = 0.0) -> None:
+        self.workload = workload
+        self._replaced_fraction = replaced
+        self.rollouts_per_group = workload.group_size + extra
+        self.find_completions_s = cache(self._compute_completions_s)
+        self._replica_schedules = cache(self._make_replica_schedules)
+        self._in_flight_steps: dict[int, float] = {}
+        self._sample_loads = cache(partial(sample_loads, workload, self.rollouts_per_group))
+        self.find_rollout_profile = cache(self._build_rollout_profile)
+        quantiles = workload.lengths.quantiles(np.linspace(0.0005, 0.9995, 1000))
+        self._mean_length = float(np.mean(quantiles))
+        square = float(np.mean(quantiles**2))
+        # Sampling at a random time is length-biased; rollouts are half done on average.
+        self._mean_age = square / (2 * self._mean_length)
+
+    def count_max_replica_groups(self, replicas: int) -> int:
+        return -(-self.workload.groups_per_step // replicas)
+
+    def count_slots(self, timing: GeneratorTiming) -> float:
+        """Return the mean number of rollouts that fit into a replica at a time, at least 1."""
+        fitting = timing.kv_tokens / (self.workload.context_tokens + self._mean_age)
+        return max(1.0, min(float(timing.max_running), fitting))
+
+    def describe_open_episodes(self, timing: GeneratorTiming) -> OpenEpisodes:
+        return OpenEpisodes.from_workload(
+            timing, self.workload, mean_length=self._mean_length, mean_age=self._mean_age
+        )
+
+    def add_environment_time(
+        self, timing: GeneratorTiming, open_episodes: int | None, steps_ahead: int
+    ) -> GeneratorTiming:
+        """Return a timing in which open episodes count as running rollouts.
+
+        All other methods take such a timing; without an environment it equals `timing`.
+        open_episodes: most open episodes of a replica; None: those that it samples at a time.
+        """
+        max_open = float(open_episodes or timing.max_running)
+        return self.describe_open_episodes(timing).make_timing(
+            (steps_ahead + 1) * self._count_replica_rollouts(timing), max_open
+        )
+
+    def _count_replica_rollouts(self, timing: GeneratorTiming) -> float:
+        """Return the rollouts of a step on each replica."""
+        rollouts = self.workload.num_rollouts / self.workload.group_size * self.rollouts_per_group
+        return rollouts / timing.replicas
+
+    def _compute_completions_s(
+        self, timing: GeneratorTiming, cuts: tuple[float, ...], link_s: float = 0.0
+    ) -> list[float]:
+        """Return, for each cut, the seconds from the step's start until that cut is complete.
+
+        cuts: fractions of the step's groups; the last is 1.0.
+        link_s: time from the end of a filtered group to the request of its replacement.
+        """
+        schedules = self.find_replica_schedules(timing)
+        slowest = max(schedules, key=lambda schedule: float(schedule.edges[-1]))
+        if cuts == (1.0,):
+            schedules = [slowest]
+        sorted_ends = np.sort(
+            np.concatenate(
+                [schedule.compute_group_ends_s(timing, link_s) for schedule in schedules]
+            )
+        )
+        ends_s = [float(sorted_ends[math.ceil(cut * len(sorted_ends)) - 1]) for cut in cuts]
+        ends_s[-1] = max(
+            ends_s[-1] * self._estimate_slowest_replica_factor(timing, slowest), *ends_s
+        )
+        return ends_s
+
+    def _estimate_slowest_replica_factor(
+        self, timing: GeneratorTiming, schedule: ReplicaSchedule
+    ) -> float:
+        """Return the mean time of a step's slowest replica over that of the slowest simulated."""
+        if not (self.workload.has_varied_lengths or self.workload.filtered_fraction):
+            return 1.0
+        replicas = min(timing.replicas, self.workload.groups_per_step)
+        widths = np.diff(schedule.edges)
+        longest = np.asarray(schedule.longest_tokens)
+        schedule_loads = ReplicaLoads(
+            longest,
+            np.dot(schedule.running_rollouts, widths),
+            np.dot(schedule.resident_tokens, widths),
+        )
+        rollouts = self.count_max_replica_groups(replicas) * self.rollouts_per_group
+        steps, slots = float(schedule.edges[-1]), schedule.slots
+        loads = self._sample_loads(replicas)
+        return estimate_slowest_replica_factor(
+            timing, loads, schedule_loads, steps=steps, slots=slots, rollouts=rollouts
+        )
+
+    def _delay_in_window(self, timing: GeneratorTiming, last: float, window: int) -> float:
+        """Return the decode steps, `last` if alone, of a step among `window` in flight."""
+        if self._replaced_fraction:
+            # Replacements start while the first groups still wait for slots.
+            return max(last, self._find_in_flight_steps(timing, window))
+        if self.workload.has_varied_lengths:
+            return (
+                last
+                + self._find_in_flight_steps(timing, window)
+                - self._find_in_flight_steps(timing, 1)
+            )
+        return last
+
+    def _find_in_flight_steps(self, timing: GeneratorTiming, window: int) -> float:
+        """Return the mean decode steps that a step is in flight, without slot limits."""
+        if window not in self._in_flight_steps:
+            workload, replaced = self.workload, self._replaced_fraction
+            groups = round(workload.groups_per_step * (1 - replaced)) if replaced else 1
+            if replaced:
+                lengths = workload.lengths.sample(
+                    NUM_SAMPLED_GROUPS * self.rollouts_per_group, np.random.default_rng(0)
+                )
+                longest = lengths.reshape(NUM_SAMPLED_GROUPS, self.rollouts_per_group).max(axis=1)
+            else:
+                replicas = min(timing.replicas, workload.groups_per_step)
+                longest = self._sample_loads(replicas).longest_tokens.max(axis=1)
+            self._in_flight_steps[window] = compute_mean_time_in_flight(
+                longest, window=window, groups=groups, filtered=replaced
+            )
+        return self._in_flight_steps[window]
+
+    def _build_rollout_profile(
+        self, timing: GeneratorTiming, cuts: tuple[float, ...], window: int
+    ) -> RolloutProfile:
+        """Return the running rollouts and tokens of a step over time, on the slowest replica.
+
+        cuts: fractions of the step's groups.
+        window: training steps in flight together.
+        """
+        schedules = self.find_replica_schedules(timing)
+        schedule = max(schedules, key=lambda item: float(item.edges[-1]))
+        undelayed_end = float(schedule.edges[-1])
+        bounds = undelayed_end * np.linspace(0.0, 1.0, NUM_PROFILE_SEGMENTS + 1) ** 1.5
+        sorted_ends = np.sort(np.concatenate([item.group_ends for item in schedules]))
+        result_ends = [float(sorted_ends[math.ceil(cut * len(sorted_ends)) - 1]) for cut in cuts]
+        end = undelayed_end * max(1.0, self._estimate_slowest_replica_factor(timing, schedule))
+        end = self._delay_in_window(timing, end, window)
+        profiles = [
+            np.diff(np.interp(bounds, schedule.edges, np.append(0.0, item.cumsum())))
+            / np.diff(bounds)
+            for item in (
+                schedule.running_rollouts * np.diff(schedule.edges),
+                schedule.resident_tokens * np.diff(schedule.edges),
+                schedule.compute_overhead_s(timing),
+            )
+        ]
+        running, resident, overhead_s = (item.tolist() for item in profiles)
+        edges = bounds.tolist()
+        if end > undelayed_end:
+            # On the slowest replica a single rollout continues at the end.
+            edges, overhead_s = [*edges, end], [*overhead_s, 0.0]
+            running, resident = (
+                [*running, 1.0],
+                [*resident, self.workload.context_tokens + undelayed_end],
+            )
+        rollouts = self.count_max_replica_groups(timing.replicas) * self.rollouts_per_group
+        slots = self.count_slots(timing)
+        if rollouts > slots:
+            # While rollouts wait, as many run as the schedule shows; it includes preemptions.
+            num_full_segments = int(np.flatnonzero(schedule.prefill_tokens)[-1]) + 1
+            slots = float(
+                np.average(
+                    schedule.running_rollouts[:num_full_segments],
+                    weights=np.diff(schedule.edges)[:num_full_segments],
+                )
+            )
+        return RolloutProfile(
+            timing, edges, running, resident, overhead_s, [*result_ends[:-1], edges[-1]], slots
+        )
+
+    def estimate_saturated_step_s(self, timing: GeneratorTiming, steps_ahead: int) -> float:
+        """Return generation seconds per step if the rollouts of later steps fill all free slots.
+
+        All slots are taken, unless the rollouts of `steps_ahead + 1` steps are fewer.
+        """
+        replica_rollouts = self._count_replica_rollouts(timing)
+        running = max(1.0, min(self.count_slots(timing), (steps_ahead + 1) * replica_rollouts))
+        resident = running * (self.workload.context_tokens + self._mean_age)
+        step_s = timing.decode_step_s(running, resident)
+        overhead_s = self.workload.context_tokens * timing.prefill_token_s
+        overhead_s += timing.group_s / self.rollouts_per_group
+        return replica_rollouts * (self._mean_length * step_s / running + overhead_s)
+
+    def find_replica_schedules(self, timing: GeneratorTiming) -> list[ReplicaSchedule]:
+        """Return the schedules of a few simulated replicas, which stand for all replicas.
+
+        The longest rollout of the step is among their rollouts.
+        """
+        unlimited = self._replica_schedules(timing.replicas, timing.max_running, math.inf)
+        peak = max(float(schedule.resident_tokens.max()) for schedule in unlimited)
+        if timing.kv_tokens > peak * (1 + CAPACITY_TOLERANCE):
+            return unlimited
+        # Round the KV cache size down, so that similar sizes share schedules.
+        token_capacity = (1 + CAPACITY_TOLERANCE) ** math.floor(
+            math.log(timing.kv_tokens) / math.log(1 + CAPACITY_TOLERANCE)
+        )
+        return self._replica_schedules(timing.replicas, timing.max_running, token_capacity)
+
+    def _make_replica_schedules(
+        self, replicas: int, max_running: int, token_capacity: float
+    ) -> list[ReplicaSchedule]:
+        """Simulate a few of `replicas` replicas.
+
+        token_capacity: tokens that fit into a replica's KV cache.
+        """
+        groups = self.count_max_replica_groups(replicas)
+        num_replicas = min(replicas, self.workload.groups_per_step)
+        count = min(num_replicas, MAX_REPLICA_SCHEDULES, max(1, -(-MIN_GROUPS // groups)))
+        # Keep few rollouts, but whole groups.
+        max_start_rollouts = math.ceil(MAX_CHAIN_ROLLOUTS * (1 - self.workload.filtered_fraction))
+        simulated_groups = max(
+            1, min(groups, min(MAX_ROLLOUTS, max_start_rollouts) // self.rollouts_per_group)
+        )
+        scale, prompt = groups / simulated_groups, self.workload.context_tokens
+        slots = min(float(max_running), token_capacity / (prompt + self._mean_age))
+        return [
+            schedule_replica(
+                chains,
+                prompt_tokens=prompt,
+                token_capacity=token_capacity / scale,
+                num_slots=max(1, round(max_running / scale)),
+                scale=scale,
+                slots=slots,
+            )
+            for chains in self._draw_chains(num_replicas, count, simulated_groups)
+        ]
+
+    def _draw_chains(
+        self, replicas: int, num_schedules: int, chains: int
+    ) -> Iterator[RefillChains]:
+        """Yield each simulated replica's groups as `chains` chains; one has the longest rollout."""
+        if self.workload.filtered_fraction:
+            longest = float(self._sample_loads(replicas).longest_tokens.max(axis=1).mean())
+            all_chains = self._make_refill_chains(num_schedules * chains).stretch_longest(longest)
+        else:
+            all_chains = self._make_unfiltered_chains(num_schedules * chains)
+        return all_chains.split_chains(num_schedules)
+
+    def _make_refill_chains(self, chains: int) -> RefillChains:
+        """Return chains of groups, each group but the last filtered and replaced by the next.
+
+        Chain lengths and rollout lengths are quantiles in a fixed random order.
+        """
+        rng = np.random.default_rng(0)
+        counts = rng.permutation(
+            compute_chain_length_quantiles(self.workload.filtered_fraction, chains)
+        )
+        lengths = rng.permutation(self._compute_length_quantiles(int(counts.sum())))
+        return self._to_chains(lengths, counts)
+
+    def _make_unfiltered_chains(self, groups: int) -> RefillChains:
+        """Return chains of a single group each, with the longest rollout in the middle.
+
+        Rollout lengths are quantiles in a fixed random order.
+        """
+        num_rollouts = self.workload.groups_per_step * self.rollouts_per_group
+        lengths_without_longest = np.random.default_rng(0).permutation(
+            self._compute_length_quantiles(groups)[:-1]
+        )
+        longest = max(
+            self.workload.lengths.expected_longest(num_rollouts),
+            lengths_without_longest.max(initial=1.0),
+        )
+        lengths = np.insert(
+            lengths_without_longest, (len(lengths_without_longest) + 1) // 2, longest
+        )
+        return self._to_chains(lengths, np.ones(groups, np.int64))
+
+    def _compute_length_quantiles(self, groups: int) -> Array:
+        total = groups * self.rollouts_per_group
+        return self.workload.lengths.quantiles((np.arange(total) + 0.5) / total)
+
+    def _to_chains(self, lengths: Array, counts: Array) -> RefillChains:
+        return RefillChains.from_counts(
+            np.rint(lengths).reshape(-1, self.rollouts_per_group), counts
+        )
+
+
+def score_duration_s(
+    timing: ScoreTiming, workload: Workload, per_group: int, *, singly: bool = False
+) -> float:
+    """Return seconds of scoring for a whole step, on the replica with the most groups.
+
+    per_group: scored rollouts per group.
+    singly: groups arrive one by one, and each group is a batch of its own.
+    """
+    groups = -(-workload.groups_per_step // timing.replicas)
+    rollouts = groups * per_group
+    batches = groups if singly else -(-groups // timing.batch)
+    return (
+        batches * timing.batch_s
+        + timing.batch_duration_s(rollouts, rollouts * workload.rollout_tokens)
+        - timing.batch_s
+    )
+
+
+@dataclass(frozen=True)
+class TrainDuration:
+    """Time to train a model in a step.
+
+    passes_s: passes and updates that may overlap the arrival of groups.
+    final_s: later epochs and the last update, which follow.
+    micro_batches: per rank, in the first epoch.
+    """
+
+    passes_s: float
+    final_s: float
+    micro_batches: int
+
+    @property
+    def total_s(self) -> float:
+        return self.passes_s + self.final_s
+
+
+def train_duration(timing: TrainTiming, workload: Workload) -> TrainDuration:
+    """Return the training time of a step.
+
+    The first epoch may start before all groups have arrived; the last update ends the step. Ranks
+    advance round by round, at the speed of the rank with the most tokens.
+    """
+    rounds, slowest = pack_mini_batch(workload, timing.dp_size)
+    micro_batches, dp_size = rounds * workload.mini_batches, timing.dp_size
+    tokens = slowest * workload.mini_batches
+    epoch_s = timing.compute_passes_s(micro_batches * dp_size, tokens * dp_size)
+    epoch_s += micro_batches * timing.round_s
+    update_s = timing.round_s + timing.update_s
+    first_s = epoch_s + (workload.mini_batches - 1) * update_s
+    rest_s = (workload.epochs - 1) * epoch_s
+    updates = workload.num_updates - workload.mini_batches + 1
+    return TrainDuration(first_s, rest_s + updates * update_s, micro_batches)
+
+
+def pack_mini_batch(workload: Workload, dp_size: int) -> tuple[int, float]:
+    """Return the number of rounds of a mini-batch, and the tokens of their largest micro-batches.
+
+    The tokens are summed over rounds, as in `pack_rounds`. Completion lengths are quantiles of the
+    workload's length distribution; the workload caches results.
+    """
+    if dp_size not in workload.packing_cache:
+        rollouts = math.ceil(workload.num_rollouts / workload.mini_batches)
+        ranks = (np.arange(rollouts) + 0.5) / rollouts
+        lengths = workload.prompt_tokens + np.rint(workload.completion_lengths.quantiles(ranks))
+        workload.packing_cache[dp_size] = pack_rounds(lengths, workload.micro_batch_tokens, dp_size)
+    return workload.packing_cache[dp_size]
+
+
+def pack_rounds(lengths: Array, budget: float, dp_size: int) -> tuple[int, float]:
+    """Return the number of rounds, and the sum of each round's largest micro-batch in tokens.
+
+    lengths: tokens of each rollout, prompt included.
+    A round has one micro-batch per data-parallel rank. Micro-batches take the longest rollouts
+    first, at most `budget` tokens including padding; the largest are halved until every rank has
+    one in every round, or none can be halved. The packing equals that of
+    `buffer/assembly/packing.py`; a test compares both.
+
+    Example: lengths [10, 6, 6, 3, 2, 1] with a budget of 12 and 2 ranks give the micro-batches
+    [10], [6, 6] and [3, 2, 1]. Halving [6, 6] fills two rounds, ([10], [3, 2, 1]) and ([6], [6]);
+    the result is (2, 10 + 6).
+    """
+    descending = np.sort(lengths)[::-1]
+    bins, start = [], 0
+    while start < len(descending):
+        rows = max(1, int(budget // descending[start]))
+        bins.append(descending[start : start + rows])
+        start += rows
+    bins = sorted(_halve_largest(bins, dp_size), key=_padded_tokens, reverse=True)
+    sums = [float(rows.sum()) for rows in bins]
+    firsts = range(0, len(sums), dp_size)
+    return len(firsts), sum(max(sums[first : first + dp_size]) for first in firsts)
+
+
+def _halve_largest(bins: list[Array], dp_size: int) -> list[Array]:
+    """Halve the micro-batches with the most padded tokens until each rank has equally many."""
+    heap = [(-_padded_tokens(rows), i) for i, rows in enumerate(bins) if len(rows) > 1]
+    heapq.heapify(heap)
+    micro_batches, halved = list(bins), set[int]()
+    while heap and (len(micro_batches) - len(halved)) % dp_size:
+        _, i = heapq.heappop(heap)
+        halved.add(i)
+        # Alternate rows, so that both halves have about equal tokens.
+        for half in (micro_batches[i][::2], micro_batches[i][1::2]):
+            if len(half) > 1:
+                heapq.heappush(heap, (-_padded_tokens(half), len(micro_batches)))
+            micro_batches.append(half)
+    return [rows for i, rows in enumerate(micro_batches) if i not in halved]
+
+
+def _padded_tokens(rows: Array) -> float:
+    return len(rows) * float(rows[0])
+
+
+STEP_CUTS = {1: (1.0,), 2: (0.5, 1.0), 4: (0.125, 0.375, 0.625, 0.875, 1.0)}
+"""Cuts of a step's work (fractions of the work), by the fewest pieces that they need.
+
+The first and the last cut are small: they determine how fast the pipeline fills and drains.
+"""
+
+
+def choose_cuts(pieces: int) -> tuple[float, ...]:
+    """Return the finest cuts of a step's work, as fractions, that the number of pieces allows.
+
+    pieces: units that the work can be divided into, such as groups or micro-batches.
+    """
+    return STEP_CUTS[max(min_pieces for min_pieces in STEP_CUTS if min_pieces <= max(1, pieces))]
+
+
+def split_seconds(total_s: float, cuts: Sequence[float]) -> Sequence[float]:
+    """Divide `total_s` at `cuts`, ascending fractions; return the seconds between them."""
+    return [total_s * (late - early) for early, late in itertools.pairwise((0.0, *cuts))]

@@ -1,0 +1,399 @@
+"""List scheduling of the jobs of consecutive steps, until the step time is constant.
+
+Of all ready parts of jobs, the part that has been ready for the longest runs next, as soon as no
+overlapping mesh is busy. A job consists of consecutive parts, so other jobs can run in between, and
+dependents can start with the first part's results.
+"""
+
+import heapq
+import itertools
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from streamrl.planner.steady_state.overlapping_steps import (
+    CompletionEvent,
+    OverlappedGeneration,
+    RolloutProfile,
+)
+
+PERIOD_TOLERANCE = 1e-6
+"""Relative difference of step times that count as equal, on policy."""
+OVERLAP_TOLERANCE = 0.01
+"""Relative difference of step times that count as equal, with generation ahead."""
+MIN_EQUAL_STEPS = 3
+"""Consecutive steps of equal time that end the simulation."""
+RUN_NEXT = -1.0
+"""Priority of a part that runs before all ready parts."""
+NO_MESH = -1
+"""Mesh number of a job without devices."""
+
+
+@dataclass(frozen=True)
+class JobDependency:
+    """Dependency of a job on the results of another job, `lag` steps earlier.
+
+    job: number of the other job.
+    is_whole: wait for all results; otherwise each part waits for as large a fraction of the results
+      as it completes of its own job.
+    is_for_last_part: only the last part of the dependent job waits.
+    delay_s: extra delay after the result.
+    step_interval: the other job has results only once in so many steps; the dependency is on the
+      first such step from `lag` steps earlier on.
+    """
+
+    job: int
+    lag: int = 0
+    is_whole: bool = False
+    is_for_last_part: bool = False
+    delay_s: float = 0.0
+    step_interval: int = 1
+
+    def find_lag(self, step: int) -> int:
+        return self.lag - (self.lag - step - 1) % self.step_interval
+
+
+@dataclass(frozen=True)
+class StepJob:
+    """Job that runs once per step.
+
+    mesh: number of the job's mesh, or NO_MESH.
+    parts: seconds of each part.
+    result_times_s: when results arrive after the start, for a job that delivers while it computes.
+    profile: for generation ahead, which uses its devices whenever no other job does, for several
+      steps at once; results of the profile replace `result_times_s`.
+    is_glued: no other job runs between the last two parts.
+    is_queued: later parts keep the priority of their inputs, so the job drains its queue before
+      others get the devices.
+    step_interval, first_step: the job takes time only in step `first_step` and every
+      `step_interval` steps from there.
+    """
+
+    stage: str
+    mesh: int
+    parts: Sequence[float]
+    dependencies: Sequence[JobDependency] = ()
+    result_times_s: Sequence[float] = ()
+    profile: RolloutProfile | None = None
+    is_glued: bool = False
+    is_queued: bool = False
+    step_interval: int = 1
+    first_step: int = 0
+
+    def takes_time(self, step: int) -> bool:
+        return not (step - self.first_step) % self.step_interval
+
+
+class BusyInterval(NamedTuple):
+    """Interval in which a job holds the devices of its mesh."""
+
+    job: int
+    step: int
+    start_s: float
+    end_s: float
+
+
+@dataclass
+class UnrolledSchedule:
+    """Simulated schedule of consecutive steps.
+
+    period_s: mean time of the last `period_steps` steps.
+    ends_s: end of each step.
+    started_s, done_s: by (job, step), start of the job and time of its last result.
+    results_s: by step, times of the results of generation ahead.
+    """
+
+    period_s: float = 0.0
+    period_steps: int = 1
+    ends_s: list[float] = field(default_factory=list)
+    busy_intervals: list[BusyInterval] = field(default_factory=list)
+    started_s: dict[tuple[int, int], float] = field(default_factory=dict)
+    done_s: dict[tuple[int, int], float] = field(default_factory=dict)
+    results_s: dict[int, list[float]] = field(default_factory=dict)
+
+
+_Dependents = list[tuple[int, int, float]]
+"""Parts that wait for a result, as (part number, steps later, delay in s)."""
+
+
+class _PartGraph:
+    """Numbered parts of all jobs of a step, and their dependencies.
+
+    Lists by step are indexed by the step modulo `cycle_steps`, after which dependencies repeat.
+    """
+
+    def __init__(self, jobs: Sequence[StepJob]) -> None:
+        self.jobs = jobs
+        self.first_part = [0, *itertools.accumulate(len(job.parts) for job in jobs)]
+        self.job_by_part = [j for j, job in enumerate(jobs) for _ in job.parts]
+        intervals = {
+            dependency.step_interval for job in jobs for dependency in job.dependencies
+        } | {job.step_interval for job in jobs}
+        self.cycle_steps = math.lcm(*intervals)
+        steps = range(self.cycle_steps)
+        self.part_seconds = [
+            [seconds * job.takes_time(step) for job in jobs for seconds in job.parts]
+            for step in steps
+        ]
+        numbered_jobs = enumerate(jobs, 1)
+        self.glued_parts = {
+            self.first_part[job_number] - 1
+            for job_number, job in numbered_jobs
+            if job.is_glued and len(job.parts) > 1
+        }
+        self.lags: list[list[list[int]]] = [[[] for _ in self.job_by_part] for _ in steps]
+        self.after_part: list[list[_Dependents]] = [[[] for _ in self.job_by_part] for _ in steps]
+        results = [job.profile.result_steps if job.profile else job.result_times_s for job in jobs]
+        self.after_result: list[list[list[_Dependents]]] = [
+            [[[] for _ in result_list] for result_list in results] for _ in steps
+        ]
+        for step in steps:
+            self._link_all(step)
+        self.wait_counts = [[len(lags) for lags in result_list] for result_list in self.lags]
+        self.max_lag = max(
+            (max(lags, default=0) for result_list in self.lags for lags in result_list), default=0
+        )
+
+    def _link_all(self, step: int) -> None:
+        for j, job in enumerate(self.jobs):
+            for dependency in job.dependencies:
+                self._link_dependency(j, dependency, step)
+            for part in range(self.first_part[j] + 1, self.first_part[j + 1]):
+                self._add_dependent(self.after_part[step][part - 1], part, step, 0, 0.0)
+
+    def _link_dependency(self, j: int, dependency: JobDependency, step: int) -> None:
+        source, lag = self.jobs[dependency.job], dependency.find_lag(step)
+        first_source_part, source_cycle_step = (
+            self.first_part[dependency.job],
+            (step - lag) % self.cycle_steps,
+        )
+        if source.result_times_s or source.profile:
+            results = self.after_result[source_cycle_step][dependency.job]
+        else:
+            results = self.after_part[source_cycle_step][
+                first_source_part : self.first_part[dependency.job + 1]
+            ]
+        count = len(self.jobs[j].parts)
+        # The glued last part does not process inputs.
+        # Part i of n waits for the result that completes the same fraction of the work, number
+        # ceil((i + 1) * m / n) of m. Example: of 5 results, the first of 2 parts waits for the 3rd.
+        streamed = count - (self.jobs[j].is_glued and count > 1)
+        for part in range(
+            count - 1 if dependency.is_for_last_part else 0,
+            count if dependency.is_for_last_part else streamed,
+        ):
+            output = (
+                len(results) if dependency.is_whole else -(-(part + 1) * len(results) // streamed)
+            )
+            self._add_dependent(
+                results[output - 1], self.first_part[j] + part, step, lag, dependency.delay_s
+            )
+            # Parts run in order, so a whole dependency only needs to delay the first.
+            if dependency.is_whole:
+                break
+
+    def _add_dependent(
+        self, followers: _Dependents, part: int, step: int, lag: int, delay_s: float
+    ) -> None:
+        followers.append((part, lag, delay_s))
+        self.lags[step][part].append(lag)
+
+
+class ListScheduler:
+    """List scheduler: simulates the jobs of consecutive steps.
+
+    overlaps[m]: meshes that share devices with mesh m.
+    stops: meshes on which work stops generation ahead, besides the meshes that overlap its own.
+    """
+
+    def __init__(
+        self,
+        jobs: Sequence[StepJob],
+        overlaps: Sequence[Sequence[int]],
+        stops: Collection[int] = (),
+    ) -> None:
+        self._jobs = jobs
+        self._part_graph = _PartGraph(jobs)
+        self._exclusive_meshes = [
+            () if job.mesh == NO_MESH else tuple(overlaps[job.mesh]) for job in jobs
+        ]
+        self._free_at_s = [0.0] * len(overlaps)
+        self._wait_counts: list[list[int]] = []
+        self._ready_at_s: list[list[float]] = []
+        self._priorities: list[list[float]] = []
+        self._ready_heap: list[tuple[float, int, int]] = []
+        self._parts_left: list[int] = []
+        self._step_ends_s = [0.0]
+        self._schedule = UnrolledSchedule()
+        self._generation: OverlappedGeneration | None = None
+        self._blocking_meshes: set[int] = set()
+        for j, job in enumerate(jobs):
+            if job.profile is not None:
+                self._generation, self._generation_job = OverlappedGeneration(job.profile), j
+                self._blocking_meshes = {*self._exclusive_meshes[j], *stops}
+
+    def run(self, *, window: int, max_steps: int) -> UnrolledSchedule:
+        """Simulate until step times repeat, or `max_steps` steps have ended.
+
+        window: steps that may be in flight.
+        """
+        schedule, num_checked = self._schedule, 0
+        self._open_steps(self._part_graph.max_lag)
+        while len(schedule.ends_s) < max_steps and self._run_next():
+            if len(schedule.ends_s) > num_checked:
+                num_checked = len(schedule.ends_s)
+                if self._is_periodic(window) if self._generation else self._is_settled(window):
+                    break
+        return schedule
+
+    def _run_next(self) -> bool:
+        heap = self._ready_heap
+        if self._generation is not None and not (heap and heap[0][0] == RUN_NEXT):
+            result = self._generation.advance(heap[0][0] if heap else math.inf)
+            if result is not None:
+                self._finish_result(result)
+                return True
+        if not heap:
+            return False
+        _, step, part = heapq.heappop(heap)
+        ready = self._ready_at_s[step][part]
+        if self._jobs[self._part_graph.job_by_part[part]].profile is not None:
+            assert self._generation is not None
+            self._generation.admit_step(step)
+            self._schedule.started_s[self._generation_job, step] = ready
+        else:
+            self._finish_part(step, self._run_part(ready, step, part))
+        return True
+
+    def _finish_result(self, result: CompletionEvent) -> None:
+        schedule, at, step = self._schedule, result.at_s, result.step
+        schedule.results_s.setdefault(step, []).append(at)
+        part_graph, j = self._part_graph, self._generation_job
+        self._release_dependents(
+            part_graph.after_result[step % part_graph.cycle_steps][j][result.result_index],
+            step,
+            at,
+            j,
+        )
+        if result.is_last:
+            schedule.done_s[j, step] = at
+            self._finish_part(step, at)
+
+    def _finish_part(self, step: int, at: float) -> None:
+        ended, schedule = self._step_ends_s, self._schedule
+        if step >= len(ended):
+            ended += [0.0] * (step + 1 - len(ended))
+        ended[step] = max(ended[step], at)
+        self._parts_left[step] -= 1
+        while (
+            len(schedule.ends_s) < len(self._parts_left)
+            and not self._parts_left[len(schedule.ends_s)]
+        ):
+            schedule.ends_s.append(ended[len(schedule.ends_s)])
+
+    def _is_periodic(self, window: int) -> bool:
+        """Return whether consecutive windows of steps took equally long; update the period.
+
+        Steps that start together may keep different lengths, so only windows are comparable.
+        """
+        ends = self._schedule.ends_s
+        num_steps = 2 * window if len(ends) > 2 * window + 1 else max(1, len(ends) // 2)
+        self._schedule.period_s = (
+            (ends[-1] - ends[-1 - num_steps]) / num_steps if len(ends) > num_steps else ends[-1]
+        )
+        self._schedule.period_steps = num_steps
+        if len(ends) <= 4 * window:
+            return False
+        marks = [ends[-1 - k * window] for k in range(4)]
+        window_times = [late - early for late, early in itertools.pairwise(marks)]
+        return max(window_times) - min(window_times) <= OVERLAP_TOLERANCE * window_times[0]
+
+    def _is_settled(self, window: int) -> bool:
+        """Return whether step times repeat after at most `window` + 1 steps; update the period."""
+        schedule = self._schedule
+        step_times = [late - early for early, late in itertools.pairwise(schedule.ends_s)]
+        half = step_times[len(step_times) // 2 :]
+        schedule.period_s = sum(half) / len(half) if half else schedule.ends_s[-1]
+        schedule.period_steps = max(1, len(half))
+        for cycle in range(1, window + 2):
+            count = max(cycle, min(MIN_EQUAL_STEPS, window))
+            # The first steps start without waiting for a version, so they do not count.
+            if len(step_times) < count + max(cycle, window if window > 1 else 0):
+                break
+            if all(
+                abs(step_times[-k] - step_times[-k - cycle]) <= PERIOD_TOLERANCE * step_times[-k]
+                for k in range(1, count + 1)
+            ):
+                schedule.period_s, schedule.period_steps = sum(step_times[-cycle:]) / cycle, cycle
+                return True
+        return False
+
+    def _open_steps(self, step: int) -> None:
+        """Add all steps up to `step`; parts that wait for no result are ready at time 0."""
+        part_graph = self._part_graph
+        for number in range(len(self._wait_counts), step + 1):
+            cycle_step = number % part_graph.cycle_steps
+            if number >= part_graph.max_lag:
+                waits = part_graph.wait_counts[cycle_step].copy()
+            else:
+                waits = [sum(lag <= number for lag in lags) for lags in part_graph.lags[cycle_step]]
+            self._wait_counts.append(waits)
+            self._ready_at_s.append([0.0] * len(waits))
+            self._priorities.append([0.0] * len(waits))
+            self._parts_left.append(len(waits))
+            for part, count in enumerate(waits):
+                if not count:
+                    heapq.heappush(self._ready_heap, (0.0, number, part))
+
+    def _run_part(self, ready: float, step: int, part: int) -> float:
+        part_graph, schedule = self._part_graph, self._schedule
+        cycle_step = step % part_graph.cycle_steps
+        j, seconds = part_graph.job_by_part[part], part_graph.part_seconds[cycle_step][part]
+        job, start, free = self._jobs[j], ready, self._free_at_s
+        for mesh in self._exclusive_meshes[j]:
+            start = max(start, free[mesh])
+        end = start + seconds
+        if seconds and job.mesh != NO_MESH:
+            free[job.mesh] = end
+            schedule.busy_intervals.append(BusyInterval(j, step, start, end))
+            if self._generation is not None and job.mesh in self._blocking_meshes:
+                # Generation yields to a waiting job even while that job waits for other devices.
+                self._generation.block_devices(ready, end)
+        if part == part_graph.first_part[j]:
+            schedule.started_s[j, step] = start
+        if part_graph.after_part[cycle_step][part]:
+            self._release_dependents(part_graph.after_part[cycle_step][part], step, end, j)
+        if job.result_times_s:
+            for output, offset in enumerate(job.result_times_s):
+                self._release_dependents(
+                    part_graph.after_result[cycle_step][j][output], step, start + offset, j
+                )
+            end = start + job.result_times_s[-1]
+        if part + 1 == part_graph.first_part[j + 1]:
+            schedule.done_s[j, step] = end
+        return end
+
+    def _release_dependents(
+        self, dependents: _Dependents, step: int, at: float, source_job: int
+    ) -> None:
+        """Mark a result as available at time `at` for the waiting parts; queue ready ones."""
+        part_graph, jobs = self._part_graph, self._jobs
+        for part, lag, delay_s in dependents:
+            dependent_step = step + lag
+            if dependent_step >= len(self._wait_counts):
+                self._open_steps(dependent_step)
+            ready, waits = self._ready_at_s[dependent_step], self._wait_counts[dependent_step]
+            ready[part] = max(ready[part], at + delay_s)
+            job = part_graph.job_by_part[part]
+            if job != source_job or not jobs[job].is_queued:
+                priorities = self._priorities[dependent_step]
+                priorities[part] = max(priorities[part], at + delay_s)
+            waits[part] -= 1
+            if not waits[part]:
+                priority = (
+                    RUN_NEXT
+                    if part in part_graph.glued_parts
+                    else self._priorities[dependent_step][part]
+                )
+                heapq.heappush(self._ready_heap, (priority, dependent_step, part))

@@ -1,0 +1,485 @@
+"""Conversion between a run's settings and a placement, and the rules of runnable placements."""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import networkx as nx
+
+from streamrl.buffer.staleness_credits import bound_group_bytes
+from streamrl.config.cross_checks import find_conflict_at_any_size
+from streamrl.config.role_counts import count_actors
+from streamrl.config.run_config import RunConfig
+from streamrl.dataflow import (
+    EMA_REFERENCE,
+    GENERATE_CALL,
+    GREEDY_CALL,
+    POLICY,
+    CallKind,
+    Dataflow,
+    ModelCall,
+)
+from streamrl.engines.models.model_shapes import ModelShape
+from streamrl.engines.models.tensor_parallel_support import (
+    SplitSizes,
+    explain_uneven_experts,
+    explain_unloadable_split,
+    explain_unservable_split,
+    explain_unshared_heads,
+    explain_untrainable_split,
+    find_family_config,
+    get_split_sizes,
+)
+from streamrl.engines.trainer_config import PARAMETER_SHARDING_STAGE, TrainerConfig
+from streamrl.engines.vllm.model_registry import explain_unshareable_process
+from streamrl.errors import ConfigError
+from streamrl.messages import COMPONENT_PREFIX, COST_PREFIX
+from streamrl.placement.clusters import Cluster
+from streamrl.placement.config import MIN_POOL_FRACTION, MIXED, PlacementConfig
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.placement.pools import POOL_STRATEGIES, RolePool, has_colocated_actor, lay_out_slots
+from streamrl.planner.problem.problem import CallMemory, PlacementCosts, PlacementProblem
+from streamrl.planner.problem.stage_timings import StageTimings
+from streamrl.planner.search.hybridflow_parallel import SplitRules
+from streamrl.planner.to_planner_problem import CRITIC_ROLES, REWARD_ROLES
+from streamrl.resharding.grids import RankGrid
+from streamrl.weights.config import SHARED_MEMORY
+from streamrl.weights.transport_choice import describe_node_obstacle
+
+VALUE_ROLES = ("value", "cost_value")
+EQUALLY_SIZED_ROLES = (REWARD_ROLES, CRITIC_ROLES, VALUE_ROLES)
+"""Roles that share one setting for their number of actors and model split."""
+RAY_AUTO_ADDRESS = "auto"
+"""Ray address that joins the cluster running on the node."""
+OBJECT_STORE_SLACK = 1.05
+"""Reserve for extra columns that rewards add."""
+NO_EXPERT_PARALLELISM = "streamrl has expert parallelism over tensor-parallel ranks only"
+NO_MATCHING_POOLS = "no placement mode or pools of roles give these devices"
+
+
+def build_run_placement(config: RunConfig, roles: Collection[str]) -> Placement:
+    """Build the placement that a run's config describes: devices and rank grid of each model call.
+
+    roles: roles with a model; calls of other roles are left out. Devices count from 0;
+    placement.mode=auto is read as disaggregated.
+    """
+    counts = {role: count for role, (_, count) in count_actors(config).items()}
+    tp_size = config.generator.tensor_parallel
+    if not config.placement.is_hybrid:
+        counts[GENERATE_CALL.role] *= tp_size
+    slots = lay_out_slots(config.placement.shared_pools, counts).slots
+    calls = {}
+    for call in config.dataflow.ordered_calls:
+        if call.model_role not in roles:
+            continue
+        devices = slots[call.role]
+        mesh = Mesh(devices[0], len(devices))
+        if call.kind is CallKind.TRAIN:
+            trainer = config.get_trainer_config(call.role)
+            grid = RankGrid(1, trainer.tensor_parallel, mesh.size // trainer.tensor_parallel)
+            calls[call.stage] = CallAssignment(mesh, grid, trainer.zero_stage)
+        else:
+            split = tp_size if call.kind is CallKind.GENERATE else 1
+            calls[call.stage] = CallAssignment(mesh, RankGrid(1, split, mesh.size // split))
+    return renumber_devices(Placement(calls, config.pipeline.max_staleness))
+
+
+def renumber_devices(placement: Placement) -> Placement:
+    """Renumber the devices of a placement from 0 without gaps, skipping unused devices."""
+    used = sorted({d for a in placement.assignments.values() for d in a.mesh.devices})
+    number = {device: i for i, device in enumerate(used)}
+    return replace(
+        placement,
+        assignments={
+            stage: replace(
+                assignment, mesh=Mesh(number[assignment.mesh.first], assignment.mesh.size)
+            )
+            for stage, assignment in placement.assignments.items()
+        },
+    )
+
+
+def apply_placement(
+    config: RunConfig, placement: Placement, *, kv_cache_bytes: float | None = None
+) -> RunConfig:
+    """Return the config with its settings changed so that the run uses this placement.
+
+    Inverse of `build_run_placement`, except for the numbers of the devices. kv_cache_bytes: KV
+    cache per generator device, unless the config sets a size; by default vLLM decides. Raises
+    ConfigError, naming the call or devices, if streamrl cannot run the placement.
+    """
+    stages = {
+        call.stage: call for call in config.dataflow.calls if call.stage in placement.assignments
+    }
+    for stage, call in stages.items():
+        _check_supported(call, placement.assignments[stage], placement)
+    pools = find_pools(config.dataflow, placement)
+    if pools is None:
+        raise ConfigError(f"placement: {placement}: {NO_MATCHING_POOLS}")
+    if why := find_size_mismatch(config.dataflow, placement):
+        raise ConfigError(f"placement: {placement}: {why}")
+    roles = {call.role: placement.assignments[stage] for stage, call in stages.items()}
+    # Check the new sizes without the run's current placement, which may contradict them.
+    disaggregated = replace(config.placement, mode="disaggregated", pools=[], memory_mb=None)
+    sized = _apply_sizes(replace(config, placement=disaggregated), roles, placement.max_staleness)
+    if kv_cache_bytes is not None and config.generator.kv_cache_mb is None:
+        kv_cache_mb = max(1, int(kv_cache_bytes) >> 20)
+        sized = replace(sized, generator=replace(sized.generator, kv_cache_mb=kv_cache_mb))
+    placed = replace(config.placement, mode=pools.mode, pools=pools.pools, memory_mb=None)
+    return replace(sized, placement=placed)
+
+
+def configure_for_cluster(config: RunConfig, cluster: Cluster, *, longest_tokens: int) -> RunConfig:
+    """Return the config with the Ray settings that a start on a cluster needs.
+
+    A config that names a Ray address stays unchanged. On several nodes the run joins the running
+    Ray cluster. On a single node the run starts Ray itself, with as many CPU slots as its actors
+    need and an object store in which any shard fits a step.
+
+    longest_tokens: tokens of the longest rollout.
+    """
+    placement = config.placement
+    if placement.address:
+        return config
+    if cluster.num_nodes > 1:
+        return replace(config, placement=replace(placement, address=RAY_AUTO_ADDRESS))
+    components = [COMPONENT_PREFIX + reward.component_name for reward in config.rewards]
+    components += [COST_PREFIX + cost.component_name for cost in config.costs]
+    group_bytes = bound_group_bytes(
+        config.dataflow,
+        components,
+        rollouts=config.algorithm.group_size * config.environment.max_rollouts_per_episode,
+        tokens=longest_tokens,
+        turns=config.environment.max_turns,
+    )
+    step_bytes = config.pipeline.groups_per_step * group_bytes * config.queue.shards
+    needed_mb = math.ceil(OBJECT_STORE_SLACK * step_bytes / config.queue.store_share / (1 << 20))
+    return replace(
+        config,
+        placement=replace(
+            placement, cpus=None, object_store_mb=max(placement.object_store_mb, needed_mb)
+        ),
+    )
+
+
+def has_shared_generator_devices(placement: Placement) -> bool:
+    """Return whether other stages compute on devices of the generators."""
+    others = placement.assignments.keys() - {GENERATE_CALL.stage, GREEDY_CALL.stage}
+    return any(placement.overlaps(GENERATE_CALL.stage, other) for other in others)
+
+
+# Placements that `streamrl train` can run.
+
+
+def make_split_rules(config: RunConfig, problem: PlacementProblem) -> SplitRules:
+    """Return a function that lists the ZeRO stages a run can use for a model call on a rank grid.
+
+    The function restricts `list_zero_stages` by the run's settings and models.
+    """
+    trainers = {role: config.get_trainer_config(role) for role in config.dataflow.trained_roles}
+    on_gpu = not problem.cluster.is_cpu
+
+    def rules(call: ModelCall, grid: RankGrid) -> Sequence[int]:
+        shape = problem.models.get(call.role) or problem.models[call.followed_role]
+        stages, is_trained = list_zero_stages(call, grid), call.kind is CallKind.TRAIN
+        sizes = get_split_sizes(shape, is_trained=is_trained)
+        if is_trained:
+            return _restrict_zero_stages(stages, trainers[call.role], shape, sizes, grid)
+        why = explain_unservable_split(sizes, grid.tp_size) or explain_unloadable_split(
+            grid.tp_size, has_experts=bool(shape.experts), on_gpu=on_gpu
+        )
+        return () if why else stages
+
+    return rules
+
+
+def _restrict_zero_stages(
+    stages: Sequence[int],
+    trainer: TrainerConfig,
+    shape: ModelShape,
+    sizes: SplitSizes,
+    grid: RankGrid,
+) -> Sequence[int]:
+    """Return those of `stages` that a trainer's settings allow for its model on a rank grid.
+
+    The torch backend, which trains tensor-parallel layers, supports no adapters under tensor
+    parallelism and no optimizer in host memory. Without tensor parallelism it shards the whole
+    model (ZeRO 3) or replicates it (0), in float32 only.
+    """
+    tp_size, is_split = grid.tp_size, grid.tp_size > 1
+    # Shapes by name are of families whose plans are known; transformers imports slowly.
+    family = find_family_config(shape.family) if shape.architectures else None
+    if (
+        explain_unshared_heads(sizes, trainer.sequence_parallel, tp_size)
+        or (is_split and (trainer.lora_rank or trainer.offload_optimizer))
+        or (is_split and explain_untrainable_split(family, sizes, tp_size))
+        or grid.num_ranks % (tp_size * trainer.sequence_parallel)
+    ):
+        return ()
+    if trainer.backend == "torch" and not is_split and stages:
+        stages = (0, PARAMETER_SHARDING_STAGE) if grid.num_ranks > 1 else stages
+        # Only the sharded model has the master weights that bfloat16 needs.
+        return stages[1:] if trainer.dtype == "bfloat16" else stages
+    refused: tuple[int, ...] = ()
+    if is_split and explain_uneven_experts(sizes, tp_size, grid.dp_size):
+        refused = (PARAMETER_SHARDING_STAGE,)
+    if trainer.offload_optimizer:
+        # With ZeRO 2 DeepSpeed would sum gradients in bfloat16.
+        refused = (0,) if trainer.dtype == "float32" else (0, 2)
+    return tuple(stage for stage in stages if stage not in refused)
+
+
+def list_zero_stages(call: ModelCall, grid: RankGrid) -> Sequence[int]:
+    """Return the ZeRO stages under which streamrl can run a model call on a rank grid.
+
+    Empty if streamrl cannot run the call there: pipeline parallelism is unsupported, and scoring
+    models must fit one device. The torch backend trains tensor-parallel layers, and shards over
+    replicas fully (3) or not at all (0).
+    """
+    if grid.pp_size > 1 or (call.kind is CallKind.SCORE and grid.tp_size > 1):
+        return ()
+    if call.kind is not CallKind.TRAIN or grid.num_ranks == 1:
+        return (1,)
+    if grid.tp_size > 1:
+        return (0, 3) if grid.dp_size > 1 else (0,)
+    return (1, 3)
+
+
+def make_run_costs(
+    config: RunConfig, problem: PlacementProblem, costs: PlacementCosts
+) -> "RunnablePlacementCosts":
+    """Return costs that declare placements infeasible unless `streamrl train` accepts them.
+
+    Acceptance depends on the config and the cluster of the problem.
+    """
+    # Without a model directory (a size by name) assume an architecture that vLLM supports.
+    architectures = problem.models[POLICY].architectures
+    on_gpu = not problem.cluster.is_cpu
+    node_obstacle = describe_node_obstacle(problem.cluster.num_nodes)
+
+    def find_refusal(placement: PlacementConfig, max_staleness: int) -> str:
+        if node_obstacle and config.weights.transport == SHARED_MEMORY:
+            return f"weights.transport={SHARED_MEMORY}: {node_obstacle}"
+        if not placement.is_hybrid:
+            return ""
+        if architectures is not None and (
+            why := explain_unshareable_process(architectures, mode=placement.mode, on_gpu=on_gpu)
+        ):
+            return why
+        return find_conflict_at_any_size(config, max_staleness)
+
+    return RunnablePlacementCosts(costs, config.dataflow, find_refusal=find_refusal)
+
+
+class RunnablePlacementCosts:
+    """Predicted costs of placements, infeasible for placements that streamrl cannot run."""
+
+    def __init__(
+        self,
+        costs: PlacementCosts,
+        dataflow: Dataflow,
+        *,
+        find_refusal: Callable[[PlacementConfig, int], str] = lambda _placement, _bound: "",
+    ) -> None:
+        """Wrap the costs of placements of a dataflow.
+
+        find_refusal: returns why a run refuses a placement config under a staleness bound, or "".
+        """
+        self._costs, self._dataflow, self._find_refusal = costs, dataflow, find_refusal
+        self._pool_cache: dict[
+            tuple[bool, tuple[tuple[str, Mesh], ...]], PlacementConfig | None
+        ] = {}
+
+    @property
+    def approximate_costs(self) -> "RunnablePlacementCosts":
+        return RunnablePlacementCosts(
+            self._costs.approximate_costs, self._dataflow, find_refusal=self._find_refusal
+        )
+
+    def predict_timings(self, placement: Placement) -> StageTimings:
+        return self._costs.predict_timings(placement)
+
+    def predict_memory(self, placement: Placement) -> Mapping[str, CallMemory]:
+        return self._costs.predict_memory(placement)
+
+    def call_duration_s(self, stage: str, assignment: CallAssignment) -> float:
+        if assignment.ep_size > 1:
+            return math.inf
+        return self._costs.call_duration_s(stage, assignment)
+
+    def estimate_first_rollouts_s(self, assignment: CallAssignment) -> float:
+        return self._costs.estimate_first_rollouts_s(assignment)
+
+    def explain_infeasible(self, placement: Placement) -> str:
+        return self._costs.explain_infeasible(placement) or self._find_run_problem(placement)
+
+    def _find_run_problem(self, placement: Placement) -> str:
+        """Return why streamrl cannot run a placement, or ""."""
+        for stage, assignment in placement.assignments.items():
+            if assignment.ep_size > 1:
+                return f"{stage} on {assignment.mesh}: {NO_EXPERT_PARALLELISM}"
+        generate, train = (
+            placement.assignments.get(GENERATE_CALL.stage),
+            placement.assignments.get("train"),
+        )
+        if generate is None or train is None:
+            return ""  # a partial placement during the search
+        meshes = tuple(
+            (stage, assignment.mesh) for stage, assignment in placement.assignments.items()
+        )
+        key = (generate.grid.tp_size > 1, meshes)
+        if key not in self._pool_cache:
+            self._pool_cache[key] = find_pools(self._dataflow, placement)
+        pools = self._pool_cache[key]
+        if pools is None:
+            return f"streamrl cannot run it: {NO_MATCHING_POOLS}"
+        if why := find_size_mismatch(self._dataflow, placement):
+            return f"streamrl cannot run it: {why}"
+        return self._find_refusal(pools, placement.max_staleness)
+
+
+def _check_supported(call: ModelCall, assignment: CallAssignment, placement: Placement) -> None:
+    """Raise ConfigError if streamrl cannot run a model call on its assigned devices and grid."""
+    grid, zero = assignment.grid, assignment.zero_stage
+    is_split, generators = grid.tp_size > 1, placement.assignments[GENERATE_CALL.stage]
+    obstacles = {
+        NO_EXPERT_PARALLELISM: assignment.ep_size > 1,
+        "streamrl does not support pipeline parallelism": grid.pp_size > 1,
+        "a scoring model must fit on one device (no tensor parallelism)": is_split
+        and call.kind is CallKind.SCORE,
+        f"must equal the generators' {generators}": call.stage == GREEDY_CALL.stage
+        and generators != assignment,
+        f"ZeRO {zero} does not support tensor parallelism; use 0 or 3": is_split
+        and call.kind is CallKind.TRAIN
+        and zero in (1, 2),
+    }
+    for obstacle, exists in obstacles.items():
+        if exists:
+            raise ConfigError(f"placement.{call.stage}: {assignment}: {obstacle}")
+
+
+def find_size_mismatch(dataflow: Dataflow, placement: Placement) -> str:
+    """Return a text on two roles that a placement sizes differently, or "".
+
+    Checks only roles that take their number of actors and split from the same setting.
+    """
+    calls = {call.role: placement.assignments.get(call.stage) for call in dataflow.calls}
+    for roles in EQUALLY_SIZED_ROLES:
+        present = [(role, call) for role in roles if (call := calls.get(role)) is not None]
+        for (first, a), (second, b) in pairwise(present):
+            if (a.mesh.size, a.grid, a.zero_stage) != (b.mesh.size, b.grid, b.zero_stage):
+                return f"one setting sizes both {first} and {second}, which differ: {a} and {b}"
+    return ""
+
+
+def find_pools(dataflow: Dataflow, placement: Placement) -> PlacementConfig | None:
+    """Return the placement mode, with pools if mixed, that gives exactly a placement's devices.
+
+    None if no mode does. A generator on shared devices either runs inside the trainer's ranks,
+    split like these ranks, or unsplit in a process of its own.
+    """
+    calls = {call.role: placement.assignments.get(call.stage) for call in dataflow.ordered_calls}
+    meshes = {role: assignment.mesh for role, assignment in calls.items() if assignment is not None}
+    generator = calls[GENERATE_CALL.role]
+    is_split = generator is not None and generator.grid.tp_size > 1
+    counts = {role: mesh.size for role, mesh in meshes.items()}
+    offsets = _compute_mesh_offsets(meshes)
+    for option in _iter_pool_options(meshes):
+        if not _pools_cover_overlaps(option.shared_pools, offsets):
+            continue
+        is_shared = any(GENERATE_CALL.role in pool for pool in option.shared_pools)
+        # A hybrid run has one process per device for generator and policy, so their meshes agree.
+        same_mesh = meshes.get(GENERATE_CALL.role) == meshes.get(POLICY)
+        is_hybrid = has_colocated_actor(option.shared_pools)
+        if not (same_mesh if is_hybrid else not (is_split and is_shared)):
+            continue
+        slots = lay_out_slots(option.shared_pools, counts).slots
+        laid_out = {role: Mesh(devices[0], len(devices)) for role, devices in slots.items()}
+        if _compute_mesh_offsets(laid_out) == offsets:
+            return option
+    return None
+
+
+def _pools_cover_overlaps(pools: Sequence[RolePool], overlaps: Iterable[tuple[str, str]]) -> bool:
+    """Return whether a placement config can express the overlaps: pairs of a common pool.
+
+    overlaps: the pairs of roles with common devices.
+    """
+    pool_of = {role: i for i, pool in enumerate(pools) for role in pool}
+    return all(
+        first == second or (first in pool_of and pool_of[first] == pool_of.get(second))
+        for first, second in overlaps
+    )
+
+
+def _iter_pool_options(meshes: Mapping[str, Mesh]) -> Iterator[PlacementConfig]:
+    """Yield placement configs to try: the named modes, then mixed pools of overlapping roles."""
+    for mode in ("disaggregated", *POOL_STRATEGIES):
+        yield PlacementConfig(mode=mode)
+    graph = nx.Graph([(a, b) for a in meshes for b in meshes if meshes[a].overlaps(meshes[b])])
+    pools = []
+    for roles in nx.connected_components(graph):
+        size = len({device for role in roles for device in meshes[role].devices})
+        ordered = sorted(roles, key=lambda role: (meshes[role].first, -meshes[role].size, role))
+        if len(ordered) > 1:
+            pools.append({role: meshes[role].size / size for role in ordered})
+    # Shares below MIN_POOL_FRACTION cannot be configured (1 or 2 of thousands of devices).
+    if pools and all(part >= MIN_POOL_FRACTION for pool in pools for part in pool.values()):
+        yield PlacementConfig(mode=MIXED, pools=pools)
+
+
+def _compute_mesh_offsets(meshes: Mapping[str, Mesh]) -> dict[tuple[str, str], int]:
+    """Return the distance between the first devices of every two roles with common devices.
+
+    Each role is also paired with itself.
+    """
+    return {
+        (a, b): meshes[b].first - meshes[a].first
+        for a in meshes
+        for b in meshes
+        if meshes[a].overlaps(meshes[b])
+    }
+
+
+def _apply_sizes(
+    config: RunConfig, roles: Mapping[str, CallAssignment], max_staleness: int
+) -> RunConfig:
+    """Return the config with the numbers of actors, and of devices per actor, of a placement.
+
+    roles: assignment of devices by role.
+    """
+
+    def make_trainer_sizes(role: str, assignment: CallAssignment) -> dict[str, Any]:
+        tp_size = assignment.grid.tp_size
+        return {
+            "world_size": assignment.mesh.size,
+            "tensor_parallel": tp_size,
+            "zero_stage": assignment.zero_stage,
+            "backend": "torch" if tp_size > 1 else config.get_trainer_config(role).backend,
+        }
+
+    generator, policy = roles[GENERATE_CALL.role], roles[POLICY]
+    sections: dict[str, Any] = {
+        "pipeline": replace(config.pipeline, max_staleness=max_staleness, depth=None),
+        "trainer": replace(config.trainer, **make_trainer_sizes(POLICY, policy)),
+        "generator": replace(
+            config.generator,
+            replicas=generator.grid.dp_size,
+            tensor_parallel=generator.grid.tp_size,
+        ),
+    }
+    if scorers := [roles[role].mesh.size for role in REWARD_ROLES if role in roles]:
+        sections["scorer"] = replace(config.scorer, replicas=scorers[0])
+    if EMA_REFERENCE in roles:
+        sections["reference"] = replace(config.reference, replicas=roles[EMA_REFERENCE].mesh.size)
+    critic: dict[str, Any] = {}
+    if critics := [role for role in CRITIC_ROLES if role in roles]:
+        sizes = make_trainer_sizes(critics[0], roles[critics[0]])
+        critic["trainer"] = {**config.critic.trainer, **sizes}
+    if value_models := [roles[role].mesh.size for role in VALUE_ROLES if role in roles]:
+        critic["replicas"] = value_models[0]
+    # Replace all sections at once: new sizes may contradict old sizes of other sections.
+    return replace(config, critic=replace(config.critic, **critic), **sections)

@@ -1,0 +1,260 @@
+"""Conversion of a run's config to a planner problem: model shapes, calls, workload."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from streamrl.config.run_config import RunConfig
+from streamrl.data.prompts import load_prompt_files
+from streamrl.data.training_files import open_training_files
+from streamrl.dataflow import COST_CRITIC, CRITIC, POLICY, CallKind
+from streamrl.engines.activation_sizes import CHUNK_TOKENS, GATED_LAYER_VALUES
+from streamrl.engines.models.lora_params import add_adapter_params
+from streamrl.engines.models.model_shapes import ModelShape, load_model_shape
+from streamrl.engines.trainer_config import LIVE_ELEMENTS, OFFLOAD
+from streamrl.errors import ConfigError
+from streamrl.files.hf_config import read_model_length
+from streamrl.placement.clusters import Cluster
+from streamrl.planner.costs.constants import UPPER_BOUNDS, CostConstants
+from streamrl.planner.problem.problem import PlacementProblem, RunOptions
+from streamrl.planner.problem.workload import (
+    SINGLE_TURN,
+    FixedLength,
+    LengthDistribution,
+    TurnDistribution,
+    Workload,
+)
+from streamrl.rewards.interface.config import RewardConfig
+from streamrl.rewards.kinds.model import ModelOptions
+
+CRITIC_ROLES = (CRITIC, COST_CRITIC)
+REWARD_ROLES = ("reward", "cost")
+FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class PlannerRequest:
+    """Inputs of the planner that a run's config lacks.
+
+    prompt_tokens: mean prompt length. models: model names by role, overriding the config's.
+    lengths: sampled tokens of a rollout; None: generator.max_new_tokens for all. filtered_fraction:
+    share of sampled groups that dynamic sampling rejects. max_prompt_tokens: longest prompt; None:
+    the mean. turns: turns of the rollouts, which must suit `lengths`.
+    """
+
+    prompt_tokens: float
+    models: Mapping[str, str] = field(default_factory=dict)
+    lengths: LengthDistribution | None = None
+    filtered_fraction: float = 0.0
+    max_prompt_tokens: int | None = None
+    turns: TurnDistribution = SINGLE_TURN
+
+
+def build_planner_problem(
+    config: RunConfig, cluster: Cluster, request: PlannerRequest
+) -> PlacementProblem:
+    """Build the planner problem of a run. Raises ConfigError for a model of unknown size."""
+    algorithm, settings, generator = config.algorithm, config.algorithm_settings, config.generator
+    longest_prompt = request.max_prompt_tokens or max(1, round(request.prompt_tokens))
+    workload = Workload(
+        config.pipeline.groups_per_step,
+        algorithm.group_size,
+        request.prompt_tokens,
+        request.lengths or FixedLength(config.max_completion_tokens),
+        settings.epochs,
+        settings.mini_batches,
+        # Ranks that share a micro-batch are planned as if each had a part of its own.
+        config.pipeline.micro_batch_tokens // config.trainer.sequence_parallel,
+        settings.scope == "step" or settings.num_updates > 1,
+        request.filtered_fraction,
+        (longest_prompt, config.max_completion_tokens),
+        request.turns,
+    )
+    return PlacementProblem(
+        config.dataflow,
+        build_model_shapes(config, request.models),
+        workload,
+        cluster,
+        _build_run_options(config),
+        _compute_score_tokens(config),
+        (generator.kv_cache_mb or 0) << 20,
+    )
+
+
+def _compute_score_tokens(config: RunConfig) -> dict[str, int]:
+    """Return the maximum tokens in a forward pass of each scoring role.
+
+    Reward models have a setting of their own, batch_tokens; others use pipeline.micro_batch_tokens.
+    """
+    tokens_by_role = {}
+    for call in config.dataflow.select_calls(CallKind.SCORE):
+        reward = _find_model_reward(config, call.role) if call.role in REWARD_ROLES else None
+        batch_tokens = (
+            reward.options.get("batch_tokens", ModelOptions.batch_tokens) if reward else None
+        )
+        tokens_by_role[call.role] = int(batch_tokens or config.pipeline.micro_batch_tokens)
+    return tokens_by_role
+
+
+def build_model_shapes(config: RunConfig, named: Mapping[str, str]) -> dict[str, ModelShape]:
+    """Return the shape (layers, widths, ...) of each role's model.
+
+    named: model names or directories by role; other roles use the directories in the config.
+    Rewards and costs have a shape only if named or computed with a model. Raises ConfigError for an
+    unknown role or model.
+    """
+    roles = {call.model_role for call in config.dataflow.calls}
+    for role in named:
+        if role not in roles:
+            raise ConfigError(
+                f"--model {role}={named[role]}: the run has models of {', '.join(sorted(roles))}"
+            )
+    policy = _load_model_shape(named.get(POLICY, config.model.path), POLICY)
+    shapes = {POLICY: _with_trained_adapters(config, POLICY, policy)}
+    for role in sorted(roles - {POLICY}):
+        if role in named:
+            shape = _load_model_shape(named[role], role)
+        elif role in REWARD_ROLES:
+            reward = _find_model_reward(config, role)
+            if reward is None:
+                continue
+            shape = _load_model_shape(str(reward.options["path"]), role)
+        elif role in CRITIC_ROLES and config.critic.path:
+            shape = _load_model_shape(config.critic.path, role)
+        else:
+            # An EMA reference receives what the policy trains, adapters included.
+            shape = shapes[POLICY]
+        shape = shape.to_critic() if role in (*CRITIC_ROLES, *REWARD_ROLES) else shape
+        shapes[role] = _with_trained_adapters(config, role, shape)
+    return shapes
+
+
+def _with_trained_adapters(config: RunConfig, role: str, shape: ModelShape) -> ModelShape:
+    """Add LoRA adapters to a model's shape if the run trains adapters for this role."""
+    if role not in config.dataflow.trained_roles:
+        return shape
+    trainer = config.get_trainer_config(role)
+    setting = "trainer.lora_targets" if role == POLICY else "critic.trainer.lora_targets"
+    return add_adapter_params(shape, trainer.lora_rank, trainer.lora_targets, setting=setting)
+
+
+def _load_model_shape(model: str, role: str) -> ModelShape:
+    try:
+        return load_model_shape(model)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}; choose another with streamrl plan --model {role}=NAME"
+        ) from None
+
+
+def _find_model_reward(config: RunConfig, role: str) -> RewardConfig | None:
+    """Return the first entry of kind "model" in `rewards` (role "cost": in `costs`), or None."""
+    entries = config.rewards if role == "reward" else config.costs
+    return next((entry for entry in entries if entry.kind == "model"), None)
+
+
+def measure_prompt_tokens(config: RunConfig) -> tuple[float, int]:
+    """Return the mean prompt length of data.train, and the maximum of data.train and data.eval.
+
+    Lengths in tokens, counted with the run's tokenizer and prompt limit. Raises ConfigError if the
+    model or a file cannot be read.
+    """
+    try:
+        limit = config.data.compute_prompt_limit(
+            model_tokens=read_model_length(config.model.path, limit=config.model.max_length),
+            max_new_tokens=config.max_completion_tokens,
+            key=config.completion_limit_key,
+        )
+        data, model, environments = config.data, config.model.path, tuple(config.environment.specs)
+        opened = open_training_files(
+            data.train_files,
+            model,
+            limit=limit,
+            on_long=data.on_long_prompt,
+            environments=environments,
+        )
+        evaluation = load_prompt_files(
+            data.eval_files,
+            model,
+            limit=limit,
+            on_long=data.on_long_prompt,
+            environments=environments,
+            max_prompts=config.evaluation.limit,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{error}; give the prompt length with --prompt-tokens N") from None
+    longest = max(
+        opened.max_prompt_tokens,
+        *(len(prompt.token_ids) for loaded in evaluation for prompt in loaded.prompts),
+        0,
+    )
+    return opened.mean_prompt_tokens, longest
+
+
+def build_run_constants(
+    config: RunConfig, constants: CostConstants, *, on_gpu: bool
+) -> CostConstants:
+    """Return cost constants adapted to a run's settings and to streamrl's own use of memory.
+
+    In a colocated run the generator's weights and KV cache stay on the device while others compute;
+    on a GPU the served weights are a separate copy. Training in bfloat16 takes the memory
+    that was measured on a GPU (docs/gpus.md). Raises ConfigError if max_concurrent_rollouts
+    exceeds the planner's range.
+    """
+    max_running, limit = config.generator.max_concurrent_rollouts, UPPER_BOUNDS["max_running"]
+    if max_running > limit:
+        raise ConfigError(
+            f"generator.max_concurrent_rollouts={max_running}: the planner supports at most"
+            f" {limit:.0f}"
+        )
+    has_offload = on_gpu and config.trainer.gradient_checkpointing == OFFLOAD
+    constants = _add_measured_memory(config, constants, on_gpu=on_gpu)
+    return replace(
+        constants,
+        max_running=max_running,
+        recompute=bool(config.trainer.gradient_checkpointing),
+        updates_on_host=on_gpu and config.trainer.offload_optimizer,
+        scores_from_host=on_gpu and config.scorer.offload,
+        versions_on_device=on_gpu and config.weights.on_device,
+        checkpoint_bytes=constants.checkpoint_bytes * (not has_offload),
+        keeps_served=True,
+        aliases_served=not on_gpu,
+        keeps_kv=True,
+    )
+
+
+def _add_measured_memory(
+    config: RunConfig, constants: CostConstants, *, on_gpu: bool
+) -> CostConstants:
+    """Return constants with the memory of streamrl's trainers where they have the defaults."""
+    weight_bytes = constants.weight_bytes
+    measured: dict[str, Any] = {
+        "mlp_bytes": GATED_LAYER_VALUES[1] * weight_bytes,
+        "logit_tokens": CHUNK_TOKENS,
+    }
+    if on_gpu:
+        measured["head_gradient_bytes"] = FLOAT32_BYTES + weight_bytes
+        # Of AdamW: square roots of second moments.
+        measured["update_bytes"] = FLOAT32_BYTES
+    if on_gpu and config.trainer.backend == "deepspeed":
+        measured["raw_gradient_bytes"] = weight_bytes
+        measured["gathered_params"] = LIVE_ELEMENTS
+    defaults = vars(CostConstants())
+    changes = {
+        name: value for name, value in measured.items() if vars(constants)[name] == defaults[name]
+    }
+    return replace(constants, **changes)
+
+
+def _build_run_options(config: RunConfig) -> RunOptions:
+    pipeline = config.pipeline
+    return RunOptions(
+        depth=pipeline.depth,
+        on_stale=pipeline.on_stale,
+        slice_s=config.placement.slice_s,
+        publish_every=config.weights.publish_every,
+        # A fixed reference has no updates; 1 is neutral.
+        reference_every=config.reference.every or 1,
+        oversample=config.filter.oversample_factor,
+        open_episodes=config.environment.open_episodes,
+    )

@@ -1,0 +1,331 @@
+"""Page of one or several runs: its data as JSON, and the HTML file that holds it.
+
+    page = RunPage([RunReader(run_dir)], describe_bottleneck)
+    html = page.render()             # a file that needs neither network nor server
+    data = page.describe()           # later, for a page that follows the run
+
+The charts are drawn by Plotly, whose script is part of the file.
+"""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from streamrl.errors import ConfigError
+from streamrl.telemetry.chrome_trace import TRACE_FILE, read_recent_spans
+from streamrl.telemetry.drawing.episode_page import (
+    embed_json,
+    fill_template,
+    groups_to_json,
+    read_rollout_view,
+)
+from streamrl.telemetry.metric_names import WAIT_METRICS
+from streamrl.telemetry.page.chart import Chart, draw_columns, make_line, pick_color
+from streamrl.telemetry.page.event_chart import mark_alarms
+from streamrl.telemetry.page.run_charts import draw_run_charts
+from streamrl.telemetry.page.run_record import RunReader, RunRecord
+from streamrl.telemetry.progress import IDLE_PREFIX, format_duration, format_number
+from streamrl.telemetry.rollout_log import (
+    ROLLOUTS_FOLDER,
+    list_recorded_steps,
+    read_recorded_groups,
+)
+from streamrl.telemetry.sinks import EVENTS_FILE, METRICS_FILE
+
+
+def draw_reward(runs: Sequence[RunRecord]) -> Chart | None:
+    """Draw the reward of training and evaluations of one or several runs."""
+    traces: list[dict[str, Any]] = []
+    for i, run in enumerate(runs):
+        prefix = f"{run.name}: " if len(runs) > 1 else ""
+        traces += draw_columns(run, {f"{prefix}reward": "reward/mean"}, color=pick_color(i))
+        traces += _draw_evaluations(run, prefix, color_index=i if len(runs) > 1 else 1)
+    if not traces:
+        return None
+    return Chart(
+        "reward",
+        "Reward and evaluation",
+        "Mean reward of the rollouts trained in a step, and evaluations on held-out prompts with"
+        " their 95 % intervals.",
+        traces,
+        {"yaxis": {"title": {"text": "score"}}},
+    )
+
+
+def _draw_evaluations(run: RunRecord, prefix: str, color_index: int) -> list[dict[str, Any]]:
+    traces: list[dict[str, Any]] = []
+    for metric in ("eval/mean_at_k", "eval/pass_at_1"):
+        steps, values = run.get_evaluations(metric)
+        if not steps:
+            continue
+        name = metric.removeprefix("eval/")
+        bounds = [
+            dict(zip(*run.get_evaluations(f"eval/interval/{name}_{b}"), strict=True))
+            for b in ("low", "high")
+        ]
+        errors = [
+            [abs(bound.get(step, value) - value) for step, value in zip(steps, values, strict=True)]
+            for bound in bounds
+        ]
+        color = pick_color(color_index)
+        line = make_line(f"{prefix}evaluation, {name}", steps, values, color=color)
+        line |= {
+            "mode": "lines+markers",
+            "error_y": {
+                "type": "data", "symmetric": False, "array": errors[1], "arrayminus": errors[0],
+                "thickness": 1,
+            },
+        }  # fmt: skip
+        line["line"] = {"color": color, "width": 1.2, "dash": "dashdot" if traces else "dot"}
+        traces.append(line)
+        if values == run.get_evaluations("eval/pass_at_1")[1]:
+            break  # rewards of 0 and 1: both metrics are the same
+    return traces
+
+
+METRIC_CHARTS = {
+    "throughput/tokens_per_s": Chart(
+        "throughput",
+        "Throughput",
+        "Trained tokens per second.",
+        layout={"yaxis": {"title": {"text": "tokens/s"}, "rangemode": "tozero"}},
+    ),
+    "rollout/length_mean": Chart(
+        "lengths",
+        "Length of rollouts",
+        "Mean sampled tokens of a rollout.",
+        layout={"yaxis": {"title": {"text": "tokens"}, "rangemode": "tozero"}},
+    ),
+    "policy/entropy": Chart(
+        "entropy",
+        "Entropy of the policy",
+        "A fall to zero means that all rollouts of a group become the same, and nothing is"
+        " learned any more.",
+        layout={"yaxis": {"title": {"text": "nats per token"}, "rangemode": "tozero"}},
+    ),
+    "policy/kl_ref": Chart(
+        "kl",
+        "KL to the reference",
+        "Distance of the policy from the reference model.",
+        layout={"yaxis": {"title": {"text": "nats per token"}, "rangemode": "tozero"}},
+    ),
+    "policy/grad_norm": Chart(
+        "grad_norm",
+        "Gradient norm",
+        "Of the policy's updates, before clipping. A jump precedes most collapses.",
+        layout={"yaxis": {"rangemode": "tozero"}},
+    ),
+    "critic/explained_variance": Chart(
+        "critic",
+        "Explained variance of the critic",
+        "1: the values predict the returns. At 0 and below they are no better than a constant.",
+    ),
+    "filter/share": Chart(
+        "filter",
+        "Filtered groups",
+        "Share of the sampled groups that the filter rejected. Their generation and scoring is"
+        " lost.",
+        layout={"yaxis": {"tickformat": ".0%", "range": [0, 1]}},
+    ),
+}
+"""Charts with one metric, in which several runs lie over each other."""
+
+
+def draw_metric(runs: Sequence[RunRecord], metric: str) -> Chart | None:
+    """Draw the line of each run that has the metric."""
+    traces: list[dict[str, Any]] = []
+    for i, run in enumerate(runs):
+        traces += draw_columns(run, {run.name: metric}, color=pick_color(i))
+    chart = METRIC_CHARTS[metric]
+    layout = {**chart.layout, "showlegend": len(runs) > 1}
+    return replace(chart, traces=traces, layout=layout) if traces else None
+
+
+def draw_shared_charts(runs: Sequence[RunRecord]) -> list[Chart]:
+    """Return the charts in which all runs lie over each other."""
+    charts = [draw_reward(runs), *(draw_metric(runs, metric) for metric in METRIC_CHARTS)]
+    drawn = [chart for chart in charts if chart is not None]
+    return [mark_alarms(chart, runs[0]) for chart in drawn] if len(runs) == 1 else drawn
+
+
+FOLLOW_EVERY_S = 5
+"""Time after which a served page asks for what the run has written since."""
+MAX_ROLLOUT_BYTES = 8_000_000
+"""Most JSON of rollouts in a file; a page that is served has those of all steps."""
+_FOLDER = Path(__file__).parent
+SHOWN_FILES = (METRICS_FILE, EVENTS_FILE, TRACE_FILE, ROLLOUTS_FOLDER)
+_DescribeBottleneck = Callable[[Path, int], Sequence[str]]
+
+
+class RunPage:
+    """Page of runs that may be under way.
+
+    describe_bottleneck: function of a run directory and its number of steps that returns lines of
+    text, or why there are none. Construction raises ConfigError for a run that is given twice.
+    """
+
+    def __init__(
+        self, readers: Sequence[RunReader], describe_bottleneck: _DescribeBottleneck
+    ) -> None:
+        names = name_runs([reader.run_dir for reader in readers])
+        self._readers = dict(zip(names, readers, strict=True))
+        self._describe_bottleneck = describe_bottleneck
+
+    def compute_state(self) -> str:
+        """Return a text that changes when a run writes something that the page shows."""
+        files = [reader.run_dir / name for reader in self._readers.values() for name in SHOWN_FILES]
+        stats = [file.stat() if file.exists() else None for file in files]
+        return "-".join(f"{s.st_size:x}.{s.st_mtime_ns:x}" if s else "" for s in stats)
+
+    def describe(
+        self, *, with_rollouts: bool = False, follow_every_s: float = 0.0
+    ) -> dict[str, Any]:
+        """Return the data of the page as JSON types.
+
+        with_rollouts: with the rollouts of as many steps as MAX_ROLLOUT_BYTES hold, spread over the
+        run. follow_every_s: time between two requests of a served page, s; 0: it does not follow.
+        Raises ConfigError for a damaged file.
+        """
+        records = [reader.read(name) for name, reader in self._readers.items()]
+        return {
+            "title": ", ".join(record.name for record in records),
+            "followEvery": follow_every_s,
+            "charts": [chart.to_json() for chart in draw_shared_charts(records)],
+            "runs": [self._describe_run(record, with_rollouts) for record in records],
+        }
+
+    def _describe_run(self, run: RunRecord, with_rollouts: bool) -> dict[str, Any]:
+        steps = list_recorded_steps(run.run_dir)
+        rollouts = collect_rollouts(run.run_dir, steps) if with_rollouts else {}
+        left_out = len(steps) - len(rollouts) if with_rollouts else 0
+        note = (
+            f"Of {len(steps)} recorded steps, {len(rollouts)} are in this file." if left_out else ""
+        )
+        spans = read_recent_spans(run.run_dir / TRACE_FILE)
+        return {
+            "name": run.name,
+            "state": describe_state(run),
+            "tiles": [{"label": label, "value": value} for label, value in list_tiles(run)],
+            "charts": [chart.to_json() for chart in draw_run_charts(run, spans)],
+            "advice": list(self._describe_bottleneck(run.run_dir, int(max(run.steps, default=0)))),
+            "config": run.config_text,
+            "rollouts": rollouts,
+            "rolloutSteps": list(rollouts) if with_rollouts else steps,
+            "rolloutsNote": note if steps else "This run has recorded no rollouts.",
+        }
+
+    def describe_rollouts(self, run_name: str, step: int) -> dict[str, Any] | None:
+        """Return the recorded groups of a run's step as JSON types; None for an unknown run."""
+        reader = self._readers.get(run_name)
+        if reader is None:
+            return None
+        return groups_to_json(read_recorded_groups(reader.run_dir, step))
+
+    def render(self, *, is_served: bool = False) -> str:
+        """Return the page as HTML. is_served: it asks its server for rollouts and new steps."""
+        data = self.describe(
+            with_rollouts=not is_served, follow_every_s=FOLLOW_EVERY_S if is_served else 0.0
+        )
+        parts = {
+            **read_rollout_view(),
+            "@PAGE_SCRIPT@": (_FOLDER / "page.js").read_text(encoding="utf-8"),
+            "@DATA@": embed_json(data),
+            "@PLOTLY@": load_plotly_script(),
+        }
+        return fill_template(_FOLDER / "page.html", parts)
+
+
+def load_plotly_script() -> str:
+    from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
+
+    return str(get_plotlyjs()).replace("</script", "<\\/script")
+
+
+def name_runs(run_dirs: Sequence[Path]) -> list[str]:
+    """Return the folder names of runs, with as many parents as tell them apart.
+
+    Raises ConfigError for a run that is given twice.
+    """
+    paths = [path.resolve() for path in run_dirs]
+    for path, given in zip(paths, run_dirs, strict=True):
+        if paths.count(path) > 1:
+            raise ConfigError(f"{given}: given twice; name each run once")
+    for count in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-count:]) for path in paths]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def collect_rollouts(run_dir: Path, steps: Sequence[int]) -> dict[str, list[Any]]:
+    """Return the groups of recorded steps as JSON types, by step, up to MAX_ROLLOUT_BYTES.
+
+    If they are too large, every n-th step is taken; the last step always.
+    """
+
+    def read_groups(step: int) -> list[Any]:
+        groups: list[Any] = groups_to_json(read_recorded_groups(run_dir, step))["groups"]
+        return groups
+
+    # The other steps are about as large as the last one.
+    size = len(json.dumps(read_groups(steps[-1]))) if steps else 0
+    stride = max(1, math.ceil(len(steps) * size / MAX_ROLLOUT_BYTES))
+    while True:
+        collected = {str(step): read_groups(step) for step in steps[::-stride]}
+        if len(collected) <= 1 or len(json.dumps(collected)) <= MAX_ROLLOUT_BYTES:
+            return dict(reversed(collected.items()))
+        stride *= 2
+
+
+def describe_state(run: RunRecord) -> str:
+    """Return whether a run is under way, finished or failed, in words."""
+    closings = [event for event in run.events if event.get("event") == "close"]
+    starts = [event for event in run.events if event.get("event") == "machine"]
+    if closings and (not starts or closings[-1]["time"] >= starts[-1]["time"]):
+        return str(closings[-1].get("outcome", "ended"))
+    return "under way, or killed"
+
+
+def list_tiles(run: RunRecord) -> list[tuple[str, str]]:
+    """Return labels and values of the numbers at the top of the page."""
+    if not run.rows:
+        return [("step", "0")]
+    last = run.rows[-1]
+    rewards = run.get_column("reward/mean")
+    rewards = rewards[np.isfinite(rewards)]
+    tiles = [("step", str(last["step"]))]
+    if len(rewards):
+        tiles.append(("reward", f"{format_number(rewards[0])} \u2192 {format_number(rewards[-1])}"))
+    for name in ("mean_at_k", "pass_at_1"):
+        steps, values = run.get_evaluations(f"eval/{name}")
+        if steps:
+            change = f"{format_number(values[0])} \u2192 {format_number(values[-1])}"
+            tiles.append((f"evaluation, {name}", change))
+            break
+    _, unscored = run.get_evaluations("eval/unscored")
+    if unscored and unscored[-1]:
+        tiles.append(("evaluated rollouts without a score", format_number(unscored[-1], 0)))
+    staleness = run.get_column("staleness/max")
+    tiles.append(("largest staleness", format_number(float(staleness.max()), 0)))
+    tiles.append(("tokens/s", format_number(last.get("throughput/tokens_per_s") or math.nan, 0)))
+    total_s = run.totals.get("time/step_s", 0.0)
+    tiles.append(("time", format_duration(total_s)))
+    idle = {
+        name.removeprefix(IDLE_PREFIX): float(run.get_column(name)[-20:].mean())
+        for name in run.select_names(IDLE_PREFIX)
+    }
+    if idle:
+        stage = min(idle, key=lambda name: idle[name])
+        tiles.append(("busiest stage", f"{stage}, {1 - idle[stage]:.0%}"))
+    waited_s = sum(run.totals.get(name, 0.0) for name in WAIT_METRICS)
+    if waited_s:
+        tiles.append(("evaluations, checkpoints", f"{waited_s / total_s:.0%} of the time"))
+    dropped = last.get("ledger/dropped")
+    if dropped:
+        tiles.append(("groups dropped", str(dropped)))
+    return tiles

@@ -1,0 +1,1 @@
+"""Processes that run code of others: rewards, environments, sandboxed programs."""

@@ -1,0 +1,310 @@
+"""A jail: the isolated process tree of a program, from start to guaranteed end."""
+
+import asyncio
+import contextlib
+import json
+import marshal
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from streamrl.errors import DeadlineError
+from streamrl.user_code.pool.proc_stats import ProcessTable
+from streamrl.user_code.sandbox import jail_driver
+from streamrl.user_code.sandbox.isolation import (
+    ENVIRONMENT,
+    NO_ISOLATION,
+    PRIVATE_DIR,
+    IsolationMode,
+    build_boot_command,
+    build_jail_command,
+)
+from streamrl.user_code.sandbox.program import MIB, ProgramLimits
+
+#: Longest time until a started jail reports READY.
+START_TIMEOUT_S = 20.0
+#: Time for the jail driver's overhead on top of a test's deadline.
+GRACE_PERIOD_S = 3.0
+#: Longest time until all processes of a killed jail have exited.
+KILL_TIMEOUT_S = 20.0
+#: Memory checks of a running program: at least this interval, and at least this multiple of the
+#: check's duration, which grows with the number of mappings.
+MEMORY_CHECK_INTERVAL_S = 0.05
+_PAUSE_PER_CHECK_TIME = 2
+#: Memory charged per mapping. An empty mapping takes about 220 bytes in the kernel, and about 2 KiB
+#: in grandchild processes. The charge is higher, so that a program with many mappings exceeds its
+#: limit before counting them takes long.
+_MAPPING_BYTES = 16 << 10
+_AVAILABLE_CORES = tuple(sorted(os.sched_getaffinity(0)))
+
+
+class JailError(Exception):
+    """Creating a jail failed."""
+
+
+class JailLostError(Exception):
+    """A jail ended before its process 1 (jail_driver.py) reported; the sandbox did not kill it."""
+
+
+class MemoryLimitError(Exception):
+    """The processes of a jail together exceeded memory_mib."""
+
+
+@dataclass(frozen=True)
+class JailReport:
+    """Report of a jail's driver on a compilation or test. Untrusted.
+
+    exit_kind: EXITED or another constant of jail_driver.py.
+    exit_code: exit code, negative: a signal.
+    seconds, cpu_s: wall time and CPU time.
+    out: stdout, or a function's return value as JSON.
+    err: end of stderr.
+    """
+
+    exit_kind: int
+    exit_code: int
+    seconds: float
+    cpu_s: float
+    out: bytes
+    err: bytes
+
+
+@dataclass(frozen=True)
+class JailSpec:
+    """Settings shared by all jails of a sandbox.
+
+    syscall_filter: seccomp filter as BPF.
+    driver_code: modules of the driver, marshaled (`marshal_driver`).
+    process_table: measures the memory of jails.
+    """
+
+    isolation: IsolationMode
+    limits: ProgramLimits
+    syscall_filter: bytes
+    driver_code: bytes
+    process_table: ProcessTable
+
+
+def make_jail_spec(
+    isolation: IsolationMode, limits: ProgramLimits, syscall_filter: bytes
+) -> JailSpec:
+    return JailSpec(
+        isolation,
+        limits,
+        syscall_filter,
+        marshal_driver(jail_driver),
+        ProcessTable(mapping_bytes=_MAPPING_BYTES),
+    )
+
+
+def marshal_driver(*modules: ModuleType) -> bytes:
+    """Return the code of modules, in the order of execution; the last one is the driver itself."""
+    codes = []
+    for module in modules:
+        assert module.__file__ is not None
+        source = Path(module.__file__).read_text(encoding="utf-8")
+        name = "__main__" if module is modules[-1] else module.__name__
+        code = compile(source, "driver", "exec", dont_inherit=True, optimize=2)
+        codes.append((name, code))
+    return marshal.dumps(codes)
+
+
+class Jail:
+    """A running jail: the isolated processes of a single program. Create with `start`."""
+
+    def __init__(self, spec: JailSpec, folder: str, process: "subprocess.Popen[bytes]") -> None:
+        self._spec = spec
+        self._folder = folder
+        self._process = process
+        self._exit_fd = os.pidfd_open(process.pid)
+        self._init_process: tuple[int, int] | None = None  # pid and pidfd of the jail's process 1
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter
+
+    @classmethod
+    async def start(cls, spec: JailSpec, number: int) -> "Jail":
+        """Start a jail and wait until its driver is ready. Raises JailError.
+
+        number: index of the jail, which gives its user id. The jail dies with the calling thread
+            (parent-death signal): call from a long-lived thread.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+            info_fd, info_write_fd = os.pipe()
+            try:
+                jail = cls(spec, *_spawn_jail(spec, number, theirs, info_write_fd))
+            except OSError as error:
+                writer.close()
+                os.close(info_fd)
+                raise JailError(f"starting a jail failed: {error}") from error
+            finally:
+                os.close(info_write_fd)
+        jail._reader, jail._writer = reader, writer
+        try:
+            await jail._boot_driver(info_fd)
+        except BaseException:
+            await jail.kill()
+            raise
+        finally:
+            os.close(info_fd)
+        return jail
+
+    async def _boot_driver(self, info_fd: int) -> None:
+        self._writer.write(self._spec.driver_code)
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await self._read_report()
+            is_direct = self._spec.isolation is NO_ISOLATION
+            pid = self._process.pid if is_direct else _read_child_pid(info_fd)
+            self._init_process = (pid, os.pidfd_open(pid))
+        except (JailLostError, ProcessLookupError, ValueError) as error:
+            raise JailError(self._read_last_error()) from error
+        except TimeoutError as error:
+            raise JailError(f"a jail was not ready after {START_TIMEOUT_S:.0f} s") from error
+
+    def _read_last_error(self) -> str:
+        assert self._process.stderr is not None
+        os.set_blocking(self._process.stderr.fileno(), False)
+        data = self._process.stderr.read() or b""
+        lines = data.decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "a jail exited at its start without an error message"
+
+    def pin_to_core(self, slot: int) -> None:
+        """Pin the jail to a core, so that concurrent programs do not slow each other down.
+
+        slot: index among the concurrent programs. Errors are ignored: the jail, or the core, may be
+            gone.
+        """
+        assert self._init_process is not None
+        core = _AVAILABLE_CORES[(os.getpid() + slot) % len(_AVAILABLE_CORES)]
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(self._init_process[0], {core})
+
+    async def request_report(self, message: Mapping[str, Any], deadline: float) -> JailReport:
+        """Send a program or test to the jail's driver and wait for the report; enforce memory_mib.
+
+        Raises JailLostError if the jail ends, MemoryLimitError, and TimeoutError at `deadline`
+        (time.monotonic) in case the driver fails to stop the program at its own deadline.
+        """
+        data = marshal.dumps({**message, "directory": self._folder})
+        self._writer.write(jail_driver.LENGTH_FORMAT.pack(len(data)) + data)
+        reading = asyncio.create_task(self._read_report())
+        pause_s = MEMORY_CHECK_INTERVAL_S
+        try:
+            while not reading.done():
+                await asyncio.wait({reading}, timeout=pause_s)
+                if not reading.done():
+                    took_s = await self._enforce_limits(deadline)
+                    pause_s = max(MEMORY_CHECK_INTERVAL_S, _PAUSE_PER_CHECK_TIME * took_s)
+            return reading.result()
+        finally:
+            reading.cancel()
+
+    async def _enforce_limits(self, deadline: float) -> float:
+        """Return the seconds that the check took."""
+        started = time.monotonic()
+        if started > deadline:
+            raise TimeoutError("did not end before its deadline")
+        # In a thread: reading /proc blocks while the kernel forks a large process.
+        limit_mib = self._spec.limits.memory_mib
+        if await asyncio.to_thread(self.measure_memory) > limit_mib * MIB:
+            raise MemoryLimitError(f"used more than {limit_mib} MiB")
+        return time.monotonic() - started
+
+    def measure_memory(self) -> int:
+        """Return the memory of the jail, bytes, counted up to memory_mib. Thread-safe."""
+        assert self._init_process is not None
+        enough = self._spec.limits.memory_mib * MIB
+        return self._spec.process_table.measure_tree_memory(self._init_process[0], enough=enough)
+
+    async def _read_report(self) -> JailReport:
+        try:
+            head = jail_driver.REPORT_FORMAT.unpack(
+                await self._reader.readexactly(jail_driver.REPORT_FORMAT.size)
+            )
+            exit_kind, exit_code, seconds, cpu_s, out_size, err_size = head
+            out = await self._reader.readexactly(out_size)
+            err = await self._reader.readexactly(err_size)
+            return JailReport(exit_kind, exit_code, seconds, cpu_s, out, err)
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise JailLostError from error
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    async def kill(self) -> None:
+        """Kill all processes, wait for their exit, delete their files. Raises DeadlineError."""
+        if self._init_process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._init_process[1], signal.SIGKILL)
+        else:
+            self._process.kill()
+        self._writer.transport.abort()
+        await self._wait_for_exit()
+        assert self._process.stderr is not None
+        self._process.stderr.close()
+        if self._init_process is not None:
+            os.close(self._init_process[1])
+            self._init_process = None
+        if self._spec.isolation is NO_ISOLATION:
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+
+    async def _wait_for_exit(self) -> None:
+        loop = asyncio.get_running_loop()
+        gone = asyncio.Event()
+        loop.add_reader(self._exit_fd, gone.set)
+        try:
+            async with asyncio.timeout(KILL_TIMEOUT_S):
+                await gone.wait()
+        except TimeoutError:
+            self._process.kill()
+            raise DeadlineError(
+                f"process {self._process.pid} of a killed jail did not exit in {KILL_TIMEOUT_S:g} s"
+            ) from None
+        finally:
+            loop.remove_reader(self._exit_fd)
+            os.close(self._exit_fd)
+        self._process.wait()
+
+
+def _spawn_jail(
+    spec: JailSpec, number: int, theirs: socket.socket, info_fd: int
+) -> tuple[str, "subprocess.Popen[bytes]"]:
+    """Return the writable directory of a jail, and its process that exits after all others."""
+    folder, environment = PRIVATE_DIR, ENVIRONMENT
+    command = build_boot_command(len(spec.driver_code))
+    pass_fds: tuple[int, ...] = ()
+    with os.fdopen(os.memfd_create("filter"), "w+b", buffering=0) as filter_file:
+        if spec.isolation is NO_ISOLATION:
+            folder = tempfile.mkdtemp(prefix="streamrl-unsafe-")
+            environment = {**ENVIRONMENT, "HOME": folder, "TMPDIR": folder}
+        else:
+            filter_file.write(spec.syscall_filter)
+            filter_file.seek(0)
+            pass_fds = fds = (filter_file.fileno(), info_fd)
+            command = build_jail_command(spec.isolation, spec.limits, number, fds=fds, boot=command)
+        return folder, subprocess.Popen(
+            command,
+            stdin=theirs.fileno(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=environment,
+            pass_fds=pass_fds,
+            cwd="/",
+        )
+
+
+def _read_child_pid(info_fd: int) -> int:
+    with os.fdopen(info_fd, "rb", closefd=False) as file:
+        return int(json.load(file)["child-pid"])

@@ -1,0 +1,460 @@
+"""Worker groups on a pool: calls like methods of an object; data bypasses the controller."""
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+
+from streamrl.errors import ActorError, ActorLostError, ConfigError, DeadlineError
+from streamrl.own_loops import (
+    PROTOCOLS,
+    BatchRef,
+    TransferProtocol,
+    WorkerContext,
+    WorkerMesh,
+    transfers,
+)
+from streamrl.own_loops.transfer_protocols import RankCalls
+from streamrl.own_loops.worker_group import (
+    ResourcePool,
+    WorkerGroup,
+    WorkerGroupReply,
+    fetch_rows,
+    put,
+)
+from streamrl.resharding.grids import RankGrid
+from tests.e2e.launched import Launched
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+
+class Doubler:
+    """Worker that doubles its input and reports its rank."""
+
+    def __init__(self, context: WorkerContext, factor: float = 2.0) -> None:
+        self._context = context
+        self._factor = factor
+
+    @transfers("P3D")
+    def double(self, batch, more=0):
+        rows = len(batch["x"])
+        return {"x": batch["x"] * self._factor + more, "rank": np.full(rows, self._context.rank)}
+
+    @transfers("P3D")
+    def twice_as_many(self, batch):
+        return {"x": np.repeat(batch["x"], 2)}
+
+    @transfers("DP_METRIC")
+    def mean(self, batch):
+        return {"mean": float(batch["x"].mean()), "rows": len(batch["x"])}
+
+    @transfers("DP")
+    def uneven(self, batch):
+        """Return the right total of rows, but not per rank."""
+        doubled = np.concatenate([batch["x"]] * 2)
+        return {"x": doubled[: 0 if self._context.rank else None]}
+
+    @transfers("ONE_TO_ALL")
+    def where(self):
+        return self._context.rank, self._context.address, self._context.port, os.getpid()
+
+    @transfers("RANK_ZERO")
+    def first(self):
+        return self._context.rank
+
+    @transfers("DP")
+    def fail(self, batch):
+        raise ValueError(f"not by rank {self._context.rank}")
+
+    @transfers("ONE_TO_ALL")
+    def sleep(self, seconds):
+        time.sleep(seconds)
+
+    @transfers("RANK_ZERO")
+    def die(self):
+        os._exit(3)
+
+
+def make_mesh(grid: str) -> WorkerMesh:
+    return WorkerMesh(RankGrid.from_text(grid).assign_ranks())
+
+
+@pytest.fixture(scope="module")
+def pool(local_ray: None) -> Iterator[ResourcePool]:
+    pool = ResourcePool(4, groups=3)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def group(pool: ResourcePool) -> Iterator[WorkerGroup]:
+    group = WorkerGroup(pool, Doubler, mesh=make_mesh("2-1-2"), timeout_s=60.0)
+    yield group
+    group.close()
+
+
+def test_a_batch_is_split_over_ranks_and_collected_in_order(group: WorkerGroup):
+    batch = put({"x": np.arange(5.0)})
+    columns = group.double(batch, 100).load()
+    assert columns["x"].tolist() == [100, 102, 104, 106, 108]
+    # Two replicas of two pipeline stages: the last stages answer, with three and two rows.
+    assert columns["rank"].tolist() == [1, 1, 1, 3, 3]
+    empty = group.double(put({"x": np.arange(0.0)})).load()
+    assert {name: len(column) for name, column in empty.items()} == {"x": 0, "rank": 0}
+
+
+def test_a_reply_is_passed_to_the_next_call_by_reference(
+    group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+):
+    fetched = []
+
+    def record_fetch(batch: BatchRef) -> object:
+        fetched.append(batch)
+        return fetch_rows(batch)
+
+    monkeypatch.setattr("streamrl.own_loops.worker_group.fetch_rows", record_fetch)
+    first = group.double(put({"x": np.arange(6.0)}))
+    second = group.double(first)
+    repeated = group.twice_as_many(second)
+    assert not fetched
+    assert repeated.load()["x"].tolist() == [4.0 * (i // 2) for i in range(12)]
+
+
+def test_two_batches_are_joined_by_columns(group: WorkerGroup):
+    prompts = put({"x": np.arange(4.0)})
+    answers = put({"y": np.arange(4.0) + 10})
+    rows = fetch_rows((prompts | answers).slice_rows(1, 3))
+    assert {name: column.tolist() for name, column in rows.items()} == {"x": [1, 2], "y": [11, 12]}
+    joined = put({"z": np.arange(4.0)}) | group.double(prompts)
+    assert set(joined.load()) == {"x", "z", "rank"}
+    with pytest.raises(ValueError, match="columns x are in both"):
+        (prompts | group.double(prompts)).load()
+
+
+def test_columns_of_a_reply_are_replaced_dropped_selected_and_renamed(group: WorkerGroup):
+    prompts = put({"x": np.arange(4.0), "y": np.arange(4.0)})
+    doubled = group.double(prompts)
+    found = prompts.replace(doubled.drop("rank")).load()
+    expected = {"x": [0, 2, 4, 6], "y": [0, 1, 2, 3]}
+    assert {name: column.tolist() for name, column in found.items()} == expected
+    replaced = doubled.replace(prompts.select("x")).rename({"x": "first"}).select("first")
+    assert {name: column.tolist() for name, column in replaced.load().items()} == {
+        "first": [0, 1, 2, 3]
+    }
+    with pytest.raises(ValueError, match="drop: the batch has no column y; its columns: x, rank"):
+        doubled.drop("y").get()
+
+
+def test_replacing_columns_of_a_stored_batch_does_not_wait_for_the_reply():
+    stored = BatchRef.from_stored("prompts", ["x", "y"], 4)
+    waited = []
+
+    def collect(*names: str) -> BatchRef:
+        waited.append(names)
+        return BatchRef.from_stored("reply", names, 4)
+
+    replaced = stored.replace(WorkerGroupReply(lambda: collect("x")))
+    unknown = stored.replace(WorkerGroupReply(lambda: collect("z")))
+    assert not waited
+    columns = replaced.get().columns
+    expected = {"x": "reply", "y": "prompts"}
+    assert {name: rows.reference for name, (rows,) in columns.items()} == expected
+    with pytest.raises(ValueError, match="replace: the batch has no column z; its columns: x, y"):
+        unknown.get()
+    with pytest.raises(ValueError, match="expected a batch, got int"):
+        stored.replace(WorkerGroupReply(lambda: 3)).get()
+
+
+def test_ranks_know_their_context_and_rendezvous(group: WorkerGroup):
+    contexts = group.where().get()
+    assert [rank for rank, *_ in contexts] == [0, 1, 2, 3]
+    assert len({(address, port) for _, address, port, _ in contexts}) == 1
+    assert len({pid for *_, pid in contexts}) == 4
+    assert group.first().get() == 0
+
+
+def test_metrics_come_from_every_rank(group: WorkerGroup):
+    metrics = group.mean(put({"x": np.arange(6.0)})).get()
+    expected = [(0.5, 2), (2.5, 2), (4, 1), (5, 1)]
+    assert [(rank_metrics["mean"], rank_metrics["rows"]) for rank_metrics in metrics] == expected
+
+
+def test_a_rank_must_return_as_many_rows_as_it_receives(group: WorkerGroup):
+    for rows in (8, 7):
+        with pytest.raises(ValueError, match=r"Doubler-1\.uneven: 0 rows returned for 2"):
+            group.uneven(put({"x": np.arange(float(rows))})).get()
+
+
+def test_put_accepts_only_columns_of_equal_length(group: WorkerGroup):
+    with pytest.raises(ValueError, match=r"Doubler\.double: a dict of columns .*put\(\.\.\.\)"):
+        group.double({"x": np.arange(3.0)})
+    for wrong in ({"x": 3}, {"x": "abc"}, None):
+        with pytest.raises(ValueError, match="put: a batch must be a dict of columns"):
+            put(wrong)  # type: ignore[arg-type]
+
+
+class Hidden(Doubler):
+    @transfers("ONE_TO_ALL")
+    def close(self):
+        return "by the worker"
+
+
+class Asynchronous(Doubler):
+    @transfers("ONE_TO_ALL")
+    async def soon(self):
+        return "later"
+
+
+class Static(Doubler):
+    @staticmethod
+    @transfers("ONE_TO_ALL")
+    def alone():
+        return "without the worker"
+
+
+class Overridden(Doubler):
+    where = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("worker", "message"),
+    [
+        (Hidden, "Hidden.close: WorkerGroup itself has a method of this name"),
+        (Asynchronous, "Asynchronous.soon is async: must be a plain method"),
+        (Static, "Static.alone is a staticmethod: must be a plain method"),
+        (Overridden, "Overridden.where is a NoneType: must be a plain method"),
+    ],
+)
+def test_invalid_transfer_methods_are_refused(pool: ResourcePool, worker: type, message: str):
+    with pytest.raises(ConfigError, match=message):
+        WorkerGroup(pool, worker, mesh=make_mesh("1-1-1"))
+
+
+def test_an_unknown_protocol_is_refused():
+    with pytest.raises(ConfigError, match="protocol dp: must be one of ONE_TO_ALL, "):
+        transfers("dp")
+
+
+def test_invalid_arguments_of_a_call_are_refused(group: WorkerGroup):
+    message = r"Doubler\.double: more passed by name; arguments must be"
+    with pytest.raises(ValueError, match=message):
+        group.double(put({"x": np.arange(4.0)}), more=3)
+    figures = group.first()
+    for use in (figures.load, (figures | put({"x": [1]})).get, (put({"x": [1]}) | figures).get):
+        with pytest.raises(ValueError, match="expected a batch, got int: use put"):
+            use()
+
+
+@pytest.mark.slow
+def test_a_group_that_meets_a_full_slot_releases_its_other_slots(pool: ResourcePool):
+    pool = ResourcePool(2, cpus=0.5, groups=1)
+    mesh = make_mesh("1-1-1")
+    second = WorkerGroup(pool, Doubler, mesh=mesh, first_slot=1)
+    with pytest.raises(ConfigError, match="slot 1 of the pool is full: groups=1 share"):
+        WorkerGroup(pool, Doubler, mesh=make_mesh("1-1-2"))
+    first = WorkerGroup(pool, Doubler, mesh=mesh)
+    assert first.first().get() == 0
+    first.close()
+    with pytest.raises(ActorError, match="Doubler: the group is closed and cannot be called"):
+        first.first()
+    pool.close()
+    with pytest.raises(ActorError, match="Doubler: the pool is closed and cannot be called"):
+        second.first()
+    with pytest.raises(ConfigError, match="the pool is closed and has no slots"):
+        WorkerGroup(pool, Doubler, mesh=mesh)
+
+
+def test_invalid_slots_are_refused(pool: ResourcePool):
+    mesh = make_mesh("1-1-1")
+    with pytest.raises(ConfigError, match="1 ranks from slot -1 on; the pool has 4 slots"):
+        WorkerGroup(pool, Doubler, mesh=mesh, first_slot=-1)
+    with pytest.raises(ConfigError, match="Doubler: timeout_s=0: must be more than 0"):
+        WorkerGroup(pool, Doubler, mesh=mesh, timeout_s=0.0)
+    for settings, message in (
+        ({"cpus": -1.0}, "pool: cpus=-1, gpus=0: must be 0 or more, and not both 0"),
+        ({"cpus": 0.0}, "pool: cpus=0, gpus=0: must be"),
+        ({"groups": 0}, "pool: groups=0: must be at least 1"),
+        ({"strategy": "FAR"}, "pool: strategy=FAR: must be one of PACK, SPREAD"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            ResourcePool(1, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_a_failure_is_reported_once(tmp_path: Path):
+    """Ray prints errors whose reference is dropped unread; the output must have none."""
+    (tmp_path / "failing.py").write_text(FAILING)
+    run = Launched([], tmp_path, {"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}, module="failing")
+    assert run.wait(400.0) == 0, run.output
+    assert "error: Broken-0.fail: KeyError: 'boom 0'" in run.output
+    assert "error: Broken-0.start: TypeError" in run.output
+    for trace in ("Unhandled error", "Traceback"):
+        assert trace not in run.output
+
+
+FAILING = """
+import time
+
+import ray
+
+from streamrl.own_loops.worker_group import ResourcePool, WorkerGroup, put
+from streamrl.own_loops import WorkerMesh, transfers
+from streamrl.errors import ActorError
+from streamrl.resharding.grids import RankGrid
+
+
+class Broken:
+    def __init__(self, context, number=0):
+        self.rank = context.rank
+        self.number = number + 1
+
+    @transfers("DP")
+    def fail(self, batch):
+        time.sleep(self.rank)
+        raise KeyError(f"boom {self.rank}")
+
+
+def report_error(call):
+    try:
+        call()
+    except ActorError as error:
+        print("error:", str(error).splitlines()[0])
+
+
+ray.init(address="local", num_cpus=2, include_dashboard=False)
+pool = ResourcePool(2)
+mesh = WorkerMesh(RankGrid(1, 1, 2).assign_ranks())
+group = WorkerGroup(pool, Broken, mesh=mesh)
+report_error(group.fail(put({"x": [1, 2]})).get)
+report_error(WorkerGroup(pool, Broken, "no number", mesh=mesh).wait_until_ready)
+time.sleep(3)
+"""
+
+
+@pytest.mark.slow
+def test_several_groups_share_a_pool_until_it_is_full(pool: ResourcePool, group: WorkerGroup):
+    groups = [
+        WorkerGroup(
+            pool,
+            Doubler,
+            factor,
+            mesh=make_mesh("1-1-2"),
+            first_slot=2,
+        )
+        for factor in (3.0, 5.0)
+    ]
+    batch = put({"x": np.arange(4.0)})
+    results = [worker_group.double(batch).load()["x"].tolist() for worker_group in groups]
+    assert results == [[0, 3, 6, 9], [0, 5, 10, 15]]
+    with pytest.raises(ConfigError, match="slot 2 of the pool is full: groups=3 share"):
+        WorkerGroup(pool, Doubler, mesh=make_mesh("1-1-1"), first_slot=2)
+    with pytest.raises(ConfigError, match="2 ranks from slot 3 on; the pool has 4 slots"):
+        WorkerGroup(pool, Doubler, mesh=make_mesh("1-1-2"), first_slot=3)
+    for worker_group in groups:
+        worker_group.close()
+
+
+def test_errors_name_the_call_and_every_wait_has_a_deadline(group: WorkerGroup):
+    with pytest.raises(ActorError, match=r"Doubler-(\d)\.fail: ValueError: not by rank \1"):
+        group.fail(put({"x": np.arange(4.0)})).get()
+    message = "doubel is not a method of the group; its methods: die, double, "
+    with pytest.raises(AttributeError, match=message):
+        group.doubel  # noqa: B018
+    with pytest.raises(ValueError, match=r"batches of different lengths in a call: \[2, 3\] rows"):
+        group.double(put({"x": np.arange(2.0)}), put({"x": np.arange(3.0)}))
+
+
+@pytest.mark.slow
+def test_a_hung_or_dead_worker_is_reported(pool: ResourcePool):
+    group = WorkerGroup(
+        pool,
+        Doubler,
+        mesh=make_mesh("1-1-1"),
+        first_slot=1,
+        timeout_s=2.0,
+    )
+    pending = group.sleep(60.0)
+    with pytest.raises(DeadlineError, match=r"Doubler\.sleep: no answer within 2 s from rank 0"):
+        pending.get()
+    group.close()
+    dying_group = WorkerGroup(pool, Doubler, mesh=make_mesh("1-1-1"), timeout_s=60.0)
+    with pytest.raises(ActorLostError, match=r"Doubler-0\.die: the actor died"):
+        dying_group.die().get()
+
+
+def test_a_pool_without_room_reports_the_free_resources(pool: ResourcePool):
+    with pytest.raises(ConfigError, match=r"no room for .* in 1 s; free: \S+ of 5 CPU"):
+        ResourcePool(9, timeout_s=1.0)
+    assert ray.is_initialized()
+
+
+def split_reversed(mesh: WorkerMesh, arguments: tuple[object, ...]) -> RankCalls:
+    """Send the first rows to the last rank."""
+    (batch,) = arguments
+    assert isinstance(batch, BatchRef)
+    return [(piece,) for piece in reversed(batch.split(mesh.size))]
+
+
+class Served(Doubler):
+    """Worker with different layouts for serving and training."""
+
+    @transfers("P3D_ALL_MICRO_DP")
+    def serve(self, batch):
+        return self.double(batch)
+
+    @transfers(TransferProtocol(split_reversed, PROTOCOLS["DP"].collect, keeps_rows=True))
+    def back(self, batch):
+        return self.double(batch)
+
+    @transfers("ONE_TO_ALL")
+    def environment(self, name):
+        return os.environ.get(name)
+
+    @transfers("ALL_TO_ALL")
+    def die_or_sleep(self, seconds):
+        if seconds:
+            time.sleep(seconds)
+        else:
+            os._exit(3)
+
+
+def test_serving_layout_and_custom_protocol_differ_from_training(pool: ResourcePool):
+    serving = RankGrid.from_text("1-1-2").assign_ranks()
+    mesh = replace(make_mesh("1-2-1"), serving=serving)
+    group = WorkerGroup(pool, Served, mesh=mesh, first_slot=2, env={"SPECIAL": "yes"})
+    batch = put({"x": np.arange(3.0)})
+    # Training shards the model over both ranks; serving has a whole model on each rank.
+    assert group.double(batch).load()["rank"].tolist() == [0, 0, 0]
+    served = group.serve(batch).load()
+    assert (served["x"].tolist(), served["rank"].tolist()) == ([0, 2, 4], [0, 0, 1])
+    assert group.back(batch.slice_rows(0, 2)).load()["x"].tolist() == [2, 0]
+    assert group.environment("SPECIAL").get() == ["yes", "yes"]
+    assert group.environment("OMP_NUM_THREADS").get() == ["1", "1"]
+    # A death is reported before a timeout.
+    with pytest.raises(ActorLostError, match=r"Served-1\.die_or_sleep: the actor died"):
+        group.die_or_sleep([100.0, 0.0]).get()
+    group.close()
+
+
+class FailingToStart(Doubler):
+    """Worker whose rank 1 fails to start."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        if context.rank == 1:
+            raise ConfigError("rank=1: must be another")
+
+
+@pytest.mark.slow
+def test_a_worker_that_fails_to_start_is_reported_and_frees_its_slot(pool: ResourcePool):
+    for _ in range(4):
+        group = WorkerGroup(pool, FailingToStart, mesh=make_mesh("1-1-2"))
+        group.close()
+    group = WorkerGroup(pool, FailingToStart, mesh=make_mesh("1-1-2"))
+    with pytest.raises(ConfigError, match="rank=1: must be another"):
+        group.first()
+    group.close()

@@ -1,0 +1,110 @@
+"""Advice on simulated runs with known bottlenecks."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from streamrl.planner.calibration.advice import (
+    SettingsAdvice,
+    list_alternatives,
+    measure_filter_cost,
+    measure_stage_loads,
+    recommend_settings,
+)
+from streamrl.planner.calibration.run_trace import RunTrace, load_run_trace
+from streamrl.planner.problem.stage_timings import StageTimings, TrainTiming
+from streamrl.planner.report.advice_report import describe_run, report_to_json
+from streamrl.rewards.group_filter import FilterConfig
+from tests.planner.calibration.runs import TRUE, play, recipe, write_run
+
+SLOW_TRAINING = replace(TRUE, train={"policy": TrainTiming(1, 0.2, 3e-3, 0.02)}, cores=0)
+SLOW_SAMPLING = replace(TRUE, generator=replace(TRUE.generator, step_s=0.04), cores=0)
+
+
+def measure(folder: Path, timings: StageTimings, *overrides: str) -> RunTrace:
+    config = recipe(folder, *overrides)
+    # Enough cores for all processes.
+    simulated = play(config, timings, steps=20)
+    return load_run_trace(write_run(folder / "run", config, simulated, cores=64))
+
+
+def change(advice: SettingsAdvice, description: str) -> float:
+    return next(
+        option.step_s_change for option in advice.options if option.description == description
+    )
+
+
+@pytest.fixture(scope="module")
+def slow_run(tmp_path_factory: pytest.TempPathFactory) -> RunTrace:
+    return measure(tmp_path_factory.mktemp("run"), SLOW_TRAINING, "generator.replicas=2")
+
+
+@pytest.fixture(scope="module")
+def trains_slowly(slow_run: RunTrace) -> SettingsAdvice:
+    return recommend_settings(slow_run)
+
+
+def test_a_training_bound_run_gains_from_a_trainer_replica_only(
+    slow_run: RunTrace, trains_slowly: SettingsAdvice
+):
+    advice, busiest = trains_slowly, measure_stage_loads(slow_run)[0]
+    assert busiest.stage == "train"
+    assert busiest.busy_fraction > 0.9
+    assert abs(advice.simulation_error) < 0.1
+    assert change(advice, "one more trainer replica") < -0.3
+    assert change(advice, "one more generator") == pytest.approx(0, abs=0.05)
+    assert "trainer.world_size=2" in advice.options[0].settings
+
+
+def test_a_generation_bound_run_is_recognized(tmp_path: Path):
+    slow_run = measure(tmp_path, SLOW_SAMPLING)
+    assert measure_stage_loads(slow_run)[0].stage == "generate"
+    advice = recommend_settings(slow_run)
+    assert change(advice, "one more trainer replica") == pytest.approx(0, abs=0.05)
+    assert change(advice, "max_staleness=0") > 0.05
+
+
+def test_filter_cost_is_reported_with_oversampling_as_an_option(slow_run: RunTrace):
+    assert not any(line.startswith("filter") for line in describe_run(slow_run))
+    rows = [
+        {
+            **step.row,
+            **{"ledger/trained": 8 * n, "ledger/filtered": 72 * n, "filter/oversample": 1.0},
+            **{"filter/generate_s": 3.0, "filter/score_s": 0.5},
+        }
+        for n, step in enumerate(slow_run.steps)
+    ]
+    steps = [replace(step, row=row) for step, row in zip(slow_run.steps, rows, strict=True)]
+    run = replace(slow_run, steps=steps)
+    assert vars(measure_filter_cost(run)) == {
+        "share": 0.9,
+        "generate_s": 3.0,
+        "score_s": 0.5,
+        "oversample": 1.0,
+    }
+    cost_line, advice_line = [line for line in describe_run(run) if "filter" in line]
+    assert cost_line.startswith(
+        "filter      rejects 90% of the groups: 3 s of generation and 0.5 s of sc"
+    )
+    assert "1 prompts are admitted per trained group, and one in 10 is kept" in advice_line
+    enough = [replace(step, row={**step.row, "filter/oversample": 9.5}) for step in steps]
+    assert len([n for n in describe_run(replace(run, steps=enough)) if "filter" in n]) == 1
+    assert report_to_json(run)["filter"]["share"] == 0.9
+    config = replace(run.config, filter=FilterConfig("equal_rewards"))
+    assert {"filter.oversample": "auto"} in dict(list_alternatives(config)).values()
+
+
+def test_device_splits_keep_the_number_of_devices(trains_slowly: SettingsAdvice):
+    settings = {option.description: option.settings for option in trains_slowly.options}
+    assert settings["one device moved from generators to policy"] == (
+        "generator.replicas=1",
+        "trainer.world_size=2",
+    )
+    assert "one device moved from policy to generators" not in settings
+
+
+def test_options_are_sorted_by_step_time(trains_slowly: SettingsAdvice):
+    steps = [option.metrics.step_s for option in trains_slowly.options]
+    assert steps == sorted(steps)
+    assert len(steps) >= 5

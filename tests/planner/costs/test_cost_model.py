@@ -1,0 +1,370 @@
+"""The cost model as a whole: monotonicity, infeasible placements, weight transfers."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.dataflow import build_dataflow
+from streamrl.engines.models.lora_params import add_adapter_params
+from streamrl.engines.models.model_shapes import MODEL_SHAPES
+from streamrl.placement.clusters import DEVICES, Cluster, DeviceSpec, NodeGroup
+from streamrl.placement.placements import Placement
+from streamrl.planner.costs.call_cost import CallCost
+from streamrl.planner.costs.call_memory import TrainStateBytes
+from streamrl.planner.costs.constants import CostConstants
+from streamrl.planner.costs.cost_model import CostModel
+from streamrl.planner.costs.train_timing import estimate_train_timing
+from streamrl.planner.problem.problem import PlacementProblem
+from streamrl.planner.problem.workload import FixedLength, Workload
+from streamrl.planner.steady_state.estimator import PlacementEstimator
+from tests.planner.assignments import make_assignment
+
+PPO = build_dataflow(("scores", "ref_logprobs", "values", "generator_logprobs"))
+GRPO = build_dataflow(("scores", "generator_logprobs"))
+WORK = Workload(256, 1, 1024, FixedLength(1024), mini_batches=8)
+
+
+def make_ppo_problem(model: str, cluster: Cluster, workload: Workload = WORK) -> PlacementProblem:
+    shape = MODEL_SHAPES[model]
+    critic = shape.to_critic()
+    models = {"policy": shape, "reference": shape, "critic": critic, "reward": critic}
+    return PlacementProblem(PPO, models, workload, cluster)
+
+
+def make_grpo_problem(model: str, cluster: Cluster, workload: Workload = WORK) -> PlacementProblem:
+    return PlacementProblem(GRPO, {"policy": MODEL_SHAPES[model]}, workload, cluster)
+
+
+def colocate(problem: PlacementProblem, train: str, generate: str) -> Placement:
+    calls = {stage: make_assignment(train) for stage in problem.placed_stages}
+    return Placement({**calls, "generate": make_assignment(generate)})
+
+
+def place(train: str, generate: str, first: int) -> Placement:
+    """Train from device 0 on, and generate from `first` on."""
+    calls = {"train": make_assignment(train), "generate": make_assignment(generate, first)}
+    return Placement(calls)
+
+
+A100 = Cluster.from_text("2x8xA100@200Gb")
+
+
+def test_timings_cover_every_call_and_version():
+    problem = make_ppo_problem("llama-7b", A100)
+    timings = CostModel(problem).predict_timings(colocate(problem, "1-8-2", "1-2-8"))
+    assert timings.generator.replicas == 8
+    assert set(timings.score) == {"reward", "reference", "value"}
+    assert set(timings.train) == {"policy", "critic"}
+    assert set(timings.weights) == {"generate", "value"}
+    assert timings.train["policy"].dp_size == 2
+
+
+def test_rule_based_reward_takes_no_devices():
+    problem = make_grpo_problem("llama-7b", A100)
+    timings = CostModel(problem).predict_timings(colocate(problem, "1-8-2", "1-2-8"))
+    assert set(timings.score) == {"reward"}
+    assert timings.score["reward"].token_s == 0.0
+
+
+def test_decode_step_by_hand():
+    # 13.2 GB of weights and 0.5 MiB per token over 2 devices of 1000 GB/s, without overheads.
+    plain = CostConstants(
+        decode_memory_fraction=1.0,
+        decode_step_s=0.0,
+        decode_rollout_s=0.0,
+        collective_s=0.0,
+        link_hop_s=0.0,
+        link_fraction=1.0,
+    )
+    device = replace(DEVICES["A100"], memory_bytes_per_s=1e12, link_bytes_per_s=1e11)
+    problem = make_grpo_problem("llama-7b", Cluster((NodeGroup(device, 4),)))
+    timing = CostModel(problem, plain).predict_timings(place("1-2-1", "1-2-1", 2))
+    norms = 65 * 4096 * 2
+    weight_bytes = (MODEL_SHAPES["llama-7b"].num_params - 32000 * 4096) * 2
+    generator = timing.generator
+    assert generator.weights_s == pytest.approx((weight_bytes + norms) / 2 / 1e12)
+    assert generator.kv_token_s == pytest.approx(524288 / 2 / 1e12)
+    # 64 all-reduces of 8 KiB; each rank sends and receives the buffer once.
+    assert generator.rollout_s == pytest.approx(64 * 8192 / 1e11)
+    assert generator.step_s == 0.0
+
+
+def test_pipelined_sampling_reads_the_weights_once_per_batch():
+    problem = make_grpo_problem("llama-7b", A100)
+    model = CostModel(problem)
+    by_grid = {
+        text: model.predict_timings(place("1-8-1", text, 8)).generator
+        for text in ("1-4-2", "2-4-1")
+    }
+    assert by_grid["2-4-1"].weights_s == pytest.approx(by_grid["1-4-2"].weights_s, rel=0.01)
+    assert by_grid["2-4-1"].kv_token_s == by_grid["1-4-2"].kv_token_s / 2
+    assert by_grid["2-4-1"].kv_tokens > 2 * by_grid["1-4-2"].kv_tokens
+
+
+def make_lora_problem(cluster: Cluster, rank: int = 16) -> PlacementProblem:
+    return PlacementProblem(
+        GRPO, {"policy": add_adapter_params(MODEL_SHAPES["llama-7b"], rank)}, WORK, cluster
+    )
+
+
+def test_adapters_shrink_training_state_and_skip_products():
+    base, shape = MODEL_SHAPES["llama-7b"], add_adapter_params(MODEL_SHAPES["llama-7b"], 16)
+    plain = replace(
+        CostConstants(), update_s=0.0, collective_s=0.0, link_hop_s=0.0, recompute=False
+    )
+    device = replace(DEVICES["A100"], memory_bytes_per_s=1e12)
+    cluster = Cluster((NodeGroup(device, 8),))
+    assignment = make_assignment("1-1-8")
+    full, adapted = (CallCost(item, assignment, WORK, cluster, plain) for item in (base, shape))
+    fraction = shape.adapter_params / base.num_params
+    # Gradient reduction and optimizer traffic cover only trained parameters.
+    timings = [estimate_train_timing(item) for item in (full, adapted)]
+    assert timings[1].update_s == pytest.approx(fraction * timings[0].update_s)
+    # A token has three products per weight, two per frozen weight. Attention has no weights.
+    products = full.compute_s(2 * base.active_matmul_params, plain.train_flops_fraction)
+    adapter_s = products * shape.adapter_params / base.active_matmul_params
+    saved = timings[0].token_s - timings[1].token_s
+    assert saved == pytest.approx(products - 3 * adapter_s)
+    # Weights stay, beside the adapters; gradients and optimizer are those of the adapters.
+    states = [TrainStateBytes.from_call_cost(item) for item in (full, adapted)]
+    assert states[1].weights == pytest.approx((1 + fraction) * states[0].weights)
+    assert states[1].gradients == pytest.approx(fraction * states[0].gradients)
+    assert states[1].optimizer == pytest.approx(fraction * states[0].optimizer)
+
+
+def test_adapters_travel_alone_and_merge_into_host_weights():
+    shape, base = add_adapter_params(MODEL_SHAPES["llama-7b"], 16), MODEL_SHAPES["llama-7b"]
+    costs = CostModel(make_lora_problem(A100))
+    apart = place("1-1-8", "1-1-8", 8).assignments
+    sent = costs.estimate_transfer(shape, apart["train"], apart["generate"])
+    full = costs.approximate_costs.estimate_transfer(base, apart["train"], apart["generate"])
+    fraction = shape.adapter_params / base.num_params
+    assert sent.received_bytes == round(fraction * full.received_bytes) == 2 * shape.adapter_params
+    constants, host = CostConstants(), DEVICES["A100"].host_bytes_per_s
+    reading_s = 2 * base.num_params / (host * constants.host_fraction)
+    assert sent.seconds == pytest.approx(fraction * full.seconds + reading_s)
+    # On shared devices adapters are merged into a copy, too.
+    together = colocate(make_lora_problem(A100), "1-1-16", "1-1-16").assignments
+    shared = costs.estimate_transfer(shape, together["train"], together["generate"])
+    assert shared.extra_bytes == 2 * base.num_params
+
+
+def test_adapters_fit_where_full_training_does_not():
+    # 13.5 GB of weights and 16 more bytes per trained parameter, on 80 GB.
+    placement = place("1-1-1", "1-1-1", 1)
+    assert CostModel(make_grpo_problem("llama-7b", A100)).explain_infeasible(placement)
+    assert not CostModel(make_lora_problem(A100)).explain_infeasible(placement)
+
+
+def test_zero_3_is_slower_than_zero_1():
+    model = CostModel(make_grpo_problem("llama-7b", A100))
+
+    def train_s(text: str, zero_stage: int = 1) -> float:
+        return model.call_duration_s("train", make_assignment(text, zero_stage=zero_stage))
+
+    assert train_s("1-8-2", 3) > train_s("1-8-2", 1)
+
+
+def test_pipeline_has_two_micro_batches_per_stage():
+    # 32 rollouts per update of one replica: 8 micro-batches in 4 stages take 11 / 8 of the time.
+    large = replace(WORK, micro_batch_tokens=1 << 20)
+    free = CostConstants(half_width=0.0)
+    device = replace(DEVICES["A100"], link_bytes_per_s=1e30, network_bytes_per_s=1e30)
+    model = CostModel(
+        make_grpo_problem("llama-7b", Cluster((NodeGroup(device, 8, 2),)), large), free
+    )
+
+    def token_s(text: str) -> float:
+        placement = place(text, "1-4-2", 8)
+        return model.predict_timings(placement).train["policy"].token_s
+
+    assert token_s("4-2-1") / token_s("1-8-1") == pytest.approx(11 / 8)
+    # One micro-batch of 4 rollouts cannot be divided into 8.
+    few = CostModel(
+        replace(model.problem, workload=replace(large, groups_per_step=32)), model.constants
+    )
+    placement = place("4-2-1", "1-4-2", 8)
+    expected = pytest.approx(7 / 4)
+    assert few.predict_timings(placement).train["policy"].token_s / token_s("1-8-1") == expected
+
+
+def test_epochs_repeat_passes_and_updates_by_count():
+    one_epoch_s = CostModel(make_grpo_problem("llama-7b", A100)).call_duration_s(
+        "train", make_assignment("1-8-2")
+    )
+    two_epochs = CostModel(make_grpo_problem("llama-7b", A100, replace(WORK, epochs=2)))
+    step_s = two_epochs.constants.train_step_s
+    expected = pytest.approx(2 * (one_epoch_s - step_s))
+    assert two_epochs.call_duration_s("train", make_assignment("1-8-2")) - step_s == expected
+
+
+def test_memory_shortage_is_explained_in_one_line():
+    problem = make_ppo_problem("llama-70b", A100)
+    model = CostModel(problem)
+    reason = model.explain_infeasible(colocate(problem, "2-8-1", "1-8-2"))
+    assert reason.startswith("devices 0-15: ")
+    assert "\n" not in reason
+    for term in ("A100", "68.0 of 80.0", "train ", "train_critic ", "active train "):
+        assert term in reason
+
+
+def test_shortage_for_one_rollout_is_explained():
+    long = replace(WORK, lengths=FixedLength(200_000), groups_per_step=16)
+    problem = make_grpo_problem("llama-7b", A100, long)
+    reason = CostModel(problem).explain_infeasible(place("1-8-1", "1-1-8", 8))
+    assert reason.startswith("devices 8-15: ")
+    assert "keys and values" in reason
+
+
+def test_indivisible_model_is_explained():
+    problem = make_grpo_problem("qwen2.5-0.5b", A100)
+    model = CostModel(problem)
+    assert "layer.0.qkv" in model.explain_infeasible(colocate(problem, "1-8-2", "1-1-16"))
+    few = CostModel(
+        make_grpo_problem("qwen2.5-0.5b", A100, replace(WORK, groups_per_step=8, mini_batches=1))
+    )
+    reason = few.explain_infeasible(colocate(problem, "1-1-16", "1-1-16"))
+    assert reason == "generate as 1-1-16: 16 replicas for 8 rollouts"
+    assert few.call_duration_s("train", make_assignment("1-1-16")) == float("inf")
+
+
+def test_memory_of_a_feasible_placement_fits_the_devices():
+    problem = make_ppo_problem("llama-7b", A100)
+    model = CostModel(problem)
+    placement = colocate(problem, "1-8-2", "1-2-8")
+    assert model.explain_infeasible(placement) == ""
+    memory = model.predict_memory(placement)
+    resident = sum(call_memory.resident_bytes for call_memory in memory.values())
+    assert all(
+        resident + call_memory.active_bytes <= 68e9 * (1 + 1e-9) for call_memory in memory.values()
+    )
+    # Bytes per parameter: 2 of weights, 4 of gradients and 12 of optimizer state sharded over two
+    # replicas; an eighth of the parameters.
+    assert memory["train"].resident_bytes == pytest.approx(6.74e9 / 8 * 12, rel=0.01)
+    assert memory["generate"].resident_bytes == memory["value"].resident_bytes == 0.0
+
+
+def test_served_weights_alias_trained_weights():
+    # An eighth of the model is on the rank already, half of the model is served; the rest is filled
+    # at each version, or stays.
+    filled_bytes = 13.48e9 * (1 / 2 - 1 / 8)
+    problem = make_ppo_problem("llama-7b", A100)
+    placement = colocate(problem, "1-8-2", "1-2-8")
+    resident, kv_tokens = [], []
+    for keeps in (False, True):
+        model = CostModel(problem, CostConstants(keeps_served=keeps))
+        resident.append(model.predict_memory(placement)["generate"].resident_bytes)
+        kv_tokens.append(model.predict_timings(placement).generator.kv_tokens)
+    assert resident == [0.0, pytest.approx(filled_bytes, rel=0.01)]
+    assert kv_tokens[0] == pytest.approx(kv_tokens[1])
+
+
+def test_kv_cache_gets_the_memory_left_over():
+    problem = make_ppo_problem("llama-7b", A100)
+    model = CostModel(problem)
+    ppo_tokens = model.predict_timings(colocate(problem, "1-8-2", "1-2-8")).generator.kv_tokens
+    small = CostModel(make_grpo_problem("llama-7b", A100))
+    grpo_tokens = small.predict_timings(
+        colocate(small.problem, "1-8-2", "1-2-8")
+    ).generator.kv_tokens
+    assert grpo_tokens > ppo_tokens
+
+
+def test_kv_capacity_matches_the_timings():
+    problem = make_ppo_problem("llama-7b", A100)
+    costs, placement = CostModel(problem), colocate(problem, "1-8-2", "1-2-8")
+    tokens = costs.predict_timings(placement).generator.kv_tokens
+    assert costs.compute_kv_capacity_bytes(placement) == pytest.approx(tokens * 524288 / 2)
+    # Fewer calls on the same devices leave more.
+    generation_only = Placement({"generate": placement.assignments["generate"]})
+    assert costs.compute_kv_capacity_bytes(generation_only) > costs.compute_kv_capacity_bytes(
+        placement
+    )
+
+
+def test_calls_of_one_role_share_resident_weights():
+    remax = build_dataflow(("scores", "baseline_scores", "generator_logprobs"))
+    shape = MODEL_SHAPES["llama-7b"]
+    models = {"policy": shape, "reward": shape.to_critic()}
+    problem = PlacementProblem(remax, models, WORK, A100)
+    memory = CostModel(problem).predict_memory(colocate(problem, "1-8-2", "1-8-2"))
+    assert memory["reward"].resident_bytes == pytest.approx((13.48e9 - 0.26e9) / 8, rel=0.01)
+    assert memory["baseline"].resident_bytes == 0.0
+
+
+def scale_device(device: DeviceSpec, **factors: float) -> DeviceSpec:
+    return replace(device, **{key: vars(device)[key] * factor for key, factor in factors.items()})
+
+
+@given(
+    st.sampled_from(["flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "memory_bytes"]),
+    st.floats(1.0, 4.0),
+    st.sampled_from(["1-8-2", "2-4-2", "1-2-8", "2-8-1"]),
+    st.sampled_from(["train", "generate", "reference"]),
+)
+def test_faster_devices_are_never_slower(key: str, factor: float, grid: str, stage: str):
+    seconds = []
+    for device in (DEVICES["A100"], scale_device(DEVICES["A100"], **{key: factor})):
+        model = CostModel(make_ppo_problem("llama-7b", Cluster((NodeGroup(device, 8, 2, 25e9),))))
+        seconds.append(model.call_duration_s(stage, make_assignment(grid)))
+    assert seconds[1] <= seconds[0]
+
+
+@given(st.floats(1.0, 8.0), st.integers(1, 4))
+def test_faster_networks_and_smaller_workloads_are_never_slower(factor: float, groups: int):
+    slow, fast = (Cluster((NodeGroup(DEVICES["A100"], 8, 2, 25e9 * x),)) for x in (1.0, factor))
+    larger = replace(WORK, groups_per_step=WORK.groups_per_step * groups)
+    placement = colocate(make_ppo_problem("llama-7b", slow), "2-8-1", "1-8-2")
+    for stage, assignment in placement.assignments.items():
+        base, on_fast, of_larger = (
+            CostModel(make_ppo_problem("llama-7b", *case)).call_duration_s(stage, assignment)
+            for case in ((slow,), (fast,), (slow, larger))
+        )
+        assert on_fast <= base <= of_larger / 0.99
+    pulls = [
+        CostModel(make_ppo_problem("llama-7b", cluster))
+        .predict_timings(placement)
+        .weights["generate"]
+        .pull_s
+        for cluster in (slow, fast)
+    ]
+    assert pulls[1] <= pulls[0]
+
+
+def test_follower_on_another_node_pulls_over_the_network():
+    problem = make_grpo_problem("llama-7b", A100)
+    model = CostModel(problem)
+    timings = model.predict_timings(place("1-8-1", "1-8-1", 8))
+    constants = model.constants
+    network = 25e9 * constants.network_fraction
+    pull_s = constants.pull_s + 13.48e9 / network
+    assert timings.weights["generate"].pull_s == pytest.approx(pull_s, rel=0.01)
+    assert timings.weights["generate"].publish_s == constants.publish_s
+
+
+def test_filtering_does_not_change_the_time_of_a_batch():
+    durations = []
+    for fraction in (0.0, 0.75):
+        problem = make_grpo_problem("llama-7b", A100, replace(WORK, filtered_fraction=fraction))
+        timings = CostModel(problem).predict_timings(colocate(problem, "1-8-2", "1-2-8"))
+        durations.append((timings.score["reward"].batch_s, timings.train["policy"]))
+    assert durations[1] == durations[0]
+
+
+def test_rewards_of_a_step_cover_all_sampled_groups():
+    rewards, totals = [], []
+    for fraction in (0.0, 0.75):
+        problem = make_grpo_problem("llama-7b", A100, replace(WORK, filtered_fraction=fraction))
+        placement = colocate(problem, "1-8-2", "1-2-8")
+        jobs, _ = PlacementEstimator(problem, CostModel(problem)).schedule_jobs(placement)
+        rewards.append(jobs.timings.score["reward"])
+        (reward,) = (job for job in jobs.jobs if job.stage == "reward")
+        totals.append(sum(reward.parts))
+    assert rewards[1] == rewards[0]
+    assert totals[1] == pytest.approx(4 * totals[0])
+    # A replacement of a filtered group waits for the score of that group alone.
+    rollouts, tokens = WORK.group_size, WORK.group_size * WORK.rollout_tokens
+    one_s = rewards[0].batch_duration_s(rollouts, tokens)
+    assert jobs.refill_s == pytest.approx(2 * jobs.timings.hop_s + one_s)

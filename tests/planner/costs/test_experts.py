@@ -1,0 +1,214 @@
+"""Expert parallelism: parameters held and read, and all-to-all traffic."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.config.run_config import load_config
+from streamrl.dataflow import build_dataflow
+from streamrl.engines.models.model_shapes import MODEL_SHAPES, ModelShape
+from streamrl.errors import ConfigError
+from streamrl.placement.clusters import DEVICES, Cluster, NodeGroup
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.placements import Placement
+from streamrl.planner.costs.call_cost import CallCost, build_parallel_groups
+from streamrl.planner.costs.constants import CostConstants
+from streamrl.planner.costs.cost_model import CostModel
+from streamrl.planner.costs.generate_timing import count_decode_step_params
+from streamrl.planner.costs.param_shards import find_max_stage_params
+from streamrl.planner.problem.problem import PlacementProblem
+from streamrl.planner.problem.workload import FixedLength, Workload
+from streamrl.planner.search.hybridflow_parallel import list_ep_sizes
+from streamrl.planner.to_placement import RunnablePlacementCosts, apply_placement
+from streamrl.resharding.grids import RankGrid
+from tests.planner.assignments import make_assignment
+
+CONFIG = Path(__file__).parents[3] / "configs" / "grpo_arithmetic.yaml"
+GRPO = build_dataflow(("scores", "generator_logprobs"))
+# 4 layers of 16 experts with 3 * 64 * 32 parameters; a token uses 2 experts.
+SMALL = ModelShape("small", 4, 64, 32, 4, 4, 128, 16, experts=16, experts_per_token=2)
+ROUTED = 4 * 16 * 3 * 64 * 32
+CLUSTER = Cluster((NodeGroup(replace(DEVICES["H100"], link_bytes_per_s=1e11), 8, 2, 8e10),))
+PLAIN = CostConstants(link_fraction=1.0, network_fraction=1.0)
+WORKLOAD = Workload(64, 1, 64, FixedLength(64))
+
+
+def make_call_cost(text: str, expert: int, constants: CostConstants = PLAIN) -> CallCost:
+    return CallCost(SMALL, make_assignment(text, experts=expert), WORKLOAD, CLUSTER, constants)
+
+
+def make_problem(shape: ModelShape = SMALL) -> PlacementProblem:
+    return PlacementProblem(GRPO, {"policy": shape}, WORKLOAD, CLUSTER)
+
+
+def place_experts(expert: int) -> Placement:
+    """Train with expert ranks on devices 0 to 7; generate without on 8 to 15."""
+    train = make_assignment("1-1-8", experts=expert)
+    return Placement({"train": train, "generate": make_assignment("1-1-8", 8)})
+
+
+def test_colocated_experts_are_whole_on_each_device_while_a_version_loads():
+    no_activations = replace(PLAIN, activation_bytes=0.0, checkpoint_bytes=0.0, logit_bytes=0.0)
+    costs = CostModel(make_problem(), replace(no_activations, aliases_served=False))
+    active = [
+        costs.predict_memory(
+            Placement({"train": replace(shared, zero_stage=stage), "generate": generate})
+        )["train"].active_bytes
+        for shared, stage, generate in (
+            (make_assignment("1-1-8"), 1, make_assignment("1-1-8")),
+            (make_assignment("1-1-8"), 3, make_assignment("1-1-8")),
+            (make_assignment("1-2-4"), 1, make_assignment("1-2-4")),
+            (make_assignment("1-1-8"), 3, make_assignment("1-1-8", 8)),
+        )
+    ]
+    whole = 2 * SMALL.num_params
+    assert active[:3] == [0, whole, whole]
+    # Stage 3 gathers layers in any case.
+    assert 0 < active[3] < whole
+
+
+def test_expert_rank_holds_its_experts_and_the_rest():
+    assert SMALL.routed_params == ROUTED
+    assert find_max_stage_params(SMALL, 1, 1, 8) == SMALL.num_params - ROUTED + ROUTED // 8
+    # Tensor-parallel ranks also split the rest, except norms and routers.
+    unsplit = 9 * 64 + 4 * 64 * 16
+    split_params = SMALL.num_params - ROUTED - unsplit
+    assert find_max_stage_params(SMALL, 1, 2, 8) == split_params // 2 + unsplit + ROUTED // 8
+
+
+def test_shared_expert_is_split_over_tensor_ranks():
+    shared = replace(SMALL, shared_experts=1)
+    added_params = find_max_stage_params(shared, 1, 2, 8) - find_max_stage_params(SMALL, 1, 2, 8)
+    assert added_params == 4 * 3 * 64 * 32 // 2
+
+
+def test_indivisible_experts_are_infeasible():
+    costs = CostModel(make_problem())
+    train = make_assignment("1-1-12", experts=12)
+    calls = {"train": train, "generate": make_assignment("1-1-1", 12)}
+    expected = "train as 1-1-12: 16 experts over 12 expert ranks"
+    assert costs.explain_infeasible(Placement(calls)) == expected
+    dense = CostModel(make_problem(MODEL_SHAPES["llama-7b"]))
+    assert "0 experts over 8 expert ranks" in dense.explain_infeasible(place_experts(8))
+
+
+def test_all_to_all_by_hand():
+    # With 8 ranks in a node, 7/8 of a rank's bytes leave the rank; with 16 in two nodes, half leave
+    # the node.
+    one_node = build_parallel_groups(CLUSTER, Mesh(0, 8), RankGrid(1, 1, 8), PLAIN, 8).expert
+    assert one_node.all_to_all_byte_s == pytest.approx(7 / 8 / 1e11)
+    two_nodes = build_parallel_groups(CLUSTER, Mesh(0, 16), RankGrid(1, 1, 16), PLAIN, 16).expert
+    assert two_nodes.all_to_all_byte_s == pytest.approx(8 / 16 / 1e10)
+    no_experts = build_parallel_groups(CLUSTER, Mesh(0, 8), RankGrid(1, 1, 8), PLAIN).expert
+    assert no_experts.all_to_all_byte_s == no_experts.send_latency_s == 0.0
+
+
+def test_token_travels_to_its_experts_and_back():
+    # Twice (dispatch, combine), in 4 layers, 2 copies of 64 elements of 2 bytes, 7/8 of which leave
+    # the rank.
+    num_bytes = 2 * 4 * 2 * 64 * 2 * 7 / 8
+    assert make_call_cost("1-1-8", 8).expert_token_s == pytest.approx(num_bytes / 1e11)
+    # Two tensor-parallel ranks send half each; two stages have half of the layers each.
+    assert make_call_cost("1-2-4", 8).expert_token_s == pytest.approx(num_bytes / 2 / 1e11)
+    assert make_call_cost("2-1-4", 4).expert_token_s == pytest.approx(num_bytes * 6 / 7 / 2 / 1e11)
+
+
+def test_whole_experts_need_no_all_reduce():
+    assert make_call_cost("1-2-4", 1).all_reduces_per_layer == 2
+    assert make_call_cost("1-2-4", 8).all_reduces_per_layer == 1
+
+
+def test_decode_step_reads_the_used_experts():
+    # A rollout uses 2 of 16 experts; those of 8 replicas that share them use 1 - (14/16)^8 of them.
+    dense_params = SMALL.num_params - ROUTED - 128 * 64
+    single = count_decode_step_params(SMALL, 1, 1, 1)
+    assert single == pytest.approx(dense_params + ROUTED * 2 / 16)
+    shared = count_decode_step_params(SMALL, 1, 1, 1, 8)
+    assert shared == pytest.approx(dense_params + ROUTED / 8 * (1 - (14 / 16) ** 8))
+
+
+def test_optimizer_is_sharded_over_holders_of_equal_parameters():
+    # With 8 expert ranks of 8, every expert is held once; the rest by all ranks.
+    cost = make_call_cost("1-1-8", 8)
+    assert cost.sharded_params == pytest.approx((SMALL.num_params - ROUTED) / 8 + ROUTED / 8)
+    cost = make_call_cost("1-1-16", 8)
+    assert cost.sharded_params == pytest.approx((SMALL.num_params - ROUTED) / 16 + ROUTED / 16)
+
+
+def test_expert_layer_host_time_counts_per_pass():
+    slow = replace(PLAIN, expert_layer_s=0.01, recompute=False)
+    times = [
+        CostModel(make_problem(), constants)
+        .predict_timings(place_experts(8))
+        .train["policy"]
+        .micro_batch_s
+        for constants in (slow, replace(slow, expert_layer_s=0.0))
+    ]
+    # 3 passes over 4 layers.
+    assert times[0] - times[1] == pytest.approx(0.12)
+
+
+@given(st.sampled_from(["llama-7b", "qwen2.5-0.5b"]), st.floats(0, 1))
+def test_expert_constants_do_not_affect_dense_models(name: str, host: float):
+    costs = [
+        CostModel(make_problem(MODEL_SHAPES[name]), constants).predict_timings(place_experts(1))
+        for constants in (PLAIN, replace(PLAIN, expert_layer_s=host, expert_rows=512))
+    ]
+    assert costs[0] == costs[1]
+
+
+@given(st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([1, 2, 4]))
+def test_more_expert_ranks_hold_fewer_parameters(expert: int, tensor: int):
+    if expert > 1:
+        assert find_max_stage_params(SMALL, 1, tensor, expert) <= find_max_stage_params(
+            SMALL, 1, tensor, max(2, expert // 2)
+        )
+
+
+def test_transfer_to_another_expert_split_by_hand():
+    transfer = CostModel(make_problem()).estimate_transfer(
+        SMALL, make_assignment("1-1-8", experts=8), make_assignment("1-2-4")
+    )
+    # A rank serves half of the split tensors; it has an eighth of the experts, half of each of use.
+    served_params = find_max_stage_params(SMALL, 1, 2)
+    held_params = (SMALL.num_params - ROUTED) / 2 + ROUTED / 16
+    assert transfer.received_bytes == pytest.approx((served_params - held_params) * 2, abs=1)
+
+
+def test_expert_ranks_round_trip_through_a_file():
+    placement = place_experts(8)
+    entry = placement.to_dict()
+    assert entry["calls"]["train"]["expert"] == 8
+    assert "expert" not in entry["calls"]["generate"]
+    assert Placement.from_dict(entry, location="plan") == placement
+    assert str(placement.assignments["train"]) == "1-1-8 on 0-7 with 8 expert ranks"
+
+
+def test_expert_ranks_must_divide_the_ranks_of_a_stage():
+    placement = place_experts(3)
+    with pytest.raises(ConfigError, match=r"train\.expert=3: must divide the 8 ranks"):
+        placement.check_valid(GRPO, CLUSTER)
+
+
+def test_a_run_has_no_expert_parallelism():
+    placement = place_experts(8)
+    with pytest.raises(
+        ConfigError, match="streamrl has expert parallelism over tensor-parallel ranks only"
+    ) as refused:
+        apply_placement(load_config(CONFIG), placement)
+    assert "\n" not in str(refused.value)
+    costs = RunnablePlacementCosts(CostModel(make_problem()), GRPO)
+    assert math.isinf(costs.call_duration_s("train", placement.assignments["train"]))
+    assert "expert parallelism over tensor-parallel ranks only" in costs.explain_infeasible(
+        placement
+    )
+
+
+def test_expert_sizes_exist_only_for_expert_models():
+    assert list_ep_sizes(MODEL_SHAPES["llama-7b"], RankGrid(1, 1, 64)) == [1]
+    assert list_ep_sizes(MODEL_SHAPES["qwen3-30b-a3b"], RankGrid(1, 2, 8)) == [1, 8, 16]
+    assert list_ep_sizes(SMALL, RankGrid(1, 1, 64)) == [1, 8, 16]

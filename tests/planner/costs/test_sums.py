@@ -1,0 +1,114 @@
+"""Sums of memory per device, and the message about a shortage."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from streamrl.dataflow import build_dataflow
+from streamrl.engines.models.model_shapes import MODEL_SHAPES
+from streamrl.placement.clusters import GB, Cluster
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.planner.costs.constants import CostConstants
+from streamrl.planner.costs.cost_model import CostModel
+from streamrl.planner.problem.problem import PlacementProblem
+from streamrl.planner.problem.workload import FixedLength, Workload
+from streamrl.resharding.grids import RankGrid
+
+GRPO = build_dataflow(("scores", "ref_logprobs", "generator_logprobs"))
+SHAPE = MODEL_SHAPES["llama-7b"]
+WORK = Workload(256, 8, 512, FixedLength(512), micro_batch_tokens=8192)
+RUN = CostConstants(keeps_served=True, aliases_served=False, keeps_kv=True)
+"""Constants of streamrl's runs on GPUs."""
+
+
+def make_problem(**changes: object) -> PlacementProblem:
+    base = PlacementProblem(
+        GRPO, {"policy": SHAPE, "reference": SHAPE}, WORK, Cluster.from_text("8xA100")
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def make_colocated(devices: int = 8) -> Placement:
+    assignment = CallAssignment(Mesh(0, devices), RankGrid(1, 1, devices), zero_stage=3)
+    return Placement(dict.fromkeys(("generate", "train", "reference"), assignment))
+
+
+def score_bytes(tokens: int) -> float:
+    """Return a layer's activations and the logits of a batch, in bytes."""
+    return tokens * (SHAPE.hidden * 34 + SHAPE.vocab * 8)
+
+
+def test_scoring_memory_follows_its_batch_size():
+    # Without a setting of the run, the constants decide.
+    for limit, tokens in ((8192, 8192), (16384, 16384), (None, 32768)):
+        settings = {} if limit is None else {"reference": limit}
+        costs = CostModel(make_problem(score_tokens=settings), RUN)
+        memory = costs.predict_memory(make_colocated())["reference"]
+        assert memory.active_bytes == pytest.approx(score_bytes(tokens))
+
+
+def test_training_memory_follows_the_micro_batch_limit():
+    # 256 groups are 33 micro-batches of a replica, the last of which is small.
+    costs = [
+        CostModel(make_problem(workload=replace(WORK, micro_batch_tokens=tokens)), RUN)
+        for tokens in (8192, 8192 + 512, 2 * 8192)
+    ]
+    active = [item.predict_memory(make_colocated())["train"].active_bytes for item in costs]
+    layer = 2 * 2 * SHAPE.num_params / SHAPE.layers
+    batch_bytes = [item - layer for item in active]
+    assert batch_bytes[1] / batch_bytes[0] == pytest.approx((8192 + 512) / 8192, rel=0.01)
+    assert batch_bytes[2] / batch_bytes[0] == pytest.approx(2, rel=0.01)
+
+
+def test_gpu_runs_copy_served_weights_and_keep_the_kv_cache():
+    by_constants = {}
+    for name, constants in (("run", RUN), ("shared", CostConstants(keeps_served=True))):
+        model, placement = CostModel(make_problem(), constants), make_colocated()
+        memory = model.predict_memory(placement)["generate"]
+        by_constants[name] = (memory, model.compute_kv_capacity_bytes(placement))
+    copy = 2 * SHAPE.num_params
+    assert by_constants["run"][0].resident_bytes > by_constants["shared"][0].resident_bytes
+    expected = pytest.approx(copy + by_constants["run"][1], rel=0.01)
+    assert by_constants["run"][0].resident_bytes == expected
+    # Training takes more than scoring, so less is left for the KV cache.
+    assert by_constants["run"][1] < by_constants["shared"][1]
+
+
+def test_kv_cache_of_the_run_is_used_as_set():
+    kv_bytes = 4 << 30
+    costs = CostModel(make_problem(kv_cache_bytes=kv_bytes), RUN)
+    assert costs.explain_infeasible(make_colocated()) == ""
+    assert costs.compute_kv_capacity_bytes(make_colocated()) == kv_bytes
+    assert costs.compute_kv_cache_bytes(make_colocated()) == kv_bytes
+    tokens = costs.predict_timings(make_colocated()).generator.kv_tokens
+    assert tokens == pytest.approx(kv_bytes / SHAPE.count_kv_bytes_per_token())
+    too_large = CostModel(make_problem(kv_cache_bytes=70 << 30), RUN).explain_infeasible(
+        make_colocated()
+    )
+    assert "generate 75.2 for keys and values," in too_large
+
+
+def test_shortage_message_sums_to_the_needed_memory():
+    large = {"policy": MODEL_SHAPES["llama-34b"], "reference": MODEL_SHAPES["llama-34b"]}
+    large_problem = make_problem(models=large, score_tokens={"reference": 8192})
+    reason = CostModel(large_problem, RUN).explain_infeasible(make_colocated())
+    match = re.fullmatch(
+        r"devices 0-7: needs (\S+) GB per A100; (\S+) of 80.0 GB usable, (\S+) GB short:"
+        r" resident (.*); active (.*)",
+        reason,
+    )
+    assert match is not None, reason
+    needed, usable, short = (float(number) for number in match.groups()[:3])
+    assert needed - usable == pytest.approx(short, abs=0.11)
+    numbers = [float(number) for number in re.findall(r" (\d+(?:\.\d+)?)(?= |,|$)", f"{match[4]}")]
+    active = re.findall(r"(\w+) (\S+) (for keys and values of one rollout|for \d+ tokens)", reason)
+    expected = pytest.approx(needed, abs=0.4)
+    assert sum(numbers) + sum(float(size) for _, size, _ in active) == expected
+    # Training takes most; a rollout's KV cache is a fraction of a GB.
+    sizes = {f"{stage} {purpose}": float(size) for stage, size, purpose in active}
+    assert sizes["generate for keys and values of one rollout"] == pytest.approx(
+        1024 * MODEL_SHAPES["llama-34b"].count_kv_bytes_per_token() / GB, abs=0.05
+    )
+    assert "train for 8192 tokens" in sizes

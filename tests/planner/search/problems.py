@@ -1,0 +1,47 @@
+"""Placement problems for searches: equal models and workloads on clusters of different sizes."""
+
+from streamrl.dataflow import build_dataflow
+from streamrl.engines.models.model_shapes import load_model_shape
+from streamrl.messages import ROLLOUT_COLUMNS
+from streamrl.placement.clusters import Cluster
+from streamrl.planner.problem.problem import PlacementProblem
+from streamrl.planner.problem.workload import FixedLength, LognormalLengths, Workload
+from streamrl.planner.search.hybridflow_parallel import ParallelismChoices, allow_any_split
+from streamrl.planner.steady_state.estimator import PlacementEstimator
+from tests.planner.simple_costs import SimpleCosts
+
+FIXED = FixedLength(512)
+LONG_TAILED = LognormalLengths(300, 0.8, 2048)
+
+
+def ppo(
+    cluster: str,
+    size: str = "llama-7b",
+    lengths: FixedLength | LognormalLengths = FIXED,
+    groups: int = 512,
+) -> PlacementProblem:
+    """Return a problem with policy, critic, reference and reward model of one size."""
+    dataflow = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs", "values"))
+    shape = load_model_shape(size)
+    models = {"policy": shape, "critic": shape, "reference": shape, "reward": shape}
+    workload = Workload(groups, 1, 512, lengths, mini_batches=4)
+    return PlacementProblem(dataflow, models, workload, Cluster.from_text(cluster))
+
+
+def grpo(
+    cluster: str, size: str, lengths: FixedLength | LognormalLengths = FIXED
+) -> PlacementProblem:
+    """Return a problem with policy, reference and a rule-based reward."""
+    dataflow = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
+    shape = load_model_shape(size)
+    workload = Workload(32, 4, 512, lengths)
+    return PlacementProblem(
+        dataflow, {"policy": shape, "reference": shape}, workload, Cluster.from_text(cluster)
+    )
+
+
+def choices(problem: PlacementProblem) -> ParallelismChoices:
+    """Return the choices of a problem with `SimpleCosts`."""
+    return ParallelismChoices(
+        PlacementEstimator(problem, SimpleCosts(problem)), rules=allow_any_split
+    )

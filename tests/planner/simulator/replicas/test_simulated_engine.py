@@ -1,0 +1,287 @@
+"""Continuous batching in closed form, against results by hand and a token-by-token model."""
+
+import math
+from collections import Counter, deque
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.planner.problem.stage_timings import GeneratorTiming
+from streamrl.planner.problem.workload import FixedLength, Workload
+from streamrl.planner.simulator.replicas.simulated_engine import RunningGroup, SimulatedEngine
+from streamrl.planner.steady_state.call_durations import CAPACITY_TOLERANCE, GenerationModel
+from streamrl.stream.stage_worker import ConcurrencyLimit
+from tests.planner.simple_costs import sampler
+
+PLAIN = sampler(1.0, max_running=8, kv_tokens=1000)
+"""A step takes a second, whoever is in it."""
+
+
+def make_engine(
+    timing: GeneratorTiming = PLAIN, **groups: tuple[int, list[int]]
+) -> SimulatedEngine[str]:
+    """Make an engine with groups, each with its prompt tokens and the lengths of its rollouts."""
+    engine: SimulatedEngine[str] = SimulatedEngine(timing)
+    for key, (prompt_tokens, lengths) in groups.items():
+        engine.add_group(key, prompt_tokens, lengths, 0.0)
+    return engine
+
+
+def run(engine: SimulatedEngine[str]) -> dict[str, float]:
+    """Advance to the end of all groups; return their end times."""
+    end_times: dict[str, float] = {}
+    while engine.next_event_s < math.inf:
+        now = engine.next_event_s
+        end_times |= {group.key: now for group in engine.advance_to(now)}
+    return end_times
+
+
+def test_a_group_finishes_with_its_longest_rollout():
+    engine = make_engine()
+    engine.add_group("a", 2, [3, 5], 10.0)
+    assert run(engine) == {"a": 15.0}
+    assert (engine.is_empty, engine.resident_tokens, engine.decode_steps) == (True, 0, 5)
+
+
+def test_step_time_grows_with_kv_cache_tokens():
+    # Two rollouts with 2 prompt tokens: 4, 6 and 8 tokens in the KV cache before the three steps.
+    engine = make_engine(replace(PLAIN, kv_token_s=0.5), a=(2, [3, 3]))
+    assert run(engine) == {"a": (1 + 2) + (1 + 3) + (1 + 4)}
+
+
+def test_a_step_is_compute_bound_until_it_is_memory_bound():
+    # One rollout: memory time 1.5, 2, 2.5 s; compute time 2.2 s.
+    engine = make_engine(replace(PLAIN, kv_token_s=0.5, compute_rollout_s=2.2), a=(1, [3]))
+    assert run(engine) == {"a": pytest.approx(2.2 + 2.2 + 2.5)}
+
+
+def test_a_group_added_during_a_step_starts_with_the_next():
+    engine = make_engine(a=(1, [4]))
+    engine.add_group("b", 1, [2], 1.5)
+    assert run(engine) == {"a": 4.0, "b": 4.0}
+
+
+def test_prefill_precedes_the_next_step():
+    engine = make_engine(replace(PLAIN, prefill_token_s=0.1), a=(10, [1, 1]))
+    assert run(engine) == {"a": 2 + 1.0}
+
+
+def test_delivering_a_group_delays_the_next_step():
+    engine = make_engine(replace(PLAIN, group_s=0.25), a=(1, [2]), b=(1, [2]), c=(1, [3, 1]))
+    assert run(engine) == {"a": 2.0, "b": 2.0, "c": 3 + 2 * 0.25}
+
+
+def test_rollouts_beyond_max_running_wait_for_a_slot():
+    engine = make_engine(replace(PLAIN, max_running=2), a=(1, [2, 3, 2]))
+    assert run(engine) == {"a": 4.0}
+
+
+def test_rollouts_beyond_the_kv_cache_wait():
+    # KV cache of 20 tokens: 3 * 4 + 3 fit when the third rollout starts, but not 18 at the end.
+    engine = make_engine(replace(PLAIN, kv_tokens=9), a=(3, [3]), b=(3, [3]))
+    assert engine.num_running == 2
+    engine.add_group("c", 3, [3], 0.0)
+    assert engine.num_running == 2
+
+
+def test_a_full_kv_cache_preempts_the_newest_rollout():
+    # Both rollouts have 4 tokens after a step and 5 after two. The KV cache holds 10, so that the
+    # second is preempted, and prefilled again when the first finishes.
+    timing = replace(PLAIN, kv_tokens=10, prefill_token_s=0.01)
+    engine = make_engine(timing, a=(3, [4]), b=(3, [4]))
+    end_times = run(engine)
+    assert engine.num_preempted == 1
+    assert end_times == {"a": pytest.approx(4.06), "b": pytest.approx(4.06 + 0.05 + 2)}
+
+
+def test_every_token_keeps_the_version_that_sampled_it():
+    engine = make_engine()
+    engine.load_version(3, 0.0, 0.0)
+    engine.add_group("a", 1, [5, 2], 0.0)
+    assert engine.load_version(4, 0.5, 2.5) == 3.5
+    (group,) = engine.advance_to(engine.next_event_s)
+    assert group.tokens_by_version == {3: 3 + 2, 4: 2}
+    assert engine.now == 5.5
+
+
+def test_resume_continues_after_a_pause():
+    engine = make_engine(a=(1, [3]))
+    assert engine.pause(0.2) == 1.0
+    assert engine.next_event_s == math.inf
+    engine.resume(7.0)
+    assert run(engine) == {"a": 9.0}
+
+
+def test_count_sampled_tokens_covers_unfinished_groups():
+    engine = make_engine(a=(1, [1, 1]), b=(1, [2, 9]))
+    engine.advance_to(1.0)
+    engine.pause(3.0)
+    assert engine.count_sampled_tokens() == 2 + 3
+
+
+def test_a_newly_free_slot_is_an_event():
+    limit = ConcurrencyLimit(-1, slots_per_group=4)
+    engine: SimulatedEngine[str] = SimulatedEngine(PLAIN, [limit])
+    engine.add_group("a", 1, [2, 3, 6, 9], 0.0, limit)
+    assert engine.next_event_s == 3.0, (
+        "the first freed slot goes to a waiting rollout, the second is free"
+    )
+    assert (engine.advance_to(3.0), limit.free_slots) == ([], 1)
+    assert engine.next_event_s == 9.0, "a second free slot is no new event"
+    limit.free_slots -= 2
+    engine.add_group("b", 1, [2], 3.5)
+    assert engine.next_event_s == 6.0
+
+
+def test_a_slot_freed_at_the_end_of_the_current_step_is_an_event():
+    limit = ConcurrencyLimit(0, slots_per_group=2)
+    engine: SimulatedEngine[str] = SimulatedEngine(PLAIN, [limit])
+    engine.add_group("a", 1, [2, 9], 0.0, limit)
+    engine.load_version(1, 5.0, 1.5)
+    assert (engine.next_event_s, limit.free_slots) == (2.0, 1)
+    assert engine.advance_to(2.0) == []
+    assert engine.next_event_s == 5.0 + 9.0
+
+
+@dataclass
+class TokenByTokenEngine:
+    """Reference model that simulates every token."""
+
+    timing: GeneratorTiming
+    now: float = 0.0
+    version: int = -1
+    running: list[list[int]] = field(default_factory=list)
+    waiting: deque[list[int]] = field(default_factory=deque)
+    groups: dict[int, RunningGroup[int]] = field(default_factory=dict)
+    unfinished: Counter[int] = field(default_factory=Counter)
+    end_times: dict[int, float] = field(default_factory=dict)
+
+    def fill(self) -> None:
+        while self.waiting and len(self.running) < self.timing.max_running:
+            rollout, kv_tokens = self.waiting[0], self.timing.kv_tokens
+            if self.resident + rollout[1] + len(self.running) + 1 > kv_tokens:
+                break
+            self.running.append(self.waiting.popleft())
+            self.now += self.timing.prefill_token_s * rollout[1]
+
+    @property
+    def resident(self) -> int:
+        return sum(rollout[1] for rollout in self.running)
+
+    def make_step(self) -> None:
+        self.now += self.timing.decode_step_s(len(self.running), self.resident)
+        for rollout in self.running:
+            rollout[1] += 1
+            rollout[2] -= 1
+            versions = self.groups[rollout[0]].tokens_by_version
+            versions[self.version] = versions.get(self.version, 0) + 1
+        done = []
+        for rollout in [rollout for rollout in self.running if not rollout[2]]:
+            self.running.remove(rollout)
+            self.unfinished[rollout[0]] -= 1
+            if not self.unfinished[rollout[0]]:
+                done.append(rollout[0])
+        self.end_times |= dict.fromkeys(done, self.now)
+        self.now += self.timing.group_s * len(done)
+        while self.running and self.resident + len(self.running) > self.timing.kv_tokens:
+            self.waiting.appendleft(self.running.pop())
+        self.fill()
+
+
+timings = st.builds(
+    GeneratorTiming,
+    replicas=st.just(1),
+    max_running=st.integers(1, 6),
+    kv_tokens=st.integers(24, 60),
+    weights_s=st.sampled_from([0.0, 1.0]),
+    kv_token_s=st.sampled_from([0.0, 0.01, 0.05]),
+    compute_rollout_s=st.sampled_from([0.0, 0.3, 0.6]),
+    step_s=st.just(0.1),
+    rollout_s=st.sampled_from([0.0, 0.05]),
+    prefill_token_s=st.sampled_from([0.0, 0.02]),
+    group_s=st.sampled_from([0.0, 0.04]),
+)
+events = st.lists(
+    st.tuples(st.integers(0, 60), st.lists(st.integers(1, 20), max_size=4)), min_size=1, max_size=6
+)
+
+
+@given(timings, events)
+def test_closed_form_matches_token_by_token(
+    timing: GeneratorTiming, events: list[tuple[int, list[int]]]
+):
+    """Events without lengths are new versions; none arrives exactly at the end of a step."""
+    engine: SimulatedEngine[int] = SimulatedEngine(timing)
+    reference, end_times, versions = TokenByTokenEngine(timing), {}, {}
+    for i, (tick, lengths) in enumerate(sorted(events)):
+        time = 0.37 * tick + 0.001237 * i
+        while engine.next_event_s <= time:
+            now = engine.next_event_s
+            for group in engine.advance_to(now):
+                end_times[group.key], versions[group.key] = now, group.tokens_by_version
+        while reference.running and reference.now < time:
+            reference.make_step()
+        reference.now = max(reference.now, time)
+        if lengths:
+            engine.add_group(i, 4, lengths, time)
+            reference.groups[i] = RunningGroup(i, ConcurrencyLimit(0), 0)
+            reference.unfinished[i] = len(lengths)
+            reference.waiting.extend([i, 4, tokens] for tokens in lengths)
+            reference.fill()
+        else:
+            engine.load_version(i, 0.25, time)
+            reference.version = i
+            reference.now += 0.25
+    while engine.next_event_s < math.inf:
+        now = engine.next_event_s
+        for group in engine.advance_to(now):
+            end_times[group.key], versions[group.key] = now, group.tokens_by_version
+    while reference.running:
+        reference.make_step()
+    assert end_times == pytest.approx(reference.end_times)
+    assert versions == {key: group.tokens_by_version for key, group in reference.groups.items()}
+    assert engine.is_empty and not reference.waiting
+
+
+def test_a_new_version_recomputes_the_kv_cache_unless_kept():
+    end_times: dict[float, float] = {}
+    for recompute_token_s in (0.0, 0.1):
+        timing = GeneratorTiming(1, 8, 1e6, 0, 0, 0, 1.0, 0, 0, recompute_token_s=recompute_token_s)
+        engine: SimulatedEngine[str] = SimulatedEngine(timing)
+        engine.add_group("a", 5, [4], 0.0)
+        # The KV cache has 5 prompt tokens and 2 sampled tokens.
+        assert engine.load_version(1, 0.5, 2.0) == 2.5
+        end_times[recompute_token_s] = engine.next_event_s
+    assert end_times[0.0] == 4.5
+    assert end_times[0.1] == 4.5 + 7 * 0.1
+
+
+@given(
+    groups=st.integers(1, 6),
+    size=st.integers(1, 4),
+    prompt=st.integers(1, 9),
+    tokens=st.integers(1, 12),
+    max_running=st.integers(1, 20),
+    spare=st.integers(1, 60),
+)
+def test_the_planners_batching_matches_the_engine(
+    groups: int, size: int, prompt: int, tokens: int, max_running: int, spare: int
+):
+    kv_tokens = float(prompt + tokens + 1 + spare)
+    timing = replace(PLAIN, max_running=max_running, kv_tokens=kv_tokens)
+    workload = Workload(groups, size, prompt, FixedLength(tokens))
+    (share,) = GenerationModel(workload).find_replica_schedules(timing)
+    # The planner treats KV caches of similar size alike.
+    rounded_kv_tokens = (1 + CAPACITY_TOLERANCE) ** math.floor(
+        math.log(kv_tokens) / math.log(1 + CAPACITY_TOLERANCE)
+    )
+    group_ends = []
+    for capacity in (kv_tokens, rounded_kv_tokens):
+        engine: SimulatedEngine[str] = SimulatedEngine(replace(timing, kv_tokens=capacity))
+        for i in range(groups):
+            engine.add_group(f"{i}", prompt, [tokens] * size, 0.0)
+        end_times = run(engine)
+        group_ends.append([end_times[f"{i}"] for i in range(groups)])
+    assert share.group_ends.tolist() in group_ends

@@ -1,0 +1,168 @@
+"""Simulated queue: assignment of ready groups to waiting replicas."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from streamrl.dataflow import GENERATE_CALL, REWARD_CALL, build_dataflow
+from streamrl.messages import ROLLOUT_COLUMNS, GroupInfo
+from streamrl.planner.simulator.replicas.cpu_model import CpuModel
+from streamrl.planner.simulator.replicas.simulated_prompts import SimulatedPrompts
+from streamrl.planner.simulator.replicas.simulated_queue import SimulatedGroup, SimulatedQueue
+from tests.virtual_time import in_virtual_time
+
+FLOW = build_dataflow((*ROLLOUT_COLUMNS, "scores"))
+
+
+@dataclass(eq=False)
+class Replica:
+    """Replica that records its assigned groups."""
+
+    slots: int
+    groups: list[SimulatedGroup] = field(default_factory=list)
+
+    def count_free_slots(self, stage: str) -> int:
+        return self.slots - len(self.groups)
+
+    def assign_groups(self, stage: str, groups: Sequence[SimulatedGroup]) -> None:
+        self.groups += groups
+
+    @property
+    def orders(self) -> list[int]:
+        return [group.admission_index for group in self.groups]
+
+
+def make_queue(*, streamed: bool = True, hop_s: float = 0.0) -> SimulatedQueue:
+    machine = CpuModel()
+    return SimulatedQueue(
+        FLOW, machine, hop_s=hop_s, books_s=0.0, streamed=streamed, groups_per_step=2
+    )
+
+
+async def admit_groups(queue: SimulatedQueue, count: int) -> None:
+    await queue.admit_prompts(SimulatedPrompts().draw_prompts(count), 0)
+
+
+@in_virtual_time
+async def test_waiting_replicas_share_ready_groups_in_admission_order():
+    queue, replicas = make_queue(), [Replica(4), Replica(4)]
+    for replica in replicas:
+        queue.request_groups(GENERATE_CALL.stage, replica)
+    await admit_groups(queue, 5)
+    assert [replica.orders for replica in replicas] == [[0, 1, 2], [3, 4]]
+
+
+@in_virtual_time
+async def test_a_request_covers_the_slots_free_at_its_time():
+    queue, replicas = make_queue(), [Replica(1), Replica(1)]
+    for replica in replicas:
+        queue.request_groups(GENERATE_CALL.stage, replica)
+        replica.slots = 3
+    await admit_groups(queue, 5)
+    # Each replica gets its requested group; then the first replica requests more.
+    assert [replica.orders for replica in replicas] == [[0, 2, 3], [1, 4]]
+
+
+@in_virtual_time
+async def test_unfinished_groups_of_a_crashed_replica_are_requeued():
+    queue, first, second = make_queue(hop_s=1.0), Replica(3), Replica(3)
+    queue.request_groups(GENERATE_CALL.stage, first)
+    await admit_groups(queue, 3)
+    queue.commit_groups(GENERATE_CALL.stage, [first.groups[1]])
+    queue.request_groups(GENERATE_CALL.stage, second)
+    first.slots = 0
+    count = queue.requeue_groups(first)
+    assert (second.orders, count) == ([0, 2], 2)
+
+
+@in_virtual_time
+async def test_a_group_reaches_the_next_stage_after_a_hop():
+    queue, generator, scorer = make_queue(hop_s=0.5), Replica(2), Replica(2)
+    clock = asyncio.get_running_loop()
+    queue.request_groups(GENERATE_CALL.stage, generator)
+    queue.request_groups(REWARD_CALL.stage, scorer)
+    await admit_groups(queue, 1)
+    generator.groups[0].info = GroupInfo((4,), 3, ((0, 3),))
+    queue.commit_groups(GENERATE_CALL.stage, generator.groups)
+    await asyncio.sleep(0.75)
+    scored = scorer.orders
+    queue.commit_groups(REWARD_CALL.stage, scorer.groups)
+    queue.version = 2
+    (experience,) = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
+    expected = (1.25, [0], "0:0:0", 2)
+    assert (clock.time(), scored, experience.uid, experience.ready_version) == expected
+
+
+@in_virtual_time
+async def test_unstreamed_stages_get_the_groups_of_a_step_together():
+    queue, generator, scorer = make_queue(streamed=False), Replica(4), Replica(9)
+    queue.request_groups(GENERATE_CALL.stage, generator)
+    queue.request_groups(REWARD_CALL.stage, scorer)
+    await admit_groups(queue, 4)
+    assigned = []
+    for index in (0, 2, 3):
+        queue.commit_groups(GENERATE_CALL.stage, [generator.groups[index]])
+        assigned.append(scorer.orders)
+    assert assigned == [[], [], [2, 3]]
+
+
+@in_virtual_time
+async def test_a_filtered_group_goes_to_the_coordinator_once_scored():
+    flow = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
+    queue = SimulatedQueue(
+        flow, CpuModel(), hop_s=0.0, books_s=0.0, streamed=True, groups_per_step=3
+    )
+    generator, judge, reference = Replica(3), Replica(3), Replica(3)
+    queue.request_groups(GENERATE_CALL.stage, generator)
+    await admit_groups(queue, 3)
+    generator.groups[1].is_filtered = True
+    for group in generator.groups:
+        group.info = GroupInfo((2,), 1, ((0, 1),))
+    queue.commit_groups(GENERATE_CALL.stage, generator.groups)
+    queue.request_groups(REWARD_CALL.stage, judge)
+    queue.commit_groups(REWARD_CALL.stage, judge.groups)
+    leased = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
+    filtered = [
+        experience.outcome is not None and experience.outcome.filtered for experience in leased
+    ]
+    queue.request_groups("reference", reference)
+    queue.commit_groups("reference", reference.groups)
+    ready = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
+    orders = [experience.lease.token for experience in ready]
+    judged, scored, filtered, trained = judge.orders, reference.orders, filtered, orders
+    assert judged == [0, 1, 2]
+    assert filtered == [True]
+    assert scored == trained == [0, 2]
+
+
+@in_virtual_time
+async def test_bookkeeping_uses_the_shared_cores():
+    machine, clock = CpuModel(1), asyncio.get_running_loop()
+    queue = SimulatedQueue(FLOW, machine, hop_s=0.0, books_s=6.0, streamed=True, groups_per_step=2)
+    replica = Replica(1)
+    await admit_groups(queue, 1)
+    queue.request_groups(GENERATE_CALL.stage, replica)
+    queue.commit_groups(GENERATE_CALL.stage, replica.groups)
+    await machine.run_work(3.0)
+    end_times = [clock.time()]
+    await machine.run_work(1.0)
+    # Six entries of 1 s: admission, two leases, two commits, and training.
+    # Three entries so far: for 6 s the other process has half of the core.
+    assert [*end_times, clock.time()] == [6.0, 7.0]
+
+
+@in_virtual_time
+async def test_a_trainers_lease_request_takes_a_hop():
+    queue, clock = make_queue(hop_s=0.5), asyncio.get_running_loop()
+    generator, scorer = Replica(1), Replica(1)
+    await admit_groups(queue, 1)
+    queue.request_groups(GENERATE_CALL.stage, generator)
+    generator.groups[0].info = GroupInfo((3,), 1, ((0, 1),))
+    queue.commit_groups(GENERATE_CALL.stage, generator.groups)
+    queue.request_groups(REWARD_CALL.stage, scorer)
+    await asyncio.sleep(1.0)
+    queue.commit_groups(REWARD_CALL.stage, scorer.groups)
+    await asyncio.sleep(9.0)
+    leased = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
+    assert len(leased) == 1
+    assert clock.time() == 10.5

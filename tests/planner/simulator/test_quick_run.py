@@ -1,0 +1,160 @@
+"""Quick simulations: a representative part predicts the whole run."""
+
+from dataclasses import replace
+
+import pytest
+
+from streamrl.dataflow import build_dataflow
+from streamrl.messages import ROLLOUT_COLUMNS
+from streamrl.planner.problem.problem import RunOptions
+from streamrl.planner.problem.stage_timings import (
+    GeneratorTiming,
+    ScoreTiming,
+    StageTimings,
+    TrainTiming,
+)
+from streamrl.planner.problem.workload import FixedLength, LognormalLengths, Workload
+from streamrl.planner.simulator.quick_run import (
+    choose_num_parts,
+    choose_num_steps,
+    estimate_quick_run_s,
+    estimate_simulation_s,
+    run_quick_simulation,
+    split_timings,
+)
+from streamrl.planner.simulator.simulation import run_simulation
+from tests.planner.notations import placement_from_meshes
+
+GRPO = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
+LENGTHS = LognormalLengths(200, 0.6, 400)
+TIMINGS = StageTimings(
+    GeneratorTiming(8, 64, 1e6, 0.01, 1e-7, 1e-5, 0.005, 1e-5, 1e-6),
+    {
+        "reference": ScoreTiming(4, batch=4, batch_s=0.01, rollout_s=0.0, token_s=1e-5),
+        "reward": ScoreTiming(1, batch=1, batch_s=1e-4, rollout_s=0.0, token_s=0.0),
+    },
+    {"policy": TrainTiming(8, micro_batch_s=0.02, token_s=1e-4, update_s=0.2)},
+)
+PLACEMENT = placement_from_meshes(
+    {"generate": ("0-7", "1-1-8"), "train": ("8-15", "1-1-8"), "reference": ("16-19", "1-1-4")},
+    max_staleness=1,
+)
+
+
+def workload(groups: int, lengths: FixedLength | LognormalLengths = LENGTHS) -> Workload:
+    return Workload(groups, 1, 100, lengths, micro_batch_tokens=4096)
+
+
+@pytest.mark.parametrize(
+    ("groups", "lead", "steps"),
+    [
+        # Small steps: three cycles of the steps in flight.
+        (64, 0, 12),
+        (64, 4, 6 + 3 * 5 + 4),
+        # 10240 groups in five steps, after two warm-up steps; one step ahead adds a step
+        # before and a step after.
+        (2048, 0, 2 + 5),
+        (2048, 1, 3 + 5 + 1),
+        # At least four counted steps.
+        (50_000, 0, 2 + 4),
+        # Many steps ahead: three cycles, or one if steps are large.
+        (64, 16, 18 + 3 * 17 + 16),
+        (2048, 16, 18 + 17 + 16),
+    ],
+)
+def test_fewer_steps_are_simulated_if_steps_are_large(groups: int, lead: int, steps: int):
+    assert choose_num_steps(groups, lead) == steps
+
+
+def test_parts_divide_replicas_and_ranks_and_are_large_enough():
+    assert choose_num_parts(TIMINGS, workload(2048), 0) == 8
+    # 1000 groups: four parts of 250 are too small.
+    assert choose_num_parts(TIMINGS, workload(1000), 0) == 2
+    assert choose_num_parts(TIMINGS, workload(200), 0) == 1
+    odd = replace(TIMINGS, generator=replace(TIMINGS.generator, replicas=7))
+    assert choose_num_parts(odd, workload(2048), 0) == 1
+    # Shared cores cannot be divided.
+    assert choose_num_parts(replace(TIMINGS, cores=8), workload(2048), 0) == 1
+
+
+def test_filtering_on_policy_is_not_split():
+    filtering = replace(workload(2048), filtered_fraction=0.5)
+    assert choose_num_parts(TIMINGS, filtering, 0) == 1
+    assert choose_num_parts(TIMINGS, filtering, 1) == 8
+
+
+def test_parts_keep_the_expected_longest_rollout():
+    endless = LognormalLengths(200, 0.6, 1_000_000)
+    assert choose_num_parts(TIMINGS, workload(2048, endless), 0) == 1
+    assert choose_num_parts(TIMINGS, workload(2048, FixedLength(300)), 0) == 8
+
+
+def test_indivisible_replicas_become_slower():
+    split = split_timings(TIMINGS, 4)
+    assert split.generator.replicas == 2
+    assert split.train["policy"].dp_size == 2
+    assert (split.score["reference"].replicas, split.score["reference"].batch_s) == (1, 0.01)
+    # A single replica for four parts gives each part a quarter of it: four times slower.
+    assert (split.score["reward"].replicas, split.score["reward"].batch_s) == (1, 4e-4)
+
+
+def test_a_part_predicts_the_rate_of_the_whole():
+    quick = run_quick_simulation(
+        GRPO, PLACEMENT, TIMINGS, workload(1024), seed=0, run_options=RunOptions()
+    )
+    assert quick.num_parts == 4
+    full = run_simulation(GRPO, PLACEMENT, TIMINGS, workload(1024), steps=8, seed=0)
+    assert quick.mean_step_s == pytest.approx(full.mean_step_s, rel=0.04)
+    assert quick.tokens_per_s == pytest.approx(full.tokens_per_s, rel=0.04)
+    assert quick.staleness_mean == pytest.approx(full.staleness_mean, abs=0.1)
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_runs_far_ahead_are_simulated_for_whole_cycles(seed: int):
+    """A step with long rollouts delays all steps in flight, so steps come in bursts."""
+    step_workload = replace(workload(32, LognormalLengths(300, 0.7, 2048)), group_size=8)
+    replicas = replace(TIMINGS.generator, replicas=64)
+    # Training is nearly free: the longest rollout determines the step time.
+    fast_training = {"policy": TrainTiming(8, micro_batch_s=0.0, token_s=1e-6, update_s=0.01)}
+    timings = replace(TIMINGS, generator=replicas, train=fast_training)
+    ahead = replace(PLACEMENT, max_staleness=16)
+    full = run_simulation(GRPO, ahead, timings, step_workload, steps=200, seed=9)
+    quick = run_quick_simulation(
+        GRPO, ahead, timings, step_workload, seed=seed, run_options=RunOptions()
+    )
+    assert quick.mean_step_s == pytest.approx(full.mean_step_s, rel=0.1)
+
+
+def test_simulation_cost_grows_with_rollouts_and_faster_with_large_steps():
+    seconds = estimate_simulation_s(replace(workload(512), group_size=8), steps=20_000)
+    assert seconds == pytest.approx(512 * 8 * 20_000 * 40e-6)
+    assert estimate_simulation_s(workload(512), steps=6) == pytest.approx(
+        6 / 5 * estimate_simulation_s(workload(512), steps=5)
+    )
+    half = replace(workload(512), filtered_fraction=0.5)
+    assert estimate_simulation_s(half, steps=5) == pytest.approx(
+        2 * estimate_simulation_s(workload(512), steps=5)
+    )
+    few, many = (estimate_simulation_s(workload(groups), steps=1) for groups in (5000, 20_000))
+    assert many == pytest.approx(4 * 2 * few)
+
+
+def test_preemption_makes_simulations_slower():
+    roomy, step_workload = TIMINGS.generator, workload(512)
+    plain = estimate_simulation_s(step_workload, steps=5)
+    assert estimate_simulation_s(step_workload, steps=5, generator=roomy) == plain
+    tokens = step_workload.rounded_prompt_tokens + step_workload.lengths.mean
+    full = replace(
+        roomy, max_running=1000, kv_tokens=0.99 * tokens * 512 * step_workload.group_size / 8
+    )
+    assert estimate_simulation_s(step_workload, steps=5, generator=full) == 8 * plain
+    few = replace(full, max_running=32)
+    assert estimate_simulation_s(step_workload, steps=5, generator=few) == plain
+
+
+def test_a_split_simulation_costs_the_time_of_one_part():
+    step_workload = workload(4096)
+    assert choose_num_parts(TIMINGS, step_workload, 1) == 8
+    assert estimate_quick_run_s(TIMINGS, step_workload, 1) == estimate_simulation_s(
+        workload(512), lead=1
+    )

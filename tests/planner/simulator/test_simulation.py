@@ -1,0 +1,285 @@
+"""Simulations small enough to check by hand."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from streamrl.dataflow import Dataflow, build_dataflow
+from streamrl.errors import ConfigError
+from streamrl.messages import ROLLOUT_COLUMNS
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.planner.problem.problem import RunOptions
+from streamrl.planner.problem.stage_timings import (
+    ScoreTiming,
+    StageTimings,
+    TrainTiming,
+    WeightsTiming,
+)
+from streamrl.planner.problem.workload import EmpiricalLengths, FixedLength, Workload
+from streamrl.planner.simulator.results import SimulationResult
+from streamrl.planner.simulator.simulation import run_simulation
+from streamrl.resharding.grids import RankGrid
+from tests.planner.simple_costs import sampler
+
+FLOW = build_dataflow((*ROLLOUT_COLUMNS, "scores"))
+GENERATOR = sampler(1.0, max_running=8, kv_tokens=1000)
+TIMINGS = StageTimings(
+    generator=GENERATOR,
+    score={"reward": ScoreTiming(1, 2, batch_s=0.5, rollout_s=0.0, token_s=0.0)},
+    train={"policy": TrainTiming(1, micro_batch_s=2.0, token_s=0.0, update_s=1.0)},
+    weights={"generate": WeightsTiming(publish_s=3.0, pull_s=4.0)},
+)
+"""A token takes a second, a score half of one, a micro-batch two, an update one."""
+WORKLOAD = Workload(2, 1, 1, FixedLength(10), micro_batch_tokens=100)
+
+
+def on(first_device: int) -> CallAssignment:
+    return CallAssignment(Mesh(first_device, 1), RankGrid.from_text("1-1-1"))
+
+
+APART = Placement({"generate": on(0), "train": on(1)})
+TOGETHER = Placement({"generate": on(0), "reward": on(0), "train": on(0)})
+
+
+def run(
+    timings: StageTimings = TIMINGS,
+    placement: Placement = APART,
+    *,
+    workload: Workload = WORKLOAD,
+    flow: Dataflow = FLOW,
+    run_options: RunOptions | None = None,
+    steps: int = 3,
+) -> SimulationResult:
+    result = run_simulation(
+        flow, placement, timings, workload, steps=steps, seed=1, run_options=run_options
+    )
+    return result.exclude_steps(0)
+
+
+def test_on_policy_steps_wait_for_the_previous_version():
+    # Pull 4, sample 10, score 0.5, train 2 and 1, publish 3; then again.
+    result = run()
+    assert result.step_ends == [17.5, 38.0, 58.5]
+    assert result.tokens_by_staleness == {0: 60}
+    assert result.exclude_steps(1).mean_step_s == 20.5
+    assert result.exclude_steps(1).tokens_per_s == 20 / 20.5
+
+
+def test_one_step_ahead_samples_while_it_trains():
+    # Four groups are sampled by 14. The second step has its gradients at 19.5, and updates once
+    # version 1 is published, at 20.5. Version 1 is loaded at 24.5 and version 2 at 28.5, while the
+    # groups of the third step are sampled, until 34.5.
+    result = run(placement=replace(APART, max_staleness=1))
+    assert result.step_ends == [17.5, 21.5, 38.0]
+    expected = [((0, 10),), ((0, 10),), ((1, 4), (2, 6))]
+    assert [o.groups[0].info.version_tokens for o in result.outcomes] == expected
+    assert result.tokens_by_staleness == {0: 20 + 12, 1: 20 + 8}
+
+
+def test_a_weight_update_pauses_running_rollouts():
+    # The groups of the third step pause from 24.5 to 28.5.
+    weights = {"generate": WeightsTiming(publish_s=3.0, pull_s=4.0, pause_s=4.0)}
+    result = run(replace(TIMINGS, weights=weights), replace(APART, max_staleness=1))
+    assert result.step_ends == [17.5, 21.5, 42.0]
+
+
+def test_stages_on_shared_devices_take_turns():
+    # A trainer on separate devices trains each group as soon as it is scored.
+    workload = replace(WORKLOAD, lengths=FixedLength(10), micro_batch_tokens=11)
+    timings = replace(TIMINGS, generator=replace(GENERATOR, max_running=1), weights={})
+    # Sampled by 10 and 20, trained from 10.5 and from 20.5 on.
+    assert run(timings, workload=workload, steps=1).step_ends == [20.5 + 2 + 1]
+    # Scoring starts at 20, one group at a time; training starts after both.
+    assert run(timings, TOGETHER, workload=workload, steps=1).step_ends == [20 + 1 + 2 + 2 + 1]
+
+
+def test_unstreamed_steps_train_once_complete():
+    workload = replace(WORKLOAD, micro_batch_tokens=11)
+    timings = replace(TIMINGS, generator=replace(GENERATOR, max_running=1), weights={})
+    unstreamed = run(timings, replace(APART, is_streamed=False), workload=workload, steps=1)
+    assert unstreamed.step_ends == [20 + 0.5 + 2 + 2 + 1]
+    whole_step = replace(workload, requires_whole_step=True)
+    assert run(timings, workload=whole_step, steps=1).step_ends == [20.5 + 2 + 2 + 1]
+
+
+def test_groups_beyond_the_slots_of_a_generator_come_in_waves():
+    workload = replace(WORKLOAD, prompt_tokens=8, lengths=FixedLength(2))
+    timings = replace(TIMINGS, generator=replace(GENERATOR, kv_tokens=12), weights={})
+    # Scored at 2.5 and 4.5, trained together.
+    assert run(timings, workload=workload, steps=1).step_ends == [4.5 + 2 + 1]
+
+
+def test_short_rollouts_of_a_group_free_their_slots():
+    # 16 rollouts of 10 to 160 tokens in 16 slots; the next groups take free slots. On average a
+    # group occupies the engine for 85 steps; holding its slots to the end would take 160.
+    workload = Workload(
+        8, 16, 1, EmpiricalLengths.from_samples(range(10, 161, 10)), micro_batch_tokens=9999
+    )
+    timings = replace(TIMINGS, generator=sampler(1.0, max_running=16, kv_tokens=10**6), weights={})
+    result = run(
+        timings, replace(APART, max_staleness=2), workload=workload, steps=12
+    ).exclude_steps(4)
+    assert result.mean_step_s == pytest.approx(8 * 85, rel=0.15)
+
+
+def test_a_preempted_group_continues_later():
+    # After five steps the cache holds 12 tokens: the second group continues from 10 to 15.
+    timings = replace(TIMINGS, generator=replace(GENERATOR, kv_tokens=12), weights={})
+    assert run(timings, steps=1).step_ends == [15.5 + 2 + 1]
+
+
+def test_unpublished_versions_are_skipped_by_generators():
+    ahead, timings = replace(APART, max_staleness=1), replace(TIMINGS, weights={})
+    # Four groups are sampled by 10 and scored by 11. Version 1 is not published: the next groups
+    # begin with version 2, at 16.5.
+    result = run(timings, ahead, steps=4, run_options=RunOptions(publish_every=2))
+    assert result.step_ends == [10.5 + 3, 10.5 + 6, 10.5 + 6 + 13.5, 10.5 + 6 + 16.5]
+    assert run(timings, ahead, steps=4).step_ends[2] == 13.5 + 13.5
+    assert result.exclude_steps(0).tokens_by_staleness == {0: 40, 1: 40}
+    with pytest.raises(ConfigError, match="publish_every=2: must be at most 1: generation"):
+        run(timings, APART, run_options=RunOptions(publish_every=2))
+
+
+def test_an_ema_reference_delays_only_the_steps_at_which_it_moves():
+    flow = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"), moves_reference=True)
+    placement = Placement({"generate": on(0), "reference": on(1), "train": on(2)})
+    score = {**TIMINGS.score, "reference": ScoreTiming(1, 2, 0.5, 0.0, 0.0)}
+    weights = {"reference": WeightsTiming(publish_s=0.0, pull_s=100.0)}
+    timings = replace(TIMINGS, score=score, weights=weights)
+
+    def played(every: int) -> tuple[Sequence[float], list[object]]:
+        run_options = RunOptions(reference_every=every)
+        result = run(timings, placement, flow=flow, steps=5, run_options=run_options)
+        spans = [span for span in result.spans_by_process["reference-0"] if span.name == "pull"]
+        return result.step_ends, [span.args["version"] for span in spans]
+
+    # If the reference moves, pull 100, otherwise sample 10; then score 0.5, train 2 and 1.
+    assert played(1) == ([103.5 * step for step in range(1, 6)], [0, 1, 2, 3, 4])
+    assert played(2) == ([103.5, 117.0, 220.5, 234.0, 337.5], [0, 2, 4])
+    assert played(4) == ([103.5, 117.0, 130.5, 144.0, 247.5], [0, 4])
+
+
+def test_every_update_waits_for_its_own_rounds():
+    # Two epochs of two updates, one group each.
+    workload = replace(WORKLOAD, epochs=2, mini_batches=2)
+    timings = replace(TIMINGS, weights={})
+    assert run(timings, workload=workload, steps=1).step_ends == [10.5 + 4 * (2 + 1)]
+
+
+def test_hops_and_bookkeeping_take_time():
+    # Begin 0.25; a hop after each stage; recording a step takes 0.5.
+    generator = replace(GENERATOR, begin_s=0.25)
+    timings = replace(TIMINGS, generator=generator, weights={}, hop_s=0.125, step_s=0.5)
+    end = 0.25 + 10 + 0.125 + 0.5 + 0.125 + 3 + 0.5
+    assert run(timings, steps=2).step_ends == [end, 2 * end]
+
+
+def test_busy_processes_share_one_core():
+    # Two generators with a group each take twice as long, with half of the core each. Their groups
+    # are scored one at a time, in order.
+    generator = replace(GENERATOR, replicas=2, max_running=1)
+    timings = replace(TIMINGS, generator=generator, weights={}, cores=1)
+    assert run(timings, steps=1).step_ends == [20 + 1 + 2 + 1]
+    assert run(replace(timings, cores=2), steps=1).step_ends == [10 + 1 + 2 + 1]
+
+
+def test_trained_models_run_concurrently_unless_they_share_devices():
+    flow = build_dataflow((*ROLLOUT_COLUMNS, "scores", "values"))
+    score = {**TIMINGS.score, "value": ScoreTiming(1, 2, 0.5, 0.0, 0.0)}
+    train = {**TIMINGS.train, "critic": TrainTiming(1, 4.0, 0.0, 1.0)}
+    timings = replace(TIMINGS, score=score, train=train, weights={})
+    assignments = {"generate": on(0), "value": on(1), "train": on(2), "train_critic": on(3)}
+    result = run(timings, Placement(assignments), flow=flow, steps=1)
+    assert result.step_ends == [10.5 + 4 + 1]
+    result = run(timings, Placement(assignments | {"train_critic": on(2)}), flow=flow, steps=1)
+    assert result.step_ends == [10.5 + 4 + 1 + 2 + 1]
+
+
+def test_publishing_and_pulling_count_as_busy_time():
+    result = run().exclude_steps(1)
+    assert result.idle_fractions["generate"] == pytest.approx(1 - 14 / 20.5)
+    assert result.idle_fractions["reward"] == pytest.approx(1 - 0.5 / 20.5)
+    # Training and update take 3, publishing 3.
+    assert result.idle_fractions["train"] == pytest.approx(1 - 6 / 20.5)
+
+
+def test_queue_depths_are_recorded_at_every_change():
+    timings = replace(TIMINGS, generator=replace(GENERATOR, max_running=1), weights={})
+    assert run(timings, steps=1).queue_depths["generate"] == [(0.0, 1), (10.0, 0)]
+
+
+def test_invalid_scenarios_are_errors_with_a_reason():
+    with pytest.raises(ConfigError, match=r"timings\.score\.reward: missing"):
+        run(replace(TIMINGS, score={}))
+    with pytest.raises(ConfigError, match=r"timings\.train\.policy: missing"):
+        run(replace(TIMINGS, train={}))
+    with pytest.raises(ConfigError, match="micro_batch_tokens=10: must hold one rollout, 11"):
+        run(workload=replace(WORKLOAD, micro_batch_tokens=10))
+    with pytest.raises(ConfigError, match="kv_tokens=10: must be at least 11"):
+        run(replace(TIMINGS, generator=replace(GENERATOR, kv_tokens=10)))
+    with pytest.raises(ConfigError, match="steps=0"):
+        run(steps=0)
+
+
+def test_filtered_groups_are_replaced():
+    # One rollout at a time, and sampling dominates: twice as many take twice as long.
+    timings = replace(
+        TIMINGS,
+        generator=replace(GENERATOR, max_running=1),
+        score={"reward": ScoreTiming(1, 2, 0.0, 0.0, 0.0)},
+        train={"policy": TrainTiming(1, 0.0, 0.0, 0.0)},
+        weights={},
+    )
+    workload = replace(WORKLOAD, groups_per_step=20)
+    plain = run(timings, workload=workload, steps=20)
+    filtered = run(timings, workload=replace(workload, filtered_fraction=0.5), steps=20)
+    assert plain.mean_step_s == pytest.approx(200)
+    assert filtered.mean_step_s == pytest.approx(400, rel=0.15)
+    assert filtered.tokens_per_s == pytest.approx(plain.tokens_per_s / 2, rel=0.15)
+
+
+def test_filtered_groups_are_replaced_while_the_trainer_waits_for_devices():
+    # The first unfiltered group makes the trainer request the devices, which generation holds until
+    # all groups are sampled. Filtered groups are replaced as fast as on separate devices.
+    timings = replace(
+        TIMINGS,
+        generator=replace(GENERATOR, max_running=100),
+        train={"policy": TrainTiming(1, 0.0, 0.0, 0.0)},
+        weights={},
+    )
+    lengths = EmpiricalLengths.from_samples([5, 40])
+    workload = replace(WORKLOAD, groups_per_step=20, lengths=lengths, filtered_fraction=0.5)
+    together = Placement({"generate": on(0), "train": on(0)})
+    steps = [run(timings, placement, workload=workload, steps=8) for placement in (APART, together)]
+    assert steps[1].mean_step_s == pytest.approx(steps[0].mean_step_s, rel=0.02)
+
+
+def test_weights_are_published_before_the_devices_are_released():
+    # The first step is sampled until 14, scored, and trained until 41. From 24 on the second step
+    # waits for its scoring on the same device (6 s); publishing does not wait for that scoring.
+    placement = Placement({"generate": on(0), "reward": on(1), "train": on(1)}, max_staleness=1)
+    timings = replace(
+        TIMINGS,
+        generator=replace(GENERATOR, max_running=2),
+        score={"reward": ScoreTiming(1, 1, 3.0, 0.0, 0.0)},
+        train={"policy": TrainTiming(1, micro_batch_s=20.0, token_s=0.0, update_s=1.0)},
+    )
+    workload = replace(WORKLOAD, requires_whole_step=True)
+    result = run(timings, placement, workload=workload, steps=6)
+    spans = result.spans_by_process["policy"]
+    updates = [span.end_s for span in spans if span.name == "update"]
+    published = [span for span in spans if span.name == "publish"]
+    assert len(published) == len(updates) == 6
+    assert [span.start_s for span in published] == pytest.approx(updates)
+
+
+def test_cool_down_steps_do_not_count():
+    result = run_simulation(
+        FLOW, replace(APART, max_staleness=4), TIMINGS, WORKLOAD, steps=30, seed=1
+    )
+    assert (result.warm_up_steps, result.cool_down_steps) == (8, 4)
+    assert result.mean_step_s == pytest.approx((result.step_ends[25] - result.step_ends[7]) / 18)
+    assert result.exclude_steps(0).cool_down_steps == 0
+    assert result.exclude_steps(99, 99).mean_step_s == result.step_durations_s[-1]

@@ -1,0 +1,200 @@
+"""Durations of calls by hand: continuous batching in decode steps, scoring in batches, training."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.planner.problem.stage_timings import ScoreTiming, TrainTiming
+from streamrl.planner.problem.workload import (
+    EmpiricalLengths,
+    FixedLength,
+    LognormalLengths,
+    Workload,
+)
+from streamrl.planner.steady_state.call_durations import (
+    GenerationModel,
+    choose_cuts,
+    score_duration_s,
+    split_seconds,
+    train_duration,
+)
+from tests.planner.simple_costs import sampler
+
+ALL = (1.0,)
+UNBOUNDED = sampler(0.01)
+"""A decode step takes 10 ms, whatever runs."""
+
+
+def test_rollouts_of_equal_length_take_one_decode_step_per_token():
+    generation = GenerationModel(Workload(16, 1, 100, FixedLength(50)))
+    assert generation.find_completions_s(UNBOUNDED, ALL) == pytest.approx([0.5])
+
+
+def test_rollouts_beyond_the_slots_run_in_waves():
+    generation = GenerationModel(Workload(10, 1, 100, FixedLength(50)))
+    expected = pytest.approx([1.5])
+    assert generation.find_completions_s(replace(UNBOUNDED, max_running=4), ALL) == expected
+
+
+def test_full_kv_cache_preempts_the_last_rollout():
+    generation = GenerationModel(Workload(3, 1, 100, FixedLength(50)))
+    timing = replace(UNBOUNDED, kv_tokens=310, prefill_token_s=1e-3)
+    # Three prompts and three tokens of each fit. Then two rollouts run to their end; the third is
+    # preempted, prefills its 103 tokens again and samples the other 47. KV cache sizes that differ
+    # by a few tokens share a schedule.
+    assert generation.find_completions_s(timing, ALL) == pytest.approx([0.97 + 0.403], abs=0.025)
+
+
+def test_waiting_rollouts_start_as_others_end():
+    lengths = LognormalLengths(200, 0.5, 1000)
+    generation = GenerationModel(Workload(64, 1, 100, lengths))
+    (unlimited,) = generation.find_completions_s(UNBOUNDED, ALL)
+    (limited,) = generation.find_completions_s(replace(UNBOUNDED, kv_tokens=20 * 250.0), ALL)
+    # All tokens, with 20 running rollouts on average.
+    assert 0.8 * 64 / 20 * lengths.mean * 0.01 < limited < 64 / 20 * lengths.mean * 0.01 + unlimited
+
+
+def test_kv_cache_reads_grow_with_the_tokens():
+    generation = GenerationModel(Workload(8, 1, 100, FixedLength(50)))
+    timing = replace(UNBOUNDED, weights_s=0.0, kv_token_s=1e-6)
+    # 8 rollouts, each with 100 to 150 tokens, over 50 steps.
+    assert generation.find_completions_s(timing, ALL) == pytest.approx([50 * 8 * 125 * 1e-6])
+
+
+def test_decode_steps_get_faster_as_the_batch_shrinks():
+    generation = GenerationModel(Workload(2, 1, 100, EmpiricalLengths.from_samples([10, 30])))
+    timing = replace(UNBOUNDED, weights_s=0.0, rollout_s=0.01)
+    schedule = generation.find_replica_schedules(timing)[0]
+    shorter, longer = sorted(schedule.group_ends)
+    expected = shorter * 0.02 + (longer - shorter) * 0.01
+    assert schedule.compute_group_ends_s(timing).max() == pytest.approx(expected)
+
+
+def test_every_rollout_pays_its_prefill():
+    timing = replace(UNBOUNDED, prefill_token_s=1e-3, begin_s=2.0)
+    generation = GenerationModel(Workload(3, 4, 100, FixedLength(50)))
+    assert generation.find_completions_s(timing, ALL) == pytest.approx([2.0 + 12 * 0.1 + 0.5])
+
+
+def test_passing_on_groups_delays_running_rollouts():
+    timing = replace(UNBOUNDED, group_s=0.05)
+    equal = GenerationModel(Workload(12, 2, 100, FixedLength(50)))
+    assert equal.find_completions_s(timing, ALL) == pytest.approx([0.5])
+    varied = GenerationModel(Workload(12, 1, 100, EmpiricalLengths.from_samples([10, 30])))
+    (schedule,) = varied.find_replica_schedules(timing)
+    ends = np.sort(schedule.group_ends)
+    earlier = np.searchsorted(ends, ends)
+    assert np.sort(schedule.compute_group_ends_s(timing)) == pytest.approx(
+        ends * 0.01 + earlier * 0.05
+    )
+
+
+def test_replicas_divide_whole_groups():
+    generation = GenerationModel(Workload(5, 8, 100, FixedLength(50)))
+    timing = replace(UNBOUNDED, weights_s=0.0, rollout_s=1e-3)
+    # Two replicas: the busier one has 3 groups of 8.
+    expected = pytest.approx([50 * 0.024])
+    assert generation.find_completions_s(replace(timing, replicas=2), ALL) == expected
+    assert generation.find_completions_s(replace(timing, replicas=9), ALL) == pytest.approx(
+        [50 * 0.008]
+    )
+
+
+def test_greedy_rollouts_join_their_group():
+    generation = GenerationModel(Workload(4, 1, 100, FixedLength(50)), extra=1)
+    timing = replace(UNBOUNDED, weights_s=0.0, rollout_s=1e-3)
+    assert generation.find_completions_s(timing, ALL) == pytest.approx([50 * 0.008])
+
+
+def test_group_completes_with_its_longest_rollout():
+    lengths = LognormalLengths(200, 1.0, 4096)
+    ends = [
+        GenerationModel(Workload(64, size, 100, lengths)).find_completions_s(UNBOUNDED, (0.5, 1.0))
+        for size in (1, 8)
+    ]
+    assert ends[1][0] > 2 * ends[0][0]
+
+
+def test_a_replica_has_the_longest_rollout_of_the_step():
+    lengths = LognormalLengths(200, 0.5, 10**6)
+    generation = GenerationModel(Workload(1024, 1, 100, lengths))
+    longest = round(lengths.expected_longest(1024))
+    (end,) = generation.find_completions_s(replace(UNBOUNDED, replicas=64), ALL)
+    assert end == pytest.approx(longest * 0.01, rel=1e-6)
+
+
+def test_saturated_step_takes_its_part_of_a_full_batch():
+    generation = GenerationModel(Workload(16, 1, 100, FixedLength(50)))
+    timing = replace(UNBOUNDED, max_running=32)
+    # 16 rollouts of 50 tokens; 32 run at a time one step ahead, 16 on policy.
+    assert generation.estimate_saturated_step_s(timing, 1) == pytest.approx(16 * 50 * 0.01 / 32)
+    assert generation.estimate_saturated_step_s(timing, 0) == pytest.approx(16 * 50 * 0.01 / 16)
+
+
+@given(
+    groups=st.integers(1, 300),
+    size=st.integers(1, 16),
+    replicas=st.integers(1, 40),
+    kv_tokens=st.floats(1e3, 1e6),
+    sigma=st.floats(0.1, 1.5),
+)
+def test_completion_is_monotonic_and_more_kv_cache_is_never_slower(
+    groups: int, size: int, replicas: int, kv_tokens: float, sigma: float
+):
+    generation = GenerationModel(Workload(groups, size, 100, LognormalLengths(100, sigma, 4096)))
+    timing = replace(UNBOUNDED, replicas=replicas, kv_tokens=kv_tokens)
+    ends = generation.find_completions_s(timing, choose_cuts(8))
+    assert ends == sorted(ends)
+    assert (
+        generation.find_completions_s(replace(timing, kv_tokens=1e9), ALL)[-1] <= ends[-1] * 1.001
+    )
+
+
+@given(st.integers(1, 300), st.integers(1, 8), st.floats(1.0, 500.0))
+def test_schedules_decode_every_token_once(groups: int, size: int, slots: float):
+    generation = GenerationModel(Workload(groups, size, 100, FixedLength(50)))
+    timing = replace(UNBOUNDED, kv_tokens=slots * 150)
+    for schedule in generation.find_replica_schedules(timing):
+        decoded = float(np.sum(schedule.running_rollouts * np.diff(schedule.edges)))
+        assert decoded == pytest.approx(groups * size * 50)
+
+
+def test_scoring_time_counts_batches_of_groups():
+    timing = ScoreTiming(replicas=2, batch=4, batch_s=1.0, rollout_s=0.1, token_s=0.001)
+    workload = Workload(20, 2, 100, FixedLength(50))
+    # 10 groups per replica: 3 batches, 20 rollouts, 3000 tokens.
+    assert score_duration_s(timing, workload, 2) == pytest.approx(3 + 2 + 3)
+    assert score_duration_s(timing, workload, 1) == pytest.approx(3 + 1 + 1.5)
+    # Groups that arrive one by one are a batch each.
+    assert score_duration_s(timing, workload, 2, singly=True) == pytest.approx(10 + 2 + 3)
+
+
+def test_training_has_an_early_and_a_final_part():
+    timing = TrainTiming(dp_size=2, micro_batch_s=0.5, token_s=1e-3, update_s=4.0)
+    workload = Workload(20, 2, 100, FixedLength(50), epochs=3, mini_batches=2)
+    # 20 rollouts of 150 tokens per mini-batch: each rank has one micro-batch of 10.
+    duration = train_duration(timing, workload)
+    epoch = 2 * (0.5 + 1.5)
+    assert duration.passes_s == pytest.approx(epoch + 4.0)
+    assert duration.final_s == pytest.approx(2 * epoch + 5 * 4.0)
+    assert duration.micro_batches == 2
+    assert duration.total_s == pytest.approx(3 * epoch + 6 * 4.0)
+
+
+def test_round_takes_as_long_as_the_fullest_rank():
+    timing = TrainTiming(dp_size=3, micro_batch_s=0.0, token_s=1.0, update_s=0.0)
+    workload = Workload(4, 1, 5, FixedLength(5), micro_batch_tokens=20)
+    # Four rollouts, two per micro-batch; one of the two is halved, and 2, 1, 1 are one round.
+    assert train_duration(timing, workload).total_s == pytest.approx(20)
+
+
+@given(st.integers(1, 100), st.floats(0.0, 1e6))
+def test_cuts_cover_all_of_the_work(pieces: int, total: float):
+    cuts = choose_cuts(pieces)
+    assert cuts[-1] == 1.0
+    assert len(cuts) <= max(pieces + 1, 1)
+    assert math.isclose(sum(split_seconds(total, cuts)), total, abs_tol=1e-9)

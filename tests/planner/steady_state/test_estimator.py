@@ -1,0 +1,340 @@
+"""Steady-state estimates by hand: sums, maxima, and the closed form of generation ahead."""
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.dataflow import Dataflow, build_dataflow
+from streamrl.engines.models.model_shapes import load_model_shape
+from streamrl.messages import ROLLOUT_COLUMNS
+from streamrl.placement.clusters import Cluster
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.planner.problem.problem import (
+    CallMemory,
+    PlacementCosts,
+    PlacementEstimate,
+    PlacementProblem,
+    RunOptions,
+)
+from streamrl.planner.problem.stage_timings import (
+    ScoreTiming,
+    StageTimings,
+    TrainTiming,
+    WeightsTiming,
+)
+from streamrl.planner.problem.workload import FixedLength, LognormalLengths, Workload
+from streamrl.planner.steady_state.estimator import PlacementEstimator
+from streamrl.planner.steady_state.list_scheduler import JobDependency
+from streamrl.resharding.grids import RankGrid
+from tests.planner.simple_costs import SimpleCosts, sampler
+
+SMALL = load_model_shape("qwen2.5-0.5b")
+GRPO = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
+PPO = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs", "values"))
+WORKLOAD = Workload(8, 1, 100, FixedLength(100))
+"""8 rollouts with 1600 tokens in total."""
+
+
+def make_problem(dataflow: Dataflow = GRPO, workload: Workload = WORKLOAD) -> PlacementProblem:
+    roles = {call.followed_role or call.role for call in dataflow.calls} - {"generator", "reward"}
+    return PlacementProblem(
+        dataflow, dict.fromkeys(roles, SMALL), workload, Cluster.from_text("8xA100")
+    )
+
+
+GENERATOR = sampler(0.1)
+"""10 s for a step's rollouts, whatever runs beside them."""
+TIMINGS = StageTimings(
+    GENERATOR,
+    {"reference": ScoreTiming(1, 8, 3.0, 0.0, 0.0), "value": ScoreTiming(1, 8, 2.0, 0.0, 0.0)},
+    {"policy": TrainTiming(1, 4.0, 0.0, 1.0), "critic": TrainTiming(1, 2.0, 0.0, 1.0)},
+)
+"""Reference 3 s, values 2 s, policy 4 + 1 s, critic 2 + 1 s."""
+
+
+class FixedCosts:
+    """Costs with fixed timings."""
+
+    def __init__(self, timings: StageTimings = TIMINGS, reason: str = "") -> None:
+        self.timings = timings
+        self.reason = reason
+
+    @property
+    def approximate_costs(self) -> PlacementCosts:
+        return self
+
+    def predict_timings(self, placement: Placement) -> StageTimings:
+        return self.timings
+
+    def predict_memory(self, placement: Placement) -> Mapping[str, CallMemory]:
+        return {stage: CallMemory(1e9, 2e9) for stage in placement.assignments}
+
+    def explain_infeasible(self, placement: Placement) -> str:
+        return self.reason
+
+    def call_duration_s(self, stage: str, assignment: CallAssignment) -> float:
+        seconds = {"generate": 10.0, "reference": 3.0, "value": 2.0, "train": 5.0}
+        return seconds.get(stage, 3.0)
+
+    def estimate_first_rollouts_s(self, assignment: CallAssignment) -> float:
+        return self.call_duration_s("generate", assignment)
+
+
+def assign_meshes(**meshes: str) -> dict[str, CallAssignment]:
+    assignments = {}
+    for stage, text in meshes.items():
+        mesh = Mesh.from_text(text)
+        assignments[stage] = CallAssignment(mesh, RankGrid(1, 1, mesh.size))
+    return assignments
+
+
+def separate(ahead: int = 0, *, streamed: bool = False) -> Placement:
+    """Generate on devices 0 to 3; score and train on 4 to 7."""
+    calls = assign_meshes(generate="0-3", reference="4-7", train="4-7")
+    return Placement(calls, ahead, is_streamed=streamed)
+
+
+COLOCATED = Placement(assign_meshes(generate="0-7", reference="0-7", train="0-7"))
+
+
+def estimate_placement(
+    problem: PlacementProblem, placement: Placement, costs: PlacementCosts
+) -> PlacementEstimate:
+    return PlacementEstimator(problem, costs).estimate(placement)
+
+
+def estimate_step_s(
+    placement: Placement, timings: StageTimings = TIMINGS, dataflow: Dataflow = GRPO
+) -> float:
+    return estimate_placement(make_problem(dataflow), placement, FixedCosts(timings)).step_s
+
+
+def test_colocated_calls_run_in_turn():
+    assert estimate_step_s(COLOCATED) == pytest.approx(10 + 3 + 5)
+
+
+def test_steps_between_two_published_versions_wait_for_the_same_version():
+    placement = separate(1)
+    costs = FixedCosts(replace(TIMINGS, score={}))
+    # Two steps of 10 s overlap; each starts when the step before the other is trained.
+    single = estimate_placement(make_problem(), placement, costs)
+    assert (single.step_s, single.staleness_mean) == pytest.approx((7.5, 0.75))
+    # The next steps wait until both are trained, 5 s each: one is on policy, one a version behind.
+    alternate = replace(make_problem(), run_options=RunOptions(publish_every=2))
+    paired = estimate_placement(alternate, placement, costs)
+    assert (paired.step_s, paired.staleness_mean) == pytest.approx((10.0, 0.5))
+    # A pull that pauses generation for 2 s happens once in two steps, and takes 4 s to arrive.
+    slow = replace(costs.timings, weights={"generate": WeightsTiming(1.0, 5.0, 2.0)})
+    expected = pytest.approx((20.0 + 4 + 2) / 2)
+    assert estimate_placement(alternate, placement, FixedCosts(slow)).step_s == expected
+
+
+@pytest.mark.parametrize(("lag", "interval"), [(1, 1), (2, 2), (3, 2), (4, 3), (5, 3)])
+def test_dependency_finds_the_first_published_version_within_the_bound(lag: int, interval: int):
+    dependency = JobDependency(0, lag, step_interval=interval)
+    for step in range(20):
+        version = step - dependency.find_lag(step) + 1
+        assert version % interval == 0
+        assert step - lag < version <= step - lag + interval
+
+
+def test_whole_steps_on_policy_run_in_turn():
+    assert estimate_step_s(separate()) == pytest.approx(10 + 3 + 5)
+
+
+def test_one_step_ahead_takes_the_slower_part():
+    placement = separate(1)
+    fast = replace(TIMINGS, generator=replace(GENERATOR, max_running=8))
+    assert estimate_step_s(placement, fast) == pytest.approx(10)
+    slow = replace(TIMINGS, train={"policy": TrainTiming(1, 12.0, 0.0, 1.0)})
+    assert estimate_step_s(placement, slow) == pytest.approx(3 + 13)
+
+
+def test_calls_on_separate_devices_overlap():
+    calls = assign_meshes(
+        generate="0-7", reference="0-3", value="4-7", train="0-3", train_critic="4-7"
+    )
+    # Critic and reference score; the critic's devices are free first, and wait for the reference.
+    expected = pytest.approx(10 + 3 + 5)
+    assert estimate_step_s(Placement(calls, is_streamed=False), dataflow=PPO) == expected
+
+
+@pytest.mark.parametrize("ahead", range(5))
+def test_whole_steps_ahead_match_the_closed_form(ahead: int):
+    weights = {"generate": WeightsTiming(0.0, 2.0, 0.0)}
+    timings = replace(TIMINGS, weights=weights)
+    train_s, latency_s, sync_s = 3 + 5, 10.0, 2.0
+    throughput_s = 10.0 / (ahead + 1)
+    expected = max(train_s, throughput_s, (latency_s + train_s + sync_s) / (ahead + 1))
+    assert estimate_step_s(separate(ahead), timings) == pytest.approx(expected)
+
+
+def test_streamed_calls_process_groups_as_they_arrive():
+    # With a KV cache for one rollout they arrive one by one, 1.25 s apart.
+    timings = replace(TIMINGS, generator=replace(GENERATOR, max_running=1, weights_s=0.0125))
+    calls = assign_meshes(generate="0-3", reference="4-5", train="6-7")
+    unstreamed_s = estimate_step_s(Placement(calls, is_streamed=False), timings)
+    assert unstreamed_s == pytest.approx(10 + 3 + 5)
+    # All rollouts form one micro-batch, which waits for the last eighth of the scores.
+    assert estimate_step_s(Placement(calls), timings) == pytest.approx(10 + 3 / 8 + 5)
+    fine = replace(TIMINGS.train["policy"], micro_batch_s=1.0)
+    small = replace(WORKLOAD, micro_batch_tokens=400)
+    costs = FixedCosts(replace(timings, train={"policy": fine}))
+    streamed_s = estimate_placement(make_problem(workload=small), Placement(calls), costs).step_s
+    # Seven groups arrive by 8.75 s; the last two of them are scored after another 0.75 s and
+    # trained in 1 s, when the last group is scored. Training the last takes 0.5 s.
+    assert streamed_s == pytest.approx(8.75 + 0.75 + 1 + 0.5 + 1)
+
+
+def test_version_pauses_its_follower_and_waits_for_publication():
+    timings = replace(TIMINGS, weights={"generate": WeightsTiming(1.0, 2.0, 0.5)})
+    assert estimate_step_s(separate(), timings) == pytest.approx(10 + 3 + 5 + 1 + 2)
+
+
+def test_hops_add_to_the_step():
+    timings = replace(TIMINGS, hop_s=0.1)
+    assert estimate_step_s(COLOCATED, timings) == pytest.approx(18.2)
+
+
+def test_shared_cores_bound_a_step():
+    # 2 + 3 + 5 seconds of work, on one core.
+    assert estimate_step_s(separate(4), replace(TIMINGS, cores=1)) == pytest.approx(10)
+
+
+def test_infeasible_placement_has_a_reason():
+    estimate = estimate_placement(
+        make_problem(), Placement(assign_meshes(generate="0")), FixedCosts(reason="too large")
+    )
+    assert estimate.infeasible_reason == "too large"
+    assert math.isinf(estimate.step_s)
+
+
+def test_estimate_reports_idle_time_memory_and_throughput():
+    estimate = estimate_placement(make_problem(), separate(), FixedCosts())
+    assert estimate.idle["generate"] == pytest.approx(8 / 18)
+    assert estimate.idle["reference"] == pytest.approx(15 / 18)
+    assert estimate.device_idle == pytest.approx(1 - (4 * 10 + 4 * 8) / (8 * 18))
+    assert estimate.tokens_per_s == pytest.approx(800 / 18)
+    assert estimate.memory_bytes == pytest.approx(2 * 1e9 + 2e9)
+    assert estimate.staleness_mean == 0
+    assert [interval.stage for interval in estimate.timeline].count("generate") == 1
+
+
+def test_staleness_of_tokens_ahead():
+    placement = separate(1)
+    slow = replace(TIMINGS, train={"policy": TrainTiming(1, 16.0, 0.0, 1.0)})
+    # 20 s of scoring and training: the next step's rollouts are all sampled in the first 10 s.
+    assert estimate_placement(
+        make_problem(), placement, FixedCosts(slow)
+    ).staleness_mean == pytest.approx(1)
+    estimate = estimate_placement(make_problem(), placement, FixedCosts())
+    assert 0 < estimate.staleness_mean < 1
+
+
+def test_generation_ahead_loses_on_few_devices():
+    cluster = Cluster.from_text("2xA100")
+    small = PlacementProblem(GRPO, {"policy": SMALL, "reference": SMALL}, WORKLOAD, cluster)
+    heavy = replace(small, workload=Workload(1024, 1, 100, FixedLength(1000)))
+    colocated = Placement(assign_meshes(generate="0-1", reference="0-1", train="0-1"))
+    ahead = Placement(assign_meshes(generate="0", reference="1", train="1"), 1)
+    step_times = [
+        estimate_placement(heavy, placement, SimpleCosts(heavy)).step_s
+        for placement in (colocated, ahead)
+    ]
+    assert step_times[0] < step_times[1]
+
+
+MESHES = ("0-7", "0-3", "4-7", "0-1", "2-3", "4-5", "6", "7")
+
+
+@given(
+    meshes=st.tuples(*[st.sampled_from(MESHES)] * 5),
+    ahead=st.integers(0, 3),
+    streamed=st.booleans(),
+    seconds=st.tuples(*[st.floats(0.1, 20.0)] * 5),
+    pause=st.floats(0.0, 1.0),
+)
+def test_devices_are_exclusive_and_staleness_is_within_the_bound(
+    meshes: tuple[str, ...], ahead: int, streamed: bool, seconds: tuple[float, ...], pause: float
+):
+    stages = ("generate", "reference", "value", "train", "train_critic")
+    placement = Placement(assign_meshes(**dict(zip(stages, meshes, strict=True))), ahead, streamed)
+    timings = StageTimings(
+        replace(GENERATOR, weights_s=seconds[0] / 100, max_running=4),
+        {
+            "reference": ScoreTiming(1, 8, seconds[1], 0.0, 0.0),
+            "value": ScoreTiming(1, 8, seconds[2], 0.0, 0.0),
+        },
+        {
+            "policy": TrainTiming(1, seconds[3] / 4, 0.0, 0.5),
+            "critic": TrainTiming(1, seconds[4] / 4, 0.0, 0.5),
+        },
+        {"generate": WeightsTiming(0.1, 1.0, pause), "value": WeightsTiming(0.1, 0.5, 0.0)},
+    )
+    lengths = LognormalLengths(80, 0.5, 400)
+    workload = Workload(16, 1, 100, lengths, micro_batch_tokens=700)
+    estimate = estimate_placement(make_problem(PPO, workload), placement, FixedCosts(timings))
+    assert 0 <= estimate.staleness_mean <= ahead
+    assert 0 <= estimate.device_idle <= 1
+    for device in range(8):
+        busy = sorted(
+            (interval.start_s, interval.end_s)
+            for interval in estimate.timeline
+            if device in placement.assignments[interval.stage].mesh.devices
+        )
+        for (_, end), (start, _) in itertools.pairwise(busy):
+            assert start >= end - 1e-6
+        assert sum(end - start for start, end in busy) <= estimate.step_s * (1 + 1e-6)
+
+
+@given(ahead=st.integers(0, 4), train=st.floats(0.5, 30.0))
+def test_step_takes_at_least_the_load_of_the_busiest_devices(ahead: int, train: float):
+    timings = replace(TIMINGS, train={"policy": TrainTiming(1, train, 0.0, 1.0)})
+    assert estimate_step_s(separate(ahead, streamed=True), timings) >= (3 + train + 1) * (1 - 1e-6)
+
+
+def test_estimator_caches_step_times():
+    estimator = PlacementEstimator(make_problem(), FixedCosts())
+    assert estimator.estimate_step_s(COLOCATED) == estimator.estimate_step_s(COLOCATED)
+    assert [seconds for _, seconds in estimator.iter_estimated()] == [pytest.approx(18)]
+    assert math.isinf(estimator.estimate_step_s(replace(COLOCATED, max_staleness=1), limit_s=1.0))
+
+
+def test_ahead_replacements_of_filtered_groups_overlap():
+    # 8 rollouts fill the replica; 16 take twice as long.
+    timing, placement = replace(GENERATOR, max_running=8), Placement({}, max_staleness=1)
+    ends = []
+    for fraction in (0.0, 0.5):
+        filtered_problem = make_problem(workload=replace(WORKLOAD, filtered_fraction=fraction))
+        generation = PlacementEstimator(
+            filtered_problem, SimpleCosts(filtered_problem)
+        ).select_generation(placement)
+        ends.append(generation.find_completions_s(timing, (1.0,))[-1])
+    assert ends[1] == pytest.approx(2 * ends[0])
+
+
+def test_on_policy_replacements_follow_filtered_groups():
+    filtered_problem = make_problem(
+        workload=replace(WORKLOAD, groups_per_step=64, filtered_fraction=0.5)
+    )
+    generation = PlacementEstimator(
+        filtered_problem, SimpleCosts(filtered_problem)
+    ).select_generation(Placement({}))
+    unlimited = replace(GENERATOR, max_running=10**6)
+    # Half of the groups are kept at once; of 64 chains the longest has 7.3 groups on average,
+    # however much KV cache exists. Half a second passes before each group but the first.
+    ahead = PlacementEstimator(filtered_problem, SimpleCosts(filtered_problem)).select_generation(
+        Placement({}, max_staleness=1)
+    )
+    first = ahead.find_completions_s(unlimited, (1.0,))[-1]
+    half, last = generation.find_completions_s(unlimited, (0.5, 1.0))
+    assert half == pytest.approx(first, rel=0.05)
+    assert last == pytest.approx(7.3 * first, rel=0.1)
+    expected = pytest.approx(last + 6.3 * 0.5, rel=0.1)
+    assert generation.find_completions_s(unlimited, (0.5, 1.0), link_s=0.5)[-1] == expected

@@ -1,0 +1,336 @@
+"""Conversion between a config, a planner problem and a placement."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.config.run_config import RunConfig, load_config
+from streamrl.dataflow import CallKind
+from streamrl.engines.trainer_config import LIVE_ELEMENTS
+from streamrl.errors import ConfigError
+from streamrl.placement.clusters import Cluster
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.planner.costs.constants import CostConstants
+from streamrl.planner.costs.cost_model import CostModel
+from streamrl.planner.problem.problem import CallMemory, RunOptions
+from streamrl.planner.problem.workload import FixedLength
+from streamrl.planner.to_placement import (
+    apply_placement,
+    build_run_placement,
+    configure_for_cluster,
+    find_pools,
+    make_split_rules,
+)
+from streamrl.planner.to_planner_problem import (
+    PlannerRequest,
+    build_planner_problem,
+    build_run_constants,
+)
+from streamrl.resharding.grids import RankGrid
+from tests.planner.notations import placement_from_meshes, placement_from_ratios
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SIZES = {"policy": "llama-7b", "critic": "llama-7b", "reference": "llama-7b"}
+
+
+def recipe(name: str, *overrides: str) -> RunConfig:
+    return load_config(CONFIGS / f"{name}_arithmetic.yaml", overrides)
+
+
+def test_a_problem_has_the_workload_and_the_named_models():
+    cluster = Cluster.from_text("8xA100")
+    problem = build_planner_problem(recipe("ppo"), cluster, PlannerRequest(20, SIZES))
+    assert problem.workload.num_rollouts == 256
+    assert problem.workload.num_updates == 4
+    assert problem.workload.requires_whole_step
+    assert problem.workload.lengths == FixedLength(12)
+    # The reward is rule-based: no model, no devices.
+    assert problem.placed_stages == ["generate", "reference", "value", "train", "train_critic"]
+    assert problem.models["critic"].has_scalar_head
+    judged = build_planner_problem(
+        recipe("ppo"), cluster, PlannerRequest(20, {**SIZES, "reward": "qwen2.5-0.5b"})
+    )
+    assert "reward" in judged.placed_stages
+    # The plan's options equal the run's.
+    publishing_every_2 = recipe("ppo", "placement.slice_s=0.2", "weights.publish_every=2")
+    problem = build_planner_problem(publishing_every_2, cluster, PlannerRequest(20, SIZES))
+    assert problem.run_options == RunOptions(slice_s=0.2, publish_every=2)
+    ema_reference = recipe("grpo", "algorithm.kl_coef=0.1", "reference.every=3")
+    models = {role: SIZES[role] for role in ("policy", "reference")}
+    problem = build_planner_problem(ema_reference, cluster, PlannerRequest(20, models))
+    assert problem.run_options.reference_every == 3
+
+
+def test_lora_is_planned_as_adapters_on_frozen_layers():
+    config = recipe("ppo", "trainer.lora_rank=16", "critic.trainer={lora_rank: 0}")
+    problem = build_planner_problem(config, Cluster.from_text("8xA100"), PlannerRequest(20, SIZES))
+    models = problem.models
+    assert 0 < models["policy"].adapter_params < 0.01 * models["policy"].num_params
+    assert not models["critic"].adapter_params
+    rules = make_split_rules(config, problem)
+    calls = {call.role: call for call in config.dataflow.calls if call.kind is CallKind.TRAIN}
+    assert rules(calls["policy"], RankGrid(1, 2, 2)) == ()
+    assert rules(calls["policy"], RankGrid(1, 1, 4)) and rules(calls["critic"], RankGrid(1, 2, 2))
+
+
+GIB = 1 << 30
+MEASURED_GIB = {
+    # Micro-batch tokens, gradient checkpointing, offload of the optimizer: peak on a GPU.
+    ("qwen2.5-1.5b", 4096, False, False): 41.0,
+    ("qwen2.5-1.5b", 16384, False, False): 74.3,
+    # Here the update has the peak.
+    ("qwen2.5-1.5b", 4096, True, False): 34.6,
+    ("qwen2.5-1.5b", 32768, True, False): 34.6,
+    ("qwen2.5-1.5b", 16384, True, True): 16.8,
+    ("qwen2.5-3b", 4096, True, False): 69.0,
+}
+"""Of ZeRO 1 in bfloat16: docs/gpus.md."""
+COUNTED_GIB = {
+    ("qwen2.5-7b", 16384, True): 9.3,
+    ("qwen2.5-7b", 16384, "offload"): 6.3,
+    ("qwen2.5-32b", 32768, True): 28.7,
+    ("qwen2.5-32b", 32768, "offload"): 8.7,
+}
+"""Peaks beside the parameters, whose gradients are freed as ZeRO 3 does: docs/gpus.md."""
+
+
+def predict_training_memory(model: str, tokens: int, zero_stage: int, **trainer: Any) -> CallMemory:
+    """Return the memory of a trainer on a GPU, for micro-batches of `tokens`."""
+    settings = [f"trainer.{name}={str(value).lower()}" for name, value in trainer.items()]
+    config = recipe("grpo", f"pipeline.micro_batch_tokens={tokens}", *settings)
+    models = dict.fromkeys(config.dataflow.calls_by_role, model)
+    models = {role: name for role, name in models.items() if role in SIZES}
+    problem = build_planner_problem(
+        config, Cluster.from_text("8x8xH100"), PlannerRequest(20, models, FixedLength(tokens))
+    )
+    costs = CostModel(problem, build_run_constants(config, CostConstants(), on_gpu=True))
+    size = 64 if zero_stage == 3 else 1
+    train = CallAssignment(Mesh(0, size), RankGrid(1, 1, size), zero_stage)
+    return costs.predict_memory(Placement({"train": train}))["train"]
+
+
+@pytest.mark.parametrize("case", MEASURED_GIB, ids=str)
+def test_planned_memory_of_training_is_as_measured_on_a_gpu(case: tuple[str, int, bool, bool]):
+    model, tokens, checkpointing, offload = case
+    planned = predict_training_memory(
+        model, tokens, 1, gradient_checkpointing=checkpointing, offload_optimizer=offload
+    )
+    assert planned.peak_bytes / GIB == pytest.approx(MEASURED_GIB[case], rel=0.05)
+
+
+def test_constants_of_a_user_keep_their_memory():
+    own = CostConstants(update_bytes=7, mlp_bytes=3.0, logit_tokens=10, gathered_params=5)
+    constants = build_run_constants(recipe("grpo"), own, on_gpu=True)
+    assert (constants.update_bytes, constants.mlp_bytes) == (7, 3.0)
+    assert (constants.logit_tokens, constants.gathered_params) == (10, 5)
+    assert constants.raw_gradient_bytes == constants.weight_bytes
+
+
+@pytest.mark.parametrize("case", COUNTED_GIB, ids=str)
+def test_planned_activations_are_as_counted(case: tuple[str, int, bool | str]):
+    model, tokens, checkpointing = case
+    planned = predict_training_memory(model, tokens, 3, gradient_checkpointing=checkpointing)
+    gathered = 2 * LIVE_ELEMENTS / GIB
+    assert 0.95 < (planned.active_bytes / GIB - gathered) / COUNTED_GIB[case] < 1.3
+
+
+def test_too_many_concurrent_rollouts_for_the_planner_name_the_setting():
+    many = recipe("grpo", "generator.max_concurrent_rollouts=2000000")
+    with pytest.raises(
+        ConfigError, match=r"^generator\.max_concurrent_rollouts=2000000: the planner supports"
+    ):
+        build_run_constants(many, CostConstants(), on_gpu=True)
+    assert build_run_constants(recipe("grpo"), CostConstants(), on_gpu=True).max_running == 512
+
+
+def test_micro_batches_kv_cache_and_longest_rollout_come_from_the_run():
+    overrides = ["pipeline.micro_batch_tokens=8192", "generator.kv_cache_mb=3"]
+    judged = "rewards=[{kind: model, path: some/judge, batch_tokens: 100}]"
+    models = {**SIZES, "reward": "qwen2.5-0.5b"}
+    request = PlannerRequest(20, models, FixedLength(5), max_prompt_tokens=30)
+    problem = build_planner_problem(
+        recipe("ppo", *overrides, judged), Cluster.from_text("8xA100"), request
+    )
+    assert problem.score_tokens == {"reward": 100, "reference": 8192, "value": 8192}
+    assert problem.kv_cache_bytes == 3 << 20
+    # The lengths have 5 tokens, but an engine reserves the 12 that the config allows.
+    assert problem.workload.max_rollout_tokens == 30 + 12
+
+
+def test_split_rules_exclude_layouts_that_training_cannot_run():
+    config, cluster = recipe("grpo"), Cluster.from_text("8xH100")
+    calls = {call.kind: call for call in config.dataflow.calls}
+    for model, ranks, trains, serves in (
+        ("llama-7b", 8, True, True),
+        ("qwen2.5-7b", 2, True, True),
+        ("qwen2.5-72b", 8, True, True),
+        ("qwen3-8b", 2, True, True),
+        ("qwen2.5-7b", 7, False, False),
+        # Two key/value heads: two ranks can replicate them for serving, but not for training.
+        ("qwen2.5-3b", 4, False, True),
+    ):
+        rules = make_split_rules(
+            config, build_planner_problem(config, cluster, PlannerRequest(20, {"policy": model}))
+        )
+        assert bool(rules(calls[CallKind.TRAIN], RankGrid(1, ranks, 1))) == trains, model
+        assert bool(rules(calls[CallKind.GENERATE], RankGrid(1, ranks, 1))) == serves, model
+
+
+@pytest.mark.parametrize(("dp_size", "stages"), [(4, (0, 3)), (3, (0,))])
+def test_experts_of_a_rank_are_sharded_by_numbers_that_divide_them(
+    dp_size: int, stages: tuple[int, ...]
+):
+    config, cluster = recipe("grpo"), Cluster.from_text("8xH100")
+    request = PlannerRequest(20, {"policy": "qwen3-30b-a3b"})  # 128 experts
+    rules = make_split_rules(config, build_planner_problem(config, cluster, request))
+    train = next(call for call in config.dataflow.calls if call.kind is CallKind.TRAIN)
+    assert rules(train, RankGrid(1, 2, dp_size)) == stages
+
+
+BFLOAT16 = "trainer.dtype=bfloat16"
+FSDP2 = ("trainer.backend=torch", "trainer.world_size=2", "trainer.zero_stage=3")
+
+
+@pytest.mark.parametrize(
+    ("settings", "tp_size", "dp_size", "stages"),
+    [
+        ((BFLOAT16,), 2, 1, (0,)),
+        ((BFLOAT16,), 2, 2, (0, 3)),
+        ((BFLOAT16,), 1, 4, (1, 3)),
+        ((BFLOAT16, *FSDP2), 1, 4, (3,)),
+        ((BFLOAT16, *FSDP2), 1, 1, ()),
+        (FSDP2, 1, 4, (0, 3)),
+    ],
+)
+def test_bfloat16_is_planned_wherever_the_trainer_keeps_master_weights(
+    settings: tuple[str, ...], tp_size: int, dp_size: int, stages: tuple[int, ...]
+):
+    config = recipe("grpo", *settings)
+    request = PlannerRequest(20, {"policy": "qwen2.5-7b"})
+    problem = build_planner_problem(config, Cluster.from_text("8xH100"), request)
+    (call,) = (call for call in config.dataflow.calls if call.kind is CallKind.TRAIN)
+    grid = RankGrid(1, tp_size, dp_size)
+    assert make_split_rules(config, problem)(call, grid) == stages
+    for stage in stages:
+        placement = Placement(
+            {
+                "generate": CallAssignment(Mesh(4, 4), RankGrid(1, 1, 4)),
+                "train": CallAssignment(Mesh(0, grid.num_ranks), grid, stage),
+            },
+            1,
+        )
+        trainer = apply_placement(config, placement).trainer
+        assert (trainer.dtype, trainer.zero_stage) == (config.trainer.dtype, stage)
+
+
+def test_configure_for_cluster_joins_ray_or_sizes_the_object_store():
+    config = recipe("grpo", "pipeline.groups_per_step=4096")
+    one_node = configure_for_cluster(config, Cluster.from_text("8xH100"), longest_tokens=30_000)
+    assert one_node.placement.address == "" and one_node.placement.object_store_mb > 20_000
+    two_nodes = configure_for_cluster(config, Cluster.from_text("2x8xH100"), longest_tokens=30_000)
+    assert two_nodes.placement.address == "auto"
+    addressed = recipe("grpo", "placement.address=10.0.0.1:6379")
+    assert (
+        configure_for_cluster(addressed, Cluster.from_text("2x8xH100"), longest_tokens=30_000)
+        == addressed
+    )
+
+
+def test_a_model_of_unknown_size_is_refused():
+    cluster = Cluster.from_text("8xA100")
+    with pytest.raises(ConfigError, match="--model critic=llama-7b: the run has models of"):
+        build_planner_problem(recipe("grpo"), cluster, PlannerRequest(20, SIZES))
+    nowhere = recipe("grpo", "model.path=no/where")
+    with pytest.raises(ConfigError, match="choose another with streamrl plan --model policy=NAME"):
+        build_planner_problem(nowhere, cluster, PlannerRequest(20))
+
+
+ROLES = ("policy", "critic", "reference")
+
+
+def test_a_pool_share_below_the_minimum_is_not_configurable():
+    dataflow = recipe("grpo").dataflow
+    meshes = {"generate": ("0-0", "1-1-1"), "train": ("0-1023", "1-1-1024")}
+    assert find_pools(dataflow, placement_from_meshes(meshes)) is not None
+    meshes["train"] = ("0-2047", "1-1-2048")
+    assert find_pools(dataflow, placement_from_meshes(meshes)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("grpo", ()),
+        ("grpo", ("generator.replicas=3", "trainer.world_size=2", "trainer.zero_stage=2")),
+        ("grpo", ("generator.tensor_parallel=2", "generator.replicas=2")),
+        ("grpo", ("placement.mode=colocated", "trainer.world_size=2")),
+        (
+            "grpo",
+            (
+                *("placement.mode=colocated", "trainer.world_size=4", "trainer.backend=torch"),
+                *("trainer.tensor_parallel=4", "generator.tensor_parallel=2"),
+                "trainer.zero_stage=3",
+            ),
+        ),
+        ("ppo", ()),
+        ("ppo", ("placement.mode=split", "trainer.world_size=2", "critic.trainer.world_size=2")),
+        ("ppo", ("placement.mode=shadow", "reference.replicas=2", "critic.replicas=2")),
+        ("ppo", ("placement.mode=colocated", "trainer.world_size=2", "pipeline.max_staleness=3")),
+        ("ppo", ("placement.mode=interleaving", "trainer.world_size=2")),
+        (
+            "ppo",
+            (
+                "placement.mode=mixed",
+                "placement.pools=[{policy: 1, generator: 1}, {reference: 0.5, value: 0.5}]",
+                "trainer.world_size=2",
+            ),
+        ),
+    ],
+)
+def test_apply_placement_inverts_build_run_placement(name: str, overrides: tuple[str, ...]):
+    config = recipe(name, *overrides)
+    placement = build_run_placement(config, ROLES)
+    applied = apply_placement(recipe(name), placement)
+    assert applied.trainer.world_size == config.trainer.world_size
+    assert applied.generator.tensor_parallel == config.generator.tensor_parallel
+    assert applied.placement.is_hybrid == config.placement.is_hybrid
+    assert build_run_placement(applied, ROLES) == placement
+
+
+def test_overlapping_roles_become_mixed_pools():
+    pools = [{"policy": 1.0, "generator": 1.0}, {"critic": 1.0, "reference": 0.5, "value": 0.5}]
+    placement = placement_from_ratios(recipe("ppo").dataflow, pools, [4, 2])
+    config = apply_placement(recipe("ppo"), placement)
+    assert config.placement.mode == "mixed"
+    assert config.placement.pools == pools
+    assert config.critic.trainer["world_size"] == 2
+    # Named modes need no pools: reference replicas occupy the first devices of the actor.
+    named = placement_from_ratios(
+        recipe("ppo").dataflow,
+        [{**pools[0], "reference": 0.5}, {"critic": 1.0, "value": 1.0}],
+        [4, 2],
+    )
+    assert apply_placement(recipe("ppo"), named).placement.mode == "split"
+
+
+def _grpo(generate: tuple[str, str], train: tuple[str, str]) -> Placement:
+    return placement_from_meshes({"generate": generate, "train": train})
+
+
+@pytest.mark.parametrize(
+    ("placement", "message"),
+    [
+        (_grpo(("0-3", "1-1-4"), ("4-7", "2-1-2")), "does not support pipeline parallelism"),
+        (_grpo(("0-3", "1-1-4"), ("4-7", "1-2-2")), "ZeRO 1 does not support tensor parallelism"),
+        # A generator on shared devices is either split over trainer ranks or unsplit.
+        (
+            _grpo(("0-3", "1-2-2"), ("0-1", "1-1-2")),
+            "no placement mode or pools of roles give these devices",
+        ),
+    ],
+)
+def test_an_unsupported_placement_names_the_call(placement: Placement, message: str):
+    with pytest.raises(ConfigError) as caught:
+        apply_placement(recipe("grpo"), placement)
+    assert message in str(caught.value)

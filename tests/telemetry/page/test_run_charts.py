@@ -1,0 +1,166 @@
+"""Charts of the run page: Plotly takes them, and they show the run's numbers."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.telemetry.chrome_trace import TRACE_FILE, read_recent_spans
+from streamrl.telemetry.page.chart import Chart
+from streamrl.telemetry.page.event_chart import draw_events
+from streamrl.telemetry.page.page import draw_shared_charts
+from streamrl.telemetry.page.run_charts import draw_run_charts
+from streamrl.telemetry.page.run_record import RunReader, RunRecord
+from streamrl.telemetry.page.step_bins import StepBins, to_shares
+from tests.telemetry.page.recorded_run import write_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
+    return RunReader(write_run(tmp_path_factory.mktemp("runs") / "run")).read()
+
+
+@pytest.fixture(scope="module")
+def charts(run: RunRecord) -> dict[str, Chart]:
+    spans = read_recent_spans(run.run_dir / TRACE_FILE)
+    drawn = [*draw_shared_charts([run]), *draw_run_charts(run, spans)]
+    return {chart.chart_id: chart for chart in drawn}
+
+
+def test_a_run_has_every_chart_that_it_has_measurements_for(charts: dict[str, Chart]) -> None:
+    assert list(charts) == [
+        *("reward", "throughput", "lengths", "entropy", "kl", "grad_norm", "critic", "filter"),
+        *("queue", "staleness", "idle"),
+        *("step_time", "weights", "ledger", "events", "timeline"),
+    ]
+
+
+def test_plotly_takes_every_chart(charts: dict[str, Chart]) -> None:
+    for chart in charts.values():
+        go.Figure(data=list(chart.traces), layout=dict(chart.layout))
+
+
+def get_trace(chart: Chart, name: str) -> Any:
+    (trace,) = (trace for trace in chart.traces if trace.get("name") == name)
+    return trace
+
+
+def test_the_charts_show_the_numbers_of_the_run(charts: dict[str, Chart], run: RunRecord) -> None:
+    assert get_trace(charts["reward"], "reward")["y"] == pytest.approx(
+        [0.1 * i for i in range(1, 7)]
+    )
+    assert get_trace(charts["reward"], "evaluation, mean_at_k")["x"] == [0, 3, 6]
+    assert get_trace(charts["queue"], "train")["y"] == [step + 2 for step in range(1, 7)]
+    heat = get_trace(charts["staleness"], "tokens")
+    assert np.array(heat["z"])[:, 1] == pytest.approx([100 / 122, 20 / 122, 2 / 122], abs=1e-4)
+    (idle,) = charts["idle"].traces
+    assert idle["y"] == ["generate", "reward", "reference", "train"]
+    assert [row[0] for row in idle["z"]] == [0.0, 0.25, 0.5, 0.75]
+    assert get_trace(charts["step_time"], "generate")["y"] == [2.0] * 6
+    (flow,) = charts["ledger"].traces
+    assert flow["link"]["value"] == [10, 2, 1, 7]
+    assert flow["node"]["label"][3] == "dropped: reward_error (1)"
+
+
+def test_events_lie_at_their_step_and_cannot_write_markup(charts: dict[str, Chart]) -> None:
+    (died,) = charts["events"].traces
+    assert died["x"] == pytest.approx([3.0])
+    assert died["text"] == ["died<br>actor: generator-0<br>reason: &lt;b&gt;killed&lt;/b&gt;"]
+
+
+def test_charts_over_steps_mark_the_death_of_an_actor(charts: dict[str, Chart]) -> None:
+    for chart in charts.values():
+        if chart.has_step_axis:
+            (line,) = chart.layout["shapes"]
+            assert line["x0"] == line["x1"] == pytest.approx(3.0), chart.chart_id
+    assert "shapes" not in charts["ledger"].layout
+
+
+def test_the_time_line_has_the_last_three_steps(charts: dict[str, Chart]) -> None:
+    generate = get_trace(charts["timeline"], "generate")
+    assert generate["base"] == pytest.approx([0.0, 2.0, 4.0])
+    assert generate["x"] == pytest.approx([1.5] * 3)
+    assert generate["y"] == ["generator-0"] * 3
+
+
+@pytest.mark.parametrize(("rows", "title"), [(1, "The last step"), (2, "The last 2 steps")])
+def test_the_time_line_of_a_short_run_has_all_its_steps(
+    tmp_path: Path, rows: int, title: str
+) -> None:
+    run = RunReader(write_run(tmp_path / "run", num_steps=rows)).read()
+    chart = draw_run_charts(run, read_recent_spans(run.run_dir / TRACE_FILE))[-1]
+    assert chart.title == title
+    lines = [shape["x0"] for shape in chart.layout["shapes"] if shape["type"] == "line"]
+    assert lines == pytest.approx([2.0 * i for i in range(rows + 1)])
+
+
+def test_a_step_ends_before_its_evaluation() -> None:
+    rows: list[dict[str, float | None]] = [
+        {"step": 1, "time": 10.0, "time/step_s": 4.0, "time/evaluate_s": None},
+        {"step": 2, "time": 17.0, "time/step_s": 4.0, "time/evaluate_s": None},
+        {"step": 3, "time": 21.0, "time/step_s": 7.0, "time/evaluate_s": 3.0},
+    ]
+    run = RunRecord("mine", Path("mine"), "", rows)
+    assert run.step_bounds.tolist() == [6.0, 10.0, 14.0, 21.0]
+
+
+def test_resumes_and_interruptions_are_events() -> None:
+    events = [
+        {"time": 1.0, "event": "machine"},
+        {"time": 2.0, "event": "close", "outcome": "interrupted"},
+        {"time": 3.0, "event": "machine"},
+        {"time": 4.0, "event": "close", "outcome": "finished"},
+    ]
+    run = RunRecord("mine", Path("mine"), "", [{"step": 1, "time": 4.0}], events)
+    chart = draw_events(run)
+    assert chart and [trace["name"] for trace in chart.traces] == ["interrupted", "resumed"]
+
+
+def test_several_runs_share_a_chart(tmp_path: Path) -> None:
+    runs = [RunReader(write_run(tmp_path / name)).read() for name in ("first", "second")]
+    reward, *_ = draw_shared_charts(runs)
+    names = [trace["name"] for trace in reward.traces]
+    assert "first: reward" in names
+    assert "second: reward" in names
+    colors = {trace["line"]["color"] for trace in reward.traces}
+    assert len(colors) >= 2
+
+
+def test_a_run_without_steps_has_no_charts(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", num_steps=0)
+    run = RunReader(folder).read()
+    assert draw_run_charts(run, []) == []
+
+
+def test_a_long_run_has_a_bounded_number_of_points(tmp_path: Path) -> None:
+    run = RunReader(write_run(tmp_path / "run", num_steps=2500)).read()
+    for chart in [*draw_shared_charts([run]), *draw_run_charts(run, [])]:
+        for trace in chart.traces:
+            assert len(trace.get("x", ())) <= 900
+
+
+@given(
+    st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), min_size=1, max_size=60),
+    st.integers(1, 20),
+)
+def test_bins_keep_the_mean_of_what_was_measured(values: list[float | None], max_bins: int) -> None:
+    column = np.array([np.nan if value is None else value for value in values])
+    bins = StepBins.from_steps(np.arange(1, len(values) + 1), max_bins=max_bins)
+    averages = bins.average(column)
+    assert len(averages) == len(bins.last_steps) == len(bins.labels) <= max_bins
+    assert bins.last_steps[-1] == len(values)
+    ends = [*bins.starts[1:].tolist(), len(values)]
+    for start, end, mean in zip(bins.starts.tolist(), ends, averages, strict=True):
+        known = [value for value in values[start:end] if value is not None]
+        if known:
+            assert mean == pytest.approx(sum(known) / len(known), abs=1e-6)
+        else:
+            assert mean is None
+
+
+def test_shares_of_a_row_without_tokens_are_unknown() -> None:
+    assert to_shares(np.array([[1.0, 3.0], [0.0, 0.0]])) == [[0.25, 0.75], [None, None]]

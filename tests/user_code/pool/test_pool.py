@@ -1,0 +1,294 @@
+"""Worker pools with failing calls, in real processes."""
+
+import asyncio
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+
+from streamrl.errors import ConfigError
+from streamrl.user_code.pool import pool as pool_module
+from streamrl.user_code.pool.pool import (
+    WorkerCrashError,
+    WorkerError,
+    WorkerMemoryError,
+    WorkerPool,
+    WorkerPoolSettings,
+    WorkerTimeoutError,
+)
+from streamrl.user_code.pool.process import WorkerProcess
+from tests.descendants import descendants
+
+TARGET = "tests.user_code.pool.handlers:serve"
+ASYNC_TARGET = "tests.user_code.pool.handlers:serve_async"
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+async def pool():
+    """Create pools; close them at the end and check that no process is left."""
+    before, pools = descendants(), []
+
+    def make(at_load="", *, target=TARGET, timeout_s=30.0, memory_bytes=16 << 30, concurrency=1):
+        settings = WorkerPoolSettings(
+            2, concurrency, timeout_s=timeout_s, memory_bytes=memory_bytes
+        )
+        pools.append(WorkerPool("troubled", target, at_load, settings))
+        return pools[-1]
+
+    yield make
+    for worker_pool in pools:
+        await worker_pool.close()
+    assert not descendants() - before
+
+
+async def wait_until_exited(pids, *, within_s=15.0):
+    deadline = time.monotonic() + within_s
+    while remaining := [pid for pid in pids if psutil.pid_exists(pid)]:
+        assert time.monotonic() < deadline, f"still running: {remaining}"
+        await asyncio.sleep(0.02)
+
+
+async def test_failures_name_their_cause_and_other_calls_succeed(pool):
+    workers = pool(timeout_s=8.0, memory_bytes=256 << 20)
+    await workers.start()
+    expected_errors = {
+        "hang": WorkerTimeoutError,
+        "crash": WorkerCrashError,
+        "leak": WorkerMemoryError,
+    }
+    requests = [("square", n) for n in range(60)] + [("slow", n) for n in range(6)]
+    requests += [(operation, 0) for operation in expected_errors for _ in range(2)]
+    random.Random(5).shuffle(requests)
+    calls = [workers.call(request) for request in requests]
+    responses = await asyncio.gather(*calls, return_exceptions=True)
+    for (operation, number), result in zip(requests, responses, strict=True):
+        if operation in expected_errors:
+            assert type(result) is expected_errors[operation], (operation, result)
+        else:
+            assert result == number * number
+    assert workers.kill_counts == Counter(timeout=2, crash=2, memory=2)
+
+
+@pytest.mark.slow
+async def test_hanging_calls_do_not_slow_down_quick_calls(pool):
+    workers = pool()
+    await workers.start()
+
+    async def measure_call_times():
+        times = []
+        for n in range(20):
+            started = time.monotonic()
+            assert await workers.call(("work", n)) == n
+            times.append(time.monotonic() - started)
+        return times
+
+    baseline = statistics.median(await measure_call_times())
+    hung = [asyncio.create_task(workers.call(("hang", 0))) for _ in range(2)]
+    under_load = statistics.median(await measure_call_times())
+    assert not any(task.done() for task in hung)
+    # Less than MONITOR_INTERVAL_S, the delay if calls had to wait for the straggler check.
+    assert under_load < baseline + 0.4
+    await workers.close()
+    for end in await asyncio.gather(*hung, return_exceptions=True):
+        assert isinstance(end, WorkerCrashError)
+
+
+async def test_a_timeout_kills_the_child_processes_of_the_worker(pool, tmp_path):
+    workers = pool(timeout_s=8.0)
+    await workers.start()
+    pid_file = tmp_path / "pids"
+    with pytest.raises(WorkerTimeoutError, match="no result in 8 s"):
+        await workers.call(("breed", str(pid_file)))
+    pids = [int(pid) for pid in pid_file.read_text().split()]
+    assert len(pids) == 50
+    await wait_until_exited(pids)
+    assert await workers.call(("square", 4)) == 16
+
+
+async def test_workers_die_when_the_host_process_is_killed(tmp_path):
+    pid_file = tmp_path / "pids"
+    code = (
+        "import asyncio\n"
+        "from streamrl.user_code.pool.pool import WorkerPool, WorkerPoolSettings\n"
+        "async def main():\n"
+        f"    pool = WorkerPool('x', {TARGET!r}, '', WorkerPoolSettings(1, 1, 60.0, 16 << 30))\n"
+        "    await pool.start()\n"
+        f"    await pool.call(('breed', {str(pid_file)!r}))\n"
+        "asyncio.run(main())\n"
+    )
+    host = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    deadline = time.monotonic() + 60
+    while not pid_file.exists():
+        assert host.poll() is None and time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+    child_pids = [process.pid for process in psutil.Process(host.pid).children(recursive=True)]
+    assert set(map(int, pid_file.read_text().split())) < set(child_pids)
+    os.kill(host.pid, signal.SIGKILL)
+    host.wait()
+    await wait_until_exited(child_pids)
+
+
+async def test_a_worker_that_fails_to_load_raises_at_start_and_in_calls(pool, capfd):
+    for workers in (
+        pool("", target="tests.user_code.pool.nowhere:serve"),
+        pool(7, target=TARGET + "r"),
+    ):
+        with pytest.raises(WorkerCrashError, match="worker process exited with code 1"):
+            await workers.start()
+        with pytest.raises(WorkerCrashError, match="worker does not start: worker process exited"):
+            await workers.call(("square", 2))
+    error = capfd.readouterr().err
+    assert (
+        "No module named 'tests.user_code.pool.nowhere'" in error and "KeyError: 'server'" in error
+    )
+    with pytest.raises(ConfigError, match=r"rewards\.path=x\.py: no such file"):
+        await pool("refuse").start()
+
+
+async def test_a_worker_that_hangs_while_loading_times_out(pool, monkeypatch):
+    monkeypatch.setattr(pool_module, "START_TIMEOUT_S", 0.5)
+    with pytest.raises(WorkerCrashError, match=r"worker was not ready in 0\.5 s"):
+        await pool("hang").start()
+
+
+async def test_calls_of_a_closed_pool_raise(pool):
+    workers = pool()
+    await workers.start()
+    await workers.close()
+    with pytest.raises(WorkerError, match="the workers of troubled are closed"):
+        await workers.call(("square", 2))
+
+
+@pytest.mark.slow
+async def test_stragglers_that_finish_are_replaced(pool):
+    workers = pool()
+    await workers.start()
+    slow = [workers.call(("dawdle", i)) for i in range(16)]
+    async with asyncio.timeout(40):
+        assert await asyncio.gather(*slow) == list(range(16))
+        quick = [workers.call(("square", i)) for i in range(50)]
+        assert await asyncio.gather(*quick) == [i * i for i in range(50)]
+    assert not workers.kill_counts
+
+
+async def test_cancelling_a_caller_keeps_the_worker_alive(pool):
+    workers = pool()
+    await workers.start()
+    pid = await workers.call(("pid", None))
+    cancelled = asyncio.create_task(workers.call(("work", 1)))
+    await asyncio.sleep(0.01)
+    cancelled.cancel()
+    await asyncio.gather(cancelled, return_exceptions=True)
+    assert pid in {await workers.call(("pid", None)) for _ in range(20)}
+    assert not workers.kill_counts
+
+
+@pytest.mark.parametrize(
+    "data", [b"\0" * 8 + b"x" * 99, b"\xff" * 99, b"\0" * 7 + b"\x05hello" * 9]
+)
+async def test_an_unreadable_response_is_a_crash_at_once(pool, data):
+    workers = pool()
+    await workers.start()
+    async with asyncio.timeout(25):
+        with pytest.raises(WorkerCrashError, match="worker response"):
+            await workers.call(("garble", data))
+        assert await workers.call(("square", 3)) == 9
+    assert workers.kill_counts == {"crash": 1}
+
+
+async def test_a_response_cannot_execute_code_in_the_pool(pool):
+    workers = pool()
+    await workers.start()
+    with pytest.raises(
+        WorkerCrashError, match=r"worker response cannot be read: .* is not an allowed class"
+    ):
+        await workers.call(("sly", None))
+    assert await workers.call(("square", 3)) == 9
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
+async def test_a_worker_does_not_outlive_its_reaper(pool, monkeypatch, number):
+    monkeypatch.setattr("streamrl.user_code.pool.process.EXIT_TIMEOUT_S", 0.5)
+    workers = pool(timeout_s=3.0)
+    await workers.start()
+    pid = await workers.call(("pid", None))
+    with pytest.raises((WorkerCrashError, WorkerTimeoutError)):
+        await workers.call(("orphan", number))
+    assert await workers.call(("square", 3)) == 9
+    await wait_until_exited([pid])
+
+
+@pytest.mark.parametrize(
+    ("operation", "error", "words", "cause"),
+    [
+        ("crash", WorkerCrashError, "exited with code 7", "crash"),
+        pytest.param(
+            *("leak", WorkerMemoryError, "MiB, the limit is", "memory"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            *("hang", WorkerTimeoutError, "no result in 5 s", "timeout"), marks=pytest.mark.slow
+        ),
+    ],
+)
+async def test_only_the_faulty_call_of_a_shared_worker_fails(pool, operation, error, words, cause):
+    # Only the hanging call must exceed its deadline.
+    timeout_s = 5.0 if operation == "hang" else 30.0
+    workers = pool(target=ASYNC_TARGET, timeout_s=timeout_s, memory_bytes=256 << 20, concurrency=16)
+    await workers.start()
+    calls = [workers.call(("square", number)) for number in range(24)]
+    *results, failure = await asyncio.gather(
+        *calls, workers.call((operation, None)), return_exceptions=True
+    )
+    assert results == [number * number for number in range(24)]
+    assert isinstance(failure, error) and words in str(failure)
+    assert set(workers.kill_counts) == {cause}
+    assert len(workers._workers) <= 2, "spare workers are retired"
+    # Again on an exclusive worker: no other worker exits.
+    with pytest.raises(error):
+        await asyncio.gather(
+            workers.call((operation, None), exclusive=True), workers.call(("square", 3))
+        )
+    assert await workers.call(("square", 4)) == 16
+    assert len(workers._workers) <= 2
+
+
+async def test_a_fork_of_a_worker_sends_no_response(pool):
+    workers = pool()
+    await workers.start()
+    assert [await workers.call(("fork", None)) for _ in range(2)] == ["itself"] * 2
+
+
+async def test_cancelling_a_start_leaves_no_process(pool):
+    before = descendants()
+    for delay_s in (0.0, 0.001, 0.003, 0.01, 0.05):
+        starting = asyncio.create_task(WorkerProcess.start(TARGET, "", within_s=30.0))
+        await asyncio.sleep(delay_s)
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+    await wait_until_exited([process.pid for process in descendants() - before])
+
+
+async def test_the_monitor_survives_errors(pool, monkeypatch):
+    workers = pool(memory_bytes=256 << 20)
+    await workers.start()
+    measure, faults = workers._process_table.measure_tree_memory, iter([OSError("no such table")])
+
+    def memory_of_tree(pid):
+        for fault in faults:
+            raise fault
+        return measure(pid)
+
+    monkeypatch.setattr(workers._process_table, "measure_tree_memory", memory_of_tree)
+    with pytest.raises(WorkerMemoryError):
+        await workers.call(("leak", None))

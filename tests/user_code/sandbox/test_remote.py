@@ -1,0 +1,133 @@
+"""Client of a fake server with sandbox-fusion's HTTP API."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from streamrl.errors import RewardInfraError, ServiceOutageError
+from streamrl.messages import Prompt
+from streamrl.rewards.interface.config import RewardConfig
+from streamrl.rewards.registry import build_rewards
+from streamrl.user_code import service_gate
+from tests.rewards.judged import judge
+
+ADD = {"inputs": ["1\n2"], "outputs": ["3"], "fn_name": "add"}
+
+
+class Server(BaseHTTPRequestHandler):
+    """Fake server that runs Python. `failures` are the first responses."""
+
+    failures: ClassVar[list] = []
+    requests: ClassVar[list] = []
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.requests.append(body)
+        if self.failures:
+            status, reply = self.failures.pop(0)
+        else:
+            status, reply = 200, run_program(body)
+        text = json.dumps(reply).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_):
+        pass
+
+
+def run_program(body):
+    command = [sys.executable, "-I", "-S", "-c", body["code"]]
+    try:
+        process = subprocess.run(
+            command,
+            input=body["stdin"],
+            capture_output=True,
+            text=True,
+            timeout=body["run_timeout"],
+        )
+    except subprocess.TimeoutExpired:
+        return {"status": "Failed", "run_result": {"status": "TimeLimitExceeded"}}
+    result = {"status": "Finished", "return_code": process.returncode, "execution_time": 0.1}
+    result |= {"stdout": process.stdout, "stderr": process.stderr}
+    return {"status": "Failed" if process.returncode else "Success", "run_result": result}
+
+
+@pytest.fixture
+def url():
+    Server.failures, Server.requests = [], []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/"
+        server.shutdown()
+
+
+async def judged(url, truth, *completions, **options):
+    limits = {"wall_s": 5, "memory_mib": 256}
+    config = RewardConfig("code", options={"url": url, "limits": limits, **options})
+    assert await build_rewards([config]).run_preflight() == []
+    row = Prompt("0:0:0", np.array([1], np.int32), ground_truth=truth)
+    return [outcome for _, outcome in await judge(config, row, *completions)]
+
+
+async def test_remote_output_is_judged_locally(url):
+    outcomes = await judged(
+        url,
+        ADD,
+        "def add(a, b): return a + b",
+        "def add(a, b): return a - b",
+        "class Solution:\n    def add(self, a, b): return a + b",
+        "def add(a, b) return a",
+        "def add(a, b): raise MemoryError",
+        "import os; os._exit(0)",
+        "def add(a, b):\n while True: pass",
+        "print('\\nstreamrl-value:3'); raise SystemExit(0)",
+    )
+    expected = "pass wrong pass compile_error memory wrong timeout pass"
+    assert outcomes == expected.split()
+    (body,) = {json.dumps({**b, "code": ""}) for b in Server.requests}
+    assert json.loads(body) == {
+        "code": "",
+        "stdin": "[1, 2]",
+        "language": "python",
+        "compile_timeout": 20.0,
+        "run_timeout": 5.0,
+        "memory_limit_MB": 256,
+    }
+    assert "3" not in {b["stdin"] for b in Server.requests}, "no expected value leaves this machine"
+
+
+async def test_a_float_near_an_expected_integer_is_wrong(url):
+    near, right = "def add(a, b): return a + b + 1e-9", "def add(a, b): return float(a + b)"
+    assert await judged(url, ADD, near, right) == ["wrong", "pass"]
+    truth = {"inputs": ["1 2"], "outputs": ["3"]}
+    outcomes = await judged(url, truth, "print(3.00000001)", "print(3.0)", loose_numbers=True)
+    assert outcomes == ["wrong", "pass"]
+
+
+async def test_a_failing_server_is_retried_and_never_scored_as_wrong(url):
+    Server.failures = [(500, {}), (200, {"status": "SandboxError", "message": "no disk"})]
+    assert await judged(url, ADD, "def add(a, b): return a + b") == ["pass"]
+    Server.failures = [(500, {})] * 2
+    message = r"reward code, uid 0:0:0: .*500 Internal Server Error"
+    with pytest.raises(RewardInfraError, match=message):
+        await judged(url, ADD, "def add(a, b): return a + b", attempts=2)
+
+
+async def test_an_unavailable_server_costs_no_attempt(url):
+    Server.failures = [(status, {}) for status in (429, 503, 504)]
+    assert await judged(url, ADD, "def add(a, b): return a + b", attempts=1) == ["pass"]
+
+
+async def test_a_server_that_stays_unreachable_ends_the_command(monkeypatch):
+    monkeypatch.setattr(service_gate, "MAX_OUTAGE_S", 0.2)
+    with pytest.raises(ServiceOutageError, match=r"http://127.0.0.1:9/run_code: .*connection.*0.2"):
+        await asyncio.wait_for(judged("http://127.0.0.1:9", ADD, "x", attempts=1), 30)
