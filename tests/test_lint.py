@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutants import MUTANTS, find_stale
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -23,3 +25,7 @@ def test_the_linters_find_nothing(words: tuple[str, ...]):
         check=False,
     )
     assert done.returncode == 0, done.stdout
+
+
+def test_mutants_fit_the_sources():
+    assert not list(find_stale(MUTANTS))
