@@ -159,8 +159,9 @@ def count_files(row: list[str]) -> tuple[int, int]:
         names = re.findall(r"`([\w/]+(?:\.py|/))`", cell)
         for name in names:
             roots = (folder, *folder.parents)
-            path = next(root / name for root in roots if (root / name).exists())
-            folder = path.parent
+            found = [root / name for root in roots if (root / name).exists()]
+            assert found, f"{row[0]}: no file {name}"
+            folder = found[0].parent
         counts.append(len(names))
     assert counts[0] == int(row[2]), row[0]
     return counts[0], counts[1]

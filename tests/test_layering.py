@@ -23,8 +23,8 @@ NAMES_OF_NOTHING = {"utils", "util", "common", "helpers", "helper", "base", "mis
 ROOMS = (
     "errors",
     *("messages", "files", "distributed"),
-    *("dataflow", "user_code", "resharding"),
-    *("algorithms", "buffer", "data", "placement", "telemetry", "weights"),
+    *("user_code", "resharding", "dataflow"),
+    *("weights", "telemetry", "placement", "data", "buffer", "algorithms"),
     *("engines", "run_dir"),
     "stream",
     *("rewards", "pipeline"),
