@@ -43,6 +43,72 @@ MUTANTS: tuple[Mutant, ...] = (
     # engines
     # resharding
     # actors
+    Mutant(
+        "actors/liveness.py",
+        "min(now - self._polled_at_s, MAX_POLL_GAP_S)",
+        "now - self._polled_at_s",
+        "tests/actors/test_liveness.py -k pause_of_the_monitor",
+    ),
+    Mutant(
+        "actors/launch/driver.py",
+        "self._clock() + left_s + STOP_TIMEOUT_S",
+        "self._clock() + STOP_TIMEOUT_S",
+        "tests/actors/launch/test_stop_deadline.py",
+    ),
+    Mutant(
+        "actors/launch/elastic.py",
+        "name for name, deadline in self._deadlines.values() if now > deadline",
+        "name for name, deadline in self._deadlines.values() if now < deadline",
+        "tests/actors/launch/test_elastic.py -k own_deadline",
+    ),
+    Mutant(
+        "actors/launch/elastic.py",
+        "if now > pending.deadline:",
+        "if now > 2 * pending.deadline:",
+        "tests/actors/launch/test_elastic.py -k never_serves",
+    ),
+    Mutant(
+        "actors/transport/rpc.py",
+        'if not hmac.compare_digest(proof, _compute_proof(secret, b"caller", challenges)):',
+        "if not proof:",
+        "tests/actors/transport/test_rpc.py -k without_the_secret",
+    ),
+    Mutant(
+        "actors/transport/rpc.py",
+        '_compute_proof(secret, b"caller", challenges))\n    proof',
+        '_compute_proof(secret, b"caller", bytes(64)))\n    proof',
+        "tests/actors/transport/test_rpc.py -k replayed",
+    ),
+    Mutant(
+        "actors/transport/ray_calls.py",
+        "key=lambda error: isinstance(error, RankLostError)",
+        "key=lambda error: not isinstance(error, RankLostError)",
+        "tests/actors/transport/test_ray_calls.py -k dead_rank",
+    ),
+    Mutant(
+        "actors/shared_weights.py",
+        "if version != self._version:",
+        "if version < self._version:",
+        "tests/actors/test_shared_weights.py -k superseded",
+    ),
+    Mutant(
+        "actors/trainer.py",
+        "if self._has_reference and version > self._reference_version:",
+        "if self._has_reference:",
+        "tests/actors/test_trainer_actor.py -k reference",
+    ),
+    Mutant(
+        "actors/coordination/run_persistence.py",
+        "            await asyncio.to_thread(writer.discard)\n",
+        "",
+        "tests/actors/coordination/test_run_persistence.py -k partial_files",
+    ),
+    Mutant(
+        "actors/coordination/trainer_group.py",
+        "rank_sums[:: self._trainer_config.ranks_per_batch]",
+        "rank_sums",
+        "tests/actors/coordination/test_trainer_group.py -k count_once",
+    ),
     # run_dir, config, cli
     # user_code, rewards
     # environments
