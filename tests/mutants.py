@@ -110,6 +110,42 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/actors/coordination/test_trainer_group.py -k count_once",
     ),
     # run_dir, config, cli
+    Mutant(
+        "run_dir/checkpoint.py",
+        "list_checkpoints(self._final_dir.parent)[:-keep]",
+        "list_checkpoints(self._final_dir.parent)[: 1 - keep]",
+        "tests/run_dir/test_checkpoint.py",
+    ),
+    Mutant(
+        "run_dir/checkpoint.py",
+        "            if old != best:\n",
+        "            if old != self._final_dir:\n",
+        "tests/run_dir/test_checkpoint.py",
+    ),
+    Mutant(
+        "run_dir/run_lock.py",
+        "if _read_heartbeat(folder) != before:",
+        "if _read_heartbeat(folder) < before:",
+        "tests/run_dir/test_run_lock.py",
+    ),
+    Mutant(
+        "config/cross_checks.py",
+        "if groups % mini_batches:",
+        "if mini_batches > groups:",
+        "tests/config/test_run_config.py",
+    ),
+    Mutant(
+        "config/resume_overrides.py",
+        "old.specs.keys() <= new.specs.keys()",
+        "True",
+        "tests/config/test_resume_overrides.py",
+    ),
+    Mutant(
+        "cli/main.py",
+        "_print_error(str(error), EXIT_BAD_INPUT)",
+        "_print_error(str(error), EXIT_FAILED)",
+        "tests/cli/test_config.py",
+    ),
     # user_code, rewards
     # environments
     # data, telemetry
