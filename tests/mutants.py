@@ -149,6 +149,36 @@ MUTANTS: tuple[Mutant, ...] = (
     # user_code, rewards
     # environments
     # data, telemetry
+    Mutant(
+        "data/guarded_text.py",
+        'if key == "role" and str(value).isidentifier()',
+        'if key == "role"',
+        "tests/data/test_guarded_text.py -k role",
+    ),
+    Mutant(
+        "data/prompt_stream.py",
+        "if state[name] != now:",
+        'if name != "fingerprint" and state[name] != now:',
+        "tests/data/test_prompt_stream.py -k other_data",
+    ),
+    Mutant(
+        "data/interleave.py",
+        "[self._seed, number, self._file_number]",
+        "[self._seed, self._file_number]",
+        "tests/data/test_prompt_stream.py -k order_is_fixed",
+    ),
+    Mutant(
+        "telemetry/sinks.py",
+        'if r["step"] < step',
+        'if r["step"] <= step',
+        "tests/telemetry/test_sinks.py",
+    ),
+    Mutant(
+        "telemetry/page/page_server.py",
+        "return host in HOST_NAMES and is_token",
+        "return is_token",
+        "tests/telemetry/page/test_page_server.py",
+    ),
     # planner, placement
 )
 
