@@ -147,6 +147,79 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/cli/test_config.py",
     ),
     # user_code, rewards
+    Mutant(
+        "user_code/pool/framing.py",
+        "if (module, name) in _ALLOWED_CLASSES else None",
+        "if module.startswith('streamrl.') else None",
+        "tests/user_code/pool/test_framing.py",
+    ),
+    Mutant(
+        "user_code/pool/reaper.py",
+        "    channel.close()\n    kill_descendants()",
+        "    channel.close()",
+        "tests/user_code/pool/test_pool.py -k child_processes",
+    ),
+    Mutant(
+        "user_code/pool/proc_stats.py",
+        "pending += children.get(pid, ())",
+        "pending += ()",
+        "tests/environments/hosts/test_host_pool.py -k memory_limit",
+    ),
+    Mutant(
+        "user_code/pool/pool.py",
+        "            if worker.was_shared:\n                raise _SharedWorkerExitError from None\n"
+        "            raise type",
+        "            raise type",
+        "tests/user_code/pool/test_pool.py -k shared_worker_fails",
+    ),
+    Mutant(
+        "environments/hosts/host_pool.py",
+        "return not (is_taken or host.num_hanging or host.has_exited)",
+        "return not (is_taken or host.has_exited)",
+        "tests/environments/hosts/test_host_pool.py -k hanging_call_times_out",
+    ),
+    Mutant(
+        "user_code/sandbox/isolation.py",
+        '"--unshare-pid", "--unshare-net", "--unshare-uts"',
+        '"--unshare-pid", "--unshare-uts"',
+        "tests/user_code/sandbox/test_layers.py -k namespaces",
+    ),
+    Mutant(
+        "user_code/sandbox/jail_driver.py",
+        "        reset_workspace(program, compiled_files)\n        if",
+        "        if",
+        "tests/user_code/sandbox/test_sandbox.py -k clean_workspace",
+    ),
+    Mutant(
+        "user_code/sandbox/compare.py",
+        "return expected is actual",
+        "return expected == actual",
+        "tests/user_code/sandbox/test_compare.py",
+    ),
+    Mutant(
+        "user_code/service_gate.py",
+        "if num_lone == MAX_LONE_FAILURES",
+        "if num_lone == 1",
+        "tests/rewards/kinds/test_judge.py -k breaks_the_server",
+    ),
+    Mutant(
+        "rewards/reward_set.py",
+        "return np.where(passes_gates, total, 0.0)",
+        "return total",
+        "tests/rewards/test_reward_set.py -k gate",
+    ),
+    Mutant(
+        "rewards/group_filter.py",
+        "if low < mean < high",
+        "if low <= mean <= high",
+        "tests/rewards/test_group_filter.py -k mean_outside",
+    ),
+    Mutant(
+        "rewards/kinds/judge.py",
+        'line.replace(self._api_key, "***") if self._api_key else line',
+        "line",
+        "tests/rewards/kinds/test_judge.py -k redacted",
+    ),
     # environments
     # data, telemetry
     Mutant(
