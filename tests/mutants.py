@@ -37,9 +37,123 @@ MUTANTS: tuple[Mutant, ...] = (
         "return (-x).exp() - 1 + x",
         "tests/algorithms/math/test_kl.py",
     ),
+    Mutant(
+        "algorithms/math/losses.py",
+        "loss = torch.maximum(-advantages * r, clipped)",
+        "loss = torch.minimum(-advantages * r, clipped)",
+        "tests/algorithms/math/test_losses.py",
+    ),
+    Mutant(
+        "algorithms/math/advantages.py",
+        "next_value = torch.where(is_counted, estimates[:, t], next_value)",
+        "next_value = estimates[:, t]",
+        "tests/algorithms/math/test_token_advantages.py",
+    ),
+    Mutant(
+        "algorithms/math/correction.py",
+        "weight = staleness / (staleness + 1)",
+        "weight = 1 / (staleness + 1)",
+        "tests/algorithms/math/test_correction.py",
+    ),
+    Mutant(
+        "algorithms/objective.py",
+        "counted = mask if settings.correction.count_rejected else kept",
+        "counted = kept",
+        "tests/algorithms/test_objective.py",
+    ),
     # buffer
+    Mutant(
+        "buffer/staleness_credits.py",
+        "return (depth + version + 1) * groups_per_step",
+        "return (depth + version + 2) * groups_per_step",
+        "tests/buffer/test_staleness_credits.py",
+    ),
+    Mutant(
+        "buffer/assembly/step_assembler.py",
+        "if staleness > self._max_staleness:",
+        "if staleness > self._max_staleness + 1:",
+        "tests/buffer/assembly/test_step_assembler.py",
+    ),
+    Mutant(
+        "buffer/leases.py",
+        "if active.expires_at > now:  # renewed",
+        "if active.expires_at > math.inf:  # renewed",
+        "tests/buffer/test_leases.py",
+    ),
+    Mutant(
+        "buffer/shard.py",
+        "if _start_commit(self._state, commit, self._state.find_leased_group(commit.lease))",
+        "if _start_commit(self._state, commit, self._state.groups.get(commit.uid))",
+        "tests/buffer/test_commits.py",
+    ),
+    Mutant(
+        "buffer/log/journal.py",
+        "self._can_sync = False\n        os.fsync",
+        "os.fsync",
+        "tests/buffer/log/test_journal.py",
+    ),
+    Mutant(
+        "buffer/log/segment_file.py",
+        "if check != _compute_body_checksum(fields, meta, (payload,), offset):",
+        "if not check:",
+        "tests/buffer/log/test_segment_file.py",
+    ),
+    Mutant(
+        "buffer/books/ledger.py",
+        "if lost or unknown:",
+        "if lost:",
+        "tests/buffer/books/test_ledger.py",
+    ),
     # stream
+    Mutant(
+        "stream/device_lease.py",
+        "for other in (*self._grants, *blocked)",
+        "for other in self._grants",
+        "tests/stream/test_device_lease_phases.py",
+    ),
+    Mutant(
+        "stream/run_state.py",
+        "        self.has_partial_update = True\n",
+        "",
+        "tests/stream/test_train_step.py",
+    ),
+    Mutant(
+        "stream/stage_worker.py",
+        "in_flight.abandon_lease(lease)",
+        "pass",
+        "tests/stream/test_stage_worker.py",
+    ),
+    Mutant(
+        "pipeline.py",
+        "        await served.wait_for_version(find_newest_version(columns))\n",
+        "",
+        "tests/test_pipeline.py -k unverified",
+    ),
     # weights
+    Mutant(
+        "weights/buckets.py",
+        "if checksum == bucket.checksum:",
+        "if checksum:",
+        "tests/weights/test_buckets.py",
+    ),
+    Mutant(
+        "weights/logprob_check.py",
+        "if not (mean <= limit and quantile <= QUANTILE_FACTOR * limit):",
+        "if mean > limit or quantile > QUANTILE_FACTOR * limit:",
+        "tests/weights/test_logprob_check.py",
+    ),
+    Mutant(
+        "weights/transports/shared_memory.py",
+        "if header != (handle.version, handle.bucket):",
+        "if not header:",
+        "tests/weights/transports/test_shared_memory.py",
+    ),
+    Mutant(
+        "weights/transports/collective.py",
+        "if received != header:",
+        "if not received:",
+        "tests/weights/transports/test_collective.py",
+    ),
     # engines
     # resharding
     # actors
