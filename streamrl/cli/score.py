@@ -22,7 +22,7 @@ from streamrl.config.run_config import RunConfig, build_config
 from streamrl.data.classify_rows import make_prompt
 from streamrl.data.files import DataFile
 from streamrl.data.prompt_file import load_data_rows
-from streamrl.data.reading.formats import JsonLines, parse_text_row
+from streamrl.data.reading.indexed_table import iter_json_lines, parse_json_row
 from streamrl.errors import ConfigError, RewardError
 from streamrl.files.bounded_read import open_regular_file
 from streamrl.messages import Prompt, parse_uid
@@ -183,9 +183,9 @@ def _read_completions(path: str) -> Iterator[tuple[str, int, str]]:
     is_empty = True
     try:
         with open_regular_file(path) as file:
-            for index, _, line in JsonLines().iter_rows(file):
+            for index, _, line in iter_json_lines(file):
                 is_empty, where = False, f"{path} line {index + 1}"
-                record = parse_text_row(JsonLines(), line, where)
+                record = parse_json_row(line, where)
                 if isinstance(record, ConfigError):
                     raise record
                 yield (where, *_parse_completion(record, where))

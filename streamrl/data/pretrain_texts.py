@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from streamrl.data.reading.indexed_table import read_records
+from streamrl.data.reading.indexed_table import iterate_records, open_table
 from streamrl.errors import ConfigError
 
 TEXT_COLUMN = "text"
@@ -13,7 +13,7 @@ TEXT_COLUMN = "text"
 def load_texts(path: str) -> list[str]:
     """Load the column `text` of a data file in file order. Raises ConfigError with file and row."""
     texts = []
-    for location, _, record in read_records(path):
+    for location, _, record in iterate_records(open_table(path)):
         if isinstance(record, ConfigError):
             raise record
         text = record.get(TEXT_COLUMN) if isinstance(record, dict) else None

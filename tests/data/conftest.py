@@ -13,6 +13,12 @@ TEMPLATE = (
 VOCAB_SIZE = 300
 
 
+@pytest.fixture(autouse=True)
+def cache_dir(tmp_path_factory, monkeypatch):
+    """Folder of unpacked data files."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors

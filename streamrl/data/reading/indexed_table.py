@@ -1,18 +1,23 @@
 """Random access to the rows of a data file without loading the file into memory.
 
-A text file gets an index of row offsets; columnar data is memory-mapped. Formats without random
-access (parquet, .gz) are unpacked once into a cache folder beside the caches of Hugging Face
-datasets, under the hash of their content.
+Two tables hold all formats: JSONL with an index of its lines, and Arrow files, memory-mapped. Other
+formats (a JSON array, CSV, .gz, parquet) are unpacked once into one of these, into a cache folder
+beside the caches of Hugging Face datasets, under the hash of their content.
 """
 
-import contextlib
+import codecs
+import csv
+import gzip
+import json
 import mmap
 import os
+import re
+import shutil
+import zlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Protocol
 
@@ -21,130 +26,119 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from streamrl.data.reading.formats import (
-    DATASET_FILES,
-    GZIP_SUFFIX,
-    TextLayout,
-    check_no_split,
-    check_split,
-    detect_layout,
-    format_error,
-    is_parquet,
-    list_parquet_files,
-    open_gzip,
-    parse_extension,
-    parse_text_row,
-    read_parquet_batches,
-    read_parquet_schema,
-    to_plain_records,
-    wrap_read_errors,
-    wrap_text_errors,
-)
 from streamrl.errors import ConfigError, DataError
 from streamrl.files.atomic_write import sync_and_rename
 from streamrl.files.bounded_read import (
     MAX_LINE_BYTES,
     MIB,
     open_regular_file,
+    parse_json,
     read_lines,
     read_small_json,
-    wrap_file_errors,
 )
-from streamrl.files.typed_settings import describe_read_error
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from datasets import Dataset
-
-_SPLITS_FILE, _INFO_FILE = DATASET_FILES
-"""Files with the splits of a dataset, and with its features."""
-_STATE_FILE = "state.json"
-"""File with the data files of a dataset or split."""
-
-
-class _StateDataFile(msgspec.Struct):
-    filename: str
-
-
-class _DatasetState(msgspec.Struct):
-    data_files: Annotated[list[_StateDataFile], msgspec.Meta(min_length=1)] = msgspec.field(
-        name="_data_files"
-    )
-
-
-class _DatasetSplits(msgspec.Struct):
-    splits: list[str]
-
-
-def open_saved_dataset(path: str, split: str) -> "Dataset":
-    """Open a dataset written by `save_to_disk`, memory-mapped. Raises ConfigError with the path."""
-    from datasets import Dataset
-
-    folder = Path(path)
-    with _wrap_dataset_errors(path):
-        if (folder / _SPLITS_FILE).is_file() and not (folder / _STATE_FILE).is_file():
-            check_split(
-                path, split, _read_dataset_file(folder / _SPLITS_FILE, _DatasetSplits).splits
-            )
-            folder = _resolve_sibling(folder / _SPLITS_FILE, split)
-        else:
-            check_no_split(path, split)
-        for file in _read_dataset_file(folder / _STATE_FILE, _DatasetState).data_files:
-            data = _resolve_sibling(folder / _STATE_FILE, file.filename)
-            with wrap_file_errors(data):
-                open_regular_file(data).close()
-        _read_dataset_file(folder / _INFO_FILE, dict)
-        return Dataset.load_from_disk(str(folder))
-
-
-@contextmanager
-def _wrap_dataset_errors(path: str) -> Iterator[None]:
-    """Convert errors of reading a saved dataset, except OSError, to ConfigError with the path."""
-    try:
-        yield
-    except (ConfigError, OSError):
-        raise
-    except Exception as error:
-        raise ConfigError(f"{path}: cannot be read as a dataset: {format_error(error)}") from error
-
-
-def _read_dataset_file(file: Path, kind: Any) -> Any:
-    """Parse a JSON metadata file to type `kind`. Raises ValueError with the file's name."""
-    try:
-        return msgspec.convert(read_small_json(file, most_bytes=MAX_LINE_BYTES), kind)
-    except (OSError, ValueError, msgspec.ValidationError) as error:
-        raise ValueError(f"{file.parent.name}/{file.name}: {describe_read_error(error)}") from None
-
-
-def _resolve_sibling(file: Path, name: str) -> Path:
-    """Return the path of a file that a metadata file names; ValueError outside its folder."""
-    if name in ("", "..") or Path(name).name != name:
-        location = f"{file.parent.name}/{file.name}"
-        raise ValueError(f"{location}: {name!r:.80} must be a file in the same folder")
-    return file.with_name(name)
-
+    import pyarrow.parquet as pq
 
 IndexedRecords = list[tuple[str, int, Any]]
 """(location, index from 0, record) of rows; an unreadable record is its ConfigError."""
 READ_BATCH_ROWS = 512
 """Rows per batch of a sequential read."""
-MAX_IN_MEMORY_BYTES = 32 * MIB
-"""Limit of parquet columns kept in memory; larger files are unpacked into the cache."""
+JSONL_EXTENSIONS = (".jsonl", ".ndjson")
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+TEXT_EXTENSIONS = (*JSONL_EXTENSIONS, ".json", *DELIMITERS)
+GZIP_SUFFIX = ".gz"
+EXTENSIONS = (".parquet", *TEXT_EXTENSIONS, *(name + GZIP_SUFFIX for name in TEXT_EXTENSIONS))
+DATASET_FILES = ("dataset_dict.json", "dataset_info.json")
+"""Files that mark a folder as a saved dataset instead of a folder of parquet shards."""
+_BATCH_ROWS = 1024
 _CHUNK_BYTES = 4 * MIB
+_SPLIT_PATTERN = re.compile(
+    r"(.+)-\d+-of-\d+|(?i:(?:.+[-_.])?(train|test|validation|valid|val|dev|eval)(?:[-_.]?\d+)?)"
+)
+"""Names of parquet shards that contain their split, such as train-00000-of-00004."""
+
+
+class RandomAccessRows(Protocol):
+    """Rows that can be read in any order."""
+
+    def __len__(self) -> int: ...
+
+    def read_rows(self, rows: Sequence[int]) -> IndexedRecords: ...
+
+
+def format_error(error: BaseException) -> str:
+    """Format the message of an exception on one line, or its type without a message."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+@contextmanager
+def wrap_data_errors(path: str) -> Iterator[None]:
+    """Convert any error of reading rows during a run to DataError with the path."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{path}: can no longer be read: {format_error(error)}") from error
+
+
+@contextmanager
+def _wrap_open_errors(path: str) -> Iterator[None]:
+    """Convert errors of opening or unpacking a data file to ConfigError with the path."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, pa.ArrowException) as error:
+        reason = error.strerror if isinstance(error, OSError) else ""
+        raise ConfigError(f"{path}: cannot be read: {reason or format_error(error)}") from error
+
+
+def open_table(path: str, split: str = "") -> "IndexedTable":
+    """Open data for random access to its rows. Raises ConfigError for unreadable or empty data."""
+    with _wrap_open_errors(path):
+        if not Path(path).is_dir() and not _has_parquet_name(Path(path)):
+            _check_no_split(path, split)
+            table: IndexedTable = _open_text_table(path)
+        elif any((Path(path) / name).is_file() for name in DATASET_FILES):
+            files = _list_dataset_files(Path(path), split)
+            table = ColumnTable(path, files, f"{hash_files(files)}:{split}")
+        else:
+            files = _list_parquet_files(path, split)
+            unpacked = [_unpack_into_cache(file, ".arrow", _unpack_parquet) for file in files]
+            table = ColumnTable(path, unpacked, hash_files(files))
+        is_empty = not len(table)
+    if is_empty:
+        raise ConfigError(f"{path}: contains no rows")
+    return table
+
+
+def iterate_records(table: RandomAccessRows) -> Iterator[tuple[str, int, Any]]:
+    """Yield (location, index, record) of each row of a table in order."""
+    for start in range(0, len(table), READ_BATCH_ROWS):
+        yield from table.read_rows(range(start, min(start + READ_BATCH_ROWS, len(table))))
+
+
+# Text: JSONL, and formats that are unpacked into it.
 
 
 @dataclass
 class TextTable:
-    """Text file with an index of its rows.
+    """JSONL file with an index of its rows.
 
-    path: file that the user named. unpacked_path: the same file, uncompressed. row_offsets,
-    row_sizes: first byte and length of each row. row_indices: number of each row in the file, None
-    if numbers equal positions. digest: hash of the content. file_stamp: size and modification time.
+    path: file that the user named. unpacked_path: the JSONL. unit: "line" of that file, or "row" of
+    a format unpacked into it. row_offsets, row_sizes: first byte and length of each row.
+    row_indices: number of each row in the file, None if numbers equal positions. digest: hash of
+    the content. file_stamp: size and modification time.
     """
 
     path: str
     unpacked_path: str
-    layout: TextLayout
+    unit: str
     row_offsets: NDArray[np.int64]
     row_sizes: NDArray[np.int32]
     row_indices: NDArray[np.int64] | None
@@ -166,11 +160,10 @@ class TextTable:
         file = self._open_file()
         records = []
         for row in rows:
-            start, size = int(self.row_offsets[row]), int(self.row_sizes[row])
             index = row if self.row_indices is None else int(self.row_indices[row])
-            location = f"{self.path} {self.layout.unit} {index + 1}"
-            raw = os.pread(file.fileno(), size, start)
-            records.append((location, index, parse_text_row(self.layout, raw, location)))
+            location = f"{self.path} {self.unit} {index + 1}"
+            raw = os.pread(file.fileno(), int(self.row_sizes[row]), int(self.row_offsets[row]))
+            records.append((location, index, parse_json_row(raw, location)))
         return records
 
     def get_prompt_sizes(self, prompt_key: str) -> NDArray[np.int32]:
@@ -194,137 +187,46 @@ def _get_file_stamp(file: BinaryIO) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-class ColumnTable:
-    """Rows of parquet files or of a Hugging Face dataset, with random access.
+def iter_json_lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
+    """Yield (line index, byte offset, bytes) of each line of JSONL that is not blank.
 
-    load: opens the columns in any process. digest: hash of the content.
+    Raises ValueError for a huge line.
     """
-
-    def __init__(self, path: str, load: Callable[[], Any], digest: str) -> None:
-        self.path = path
-        self.digest = digest
-        self._column_loader = load
-        self._columns: Any = None
-
-    def __len__(self) -> int:
-        return len(self._load_columns())
-
-    def get_indices(self) -> NDArray[np.int64]:
-        return np.arange(len(self))
-
-    def read_rows(self, rows: Sequence[int]) -> IndexedRecords:
-        """Read the rows at these positions as records. Raises DataError on failure."""
-        import pyarrow as pa
-
-        runs: Sequence[Sequence[int]] = [rows]
-        with wrap_data_errors(self.path):
-            columns = self._load_columns()
-            if isinstance(columns, pa.Table):
-                if not isinstance(rows, range):
-                    runs = [range(row, row + 1) for row in rows]
-                pieces = [columns.slice(run[0], len(run)) for run in runs]
-            else:
-                pieces = [columns.with_format("arrow")[list(rows)]]
-        records: IndexedRecords = []
-        for run, piece in zip(runs, pieces, strict=True):
-            locations = [f"{self.path} row {row + 1}" for row in run]
-            records += zip(
-                locations, map(int, run), to_plain_records(piece, locations), strict=True
-            )
-            if isinstance(self._column_loader, _MappedColumns):
-                self._column_loader.release_pages()
-        return records
-
-    def get_prompt_sizes(self, prompt_key: str) -> NDArray[np.int64] | None:
-        """Return the bytes of each row's prompt, or None if the columns do not show them."""
-        import pyarrow as pa
-
-        columns = self._load_columns()
-        if isinstance(columns, pa.Table):
-            return _compute_text_sizes(columns, prompt_key)
-        # A dataset with selected or reordered rows keeps the columns of all its original rows.
-        return (
-            None
-            if columns._indices is not None
-            else _compute_text_sizes(columns.data.table, prompt_key)
-        )
-
-    def _load_columns(self) -> Any:
-        if self._columns is None:
-            self._columns = self._column_loader()
-        return self._columns
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_columns": None}
+    offset = 0
+    for index, line in enumerate(read_lines(file)):
+        row = line.removeprefix(codecs.BOM_UTF8) if index == 0 else line
+        if row.strip():
+            yield index, offset + len(line) - len(row), row
+        offset += len(line)
 
 
-IndexedTable = TextTable | ColumnTable
-
-
-class RandomAccessRows(Protocol):
-    """Rows that can be read in any order."""
-
-    def __len__(self) -> int: ...
-
-    def read_rows(self, rows: Sequence[int]) -> IndexedRecords: ...
-
-
-@contextlib.contextmanager
-def wrap_data_errors(path: str) -> Iterator[None]:
-    """Convert any error of reading rows during a run to DataError with the path."""
+def parse_json_row(row: bytes, location: str) -> Any:
+    """Parse a row of JSON; an unreadable row becomes its ConfigError, with `location`."""
     try:
-        yield
-    except DataError:
-        raise
-    except Exception as error:
-        raise DataError(f"{path}: can no longer be read: {format_error(error)}") from error
+        return parse_json(row.decode())
+    except ValueError as error:
+        return ConfigError(f"{location}: not JSON: {format_error(error)}")
 
 
-def open_table(path: str, split: str = "") -> IndexedTable:
-    """Open data for random access to its rows. Raises ConfigError for unreadable or empty data."""
-    with wrap_read_errors(path):
-        if is_parquet(path):
-            table: IndexedTable = _open_parquet_table(path, split)
-        elif Path(path).is_dir():
-            load = partial(open_saved_dataset, path, split)
-            load()  # refuse a folder that is not a dataset before hashing all of its files
-            digest = _hash_files(sorted(file for file in Path(path).rglob("*") if file.is_file()))
-            table = ColumnTable(path, load, f"{digest}:{split}")
-        else:
-            table = _open_text_table(path, split)
-    if not len(table):
-        raise ConfigError(f"{path}: contains no rows")
-    return table
-
-
-def read_records(path: str, split: str = "") -> Iterator[tuple[str, int, Any]]:
-    """Yield (location, index, record) of each row of a data file in order.
-
-    The record of an unreadable row is its ConfigError. Raises ConfigError for unreadable or empty
-    data.
-    """
-    yield from iterate_records(open_table(path, split))
-
-
-def iterate_records(table: "RandomAccessRows") -> Iterator[tuple[str, int, Any]]:
-    """Yield (location, index, record) of each row of a table in order."""
-    for start in range(0, len(table), READ_BATCH_ROWS):
-        yield from table.read_rows(range(start, min(start + READ_BATCH_ROWS, len(table))))
-
-
-def _open_text_table(path: str, split: str) -> TextTable:
-    extension = parse_extension(path)
-    check_no_split(path, split)
-    unpacked = path
-    if extension.endswith(GZIP_SUFFIX):
-        name = _hash_files([path]) + extension.removesuffix(GZIP_SUFFIX)
-        with wrap_text_errors(path):
-            unpacked = str(_unpack_into_cache(path, name, _unpack_text))
+def _open_text_table(path: str) -> TextTable:
+    extension = next((name for name in EXTENSIONS if path.lower().endswith(name)), None)
+    if extension is None:
+        names = ", ".join(EXTENSIONS)
+        raise ConfigError(f"{path}: unknown extension, must be one of {names}, or a directory")
+    unpacked, kind = path, extension.removesuffix(GZIP_SUFFIX)
+    if extension != kind:
+        unpacked = _unpack_into_cache(path, kind, _unpack_gzip)
+    unit = "line"
+    if kind in DELIMITERS:
+        unit = "row"
+        unpacked = _unpack_into_cache(unpacked, f"{kind}.jsonl", _unpack_csv, DELIMITERS[kind])
+    elif kind == ".json" and _holds_array(unpacked):
+        unit = "row"
+        unpacked = _unpack_into_cache(unpacked, ".jsonl", _unpack_array)
     starts, sizes, numbers = array("q"), array("i"), array("q")
-    with open_regular_file(unpacked) as file, wrap_text_errors(path):
+    with open_regular_file(unpacked) as file:
         stamp = _get_file_stamp(file)
-        layout = detect_layout(file, extension)
-        for index, start, row in layout.iter_rows(file):
+        for index, start, row in iter_json_lines(file):
             numbers.append(index)
             starts.append(start)
             sizes.append(len(row))
@@ -332,156 +234,272 @@ def _open_text_table(path: str, split: str) -> TextTable:
     return TextTable(
         path,
         unpacked,
-        layout,
+        unit,
         np.array(starts, np.int64),
         np.array(sizes, np.int32),
         np.array(numbers, np.int64) if has_gaps else None,
         # Hash the unpacked content: another compression level does not change the rows.
-        _hash_files([unpacked]),
+        hash_files([unpacked]),
         stamp,
     )
 
 
-def _open_parquet_table(path: str, split: str) -> ColumnTable:
-    files = list_parquet_files(path, split)
-    digest = _hash_files(files)
-    in_memory = _read_into_memory(path, files)
-    if in_memory is not None:
-        return ColumnTable(path, partial(_get_columns, in_memory), digest)
-    unpacked = _unpack_into_cache(
-        path, f"{digest}.arrow", lambda _, out: _unpack_parquet(path, files, out)
-    )
-    return ColumnTable(path, _MappedColumns(str(unpacked)), digest)
+def _holds_array(path: str) -> bool:
+    with open_regular_file(path) as file:
+        return file.read(MIB).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
-def _get_columns(columns: "pa.Table") -> "pa.Table":
-    return columns
+def _unpack_gzip(path: str, out: BinaryIO) -> None:
+    with open_regular_file(path) as file, gzip.GzipFile(fileobj=file) as packed:
+        shutil.copyfileobj(packed, out, _CHUNK_BYTES)
 
 
-class _MappedColumns:
-    """Loader of Arrow columns in a memory-mapped file; the OS reads only accessed pages."""
+def _unpack_csv(path: str, out: BinaryIO, delimiter: str) -> None:
+    """Write the rows under the header as objects of text; an empty value counts as missing."""
+    # csv's default limit of 128 KiB per field is a process-wide setting.
+    csv.field_size_limit(MAX_LINE_BYTES)
+    with open_regular_file(path) as file:
+        lines = (line.decode("utf-8-sig") for line in read_lines(file))
+        reader = csv.reader(lines, delimiter=delimiter, strict=True)
+        try:
+            header = next(filter(any, reader), [])
+            _check_unique_columns(header)
+            for number, fields in enumerate(filter(any, reader), start=1):
+                if len(fields) != len(header):
+                    sizes = f"has {len(fields)} fields, the header has {len(header)}"
+                    raise ValueError(f"row {number}: {sizes}")
+                pairs = zip(header, fields, strict=True)
+                record = {name: value or None for name, value in pairs}
+                out.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"after line {reader.line_num}: {format_error(error)}") from None
 
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._pages: mmap.mmap | None = None
 
-    def __call__(self) -> "pa.Table":
+def _unpack_array(path: str, out: BinaryIO) -> None:
+    """Write the elements of a JSON array as lines."""
+    with open_regular_file(path) as file:
+        pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    bom_size = len(codecs.BOM_UTF8) if pages[:3] == codecs.BOM_UTF8 else 0
+    try:
+        rows = msgspec.json.decode(memoryview(pages)[bom_size:], type=list[msgspec.Raw])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"not a JSON array of objects: {format_error(error)}") from None
+    for row in rows:
+        # JSON has line breaks between its values alone.
+        out.write(bytes(row).replace(b"\n", b" ").replace(b"\r", b" ") + b"\n")
+
+
+# Columns: Arrow files of a saved dataset, and parquet, which is unpacked into them.
+
+
+class ColumnTable:
+    """Rows of Arrow files, with random access; each row has the columns and types of its file.
+
+    files: Arrow streams, memory-mapped. digest: hash of the content.
+    """
+
+    def __init__(self, path: str, files: Sequence[str], digest: str) -> None:
+        self.path = path
+        self.digest = digest
+        self._files = files
+        self._tables: list[pa.Table] = []
+
+    def __len__(self) -> int:
+        return sum(table.num_rows for table in self._load_tables())
+
+    def get_indices(self) -> NDArray[np.int64]:
+        return np.arange(len(self))
+
+    def read_rows(self, rows: Sequence[int]) -> IndexedRecords:
+        """Read the rows at these positions as records. Raises DataError on failure."""
+        records: IndexedRecords = []
+        if not rows:
+            return records
+        with wrap_data_errors(self.path):
+            ends = np.cumsum([table.num_rows for table in self._load_tables()])
+            wanted = np.array(rows, np.int64)
+            files = np.searchsorted(ends, wanted, side="right")
+            # Read consecutive rows of a file at once.
+            cuts = np.flatnonzero((np.diff(wanted) != 1) | (np.diff(files) != 0)) + 1
+            for run, (file, *_) in zip(np.split(wanted, cuts), np.split(files, cuts), strict=True):
+                table = self._tables[file]
+                first = int(run[0] - ends[file]) + table.num_rows
+                locations = [f"{self.path} row {row + 1}" for row in run]
+                read = _to_records(table.slice(first, len(run)), locations)
+                records += zip(locations, run.tolist(), read, strict=True)
+        return records
+
+    def get_prompt_sizes(self, prompt_key: str) -> NDArray[np.int64] | None:
+        """Return the bytes of each row's prompt, or None if the columns do not show them."""
         import pyarrow as pa
 
-        with open_regular_file(self._path) as file:
-            self._pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return pa.ipc.open_file(pa.py_buffer(self._pages)).read_all()
+        try:
+            sizes = [_compute_text_sizes(table[prompt_key]) for table in self._load_tables()]
+        except (pa.ArrowException, KeyError):
+            return None
+        return np.concatenate(sizes)
 
-    def release_pages(self) -> None:
-        """Release the pages read so far; readahead keeps far more than the rows in memory."""
-        if self._pages is not None:
-            self._pages.madvise(mmap.MADV_DONTNEED)
+    def _load_tables(self) -> "list[pa.Table]":
+        import pyarrow as pa
+
+        if not self._tables:
+            self._tables = [
+                pa.ipc.open_stream(pa.memory_map(file)).read_all() for file in self._files
+            ]
+        return self._tables
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_pages": None}
+        return {**vars(self), "_tables": []}
 
 
-def _read_unified_batches(path: str, files: Sequence[str]) -> "Iterator[pa.RecordBatch]":
-    """Yield the rows of all parquet files with the union of their columns, null where lacking."""
-    import pyarrow as pa
-
-    empty = pa.Table.from_batches([], _unify_schemas(path, files))
-    for file in files:
-        for batch in read_parquet_batches(file):
-            tables = [empty, pa.Table.from_batches([batch])]
-            try:
-                rows = pa.concat_tables(tables, promote_options="permissive")
-            except pa.ArrowException as error:
-                raise ConfigError(f"{file}: cannot be read: {format_error(error)}") from error
-            yield from rows.to_batches()
+IndexedTable = TextTable | ColumnTable
 
 
-def _unify_schemas(path: str, files: Sequence[str]) -> "pa.Schema":
-    import pyarrow as pa
-
-    types: dict[str, dict[pa.DataType, str]] = {}
-    for file in files:
-        columns = read_parquet_schema(file)
-        for name in columns.names:
-            if columns.names.count(name) > 1:
-                raise ConfigError(f"{file}: column {name!r}: must occur only once")
-            types.setdefault(name, {}).setdefault(columns.field(name).type, Path(file).name)
-    return pa.schema([(name, _unify_types(path, name, seen)) for name, seen in types.items()])
-
-
-def _unify_types(path: str, name: str, types: "dict[pa.DataType, str]") -> "pa.DataType":
-    """Return an Arrow type for the values of column `name`. types: first file of each type."""
-    import pyarrow as pa
-
+def _to_records(rows: "pa.Table", locations: Sequence[str]) -> list[Any]:
+    """Convert Arrow rows to Python values; an unconvertible row becomes its ConfigError."""
     try:
-        fields = [pa.schema([(name, type_)]) for type_ in types]
-        unified = pa.unify_schemas(fields, promote_options="permissive").field(0).type
-    except pa.ArrowException:
-        unified = None
-    if unified is None or not all(_is_lossless_cast(type_, unified) for type_ in types):
-        listing = ", ".join(f"{type_} in {file}" for type_, file in types.items())
-        raise ConfigError(
-            f"{path}: column {name!r} has different types in its files: {listing}; write all files"
-            " with the same type, or list each file as a separate entry"
-        )
-    return unified
+        records: list[Any] = rows.to_pylist(maps_as_pydicts="strict")
+    except MemoryError:
+        raise
+    # Dates beyond Python's, unknown time zones and duplicate keys raise errors of many types.
+    except Exception as error:  # noqa: BLE001
+        if len(locations) > 1:
+            singles = (rows.slice(i, 1) for i in range(len(locations)))
+            pairs = zip(singles, locations, strict=True)
+            return [_to_records(row, [location])[0] for row, location in pairs]
+        if len(rows.schema) > 1:
+            columns = (_to_records(rows.select([name]), locations)[0] for name in rows.schema.names)
+            return [next(filter(lambda value: isinstance(value, ConfigError), columns), error)]
+        column = f"column {rows.schema[0].name!r} of {rows.schema[0].type!s:.80}"
+        return [ConfigError(f"{locations[0]}: {column}: {format_error(error)}")]
+    return records
 
 
-def _is_lossless_cast(source: "pa.DataType", target: "pa.DataType") -> bool:
-    """Return whether two Arrow types are of one kind (integer, text, ...), whatever the width."""
-    from pyarrow import types as t
+def _compute_text_sizes(column: "pa.ChunkedArray") -> NDArray[np.int64]:
+    """Return the bytes of each row's prompt: of its text, or of the contents of its chat messages.
 
-    if source == target or t.is_null(source):
-        return True
-    if t.is_struct(source) and t.is_struct(target):
-        return all(_is_lossless_cast(field.type, target.field(field.name).type) for field in source)
-    if t.is_map(source) and t.is_map(target):
-        pairs = ((source.key_type, target.key_type), (source.item_type, target.item_type))
-        return all(_is_lossless_cast(*pair) for pair in pairs)
-    kinds: list[Callable[[Any], bool]] = [t.is_integer, t.is_floating]
-    kinds.append(lambda type_: t.is_string(type_) or t.is_large_string(type_))
-    kinds.append(lambda type_: t.is_binary(type_) or t.is_large_binary(type_))
-    if any(is_kind(source) and is_kind(target) for is_kind in kinds):
-        return True
-    is_list = all(t.is_list(type_) or t.is_large_list(type_) for type_ in (source, target))
-    return is_list and _is_lossless_cast(source.value_type, target.value_type)
-
-
-def _read_into_memory(path: str, files: Sequence[str]) -> "pa.Table | None":
-    """Read the rows of all parquet files, or return None above MAX_IN_MEMORY_BYTES.
-
-    The file size is no guide: dictionary encoding may store a value once for all rows.
+    Raises ArrowException for a column of other types.
     """
+    import pyarrow.compute as pc
+
+    if column.type.num_fields == 0:
+        return np.asarray(pc.fill_null(pc.binary_length(column), 0)).astype(np.int64)
+    contents = pc.struct_field(pc.list_flatten(column), "content")
+    sizes = np.asarray(pc.fill_null(pc.binary_length(contents), 0))
+    parents = np.asarray(pc.list_parent_indices(column))
+    return np.bincount(parents, weights=sizes, minlength=len(column)).astype(np.int64)
+
+
+def _check_no_split(path: str, split: str) -> None:
+    if split:
+        raise ConfigError(f"{path}: split={split}: the data has no splits; remove the split")
+
+
+def _check_split(path: str, split: str, splits: Any) -> None:
+    if split not in splits:
+        names = ", ".join(sorted(splits)) or "none"
+        problem = f"split={split}: no such split" if split else "split: missing"
+        raise ConfigError(
+            f"{path}: {problem}; the splits are {names} (a file can also be named directly)"
+        )
+
+
+class _StateDataFile(msgspec.Struct):
+    filename: str
+
+
+class _DatasetState(msgspec.Struct):
+    data_files: Annotated[list[_StateDataFile], msgspec.Meta(min_length=1)] = msgspec.field(
+        name="_data_files"
+    )
+
+
+def _list_dataset_files(folder: Path, split: str) -> list[str]:
+    """Return the Arrow files of a dataset written by `save_to_disk`."""
+    splits_file = folder / DATASET_FILES[0]
+    if splits_file.is_file() and not (folder / "state.json").is_file():
+        _check_split(
+            str(folder), split, _read_metadata(splits_file, dict[str, list[str]])["splits"]
+        )
+        folder /= split
+    else:
+        _check_no_split(str(folder), split)
+    state = _read_metadata(folder / "state.json", _DatasetState)
+    names = [file.filename for file in state.data_files]
+    for name in names:
+        if name in ("", "..") or Path(name).name != name:
+            raise ValueError(f"state.json: {name!r:.80} must be a file in the same folder")
+    return [str(folder / name) for name in names]
+
+
+def _read_metadata(file: Path, kind: Any) -> Any:
+    """Parse a JSON metadata file to type `kind`. Raises ValueError with the file's name."""
+    try:
+        return msgspec.convert(read_small_json(file, most_bytes=MAX_LINE_BYTES), kind)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file.parent.name}/{file.name}: {format_error(error)}") from None
+
+
+def _has_parquet_name(path: Path) -> bool:
+    return path.suffix.lower() == ".parquet"
+
+
+def _list_parquet_files(path: str, split: str) -> list[str]:
+    """Return the sorted parquet files at a path, which names a file or a folder of shards.
+
+    split: restrict the shards to this split. Raises ConfigError for an empty folder, or a missing
+    or unknown split.
+    """
+    if not Path(path).is_dir():
+        _check_no_split(path, split)
+        return [path]
+    shards = sorted(filter(_has_parquet_name, Path(path).iterdir()))
+    if not shards:
+        raise ConfigError(
+            f"{path}: cannot be read: the directory contains neither a Hugging Face dataset nor"
+            " .parquet files"
+        )
+    splits = [_parse_split(shard.stem) for shard in shards]
+    if len({*splits}) > 1 or split:
+        _check_split(path, split, {*splits} - {""})
+        shards = [shard for shard, name in zip(shards, splits, strict=True) if name == split]
+    return [str(shard) for shard in shards]
+
+
+def _parse_split(name: str) -> str:
+    match = _SPLIT_PATTERN.fullmatch(name)
+    return (match[1] or match[2].lower()) if match else ""
+
+
+def _unpack_parquet(path: str, out: BinaryIO) -> None:
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
-    batches, size = [], 0
-    for batch in _read_unified_batches(path, files):
-        batches.append(batch)
-        size += batch.nbytes
-        if size > MAX_IN_MEMORY_BYTES:
-            return None
-    if not batches:
-        raise ConfigError(f"{path}: contains no rows")
-    return pa.Table.from_batches(batches).combine_chunks()
-
-
-def _unpack_parquet(path: str, files: Sequence[str], out: BinaryIO) -> None:
-    import pyarrow as pa
-
-    batches = _read_unified_batches(path, files)
-    first = next(batches, None)
-    if first is None:
-        raise ConfigError(f"{path}: contains no rows")
-    with pa.ipc.new_file(out, first.schema) as writer:
-        writer.write_batch(first)
-        for batch in batches:
-            writer.write_batch(batch)
+    # A buffer makes pyarrow read column chunks piecewise instead of whole row groups.
+    with (
+        open_regular_file(path) as file,
+        pq.ParquetFile(file, buffer_size=MIB, pre_buffer=False) as opened,
+    ):
+        _check_unique_columns(opened.schema_arrow.names)
+        with pa.ipc.new_stream(out, opened.schema_arrow) as writer:
+            for batch in opened.iter_batches(batch_size=_choose_batch_size(opened)):
+                writer.write_batch(batch)
 
 
-def _unpack_text(path: str, out: BinaryIO) -> None:
-    with open_gzip(path) as file:
-        for line in read_lines(file):
-            out.write(line)
+def _choose_batch_size(file: "pq.ParquetFile") -> int:
+    """Estimate from the first rows of a parquet file how many rows take a few MiB."""
+    for head in file.iter_batches(batch_size=16):
+        return max(1, min(_BATCH_ROWS, _CHUNK_BYTES * head.num_rows // max(1, head.nbytes)))
+    return _BATCH_ROWS
+
+
+def _check_unique_columns(names: Sequence[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"column {name!r}: must occur only once")
+
+
+# Cache of unpacked files.
 
 
 def get_cache_dir() -> Path:
@@ -491,43 +509,38 @@ def get_cache_dir() -> Path:
     return Path(datasets).expanduser() / "streamrl"
 
 
-def _unpack_into_cache(path: str, name: str, unpack: Callable[[str, BinaryIO], None]) -> Path:
-    """Unpack the data file `path` into file `name` of `get_cache_dir()` unless that exists.
+def _unpack_into_cache(
+    path: str, suffix: str, unpack: Callable[..., None], *arguments: object
+) -> str:
+    """Unpack a data file into `get_cache_dir()`, unless that has it, and return the new path.
 
-    Returns the path of the unpacked file, which `unpack` (path, open file) writes. Raises
-    ConfigError if the cache cannot be written.
+    The name there is the hash of the content and `suffix`; `unpack` (path, open file, *arguments)
+    writes it. Raises ConfigError if the cache cannot be written.
     """
-    final = get_cache_dir() / name
-    if final.is_file():
-        return final
-    partial = final.with_name(f".{name}.{os.getpid()}.partial")
-    try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        out = partial.open("xb")
-    except OSError as error:
-        raise ConfigError(_describe_cache_error(path, error)) from error
-    try:
-        with out:
-            unpack(path, out)
-        sync_and_rename(partial, final)
-    except OSError as error:
-        # Errors of the cache have no file name here; errors of the packed file name that file.
-        if error.filename is None and error.errno is not None:
-            raise ConfigError(_describe_cache_error(path, error)) from error
-        raise
-    finally:
-        partial.unlink(missing_ok=True)
-    return final
+    with _wrap_open_errors(path):
+        final = get_cache_dir() / f"{hash_files([path])}{suffix}"
+        if final.is_file():
+            return str(final)
+        partial = final.with_name(f".{final.name}.{os.getpid()}.partial")
+        try:
+            final.parent.mkdir(parents=True, exist_ok=True)
+            with partial.open("xb") as out:
+                unpack(path, out, *arguments)
+            sync_and_rename(partial, final)
+        except OSError as error:
+            if error.errno is None or error.filename == path:  # of the packed file
+                raise
+            raise ConfigError(
+                f"{path}: cannot be unpacked into {final.parent}: {error.strerror or error}"
+                " (set HF_DATASETS_CACHE to choose another folder)"
+            ) from error
+        finally:
+            with suppress(OSError):
+                partial.unlink()
+    return str(final)
 
 
-def _describe_cache_error(path: str, error: OSError) -> str:
-    return (
-        f"{path}: cannot be unpacked into {get_cache_dir()}: {error.strerror or error}"
-        " (set HF_DATASETS_CACHE to choose another folder)"
-    )
-
-
-def _hash_files(files: Sequence[str | Path]) -> str:
+def hash_files(files: Sequence[str]) -> str:
     digest = xxhash.xxh3_128()
     for path in files:
         with open_regular_file(path) as file:
@@ -535,32 +548,3 @@ def _hash_files(files: Sequence[str | Path]) -> str:
                 digest.update(chunk)
             digest.update(f"/{file.tell()}/".encode())
     return digest.hexdigest()
-
-
-def _compute_text_sizes(table: "pa.Table", prompt_key: str) -> NDArray[np.int64] | None:
-    """Return the bytes of each row's prompt: of its text, or of the contents of its chat messages.
-
-    Contents are flattened, so the size of row i is the difference of cumulative sizes at the row's
-    last and first message.
-    """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    if prompt_key not in table.column_names:
-        return None
-    column = table[prompt_key]
-    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-        return np.asarray(pc.fill_null(pc.binary_length(column), 0)).astype(np.int64)
-    if not pa.types.is_list(column.type) and not pa.types.is_large_list(column.type):
-        return None
-    inner = column.type.value_type
-    if not pa.types.is_struct(inner) or inner.get_field_index("content") < 0:
-        return None
-    content = inner.field("content").type
-    if not pa.types.is_string(content) and not pa.types.is_large_string(content):
-        return None
-    contents = pc.struct_field(pc.list_flatten(column), "content")
-    sizes = np.asarray(pc.fill_null(pc.binary_length(contents), 0)).astype(np.int64)
-    message_ends = np.cumsum(np.asarray(pc.fill_null(pc.list_value_length(column), 0)))
-    sums = np.concatenate([[0], np.cumsum(sizes)])
-    return sums[message_ends] - sums[np.concatenate([[0], message_ends[:-1]])]

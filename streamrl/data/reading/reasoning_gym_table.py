@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from omegaconf import MISSING
 
-from streamrl.data.reading.formats import format_error
-from streamrl.data.reading.indexed_table import IndexedRecords, wrap_data_errors
+from streamrl.data.reading.indexed_table import IndexedRecords, format_error, wrap_data_errors
 from streamrl.errors import ConfigError
 from streamrl.files.optional_package import import_optional
 from streamrl.files.typed_settings import suggest_nearest

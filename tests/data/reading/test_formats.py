@@ -5,7 +5,6 @@ import os
 import pickle
 import re
 import shutil
-from decimal import Decimal
 from uuid import UUID
 
 import numpy as np
@@ -53,55 +52,13 @@ def test_a_saved_dataset_yields_the_rows_of_the_jsonl_file(tmp_path, expected):
     assert row.location == f"{tmp_path / 'rows'} row 1"
 
 
-def test_a_reordered_dataset_keeps_its_order(tmp_path, expected):
-    Dataset.from_list(ROWS).select([5, 2]).save_to_disk(tmp_path / "rows")
-    rows = read_fields(tmp_path / "rows")
-    assert [fields[1:] for fields in rows] == [expected[5][1:], expected[2][1:]]
-    assert [fields[0] for fields in rows] == [0, 1]
-
-
 def test_shards_are_one_file_in_the_order_of_their_names(tmp_path, expected):
     shard(tmp_path / "rows.parquet" / "part-1.parquet", ROWS[7:])
     shard(tmp_path / "rows.parquet" / "part-0.parquet", ROWS[:7])
     assert read_fields(tmp_path / "rows.parquet") == expected
 
 
-def test_shards_may_differ_in_columns_but_not_in_a_columns_type(tmp_path):
-    shard(tmp_path / "rows" / "a.parquet", [{"prompt": "1", "answer": 1}])
-    shard(tmp_path / "rows" / "b.parquet", [{"prompt": "2", "answer": 2, "level": "hard"}])
-    rows = list(load_rows(str(tmp_path / "rows"), label_key="answer"))
-    assert [dict(row.extra_info) for row in rows] == [{"answer": 1}, {"answer": 2, "level": "hard"}]
-    shard(tmp_path / "rows" / "c.parquet", [{"prompt": "3", "answer": "three"}])
-    with pytest.raises(ConfigError) as caught:
-        list(load_rows(str(tmp_path / "rows")))
-    assert str(caught.value) == (
-        f"{tmp_path / 'rows'}: column 'answer' has different types in its files: int64 in"
-        " a.parquet, string in c.parquet; write all files with the same type, or list each file as"
-        " a separate entry"
-    )
-
-
 TEXT = pa.string()
-WIDER = [
-    (TEXT, pa.large_string(), "7", "eight"),
-    (pa.int32(), pa.int64(), 7, 2**40),
-    (pa.int8(), pa.uint16(), -7, 65535),
-    (pa.float32(), pa.float64(), 0.5, 0.1),
-    (pa.null(), pa.int64(), None, 8),
-    (pa.list_(TEXT), pa.large_list(pa.large_string()), ["7"], ["8"]),
-    (pa.struct({"a": pa.int32()}), pa.struct({"b": TEXT, "a": pa.int64()}), {"a": 1}, {"b": "x"}),
-    (pa.list_(pa.null()), pa.list_(pa.struct({"a": TEXT})), [], [{"a": "b"}]),
-    (pa.map_(TEXT, pa.int32()), pa.map_(TEXT, pa.int64()), {"a": 1}, {"b": 2}),
-    (pa.dictionary(pa.int8(), TEXT), pa.dictionary(pa.int32(), pa.large_string()), "7", "eight"),
-    (pa.dictionary(pa.int8(), TEXT), TEXT, "7", "eight"),
-    (pa.string_view(), TEXT, "7", "eight"),
-    (
-        pa.list_(pa.struct({"a": pa.dictionary(pa.int8(), TEXT)})),
-        pa.list_(pa.struct({"a": TEXT})),
-        [{"a": "b"}],
-        [{"a": "c"}],
-    ),
-]
 
 
 def write_column(path, kind, value):
@@ -109,56 +66,25 @@ def write_column(path, kind, value):
     pq.write_table(pa.table({"prompt": pa.array(["2+3="]), "x": column}), path)
 
 
-@pytest.mark.parametrize("in_memory_bytes", [0, 1 << 20])
-@pytest.mark.parametrize(("first_type", "second_type", "first", "second"), WIDER)
-def test_shards_may_differ_in_integer_and_text_width(
-    tmp_path, monkeypatch, in_memory_bytes, first_type, second_type, first, second
-):
-    monkeypatch.setattr(indexed_table, "MAX_IN_MEMORY_BYTES", in_memory_bytes)
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    for names in (("a", "b"), ("b", "a")):
-        folder = tmp_path / names[0]
-        folder.mkdir()
-        write_column(folder / f"{names[0]}.parquet", first_type, first)
-        write_column(folder / f"{names[1]}.parquet", second_type, second)
-        rows = list(load_rows(str(folder)))
-        values = [row.extra_info.get("x") for row in rows]
-        expected = [first, second] if names[0] == "a" else [second, first]
-        assert values == expected
-        assert list(map(type, values)) == list(map(type, expected))
-
-
 @pytest.mark.parametrize(
-    ("first_type", "second_type", "first", "second"),
+    ("kind", "value"),
     [
-        (pa.int64(), pa.float64(), 72, 0.5),
-        (pa.int64(), TEXT, 72, "72"),
-        (pa.bool_(), pa.int64(), True, 1),
-        (TEXT, pa.binary(), "a", b"a"),
-        (pa.struct({"a": pa.int64()}), pa.struct({"a": pa.float64()}), {"a": 72}, {"a": 0.5}),
-        (
-            pa.list_(pa.field("element", pa.int64())),
-            pa.list_(pa.field("element", pa.float64())),
-            [72],
-            [0.5],
-        ),
-        (pa.int64(), pa.decimal128(21, 2), 72, Decimal("0.50")),
-        (pa.decimal128(3, 1), pa.decimal128(4, 2), Decimal("0.5"), Decimal("0.50")),
+        (TEXT, "7"),
+        (pa.int64(), 2**40),
+        (pa.float32(), 0.5),
+        (pa.null(), None),
+        (pa.list_(pa.struct({"a": pa.dictionary(pa.int8(), TEXT)})), [{"a": "b"}]),
+        (pa.map_(TEXT, pa.int32()), {"a": 1}),
+        (pa.dictionary(pa.int8(), TEXT), "7"),
+        (pa.string_view(), "7"),
     ],
 )
-def test_a_lossy_cast_between_shards_is_refused_in_one_line(
-    tmp_path, first_type, second_type, first, second
-):
-    write_column(tmp_path / "a.parquet", first_type, first)
-    write_column(tmp_path / "b.parquet", second_type, second)
-    with pytest.raises(ConfigError) as caught:
-        list(load_rows(str(tmp_path)))
-    message = (
-        f"{tmp_path}: column 'x' has different types in its files:"
-        f" {first_type} in a.parquet, {second_type} in b"
-    )
-    assert str(caught.value).startswith(message)
-    assert "\n" not in str(caught.value)
+def test_each_row_has_the_columns_and_types_of_its_shard(tmp_path, kind, value):
+    write_column(tmp_path / "a.parquet", kind, value)
+    shard(tmp_path / "b.parquet", [{"prompt": "2", "x": 2, "level": "hard"}])
+    first, second = load_rows(str(tmp_path))
+    assert first.extra_info.get("x") == value
+    assert second.extra_info == {"x": 2, "level": "hard"}
 
 
 def test_a_split_is_selected_by_name(tmp_path, expected):
@@ -215,7 +141,6 @@ ZONE = pa.timestamp("us", tz="Mars/Base")
 PAIRS = pa.map_(TEXT, pa.int64())
 
 
-@pytest.mark.parametrize("in_memory_bytes", [0, 1 << 20])
 @pytest.mark.parametrize(
     ("kind", "good", "bad"),
     [
@@ -229,11 +154,7 @@ PAIRS = pa.map_(TEXT, pa.int64())
         (pa.timestamp("us", tz="America"), None, 1),  # a directory, not a time zone
     ],
 )
-def test_a_value_unrepresentable_in_python_makes_a_bad_row(
-    tmp_path, monkeypatch, kind, good, bad, in_memory_bytes
-):
-    monkeypatch.setattr(indexed_table, "MAX_IN_MEMORY_BYTES", in_memory_bytes)
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+def test_a_value_unrepresentable_in_python_makes_a_bad_row(tmp_path, kind, good, bad):
     rows = {"prompt": pa.array(["1", "2", "3"]), "x": pa.array([good, bad, good], kind)}
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table(rows), path)
@@ -250,9 +171,6 @@ def test_a_value_unrepresentable_in_python_makes_a_bad_row(
         with pytest.raises(ConfigError, match=f"^{data_path} row 2: column 'x' of .*: ") as caught:
             read_fields(data_path)
         assert "\n" not in str(caught.value)
-    if kind is ZONE:
-        message = "column 'x' of timestamp[us, tz=Mars/Base]: unknown time zone"
-        assert str(caught.value).endswith(message)
 
 
 def tensors():
@@ -283,9 +201,8 @@ def test_a_column_of_an_extension_type_is_read(tmp_path, column, expected):
     ("rows", "size", "is_constant"),
     [(40_000, 2048, True), (40_000, 2048, False), (150, 1 << 20, True)],
 )
-def test_large_parquet_is_not_loaded_into_memory(tmp_path, monkeypatch, rows, size, is_constant):
+def test_large_parquet_is_not_loaded_into_memory(tmp_path, rows, size, is_constant):
     """A constant compresses to nothing; distinct values fill one row group."""
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "rows.parquet"
     texts = ["x" * size] if is_constant else [f"{i:07d}" * (size // 7) for i in range(rows)]
     column = pa.array(texts, pa.large_string()).take(pa.array(np.arange(rows) % len(texts)))
@@ -314,8 +231,8 @@ def saved(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("name", ["state.json", "dataset_info.json", "dataset_dict.json"])
-@pytest.mark.parametrize("text", [DEEP, "[]", "null", "{", "\xff", '{"a": 1, "a": 1}', None])
+@pytest.mark.parametrize("name", ["state.json", "dataset_dict.json"])
+@pytest.mark.parametrize("text", [DEEP, "[]", "{", "\xff", '{"a": 1, "a": 1}', None])
 def test_a_dataset_without_valid_metadata_is_refused_in_one_line(tmp_path, saved, name, text):
     folder, split = ("several", "train") if name == "dataset_dict.json" else ("one", "")
     shutil.copytree(saved / folder, tmp_path / folder)
@@ -324,47 +241,31 @@ def test_a_dataset_without_valid_metadata_is_refused_in_one_line(tmp_path, saved
         os.truncate(file, 10 << 30)
     else:
         file.write_bytes(text.encode("latin-1"))
-    with pytest.raises(
-        ConfigError, match=rf"^{tmp_path / folder}: .*: {folder}/{name}: "
-    ) as caught:
+    with pytest.raises(ConfigError, match=rf"^{tmp_path / folder}: cannot be read: ") as caught:
         read_fields(tmp_path / folder, split)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("entry", "words"),
+    ("name", "words"),
     [
-        ({"_data_files": [{"filename": "../fifo"}]}, "'../fifo' must be a file in the same folder"),
-        (
-            {"_data_files": [{"filename": "/dev/zero"}]},
-            "'/dev/zero' must be a file in the same folder",
-        ),
-        ({"_data_files": [{"filename": ".."}]}, "'..' must be a file in the same folder"),
-        ({"_data_files": [{"filename": "fifo"}]}, "one/fifo: not a regular file"),
-        ({"_data_files": [{"filename": "link"}]}, "one/link: not a regular file"),
-        ({"_data_files": [{"filename": "gone"}]}, "one/gone: no such file"),
-        ({"_data_files": []}, "state.json: Expected `array` of length >= 1"),
-        ({"_data_files": [3]}, "state.json: Expected `object`, got `int`"),
-        ({"_format_type": "none"}, "cannot be read as a dataset: "),
-        ({"_split": [1]}, "cannot be read as a dataset: "),
+        ("../fifo", "'../fifo' must be a file in the same folder"),
+        ("/dev/zero", "'/dev/zero' must be a file in the same folder"),
+        ("..", "'..' must be a file in the same folder"),
+        ("fifo", "one: cannot be read: not a regular file"),
+        ("link", "one: cannot be read: not a regular file"),
+        ("gone", "one: cannot be read: No such file"),
+        ("state.json", "one: cannot be read: "),
     ],
 )
-def test_a_dataset_with_files_outside_its_folder_is_refused(tmp_path, saved, entry, words):
+def test_a_dataset_with_files_outside_its_folder_is_refused(tmp_path, saved, name, words):
     shutil.copytree(saved / "one", tmp_path / "one")
     for fifo in (tmp_path / "fifo", tmp_path / "one" / "fifo"):
         os.mkfifo(fifo)
     (tmp_path / "one" / "link").symlink_to("/dev/zero")
     file = tmp_path / "one" / "state.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **entry}))
+    state = {**json.loads(file.read_text()), "_data_files": [{"filename": name}]}
+    file.write_text(json.dumps(state))
     with pytest.raises(ConfigError, match=re.escape(words)) as caught:
         read_fields(tmp_path / "one")
     assert "\n" not in str(caught.value)
-
-
-def test_a_split_outside_the_dataset_folder_is_refused(tmp_path, saved):
-    shutil.copytree(saved / "several", tmp_path / "several")
-    shutil.copytree(saved / "one", tmp_path / "one")
-    (tmp_path / "several" / "dataset_dict.json").write_text('{"splits": ["../one", ".."]}')
-    for split in ("../one", ".."):
-        with pytest.raises(ConfigError, match="must be a file in the same folder"):
-            read_fields(tmp_path / "several", split)
