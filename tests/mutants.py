@@ -367,6 +367,42 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/telemetry/page/test_page_server.py",
     ),
     # planner, placement
+    Mutant(
+        "planner/search/pareto.py",
+        "point.candidate.step_s < front_points[-1].candidate.step_s",
+        "point.candidate.step_s <= front_points[-1].candidate.step_s",
+        "tests/planner/search/test_planner.py",
+    ),
+    Mutant(
+        "planner/steady_state/list_scheduler.py",
+        "return self.lag - (self.lag - step - 1) % self.step_interval",
+        "return self.lag - (self.lag - step) % self.step_interval",
+        "tests/planner/steady_state/test_jobs.py tests/planner/steady_state/test_estimator.py",
+    ),
+    Mutant(
+        "planner/simulator/replicas/simulated_engine.py",
+        "newest = max(running, key=itemgetter(1))",
+        "newest = min(running, key=itemgetter(1))",
+        "tests/planner/simulator/replicas/test_simulated_engine.py",
+    ),
+    Mutant(
+        "planner/to_placement.py",
+        "return (0, 3) if grid.dp_size > 1 else (0,)",
+        "return (1, 3) if grid.dp_size > 1 else (0,)",
+        "tests/planner/test_to_planner_problem.py",
+    ),
+    Mutant(
+        "placement/resource_demand.py",
+        "if sum(needs) > available:",
+        "if sum(needs) >= available:",
+        "tests/config/test_preflight.py",
+    ),
+    Mutant(
+        "placement/pools.py",
+        "first = math.floor(begins[unit] * size)",
+        "first = 0",
+        "tests/placement/test_pools.py",
+    ),
 )
 
 
