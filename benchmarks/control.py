@@ -51,7 +51,7 @@ from streamrl.buffer import ShardCapacity, ShardFiles, ShardPlan
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import REWARD_CALL, ModelCall
 from streamrl.placement.config import PlacementConfig
-from streamrl.planner.simulator.replicas.virtual_loop import run_virtual
+from streamrl.planner.simulator.virtual_loop import run_virtual
 
 GROUPS = (32, 128, 512, 2048, 4096)
 MEASURED_GROUPS = 256

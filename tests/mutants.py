@@ -380,10 +380,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/planner/steady_state/test_jobs.py tests/planner/steady_state/test_estimator.py",
     ),
     Mutant(
-        "planner/simulator/replicas/simulated_engine.py",
+        "planner/simulator/simulated_engine.py",
         "newest = max(running, key=itemgetter(1))",
         "newest = min(running, key=itemgetter(1))",
-        "tests/planner/simulator/replicas/test_simulated_engine.py",
+        "tests/planner/simulator/test_simulated_engine.py",
     ),
     Mutant(
         "planner/to_placement.py",

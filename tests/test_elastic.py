@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.messages import GroupInfo
-from streamrl.planner.simulator.replicas.virtual_loop import run_virtual
+from streamrl.planner.simulator.virtual_loop import run_virtual
 from streamrl.stream.stage_worker import PARTIAL_SAVE_INTERVAL_S
 from tests.fake_stream import Disturb, Stream, drain_generator, run_stream
 from tests.fakes import Plan, SampledToken

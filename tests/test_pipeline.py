@@ -20,7 +20,7 @@ from streamrl.dataflow import CRITIC
 from streamrl.errors import DeadlineError, DropLimitError, LogprobCheckError
 from streamrl.messages import Columns, Experience, GroupLease, parse_uid
 from streamrl.pipeline import count_sampled_tokens, find_newest_version
-from streamrl.planner.simulator.replicas.virtual_loop import run_virtual
+from streamrl.planner.simulator.virtual_loop import run_virtual
 from streamrl.stream.run_state import SURPLUS_CAUSE
 from streamrl.stream.stage_worker import ConcurrencyLimit, InFlightWork
 from streamrl.stream.train_step import add_metric_sums

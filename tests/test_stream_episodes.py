@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.planner.simulator.replicas.virtual_loop import run_virtual
+from streamrl.planner.simulator.virtual_loop import run_virtual
 from tests.fake_episodes import SLOW_S, FakeEpisodeGenerator
 from tests.fake_stream import EPISODES, Stream, draw_plans, run_stream
 from tests.fakes import Plan

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from streamrl.errors import DeadlineError, FilterLimitError, ServiceOutageError
 from streamrl.messages import parse_uid
-from streamrl.planner.simulator.replicas.virtual_loop import run_virtual
+from streamrl.planner.simulator.virtual_loop import run_virtual
 from tests.fake_stream import Disk, Disturb, Stream, build_stream, draw_plans, run_loops, run_stream
 from tests.fakes import Plan
 from tests.virtual_time import in_virtual_time

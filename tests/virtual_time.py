@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Coroutine
 from typing import Any, ParamSpec
 
-from streamrl.planner.simulator.replicas.virtual_loop import run_virtual
+from streamrl.planner.simulator.virtual_loop import run_virtual
 
 P = ParamSpec("P")
 

@@ -254,7 +254,6 @@ def to_json(
     return {
         "steps": len(trace.steps),
         "left_out": dict(trace.excluded_steps),
-        "cores": vars(trace.machine),
         "constants": calibration.constants.to_dict(),
         "determined": {
             name: {

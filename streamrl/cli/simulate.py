@@ -2,21 +2,18 @@
 
 import argparse
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from streamrl.cli.arguments.arg_types import parse_path
 from streamrl.cli.arguments.config_args import read_config
 from streamrl.cli.arguments.planner_args import (
-    HOUR_S,
     add_problem_arguments,
     check_simulation_time,
     read_planner_inputs,
 )
 from streamrl.cli.output.output_files import check_output_dir
 from streamrl.config.run_config import RunConfig
-from streamrl.dataflow import GENERATE_CALL, CallKind
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_small_json
 from streamrl.files.typed_settings import describe_read_error
@@ -35,7 +32,6 @@ from streamrl.planner.report.text_table import (
     format_table,
 )
 from streamrl.planner.simulator.quick_run import choose_num_steps, estimate_simulation_s
-from streamrl.planner.simulator.replicas.failures import FailureModel
 from streamrl.planner.simulator.results import SimulationResult
 from streamrl.planner.simulator.simulation import run_simulation
 from streamrl.planner.to_placement import build_run_placement
@@ -62,16 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"training steps ({DEFAULT_STEPS}, or more if generation runs far ahead)",
     )
     parser.add_argument(
-        "--mttf-h", type=float, metavar="HOURS", help="mean time to failure of a node"
-    )
-    parser.add_argument(
-        "--restart-s",
-        type=float,
-        default=300.0,
-        metavar="S",
-        help="time to restore a failed node (300)",
-    )
-    parser.add_argument(
         *("-o", "--output"),
         type=parse_path,
         metavar="DIR",
@@ -94,7 +80,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _simulate(arguments: argparse.Namespace, progress: ProgressLine) -> str:
     """Simulate the placement and write the files asked for; return the output."""
-    failures = _parse_failures(arguments)
     chosen = _read_placement(arguments.placement) if arguments.placement is not None else None
     config = read_config(arguments.config, arguments.overrides)
     problem, constants = read_planner_inputs(arguments, config).build_problem(config)
@@ -109,12 +94,6 @@ def _simulate(arguments: argparse.Namespace, progress: ProgressLine) -> str:
     timings = costs.predict_timings(placement)
     estimated_s = estimate_simulation_s(problem.workload, steps=steps, generator=timings.generator)
     check_simulation_time(estimated_s, problem.workload, prefix=f"--steps {steps}, ")
-    if failures is not None:
-        # A run without checkpoints restarts from step 0.
-        every = config.checkpoint.every or MAX_STEPS
-        devices = max(group.devices_per_node for group in problem.cluster.node_groups)
-        failures = replace(failures, checkpoint_every=every, node_devices=devices)
-        _check_progress(failures, placement, costs, steps)
     progress.describe("simulating", steps, "steps")
     result = run_simulation(
         problem.dataflow,
@@ -123,7 +102,6 @@ def _simulate(arguments: argparse.Namespace, progress: ProgressLine) -> str:
         problem.workload,
         steps=steps,
         seed=arguments.seed,
-        failures=failures,
         run_options=problem.run_options,
         on_step=progress.advance,
     )
@@ -161,36 +139,6 @@ def _choose_placement(
     return placement
 
 
-def _parse_failures(arguments: argparse.Namespace) -> FailureModel | None:
-    """Build the failure model without the facts of the run; None without --mttf-h."""
-    mttf_h, restart_s = arguments.mttf_h, arguments.restart_s
-    options = f"--restart-s {restart_s:g}"
-    # Without --mttf-h, still validate --restart-s, with any valid mttf_s.
-    mttf_s = 2 * restart_s
-    if mttf_h is not None:
-        mttf_s, options = mttf_h * HOUR_S, f"--mttf-h {mttf_h:g}, {options}"
-    try:
-        failures = FailureModel(mttf_s, restart_s)
-    except ConfigError as error:
-        raise ConfigError(f"{options}: {error}") from None
-    return None if mttf_h is None else failures
-
-
-def _check_progress(
-    failures: FailureModel, placement: Placement, costs: CostModel, steps: int
-) -> None:
-    """Raise ConfigError if nodes fail so often that the simulated run would not progress."""
-    calls = costs.problem.dataflow.select_calls(CallKind.TRAIN)
-    trained = {call.stage: placement.assignments[call.stage] for call in calls}
-    step_s = max(costs.call_duration_s(stage, assignment) for stage, assignment in trained.items())
-    first_s = costs.estimate_first_rollouts_s(placement.assignments[GENERATE_CALL.stage])
-    meshes = [assignment.mesh for assignment in trained.values()]
-    try:
-        failures.check_progress(meshes, first_s=first_s, step_s=step_s, steps=steps)
-    except ConfigError as error:
-        raise ConfigError(f"--mttf-h {failures.mttf_s / HOUR_S:g}: {error}") from None
-
-
 def describe_simulation(result: SimulationResult) -> list[str]:
     rows = [["stage", "idle", "groups waiting"]]
     for stage, idle in result.idle_fractions.items():
@@ -211,11 +159,6 @@ def describe_simulation(result: SimulationResult) -> list[str]:
         f" ({ages})",
         f"ledger      {result.ledger}",
     ]
-    if result.crashes:
-        lines.append(
-            f"crashes     {len(result.crashes)}: {format_count(result.lost_tokens)} tokens lost,"
-            f" {result.repeated_steps} steps repeated"
-        )
     return [*lines, "", *format_table(rows)]
 
 
@@ -240,7 +183,4 @@ def to_json(result: SimulationResult) -> dict[str, Any]:
         "queue_depth": {stage: _compute_mean_depth(result, stage) for stage in result.queue_depths},
         "step_ends_s": list(result.step_ends),
         "ledger": vars(result.ledger) | {"drops": dict(result.ledger.drops)},
-        "crashes": len(result.crashes),
-        "lost_tokens": result.lost_tokens,
-        "steps_again": result.repeated_steps,
     }

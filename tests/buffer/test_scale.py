@@ -11,7 +11,7 @@ from streamrl.buffer.assembly.oversampling import OversamplingController
 from streamrl.buffer.assembly.packing import MicroBatchPacker
 from streamrl.errors import DeadlineError
 from streamrl.messages import Experience, GroupInfo, GroupLease
-from streamrl.planner.simulator.replicas.virtual_loop import run_virtual
+from streamrl.planner.simulator.virtual_loop import run_virtual
 from tests.buffer.clients import lease, local_shards
 from tests.buffer.shards import (
     REFERENCE,

@@ -227,15 +227,6 @@ def test_a_plan_says_that_it_does_not_use_the_configs_placement_mode(
     assert (note in run(capsys, *words)[1]) == (not is_used)
 
 
-def test_node_failures_cost_time(capsys: pytest.CaptureFixture[str]):
-    words = ["simulate", *SMALL[:-2], "--steps", "10", "--json"]
-    healthy = json.loads(run(capsys, *words)[1])
-    failing = json.loads(run(capsys, *words, "--mttf-h", "0.01", "--restart-s", "30")[1])
-    assert healthy["crashes"] == 0
-    assert failing["crashes"] > 0
-    assert failing["step_ends_s"][-1] > healthy["step_ends_s"][-1]
-
-
 def test_the_predicted_training_time_matches_the_simulator(capsys: pytest.CaptureFixture[str]):
     # On one device the stages take turns.
     words = [*SMALL, "--cluster", "1xH100", "--max-staleness", "0,1,2", "--json"]
@@ -455,19 +446,6 @@ def test_bad_options_of_plan_are_refused(
     ("words", "message"),
     [
         (["--steps", "0"], "--steps 0: must be from 1"),
-        (["--mttf-h", "0"], "--mttf-h 0, --restart-s 300: failures.mttf_s=0: must be above 0"),
-        (["--mttf-h", "inf"], "failures.mttf_s=inf: must be above 0 and finite"),
-        (["--mttf-h", "1", "--restart-s", "inf"], "restart_s=inf: must be above 0 and finite"),
-        (["--restart-s", "nan"], "--restart-s nan: failures.restart_s=nan: must be above 0"),
-        (["--mttf-h", "0.01"], "failures.mttf_s=36: must be above restart_s=300"),
-        (
-            ["--mttf-h", "0.01", "--restart-s", "1", "--steps", "10000"],
-            "one of 1 training nodes fails every 36 s: 10000 steps without a checkpoint",
-        ),
-        (
-            ["--mttf-h", "0.0003", "--restart-s", "1", "checkpoint.every=1"],
-            "fails every 1.08 s: the first rollouts take",
-        ),
         (["--placement", "no/file"], "--placement no/file: no such file"),
         (["generator.replicas=9"], "the cluster has 8"),
     ],

@@ -10,7 +10,7 @@ import pytest
 from streamrl.buffer import StepAssembler
 from streamrl.errors import FilterLimitError, LedgerError
 from streamrl.messages import Experience, GroupInfo, GroupLease, GroupOutcome
-from streamrl.planner.simulator.replicas.virtual_loop import run_virtual
+from streamrl.planner.simulator.virtual_loop import run_virtual
 from streamrl.stream.run_state import PipelineConfig
 from streamrl.stream.train_step import GroupCollector
 from tests.fake_stream import Stream, run_stream

@@ -26,7 +26,7 @@ from streamrl.dataflow import POLICY
 from streamrl.errors import DropLimitError, FilterLimitError, StaleGroupError
 from streamrl.messages import Experience, GroupInfo, GroupLease, GroupOutcome, Prompt
 from streamrl.pipeline import admit_prompts
-from streamrl.planner.simulator.replicas.virtual_loop import run_virtual
+from streamrl.planner.simulator.virtual_loop import run_virtual
 from streamrl.stream.run_state import PipelineConfig, RunState
 from streamrl.stream.weight_publisher import WeightPublisher
 from streamrl.weights.versions import WeightRegistry

@@ -15,7 +15,7 @@ from streamrl.buffer.books.run_log import TrainedStep
 from streamrl.dataflow import POLICY
 from streamrl.errors import DeadlineError
 from streamrl.messages import parse_uid
-from streamrl.planner.simulator.replicas.virtual_loop import run_virtual
+from streamrl.planner.simulator.virtual_loop import run_virtual
 from streamrl.stream.device_lease import DedicatedDeviceLease
 from streamrl.stream.run_state import PipelineConfig
 from streamrl.stream.stage_worker import POLL_WAIT_S

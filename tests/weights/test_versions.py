@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from streamrl.errors import WeightsError
-from streamrl.planner.simulator.replicas.virtual_loop import run_virtual
+from streamrl.planner.simulator.virtual_loop import run_virtual
 from streamrl.weights import ServedVersion, WeightManifest
 from streamrl.weights.broadcast_tree import BroadcastTree
 from streamrl.weights.manifest import WeightBucket

@@ -6,18 +6,17 @@ when it did. A turn of an episode is a group of one rollout.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
 from streamrl.messages import Array
-from streamrl.planner.calibration.cpu_clocks import Interval, PausableClock, WorkClock
 from streamrl.planner.calibration.robust_fit import CoefficientEstimate, fit_parts
 from streamrl.planner.calibration.sampled_groups import GeneratedGroup, split_gaps
 from streamrl.planner.problem.stage_timings import GeneratorTiming
-from streamrl.planner.simulator.replicas.simulated_engine import SimulatedEngine
+from streamrl.planner.simulator.simulated_engine import SimulatedEngine
 
 WINDOW_GROUPS = 800
 """Number of consecutive groups of a replica that are replayed together."""
@@ -64,9 +63,29 @@ class GroupWindow:
                 yield window
 
 
+class PausableClock:
+    """A clock that stops during pauses, given as (start, end) in seconds."""
+
+    def __init__(self, pauses: Iterable[tuple[float, float]]) -> None:
+        edges: list[float] = []
+        for start, end in sorted(pauses):
+            if edges and start <= edges[-1]:
+                edges[-1] = max(edges[-1], end)
+            else:
+                edges += (start, end)
+        lengths = np.diff(edges)
+        lengths[1::2] = 0.0
+        self._edges, self._paused_s = np.array(edges), np.concatenate([[0.0], np.cumsum(lengths)])
+
+    def read_at(self, times: Array) -> Array:
+        if not len(self._edges):
+            return times
+        return np.asarray(times - np.interp(times, self._edges, self._paused_s))
+
+
 @dataclass(frozen=True)
 class DecodeReplay:
-    """Measured times of a window of groups, ordered by begin, on the replica's work clock.
+    """Measured times of a window of groups, ordered by begin, without the replica's pauses.
 
     complete_mask: whether all concurrent groups of a group are in the window, so that it counts.
     load_times: when the replica loaded versions.
@@ -85,7 +104,7 @@ class DecodeReplay:
 
     @classmethod
     def from_process(
-        cls, groups: Sequence[GeneratedGroup], loads: Sequence[float], clock: WorkClock
+        cls, groups: Sequence[GeneratedGroup], loads: Sequence[float]
     ) -> "list[DecodeReplay]":
         """Return the measured times of a generator process, an object per GroupWindow.
 
@@ -102,11 +121,10 @@ class DecodeReplay:
         number = max(1, min(len(windows), MAX_GROUPS * len(windows) // len(groups)))
         positions = np.linspace(0, len(windows) - 1, number).astype(int)
         # A gap in the span of a group means that the whole replica was paused.
-        pauses: list[Interval] = [
+        clock = PausableClock(
             (before[1], after[0]) for group in groups for before, after in pairwise(group.intervals)
-        ]
-        pausable_clock = PausableClock(pauses, clock)
-        return [cls.from_window(windows[position], loads, pausable_clock) for position in positions]
+        )
+        return [cls.from_window(windows[position], loads, clock) for position in positions]
 
     @classmethod
     def from_window(

@@ -1,9 +1,4 @@
-"""Fit `StageTimings`, the time of every operation in a run's placement, to the spans of a run.
-
-On CPU, busy processes that share few cores slow each other down. Times here are work seconds of a
-`WorkClock`: the time of each operation alone. `StageTimings.cores` holds the number of cores. The
-queue and the run log have no spans; `StageTimings.bookkeeping_s` is their CPU time per group.
-"""
+"""Fit `StageTimings`, the time of every operation in a run's placement, to the spans of a run."""
 
 import statistics
 from bisect import bisect_right
@@ -14,7 +9,6 @@ from itertools import pairwise
 
 from streamrl.config.role_counts import count_actors
 from streamrl.dataflow import FILTER_COLUMN, GENERATE_CALL, GREEDY_CALL, POLICY, CallKind, ModelCall
-from streamrl.planner.calibration.cpu_clocks import WorkClock
 from streamrl.planner.calibration.fit_decode import (
     DECODE_COEFFICIENTS,
     DecodeReplay,
@@ -33,14 +27,7 @@ from streamrl.planner.problem.stage_timings import (
 )
 from streamrl.telemetry.spans import Span
 
-WAITING_SPANS = ("pull", "publish", "publish_reference", "save")
-"""Names of spans in which a process mostly waits for other processes or for a disk."""
 PLANNING_SPANS = ("plan", "look")
-CROWDING = 0.04
-"""Slowdown of a process that trains a small model, per concurrent process.
-
-Measured on two cores: 4 %, 7 % and 13 % with one, two and three concurrent processes.
-"""
 SHARED_UNDELAYED_FRACTION = 0.1
 """Fraction of measurements, the shortest, taken to contain no waiting, where devices are shared."""
 UNDELAYED_FRACTION = 0.5
@@ -76,14 +63,6 @@ class _TimingFitter:
         self._base_timings = base
         self._config = trace.config
         self._estimates: dict[str, CoefficientEstimate] = {}
-        busy = [
-            [(span.start_s, span.end_s) for span in spans if span.name not in WAITING_SPANS]
-            for spans in trace.spans_by_process.values()
-        ]
-        cores = trace.machine
-        self._work_clock = WorkClock(
-            busy, cores=cores.available_cores, other_cores=cores.queue, crowding=CROWDING
-        )
         self._replica_counts = {
             role: count for role, (_, count) in count_actors(self._config).items()
         }
@@ -102,9 +81,6 @@ class _TimingFitter:
             },
             hop_s=self._fit_hop(),
             step_s=self._add_estimate("step_s", fit_median(self._collect_step_gaps())),
-            cores=self._trace.machine.available_cores,
-            bookkeeping_s=self._trace.machine.queue * self._trace.mean_group_s,
-            crowding=CROWDING,
         )
         return FittedTimings(timings, self._estimates)
 
@@ -112,9 +88,6 @@ class _TimingFitter:
         """Record the estimate of a coefficient under a dotted name; return its value."""
         self._estimates[name] = estimate
         return estimate.value
-
-    def _measure_work_s(self, span: Span) -> float:
-        return self._work_clock.measure_work(span.start_s, span.end_s)
 
     def _select_spans(self, role: str, *names: str) -> list[Span]:
         """Return the spans of these names in a role's processes, from the first steady step on."""
@@ -137,7 +110,7 @@ class _TimingFitter:
             replay
             for process, groups in by_process.items()
             for replay in DecodeReplay.from_process(
-                groups, [s.end_s for s in pulls if s.process == process], self._work_clock
+                groups, [s.end_s for s in pulls if s.process == process]
             )
         ]
         base = self._base_timings.generator
@@ -219,7 +192,7 @@ class _TimingFitter:
             tokens = sum(float(span.args["tokens"]) for span in spans)
             rows.append((float(len(spans)), rollouts, tokens))
             end_s = max(span.end_s for span in spans)
-            seconds.append(self._work_clock.measure_work(spans[0].start_s, end_s))
+            seconds.append(end_s - spans[0].start_s)
         has_model = base.token_s > 0
         features = rows if has_model else [row[:2] for row in rows]
         fit = fit_line(features, seconds)
@@ -239,9 +212,9 @@ class _TimingFitter:
         spans = self._select_spans(role, "train")
         spans = [span for span in spans if span.args.get("tokens")]
         rows = [(1.0, float(span.args["tokens"])) for span in spans]
-        fit = fit_line(rows, [self._measure_work_s(span) for span in spans])
+        fit = fit_line(rows, [span.end_s - span.start_s for span in spans])
         updates = fit_median(
-            [self._measure_work_s(span) for span in self._select_spans(role, "update")]
+            [span.end_s - span.start_s for span in self._select_spans(role, "update")]
         )
         prefix = f"train.{role}"
         return TrainTiming(
@@ -269,7 +242,7 @@ class _TimingFitter:
         work = [s for s in self._select_spans(role, "train", "update") if s.process.endswith("-0")]
         waiting_names = () if self._trains_whole_steps else ("train",)
         return [
-            max(0.0, self._work_clock.measure_work(before.end_s, after.start_s))
+            max(0.0, after.start_s - before.end_s)
             for before, after in pairwise(work)
             if before.name == "train" and after.name not in waiting_names
         ]
@@ -278,7 +251,7 @@ class _TimingFitter:
         spans = [s for s in self._select_spans(role, *PLANNING_SPANS) if s.process.endswith("-0")]
         return [
             sum(
-                self._measure_work_s(span)
+                span.end_s - span.start_s
                 for span in spans
                 if step.start_s <= span.start_s < step.end_s
             )
@@ -359,7 +332,7 @@ class _TimingFitter:
         for span in self._select_spans(call.role, call.stage):
             group_ends = [ends.popleft() for _ in range(int(span.args["groups"])) if ends]
             if group_ends and busy_until <= group_ends[0] <= span.start_s:
-                hops.append(self._work_clock.measure_work(group_ends[0], span.start_s))
+                hops.append(span.start_s - group_ends[0])
             busy_until = max(busy_until, span.end_s)
         return hops
 
@@ -380,8 +353,7 @@ class _TimingFitter:
             # Of several rounds, the first may hold only groups that were ready earlier.
             is_last = self._trains_whole_steps or sum(s.name == "train" for s in later_spans) == 1
             if later_spans and is_last and not running:
-                hop_s = self._work_clock.measure_work(ends[-1], later_spans[0].start_s)
-                hops.append(max(0.0, hop_s - round_s))
+                hops.append(max(0.0, later_spans[0].start_s - ends[-1] - round_s))
         return hops
 
     def _collect_step_gaps(self) -> list[float]:

@@ -103,7 +103,7 @@ class PlannedRun:
             for assignment in placement.assignments.values()
         )
         if cluster is None:
-            if not trace.machine.cores:
+            if not trace.cores:
                 raise ConfigError(
                     "--cluster: missing; required unless the run used the CPU cores of one machine"
                 )

@@ -8,7 +8,7 @@ import os
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -40,42 +40,10 @@ from streamrl.telemetry.spans import Span
 
 ENGINE_WARM_UP_STEPS = 2
 """Number of steps in which engines still warm up, after the stream has filled."""
-MIN_CORES = 0.1
-"""Minimum number of cores assumed to be left to a run by processes outside the run."""
-CORE_METRICS = ("cpu/machine", "cpu/stages", "cpu/queue")
 MAX_LOGGED_STEPS = 2000
 """Steps of a long run that are analyzed, the last ones."""
 MIN_STEPS = 6
 """Minimum number of steady steps of a run for a reliable fit."""
-
-
-@dataclass(frozen=True)
-class MachineCores:
-    """CPU cores of the run's machine; 0 if the run used GPUs or several nodes.
-
-    taken: mean number of cores kept busy by processes outside the run.
-    queue: mean number kept busy by the queue's shards and the coordinator.
-    """
-
-    cores: int
-    taken: float = 0.0
-    queue: float = 0.0
-
-    @property
-    def available_cores(self) -> float:
-        return max(self.cores - self.taken, MIN_CORES) if self.cores else 0.0
-
-    def with_metrics(self, rows: Sequence[Mapping[str, Any]]) -> "MachineCores":
-        means = {name: _average_present([row.get(name) for row in rows]) for name in CORE_METRICS}
-        if not self.cores or None in means.values():
-            return self
-        machine, stages, queue = (float(value or 0.0) for value in means.values())
-        taken = max(0.0, machine - stages - queue)
-        return replace(self, taken=taken, queue=queue)
-
-    @classmethod
-    def from_event(cls, event: Mapping[str, Any]) -> "MachineCores":
-        return cls(0 if event["on_gpu"] or event["nodes"] > 1 else int(event["cores"]))
 
 
 @dataclass(frozen=True)
@@ -137,6 +105,7 @@ class GroupedLengths(EmpiricalLengths):
 class RunTrace:
     """Steps, spans and groups of a finished run.
 
+    cores: CPU cores of the run's machine; 0 if the run used GPUs or several nodes.
     steps: steady steps only; `excluded_steps` counts all others by reason.
     spans: of the whole run, by time.
     generated_groups: groups that begin after the start of the first of `steps`.
@@ -146,7 +115,7 @@ class RunTrace:
 
     run_dir: Path
     config: RunConfig
-    machine: MachineCores
+    cores: int
     steps: Sequence[MeasuredStep]
     excluded_steps: Mapping[str, int]
     spans: Sequence[Span]
@@ -218,11 +187,6 @@ class RunTrace:
         )
         return filtered / (filtered + trained) if filtered > 0 else 0.0
 
-    @property
-    def mean_group_s(self) -> float:
-        """Mean step time over the number of groups trained per step."""
-        return self.mean_step_s / statistics.fmean(len(step.groups) for step in self.steps)
-
 
 def load_run_trace(run_dir: Path) -> RunTrace:
     """Load the trace of the run in a directory.
@@ -257,17 +221,11 @@ def load_run_trace(run_dir: Path) -> RunTrace:
             f"{location}: {TRACE_FILE} has no generate spans with lengths: the file is truncated"
             " or of an older version"
         )
-    machine_event = _read_machine_event(run_dir)
-    cores = MachineCores(len(os.sched_getaffinity(0)))  # runs of older versions log no machine
-    if machine_event:
-        cores = MachineCores.from_event(machine_event)
-    machine = cores.with_metrics([step.row for step in steps])
-    placed_config = with_placement_mode(
-        config, machine_event.get("placement", config.placement.mode)
-    )
-    return RunTrace(
-        run_dir, placed_config, machine, steps, excluded, spans, groups, requests, turns
-    )
+    machine_event = _read_machine_event(run_dir, location)
+    has_one_cpu_machine = not machine_event["on_gpu"] and machine_event["nodes"] == 1
+    cores = int(machine_event["cores"]) if has_one_cpu_machine else 0
+    placed_config = with_placement_mode(config, machine_event["placement"])
+    return RunTrace(run_dir, placed_config, cores, steps, excluded, spans, groups, requests, turns)
 
 
 def _read_episodes(
@@ -368,10 +326,12 @@ def _read_run_spans(run_dir: Path, location: str) -> list[Span]:
     return sorted(spans, key=lambda span: (span.start_s, span.end_s))
 
 
-def _read_machine_event(run_dir: Path) -> Mapping[str, Any]:
+def _read_machine_event(run_dir: Path, location: str) -> Mapping[str, Any]:
     latest: Mapping[str, Any] = {}
     for event in iter_jsonl(run_dir / EVENTS_FILE):
         latest = event if event.get("event") == "machine" else latest
+    if missing := {"on_gpu", "nodes", "cores", "placement"} - latest.keys():
+        raise ConfigError(f"{location}: {EVENTS_FILE} has no machine with {min(missing)}")
     return latest
 
 

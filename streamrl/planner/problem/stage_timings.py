@@ -165,16 +165,6 @@ class WeightsTiming:
     pause_s: float = 0.0
 
 
-def compute_process_speed(cores: float, busy: float, *, crowding: float) -> float:
-    """Return the speed of each of `busy` processes on shared cores, relative to a process alone.
-
-    cores: number of cores, divided evenly among the processes.
-    crowding: slowdown that each further process causes, even with free cores, because caches and
-      memory are shared.
-    """
-    return min(1.0, cores / max(1.0, busy)) / (1.0 + crowding * max(0.0, busy - 1.0))
-
-
 @dataclass(frozen=True)
 class StageTimings:
     """Timings of all stages of a placement: `score` and `weights` by stage, `train` by role.
@@ -182,10 +172,6 @@ class StageTimings:
     Stages of one role share its replicas.
     hop_s: latency from a stage's commit to the start of the next stage on the group.
     step_s: coordinator time between the last update of a step and the start of the next step.
-    cores: cores of the machine that all processes share, less the load of processes outside the
-      run; 0 if processes do not slow one another down.
-    bookkeeping_s: core time per group of queue and run log.
-    crowding: slowdown of a busy process by each further one, as in `compute_process_speed`.
     """
 
     generator: GeneratorTiming
@@ -194,6 +180,3 @@ class StageTimings:
     weights: Mapping[str, WeightsTiming] = field(default_factory=dict)
     hop_s: float = 0.0
     step_s: float = 0.0
-    cores: float = 0
-    bookkeeping_s: float = 0.0
-    crowding: float = 0.0

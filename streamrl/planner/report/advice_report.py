@@ -17,8 +17,6 @@ from streamrl.planner.calibration.advice import (
 from streamrl.planner.calibration.prediction import SteadyMetrics
 from streamrl.planner.calibration.run_trace import RunTrace, load_run_trace
 
-NEGLIGIBLE_CORES = 0.25
-"""CPU cores taken by a driver and Ray's own processes."""
 REFRESH_FACTOR = 1.2
 SATURATED_BUSY = 0.9
 """Busy fraction above which a stage has no reserve."""
@@ -32,7 +30,6 @@ def report_to_json(trace: RunTrace) -> dict[str, Any]:
     return {
         "steps": len(trace.steps),
         "left_out": dict(trace.excluded_steps),
-        "cores": vars(trace.machine),
         "bound_by": loads[0].stage,
         "stages": {
             load.stage: {"busy": load.busy_fraction, "depth": load.mean_depth} for load in loads
@@ -110,11 +107,10 @@ def describe_advice(trace: RunTrace, advice: SettingsAdvice) -> list[str]:
         f"{'instead':<50}{'step':>8}{'change':>8}{'staleness':>11}",
         *_describe_options(advice.options, advice.min_change),
     ]
-    machine = trace.machine
-    if machine.cores:
-        is_alone = machine.taken < NEGLIGIBLE_CORES
-        free = f", {machine.available_cores:.2g} of them free of other programs"
-        lines.append(f"simulated on the run's {machine.cores} cores{'' if is_alone else free}")
+    if trace.cores:
+        lines.append(
+            f"simulated with a core for every process; those of the run share {trace.cores} cores"
+        )
     return lines
 
 

@@ -138,7 +138,7 @@ def choose_num_parts(timings: StageTimings, workload: Workload, lead: int) -> in
     no part represents such a run.
     """
     groups, lengths = workload.groups_per_step, workload.lengths
-    if timings.cores or (workload.filtered_fraction and not lead):
+    if workload.filtered_fraction and not lead:
         return 1
     dp_sizes = [timing.dp_size for timing in timings.train.values()]
     divisor = math.gcd(timings.generator.replicas, *dp_sizes)

@@ -12,7 +12,6 @@ from statistics import median
 from streamrl.buffer.books.ledger import LedgerCounts
 from streamrl.dataflow import CallKind, Dataflow
 from streamrl.planner.problem.workload import Workload
-from streamrl.planner.simulator.replicas.failures import NodeCrash
 from streamrl.stream.protocols import StepResult
 from streamrl.stream.step_metrics import StageActivity, StepFacts, compute_step_metrics
 from streamrl.telemetry.chrome_trace import TraceSink
@@ -35,9 +34,6 @@ class SimulationResult:
     Means leave out the first `warm_up_steps` steps and the last `cool_down_steps`, in which the
     generators have no prompts left.
 
-    outcomes, step_ends: per step, from the last time that it was trained; a crash makes the run
-        repeat steps.
-    first_step_ends: when each step was first trained.
     queue_depths: by stage, (time, waiting groups) at each change.
     process_names: by role.
     num_parts: number of equal parts of the run, of which only one was simulated; `tokens_per_s`
@@ -52,8 +48,6 @@ class SimulationResult:
     queue_depths: Mapping[str, Sequence[tuple[float, int]]]
     spans_by_process: Mapping[str, Sequence[Span]]
     process_names: Mapping[str, Sequence[str]]
-    crashes: Sequence[NodeCrash]
-    first_step_ends: Sequence[float]
     warm_up_steps: int
     cool_down_steps: int = 0
     num_parts: int = 1
@@ -80,7 +74,6 @@ class SimulationResult:
 
     @property
     def mean_step_s(self) -> float:
-        """Mean duration of a step, including the time to repeat steps after a crash."""
         start, end = self._steady_interval
         return (end - start) / len(self.step_ends[self._steady_slice])
 
@@ -90,7 +83,7 @@ class SimulationResult:
 
     @property
     def _steady_interval(self) -> tuple[float, float]:
-        start = self.first_step_ends[self.warm_up_steps - 1] if self.warm_up_steps else 0.0
+        start = self.step_ends[self.warm_up_steps - 1] if self.warm_up_steps else 0.0
         return start, self.step_ends[self._steady_slice][-1]
 
     @property
@@ -137,14 +130,6 @@ class SimulationResult:
     @property
     def spans(self) -> Sequence[Span]:
         return [span for spans in self.spans_by_process.values() for span in spans]
-
-    @property
-    def lost_tokens(self) -> int:
-        return sum(crash.lost_tokens for crash in self.crashes)
-
-    @property
-    def repeated_steps(self) -> int:
-        return sum(crash.repeated_steps for crash in self.crashes)
 
     @cached_property
     def metrics_rows(self) -> Sequence[MetricsRow]:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from streamrl.dataflow import CallKind
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
@@ -28,7 +27,6 @@ from streamrl.planner.steady_state.call_durations import (
     STEP_CUTS,
     GenerationModel,
     split_seconds,
-    train_duration,
 )
 from streamrl.planner.steady_state.jobs import (
     CallGraph,
@@ -273,8 +271,8 @@ class PlacementEstimator:
             if not self.costs.explain_infeasible(placement):
                 if limit_s < math.inf and self._find_max_busy_s(placement) >= limit_s:
                     return math.inf
-                jobs, schedule = self.schedule_jobs(placement)
-                seconds = self._compute_period_s(jobs, schedule)
+                _, schedule = self.schedule_jobs(placement)
+                seconds = schedule.period_s
             self._step_durations_s[key] = seconds
         return self._step_durations_s[key]
 
@@ -303,7 +301,7 @@ class PlacementEstimator:
         if reason:
             return PlacementEstimate.make_infeasible(reason)
         jobs, schedule = self.schedule_jobs(placement)
-        step_s = self._compute_period_s(jobs, schedule)
+        step_s = schedule.period_s
         generate = jobs.job_by_stage[self.call_graph.generate_call.stage]
         steady = SteadyState(
             jobs.jobs, generate, jobs.meshes, jobs.overlaps, schedule, placement.max_staleness
@@ -347,26 +345,6 @@ class PlacementEstimator:
             # Steps without a common period get the mean period, which may be too short.
             schedule.period_s = max(schedule.period_s, self._find_max_busy_s(placement))
         return jobs, schedule
-
-    def _compute_period_s(self, jobs: JobGraph, schedule: UnrolledSchedule) -> float:
-        """Return the period of the schedule, or the core time over `timings.cores` if longer."""
-        timings = jobs.timings
-        if not timings.cores:
-            return schedule.period_s
-        workload = self.problem.workload
-        # Episodes in their environment occupy no core of the generator.
-        generator = self.costs.predict_timings(jobs.placement).generator
-        busy_s = generator.replicas * self._ahead_generation.estimate_saturated_step_s(
-            generator, jobs.placement.max_staleness
-        )
-        for call in self.call_graph.calls:
-            if call.kind is CallKind.TRAIN:
-                timing = timings.train[call.role]
-                busy_s += timing.dp_size * train_duration(timing, workload).total_s
-            elif call.stage in timings.score:
-                busy_s += timings.score[call.stage].replicas * jobs.score_duration_s(call)
-        busy_s += workload.groups_per_step * timings.bookkeeping_s
-        return max(schedule.period_s, busy_s / timings.cores)
 
 
 def make_placement_key(placement: Placement) -> PlacementKey:

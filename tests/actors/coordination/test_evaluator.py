@@ -17,7 +17,7 @@ from streamrl.dataflow import GENERATE_CALL, REWARD_CALL
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.errors import DeadlineError, GenerationError
 from streamrl.messages import Array, Experience, Prompt, rollouts_to_columns
-from streamrl.planner.simulator.replicas.virtual_loop import run_virtual
+from streamrl.planner.simulator.virtual_loop import run_virtual
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.stream.device_lease import ProgressClock
 from streamrl.stream.evaluation.metrics import EvaluationResult

@@ -27,7 +27,7 @@ from streamrl.messages import (
     measure_columns,
     split_token_column,
 )
-from streamrl.planner.simulator.replicas.virtual_loop import run_virtual
+from streamrl.planner.simulator.virtual_loop import run_virtual
 from streamrl.rewards.metric_means import sums_to_means
 from streamrl.user_code import service_gate
 from tests.environments.episodes.scripted import (

@@ -11,7 +11,7 @@ from streamrl.engines.training.collate import build_batch, derive_columns
 from streamrl.environments.interface import EnvironmentStep
 from streamrl.errors import ContractError
 from streamrl.messages import EPISODE_COLUMNS, ROLLOUT_COLUMNS, TokenSource, check_loss_mask
-from streamrl.planner.simulator.replicas.virtual_loop import run_virtual
+from streamrl.planner.simulator.virtual_loop import run_virtual
 from tests.environments.episodes.scripted import (
     PROMPT,
     ScriptedHosts,

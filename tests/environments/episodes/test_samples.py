@@ -17,7 +17,7 @@ from streamrl.messages import (
     check_column_sizes,
     measure_columns,
 )
-from streamrl.planner.simulator.replicas.virtual_loop import run_virtual
+from streamrl.planner.simulator.virtual_loop import run_virtual
 from tests.environments.episodes.scripted import (
     ScriptedHosts,
     ScriptedSampler,

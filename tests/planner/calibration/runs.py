@@ -11,7 +11,6 @@ from streamrl.buffer.log.journal import Journal, JournalConfig
 from streamrl.buffer.log.segment_file import JournalRecord
 from streamrl.config.run_config import RunConfig, config_to_dict, dump_config, load_config
 from streamrl.dataflow import POLICY
-from streamrl.planner.calibration.fit_timings import CROWDING
 from streamrl.planner.problem.episode_turns import EpisodeTurns
 from streamrl.planner.problem.problem import RunOptions
 from streamrl.planner.problem.stage_timings import (
@@ -38,12 +37,8 @@ TRUE = StageTimings(
     {"generate": WeightsTiming(0.004, 0.006, 0.002)},
     hop_s=0.008,
     step_s=0.01,
-    cores=2,
-    crowding=CROWDING,
 )
 """What the runs of this file are made with, unless a test says otherwise."""
-ALONE = {"cpu/machine": 1.5, "cpu/stages": 1.5, "cpu/queue": 0.0}
-"""Nothing else is on the machine."""
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -111,21 +106,25 @@ def write_run(
     run_dir: Path,
     config: RunConfig,
     simulated: SimulationResult,
-    *,
-    cores: float = 2,
-    used: Mapping[str, float] = ALONE,
+    metrics: Mapping[str, float] | None = None,
 ) -> Path:
-    """Write the run directory of a simulation; `used` is the CPU use that its steps report."""
+    """Write the run directory of a simulation; `metrics` are further ones of its steps."""
     run_dir.mkdir(parents=True, exist_ok=True)
     steps = len(simulated.step_ends)
     config = replace(config, run=replace(config.run, steps=steps))
     (run_dir / "config.yaml").write_text(dump_config(config))
     now = EPOCH_S
-    metrics, trace = JsonlSink(run_dir, clock=lambda: now), TraceSink(run_dir, clock=lambda: now)
-    sinks: list[MetricsSink] = [metrics, trace]
+    rows, trace = JsonlSink(run_dir, clock=lambda: now), TraceSink(run_dir, clock=lambda: now)
+    sinks: list[MetricsSink] = [rows, trace]
     for sink in sinks:
         sink.start(config_to_dict(config))
-    metrics.log_event("machine", {"on_gpu": False, "nodes": 1, "cores": cores})
+    machine: dict[str, str | int] = {
+        "on_gpu": False,
+        "nodes": 1,
+        "cores": 2,
+        "placement": config.placement.mode,
+    }
+    rows.log_event("machine", machine)
     trace.write_spans(
         replace(
             span,
@@ -139,7 +138,7 @@ def write_run(
         zip(simulated.metrics_rows, simulated.step_ends, strict=True)
     ):
         now = EPOCH_S + end_s
-        measured = {**used, "weights/pause_s": TRUE.weights["generate"].pause_s}
+        measured = {**(metrics or {}), "weights/pause_s": TRUE.weights["generate"].pause_s}
         for sink in sinks:
             sink.log_step(index + 1, {**row, **measured})
     for sink in sinks:

@@ -18,15 +18,14 @@ from streamrl.planner.report.advice_report import describe_run, report_to_json
 from streamrl.rewards.group_filter import FilterConfig
 from tests.planner.calibration.runs import TRUE, play, recipe, write_run
 
-SLOW_TRAINING = replace(TRUE, train={"policy": TrainTiming(1, 0.2, 3e-3, 0.02)}, cores=0)
-SLOW_SAMPLING = replace(TRUE, generator=replace(TRUE.generator, step_s=0.04), cores=0)
+SLOW_TRAINING = replace(TRUE, train={"policy": TrainTiming(1, 0.2, 3e-3, 0.02)})
+SLOW_SAMPLING = replace(TRUE, generator=replace(TRUE.generator, step_s=0.04))
 
 
 def measure(folder: Path, timings: StageTimings, *overrides: str) -> RunTrace:
     config = recipe(folder, *overrides)
-    # Enough cores for all processes.
     simulated = play(config, timings, steps=20)
-    return load_run_trace(write_run(folder / "run", config, simulated, cores=64))
+    return load_run_trace(write_run(folder / "run", config, simulated))
 
 
 def change(advice: SettingsAdvice, description: str) -> float:

@@ -1,7 +1,6 @@
 """Runs of episodes: their turns are read from the trace, and predict the run."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ from streamrl.planner.problem.stage_timings import StageTimings
 from streamrl.planner.problem.workload import EpisodeWork, TurnWork
 from streamrl.planner.report.advice_report import describe_run, report_to_json
 from streamrl.telemetry.spans import Span, SpanArgValue
-from tests.planner.calibration.runs import ALONE, TRUE, play, recipe, write_run
+from tests.planner.calibration.runs import TRUE, play, recipe, write_run
 
 EPISODES = EpisodeTurns(
     (
@@ -33,7 +32,6 @@ EPISODES = EpisodeTurns(
         EpisodeWork((TurnWork(0.1, 0, 12), TurnWork(0.5, 6, 4)), 0.6),
     )
 )
-TIMINGS = replace(TRUE, cores=0)
 SHARES = {"decode_frac": 0.2, "wait_frac": 0.1, "environment_frac": 0.7}
 MEANS = {
     "turns": 2.0,
@@ -51,9 +49,9 @@ def make_config(folder: Path, *overrides: str) -> RunConfig:
 
 def make_run(folder: Path, name: str, *overrides: str) -> RunTrace:
     config = make_config(folder, *overrides)
-    used = {**ALONE, **{f"episode/{key}": value for key, value in {**SHARES, **MEANS}.items()}}
-    simulated = play(config, TIMINGS, steps=10, episodes=EPISODES)
-    return load_run_trace(write_run(folder / name, config, simulated, cores=64, used=used))
+    metrics = {f"episode/{key}": value for key, value in {**SHARES, **MEANS}.items()}
+    simulated = play(config, TRUE, steps=10, episodes=EPISODES)
+    return load_run_trace(write_run(folder / name, config, simulated, metrics))
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +123,7 @@ def test_too_few_open_episodes_are_reported_with_the_number_that_fills_the_slots
 
 def test_a_run_without_environment_time_is_refused(tmp_path: Path):
     config = make_config(tmp_path, "pipeline.max_staleness=0")
-    simulated = play(config, TIMINGS, steps=9, episodes=EPISODES)
+    simulated = play(config, TRUE, steps=9, episodes=EPISODES)
     run_dir = write_run(tmp_path / "run", config, simulated)
     with pytest.raises(ConfigError, match="has no episode/environment_s"):
         load_run_trace(run_dir)

@@ -17,7 +17,7 @@ def fit_simulated_run(
 ) -> FittedTimings:
     config = recipe(folder, *overrides)
     simulated = play(config, timings, seed=seed)
-    measured = load_run_trace(write_run(folder / "run", config, simulated, cores=timings.cores))
+    measured = load_run_trace(write_run(folder / "run", config, simulated))
     planned = PlannedRun.from_trace(measured, measured.config)
     base = planned.base_timings
     like = replace(

@@ -4,7 +4,7 @@ import numpy as np
 
 from streamrl.planner.calibration.run_trace import GroupedLengths
 from streamrl.planner.problem.workload import Workload
-from streamrl.planner.simulator.replicas.simulated_prompts import CompletionLengths
+from streamrl.planner.simulator.simulated_prompts import CompletionLengths
 
 SEEN = [("a", "generate", (3, 4)), ("b", "generate", (9, 8)), ("b", "greedy", (7,))]
 

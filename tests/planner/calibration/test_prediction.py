@@ -10,8 +10,8 @@ from streamrl.errors import ConfigError
 from streamrl.placement.clusters import Cluster
 from streamrl.planner.calibration.fit_timings import fit_timings
 from streamrl.planner.calibration.prediction import PlannedRun, SteadyMetrics, predict_metrics
-from streamrl.planner.calibration.run_trace import MIN_CORES, load_run_trace
-from tests.planner.calibration.runs import TRUE, play, recipe, write_run
+from streamrl.planner.calibration.run_trace import load_run_trace
+from tests.planner.calibration.runs import play, recipe, write_run
 
 
 @pytest.mark.parametrize(
@@ -64,43 +64,9 @@ def test_a_gpu_run_requires_the_cluster_option(tmp_path: Path):
     measured = load_run_trace(write_run(tmp_path / "run", config, play(config)))
     events = tmp_path / "run" / "events.jsonl"
     events.write_text(events.read_text().replace('"on_gpu": false', '"on_gpu": true'))
-    assert load_run_trace(tmp_path / "run").machine.cores == 0
+    assert load_run_trace(tmp_path / "run").cores == 0
     with pytest.raises(ConfigError, match="--cluster: missing"):
         PlannedRun.from_trace(load_run_trace(tmp_path / "run"), measured.config)
-
-
-def test_cores_of_other_programs_are_subtracted(tmp_path: Path):
-    config = recipe(tmp_path)
-    simulated = play(config, replace(TRUE, cores=1.2), steps=24)
-    used = {"cpu/machine": 1.8, "cpu/stages": 1.0, "cpu/queue": 0.0}
-    run = write_run(tmp_path / "run", config, simulated, cores=2, used=used)
-    measured = load_run_trace(run)
-    timings = fit_timings(
-        measured, PlannedRun.from_trace(measured, measured.config).base_timings
-    ).timings
-    assert timings.cores == pytest.approx(1.2)
-    true = TRUE.train["policy"]
-    assert timings.train["policy"].token_s == pytest.approx(true.token_s, rel=0.1)
-    blind = load_run_trace(write_run(tmp_path / "blind", config, simulated, cores=2))
-    slower = fit_timings(
-        blind, PlannedRun.from_trace(blind, blind.config).base_timings
-    ).timings.train["policy"]
-    assert slower.compute_passes_s(1, 200) > 1.1 * timings.train["policy"].compute_passes_s(1, 200)
-
-
-def test_queue_cpu_time_becomes_bookkeeping(tmp_path: Path):
-    config = recipe(tmp_path)
-    simulated = play(config, replace(TRUE, bookkeeping_s=5e-3), steps=24)
-    busy = 5e-3 * config.pipeline.groups_per_step / simulated.mean_step_s
-    used = {"cpu/machine": 1.5 + busy, "cpu/stages": 1.5, "cpu/queue": busy}
-    measured = load_run_trace(write_run(tmp_path / "run", config, simulated, used=used))
-    timings = fit_timings(
-        measured, PlannedRun.from_trace(measured, measured.config).base_timings
-    ).timings
-    assert timings.cores == pytest.approx(2.0)
-    assert timings.bookkeeping_s == pytest.approx(5e-3, rel=0.05)
-    true = TRUE.train["policy"]
-    assert timings.train["policy"].token_s == pytest.approx(true.token_s, rel=0.1)
 
 
 def test_simulation_samples_the_filtered_fraction_of_the_run(tmp_path: Path):
@@ -124,14 +90,7 @@ def test_the_chosen_placement_is_read_from_the_run(tmp_path: Path):
     run = write_run(tmp_path / "run", config, simulated)
     assert load_run_trace(run).config.placement.mode == "auto"
     events = run / "events.jsonl"
-    events.write_text(events.read_text().replace('"cores"', '"placement": "colocated", "cores"'))
+    events.write_text(events.read_text().replace('"auto"', '"colocated"'))
     measured = load_run_trace(run)
     assert measured.config.placement.mode == "colocated"
     assert PlannedRun.from_trace(measured, measured.config).placement.overlaps("generate", "train")
-
-
-def test_available_cores_have_a_lower_bound(tmp_path: Path):
-    config = recipe(tmp_path)
-    used = {"cpu/machine": 2.5, "cpu/stages": 0.1, "cpu/queue": 0.1}
-    run = write_run(tmp_path / "run", config, play(config), used=used)
-    assert load_run_trace(run).machine.available_cores == MIN_CORES

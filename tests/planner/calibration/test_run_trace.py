@@ -37,7 +37,7 @@ def test_the_steady_steps_of_a_run_are_read(tmp_path: Path):
     seconds = simulated.step_durations_s[3:15]
     assert trace.mean_step_s == pytest.approx(sum(seconds) / 12, rel=1e-4)
     assert 0.5 < trace.staleness_mean <= 1
-    assert trace.machine.cores == 2
+    assert trace.cores == 2
     assert all(0 < idle < 1 for idle in trace.idle_fractions.values())
 
 
@@ -139,6 +139,7 @@ def test_a_file_is_not_a_run_directory(run_dir: Path):
         (_leave_no_spans, "trace.json has no spans"),  # before the rows, which may be many
         (lambda run: (run / "trace.json").write_text("[" * 100_000), "trace.json: nested too deep"),
         (lambda run: _fifo(run / "trace.json"), "trace.json: not a regular file"),
+        (lambda run: (run / "events.jsonl").write_text(""), "events.jsonl has no machine"),
         (lambda run: _fifo(run / "events.jsonl"), "events.jsonl: not a regular file"),
         (
             lambda run: _fifo(next(get_journal_dir(run, RUN_LOG_FOLDER).glob("*.journal"))),

@@ -26,10 +26,10 @@ from streamrl.pipeline import hold_lease_per_group
 from streamrl.placement.placements import Placement
 from streamrl.planner.problem.stage_timings import StageTimings, WeightsTiming
 from streamrl.planner.problem.workload import Workload
-from streamrl.planner.simulator.replicas.device_leases import DeviceLeases
-from streamrl.planner.simulator.replicas.simulated_engine import SimulatedEngine
-from streamrl.planner.simulator.replicas.simulated_prompts import CompletionLengths
-from streamrl.planner.simulator.replicas.virtual_loop import run_virtual
+from streamrl.planner.simulator.replicas import DeviceLeases
+from streamrl.planner.simulator.simulated_engine import SimulatedEngine
+from streamrl.planner.simulator.simulated_prompts import CompletionLengths
+from streamrl.planner.simulator.virtual_loop import run_virtual
 from streamrl.stream.device_lease import DedicatedDeviceLease
 from streamrl.stream.protocols import FinishedCallback, SampleFunction, StageContext
 from streamrl.stream.stage_worker import ConcurrencyLimit, StageResult

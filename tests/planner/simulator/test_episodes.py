@@ -22,8 +22,7 @@ from streamrl.planner.problem.workload import (
     TurnWork,
     Workload,
 )
-from streamrl.planner.simulator.replicas.failures import FailureModel
-from streamrl.planner.simulator.replicas.simulated_engine import SimulatedEngine
+from streamrl.planner.simulator.simulated_engine import SimulatedEngine
 from streamrl.planner.simulator.simulation import run_simulation
 from streamrl.stream.stage_worker import ConcurrencyLimit
 from tests.planner.simple_costs import sampler
@@ -263,13 +262,7 @@ def episode_cases(draw: st.DrawFn) -> SimulationCase:
 
 @given(episode_cases())
 def test_ledger_devices_and_slots_hold_for_episodes(case: SimulationCase):
-    with patch("streamrl.planner.simulator.replicas.generators.SimulatedEngine", CheckedEngine):
+    with patch("streamrl.planner.simulator.replicas.SimulatedEngine", CheckedEngine):
         result = case.run()
     check_ledger(case, result)
     check_devices(case, result)
-
-
-@given(episode_cases(), st.sampled_from([40.0, 300.0]))
-def test_crashes_lose_no_group_of_episodes(case: SimulationCase, mttf_s: float):
-    failures = FailureModel(mttf_s, 2.0, 1, node_devices=1)
-    check_ledger(case, replace(case, failures=failures).run())

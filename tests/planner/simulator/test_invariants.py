@@ -18,9 +18,8 @@ from streamrl.planner.problem.stage_timings import (
     WeightsTiming,
 )
 from streamrl.planner.problem.workload import LognormalLengths, Workload
-from streamrl.planner.simulator.replicas.failures import FailureModel
-from streamrl.planner.simulator.replicas.simulated_prompts import CompletionLengths
 from streamrl.planner.simulator.results import SimulationResult
+from streamrl.planner.simulator.simulated_prompts import CompletionLengths
 from streamrl.planner.simulator.simulation import run_simulation
 from tests.planner.simulator.test_simulation import on
 
@@ -40,7 +39,6 @@ class SimulationCase:
     workload: Workload
     timings: StageTimings
     run_options: RunOptions
-    failures: FailureModel | None
 
     def run(self) -> SimulationResult:
         flow = build_dataflow((*ROLLOUT_COLUMNS, "scores", *self.columns))
@@ -58,7 +56,6 @@ class SimulationCase:
             steps=4,
             seed=3,
             run_options=self.run_options,
-            failures=self.failures,
         )
 
 
@@ -100,7 +97,6 @@ timings = st.builds(
     weights=st.fixed_dictionaries({"generate": weights, "value": weights}),
     hop_s=st.sampled_from([0.0, 0.01]),
     step_s=st.sampled_from([0.0, 0.1]),
-    cores=st.sampled_from([0, 0, 2]),
 )
 cases = st.builds(
     SimulationCase,
@@ -111,7 +107,6 @@ cases = st.builds(
     workload=workloads,
     timings=timings,
     run_options=st.builds(RunOptions, slice_s=st.sampled_from([0.1, 1.0])),
-    failures=st.none(),
 )
 
 
@@ -176,11 +171,3 @@ def test_equal_seeds_give_equal_runs(case: SimulationCase):
     first, second = case.run(), case.run()
     assert first.step_ends == second.step_ends
     assert first.spans == second.spans
-
-
-@given(cases, st.sampled_from([40.0, 300.0]), st.integers(1, 3))
-def test_crashes_neither_lose_groups_nor_train_groups_twice(
-    case: SimulationCase, mttf_s: float, checkpoint_every: int
-):
-    failures = FailureModel(mttf_s, 2.0, checkpoint_every, node_devices=1)
-    check_ledger(case, replace(case, failures=failures).run())

@@ -73,8 +73,6 @@ def test_parts_divide_replicas_and_ranks_and_are_large_enough():
     assert choose_num_parts(TIMINGS, workload(200), 0) == 1
     odd = replace(TIMINGS, generator=replace(TIMINGS.generator, replicas=7))
     assert choose_num_parts(odd, workload(2048), 0) == 1
-    # Shared cores cannot be divided.
-    assert choose_num_parts(replace(TIMINGS, cores=8), workload(2048), 0) == 1
 
 
 def test_filtering_on_policy_is_not_split():

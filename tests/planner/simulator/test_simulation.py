@@ -176,15 +176,6 @@ def test_hops_and_bookkeeping_take_time():
     assert run(timings, steps=2).step_ends == [end, 2 * end]
 
 
-def test_busy_processes_share_one_core():
-    # Two generators with a group each take twice as long, with half of the core each. Their groups
-    # are scored one at a time, in order.
-    generator = replace(GENERATOR, replicas=2, max_running=1)
-    timings = replace(TIMINGS, generator=generator, weights={}, cores=1)
-    assert run(timings, steps=1).step_ends == [20 + 1 + 2 + 1]
-    assert run(replace(timings, cores=2), steps=1).step_ends == [10 + 1 + 2 + 1]
-
-
 def test_trained_models_run_concurrently_unless_they_share_devices():
     flow = build_dataflow((*ROLLOUT_COLUMNS, "scores", "values"))
     score = {**TIMINGS.score, "value": ScoreTiming(1, 2, 0.5, 0.0, 0.0)}
@@ -207,7 +198,7 @@ def test_publishing_and_pulling_count_as_busy_time():
 
 def test_queue_depths_are_recorded_at_every_change():
     timings = replace(TIMINGS, generator=replace(GENERATOR, max_running=1), weights={})
-    assert run(timings, steps=1).queue_depths["generate"] == [(0.0, 1), (10.0, 0)]
+    assert run(timings, steps=1).queue_depths["generate"] == [(0.0, 2), (0.0, 1), (10.0, 0)]
 
 
 def test_invalid_scenarios_are_errors_with_a_reason():

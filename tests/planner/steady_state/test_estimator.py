@@ -202,11 +202,6 @@ def test_hops_add_to_the_step():
     assert estimate_step_s(COLOCATED, timings) == pytest.approx(18.2)
 
 
-def test_shared_cores_bound_a_step():
-    # 2 + 3 + 5 seconds of work, on one core.
-    assert estimate_step_s(separate(4), replace(TIMINGS, cores=1)) == pytest.approx(10)
-
-
 def test_infeasible_placement_has_a_reason():
     estimate = estimate_placement(
         make_problem(), Placement(assign_meshes(generate="0")), FixedCosts(reason="too large")

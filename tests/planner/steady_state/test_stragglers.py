@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.planner.problem.workload import EmpiricalLengths, LognormalLengths, Workload
-from streamrl.planner.simulator.replicas.simulated_engine import SimulatedEngine
+from streamrl.planner.simulator.simulated_engine import SimulatedEngine
 from streamrl.planner.steady_state.call_durations import GenerationModel
 from streamrl.planner.steady_state.stragglers import (
     ReplicaLoads,

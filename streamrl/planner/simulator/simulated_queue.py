@@ -17,7 +17,6 @@ from streamrl.buffer.encoding.wire_types import FinishedGroup
 from streamrl.buffer.shard_stats import DepthMeter
 from streamrl.dataflow import FILTER_COLUMN, CallKind, Dataflow
 from streamrl.messages import Experience, GroupInfo, GroupLease, GroupOutcome, Prompt
-from streamrl.planner.simulator.replicas.cpu_model import CpuModel, SerialProcess
 
 
 @dataclass(eq=False, slots=True)
@@ -26,7 +25,6 @@ class SimulatedGroup:
 
     admission_index: position in the order of admission.
     done_stages: stages that have committed the group.
-    consumers: by stage, the replica that has leased the group.
     greedy_tokens: tokens of the greedy completion, including the prompt.
     ready_version: version in training when the group became ready to train.
     is_filtered: whether the group filter rejects the group once it has scores.
@@ -38,15 +36,11 @@ class SimulatedGroup:
     admitted_version: int
     admitted_s: float
     done_stages: set[str] = field(default_factory=set)
-    consumers: dict[str, "GroupConsumer"] = field(default_factory=dict)
     info: GroupInfo | None = None
     greedy_tokens: int = 0
     ready_version: int | None = None
     is_filtered: bool = False
     end_reason: GroupOutcome | None = None
-
-    def is_done_with(self, stage: str) -> bool:
-        return stage in self.done_stages or self.end_reason is not None
 
 
 class GroupConsumer(Protocol):
@@ -135,8 +129,6 @@ class StageQueue:
     def _assign_groups(self, consumer: GroupConsumer, free_slots: int, share: int) -> None:
         count = min(free_slots, share)
         chosen = [heapq.heappop(self.ready_heap)[1] for _ in range(count)]
-        for group in chosen:
-            group.consumers[self.stage] = consumer
         if chosen:
             consumer.assign_groups(self.stage, chosen)
 
@@ -146,22 +138,18 @@ class SimulatedQueue:
 
     hop_s: delay from a commit until dependent stages see the group, and of a trainer's lease
         request.
-    books_s: CPU work of the queue's process per group, over the group's whole life.
     streamed: if false, a score stage gets the groups of a step together, once all are ready for it.
     """
 
     def __init__(
         self,
         dataflow: Dataflow,
-        cpu: CpuModel,
         *,
         hop_s: float,
-        books_s: float,
         streamed: bool,
         groups_per_step: int,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._cpu = cpu
         self._hop_s = hop_s
         self._groups_per_step = groups_per_step
         producers = {name: call.stage for call in dataflow.calls for name in call.produces}
@@ -173,17 +161,12 @@ class SimulatedQueue:
             call.stage for call in dataflow.select_calls(CallKind.SCORE) if not streamed
         }
         self._verdict_stage = producers.get(FILTER_COLUMN, "")
-        # Operations per group: admission; lease and commit per stage that is not trained; removal.
-        entries = 2 * (len(dataflow.calls) - len(dataflow.trained_roles)) + 2
-        self._entry_cost_s = books_s / entries
-        self._queue_process = SerialProcess(cpu)
         self._train_stage = next(
             call.stage for call in dataflow.queue_calls if call.kind is CallKind.TRAIN
         )
         self.groups: dict[str, SimulatedGroup] = {}
         self.version = 0
         self._num_admitted = 0
-        self._num_redelivered = 0
         self._trainable_future: asyncio.Future[None] | None = None
         self._finished_future: asyncio.Future[None] | None = None
         self._trainable: list[SimulatedGroup] = []
@@ -204,31 +187,10 @@ class SimulatedQueue:
 
     def commit_groups(self, stage: str, groups: Iterable[SimulatedGroup]) -> None:
         """Commit a stage's work on groups; the stages after it see the groups after `hop_s`."""
-        batch = list(groups)
-        for group in batch:
-            del group.consumers[stage]
-        cpu = self._cpu
-        self._queue_process.add_work(len(batch) * self._entry_cost_s)
         if self._hop_s:
-            cpu.call_later(self._hop_s, lambda: self._apply_commit(stage, batch))
+            self._loop.call_later(self._hop_s, self._apply_commit, stage, list(groups))
         else:
-            self._apply_commit(stage, batch)
-
-    def requeue_groups(self, consumer: GroupConsumer) -> int:
-        """Requeue all groups that a crashed replica held; return their number."""
-        count = 0
-        for stage_queue in self._stage_queues.values():
-            stage_queue.requests.pop(consumer, None)
-            for group in self.groups.values():
-                if group.consumers.get(stage_queue.stage) is consumer and not group.is_done_with(
-                    stage_queue.stage
-                ):
-                    del group.consumers[stage_queue.stage]
-                    stage_queue.add_group(group)
-                    count += 1
-            self._serve_stage(stage_queue)
-        self._num_redelivered += count
-        return count
+            self._apply_commit(stage, list(groups))
 
     def _apply_commit(self, stage: str, groups: Sequence[SimulatedGroup]) -> None:
         groups = [group for group in groups if group.uid in self.groups]
@@ -281,9 +243,7 @@ class SimulatedQueue:
                 self._trainable_future.set_result(None)
             self._observe_depth(stage_queue, len(self._trainable))
         else:
-            ready = len(stage_queue.ready_heap)
             stage_queue.serve_requests(self._loop.time())
-            self._queue_process.add_work((ready - len(stage_queue.ready_heap)) * self._entry_cost_s)
             self._observe_depth(stage_queue, len(stage_queue.ready_heap))
 
     def _observe_depth(self, stage_queue: StageQueue, depth: int) -> None:
@@ -311,7 +271,6 @@ class SimulatedQueue:
             self.groups[prompt.uid] = group
             for stage_queue in stage_queues:
                 stage_queue.add_group(group)
-        self._queue_process.add_work(len(prompts) * self._entry_cost_s)
         on_entered([prompt.uid for prompt in prompts])
         for stage_queue in stage_queues:
             self._serve_stage(stage_queue)
@@ -324,9 +283,8 @@ class SimulatedQueue:
             self._trainable_future = self._loop.create_future()
             await self._trainable_future
         else:
-            await self._cpu.wait_until(self._cpu.now + self._hop_s)
+            await asyncio.sleep(self._hop_s)
         groups, self._trainable = self._trainable, []
-        self._queue_process.add_work(len(groups) * self._entry_cost_s)
         self._observe_depth(self._stage_queues[stage], 0)
         return [
             Experience(
@@ -341,7 +299,7 @@ class SimulatedQueue:
 
     async def find_uids_with(self, column: str) -> list[str]:
         assert column == FILTER_COLUMN, column
-        await self._cpu.wait_until(self._cpu.now + self._hop_s)
+        await asyncio.sleep(self._hop_s)
         return [
             uid for uid, group in self.groups.items() if self._verdict_stage in group.done_stages
         ]
@@ -355,15 +313,6 @@ class SimulatedQueue:
             FinishedGroup(group.uid, group.end_reason, group.info)
             for group in self._trainable
             if group.end_reason is not None
-        ]
-
-    def restore_trainable(self) -> None:
-        """Offer all groups that are ready to train again, after a restart of the trainer."""
-        required_stages = self._stage_queues[self._train_stage].required_stages
-        self._trainable = [
-            group
-            for group in self.groups.values()
-            if required_stages <= group.done_stages or group.end_reason
         ]
 
     async def remove_groups(self, uids: Sequence[str], version: int) -> None:
@@ -385,7 +334,6 @@ class SimulatedQueue:
         await self.remove_groups(uids, version)
         stats = await self.get_stats()
         self._depth_meter.restart_window(self._loop.time())
-        self._num_redelivered = 0
         return stats
 
     async def get_stats(self) -> ShardStats:
@@ -396,7 +344,7 @@ class SimulatedQueue:
             num_bytes=0,
             oldest_age_s=now - oldest_s,
             uids=tuple(self.groups),
-            counts={"redelivered": self._num_redelivered, "hedged": 0, "refused": 0},
+            counts={"redelivered": 0, "hedged": 0, "refused": 0},
         )
 
     async def locate_groups(self, uids: Sequence[str]) -> dict[str, str]:

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from streamrl.planner.simulator.replicas.virtual_loop import run_virtual
+from streamrl.planner.simulator.virtual_loop import run_virtual
 from tests.virtual_time import in_virtual_time
 
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 
 from streamrl.dataflow import GENERATE_CALL, REWARD_CALL, build_dataflow
 from streamrl.messages import ROLLOUT_COLUMNS, GroupInfo
-from streamrl.planner.simulator.replicas.cpu_model import CpuModel
-from streamrl.planner.simulator.replicas.simulated_prompts import SimulatedPrompts
-from streamrl.planner.simulator.replicas.simulated_queue import SimulatedGroup, SimulatedQueue
+from streamrl.planner.simulator.simulated_prompts import SimulatedPrompts
+from streamrl.planner.simulator.simulated_queue import SimulatedGroup, SimulatedQueue
 from tests.virtual_time import in_virtual_time
 
 FLOW = build_dataflow((*ROLLOUT_COLUMNS, "scores"))
@@ -33,10 +32,7 @@ class Replica:
 
 
 def make_queue(*, streamed: bool = True, hop_s: float = 0.0) -> SimulatedQueue:
-    machine = CpuModel()
-    return SimulatedQueue(
-        FLOW, machine, hop_s=hop_s, books_s=0.0, streamed=streamed, groups_per_step=2
-    )
+    return SimulatedQueue(FLOW, hop_s=hop_s, streamed=streamed, groups_per_step=2)
 
 
 async def admit_groups(queue: SimulatedQueue, count: int) -> None:
@@ -61,18 +57,6 @@ async def test_a_request_covers_the_slots_free_at_its_time():
     await admit_groups(queue, 5)
     # Each replica gets its requested group; then the first replica requests more.
     assert [replica.orders for replica in replicas] == [[0, 2, 3], [1, 4]]
-
-
-@in_virtual_time
-async def test_unfinished_groups_of_a_crashed_replica_are_requeued():
-    queue, first, second = make_queue(hop_s=1.0), Replica(3), Replica(3)
-    queue.request_groups(GENERATE_CALL.stage, first)
-    await admit_groups(queue, 3)
-    queue.commit_groups(GENERATE_CALL.stage, [first.groups[1]])
-    queue.request_groups(GENERATE_CALL.stage, second)
-    first.slots = 0
-    count = queue.requeue_groups(first)
-    assert (second.orders, count) == ([0, 2], 2)
 
 
 @in_virtual_time
@@ -109,9 +93,7 @@ async def test_unstreamed_stages_get_the_groups_of_a_step_together():
 @in_virtual_time
 async def test_a_filtered_group_goes_to_the_coordinator_once_scored():
     flow = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
-    queue = SimulatedQueue(
-        flow, CpuModel(), hop_s=0.0, books_s=0.0, streamed=True, groups_per_step=3
-    )
+    queue = SimulatedQueue(flow, hop_s=0.0, streamed=True, groups_per_step=3)
     generator, judge, reference = Replica(3), Replica(3), Replica(3)
     queue.request_groups(GENERATE_CALL.stage, generator)
     await admit_groups(queue, 3)
@@ -133,22 +115,6 @@ async def test_a_filtered_group_goes_to_the_coordinator_once_scored():
     assert judged == [0, 1, 2]
     assert filtered == [True]
     assert scored == trained == [0, 2]
-
-
-@in_virtual_time
-async def test_bookkeeping_uses_the_shared_cores():
-    machine, clock = CpuModel(1), asyncio.get_running_loop()
-    queue = SimulatedQueue(FLOW, machine, hop_s=0.0, books_s=6.0, streamed=True, groups_per_step=2)
-    replica = Replica(1)
-    await admit_groups(queue, 1)
-    queue.request_groups(GENERATE_CALL.stage, replica)
-    queue.commit_groups(GENERATE_CALL.stage, replica.groups)
-    await machine.run_work(3.0)
-    end_times = [clock.time()]
-    await machine.run_work(1.0)
-    # Six entries of 1 s: admission, two leases, two commits, and training.
-    # Three entries so far: for 6 s the other process has half of the core.
-    assert [*end_times, clock.time()] == [6.0, 7.0]
 
 
 @in_virtual_time

@@ -113,10 +113,6 @@ class SimulatedEngine(Generic[K]):
         return not self._running and not self._waiting and not self._finished_groups
 
     @property
-    def is_busy(self) -> bool:
-        return not self._is_paused and not self.is_empty
-
-    @property
     def num_running(self) -> int:
         return len(self._running)
 
@@ -216,15 +212,6 @@ class SimulatedEngine(Generic[K]):
         self.now = max(self.now, now)
         self._is_paused, self._plan = False, None
         self._start_waiting()
-
-    def count_sampled_tokens(self) -> int:
-        """Return the number of sampled tokens of unfinished groups, which a crash would lose."""
-        groups = {id(group): group for _, _, group, _, _ in self._running}
-        groups |= {id(group): group for group, _, _ in self._waiting}
-        counted_tokens = sum(sum(group.tokens_by_version.values()) for group in groups.values())
-        return counted_tokens + sum(
-            self.decode_steps - start for _, _, _, start, _ in self._running
-        )
 
     def _finish_current_step(self, now: float) -> None:
         """Simulate until the end of the decode step that is in progress at time `now`."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from streamrl.planner.problem.stage_timings import GeneratorTiming
 from streamrl.planner.problem.workload import FixedLength, Workload
-from streamrl.planner.simulator.replicas.simulated_engine import RunningGroup, SimulatedEngine
+from streamrl.planner.simulator.simulated_engine import RunningGroup, SimulatedEngine
 from streamrl.planner.steady_state.call_durations import CAPACITY_TOLERANCE, GenerationModel
 from streamrl.stream.stage_worker import ConcurrencyLimit
 from tests.planner.simple_costs import sampler
@@ -112,13 +112,6 @@ def test_resume_continues_after_a_pause():
     assert engine.next_event_s == math.inf
     engine.resume(7.0)
     assert run(engine) == {"a": 9.0}
-
-
-def test_count_sampled_tokens_covers_unfinished_groups():
-    engine = make_engine(a=(1, [1, 1]), b=(1, [2, 9]))
-    engine.advance_to(1.0)
-    engine.pause(3.0)
-    assert engine.count_sampled_tokens() == 2 + 3
 
 
 def test_a_newly_free_slot_is_an_event():

@@ -1,0 +1,828 @@
+"""Simulated generators, scorers and trainers, and what they share: leases, versions, spans.
+
+An episode is a loop through a generator's engine and its environment:
+
+    seconds of the environment -> a turn in the engine, with slot and lease -> ... -> final seconds
+
+The environment takes no slot of the engine and no lease: its seconds are a mere delay.
+"""
+
+import asyncio
+import heapq
+import itertools
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+from streamrl.buffer.assembly.micro_batch_schedule import ScheduledRound, UpdatePlan
+from streamrl.buffer.assembly.packing import Round
+from streamrl.dataflow import EMA_REFERENCE, GREEDY_CALL, Dataflow, ModelCall
+from streamrl.engines.reference_config import ReferenceConfig
+from streamrl.messages import GroupInfo
+from streamrl.placement.placements import Placement
+from streamrl.planner.problem.stage_timings import StageTimings, TrainTiming, WeightsTiming
+from streamrl.planner.simulator.simulated_engine import RunningGroup, SimulatedEngine
+from streamrl.planner.simulator.simulated_prompts import CompletionLengths
+from streamrl.planner.simulator.simulated_queue import SimulatedGroup, SimulatedQueue
+from streamrl.stream.device_lease import (
+    DedicatedDeviceLease,
+    DeviceArbiter,
+    SharedDeviceLease,
+    SuspendableWork,
+)
+from streamrl.stream.protocols import DeviceLease
+from streamrl.stream.stage_worker import split_slots
+from streamrl.telemetry.spans import Span, SpanArgValue
+from streamrl.weights import WeightManifest
+from streamrl.weights.versions import WeightRegistry
+
+SpanArgs = Mapping[str, SpanArgValue]
+NO_SPAN_ARGS: SpanArgs = {}
+LAST_FACTS = ("lengths", "tokens")
+"""Facts that a process knows at the end of its work."""
+
+
+class ProcessRecorder:
+    """Recorder of one process's spans; spans that overlap get different lanes."""
+
+    def __init__(self, process: str) -> None:
+        self.process = process
+        self.closed_spans: list[tuple[str, int, float, float, SpanArgs]] = []
+        self._clock = asyncio.get_running_loop()
+        self._free_lanes: list[int] = []
+        self._open_spans: dict[int, tuple[str, float, SpanArgs]] = {}
+        self._paused_names: Collection[str] = ()
+
+    def begin_span(self, name: str, args: SpanArgs = NO_SPAN_ARGS) -> int:
+        lane = heapq.heappop(self._free_lanes) if self._free_lanes else len(self._open_spans)
+        self._open_spans[lane] = name, self._clock.time(), args
+        return lane
+
+    def end_span(self, lane: int) -> None:
+        name, since, args = self._open_spans.pop(lane)
+        heapq.heappush(self._free_lanes, lane)
+        if name not in self._paused_names:
+            self.closed_spans.append((name, lane, since, self._clock.time(), args))
+
+    def pause_spans(self, names: Collection[str]) -> None:
+        """End all open spans of these names; `resume_spans` begins them again.
+
+        The ended part has no LAST_FACTS: only the last part of a work carries them.
+        """
+        now, self._paused_names = self._clock.time(), names
+        self.closed_spans += [
+            (name, lane, since, now, {k: "" if k in LAST_FACTS else v for k, v in args.items()})
+            for lane, (name, since, args) in self._open_spans.items()
+            if name in names
+        ]
+
+    def resume_spans(self) -> None:
+        now = self._clock.time()
+        for lane, (name, _, args) in self._open_spans.items():
+            if name in self._paused_names:
+                self._open_spans[lane] = name, now, args
+        self._paused_names = ()
+
+
+class ProcessRecordings:
+    """Recorders by process name."""
+
+    def __init__(self) -> None:
+        self._recorders: dict[str, ProcessRecorder] = {}
+
+    def get_recorder(self, process: str) -> ProcessRecorder:
+        return self._recorders.setdefault(process, ProcessRecorder(process))
+
+    @cached_property
+    def spans_by_process(self) -> Mapping[str, Sequence[Span]]:
+        """Spans by process name. Cached: read the property only after the simulation."""
+        return {
+            process: [Span(process, *work) for work in recorder.closed_spans]
+            for process, recorder in self._recorders.items()
+        }
+
+
+TRAINER_PHASE = "trainer"
+"""All trainers hold their devices in one common phase."""
+
+
+class _UntimedArbiter:
+    """Device arbiter in which waiting for a preemption never times out.
+
+    In virtual time each poll of the real arbiter would cost an event.
+    """
+
+    def __init__(self, arbiter: DeviceArbiter) -> None:
+        self._arbiter = arbiter
+        self.acquire = arbiter.acquire
+        self.release = arbiter.release
+        self.report_progress = arbiter.report_progress
+
+    async def wait_for_preemption(self, holder: str) -> bool:
+        return await self._arbiter.wait_for_preemption(holder, math.inf)
+
+
+class DeviceLeases:
+    """Maker of the device leases of all simulated replicas.
+
+    slice_s: placement.slice_s of a run. On policy a phase keeps its devices until its work ends.
+    """
+
+    def __init__(self, dataflow: Dataflow, placement: Placement, *, slice_s: float) -> None:
+        self._trained_roles = dataflow.trained_roles
+        self._devices_by_phase: dict[str, set[int]] = {}
+        for call in dataflow.calls:
+            if call.stage in placement.assignments:
+                mesh = placement.assignments[call.stage].mesh
+                self._devices_by_phase.setdefault(self._find_phase(call.role), set()).update(
+                    mesh.devices
+                )
+        if not placement.max_staleness:
+            slice_s = math.inf
+        arbiter = DeviceArbiter(timeout_s=math.inf, slice_s=slice_s, slots=self._devices_by_phase)
+        self._arbiter = _UntimedArbiter(arbiter)
+
+    def _find_phase(self, role: str) -> str:
+        return TRAINER_PHASE if role in self._trained_roles else role
+
+    def make_lease(
+        self, role: str, holder: str, *, suspendable: SuspendableWork | None = None
+    ) -> SharedDeviceLease | None:
+        """Return the device lease of a replica, or of all trainers together.
+
+        Return None if its phase shares no device with other phases, or has no devices.
+
+        suspendable: work to suspend when the arbiter preempts the lease.
+        """
+        phase = self._find_phase(role)
+        devices = self._devices_by_phase.get(phase, set())
+        other_phases = (
+            other_devices
+            for other, other_devices in self._devices_by_phase.items()
+            if other != phase
+        )
+        if not any(devices & other_devices for other_devices in other_phases):
+            return None
+        return SharedDeviceLease(self._arbiter, holder, phase, suspendable=suspendable)
+
+
+class SimulatedDeviceHold:
+    """Holds a device lease while a replica has pending work.
+
+    `on_granted` is called whenever the devices are granted. Without a lease the devices belong to
+    the replica, and are granted at once.
+    """
+
+    def __init__(
+        self, stage: str, lease: DeviceLease | None, on_granted: Callable[[], object]
+    ) -> None:
+        self._stage = stage
+        self._lease = lease
+        self._on_granted = on_granted
+        self._num_pending = 0
+        self._idle_event = asyncio.Event()
+        self._hold_task: asyncio.Task[None] | None = None
+        self.is_held = lease is None
+
+    def begin_work(self, count: int = 1) -> None:
+        """Count `count` more pieces of pending work; acquire the device lease with the first."""
+        self._num_pending += count
+        if self._lease is None:
+            self._on_granted()
+        elif self._hold_task is None:
+            self._hold_task = asyncio.create_task(self._hold_lease(self._lease))
+        elif self.is_held:
+            self._on_granted()
+
+    def end_work(self) -> None:
+        """Count a piece of pending work as done; release the device lease after the last."""
+        self._num_pending -= 1
+        if not self._num_pending and self._lease is not None:
+            self.is_held = False
+            self._idle_event.set()
+
+    async def _hold_lease(self, lease: DeviceLease) -> None:
+        while self._num_pending:
+            self._idle_event.clear()
+            async with lease.hold(self._stage):
+                self.is_held = bool(self._num_pending)
+                if self.is_held:
+                    self._on_granted()
+                    await self._idle_event.wait()
+        self._hold_task = None
+
+
+class SimulatedWeightRegistry(WeightRegistry):
+    """Weight registry that notifies followers of a new version; real followers poll."""
+
+    def __init__(self) -> None:
+        super().__init__(keep_versions=2)
+        self.followers: list[WeightPuller] = []
+
+    def add_manifest(self, manifest: WeightManifest, *, publish_s: float = 0.0) -> None:
+        super().add_manifest(manifest, publish_s=publish_s)
+        for follower in self.followers:
+            follower.pull_if_newer()
+
+
+class VersionFollower(Protocol):
+    """Protocol of a simulated replica with a copy of a trained model."""
+
+    async def load_version(self, version: int, pause_s: float) -> None:
+        """Simulate loading a version of the weights: compute nothing for `pause_s`."""
+        ...
+
+    def on_version_loaded(self) -> None: ...
+
+
+class WeightPuller:
+    """Pulls of weights by a single replica: one pull at a time, always of the newest version.
+
+    loaded_version: version in the replica; -1 before the first pull.
+    """
+
+    def __init__(
+        self,
+        follower: VersionFollower,
+        timing: WeightsTiming,
+        registry: SimulatedWeightRegistry,
+        lease: DeviceLease,
+        recorder: ProcessRecorder,
+    ) -> None:
+        self.loaded_version = -1
+        self._follower = follower
+        self._timing = timing
+        self._registry = registry
+        self._lease = lease
+        self._recorder = recorder
+        self._pull_task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._registry.followers.append(self)
+        self.pull_if_newer()
+
+    def pull_if_newer(self) -> None:
+        """Start a pull if the registry has a newer version of the weights and no pull is
+        running."""
+        if self._pull_task is None and self._registry.version > self.loaded_version:
+            self._pull_task = asyncio.create_task(self._pull_newest())
+
+    async def _pull_newest(self) -> None:
+        timing = self._timing
+        while (version := self._registry.version) > self.loaded_version:
+            lane = self._recorder.begin_span("pull", {"version": version})
+            await asyncio.sleep(max(0.0, timing.pull_s - timing.pause_s))
+            async with self._lease.hold("load"):
+                await self._follower.load_version(version, timing.pause_s)
+            self.loaded_version = version
+            self._recorder.end_span(lane)
+            self._follower.on_version_loaded()
+        self._pull_task = None
+
+
+@dataclass
+class SimulationContext:
+    """Objects that all simulated processes of a run share.
+
+    registries: weight registries by followed role.
+    max_open_rollouts: most rollouts that a generator works on, those in their environment included.
+    """
+
+    timings: StageTimings
+    queue: SimulatedQueue
+    leases: DeviceLeases
+    completions: CompletionLengths
+    recordings: ProcessRecordings
+    reference: ReferenceConfig
+    registries: Mapping[str, SimulatedWeightRegistry]
+    max_open_rollouts: int
+
+
+@dataclass(eq=False, slots=True)
+class GroupWork:
+    """A group that a generator samples for a stage.
+
+    priority: number of the group, in the order in which sampling begins.
+    num_open: requests of the group that have not ended.
+    tokens_by_version: tokens sampled in turns that have ended.
+    """
+
+    group: SimulatedGroup
+    stage: str
+    priority: int = 0
+    num_open: int = 0
+    tokens_by_version: Counter[int] = field(default_factory=Counter)
+
+
+class RequestTurn(NamedTuple):
+    """Turn of a request: as `TurnWork`, with the sampled tokens of each rollout."""
+
+    environment_s: float
+    observed_tokens: int
+    lengths: Sequence[int]
+
+
+@dataclass(eq=False, slots=True)
+class SampleRequest:
+    """Rollouts of a group that are sampled together, turn by turn.
+
+    They are a single episode, or, without an environment, all rollouts of the group.
+
+    index: number of the request within the group.
+    final_s: seconds of the environment after the last turn.
+    turn: number of turns that have ended.
+    context: tokens of the rollout so far, prompt included.
+    environment_s: seconds of the environment so far.
+    version: version of the engine at the end of the last turn, to which cached tokens belong.
+    lane: that of the span of the turn that is sampled.
+    """
+
+    work: GroupWork
+    index: int
+    turns: Sequence[RequestTurn]
+    final_s: float
+    context: int
+    turn: int = 0
+    environment_s: float = 0.0
+    version: int = -1
+    lane: int = -1
+
+    @property
+    def next_turn(self) -> RequestTurn:
+        return self.turns[self.turn]
+
+    @property
+    def ends_with_turn(self) -> bool:
+        """Whether the rollouts end together with the turn that is sampled."""
+        return self.turn + 1 == len(self.turns) and not self.final_s
+
+    def end_turn(self, version: int) -> None:
+        turn = self.next_turn
+        self.context += turn.observed_tokens + turn.lengths[0]
+        self.turn, self.version = self.turn + 1, version
+
+
+class SimulatedGenerator:
+    """Simulated generator, which samples groups for every generate stage with free slots.
+
+    Sampling of a group begins when the generator has loaded the version at which the group was
+    admitted, and holds its devices.
+    """
+
+    def __init__(
+        self,
+        process: str,
+        calls: Sequence[ModelCall],
+        context: SimulationContext,
+        pool: "GeneratorPool",
+    ) -> None:
+        self.process = process
+        self._context = context
+        self._recorder = context.recordings.get_recorder(process)
+        timing = context.timings.generator
+        self._begin_s = timing.begin_s
+        stages, group_size = [call.stage for call in calls], context.completions.group_size
+        self._slots = split_slots(context.max_open_rollouts, stages, group_size=group_size)
+        self._engine: SimulatedEngine[SampleRequest] = SimulatedEngine(
+            timing, list(self._slots.values())
+        )
+        self._generator_pool, lease = pool, pool.lease
+        self._device_hold = SimulatedDeviceHold(calls[0].stage, lease, self._start_sampling)
+        self._weight_puller = WeightPuller(
+            self,
+            context.timings.weights.get(calls[0].stage, WeightsTiming()),
+            context.registries[calls[0].followed_role],
+            lease or DedicatedDeviceLease(),
+            self._recorder,
+        )
+        self._awaiting_version: list[GroupWork] = []
+        self._ready_requests: list[SampleRequest] = []
+        self._priorities = itertools.count()
+        self._clock = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = math.inf
+
+    def start(self) -> None:
+        """Start to pull weights; the first loaded version starts the requests for groups."""
+        self._generator_pool.replicas.append(self)
+        self._weight_puller.start()
+
+    # Called by the queue (GroupConsumer).
+
+    def count_free_slots(self, stage: str) -> int:
+        return self._slots[stage].available_groups
+
+    def assign_groups(self, stage: str, groups: Sequence[SimulatedGroup]) -> None:
+        slots = self._slots[stage]
+        self._engine.reserve_slots(slots, len(groups) * slots.slots_per_group)
+        self._update_timer()
+        works = [GroupWork(group, stage) for group in groups]
+        if self._begin_s:
+            self._clock.call_later(self._begin_s, self._enqueue_works, works)
+        else:
+            self._enqueue_works(works)
+
+    def _enqueue_works(self, works: Sequence[GroupWork]) -> None:
+        loaded_version = self._weight_puller.loaded_version
+        self._awaiting_version += [
+            work for work in works if work.group.admitted_version > loaded_version
+        ]
+        ready = [work for work in works if work.group.admitted_version <= loaded_version]
+        if ready:
+            self._await_environment(
+                [request for work in ready for request in self._open_requests(work)]
+            )
+
+    def _open_requests(self, work: GroupWork) -> Iterator[SampleRequest]:
+        """Yield the requests of a group, whose sampling begins."""
+        completions, uid = self._context.completions, work.group.uid
+        work.priority, prompt_tokens = next(self._priorities), completions.prompt_tokens
+        if not completions.has_environment:
+            greedy = work.stage == GREEDY_CALL.stage
+            lengths = (
+                [completions.get_greedy_length(uid)] if greedy else completions.get_lengths(uid)
+            )
+            work.num_open = 1
+            yield SampleRequest(work, 0, [RequestTurn(0.0, 0, lengths)], 0.0, prompt_tokens)
+            return
+        episodes = completions.get_episodes(uid)
+        work.num_open = len(episodes)
+        for index, episode in enumerate(episodes):
+            turns = [
+                RequestTurn(turn.environment_s, turn.observed_tokens, [turn.sampled_tokens])
+                for turn in episode.turns
+            ]
+            yield SampleRequest(work, index, turns, episode.final_s, prompt_tokens)
+
+    def _await_environment(self, requests: Sequence[SampleRequest]) -> None:
+        """Start the next turn of each request once its environment has answered."""
+        answered = []
+        for request in requests:
+            seconds = request.next_turn.environment_s
+            request.environment_s += seconds
+            if seconds:
+                self._clock.call_later(seconds, self._start_turns, [request])
+            else:
+                answered.append(request)
+        if answered:
+            self._start_turns(answered)
+
+    def _start_turns(self, requests: Sequence[SampleRequest]) -> None:
+        self._ready_requests += requests
+        self._device_hold.begin_work(len(requests))
+
+    def _start_sampling(self) -> None:
+        now, ready_requests = self._clock.time(), self._ready_requests
+        self._ready_requests = []
+        for request in ready_requests:
+            work, turn = request.work, request.next_turn
+            request.lane = self._recorder.begin_span(work.stage, self._make_span_args(request))
+            self._engine.add_group(
+                request,
+                request.context + turn.observed_tokens,
+                turn.lengths,
+                now,
+                self._slots[work.stage] if request.ends_with_turn else None,
+                priority=work.priority,
+                cached=(request.context, request.version) if request.turn else (0.0, -1),
+            )
+        self._update_timer()
+
+    def _make_span_args(self, request: SampleRequest) -> dict[str, SpanArgValue]:
+        """Return the facts that a real generator records with a group, or with a turn."""
+        uid, turn = request.work.group.uid, request.next_turn
+        if not self._context.completions.has_environment:
+            text = " ".join(map(str, turn.lengths))
+            return {"uid": uid, "prompt": request.context, "lengths": text}
+        return {
+            "uid": uid,
+            "episode": request.index,
+            "turn": request.turn,
+            "context": request.context + turn.observed_tokens,
+            "environment_s": request.environment_s,
+            "tokens": turn.lengths[0],
+        }
+
+    # Called by the weight puller (VersionFollower).
+
+    async def load_version(self, version: int, pause_s: float) -> None:
+        until = self._engine.load_version(version, pause_s, self._clock.time())
+        self._update_timer()
+        await sleep_until(until)
+
+    def on_version_loaded(self) -> None:
+        waiting_works, self._awaiting_version = self._awaiting_version, []
+        self._enqueue_works(waiting_works)
+        self._request_groups()
+
+    # Called by the generator pool when the device arbiter preempts the generators.
+
+    def pause(self) -> float:
+        """Stop decoding at the end of the current decode step; return the time of that end."""
+        until = self._engine.pause(self._clock.time())
+        self._update_timer()
+        return until
+
+    def pause_spans(self) -> None:
+        self._recorder.pause_spans(self._slots)
+
+    def resume(self) -> None:
+        self._engine.resume(self._clock.time())
+        self._recorder.resume_spans()
+        self._update_timer()
+
+    # Engine events.
+
+    def _update_timer(self) -> None:
+        """Set the timer to the engine's next event."""
+        at = self._engine.next_event_s
+        if at != self._timer_at:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer_at = at
+            self._timer = self._clock.call_at(at, self._on_timer) if at < math.inf else None
+
+    def _on_timer(self) -> None:
+        # The event's own time: that of the loop may be less by a rounding error, and the event
+        # would then be missed.
+        at, self._timer_at = self._timer_at, math.inf
+        done = self._engine.advance_to(at)
+        self._update_timer()
+        self._finish_turns(done)
+
+    def _finish_turns(self, done: Sequence[RunningGroup[SampleRequest]]) -> None:
+        ended = []
+        for sampling in done:
+            request = sampling.key
+            self._recorder.end_span(request.lane)
+            request.work.tokens_by_version.update(sampling.tokens_by_version)
+            request.end_turn(self._engine.version)
+            if request.turn < len(request.turns):
+                self._await_environment([request])
+            elif request.final_s:
+                self._clock.call_later(request.final_s, self._end_episode, request)
+            else:
+                ended.append(request)
+            self._device_hold.end_work()
+        self._end_requests(ended)
+        self._request_groups()
+
+    def _end_episode(self, request: SampleRequest) -> None:
+        """End an episode after the final seconds of its environment; return its slot."""
+        self._slots[request.work.stage].free_slots += 1
+        self._end_requests([request])
+        self._request_groups()
+
+    def _end_requests(self, requests: Sequence[SampleRequest]) -> None:
+        """Commit the groups whose last request has ended."""
+        finished: dict[str, list[SimulatedGroup]] = {}
+        for request in requests:
+            work = request.work
+            work.num_open -= 1
+            if not work.num_open:
+                self._set_group_info(work)
+                finished.setdefault(work.stage, []).append(work.group)
+        for stage, groups in finished.items():
+            self._context.queue.commit_groups(stage, groups)
+
+    def _request_groups(self) -> None:
+        for stage, slots in self._slots.items():
+            if slots.free_slots > 0:
+                self._context.queue.request_groups(stage, self)
+
+    def _set_group_info(self, work: GroupWork) -> None:
+        """Record a sampled group for later stages."""
+        completions, group = self._context.completions, work.group
+        if work.stage == GREEDY_CALL.stage:
+            group.greedy_tokens = completions.prompt_tokens + completions.get_greedy_length(
+                group.uid
+            )
+        else:
+            versions = tuple(sorted(work.tokens_by_version.items()))
+            num_sampled = sum(completions.get_lengths(group.uid))
+            rollout_tokens = tuple(completions.get_rollout_tokens(group.uid))
+            group.is_filtered = completions.is_filtered(group.uid)
+            num_turns = 0
+            if completions.has_environment:
+                num_turns = sum(len(e.turns) for e in completions.get_episodes(group.uid))
+            group.info = GroupInfo(rollout_tokens, num_sampled, versions, num_turns)
+
+
+async def sleep_until(when: float) -> None:
+    await asyncio.sleep(max(0.0, when - asyncio.get_running_loop().time()))
+
+
+class GeneratorPool:
+    """All live generators of a run, which acquire and release shared devices together."""
+
+    def __init__(self, role: str, context: SimulationContext) -> None:
+        self.replicas: list[SimulatedGenerator] = []
+        self.lease = context.leases.make_lease(role, role, suspendable=self)
+
+    async def suspend(self) -> None:
+        await sleep_until(max((generator.pause() for generator in self.replicas), default=0.0))
+        for generator in self.replicas:
+            generator.pause_spans()
+
+    async def resume(self) -> None:
+        for generator in self.replicas:
+            generator.resume()
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreBatch:
+    """Groups that a scorer scores in one batch for a stage."""
+
+    stage: str
+    groups: Sequence[SimulatedGroup]
+
+    @property
+    def newest_version(self) -> int:
+        return max(group.admitted_version for group in self.groups)
+
+
+class SimulatedScorer:
+    """Simulated scorer, which serves all stages of a role.
+
+    It leases at most two batches per stage: one in computation, one prefetched.
+    """
+
+    def __init__(
+        self, process: str, calls: Sequence[ModelCall], context: SimulationContext
+    ) -> None:
+        self.process = process
+        self._context = context
+        self._calls = {call.stage: call for call in calls}
+        self._free_slots = {stage: 2 * context.timings.score[stage].batch for stage in self._calls}
+        self._recorder = context.recordings.get_recorder(process)
+        lease = context.leases.make_lease(calls[0].role, process)
+        self._device_hold = SimulatedDeviceHold(calls[0].stage, lease, self._start_next_batch)
+        self._weight_puller: WeightPuller | None = None
+        if calls[0].followed_role:
+            timing = context.timings.weights.get(calls[0].stage, WeightsTiming())
+            registry = context.registries[calls[0].followed_role]
+            self._weight_puller = WeightPuller(
+                self, timing, registry, lease or DedicatedDeviceLease(), self._recorder
+            )
+        self._awaiting_version: list[ScoreBatch] = []
+        self._ready_batches: deque[ScoreBatch] = deque()
+        self._is_busy = False
+
+    def start(self) -> None:
+        if self._weight_puller is not None:
+            self._weight_puller.start()
+        else:
+            self.on_version_loaded()
+
+    def _find_required_version(self, version: int) -> int:
+        is_ema_reference = next(iter(self._calls.values())).followed_role == EMA_REFERENCE
+        return (
+            self._context.reference.find_reference_version(version) if is_ema_reference else version
+        )
+
+    def count_free_slots(self, stage: str) -> int:
+        return self._free_slots[stage]
+
+    def assign_groups(self, stage: str, groups: Sequence[SimulatedGroup]) -> None:
+        self._free_slots[stage] -= len(groups)
+        size = self._context.timings.score[stage].batch
+        self._enqueue_batches(
+            [ScoreBatch(stage, groups[i : i + size]) for i in range(0, len(groups), size)]
+        )
+
+    def _enqueue_batches(self, batches: Sequence[ScoreBatch]) -> None:
+        for batch in batches:
+            if (
+                self._weight_puller is not None
+                and self._find_required_version(batch.newest_version)
+                > self._weight_puller.loaded_version
+            ):
+                self._awaiting_version.append(batch)
+            else:
+                self._ready_batches.append(batch)
+                self._device_hold.begin_work()
+
+    async def load_version(self, version: int, pause_s: float) -> None:
+        await asyncio.sleep(pause_s)
+
+    def on_version_loaded(self) -> None:
+        waiting_batches, self._awaiting_version = self._awaiting_version, []
+        self._enqueue_batches(waiting_batches)
+        for stage, free_slots in self._free_slots.items():
+            if free_slots:
+                self._context.queue.request_groups(stage, self)
+
+    def _start_next_batch(self) -> None:
+        if self._is_busy or not self._ready_batches or not self._device_hold.is_held:
+            return
+        batch = self._ready_batches.popleft()
+        rollouts, tokens = self._count_batch_tokens(batch)
+        span_args = {"groups": len(batch.groups), "rollouts": rollouts, "tokens": tokens}
+        lane = self._recorder.begin_span(batch.stage, span_args)
+        self._is_busy = True
+        seconds = self._context.timings.score[batch.stage].batch_duration_s(rollouts, tokens)
+        asyncio.get_running_loop().call_later(seconds, self._finish_batch, batch, lane)
+
+    def _count_batch_tokens(self, batch: ScoreBatch) -> tuple[int, int]:
+        groups = batch.groups
+        if "greedy_ids" in self._calls[batch.stage].needs:
+            return len(groups), sum(group.greedy_tokens for group in groups)
+        infos = [group.info for group in groups if group.info is not None]
+        return sum(len(info.lengths) for info in infos), sum(info.num_tokens for info in infos)
+
+    def _finish_batch(self, batch: ScoreBatch, lane: int) -> None:
+        """Commit the scored groups of a batch, start the next batch, and request more groups.
+
+        lane: lane of the batch's span.
+        """
+        self._is_busy = False
+        self._recorder.end_span(lane)
+        self._free_slots[batch.stage] += len(batch.groups)
+        self._device_hold.end_work()
+        self._start_next_batch()
+        self._context.queue.commit_groups(batch.stage, batch.groups)
+        self._context.queue.request_groups(batch.stage, self)
+
+
+class SimulatedTrainer:
+    """Trainer of a simulated run: each round, update and publication is a wait.
+
+    publish_s: time until a published version can be pulled.
+    devices: lock shared with other trainers on the same devices, held during computation.
+    """
+
+    def __init__(
+        self,
+        timing: TrainTiming,
+        update_plan: UpdatePlan,
+        *,
+        publish_s: float,
+        completions: CompletionLengths,
+        recorder: ProcessRecorder,
+        devices: asyncio.Lock | None = None,
+    ) -> None:
+        self.dp_size = timing.dp_size
+        self.update_plan = update_plan
+        self._timing = timing
+        self._publish_s = publish_s
+        self._completions = completions
+        self._recorder = recorder
+        self._device_lock = devices
+
+    def begin_step(self, version: int, adaptive_params: Mapping[str, float]) -> None:
+        pass
+
+    def is_frozen(self, version: int) -> bool:
+        return False
+
+    async def plan_step(self, uids: Sequence[str], rounds: Sequence[ScheduledRound]) -> None:
+        await self._run_work("plan", self._timing.step_s)
+
+    async def train_round(self, work: Round, *, epoch: int) -> Mapping[str, float]:
+        """Wait as long as the data-parallel rank with the round's largest micro-batch computes."""
+        rollouts, longest_s, span_args = 0, 0.0, NO_SPAN_ARGS
+        get_tokens = self._completions.get_rollout_tokens
+        for micro_batch in work:
+            if micro_batch:
+                tokens = sum([get_tokens(uid)[index] for uid, index in micro_batch])
+                seconds = self._timing.micro_batch_s + self._timing.token_s * tokens
+                if seconds > longest_s:
+                    longest_s, span_args = seconds, {"rollouts": len(micro_batch), "tokens": tokens}
+                rollouts += len(micro_batch)
+        # The round's dispatch occupies no devices.
+        await asyncio.sleep(self._timing.round_s)
+        await self._run_work("train", longest_s, span_args)
+        return {"rollouts": float(rollouts)}
+
+    async def apply_update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
+        await asyncio.sleep(self._timing.round_s)
+        await self._run_work("update", self._timing.update_s)
+        return {}
+
+    async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
+        lane = self._recorder.begin_span("publish", {"version": version})
+        await asyncio.sleep(self._publish_s)
+        self._recorder.end_span(lane)
+        return WeightManifest(version, (), ())
+
+    async def _run_work(
+        self, name: str, seconds: float, span_args: SpanArgs = NO_SPAN_ARGS
+    ) -> None:
+        """Occupy the trainer's devices, recorded as a span."""
+        devices: AbstractAsyncContextManager[object] = self._device_lock or nullcontext()
+        async with devices:
+            lane = self._recorder.begin_span(name, span_args)
+            await asyncio.sleep(seconds)
+            self._recorder.end_span(lane)
+
+
+async def publish_reference(
+    publish_s: float, version: int, readers: Sequence[str]
+) -> WeightManifest:
+    """Publish an EMA reference, which the policy's trainer computes, in `publish_s`."""
+    await asyncio.sleep(publish_s)
+    return WeightManifest(version, (), ())

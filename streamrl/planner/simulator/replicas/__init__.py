@@ -1,1 +1,0 @@
-"""Simulated processes: generators, scorers, trainers, queue and device leases."""
