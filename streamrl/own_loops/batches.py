@@ -11,11 +11,9 @@ references, column names and row numbers; a worker fetches the rows it needs.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any
 
 import numpy as np
-
-ReplacedT = TypeVar("ReplacedT", covariant=True)
 
 #: Input and output of a worker method: columns by name, with a row per sample.
 Batch = Mapping[str, Any]
@@ -29,10 +27,6 @@ class RowSlice:
     column: str
     start: int
     stop: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.start <= self.stop:
-            raise ValueError(f"rows {self.start}:{self.stop}: must be 0 <= start <= stop")
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -75,16 +69,10 @@ class BatchRef:
             raise ValueError(f"columns {', '.join(duplicates)} are in both of the joined batches")
         return BatchRef({**self.columns, **other.columns})
 
-    @overload
-    def replace(self, other: "BatchRef") -> "BatchRef": ...
-
-    @overload
-    def replace(self, other: "PendingBatch[ReplacedT]") -> ReplacedT: ...
-
     def replace(self, other: Any) -> Any:
         """Return the batch with the columns of `other` in the place of its own of these names.
 
-        The result is pending if `other` is.
+        The result is a pending reply if `other` is.
         """
         if not isinstance(other, BatchRef):
             return other.replace_in(self)
@@ -138,14 +126,6 @@ class BatchRef:
             )
             for name, column in self.columns.items()
         }
-
-
-class PendingBatch(Protocol[ReplacedT]):
-    """Batch that may not have arrived yet, such as the reply of a worker group."""
-
-    def replace_in(self, batch: BatchRef) -> ReplacedT:
-        """Return `batch.replace(self)` as a pending batch, without waiting: as `__ror__` for |."""
-        ...
 
 
 def join_batches(batches: Sequence[BatchRef]) -> BatchRef:

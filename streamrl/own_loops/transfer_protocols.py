@@ -1,19 +1,24 @@
 """Transfer protocols: which rank of a worker group gets which rows, and which answers count.
 
+`@transfers` gives a method of a worker class its protocol.
+
 The first six protocols are those of HybridFlow (arXiv:2409.19256, Table 3). A protocol is a
 distribute and a collect function over the mesh of a group. Protocols handle references and never
 load data.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from streamrl.errors import ConfigError
 from streamrl.own_loops.batches import BatchRef, is_batch, join_batches
 from streamrl.resharding.grids import RankAssignment, RankGrid
 
 CallArguments = tuple[Any, ...]
 """Positional arguments of a rank's call."""
+Method = TypeVar("Method", bound=Callable[..., Any])
 RankCalls = Sequence[CallArguments | None]
 """Arguments of a method for every rank, in rank order; None for a rank that is not called."""
 
@@ -28,6 +33,25 @@ class WorkerMesh:
     @property
     def size(self) -> int:
         return len(self.train.coordinates)
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """Rank of a worker in its group and address of the group; first argument of its constructor.
+
+    address, port: rendezvous at rank 0, for torch.distributed.
+    slot: index of the worker's slot in the resource pool.
+    """
+
+    rank: int
+    mesh: WorkerMesh
+    address: str
+    port: int
+    slot: int
+
+    @property
+    def size(self) -> int:
+        return self.mesh.size
 
 
 DistributeFn = Callable[[WorkerMesh, CallArguments], RankCalls]
@@ -47,6 +71,25 @@ class TransferProtocol:
     distribute: DistributeFn
     collect: CollectFn
     keeps_rows: bool = False
+
+    def check_rows(self, calls: RankCalls, answers: Sequence[Any]) -> None:
+        """Raise ValueError unless every rank returns the same number of rows per input row.
+
+        A method may return several (a prompt gives a group of rollouts). Totals may match although
+        single ranks are wrong.
+        """
+        multiples = {
+            len(answer) / len(value)
+            for arguments, answer in zip(calls, answers, strict=True)
+            for value in arguments or ()
+            if isinstance(value, BatchRef) and len(value) and isinstance(answer, BatchRef)
+        }
+        if self.keeps_rows and (len(multiples) > 1 or any(m < 1 or m % 1 for m in multiples)):
+            per_row = ", ".join(f"{multiple:g}" for multiple in sorted(multiples))
+            raise ValueError(
+                f"{per_row} rows returned per input row: must be a whole number, the same on every"
+                " rank"
+            )
 
 
 def split_rows(get_assignment: SelectLayout) -> TransferProtocol:
@@ -165,3 +208,39 @@ PROTOCOLS: dict[str, TransferProtocol] = {
     "RANK_ZERO": TransferProtocol(send_to_first, collect_from_first),
     "TO_ALL_FROM_FIRST": TransferProtocol(broadcast_to_all, collect_from_first),
 }
+
+#: By function, so that subclasses inherit the registration.
+_PROTOCOL_BY_FUNCTION: dict[Callable[..., Any], TransferProtocol] = {}
+
+
+def transfers(protocol: str | TransferProtocol) -> Callable[[Method], Method]:
+    """Mark a method of a worker as callable on a whole group, by a transfer protocol.
+
+    protocol: a name in PROTOCOLS, or a protocol of your own. Raises ConfigError for other names,
+    and for a coroutine.
+
+        @transfers("DP")
+        def compute_rewards(self, batch: Batch) -> Batch: ...
+    """
+    if isinstance(protocol, str):
+        if protocol not in PROTOCOLS:
+            raise ConfigError(f"protocol {protocol}: must be one of {', '.join(PROTOCOLS)}")
+        protocol = PROTOCOLS[protocol]
+
+    def register(method: Method) -> Method:
+        if inspect.iscoroutinefunction(method):
+            raise ConfigError(f"{method.__qualname__} is async: must be a plain method")
+        _PROTOCOL_BY_FUNCTION[method] = protocol
+        return method
+
+    return register
+
+
+def find_transfer_methods(worker: type) -> dict[str, TransferProtocol]:
+    """Return the protocols of the methods that `@transfers` marks, by name, also inherited ones."""
+    return {
+        name: _PROTOCOL_BY_FUNCTION[value]
+        for base in reversed(worker.__mro__)
+        for name, value in vars(base).items()
+        if inspect.isfunction(value) and value in _PROTOCOL_BY_FUNCTION
+    }

@@ -12,7 +12,8 @@ until the deadline of the call.
 
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
@@ -28,14 +29,12 @@ from streamrl.actors.transport.rendezvous import find_rendezvous
 from streamrl.errors import ActorError, ConfigError, DeadlineError, StreamError
 from streamrl.own_loops import Batch, BatchRef, WorkerContext, WorkerMesh
 from streamrl.own_loops.batches import count_rows, is_batch
-from streamrl.own_loops.transfer_methods import TransferMethod, find_transfer_methods
-from streamrl.own_loops.transfer_protocols import RankCalls
+from streamrl.own_loops.transfer_protocols import RankCalls, find_transfer_methods
 
 GROUP_CALL_TIMEOUT_S = 600.0
 START_TIMEOUT_S = 600.0  # includes loading the models
 BatchShape = tuple[int, tuple[str, ...]]
 """Number of rows and names of the columns of a stored batch."""
-NODE_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 
 class ResourcePool:
@@ -43,7 +42,7 @@ class ResourcePool:
 
     cpus, gpus: resources of a slot.
     groups: how many worker groups may share a slot, each with an equal fraction.
-    strategy: Ray's placement strategy, a member of NODE_STRATEGIES.
+    strategy: Ray's placement strategy: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD.
 
     Raises ConfigError if the resources are not free within timeout_s.
     """
@@ -58,16 +57,11 @@ class ResourcePool:
         strategy: str = "PACK",
         timeout_s: float = 60.0,
     ) -> None:
-        for name, value in (("slots", slots), ("groups", groups)):
-            if value < 1:
-                raise ConfigError(f"pool: {name}={value}: must be at least 1")
-        if min(cpus, gpus) < 0 or max(cpus, gpus) == 0:
+        if min(slots, groups) < 1 or min(cpus, gpus) < 0 or max(cpus, gpus) == 0:
             raise ConfigError(
-                f"pool: cpus={cpus:g}, gpus={gpus:g}: must be 0 or more, and not both 0"
+                f"pool: slots={slots}, groups={groups}, cpus={cpus:g}, gpus={gpus:g}: slots and"
+                " groups must be at least 1, cpus and gpus 0 or more, and not both 0"
             )
-        if strategy not in NODE_STRATEGIES:
-            strategies = ", ".join(NODE_STRATEGIES)
-            raise ConfigError(f"pool: strategy={strategy}: must be one of {strategies}")
         self.slots = slots
         self._worker_resources = {"num_cpus": cpus / groups, "num_gpus": gpus / groups}
         self._groups = groups
@@ -81,10 +75,8 @@ class ResourcePool:
     def acquire_slot(self, slot: int) -> dict[str, Any]:
         """Take a group's fraction of a slot; return the Ray options of the worker there.
 
-        Raises ConfigError if the slot is full or the pool is closed.
+        Raises ConfigError if the slot is full.
         """
-        if self.is_closed:
-            raise ConfigError("the pool is closed and has no slots")
         if self._used_shares[slot] == self._groups:
             raise ConfigError(
                 f"slot {slot} of the pool is full: groups={self._groups} share it already"
@@ -259,7 +251,7 @@ class WorkerGroup:
     timeout_s: deadline of a call. The start has START_TIMEOUT_S.
 
     The constructor does not wait for the workers; `wait_until_ready` or the first call does. Raises
-    ConfigError if the pool is closed or too small, or if a method has the name of a method of
+    ConfigError if the pool is too small, or if a method has the name of a method of
     WorkerGroup.
     """
 
@@ -287,8 +279,6 @@ class WorkerGroup:
                 f"{self._name}: {mesh.size} ranks from slot {first_slot} on; the pool has"
                 f" {pool.slots} slots"
             )
-        if timeout_s <= 0:
-            raise ConfigError(f"{self._name}: timeout_s={timeout_s:g}: must be more than 0")
         self._pool = pool
         self._slots: list[int] = []
         self._hosts: list[Any] = []
@@ -334,40 +324,46 @@ class WorkerGroup:
             self._pool.release_slot(slot)
         self._slots, self._hosts = [], []
 
-    def _call_ranks(self, method: str, *arguments: Any, **named: Any) -> WorkerGroupReply:
+    def _call_ranks(self, method: str, *arguments: Any) -> WorkerGroupReply:
         """Call a method on the ranks that its transfer protocol selects; return a lazy reply."""
-        if named:
-            raise ValueError(
-                f"{self._name}.{method}: {', '.join(named)} passed by name; arguments must be"
-                " positional"
-            )
         self.wait_until_ready()
-        transfer_method = self._methods[method]
-        calls = transfer_method.distribute_calls(self._mesh, tuple(map(unwrap_reply, arguments)))
+        values = tuple(map(unwrap_reply, arguments))
+        with self._name_call(method):
+            calls = self._methods[method].distribute(self._mesh, values)
         replies = {
             rank: self._hosts[rank].call_method.options(num_returns=2).remote(method, call)
             for rank, call in enumerate(calls)
             if call is not None
         }
-        return WorkerGroupReply(partial(self._collect_answers, transfer_method, calls, replies))
+        return WorkerGroupReply(partial(self._collect_answers, method, calls, replies))
+
+    @contextmanager
+    def _name_call(self, method: str) -> Iterator[None]:
+        """Name the call in a ValueError of its transfer protocol."""
+        try:
+            yield
+        except ValueError as error:
+            raise ValueError(f"{self._name}.{method}: {error}") from error
 
     def _collect_answers(
-        self, method: TransferMethod, calls: RankCalls, replies: Mapping[int, tuple[Any, Any]]
+        self, method: str, calls: RankCalls, replies: Mapping[int, tuple[Any, Any]]
     ) -> Any:
         """Wait for the answers of a method and combine them by its transfer protocol.
 
         replies: by rank, references to the value and to its shape.
         """
         shape_replies = {rank: shape for rank, (_, shape) in replies.items()}
-        shapes = self._fetch_answers(shape_replies, method.name, self._timeout_s)
+        shapes = self._fetch_answers(shape_replies, method, self._timeout_s)
         value_replies = {rank: replies[rank][0] for rank, shape in shapes.items() if shape is None}
-        answers = self._fetch_answers(value_replies, method.name, self._timeout_s)
+        answers = self._fetch_answers(value_replies, method, self._timeout_s)
         for rank, shape in shapes.items():
             if shape is not None:
                 num_rows, names = shape
                 answers[rank] = BatchRef.from_stored(replies[rank][0], names, num_rows)
         in_order = [answers.get(rank) for rank in range(self._mesh.size)]
-        return method.collect_answers(self._mesh, calls, in_order)
+        with self._name_call(method):
+            self._methods[method].check_rows(calls, in_order)
+            return self._methods[method].collect(self._mesh, in_order)
 
     def _fetch_answers(
         self, replies: Mapping[int, Any], method: str, timeout_s: float

@@ -32,7 +32,7 @@ from streamrl.own_loops.model_workers import (
     make_loop_config,
     set_world_size,
 )
-from streamrl.own_loops.transfer_methods import find_transfer_methods
+from streamrl.own_loops.transfer_protocols import find_transfer_methods
 from streamrl.own_loops.worker_group import ResourcePool, WorkerGroup
 from streamrl.placement.config import PlacementConfig
 from streamrl.resharding.grids import RankGrid

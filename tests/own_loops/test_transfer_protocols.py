@@ -1,6 +1,5 @@
 """Transfer protocols: every row goes to its rank and returns once."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,14 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.own_loops.batches import BatchRef, RowSlice, count_rows, join_batches
-from streamrl.own_loops.transfer_methods import TransferMethod
-from streamrl.own_loops.transfer_protocols import (
-    PROTOCOLS,
-    DistributeFn,
-    RankCalls,
-    TransferProtocol,
-    WorkerMesh,
-)
+from streamrl.own_loops.transfer_protocols import PROTOCOLS, RankCalls, WorkerMesh
 from streamrl.resharding.grids import RankGrid
 from streamrl.resharding.grouping import GenerationSizes, assign_zero_redundancy
 
@@ -45,12 +37,7 @@ def call_through(name: str, mesh: WorkerMesh, rows: BatchRef) -> tuple[list, Bat
     """Return each rank's rows, and the result if each rank answers with its input."""
     calls = PROTOCOLS[name].distribute(mesh, (rows,))
     answers = [call and call[0] for call in calls]
-    return answers, collect_answers(name, mesh, calls, answers)
-
-
-def collect_answers(name: str, mesh: WorkerMesh, calls: RankCalls, answers: Sequence[Any]) -> Any:
-    """Collect answers to distributed calls."""
-    return TransferMethod("W", "do", PROTOCOLS[name]).collect_answers(mesh, calls, answers)
+    return answers, PROTOCOLS[name].collect(mesh, answers)
 
 
 def make_answers(*counts: int) -> list[BatchRef]:
@@ -144,58 +131,35 @@ def test_metrics_come_from_every_rank():
 
 
 def test_rows_are_split_as_evenly_as_possible_and_a_row_may_become_several():
-    mesh = WorkerMesh(RankGrid.from_text("1-1-4").assign_ranks())
-    calls = PROTOCOLS["DP"].distribute(mesh, (make_batch(6),))
+    mesh, protocol = WorkerMesh(RankGrid.from_text("1-1-4").assign_ranks()), PROTOCOLS["DP"]
+    calls = protocol.distribute(mesh, (make_batch(6),))
     assert [rows_of(call[0]) for call in calls_of(calls)] == [[0, 1], [2, 3], [4], [5]]
     # Two rollouts per prompt.
-    assert len(collect_answers("DP", mesh, calls, make_answers(4, 4, 2, 2))) == 12
+    protocol.check_rows(calls, make_answers(4, 4, 2, 2))
+    assert len(protocol.collect(mesh, make_answers(4, 4, 2, 2))) == 12
 
 
 def test_a_rank_without_rows_may_answer_with_no_columns():
-    mesh = WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks())
-    calls = PROTOCOLS["DP"].distribute(mesh, (make_batch(1),))
+    mesh, protocol = WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks()), PROTOCOLS["DP"]
     (answer,) = make_answers(1)
-    assert collect_answers("DP", mesh, calls, [answer, {}]) == answer
-    assert collect_answers("DP", mesh, calls, [answer, None]) == [answer, None]
+    protocol.check_rows(protocol.distribute(mesh, (make_batch(1),)), [answer, {}])
+    assert protocol.collect(mesh, [answer, {}]) == answer
+    assert protocol.collect(mesh, [answer, None]) == [answer, None]
 
 
-@pytest.mark.parametrize(
-    ("counts", "message"),
-    [
-        ((4, 0), r"W-1\.do: 0 rows returned for 2: must be a multiple"),
-        ((1, 3), r"W-0\.do: 1 rows returned for 2"),
-        ((2, 4), r"W-1\.do: 2 rows returned per input row, but 1 by another rank"),
-    ],
-)
-def test_wrong_row_counts_per_rank_are_refused(counts: tuple[int, int], message: str):
+@pytest.mark.parametrize("counts", [(4, 0), (1, 3), (2, 4), (3, 3), (0, 0)])
+def test_wrong_row_counts_per_rank_are_refused(counts: tuple[int, int]):
     """Counts are checked per rank: totals may match although single ranks are wrong."""
-    mesh = WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks())
-    calls = PROTOCOLS["DP"].distribute(mesh, (make_batch(4),))
-    with pytest.raises(ValueError, match=message):
-        collect_answers("DP", mesh, calls, make_answers(*counts))
+    mesh, protocol = WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks()), PROTOCOLS["DP"]
+    calls = protocol.distribute(mesh, (make_batch(4),))
+    with pytest.raises(ValueError, match="rows returned per input row: must be a whole number"):
+        protocol.check_rows(calls, make_answers(*counts))
 
 
 def test_stages_before_the_last_return_no_rows():
     mesh = WorkerMesh(RankGrid.from_text("2-1-2").assign_ranks())
-    calls = PROTOCOLS["P3D"].distribute(mesh, (make_batch(3),))
     first, last = make_answers(2, 1)
-    assert len(collect_answers("P3D", mesh, calls, [None, first, None, last])) == 3
-
-
-@pytest.mark.parametrize(
-    ("calls", "message"),
-    [
-        ([(1,)] * 5, r"W\.do: the protocol distributed 5 calls to 2 ranks"),
-        ([(1,)], "1 calls to 2 ranks"),
-        ([1, 2], "must be a tuple of arguments or None for each"),
-    ],
-)
-def test_distribute_must_return_a_call_per_rank(calls: Any, message: str):
-    mesh = WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks())
-    distribute: DistributeFn = lambda mesh, arguments: calls  # noqa: E731
-    protocol = TransferProtocol(distribute, PROTOCOLS["DP"].collect)
-    with pytest.raises(ValueError, match=message):
-        TransferMethod("W", "do", protocol).distribute_calls(mesh, ())
+    assert len(PROTOCOLS["P3D"].collect(mesh, [None, first, None, last])) == 3
 
 
 def test_a_plain_dict_of_columns_is_refused():
