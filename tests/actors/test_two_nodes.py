@@ -231,7 +231,7 @@ def test_actors_with_weights_stay_on_the_node_of_shared_memory_after_scaling_and
 
         condition = "on the node whose memory weights travel through"
         assert registry.describe_demand("generator").startswith(
-            f"asks for 1 CPU slot {condition}; "
+            f"asks for 1 CPU slots {condition}; "
         )
         assert registry.describe_demand("reward").startswith("asks for 1 CPU slot; ")
 

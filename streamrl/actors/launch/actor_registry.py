@@ -25,9 +25,10 @@ from streamrl.actors.launch.fork_server import (
     make_level_env,
 )
 from streamrl.actors.launch.placement_groups import (
-    DedicatedSlots,
-    SharedSlots,
+    ReservedSlots,
     reserve_large_bundles,
+    reserve_rank_slots,
+    reserve_shared_slots,
 )
 from streamrl.actors.launch.ray_cluster import GIB
 from streamrl.actors.queue_shard import MAX_SHARD_RESTARTS, RemoteShard
@@ -142,7 +143,7 @@ class ActorRegistry:
         self._demands = {
             d.calls[0].role: d for d in list_resource_demands(config, prepared, on_gpu) if d.calls
         }
-        self._placement_slots: SharedSlots | DedicatedSlots | None = None
+        self._reserved_slots = ReservedSlots()
         self._weights_node = ""
         self.restarts = RestartPolicy(config.run.max_restarts)
         self._context: ActorContext | None = None
@@ -181,7 +182,7 @@ class ActorRegistry:
         self._weights_node = node
         is_hybrid = self._config.placement.is_hybrid
         # Before any actor: individually placed actors could fragment the room of a model's ranks.
-        self._placement_slots = self._reserve_slots(waiting)
+        self._reserved_slots = self._reserve_slots(waiting)
         hybrid_roles = (GENERATE_CALL.role, POLICY) if is_hybrid else ()
         hosts = self._create_hybrid_actors() if is_hybrid else []
         for role, demand in self._demands.items():
@@ -196,14 +197,14 @@ class ActorRegistry:
                 ]
             self.roles[role] = RoleActors(demand.calls, names, actors)
 
-    def _reserve_slots(self, waiting: Callable[[str], None]) -> SharedSlots | DedicatedSlots:
+    def _reserve_slots(self, waiting: Callable[[str], None]) -> ReservedSlots:
         config = self._config
         if not config.placement.shared_pools:
             trained = {role: self._demands[role] for role in config.dataflow.trained_roles}
             others = [demand for role, demand in self._demands.items() if role not in trained]
             with reserve_large_bundles(others, node=self._weights_node, waiting=waiting):
-                return DedicatedSlots(trained, node=self._weights_node, waiting=waiting)
-        return SharedSlots(
+                return reserve_rank_slots(trained, node=self._weights_node, waiting=waiting)
+        return reserve_shared_slots(
             assign_slots(config),
             is_hybrid=config.placement.is_hybrid,
             on_gpu={role for role, demand in self._demands.items() if demand.gpus},
@@ -248,10 +249,8 @@ class ActorRegistry:
 
     def _make_slot_options(self, demand: ResourceDemand, index: int) -> dict[str, Any]:
         """Return the Ray options that place actor `index` of a demand, in a slot if reserved."""
-        role = demand.calls[0].role
-        if self._placement_slots is not None and role in self._placement_slots:
-            return self._placement_slots.make_actor_options(role, index)
-        return self._make_node_options(demand)
+        options = self._reserved_slots.options.get(demand.calls[0].role)
+        return options[index] if options else self._make_node_options(demand)
 
     def _make_node_options(self, demand: ResourceDemand) -> dict[str, Any]:
         """Return the Ray options of an actor without a slot.
@@ -358,8 +357,8 @@ class ActorRegistry:
     def describe_demand(self, role: str) -> str:
         """Return text for an error: resources that a replica needs and those that are free."""
         demand, free = self._demands[role], ray.available_resources()
-        requested = _pluralize(demand.cpus, "CPU slot")
-        requested += f" and {_pluralize(demand.gpus, 'GPU')}" if demand.gpus else ""
+        requested = f"{demand.cpus} CPU slots"
+        requested += f" and {demand.gpus} GPUs" if demand.gpus else ""
         if self._is_node_bound(demand):
             requested += " on the node whose memory weights travel through"
         available = f"{free.get('CPU', 0):g} CPU slots"
@@ -442,8 +441,7 @@ class ActorRegistry:
     def close(self) -> None:
         for actor in self.actors.values():
             _kill_actor(actor)
-        if self._placement_slots is not None:
-            self._placement_slots.close()
+        self._reserved_slots.close()
 
     def _create_role_actor(
         self, name: str, demand: ResourceDemand, placement_options: Mapping[str, Any]
@@ -483,7 +481,3 @@ def _unwrap_handle(actor: Any) -> Any:
 def _kill_actor(actor: Any) -> None:
     with contextlib.suppress(RayError, ValueError):
         ray.kill(_unwrap_handle(actor))
-
-
-def _pluralize(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number > 1)}"

@@ -5,6 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -144,107 +145,97 @@ def _make_capacity_error(bundles: Sequence[Bundle], node: str, timeout_s: float)
     return ConfigError(f"no room for {slots}{where} in {timeout_s:g} s; {free_in}: {free_text}")
 
 
-class SharedSlots:
-    """Slots of a run whose roles share devices, reserved as a placement group.
+@dataclass
+class ReservedSlots:
+    """Reserved placement groups, and the Ray options of each actor in them by role."""
+
+    groups: list[PlacementGroup] = field(default_factory=list)
+    options: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def close(self) -> None:
+        release_placement_groups(*self.groups)
+
+
+def reserve_shared_slots(
+    placement: SlotMap,
+    *,
+    is_hybrid: bool,
+    on_gpu: Collection[str],
+    waiting: Callable[[str], None],
+) -> ReservedSlots:
+    """Reserve the slots of a run whose roles share devices, as one placement group.
+
+    An actor's options are its slot and its share of the slot.
 
     on_gpu: roles that compute on a GPU. A slot with any of these has a GPU and a core to drive it;
     any other slot is a core.
     is_hybrid: whether a process hosts both a policy rank and a generator.
     waiting: receives a status line while the resources are not free.
     """
+    gpus = placement.find_slots(on_gpu)
+    bundles: list[Bundle] = [
+        {"CPU": 1.0, "GPU": 1.0} if slot in gpus else {"CPU": 1.0}
+        for slot in range(placement.num_slots)
+    ]
+    group = reserve_bundles(bundles, waiting=waiting)
+    order = order_bundles(group, bundles)
 
-    def __init__(
-        self,
-        placement: SlotMap,
-        *,
-        is_hybrid: bool,
-        on_gpu: Collection[str],
-        waiting: Callable[[str], None],
-    ) -> None:
-        self._placement = placement
-        self._on_gpu = on_gpu
-        self._host_roles = {"generator": "policy"} if is_hybrid else {}
-        gpus = placement.find_slots(on_gpu)
-        bundles = [
-            {"CPU": 1.0, "GPU": 1.0} if slot in gpus else {"CPU": 1.0}
-            for slot in range(placement.num_slots)
-        ]
-        self._group = reserve_bundles(bundles, waiting=waiting)
-        self._bundles = order_bundles(self._group, bundles)
+    def count_processes(slot: int, roles: Collection[str]) -> int:
+        on_slot = {*placement.list_roles(slot)} & {*roles}
+        return len(on_slot) - (is_hybrid and on_slot >= {"generator", "policy"})
 
-    def make_actor_options(self, role: str, index: int) -> dict[str, Any]:
-        """Return the Ray options of actor `index` of a role: its slot and its share of the slot."""
-        slot = self._placement.slots[role][index]
-        slot_roles = self._placement.list_roles(slot)
+    def make_options(role: str, slot: int) -> dict[str, Any]:
         return {
-            "num_cpus": 1 / self._count_processes(slot_roles),
-            "num_gpus": 1 / self._count_processes(set(slot_roles) & set(self._on_gpu))
-            if role in self._on_gpu
-            else 0,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self._group, self._bundles[slot]
-            ),
+            "num_cpus": 1 / count_processes(slot, placement.slots),
+            "num_gpus": 1 / count_processes(slot, on_gpu) if role in on_gpu else 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, order[slot]),
         }
 
-    def _count_processes(self, roles: Iterable[str]) -> int:
-        """Return how many processes these roles have on a slot; hybrid roles share a process."""
-        return len({self._host_roles.get(role, role) for role in roles})
-
-    def __contains__(self, role: str) -> bool:
-        return role in self._placement.slots
-
-    def close(self) -> None:
-        release_placement_groups(self._group)
+    options = {
+        role: [make_options(role, slot) for slot in slots]
+        for role, slots in placement.slots.items()
+    }
+    return ReservedSlots([group], options)
 
 
-class DedicatedSlots:
-    """Devices reserved for the ranks of trained models, a placement group per model.
+def reserve_rank_slots(
+    demands: Mapping[str, ResourceDemand], *, node: str, waiting: Callable[[str], None]
+) -> ReservedSlots:
+    """Reserve devices for the ranks of trained models, a placement group per model.
 
     A model's ranks get all their slots or none, neighboring ranks on the same node where possible.
     A model with a single rank needs no placement group. Raises ConfigError, after releasing all
     slots, if the devices for a model are not free. For `node` and `waiting` see `reserve_bundles`.
     """
+    reserved = ReservedSlots()
+    try:
+        for role, demand in demands.items():
+            bundle = _make_bundle(demand)
+            if demand.count == 1 or not bundle:  # Ray refuses empty bundles
+                continue
+            bundles = [bundle] * demand.count
+            group = _reserve_ranks(demand, bundles, node, waiting)
+            reserved.groups.append(group)
+            resources = {"num_cpus": demand.cpus, "num_gpus": demand.gpus}
+            reserved.options[role] = [
+                {**resources, "scheduling_strategy": PlacementGroupSchedulingStrategy(group, index)}
+                for index in order_bundles(group, bundles)
+            ]
+    except BaseException:
+        reserved.close()
+        raise
+    return reserved
 
-    def __init__(
-        self, demands: Mapping[str, ResourceDemand], *, node: str, waiting: Callable[[str], None]
-    ) -> None:
-        self._groups: dict[str, PlacementGroup] = {}
-        self._bundles: dict[str, list[int]] = {}
-        self._rank_resources: dict[str, dict[str, Any]] = {}
-        try:
-            for role, demand in demands.items():
-                # Ray refuses empty bundles.
-                if demand.count > 1 and (demand.cpus or demand.gpus):
-                    self._reserve_role(role, demand, node, waiting)
-        except BaseException:
-            self.close()
-            raise
 
-    def _reserve_role(
-        self, role: str, demand: ResourceDemand, node: str, waiting: Callable[[str], None]
-    ) -> None:
-        """Reserve the slots of a role's ranks."""
-        bundles = [_make_bundle(demand)] * demand.count
-        try:
-            group = reserve_bundles(
-                bundles,
-                node=node,
-                timeout_s=CAPACITY_WAIT_S,
-                waiting=lambda text: waiting(f"{demand.role}: {text}"),
-            )
-        except ConfigError as error:
-            raise ConfigError(f"{demand.setting}={demand.count}: {error}") from None
-        self._groups[role] = group
-        self._bundles[role] = order_bundles(group, bundles)
-        self._rank_resources[role] = {"num_cpus": demand.cpus, "num_gpus": demand.gpus}
-
-    def __contains__(self, role: str) -> bool:
-        return role in self._groups
-
-    def make_actor_options(self, role: str, index: int) -> dict[str, Any]:
-        """Return the Ray options of a rank of a role: its slot and its resources."""
-        strategy = PlacementGroupSchedulingStrategy(self._groups[role], self._bundles[role][index])
-        return {**self._rank_resources[role], "scheduling_strategy": strategy}
-
-    def close(self) -> None:
-        release_placement_groups(*self._groups.values())
+def _reserve_ranks(
+    demand: ResourceDemand, bundles: Sequence[Bundle], node: str, waiting: Callable[[str], None]
+) -> PlacementGroup:
+    try:
+        return reserve_bundles(
+            bundles,
+            node=node,
+            timeout_s=CAPACITY_WAIT_S,
+            waiting=lambda text: waiting(f"{demand.role}: {text}"),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{demand.setting}={demand.count}: {error}") from None

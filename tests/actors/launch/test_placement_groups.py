@@ -10,11 +10,11 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 
 from streamrl.actors.launch import placement_groups
 from streamrl.actors.launch.placement_groups import (
-    DedicatedSlots,
-    SharedSlots,
     order_by_node,
     release_placement_groups,
     reserve_bundles,
+    reserve_rank_slots,
+    reserve_shared_slots,
 )
 from streamrl.errors import ConfigError
 from streamrl.placement.pools import lay_out_slots
@@ -44,11 +44,11 @@ class SlotReporter:
 
 def test_actors_get_their_share_of_a_slot_and_slots_are_released():
     messages: list[str] = []
-    slots = SharedSlots(
+    slots = reserve_shared_slots(
         lay_out_slots(POOLS, COUNTS), is_hybrid=True, on_gpu=(), waiting=messages.append
     )
     # Policy and generator share a process; each slot has one more process.
-    options = [slots.make_actor_options(role, 0) for role in ("policy", "reference", "reward")]
+    options = [slots.options[role][0] for role in ("policy", "reference", "reward")]
     indices = [
         actor_options["scheduling_strategy"].placement_group_bundle_index
         for actor_options in options
@@ -68,10 +68,12 @@ def test_only_slots_of_gpu_roles_have_a_gpu_and_only_those_roles_share_it():
     counts = {"policy": 1, "generator": 1, "reference": 1, "reward": 2}
     pools = [{"policy": 1.0, "generator": 1.0, "reference": 1.0, "reward": 1.0}]
     on_gpu = {"policy", "generator", "reference"}
-    slots = SharedSlots(lay_out_slots(pools, counts), is_hybrid=True, on_gpu=on_gpu, waiting=print)
+    slots = reserve_shared_slots(
+        lay_out_slots(pools, counts), is_hybrid=True, on_gpu=on_gpu, waiting=print
+    )
     role_slots = [("policy", 0), ("reference", 0), ("reward", 0), ("reward", 1)]
     third = pytest.approx(1 / 3, abs=1e-3)
-    assert shares([slots.make_actor_options(*role_slot) for role_slot in role_slots]) == [
+    assert shares([slots.options[role][index] for role, index in role_slots]) == [
         {"CPU": third, "GPU": 0.5},
         {"CPU": third, "GPU": 0.5},
         {"CPU": third},
@@ -126,9 +128,9 @@ def test_ranks_of_a_model_have_dedicated_slots_which_are_released():
     # A single rank needs no group, and a rank without resources gets no slot.
     demands = {"policy": ranks(3), "critic": ranks(1), "cost_critic": ranks(2, cpus=0)}
     node_id = ray.get_runtime_context().get_node_id()
-    slots = DedicatedSlots(demands, node=node_id, waiting=messages.append)
-    assert [role for role in demands if role in slots] == ["policy"]
-    options = [slots.make_actor_options("policy", rank) for rank in range(3)]
+    slots = reserve_rank_slots(demands, node=node_id, waiting=messages.append)
+    assert [*slots.options] == ["policy"]
+    options = slots.options["policy"]
     indices = [
         actor_options["scheduling_strategy"].placement_group_bundle_index
         for actor_options in options
@@ -146,13 +148,13 @@ def test_a_model_without_room_is_named_and_all_slots_are_released(monkeypatch: p
     words = r"^trainer.world_size=2: no room for 2 slots of 1 CPU each in 2 s; free: \S+ of 5 CPU"
     with pytest.raises(ConfigError, match=words):
         demands = {"critic": ranks(2, role="critic"), "policy": ranks(2)}
-        DedicatedSlots(demands, node="", waiting=messages.append)
+        reserve_rank_slots(demands, node="", waiting=messages.append)
     assert "trainer: waiting for room for 2 slots" in messages
     remove_placement_group(reserve_bundles([{"CPU": 1.0}] * 3, timeout_s=60.0))
 
     # A bundle has only the requested resources.
     with pytest.raises(ConfigError, match=r"2 slots of 1 GPU each .* free: \S+ of 1 GPU$"):
-        DedicatedSlots({"policy": ranks(2, cpus=0, gpus=1)}, node="", waiting=messages.append)
+        reserve_rank_slots({"policy": ranks(2, cpus=0, gpus=1)}, node="", waiting=messages.append)
 
 
 def test_releasing_slots_of_a_lost_cluster_does_not_block(monkeypatch: pytest.MonkeyPatch):
