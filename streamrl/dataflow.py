@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 from functools import cached_property
+from typing import NamedTuple
 
 import networkx as nx
 
@@ -82,6 +83,30 @@ VALUE_CALL = ModelCall("value", "value", CallKind.SCORE, SEQUENCE_COLUMNS, ("val
 COST_VALUE_CALL = ModelCall(
     "cost_value", "cost_value", CallKind.SCORE, SEQUENCE_COLUMNS, ("cost_values",), COST_CRITIC
 )
+
+
+class ServingRole(NamedTuple):
+    """Facts of a role whose actors serve stages and may be scaled during a run.
+
+    replicas: setting that determines the number of its actors.
+    label: name of the option of `streamrl scale`, and in its answers.
+    is_reward: scores by rewards of the config, which may be rules without a model.
+    """
+
+    replicas: str
+    label: str
+    is_reward: bool = False
+
+
+SERVING_ROLES = {
+    GENERATE_CALL.role: ServingRole("generator.replicas", "generators"),
+    REWARD_CALL.role: ServingRole("scorer.replicas", "scorers", is_reward=True),
+    COST_CALL.role: ServingRole("scorer.replicas", "cost", is_reward=True),
+    REFERENCE_CALL.role: ServingRole("reference.replicas", "reference"),
+    VALUE_CALL.role: ServingRole("critic.replicas", "value"),
+    COST_VALUE_CALL.role: ServingRole("critic.replicas", "cost_value"),
+}
+REWARD_ROLES = tuple(role for role, facts in SERVING_ROLES.items() if facts.is_reward)
 FILTER_COLUMN = "scores"
 """Column that exists only for groups the filter keeps."""
 FILTER_CALLS = (GENERATE_CALL, REWARD_CALL)

@@ -1,6 +1,6 @@
 """Factory of the engines of a real run: vLLM, transformers, DeepSpeed, torch.
 
-Engines are imported inside functions: every actor unpickles the factory, few need vLLM.
+Engines are imported inside methods: every actor unpickles the factory, few need torch or vLLM.
 """
 
 import asyncio
@@ -10,21 +10,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from streamrl.config.cross_checks import count_trained_steps
 from streamrl.config.run_config import RunConfig
-from streamrl.dataflow import (
-    BASELINE_CALL,
-    COST_CALL,
-    COST_VALUE_CALL,
-    POLICY,
-    REFERENCE_CALL,
-    REWARD_CALL,
-    VALUE_CALL,
-    ModelCall,
-)
+from streamrl.data.chat_template import load_tokenizer
+from streamrl.dataflow import BASELINE_CALL, COST_CALL, REWARD_CALL, REWARD_ROLES
 from streamrl.distributed.devices import check_device
 from streamrl.engines.memory.gc_paused import pause_gc
+from streamrl.engines.vllm.rank_groups import make_rank_group
 from streamrl.messages import Array, Columns, Experience
+from streamrl.rewards.group_filter import build_group_filter
+from streamrl.rewards.interface.reward import RewardContext
+from streamrl.rewards.registry import build_rewards
+from streamrl.rewards.reward_scorer import RewardScorer, score_costs
+from streamrl.rewards.reward_set import COSTS
 from streamrl.stream.protocols import FollowerProtocol
 from streamrl.stream.stage_worker import ComputeFunction, StageResult
 from streamrl.telemetry.rollout_log import RecordedGroup
@@ -35,8 +32,6 @@ if TYPE_CHECKING:
 
     from streamrl.engines.generation.generation_engine import GenerationEngine
     from streamrl.engines.training.model_trainer import ModelTrainer
-    from streamrl.engines.training.pretraining import PretrainingLoss
-    from streamrl.engines.training.tasks import TrainingTask
     from streamrl.engines.vllm.engine import EngineSpec
     from streamrl.engines.vllm.follower_rank import FollowerRank
 
@@ -128,14 +123,18 @@ class RealEngineFactory:
             return await FollowerRank.start(_make_engine_spec(config, max_length, rank))
 
     async def make_scorer(self, config: RunConfig, max_length: int, role: str) -> HostedScorer:
-        """Build the scorer of a role: reward, cost, reference, value or cost_value.
+        """Build the scorer of a serving role other than the generator.
 
         A value scorer follows the trained critic.
         """
-        if role not in (REWARD_CALL.role, COST_CALL.role):
-            check_assigned_device()
         with pause_gc():
-            scorer = SCORER_FACTORIES[role](config, max_length)
+            if role in REWARD_ROLES:
+                scorer = _make_reward_scorer(config, role)
+            else:
+                check_assigned_device()
+                from streamrl.actors.model_engines import SCORER_FACTORIES
+
+                scorer = SCORER_FACTORIES[role](config, max_length)
             await scorer.start()
             return scorer
 
@@ -143,30 +142,15 @@ class RealEngineFactory:
         self, config: RunConfig, max_length: int, rank: int, role: str
     ) -> "ModelTrainer":
         check_assigned_device()
-        has_pretraining = role == POLICY and bool(config.data.pretrain)
         with pause_gc():
-            from streamrl.engines.training.model_trainer import ModelTrainer
+            from streamrl.actors.model_engines import make_model_trainer
 
-            return ModelTrainer(
-                _make_task(config, max_length, role),
-                config=config.get_trainer_config(role),
-                rank=rank,
-                pretraining=_make_pretraining(config) if has_pretraining else None,
-                num_steps=count_trained_steps(config, role),
-            )
-
-
-def check_assigned_device() -> None:
-    """Raise ConfigError if this process sees another device, or other GPUs, than Ray assigned."""
-    import ray
-
-    check_device(assigned_gpus=len(ray.get_gpu_ids()) if ray.is_initialized() else 0)
+            return make_model_trainer(config, max_length, rank, role)
 
 
 def _make_engine_spec(config: RunConfig, max_length: int, replica: int) -> "EngineSpec":
     """Return the settings of a vLLM engine, with the rank group of an engine that spans ranks."""
     from streamrl.engines.vllm.engine import EngineSpec
-    from streamrl.engines.vllm.rank_groups import make_rank_group
 
     size = config.generator.tensor_parallel
     is_shared = config.placement.is_hybrid and size > 1
@@ -184,128 +168,35 @@ def _make_engine_spec(config: RunConfig, max_length: int, replica: int) -> "Engi
     )
 
 
-def _make_task(config: RunConfig, max_length: int, role: str) -> "TrainingTask":
-    """Make the loss of a trained role: policy, critic, or a policy with a value head."""
-    from streamrl.engines.models.forward import ModelLoadOptions
-    from streamrl.engines.training.tasks import CriticTask, PolicyTask, TwoHeadedTask
+def check_assigned_device() -> None:
+    """Raise ConfigError if this process sees another device, or other GPUs, than Ray assigned."""
+    import ray
 
-    path, spec, settings = (
-        config.get_model_path(role),
-        config.algorithm.spec,
-        config.algorithm_settings,
-    )
-    options = ModelLoadOptions(config.get_trainer_config(role).attention, max_length)
-    temperature, clip = config.generator.temperature, config.critic.value_clip
-    if role == POLICY and config.critic.shared_coef is not None:
-        coef = config.critic.shared_coef
-        return TwoHeadedTask(
-            path, spec, settings, temperature, options=options, value_clip=clip, value_coef=coef
-        )
-    if role == POLICY:
-        return PolicyTask(path, spec, settings, temperature, options=options)
-    return CriticTask(path, spec, settings, clip, name=role, options=options)
+    check_device(assigned_gpus=len(ray.get_gpu_ids()) if ray.is_initialized() else 0)
 
 
-def _make_pretraining(config: RunConfig) -> "PretrainingLoss":
-    """Make the pretraining loss that is mixed into policy updates (algorithm.ptx_coef)."""
-    from streamrl.data.chat_template import load_tokenizer
-    from streamrl.data.pretrain_texts import TextStream, load_texts
-    from streamrl.engines.training.pretraining import PretrainingLoss
-    from streamrl.files.hf_config import read_model_length
-
-    budget = config.pipeline.micro_batch_tokens
-    return PretrainingLoss(
-        TextStream(load_texts(config.data.pretrain), seed=config.run.seed),
+def _make_reward_scorer(config: RunConfig, role: str) -> HostedScorer:
+    """Make the scorer of rewards, or of costs; rules need no torch."""
+    context, tokenizer = (
+        RewardContext(config.scorer, config.sandbox),
         load_tokenizer(config.model.path),
-        coef=config.algorithm.ptx_coef,
-        num_texts=config.algorithm.ptx_rows,
-        max_tokens=min(budget, read_model_length(config.model.path, limit=config.model.max_length)),
-        micro_batch_tokens=budget,
     )
-
-
-def _make_reward_scorer(config: RunConfig, max_length: int) -> HostedScorer:
-    from streamrl.data.chat_template import load_tokenizer
-    from streamrl.rewards.group_filter import build_group_filter
-    from streamrl.rewards.interface.reward import RewardContext
-    from streamrl.rewards.registry import build_rewards
-    from streamrl.rewards.reward_scorer import RewardScorer
-
-    rewards = build_rewards(config.rewards, RewardContext(config.scorer, config.sandbox))
-    scorer = RewardScorer(
-        rewards,
-        load_tokenizer(config.model.path),
-        build_group_filter(config.filter, config.algorithm_settings.excluded_reasons),
-        config.telemetry.rollouts,
-    )
-    stages = {REWARD_CALL.stage: scorer.score, BASELINE_CALL.stage: scorer.score_baseline}
+    if role == COST_CALL.role:
+        rewards = build_rewards(config.costs, context, score_spec=COSTS)
+        stages: dict[str, ComputeFunction] = {
+            COST_CALL.stage: partial(score_costs, rewards, tokenizer)
+        }
+        drain_recorded: Callable[[], Sequence[RecordedGroup]] = tuple
+    else:
+        rewards = build_rewards(config.rewards, context)
+        accept = build_group_filter(config.filter, config.algorithm_settings.excluded_reasons)
+        scorer = RewardScorer(rewards, tokenizer, accept, config.telemetry.rollouts)
+        stages = {REWARD_CALL.stage: scorer.score, BASELINE_CALL.stage: scorer.score_baseline}
+        drain_recorded = scorer.drain_recorded
     return HostedScorer(
         stages,
-        drain_recorded=scorer.drain_recorded,
+        drain_recorded=drain_recorded,
         drain_counts=rewards.drain_counts,
         start=rewards.start,
         close=rewards.close,
     )
-
-
-def _make_cost_scorer(config: RunConfig, max_length: int) -> HostedScorer:
-    from streamrl.data.chat_template import load_tokenizer
-    from streamrl.rewards.interface.reward import RewardContext
-    from streamrl.rewards.registry import build_rewards
-    from streamrl.rewards.reward_scorer import score_costs
-    from streamrl.rewards.reward_set import COSTS
-
-    context = RewardContext(config.scorer, config.sandbox)
-    costs = build_rewards(config.costs, context, score_spec=COSTS)
-    return HostedScorer(
-        {COST_CALL.stage: partial(score_costs, costs, load_tokenizer(config.model.path))},
-        drain_counts=costs.drain_counts,
-        start=costs.start,
-        close=costs.close,
-    )
-
-
-def _make_reference_scorer(config: RunConfig, max_length: int) -> HostedScorer:
-    from streamrl.engines.models.forward import ModelLoadOptions
-    from streamrl.engines.training.forward_scorers import LogprobScorer
-
-    model = LogprobScorer(
-        config.model.path,
-        temperature=config.generator.temperature,
-        micro_batch_tokens=config.pipeline.micro_batch_tokens,
-        threads=config.trainer.threads,
-        dtype=config.trainer.dtype,
-        options=ModelLoadOptions(config.trainer.attention, max_length, config.scorer.offload),
-    )
-    follower = FollowerScorer(model.compute_ref_logprobs, model.load_weights)
-    return HostedScorer({REFERENCE_CALL.stage: follower.score}, follower)
-
-
-def _make_value_scorer(call: ModelCall, config: RunConfig, max_length: int) -> HostedScorer:
-    from streamrl.engines.models.forward import ModelLoadOptions
-    from streamrl.engines.training.forward_scorers import ValueScorer
-
-    shares_policy = config.critic.shared_coef is not None
-    role, (column,) = POLICY if shares_policy else call.followed_role, call.produces
-    trainer_config = config.get_trainer_config(role)
-    model = ValueScorer(
-        config.get_model_path(role),
-        micro_batch_tokens=config.pipeline.micro_batch_tokens,
-        threads=trainer_config.threads,
-        dtype=trainer_config.dtype,
-        shares_policy=shares_policy,
-        options=ModelLoadOptions(trainer_config.attention, max_length, config.scorer.offload),
-    )
-    follower = FollowerScorer(
-        lambda columns: {column: model.compute_values(columns)}, model.load_weights
-    )
-    return HostedScorer({call.stage: follower.score}, follower)
-
-
-SCORER_FACTORIES: Mapping[str, Callable[[RunConfig, int], HostedScorer]] = {
-    "reward": _make_reward_scorer,
-    "cost": _make_cost_scorer,
-    "reference": _make_reference_scorer,
-    "value": partial(_make_value_scorer, VALUE_CALL),
-    "cost_value": partial(_make_value_scorer, COST_VALUE_CALL),
-}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from streamrl.cli.arguments.arg_types import parse_path
 from streamrl.config.run_config import load_config
+from streamrl.dataflow import SERVING_ROLES
 from streamrl.errors import ConfigError
 from streamrl.run_dir.control_requests import (
     LEAVE_TIMEOUT_S,
@@ -15,14 +16,7 @@ from streamrl.run_dir.control_requests import (
 )
 from streamrl.telemetry.progress_line import show_progress
 
-OPTION_ROLES = {
-    "generators": "generator",
-    "scorers": "reward",
-    "cost": "cost",
-    "reference": "reference",
-    "value": "value",
-    "cost_value": "cost_value",
-}
+OPTION_ROLES = {facts.label: role for role, facts in SERVING_ROLES.items()}
 """Role that each option scales."""
 
 

@@ -1,9 +1,10 @@
 """Actor counts per role of a run, and the placement slots of those actors."""
 
 from dataclasses import replace
+from operator import attrgetter
 
 from streamrl.config.run_config import RunConfig
-from streamrl.dataflow import COST_CRITIC, CRITIC, POLICY
+from streamrl.dataflow import COST_CRITIC, CRITIC, GENERATE_CALL, POLICY, SERVING_ROLES
 from streamrl.placement.pools import SlotMap, lay_out_slots
 
 
@@ -24,19 +25,13 @@ def count_actors(config: RunConfig) -> dict[str, tuple[str, int]]:
 
     Roles come in the order of the dataflow.
     """
-    scorers = ("scorer.replicas", config.scorer.replicas)
-    value_models = ("critic.replicas", config.critic.replicas)
-    policy = ("trainer.world_size", config.trainer.world_size)
-    generators = ("generator.replicas", config.generator.replicas)
-    counts = {
-        "generator": policy if config.placement.is_hybrid else generators,
-        "reward": scorers,
-        "cost": scorers,
-        "reference": ("reference.replicas", config.reference.replicas),
-        "value": value_models,
-        "cost_value": value_models,
-        POLICY: policy,
+    counts: dict[str, tuple[str, int]] = {
+        role: (facts.replicas, attrgetter(facts.replicas)(config))
+        for role, facts in SERVING_ROLES.items()
     }
+    counts[POLICY] = ("trainer.world_size", config.trainer.world_size)
+    if config.placement.is_hybrid:
+        counts[GENERATE_CALL.role] = counts[POLICY]
     roles = config.dataflow.calls_by_role
     for role in {CRITIC, COST_CRITIC} & roles.keys():
         counts[role] = ("critic.trainer.world_size", config.get_trainer_config(role).world_size)

@@ -17,15 +17,17 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby
 
+from streamrl.dataflow import SERVING_ROLES, SOURCE_CALLS
+
 #: Roles that share a pool, and the fraction of the pool that each role gets.
 RolePool = Mapping[str, float]
 
-FOLLOWED_ROLES = {"generator": "policy", "value": "critic", "cost_value": "cost_critic"}
+FOLLOWED_ROLES = {call.role: call.followed_role for call in SOURCE_CALLS if call.followed_role}
 """Roles that hold the weights of another role and use the slots of that role within a pool."""
 ACTOR_ROLES = ("policy", "generator")
 CRITIC_ROLES = ("critic", "value")
 COST_CRITIC_ROLES = ("cost_critic", "cost_value")
-SCORER_ROLES = ("reference", "reward", "cost")
+SCORER_ROLES = tuple(role for role in SERVING_ROLES if role not in FOLLOWED_ROLES)
 POOL_ROLES = (*ACTOR_ROLES, *CRITIC_ROLES, *COST_CRITIC_ROLES, *SCORER_ROLES)
 
 

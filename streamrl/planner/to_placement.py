@@ -17,6 +17,7 @@ from streamrl.dataflow import (
     GENERATE_CALL,
     GREEDY_CALL,
     POLICY,
+    REWARD_ROLES,
     CallKind,
     Dataflow,
     ModelCall,
@@ -44,7 +45,7 @@ from streamrl.placement.pools import POOL_STRATEGIES, RolePool, has_colocated_ac
 from streamrl.planner.problem.problem import CallMemory, PlacementCosts, PlacementProblem
 from streamrl.planner.problem.stage_timings import StageTimings
 from streamrl.planner.search.hybridflow_parallel import SplitRules
-from streamrl.planner.to_planner_problem import CRITIC_ROLES, REWARD_ROLES
+from streamrl.planner.to_planner_problem import CRITIC_ROLES
 from streamrl.resharding.grids import RankGrid
 from streamrl.weights.config import SHARED_MEMORY
 from streamrl.weights.transport_choice import describe_node_obstacle

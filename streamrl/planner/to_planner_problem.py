@@ -7,7 +7,7 @@ from typing import Any
 from streamrl.config.run_config import RunConfig
 from streamrl.data.prompts import load_prompt_files
 from streamrl.data.training_files import open_training_files
-from streamrl.dataflow import COST_CRITIC, CRITIC, POLICY, CallKind
+from streamrl.dataflow import COST_CRITIC, CRITIC, POLICY, REWARD_ROLES, CallKind
 from streamrl.engines.activation_sizes import CHUNK_TOKENS, GATED_LAYER_VALUES
 from streamrl.engines.models.lora_params import add_adapter_params
 from streamrl.engines.models.model_shapes import ModelShape, load_model_shape
@@ -28,7 +28,6 @@ from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.kinds.model import ModelOptions
 
 CRITIC_ROLES = (CRITIC, COST_CRITIC)
-REWARD_ROLES = ("reward", "cost")
 FLOAT32_BYTES = 4
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from streamrl.actors.engine_factory import SCORER_FACTORIES
+from streamrl.actors.engine_factory import RealEngineFactory
 from streamrl.config.run_config import load_config
 from streamrl.data.chat_template import load_tokenizer
 from streamrl.dataflow import REWARD_CALL
@@ -33,6 +33,7 @@ async def test_the_filter_of_a_run_judges_a_group_by_its_included_rollouts(tmp_p
     prompt = Prompt("0:1:0", np.array([4], np.int32), ground_truth="9")
     lease = GroupLease(token=1, uid=prompt.uid, stage="reward", attempt=1, expires_at=9.0)
     group = Experience(lease, 0, prompt=prompt, columns=rollouts_to_columns(rollouts))
-    score = SCORER_FACTORIES["reward"](config, 64).stages[REWARD_CALL.stage]
-    (verdict,) = await score([group])
+    scorer = await RealEngineFactory().make_scorer(config, 64, REWARD_CALL.role)
+    (verdict,) = await scorer.stages[REWARD_CALL.stage]([group])
+    await scorer.close()
     assert isinstance(verdict, FilteredGroup), "the only right answer was cut off"

@@ -38,7 +38,7 @@ from streamrl.actors.transport.ray_calls import fetch_reply
 from streamrl.config.preflight import PreparedRun, list_resource_demands
 from streamrl.config.role_counts import assign_slots
 from streamrl.config.run_config import RunConfig
-from streamrl.dataflow import GENERATE_CALL, POLICY, REFERENCE_CALL, CallKind, ModelCall
+from streamrl.dataflow import GENERATE_CALL, POLICY, SERVING_ROLES, CallKind, ModelCall
 from streamrl.distributed.devices import NCCL_ENV, make_device_env
 from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.engines.vllm.rank_groups import assign_rank_groups
@@ -59,8 +59,8 @@ def make_worker_env(config: RunConfig, call: ModelCall, *, on_gpu: bool) -> dict
         env = {"OMP_NUM_THREADS": str(config.get_trainer_config(call.role).threads)}
         env |= {} if on_gpu else {"DS_ACCELERATOR": "cpu"}
         return {**shared_env, **env, **make_level_env(TRAINER_LEVEL)}
-    has_model = bool(call.followed_role) or call.role == REFERENCE_CALL.role
-    return {**shared_env, **make_level_env(MODELS_LEVEL if has_model else BASE_LEVEL)}
+    level = BASE_LEVEL if SERVING_ROLES[call.role].is_reward else MODELS_LEVEL
+    return {**shared_env, **make_level_env(level)}
 
 
 def make_hybrid_env(config: RunConfig, *, on_gpu: bool) -> dict[str, str]:

@@ -18,7 +18,7 @@ from typing import Any
 from streamrl.actors.coordination.driver_events import DriverReport, EventReport
 from streamrl.actors.launch.actor_registry import RESTARTABLE_KINDS, ActorRegistry
 from streamrl.config.run_config import RunConfig
-from streamrl.dataflow import GENERATE_CALL, POLICY
+from streamrl.dataflow import GENERATE_CALL, POLICY, SERVING_ROLES
 from streamrl.errors import ConfigError, DeadlineError, StreamError
 from streamrl.run_dir.control_requests import (
     LEAVE_TIMEOUT_S,
@@ -29,10 +29,12 @@ from streamrl.run_dir.control_requests import (
 )
 
 POLL_INTERVAL_S = 0.2
-ROLE_LABELS = {"generator": "generators", "reward": "scorers"}
-"""Names of roles in answers to scale requests, where they differ from the role."""
-
 ReportHandler = Callable[[DriverReport], None]
+
+
+def get_role_label(role: str) -> str:
+    """Return the name of a role in answers to scale requests."""
+    return SERVING_ROLES[role].label if role in SERVING_ROLES else role
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class ScaleChange:
             parts.append(f"{', '.join(self.removed_replicas[role])} left")
         parts += self.failure_lines.get(role, [])
         details = "; ".join(parts) or "nothing to do"
-        return f"{ROLE_LABELS.get(role, role)}: {self.counts_before[role]} -> {now} ({details})"
+        return f"{get_role_label(role)}: {self.counts_before[role]} -> {now} ({details})"
 
 
 class PendingStarts:
@@ -246,9 +248,9 @@ class ReplicaScaler:
             if role_actors.kind in RESTARTABLE_KINDS
         ]
         if role not in serving:
-            labels = ", ".join(ROLE_LABELS.get(name, name) for name in serving)
+            labels = ", ".join(map(get_role_label, serving))
             raise ConfigError(
-                f"this run has no {ROLE_LABELS.get(role, role)} to scale; scalable: {labels}"
+                f"this run has no {get_role_label(role)} to scale; scalable: {labels}"
             )
         if self._placement.is_hybrid and role == GENERATE_CALL.role:
             ranks = len(self._registry.roles[POLICY].names)

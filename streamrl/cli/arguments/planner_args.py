@@ -10,6 +10,7 @@ from typing import Any
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.arguments.config_args import add_config_arguments
 from streamrl.config.run_config import RunConfig
+from streamrl.dataflow import REWARD_ROLES
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import MIB, parse_json, read_small_text, read_small_yaml
 from streamrl.files.typed_settings import describe_read_error
@@ -195,7 +196,7 @@ def read_models(config: RunConfig, words: list[str]) -> dict[str, str]:
     A NAME without a role applies to all models except those of rewards and costs. Raises
     ConfigError if two values name the same role.
     """
-    roles = {call.followed_role or call.role for call in config.dataflow.calls} - {"reward", "cost"}
+    roles = {call.followed_role or call.role for call in config.dataflow.calls} - {*REWARD_ROLES}
     models: dict[str, str] = {}
     words_by_role: dict[str, str] = {}
     for word in words:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from streamrl.config.role_counts import count_actors
 from streamrl.config.run_config import RunConfig, with_settings
-from streamrl.dataflow import COST_CALL, CRITIC, EMA_REFERENCE, REWARD_CALL
+from streamrl.dataflow import CRITIC, SERVING_ROLES
 from streamrl.errors import ConfigError
 from streamrl.placement.clusters import Cluster
 from streamrl.planner.calibration.fit_timings import fit_timings
@@ -217,14 +218,10 @@ def _list_replica_settings(config: RunConfig) -> Mapping[str, tuple[str, int, in
     """Return, by kind of replica: config key, value, and the increase of the value per replica."""
     roles = config.dataflow.calls_by_role
     settings = {}
-    if not config.placement.is_hybrid:
-        settings["generator"] = ("generator.replicas", config.generator.replicas, 1)
-    if REWARD_CALL.role in roles or COST_CALL.role in roles:
-        settings["scorer"] = ("scorer.replicas", config.scorer.replicas, 1)
-    if EMA_REFERENCE in roles:
-        settings["reference"] = ("reference.replicas", config.reference.replicas, 1)
-    if any(role in roles for role in ("value", "cost_value")):
-        settings["value replica"] = ("critic.replicas", config.critic.replicas, 1)
+    for role, (key, count) in count_actors(config).items():
+        if role in SERVING_ROLES and key == SERVING_ROLES[role].replicas:
+            section = key.removesuffix(".replicas")
+            settings["value replica" if section == "critic" else section] = (key, count, 1)
     trainer = config.trainer
     settings["trainer replica"] = (
         "trainer.world_size",
