@@ -262,10 +262,10 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # user_code, rewards
     Mutant(
-        "user_code/pool/framing.py",
-        "if (module, name) in _ALLOWED_CLASSES else None",
-        "if module.startswith('streamrl.') else None",
-        "tests/user_code/pool/test_framing.py",
+        "user_code/pool/process.py",
+        "if (module, name) not in _ALLOWED_CLASSES",
+        "if not module.startswith('streamrl.')",
+        "tests/user_code/pool/test_responses.py",
     ),
     Mutant(
         "user_code/pool/reaper.py",
@@ -281,15 +281,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "user_code/pool/pool.py",
-        "            if worker.was_shared:\n                raise _SharedWorkerExitError from None\n"
-        "            raise type",
-        "            raise type",
+        "raise (SharedWorkerError(str(error)) if worker.was_shared else error) from None",
+        "raise error from None",
         "tests/user_code/pool/test_pool.py -k shared_worker_fails",
     ),
     Mutant(
-        "environments/hosts/host_pool.py",
-        "return not (is_taken or host.num_hanging or host.has_exited)",
-        "return not (is_taken or host.has_exited)",
+        "user_code/pool/pool.py",
+        "return not (is_taken or process.is_held_up or process.has_ended)",
+        "return not (is_taken or process.has_ended)",
         "tests/environments/hosts/test_host_pool.py -k hanging_call_times_out",
     ),
     Mutant(

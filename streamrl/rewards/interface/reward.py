@@ -5,7 +5,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -25,11 +25,12 @@ from streamrl.rewards.interface.completion import Completion
 from streamrl.rewards.interface.config import SandboxConfig, ScorerConfig
 from streamrl.rewards.interface.extract import PatternTimeoutError
 from streamrl.user_code.pool.pool import (
+    PoolSettings,
+    SharedWorkerError,
     WorkerCrashError,
     WorkerError,
     WorkerMemoryError,
     WorkerPool,
-    WorkerPoolSettings,
     WorkerTimeoutError,
 )
 from streamrl.user_code.reward_result import RewardOutcome, RewardResult
@@ -171,6 +172,7 @@ class WorkerOptions(RetryOptions):
 _REWARD_ERRORS: dict[type[WorkerError], type[RewardInfraError]] = {
     WorkerTimeoutError: RewardTimeoutError,
     WorkerCrashError: RewardCrashError,
+    SharedWorkerError: RewardCrashError,
     WorkerMemoryError: RewardMemoryError,
 }
 
@@ -188,24 +190,27 @@ class WorkerReward(Reward):
         super().__init__()
         options: WorkerOptions = spec.options
         self._name, self._attempts = spec.name, options.attempts
-        settings = WorkerPoolSettings(
-            replicas=options.replicas,
-            concurrency=options.concurrency,
+        settings = PoolSettings(
+            options.replicas,
+            options.concurrency,
             timeout_s=options.timeout_s or spec.context.scorer.timeout_s,
             memory_bytes=int(options.memory_gib * 2**30),
         )
-        self._make_pool = partial(WorkerPool, spec.name, target, payload, settings)
-        self._pool = self._make_pool()
+        self._make_pool = partial(WorkerPool, f"reward {spec.name}", target, payload)
+        self._pool, self._settings = self._make_pool(settings), settings
         self.kill_counts = self._pool.kill_counts
 
     async def start(self) -> None:
-        await _start_pool(self._pool)
+        try:
+            await self._pool.start()
+        except WorkerCrashError as error:
+            raise RewardCrashError(str(error)) from None
 
     async def probe_worker(self) -> Any:
         """Return the response of a temporary worker to None: the FunctionCallSpec of a function."""
-        pool = self._make_pool()
+        pool = self._make_pool(replace(self._settings, replicas=1))
         try:
-            await _start_pool(pool)
+            await pool.start()
             return await pool.call(None)
         except WorkerError as error:
             raise RewardCrashError(str(error)) from None
@@ -285,13 +290,6 @@ class CompletionWorkerReward(WorkerReward):
         attempts = max(self._attempts, _LIMIT_ATTEMPTS)
         result: RewardResult = await retry_infra_errors(judge_once, attempts)
         return result
-
-
-async def _start_pool(pool: WorkerPool) -> None:
-    try:
-        await pool.start()
-    except WorkerCrashError as error:
-        raise RewardCrashError(f"worker does not start: {error}") from None
 
 
 async def retry_infra_errors(call: Callable[[], Any], attempts: int) -> Any:

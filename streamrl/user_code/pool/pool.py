@@ -1,23 +1,33 @@
-"""Pool of worker processes; kills and replaces workers that hang, crash or use too much memory.
+"""Pools of processes that run other people's code; processes that misbehave are killed, replaced.
 
-Deadlines: a call's timeout starts when a worker begins the call, not when the call is queued.
+    claim ---> process ---> release        a claim is a call, an episode, or a program in a jail
 
-Stragglers: a call that takes far longer than the median of recent calls keeps its worker, which
-continues at the lowest priority. While calls wait, a spare worker replaces the straggling worker.
+Life cycle, the same for reward functions, environments and jails:
 
-Blame: if a worker that runs several calls exits, the faulty call is unknown. The pool repeats each
-of these calls on an exclusive worker, and a call fails only if that worker exits too.
+Start: `replicas` processes that take claims are kept ready. Starts that fail again and again fail
+the claims that wait.
+
+Deadline: that of a call begins with the call, not with the wait for a process. A call of an async
+handler is cancelled at its deadline. Any other process is killed, with all that it has started.
+
+Spares: a process takes no further claims while a call in it takes far longer than the median (the
+process continues at the lowest priority), or was given up and does not return. A spare stands in.
+
+Blame: if a process that runs several calls ends, the faulty call is unknown. `WorkerPool.call`
+repeats each of them on an exclusive process, and a call fails only if that one ends, too.
 """
 
 import asyncio
-import contextlib
 import itertools
 import logging
+import math
 import statistics
 import threading
 from collections import Counter, deque
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 from streamrl.errors import ConfigError
 from streamrl.user_code.pool.background_tasks import BackgroundTasks
@@ -29,11 +39,12 @@ _log = logging.getLogger(__name__)
 START_TIMEOUT_S = 120.0
 """Long because a worker imports the user's file, which may import torch."""
 MAX_FAILED_STARTS = 3
-"""Consecutive failures after which waiting calls raise WorkerCrashError."""
+"""Consecutive failures after which waiting claims raise WorkerCrashError."""
 MONITOR_INTERVAL_S = 0.5
 STRAGGLER_MIN_S, STRAGGLER_RATIO = 1.0, 5.0
 """A call straggles beyond both: this duration, and this multiple of the median duration."""
-MAX_SPARE_WORKERS = 8
+MAX_SPARES = 8
+MAX_HANGING_CALLS = 8
 CANCEL_TIMEOUT_S = 1.0
 """Grace period of a cancelled async call; afterwards the pool kills the worker."""
 
@@ -45,102 +56,328 @@ class WorkerError(Exception):
     """
 
 
-class _SharedWorkerExitError(Exception):
-    """The worker exited while running several calls; the faulty call is unknown."""
-
-
 class WorkerTimeoutError(WorkerError):
     """The call exceeded its deadline and was stopped."""
 
 
 class WorkerCrashError(WorkerError):
-    """The worker process exited, did not start, or was killed because the pool closed."""
+    """The worker process exited, did not start, or was killed because of others or of the pool."""
 
 
 class WorkerMemoryError(WorkerError):
     """The worker process exceeded the memory limit and was killed."""
 
 
-@dataclass(frozen=True)
-class WorkerPoolSettings:
-    """Size and limits of a pool of worker processes.
+class SharedWorkerError(WorkerCrashError):
+    """The worker ended while it ran several calls; the faulty call is unknown."""
 
-    replicas: worker processes.
-    concurrency: concurrent calls per worker with an async handler; a worker with a sync handler
-        runs a single call at a time.
+
+class PoolProcess(Protocol):
+    """Process of a pool: a WorkerProcess or a Jail.
+
+    is_async: it may have several claims. pid: root of the process tree.
+    """
+
+    is_async: bool
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def has_exited(self) -> bool: ...
+
+    @property
+    def exit_reason(self) -> str: ...
+
+    async def kill(self) -> None: ...
+
+
+ProcessT = TypeVar("ProcessT", bound=PoolProcess)
+
+
+@dataclass(frozen=True)
+class PoolSettings:
+    """Size and limits of a pool.
+
+    replicas: processes that take claims.
+    concurrency: claims of a process with an async handler; others have one.
     timeout_s: deadline of a call.
-    memory_bytes: limit of a worker including child processes.
+    memory_bytes: limit of a process including its children.
+    is_isolated: a process serves a single claim and ends with it.
+    max_spares: processes beyond `replicas`. At the limit, processes with hanging calls take claims.
     """
 
     replicas: int
-    concurrency: int
-    timeout_s: float
-    memory_bytes: int
+    concurrency: float = math.inf
+    timeout_s: float = math.inf
+    memory_bytes: float = math.inf
+    is_isolated: bool = False
+    max_spares: float = MAX_SPARES
 
 
-@dataclass
-class _WorkerState:
-    """A worker process and its running calls.
+@dataclass(eq=False)
+class PooledProcess(Generic[ProcessT]):
+    """A process of a pool and its claims.
 
-    call_start_times: start of each call by call id, s of the event loop's clock.
-    slots: calls that the worker may run concurrently.
-    is_straggler: its call takes far longer than the median; the worker gets no further calls.
-    is_exclusive: reserved for a single call.
-    was_shared: several calls were running when the worker was killed.
-    exit_error: the reason why the pool killed the worker, raised by its calls.
+    slots: claims that it may have at a time. num_claims: those that it has.
+    call_starts: start of each running call, s of the event loop's clock.
+    num_hanging: calls that run although they were given up, as the handler last reported.
+    is_straggler: its call takes far longer than the median. is_exclusive: it has its only claim.
+    was_shared: several calls were running when it ended.
+    kill_error: reason for which the pool killed it, if it did not end by itself.
     """
 
-    process: WorkerProcess
-    call_start_times: dict[int, float]
-    slots: int
+    process: ProcessT
+    slots: float
+    num_claims: int = 0
+    call_starts: dict[int, float] = field(default_factory=dict)
+    num_hanging: int = 0
     is_straggler: bool = False
     is_exclusive: bool = False
+    was_used: bool = False
     was_shared: bool = False
-    exit_error: WorkerError | None = None
+    kill_error: WorkerError | None = None
 
     @property
-    def has_capacity(self) -> bool:
-        is_open = not self.is_straggler and not self.is_exclusive and self.exit_error is None
-        return is_open and len(self.call_start_times) < self.slots
+    def has_ended(self) -> bool:
+        """True also if it is about to be killed."""
+        return self.kill_error is not None or self.process.has_exited
+
+    @property
+    def is_held_up(self) -> bool:
+        return self.is_straggler or self.num_hanging > 0
+
+    def make_error(self) -> WorkerError:
+        """Return the error of a call in a process that has ended."""
+        error = self.kill_error or WorkerCrashError(self.process.exit_reason)
+        return type(error)(str(error))
 
 
-class WorkerPool:
-    """Pool of identical worker processes that call the same handler.
+class ProcessPool(Generic[ProcessT]):
+    """Pool of identical processes.
 
-    name: used in error messages.
-    target: "module:function"; the worker calls this function with `payload` to get the handler.
-    kill_counts: number of killed workers by cause.
+    name: used in error messages. start_process: starts one; raises ProcessExitedError.
+    processes: all that take claims or have some. kill_counts: number of processes that were killed
+    or ended, by cause: crash, memory, timeout, hanging.
     """
 
-    def __init__(self, name: str, target: str, payload: Any, settings: WorkerPoolSettings) -> None:
+    def __init__(
+        self, name: str, start_process: Callable[[], Awaitable[ProcessT]], settings: PoolSettings
+    ) -> None:
         self._name = name
-        self._target = target
-        self._payload = payload
+        self._start_process = start_process
         self._settings = settings
-        self._workers: list[_WorkerState] = []
         self._num_starting = 0
-        self._failed_starts: list[str] = []
-        self._workers_changed = asyncio.Condition()
-        self._shared_claim_lock, self._exclusive_claim_lock = asyncio.Lock(), asyncio.Lock()
-        self._num_exclusive_waiters = 0
-        self._has_concurrent_calls = False
-        self._call_ids = itertools.count()
-        self._recent_durations: deque[float] = deque(maxlen=100)
-        self._background_tasks = BackgroundTasks()
+        self._num_failed_starts, self._num_given_up, self._start_error = 0, 0, ""
+        self._has_slots = False
+        self._changed = asyncio.Event()
+        # First come, first served.
+        self._claiming, self._claiming_exclusively = asyncio.Lock(), asyncio.Lock()
+        self._tasks = BackgroundTasks()
         self._service_tasks: set[asyncio.Task[None]] = set()
         self._process_table = ProcessTable()
         self._is_closed = False
+        self.processes: list[PooledProcess[ProcessT]] = []
         self.kill_counts: Counter[str] = Counter()
 
     async def start(self) -> None:
-        """Start the first worker, and the monitor that looks for stragglers and excessive memory.
+        """Start the first process, then the others and the monitor in the background.
 
-        Raises ConfigError if loading the handler does, and WorkerCrashError if the worker exits
+        Raises ConfigError if loading the handler does, and WorkerCrashError if the process exits
         early or is not ready within START_TIMEOUT_S.
         """
         self._num_starting += 1
-        await self._add_worker()
-        self._service_tasks.add(self._background_tasks.spawn(self._monitor_workers()))
+        try:
+            await self._add_process()
+        except (ProcessExitedError, OSError) as error:
+            raise self._make_start_error(str(error)) from None
+        self._service_tasks.add(self._tasks.spawn(self._monitor()))
+        self._start_missing()
+
+    def _make_start_error(self, reason: str) -> WorkerCrashError:
+        return WorkerCrashError(f"a process of {self._name} does not start: {reason}")
+
+    @property
+    def num_claims(self) -> int:
+        return sum(process.num_claims for process in self.processes)
+
+    async def claim(self, *, exclusive: bool = False) -> PooledProcess[ProcessT]:
+        """Wait for a process with room; return the one with the fewest claims.
+
+        exclusive: a process without other claims, which gets none until this one is released.
+        Raises WorkerCrashError if processes do not start, or the pool is closed.
+        """
+        exclusive = exclusive and self._has_slots
+        async with self._claiming_exclusively if exclusive else self._claiming:
+            num_given_up = self._num_given_up
+            if self._num_failed_starts >= MAX_FAILED_STARTS and not self.processes:
+                # The reason may be gone since then: try again for the new claim.
+                self._num_failed_starts = 0
+            while not (free := self._find_free(exclusive=exclusive)):
+                if self._is_closed:
+                    raise WorkerCrashError(f"the processes of {self._name} are closed")
+                if self._num_given_up > num_given_up:
+                    raise self._make_start_error(self._start_error)
+                self._start_missing()
+                await self._changed.wait()
+            claimed = min(free, key=lambda process: (process.num_hanging, process.num_claims))
+            claimed.num_claims += 1
+            claimed.was_used, claimed.is_exclusive = True, exclusive
+        self._start_missing()
+        if exclusive:
+            self._notify_waiters()
+        return claimed
+
+    def release(self, process: PooledProcess[ProcessT]) -> None:
+        process.num_claims -= 1
+        process.is_exclusive = False
+        self.check(process)
+
+    def check(self, process: PooledProcess[ProcessT]) -> None:
+        """Kill a process if its state demands it, and start those that are missing."""
+        if process in self.processes:
+            is_idle = not process.num_claims
+            if process.process.has_exited:
+                # Without a reason: the exit status, which may follow later, is the reason.
+                self._kill(process, "crash")
+            elif process.num_hanging > (0 if is_idle else MAX_HANGING_CALLS):
+                reason = f"{process.num_hanging} calls hang in it"
+                self._kill(process, "hanging", WorkerCrashError(reason))
+            elif is_idle and self._is_done(process):
+                self._remove(process)
+        self._start_missing()
+        self._notify_waiters()
+
+    def _is_done(self, idle: PooledProcess[ProcessT]) -> bool:
+        if self._settings.is_isolated:
+            return idle.was_used
+        # Only root may raise a process's priority again, so a straggler is not reused.
+        return idle.is_straggler or self._num_missing < 0
+
+    def _takes_claims(self, process: PooledProcess[ProcessT]) -> bool:
+        is_taken = process.is_exclusive or (self._settings.is_isolated and process.was_used)
+        return not (is_taken or process.is_held_up or process.has_ended)
+
+    def _find_free(self, *, exclusive: bool) -> list[PooledProcess[ProcessT]]:
+        """Return processes that can take a claim now.
+
+        While an exclusive claim waits, idle processes are kept for it.
+        """
+        free = [process for process in self.processes if self._takes_claims(process)]
+        if not free and self._num_startable <= 0:
+            free = [p for p in self.processes if not (p.is_exclusive or p.has_ended)]
+        if exclusive:
+            return [process for process in free if not process.num_claims]
+        is_kept = self._claiming_exclusively.locked()
+        return [p for p in free if p.num_claims < p.slots and (p.num_claims or not is_kept)]
+
+    @property
+    def _num_missing(self) -> int:
+        """Number of processes to start; negative if more than needed take claims."""
+        num_needed = self._settings.replicas + self._claiming_exclusively.locked()
+        return num_needed - sum(map(self._takes_claims, self.processes)) - self._num_starting
+
+    @property
+    def _num_startable(self) -> float:
+        """Number of processes below the limit of all; those that are starting do not count."""
+        return self._settings.replicas + self._settings.max_spares - len(self.processes)
+
+    def _start_missing(self) -> None:
+        if self._is_closed or self._num_failed_starts >= MAX_FAILED_STARTS:
+            return
+        num_missing = min(self._num_missing, self._num_startable - self._num_starting)
+        for _ in range(int(num_missing)):
+            self._num_starting += 1
+            self._service_tasks.add(self._tasks.spawn(self._try_add_process()))
+
+    async def _try_add_process(self) -> None:
+        """Add a process in the background; record a failure for the claims that wait for one."""
+        try:
+            await self._add_process()
+        except (ConfigError, ProcessExitedError, OSError) as error:
+            self._start_error = str(error)
+            self._num_failed_starts += 1
+            self._num_given_up += self._num_failed_starts == MAX_FAILED_STARTS
+        self._service_tasks -= {task for task in self._service_tasks if task.done()}
+        self._start_missing()
+        self._notify_waiters()
+
+    async def _add_process(self) -> None:
+        try:
+            process = await self._start_process()
+        finally:
+            self._num_starting -= 1
+        if self._is_closed:
+            await process.kill()
+            return
+        self._num_failed_starts = 0
+        slots = self._settings.concurrency if process.is_async else 1
+        self._has_slots = slots > 1
+        self.processes.append(PooledProcess(process, slots))
+
+    def _kill(
+        self, process: PooledProcess[ProcessT], cause: str, error: WorkerError | None = None
+    ) -> None:
+        """Kill a process, unless it was killed before; its running calls then raise `error`."""
+        if process in self.processes:
+            self.kill_counts[cause] += 1
+            process.was_shared = len(process.call_starts) > 1
+            process.kill_error = error
+            self._remove(process)
+
+    def _remove(self, process: PooledProcess[ProcessT]) -> None:
+        self.processes.remove(process)
+        self._tasks.spawn(process.process.kill())
+        self._start_missing()
+
+    def _notify_waiters(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _monitor(self) -> None:
+        """Look for exited and too large processes every MONITOR_INTERVAL_S, until cancelled."""
+        while True:
+            await asyncio.sleep(MONITOR_INTERVAL_S)
+            for process in list(self.processes):
+                try:
+                    await self._check_limits(process)
+                except Exception:  # noqa: BLE001 - otherwise the monitor would stop for good
+                    _log.exception("monitoring the processes of %s failed", self._name)
+
+    async def _check_limits(self, process: PooledProcess[ProcessT]) -> None:
+        limit = self._settings.memory_bytes
+        if limit < math.inf:
+            describe, pid = self._process_table.describe_excess, process.process.pid
+            if excess := await asyncio.to_thread(describe, pid, int(limit)):
+                self._kill(process, "memory", WorkerMemoryError(excess))
+        self.check(process)
+
+    async def close(self) -> None:
+        """Kill all processes; running calls and waiting claims raise WorkerCrashError."""
+        self._is_closed = True
+        for task in self._service_tasks:
+            task.cancel()
+        for process in list(self.processes):
+            process.kill_error = WorkerCrashError(f"the processes of {self._name} are closed")
+            self._remove(process)
+        self._notify_waiters()
+        await self._tasks.drain()
+
+
+Worker = PooledProcess[WorkerProcess]
+
+
+class WorkerPool(ProcessPool[WorkerProcess]):
+    """Pool of identical worker processes that call the same handler.
+
+    target: "module:function"; a worker calls this function with `payload` to get the handler.
+    """
+
+    def __init__(self, name: str, target: str, payload: Any, settings: PoolSettings) -> None:
+        start = partial(WorkerProcess.start, target, payload, START_TIMEOUT_S)
+        super().__init__(name, start, settings)
+        self._call_ids = itertools.count()
+        self._recent_durations: deque[float] = deque(maxlen=100)
 
     async def call(self, request: Any, *, exclusive: bool = False) -> Any:
         """Run a request in a worker and return the handler's result. Raises WorkerError.
@@ -150,211 +387,74 @@ class WorkerPool:
             then.
         """
         try:
-            return await self._run_call(request, exclusive=exclusive and self._has_concurrent_calls)
-        except _SharedWorkerExitError:
-            return await self._run_call(request, exclusive=True)
+            return await self._call_once(request, exclusive=exclusive)
+        except SharedWorkerError:
+            return await self._call_once(request, exclusive=True)
 
-    async def _run_call(self, request: Any, *, exclusive: bool) -> Any:
-        """Run a request in the next free worker, to its end even if the caller is cancelled."""
-        self._num_exclusive_waiters += exclusive
+    async def _call_once(self, request: Any, *, exclusive: bool) -> Any:
+        worker = await self.claim(exclusive=exclusive)
+        return await asyncio.shield(self._tasks.spawn(self._call_and_release(worker, request)))
+
+    async def _call_and_release(self, worker: Worker, request: Any) -> Any:
         try:
-            worker, call_id = await self._claim_worker(exclusive=exclusive)
+            return await self.request(worker, request, self._settings.timeout_s)
         finally:
-            self._num_exclusive_waiters -= exclusive
-        return await asyncio.shield(
-            self._background_tasks.spawn(self._await_response(worker, call_id, request))
-        )
+            self.release(worker)
 
-    async def _await_response(self, worker: _WorkerState, call_id: int, request: Any) -> Any:
-        """Send a request to a claimed worker, enforce the deadline, and free the worker afterwards.
+    async def request(self, worker: Worker, request: Any, timeout_s: float) -> Any:
+        """Run a request in a claimed worker and return the handler's result.
 
-        Raises _SharedWorkerExitError if the worker exited with other calls running, else
-        WorkerError.
+        Raises SharedWorkerError if the worker ended with other calls running, else WorkerError.
         """
-        started, clock = worker.call_start_times[call_id], asyncio.get_running_loop().time
-        timeout_s = self._settings.timeout_s
+        call_id, clock = next(self._call_ids), asyncio.get_running_loop().time
+        worker.call_starts[call_id] = started = clock()
         try:
             async with asyncio.timeout(timeout_s):
                 ok, answer = await worker.process.send_request(call_id, request)
         except TimeoutError:
-            if not await self._cancel_call(worker, call_id) and worker.was_shared:
-                raise _SharedWorkerExitError from None
+            if await self._cancel_request(worker, call_id):
+                self.kill_counts["timeout"] += 1
+            elif worker.was_shared:
+                raise SharedWorkerError("a call in it did not react to its deadline") from None
             raise WorkerTimeoutError(f"no result in {timeout_s:g} s") from None
         except ProcessExitedError:
-            self._kill_worker(worker, WorkerCrashError(worker.process.exit_reason), "crash")
-            assert worker.exit_error is not None
-            if worker.was_shared:
-                raise _SharedWorkerExitError from None
-            raise type(worker.exit_error)(str(worker.exit_error)) from None
+            self._kill(worker, "crash")
+            error = worker.make_error()
+            raise (SharedWorkerError(str(error)) if worker.was_shared else error) from None
         finally:
-            del worker.call_start_times[call_id]
-            was_exclusive, worker.is_exclusive = worker.is_exclusive, False
-            # Only root may raise a process's priority again, so a straggler is not reused.
-            if not worker.call_start_times and (
-                worker.is_straggler or (was_exclusive and self._num_missing < 0)
-            ):
-                self._retire_worker(worker)
-            await self._notify_waiters()
+            del worker.call_starts[call_id]
         self._recent_durations.append(clock() - started)
         if not ok:
             raise WorkerError(answer)
         return answer
 
-    async def _cancel_call(self, worker: _WorkerState, call_id: int) -> bool:
+    async def _cancel_request(self, worker: Worker, call_id: int) -> bool:
         """Cancel a call past its deadline; return False if the pool killed the worker instead.
 
         Only an async handler can be cancelled. A handler that blocks the event loop in another call
         does not react in time, so killing the worker does not prove this call faulty.
         """
-        if worker.slots > 1 and await worker.process.cancel_request(
+        if worker.process.is_async and await worker.process.cancel_request(
             call_id, within_s=CANCEL_TIMEOUT_S
         ):
-            self.kill_counts["timeout"] += 1
             return True
-        self._kill_worker(worker, WorkerTimeoutError("a call could not be cancelled"), "timeout")
+        self._kill(worker, "timeout", WorkerTimeoutError("a call did not react to its deadline"))
         return False
 
-    def _find_free_workers(self, *, exclusive: bool) -> list[_WorkerState]:
-        """Return workers that can take a call now.
+    async def _check_limits(self, process: Worker) -> None:
+        await super()._check_limits(process)
+        self._deprioritize_straggler(process)
 
-        exclusive: workers without other calls only. While such a call waits, idle workers are
-            kept for it.
-        """
-        free = [worker for worker in self._workers if worker.has_capacity]
-        if exclusive:
-            return [worker for worker in free if not worker.call_start_times]
-        return [
-            worker
-            for worker in free
-            if worker.call_start_times or not self._exclusive_claim_lock.locked()
-        ]
-
-    async def _claim_worker(self, *, exclusive: bool) -> tuple[_WorkerState, int]:
-        """Wait for a free worker (FIFO); return it and a call id. Raises WorkerCrashError."""
-        async with self._exclusive_claim_lock if exclusive else self._shared_claim_lock:
-            while not (free := self._find_free_workers(exclusive=exclusive)):
-                if self._is_closed:
-                    raise WorkerCrashError(f"the workers of {self._name} are closed")
-                if len(self._failed_starts) >= MAX_FAILED_STARTS:
-                    raise WorkerCrashError(f"worker does not start: {self._failed_starts.pop()}")
-                self._start_missing_worker()
-                async with self._workers_changed:
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(MONITOR_INTERVAL_S):
-                            await self._workers_changed.wait()
-            worker, call_id = (
-                min(free, key=lambda worker: len(worker.call_start_times)),
-                next(self._call_ids),
-            )
-            worker.is_exclusive = exclusive
-            worker.call_start_times[call_id] = asyncio.get_running_loop().time()
-            return worker, call_id
-
-    async def _notify_waiters(self) -> None:
-        async with self._workers_changed:
-            self._workers_changed.notify_all()
-
-    def _start_missing_worker(self) -> None:
-        if self._num_missing > 0:
-            self._num_starting += 1
-            self._service_tasks.add(self._background_tasks.spawn(self._try_add_worker()))
-
-    @property
-    def _num_missing(self) -> int:
-        """Number of workers to start; negative if the pool has more than needed.
-
-        A pool needs `replicas` workers plus a spare per straggler and per exclusive call. Exclusive
-        calls count at most `replicas` spares; the sum of spares is at most MAX_SPARE_WORKERS.
-        """
-        replicas = self._settings.replicas
-        straggling = sum(worker.is_straggler for worker in self._workers)
-        num_exclusive = self._num_exclusive_waiters + sum(
-            worker.is_exclusive for worker in self._workers
-        )
-        target = replicas + min(straggling + min(num_exclusive, replicas), MAX_SPARE_WORKERS)
-        healthy = [worker for worker in self._workers if worker.exit_error is None]
-        return target - len(healthy) - self._num_starting
-
-    async def _try_add_worker(self) -> None:
-        """Add a worker in the background; record a failure for the calls that wait for a worker."""
-        try:
-            await self._add_worker()
-        except (ConfigError, WorkerCrashError, OSError) as error:
-            self._failed_starts.append(str(error))
-        self._service_tasks -= {task for task in self._service_tasks if task.done()}
-        await self._notify_waiters()
-
-    async def _add_worker(self) -> None:
-        try:
-            process = await WorkerProcess.start(
-                self._target, self._payload, within_s=START_TIMEOUT_S
-            )
-        except ProcessExitedError as error:
-            raise WorkerCrashError(str(error)) from None
-        finally:
-            self._num_starting -= 1
-        if self._is_closed:
-            await process.kill()
+    def _deprioritize_straggler(self, worker: Worker) -> None:
+        """Mark a sync worker with an overdue call as a straggler; lower its priority."""
+        if worker.process.is_async or worker.is_straggler or not worker.call_starts:
             return
-        self._failed_starts.clear()
-        slots = self._settings.concurrency if process.is_async else 1
-        self._has_concurrent_calls = slots > 1
-        self._workers.append(_WorkerState(process, {}, slots))
-
-    def _kill_worker(self, worker: _WorkerState, error: WorkerError, cause: str) -> None:
-        """Kill a worker, unless killed before; its running calls then raise `error`."""
-        if worker.exit_error is None:
-            worker.exit_error = error
-            worker.was_shared = len(worker.call_start_times) > 1
-            self.kill_counts[cause] += 1
-            self._retire_worker(worker)
-
-    def _retire_worker(self, worker: _WorkerState) -> None:
-        if worker in self._workers:
-            self._workers.remove(worker)
-            self._background_tasks.spawn(worker.process.kill())
-
-    async def _monitor_workers(self) -> None:
-        """Look for stragglers and excessive memory every MONITOR_INTERVAL_S, until cancelled."""
-        clock = asyncio.get_running_loop().time
-        while True:
-            await asyncio.sleep(MONITOR_INTERVAL_S)
-            try:
-                self._deprioritize_stragglers(clock())
-                await self._kill_over_memory()
-            except Exception:  # noqa: BLE001 - otherwise the monitor would stop for good
-                _log.exception("monitoring the workers of %s failed", self._name)
-
-    def _deprioritize_stragglers(self, now: float) -> None:
-        """Mark sync workers with an overdue call as stragglers; lower their priority."""
         median = statistics.median(self._recent_durations) if self._recent_durations else 0.0
-        limit_s = max(STRAGGLER_MIN_S, STRAGGLER_RATIO * median)
-        for worker in [worker for worker in self._workers if worker.call_start_times]:
-            if not worker.is_straggler and now - min(worker.call_start_times.values()) > limit_s:
-                worker.is_straggler = worker.slots == 1
-                if worker.is_straggler:
-                    worker.process.lower_priority()
-
-    async def _kill_over_memory(self) -> None:
-        for worker in list(self._workers):
-            excess = await asyncio.to_thread(
-                self._process_table.describe_excess,
-                worker.process.pid,
-                self._settings.memory_bytes,
-            )
-            if excess:
-                self._kill_worker(worker, WorkerMemoryError(excess), "memory")
-
-    async def close(self) -> None:
-        """Kill all workers; running calls raise WorkerCrashError."""
-        self._is_closed = True
-        for task in self._service_tasks:
-            task.cancel()
-        workers, self._workers = self._workers, []
-        for worker in workers:
-            worker.exit_error = WorkerCrashError(f"the workers of {self._name} are closed")
-        await asyncio.gather(*(worker.process.kill() for worker in workers))
-        await self._background_tasks.drain()
+        duration = asyncio.get_running_loop().time() - min(worker.call_starts.values())
+        if duration > max(STRAGGLER_MIN_S, STRAGGLER_RATIO * median):
+            worker.is_straggler = True
+            worker.process.lower_priority()
+            self.check(worker)
 
 
 IDLE_TIMEOUT_S = 30.0
@@ -364,27 +464,24 @@ IDLE_TIMEOUT_S = 30.0
 class BlockingWorker:
     """A worker process that starts with the first call and runs one call at a time.
 
-    target: "module:function"; the worker calls this function with `payload` to get its handler.
-    timeout_s: deadline of a call. The process dies with this one. Calls may come from any thread:
-    an event loop in a thread of its own holds the process.
+    target, payload: see WorkerPool. timeout_s: deadline of a call. The process dies with this one.
+    Calls may come from any thread: an event loop in a thread of its own holds the process.
     """
 
     def __init__(self, target: str, payload: Any, *, timeout_s: float) -> None:
-        self._target = target
-        self._payload = payload
-        self._timeout_s = timeout_s
+        self._make_pool = partial(
+            WorkerPool, target, target, payload, PoolSettings(1, timeout_s=timeout_s)
+        )
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._process: WorkerProcess | None = None
-        self._call_ids = itertools.count()
+        self._pool: WorkerPool | None = None
         self._idle: asyncio.TimerHandle | None = None
         self._tasks = BackgroundTasks()
 
     def call(self, request: Any) -> Any:
         """Run a request in the worker and return the handler's result.
 
-        Raises ConfigError if loading the handler does, and WorkerError: if the handler raised, the
-        process exited, or the deadline passed, which ends the process.
+        Raises ConfigError if loading the handler does, and WorkerError.
         """
         with self._lock:
             if self._loop is None:
@@ -395,25 +492,16 @@ class BlockingWorker:
     async def _call(self, request: Any) -> Any:
         if self._idle is not None:
             self._idle.cancel()
+        if self._pool is None:
+            pool = self._make_pool()
+            await pool.start()
+            self._pool = pool
         try:
-            if self._process is None:
-                self._process = await WorkerProcess.start(
-                    self._target, self._payload, within_s=START_TIMEOUT_S
-                )
-            async with asyncio.timeout(self._timeout_s):
-                ok, answer = await self._process.send_request(next(self._call_ids), request)
-        except TimeoutError:
-            await self._end()
-            raise WorkerTimeoutError(f"no result in {self._timeout_s:g} s") from None
-        except ProcessExitedError as error:
-            await self._end()
-            raise WorkerCrashError(str(error)) from None
-        self._idle = asyncio.get_running_loop().call_later(
-            IDLE_TIMEOUT_S, lambda: self._tasks.spawn(self._end())
-        )
-        if not ok:
-            raise WorkerError(answer)
-        return answer
+            return await self._pool.call(request)
+        finally:
+            self._idle = asyncio.get_running_loop().call_later(
+                IDLE_TIMEOUT_S, lambda: self._tasks.spawn(self._end())
+            )
 
     def close(self) -> None:
         """End the process; a later call starts another."""
@@ -422,6 +510,6 @@ class BlockingWorker:
                 asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
 
     async def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            await process.kill()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            await pool.close()

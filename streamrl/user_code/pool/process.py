@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import io
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -12,24 +14,56 @@ from typing import Any
 
 from streamrl.errors import ConfigError
 from streamrl.user_code.pool import reaper
-from streamrl.user_code.pool.framing import (
-    HEADER_BYTES,
+from streamrl.user_code.pool.worker import (
+    CANCEL,
+    HEADER,
+    LOAD_FAILED,
+    READY,
+    REQUEST,
+    RESULT,
     pack_message,
-    unpack_length,
-    unpickle_response,
 )
-from streamrl.user_code.pool.worker import CANCEL, LOAD_FAILED, READY, REQUEST, RESULT
 
 EXIT_TIMEOUT_S = 10.0
 """Time for the reaper to kill all descendants; afterwards the pool kills the reaper."""
 LOWEST_PRIORITY = 19
 MAX_RESPONSE_BYTES = 1 << 28
-_BAD_RESPONSE = "worker response"
-"""First words of the errors of a response that is too long or cannot be unpickled."""
+_ALLOWED_CLASSES = frozenset(
+    {
+        ("streamrl.environments.hosts.host_protocol", "EnvironmentDescription"),
+        ("streamrl.environments.hosts.host_protocol", "EnvironmentShape"),
+        ("streamrl.environments.hosts.host_protocol", "HostResponse"),
+        ("streamrl.environments.interface", "CallOutcome"),
+        ("streamrl.environments.interface", "EnvironmentStep"),
+        ("streamrl.environments.interface", "ResetResult"),
+        ("streamrl.user_code.rewards.user_function", "FunctionCallSpec"),
+        ("streamrl.user_code.reward_result", "RewardResult"),
+        ("streamrl.user_code.reward_result", "RewardOutcome"),
+        ("streamrl.user_code.service_gate", "Outage"),
+    }
+)
+"""Classes allowed in responses of workers, as (module, class name)."""
+
+
+class _RestrictedUnpickler(pickle.Unpickler):
+    """Unpickler for plain data and _ALLOWED_CLASSES.
+
+    A worker runs untrusted code: a response must not execute anything in the pool's process.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ALLOWED_CLASSES:
+            raise pickle.UnpicklingError(f"{module}.{name} is not an allowed class")
+        return super().find_class(module, name)
+
+
+def unpickle_response(body: bytes) -> Any:
+    """Unpickle plain data and _ALLOWED_CLASSES. Malformed bytes may raise any exception."""
+    return _RestrictedUnpickler(io.BytesIO(body)).load()
 
 
 class ProcessExitedError(Exception):
-    """The worker process exited, or sent an unreadable response."""
+    """The process exited, did not start, or sent an unreadable response."""
 
 
 class WorkerProcess:
@@ -46,11 +80,11 @@ class WorkerProcess:
         self._pending_responses: dict[int, asyncio.Future[tuple[bool, Any]]] = {}
         self._reader_task: asyncio.Task[None] | None = None
         self._worker_pid = 0
-        self._last_error = ""
+        self._bad_response = ""
         self.is_async = False
 
     @classmethod
-    async def start(cls, target: str, payload: Any, *, within_s: float) -> "WorkerProcess":
+    async def start(cls, target: str, payload: Any, within_s: float) -> "WorkerProcess":
         """Start a worker and wait until the handler is loaded.
 
         target: "module:function"; the worker calls this function with `payload` to get the handler.
@@ -64,15 +98,13 @@ class WorkerProcess:
         try:
             async with asyncio.timeout(within_s):
                 await process._wait_until_ready(payload)
-        except TimeoutError:
-            await process.kill()
-            raise ProcessExitedError(f"worker was not ready in {within_s:g} s") from None
-        except ProcessExitedError:
+        except BaseException as error:
             # The socket closes before the exit status is available; kill() waits for the status.
             await process.kill()
-            raise ProcessExitedError(process.exit_reason) from None
-        except BaseException:
-            await process.kill()
+            if isinstance(error, TimeoutError):
+                raise ProcessExitedError(f"worker was not ready in {within_s:g} s") from None
+            if isinstance(error, ProcessExitedError):
+                raise ProcessExitedError(process.exit_reason) from None
             raise
         process._reader_task = asyncio.create_task(process._dispatch_responses())
         return process
@@ -87,37 +119,30 @@ class WorkerProcess:
 
     async def send_request(self, call_id: int, request: Any) -> tuple[bool, Any]:
         """Return (True, result) or (False, error of the handler). Raises ProcessExitedError."""
-        response = asyncio.get_running_loop().create_future()
-        self._pending_responses[call_id] = response
-        try:
-            if self._reader_task is None or self._reader_task.done():
-                raise ProcessExitedError(self.exit_reason)
-            self._send_message((REQUEST, call_id, request))
-            return await response
-        finally:
-            self._pending_responses.pop(call_id, None)
-
-    def _send_message(self, message: Any) -> None:
-        """Send a message, unless the process is exiting: pending calls then get the exit reason.
-
-        uvloop's transports raise RuntimeError for a write after the other side has closed.
-        """
-        if not self._writer.is_closing():
-            self._writer.write(pack_message(message))
+        if self._reader_task is None or self._reader_task.done():
+            raise ProcessExitedError(self.exit_reason)
+        return await self._await_response(call_id, (REQUEST, call_id, request))
 
     async def cancel_request(self, call_id: int, *, within_s: float) -> bool:
         """Cancel a call of an async handler; return False if still running after `within_s`."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self._await_response(call_id, (CANCEL, call_id, None))
+        except (TimeoutError, ProcessExitedError):
+            return False
+        return True
+
+    async def _await_response(self, call_id: int, message: Any) -> tuple[bool, Any]:
         response = asyncio.get_running_loop().create_future()
         self._pending_responses[call_id] = response
         try:
-            self._send_message((CANCEL, call_id, None))
-            async with asyncio.timeout(within_s):
-                await response
-        except (TimeoutError, ProcessExitedError):
-            return False
+            # A process that is exiting gets no message: pending calls then get the exit reason.
+            # uvloop's transports raise RuntimeError for a write after the other side has closed.
+            if not self._writer.is_closing():
+                self._writer.write(pack_message(message))
+            return await response
         finally:
             self._pending_responses.pop(call_id, None)
-        return True
 
     async def _dispatch_responses(self) -> None:
         """Pass responses to the calls that await them; fail open calls when the process exits."""
@@ -127,8 +152,7 @@ class WorkerProcess:
                 future = self._pending_responses.get(call_id)
                 if future is not None and not future.done():
                     future.set_result((kind == RESULT, answer))
-        except ProcessExitedError as error:
-            self._last_error = str(error)
+        except ProcessExitedError:
             self._writer.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self._reaper.wait, EXIT_TIMEOUT_S)
@@ -139,29 +163,27 @@ class WorkerProcess:
             if not future.done():
                 future.set_exception(ProcessExitedError(self.exit_reason))
 
-    async def _receive_message(self) -> Any:
+    async def _receive_message(self) -> tuple[Any, Any, Any]:
         """Read and unpickle the next message. Raises ProcessExitedError, also if unreadable."""
         try:
-            size = unpack_length(await self._reader.readexactly(HEADER_BYTES))
+            (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
             if size > MAX_RESPONSE_BYTES:
-                raise ProcessExitedError(
-                    f"{_BAD_RESPONSE} has {size} bytes, the limit is {MAX_RESPONSE_BYTES}"
-                )
-            return unpickle_response(await self._reader.readexactly(size))
+                raise ValueError(f"{size} bytes, the limit is {MAX_RESPONSE_BYTES}")
+            kind, first, second = unpickle_response(await self._reader.readexactly(size))
         except (asyncio.IncompleteReadError, ConnectionError):
-            raise ProcessExitedError(self.exit_reason) from None
-        except ProcessExitedError:
-            raise
+            raise ProcessExitedError from None
         # Unpickling malformed bytes may raise any exception.
         except Exception as error:  # noqa: BLE001
-            raise ProcessExitedError(f"{_BAD_RESPONSE} cannot be read: {error}") from None
+            self._bad_response = f"worker response cannot be read: {error}"
+            raise ProcessExitedError from None
+        return kind, first, second
 
     @property
     def exit_reason(self) -> str:
         """Error message: exit code, signal or unreadable response that ended the worker."""
         code = self._reaper.poll()
-        if self._last_error.startswith(_BAD_RESPONSE):
-            return self._last_error
+        if self._bad_response:
+            return self._bad_response
         if code is None:
             return "worker process exited"
         if code - 128 in signal.valid_signals():

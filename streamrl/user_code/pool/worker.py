@@ -9,18 +9,34 @@ import contextlib
 import importlib
 import inspect
 import os
+import pickle
 import socket
+import struct
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, NoReturn
 
 from streamrl.errors import ConfigError
-from streamrl.user_code.pool.framing import pack_message, read_message
 
 RequestHandler = Callable[[Any], Any]
+HEADER = struct.Struct("!Q")
+"""Length of the pickle that follows. The pool reads pickles of workers with a class list."""
 LOAD_FAILED, READY, RESULT, FAILED = "refused", "ready", "answer", "failed"
 REQUEST, CANCEL = "ask", "end"
+
+
+def pack_message(message: Any) -> bytes:
+    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return HEADER.pack(len(body)) + body
+
+
+def read_message(reader: BinaryIO) -> Any:
+    """Read and unpickle the pool's next message; raise EOFError at the end of the stream."""
+    header = reader.read(HEADER.size)
+    if len(header) < HEADER.size:
+        raise EOFError
+    return pickle.loads(reader.read(HEADER.unpack(header)[0]))
 
 
 def run_worker(channel: socket.socket, target: str) -> NoReturn:
@@ -32,9 +48,7 @@ def run_worker(channel: socket.socket, target: str) -> NoReturn:
     reader = channel.makefile("rb")
     try:
         module, _, name = target.partition(":")
-        handler: RequestHandler = vars(importlib.import_module(module))[name](
-            read_message(reader.read)
-        )
+        handler: RequestHandler = vars(importlib.import_module(module))[name](read_message(reader))
         channel.sendall(pack_message((READY, os.getpid(), is_async_handler(handler))))
     except ConfigError as error:
         channel.sendall(pack_message((LOAD_FAILED, str(error), False)))
@@ -64,7 +78,7 @@ def _serve_sync(handler: RequestHandler, channel: socket.socket, reader: BinaryI
     """Handle requests in the main thread, each after the end of the previous request."""
     worker_pid = os.getpid()
     while True:
-        kind, call_id, request = read_message(reader.read)
+        kind, call_id, request = read_message(reader)
         if kind == REQUEST:
             message = _handle_request(call_id, handler, request)
             _exit_if_forked(worker_pid)
@@ -100,7 +114,7 @@ def _serve_async(handler: RequestHandler, channel: socket.socket, reader: Binary
         loop = asyncio.get_running_loop()
         while True:
             kind, call_id, request = await loop.run_in_executor(
-                reading_thread, read_message, reader.read
+                reading_thread, read_message, reader
             )
             if kind == REQUEST:
                 tasks[call_id] = asyncio.create_task(

@@ -19,6 +19,7 @@ from typing import Any
 
 from streamrl.errors import DeadlineError
 from streamrl.user_code.pool.proc_stats import ProcessTable
+from streamrl.user_code.pool.process import ProcessExitedError
 from streamrl.user_code.sandbox import jail_driver
 from streamrl.user_code.sandbox.isolation import (
     ENVIRONMENT,
@@ -47,7 +48,7 @@ _MAPPING_BYTES = 16 << 10
 _AVAILABLE_CORES = tuple(sorted(os.sched_getaffinity(0)))
 
 
-class JailError(Exception):
+class JailError(ProcessExitedError):
     """Creating a jail failed."""
 
 
@@ -121,6 +122,9 @@ def marshal_driver(*modules: ModuleType) -> bytes:
 class Jail:
     """A running jail: the isolated processes of a single program. Create with `start`."""
 
+    is_async = False
+    exit_reason = "a jail exited before a program was sent to it"
+
     def __init__(self, spec: JailSpec, folder: str, process: "subprocess.Popen[bytes]") -> None:
         self._spec = spec
         self._folder = folder
@@ -185,10 +189,9 @@ class Jail:
         slot: index among the concurrent programs. Errors are ignored: the jail, or the core, may be
             gone.
         """
-        assert self._init_process is not None
         core = _AVAILABLE_CORES[(os.getpid() + slot) % len(_AVAILABLE_CORES)]
         with contextlib.suppress(OSError):
-            os.sched_setaffinity(self._init_process[0], {core})
+            os.sched_setaffinity(self.pid, {core})
 
     async def request_report(self, message: Mapping[str, Any], deadline: float) -> JailReport:
         """Send a program or test to the jail's driver and wait for the report; enforce memory_mib.
@@ -223,9 +226,8 @@ class Jail:
 
     def measure_memory(self) -> int:
         """Return the memory of the jail, bytes, counted up to memory_mib. Thread-safe."""
-        assert self._init_process is not None
         enough = self._spec.limits.memory_mib * MIB
-        return self._spec.process_table.measure_tree_memory(self._init_process[0], enough=enough)
+        return self._spec.process_table.measure_tree_memory(self.pid, enough=enough)
 
     async def _read_report(self) -> JailReport:
         try:
@@ -240,8 +242,14 @@ class Jail:
             raise JailLostError from error
 
     @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
+    def pid(self) -> int:
+        """Pid of the jail's process 1."""
+        assert self._init_process is not None
+        return self._init_process[0]
+
+    @property
+    def has_exited(self) -> bool:
+        return self._process.poll() is not None
 
     async def kill(self) -> None:
         """Kill all processes, wait for their exit, delete their files. Raises DeadlineError."""

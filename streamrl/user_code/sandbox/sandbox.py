@@ -1,19 +1,23 @@
 """Local sandbox: runs each program in a fresh jail from a pool of jails started ahead."""
 
 import asyncio
+import itertools
 import os
 import time
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from streamrl.errors import ConfigError
+from streamrl.user_code.pool.pool import (
+    PooledProcess,
+    PoolSettings,
+    ProcessPool,
+    WorkerCrashError,
+)
 from streamrl.user_code.reward_result import RewardOutcome
 from streamrl.user_code.sandbox.backend_choice import check_language_tools, choose_isolation
 from streamrl.user_code.sandbox.jail import (
     GRACE_PERIOD_S,
     Jail,
-    JailError,
     JailLostError,
     JailReport,
     JailSpec,
@@ -36,9 +40,6 @@ from streamrl.user_code.sandbox.verdicts import (
     make_test_message,
 )
 
-#: Attempts to get a jail; attempt n waits n * _RETRY_PAUSE_S. Then the outcome is INFRA_ERROR.
-_MAX_ATTEMPTS = 3
-_RETRY_PAUSE_S = 0.2
 #: A jail that dies without a report may be an accident; the second time blames the program.
 _JAILS_PER_TEST = 2
 #: Longer outputs are compared in a thread, not in the event loop.
@@ -59,12 +60,12 @@ class Sandbox:
         self._languages = languages
         self._slots = list(range(jails))
         self._slot_semaphore = asyncio.Semaphore(jails)
-        self._num_started = 0
-        self._ready_jails: deque[asyncio.Task[Jail]] = deque()
-        self._start_tasks: set[asyncio.Task[Jail]] = set()  # ready, starting or being acquired
-        self._jails_in_use: set[Jail] = set()
-        self._kill_tasks: set[asyncio.Task[None]] = set()
-        self._is_closed = False
+        numbers = itertools.count()
+        self._pool = ProcessPool(
+            "the sandbox",
+            lambda: Jail.start(jail_spec, next(numbers)),
+            PoolSettings(jails, is_isolated=True, max_spares=jails),
+        )
 
     @classmethod
     async def start(
@@ -80,18 +81,13 @@ class Sandbox:
         jails: concurrent programs; default: the number of available cores.
 
         Raises ConfigError if this machine cannot isolate programs (unless `allow_unsafe`) or lacks
-        the tools of a language.
+        the tools of a language, and WorkerCrashError if a jail does not start.
         """
-        if jails is None:
-            jails = len(os.sched_getaffinity(0))
-        if jails < 1:
-            raise ConfigError(f"sandbox.jails={jails}: must be 1 or more")
         check_language_tools(languages)
         jail_spec, warning = await choose_isolation(limits, allow_unsafe=allow_unsafe)
-        sandbox = cls(jail_spec, jails, languages)
+        sandbox = cls(jail_spec, jails or len(os.sched_getaffinity(0)), languages)
         sandbox.user_warning = warning
-        for _ in range(jails):
-            sandbox._start_jail()
+        await sandbox._pool.start()
         return sandbox
 
     async def run(self, program: SandboxProgram) -> ProgramResult:
@@ -103,7 +99,7 @@ class Sandbox:
         language = self._find_language(program)
         async with self._slot_semaphore:
             slot = self._slots.pop()
-            program_run = ProgramRun(program, language, self._jail_spec.limits, self)
+            program_run = ProgramRun(program, language, self._jail_spec.limits, self._pool)
             try:
                 return ProgramResult(await program_run.run_tests(slot), len(program.tests))
             finally:
@@ -121,78 +117,9 @@ class Sandbox:
             raise ValueError("a program without tests")
         return language
 
-    async def acquire_jail(self) -> Jail:
-        """Return a jail ready for a program; release with `discard_jail`. Raises JailError."""
-        failure = JailError("jails exit before a program is sent to them")
-        for attempt in range(_MAX_ATTEMPTS):
-            await asyncio.sleep(_RETRY_PAUSE_S * attempt)
-            try:
-                jail = await self._next_jail()
-            except JailError as error:
-                failure = error
-                continue
-            if jail.is_alive:
-                return jail
-            self.discard_jail(jail)
-        raise failure
-
-    async def _next_jail(self) -> Jail:
-        """Wait for the jail that was started first, and start its replacement. Raises JailError."""
-        if self._is_closed:
-            raise JailError("the sandbox is closed")
-        starting = self._ready_jails.popleft()
-        self._start_jail()
-        try:
-            jail = await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            if starting in self._start_tasks:
-                starting.add_done_callback(self._kill_unused_jail)
-            raise
-        finally:
-            # close() takes over the jails in _start_tasks and kills them.
-            is_open = starting in self._start_tasks
-            self._start_tasks.discard(starting)
-        if not is_open:
-            raise JailError("the sandbox is closed")
-        self._jails_in_use.add(jail)
-        return jail
-
-    def discard_jail(self, jail: Jail) -> None:
-        """Kill a jail from `acquire_jail` in the background. Idempotent."""
-        if jail in self._jails_in_use:
-            self._jails_in_use.remove(jail)
-            self._kill_jail(jail)
-
-    def _kill_jail(self, jail: Jail) -> None:
-        ending = asyncio.get_running_loop().create_task(jail.kill())
-        self._kill_tasks.add(ending)
-        ending.add_done_callback(self._kill_tasks.discard)
-
-    def _start_jail(self) -> None:
-        self._num_started += 1
-        starting = asyncio.get_running_loop().create_task(
-            Jail.start(self._jail_spec, self._num_started)
-        )
-        self._ready_jails.append(starting)
-        self._start_tasks.add(starting)
-
-    def _kill_unused_jail(self, starting: "asyncio.Task[Jail]") -> None:
-        if starting.exception() is None:
-            self._kill_jail(starting.result())
-
     async def close(self) -> None:
         """Kill all jails; running programs end with INFRA_ERROR."""
-        self._is_closed = True
-        starting, self._start_tasks = self._start_tasks, set()
-        self._ready_jails.clear()
-        if starting:
-            await asyncio.wait(starting)
-        for started in starting:
-            self._kill_unused_jail(started)
-        for jail in tuple(self._jails_in_use):
-            self.discard_jail(jail)
-        while self._kill_tasks:
-            await asyncio.wait(set(self._kill_tasks))
+        await self._pool.close()
 
 
 class CompileFailedError(Exception):
@@ -201,7 +128,7 @@ class CompileFailedError(Exception):
 
 _OUTCOMES: Mapping[type[Exception], RewardOutcome] = {
     CompileFailedError: RewardOutcome.COMPILE_ERROR,
-    JailError: RewardOutcome.INFRA_ERROR,
+    WorkerCrashError: RewardOutcome.INFRA_ERROR,
     MemoryLimitError: RewardOutcome.MEMORY,
     TimeoutError: RewardOutcome.TIMEOUT,
 }
@@ -209,7 +136,7 @@ _OUTCOMES: Mapping[type[Exception], RewardOutcome] = {
 
 @dataclass
 class ProgramRun:
-    """Runs the tests of a program in a jail from `jails`.
+    """Runs the tests of a program in a jail of `pool`.
 
     Call `release_jail` afterwards. limits.total_s counts time in jails, not waiting for a jail.
     """
@@ -217,10 +144,10 @@ class ProgramRun:
     program: SandboxProgram
     language: LanguageSpec
     limits: ProgramLimits
-    jails: Sandbox
+    pool: ProcessPool[Jail]
 
     def __post_init__(self) -> None:
-        self._jail: Jail | None = None
+        self._claim: PooledProcess[Jail] | None = None
         self._used_s = 0.0  # excludes waiting for a jail
 
     async def run_tests(self, slot: int) -> tuple[ProgramTestResult, ...]:
@@ -236,9 +163,9 @@ class ProgramRun:
 
     def release_jail(self) -> None:
         """Give back the jail, which is then killed. Idempotent."""
-        if self._jail is not None:
-            self.jails.discard_jail(self._jail)
-            self._jail = None
+        if self._claim is not None:
+            self.pool.release(self._claim)
+            self._claim = None
 
     async def _run_test(self, test: StdinTest | CallTest, slot: int) -> ProgramTestResult:
         started = time.monotonic()
@@ -255,16 +182,18 @@ class ProgramRun:
         return ProgramTestResult(outcome, time.monotonic() - started, detail)
 
     async def _try_test(self, test: StdinTest | CallTest, slot: int) -> ProgramTestResult:
-        if self._jail is None:
-            self._jail = await self.jails.acquire_jail()
-            self._jail.pin_to_core(slot)
-            await self._compile_program(self._jail)
+        if self._claim is None:
+            self._claim = await self.pool.claim()
+            self._claim.process.pin_to_core(slot)
+            await self._compile_program(self._claim.process)
         wall_s = min(self.limits.wall_s, self.limits.total_s - self._used_s)
         if wall_s <= 0:
             return ProgramTestResult(
                 RewardOutcome.TIMEOUT, 0.0, f"all tests together took {self.limits.total_s:g} s"
             )
-        report = await self._request_report(self._jail, make_test_message(test, wall_s), wall_s)
+        report = await self._request_report(
+            self._claim.process, make_test_message(test, wall_s), wall_s
+        )
         expected_size = len(test.stdout) if isinstance(test, StdinTest) else 0
         if len(report.out) + expected_size < _LONG_TEXT:
             return judge_report(report, test, self.program, self.limits)

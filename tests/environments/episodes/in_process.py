@@ -9,7 +9,8 @@ from streamrl.environments.hosts.host_protocol import HostOperation, HostRequest
 from streamrl.environments.interface import EnvironmentStep, EpisodeSummary, Reply, ResetResult
 from streamrl.errors import EpisodeError
 from streamrl.messages import Prompt
-from streamrl.user_code.pool.framing import HEADER_BYTES, pack_message, unpickle_response
+from streamrl.user_code.pool.process import unpickle_response
+from streamrl.user_code.pool.worker import HEADER, pack_message
 
 
 class InProcessHosts:
@@ -52,7 +53,7 @@ class InProcessSession:
 
     async def _send(self, operation: HostOperation, *arguments: Any) -> Any:
         response = await self._host(HostRequest(operation, self._id, arguments))
-        received: HostResponse = unpickle_response(pack_message(response)[HEADER_BYTES:])
+        received: HostResponse = unpickle_response(pack_message(response)[HEADER.size :])
         if received.error:
             raise EpisodeError(received.error)
         return received.result

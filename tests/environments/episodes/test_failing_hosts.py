@@ -66,7 +66,7 @@ async def test_episodes_of_a_hanging_environment_are_tried_again_and_have_no_rew
     assert smaller["environment_scores"].tolist() == [0.5, 0.5], "of the others only"
     assert close["environment_scores"].tolist() == [0.5], "the episode had ended"
     assert driver.meter.drain_counts()["episode/infra_errors"] == 2 * 4
-    assert pool.num_sessions == 0
+    assert pool.num_claims == 0
 
 
 async def test_an_episode_whose_host_dies_is_tried_again_and_its_group_ends_with_the_reason(

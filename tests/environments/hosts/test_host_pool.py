@@ -18,6 +18,7 @@ from streamrl.environments.hosts.host_pool import EnvironmentHostPool
 from streamrl.environments.interface import CallOutcome, EpisodeSummary, Reply, ToolCall
 from streamrl.errors import ConfigError, EpisodeError, EpisodeTimeoutError
 from streamrl.messages import Prompt
+from streamrl.user_code.pool import pool as pool_module
 from tests.descendants import descendants
 from tests.environments.hosts.user_files import ANSWERS, CALCULATOR, COMMANDS, make_leaning
 
@@ -60,8 +61,8 @@ async def use_pool(pool):
     """Yield a shared pool without counts, and wait until it has one host again."""
     pool.kill_counts.clear()
     yield pool
-    await wait_until(lambda: pool.num_hosts == 1 and not host_is_hanging(pool))
-    assert pool.num_sessions == 0
+    await wait_until(lambda: len(pool.processes) == 1 and not host_is_hanging(pool))
+    assert pool.num_claims == 0
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -134,7 +135,7 @@ async def test_a_failure_ends_its_own_episode_or_host_and_names_the_reason(pool)
             await session.score(summarize())
     async with open_session(pool) as (session, new_pid):
         assert new_pid != pid and await step(session, "") == str(new_pid)
-    assert pool.kill_counts == Counter(crash=1) and pool.num_sessions == 0
+    assert pool.kill_counts == Counter(crash=1) and pool.num_claims == 0
 
 
 async def test_a_host_above_its_memory_limit_is_killed_as_is_a_fork_bomb(start_pool, tmp_path):
@@ -172,19 +173,19 @@ async def test_a_call_that_returns_late_leaves_its_host_in_use(sync_pool, tmp_pa
             with pytest.raises(EpisodeTimeoutError):
                 await step(session, f"wait_for {event}")
         event.touch()
-        await wait_until(lambda: sync_pool.num_hosts == 2)
+        await wait_until(lambda: len(sync_pool.processes) == 2)
         while host_is_hanging(sync_pool):
             assert await step(keeper, "sleep 0.01") == str(pid)
-        await wait_until(lambda: sync_pool.num_hosts == 1)
+        await wait_until(lambda: len(sync_pool.processes) == 1)
     assert not sync_pool.kill_counts
 
 
 def host_is_hanging(pool):
-    return any(host.num_hanging for host in pool._hosts)
+    return any(host.num_hanging for host in pool.processes)
 
 
 async def test_a_host_with_many_hanging_calls_is_killed(sync_pool, monkeypatch):
-    monkeypatch.setattr(host_pool, "MAX_HANGING_CALLS", 2)
+    monkeypatch.setattr(pool_module, "MAX_HANGING_CALLS", 2)
     async with contextlib.AsyncExitStack() as stack:
         sessions = [(await stack.enter_async_context(open_session(sync_pool)))[0] for _ in range(4)]
         waiting = asyncio.create_task(step(sessions[3], "sleep 60"))
@@ -205,7 +206,7 @@ async def test_a_blocked_event_loop_is_found(start_pool, monkeypatch):
             await step(session, "block 600")
     async with open_session(pool) as (session, pid):
         assert await step(session, "") == str(pid)
-    assert pool.kill_counts == Counter(unresponsive=1)
+    assert pool.kill_counts == Counter(timeout=1)
 
 
 async def test_an_isolated_session_has_a_process_that_dies_with_it_and_with_the_pool(start_pool):
@@ -217,7 +218,7 @@ async def test_an_isolated_session_has_a_process_that_dies_with_it_and_with_the_
             await step(second, "kill")
         assert await step(first, "") == str(first_pid)
     await wait_until(lambda: not psutil.pid_exists(first_pid) and not psutil.pid_exists(child))
-    await wait_until(lambda: pool.num_hosts == 1)
+    await wait_until(lambda: len(pool.processes) == 1)
     assert pool.kill_counts == Counter(crash=1)
     await check_closed(pool)
 
@@ -248,9 +249,9 @@ async def check_closed(pool):
         stepping = asyncio.create_task(step(session, "await 600"))
         await asyncio.sleep(0.05)
         await pool.close()
-        with pytest.raises(EpisodeError, match=r"processes are closed"):
+        with pytest.raises(EpisodeError, match=r"processes of the environment are closed"):
             await stepping
-        with pytest.raises(EpisodeError, match=r"processes are closed"):
+        with pytest.raises(EpisodeError, match=r"processes of the environment are closed"):
             await pool.open_session(make_prompt(), seed=0).reset()
 
 
@@ -280,12 +281,12 @@ async def test_hundreds_of_sleeping_sessions_cost_no_thread_and_no_process(pool)
         assert host.num_threads() <= threads and this_process.num_threads() <= here + 1
         assert await asyncio.gather(*sleeping) == [str(pid)] * 300
         await wait_until(lambda: len(asyncio.all_tasks()) <= tasks)
-        assert pool.num_sessions == 300
+        assert pool.num_claims == 300
 
 
 async def test_sessions_go_to_the_host_with_the_fewest(start_pool):
     pool = await start_pool(processes=2)
-    await wait_until(lambda: pool.num_hosts == 2)
+    await wait_until(lambda: len(pool.processes) == 2)
     async with contextlib.AsyncExitStack() as stack:
         pids = [(await stack.enter_async_context(open_session(pool)))[1] for _ in range(6)]
     assert sorted(Counter(pids).values()) == [3, 3]
@@ -311,7 +312,7 @@ async def test_cancelling_a_step_and_closing_ends_it_in_the_host(pool):
         await asyncio.sleep(0.05)
         stepping.cancel()
         await asyncio.gather(stepping, return_exceptions=True)
-    assert pool.num_sessions == 0 and not pool.kill_counts
+    assert pool.num_claims == 0 and not pool.kill_counts
 
 
 async def test_a_class_that_does_not_load_is_refused_at_the_start(start_pool):
@@ -324,7 +325,7 @@ async def test_a_class_that_does_not_load_is_refused_at_the_start(start_pool):
 async def test_hosts_that_do_not_start_again_fail_the_sessions_that_wait(
     start_pool, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(host_pool, "MAX_FAILED_STARTS", 2)
+    monkeypatch.setattr(pool_module, "MAX_FAILED_STARTS", 2)
     pool = await start_pool(processes=1)
     (tmp_path / "mine.py").write_text("1 / 0")
     async with open_session(pool) as (session, _):

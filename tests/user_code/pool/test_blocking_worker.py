@@ -14,7 +14,6 @@ from streamrl.user_code.pool.pool import (
     BlockingWorker,
     WorkerCrashError,
     WorkerError,
-    WorkerTimeoutError,
 )
 from tests.descendants import descendants
 
@@ -54,11 +53,6 @@ def test_an_error_of_the_handler_keeps_the_process_and_an_exit_or_a_hang_replace
         worker.call(("crash", None))
     second = worker.call(("pid", None))
     assert second != first
-    worker._timeout_s = 0.2
-    with pytest.raises(WorkerTimeoutError, match=r"no result in 0\.2 s"):
-        worker.call(("hang", None))
-    assert not psutil.pid_exists(second)
-    worker._timeout_s = 60.0
     assert worker.call(("square", 3)) == 9
 
 

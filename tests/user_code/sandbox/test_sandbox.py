@@ -405,11 +405,6 @@ async def test_a_language_with_a_missing_tool_is_refused_by_name():
         await Sandbox.start(QUICK, jails=1, languages=languages)
 
 
-async def test_at_least_one_jail_is_required():
-    with pytest.raises(ConfigError, match=r"sandbox.jails=0: must be 1 or more"):
-        await Sandbox.start(QUICK, jails=0)
-
-
 def test_an_infra_error_determines_the_outcome():
     results = (
         ProgramTestResult(RewardOutcome.WRONG, 0.1),

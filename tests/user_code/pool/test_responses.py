@@ -4,7 +4,8 @@ import pickle
 
 import pytest
 
-from streamrl.user_code.pool.framing import HEADER_BYTES, pack_message, unpickle_response
+from streamrl.user_code.pool.process import unpickle_response
+from streamrl.user_code.pool.worker import HEADER, pack_message
 from streamrl.user_code.reward_result import RewardResult
 from streamrl.user_code.rewards.user_function import FunctionCallSpec
 
@@ -29,7 +30,7 @@ def test_responses_survive_a_round_trip():
     )
     results = RewardResult.from_correctness(True, "7"), RewardResult.make_not_judged().outcome
     for response in ([*results], call_spec, [1.5, None], "no result"):
-        assert unpickle_response(pack_message((1, response))[HEADER_BYTES:]) == (1, response)
+        assert unpickle_response(pack_message((1, response))[HEADER.size :]) == (1, response)
 
 
 @pytest.mark.parametrize(
