@@ -52,7 +52,7 @@ def test_a_step_of_deepspeed_loads_no_compiler(tmp_path: Path):
     program = f"""
         import torch
         import torch.distributed as dist
-        from streamrl.actors.transport.rendezvous import find_rendezvous
+        from streamrl.actors.transport.ray_calls import find_rendezvous
         from streamrl.engines.training.deepspeed_backend import DeepSpeedBackend
         from streamrl.engines.models.forward import load_model
         from streamrl.engines.trainer_config import TrainerConfig

@@ -19,7 +19,7 @@ import ray
 from streamrl.actors.actor_context import ActorContext, ActorReport
 from streamrl.actors.liveness import PingableActor
 from streamrl.actors.shared_weights import SharedWeights
-from streamrl.actors.transport.rendezvous import find_rendezvous
+from streamrl.actors.transport.ray_calls import find_rendezvous
 from streamrl.algorithms import list_derivation_columns
 from streamrl.buffer.assembly.packing import MicroBatch, RolloutIndex
 from streamrl.dataflow import EMA_REFERENCE, POLICY, ModelCall

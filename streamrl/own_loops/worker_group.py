@@ -24,8 +24,7 @@ from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from streamrl.actors.launch.placement_groups import order_bundles, reserve_bundles
-from streamrl.actors.transport.ray_calls import fetch_reply, unwrap_error
-from streamrl.actors.transport.rendezvous import find_rendezvous
+from streamrl.actors.transport.ray_calls import fetch_reply, find_rendezvous, unwrap_error
 from streamrl.errors import ActorError, ConfigError, DeadlineError, StreamError
 from streamrl.own_loops import Batch, BatchRef, WorkerContext, WorkerMesh
 from streamrl.own_loops.batches import count_rows, is_batch

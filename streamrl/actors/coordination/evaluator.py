@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -45,8 +46,8 @@ class RunEvaluator:
         self._token_counts: dict[str, Mapping[str, int]] = {}
         self._sampled_at = -math.inf
         self._can_restart = config.run.max_restarts > 0
-        self._generators = RoundRobinReplicas(generators)
-        self._scorers = RoundRobinReplicas(scorers)
+        self._generators, self._scorers = generators, scorers
+        self._turns: Counter[str] = Counter()
 
     async def run_evaluation(
         self,
@@ -85,8 +86,8 @@ class RunEvaluator:
         """Look every now and then, forever, whether the generators sample tokens."""
         while True:
             await asyncio.sleep(self._timeout_s / 4)
-            role = self._generators.role
-            await asyncio.gather(*map(self._look_at_generator, role.names, role.actors))
+            names, actors = self._generators.names, self._generators.actors
+            await asyncio.gather(*map(self._look_at_generator, names, actors))
 
     async def _look_at_generator(self, name: str, generator: Any) -> None:
         reply, call_name = generator.count_tokens.remote(), f"{name}.count_tokens"
@@ -98,9 +99,13 @@ class RunEvaluator:
             self._sampled_at = asyncio.get_running_loop().time()
         self._token_counts[name] = counts
 
-    async def _call_replica(
-        self, replicas: "RoundRobinReplicas", method: str, *arguments: Any
-    ) -> Any:
+    def choose_replica(self, role: RoleActors) -> tuple[str, Any]:
+        """Return the name and the actor of the next replica of a role in turn."""
+        index = self._turns[role.role] % len(role.actors)
+        self._turns[role.role] = index + 1
+        return role.names[index], role.actors[index]
+
+    async def _call_replica(self, role: RoleActors, method: str, *arguments: Any) -> Any:
         """Call a method of the next replica in turn; on failure retry with the replica after that.
 
         A dead replica may restart before the timeout. If a replica left the run, another takes the
@@ -108,12 +113,12 @@ class RunEvaluator:
         """
         deadline = None
         while True:
-            name, actor = replicas.choose_next_replica()
+            name, actor = self.choose_replica(role)
             reply = getattr(actor, method).remote(*arguments)
             try:
                 return await self._await_reply(reply, f"{name}.{method}")
             except (ActorLostError, GenerationError, WeightsError):
-                may_recover = self._can_restart or name not in replicas.role.names
+                may_recover = self._can_restart or name not in role.names
                 deadline = deadline or asyncio.get_running_loop().time() + self._timeout_s
                 if not may_recover or asyncio.get_running_loop().time() > deadline:
                     raise
@@ -134,17 +139,3 @@ class RunEvaluator:
                     )
         finally:
             waiting.cancel()
-
-
-class RoundRobinReplicas:
-    """Selects the current replicas of a role in turn."""
-
-    def __init__(self, role: RoleActors) -> None:
-        self.role = role
-        self._next = 0
-
-    def choose_next_replica(self) -> tuple[str, Any]:
-        """Return the name and the actor of the next replica."""
-        index = self._next % len(self.role.actors)
-        self._next = index + 1
-        return self.role.names[index], self.role.actors[index]

@@ -1,9 +1,8 @@
 """Registry of a run's actors: creates, starts, restarts and kills them by name."""
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -80,14 +79,21 @@ ACTOR_CLASSES = {
 }
 
 
+@dataclass
+class ActorRestarts:
+    """Restarts of an actor: their limit, the deaths so far, and the call that initializes it."""
+
+    start: Callable[[], Any]
+    limit: int
+    num_deaths: int = 0
+
+
 class RestartPolicy:
     """Actors that Ray restarts: how often, and the call that initializes the new process."""
 
     def __init__(self, max_restarts: int) -> None:
         self._max_restarts = max_restarts
-        self._max_restarts_by_actor: dict[str, int] = {}
-        self._start_calls: dict[str, Callable[[], Any]] = {}
-        self._num_deaths: Counter[str] = Counter()
+        self._actors: dict[str, ActorRestarts] = {}
 
     def register_actor(
         self, name: str, start: Callable[[], Any], *, max_restarts: int | None = None
@@ -97,41 +103,37 @@ class RestartPolicy:
         start: sends the call that initializes the restarted process, once that process exists.
         max_restarts: limit for this actor; run.max_restarts by default.
         """
-        self._start_calls[name] = start
-        self._max_restarts_by_actor[name] = (
-            self._max_restarts if max_restarts is None else max_restarts
-        )
+        limit = self._max_restarts if max_restarts is None else max_restarts
+        self._actors[name] = ActorRestarts(start, limit)
 
     def forget_actor(self, name: str) -> None:
-        self._start_calls.pop(name, None)
-        self._num_deaths.pop(name, None)
+        self._actors.pop(name, None)
 
     def is_restartable(self, name: str) -> bool:
-        return name in self._start_calls
+        return name in self._actors
 
     def select_irreplaceable(self, processes: Mapping[str, Any]) -> dict[str, Any]:
         """Return the processes that Ray does not restart, by name."""
-        return {name: actor for name, actor in processes.items() if not self.is_restartable(name)}
+        return {name: actor for name, actor in processes.items() if name not in self._actors}
 
     def can_restart(self, name: str) -> bool:
-        return (
-            name in self._start_calls and self._num_deaths[name] < self._max_restarts_by_actor[name]
-        )
+        return name in self._actors and self._actors[name].num_deaths < self._actors[name].limit
 
     def describe_restarts(self, name: str, *, has_died_again: bool = False) -> str:
         """Describe how often an actor was restarted, as the end of an error; empty if never.
 
         has_died_again: it died in its restart, which Ray then repeats until the limit.
         """
-        limit = self._max_restarts_by_actor.get(name, 0)
-        number = limit if has_died_again else self._num_deaths[name]
-        rule = " (run.max_restarts)" if limit == self._max_restarts else ""
-        return f"; {name} was restarted {number} of {limit} times{rule}" if number else ""
+        if (actor := self._actors.get(name)) is None:
+            return ""
+        number = actor.limit if has_died_again else actor.num_deaths
+        rule = " (run.max_restarts)" if actor.limit == self._max_restarts else ""
+        return f"; {name} was restarted {number} of {actor.limit} times{rule}" if number else ""
 
     def restart_actor(self, name: str) -> Any:
         """Count a death and initialize the restarted process; return the pending reply."""
-        self._num_deaths[name] += 1
-        return self._start_calls[name]()
+        self._actors[name].num_deaths += 1
+        return self._actors[name].start()
 
 
 class ActorRegistry:

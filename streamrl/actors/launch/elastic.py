@@ -10,7 +10,7 @@ does not end the run.
 """
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -52,29 +52,19 @@ class PendingReply:
 
 @dataclass
 class ScaleChange:
-    """Progress of a scale request: replicas added and removed, and failures, by role."""
+    """Scale request in progress: replicas at its start, and by role what became of each replica."""
 
     request: ScaleRequest
     counts_before: Mapping[str, int]
-    added_replicas: dict[str, list[str]] = field(default_factory=dict)
-    removed_replicas: dict[str, list[str]] = field(default_factory=dict)
-    failure_lines: dict[str, list[str]] = field(default_factory=dict)
-    served_versions: dict[str, int] = field(default_factory=dict)
+    outcomes: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    has_failed: bool = False
 
     def format_line(self, role: str, now: int) -> str:
         """Format the answer for a role that now has `now` replicas.
 
         Example: `generators: 2 -> 3 (generator-2 joined, serving version 17)`.
         """
-        parts = []
-        if self.added_replicas.get(role):
-            version = self.served_versions.get(role, -1)
-            serving = f", serving version {version}" if version >= 0 else ""
-            parts.append(f"{', '.join(self.added_replicas[role])} joined{serving}")
-        if self.removed_replicas.get(role):
-            parts.append(f"{', '.join(self.removed_replicas[role])} left")
-        parts += self.failure_lines.get(role, [])
-        details = "; ".join(parts) or "nothing to do"
+        details = "; ".join(self.outcomes[role]) or "nothing to do"
         return f"{get_role_label(role)}: {self.counts_before[role]} -> {now} ({details})"
 
 
@@ -276,10 +266,8 @@ class ReplicaScaler:
     def _finish_join(self, pending: PendingReply, version: int, handle: ReportHandler) -> None:
         """Record that a joining replica serves; from now on its failure concerns the run."""
         assert self._change is not None
-        self._change.added_replicas.setdefault(pending.role, []).append(pending.name)
-        self._change.served_versions[pending.role] = max(
-            version, self._change.served_versions.get(pending.role, version)
-        )
+        serving = f", serving version {version}" if version >= 0 else ""
+        self._change.outcomes[pending.role].append(f"{pending.name} joined{serving}")
         fields: dict[str, str | int] = {"actor": pending.name}
         if version >= 0:
             fields["version"] = version
@@ -294,7 +282,8 @@ class ReplicaScaler:
         else:
             self._registry.kill_actor(pending.name)
         line = f"{pending.name} cannot join: {reason.splitlines()[0]}"
-        self._change.failure_lines.setdefault(pending.role, []).append(line)
+        self._change.outcomes[pending.role].append(line)
+        self._change.has_failed = True
 
     # Leave.
 
@@ -318,7 +307,7 @@ class ReplicaScaler:
         """Kill a leaving replica once its loops have ended or its time is up."""
         assert self._change is not None
         self._registry.remove_replica(pending.name)
-        self._change.removed_replicas.setdefault(pending.role, []).append(pending.name)
+        self._change.outcomes[pending.role].append(f"{pending.name} left")
         handle(EventReport("left", {"actor": pending.name}))
 
     def _handle_timeout(self, pending: PendingReply, handle: ReportHandler) -> None:
@@ -349,5 +338,5 @@ class ReplicaScaler:
             for role in change.request.counts
         ]
         self._request_inbox.write_answer(
-            change.request.id, ScaleAnswer(lines, not change.failure_lines)
+            change.request.id, ScaleAnswer(lines, not change.has_failed)
         )

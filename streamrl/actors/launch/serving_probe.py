@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -27,17 +28,18 @@ MAX_REASON = 500
 
 def explain_unservable(spec: EngineSpec, *, is_proven: bool) -> str:
     """Explain why vLLM cannot serve a model; "" if it can. is_proven: no trial is needed."""
-    try:
-        make_engine_config(spec)
-        _import_model_class(spec.model_path)
-    except Exception as error:  # noqa: BLE001 - vLLM and model classes raise any type
-        # vLLM's own error refers to logs for the reason of a failed import.
-        return _find_import_error(spec.model_path) or _describe_error(error)
+    attempts: list[tuple[str, Callable[[], object]]] = [
+        # First, as vLLM's own error refers to logs for the reason of a failed import.
+        ("its class cannot be imported: ", lambda: _import_model_class(spec.model_path)),
+        ("", lambda: make_engine_config(spec)),
+    ]
     if not is_proven and not has_local_gpu():
+        attempts.append(("a trial on this CPU failed: ", lambda: asyncio.run(_try_model(spec))))
+    for failure, attempt in attempts:
         try:
-            asyncio.run(_try_model(spec))
-        except Exception as error:  # noqa: BLE001
-            return f"a trial on this CPU failed: {_describe_error(error)}"
+            attempt()
+        except Exception as error:  # noqa: BLE001 - vLLM and model classes raise any type
+            return f"{failure}{_describe_error(error)}"
     return ""
 
 
@@ -72,14 +74,6 @@ async def _try_model(spec: EngineSpec) -> None:
         check.compare_logprobs(await engine.compute_logprobs(sequences), "vLLM")
     finally:
         await engine.close()
-
-
-def _find_import_error(path: str) -> str:
-    try:
-        _import_model_class(path)
-    except Exception as error:  # noqa: BLE001
-        return f"its class cannot be imported: {_describe_error(error)}"
-    return ""
 
 
 def _describe_error(error: Exception) -> str:

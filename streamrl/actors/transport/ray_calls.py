@@ -1,7 +1,10 @@
 """Calls of Ray actors with a deadline; Ray's exceptions become streamrl errors."""
 
 import asyncio
+import contextlib
 import os
+import random
+import socket
 from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any
 
@@ -30,6 +33,8 @@ from streamrl.weights.transport import ClusterAccess
 
 CALL_TIMEOUT_S = 120.0
 """Timeout of an actor call that only handles metadata. Calls that compute pass their own."""
+RENDEZVOUS_PORTS = range(20_000, 32_000)
+"""Ports below Linux's ephemeral ones (32768 and up), which gloo's own sockets use."""
 DEATH_NOTICE_S = 20.0
 """Ray reports the death of an actor within this time."""
 _DISK_ERRORS = (CheckpointError, JournalError, DiskError)
@@ -86,6 +91,20 @@ def get_address() -> str:
 
 
 RAY_ACCESS = ClusterAccess(put_object, fetch_reply, get_address)
+
+
+def find_rendezvous() -> tuple[str, int]:
+    """Return this node's address and a free port, where the ranks of a model meet.
+
+    They form their torch.distributed group there.
+    """
+    for port in random.sample(RENDEZVOUS_PORTS, 50):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return get_address(), port
+    raise ActorError(
+        f"no free port between {RENDEZVOUS_PORTS.start} and {RENDEZVOUS_PORTS.stop} in 50 tries"
+    )
 
 
 async def gather_replies(*replies: Awaitable[Any]) -> list[Any]:

@@ -8,11 +8,7 @@ Before any unpickling both sides prove knowledge of the endpoint's secret: each 
 the challenges of both sides. The secret itself never travels, and a recorded handshake cannot be
 replayed because the challenges are random.
 
-Frame layout (little endian, 64-bit):
-
-    request id | body bytes | part count | size of each part | parts, each padded to 8 bytes
-
-The first part is a pickle (protocol 5), the rest are its out-of-band buffers.
+Frame layout (little endian, 64-bit): request id | body bytes | body, a pickle (protocol 5).
 """
 
 import asyncio
@@ -37,7 +33,6 @@ KEEPALIVE_TIMEOUT_S = 20
 """Time without a sign of life after which TCP gives up a connection."""
 _KEEPALIVE_PROBES = 4
 _BUFFER_BYTES = 1 << 20
-_ALIGNMENT = 8
 _SECRET_BYTES = _CHALLENGE_BYTES = _PROOF_BYTES = 32
 _FRAME_HEADER = struct.Struct("<QQ")
 
@@ -114,8 +109,8 @@ class RpcServer:
         except (OSError, EOFError):
             return  # the client disconnected
 
-    async def _handle_request(self, request_id: int, body: memoryview) -> bytes:
-        return _encode_frame(request_id, (True, await self._handler(_decode_message(body))))
+    async def _handle_request(self, request_id: int, body: bytes) -> bytes:
+        return _encode_frame(request_id, (True, await self._handler(pickle.loads(body))))
 
     def _send_reply(
         self, writer: asyncio.StreamWriter, request_id: int, request: "asyncio.Task[bytes]"
@@ -140,7 +135,7 @@ class RpcConnection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
         self._request_ids = itertools.count()
-        self._pending_replies: dict[int, asyncio.Future[memoryview]] = {}
+        self._pending_replies: dict[int, asyncio.Future[bytes]] = {}
         self.is_open = True
         self._reader_task = asyncio.create_task(self._receive_replies(reader))
         self._reader_task.add_done_callback(self._fail_pending)
@@ -193,7 +188,7 @@ class RpcConnection:
             raise DeadlineError(f"{call_name}: no answer within {timeout_s:g} s") from None
         finally:
             del self._pending_replies[request_id]
-        is_result, value = _decode_message(body)
+        is_result, value = pickle.loads(body)
         if is_result:
             return value
         if isinstance(value, str):
@@ -263,30 +258,14 @@ def _compute_proof(secret: bytes, side: bytes, challenges: bytes) -> bytes:
 
 def _encode_frame(request_id: int, message: object) -> bytes:
     """Pickle a message into a frame, see the layout in the module docstring."""
-    buffers: list[pickle.PickleBuffer] = []
-    pickled = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
-    parts = [pickled, *(buffer.raw() for buffer in buffers)]
-    body: list[Any] = [struct.pack(f"<{1 + len(parts)}Q", len(parts), *map(len, parts))]
-    for part in parts:
-        body += [part, bytes(-len(part) % _ALIGNMENT)]
-    return b"".join([_FRAME_HEADER.pack(request_id, sum(map(len, body))), *body])
+    body = pickle.dumps(message, protocol=5)
+    return _FRAME_HEADER.pack(request_id, len(body)) + body
 
 
-async def _read_frame(reader: asyncio.StreamReader) -> tuple[int, memoryview]:
+async def _read_frame(reader: asyncio.StreamReader) -> tuple[int, bytes]:
     """Return the request id and the body of the next frame."""
     request_id, num_bytes = _FRAME_HEADER.unpack(await reader.readexactly(_FRAME_HEADER.size))
-    return request_id, memoryview(await reader.readexactly(num_bytes))
-
-
-def _decode_message(body: memoryview) -> Any:
-    """Unpickle the body of a frame; arrays in the message are views of the body."""
-    (count,) = struct.unpack_from("<Q", body)
-    sizes = struct.unpack_from(f"<{count}Q", body, 8)
-    start, parts = 8 + 8 * count, []
-    for size in sizes:
-        parts.append(body[start : start + size])
-        start += size + -size % _ALIGNMENT
-    return pickle.loads(parts[0], buffers=parts[1:])
+    return request_id, await reader.readexactly(num_bytes)
 
 
 def _to_sendable_error(error: BaseException) -> StreamError | ConfigError | str:
@@ -314,12 +293,10 @@ def _set_keepalive(writer: asyncio.StreamWriter) -> None:
     sock = writer.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     limits = {
-        "TCP_KEEPIDLE": KEEPALIVE_TIMEOUT_S // _KEEPALIVE_PROBES,
-        "TCP_KEEPALIVE": KEEPALIVE_TIMEOUT_S // _KEEPALIVE_PROBES,
-        "TCP_KEEPINTVL": KEEPALIVE_TIMEOUT_S // _KEEPALIVE_PROBES,
-        "TCP_KEEPCNT": _KEEPALIVE_PROBES,
-        "TCP_USER_TIMEOUT": KEEPALIVE_TIMEOUT_S * 1000,
+        socket.TCP_KEEPIDLE: KEEPALIVE_TIMEOUT_S // _KEEPALIVE_PROBES,
+        socket.TCP_KEEPINTVL: KEEPALIVE_TIMEOUT_S // _KEEPALIVE_PROBES,
+        socket.TCP_KEEPCNT: _KEEPALIVE_PROBES,
+        socket.TCP_USER_TIMEOUT: KEEPALIVE_TIMEOUT_S * 1000,
     }
-    for name, value in limits.items():
-        if hasattr(socket, name):  # the constants differ between systems
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    for option, value in limits.items():
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)

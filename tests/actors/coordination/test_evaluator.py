@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamrl.actors.coordination.evaluator import RoundRobinReplicas, RunEvaluator
+from streamrl.actors.coordination.evaluator import RunEvaluator
 from streamrl.actors.coordination.role_actors import RoleActors
 from streamrl.config.run_config import RunConfig
 from streamrl.config.run_settings import ModelConfig, RunSettings
@@ -25,17 +25,6 @@ from streamrl.stream.evaluation.sample_and_score import SampledPrompt
 from streamrl.stream.run_state import PipelineConfig
 from streamrl.telemetry.progress import WorkStatus
 from tests.rollouts import make_rollout
-
-
-def test_round_robin_follows_joining_and_leaving_replicas():
-    role = RoleActors([GENERATE_CALL], ["generator-0", "generator-1"], ["a", "b"])
-    replicas = RoundRobinReplicas(role)
-    assert [replicas.choose_next_replica()[1] for _ in range(3)] == ["a", "b", "a"]
-    role.add_replica("generator-2", "c")
-    assert [replicas.choose_next_replica()[1] for _ in range(4)] == ["b", "c", "a", "b"]
-    role.remove_replica("generator-2")
-    role.remove_replica("generator-0")
-    assert [replicas.choose_next_replica() for _ in range(2)] == [("generator-1", "b")] * 2
 
 
 class Replica:
@@ -80,6 +69,17 @@ def make_config(**settings: Any) -> RunConfig:
         rewards=[RewardConfig("exact")],
         **settings,
     )
+
+
+def test_round_robin_follows_joining_and_leaving_replicas():
+    role = RoleActors([GENERATE_CALL], ["generator-0", "generator-1"], ["a", "b"])
+    evaluator = RunEvaluator(make_config(), role, role, ProgressClock())
+    assert [evaluator.choose_replica(role)[1] for _ in range(3)] == ["a", "b", "a"]
+    role.add_replica("generator-2", "c")
+    assert [evaluator.choose_replica(role)[1] for _ in range(4)] == ["b", "c", "a", "b"]
+    role.remove_replica("generator-2")
+    role.remove_replica("generator-0")
+    assert [evaluator.choose_replica(role) for _ in range(2)] == [("generator-1", "b")] * 2
 
 
 def test_prompts_of_a_generator_that_leaves_are_sampled_by_another():

@@ -155,8 +155,8 @@ def test_joining_replicas_are_placed_started_and_serve(tmp_path: Path):
         assert run.loops[f"run {name}"] == name, "the run watches the replica's loop"
         assert not run.inbox.answers
         run.reply(f"serving {name}")
-    outcome = "generator-2, generator-3 joined, serving version 17"
-    assert run.line == f"done: generators: 2 -> 4 ({outcome})"
+    joined = [f"generator-{i} joined, serving version 17" for i in (2, 3)]
+    assert run.line == f"done: generators: 2 -> 4 ({'; '.join(joined)})"
     assert run.events == [("joined", "generator-2"), ("joined", "generator-3")]
 
 
@@ -170,7 +170,7 @@ def test_replicas_with_the_highest_numbers_leave_and_their_loops_may_end(tmp_pat
     # A replica has left if its loop ends or dies, or after a timeout.
     run.look(after_s=LEAVE_TIMEOUT_S + 1)
     run.look()
-    assert run.line == "done: generators: 3 -> 1 (generator-2, generator-1 left)"
+    assert run.line == "done: generators: 3 -> 1 (generator-2 left; generator-1 left)"
     assert run.registry.removed == ["generator-2", "generator-1"]
 
 

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from streamrl.actors.launch.fork_server import (
-    FORK_LEVELS,
     FORK_VARIABLE,
     MAX_OPEN_FILES,
     _is_forkable,
@@ -45,7 +44,7 @@ fork_server.start_fork_server([base, second, broken, draws, threads])
 print(fork_server.describe_refusal(), flush=True)
 import os
 print(os.environ.get("STREAMRL_FORK_SERVER"), flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 WORKER = """
 import gc, json, os, resource, signal, subprocess, sys
@@ -68,33 +67,42 @@ sys.exit(int(sys.argv[2]) if len(sys.argv) > 2 and sys.argv[2].isdigit() else 0)
 
 
 @contextmanager
-def start_command(code: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
-    """Start a command with a fork server whose sockets are in this environment."""
+def start_command(
+    code: str = COMMAND, **variables: str
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Start a command with a fork server; yield it with the name of its sockets."""
     with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **variables},
     ) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "\n", "the levels did not start"
-            monkeypatch.setenv(SOCKETS_VARIABLE, process.stdout.readline().strip())
-            yield process
+            yield process, process.stdout.readline().strip()
         finally:
             process.kill()
 
 
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory):
-    """Command whose levels also import a module of its own."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # a user's value must not prevent forking
+@pytest.fixture(scope="module")
+def served_sockets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Sockets of a command whose levels also import a module of its own."""
     folder = tmp_path_factory.mktemp("modules")
     (folder / "draws_an_id.py").write_text("import ray; ray.ObjectID.from_random()")
     (folder / "starts_a_thread.py").write_text(
         "import threading, time\n"
         "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(folder))
-    with start_command(COMMAND, monkeypatch) as process:
-        yield process
+    # A user's number of threads must not prevent forking.
+    with start_command(PYTHONPATH=str(folder), OMP_NUM_THREADS="2") as (_, sockets):
+        yield sockets
+
+
+@pytest.fixture
+def command(served_sockets: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `fork_worker` find the command of this file."""
+    monkeypatch.setenv(SOCKETS_VARIABLE, served_sockets)
 
 
 @pytest.fixture
@@ -250,24 +258,25 @@ def test_without_a_fork_server_a_worker_is_left_to_ray(
 
 @pytest.mark.parametrize("sent_signal", [signal.SIGKILL, signal.SIGTERM])
 def test_levels_and_workers_die_with_the_command(
-    command, worker: str, tmp_path: Path, sent_signal: signal.Signals
+    worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent_signal: signal.Signals
 ):
     out = tmp_path / "state.json"
-    assert fork_worker(ray_arguments(worker, str(out), "stay"))
-    state = read_worker_state(out)
-    assert psutil.pid_exists(state["pid"])
-    started = psutil.Process(command.pid).children(recursive=True)
-    assert {state["pid"], state["parent"]} <= {process.pid for process in started}
-    command.send_signal(sent_signal)
-    command.wait(10)
-    _, alive = psutil.wait_procs(started, timeout=10)
-    assert not alive
+    with start_command() as (command, sockets):
+        monkeypatch.setenv(SOCKETS_VARIABLE, sockets)
+        assert fork_worker(ray_arguments(worker, str(out), "stay"))
+        state = read_worker_state(out)
+        started = psutil.Process(command.pid).children(recursive=True)
+        assert {state["pid"], state["parent"]} <= {process.pid for process in started}
+        command.send_signal(sent_signal)
+        command.wait(10)
+        _, alive = psutil.wait_procs(started, timeout=10)
+        assert not alive
 
 
 def run_command(code: str, **variables: str) -> list[str]:
     """Return the lines that a command prints if it exits before its sleep."""
     env = {name: value for name, value in os.environ.items() if name != SOCKETS_VARIABLE}
-    code = code.replace("time.sleep(60)", "")
+    code = code.replace("time.sleep(600)", "")
     words = [sys.executable, "-c", code]
     return subprocess.check_output(
         words, env={**env, **variables}, text=True, timeout=120
@@ -281,7 +290,8 @@ def test_levels_start_after_threads_and_imports_in_the_command(
         "import ray, threading, time; ray.remote(int)\n"
         "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
     )
-    with start_command(before + COMMAND, monkeypatch):
+    with start_command(before + COMMAND) as (_, sockets):
+        monkeypatch.setenv(SOCKETS_VARIABLE, sockets)
         out = tmp_path / "state.json"
         assert fork_worker(ray_arguments(worker, str(out)))
         assert read_worker_state(out)["parent"]
@@ -309,13 +319,9 @@ def test_dead_levels_are_a_note_and_can_be_restarted():
     assert restarted == "True True"
 
 
-def test_a_nested_command_keeps_the_levels_of_its_parent():
+def test_a_command_without_a_fork_server_does_not_use_that_of_an_enclosing_one():
     around = {SOCKETS_VARIABLE: "streamrl-of-another", FORK_VARIABLE: "0"}
     assert run_command(COMMAND, **around) == ["", "None"]
-
-
-def test_the_fork_server_can_be_disabled():
-    assert run_command(COMMAND, **{FORK_VARIABLE: "0"}) == ["", "None"]
 
 
 @pytest.mark.slow
@@ -357,8 +363,3 @@ with start_local_ray(2, 200 << 20):
 def test_ray_restarts_an_actor_whose_level_was_killed():
     # The output also has Ray's messages about the death.
     assert "True" in run_command(KILLED_LEVEL)
-
-
-def test_every_level_forks_from_one_before_it():
-    for i, level in enumerate(FORK_LEVELS):
-        assert level.parent in {"", *(earlier.name for earlier in FORK_LEVELS[:i])}

@@ -49,16 +49,6 @@ async def test_messages_of_any_size_arrive_complete(size: int):
     assert reply["b"][1] == "c"
 
 
-async def test_arrays_arrive_aligned():
-    arrays = [np.arange(n, dtype=np.int64) for n in (1, 2, 3)]
-    odd = [np.zeros(n, np.int8) for n in (1, 5, 7)]
-    mixed = [item for pair in zip(odd, arrays, strict=True) for item in pair]
-    async with connected() as connection:
-        reply = await connection.call(mixed, "echo")
-    assert all(array.flags.aligned for array in reply)
-    assert [array.tolist() for array in reply] == [array.tolist() for array in mixed]
-
-
 async def test_replies_arrive_in_order_of_completion():
     gates = [asyncio.Event() for _ in range(3)]
 
@@ -207,7 +197,7 @@ async def test_messages_from_unauthenticated_peers_are_never_unpickled():
         await asyncio.sleep(0.05)
         writer.close()
     assert MARKS == []
-    rpc._decode_message(memoryview(rpc._encode_frame(0, Marked()))[rpc._FRAME_HEADER.size :])
+    pickle.loads(rpc._encode_frame(0, Marked())[rpc._FRAME_HEADER.size :])
     assert MARKS == ["read"], "an unpickled message would have left its mark"
 
 
