@@ -233,7 +233,7 @@ def test_actors_with_weights_stay_on_the_node_of_shared_memory_after_scaling_and
         assert registry.describe_demand("generator").startswith(
             f"asks for 1 CPU slots {condition}; "
         )
-        assert registry.describe_demand("reward").startswith("asks for 1 CPU slot; ")
+        assert registry.describe_demand("reward").startswith("asks for 1 CPU slots; ")
 
         actor = registry.actors[generator]
         pid = ray.get(actor.__ray_call__.remote(lambda _: psutil.Process().pid))

@@ -245,18 +245,12 @@ def check_startup(figures: Figures) -> None:
     assert is_measured(figures["plain_start_s"], figures["plain_start_processor_s"])
 
 
-QUICK = (
-    *(check_control, check_data, check_filtering, check_memory, check_overlap, check_planner),
-    *(check_published, check_queue),
-    *(check_nemo_fit, check_verl_fit, check_resharding, check_rewards, check_schedule),
-    *(check_loading, check_packing, check_simulator),
-)
-
-
+QUICK = (check_control, check_resharding, check_simulator)
 RAY_QUEUE = "ray_queue_batch"
 LONG = (
-    *(check_data, check_loading, check_memory, check_overlap, check_packing, check_queue),
-    check_rewards,
+    *(check_data, check_filtering, check_loading, check_memory, check_overlap, check_packing),
+    *(check_planner, check_published, check_queue, check_nemo_fit, check_verl_fit, check_rewards),
+    check_schedule,
 )
 """Benchmarks that take ten seconds or more."""
 MORE_OPTIONS = {
@@ -306,7 +300,7 @@ WITH_ENGINES = (
     *(check_trl, check_updates, check_weights),
 )
 """Benchmarks that start vLLM: most of a minute of one core for each run."""
-CHECKS = (*QUICK, *WITH_ENGINES)
+CHECKS = (*QUICK, *LONG, *WITH_ENGINES)
 
 
 def get_module(check: Callable[[Figures], None]) -> str:
@@ -327,10 +321,7 @@ def test_every_benchmark_has_a_test_of_its_quick_form():
 
 @pytest.mark.parametrize(
     "check",
-    [
-        pytest.param(check, marks=[pytest.mark.slow] * (check in (*LONG, *WITH_ENGINES)))
-        for check in CHECKS
-    ],
+    [pytest.param(check, marks=[pytest.mark.slow] * (check not in QUICK)) for check in CHECKS],
     ids=get_module,
 )
 def test_a_benchmark_runs_in_its_quick_form(check: Callable[[Figures], None]):

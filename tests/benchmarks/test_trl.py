@@ -1,9 +1,7 @@
 """The benchmark against TRL: equal settings, figures, and failures of a side."""
 
-import contextlib
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,18 +61,6 @@ def test_figures_leave_the_first_steps_out(tmp_path: Path):
     assert figures["tokens_per_s"] == 50.0
 
 
-def test_figures_count_the_load_of_other_programs(tmp_path: Path):
-    steps = [Step(time.time() + i, 1.0, 100.0, 0.5) for i in range(3)]
-    launch = Launch([sys.executable, "-c", WORKS.format(1.0)], lambda: steps)
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
-        try:
-            figures = play(launch, tmp_path)
-        finally:
-            busy.kill()
-    assert figures["load_before"] >= 0.0
-    assert min(figures["other_cores_before"], figures["other_cores"]) > 0.1
-
-
 def test_ratios_are_ours_over_trls_round_by_round():
     names = ("step_s", "step_s_mean", "tokens_per_s", "start_s", "cpu_step_s")
     peer = dict.fromkeys((*names, "peak_rss_mb", "peak_pss_mb"), 4.0)
@@ -97,19 +83,6 @@ def test_a_failed_or_short_run_is_an_error_with_its_last_line(
         play(python(program), tmp_path)
 
 
-@pytest.mark.slow
-def test_a_side_that_hangs_is_killed_with_its_children(tmp_path: Path):
-    child = "import time; time.sleep(600)"
-    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    with pytest.raises(RunError, match=r"made 0 of 3 steps in --deadline=3 s"):
-        play(python(program), tmp_path, deadline_s=3.0)
-    commands = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            commands += process.cmdline()
-    assert child not in commands
-
-
 def test_a_failure_of_either_side_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -119,27 +92,6 @@ def test_a_failure_of_either_side_is_one_line(
     captured = capsys.readouterr()
     assert (exit_info.value.code, captured.out) == (1, "")
     assert captured.err.splitlines()[-1] == "trl: long_tailed: streamrl: exit code 1: no room"
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["--steps", "5"], "--steps=5: must be at least 6, 2 behind --warm-up"),
-        (["--rounds", "0"], "argument --rounds: 0: must be a whole number, 1 or more"),
-        (["--warm-up", "x"], "argument --warm-up: x: must be a whole number, 1 or more"),
-        (["--max-staleness", "-1"], "argument --max-staleness: -1: must be a whole number, 0"),
-        (["--python", "/no/python"], "/no/python is missing: `make parity-env` builds it"),
-    ],
-)
-def test_a_bad_argument_is_one_clear_line(
-    words: list[str], line: str, capsys: pytest.CaptureFixture[str]
-):
-    with pytest.raises(SystemExit) as exit_info:
-        trl.main(words)
-    captured = capsys.readouterr()
-    assert (exit_info.value.code, captured.out) == (2, "")
-    assert captured.err.startswith(f"trl: {line} ")
-    assert captured.err.count("\n") == 1
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from examples.arithmetic import make, training
 from examples.arithmetic.problems import make_rows
 from examples.toy_models.building import Build
 from examples.toy_models.rows import Row, get_question
-from examples.toy_models.small_qwen2 import make_tokenizer
 from tests.examples.builds import SHORT_RECIPE, check_split
 
 
@@ -52,17 +51,6 @@ def test_worked_solutions_end_on_the_answer_unless_there_is_a_slip():
     assert training.write_solution(row, rng, 0.0) == "12-3=9"
     assert training.parse_answer("12-3=9") == 9
     assert training.parse_answer("12-3") is None
-
-
-def test_the_tokenizer_is_one_token_per_character_and_reads_back():
-    tokenizer = make_tokenizer()
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "7+5-3"}], add_generation_prompt=True, tokenize=False
-    )
-    assert text == "<bos>7+5-3="
-    ids = tokenizer(text).input_ids
-    assert len(ids) == 7
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "7+5-3="
 
 
 def test_a_build_is_complete_and_is_not_made_twice(

@@ -3,20 +3,14 @@
 import random
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
-from torch import Tensor
-from torch.nn.functional import one_hot
 
 from examples.calculator import make, training
 from examples.calculator.calculator import Calculator
 from examples.calculator.problems import make_rows
-from examples.toy_models.demonstrations import encode_conversations, measure_likeliest
 from examples.toy_models.rows import get_question
-from examples.toy_models.small_qwen2 import TURNS_TEMPLATE, make_tokenizer
 from streamrl.config.run_config import load_config
 from streamrl.environments.hosts.user_class import load_user_class
 from streamrl.environments.interface import CallOutcome, EpisodeSummary
@@ -122,34 +116,11 @@ def test_the_recipe_finds_the_calls_of_the_demonstrations():
     assert call.arguments == {"expression": "347*86"}
 
 
-def test_measured_episodes_answer_calls_and_end_with_an_answer():
-    assert training.answer_call("<call>347*86</call>") == {"role": "tool", "content": "29842"}
-    assert training.answer_call("29842") is None
-    refused = training.answer_call("<call>347*x</call>")
-    assert refused is not None and "only whole numbers" in refused["content"]
-
-
 def test_a_build_is_complete_and_its_rows_load(tmp_path: Path):
     measured = check_turns_build(
         "calculator", partial(make.write_contents, recipe=SHORT_RECIPE), tmp_path
     )
     assert measured.keys() == {"called", "called_right", "solved", "likeliest"}
-
-
-def test_the_likeliest_text_is_wrong_if_a_single_digit_is():
-    tokenizer = make_tokenizer(chat_template=TURNS_TEMPLATE)
-    row = make_rows(seed=0)["eval"][0]
-    shown, other = training.solve(row), training.write_call(row, get_question(row), "12345")
-    ids, _ = encode_conversations([shown], tokenizer)
-
-    def model(input_ids: Tensor, **_: object) -> SimpleNamespace:
-        """Predict the tokens of `shown`, whatever is written."""
-        logits = one_hot(ids.roll(-1, 1), len(tokenizer)).expand(len(input_ids), -1, -1)
-        return SimpleNamespace(logits=logits)
-
-    fake: Any = SimpleNamespace(eval=lambda: model)
-    assert measure_likeliest(fake, tokenizer, [shown, shown]) == 1
-    assert measure_likeliest(fake, tokenizer, [shown, other]) == 0.5
 
 
 @pytest.mark.slow

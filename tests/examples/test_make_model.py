@@ -46,10 +46,3 @@ def test_a_conversation_that_the_model_cannot_learn_is_refused_by_its_line(
     path = write_demonstrations(tmp_path / "demos.jsonl", messages)
     with pytest.raises(SystemExit, match=rf"demos.jsonl:{NUM_HELD_OUT + 1025}: .*{problem}"):
         read_conversations(path)
-
-
-def test_too_few_conversations_are_refused(tmp_path: Path):
-    path = tmp_path / "demos.jsonl"
-    path.write_text(write_demonstrations(path).read_text()[:1000].rpartition("\n")[0])
-    with pytest.raises(SystemExit, match="lines; needs 1024 or more"):
-        read_conversations(path)
