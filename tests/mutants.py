@@ -334,6 +334,36 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/rewards/kinds/test_judge.py -k redacted",
     ),
     # environments
+    Mutant(
+        "environments/episodes/driver.py",
+        "if len(episodes) < min(min_episodes or len(seeds), len(seeds)):",
+        "if not episodes:",
+        "tests/environments/episodes/test_driver.py -k trained_without_failed_episodes",
+    ),
+    Mutant(
+        "environments/episodes/episode.py",
+        "if not np.array_equal(sampled.token_ids[:start], self.token_ids):",
+        "if len(sampled.token_ids) < start:",
+        "tests/environments/episodes/test_driver.py -k does_not_continue_the_episode",
+    ),
+    Mutant(
+        "environments/episodes/decode_slots.py",
+        "if granted.done() and not granted.cancelled():",
+        "if granted.cancelled():",
+        "tests/environments/episodes/test_decode_slots.py",
+    ),
+    Mutant(
+        "environments/rendering/turn_renderer.py",
+        "is_closed = last in self.end_token_ids or last == bridge.token_ids[closing]",
+        "is_closed = last == bridge.token_ids[closing]",
+        "tests/environments/rendering/test_turn_renderer.py -k generation_config",
+    ),
+    Mutant(
+        "environments/tool_calls/marked_turn.py",
+        "return self.text.rfind(code) + 1 if code else 0",
+        "return 0",
+        "tests/environments/tool_calls/test_call_formats.py -k format_of_a_family",
+    ),
     # data, telemetry
     Mutant(
         "data/guarded_text.py",
