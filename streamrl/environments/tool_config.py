@@ -29,7 +29,7 @@ class ToolConfig:
         MCP server).
     command: for mcp, the command that starts a server which talks over stdin and stdout, as a list.
     env: for a command, names of the environment variables that the server inherits besides PATH,
-        HOME and LANG.
+        HOME, LANG, LOGNAME, SHELL, TERM and USER.
     share: for a command, use the server of an ended episode for a later one. Otherwise each episode
         has a server of its own.
     url: for mcp, the address of a server with streamable HTTP, instead of a command.

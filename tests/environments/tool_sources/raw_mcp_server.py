@@ -30,8 +30,8 @@ def call(name, arguments):
         time.sleep(arguments["seconds"])
         return "slept"
     if name == "breed":
-        # An orphan in a session of its own, which no process group and no parent leads to.
-        code = "import os; os.setsid(); os.fork() and os._exit(0); print(os.getpid(), flush=True)"
+        # An orphan, which no parent leads to.
+        code = "import os; os.fork() and os._exit(0); print(os.getpid(), flush=True)"
         command = [sys.executable, "-S", "-c", f"{code}; import time; time.sleep(600)"]
         orphan = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert orphan.stdout is not None
@@ -71,7 +71,7 @@ def main():
             response["result"] = answer(request)
         except LookupError as error:
             response["error"] = {"code": -32601, "message": f"no method {error}"}
-        data = json.dumps(response).replace("\\ue000", "\\ud800").encode()
+        data = json.dumps(response).encode()
         sys.stdout.buffer.write(data.replace(b"\\ue001", b"\xff") + b"\n")
         sys.stdout.buffer.flush()
 
