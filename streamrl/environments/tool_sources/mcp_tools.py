@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 300.0
 """Longest silence of a server on an open connection; calls have deadlines of their own."""
+CLOSE_TIMEOUT_S = 4.0
 SHOW_PID = 'echo $$ >&2; exec "$0" "$@"'
 """Shell script that becomes its arguments; the first line of stderr is the pid of their process."""
 MAX_ERROR_BYTES = 4096
@@ -244,7 +245,10 @@ class McpSession:
         self._closing.set()
         if self._client is None:
             self._owner.cancel()
-        await asyncio.wait({self._owner})
+        _, late = await asyncio.wait({self._owner}, timeout=CLOSE_TIMEOUT_S)
+        for owner in late:  # a server at a URL does not answer the last message
+            owner.cancel()
+            await asyncio.wait({owner}, timeout=CLOSE_TIMEOUT_S)
 
 
 def format_content(result: "CallToolResult") -> str:
