@@ -26,7 +26,7 @@ ADAPTER_CLASSES: Mapping[str, str] = {
 PATH_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "gymnasium": ("actions", "observation"),
     "textarena": ("actions", "observation", "opponent"),
-    "textworld": ("actions", "observation", "game", "folder"),
+    "textworld": ("actions", "observation", "game"),
     "openenv": ("observation",),
 }
 """Options of each kind whose text is a path or file.py:function."""

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from streamrl.environments.adapters.row_options import ROW_KEY
-from streamrl.environments.adapters.text_game import TextGame
+from streamrl.environments.adapters.text_game import ROW_KEY, TextGame
 from streamrl.errors import ConfigError
 from streamrl.files.optional_package import import_optional
 
@@ -100,9 +99,9 @@ class GymnasiumEnvironment(TextGame):
         if ":" in name and name != self._options["id"]:
             raise ConfigError(f"extra_info.{ROW_KEY}.id={name}: a row names no module")
         try:
-            spec = _find_spec(name)
+            spec, has_text = _find_spec(name)
             settings = {"disable_env_checker": True, **options["make"]}
-            if TEXT_RENDER_MODE in _list_render_modes(spec):
+            if has_text:
                 settings.setdefault("render_mode", TEXT_RENDER_MODE)
             self._game = gymnasium.make(spec, **settings)
         except gymnasium.error.Error as error:
@@ -162,21 +161,21 @@ class GymnasiumEnvironment(TextGame):
         return f" Reply with an integer from {first} to {first + int(space.n) - 1}."
 
 
-def _find_spec(name: str) -> Any:
-    """Return the EnvSpec of a name or module:name; importing the module registers the name."""
+def _find_spec(name: str) -> tuple[Any, bool]:
+    """Return the EnvSpec of a name or module:name, and whether it renders text.
+
+    Importing the module registers the name.
+    """
     module, _, name = name.rpartition(":")
     if module:
         importlib.import_module(module)
-    return import_package("gymnasium").spec(name)
-
-
-def _list_render_modes(spec: Any) -> list[str]:
+    spec = import_package("gymnasium").spec(name)
     creator = spec.entry_point
     if isinstance(creator, str):
-        registration = import_package("gymnasium.envs.registration")
-        creator = registration.load_env_creator(creator)
+        creator = import_package("gymnasium.envs.registration").load_env_creator(creator)
     # A function that makes the environment has no metadata.
-    return list(creator.metadata.get("render_modes", ())) if hasattr(creator, "metadata") else []
+    modes = creator.metadata.get("render_modes", ()) if hasattr(creator, "metadata") else ()
+    return spec, TEXT_RENDER_MODE in modes
 
 
 def _to_action(value: Any, space: Any) -> Any:

@@ -22,8 +22,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from streamrl.environments.adapters.option_function import load_option_function
-from streamrl.environments.adapters.row_options import merge_row_options
+from streamrl.environments.adapters.text_game import load_option_function, merge_row_options
 from streamrl.environments.interface import CallOutcome, Reply, ToolSchema, Turn
 from streamrl.environments.tool_calls.reply_text import replace_surrogates
 from streamrl.environments.tool_calls.strict_json import check_encodable, parse_json_at
@@ -33,17 +32,14 @@ from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError
 from streamrl.files.bounded_read import MIB
 from streamrl.files.optional_package import import_optional
 from streamrl.messages import Prompt
-from streamrl.user_code.checks import format_value
 from streamrl.user_code.service_gate import is_outage
 
 import_package = partial(import_optional, setting="environment.kind=openenv", extra="openenv")
-SCHEMES = ("ws", "wss")
 MAX_MESSAGE_BYTES = 16 * MIB
 CONNECT_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 2.0
-FIRST_PAUSE_S = 0.1
-LONGEST_PAUSE_S = 2.0
-"""Pauses between connections to a server at capacity: the first, doubled up to the longest, s."""
+LONGEST_PAUSE_S = 0.5
+"""Longest pause between connections to a server at capacity, s."""
 NORMAL_CLOSURE = 1000
 VALIDATION_ERROR, CAPACITY_REACHED = "VALIDATION_ERROR", "CAPACITY_REACHED"
 NO_ACTION = (VALIDATION_ERROR, "EXECUTION_ERROR")
@@ -80,7 +76,7 @@ class OpenEnvEnvironment:
         wait_s: float = 50.0,
     ) -> None:
         address = urlsplit(url)
-        if address.scheme not in SCHEMES or not address.hostname:
+        if address.scheme not in ("ws", "wss") or not address.hostname:
             raise ConfigError(
                 f"environment.options.url={url}: must be ws://HOST:PORT/PATH, or wss://"
             )
@@ -88,13 +84,12 @@ class OpenEnvEnvironment:
         self._host, self._port = address.hostname, address.port
         action = {"field": "message"} if action is None else action
         self._field = "" if action == {"json": True} else _read_field("action", action)
-        self._observation_field = ""
-        self._observation_function: Callable[..., Any] | None = None
+        self._describe: Callable[..., Any] = _format_observation
         if isinstance(observation, Mapping):
-            self._observation_field = _read_field("observation", observation)
+            self._describe = partial(self._show_field, _read_field("observation", observation))
         elif observation:
-            self._observation_function = load_option_function(
-                observation, option="observation", parameters=("observation",), gives_text=True
+            self._describe = load_option_function(
+                observation, option="observation", parameters=("observation",)
             )
         self._instructions = instructions
         self._options = {"reset": reset or {}, "seed": seed}
@@ -132,9 +127,7 @@ class OpenEnvEnvironment:
         return tools
 
     async def reset(self, row: Prompt, seed: int) -> str | None:
-        options = merge_row_options(row, self._options, allowed=("reset", "seed"))
-        if options["seed"] is None:
-            options["seed"] = seed
+        options = merge_row_options(row, seed, self._options, allowed=("reset", "seed"))
         data = {"seed": options["seed"], **options["reset"]}
         result = self._read_result(await self._open({"type": "reset", "data": data}))
         texts = [self._instructions, self._describe(result["observation"])]
@@ -184,21 +177,21 @@ class OpenEnvEnvironment:
     async def _open(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Connect and return the answer to the first message; wait while the server is full."""
         loop = asyncio.get_running_loop()
-        deadline, pause_s = loop.time() + self._wait_s, FIRST_PAUSE_S
+        deadline = loop.time() + self._wait_s
         while True:
             await self._connect()
             answer = await self._exchange(message, is_first=True)
             if answer["data"].get("code") != CAPACITY_REACHED:
                 return answer
             await self.close()
+            # Without chance, all that wait would come back at the same moment.
+            pause_s = LONGEST_PAUSE_S * random.uniform(0.2, 1.0)
             if loop.time() + pause_s > deadline:
                 raise EpisodeError(
                     f"{self._url}: at capacity for {self._wait_s:g} s (wait_s); raise the server's"
                     " max_concurrent_envs, or lower environment.open_episodes"
                 )
-            # Without chance, all that wait would come back at the same moment.
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            await asyncio.sleep(pause_s)
 
     async def _connect(self) -> None:
         client = import_package("websockets.asyncio.client")
@@ -245,12 +238,9 @@ class OpenEnvEnvironment:
             # Without a closing frame the server, or the way to it, is gone.
             kind = EpisodeError if error.rcvd is not None else EpisodeOutageError
             raise kind(f"{self._url}: connection lost: {error}") from error
-        try:
-            answer = json.loads(text)
-        except ValueError as error:
-            raise EpisodeError(f"{self._url}: sent no JSON: {error}") from error
+        answer = json.loads(text)
         if not (isinstance(answer, dict) and isinstance(answer.get("data"), dict)):
-            raise EpisodeError(f"{self._url}: not OpenEnv's protocol: {format_value(text)}")
+            raise EpisodeError(f"{self._url}: not OpenEnv's protocol: {text!r:.200}")
         return answer
 
     def _read_result(self, answer: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -272,24 +262,29 @@ class OpenEnvEnvironment:
         check_encodable(action)
         return action  # type: ignore[no-any-return]
 
-    def _describe(self, observation: Mapping[str, Any]) -> str:
-        if self._observation_function is not None:
-            return str(self._observation_function(observation))
-        value: Any = {name: entry for name, entry in observation.items() if name != "metadata"}
-        if self._observation_field:
-            if self._observation_field not in observation:
-                raise EpisodeError(
-                    f"environment.options.observation={self._observation_field}: {self._url} sent"
-                    f" {', '.join(observation) or 'no fields'}"
-                )
-            value = observation[self._observation_field]
-        elif value.keys() == CALL_FIELDS:
-            value = _read_content(value["result"])
-        elif len(value) == 1 and isinstance(only := next(iter(value.values())), str):
-            value = only
-        if isinstance(value, str):
-            return value
-        return json.dumps(value, ensure_ascii=False) if value not in ({}, None) else ""
+    def _show_field(self, name: str, observation: Mapping[str, Any]) -> str:
+        if name not in observation:
+            raise EpisodeError(
+                f"environment.options.observation={name}: {self._url} sent"
+                f" {', '.join(observation) or 'no fields'}"
+            )
+        return _format_value(observation[name])
+
+
+def _format_observation(observation: Mapping[str, Any]) -> str:
+    """Return the content of a tool's result, the only text, or all fields as JSON."""
+    value: Any = {name: entry for name, entry in observation.items() if name != "metadata"}
+    if value.keys() == CALL_FIELDS:
+        return _format_value(_read_content(value["result"]))
+    if len(value) == 1 and isinstance(only := next(iter(value.values())), str):
+        return only
+    return _format_value(value)
+
+
+def _format_value(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False) if value not in ({}, None) else ""
 
 
 def _make_schema(tool: Any) -> ToolSchema:

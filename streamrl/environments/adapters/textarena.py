@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from streamrl.environments.adapters.option_function import load_option_function
-from streamrl.environments.adapters.private_globals import PrivateGlobals
-from streamrl.environments.adapters.text_game import TextGame
-from streamrl.errors import ConfigError, EpisodeError
+from streamrl.environments.adapters.text_game import (
+    PrivateGlobals,
+    TextGame,
+    load_option_function,
+)
+from streamrl.errors import ConfigError
 from streamrl.files.optional_package import import_optional
-from streamrl.user_code.checks import format_value
 
 import_package = partial(import_optional, setting="environment.kind=textarena", extra="textarena")
 LEGAL_ACTIONS = re.compile(
@@ -60,8 +61,6 @@ class TextArenaEnvironment(TextGame):
     ) -> None:
         if players not in (1, 2):
             raise ConfigError(f"environment.options.players={players}: must be 1 or 2")
-        if opponent and players == 1:
-            raise ConfigError("environment.options.opponent: needs environment.options.players=2")
         super().__init__(
             {"id": id, "make": make or {}, "player": player, "seed": seed},
             observation=observation,
@@ -93,17 +92,12 @@ class TextArenaEnvironment(TextGame):
             textarena = import_package("textarena")
             try:
                 self._game = textarena.make(name, **options["make"])
-            # SyntaxError: some games need Python 3.12.
-            except (ValueError, ImportError, SyntaxError) as error:
-                raise ConfigError(f"environment.options.id={name}: {error}") from error
-            try:
                 self._game.reset(num_players=self._players, seed=seed)
-            except AssertionError as error:
-                raise ConfigError(
-                    f"environment.options.players={self._players}: {name}: {error}"
-                ) from error
-        if self._let_opponent_play():
-            raise EpisodeError(f"{name}: the game was over before the policy's first turn")
+            # SyntaxError: some games need Python 3.12. AssertionError: another number of players.
+            except (ValueError, ImportError, SyntaxError, AssertionError) as error:
+                place = f"environment.options.id={name}, players={self._players}"
+                raise ConfigError(f"{place}: {error}") from error
+        self._let_opponent_play()
         messages = self._take_messages()
         if self._players > 1 and self._opponent is draw_legal_action:
             # Otherwise an opponent without actions would be noticed in the middle of a run.
@@ -120,18 +114,12 @@ class TextArenaEnvironment(TextGame):
     def _let_opponent_play(self) -> bool:
         """Play until it is the policy's turn; return whether the game is over."""
         while self._game.state.current_player_id != self._player:
-            sender = self._game.state.current_player_id
             messages = self._take_messages()
             if self._opponent is draw_legal_action:
                 # The policy's words could hold a list of actions that are not legal.
                 messages = [message for message in messages if message[0] < 0]
             self._read_by_opponent.append(format_messages(messages, self._game.state.role_mapping))
             action = self._opponent("\n\n".join(self._read_by_opponent), self._rng)
-            if not isinstance(action, str):
-                raise EpisodeError(
-                    f"environment.options.opponent: returned {format_value(action)}, not text,"
-                    f" as player {sender}"
-                )
             if self._move(action):
                 return True
         return False

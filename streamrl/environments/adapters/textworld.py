@@ -1,18 +1,12 @@
-"""Adapter of TextWorld: games from files, or made with given properties."""
+"""Adapter of TextWorld: games from files."""
 
-import fcntl
-import hashlib
-import json
 import re
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from streamrl.environments.adapters.private_globals import PrivateGlobals
-from streamrl.environments.adapters.text_game import TextGame
+from streamrl.environments.adapters.text_game import PrivateGlobals, TextGame
 from streamrl.environments.interface import Message
 from streamrl.errors import ConfigError, EpisodeError
 from streamrl.files.optional_package import import_optional
@@ -21,15 +15,6 @@ from streamrl.messages import Prompt
 import_package = partial(import_optional, setting="environment.kind=textworld", extra="textworld")
 GAME_SUFFIX = re.compile(r"\.z[1-8]")
 """Suffix of games of the Z-machine; TextWorld 1.7 plays no others as text."""
-MAKE_OPTIONS = {
-    "world_size": "nb_rooms",
-    "nb_objects": "nb_objects",
-    "quest_length": "quest_length",
-    "quest_breadth": "quest_breadth",
-    "nb_parallel_quests": "nb_parallel_quests",
-}
-"""Properties of a made game, with the attribute of textworld.GameOptions."""
-DEFAULT_FOLDER = "~/.cache/streamrl/textworld"
 STATUS_LINE = re.compile(r"\s*>?[ ]{20,}[^\n]*\Z|\s*>\s*\Z")
 """End of the interpreter's output: its prompt, and a line with place, score and moves."""
 MAX_COMMAND_CHARS = 120
@@ -54,23 +39,18 @@ class TextWorldEnvironment(TextGame):
     Games that neither TextWorld has made nor Jericho knows have no score: all rewards are 0.
 
     game: file .z1 to .z8, with its .json for games that TextWorld has made.
-    make: properties of a game to make instead: world_size (rooms), nb_objects, quest_length,
-        quest_breadth, nb_parallel_quests and seed, without which each prompt has a game of its own.
-    folder: where made games are kept. Making one takes about ten seconds, once.
     admissible_commands: list the commands that do something in each observation. Games that
         TextWorld has made only.
     actions: function as file.py:function. By default the last line of a reply is the command.
     observation: function as file.py:function, which gets textworld.core.GameState.
     """
 
-    row_options = ("game", "make", "seed")
+    row_options = ("game", "seed")
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         *,
         game: str = "",
-        make: Mapping[str, Any] | None = None,
-        folder: str = DEFAULT_FOLDER,
         admissible_commands: bool = False,
         actions: str = "",
         observation: str = "",
@@ -78,12 +58,11 @@ class TextWorldEnvironment(TextGame):
         seed: int | None = None,
     ) -> None:
         super().__init__(
-            {"game": game, "make": make or {}, "seed": seed},
+            {"game": game, "seed": seed},
             observation=observation,
             actions=actions,
             instructions=instructions,
         )
-        self._folder = Path(folder).expanduser()
         self._has_commands = admissible_commands
         self._max_score = 0.0
         self._score = 0.0
@@ -110,7 +89,7 @@ class TextWorldEnvironment(TextGame):
         self._globals = PrivateGlobals(options["seed"])
         with self._globals.hold():
             textworld = import_package("textworld")
-            self._path = self._find_game(options)
+            self._path = self._find_game(options["game"])
             infos = textworld.EnvInfos(
                 objective=True,
                 score=True,
@@ -134,13 +113,7 @@ class TextWorldEnvironment(TextGame):
         gain, self._score = score - self._score, score
         return state, gain / (self._max_score or 1.0), bool(is_over)
 
-    def _find_game(self, options: Mapping[str, Any]) -> Path:
-        """Return the game's file; make it if it does not exist yet."""
-        game, properties = options["game"], options["make"]
-        if bool(game) == bool(properties):
-            raise ConfigError("environment.options: must have either game or make")
-        if properties:
-            return make_game({"seed": options["seed"], **properties}, self._folder)
+    def _find_game(self, game: str) -> Path:
         path = Path(game)
         if not (GAME_SUFFIX.fullmatch(path.suffix) and path.is_file()):
             raise ConfigError(f"environment.options.game={game}: no such file .z1 to .z8")
@@ -174,42 +147,3 @@ class TextWorldEnvironment(TextGame):
         if META_COMMAND.search(command):
             raise ValueError("This command is not part of the game.")
         return command
-
-
-def make_game(properties: Mapping[str, Any], folder: Path) -> Path:
-    """Make a game with these properties, or find it in the folder; return its file.
-
-    properties: MAKE_OPTIONS and seed. Call it with the session's globals held.
-    """
-    textworld = import_package("textworld")
-    unknown = [name for name in properties if name not in {*MAKE_OPTIONS, "seed"}]
-    if unknown:
-        raise ConfigError(
-            f"environment.options.make.{unknown[0]}: the properties of a game are"
-            f" {', '.join([*MAKE_OPTIONS, 'seed'])}"
-        )
-    text = json.dumps([textworld.__version__, dict(sorted(properties.items()))])
-    name = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-    path = folder / f"{name}.z8"
-    folder.mkdir(parents=True, exist_ok=True)
-    with _lock_file(folder / f"{name}.lock"):
-        if not path.is_file():
-            with tempfile.TemporaryDirectory(dir=folder) as build:
-                options = textworld.GameOptions()
-                options.seeds = properties["seed"]
-                for key, attribute in MAKE_OPTIONS.items():
-                    if key in properties:
-                        setattr(options, attribute, properties[key])
-                options.path = str(Path(build) / path.name)
-                textworld.make(options)
-                for suffix in (".json", ".z8"):  # the game last: it shows that both are complete
-                    (Path(build) / f"{name}{suffix}").rename(path.with_suffix(suffix))
-    return path
-
-
-@contextmanager
-def _lock_file(path: Path) -> Iterator[None]:
-    """Exclude other processes from a block; a lock ends with the process that holds it."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

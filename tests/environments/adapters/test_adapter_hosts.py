@@ -76,10 +76,10 @@ def test_an_option_that_an_adapter_does_not_take_is_refused(kind):
 def test_paths_in_options_become_absolute(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     config = EnvironmentConfig(
-        kind="textworld", options={"game": "a.z8", "actions": "b.py:f", "folder": ""}
+        kind="textworld", options={"game": "a.z8", "actions": "b.py:f", "observation": ""}
     )
     config.make_paths_absolute()
-    expected = {"game": f"{tmp_path}/a.z8", "actions": f"{tmp_path}/b.py:f", "folder": ""}
+    expected = {"game": f"{tmp_path}/a.z8", "actions": f"{tmp_path}/b.py:f", "observation": ""}
     assert config.options == expected
 
 

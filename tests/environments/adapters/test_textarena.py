@@ -10,7 +10,7 @@ from streamrl.environments.adapters.textarena import (
     format_messages,
 )
 from streamrl.environments.interface import Turn
-from streamrl.errors import ConfigError, EpisodeError
+from streamrl.errors import ConfigError
 from tests.environments.adapters.rows import make_row, play
 
 OPPONENT = """
@@ -19,9 +19,6 @@ import re
 def first_free(observation, rng):
     board = observation.rpartition("Available Moves")[2]
     return re.findall(r"\\[\\d\\]", board)[0]
-
-def say_nothing(observation, rng):
-    return None
 """
 
 
@@ -143,20 +140,12 @@ def test_other_players_are_named_and_the_game_is_not():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"id": "TicTacTo-v0"}, "id=TicTacTo-v0: "),
-        ({"players": 1}, "players=1: TicTacToe-v0: .*has to be 2"),
+        ({"id": "TicTacTo-v0"}, "id=TicTacTo-v0, "),
+        ({"players": 1}, "id=TicTacToe-v0, players=1: .*has to be 2"),
         ({"players": 3}, "players=3: must be 1 or 2"),
-        ({"players": 1, "opponent": "mine.py:f"}, "opponent: needs environment.options.players=2"),
         ({"player": 2}, "player=2: must be below players=2"),
     ],
 )
 def test_unusable_options_are_refused(options, words):
     with pytest.raises(ConfigError, match=f"^environment.options.{words}"):
         make_tictactoe(**options).reset(make_row(), 0)
-
-
-def test_an_opponent_that_returns_no_text_fails_the_episode(opponent):
-    game = make_tictactoe(opponent=opponent.replace("first_free", "say_nothing"))
-    game.reset(make_row(), 0)
-    with pytest.raises(EpisodeError, match=r"opponent: returned None, not text, as player 1"):
-        play(game, "[4]")

@@ -13,14 +13,6 @@ from tests.environments.adapters.rows import make_row, play
 # TextWorld turns this warning off at its import, pytest on again; Jericho knows other games.
 pytestmark = pytest.mark.filterwarnings("ignore:Game '.*' is not fully supported")
 ARCHIVE = Path(__file__).with_name("textworld_house.tar.xz")
-HOUSE = {
-    "world_size": 2,
-    "nb_objects": 4,
-    "quest_length": 2,
-    "nb_parallel_quests": 2,
-    "seed": 3,
-}
-"""Properties with which the game in the archive was made."""
 WALKTHROUGH = ["go east", "close suitcase", "take latchkey", "unlock safe with latchkey"]
 
 
@@ -110,31 +102,15 @@ def test_sessions_of_one_game_are_kept_apart(house):
         game.close()
 
 
-@pytest.mark.slow
-def test_a_game_is_made_once_from_its_properties(house, tmp_path, monkeypatch):
-    game = TextWorldEnvironment(make={"world_size": 2}, folder=str(tmp_path / "new"))
-    row = make_row(make={key: HOUSE[key] for key in HOUSE if key != "world_size"})
-    start = game.reset(row, 0)
-    assert start == TextWorldEnvironment(game=house).reset(make_row(), 0)
-    (made,) = (tmp_path / "new").glob("*.z8")
-    written = made.stat().st_mtime_ns
-    assert game.reset(row, 0) == start
-    assert made.stat().st_mtime_ns == written
-    assert play_walkthrough(game)[0] == WALKTHROUGH
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, ": must have either game or make"),
-        ({"game": "a.z8", "make": {"seed": 1}}, ": must have either game or make"),
         ({"game": "nowhere.z8"}, ".game=nowhere.z8: no such file"),
         ({"game": __file__}, r".game=.*: no such file .z1 to .z8"),
-        ({"make": {"size": 1}}, ".make.size: the properties of a game are world_size, nb_objects"),
     ],
 )
-def test_unusable_options_are_refused(options, words, tmp_path):
-    game = TextWorldEnvironment(folder=str(tmp_path), **options)
+def test_unusable_options_are_refused(options, words):
+    game = TextWorldEnvironment(**options)
     with pytest.raises(ConfigError, match=f"^environment.options{words}"):
         game.reset(make_row(), 0)
 
