@@ -7,8 +7,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 from msgspec.structs import replace
 
 from streamrl.buffer import QueueConfig, QueueShard, ShardCapacity, StageSchema
-from streamrl.buffer.encoding.column_codec import count_blob_bytes, join_pieces
-from streamrl.buffer.encoding.wire_types import ColumnCommit
+from streamrl.buffer.encoding import ColumnCommit, count_blob_bytes, join_pieces
 from streamrl.buffer.group import ShardState
 from streamrl.buffer.log.segment_file import JournalRecord
 

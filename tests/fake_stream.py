@@ -24,9 +24,9 @@ from streamrl.buffer import (
     StepAssembler,
 )
 from streamrl.buffer.assembly.micro_batch_schedule import UpdatePlan
-from streamrl.buffer.assembly.oversampling import MAX_FACTOR, OversamplingController
-from streamrl.buffer.books.run_log import recover_run_log
 from streamrl.buffer.leases import OverdueLease
+from streamrl.buffer.run_log import recover_run_log
+from streamrl.buffer.staleness_credits import MAX_FACTOR, OversamplingController
 from streamrl.dataflow import (
     CRITIC,
     EMA_REFERENCE,
@@ -229,7 +229,6 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
         shards=plan.shards,
         lease_s=plan.lease_s,
         max_attempts=plan.max_attempts,
-        hedge_s=plan.hedge_s,
     )
     lead = plan.max_staleness if plan.depth is None else plan.depth
     oversampling = OversamplingController(plan.oversample, groups_per_step=plan.groups_per_step)
@@ -259,7 +258,7 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
             trainers[role].version, trainers[role].weights = version, weights
         prompts.drawn = state["drawn"]
     records = disk.books.records[disk.books_cut :]
-    recovered = recover_run_log(records, state["ledger"] if state else None, debug=True)
+    recovered = recover_run_log(records, state["ledger"] if state else None)
     assert [prompt.uid for prompt in prompts.draw_prompts(len(recovered.drawn_uids))] == list(
         recovered.drawn_uids
     )

@@ -61,7 +61,6 @@ class Plan:
     on_stale: str = "wait"
     on_stall: str = "abort"
     readmits: bool = False
-    hedge_s: float | None = None
     shards: int = 2
     generators: int = 2
     scorers: int = 1

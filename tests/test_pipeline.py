@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from streamrl.buffer import ExperienceQueue
 from streamrl.buffer.assembly.micro_batch_schedule import UpdatePlan
-from streamrl.buffer.assembly.oversampling import MAX_FACTOR
+from streamrl.buffer.staleness_credits import MAX_FACTOR
 from streamrl.dataflow import CRITIC
 from streamrl.errors import DeadlineError, DropLimitError, LogprobCheckError
 from streamrl.messages import Columns, Experience, GroupLease, parse_uid

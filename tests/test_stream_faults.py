@@ -25,7 +25,6 @@ FAULTS: dict[str, st.SearchStrategy[Any]] = {
     "oversample": st.sampled_from([1.0, 1.0, 3.0, None]),
     "duplicate_rate": st.sampled_from([0.0, 0.3]),
     "lost_rate": st.sampled_from([0.0, 0.1]),
-    "hedge_s": st.sampled_from([None, 3.0]),
     "readmits": st.booleans(),
     "on_stale": st.sampled_from(["wait", "drop"]),
     "on_stall": st.sampled_from(["abort", "redeliver", "warn"]),
@@ -247,7 +246,7 @@ def find_unlogged_versions(stream: Stream) -> set[int]:
 
 @given(plans, st.floats(0.0, 40.0), st.integers(0, 3))
 def test_resume_generates_no_finished_group_again(plan: Plan, crash: float, every: int):
-    plan = replace(plan, fail_rate=0.0, filter_rate=0.0, on_stale="wait", hedge_s=None)
+    plan = replace(plan, fail_rate=0.0, filter_rate=0.0, on_stale="wait")
 
     async def main() -> tuple[set[str], Counter[str]]:
         disk = Disk.empty(plan)

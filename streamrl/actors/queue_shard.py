@@ -29,7 +29,7 @@ from streamrl.buffer.durable_shard import (
     ShardPlan,
     open_shard,
 )
-from streamrl.buffer.encoding.wire_types import ColumnCommit
+from streamrl.buffer.encoding import ColumnCommit
 from streamrl.errors import ActorLostError
 from streamrl.run_dir.crash_stacks import record_crash_stacks
 

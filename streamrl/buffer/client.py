@@ -11,12 +11,15 @@ from functools import partial
 from itertools import chain
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
-from streamrl.buffer.encoding.column_codec import Blob, decode_columns, encode_columns
-from streamrl.buffer.encoding.prompt_codec import decode_prompt, encode_prompt
-from streamrl.buffer.encoding.wire_types import (
+from streamrl.buffer.encoding import (
+    Blob,
     ColumnCommit,
     FinishedGroup,
     LeaseGrant,
+    decode_columns,
+    decode_prompt,
+    encode_columns,
+    encode_prompt,
     get_shard_index,
 )
 from streamrl.buffer.leases import LeaseRequest, OverdueLease
@@ -197,11 +200,9 @@ class ExperienceQueue:
         max_groups: int,
         columns: Sequence[str],
         wait_s: float,
-        max_tokens: int | None = None,
     ) -> list[Experience]:
         """Lease groups that are ready for `stage`: at least one, or [] after `wait_s`.
 
-        Together the groups have at most `max_tokens` tokens, except for a single larger group.
         Columns are read-only views of a whole reply or object-store buffer, which stays alive as
         long as any view: copy columns that you keep. Also renews active leases when renewal is
         due. Raises ContractError for columns outside the stage's `needs`.
@@ -209,24 +210,18 @@ class ExperienceQueue:
         One request per shard stays pending across calls, so that repeated calls never lease twice;
         grants from several shards wait in `_pending_grants` for the next call.
         """
-        for name, most in (("max_groups", max_groups), ("max_tokens", max_tokens)):
-            if most is not None and most < 1:
-                raise ContractError(f"stage {stage} requests {name}={most}: must be at least 1")
+        if max_groups < 1:
+            raise ContractError(
+                f"stage {stage} requests max_groups={max_groups}: must be at least 1"
+            )
         pending = self._pending_grants.setdefault(stage, deque())
         deadline = _read_loop_time() + wait_s
         if not await self._renew_if_due(wait_s):
             return []
         if not pending:
-            request = LeaseRequest(stage, self._holder, max_groups, tuple(columns), max_tokens)
+            request = LeaseRequest(stage, self._holder, max_groups, tuple(columns))
             await self._await_grants(request, deadline - _read_loop_time())
-        grants: list[LeaseGrant] = []
-        tokens = 0
-        while pending and len(grants) < max_groups:
-            info = pending[0].info
-            tokens += info.num_tokens if info else 0
-            if grants and max_tokens is not None and tokens > max_tokens:
-                break
-            grants.append(pending.popleft())
+        grants = [pending.popleft() for _ in range(min(max_groups, len(pending)))]
         try:
             return await self._open_grants(grants, columns)
         except BaseException:

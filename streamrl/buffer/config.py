@@ -26,8 +26,6 @@ class QueueConfig:
         same prompt.
     max_drop_rounds: the run fails once more than this many steps' worth of groups were dropped
         for one step; groups dropped as stale (pipeline.on_stale) do not count.
-    hedge_s: age at which work is leased to a second holder as well, s; the first commit wins;
-        null disables hedging.
     journal: durability of accepted groups.
     """
 
@@ -38,7 +36,6 @@ class QueueConfig:
     max_attempts: int = 3
     on_failed_group: str = "replace"
     max_drop_rounds: int = 10
-    hedge_s: float | None = None
     journal: JournalConfig = field(default_factory=JournalConfig)
 
     def __post_init__(self) -> None:
@@ -56,8 +53,6 @@ class QueueConfig:
             )
         if self.max_drop_rounds < 1:
             raise ConfigError(f"queue.max_drop_rounds={self.max_drop_rounds}: must be at least 1")
-        if self.hedge_s is not None and not self.hedge_s > 0:
-            raise ConfigError(f"queue.hedge_s={self.hedge_s}: must be above 0 s, or null")
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,168 @@
-"""Queue shard on disk: recovers from its journal, and writes snapshots while it runs."""
+"""Queue shard on disk: recovery from its journal, snapshots, and another number of shards.
+
+    state of a shard = base (the snapshot in a checkpoint) + journal segments from the base's cut on
+
+A cut is the number of a segment: a snapshot covers all lower segments. A new snapshot is the same
+computation up to a later cut. Writing a snapshot reads files only, so it can run beside the live
+shard.
+"""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from streamrl.buffer.config import QueueConfig, ShardCapacity, StageSchema
-from streamrl.buffer.encoding.column_codec import Blob, join_pieces
-from streamrl.buffer.group import ShardState
+from streamrl.buffer.encoding import Blob, get_shard_index, join_pieces
+from streamrl.buffer.group import (
+    GroupState,
+    RecordLocation,
+    ShardState,
+    make_admit_record,
+    make_commit_record,
+    make_finish_record,
+    make_lease_record,
+    make_nack_record,
+    make_open_record,
+    make_remove_record,
+    make_seal_record,
+    read_blob,
+)
 from streamrl.buffer.log.journal import Journal
-from streamrl.buffer.recovery import SnapshotBase, load_columns, recover_state, write_snapshot
+from streamrl.buffer.log.segment_file import (
+    CorruptRecord,
+    JournalRecord,
+    SegmentWriter,
+    check_first_segment,
+    get_segment_path,
+    replay_segments,
+    write_segment,
+)
 from streamrl.buffer.shard import QueueShard
+from streamrl.errors import JournalError
+from streamrl.files.atomic_write import wrap_checkpoint_errors
 from streamrl.files.file_proofs import FileProof, list_files, prove_files
+from streamrl.messages import GroupLease
+
+SNAPSHOT_FILE = "00000000.journal"
+
+
+@dataclass(frozen=True)
+class SnapshotBase:
+    """Start of a shard's replay: snapshot folder (None: none), first journal segment after it."""
+
+    folder: Path | None = None
+    first_segment: int = 0
+
+
+def recover_state(
+    stages: Mapping[str, StageSchema],
+    journal: Path | None,
+    base: SnapshotBase,
+    *,
+    before: int | None = None,
+) -> tuple[ShardState, list[CorruptRecord]]:
+    """Rebuild a shard's state from its snapshot and journal; return it with the damaged records.
+
+    before: replay only journal segments with lower numbers. Loads no column data; see
+    `load_columns`. Raises JournalError if a file is missing or the snapshot is truncated.
+    """
+    state, corrupt = ShardState(stages), []
+    state.should_keep_retired = True
+    sources: list[tuple[Path, int, int | None]]
+    sources = [(base.folder, 0, None)] if base.folder is not None else []
+    if journal is not None:
+        check_first_segment(journal, base.first_segment)
+        sources.append((journal, base.first_segment, before))
+    for folder, first, end in sources:
+        for item in replay_segments(folder, first=first, before=end):
+            if isinstance(item, CorruptRecord):
+                corrupt.append(item)
+            else:
+                position, record = item
+                try:
+                    state.apply_record(record, location=RecordLocation(folder, position))
+                except (LookupError, TypeError, ValueError, AttributeError) as error:
+                    where = f"{get_segment_path(folder, position.segment)}, byte {position.offset}"
+                    raise JournalError(f"{where}: not a record of a shard: {error!r}") from error
+        if folder == base.folder and not state.is_sealed and not corrupt:
+            raise JournalError(f"{folder}: the snapshot is truncated: it has no final record")
+    state.should_keep_retired = False
+    state.is_damaged = bool(corrupt)
+    if state.is_damaged:
+        state.forget_incomplete()
+        # After a repartition, groups of several shards follow each other; merge them by version.
+    state.order_by_version()
+    return state, corrupt
+
+
+def load_columns(state: ShardState, store: Callable[[Blob], Any]) -> None:
+    """Read the columns of all recovered groups from disk and put their blobs into `store`."""
+    for group in state.groups.values():
+        for columns in group.stage_columns.values():
+            columns.data = store(read_blob(columns))
+
+
+def write_snapshot(
+    stages: Mapping[str, StageSchema],
+    journal: Path,
+    base: SnapshotBase,
+    *,
+    before: int,
+    out: Path,
+    known_corrupt: Sequence[CorruptRecord] = (),
+) -> None:
+    """Write a snapshot of a shard to the folder `out`, which `recover_state` accepts as a base.
+
+    before: the snapshot covers all journal segments with lower numbers.
+    known_corrupt: damaged records that the shard was opened without.
+
+    A further damaged record raises JournalError, because the live shard may still have the content.
+    Raises NoSpaceError if the disk is full.
+    """
+    state, corrupt = recover_state(stages, journal, base, before=before)
+    for record in corrupt:
+        if record not in known_corrupt:
+            raise JournalError(f"{record.file}, byte {record.position.offset}: {record.reason}")
+    with wrap_checkpoint_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+        write_segment(out / SNAPSHOT_FILE, _list_state_records(state))
+
+
+def _list_state_records(state: ShardState) -> Iterator[JournalRecord]:
+    """Yield the journal records that reproduce the state of a shard when applied in order."""
+    yield make_open_record(state.session, state.incarnation)
+    yield make_remove_record([], state.version)
+    for group in sorted(state.groups.values(), key=lambda group: group.admission_order):
+        yield make_admit_record(group.uid, group.prompt, group.admitted_version)
+        yield from _list_group_records(group)
+    yield make_seal_record()
+
+
+def _list_group_records(group: GroupState) -> Iterator[JournalRecord]:
+    """Yield the journal records that reproduce a group after its admission.
+
+    These are its commits, failed attempts, leases and, if it was filtered or dropped, its end.
+    """
+    for stage, columns in group.stage_columns.items():
+        assert group.info is not None
+        lease = GroupLease(0, group.uid, stage, 0, 0.0)
+        version = group.admitted_version if group.ready_version is None else group.ready_version
+        yield make_commit_record(
+            lease, read_blob(columns), names=columns.column_names, info=group.info, version=version
+        )
+    for stage, count in group.failures.items():
+        for _ in range(count):
+            yield make_nack_record(GroupLease(0, group.uid, stage, 0, 0.0), failed=True)
+    if group.outcome is not None:
+        yield make_finish_record(group.uid, group.outcome)
+    for stage, active in group.leases.items():
+        lease = active.lease
+        grants = [(group.uid, lease.token, lease.attempt)]
+        yield make_lease_record(stage, lease.holder, request=active.request_id, grants=grants)
 
 
 @dataclass(frozen=True)
@@ -104,3 +253,61 @@ class DurableShard(QueueShard):
 
 METHOD_TIMEOUTS_S: Mapping[Callable[..., Any], float] = {DurableShard.write_snapshot: 600.0}
 """Deadlines of the shard methods that may run longer than other calls, seconds."""
+
+
+_SINGLE_UID_KINDS = ("admit", "put", "back", "end")
+
+
+def repartition_journals(
+    sources: Sequence[tuple[Path, SnapshotBase]], targets: Sequence[Path]
+) -> None:
+    """Distribute the groups in the journals of old shards over the journals of new shards.
+
+    sources: journal folder and snapshot of each old shard.
+    targets: journal folder of each new shard; must not exist.
+
+    Leaves out damaged records, as opening a shard does, and leases, which are void in a resumed
+    run. Raises JournalError for unreadable files, and OSError.
+    """
+    with ExitStack() as open_files:
+        files = []
+        for target in targets:
+            target.mkdir(parents=True)
+            files.append(open_files.enter_context(SegmentWriter(get_segment_path(target, 1))))
+        for journal, base in sources:
+            check_first_segment(journal, base.first_segment)
+            incarnation, is_damaged = 0, False
+            for record in _read_records(journal, base):
+                if isinstance(record, CorruptRecord):
+                    is_damaged = True
+                    continue
+                incarnation = max(incarnation, record.meta.get("incarnation", 0))
+                for shard, shard_record in _split_record(record, len(files)):
+                    files[shard].write(shard_record)
+            if is_damaged:
+                for file in files:
+                    file.write(make_open_record("", incarnation, forgets=True))
+
+
+def _read_records(journal: Path, base: SnapshotBase) -> Iterator[JournalRecord | CorruptRecord]:
+    """Yield all records of a shard: those of its snapshot, then those of its journal."""
+    folders = [(base.folder, 0)] if base.folder is not None else []
+    for folder, first in (*folders, (journal, base.first_segment)):
+        for item in replay_segments(folder, first=first):
+            yield item if isinstance(item, CorruptRecord) else item[1]
+
+
+def _split_record(record: JournalRecord, count: int) -> Iterator[tuple[int, JournalRecord]]:
+    """Yield (index of a new shard, record for its journal) from the record of an old shard.
+
+    count: number of new shards. Divides records of several groups; leaves out leases.
+    """
+    meta = record.meta
+    if meta["kind"] in _SINGLE_UID_KINDS:
+        yield get_shard_index(meta["uid"], count), record
+    elif meta["kind"] == "leave":
+        for shard in range(count):
+            uids = [uid for uid in meta["uids"] if get_shard_index(uid, count) == shard]
+            yield shard, make_remove_record(uids, meta["version"])
+    elif meta["kind"] == "open":
+        yield from ((shard, record) for shard in range(count))

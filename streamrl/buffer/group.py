@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from streamrl.buffer.config import StageSchema
-from streamrl.buffer.encoding.column_codec import Blob, count_blob_bytes, join_pieces
-from streamrl.buffer.log.segment_file import JournalRecord, RecordPosition
+from streamrl.buffer.encoding import Blob, count_blob_bytes, join_pieces
+from streamrl.buffer.log.segment_file import JournalRecord, RecordPosition, read_record
 from streamrl.errors import ContractError
 from streamrl.messages import GroupInfo, GroupLease, GroupOutcome
 
@@ -47,6 +47,11 @@ class StageColumns:
     num_bytes: int
     data: Any = None
     location: RecordLocation | None = None
+
+
+def read_blob(columns: StageColumns) -> Blob:
+    assert columns.location is not None, "only recovered columns are on disk"
+    return read_record(columns.location.folder, columns.location.position).payload
 
 
 @dataclass(eq=False)
@@ -86,7 +91,7 @@ class GroupState:
     partial_rollouts: dict[str, StageColumns] = field(default_factory=dict)
     column_names: set[str] = field(default_factory=set)
     info: GroupInfo | None = None
-    leases: dict[str, list[ActiveLease]] = field(default_factory=dict)
+    leases: dict[str, ActiveLease] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     committing_stages: set[str] = field(default_factory=set)
     outcome: GroupOutcome | None = None
@@ -121,17 +126,8 @@ class GroupState:
             self.num_bytes -= self.partial_rollouts.pop(stage).num_bytes
 
     def find_lease(self, stage: str, token: int) -> ActiveLease | None:
-        for active in self.leases.get(stage, ()):
-            if active.lease.token == token:
-                return active
-        return None
-
-    def release_lease(self, stage: str, token: int) -> None:
-        remaining = [active for active in self.leases.get(stage, ()) if active.lease.token != token]
-        if remaining:
-            self.leases[stage] = remaining
-        else:
-            self.leases.pop(stage, None)
+        active = self.leases.get(stage)
+        return active if active and active.lease.token == token else None
 
 
 class ReadyQueue:
@@ -277,7 +273,6 @@ class ShardState:
         self.is_sealed = False
         self.is_damaged = False
         self._next_order = 0
-        self._excused_tokens: OrderedDict[int, None] = OrderedDict()
         self._handlers = {
             "open": self._apply_open,
             "admit": self._apply_admit,
@@ -305,27 +300,10 @@ class ShardState:
         """Return True if a uid was admitted in this session, even if its group is gone by now."""
         return uid in self.groups or uid in self._seen_uids
 
-    def pop_excuse(self, lease: GroupLease) -> bool:
-        """Return True if a commit under this lease is refused through no fault of its holder.
-
-        `excuse_leases` made it so; returns True only once per lease.
-        """
-        return self._excused_tokens.pop(lease.token, lease) is None
-
-    def excuse_leases(self, leases: Iterable[ActiveLease]) -> None:
-        """Exempt later commits under these leases from the count of refused commits.
-
-        Their holders have made no mistake: a hedge was faster, or the group has ended.
-        """
-        self._excused_tokens.update((active.lease.token, None) for active in leases)
-        while len(self._excused_tokens) > MAX_SEEN_UIDS:
-            self._excused_tokens.popitem(last=False)
-
-    def _excuse_group(self, group: GroupState) -> None:
-        """Exempt later commits for a group that ends from the count of refused commits."""
-        for stage, leases in group.leases.items():
-            if stage != self.last_stage:
-                self.excuse_leases(leases)
+    def is_unfinished(self, lease: GroupLease) -> bool:
+        """Return True if the group of a lease has not ended; the lease may be lost."""
+        group = self.groups.get(lease.uid)
+        return group is not None and group.outcome is None
 
     def find_leased_group(self, lease: GroupLease) -> GroupState | None:
         """Return the group of a lease, or None if the lease is not active."""
@@ -402,7 +380,7 @@ class ShardState:
             if group is not None:
                 lease = GroupLease(token, uid, stage, attempt, expires_at, holder, now)
                 active = ActiveLease(lease, expires_at, record.meta["request"])
-                group.leases.setdefault(stage, []).append(active)
+                group.leases[stage] = active
                 changed.append(group)
         return changed
 
@@ -433,7 +411,8 @@ class ShardState:
         group = self.groups.get(record.meta["uid"])
         if group is None:
             return []
-        group.release_lease(stage, record.meta["token"])
+        if group.find_lease(stage, record.meta["token"]):
+            del group.leases[stage]
         group.failures[stage] += record.meta["failed"]
         return [group]
 
@@ -445,7 +424,6 @@ class ShardState:
             return []
         names = ("cause", "reason", "filtered")
         group.outcome = GroupOutcome(**{name: record.meta[name] for name in names})
-        self._excuse_group(group)
         group.clear_progress()
         return [group]
 
@@ -455,7 +433,6 @@ class ShardState:
         self.version = max(self.version, record.meta["version"])
         removed = [self.groups.pop(uid) for uid in record.meta["uids"] if uid in self.groups]
         for group in removed:
-            self._excuse_group(group)
             if self.should_keep_retired or group.is_on_disk:
                 self.retired_groups[group.uid] = {
                     stage: _strip_data(columns) for stage, columns in group.stage_columns.items()

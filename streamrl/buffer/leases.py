@@ -1,12 +1,10 @@
-"""Leases of a queue shard: granting, renewing, expiring, and hedging slow work."""
+"""Leases of a queue shard: granting, renewing and expiring."""
 
-import bisect
 import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 
 from msgspec.structs import replace
 
@@ -29,7 +27,6 @@ class LeaseRequest:
     """Request of a process (`holder`) for at most `max_groups` groups that are ready for a stage.
 
     columns: columns to deliver with the groups.
-    max_tokens: most tokens of all granted groups together, except for a single larger group.
     request_id: a request with the id of an earlier request is its retry and gets the same leases.
     """
 
@@ -37,7 +34,6 @@ class LeaseRequest:
     holder: str
     max_groups: int
     columns: tuple[str, ...] = ()
-    max_tokens: int | None = None
     request_id: str = ""
 
 
@@ -68,23 +64,17 @@ class LeaseTable:
     is never reused, not even by a later incarnation of the shard.
     """
 
-    def __init__(self, state: ShardState, *, lease_s: float, hedge_s: float | None) -> None:
+    def __init__(self, state: ShardState, *, lease_s: float) -> None:
         state.lease_s = lease_s
         self._state = state
         self._lease_s = lease_s
-        self._hedge_s = hedge_s
         self._tokens = itertools.count(state.incarnation * TOKENS_PER_INCARNATION + 1)
         self._expiries: list[tuple[float, int, GroupLease]] = []
         self._compact_at = MIN_COMPACT_SIZE
         #: Time at which a partial rollout has last grown, or the shard has started.
         self.grown_at = state.clock()
-        self._grants: dict[str, list[GroupLease]] = {stage: [] for stage in state.stages}
-        """With hedging: leases by stage in the order of their grant, some of them settled."""
-        self._compact_grants_at = MIN_COMPACT_SIZE
         self._last_grants: dict[tuple[str, str], tuple[str, list[tuple[str, int]]]] = {}
-        recovered = [
-            lease for stage in state.stages for _, lease in self._list_active_leases(stage)
-        ]
+        recovered = [active for _, active in self._list_active_leases()]
         by_request: dict[tuple[str, str, str], list[ActiveLease]] = {}
         for active in sorted(recovered, key=lambda active: active.lease.token):
             self._restore_lease(active)
@@ -108,8 +98,6 @@ class LeaseTable:
         self._last_grants[first.lease.stage, first.lease.holder] = first.request_id, grants
         for active in leases:
             self._track_expiry(active)
-        if self._hedge_s is not None:
-            self._track_age(first.lease.stage, [active.lease for active in leases])
 
     def _track_expiry(self, active: ActiveLease) -> None:
         """Add a lease to the heap of expiries, unless the lease never expires."""
@@ -122,22 +110,9 @@ class LeaseTable:
             heapq.heapify(self._expiries)
             self._compact_at = MIN_COMPACT_SIZE + 2 * len(self._expiries)
 
-    def _track_age(self, stage: str, leases: Sequence[GroupLease]) -> None:
-        """Append new leases of a stage to those that may be hedged."""
-        tracked = self._grants[stage]
-        tracked += leases
-        if len(tracked) > self._compact_grants_at:
-            tracked[:] = filter(self._is_active, tracked)
-            self._compact_grants_at = MIN_COMPACT_SIZE + 2 * len(tracked)
-
     def _is_active(self, lease: GroupLease) -> bool:
         group = self._state.groups.get(lease.uid)
         return group is not None and group.find_lease(lease.stage, lease.token) is not None
-
-    def _drop_settled(self) -> None:
-        """Remove settled leases from the top of the heap, so that no request wakes for one."""
-        while self._expiries and not self._is_active(self._expiries[0][2]):
-            heapq.heappop(self._expiries)
 
     def make_lease_record(
         self, groups: Sequence[GroupState], request: LeaseRequest
@@ -160,34 +135,6 @@ class LeaseTable:
             (group, group.find_lease(request.stage, token)) for group, token in groups if group
         )
         return [(group, active) for group, active in pairs if active]
-
-    def find_hedgeable(self, request: LeaseRequest) -> list[GroupState]:
-        """Return groups to lease to a second holder, because the first has had them for `hedge_s`.
-
-        Returns at most `request.max_groups` groups of the requested stage, the longest leased
-        first. Excludes groups of the requesting holder and groups that already have two leases.
-        Returns [] if hedging is disabled.
-        """
-        if self._hedge_s is None:
-            return []
-        leases = self._grants[request.stage]
-        num_slow = self._count_hedgeable_ages(leases)
-        active = [lease for lease in leases[:num_slow] if self._is_active(lease)]
-        leases[:num_slow] = active
-        slow = [
-            (lease.granted_at, self._state.groups[lease.uid])
-            for lease in active
-            if lease.holder != request.holder
-        ]
-        slow = [pair for pair in slow if len(pair[1].leases[request.stage]) == 1]
-        slow.sort(key=lambda pair: (pair[0], pair[1].admission_order))
-        return [group for _, group in slow[: request.max_groups]]
-
-    def _count_hedgeable_ages(self, leases: Sequence[GroupLease]) -> int:
-        """Return how many of the leases, oldest first, are at least `hedge_s` old."""
-        assert self._hedge_s is not None
-        since = self._state.clock() - self._hedge_s
-        return bisect.bisect_right(leases, since, key=attrgetter("granted_at"))
 
     def renew_leases(self, leases: Sequence[GroupLease]) -> list[GroupLease]:
         """Extend each lease to `lease_s` from now; return the leases that are no longer active."""
@@ -219,8 +166,7 @@ class LeaseTable:
         """Return (group, lease) for each active lease of a holder."""
         return [
             (group, active.lease)
-            for stage in self._state.stages
-            for group, active in self._list_active_leases(stage)
+            for group, active in self._list_active_leases()
             if active.lease.holder == holder
         ]
 
@@ -233,23 +179,14 @@ class LeaseTable:
     def find_overdue(self, age_s: float) -> list[OverdueLease]:
         """Return active leases without progress for `age_s`, except those of the last stage."""
         now = self._state.clock()
-        leases = (
-            active
-            for stage in self._state.stages
-            if stage != self._state.last_stage
-            for _, active in self._list_active_leases(stage)
-        )
         return [
             OverdueLease(
-                active.lease.uid,
-                active.lease.stage,
-                active.lease.holder,
-                active.lease.attempt,
-                now - active.progress_at,
-                active.lease.token,
+                lease.uid, lease.stage, lease.holder, lease.attempt, now - progress_at, lease.token
             )
-            for active in leases
-            if active.progress_at <= now - age_s
+            for lease, progress_at in (
+                (active.lease, active.progress_at) for _, active in self._list_active_leases()
+            )
+            if lease.stage != self._state.last_stage and progress_at <= now - age_s
         ]
 
     def select_active(
@@ -262,28 +199,18 @@ class LeaseTable:
             if group and active:
                 yield overdue, group, active.lease
 
-    def find_next_change_time(self, stage: str) -> float:
-        """Return the next time at which a lease expires or a group of `stage` is due for a hedge.
+    def find_next_expiry(self) -> float:
+        """Return the next time at which a lease may expire; infinite without such a lease."""
+        # Drop settled leases, so that no request wakes for one.
+        while self._expiries and not self._is_active(self._expiries[0][2]):
+            heapq.heappop(self._expiries)
+        return self._expiries[0][0] if self._expiries else math.inf
 
-        A lease request that waits for groups must look again at that time. Infinite without such a
-        time.
-        """
-        self._drop_settled()
-        expiry = self._expiries[0][0] if self._expiries else float("inf")
-        if self._hedge_s is None:
-            return expiry
-        leases = self._grants[stage]
-        first = end = self._count_hedgeable_ages(leases)
-        while end < len(leases) and not self._is_active(leases[end]):
-            end += 1
-        del leases[first:end]  # settled: no request has to look at them again
-        if first == len(leases):
-            return expiry
-        return min(expiry, leases[first].granted_at + self._hedge_s)
-
-    def _list_active_leases(self, stage: str) -> list[tuple[GroupState, ActiveLease]]:
+    def _list_active_leases(self) -> list[tuple[GroupState, ActiveLease]]:
+        """Return (group, lease) for each active lease, stage by stage."""
         return [
-            (group, active)
+            (group, group.leases[stage])
+            for stage in self._state.stages
             for group in self._state.groups.values()
-            for active in group.leases.get(stage, ())
+            if stage in group.leases
         ]

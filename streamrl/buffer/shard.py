@@ -18,13 +18,19 @@ import msgspec
 
 from streamrl.buffer import group as transitions
 from streamrl.buffer.config import QueueConfig, ShardCapacity, StageSchema
-from streamrl.buffer.encoding.column_codec import Blob, count_blob_bytes, join_pieces
-from streamrl.buffer.encoding.wire_types import ColumnBlobs, ColumnCommit, FinishedGroup, LeaseGrant
-from streamrl.buffer.group import GroupState, ReadyQueue, ShardState, StageColumns
+from streamrl.buffer.encoding import (
+    Blob,
+    ColumnBlobs,
+    ColumnCommit,
+    FinishedGroup,
+    LeaseGrant,
+    count_blob_bytes,
+    join_pieces,
+)
+from streamrl.buffer.group import GroupState, ReadyQueue, ShardState, StageColumns, read_blob
 from streamrl.buffer.leases import LeaseRequest, LeaseTable, OverdueLease
 from streamrl.buffer.log.journal import NullRecordLog, RecordLog
 from streamrl.buffer.log.segment_file import CorruptRecord, JournalRecord
-from streamrl.buffer.recovery import read_blob
 from streamrl.buffer.shard_stats import ShardStats, ShardStatsRecorder
 from streamrl.errors import ContractError, DeadlineError, StreamError
 from streamrl.messages import (
@@ -366,7 +372,7 @@ class QueueShard:
         self._is_open_durable = False
         self._log.append_nowait([opening])
         state.apply_record(opening)
-        self._lease_table = LeaseTable(state, lease_s=config.lease_s, hedge_s=config.hedge_s)
+        self._lease_table = LeaseTable(state, lease_s=config.lease_s)
         for group in state.groups.values():
             group.admitted_at = self._clock()
         self._refresh_groups(state.groups.values())
@@ -466,7 +472,7 @@ class QueueShard:
         attempts = [attempt for *_, attempt in record.meta["grants"]]
         self._stats_recorder.counts["redelivered"] += sum(attempt > 1 for attempt in attempts)
         self._post_records(record)
-        granted = [(group, group.leases[stage][-1]) for group in chosen]
+        granted = [(group, group.leases[stage]) for group in chosen]
         self._lease_table.track_leases([active for _, active in granted])
         return [_make_grant(self._state, group, active.lease, wanted) for group, active in granted]
 
@@ -475,8 +481,8 @@ class QueueShard:
     ) -> list[GroupState]:
         """Wait for groups that a lease request can get; return [] at the deadline.
 
-        Returns ready groups, or else overdue groups for a hedge. Returns [] also if the holder is
-        released (more often than `releases` times by now) or has sent a newer request.
+        Returns [] also if the holder is released (more often than `releases` times by now) or has
+        sent a newer request.
         """
         stage, waiters = request.stage, self._waiters[request.stage]
         this_request = self._latest_requests[stage, request.holder] = object()
@@ -491,20 +497,11 @@ class QueueShard:
             ready = self._ready_queues[stage]
             if ready:
                 share = -(-len(ready) // waiters.num_requests)
-                first = ready.peek_groups(min(request.max_groups, share))
-                return _limit_tokens(first, request.max_tokens)
-            hedged = self._lease_table.find_hedgeable(request)
-            if hedged:
-                chosen = _limit_tokens(hedged, request.max_tokens)
-                self._stats_recorder.counts["hedged"] += len(chosen)
-                return chosen
+                return ready.peek_groups(min(request.max_groups, share))
             now = self._clock()
             if now >= deadline:
                 return []
-            pause = min(deadline, self._lease_table.find_next_change_time(stage)) - now
-            if self._config.hedge_s is not None:
-                # A group that another request leases meanwhile wakes this one no more.
-                pause = min(pause, self._config.hedge_s)
+            pause = min(deadline, self._lease_table.find_next_expiry()) - now
             await waiters.wait_for_wake(max(pause, MIN_WAIT_S))
 
     async def commit_columns(self, commits: Sequence[ColumnCommit]) -> list[str]:
@@ -526,9 +523,8 @@ class QueueShard:
         await self._accept_commits(accepted)
         accepted_ids = {id(commit) for commit in accepted}
         refused = [commit.lease for commit in commits if id(commit) not in accepted_ids]
-        self._stats_recorder.counts["refused"] += sum(
-            not self._state.pop_excuse(lease) for lease in refused
-        )
+        # Holders of groups that have ended have made no mistake.
+        self._stats_recorder.counts["refused"] += sum(map(self._state.is_unfinished, refused))
         return [lease.uid for lease in refused]
 
     async def _accept_commits(self, commits: Sequence[ColumnCommit]) -> None:
@@ -739,9 +735,7 @@ def _start_commit(state: ShardState, commit: ColumnCommit, group: GroupState | N
     ):
         return False
     group.committing_stages.add(stage)
-    leases = group.leases.pop(stage, [])
-    # The slower holders of a hedged group (queue.hedge_s) have made no mistake.
-    state.excuse_leases(active for active in leases if active.lease.token != commit.lease.token)
+    group.leases.pop(stage, None)
     return True
 
 
@@ -794,7 +788,7 @@ def _describe_group(state: ShardState, group: GroupState) -> str:
     holders = [
         f"{active.lease.holder} for {now - active.lease.granted_at:.1f} s"
         f" ({active.lease.stage}, attempt {active.lease.attempt})"
-        for active in itertools.chain.from_iterable(group.leases.values())
+        for active in group.leases.values()
     ]
     stages = [stage for stage in state.stages if state.is_ready(group, stage)]
     status = (
@@ -821,15 +815,3 @@ def _read_blobs(state: ShardState, uid: str, wanted: set[str]) -> ColumnBlobs:
         join_pieces(read_blob(columns)) if columns.data is None else columns.data
         for columns in selected
     )
-
-
-def _limit_tokens(groups: Sequence[GroupState], max_tokens: int | None) -> list[GroupState]:
-    """Return the first groups, at least one, that together have at most `max_tokens` tokens."""
-    chosen: list[GroupState] = []
-    total = 0
-    for group in groups:
-        total += group.info.num_tokens if group.info else 0
-        if chosen and max_tokens is not None and total > max_tokens:
-            break
-        chosen.append(group)
-    return chosen

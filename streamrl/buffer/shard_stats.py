@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from streamrl.buffer.group import ShardState
 from streamrl.buffer.log.journal import RecordLog
 
-LEASE_COUNTERS = ("redelivered", "hedged", "refused")
+LEASE_COUNTERS = ("redelivered", "refused")
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class ShardStats:
     `depth`: time-weighted mean of ready groups per stage since the last training step ended.
     `num_bytes`, `uids`: size and uids of the groups in the shard now.
     `oldest_age_s`: time since the earliest admission among these groups.
-    `counts`: redelivered, hedged and refused leases since the last step; refusals without a fault,
-    such as the slower of two hedges, are left out.
+    `counts`: redelivered leases, and refused commits for groups that have not ended, since the last
+    step.
     `fsync_s`: time spent in fsync since the last step.
     `cpu_s`: CPU time of the process since its start.
     """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from streamrl.algorithms import list_required_columns
 from streamrl.algorithms.table import ALGORITHMS
-from streamrl.buffer.assembly.oversampling import MAX_FACTOR as MOST_OVERSAMPLED
+from streamrl.buffer.staleness_credits import MAX_FACTOR as MOST_OVERSAMPLED
 from streamrl.dataflow import (
     COST_CALL,
     CRITIC,

@@ -10,18 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.buffer import Ledger, StageSchema
-from streamrl.buffer.books.run_log import (
+from streamrl.buffer.durable_shard import recover_state, repartition_journals
+from streamrl.buffer.encoding import decode_prompt, get_shard_index
+from streamrl.buffer.group import ShardState
+from streamrl.buffer.run_log import (
     RecoveredRunLog,
     TrainedStep,
     check_checkpoint,
     read_log,
     recover_run_log,
 )
-from streamrl.buffer.encoding.prompt_codec import decode_prompt
-from streamrl.buffer.encoding.wire_types import get_shard_index
-from streamrl.buffer.group import ShardState
-from streamrl.buffer.recovery import recover_state
-from streamrl.buffer.repartition import repartition_journals
 from streamrl.config.run_config import RunConfig
 from streamrl.data.prompt_stream import PromptStream
 from streamrl.dataflow import POLICY, CallKind, Dataflow
@@ -42,19 +40,16 @@ from streamrl.telemetry.metric_names import parse_metrics_row
 from streamrl.telemetry.sinks import EVENTS_FILE, METRICS_FILE
 
 
-def load_run_log(
-    run_dir: Path, state: Mapping[str, Any] | None, *, debug: bool = False
-) -> RecoveredRunLog:
+def load_run_log(run_dir: Path, state: Mapping[str, Any] | None) -> RecoveredRunLog:
     """Recover the state of a run from its run log, from a checkpoint or the log's beginning on.
 
-    state: state of the checkpoint, None without a checkpoint. debug: check the ledger uid by uid.
-    Raises JournalError for an unreadable log, and LedgerError if the log contradicts itself or the
-    checkpoint.
+    state: state of the checkpoint, None without a checkpoint. Raises JournalError for an
+    unreadable log, and LedgerError if the log contradicts itself or the checkpoint.
     """
     first = state["cuts"][RUN_LOG_FOLDER] if state is not None else 0
     ledger = state["ledger"] if state is not None else None
     records = read_log(get_journal_dir(run_dir, RUN_LOG_FOLDER), first=first)
-    return recover_run_log(records, ledger, debug=debug)
+    return recover_run_log(records, ledger)
 
 
 def redraw_prompts(prompts: PromptStream, drawn: Sequence[str], run_dir: Path) -> None:

@@ -16,8 +16,8 @@ from yaml import MarkedYAMLError, YAMLError
 from streamrl.algorithms import list_required_columns
 from streamrl.algorithms.algorithm import AlgorithmSettings
 from streamrl.algorithms.config import AlgorithmConfig
-from streamrl.buffer.assembly.oversampling import MAX_FACTOR as MOST_OVERSAMPLED
 from streamrl.buffer.config import QueueConfig
+from streamrl.buffer.staleness_credits import MAX_FACTOR as MOST_OVERSAMPLED
 from streamrl.buffer.staleness_credits import check_capacity
 from streamrl.config.cross_checks import (
     check_algorithm,

@@ -21,7 +21,6 @@ class RunSettings:
     silent_s: seconds without an answer after which a process counts as dead. Generators, scorers
         and shards are then killed and restarted; others are only reported. Set
         it above the longest load of a model, during which a process cannot answer.
-    debug: check the ledger uid by uid at every change, instead of only its sums at every step.
     """
 
     name: str = "run"
@@ -31,7 +30,6 @@ class RunSettings:
     overwrite: bool = False
     max_restarts: int = 3
     silent_s: float = 120.0
-    debug: bool = False
 
     def __post_init__(self) -> None:
         if self.steps < 1:

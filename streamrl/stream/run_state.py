@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.buffer import AdmissionController, ExperienceQueue, RunLog, StepAssembler
-from streamrl.buffer.assembly.oversampling import OversamplingController
 from streamrl.buffer.leases import OverdueLease
+from streamrl.buffer.staleness_credits import OversamplingController
 from streamrl.dataflow import FILTER_COLUMN
 from streamrl.errors import ConfigError, DropLimitError, FilterLimitError, ServiceOutageError
 from streamrl.messages import Experience, GroupInfo, GroupOutcome, Prompt, parse_uid

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from streamrl.buffer.assembly.step_assembler import TrainedGroup
-from streamrl.buffer.books.ledger import LedgerCounts
+from streamrl.buffer.ledger import LedgerCounts
 from streamrl.buffer.shard_stats import ShardStats
 from streamrl.dataflow import GENERATE_CALL, REWARD_CALL
 from streamrl.messages import GroupInfo

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from streamrl.buffer.assembly.micro_batch_schedule import ScheduledRound, StepScheduler
-from streamrl.buffer.books.run_log import TrainedStep
+from streamrl.buffer.run_log import TrainedStep
 from streamrl.dataflow import POLICY
 from streamrl.errors import DeadlineError
 from streamrl.messages import GroupInfo, GroupOutcome

@@ -24,9 +24,9 @@ from streamrl.buffer import (
     ShardPlan,
     StageSchema,
 )
-from streamrl.buffer.encoding.column_codec import LARGE_BLOB_BYTES
+from streamrl.buffer.durable_shard import SnapshotBase, recover_state
+from streamrl.buffer.encoding import LARGE_BLOB_BYTES
 from streamrl.buffer.log.segment_file import list_segments
-from streamrl.buffer.recovery import SnapshotBase, recover_state
 from streamrl.errors import ActorLostError, ContractError
 from streamrl.messages import ROLLOUT_COLUMNS, Columns, Prompt
 

@@ -8,10 +8,8 @@ from tests.fake_shards import LocalShard, MemoryLog
 UIDS = [f"0:{i}:0" for i in range(20)]
 
 
-def local_shards(
-    count: int, *, capacity: int = 100, hedge_s: float | None = None
-) -> list[LocalShard]:
-    config = QueueConfig(shards=count, lease_s=10.0, max_attempts=2, hedge_s=hedge_s)
+def local_shards(count: int, *, capacity: int = 100) -> list[LocalShard]:
+    config = QueueConfig(shards=count, lease_s=10.0, max_attempts=2)
     return [
         LocalShard(STAGES, config, ShardCapacity(capacity), log=MemoryLog()) for _ in range(count)
     ]
@@ -27,11 +25,8 @@ async def lease(
     max_groups: int = 1,
     columns: tuple[str, ...] = (),
     wait_s: float = 1.0,
-    **bounds: int,
 ) -> list[Experience]:
-    return await queue.lease_groups(
-        stage, max_groups=max_groups, columns=columns, wait_s=wait_s, **bounds
-    )
+    return await queue.lease_groups(stage, max_groups=max_groups, columns=columns, wait_s=wait_s)
 
 
 async def take_all(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from streamrl.buffer.encoding.column_codec import Blob
+from streamrl.buffer.encoding import Blob
 from streamrl.buffer.log.journal import Journal, JournalConfig
 from streamrl.buffer.log.segment_file import (
     CorruptRecord,

@@ -184,8 +184,7 @@ def facts(
 def _facts(group: GroupState, blob_of: Callable[[Any], bytes], leases: bool) -> tuple[Any, ...]:
     active = sorted(
         (a.lease.token, stage, a.lease.holder, a.lease.attempt, a.request_id)
-        for stage, leases_of_stage in group.leases.items()
-        for a in leases_of_stage
+        for stage, a in group.leases.items()
     )
     basics = (group.uid, group.prompt, group.admitted_version, group.outcome)
     common = (*basics, Counter(group.failures), active if leases else [])

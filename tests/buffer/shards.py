@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from streamrl.buffer import QueueConfig, QueueShard, ShardCapacity, StageSchema
-from streamrl.buffer.encoding.column_codec import decode_columns, encode_columns
-from streamrl.buffer.encoding.wire_types import ColumnCommit
+from streamrl.buffer.encoding import ColumnCommit, decode_columns, encode_columns
 from streamrl.buffer.group import ShardState
 from streamrl.buffer.leases import LeaseRequest
 from streamrl.buffer.log.journal import RecordLog
@@ -120,11 +119,10 @@ async def take(
     max_groups: int = 10,
     wait_s: float = 0.0,
     holder: str = "me",
-    max_tokens: int | None = None,
     request: str = "",
 ) -> list[Experience]:
     """Lease groups and decode them, like the client."""
-    lease_request = LeaseRequest(stage, holder, max_groups, tuple(columns), max_tokens, request)
+    lease_request = LeaseRequest(stage, holder, max_groups, tuple(columns), request)
     experiences = []
     for grant in await shard.lease_groups(lease_request, wait_s=wait_s):
         columns_of = {n: c for blob in grant.blobs for n, c in decode_columns(blob).items()}

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from streamrl.buffer import QueueShard, ShardCapacity, group
-from streamrl.buffer.encoding.column_codec import encode_columns
-from streamrl.buffer.encoding.wire_types import ColumnCommit
+from streamrl.buffer.encoding import ColumnCommit, encode_columns
 from streamrl.errors import ConfigError, DeadlineError
 from streamrl.messages import GroupLease
 from tests.buffer.shards import (
@@ -44,18 +43,6 @@ async def test_full_shard_blocks_admission_until_a_removal(shard: QueueShard):
     assert (await shard.get_stats()).uids == ("b",)
 
 
-@on_shard(bounds=ShardCapacity(1), max_attempts=1)
-async def test_ended_group_occupies_capacity_until_removal(shard: QueueShard):
-    await admit(shard, "a")
-    (experience,) = await take(shard, "generate")
-    await shard.fail_groups([(experience.lease, DeadlineError("no"))])
-    blocked = asyncio.create_task(admit(shard, "b", wait_s=60.0))
-    await asyncio.sleep(5.0)
-    assert not blocked.done()
-    await shard.remove_groups(["a"], 1)
-    await blocked
-
-
 @on_shard(bounds=ShardCapacity(2))
 async def test_admission_inserts_as_many_as_fit(shard: QueueShard):
     entries = [entry(uid) for uid in "abc"]
@@ -78,15 +65,6 @@ async def test_admissions_being_journaled_occupy_capacity(bounds: ShardCapacity)
     await asyncio.wait(entering)
     assert [task.exception() is None for task in entering] == [True, True, False]
     assert (await shard.get_stats()).uids == ("a", "b")
-
-
-@on_shard(bounds=ShardCapacity(1))
-async def test_repeated_admission_is_ignored(shard: QueueShard):
-    await admit(shard, "a", version=3)
-    (experience,) = await take(shard, "generate")
-    await admit(shard, "a", version=3)
-    assert not await take(shard, "generate"), "the admitted group keeps its lease"
-    assert await shard.renew_leases([experience.lease]) == []
 
 
 @on_shard(bounds=ShardCapacity(1))
@@ -195,16 +173,6 @@ async def test_commit_never_waits_and_stays_within_reservations(shard: QueueShar
     await finish(shard)
     assert asyncio.get_running_loop().time() == 0.0
     assert (await shard.get_stats()).num_bytes == 3 * WHOLE_BYTES
-
-
-@on_shard(bounds=ShardCapacity(10, max_bytes=2 * WHOLE_BYTES))
-async def test_without_reservation_actual_bytes_count(shard: QueueShard):
-    await admit(shard, *"ab")
-    await finish(shard)
-    with pytest.raises(DeadlineError, match=f"{2 * WHOLE_BYTES} of {2 * WHOLE_BYTES} bytes"):
-        await admit(shard, "c", wait_s=5.0)
-    await shard.remove_groups(["a"], 1)
-    await admit(shard, "c")
 
 
 def generated(uids: str) -> tuple[list[tuple[str, bytes, int]], list[ColumnCommit]]:

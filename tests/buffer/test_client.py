@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from streamrl.buffer import ExperienceQueue, QueueShard
-from streamrl.buffer.encoding.column_codec import LARGE_BLOB_BYTES
+from streamrl.buffer.encoding import LARGE_BLOB_BYTES
 from streamrl.buffer.leases import OverdueLease
 from streamrl.errors import ContractError, DeadlineError
-from streamrl.messages import Columns, FilteredGroup, GroupOutcome
-from tests.buffer.clients import UIDS, do, finish, local_shards, queue_of, take_all
+from streamrl.messages import Columns
+from tests.buffer.clients import UIDS, do, local_shards, queue_of, take_all
 from tests.buffer.shards import prompt, rollouts
 from tests.virtual_time import in_virtual_time
 
@@ -121,15 +121,6 @@ async def test_read_columns_by_uid():
 
 
 @in_virtual_time
-async def test_read_columns_of_several_stages():
-    queue = queue_of(2)
-    await queue.admit_prompts([prompt("0:0:0")], 0)
-    await finish(queue)
-    columns_by_uid = await queue.read_columns(["0:0:0"], ("scores", "lengths", "ref_logprobs"))
-    assert [len(column) for column in columns_by_uid["0:0:0"].values()] == [2, 2, 10]
-
-
-@in_virtual_time
 async def test_stats_are_summed_over_shards():
     queue = queue_of(3)
     await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
@@ -138,7 +129,7 @@ async def test_stats_are_summed_over_shards():
     assert sorted(stats.uids) == sorted(UIDS[5:])
     assert stats.depth["generate"] == pytest.approx(20.0, rel=0.01)
     assert stats.oldest_age_s == pytest.approx(5.0, abs=0.1)
-    assert stats.counts == {"redelivered": 0, "hedged": 0, "refused": 0}
+    assert stats.counts == {"redelivered": 0, "refused": 0}
 
 
 @in_virtual_time
@@ -154,24 +145,6 @@ async def test_add_groups_inserts_prompts_with_columns():
 
 
 # Finished groups
-
-
-@in_virtual_time
-async def test_ended_groups_reach_the_last_stage_with_reason_and_without_columns():
-    queue = queue_of(2)
-    await queue.admit_prompts([prompt(uid) for uid in UIDS[:2]], 0)
-    await do(queue, "generate", rollouts())
-    filtered, failed = await take_all(queue, "reward")
-    await queue.filter_groups([(filtered.lease, FilteredGroup("all 2 rewards are 1"))])
-    await queue.fail_groups([(failed.lease, DeadlineError("no verdict"))])
-    (redelivered,) = await take_all(queue, "reward")
-    await queue.fail_groups([(redelivered.lease, DeadlineError("no verdict"))])
-    ended = {group.uid: group for group in await take_all(queue, "train", ("scores",))}
-    assert ended[filtered.uid].outcome == GroupOutcome(
-        "filtered", "all 2 rewards are 1", filtered=True
-    )
-    assert ended[failed.uid].outcome == GroupOutcome("deadline", "no verdict")
-    assert not ended[failed.uid].columns
 
 
 @in_virtual_time

@@ -48,33 +48,6 @@ async def test_request_outlives_the_call():
 
 
 @in_virtual_time
-async def test_surplus_grants_are_kept_for_the_next_call():
-    queue = queue_of(3)
-    await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
-    assert [len(await lease(queue, "generate")) for _ in range(6)] == [1] * 6
-    assert await queue.renew_leases() == []
-
-
-@in_virtual_time
-async def test_max_tokens_bounds_a_call_except_a_single_group():
-    queue = queue_of(3)
-    await queue.admit_prompts([prompt(uid) for uid in UIDS[:7]], 0)
-    await do(queue, "generate", rollouts())
-    counts = []
-    while groups := await lease(queue, "reward", 9, max_tokens=20):
-        counts.append(len(groups))
-    assert max(counts) <= 2 and sum(counts) == 7, "10 tokens each"
-
-
-@in_virtual_time
-async def test_group_larger_than_max_tokens_is_leased_alone():
-    queue = queue_of(2)
-    await queue.admit_prompts([prompt(uid) for uid in UIDS[:3]], 0)
-    await do(queue, "generate", rollouts())
-    assert [len(await lease(queue, "reward", 9, max_tokens=1)) for _ in range(3)] == [1] * 3
-
-
-@in_virtual_time
 async def test_request_is_divided_among_the_shards():
     shards = local_shards(2)
     my_queue, your_queue = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
@@ -82,18 +55,6 @@ async def test_request_is_divided_among_the_shards():
     assert 0 < len(await lease(my_queue, "generate", 4)) <= 4
     await asyncio.sleep(1.0)
     assert len(await take_all(your_queue, "generate")) == len(UIDS) - 4
-
-
-@in_virtual_time
-async def test_group_age_restarts_with_the_shard():
-    (shard,) = shards = local_shards(1)
-    queue = ExperienceQueue(shards, "me")
-    await queue.admit_prompts([prompt("0:0:0")], 0)
-    await asyncio.sleep(50.0)
-    shard.kill()
-    shard.revive()
-    await asyncio.sleep(2.0)
-    assert (await queue.get_stats()).oldest_age_s == pytest.approx(2.0, abs=0.1)
 
 
 @in_virtual_time
@@ -151,21 +112,6 @@ async def test_lost_leases_are_reported_once_and_not_returned():
     assert pending.uid in lost and lost <= set(taken_uids) and len(lost) > 1
     assert await queue.renew_leases() == []
     assert not await lease(queue, "generate", 2)
-
-
-@in_virtual_time
-async def test_lost_pending_grants_are_not_returned():
-    shards = local_shards(2)
-    queue, other_queue = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
-    await queue.admit_prompts([prompt(uid) for uid in UIDS[:2]], 0)
-    assert {queue.get_shard_index(uid) for uid in UIDS[:2]} == {0, 1}
-    # Both shards reply at once, and one group is enough.
-    (pending,) = await lease(queue, "generate")
-    await asyncio.sleep(11.0)
-    taken_uids = {group.uid for group in await take_all(other_queue, "generate")}
-    assert taken_uids == {lease.uid for lease in await queue.renew_leases()} == set(UIDS[:2])
-    assert pending.uid in taken_uids
-    assert not await lease(queue, "generate")
 
 
 @in_virtual_time
@@ -301,13 +247,3 @@ async def test_lease_call_ends_in_time_if_a_renewal_hangs():
     shards[0].revive()
     (second,) = await lease(queue, "generate")
     assert await queue.commit_columns([(group.lease, rollouts()), (second.lease, rollouts())]) == []
-
-
-@in_virtual_time
-async def test_lease_that_expired_during_a_pause_is_not_returned():
-    queue = queue_of(2)
-    await queue.admit_prompts([prompt(f"0:{i}:0") for i in range(8)], 0)
-    assert await lease(queue, "generate")
-    await asyncio.sleep(30.0)
-    (group,) = await lease(queue, "generate")
-    assert await queue.commit_columns([(group.lease, rollouts())]) == []

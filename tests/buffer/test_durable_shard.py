@@ -16,11 +16,10 @@ from streamrl.buffer import (
     ShardPlan,
     StageSchema,
 )
-from streamrl.buffer.durable_shard import open_shard
-from streamrl.buffer.encoding.column_codec import Blob, decode_columns, join_pieces
+from streamrl.buffer.durable_shard import SnapshotBase, open_shard
+from streamrl.buffer.encoding import Blob, decode_columns, join_pieces
 from streamrl.buffer.log.journal import JournalConfig
 from streamrl.buffer.log.segment_file import delete_segments_from, get_segment_path, list_segments
-from streamrl.buffer.recovery import SnapshotBase
 from streamrl.errors import JournalError, StreamError
 from streamrl.run_dir.checkpoint import CheckpointState, CheckpointWriter, find_snapshot
 from tests.buffer.shards import STAGES, WITH_A_GREEDY_ONE, admit, do, finish, put, rollouts, take
@@ -103,19 +102,6 @@ async def test_columns_committed_before_rollouts_survive_a_kill(tmp_path: Path):
     (judging,) = await take(shard, "baseline", ("greedy_ids", "lengths"))
     assert judging.columns["greedy_ids"].tolist() == [7, 8]
     assert judging.info is not None
-    await shard.close()
-
-
-async def test_shard_recovers_from_repeated_deaths(tmp_path: Path):
-    for life in range(5):
-        shard = restart(plan(tmp_path))
-        assert len((await shard.get_stats()).uids) == life
-        await admit(shard, f"0:{life}:0")
-        await do(shard, "generate")
-
-    shard = restart(plan(tmp_path))
-    assert len(await take(shard, "reward")) == 5
-    assert (await shard.get_stats()).journal_bytes > 0
     await shard.close()
 
 
@@ -235,23 +221,6 @@ def test_segments_are_deleted_from_the_end_so_that_a_crash_leaves_no_gap(
     monkeypatch.undo()
     delete_segments_from(tmp_path, 4)
     assert list_segments(tmp_path) == [3]
-
-
-async def test_damage_is_reported_and_the_shard_continues(tmp_path: Path):
-    shard = restart(plan(tmp_path))
-    await admit(shard, "a")
-    await do(shard, "generate")
-    await admit(shard, "b")
-    await shard.close()
-
-    path = get_segment_path(tmp_path / "journal", 1)
-    content = path.read_bytes()
-    path.write_bytes(content.replace(b"generator_logprobs", b"generator_logprobz"))
-    shard = restart(plan(tmp_path, session="resumed"))
-    (bad,) = shard.corrupt_records
-    assert (bad.file, bad.reason) == (path, "the record does not match its checksum")
-    assert {group.uid for group in await take(shard, "generate")} == {"a", "b"}
-    await shard.close()
 
 
 def spoil(run_dir: Path, segment: int, text: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Leases of a shard: expiry, renewal, hedges, restarts."""
+"""Leases of a shard: expiry, renewal, restarts."""
 
 import asyncio
 import gc
@@ -8,7 +8,6 @@ import pytest
 
 from streamrl.buffer import QueueShard, ShardCapacity
 from streamrl.buffer.leases import MIN_COMPACT_SIZE, OverdueLease
-from streamrl.errors import DeadlineError
 from streamrl.messages import GroupOutcome
 from tests.buffer.shards import SCORES, STAGES, admit, do, make_shard, on_shard, put, rollouts, take
 from tests.fake_shards import MemoryLog, recover
@@ -37,26 +36,6 @@ async def test_renewed_lease_is_kept_and_expired_lease_is_lost(shard: QueueShard
 
 
 @on_shard()
-async def test_renewal_restarts_the_full_term(shard: QueueShard):
-    await admit(shard, "a")
-    (group,) = await take(shard, "generate")
-    await asyncio.sleep(7.0)
-    await shard.renew_leases([group.lease])
-    await take(shard, "generate", wait_s=60.0)
-    assert now() == pytest.approx(17.0, abs=0.1)
-
-
-@on_shard()
-async def test_renewal_reports_ended_and_removed_groups_as_lost(shard: QueueShard):
-    await admit(shard, *"abc")
-    leases = [group.lease for group in await take(shard, "generate")]
-    await put(shard, (leases[0], rollouts()))
-    await shard.remove_groups(["b"], 0)
-    await shard.fail_groups([(leases[2], DeadlineError("no"))])
-    assert await shard.renew_leases(leases) == leases
-
-
-@on_shard()
 async def test_group_is_dropped_after_too_many_expired_leases(shard: QueueShard):
     await admit(shard, "a")
     for attempt in (1, 2):
@@ -67,17 +46,6 @@ async def test_group_is_dropped_after_too_many_expired_leases(shard: QueueShard)
     assert ended.outcome == GroupOutcome(
         "generate_lease_expired", "generator-0 was silent for 10 s (queue.lease_s)"
     )
-
-
-@on_shard()
-async def test_failures_and_expired_leases_count_as_attempts(shard: QueueShard):
-    await admit(shard, "a")
-    await do(shard, "generate")
-    await take(shard, "reward")
-    (redelivered,) = await take(shard, "reward", wait_s=60.0)
-    await shard.fail_groups([(redelivered.lease, DeadlineError("no verdict"))])
-    (ended,) = await take(shard, "train")
-    assert ended.outcome == GroupOutcome("deadline", "no verdict")
 
 
 @in_virtual_time
@@ -124,87 +92,6 @@ async def test_coordinator_leases_last_until_removal(shard: QueueShard):
     assert await shard.find_overdue(1.0) == []
     await shard.remove_groups(["a"], 1)
     assert await shard.renew_leases([ready.lease]) == [ready.lease]
-
-
-# Hedging: a second holder for slow work
-
-
-@on_shard(hedge_s=4.0)
-async def test_hedge_gives_slow_work_to_a_second_holder_and_first_commit_wins(shard: QueueShard):
-    await admit(shard, "a")
-    (slow,) = await take(shard, "generate", holder="generator-0")
-    (quick,) = await take(shard, "generate", holder="generator-1", wait_s=60.0)
-    assert now() == pytest.approx(4.0, abs=0.01), "hedged after hedge_s"
-    assert quick.lease.attempt == 1, "a hedge is no new attempt"
-    assert await shard.renew_leases([slow.lease, quick.lease]) == []
-    assert await put(shard, (quick.lease, rollouts())) == []
-    assert await shard.renew_leases([slow.lease, quick.lease]) == [slow.lease, quick.lease]
-    assert await put(shard, (slow.lease, rollouts())) == ["a"]
-    assert (await shard.get_stats()).counts == {"redelivered": 0, "hedged": 1, "refused": 0}
-
-
-@on_shard(hedge_s=4.0)
-async def test_hedge_never_adds_a_third_or_the_same_holder(shard: QueueShard):
-    await admit(shard, "a")
-    await take(shard, "generate", holder="generator-0")
-    await asyncio.sleep(5.0)
-    assert not await take(shard, "generate", holder="generator-0", wait_s=1.0)
-    assert len(await take(shard, "generate", holder="generator-1")) == 1
-    assert not await take(shard, "generate", holder="generator-2", wait_s=1.0)
-
-
-@on_shard()
-async def test_no_hedge_without_hedge_s(shard: QueueShard):
-    await admit(shard, "a")
-    await take(shard, "generate", holder="generator-0")
-    assert not await take(shard, "generate", holder="generator-1", wait_s=9.0)
-
-
-@on_shard(hedge_s=4.0)
-async def test_unleased_work_goes_before_hedges(shard: QueueShard):
-    await admit(shard, "a")
-    await take(shard, "generate", holder="generator-0")
-    await asyncio.sleep(5.0)
-    await admit(shard, "b")
-    granted = [await take(shard, "generate", holder="generator-1") for _ in range(2)]
-    assert [group.uid for (group,) in granted] == ["b", "a"]
-
-
-@on_shard(hedge_s=4.0)
-async def test_slowest_work_is_hedged_first_and_only_granted_hedges_count(shard: QueueShard):
-    await admit(shard, *"ab")
-    await do(shard, "generate")
-    await take(shard, "reward", holder="reward-0", max_groups=1)
-    await asyncio.sleep(1.0)
-    await take(shard, "reward", holder="reward-0")
-    await asyncio.sleep(5.0)
-    # Each group has 10 tokens.
-    (group,) = await take(shard, "reward", holder="reward-1", max_tokens=10)
-    assert group.uid == "a"
-    assert (await shard.get_stats()).counts["hedged"] == 1
-
-
-@on_shard(hedge_s=4.0, max_attempts=1)
-async def test_hedged_group_is_requeued_after_both_holders_failed(shard: QueueShard):
-    await admit(shard, "a")
-    (slow,) = await take(shard, "generate", holder="generator-0")
-    await asyncio.sleep(5.0)
-    (quick,) = await take(shard, "generate", holder="generator-1")
-    await shard.fail_groups([(slow.lease, DeadlineError("first"))])
-    assert not await take(shard, "train"), "the hedge may still commit"
-    assert await put(shard, (quick.lease, rollouts())) == []
-
-
-@on_shard(hedge_s=4.0, max_attempts=2)
-async def test_hedged_group_is_dropped_with_the_last_cause(shard: QueueShard):
-    await admit(shard, "a")
-    (slow,) = await take(shard, "generate", holder="generator-0")
-    await asyncio.sleep(5.0)
-    (quick,) = await take(shard, "generate", holder="generator-1")
-    for group, text in ((quick, "second"), (slow, "first")):
-        await shard.fail_groups([(group.lease, DeadlineError(text))])
-    (ended,) = await take(shard, "train")
-    assert ended.outcome == GroupOutcome("deadline", "first")
 
 
 # Dead holders and stalls
@@ -290,19 +177,6 @@ async def test_overdue_work_can_be_requeued(shard: QueueShard):
 
 
 @in_virtual_time
-async def test_lease_tokens_are_unique_across_incarnations():
-    log, tokens = MemoryLog(), list[int]()
-    for _ in range(5):
-        shard = make_shard(log=log, book=recover(STAGES, log), session="run")
-        await admit(shard, *"abc")
-        granted = await take(shard, "generate", max_groups=1, holder="generator-0")
-        tokens += [group.lease.token for group in granted]
-        # The shard dies before records of append_nowait are durable.
-        log = log.crash()
-    assert len(tokens) == 5 and len(set(tokens)) == 5
-
-
-@in_virtual_time
 async def test_lease_tokens_are_unique_even_if_the_open_record_is_damaged():
     log, tokens = MemoryLog(), list[int]()
     for life in range(3):
@@ -320,12 +194,12 @@ async def test_lease_tokens_are_unique_even_if_the_open_record_is_damaged():
 @in_virtual_time
 async def test_restart_keeps_leases_of_the_same_session_with_full_term():
     log = MemoryLog()
-    shard = make_shard(log=log, session="run", hedge_s=8.0)
+    shard = make_shard(log=log, session="run")
     await admit(shard, *"ab")
     granted = await take(shard, "generate", max_groups=1, request="me/0")
     await asyncio.sleep(9.0)
     await log.append([])
-    shard = make_shard(log=log, book=recover(STAGES, log), session="run", hedge_s=8.0)
+    shard = make_shard(log=log, book=recover(STAGES, log), session="run")
     restart = now()
     assert await shard.find_overdue(5.0) == [], "the lease age restarts"
     assert len(await take(shard, "generate", holder="you")) == 1, "only b is unleased"

@@ -10,21 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.buffer import QueueShard, ShardCapacity
-from streamrl.buffer.encoding.column_codec import Blob, decode_columns, join_pieces
-from streamrl.buffer.group import ShardState, StageColumns
+from streamrl.buffer.durable_shard import (
+    SnapshotBase,
+    load_columns,
+    recover_state,
+    write_snapshot,
+)
+from streamrl.buffer.encoding import Blob, decode_columns, join_pieces
+from streamrl.buffer.group import ShardState, StageColumns, read_blob
 from streamrl.buffer.log.journal import Journal, JournalConfig, RecordLog
 from streamrl.buffer.log.segment_file import (
     CorruptRecord,
     get_segment_path,
     list_segments,
     replay_segments,
-)
-from streamrl.buffer.recovery import (
-    SnapshotBase,
-    load_columns,
-    read_blob,
-    recover_state,
-    write_snapshot,
 )
 from streamrl.errors import JournalError
 from streamrl.messages import GroupOutcome
@@ -45,7 +44,7 @@ from tests.buffer.shards import (
 from tests.fake_shards import MemoryLog
 from tests.virtual_time import in_virtual_time
 
-TIGHT: dict[str, Any] = {"hedge_s": 5.0, "bounds": ShardCapacity(1000)}
+TIGHT: dict[str, Any] = {"bounds": ShardCapacity(1000)}
 
 
 def in_memory(stage_columns: StageColumns) -> bytes:
@@ -224,7 +223,7 @@ async def test_recovery_restores_every_group_state(tmp_path: Path):
     assert state.groups["whole"].ready_version == 4
     assert [stage for stage in STAGES if state.groups["whole"].leases.get(stage)] == ["train"]
     assert state.groups["scored"].stage_columns.keys() == {"generate", "reward"}
-    (active,) = state.groups["leased"].leases["generate"]
+    active = state.groups["leased"].leases["generate"]
     held = (active.lease.holder, active.lease.attempt, active.request_id)
     assert held == ("generator-0", 1, "generator-0/7")
     assert not state.groups["fresh"].leases
@@ -275,19 +274,6 @@ async def test_trained_group_is_readable_if_removed_after_the_restart(tmp_path: 
     await finish(shard)
     await shard.remove_groups(["new"], 6)
     assert "new" not in state.retired_groups, "only recovered groups are retired"
-
-
-async def test_snapshot_has_only_groups_in_flight(tmp_path: Path):
-    await write_populated_journal(tmp_path)
-    end = list_segments(tmp_path)[-1] + 1
-    write_snapshot(STAGES, tmp_path, SnapshotBase(), before=end, out=tmp_path / "out")
-    intact_state = recover(tmp_path)
-    snapshot_state, corrupt = recover_state(
-        STAGES, tmp_path / "none", SnapshotBase(tmp_path / "out", end)
-    )
-    assert not corrupt and not snapshot_state.retired_groups
-    assert facts(snapshot_state, on_disk) == facts(intact_state, on_disk)
-    assert (snapshot_state.session, snapshot_state.incarnation) == ("run", 1)
 
 
 async def test_truncated_snapshot_raises(tmp_path: Path):

@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 
 from streamrl.buffer import QueueShard, ShardCapacity
-from streamrl.buffer.encoding.column_codec import join_pieces
-from streamrl.buffer.encoding.wire_types import get_shard_index
-from streamrl.buffer.group import ShardState, StageColumns, make_finish_record
+from streamrl.buffer.durable_shard import (
+    SnapshotBase,
+    recover_state,
+    repartition_journals,
+    write_snapshot,
+)
+from streamrl.buffer.encoding import get_shard_index, join_pieces
+from streamrl.buffer.group import ShardState, StageColumns, make_finish_record, read_blob
 from streamrl.buffer.log.journal import Journal, JournalConfig
 from streamrl.buffer.log.segment_file import get_segment_path
-from streamrl.buffer.recovery import SnapshotBase, read_blob, recover_state, write_snapshot
-from streamrl.buffer.repartition import repartition_journals
 from streamrl.messages import GroupOutcome
 from tests.buffer.shards import STAGES, admit, make_shard, put, rollouts, take
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from streamrl.buffer import QueueShard
-from streamrl.buffer.encoding.column_codec import count_blob_bytes, decode_columns, encode_columns
+from streamrl.buffer.encoding import count_blob_bytes, decode_columns, encode_columns
 from streamrl.buffer.group import ShardState
 from streamrl.buffer.leases import LeaseRequest
 from streamrl.errors import ContractError
@@ -73,19 +73,6 @@ async def test_partial_rollouts_without_an_active_lease_are_ignored(shard: Queue
     await shard.save_partials([commit(lease, make_partials(2)), commit(late, make_partials(3))])
     await shard.release_holder("b", died=False)
     assert (await lease_with_partials(shard, "a"))[1] == 2
-
-
-@on_shard(hedge_s=1.0, max_attempts=9)
-async def test_longer_partial_rollouts_of_a_hedge_are_kept(shard: QueueShard):
-    await admit(shard, "0:0:0")
-    lease = await lease_group(shard)
-    await asyncio.sleep(2.0)
-    hedge = (await lease_with_partials(shard, "b"))[0]
-    await shard.save_partials([commit(lease, make_partials(3))])
-    await shard.save_partials([commit(hedge, make_partials(1))])
-    await shard.release_holder("a")
-    await shard.release_holder("b")
-    assert (await lease_with_partials(shard, "c"))[1] == 3
 
 
 @on_shard(book=ShardState(WITH_A_GREEDY_ONE))

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from streamrl.buffer import ExperienceQueue, ShardCapacity, StepAssembler
-from streamrl.buffer.assembly.oversampling import OversamplingController
 from streamrl.buffer.assembly.packing import MicroBatchPacker
+from streamrl.buffer.staleness_credits import OversamplingController
 from streamrl.errors import DeadlineError
 from streamrl.messages import Experience, GroupInfo, GroupLease
 from streamrl.planner.simulator.virtual_loop import run_virtual
@@ -178,24 +178,6 @@ def test_a_woken_request_that_leaves_passes_the_prompt_on():
         assert asyncio.get_running_loop().time() < 2.0
 
     run_virtual(scenario())
-
-
-def test_a_request_finds_a_slow_lease_without_a_look_at_those_that_are_not():
-    async def count(number: int) -> int:
-        shard = make_shard(bounds=ShardCapacity(2 * number + 1), hedge_s=5.0, lease_s=600.0)
-        await admit(shard, "slow")
-        await take(shard, "generate")
-        for i in range(number):
-            await admit(shard, f"0:{i}:0", f"1:{i}:0")
-            (first, _) = await take(shard, "generate", max_groups=2)
-            await put(shard, (first.lease, rollouts()))
-            await asyncio.sleep(3.0 / number)
-        with count_lines() as counted:
-            (group,) = await take(shard, "generate", max_groups=1, holder="another", wait_s=60.0)
-        assert group.uid == "slow"
-        return counted.lines
-
-    check_flat_on_loop(count)
 
 
 def test_a_filtered_group_is_found_without_a_look_at_the_others():

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from streamrl.buffer import DurableShard, QueueConfig, QueueShard
-from streamrl.buffer.encoding.column_codec import encode_columns
-from streamrl.buffer.leases import LeaseRequest
+from streamrl.buffer.encoding import encode_columns
 from streamrl.errors import ConfigError, DeadlineError, RewardError, StreamError
 from streamrl.messages import FilteredGroup, GroupOutcome
 from tests.buffer.shards import (
@@ -100,30 +99,6 @@ async def test_waiting_requests_share_ready_groups(shard: QueueShard):
     assert [len(groups) for groups in batches] == [3, 2, 2]
     expected = ["generator-0", "generator-1"]
     assert [g.lease.holder for groups in batches for g in groups][2:4] == expected
-
-
-@on_shard()
-async def test_cancelled_requests_get_no_groups(shard: QueueShard):
-    cancelled = asyncio.create_task(take(shard, "generate", wait_s=60.0, holder="generator-0"))
-    waiting = asyncio.create_task(take(shard, "generate", wait_s=60.0, holder="generator-1"))
-    await asyncio.sleep(1.0)
-    cancelled.cancel()
-    await asyncio.sleep(1.0)
-    await admit(shard, *"abcd")
-    assert len(await waiting) == 4
-
-
-@pytest.mark.parametrize(
-    ("max_tokens", "num_groups"), [(None, 4), (40, 4), (39, 3), (20, 2), (19, 1), (1, 1)]
-)
-@on_shard()
-async def test_max_tokens_bounds_a_grant_except_a_single_group(
-    shard: QueueShard, max_tokens: int | None, num_groups: int
-):
-    await admit(shard, *"abcd")
-    await do(shard, "generate")
-    # Each group has 10 tokens.
-    assert len(await take(shard, "reward", max_tokens=max_tokens)) == num_groups
 
 
 @on_shard()
@@ -222,18 +197,6 @@ async def test_filtered_group_reaches_the_coordinator_with_its_reason(shard: Que
     )
 
 
-@on_shard()
-async def test_inactive_lease_can_neither_fail_nor_filter_a_group(shard: QueueShard):
-    await admit(shard, "a")
-    (slow,) = await take(shard, "generate")
-    await asyncio.sleep(11.0)
-    (redelivered,) = await take(shard, "generate")
-    await shard.fail_groups([(slow.lease, DeadlineError("late"))])
-    await shard.filter_groups([(slow.lease, FilteredGroup("late"))])
-    assert await shard.renew_leases([redelivered.lease]) == []
-    assert not await take(shard, "train")
-
-
 # Statistics and reads
 
 
@@ -260,9 +223,9 @@ async def test_stats_cover_the_time_since_the_last_step(shard: QueueShard):
         # An ended group is removed in the middle of the step.
         await shard.remove_groups(["b"], 0)
         figures = await shard.get_stats()
-        assert figures.counts == {"redelivered": 2, "hedged": 0, "refused": 1}
+        assert figures.counts == {"redelivered": 2, "refused": 1}
     figures = await shard.end_step([], 1)
-    assert figures.counts == {"redelivered": 2, "hedged": 0, "refused": 1}
+    assert figures.counts == {"redelivered": 2, "refused": 1}
     assert (await shard.get_stats()).counts == dict.fromkeys(figures.counts, 0)
     await admit(shard, "c")
     repeated = await shard.end_step([], 1)
@@ -330,7 +293,6 @@ async def test_remove_groups_is_idempotent_and_versions_only_grow(shard: QueueSh
         ("store_share", 1.5),
         ("on_failed_group", "hope"),
         ("max_drop_rounds", 0),
-        ("hedge_s", 0.0),
     ],
 )
 def test_invalid_queue_settings_raise(key: str, value: Any):
@@ -352,13 +314,6 @@ async def test_shard_forgets_removed_groups(shard: QueueShard):
     assert not await take(shard, "train")
     gc.collect()
     assert [lease() for lease in remaining] == [None] * 3
-
-
-@on_shard()
-async def test_shard_does_not_decode_prompts(shard: QueueShard):
-    await shard.admit_prompts([("a", b"not a pickle", 0)], wait_s=1.0)
-    (grant,) = await shard.lease_groups(LeaseRequest("generate", "me", 1), wait_s=0.0)
-    assert grant.prompt == b"not a pickle"
 
 
 def test_every_wait_of_a_shard_method_is_passed_by_name():

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from streamrl.buffer.books.run_log import read_log, recover_run_log
+from streamrl.buffer.run_log import read_log, recover_run_log
 from streamrl.config.preflight import prepare_run
 from streamrl.config.run_config import load_config
 from streamrl.messages import parse_uid
@@ -240,7 +240,7 @@ def audit_run(run_dir: Path, settings: Mapping[str, Any]) -> Iterator[str]:
         yield f"ended untrained: {ended}"
     if set(admitted) != set(trained) or len(trained) != STEPS * GROUPS_PER_STEP:
         yield f"admitted {sorted(admitted)}, trained {sorted(trained)}"
-    recovered = recover_run_log(records, None, debug=True)
+    recovered = recover_run_log(records, None)
     counts = recovered.ledger.counts
     if (counts.trained, counts.in_flight) != (len(trained), 0):
         yield f"the ledger: {counts}"

@@ -95,7 +95,6 @@ def read_files(folder: Path) -> dict[Path, bytes]:
         (["pipeline.on_stale=keep"], ["pipeline.on_stale=keep", "wait, drop"]),
         (["pipeline.on_stall=sleep"], ["pipeline.on_stall=sleep", "abort, redeliver, warn"]),
         (["queue.on_failed_group=hope"], ["queue.on_failed_group=hope", "replace or readmit"]),
-        (["queue.hedge_s=0"], ["queue.hedge_s=0", "above 0 s, or null"]),
         (["queue.store_share=2"], ["queue.store_share=2", "at most 1"]),
         (["queue.store_share=1e-9"], ["queue.store_share=1e-09 of", "MB, the largest group"]),
         (["queue.journal.max_mb=0"], ["queue.journal.max_mb=0", "at least 1 MB"]),

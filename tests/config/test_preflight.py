@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from streamrl.algorithms.config import AlgorithmConfig
-from streamrl.buffer.encoding.column_codec import encode_columns
+from streamrl.buffer.encoding import encode_columns
 from streamrl.config.preflight import (
     PROCESS_GIB,
     PreparedRun,

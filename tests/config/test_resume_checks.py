@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.buffer import StageSchema
+from streamrl.buffer.durable_shard import recover_state
 from streamrl.buffer.log.segment_file import (
     CorruptRecord,
     JournalRecord,
@@ -21,7 +22,6 @@ from streamrl.buffer.log.segment_file import (
     read_segment,
     write_segment,
 )
-from streamrl.buffer.recovery import recover_state
 from streamrl.config.preflight import PreparedRun, prepare_run
 from streamrl.config.resume_checks import check_resume, load_run_log
 from streamrl.config.run_config import RunConfig, load_config

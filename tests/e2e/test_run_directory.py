@@ -17,9 +17,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from streamrl.buffer.books.ledger_audit import audit_run_log
-from streamrl.buffer.books.run_log import read_history
+from streamrl.buffer.ledger import audit_run_log
 from streamrl.buffer.log.segment_file import get_segment_path, list_segments, read_segment
+from streamrl.buffer.run_log import read_history
 from streamrl.cli.main import main
 from streamrl.run_dir.checkpoint import (
     RUN_LOG_FOLDER,

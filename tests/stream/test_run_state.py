@@ -19,9 +19,8 @@ from streamrl.buffer import (
     ShardCapacity,
     StepAssembler,
 )
-from streamrl.buffer.assembly.oversampling import OversamplingController
 from streamrl.buffer.log.segment_file import JournalRecord
-from streamrl.buffer.staleness_credits import compute_credit_limit
+from streamrl.buffer.staleness_credits import OversamplingController, compute_credit_limit
 from streamrl.dataflow import POLICY
 from streamrl.errors import DropLimitError, FilterLimitError, StaleGroupError
 from streamrl.messages import Experience, GroupInfo, GroupLease, GroupOutcome, Prompt
@@ -77,7 +76,7 @@ def make_run_state(
 ) -> RunState:
     """Make a run state for two steps of three groups in flight; more with oversampling."""
     admission = AdmissionController(
-        Ledger(debug=True),
+        Ledger(),
         depth=1,
         groups_per_step=3,
         capacity_groups=300 if oversampling else 6,

@@ -139,7 +139,7 @@ async def test_slow_work_is_kept_by_renewals():
     idle_loop.cancel()
     assert sampler.finished == UIDS[:1]
     figures = await ExperienceQueue([shard], "me").end_step([], 1)
-    assert figures.counts == {"redelivered": 0, "hedged": 0, "refused": 0}
+    assert figures.counts == {"redelivered": 0, "refused": 0}
 
 
 @in_virtual_time

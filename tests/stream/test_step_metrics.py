@@ -5,7 +5,7 @@ import math
 import pytest
 
 from streamrl.buffer.assembly.step_assembler import TrainedGroup
-from streamrl.buffer.books.ledger import LedgerCounts
+from streamrl.buffer.ledger import LedgerCounts
 from streamrl.buffer.shard_stats import ShardStats
 from streamrl.messages import GroupInfo
 from streamrl.stream.protocols import FilterTally
@@ -42,7 +42,7 @@ def facts(**changes: object) -> StepFacts:
             num_bytes=100,
             oldest_age_s=2.0,
             uids=("c",),
-            counts={"redelivered": 3, "hedged": 1, "refused": 2},
+            counts={"redelivered": 3, "refused": 2},
             journal_bytes=5000,
             fsync_s=0.25,
         ),
@@ -115,7 +115,7 @@ def test_row_has_queue_and_ledger_metrics():
     assert row["queue/depth/reward"] == 1.5
     assert row["queue/bytes"] == 100
     assert row["queue/oldest_age_s"] == 2.0
-    assert [row[f"queue/{name}"] for name in ("redelivered", "hedged", "refused")] == [3, 1, 2]
+    assert [row[f"queue/{name}"] for name in ("redelivered", "refused")] == [3, 2]
     assert (row["journal/bytes"], row["journal/fsync_s"]) == (5000, 0.25)
     assert row["ledger/admitted"] == 10
     assert row["drops/reward_error"] == 1

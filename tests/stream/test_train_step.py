@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from streamrl.buffer.assembly.micro_batch_schedule import UpdatePlan
 from streamrl.buffer.assembly.packing import Round
-from streamrl.buffer.books.run_log import TrainedStep
+from streamrl.buffer.run_log import TrainedStep
 from streamrl.dataflow import POLICY
 from streamrl.errors import DeadlineError
 from streamrl.messages import parse_uid

@@ -65,15 +65,13 @@ class RunPersistence:
 
         Advances `prompts` past the last prompt that the run log admitted.
         """
-        state, debug = self._state, self._config.run.debug
+        state = self._state
         if state is not None:
             prompts.load_state_dict(state["prompts"])
         if not self._config.queue.journal.enabled:
-            ledger = Ledger(debug=debug)
-            if state is not None:
-                ledger = Ledger.from_state(state["ledger"], debug=debug)
+            ledger = Ledger() if state is None else Ledger.from_state(state["ledger"])
             return RunLog(ledger, NullRecordLog())
-        loaded = load_run_log(self._run_dir, state, debug=debug)
+        loaded = load_run_log(self._run_dir, state)
         await prompts.prefetch_prompts(len(loaded.drawn_uids))
         redraw_prompts(prompts, loaded.drawn_uids, self._run_dir)
         folder = get_journal_dir(self._run_dir, RUN_LOG_FOLDER)

@@ -9,16 +9,17 @@ import ray
 from msgspec.structs import replace
 
 from streamrl.actors.transport.ray_calls import fetch_objects
-from streamrl.buffer.encoding.column_codec import (
+from streamrl.buffer.encoding import (
     LARGE_BLOB_BYTES,
     Blob,
+    ColumnBlobs,
+    LeaseGrant,
     count_blob_bytes,
     from_message,
     join_pieces,
     split_pieces,
     to_message,
 )
-from streamrl.buffer.encoding.wire_types import ColumnBlobs, LeaseGrant
 
 INLINE_BYTES = LARGE_BLOB_BYTES
 """Largest blob that a shard stores itself and sends inside messages. Ray inlines objects up to the

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, TypeVar
 
-from streamrl.buffer.assembly.oversampling import OversamplingController
+from streamrl.buffer.staleness_credits import OversamplingController
 from streamrl.errors import StaleGroupError
 from streamrl.messages import Experience, GroupInfo
 

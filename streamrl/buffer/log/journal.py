@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
-from streamrl.buffer.encoding.column_codec import count_blob_bytes
+from streamrl.buffer.encoding import count_blob_bytes
 from streamrl.buffer.log.segment_file import (
     EncodedRecord,
     JournalRecord,

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import msgspec
 import xxhash
 
-from streamrl.buffer.encoding.column_codec import (
+from streamrl.buffer.encoding import (
     Blob,
     Buffer,
     count_blob_bytes,

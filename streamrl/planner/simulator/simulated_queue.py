@@ -13,7 +13,7 @@ from typing import Protocol
 
 from streamrl.buffer import ShardStats
 from streamrl.buffer.client import LEASE_REQUEST_WAIT_S
-from streamrl.buffer.encoding.wire_types import FinishedGroup
+from streamrl.buffer.encoding import FinishedGroup
 from streamrl.buffer.shard_stats import DepthMeter
 from streamrl.dataflow import FILTER_COLUMN, CallKind, Dataflow
 from streamrl.messages import Experience, GroupInfo, GroupLease, GroupOutcome, Prompt
@@ -344,7 +344,7 @@ class SimulatedQueue:
             num_bytes=0,
             oldest_age_s=now - oldest_s,
             uids=tuple(self.groups),
-            counts={"redelivered": 0, "hedged": 0, "refused": 0},
+            counts={"redelivered": 0, "refused": 0},
         )
 
     async def locate_groups(self, uids: Sequence[str]) -> dict[str, str]:

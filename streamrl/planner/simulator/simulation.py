@@ -16,9 +16,9 @@ from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
 from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.buffer import AdmissionController, ExperienceQueue, Ledger, RunLog, StepAssembler
 from streamrl.buffer.assembly.micro_batch_schedule import UpdatePlan
-from streamrl.buffer.assembly.oversampling import MAX_FACTOR, OversamplingController
-from streamrl.buffer.books.run_log import TrainedStep
 from streamrl.buffer.log.journal import NullRecordLog
+from streamrl.buffer.run_log import TrainedStep
+from streamrl.buffer.staleness_credits import MAX_FACTOR, OversamplingController
 from streamrl.dataflow import EMA_REFERENCE, GENERATE_CALL, POLICY, CallKind, Dataflow
 from streamrl.engines.memory.gc_paused import pause_gc
 from streamrl.engines.reference_config import ReferenceConfig

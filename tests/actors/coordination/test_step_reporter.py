@@ -25,7 +25,7 @@ from streamrl.actors.coordination.step_reporter import (
     StepSnapshot,
 )
 from streamrl.buffer.assembly.step_assembler import TrainedGroup
-from streamrl.buffer.books.ledger import LedgerCounts
+from streamrl.buffer.ledger import LedgerCounts
 from streamrl.buffer.shard_stats import ShardStats
 from streamrl.config.run_config import load_config
 from streamrl.dataflow import build_dataflow

@@ -112,9 +112,3 @@ def test_schedule_is_redistributed_by_micro_batch(num_shares):
         assert micro_batches[0] == micro_batches[1], "each micro-batch once, in order"
         assert all(any(work) for work in after), "no round is empty"
     assert step_schedule.redistribute_rounds(2) == step_schedule
-
-
-def test_rollout_larger_than_a_micro_batch_raises():
-    schedule = make_scheduler(UpdatePlan(), tokens=6)
-    with pytest.raises(ValueError, match="rollout 1 of d has 7 tokens; a micro-batch holds 6"):
-        schedule.add_group("d", GROUPS["d"])

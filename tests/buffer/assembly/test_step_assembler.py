@@ -3,8 +3,8 @@
 import pytest
 
 from streamrl.buffer import StepAssembler
-from streamrl.buffer.assembly.oversampling import OversamplingController
 from streamrl.buffer.assembly.step_assembler import TrainedGroup
+from streamrl.buffer.staleness_credits import OversamplingController
 from streamrl.errors import StaleGroupError
 from streamrl.messages import Experience, GroupInfo, GroupLease
 
@@ -60,12 +60,6 @@ def test_earliest_deadline_enters_first():
     steps = make_assembler(2, 1, a=1, b=0)
     steps.offer_groups([group("a", 1), group("b", 0)])
     assert uids(steps.draw_groups(1)) == ["b"]
-
-
-def test_dropped_group_frees_its_reserved_slot():
-    steps = make_assembler(0, 1, a=0)
-    steps.drop_group("a")
-    assert steps.pending_uids == []
 
 
 def test_newer_groups_do_not_push_older_ones_beyond_their_deadline():
@@ -127,11 +121,6 @@ def test_drop_stale_drops_only_groups_beyond_the_bound():
     assert steps.remove_late_groups(2) == ["a"]
     assert steps.remove_late_groups(2) == []
     assert sorted(uids(steps.draw_groups(2))) == ["b", "c"]
-
-
-def test_drop_stale_waits_for_pending_groups():
-    steps = make_assembler(1, 2, drops_stale=True, a=0)
-    assert steps.remove_late_groups(99) == []
 
 
 # Oversampling: more groups are admitted than a step has slots.

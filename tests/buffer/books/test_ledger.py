@@ -10,8 +10,8 @@ from streamrl.buffer import Ledger
 from streamrl.errors import LedgerError
 
 
-def make_ledger(*uids: str, debug: bool = False) -> Ledger:
-    ledger = Ledger(debug=debug)
+def make_ledger(*uids: str) -> Ledger:
+    ledger = Ledger()
     for uid in uids:
         ledger.mark_admitted(uid, 0)
     return ledger
@@ -25,14 +25,6 @@ def test_ledger_counts_every_prompt_in_one_state():
     counts = ledger.check_balance(["d"])
     assert str(counts) == "admitted 4 = trained 1 + filtered 1 + dropped 1 + in flight 1"
     assert counts.drops == (("deadline", 1),)
-
-
-def test_ledger_keeps_the_admitted_version_while_in_flight():
-    ledger = Ledger()
-    ledger.mark_admitted("a", 3)
-    ledger.mark_admitted("b", 4)
-    ledger.mark_trained("a")
-    assert ledger.in_flight == {"b": 4}
 
 
 def test_training_a_group_twice_raises():
@@ -72,62 +64,12 @@ def test_ended_groups_refund_their_credit_unless_trained():
     assert ledger.num_credits_spent == 2
 
 
-# Ledger of each uid (run.debug)
-
-
-@pytest.mark.parametrize(
-    ("end", "how"),
-    [
-        (lambda ledger: ledger.mark_trained("a"), "trained"),
-        (lambda ledger: ledger.mark_filtered("a"), "filtered"),
-        (lambda ledger: ledger.mark_dropped("a", "stale"), r"dropped \(stale\)"),
-    ],
-)
-def test_debug_ledger_names_the_outcome_of_a_readmitted_uid(end, how: str) -> None:  # type: ignore[no-untyped-def]
-    ledger = make_ledger("a", debug=True)
-    end(ledger)
-    with pytest.raises(LedgerError, match=f"prompt a is admitted, but it was {how} before"):
-        ledger.mark_admitted("a", 1)
-
-
-def test_ledger_without_debug_forgets_ended_uids():
-    ledger = make_ledger("a")
-    ledger.mark_trained("a")
-    ledger.mark_admitted("a", 1)
-    assert "ended" not in ledger.state_dict()
-
-
-def test_debug_ledger_finds_wrong_counts_at_the_next_transition():
-    ledger = make_ledger("a", "b", debug=True)
-    ledger._num_trained += 1
-    with pytest.raises(LedgerError, match="the uids do not add up"):
-        ledger.mark_trained("a")
-
-
-def test_debug_ledger_resumes_from_a_debug_checkpoint():
-    ledger = make_ledger("a", "b", debug=True)
-    ledger.mark_trained("a")
-    state = json.loads(json.dumps(ledger.state_dict()))
-    with pytest.raises(LedgerError, match="it was trained before"):
-        Ledger.from_state(state, debug=True).mark_admitted("a", 1)
-    Ledger.from_state(state).mark_admitted("a", 1)
-
-
-def test_debug_needs_a_debug_checkpoint():
-    ledger = make_ledger("a", "b")
-    ledger.mark_trained("a")
-    restored = Ledger.from_state(ledger.state_dict(), debug=True)
-    restored.mark_trained("b")
-    assert restored.counts.trained == 2
-
-
 @given(
     st.lists(st.sampled_from(["admit", "train", "filter", "drop"]), max_size=60),
     st.randoms(),
-    st.booleans(),
 )
-def test_any_history_balances_and_round_trips(moves: list[str], random: object, debug: bool):
-    ledger, serial = Ledger(debug=debug), 0
+def test_any_history_balances_and_round_trips(moves: list[str], random: object):
+    ledger, serial = Ledger(), 0
     for move in moves:
         if move == "admit":
             ledger.mark_admitted(f"p{serial}", serial // 3)
@@ -140,7 +82,7 @@ def test_any_history_balances_and_round_trips(moves: list[str], random: object, 
                 "drop": lambda u: ledger.mark_dropped(u, "x"),
             }[move](uid)
     counts = ledger.check_balance(list(ledger.in_flight))
-    restored = Ledger.from_state(json.loads(json.dumps(ledger.state_dict())), debug=debug)
+    restored = Ledger.from_state(json.loads(json.dumps(ledger.state_dict())))
     assert restored.counts == counts
     assert list(restored.in_flight.items()) == list(ledger.in_flight.items())
     assert restored.state_dict() == ledger.state_dict()

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from streamrl.buffer import Ledger, RunLog
 from streamrl.buffer.assembly.micro_batch_schedule import StepSchedule
 from streamrl.buffer.assembly.step_assembler import TrainedGroup
-from streamrl.buffer.books.run_log import (
+from streamrl.buffer.encoding import join_pieces
+from streamrl.buffer.log.journal import Journal, JournalConfig
+from streamrl.buffer.log.segment_file import JournalRecord, get_segment_path
+from streamrl.buffer.run_log import (
     TrainedStep,
     check_checkpoint,
     read_history,
     read_log,
     recover_run_log,
 )
-from streamrl.buffer.encoding.column_codec import join_pieces
-from streamrl.buffer.log.journal import Journal, JournalConfig
-from streamrl.buffer.log.segment_file import JournalRecord, get_segment_path
 from streamrl.errors import JournalError, LedgerError
 from streamrl.messages import GroupInfo, GroupOutcome, make_uid, parse_uid
 from tests.fake_shards import MemoryLog
@@ -92,7 +92,7 @@ MOVES = ["admit", "admit", "admit", "step", "filter", "drop", "again", "checkpoi
 @in_virtual_time
 async def test_recovered_ledger_equals_the_live_ledger(schedule: list[tuple[str, int]]):
     log = MemoryLog()
-    run_log = RunLog(Ledger(debug=True), log)
+    run_log = RunLog(Ledger(), log)
     trained_steps: dict[int, TrainedStep] = {}
     drawn: list[str] = []
     state, cut, serial = None, 0, 0
@@ -123,9 +123,7 @@ async def test_recovered_ledger_equals_the_live_ledger(schedule: list[tuple[str,
             await run_log.record_finished(
                 dict.fromkeys(uids, FILTERED if move == "filter" else DROPPED)
             )
-    recovered = recover_run_log(
-        [round_trip_record(r) for r in log.records[cut:]], state, debug=True
-    )
+    recovered = recover_run_log([round_trip_record(r) for r in log.records[cut:]], state)
     assert recovered.ledger.state_dict() == run_log.ledger.state_dict()
     assert recovered.steps_to_replay == trained_steps
     assert recovered.drawn_uids == tuple(drawn), "readmitted prompts are not drawn from the data"
@@ -134,10 +132,10 @@ async def test_recovered_ledger_equals_the_live_ledger(schedule: list[tuple[str,
 @in_virtual_time
 async def test_replayed_step_is_not_logged_again():
     log = MemoryLog()
-    run_log = RunLog(Ledger(debug=True), log)
+    run_log = RunLog(Ledger(), log)
     await run_log.record_admissions(["0:0:0", "0:1:0"], 0)
     await run_log.record_step(make_step(0, "0:0:0"))
-    recovered = recover_run_log(log.records, None, debug=True)
+    recovered = recover_run_log(log.records, None)
     resumed_log = RunLog(recovered.ledger, log.crash(), recovered.steps_to_replay)
     before = len(log.records)
     await resumed_log.record_step(recovered.steps_to_replay[0])

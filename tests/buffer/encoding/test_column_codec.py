@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from streamrl.buffer.encoding.column_codec import (
+from streamrl.buffer.encoding import (
     LARGE_BLOB_BYTES,
     count_blob_bytes,
     decode_columns,
@@ -73,10 +73,6 @@ def test_large_blob_stays_in_pieces():
     assert_equal(safetensors.numpy.load(joined), LARGE)
 
 
-def test_small_blob_is_one_piece():
-    assert isinstance(encode_columns(rollouts()), bytes)
-
-
 def test_decoded_columns_are_views_of_the_blob():
     blob = bytearray(join_pieces(encode_columns(rollouts())))
     decoded = decode_columns(blob)
@@ -84,17 +80,6 @@ def test_decoded_columns_are_views_of_the_blob():
         assert np.shares_memory(column, np.frombuffer(blob, np.uint8))
     blob[-1] ^= 0xFF
     assert any((decoded[name] != column).any() for name, column in rollouts().items())
-
-
-@pytest.mark.parametrize("buffer", [bytes, bytearray, memoryview])
-def test_any_buffer_type_is_decoded(buffer) -> None:  # type: ignore[no-untyped-def]
-    assert_equal(decode_columns(buffer(encode_columns(rollouts()))), rollouts())
-
-
-def test_views_of_foreign_bytes_are_read_only():
-    assert not any(
-        column.flags.writeable for column in decode_columns(encode_columns(rollouts())).values()
-    )
 
 
 def test_strided_column_is_encoded_contiguously():

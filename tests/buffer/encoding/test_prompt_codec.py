@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamrl import messages
-from streamrl.buffer.encoding.prompt_codec import decode_prompt, encode_prompt
+from streamrl.buffer.encoding import decode_prompt, encode_prompt
 from streamrl.errors import JournalError
 from streamrl.messages import Prompt
 from tests.hostile_pickle import Hostile
@@ -59,7 +58,7 @@ def test_unsupported_value_raises_with_its_type():
 def test_hostile_pickle_executes_nothing(tmp_path: Path):
     hostile = pickle.dumps(prompt(Hostile(tmp_path / "ran")))
     for data in (hostile, pickle.dumps(Hostile(tmp_path / "ran"))):
-        with pytest.raises(JournalError, match="is invalid: its pickle refers to "):
+        with pytest.raises(JournalError, match="cannot be read"):
             decode_prompt(data)
     assert not (tmp_path / "ran").exists()
 
@@ -68,16 +67,3 @@ def test_hostile_pickle_executes_nothing(tmp_path: Path):
 def test_invalid_prompt_bytes_raise_journal_error(data: bytes):
     with pytest.raises(JournalError):
         decode_prompt(data)
-
-
-def test_pickled_prompt_of_an_earlier_version_is_read(monkeypatch: pytest.MonkeyPatch):
-    def _prompt(uid: str, tokens: bytes, *fields: Any) -> Prompt:
-        return messages.prompt_from_parts(uid, tokens, *fields)
-
-    _prompt.__module__, _prompt.__qualname__ = messages.__name__, "_prompt"
-    monkeypatch.setattr(messages, "_prompt", _prompt, raising=False)
-    monkeypatch.setattr(messages, "prompt_from_parts", _prompt)
-    old = pickle.dumps(prompt([Decimal("1.5"), datetime.datetime(2024, 1, 2, tzinfo=ZONE)]))
-    monkeypatch.undo()
-    assert b"_prompt" in old and b"from_parts" not in old
-    assert decode_prompt(old).ground_truth[0] == Decimal("1.5")

@@ -19,7 +19,6 @@ from streamrl.buffer.log.segment_file import (
     get_segment_path,
     read_record,
     replay_segments,
-    write_segment,
 )
 from streamrl.errors import ConfigError, JournalError, NoSpaceError
 from tests.buffer.journals import (
@@ -133,16 +132,6 @@ async def test_appends_and_waiters_keep_their_order(tmp_path: Path):
     assert woken == [i for i in numbers_read if i % 4 == 2]
 
 
-async def test_cancelled_append_does_not_affect_others(tmp_path: Path):
-    journal = open_journal(tmp_path)
-    cancelled = asyncio.ensure_future(journal.append([note(0)]))
-    await asyncio.sleep(0)
-    cancelled.cancel()
-    [position] = await journal.append([note(1)])
-    await journal.close()
-    assert read_record(tmp_path, position).meta["i"] == 1
-
-
 async def test_closed_journal_rejects_appends(tmp_path: Path):
     journal = open_journal(tmp_path)
     journal.append_nowait([note(0)])
@@ -219,16 +208,6 @@ async def test_rotate_on_a_full_disk_can_be_retried(
     assert read_numbers(tmp_path) == [0, 1, 2]
 
 
-async def test_failed_append_nowait_raises_in_the_next_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    journal = open_journal(tmp_path)
-    fill_disk(monkeypatch)
-    journal.append_nowait([note(0)])
-    with pytest.raises(JournalError, match="No space left"):
-        await journal.close()
-
-
 @pytest.mark.parametrize(("fsync_s", "safe"), [(0.0, "accepted"), (1000.0, "fsynced")])
 async def test_failed_fsync_is_not_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync_s: float, safe: str
@@ -252,15 +231,6 @@ async def test_failed_fsync_is_not_retried(
         await journal.close()
     assert len(descriptors) == 1
     assert read_numbers(tmp_path) == [0]
-
-
-async def test_unexpected_writer_error_fails_all_waiters(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    journal = open_journal(tmp_path)
-    monkeypatch.setattr(os, "writev", lambda descriptor, buffers: None)
-    with pytest.raises(JournalError, match="TypeError"):
-        await journal.append([note(0)])
 
 
 SMALL_DISK = """
@@ -399,12 +369,6 @@ async def test_rotate_and_close_fsync_at_once(
     assert fsyncs.count("00000001.journal") == 1
     if end is not Journal.close:
         await journal.close()
-
-
-def test_write_segment_fsyncs_file_and_folder(tmp_path: Path, fsyncs: list[str]):
-    write_segment(tmp_path / "00000000.journal", [note(0)])
-    assert fsyncs == ["00000000.journal", tmp_path.name]
-    assert read_numbers(tmp_path) == [0]
 
 
 # Settings

@@ -284,7 +284,16 @@ def patch_durable_shard(fault, module):
         original(self, plan, files, *arguments)
         fault.enable_in_actor(os.path.basename(files.journal_dir))
 
+    def write(original, path, records):
+        """Kill a shard after half of its snapshot is written."""
+        if not fault.count_hit("shard", "mid_checkpoint"):
+            return original(path, records)
+        original(path, records)
+        os.truncate(path, os.path.getsize(path) // 2)
+        fault.kill()
+
     wrap(module.DurableShard, "__init__", init)
+    wrap(module, "write_segment", write)
 
 
 def patch_queue_shard(fault, module):
@@ -319,19 +328,6 @@ def patch_journal(fault, module):
         fault.kill()
 
     wrap(module._JournalWriter, "_write_records", write)
-
-
-def patch_recovery(fault, module):
-    """Kill a shard after half of its snapshot is written."""
-
-    def write(original, path, records):
-        if not fault.count_hit("shard", "mid_checkpoint"):
-            return original(path, records)
-        original(path, records)
-        os.truncate(path, os.path.getsize(path) // 2)
-        fault.kill()
-
-    wrap(module, "write_segment", write)
 
 
 def patch_trainer_group(fault, module):
@@ -417,9 +413,8 @@ PATCHES = {
     "streamrl.buffer.durable_shard": patch_durable_shard,
     "streamrl.buffer.shard": patch_queue_shard,
     "streamrl.buffer.log.journal": patch_journal,
-    "streamrl.buffer.recovery": patch_recovery,
     "streamrl.actors.coordination.trainer_group": patch_trainer_group,
-    "streamrl.buffer.books.run_log": patch_run_log,
+    "streamrl.buffer.run_log": patch_run_log,
     "streamrl.run_dir.checkpoint": patch_checkpoint,
     "streamrl.engines.training.model_trainer": patch_model_trainer,
 }

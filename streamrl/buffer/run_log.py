@@ -18,8 +18,8 @@ import msgspec
 from streamrl.buffer.assembly.micro_batch_schedule import StepSchedule
 from streamrl.buffer.assembly.packing import Round
 from streamrl.buffer.assembly.step_assembler import TrainedGroup
-from streamrl.buffer.books.ledger import Ledger
-from streamrl.buffer.encoding.column_codec import join_pieces
+from streamrl.buffer.encoding import join_pieces
+from streamrl.buffer.ledger import Ledger
 from streamrl.buffer.log.journal import RecordLog
 from streamrl.buffer.log.segment_file import (
     CorruptRecord,
@@ -193,14 +193,14 @@ class RecoveredRunLog:
 
 
 def recover_run_log(
-    records: Iterable[JournalRecord], state: Mapping[str, Any] | None, *, debug: bool = False
+    records: Iterable[JournalRecord], state: Mapping[str, Any] | None
 ) -> RecoveredRunLog:
     """Rebuild the ledger from a checkpoint and the run log written since the checkpoint.
 
     state: the checkpoint's `Ledger.state_dict`, None without a checkpoint. Raises LedgerError if
     log and checkpoint contradict each other, JournalError for an invalid log entry.
     """
-    ledger = Ledger(debug=debug) if state is None else Ledger.from_state(state, debug=debug)
+    ledger = Ledger() if state is None else Ledger.from_state(state)
     steps: dict[int, TrainedStep] = {}
     drawn: list[str] = []
     for record in records:

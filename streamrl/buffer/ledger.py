@@ -1,11 +1,12 @@
-"""Ledger of a run: the state of every admitted prompt, by uid."""
+"""Ledger of a run: the state of every admitted prompt, by uid; and its audit from the run log."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from streamrl.errors import LedgerError
+from streamrl.messages import parse_uid
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,11 @@ class Ledger:
     """State of every prompt uid: in flight, then trained, filtered or dropped.
 
     Raises LedgerError on admitting a uid twice and on ending a uid that is not in flight, for
-    example on training a group twice. `in_flight` maps uids to the version at admission. `debug`
-    keeps the uids of ended groups, too, and recounts all outcomes at every change.
+    example on training a group twice. `in_flight` maps uids to the version at admission.
     """
 
-    def __init__(self, *, debug: bool = False) -> None:
+    def __init__(self) -> None:
         self.in_flight: dict[str, int] = {}
-        self._outcomes: dict[str, str] | None = {} if debug else None
         self._num_admitted = 0
         self._num_trained = 0
         self._num_filtered = 0
@@ -48,46 +47,25 @@ class Ledger:
     def mark_admitted(self, uid: str, version: int) -> None:
         if uid in self.in_flight:
             raise LedgerError(f"prompt {uid} is admitted, but it is in flight already")
-        if self._outcomes is not None and uid in self._outcomes:
-            raise LedgerError(f"prompt {uid} is admitted, but it was {self._outcomes[uid]} before")
         self.in_flight[uid] = version
         self._num_admitted += 1
-        self._check_outcomes()
 
     def mark_trained(self, uid: str) -> None:
         self._mark_finished(uid, "trained")
         self._num_trained += 1
-        self._check_outcomes()
 
     def mark_filtered(self, uid: str) -> None:
         self._mark_finished(uid, "filtered")
         self._num_filtered += 1
-        self._check_outcomes()
 
     def mark_dropped(self, uid: str, cause: str) -> None:
         self._mark_finished(uid, f"dropped ({cause})")
         self._drop_counts[cause] += 1
-        self._check_outcomes()
 
     def _mark_finished(self, uid: str, outcome: str) -> None:
         if uid not in self.in_flight:
             raise LedgerError(f"prompt {uid} is {outcome}, but it is not in flight")
         del self.in_flight[uid]
-        if self._outcomes is not None:
-            self._outcomes[uid] = outcome
-
-    def _check_outcomes(self) -> None:
-        """Recount the outcomes of all uids if `debug`; raise LedgerError on a difference."""
-        if self._outcomes is None:
-            return
-        outcomes = Counter(state.partition(" ")[0] for state in self._outcomes.values())
-        recounted = (outcomes["trained"], outcomes["filtered"], outcomes["dropped"])
-        counted = (self._num_trained, self._num_filtered, self._drop_counts.total())
-        total = sum(recounted) + len(self.in_flight)
-        if recounted != counted or total != self._num_admitted:
-            raise LedgerError(
-                f"the uids do not add up: {recounted} of {total}, ledger: {self.counts}"
-            )
 
     @property
     def counts(self) -> LedgerCounts:
@@ -131,21 +109,92 @@ class Ledger:
             "trained": self._num_trained,
             "filtered": self._num_filtered,
             "drops": dict(self._drop_counts),
-            **({} if self._outcomes is None else {"ended": dict(self._outcomes)}),
         }
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any], *, debug: bool = False) -> "Ledger":
-        """Restore a ledger from its `state_dict`.
-
-        debug: keep and recount all uids; without effect if the saved ledger did not.
-        """
-        ledger = cls(debug=debug and "ended" in state)
-        if ledger._outcomes is not None:
-            ledger._outcomes = dict(state["ended"])
+    def from_state(cls, state: Mapping[str, Any]) -> "Ledger":
+        """Restore a ledger from its `state_dict`."""
+        ledger = cls()
         ledger.in_flight = dict(state["in_flight"])
         ledger._num_admitted = state["admitted"]
         ledger._num_trained = state["trained"]
         ledger._num_filtered = state["filtered"]
         ledger._drop_counts = Counter(state["drops"])
         return ledger
+
+
+@dataclass
+class LedgerAudit:
+    """Admissions and outcomes of every uid, recounted from the entries of the run log."""
+
+    admitted: Counter[str] = field(default_factory=Counter)
+    outcomes: dict[str, list[str]] = field(default_factory=dict)
+    trained: list[str] = field(default_factory=list)
+    filtered: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    drop_causes: Counter[str] = field(default_factory=Counter)
+    num_steps: int = 0
+    num_starts: int = 0
+    last_time: float = 0.0
+
+    @property
+    def in_flight(self) -> list[str]:
+        return [uid for uid in self.admitted if uid not in self.outcomes]
+
+    @property
+    def counts(self) -> LedgerCounts:
+        return LedgerCounts(
+            admitted=self.admitted.total(),
+            trained=len(self.trained),
+            filtered=len(self.filtered),
+            dropped=len(self.dropped),
+            in_flight=len(self.in_flight),
+            drops=tuple(sorted(self.drop_causes.items())),
+        )
+
+    @property
+    def counts_by_epoch(self) -> dict[int, dict[str, int]]:
+        outcomes = ("trained", "filtered", "dropped", "in_flight")
+        counted = {name: Counter(parse_uid(u)[0] for u in getattr(self, name)) for name in outcomes}
+        epochs = sorted(set().union(*counted.values()))
+        return {epoch: {name: counted[name][epoch] for name in outcomes} for epoch in epochs}
+
+    @property
+    def problems(self) -> list[str]:
+        """Describe each uid that was not admitted exactly once, or that ended more than once."""
+        inconsistent = [
+            uid for uid in {**self.admitted, **self.outcomes} if self._is_inconsistent(uid)
+        ]
+        return [
+            f"{uid}: admitted {self.admitted[uid]} times, {', '.join(self.outcomes.get(uid, ()))}"
+            for uid in inconsistent
+        ]
+
+    def _is_inconsistent(self, uid: str) -> bool:
+        return self.admitted[uid] != 1 or len(self.outcomes.get(uid, ())) > 1
+
+
+def audit_run_log(entries: Iterable[Mapping[str, Any]]) -> LedgerAudit:
+    """Count the admissions and outcomes of every uid in the entries of a run log."""
+    audit = LedgerAudit()
+
+    def record_outcome(uids: Sequence[str], outcome: str, finished: list[str]) -> None:
+        finished.extend(uids)
+        for uid in uids:
+            audit.outcomes.setdefault(uid, []).append(outcome)
+
+    for entry in entries:
+        audit.last_time = entry.get("time", 0.0)
+        if entry["kind"] == "open":
+            audit.num_starts += 1
+        elif entry["kind"] == "admit":
+            audit.admitted.update(entry["uids"])
+        elif entry["kind"] == "step":
+            audit.num_steps += 1
+            record_outcome(entry["uids"], f"trained at version {entry['version']}", audit.trained)
+        elif entry["filtered"]:
+            record_outcome([entry["uid"]], "filtered", audit.filtered)
+        else:
+            audit.drop_causes[entry["cause"]] += 1
+            record_outcome([entry["uid"]], f"dropped ({entry['cause']})", audit.dropped)
+    return audit

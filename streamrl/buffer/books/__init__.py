@@ -1,1 +1,0 @@
-"""Ledger of a run, run log, and the audit that recomputes the ledger from the log."""

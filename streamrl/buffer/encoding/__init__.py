@@ -1,1 +1,0 @@
-"""Bytes of columns, prompts and messages between a shard and its clients."""
