@@ -99,10 +99,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/buffer/log/test_segment_file.py",
     ),
     Mutant(
-        "buffer/books/ledger.py",
+        "buffer/ledger.py",
         "if lost or unknown:",
         "if lost:",
-        "tests/buffer/books/test_ledger.py",
+        "tests/buffer/test_ledger.py",
     ),
     # stream
     Mutant(
