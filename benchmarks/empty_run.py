@@ -29,10 +29,10 @@ from streamrl.actors.coordination.role_actors import RoleActors
 from streamrl.actors.engine_factory import RealEngineFactory
 from streamrl.actors.transport.ray_calls import RAY_ACCESS, await_reply
 from streamrl.buffer import ExperienceQueue, QueueShard, ShardCapacity, StageSchema
-from streamrl.buffer.assembly.packing import MicroBatch
 from streamrl.buffer.encoding import join_pieces
 from streamrl.buffer.group import ShardState
-from streamrl.buffer.log.segment_file import JournalRecord, encode_record
+from streamrl.buffer.packing import MicroBatch
+from streamrl.buffer.segment_file import JournalRecord, encode_record
 from streamrl.config.run_config import RunConfig
 from streamrl.data.prompt_stream import SkippedRows
 from streamrl.dataflow import GENERATE_CALL, POLICY, REWARD_CALL, CallKind, ModelCall

@@ -23,8 +23,8 @@ from streamrl.buffer import (
     StageSchema,
     StepAssembler,
 )
-from streamrl.buffer.assembly.micro_batch_schedule import UpdatePlan
 from streamrl.buffer.leases import OverdueLease
+from streamrl.buffer.micro_batch_schedule import UpdatePlan
 from streamrl.buffer.run_log import recover_run_log
 from streamrl.buffer.staleness_credits import MAX_FACTOR, OversamplingController
 from streamrl.dataflow import (

@@ -69,10 +69,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/buffer/test_staleness_credits.py",
     ),
     Mutant(
-        "buffer/assembly/step_assembler.py",
+        "buffer/step_assembler.py",
         "if staleness > self._max_staleness:",
         "if staleness > self._max_staleness + 1:",
-        "tests/buffer/assembly/test_step_assembler.py",
+        "tests/buffer/test_step_assembler.py",
     ),
     Mutant(
         "buffer/leases.py",
@@ -87,16 +87,16 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/buffer/test_commits.py",
     ),
     Mutant(
-        "buffer/log/journal.py",
+        "buffer/journal.py",
         "self._can_sync = False\n        os.fsync",
         "os.fsync",
-        "tests/buffer/log/test_journal.py",
+        "tests/buffer/test_journal.py",
     ),
     Mutant(
-        "buffer/log/segment_file.py",
+        "buffer/segment_file.py",
         "if check != _compute_body_checksum(fields, meta, (payload,), offset):",
         "if not check:",
-        "tests/buffer/log/test_segment_file.py",
+        "tests/buffer/test_segment_file.py",
     ),
     Mutant(
         "buffer/ledger.py",

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.buffer import ExperienceQueue
-from streamrl.buffer.assembly.micro_batch_schedule import UpdatePlan
+from streamrl.buffer.micro_batch_schedule import UpdatePlan
 from streamrl.buffer.staleness_credits import MAX_FACTOR
 from streamrl.dataflow import CRITIC
 from streamrl.errors import DeadlineError, DropLimitError, LogprobCheckError

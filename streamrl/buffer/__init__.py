@@ -1,6 +1,5 @@
 """Experience queue: shards that own groups, the client, admission control and the ledger."""
 
-from streamrl.buffer.assembly.step_assembler import StepAssembler
 from streamrl.buffer.client import ExperienceQueue
 from streamrl.buffer.config import QueueConfig, ShardCapacity, StageSchema
 from streamrl.buffer.durable_shard import DurableShard, ShardFiles, ShardPlan
@@ -9,6 +8,7 @@ from streamrl.buffer.run_log import RunLog
 from streamrl.buffer.shard import QueueShard
 from streamrl.buffer.shard_stats import ShardStats
 from streamrl.buffer.staleness_credits import AdmissionController
+from streamrl.buffer.step_assembler import StepAssembler
 
 __all__ = [
     "AdmissionController",

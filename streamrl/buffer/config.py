@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from streamrl.buffer.log.journal import JournalConfig
+from streamrl.buffer.journal import JournalConfig
 from streamrl.errors import ConfigError
 
 ON_FAILED_GROUP = ("replace", "readmit")

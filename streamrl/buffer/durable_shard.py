@@ -31,8 +31,8 @@ from streamrl.buffer.group import (
     make_seal_record,
     read_blob,
 )
-from streamrl.buffer.log.journal import Journal
-from streamrl.buffer.log.segment_file import (
+from streamrl.buffer.journal import Journal
+from streamrl.buffer.segment_file import (
     CorruptRecord,
     JournalRecord,
     SegmentWriter,

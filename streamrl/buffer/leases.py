@@ -15,7 +15,7 @@ from streamrl.buffer.group import (
     ShardState,
     make_lease_record,
 )
-from streamrl.buffer.log.segment_file import JournalRecord
+from streamrl.buffer.segment_file import JournalRecord
 from streamrl.messages import GroupLease
 
 MIN_COMPACT_SIZE = 1000

@@ -15,19 +15,19 @@ from typing import Any
 
 import msgspec
 
-from streamrl.buffer.assembly.micro_batch_schedule import StepSchedule
-from streamrl.buffer.assembly.packing import Round
-from streamrl.buffer.assembly.step_assembler import TrainedGroup
 from streamrl.buffer.encoding import join_pieces
+from streamrl.buffer.journal import RecordLog
 from streamrl.buffer.ledger import Ledger
-from streamrl.buffer.log.journal import RecordLog
-from streamrl.buffer.log.segment_file import (
+from streamrl.buffer.micro_batch_schedule import StepSchedule
+from streamrl.buffer.packing import Round
+from streamrl.buffer.segment_file import (
     CorruptRecord,
     JournalRecord,
     check_first_segment,
     list_segments,
     replay_segments,
 )
+from streamrl.buffer.step_assembler import TrainedGroup
 from streamrl.errors import JournalError, LedgerError
 from streamrl.messages import GroupInfo, GroupOutcome, parse_uid
 

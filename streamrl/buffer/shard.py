@@ -28,9 +28,9 @@ from streamrl.buffer.encoding import (
     join_pieces,
 )
 from streamrl.buffer.group import GroupState, ReadyQueue, ShardState, StageColumns, read_blob
+from streamrl.buffer.journal import NullRecordLog, RecordLog
 from streamrl.buffer.leases import LeaseRequest, LeaseTable, OverdueLease
-from streamrl.buffer.log.journal import NullRecordLog, RecordLog
-from streamrl.buffer.log.segment_file import CorruptRecord, JournalRecord
+from streamrl.buffer.segment_file import CorruptRecord, JournalRecord
 from streamrl.buffer.shard_stats import ShardStats, ShardStatsRecorder
 from streamrl.errors import ContractError, DeadlineError, StreamError
 from streamrl.messages import (

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from streamrl.buffer.group import ShardState
-from streamrl.buffer.log.journal import RecordLog
+from streamrl.buffer.journal import RecordLog
 
 LEASE_COUNTERS = ("redelivered", "refused")
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from streamrl.buffer import ExperienceQueue, ShardStats
-from streamrl.buffer.assembly.micro_batch_schedule import ScheduledRound, UpdatePlan
-from streamrl.buffer.assembly.packing import Round
-from streamrl.buffer.assembly.step_assembler import TrainedGroup
 from streamrl.buffer.ledger import LedgerCounts
+from streamrl.buffer.micro_batch_schedule import ScheduledRound, UpdatePlan
+from streamrl.buffer.packing import Round
+from streamrl.buffer.step_assembler import TrainedGroup
 from streamrl.messages import Array, Columns, GroupInfo, Prompt
 from streamrl.telemetry.spans import SpanArgValue, SpanRecorder
 from streamrl.weights import WeightLoadStats, WeightManifest

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, aclosing, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 
-from streamrl.buffer.assembly.micro_batch_schedule import ScheduledRound, StepScheduler
+from streamrl.buffer.micro_batch_schedule import ScheduledRound, StepScheduler
 from streamrl.buffer.run_log import TrainedStep
 from streamrl.dataflow import POLICY
 from streamrl.errors import DeadlineError

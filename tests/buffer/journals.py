@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.buffer.encoding import Blob
-from streamrl.buffer.log.journal import Journal, JournalConfig
-from streamrl.buffer.log.segment_file import (
+from streamrl.buffer.journal import Journal, JournalConfig
+from streamrl.buffer.segment_file import (
     CorruptRecord,
     JournalRecord,
     RecordPosition,

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from streamrl.buffer import QueueShard
 from streamrl.buffer.encoding import ColumnCommit, encode_columns
 from streamrl.buffer.group import ShardState
-from streamrl.buffer.log.segment_file import JournalRecord
+from streamrl.buffer.segment_file import JournalRecord
 from streamrl.errors import ContractError, DeadlineError, JournalError
 from streamrl.messages import Columns, FilteredGroup, GroupLease, GroupOutcome, measure_columns
 from tests.buffer.shards import (

@@ -18,8 +18,8 @@ from streamrl.buffer.durable_shard import (
 )
 from streamrl.buffer.encoding import Blob, decode_columns, join_pieces
 from streamrl.buffer.group import ShardState, StageColumns, read_blob
-from streamrl.buffer.log.journal import Journal, JournalConfig, RecordLog
-from streamrl.buffer.log.segment_file import (
+from streamrl.buffer.journal import Journal, JournalConfig, RecordLog
+from streamrl.buffer.segment_file import (
     CorruptRecord,
     get_segment_path,
     list_segments,

@@ -11,11 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.buffer import Ledger, RunLog
-from streamrl.buffer.assembly.micro_batch_schedule import StepSchedule
-from streamrl.buffer.assembly.step_assembler import TrainedGroup
 from streamrl.buffer.encoding import join_pieces
-from streamrl.buffer.log.journal import Journal, JournalConfig
-from streamrl.buffer.log.segment_file import JournalRecord, get_segment_path
+from streamrl.buffer.journal import Journal, JournalConfig
+from streamrl.buffer.micro_batch_schedule import StepSchedule
 from streamrl.buffer.run_log import (
     TrainedStep,
     check_checkpoint,
@@ -23,6 +21,8 @@ from streamrl.buffer.run_log import (
     read_log,
     recover_run_log,
 )
+from streamrl.buffer.segment_file import JournalRecord, get_segment_path
+from streamrl.buffer.step_assembler import TrainedGroup
 from streamrl.errors import JournalError, LedgerError
 from streamrl.messages import GroupInfo, GroupOutcome, make_uid, parse_uid
 from tests.fake_shards import MemoryLog

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.buffer import segment_file
 from streamrl.buffer.ledger import audit_run_log
-from streamrl.buffer.log import segment_file
-from streamrl.buffer.log.segment_file import CorruptRecord
 from streamrl.buffer.run_log import read_history
+from streamrl.buffer.segment_file import CorruptRecord
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, find_resume_point, get_journal_dir
 from tests.e2e.launched import Launched, rows
 

@@ -21,7 +21,7 @@ import torch
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.algorithms.correction_config import CorrectionConfig
 from streamrl.algorithms.math.training_metrics import compute_loss_denominator
-from streamrl.buffer.assembly.packing import MicroBatch, Round
+from streamrl.buffer.packing import MicroBatch, Round
 from streamrl.data.pretrain_texts import TextStream
 from streamrl.engines.training.optimizer_offload import DiskOffload
 from streamrl.errors import CheckpointError, ConfigError, DeadlineError, StreamError

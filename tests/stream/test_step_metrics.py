@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from streamrl.buffer.assembly.step_assembler import TrainedGroup
 from streamrl.buffer.ledger import LedgerCounts
 from streamrl.buffer.shard_stats import ShardStats
+from streamrl.buffer.step_assembler import TrainedGroup
 from streamrl.messages import GroupInfo
 from streamrl.stream.protocols import FilterTally
 from streamrl.stream.step_metrics import StageActivity, StepFacts, compute_step_metrics

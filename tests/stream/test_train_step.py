@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.buffer.assembly.micro_batch_schedule import UpdatePlan
-from streamrl.buffer.assembly.packing import Round
+from streamrl.buffer.micro_batch_schedule import UpdatePlan
+from streamrl.buffer.packing import Round
 from streamrl.buffer.run_log import TrainedStep
 from streamrl.dataflow import POLICY
 from streamrl.errors import DeadlineError

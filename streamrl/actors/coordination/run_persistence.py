@@ -17,7 +17,7 @@ from streamrl.actors.coordination.trainer_group import TrainerGroup
 from streamrl.actors.queue_shard import RemoteShard
 from streamrl.actors.transport.ray_calls import gather_replies
 from streamrl.buffer import DurableShard, Ledger, RunLog
-from streamrl.buffer.log.journal import Journal, NullRecordLog
+from streamrl.buffer.journal import Journal, NullRecordLog
 from streamrl.config.resume_checks import load_run_log, redraw_prompts
 from streamrl.config.run_config import RunConfig
 from streamrl.data.prompt_stream import PromptStream

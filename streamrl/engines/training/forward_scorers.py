@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from streamrl.buffer.assembly.packing import pack_rollouts
+from streamrl.buffer.packing import pack_rollouts
 from streamrl.distributed.devices import get_local_device
 from streamrl.engines.dtypes import resolve_dtype
 from streamrl.engines.models.activation_checkpointing import run_mlps_in_chunks

@@ -43,7 +43,7 @@ from torch import Tensor, nn
 
 from streamrl.algorithms import AlgorithmSettings
 from streamrl.algorithms.math.correction import second_moment_limit
-from streamrl.buffer.assembly.packing import RolloutIndex
+from streamrl.buffer.packing import RolloutIndex
 from streamrl.data.chat_template import load_tokenizer
 from streamrl.distributed.devices import (
     get_local_device,

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from streamrl.algorithms.math.score_equality import has_equal_scores
-from streamrl.buffer.assembly.packing import RolloutIndex
+from streamrl.buffer.packing import RolloutIndex
 from streamrl.messages import (
     TRUNCATIONS,
     Columns,

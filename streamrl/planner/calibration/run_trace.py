@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from streamrl.buffer.assembly.step_assembler import TrainedGroup
-from streamrl.buffer.log.segment_file import JournalRecord, list_segments
 from streamrl.buffer.run_log import TrainedStep, read_log
+from streamrl.buffer.segment_file import JournalRecord, list_segments
+from streamrl.buffer.step_assembler import TrainedGroup
 from streamrl.config.role_counts import with_placement_mode
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.dataflow import GENERATE_CALL, GREEDY_CALL

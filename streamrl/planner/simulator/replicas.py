@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
-from streamrl.buffer.assembly.micro_batch_schedule import ScheduledRound, UpdatePlan
-from streamrl.buffer.assembly.packing import Round
+from streamrl.buffer.micro_batch_schedule import ScheduledRound, UpdatePlan
+from streamrl.buffer.packing import Round
 from streamrl.dataflow import EMA_REFERENCE, GREEDY_CALL, Dataflow, ModelCall
 from streamrl.engines.reference_config import ReferenceConfig
 from streamrl.messages import GroupInfo

@@ -15,8 +15,8 @@ from typing import cast
 from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
 from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.buffer import AdmissionController, ExperienceQueue, Ledger, RunLog, StepAssembler
-from streamrl.buffer.assembly.micro_batch_schedule import UpdatePlan
-from streamrl.buffer.log.journal import NullRecordLog
+from streamrl.buffer.journal import NullRecordLog
+from streamrl.buffer.micro_batch_schedule import UpdatePlan
 from streamrl.buffer.run_log import TrainedStep
 from streamrl.buffer.staleness_credits import MAX_FACTOR, OversamplingController
 from streamrl.dataflow import EMA_REFERENCE, GENERATE_CALL, POLICY, CallKind, Dataflow

@@ -497,7 +497,7 @@ def pack_rounds(lengths: Array, budget: float, dp_size: int) -> tuple[int, float
     A round has one micro-batch per data-parallel rank. Micro-batches take the longest rollouts
     first, at most `budget` tokens including padding; the largest are halved until every rank has
     one in every round, or none can be halved. The packing equals that of
-    `buffer/assembly/packing.py`; a test compares both.
+    `buffer/packing.py`; a test compares both.
 
     Example: lengths [10, 6, 6, 3, 2, 1] with a budget of 12 and 2 ranks give the micro-batches
     [10], [6, 6] and [3, 2, 1]. Halving [6, 6] fills two rounds, ([10], [3, 2, 1]) and ([6], [6]);

@@ -14,7 +14,7 @@ from streamrl.actors.coordination.run_persistence import (
     RunPersistence,
     hash_evaluation_settings,
 )
-from streamrl.buffer.log.journal import Journal, JournalConfig
+from streamrl.buffer.journal import Journal, JournalConfig
 from streamrl.errors import JournalError, NoSpaceError, StreamError
 from streamrl.run_dir.checkpoint import CheckpointConfig, get_journal_dir, read_checkpoint
 from streamrl.stream.evaluation.config import EvaluationConfig

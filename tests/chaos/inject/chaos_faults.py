@@ -412,7 +412,7 @@ PATCHES = {
     "streamrl.rewards.reward_scorer": patch_reward_scorer,
     "streamrl.buffer.durable_shard": patch_durable_shard,
     "streamrl.buffer.shard": patch_queue_shard,
-    "streamrl.buffer.log.journal": patch_journal,
+    "streamrl.buffer.journal": patch_journal,
     "streamrl.actors.coordination.trainer_group": patch_trainer_group,
     "streamrl.buffer.run_log": patch_run_log,
     "streamrl.run_dir.checkpoint": patch_checkpoint,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
 from streamrl.algorithms.correction_config import CorrectionConfig
 from streamrl.algorithms.math.options import LOSS_AGGREGATIONS
-from streamrl.buffer.assembly.packing import MicroBatchPacker
+from streamrl.buffer.packing import MicroBatchPacker
 from streamrl.engines.models.forward import TokenScores
 from streamrl.engines.training.collate import TOKEN_COLUMNS, build_batch, derive_columns
 from streamrl.engines.training.rollout_sums import sum_rollouts

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamrl.buffer.assembly.micro_batch_schedule import ScheduledRound, UpdatePlan
-from streamrl.buffer.assembly.packing import Round
+from streamrl.buffer.micro_batch_schedule import ScheduledRound, UpdatePlan
+from streamrl.buffer.packing import Round
 from streamrl.dataflow import CRITIC, POLICY, Dataflow
 from streamrl.messages import (
     Array,

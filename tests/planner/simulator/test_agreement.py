@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.buffer.assembly.micro_batch_schedule import UpdatePlan
+from streamrl.buffer.micro_batch_schedule import UpdatePlan
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.planner.problem.stage_timings import (

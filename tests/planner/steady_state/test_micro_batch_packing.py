@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.buffer.assembly.packing import pack_rollouts
+from streamrl.buffer.packing import pack_rollouts
 from streamrl.planner.problem.stage_timings import TrainTiming
 from streamrl.planner.problem.workload import EmpiricalLengths, FixedLength, Workload
 from streamrl.planner.steady_state.call_durations import pack_rounds, train_duration

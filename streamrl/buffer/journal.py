@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from streamrl.buffer.encoding import count_blob_bytes
-from streamrl.buffer.log.segment_file import (
+from streamrl.buffer.segment_file import (
     EncodedRecord,
     JournalRecord,
     RecordPosition,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.buffer.assembly.micro_batch_schedule import (
+from streamrl.buffer.micro_batch_schedule import (
     ScheduledRound,
     StepSchedule,
     StepScheduler,

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from streamrl.buffer.log.journal import Journal, JournalConfig
-from streamrl.buffer.log.segment_file import (
+from streamrl.buffer.journal import Journal, JournalConfig
+from streamrl.buffer.segment_file import (
     CorruptRecord,
     get_segment_path,
     read_record,
@@ -31,7 +31,7 @@ from tests.buffer.journals import (
 )
 from tests.virtual_time import ManualClock
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 # Commits
@@ -236,7 +236,7 @@ async def test_failed_fsync_is_not_retried(
 SMALL_DISK = """
 import asyncio, resource, sys
 from pathlib import Path
-from streamrl.buffer.log.journal import Journal, JournalConfig, JournalRecord
+from streamrl.buffer.journal import Journal, JournalConfig, JournalRecord
 from streamrl.errors import JournalError
 
 async def main():
@@ -274,7 +274,7 @@ def test_partial_write_keeps_complete_records(tmp_path: Path):
 ENDLESS = """
 import asyncio, itertools, os, random, sys
 from pathlib import Path
-from streamrl.buffer.log.journal import Journal, JournalConfig, JournalRecord
+from streamrl.buffer.journal import Journal, JournalConfig, JournalRecord
 
 async def worker(journal, name):
     for i in itertools.count():

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from streamrl.buffer.assembly.packing import MicroBatch, MicroBatchPacker, Round
+from streamrl.buffer.packing import MicroBatch, MicroBatchPacker, Round
 
 
 @dataclass(frozen=True)

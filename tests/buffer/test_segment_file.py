@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.buffer import segment_file
 from streamrl.buffer.encoding import Blob, join_pieces
-from streamrl.buffer.log import segment_file
-from streamrl.buffer.log.journal import Journal, JournalConfig
-from streamrl.buffer.log.segment_file import (
+from streamrl.buffer.journal import Journal, JournalConfig
+from streamrl.buffer.segment_file import (
     CorruptRecord,
     JournalRecord,
     RecordPosition,

@@ -1,1 +1,0 @@
-"""Assemble ready groups into training steps, and training steps into micro-batches."""

@@ -1,1 +1,0 @@
-"""Journals on disk: append-only segment files, written with group commit."""
