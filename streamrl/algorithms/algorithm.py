@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from streamrl.algorithms.correction_config import CorrectionConfig
 from streamrl.algorithms.math.training_metrics import compute_loss_denominator
 from streamrl.errors import AlgorithmError
 from streamrl.messages import (
@@ -25,6 +24,8 @@ from streamrl.user_code.python_module import format_failure
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from streamrl.algorithms.config import CorrectionConfig
 
 SCOPES = ("group", "step")
 ALL_COMPONENTS = COMPONENT_PREFIX + "*"
@@ -53,7 +54,6 @@ class AlgorithmSettings:
     loss_aggregation: str
     advantage_scale: str
     advantage_eps: float
-    advantage_unbiased: bool
     single_rollout: str
     whiten_advantages: bool
     gamma: float
@@ -68,7 +68,7 @@ class AlgorithmSettings:
     mask_truncated: bool
     count_truncated: bool
     mask_timeouts: bool
-    correction: CorrectionConfig
+    correction: "CorrectionConfig"
     epochs: int
     mini_batches: int
     scope: str

@@ -69,11 +69,7 @@ def best_of_group(columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSett
 
 def _get_scaling(settings: AlgorithmSettings) -> dict[str, Any]:
     """Return the arguments that say how advantages are divided."""
-    return {
-        "scale": settings.advantage_scale,
-        "eps": settings.advantage_eps,
-        "unbiased": settings.advantage_unbiased,
-    }
+    return {"scale": settings.advantage_scale, "eps": settings.advantage_eps}
 
 
 def gpg(columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings) -> "Tensor":
@@ -153,7 +149,6 @@ def decoupled_rewards(
         ids,
         weights=torch.tensor(list(weights.values()), dtype=torch.float64),
         eps=settings.advantage_eps,
-        unbiased=settings.advantage_unbiased,
     )
 
 

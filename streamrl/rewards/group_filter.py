@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from omegaconf import MISSING
 
-from streamrl.algorithms.math.score_equality import has_equal_scores
+from streamrl.algorithms.math.masks import has_equal_scores
 from streamrl.errors import ConfigError, RewardError
 from streamrl.files.typed_settings import check_choices, check_minimums, read_settings
 from streamrl.messages import COMPONENT_PREFIX, Columns, Prompt, describe_prompt

@@ -14,7 +14,7 @@ def aggregate_loss(
     mode: str,
     num_tokens: int | None = None,
     num_sequences: int | None = None,
-    max_length: int | None = None,
+    max_length: int = 0,
     group_ids: Tensor | None = None,
 ) -> Tensor:
     """Return a single loss: `aggregate_loss_sum` divided by `compute_loss_denominator`.
@@ -23,7 +23,7 @@ def aggregate_loss(
     without counted tokens are not sequences). prompt-mean needs `group_ids` [B] and whole groups in
     the batch. Returns 0 if no token counts. Raises the errors of both functions.
     """
-    num_groups, group_tokens = None, None
+    num_groups, group_tokens = 0, loss_mask.sum(-1)
     if group_ids is not None:
         _, index = torch.unique(group_ids, return_inverse=True)
         counts = torch.zeros(len(group_ids), dtype=torch.long, device=loss_mask.device)

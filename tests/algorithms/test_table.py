@@ -2,7 +2,6 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -50,11 +49,6 @@ def test_groups_of_equal_scores_teach_nothing_if_an_algorithm_needs_two_rollouts
         step.columns[column] = step.group_ids.double()
     has_signal = bool(derive_columns(AlgorithmConfig(name=name), step)["advantages"].any())
     assert has_signal == (ALGORITHMS[name].min_group_size == 1)
-
-
-def test_a_rows_params_are_set_under_algorithm_params():
-    config = AlgorithmConfig(name="sapo", params={"temperature_negative": 2})
-    assert make_settings(config).params == {"temperature_positive": 1.0, "temperature_negative": 2}
 
 
 @pytest.mark.parametrize(
@@ -193,13 +187,6 @@ def test_prompt_mean_requires_count_rejected():
         OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), overrides))
 
 
-def test_omegaconf_can_read_the_config():
-    params = {"temperature_positive": 0.5}
-    overrides: dict[str, Any] = {"name": "sapo", "clip_low": 0.1, "params": params}
-    merged = OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), overrides)
-    assert OmegaConf.to_object(merged) == AlgorithmConfig(**overrides)
-
-
 OWN = """
 from streamrl.algorithms import ALGORITHMS
 from streamrl.algorithms.table import variant
@@ -242,11 +229,6 @@ def test_a_file_without_a_row_is_refused(tmp_path: Path, text: str, message: str
         AlgorithmConfig(path=str(tmp_path / "own.py"))
     assert "algorithm.path=" in str(refusal.value)
     assert message in str(refusal.value)
-
-
-def test_a_missing_file_is_refused():
-    with pytest.raises(ConfigError, match=r"algorithm.path=nowhere.py: no such file"):
-        AlgorithmConfig(path="nowhere.py")
 
 
 KL = ("algorithm.kl_kind=k1", "algorithm.kl_coef=0.1")

@@ -35,7 +35,7 @@ from scripts.gpu_check import (
     write_tiny,
 )
 from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
-from streamrl.algorithms.correction_config import CorrectionConfig
+from streamrl.algorithms.config import CorrectionConfig
 from streamrl.distributed import process_group
 from streamrl.distributed.devices import get_local_device
 from streamrl.engines.models.forward import DEFAULT_OPTIONS, ModelLoadOptions, TokenScores

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from streamrl.algorithms import AlgorithmConfig
-from streamrl.algorithms.correction_config import CorrectionConfig
+from streamrl.algorithms.config import CorrectionConfig
 from streamrl.algorithms.math.training_metrics import compute_loss_denominator
 from streamrl.buffer.packing import MicroBatch, Round
 from streamrl.data.pretrain_texts import TextStream

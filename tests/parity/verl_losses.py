@@ -87,7 +87,7 @@ def agg_loss(
     *,
     num_tokens: int | None = None,
     num_sequences: int | None = None,
-    max_length: int | None = None,
+    max_length: int = 0,
 ) -> ParityCase:
     """Make a case of an aggregation, with counts of the batch or of a larger step."""
     return ParityCase(

@@ -13,7 +13,7 @@ from verl.trainer.ppo import core_algos
 from verl.workers.config import ActorConfig
 
 from streamrl.algorithms import AlgorithmConfig
-from streamrl.algorithms.correction_config import CorrectionConfig
+from streamrl.algorithms.config import CorrectionConfig
 from streamrl.algorithms.objective import derive_group_columns, policy_loss
 from tests.parity.case import Batch, ParityCase
 from tests.parity.verl_advantages import outcome_rewards

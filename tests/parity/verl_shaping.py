@@ -10,6 +10,7 @@ from verl import DataProto
 from verl.trainer.ppo import core_algos
 from verl.workers.reward_manager.dapo import DAPORewardManager
 
+from streamrl.algorithms.config import KL_KINDS
 from streamrl.algorithms.math import advantages, kl
 from tests.parity.case import Batch, ParityCase
 from tests.parity.verl_advantages import outcome_rewards
@@ -73,7 +74,7 @@ def our_overlong(batch: Batch) -> Tensor:
 
 
 CASES = [
-    *(divergence(kind) for kind in kl.KL_KINDS),
+    *(divergence(kind) for kind in KL_KINDS),
     ParityCase(
         "shaping.token_rewards",
         "compute_rewards",

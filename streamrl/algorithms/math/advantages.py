@@ -9,9 +9,7 @@ Statistics use float64; results have the dtype of the input.
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.math.masks import apply_mask
-from streamrl.algorithms.math.options import ADVANTAGE_SCALES, SINGLE_ROLLOUT_MODES
-from streamrl.algorithms.math.score_equality import has_equal_scores
+from streamrl.algorithms.math.masks import apply_mask, has_equal_scores
 
 
 def _get_result_dtype(scores: Tensor) -> torch.dtype:
@@ -24,45 +22,40 @@ def group_relative_advantages(
     *,
     scale: str = "std",
     eps: float = 1e-6,
-    unbiased: bool = True,
     single: str = "zero",
 ) -> Tensor:
     """Return score minus the group's mean score, divided according to `scale`: [B].
 
     "std" divides by the standard deviation of the group's scores, "batch" by that of all scores
-    (`unbiased`: with n - 1), "mean" by the group's mean, each plus `eps`; "none" does not divide.
-    If the mean is not positive, "mean" gives 0. A group of equal scores gets exactly 0. For a group
-    with a single rollout, `single` is "zero", or "keep" for a baseline of 0 and a deviation of 1.
-    Example: scores 1, 0, 0, 1 with "none" give 0.5, -0.5, -0.5, 0.5.
+    (with n - 1), "mean" by the group's mean, each plus `eps`; "none" does not divide. If the mean
+    is not positive, "mean" gives 0. A group of equal scores gets exactly 0. For a group with a
+    single rollout, `single` is "zero", or "keep" for a baseline of 0 and a deviation of 1. Example:
+    scores 1, 0, 0, 1 with "none" give 0.5, -0.5, -0.5, 0.5.
 
     Source: Shao et al. 2024 (DeepSeekMath, GRPO), section 4.1.2; "none" is Liu et al. 2025 (Dr.
-    GRPO), "batch" Liu et al. 2025 (Tricks or Traps), "mean" Tajwar et al. 2026 (MaxRL). Raises
-    ValueError on an unknown `scale` or `single`.
+    GRPO), "batch" Liu et al. 2025 (Tricks or Traps), "mean" Tajwar et al. 2026 (MaxRL).
     """
-    if scale not in ADVANTAGE_SCALES:
-        raise ValueError(f"scale={scale!r}: must be one of {', '.join(ADVANTAGE_SCALES)}")
     values, groups = scores.double(), _GroupStatistics(group_ids)
     centered = groups.center_values(values)
     if scale == "std":
-        centered = centered / (groups.group_std(centered, unbiased=unbiased) + eps)
+        centered = centered / (groups.group_std(centered) + eps)
     elif scale == "batch":
         batch = _GroupStatistics(torch.zeros_like(group_ids))
-        deviation = batch.group_std(batch.center_values(values), unbiased=unbiased)
+        deviation = batch.group_std(batch.center_values(values))
         centered = centered / (deviation + eps)
     elif scale == "mean":
         mean = groups.group_mean(values)
         centered = torch.where(mean > 0, centered / (mean + eps), 0.0)
     single_values = values / (1 + eps) if scale == "std" else values
-    return _fill_single_rollouts(centered, single_values, groups, single).to(
-        _get_result_dtype(scores)
-    )
+    filled = _fill_single_rollouts(centered, single_values, groups, single)
+    return filled.to(_get_result_dtype(scores))
 
 
 def leave_one_out_advantages(scores: Tensor, group_ids: Tensor, *, single: str = "zero") -> Tensor:
     """Return score minus the mean score of the other rollouts in the group: [B].
 
     For a group with a single rollout, `single` is "zero", or "keep" for a baseline of 0. Source:
-    Ahmadian et al. 2024 (RLOO). Raises ValueError on an unknown `single`.
+    Ahmadian et al. 2024 (RLOO).
     """
     values, groups = scores.double(), _GroupStatistics(group_ids)
     num_others = (groups.group_sizes - 1).clamp(min=1)
@@ -78,8 +71,7 @@ def length_weighted_advantages(
 
     `lengths` [B] are the sampled tokens of the rollouts; a group without any gets its plain mean.
     The weights give the baseline of least variance. For a group with a single rollout, `single` is
-    "zero", or "keep" for a baseline of 0. Source: Hao et al. 2025 (OPO). Raises ValueError on an
-    unknown `single`.
+    "zero", or "keep" for a baseline of 0. Source: Hao et al. 2025 (OPO).
     """
     values, weights, groups = scores.double(), lengths.double(), _GroupStatistics(group_ids)
     # Start from centered scores, so that equal scores give exactly 0.
@@ -95,7 +87,6 @@ def best_of_group_advantages(
     *,
     scale: str = "none",
     eps: float = 1e-6,
-    unbiased: bool = True,
 ) -> Tensor:
     """Return the lead of each group's best rollout over the second best; 0 for all others: [B].
 
@@ -114,7 +105,7 @@ def best_of_group_advantages(
     has_lead = is_best & (groups.group_sum(is_best.double()) == 1) & (groups.group_sizes > 1)
     lead = torch.where(has_lead, best - second, 0.0)
     if scale == "std":
-        lead = lead / (groups.group_std(groups.center_values(values), unbiased=unbiased) + eps)
+        lead = lead / (groups.group_std(groups.center_values(values)) + eps)
     return lead.to(_get_result_dtype(scores))
 
 
@@ -123,14 +114,13 @@ def gpg_advantages(scores: Tensor, group_ids: Tensor, *, single: str = "zero") -
 
     The division compensates for rollouts without a gradient; the share is that of the batch. For a
     group with a single rollout, `single` is "zero", or "keep" for a baseline of 0. Source: Chu et
-    al. 2025 (GPG). Raises ValueError on an unknown `single`.
+    al. 2025 (GPG).
     """
     values, groups = scores.double(), _GroupStatistics(group_ids)
     factor = len(values) / (values != 0).double().sum().clamp(min=1)
     advantages = factor * groups.center_values(values)
-    return _fill_single_rollouts(advantages, factor * values, groups, single).to(
-        _get_result_dtype(scores)
-    )
+    filled = _fill_single_rollouts(advantages, factor * values, groups, single)
+    return filled.to(_get_result_dtype(scores))
 
 
 def greedy_baseline_advantages(scores: Tensor, baseline_scores: Tensor) -> Tensor:
@@ -147,7 +137,6 @@ def decoupled_reward_advantages(
     *,
     weights: Tensor | None = None,
     eps: float = 1e-6,
-    unbiased: bool = True,
 ) -> Tensor:
     """Return the weighted sum of the group-relative advantages of each reward: [B].
 
@@ -160,13 +149,10 @@ def decoupled_reward_advantages(
         is_known = ~column.isnan()
         if is_known.any():
             advantages[is_known] = group_relative_advantages(
-                column[is_known], group_ids[is_known], eps=eps, unbiased=unbiased
+                column[is_known], group_ids[is_known], eps=eps
             )
-    return (
-        (total if weights is None else total * weights.double())
-        .sum(-1)
-        .to(_get_result_dtype(rewards))
-    )
+    weighted = total if weights is None else total * weights.double()
+    return weighted.sum(-1).to(_get_result_dtype(rewards))
 
 
 def generalized_advantages(
@@ -230,7 +216,7 @@ def lagrangian_advantages(
     return (reward_advantages - multiplier * cost_advantages) / (1 + multiplier)
 
 
-def masked_whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8, unbiased: bool = True) -> Tensor:
+def masked_whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
     """Return `x` normalized to mean 0 and variance 1 over the mask: [B, T].
 
     Statistics are over tokens, so long rollouts weigh more. `eps` is added to the variance. Fewer
@@ -238,10 +224,8 @@ def masked_whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8, unbiased: bool 
     """
     kept, count = apply_mask(x.double(), mask), mask.sum()
     centered = apply_mask(kept - kept.sum() / count.clamp(min=1), mask)
-    degrees_of_freedom = (count - 1 if unbiased else count).clamp(min=1)
-    return (centered * (centered.square().sum() / degrees_of_freedom + eps).rsqrt()).to(
-        _get_result_dtype(x)
-    )
+    variance = centered.square().sum() / (count - 1).clamp(min=1)
+    return (centered * (variance + eps).rsqrt()).to(_get_result_dtype(x))
 
 
 def soft_overlong_penalty(
@@ -298,10 +282,9 @@ class _GroupStatistics:
         equal = has_equal_scores(-self.group_max(-values), self.group_max(values))
         return torch.where(equal, 0.0, values - self.group_mean(values))
 
-    def group_std(self, centered: Tensor, *, unbiased: bool) -> Tensor:
+    def group_std(self, centered: Tensor) -> Tensor:
         """Return the standard deviation in each group, given `center_values` of the values: [B]."""
-        degrees_of_freedom = (self.group_sizes - 1).clamp(min=1) if unbiased else self.group_sizes
-        return (self.group_sum(centered.square()) / degrees_of_freedom).sqrt()
+        return (self.group_sum(centered.square()) / (self.group_sizes - 1).clamp(min=1)).sqrt()
 
 
 def _fill_single_rollouts(
@@ -309,9 +292,7 @@ def _fill_single_rollouts(
 ) -> Tensor:
     """Replace the advantages of groups with a single rollout: by `single_values` or by 0.
 
-    `single`: "keep" takes `single_values`, "zero" takes 0. Raises ValueError for other modes.
+    `single`: "keep" takes `single_values`, "zero" takes 0.
     """
-    if single not in SINGLE_ROLLOUT_MODES:
-        raise ValueError(f"single={single!r}: must be one of {', '.join(SINGLE_ROLLOUT_MODES)}")
     is_single = groups.group_sizes == 1
     return torch.where(is_single, single_values if single == "keep" else 0.0, advantages)

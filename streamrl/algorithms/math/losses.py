@@ -10,14 +10,13 @@ Aggregation has two halves. `aggregate_loss_sum` sums the contribution of a micr
 division of a step into micro-batches and ranks changes neither the loss nor the gradient.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from streamrl.algorithms.math.kl import probability_ratio
 from streamrl.algorithms.math.masks import apply_mask, masked_row_mean
-from streamrl.algorithms.math.options import validate_aggregation
-
-DIVERGENCE_KINDS = ("tv", "kl")
 
 
 def outside_clip_mask(
@@ -209,30 +208,19 @@ def divergence_masked_loss(
     further from that under the policy to compare with, and the divergence of the two exceeds `high`
     under a positive advantage, `low` otherwise. `kind` "tv" is the difference of the two
     probabilities, "kl" the KL divergence of the binary choice "this token or another". Source: Qi
-    et al. 2026 (DPPO). Raises ValueError on an unknown `kind`.
+    et al. 2026 (DPPO).
     """
-    is_trainable = _find_trainable_mask(
-        log_ratio.detach(), advantages, logprobs.detach(), kind, (low, high)
-    )
+    p, q = logprobs.detach().exp(), (logprobs - log_ratio).detach().exp()
+    if kind == "tv":
+        is_trainable = torch.where(advantages > 0, p - q <= high, p - q >= -low)
+    else:
+        # 1e-8 avoids log(0) for tokens of probability 1.
+        other_tokens = (1 - q) * torch.log((1 - q + 1e-8) / (1 - p + 1e-8))
+        divergence = -q * log_ratio.detach() + other_tokens
+        rising = (divergence <= high) | (p <= q)
+        is_trainable = torch.where(advantages > 0, rising, (divergence <= low) | (p >= q))
     weights = probability_ratio(log_ratio).detach().clamp(max=cap)
     return torch.where(is_trainable, -weights * advantages * logprobs, 0.0)
-
-
-def _find_trainable_mask(
-    log_ratio: Tensor, advantages: Tensor, logprobs: Tensor, kind: str, bounds: tuple[float, float]
-) -> Tensor:
-    """Return the tokens that `divergence_masked_loss` does not mask; `bounds` are (low, high)."""
-    if kind not in DIVERGENCE_KINDS:
-        raise ValueError(f"kind={kind!r}: must be one of {', '.join(DIVERGENCE_KINDS)}")
-    p, q = logprobs.exp(), (logprobs - log_ratio).exp()
-    low, high = bounds
-    if kind == "tv":
-        return torch.where(advantages > 0, p - q <= high, p - q >= -low)
-    # 1e-8 avoids log(0) for tokens of probability 1.
-    other_tokens = (1 - q) * torch.log((1 - q + 1e-8) / (1 - p + 1e-8))
-    divergence = -q * log_ratio + other_tokens
-    rising = (divergence <= high) | (p <= q)
-    return torch.where(advantages > 0, rising, (divergence <= low) | (p >= q))
 
 
 def score_function_loss(logprobs: Tensor, advantages: Tensor) -> Tensor:
@@ -255,6 +243,45 @@ def value_loss(
     return loss / 2
 
 
+def critic_loss(
+    batch: Mapping[str, Tensor], values: Tensor, *, clip: float | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the summed value loss of a micro-batch (scalar) and the sums for `summarize_critic`.
+
+    `batch` contains loss_mask bool, returns, and values (at scoring time), all [B, T]; `values` [B,
+    T] are the trained ones. The denominator is the number of tokens of the update.
+    """
+    losses, sums = critic_token_losses(batch, values, clip=clip)
+    return losses.sum(), sums
+
+
+def critic_token_losses(
+    batch: Mapping[str, Tensor], values: Tensor, *, clip: float | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the critic's value losses per token [B, T] and the sums for `summarize_critic`.
+
+    `batch` contains loss_mask bool, returns, and values (at scoring time), all [B, T]; `values` [B,
+    T] are the trained ones. Losses outside the mask are 0.
+    """
+    mask = batch["loss_mask"]
+    returns, old_values = apply_mask(batch["returns"], mask), apply_mask(batch["values"], mask)
+    new_values = apply_mask(values, mask)
+    losses = apply_mask(value_loss(new_values, returns, old_values, clip=clip), mask)
+    detached = new_values.detach()
+    change = (detached - old_values).abs()
+    sums = {
+        "num_tokens": mask.sum(),
+        "loss_value_sum": losses.sum(),
+        "value_sum": detached.sum(),
+        "return_sum": returns.sum(),
+        "return_squared_sum": returns.square().sum(),
+        "error_sum": (returns - detached).sum(),
+        "error_squared_sum": (returns - detached).square().sum(),
+        "value_clipped_sum": (mask & (change > clip)).sum() if clip else losses.new_zeros(()),
+    }
+    return losses, {name: value.detach() for name, value in sums.items()}
+
+
 def entropy_from_logits(logits: Tensor) -> Tensor:
     """Return the entropy in nats of the distributions softmax(logits): [..., V] -> [...]."""
     # A forbidden token has logit -inf; clamp its logprob so that 0 * logprob is 0, not NaN.
@@ -263,22 +290,18 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
 
 
 def aggregate_loss_sum(
-    token_loss: Tensor, loss_mask: Tensor, *, mode: str, group_tokens: Tensor | None = None
+    token_loss: Tensor, loss_mask: Tensor, *, mode: str, group_tokens: Tensor
 ) -> Tensor:
     """Return a batch's contribution to the sum that `compute_loss_denominator` divides: scalar.
 
     `token_loss` is [B, T] or broadcastable to [B, T]. seq-mean-token-mean first divides every row
     by its number of tokens, prompt-mean by `group_tokens` [B], the number of tokens of its whole
-    group; the other modes sum over tokens. Raises ValueError on an unknown mode, or if prompt-mean
-    lacks `group_tokens`.
+    group; the other modes sum over tokens.
     """
-    validate_aggregation(mode)
     kept = apply_mask(token_loss, loss_mask)
     if mode == "seq-mean-token-mean":
         return (kept.sum(-1) / loss_mask.sum(-1).clamp(min=1)).sum()
     if mode == "prompt-mean":
-        if group_tokens is None:
-            raise ValueError("prompt-mean needs group_tokens, the tokens of each row's whole group")
         return (kept.sum(-1) / group_tokens.clamp(min=1)).sum()
     return kept.sum()
 

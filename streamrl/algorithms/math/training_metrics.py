@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping
 
 from streamrl.algorithms.math.kl import LOG_RATIO_LIMIT
-from streamrl.algorithms.math.options import validate_aggregation
 
 NUM_BINS_PER_SIDE = 40
 MIN_LOG_RATIO = 1e-3
@@ -25,29 +24,21 @@ def compute_loss_denominator(
     *,
     num_tokens: float,
     num_sequences: float,
-    num_groups: float | None = None,
-    max_length: int | None = None,
+    num_groups: float = 0,
+    max_length: int = 0,
 ) -> float:
     """Return the divisor of the sum of `aggregate_loss_sum` over a whole update.
 
     Counts are over all micro-batches and ranks of the update: counted tokens, and rollouts and
-    groups with counted tokens. `max_length`, the longest possible completion, is required by
-    seq-mean-token-sum-norm (Liu et al. 2025, Dr. GRPO) only; a constant, because the padded width
-    would make the loss depend on the micro-batches. Raises ValueError on an unknown mode or a
-    missing count.
+    groups with counted tokens. `max_length`, the longest possible completion, divides with
+    seq-mean-token-sum-norm (Liu et al. 2025, Dr. GRPO); a constant, because the padded width would
+    make the loss depend on the micro-batches.
     """
-    validate_aggregation(mode)
     if mode == "token-mean":
         return float(num_tokens)
     if mode == "prompt-mean":
-        if num_groups is None:
-            raise ValueError("prompt-mean needs the number of groups")
         return float(num_groups)
-    if mode != "seq-mean-token-sum-norm":
-        return float(num_sequences)
-    if max_length is None:
-        raise ValueError("seq-mean-token-sum-norm needs max_length, the longest completion")
-    return float(num_sequences * max_length)
+    return float(num_sequences * (max_length if mode == "seq-mean-token-sum-norm" else 1))
 
 
 def summarize_policy(sums: Mapping[str, float], denominator: float) -> dict[str, float]:

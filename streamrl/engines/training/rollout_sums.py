@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from streamrl.algorithms.math.score_equality import has_equal_scores
+from streamrl.algorithms.math.masks import has_equal_scores
 from streamrl.buffer.packing import RolloutIndex
 from streamrl.messages import (
     TRUNCATIONS,

@@ -14,7 +14,7 @@ from streamrl.algorithms import (
     AlgorithmSettings,
     list_required_columns,
 )
-from streamrl.algorithms.math.critic import critic_loss
+from streamrl.algorithms.math.losses import critic_loss
 from streamrl.algorithms.objective import find_near_tokens, policy_loss, shared_value_loss
 from streamrl.dataflow import CRITIC, CRITIC_BY_COLUMN, POLICY, RETURNS_BY_CRITIC
 from streamrl.engines.models.chunked_head import EntropyMode, run_scoring_forward

@@ -8,7 +8,7 @@ import pytest
 from streamrl.actors.coordination.role_actors import RoleActors
 from streamrl.actors.coordination.trainer_group import TrainerGroup
 from streamrl.algorithms import AlgorithmConfig
-from streamrl.algorithms.correction_config import CorrectionConfig
+from streamrl.algorithms.config import CorrectionConfig
 from streamrl.buffer.micro_batch_schedule import ScheduledRound
 from streamrl.config.run_config import RunConfig
 from streamrl.config.run_settings import ModelConfig

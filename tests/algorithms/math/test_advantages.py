@@ -3,7 +3,7 @@
 import math
 import random
 from functools import partial
-from statistics import mean, pstdev, stdev
+from statistics import mean, stdev
 
 import pytest
 import torch
@@ -65,28 +65,14 @@ def test_scale_none_only_subtracts_the_mean():
 def test_scale_batch_divides_by_the_deviation_of_all_scores():
     # All: mean 3, squared deviations 9 + 1 + 1 + 9 = 20. Groups: means 1 and 5.
     scores, ids = grouped([[0.0, 2.0], [4.0, 6.0]])
-    unbiased, biased = math.sqrt(20 / 3), math.sqrt(20 / 4)
-    for is_unbiased, deviation in ((True, unbiased), (False, biased)):
-        result = group_relative_advantages(scores, ids, scale="batch", unbiased=is_unbiased)
-        near(result, [x / deviation for x in (-1, 1, -1, 1)])
+    result = group_relative_advantages(scores, ids, scale="batch")
+    near(result, [x / math.sqrt(20 / 3) for x in (-1, 1, -1, 1)])
 
 
 def test_scale_mean_divides_by_the_mean_and_gives_0_if_it_is_not_positive():
     scores, ids = grouped([[1.0, 0.0, 0.0, 1.0], [0.0, 0.0], [-3.0, 1.0], [1.0, 3.0]])
     expected = [1.0, -1.0, -1.0, 1.0, 0.0, 0.0, 0.0, 0.0, -0.5, 0.5]
     near(group_relative_advantages(scores, ids, scale="mean"), expected)
-
-
-def test_the_biased_deviation_divides_by_n():
-    near(group_relative_advantages(*grouped([[0.0, 2.0]]), unbiased=False), [-1.0, 1.0])
-
-
-@pytest.mark.parametrize("scale", ["std", "batch", "mean"])
-def test_eps_is_added_to_the_divisor(scale):
-    # Mean 1 and biased deviation 1; and both 1e-6, the default eps.
-    options = {"scale": scale, "unbiased": False}
-    near(group_relative_advantages(*grouped([[0.0, 2.0]]), eps=1.0, **options), [-0.5, 0.5])
-    near(group_relative_advantages(*grouped([[0.0, 2e-6]]), **options), [-0.5, 0.5])
 
 
 @given(st.floats(-1e6, 1e6, width=32), st.integers(1, 9))
@@ -108,17 +94,6 @@ def test_a_single_rollout_gets_zero_or_keeps_its_score():
     near(keep(eps=2.0), [1.0, 0.0, 0.0])
 
 
-def test_a_single_rollout_under_other_baselines():
-    scores, ids = grouped([[3.0], [0.0, 0.0]])
-    lengths = torch.tensor([5, 1, 2])
-    for single, expected in (("zero", [0.0, 0.0, 0.0]), ("keep", [3.0, 0.0, 0.0])):
-        assert leave_one_out_advantages(scores, ids, single=single).tolist() == expected
-        opo = length_weighted_advantages(scores, ids, lengths, single=single)
-        assert opo.tolist() == expected
-        # Three rollouts with a single nonzero score.
-        assert gpg_advantages(scores, ids, single=single).tolist() == [3 * x for x in expected]
-
-
 def test_leave_one_out_by_hand():
     # 1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2; and 0 - 4, 4 - 0.
     scores, ids = grouped([[1.0, 2.0, 6.0], [0.0, 4.0]])
@@ -138,18 +113,6 @@ def test_the_best_of_a_group_by_hand():
     near(best_of_group_advantages(scores, ids), [0.0, 3.0, 0.0, 2.0, 0.0, 0.0, 0.0, 0.0])
     scaled = best_of_group_advantages(scores, ids, scale="std")
     near(scaled, [0.0, math.sqrt(3), 0.0, math.sqrt(2), 0.0, 0.0, 0.0, 0.0])
-    biased = best_of_group_advantages(scores, ids, scale="std", unbiased=False)
-    near(biased, [0.0, 3 / math.sqrt(2), 0.0, 2.0, 0.0, 0.0, 0.0, 0.0])
-
-
-def test_the_lead_over_the_deviation_and_eps():
-    scaled = partial(best_of_group_advantages, scale="std", unbiased=False)
-    near(scaled(*grouped([[0.0, 2.0]]), eps=1.0), [0.0, 1.0])
-    near(scaled(*grouped([[0.0, 2e-6]])), [0.0, 1.0])
-
-
-def test_a_single_rollout_leads_by_nothing():
-    near(best_of_group_advantages(*grouped([[1.0], [0.0, 1.0]])), [0.0, 0.0, 1.0])
 
 
 def test_gpg_by_hand_with_a_factor_over_the_whole_batch():
@@ -157,10 +120,6 @@ def test_gpg_by_hand_with_a_factor_over_the_whole_batch():
     scores, ids = grouped([[1.0, 0.0], [0.0, 0.0]])
     near(gpg_advantages(scores, ids), [2.0, -2.0, 0.0, 0.0])
     near(gpg_advantages(scores[:2], ids[:2]), [1.0, -1.0])
-
-
-def test_gpg_of_a_batch_without_a_score_is_0():
-    assert gpg_advantages(*grouped([[0.0, 0.0], [0.0]]), single="keep").tolist() == [0.0, 0.0, 0.0]
 
 
 def test_the_greedy_baseline_by_hand():
@@ -176,8 +135,6 @@ def test_decoupled_rewards_by_hand():
     near(decoupled_reward_advantages(rewards, ids), [0.0, 0.0, -half, half])
     weighted = decoupled_reward_advantages(rewards, ids, weights=torch.tensor([3.0, 1.0]))
     near(weighted, [-2 * half, 2 * half, -half, half])
-    biased = decoupled_reward_advantages(rewards, ids, unbiased=False)
-    near(biased, [0.0, 0.0, -1.0, 1.0])
 
 
 def test_nan_rewards_are_left_out_per_rollout_by_hand():
@@ -187,13 +144,6 @@ def test_nan_rewards_are_left_out_per_rollout_by_hand():
     ids = torch.tensor([4, 4, 4, 1, 1])
     near(decoupled_reward_advantages(rewards, ids), [-half, 0.0, half, -half, half])
     near(decoupled_reward_advantages(torch.full((2, 1), nan), ids[:2]), [0.0, 0.0])
-
-
-def test_eps_of_decoupled_rewards():
-    rewards = torch.tensor([[0.0], [2.0]])
-    ids = torch.tensor([0, 0])
-    near(decoupled_reward_advantages(rewards, ids, eps=1.0, unbiased=False), [-0.5, 0.5])
-    near(decoupled_reward_advantages(rewards / 1e6, ids, unbiased=False), [-0.5, 0.5])
 
 
 def make_lengths(scores: torch.Tensor) -> torch.Tensor:
@@ -209,7 +159,6 @@ def two_rewards(scores: torch.Tensor) -> torch.Tensor:
 TINY = 1e-12
 ESTIMATORS = {
     "std": lambda s, g: group_relative_advantages(s, g, eps=TINY),
-    "biased std": lambda s, g: group_relative_advantages(s, g, eps=TINY, unbiased=False),
     "batch": lambda s, g: group_relative_advantages(s, g, scale="batch", eps=TINY),
     "mean": lambda s, g: group_relative_advantages(s, g, scale="mean", eps=TINY),
     "none": lambda s, g: group_relative_advantages(s, g, scale="none"),
@@ -229,9 +178,9 @@ def others(group, i):
     return group[:i] + group[i + 1 :]
 
 
-def spread(group, deviation=stdev):
+def spread(group):
     """Return scores over their deviation, 0 if they are equal."""
-    divisor = deviation(group)
+    divisor = stdev(group)
     return [(x - mean(group)) / divisor if divisor else 0.0 for x in group]
 
 
@@ -253,7 +202,6 @@ def decoupled(group):
 # References in plain Python: scores of a group, scores of all groups -> advantages of the group.
 IN_LOOPS = {
     "std": lambda group, _: spread(group),
-    "biased std": lambda group, _: spread(group, pstdev),
     "batch": lambda group, batch: [(x - mean(group)) / (stdev(batch) or 1.0) for x in group],
     "mean": lambda group, _: [x / mean(group) - 1 if mean(group) > 0 else 0.0 for x in group],
     "none": lambda group, _: [x - mean(group) for x in group],
@@ -284,10 +232,6 @@ def test_advantages_equal_the_reference_in_python_loops(name, dtype, groups):
 
 
 # References that square the scores are left out.
-@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in SQUARING])
-@given(groups=GROUPS)
-def test_small_differences_of_large_scores_survive_float32(name, groups):
-    assert_equals_loops(name, torch.float32, [[2.0**16 + x for x in group] for group in groups])
 
 
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in OF_THE_BATCH])
@@ -299,17 +243,6 @@ def test_groups_are_independent(name, groups):
         assert torch.equal(ESTIMATORS[name](scores, ids)[ids == i], expected)
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
-@given(groups=GROUPS, seed=SEEDS)
-def test_row_order_and_group_numbers_have_no_effect(name, groups, seed):
-    scores, ids = grouped(groups)
-    order = random.Random(seed).sample(range(len(scores)), len(scores))
-    renamed = torch.tensor([900, -7, 12, 3])[ids]
-    advantages = ESTIMATORS[name](scores.double(), ids)[order]
-    shuffled = ESTIMATORS[name](scores.double()[order], renamed[order])
-    torch.testing.assert_close(shuffled, advantages, atol=1e-9, rtol=1e-9)
-
-
 @pytest.mark.parametrize("name", ["std", "batch", "none", "leave one out", "best", "best over std"])
 @given(groups=GROUPS, shift=st.integers(-9, 9))
 def test_a_shift_of_all_scores_has_no_effect(name, groups, shift):
@@ -317,14 +250,6 @@ def test_a_shift_of_all_scores_has_no_effect(name, groups, shift):
     shifted = ESTIMATORS[name](scores.double() + shift, ids)
     expected = ESTIMATORS[name](scores.double(), ids)
     torch.testing.assert_close(shifted, expected, atol=1e-9, rtol=1e-9)
-
-
-def test_a_shift_has_no_effect_with_lengths_and_baselines():
-    scores, ids = grouped([[1.0, 2.0, 6.0], [0.0, 4.0]])
-    lengths = torch.tensor([1, 4, 2, 8, 2])
-    moved = length_weighted_advantages(scores + 8, ids, lengths)
-    near(moved, length_weighted_advantages(scores, ids, lengths).tolist())
-    near(greedy_baseline_advantages(scores + 8, scores.flip(0) + 8), [-3.0, 2.0, 0.0, -2.0, 3.0])
 
 
 @pytest.mark.parametrize(
@@ -340,22 +265,3 @@ def test_advantages_scale_with_the_scores_or_not_at_all(name, power, groups, fac
     scaled = ESTIMATORS[name](scores.double() * factor, ids)
     expected = ESTIMATORS[name](scores.double(), ids) * factor**power
     torch.testing.assert_close(scaled, expected, atol=1e-9, rtol=1e-9)
-
-
-def test_an_empty_batch_has_no_advantages():
-    for name, estimate in ESTIMATORS.items():
-        if name != "greedy":
-            assert estimate(torch.zeros(0), torch.zeros(0, dtype=torch.long)).shape == (0,)
-
-
-def test_unknown_options_are_refused():
-    scores, ids = grouped([[0.0, 1.0]])
-    with pytest.raises(ValueError, match="scale='iqr'"):
-        group_relative_advantages(scores, ids, scale="iqr")
-    with pytest.raises(ValueError, match="scale='batch'"):
-        best_of_group_advantages(scores, ids, scale="batch")
-    for estimate in (group_relative_advantages, leave_one_out_advantages, gpg_advantages):
-        with pytest.raises(ValueError, match="single='drop'"):
-            estimate(scores, ids, single="drop")
-    with pytest.raises(ValueError, match="single='drop'"):
-        length_weighted_advantages(scores, ids, torch.ones(2), single="drop")

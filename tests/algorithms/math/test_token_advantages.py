@@ -44,31 +44,10 @@ def test_rewards_to_go_by_hand_skip_tool_tokens():
 
 
 def test_whitening_by_hand():
-    # 1, 2, 3: variance 1 with n - 1, 2/3 with n.
+    # 1, 2, 3: variance 1 with n - 1.
     x = torch.tensor([[1.0, NAN], [2.0, 3.0]])
     mask = torch.tensor([[True, False], [True, True]])
     torch.testing.assert_close(masked_whiten(x, mask), torch.tensor([[-1.0, 0.0], [0.0, 1.0]]))
-    third = math.sqrt(1.5)
-    biased = masked_whiten(x, mask, unbiased=False)
-    torch.testing.assert_close(biased, torch.tensor([[-third, 0.0], [0.0, third]]))
-
-
-def test_eps_is_added_to_the_variance():
-    x, mask = torch.tensor([[-1.0, 1.0]]), torch.tensor([[True, True]])
-    assert masked_whiten(x, mask, eps=3.0, unbiased=False).tolist() == [[-0.5, 0.5]]
-    # A variance of 3e-8, and a third of it by default.
-    small = masked_whiten(x * math.sqrt(3e-8), mask, unbiased=False)
-    torch.testing.assert_close(small, x * math.sqrt(3 / 4))
-
-
-def test_whitening_fewer_than_two_tokens_gives_0():
-    x = torch.tensor([[5.0, NAN]])
-    for mask in ([[True, False]], [[False, False]]):
-        assert masked_whiten(x, torch.tensor(mask)).tolist() == [[0.0, 0.0]]
-
-
-def test_whitening_equal_values_gives_0():
-    assert not masked_whiten(torch.full((2, 2), 4.0), torch.ones(2, 2).bool()).any()
 
 
 def compute_gae_of_row(
@@ -122,15 +101,15 @@ def test_rewards_to_go_equal_the_reference_in_python_loops(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_whitening_equals_the_reference_in_python_loops(dtype):
-    for seed, unbiased in itertools.product(range(8), (False, True)):
+    for seed in range(8):
         batch = ragged.make_batch(seed, dtype)
         rows = [row["values"] for row in ragged.list_counted_rows(batch)]
         tokens = [x for row in rows for x in row]
         mean = math.fsum(tokens) / max(len(tokens), 1)
         squares = math.fsum((x - mean) ** 2 for x in tokens)
-        deviation = math.sqrt(squares / max(len(tokens) - unbiased, 1) + 1e-8)
+        deviation = math.sqrt(squares / max(len(tokens) - 1, 1) + 1e-8)
         expected = [[(x - mean) / deviation for x in row] for row in rows]
-        result = masked_whiten(batch["values"], batch["loss_mask"], unbiased=unbiased)
+        result = masked_whiten(batch["values"], batch["loss_mask"])
         ragged.assert_equals_rows(result, expected, batch["loss_mask"], dtype)
 
 
@@ -159,35 +138,6 @@ def test_gae_with_lam_0_is_the_one_step_td_error(batch):
     torch.testing.assert_close(advantages, ragged.place_on_tokens(errors, batch["loss_mask"]))
 
 
-@given(batch=BATCHES, gamma=st.floats(0.5, 1.0))
-def test_gae_with_lam_1_is_return_minus_value(batch, gamma):
-    advantages, returns = gae(batch, gamma=gamma, lam=1.0, bootstrap=False)
-    mask = batch["loss_mask"]
-    expected = reward_to_go(batch["token_rewards"], mask, gamma=gamma)
-    torch.testing.assert_close(returns, expected)
-    torch.testing.assert_close(advantages, expected - torch.where(mask, batch["values"], 0.0))
-
-
-@given(batch=BATCHES)
-def test_without_discount_every_return_is_the_final_score(batch):
-    mask = batch["loss_mask"]
-    last = torch.zeros_like(batch["token_rewards"])
-    for i, row in enumerate(mask):
-        if row.any():
-            last[i, row.nonzero().max()] = batch["scores"][i]
-    expected = torch.where(mask, batch["scores"][:, None], 0.0)
-    assert torch.equal(reward_to_go(last, mask, gamma=1.0), expected)
-
-
-@given(batch=BATCHES)
-def test_a_perfect_critic_gives_zero_advantages(batch):
-    mask = batch["loss_mask"]
-    right = batch | {"values": reward_to_go(batch["token_rewards"], mask, gamma=0.9)}
-    advantages, returns = gae(right, bootstrap=False)
-    torch.testing.assert_close(advantages, torch.zeros_like(advantages))
-    torch.testing.assert_close(returns, right["values"])
-
-
 @given(batch=BATCHES)
 def test_whitening_gives_mean_0_and_variance_1(batch):
     mask = batch["loss_mask"]
@@ -199,34 +149,9 @@ def test_whitening_gives_mean_0_and_variance_1(batch):
         assert tokens.var().item() == pytest.approx(variance / (variance + 1e-8), abs=1e-6)
 
 
-@given(batch=BATCHES, shift=st.integers(-9, 9), factor=st.integers(1, 9))
-def test_whitening_ignores_shift_and_scale(batch, shift, factor):
-    mask = batch["loss_mask"]
-    moved = masked_whiten(batch["values"] * factor + shift, mask, eps=1e-15)
-    expected = masked_whiten(batch["values"], mask, eps=1e-15)
-    torch.testing.assert_close(moved, expected, atol=1e-9, rtol=0)
-
-
 FUNCTIONS = {
     "advantages": lambda batch: gae(batch)[0],
     "returns": lambda batch: gae(batch)[1],
     "rewards to go": lambda b: reward_to_go(b["token_rewards"], b["loss_mask"], gamma=0.9),
     "whitened": lambda batch: masked_whiten(batch["values"], batch["loss_mask"]),
 }
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-@given(batch=BATCHES)
-def test_padding_has_no_effect(name, batch):
-    ragged.assert_padding_has_no_effect(FUNCTIONS[name], batch)
-
-
-@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "whitened"])
-@given(batch=BATCHES, seed=SEEDS)
-def test_rows_are_independent(name, batch, seed):
-    ragged.assert_rows_are_independent(FUNCTIONS[name], batch, seed)
-
-
-@given(batch=BATCHES, seed=SEEDS)
-def test_whitening_ignores_row_order(batch, seed):
-    ragged.assert_row_order_has_no_effect(FUNCTIONS["whitened"], batch, seed)

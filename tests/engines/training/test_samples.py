@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
-from streamrl.algorithms.correction_config import CorrectionConfig
-from streamrl.algorithms.math.options import LOSS_AGGREGATIONS
+from streamrl.algorithms.config import LOSS_AGGREGATIONS, CorrectionConfig
 from streamrl.buffer.packing import MicroBatchPacker
 from streamrl.engines.models.forward import TokenScores
 from streamrl.engines.training.collate import TOKEN_COLUMNS, build_batch, derive_columns
