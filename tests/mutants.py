@@ -292,7 +292,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/environments/hosts/test_host_pool.py -k hanging_call_times_out",
     ),
     Mutant(
-        "user_code/sandbox/isolation.py",
+        "user_code/sandbox/jail.py",
         '"--unshare-pid", "--unshare-net", "--unshare-uts"',
         '"--unshare-pid", "--unshare-uts"',
         "tests/user_code/sandbox/test_layers.py -k namespaces",
@@ -304,7 +304,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/user_code/sandbox/test_sandbox.py -k clean_workspace",
     ),
     Mutant(
-        "user_code/sandbox/compare.py",
+        "user_code/sandbox/verdicts.py",
         "return expected is actual",
         "return expected == actual",
         "tests/user_code/sandbox/test_compare.py",

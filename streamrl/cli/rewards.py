@@ -14,7 +14,7 @@ from streamrl.files.typed_settings import suggest_nearest
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.kinds.function import FunctionOptions
 from streamrl.rewards.registry import REWARD_KINDS
-from streamrl.user_code.rewards.plugins import list_installed_kinds, load_registered_kinds
+from streamrl.user_code.reward_function import list_installed_kinds, load_registered_kinds
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """Rewards: functions from the text of a completion to a score or a RewardError."""
 
-from streamrl.user_code.rewards.plugins import reward
+from streamrl.user_code.reward_function import reward
 
 __all__ = ["reward"]

@@ -45,7 +45,7 @@ from streamrl.rewards.reward_set import (
     ScoreSpec,
     naming_config_errors,
 )
-from streamrl.user_code.rewards.plugins import list_installed_kinds
+from streamrl.user_code.reward_function import list_installed_kinds
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,7 @@ from streamrl.messages import (
     split_token_column,
 )
 from streamrl.rewards.group_filter import GroupFilter
-from streamrl.rewards.interface.completion import Completion, decode_rollouts
-from streamrl.rewards.interface.extract import decode_completions
+from streamrl.rewards.interface.completion import Completion, decode_completions, decode_rollouts
 from streamrl.rewards.reward_set import GroupRewardResult, RewardSet
 from streamrl.stream.stage_worker import StageResult
 from streamrl.telemetry.config import RolloutConfig

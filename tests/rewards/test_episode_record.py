@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from streamrl.messages import Experience, GroupLease, Prompt, TokenSource, TurnOutcome
 from streamrl.rewards.group_filter import accept_group
-from streamrl.rewards.interface.conversations import encode_conversations
+from streamrl.rewards.interface.completion import encode_conversations
 from streamrl.rewards.kinds.rules import EnvironmentReward
 from streamrl.rewards.reward_scorer import RewardScorer, describe_rollouts, split_text
 from streamrl.rewards.reward_set import RewardComponent, RewardSet

@@ -15,7 +15,6 @@ from streamrl.errors import (
     RewardTimeoutError,
 )
 from streamrl.rewards.interface.config import RewardConfig
-from tests.descendants import descendants
 from tests.rewards.judged import prompt
 
 
@@ -163,20 +162,3 @@ async def test_async_calls_of_several_groups_share_a_worker_and_each_has_its_own
         assert columns["scores"].tolist() == [1.0]
     with pytest.raises(RewardTimeoutError):
         await late
-
-
-async def test_prints_of_a_worker_do_not_corrupt_the_protocol(running):
-    rewards = await running("""
-        def f(prompt, completion):
-            print("noise" * 1000)
-            return 1.0
-    """)
-    assert (await rewards.score(prompt(), ["5"]))["scores"].tolist() == [1.0]
-
-
-async def test_closing_workers_leaves_no_process(running):
-    before = descendants()
-    rewards = await running("def f(prompt, completion): return 1.0")
-    assert descendants() - before
-    await rewards.close()
-    assert not descendants() - before

@@ -42,10 +42,6 @@ def filter_from(tmp_path):
     return make
 
 
-def test_no_group_is_filtered_by_default():
-    assert reason(FilterConfig(), [1, 1]) is None
-
-
 @pytest.mark.parametrize(
     ("scores", "words"),
     [
@@ -63,19 +59,6 @@ def test_no_group_is_filtered_by_default():
 )
 def test_equal_rewards_rejects_groups_of_two_or_more_rollouts(scores, words):
     assert reason(EQUAL, scores) == words
-
-
-def test_equal_rewards_compares_the_combined_reward():
-    assert reason(EQUAL, [1, 1], right=[1, 0], form=[0, 1]) == "all 2 rewards are 1"
-    assert reason(EQUAL, [1, 0], right=[1, 1]) is None
-
-
-@given(groups, st.integers(-1000, 1000))
-def test_equality_of_rewards_is_shift_invariant(scores, shift):
-    shifted = np.array(scores, np.float32) + np.float32(shift)
-    # A shift may round two rewards to the same float32; then they are equal.
-    assume(len(set(shifted.tolist())) == len(set(scores)))
-    assert (reason(EQUAL, shifted) is None) == (reason(EQUAL, scores) is None)
 
 
 @given(
@@ -117,12 +100,6 @@ def test_the_mean_is_a_float64(scores, low, high):
     assert is_accepted == (low < mean < high)
 
 
-def test_a_mean_that_float32_would_round_onto_the_bound_is_inside():
-    scores = [1] * 7 + [np.nextafter(np.float32(1), np.float32(0))]
-    assert np.array(scores, np.float32).mean() == 1
-    assert reason(FilterConfig("mean_outside"), scores) is None
-
-
 @pytest.mark.parametrize(("scores", "kept"), [([1, 0], True), ([0, 0], False)])
 def test_a_user_function_decides_which_groups_are_accepted(filter_from, scores, kept):
     config = filter_from("def keep(scores): return max(scores) > 0")
@@ -141,17 +118,6 @@ def test_a_function_receives_the_prompt_and_lists_of_floats(filter_from):
     assert reason(config, [1.25, 0.25], right=[1, 0], form=[1, 1]) is None
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        "def keep(rewards, scores): return rewards == {'a': scores}",
-        "def keep(**arguments): return sorted(arguments) == ['prompt', 'rewards', 'scores']",
-    ],
-)
-def test_a_function_receives_only_the_parameters_it_declares(filter_from, function):
-    assert reason(filter_from(function), [1, 0], a=[1, 0]) is None
-
-
 def test_a_function_cannot_change_the_columns(filter_from):
     config = filter_from("""
         def keep(scores, rewards):
@@ -162,12 +128,6 @@ def test_a_function_cannot_change_the_columns(filter_from):
     columns = {"scores": np.ones(2, np.float32), "reward/a": np.zeros(2, np.float32)}
     assert build_group_filter(config)(PROMPT, columns) is None
     assert columns["scores"].tolist() == [1, 1] and columns["reward/a"].tolist() == [0, 0]
-
-
-def test_a_numpy_bool_is_accepted(filter_from):
-    config = filter_from("import numpy\ndef keep(scores): return numpy.std(scores) > 0")
-    assert reason(config, [1, 0]) is None
-    assert reason(config, [1, 1]) == f"keep in {config.options['path']} returned False"
 
 
 @pytest.mark.parametrize(

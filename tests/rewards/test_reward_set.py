@@ -73,13 +73,6 @@ async def test_scores_are_the_weighted_sum_and_components_are_unweighted():
     assert rewards.component_names == ("right", "form", "zero")
 
 
-async def test_rewards_run_concurrently():
-    rewards = reward_set(**{f"r{i}": (1.0, FakeReward([1], wait_s=0.5)) for i in range(20)})
-    started = time.monotonic()
-    await rewards.score(PROMPT, ["a"])
-    assert time.monotonic() - started < 5
-
-
 async def test_a_failed_gate_makes_the_combined_score_0():
     rewards = reward_set(
         gates=("form",),
@@ -222,13 +215,6 @@ def test_check_prompts_names_the_first_row_that_a_reward_cannot_score():
     with pytest.raises(ConfigError, match=message):
         rewards.check_prompts([PLACED])
     reward_set(fine=(1.0, FakeReward())).check_prompts([PLACED])
-
-
-async def test_an_error_during_the_run_names_the_row():
-    rewards = reward_set(odd=(1.0, FakeReward(error=RewardError("no number"))))
-    message = r"^reward odd, sums.jsonl line 12 \(uid 2:11:0\): no number$"
-    with pytest.raises(RewardError, match=message):
-        await rewards.score(PLACED, ["a"])
 
 
 async def test_rewards_are_built_from_their_config(tmp_path):

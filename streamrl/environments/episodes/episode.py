@@ -17,7 +17,7 @@ from streamrl.messages import (
     TurnOutcome,
     rollouts_to_columns,
 )
-from streamrl.rewards.interface.conversations import encode_conversations
+from streamrl.rewards.interface.completion import encode_conversations
 
 _TURN_OUTCOMES = {
     CallOutcome.OK: TurnOutcome.CALLED,

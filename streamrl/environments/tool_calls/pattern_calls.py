@@ -14,7 +14,7 @@ from streamrl.environments.tool_calls.strict_json import parse_json_at
 from streamrl.environments.tool_calls.tool_schema import is_valid_argument
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import suggest_nearest
-from streamrl.rewards.interface.extract import SEARCH_TIMEOUT_S
+from streamrl.rewards.interface.answers import SEARCH_TIMEOUT_S
 
 NAME_GROUP, ARGUMENTS_GROUP = "name", "arguments"
 

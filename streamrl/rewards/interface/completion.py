@@ -1,5 +1,8 @@
 """Completions as rewards read them: the policy's words, apart from those of its environment."""
 
+import json
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +19,12 @@ from streamrl.messages import (
     split_token_column,
     sum_over_samples,
 )
-from streamrl.rewards.interface.conversations import Conversation, decode_conversations
-from streamrl.rewards.interface.extract import decode_completions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Conversation = Sequence[Mapping[str, Any]]
+"""Chat messages in OpenAI's form; arguments of tool calls are objects."""
 LAST_TURN, SAMPLED, CONVERSATION = "last_turn", "sampled", "conversation"
 COMPLETION_PARTS = (LAST_TURN, SAMPLED, CONVERSATION)
 """Parts of a completion that a reward may read; equal for a completion of a single turn."""
@@ -65,6 +68,32 @@ class Completion:
             return [dict(message) for message in self.messages]
         answer = {"role": "assistant", "content": self.get_part(part)}
         return [*(dict(message) for message in prompt.messages), answer]
+
+
+def encode_conversations(conversations: Sequence[Conversation]) -> Array:
+    """Return the column `conversations` of a group, uint8 [B]: JSON, compressed."""
+    plain = [[dict(message) for message in messages] for messages in conversations]
+    text = json.dumps(plain, ensure_ascii=False, default=str)
+    # A tool's output may have lone surrogates, which UTF-8 cannot encode.
+    return np.frombuffer(zlib.compress(text.encode("utf-8", "replace"), level=1), np.uint8)
+
+
+def decode_conversations(column: Array) -> list[Conversation]:
+    """Return the chat messages of each rollout."""
+    conversations: list[Conversation] = json.loads(zlib.decompress(column.tobytes()))
+    return conversations
+
+
+def decode_completions(
+    tokenizer: "PreTrainedTokenizerBase", completions: Sequence[Array]
+) -> list[str]:
+    """Decode token ids, int32 [tokens] per completion, without special tokens or cleaned spaces."""
+    texts = tokenizer.batch_decode(
+        [completion.tolist() for completion in completions],
+        skip_special_tokens=True,
+        clean_up_tokenization_spaces=False,
+    )
+    return [str(text) for text in texts]
 
 
 def decode_rollouts(tokenizer: "PreTrainedTokenizerBase", columns: Columns) -> list[Completion]:

@@ -21,9 +21,9 @@ from streamrl.errors import (
 )
 from streamrl.files.typed_settings import check_minimums
 from streamrl.messages import Prompt
+from streamrl.rewards.interface.answers import PatternTimeoutError
 from streamrl.rewards.interface.completion import Completion
 from streamrl.rewards.interface.config import SandboxConfig, ScorerConfig
-from streamrl.rewards.interface.extract import PatternTimeoutError
 from streamrl.user_code.pool.pool import (
     PoolSettings,
     SharedWorkerError,

@@ -12,7 +12,7 @@ from streamrl.errors import ConfigError, RewardError, RewardInfraError
 from streamrl.files.bounded_read import parse_json
 from streamrl.files.typed_settings import check_choices, check_minimums, read_settings
 from streamrl.messages import Prompt
-from streamrl.rewards.interface.extract import AnswerPattern, PatternTimeoutError
+from streamrl.rewards.interface.answers import AnswerPattern, PatternTimeoutError
 from streamrl.rewards.interface.reward import RetryOptions, Reward, RewardSpec, retry_infra_errors
 from streamrl.user_code.reward_result import RewardOutcome, RewardResult
 from streamrl.user_code.sandbox.program import (

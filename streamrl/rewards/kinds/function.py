@@ -6,7 +6,7 @@ from typing import Any
 from streamrl.errors import ConfigError
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.reward import RewardSpec, WorkerOptions, WorkerReward
-from streamrl.user_code.rewards.user_function import FunctionCallSpec, FunctionSource
+from streamrl.user_code.reward_function import FunctionCallSpec, FunctionSource
 
 
 @dataclass
@@ -39,9 +39,7 @@ class FunctionReward(WorkerReward):
         name = registered_as or options.function or spec.name
         kwargs = tuple(options.kwargs.items())
         source = FunctionSource(options.path, name, kwargs, is_registered=is_registered)
-        super().__init__(
-            "streamrl.user_code.rewards.user_function:make_reward_handler", source, spec
-        )
+        super().__init__("streamrl.user_code.reward_function:make_reward_handler", source, spec)
         self._call_spec: FunctionCallSpec | None = None
 
     async def run_preflight(self) -> str:

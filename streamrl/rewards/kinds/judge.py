@@ -1,21 +1,20 @@
 """Kind `judge`: LLM as a judge behind an OpenAI-compatible API, such as a vLLM server."""
 
 import asyncio
+import contextlib
 import json
 import math
 import os
 import re
 import time
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
-import openai
+import httpx
 from omegaconf import MISSING
 
 from streamrl.errors import (
@@ -29,8 +28,8 @@ from streamrl.errors import (
 from streamrl.files.bounded_read import read_small_text
 from streamrl.files.typed_settings import check_minimums
 from streamrl.messages import Prompt
+from streamrl.rewards.interface.answers import AnswerPattern
 from streamrl.rewards.interface.completion import CONVERSATION, Completion
-from streamrl.rewards.interface.extract import AnswerPattern
 from streamrl.rewards.interface.reward import RetryOptions, Reward, RewardSpec, retry_infra_errors
 from streamrl.user_code.reward_result import RewardResult
 from streamrl.user_code.service_gate import (
@@ -56,84 +55,27 @@ REFUSALS_OF_ALL = (401, 402, 403, 404)
 """Statuses of a server that took key and model at the start and no longer does."""
 
 
-class RateLimiter:
-    """Rate limit: admits `per_minute` requests or tokens, evenly spaced in FIFO order; 0: no limit.
-
-    A token bucket (aiolimiter) would admit twice the rate in the first minute and starve large
-    requests behind small ones: long completions would exceed their deadline.
-    """
-
-    def __init__(self, per_minute: float) -> None:
-        self._seconds_per_unit = 60.0 / per_minute if per_minute else 0.0
-        self._next_free_time = 0.0
-
-    async def acquire(self, units: float) -> None:
-        now = asyncio.get_running_loop().time()
-        start_time = max(now, self._next_free_time)
-        self._next_free_time = start_time + units * self._seconds_per_unit
-        await asyncio.sleep(start_time - now)
-
-
-@dataclass(frozen=True)
-class RequestLimits:
-    """Limits of the requests that this process sends to a server; a rate of 0 means no limit.
-
-    timeout_s: deadline of a request, without waits for a server that is busy or out.
-    """
-
-    concurrency: int
-    requests_per_minute: float
-    tokens_per_minute: float
-    timeout_s: float
-
-
-@dataclass(frozen=True)
-class ChatResponse:
-    """Text of a chat completion. is_truncated: the text was cut off at max_tokens."""
-
-    text: str
-    is_truncated: bool
-
-
-class _ChatMessage(msgspec.Struct):
-    content: str | None = None
-
-
-class _ChatChoice(msgspec.Struct):
-    message: _ChatMessage
-    finish_reason: str | None = None
-
-
-class _ChatCompletion(msgspec.Struct):
-    choices: list[_ChatChoice]
-
-
-class _ModelInfo(msgspec.Struct):
-    id: str
-
-
-class _ModelList(msgspec.Struct):
-    data: list[_ModelInfo]
-
-
 class ChatClient:
     """Client of the OpenAI-compatible server at `url`, such as https://host/v1.
 
     key: API key, sent to this server only and redacted from error messages; may be empty.
+    timeout_s: deadline of a request, without waits for a server that is busy or out.
     """
 
-    def __init__(self, url: str, model: str, key: str, limits: RequestLimits) -> None:
+    def __init__(
+        self, url: str, model: str, key: str, *, concurrency: int, timeout_s: float
+    ) -> None:
         self._url = url
         self._model = model
         self._api_key = key
-        self._timeout_s = limits.timeout_s
-        # Without api_key the openai package would send the value of OPENAI_API_KEY to any server.
-        self._client = openai.AsyncOpenAI(
-            base_url=url, api_key=key or "none", max_retries=0, timeout=limits.timeout_s
+        self._timeout_s = timeout_s
+        self._client = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {key}"} if key else None,
+            timeout=None,
+            limits=httpx.Limits(max_connections=concurrency),
+            follow_redirects=True,
         )
-        self._slots = asyncio.Semaphore(limits.concurrency)
-        self._request_limiter = RateLimiter(limits.requests_per_minute)
-        self._token_limiter = RateLimiter(limits.tokens_per_minute)
+        self._slots = asyncio.Semaphore(concurrency)
 
     async def wait_until_ready(self) -> str:
         """Wait until the server responds; return a note for the user, empty if there was no wait.
@@ -145,7 +87,7 @@ class ChatClient:
         started, note = clock(), ""
         while True:
             try:
-                names = await self._list_models()
+                models = await self._request_json("GET", "/models", lambda body: body["data"])
                 break
             except (RewardInfraError, ServiceOutageError) as error:
                 if clock() - started > STARTUP_TIMEOUT_S:
@@ -159,105 +101,84 @@ class ChatClient:
                 note = f"{self._url}: ready after {clock() - started:.0f} s"
             except RewardError as error:
                 raise ConfigError(f"rewards.url={error} (GET {self._url}/models)") from None
+        names = {str(model["id"]) for model in models}
         if names and self._model not in names:
             raise ConfigError(
                 f"rewards.model={self._model}: {self._url} has {', '.join(sorted(names)[:10])}"
             )
         return note
 
-    async def _list_models(self) -> list[str]:
-        async with self._request_deadline():
-            models = await self._send_request(
-                self._client.models.with_raw_response.list, _ModelList, is_start=True
-            )
-            return [model.id for model in models.data]
-
-    async def request_completion(
-        self, text: str, *, tokens: int, request: Mapping[str, Any]
-    ) -> ChatResponse:
+    async def request_completion(self, text: str, request: Mapping[str, Any]) -> tuple[str, bool]:
         """Request a chat completion for `text`; wait while the server does not answer at all.
 
-        tokens: tokens of text and response, counted against the rate limit. request: further fields
-        of the request. Raises RewardInfraError for transient errors of the server,
+        request: further fields of the request. Returns the text of the response, and whether it was
+        cut off at max_tokens. Raises RewardInfraError for transient errors of the server,
         RewardTimeoutError at the deadline, and RewardError for a request that the server refuses.
         """
         # A lone surrogate cannot be encoded as UTF-8.
         content = text.encode("utf-8", "replace").decode("utf-8")
-        messages: Any = [{"role": "user", "content": content}]
-        create = self._client.chat.completions.with_raw_response.create
+        messages = [{"role": "user", "content": content}]
+        body = {"model": self._model, "messages": messages, **request}
 
-        def send() -> Awaitable[Any]:
-            return create(model=self._model, messages=messages, **request)
+        def read_choice(reply: Any) -> tuple[str, bool]:
+            choice = reply["choices"][0]
+            return choice["message"]["content"] or "", choice.get("finish_reason") == "length"
 
-        async def complete() -> _ChatCompletion:
+        async def complete() -> tuple[str, bool]:
             async with self._slots:
-                await self._wait_for_rate_limits(tokens)
-                async with self._request_deadline():
-                    return await self._send_request(send, _ChatCompletion)
+                return await self._request_json("POST", "/chat/completions", read_choice, body)
 
-        completion = await request_service(self._url, complete, RewardInfraError)
-        if not completion.choices:
-            raise RewardInfraError(f"{self._url}: response without choices")
-        choice = completion.choices[0]
-        return ChatResponse(
-            choice.message.content or "", is_truncated=choice.finish_reason == "length"
-        )
+        return await request_service(self._url, complete, RewardInfraError)
 
-    async def _wait_for_rate_limits(self, tokens: int) -> None:
-        await self._request_limiter.acquire(1)
-        await self._token_limiter.acquire(tokens)
+    async def _request_json(
+        self, method: str, path: str, read: Callable[[Any], T], body: Any = None
+    ) -> T:
+        """Send a request, and read the JSON of the reply.
 
-    @asynccontextmanager
-    async def _request_deadline(self) -> AsyncIterator[None]:
+        A request without a body is the first one, which shows whether key and model are right.
+        """
+        is_start = body is None
         try:
             async with asyncio.timeout(self._timeout_s):
-                yield
+                response = await self._client.request(method, self._url + path, json=body)
         except TimeoutError:
             # A request may be slow because of its text; a server that answers nobody is out.
-            kind = ServiceOutageError if await is_silent(self._url) else RewardTimeoutError
+            kind: type[StreamError] = RewardTimeoutError
+            if await is_silent(self._url):
+                kind = ServiceOutageError
             raise kind(f"{self._url}: no answer in {self._timeout_s:g} s") from None
-
-    async def _send_request(
-        self, send: Callable[[], Awaitable[Any]], form: type[T], *, is_start: bool = False
-    ) -> T:
-        """Send a request and decode the JSON response to type `form`.
-
-        is_start: the first request, which shows whether key and model are right.
-        """
+        except httpx.HTTPError as error:
+            kind = ServiceOutageError if is_outage(error) else RewardInfraError
+            raise kind(self._redact_message(f"{type(error).__name__}: {error}")) from None
+        if not response.is_success:
+            raise self._to_reward_error(response, is_start=is_start)
         try:
-            raw = await send()
-        except openai.APIStatusError as error:
-            raise self._to_reward_error(error, is_start=is_start) from None
-        except openai.APIConnectionError as error:
-            cause = error.__cause__ or error
-            if isinstance(error, openai.APITimeoutError) and not is_outage(cause):
-                raise TimeoutError from None
-            kind = ServiceOutageError if is_outage(cause) else RewardInfraError
-            raise kind(self._redact_message(f"{type(cause).__name__}: {cause}")) from None
-        try:
-            return msgspec.json.decode(raw.http_response.content, type=form)
-        except msgspec.DecodeError as error:
+            return read(response.json())
+        except (LookupError, TypeError, AttributeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise RewardInfraError(f"{self._url}: invalid response: {reason}") from None
+        except ValueError as error:
             # A page instead of JSON comes from a proxy whose server is away.
-            is_page = not isinstance(error, msgspec.ValidationError) and not is_start
-            kind = ServiceOutageError if is_page else RewardInfraError
+            kind = RewardInfraError if is_start else ServiceOutageError
             raise kind(f"{self._url}: invalid response: {error}") from None
 
-    def _to_reward_error(self, error: openai.APIStatusError, *, is_start: bool) -> StreamError:
-        body: Any = error.body
-        reason = (body.get("message") if isinstance(body, dict) else None) or body
-        reason = reason or error.response.reason_phrase
-        message = self._redact_message(f"{error.status_code}: {reason}")
-        is_server_error = error.status_code >= FIRST_SERVER_ERROR
-        refuses_all = not is_start and (is_server_error or error.status_code in REFUSALS_OF_ALL)
-        if not (refuses_all or is_server_error or error.status_code in TRANSIENT_STATUSES):
+    def _to_reward_error(self, response: httpx.Response, *, is_start: bool) -> StreamError:
+        status, reason = response.status_code, response.text
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            reply = response.json()
+            reason = reply.get("error", reply)["message"]
+        message = self._redact_message(f"{status}: {reason or response.reason_phrase}")
+        is_server_error = status >= FIRST_SERVER_ERROR
+        refuses_all = not is_start and (is_server_error or status in REFUSALS_OF_ALL)
+        if not (refuses_all or is_server_error or status in TRANSIENT_STATUSES):
             return RewardError(message)
-        wait_s = parse_retry_after(error.response.headers.get("retry-after", ""))
-        if wait_s is None and error.status_code == TOO_MANY_REQUESTS:
+        wait_s = parse_retry_after(response.headers.get("retry-after", ""))
+        if wait_s is None and status == TOO_MANY_REQUESTS:
             wait_s = BUSY_WAIT_S
-        if wait_s is None and not refuses_all and error.status_code not in UNAVAILABLE_STATUSES:
+        if wait_s is None and not refuses_all and status not in UNAVAILABLE_STATUSES:
             return RewardInfraError(message)
         outage = ServiceOutageError(message)
-        outage.is_answer = is_server_error and error.status_code not in UNAVAILABLE_STATUSES
+        outage.is_answer = is_server_error and status not in UNAVAILABLE_STATUSES
         outage.retry_after_s = 0.0 if wait_s is None else max(wait_s, MIN_RETRY_WAIT_S)
         return outage
 
@@ -267,7 +188,7 @@ class ChatClient:
         return (line.replace(self._api_key, "***") if self._api_key else line)[:MAX_ERROR_CHARS]
 
     async def close(self) -> None:
-        await self._client.close()
+        await self._client.aclose()
 
 
 def parse_retry_after(header: str) -> float | None:
@@ -283,8 +204,6 @@ def parse_retry_after(header: str) -> float | None:
 
 
 PLACEHOLDER = re.compile(r"\{(prompt|completion|ground_truth)\}")
-BYTES_PER_TOKEN = 3
-"""Estimate for tokens_per_minute; on the safe side, as most texts have more bytes per token."""
 MAX_DETAIL_CHARS = 300
 """Characters from the end of a judge's response kept in RewardResult.detail."""
 
@@ -306,9 +225,6 @@ class JudgeOptions(RetryOptions):
     request: further fields of the chat completion request.
     api_key_env: name of the environment variable with the API key; empty: no key.
     concurrency: concurrent requests per scorer.
-    requests_per_minute: rate limit of all scorers together; 0: no limit.
-    tokens_per_minute: rate limit of all scorers together, counting estimated input tokens and
-        max_tokens; 0: no limit.
     """
 
     url: str = MISSING
@@ -324,8 +240,6 @@ class JudgeOptions(RetryOptions):
     request: dict[str, Any] = field(default_factory=dict)
     api_key_env: str = ""
     concurrency: int = 32
-    requests_per_minute: float = 0.0
-    tokens_per_minute: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -336,9 +250,8 @@ class JudgeOptions(RetryOptions):
         if not -math.inf < self.least < self.most < math.inf:
             raise ConfigError(f"least={self.least}: must be below most={self.most}, both finite")
         check_minimums(self, {"max_tokens": 1, "concurrency": 1})
-        for key in ("temperature", "requests_per_minute", "tokens_per_minute"):
-            if not 0 <= vars(self)[key] < math.inf:
-                raise ConfigError(f"{key}={vars(self)[key]}: must be 0 or more, and finite")
+        if not 0 <= self.temperature < math.inf:
+            raise ConfigError(f"temperature={self.temperature}: must be 0 or more, and finite")
 
 
 class JudgeReward(Reward):
@@ -358,7 +271,7 @@ class JudgeReward(Reward):
         self._request_fields = {
             "temperature": options.temperature,
             "max_tokens": options.max_tokens,
-            "extra_body": options.request,
+            **options.request,
         }
         self._client: ChatClient | None = None
 
@@ -378,18 +291,15 @@ class JudgeReward(Reward):
         """Create the client. Does not contact the server: requests are retried in an outage."""
         self._client = self._make_client()
 
-    def _make_client(self) -> "ChatClient":
-        """Build the client; scorer replicas share the rate limits equally."""
-        from streamrl.rewards.kinds.judge import ChatClient, RequestLimits
-
-        options, replicas = self._options, self._scorer_config.replicas
-        limits = RequestLimits(
-            options.concurrency,
-            options.requests_per_minute / replicas,
-            options.tokens_per_minute / replicas,
-            options.timeout_s or self._scorer_config.timeout_s,
+    def _make_client(self) -> ChatClient:
+        options = self._options
+        return ChatClient(
+            options.url.rstrip("/"),
+            options.model,
+            self._api_key,
+            concurrency=options.concurrency,
+            timeout_s=options.timeout_s or self._scorer_config.timeout_s,
         )
-        return ChatClient(options.url.rstrip("/"), options.model, self._api_key, limits)
 
     async def score_completions(
         self, prompt: Prompt, completions: Sequence[Completion], part: str
@@ -416,26 +326,21 @@ class JudgeReward(Reward):
     async def _judge_once(self, text: str) -> RewardResult:
         """Request a judgment. Raises RewardInfraError for a response cut or without a number."""
         assert self._client is not None
-        size = len(text.encode("utf-8", "replace"))
-        response = await self._client.request_completion(
-            text,
-            tokens=size // BYTES_PER_TOKEN + 1 + self._options.max_tokens,
-            request=self._request_fields,
-        )
+        response, is_cut = await self._client.request_completion(text, self._request_fields)
         # In a thread: a regular expression may take up to SEARCH_TIMEOUT_S.
-        number = await asyncio.to_thread(self._parse_score, response.text)
-        if response.is_truncated:
+        number = await asyncio.to_thread(self._parse_score, response)
+        if is_cut:
             # The rest may change the number: "Score: 1" of 10, or a last match that is to come.
             raise RewardInfraError(
                 f"the judge's response was cut at rewards.max_tokens={self._options.max_tokens};"
-                f" raise it: {response.text[-100:]!r}"
+                f" raise it: {response[-100:]!r}"
             )
         if number is None:
             raise RewardInfraError(
                 f"rewards.pattern matches no number from {self._options.least:g} to"
-                f" {self._options.most:g} in the judge's response: {response.text[-100:]!r}"
+                f" {self._options.most:g} in the judge's response: {response[-100:]!r}"
             )
-        detail = response.text[-MAX_DETAIL_CHARS:]
+        detail = response[-MAX_DETAIL_CHARS:]
         passes = number >= self._pass_score
         return RewardResult.from_correctness(passes, score=number, detail=detail)
 

@@ -16,7 +16,7 @@ from streamrl.data.reading.reasoning_gym_table import (
 from streamrl.errors import ConfigError, RewardError
 from streamrl.files.optional_package import import_optional
 from streamrl.messages import Prompt
-from streamrl.rewards.interface.extract import AnswerPattern, PatternTimeoutError
+from streamrl.rewards.interface.answers import AnswerPattern, PatternTimeoutError
 from streamrl.rewards.interface.reward import CompletionWorkerReward, RewardSpec, WorkerOptions
 from streamrl.user_code.checks import format_value, to_finite_float
 from streamrl.user_code.reward_result import RewardOutcome, RewardResult

@@ -15,8 +15,8 @@ from omegaconf import MISSING
 
 from streamrl.errors import RewardError
 from streamrl.messages import Prompt
+from streamrl.rewards.interface.answers import AnswerPattern, parse_truth_text
 from streamrl.rewards.interface.completion import Completion
-from streamrl.rewards.interface.extract import AnswerPattern
 from streamrl.rewards.interface.reward import (
     CompletionWorkerReward,
     Reward,
@@ -24,10 +24,26 @@ from streamrl.rewards.interface.reward import (
     RuleReward,
     WorkerOptions,
 )
-from streamrl.rewards.matchers import form, math_answers
-from streamrl.rewards.matchers.form import LETTERS
-from streamrl.rewards.matchers.matcher import AnswerMatcher, parse_truth_text
+from streamrl.rewards.kinds import form, math_answers
+from streamrl.rewards.kinds.form import LETTERS
 from streamrl.user_code.reward_result import RewardResult
+
+
+@dataclass(frozen=True)
+class AnswerMatcher:
+    """Scores a completion against a ground truth.
+
+    judge_completion: (completion, truth, **options) -> RewardResult. Raises RewardError for an
+        unusable truth and ConfigError for a wrong option; never raises because of the completion.
+    validate_truth: raises RewardError for an unusable truth; by default, every truth is usable.
+    may_hang: some completions take unbounded time, so the matcher must run in a process that can be
+        killed. Other matchers take time linear in the length of the completion.
+    """
+
+    judge_completion: Callable[..., RewardResult]
+    validate_truth: Callable[..., object] = lambda truth: None
+    may_hang: bool = False
+
 
 MATCHERS: Mapping[str, AnswerMatcher] = {
     "gsm8k": AnswerMatcher(math_answers.judge_gsm8k, math_answers.validate_gsm8k_truth),

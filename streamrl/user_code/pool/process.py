@@ -36,7 +36,7 @@ _ALLOWED_CLASSES = frozenset(
         ("streamrl.environments.interface", "CallOutcome"),
         ("streamrl.environments.interface", "EnvironmentStep"),
         ("streamrl.environments.interface", "ResetResult"),
-        ("streamrl.user_code.rewards.user_function", "FunctionCallSpec"),
+        ("streamrl.user_code.reward_function", "FunctionCallSpec"),
         ("streamrl.user_code.reward_result", "RewardResult"),
         ("streamrl.user_code.reward_result", "RewardOutcome"),
         ("streamrl.user_code.service_gate", "Outage"),

@@ -20,18 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.errors import ConfigError
-from streamrl.user_code.sandbox.isolation import (
+from streamrl.user_code.sandbox.jail import (
     ENVIRONMENT,
     NO_ISOLATION,
-    find_bubblewrap,
-    list_isolation_modes,
-)
-from streamrl.user_code.sandbox.jail import (
     Jail,
     JailError,
     JailLostError,
     JailSpec,
     MemoryLimitError,
+    find_bubblewrap,
+    list_isolation_modes,
     make_jail_spec,
 )
 from streamrl.user_code.sandbox.program import (

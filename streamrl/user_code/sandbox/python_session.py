@@ -6,7 +6,6 @@ import time
 from dataclasses import dataclass
 
 from streamrl.user_code.sandbox import jail_driver, session_driver
-from streamrl.user_code.sandbox.compare import decode_output
 from streamrl.user_code.sandbox.jail import (
     START_TIMEOUT_S,
     Jail,
@@ -18,7 +17,7 @@ from streamrl.user_code.sandbox.jail import (
     marshal_driver,
 )
 from streamrl.user_code.sandbox.program import LANGUAGES, SandboxProgram
-from streamrl.user_code.sandbox.verdicts import make_program_message
+from streamrl.user_code.sandbox.verdicts import decode_output, make_program_message
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,6 @@ import httpx
 
 from streamrl.errors import RewardInfraError, RewardTimeoutError, ServiceOutageError
 from streamrl.user_code.reward_result import RewardOutcome
-from streamrl.user_code.sandbox.compare import (
-    can_be_value,
-    is_same_text,
-    is_same_value,
-    parse_value,
-)
 from streamrl.user_code.sandbox.program import (
     CallTest,
     ProgramLimits,
@@ -22,6 +16,7 @@ from streamrl.user_code.sandbox.program import (
     SandboxProgram,
     StdinTest,
 )
+from streamrl.user_code.sandbox.verdicts import compare_output
 from streamrl.user_code.service_gate import is_outage, is_silent, request_service
 
 MAX_REQUESTS = 64
@@ -124,23 +119,12 @@ def _judge_reply(
         if error.startswith(("SyntaxError", "IndentationError")):
             outcome = RewardOutcome.COMPILE_ERROR
         return ProgramTestResult(outcome, seconds, error)
-    if _is_correct(str(ran.get("stdout") or ""), program, test):
-        return ProgramTestResult(RewardOutcome.PASS, seconds)
-    return ProgramTestResult(RewardOutcome.WRONG, seconds)
-
-
-def _is_correct(out: str, program: SandboxProgram, test: StdinTest | CallTest) -> bool:
-    if isinstance(test, StdinTest):
-        return is_same_text(test.stdout, out, loose_numbers=program.loose_numbers)
-    _, mark, value = out.rpartition("\n" + _VALUE_MARKER)
-    data = value.encode(errors="replace")
-    if not can_be_value(data, test.accepted):
-        return False
-    try:
-        actual = parse_value(data)
-    except ValueError:
-        return False
-    return bool(mark) and any(is_same_value(expected, actual) for expected in test.accepted)
+    out = str(ran.get("stdout") or "")
+    if isinstance(test, CallTest):
+        _, mark, value = out.rpartition("\n" + _VALUE_MARKER)
+        out = value if mark else ""
+    outcome, detail = compare_output(out.encode(errors="replace"), test, program)
+    return ProgramTestResult(outcome, seconds, detail)
 
 
 def _get_last_line(result: dict[str, Any]) -> str:

@@ -15,12 +15,12 @@ import pytest_asyncio
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.hosts import host_pool
 from streamrl.environments.hosts.host_pool import EnvironmentHostPool
-from streamrl.environments.interface import CallOutcome, EpisodeSummary, Reply, ToolCall
+from streamrl.environments.interface import EpisodeSummary, Reply
 from streamrl.errors import ConfigError, EpisodeError, EpisodeTimeoutError
 from streamrl.messages import Prompt
 from streamrl.user_code.pool import pool as pool_module
 from tests.descendants import descendants
-from tests.environments.hosts.user_files import ANSWERS, CALCULATOR, COMMANDS, make_leaning
+from tests.environments.hosts.user_files import ANSWERS, COMMANDS, make_leaning
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -290,20 +290,6 @@ async def test_sessions_go_to_the_host_with_the_fewest(start_pool):
     async with contextlib.AsyncExitStack() as stack:
         pids = [(await stack.enter_async_context(open_session(pool)))[1] for _ in range(6)]
     assert sorted(Counter(pids).values()) == [3, 3]
-
-
-async def test_a_tool_is_called_in_a_host(start_pool):
-    pool = await start_pool(CALCULATOR, name="Calculator", processes=1)
-    assert pool.description.tools[0]["function"]["name"] == "multiply"
-    session = pool.open_session(make_prompt(), seed=0)
-    assert (await session.reset()).tools == pool.description.tools
-    result = await session.step(Reply("", [ToolCall("multiply", {"a": 17, "b": 23})]))
-    assert result.messages[0]["content"] == "391" and result.outcomes == [CallOutcome.OK]
-    assert (await session.step(Reply("391"))).done
-    answer = EpisodeSummary([{"role": "assistant", "content": "391"}], (0.0, 0.0), "stop")
-    assert await session.score(answer) == 1.0
-    await session.close()
-    await session.close()
 
 
 async def test_cancelling_a_step_and_closing_ends_it_in_the_host(pool):

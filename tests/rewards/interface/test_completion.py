@@ -8,8 +8,12 @@ from hypothesis import strategies as st
 from streamrl.environments.episodes.episode import Episode, EpisodeTokens, episodes_to_columns
 from streamrl.environments.rendering.turn_renderer import BridgeTokens
 from streamrl.messages import FinishReason, Prompt, Rollout, TurnOutcome, rollouts_to_columns
-from streamrl.rewards.interface.completion import Completion, decode_rollouts
-from streamrl.rewards.interface.conversations import decode_conversations, encode_conversations
+from streamrl.rewards.interface.completion import (
+    Completion,
+    decode_conversations,
+    decode_rollouts,
+    encode_conversations,
+)
 from streamrl.rewards.kinds.rules import EnvironmentReward, RegexOptions, build_regex_reward
 from streamrl.rewards.reward_set import RewardComponent, RewardSet
 

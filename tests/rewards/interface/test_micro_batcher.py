@@ -16,11 +16,6 @@ def test_every_row_is_in_exactly_one_batch_within_the_bounds(lengths, max_tokens
         assert len(batch) * max(lengths[index] for index in batch) <= max_tokens
 
 
-def test_rows_of_similar_length_share_a_batch():
-    # 20 tokens hold two rows padded to 9, or six rows padded to 3.
-    assert plan_batches([3, 9, 2, 8, 3], 20, 99) == [[1, 3], [0, 4, 2]]
-
-
 class FakeCompute:
     """Returns each row's sum once released; records the batches."""
 

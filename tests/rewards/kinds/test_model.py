@@ -1,4 +1,3 @@
-import asyncio
 import json
 import math
 import shutil
@@ -16,7 +15,7 @@ from streamrl.errors import ConfigError, RewardError, RewardTimeoutError
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.kinds.classifier import SequenceClassifier, read_classifier
-from streamrl.rewards.kinds.model import ModelReward, logits_to_score
+from streamrl.rewards.kinds.model import logits_to_score
 from streamrl.rewards.registry import build_rewards
 from streamrl.user_code.reward_result import RewardOutcome
 from tests.rewards.judged import EPISODE
@@ -132,36 +131,6 @@ async def test_scores_do_not_depend_on_the_batch(path, started):
     assert await scores(batched) == pytest.approx(single_scores, abs=1e-5)
     assert await scores(batched, TEXTS[::-1]) == pytest.approx(single_scores[::-1], abs=1e-5)
     assert await scores(unbatched) == pytest.approx(single_scores, abs=1e-5)
-
-
-async def test_groups_that_arrive_during_a_forward_pass_share_the_next(path, started, monkeypatch):
-    sizes, release, logits = [], threading.Event(), SequenceClassifier.compute_logits
-    encoded, encode = [], ModelReward._tokenize_texts
-
-    def blocked_compute(self, rows):
-        sizes.append(len(rows))
-        assert release.wait(10)
-        return logits(self, rows)
-
-    def recorded_tokenize(self, texts):
-        rows = encode(self, texts)
-        encoded.append(len(rows))
-        return rows
-
-    monkeypatch.setattr(SequenceClassifier, "compute_logits", blocked_compute)
-    monkeypatch.setattr(ModelReward, "_tokenize_texts", recorded_tokenize)
-    rewards = await started(path)
-    groups = [asyncio.create_task(scores(rewards, TEXTS[:2]))]
-    while not sizes:
-        await asyncio.sleep(0.01)
-    groups += [asyncio.create_task(scores(rewards, TEXTS[:3])) for _ in range(4)]
-    while len(encoded) < 5:
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.5)  # the event loop accepts the groups meanwhile
-    release.set()
-    results = await asyncio.gather(*groups)
-    assert sizes == [2, 12]
-    assert results[1] == pytest.approx(results[4])
 
 
 async def test_a_model_without_a_padding_token_scores_texts_one_at_a_time(path, tmp_path, started):

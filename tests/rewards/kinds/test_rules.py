@@ -72,11 +72,6 @@ async def test_numeric_compares_exact_numbers(completion, ground_truth):
     assert time.process_time() - started < 1
 
 
-@given(st.fractions())
-def test_every_fraction_survives_a_round_trip(value):
-    assert parse_number(str(value)) == value
-
-
 @given(st.decimals(allow_nan=False, allow_infinity=False, places=6))
 def test_every_decimal_survives_a_round_trip_with_or_without_commas(value):
     assert parse_number(f"{value:f}") == Fraction(value)
@@ -156,12 +151,6 @@ async def test_numeric_refuses_a_ground_truth_without_a_number(ground_truth):
         NUMERIC.validate_prompt(prompt(ground_truth))
     with pytest.raises(RewardError, match="ground_truth must be a number, is"):
         await score_one(NUMERIC, "42", ground_truth)
-
-
-def test_valid_ground_truths_pass_the_check():
-    EXACT.validate_prompt(prompt("x"))
-    NUMERIC.validate_prompt(prompt("1,000"))
-    build_regex_reward(RegexOptions("x")).validate_prompt(prompt(None))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
-from streamrl.rewards.matchers import math_answers
+from streamrl.rewards.kinds import math_answers
 from streamrl.user_code.reward_result import RewardResult
 
 #: Matchers by their letter in ANSWERS.

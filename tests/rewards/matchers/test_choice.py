@@ -1,7 +1,7 @@
 import pytest
 
-from streamrl.errors import ConfigError, RewardError
-from streamrl.rewards.matchers import form
+from streamrl.errors import RewardError
+from streamrl.rewards.kinds import form
 
 NAMED = [
     *("B", "b", "(B)", "**B**", " B. ", "$B$", "B. Paris", "(b) Paris", "B: it is warm", "A\nB"),
@@ -43,9 +43,3 @@ def test_a_ground_truth_is_a_letter(truth):
 def test_a_ground_truth_outside_the_letters_is_refused(truth):
     with pytest.raises(RewardError, match="ground_truth must be"):
         form.validate_choice_truth(truth, letters="ABCD")
-
-
-@pytest.mark.parametrize("letters", ["", "abc", "AAB", "A-C", "A]"])
-def test_letters_must_be_distinct_capitals(letters):
-    with pytest.raises(ConfigError, match="must be distinct capitals from A to Z"):
-        form.judge_choice("A", "A", letters=letters)

@@ -1,7 +1,6 @@
 import pytest
 
-from streamrl.errors import ConfigError
-from streamrl.rewards.matchers import form
+from streamrl.rewards.kinds import form
 from streamrl.user_code.reward_result import RewardOutcome
 
 GOOD = "<think>2 + 3</think>\n<answer>5</answer>"
@@ -38,12 +37,6 @@ def test_text_outside_the_tags_can_be_allowed():
     assert form.judge_tags("<answer>5</answer>", tags=["answer"]).score == 1
 
 
-@pytest.mark.parametrize("names", [[], ["think", "think"], [""], ["a b"], ["<"], ["a\n"]])
-def test_invalid_tags_are_refused(names):
-    with pytest.raises(ConfigError, match=r"rewards.tags=.*: must be words .*, each once"):
-        form.judge_tags(GOOD, tags=names)
-
-
 @pytest.mark.parametrize(
     ("num_words", "score"),
     [(0, 0.0), (6, 0.0), (7, 0.25), (9, 0.75), (10, 1.0), (20, 1.0), (21, 0.75), (24, 0.0)],
@@ -58,16 +51,3 @@ def test_without_tolerance_the_length_score_is_0_or_1():
     assert form.judge_length("one two", most=2).score == 1
     assert form.judge_length("one two three", most=2).score == 0
     assert form.judge_length("anything goes").score == 1
-
-
-def test_length_in_characters():
-    assert form.judge_length("one two", unit="characters", most=7).score == 1
-    assert form.judge_length("one two!", unit="characters", most=7).detail == "8 characters"
-
-
-@pytest.mark.parametrize(
-    "options", [{"unit": "tokens"}, {"least": 3, "most": 2}, {"least": -1}, {"tolerance": -1}]
-)
-def test_inconsistent_length_bounds_are_refused(options):
-    with pytest.raises(ConfigError, match=r"rewards\.(unit|least)="):
-        form.judge_length("", **options)

@@ -1,8 +1,8 @@
 import pytest
 
-from streamrl.errors import ConfigError, RewardError
+from streamrl.errors import RewardError
+from streamrl.rewards.kinds import math_answers
 from streamrl.rewards.kinds.rules import MATCHERS
-from streamrl.rewards.matchers import math_answers
 from streamrl.user_code.reward_result import RewardOutcome
 from tests.rewards.matchers.answers_table import ANSWERS, RULES
 
@@ -17,17 +17,6 @@ def test_matchers_agree_with_the_answers_table(letter):
             continue
         assert (result.score == 1) == (letter in right_by), (completion, truth)
         assert (result.outcome is RewardOutcome.PASS) == (result.score == 1)
-
-
-def test_the_table_has_two_hundred_distinct_answers():
-    assert len({(completion, truth) for completion, truth, _ in ANSWERS}) == 200
-
-
-def test_wrong_is_0_but_minus_1_for_dapo():
-    assert math_answers.judge_gsm8k("#### 3", "9").score == 0
-    assert math_answers.judge_math(r"\boxed{3}", "9").score == 0
-    assert math_answers.judge_dapo_math("Answer: 3", "9").score == -1
-    assert math_answers.judge_dapo_math("no idea", "9").score == -1
 
 
 def test_equal_answers_have_equal_normal_forms():
@@ -53,12 +42,6 @@ def test_the_detail_of_a_missing_answer_names_the_missing_marker():
     assert math_answers.judge_gsm8k("", "9", method="flexible").detail == expected
     assert math_answers.judge_math(r"\boxed{9", "9").detail == r"no \boxed{} that is closed"
     assert math_answers.judge_dapo_math("9", "9").detail == r"no Answer: and no \boxed{} at the end"
-
-
-def test_a_ground_truth_may_be_an_int():
-    assert math_answers.judge_gsm8k("#### 9", 9).score == 1
-    assert math_answers.judge_math(r"\boxed{9}", 9).score == 1
-    assert math_answers.judge_dapo_math("Answer: 9", 9).score == 1
 
 
 @pytest.mark.parametrize("rule", ["gsm8k", "math", "dapo_math"])
@@ -87,17 +70,6 @@ def test_math_refuses_a_full_solution_as_ground_truth():
 def test_a_ground_truth_with_an_empty_normal_form_is_refused(rule, truth):
     with pytest.raises(RewardError, match="ground_truth is empty in normal form"):
         MATCHERS[rule].validate_truth(truth)
-
-
-def test_validate_truth_returns_the_normal_form():
-    assert math_answers.validate_gsm8k_truth(" 1,234 ") == "1234"
-    assert math_answers.validate_math_truth(r"\dfrac12") == r"\frac{1}{2}"
-    assert math_answers.validate_dapo_math_truth(34) == "34"
-
-
-def test_an_unknown_gsm8k_method_is_refused():
-    with pytest.raises(ConfigError, match=r"rewards.method=loose: must be one of strict, flexible"):
-        math_answers.judge_gsm8k("#### 9", "9", method="loose")
 
 
 @pytest.mark.parametrize(

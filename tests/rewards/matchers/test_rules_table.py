@@ -47,10 +47,6 @@ def test_an_unknown_data_source_is_named(source):
         find_matcher(source)
 
 
-def test_every_data_source_has_an_existing_matcher():
-    assert set(MATCHER_BY_SOURCE.values()) <= set(MATCHERS)
-
-
 @pytest.mark.parametrize("name", QUICK)
 @given(completion=st.text() | st.lists(st.sampled_from(PIECES), max_size=30).map("".join))
 def test_matchers_accept_any_completion(name, completion):

@@ -6,8 +6,8 @@ import pytest
 
 from streamrl.user_code.pool.process import unpickle_response
 from streamrl.user_code.pool.worker import HEADER, pack_message
+from streamrl.user_code.reward_function import FunctionCallSpec
 from streamrl.user_code.reward_result import RewardResult
-from streamrl.user_code.rewards.user_function import FunctionCallSpec
 
 
 def pickle_of_call(module: str, name: str, *arguments: object) -> bytes:
@@ -38,7 +38,7 @@ def test_responses_survive_a_round_trip():
     [
         ("os", "system"),
         ("streamrl.user_code.sandbox.jail", "subprocess.Popen"),
-        ("streamrl.user_code.rewards.user_function", "FileFunction"),
+        ("streamrl.user_code.reward_function", "FileFunction"),
         ("streamrl.user_code.reward_result", "Enum"),
         ("streamrl.user_code.reward_result", "RewardResult.from_correctness"),
         ("streamrl.user_code.reward_result", "math.__loader__.load_module"),

@@ -17,13 +17,15 @@ from streamrl.user_code.sandbox.backend_choice import (
     build_syscall_filter,
     probe_isolation,
 )
-from streamrl.user_code.sandbox.isolation import (
+from streamrl.user_code.sandbox.jail import (
     NO_ISOLATION,
     IsolationMode,
+    Jail,
+    JailSpec,
     compute_jail_user,
     list_isolation_modes,
+    make_jail_spec,
 )
-from streamrl.user_code.sandbox.jail import Jail, JailSpec, make_jail_spec
 from streamrl.user_code.sandbox.program import (
     LANGUAGES,
     CallTest,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import streamrl
-from streamrl.user_code.sandbox.isolation import find_python
+from streamrl.user_code.sandbox.jail import find_python
 from tests.user_code.sandbox.hostile import ATTACKS
 from tests.user_code.sandbox.test_hostile import LIMITS
 

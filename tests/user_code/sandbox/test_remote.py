@@ -91,7 +91,7 @@ async def test_remote_output_is_judged_locally(url):
         "def add(a, b):\n while True: pass",
         "print('\\nstreamrl-value:3'); raise SystemExit(0)",
     )
-    expected = "pass wrong pass compile_error memory wrong timeout pass"
+    expected = "pass wrong pass compile_error memory runtime_error timeout pass"
     assert outcomes == expected.split()
     (body,) = {json.dumps({**b, "code": ""}) for b in Server.requests}
     assert json.loads(body) == {
@@ -103,14 +103,6 @@ async def test_remote_output_is_judged_locally(url):
         "memory_limit_MB": 256,
     }
     assert "3" not in {b["stdin"] for b in Server.requests}, "no expected value leaves this machine"
-
-
-async def test_a_float_near_an_expected_integer_is_wrong(url):
-    near, right = "def add(a, b): return a + b + 1e-9", "def add(a, b): return float(a + b)"
-    assert await judged(url, ADD, near, right) == ["wrong", "pass"]
-    truth = {"inputs": ["1 2"], "outputs": ["3"]}
-    outcomes = await judged(url, truth, "print(3.00000001)", "print(3.0)", loose_numbers=True)
-    assert outcomes == ["wrong", "pass"]
 
 
 async def test_a_failing_server_is_retried_and_never_scored_as_wrong(url):

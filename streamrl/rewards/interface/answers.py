@@ -1,31 +1,15 @@
-"""Decode completions to text and extract answers from the text."""
+"""Answers in completions: patterns with a deadline, and checks of the ground truth."""
 
-from collections.abc import Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import Any
 
 import regex
 
 from streamrl.errors import ConfigError, RewardError
-from streamrl.messages import Array
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from streamrl.user_code.reward_result import RewardOutcome, RewardResult
 
 #: Deadline of a regular expression on a text: nested repeats can backtrack for exponential time.
 SEARCH_TIMEOUT_S = 0.5
-
-
-def decode_completions(
-    tokenizer: "PreTrainedTokenizerBase", completions: Sequence[Array]
-) -> list[str]:
-    """Decode token ids, int32 [tokens] per completion, without special tokens or cleaned spaces."""
-    texts = tokenizer.batch_decode(
-        [completion.tolist() for completion in completions],
-        skip_special_tokens=True,
-        clean_up_tokenization_spaces=False,
-    )
-    return [str(text) for text in texts]
 
 
 class PatternTimeoutError(RewardError):
@@ -74,3 +58,22 @@ class AnswerPattern:
                 f"pattern {self._regex.pattern} took more than {SEARCH_TIMEOUT_S} s on a "
                 f"completion of {len(text)} characters"
             ) from error
+
+
+def parse_truth_text(truth: Any) -> str:
+    """Return a str or int as stripped text. Raises RewardError for other types and empty text."""
+    if isinstance(truth, bool) or not isinstance(truth, str | int) or not str(truth).strip():
+        raise RewardError(f"ground_truth must be an answer as text or an int, is {truth!r}")
+    return str(truth).strip()
+
+
+def require_nonempty(normal_form: str, truth: Any) -> str:
+    """Return the normal form. Raises RewardError if empty: every empty answer would match."""
+    if not normal_form:
+        raise RewardError(f"ground_truth is empty in normal form: {truth!r}")
+    return normal_form
+
+
+def make_missing_answer_result(missing: str, *, score: float = 0.0) -> RewardResult:
+    """Return outcome WRONG with detail "no `missing`" for a completion without an answer."""
+    return RewardResult(score, RewardOutcome.WRONG, None, f"no {missing}")

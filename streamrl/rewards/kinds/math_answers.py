@@ -16,8 +16,7 @@ import re
 from typing import Any
 
 from streamrl.errors import ConfigError, RewardError
-from streamrl.rewards.matchers.matcher import (
-    GroundTruth,
+from streamrl.rewards.interface.answers import (
     make_missing_answer_result,
     parse_truth_text,
     require_nonempty,
@@ -44,7 +43,7 @@ _RATIO = re.compile(r"(-?(?:0|[1-9][0-9]*))/(-?(?:0|[1-9][0-9]*))")
 _BRACE = re.compile(r"[{}]")
 
 
-def judge_math(completion: str, truth: GroundTruth) -> RewardResult:
+def judge_math(completion: str, truth: Any) -> RewardResult:
     r"""Score 1 if the last \boxed{} and the truth have the same normal form, else 0.
 
     Raises RewardError for an unusable truth.
@@ -57,7 +56,7 @@ def judge_math(completion: str, truth: GroundTruth) -> RewardResult:
     return RewardResult.from_correctness(answer == expected, answer)
 
 
-def validate_math_truth(truth: GroundTruth) -> str:
+def validate_math_truth(truth: Any) -> str:
     """Return the truth in normal form. Raises RewardError if empty, no text, or a whole box."""
     text = parse_truth_text(truth)
     if "\\boxed" in text:
@@ -151,9 +150,7 @@ _DAPO_FRACTION = re.compile(r"frac([^{\\])([^{\\])")
 _DAPO_ROOT = re.compile(r"sqrt([^{\\])")
 
 
-def judge_dapo_math(
-    completion: str, truth: GroundTruth, *, strict_box: bool = False
-) -> RewardResult:
+def judge_dapo_math(completion: str, truth: Any, *, strict_box: bool = False) -> RewardResult:
     r"""Score 1 or -1. The answer is the text after the last "Answer:", compared in normal form.
 
     Without "Answer:" the answer is the last \boxed{}, stripped and compared exactly. strict_box:
@@ -172,7 +169,7 @@ def judge_dapo_math(
     return RewardResult.from_correctness(right, answer, score=1.0 if right else -1.0)
 
 
-def validate_dapo_math_truth(truth: GroundTruth) -> str:
+def validate_dapo_math_truth(truth: Any) -> str:
     """Return the ground truth as it is written. Raises RewardError if its normal form is empty."""
     text = parse_truth_text(truth)
     require_nonempty(normalize_answer(text), truth)
@@ -205,7 +202,7 @@ _MARKED_NUMBER = re.compile(r"#### (-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?[0-9.,]+")
 
 
-def judge_gsm8k(completion: str, truth: GroundTruth, *, method: str = "strict") -> RewardResult:
+def judge_gsm8k(completion: str, truth: Any, *, method: str = "strict") -> RewardResult:
     """Score 1 if the completion's number equals the truth as text without commas, else 0.
 
     method: strict takes the last number after "#### "; flexible takes the last number anywhere,
@@ -228,7 +225,7 @@ def judge_gsm8k(completion: str, truth: GroundTruth, *, method: str = "strict") 
     return RewardResult.from_correctness(answer == expected, answer)
 
 
-def validate_gsm8k_truth(truth: GroundTruth) -> str:
+def validate_gsm8k_truth(truth: Any) -> str:
     """Return the ground truth without commas. Raises RewardError unless in decimal digits."""
     number = parse_truth_text(truth)
     if not _NUMBER.fullmatch(number) or not _has_digit(number):
@@ -244,7 +241,7 @@ MIN_PROSE_WORDS = 3
 """Words of a ground truth, LaTeX commands left out, from which it is prose. A unit is one word."""
 
 
-def validate_symbolic_truth(truth: GroundTruth) -> str:
+def validate_symbolic_truth(truth: Any) -> str:
     """Return the truth as text. Raises RewardError for prose, too.
 
     math-verify reads words as products of their letters, to which no completion is equal.
@@ -258,7 +255,7 @@ def validate_symbolic_truth(truth: GroundTruth) -> str:
     return text
 
 
-def judge_symbolic(completion: str, truth: GroundTruth) -> RewardResult:
+def judge_symbolic(completion: str, truth: Any) -> RewardResult:
     r"""Score 1 if the last answer of the completion equals the truth, else 0.
 
     truth: LaTeX, with or without $ or \boxed{}, or a number. Precedence in the completion:

@@ -5,12 +5,12 @@ import re
 from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import regex
 
 from streamrl.errors import ConfigError, RewardError
-from streamrl.rewards.matchers.matcher import (
-    GroundTruth,
+from streamrl.rewards.interface.answers import (
     make_missing_answer_result,
     parse_truth_text,
 )
@@ -23,7 +23,7 @@ _FONT_COMMANDS = r"(?:\\(?:boxed|text|textbf|mathbf|mathrm|textrm)\s?\{\s?\(?){0
 _LETTER_END = r"""(?=[\s*_$)\]}"'`.:,;!]|\Z)"""
 
 
-def judge_choice(completion: str, truth: GroundTruth, *, letters: str = LETTERS) -> RewardResult:
+def judge_choice(completion: str, truth: Any, *, letters: str = LETTERS) -> RewardResult:
     r"""Score 1 if the last letter named as the answer equals the truth, else 0.
 
     Patterns, in order of precedence; the last match of the first pattern with a match counts:
@@ -44,7 +44,7 @@ def judge_choice(completion: str, truth: GroundTruth, *, letters: str = LETTERS)
     return make_missing_answer_result("letter that is named as the answer")
 
 
-def validate_choice_truth(truth: GroundTruth, *, letters: str = LETTERS) -> str:
+def validate_choice_truth(truth: Any, *, letters: str = LETTERS) -> str:
     """Return the letter of a truth such as B, b or (B), as a capital. Raises RewardError."""
     letter = parse_truth_text(truth).removeprefix("(").removesuffix(")").upper()
     if len(letter) != 1 or letter not in letters:
@@ -68,7 +68,7 @@ def _compile_patterns(letters: str) -> tuple["regex.Pattern[str]", ...]:
 
 def judge_tags(
     completion: str,
-    truth: GroundTruth = None,
+    truth: Any = None,
     *,
     tags: Sequence[str] = ("think", "answer"),
     nothing_outside: bool = True,
@@ -111,7 +111,7 @@ UNITS = ("words", "characters")
 
 def judge_length(
     completion: str,
-    truth: GroundTruth = None,
+    truth: Any = None,
     *,
     unit: str = "words",
     least: int = 0,

@@ -1,1 +1,0 @@
-"""Answer matchers: pure functions of a completion and a ground truth."""

@@ -1,0 +1,426 @@
+"""Reward functions of users: registered kinds, signature styles, and the handler of workers."""
+
+import asyncio
+import inspect
+import re
+import traceback
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from streamrl.errors import ConfigError, RewardError
+from streamrl.messages import Prompt
+from streamrl.user_code.checks import format_value, to_finite_float
+from streamrl.user_code.python_module import (
+    FileFunction,
+    format_failure,
+    import_file,
+    limit_import_time,
+    load_function,
+    make_file_function,
+)
+from streamrl.user_code.reward_result import RewardOutcome, RewardResult
+from streamrl.user_code.service_gate import Outage, is_outage
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+#: Entry point group in which packages list their rewards.
+ENTRY_POINT_GROUP = "streamrl.rewards"
+_registered_functions: dict[str, Callable[..., Any]] = {}
+
+
+def reward(name: str) -> Callable[[FunctionT], FunctionT]:
+    """Register a reward function as a kind; use as decorator `@reward("my_name")`.
+
+    The config names the kind as `{kind: my_name, path: file.py}`. A kind that an installed package
+    lists in the entry point group `streamrl.rewards` needs no path.
+    """
+
+    def register(function: FunctionT) -> FunctionT:
+        if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
+            raise ValueError(f"kind {name!r}: letters, digits and _ . - only")
+        if name in _registered_functions:
+            raise ValueError(f"kind {name} is registered twice")
+        _registered_functions[name] = function
+        return function
+
+    return register
+
+
+def list_installed_kinds() -> dict[str, str]:
+    """Return the reward kinds of installed packages, as {kind: "module:function"}."""
+    return {point.name: point.value for point in _list_entry_points()}
+
+
+def load_registered_kinds(path: str, *, setting: str) -> dict[str, Callable[..., Any]]:
+    """Import a file; return the functions registered in it, by kind. Raises ConfigError."""
+    before = dict(_registered_functions)
+    _registered_functions.clear()
+    try:
+        import_file(path, setting=setting)
+        return dict(_registered_functions)
+    finally:
+        _registered_functions.update(before)
+
+
+def _list_entry_points() -> "Iterable[EntryPoint]":
+    # Imported here: each process of an environment imports this module, and needs no entry points.
+    from importlib.metadata import entry_points
+
+    return entry_points(group=ENTRY_POINT_GROUP)
+
+
+def _load_entry_point(point: "EntryPoint") -> Callable[..., Any]:
+    try:
+        with limit_import_time():
+            function = point.load()
+    # Importing a package may raise anything, SystemExit included.
+    except (Exception, SystemExit) as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"rewards.kind={point.name}: {point.value}: {format_failure(frame.filename, error)}"
+        ) from error
+    if not callable(function):
+        raise ConfigError(f"rewards.kind={point.name}: {point.value} is not a function")
+    return function
+
+
+def find_registered_function(kind: str, path: str) -> Callable[..., Any]:
+    """Return the function registered as `kind` in file `path`, or without a path by a package."""
+    if path:
+        functions = load_registered_kinds(path, setting="rewards.path")
+        if kind not in functions:
+            names = ", ".join(functions) or "none"
+            raise ConfigError(
+                f"rewards.kind={kind}: not registered in {path}, which registers: {names}"
+            )
+        return functions[kind]
+    for point in _list_entry_points():
+        if point.name == kind:
+            return _load_entry_point(point)
+    raise ConfigError(f"rewards.kind={kind}: no such kind")
+
+
+CallArguments = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SignatureStyle:
+    """A supported signature of reward functions, recognized by parameter names.
+
+    signature: signature as text, for messages.
+    marker_parameters: required parameters that identify the style.
+    offered_parameters: parameters that a function may declare; None: also any column of the row.
+    build_arguments: makes the arguments of a call from a prompt and its completions.
+    is_per_group: a call receives all completions of a prompt, else a single completion.
+    can_abstain: the function may return None for a completion.
+    """
+
+    signature: str
+    marker_parameters: frozenset[str]
+    offered_parameters: frozenset[str] | None
+    build_arguments: Callable[[Prompt, Sequence[str]], CallArguments]
+    is_per_group: bool = False
+    can_abstain: bool = False
+
+
+def _build_streamrl_arguments(prompt: Prompt, completions: Sequence[str]) -> CallArguments:
+    return {"prompt": prompt, "completion": completions[0]}
+
+
+def _build_verl_arguments(prompt: Prompt, completions: Sequence[str]) -> CallArguments:
+    return {
+        "data_source": prompt.data_source,
+        "solution_str": completions[0],
+        "ground_truth": prompt.ground_truth,
+        "extra_info": dict(prompt.extra_info),
+    }
+
+
+def _build_verl_batch_arguments(prompt: Prompt, completions: Sequence[str]) -> CallArguments:
+    rows = [_build_verl_arguments(prompt, [completion]) for completion in completions]
+    return {f"{name}s": [row[name] for row in rows] for name in rows[0]}
+
+
+def _build_trl_arguments(prompt: Prompt, completions: Sequence[str]) -> CallArguments:
+    """Repeat every column of the row per completion; a chat completion is a list of messages."""
+    is_chat = prompt.is_chat
+    columns = {
+        **prompt.extra_info,
+        "data_source": prompt.data_source,
+        "ground_truth": prompt.ground_truth,
+        "prompts": list(prompt.messages) if is_chat else prompt.messages[0]["content"],
+    }
+    arguments: CallArguments = {name: [value] * len(completions) for name, value in columns.items()}
+    arguments["completions"] = [
+        [{"role": "assistant", "content": completion}] if is_chat else completion
+        for completion in completions
+    ]
+    return arguments
+
+
+SIGNATURE_STYLES = (
+    SignatureStyle(
+        "score(prompt, completion)",
+        marker_parameters=frozenset({"prompt", "completion"}),
+        offered_parameters=frozenset({"prompt", "completion"}),
+        build_arguments=_build_streamrl_arguments,
+    ),
+    SignatureStyle(
+        "compute_score(data_source, solution_str, ground_truth, extra_info)",
+        marker_parameters=frozenset({"solution_str", "ground_truth"}),
+        offered_parameters=frozenset({"data_source", "solution_str", "ground_truth", "extra_info"}),
+        build_arguments=_build_verl_arguments,
+    ),
+    SignatureStyle(
+        "compute_score(data_sources, solution_strs, ground_truths, extra_infos)",
+        marker_parameters=frozenset({"solution_strs", "ground_truths"}),
+        offered_parameters=frozenset(
+            {"data_sources", "solution_strs", "ground_truths", "extra_infos"}
+        ),
+        build_arguments=_build_verl_batch_arguments,
+        is_per_group=True,
+    ),
+    SignatureStyle(
+        "f(prompts, completions, **columns)",
+        marker_parameters=frozenset({"completions"}),
+        offered_parameters=None,
+        build_arguments=_build_trl_arguments,
+        is_per_group=True,
+        can_abstain=True,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class FunctionCallSpec:
+    """Parameters of a user's reward function, picklable for use outside the worker.
+
+    location: function name and file.
+    style: signature of a SignatureStyle.
+    required: parameters without a default.
+    has_var_kwargs: the function takes **kwargs.
+    kwargs: constant arguments from the config.
+    """
+
+    location: str
+    style: str
+    parameters: frozenset[str]
+    required: frozenset[str]
+    has_var_kwargs: bool
+    kwargs: tuple[tuple[str, Any], ...]
+
+    def build_arguments(self, prompt: Prompt, completions: Sequence[str]) -> CallArguments:
+        """Build the keyword arguments of a call. Raises RewardError if the row lacks a column."""
+        (style,) = (style for style in SIGNATURE_STYLES if style.signature == self.style)
+        offered = {**style.build_arguments(prompt, completions), **dict(self.kwargs)}
+        missing = self.required - offered.keys()
+        if missing:
+            raise RewardError(
+                f"{self.location} needs {', '.join(sorted(missing))}; "
+                f"the row has {', '.join(sorted(offered))}"
+            )
+        if self.has_var_kwargs:
+            return offered
+        return {name: value for name, value in offered.items() if name in self.parameters}
+
+
+@dataclass(frozen=True)
+class FunctionSource:
+    """Location of a reward function: a name in a file, or a registered kind.
+
+    name: function name, or the kind if `is_registered`. kwargs: constant arguments of every call.
+    """
+
+    path: str
+    name: str
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    is_registered: bool = False
+
+    def find_function(self) -> FileFunction:
+        """Load the function. Raises ConfigError if the file or the function cannot be used."""
+        if not self.is_registered:
+            label = f"rewards.function={self.name}"
+            return load_function(self.path, self.name, setting="rewards.path", label=label)
+        function = find_registered_function(self.name, self.path)
+        file = self.path and str(Path(self.path).resolve())
+        file = file or inspect.getsourcefile(inspect.unwrap(function)) or self.name
+        return make_file_function(file, self.name, function, label=f"rewards.kind={self.name}")
+
+
+def _match_style(code: FileFunction, kwargs: Mapping[str, Any]) -> SignatureStyle:
+    for key in kwargs:
+        if key not in code.parameters and not code.has_var_keyword:
+            raise ConfigError(
+                f"rewards.kwargs.{key}: {code.name} in {code.file} has no such parameter"
+            )
+    for style in SIGNATURE_STYLES:
+        fits = (
+            style.offered_parameters is None
+            or code.required_names - kwargs.keys() <= style.offered_parameters
+        )
+        if style.marker_parameters <= code.keyword_names - kwargs.keys() and fits:
+            return style
+    signatures = "; ".join(style.signature for style in SIGNATURE_STYLES)
+    raise ConfigError(
+        f"{code.label}: its parameters in {code.file} ({code.signature_text}) match none of "
+        f"the supported signatures: {signatures}"
+    )
+
+
+RewardRequest = tuple[Prompt, Sequence[str]]
+RewardResponse = list[RewardResult] | FunctionCallSpec | Outage | str
+PASS_SCORE = 1.0
+"""Lowest score that passes if the result has no `acc`."""
+RESULT_KEYS = ("score", "acc", "pred", "answer")
+"""Reserved keys of a result dict; other keys with numbers become extra metrics."""
+MAX_METRICS_PER_RESULT = 50
+
+
+def make_reward_handler(source: FunctionSource) -> Callable[[RewardRequest | None], Any]:
+    """Load the user's function; return the handler that calls the function in this worker.
+
+    The handler maps (prompt, completions) to a list of results, to an error message if the function
+    returned an invalid value, or to an Outage if it did not reach a service. The handler maps None
+    to the FunctionCallSpec, and is async if the function is.
+    """
+    user = UserFunction(source)
+    return user.judge_async if user.code.is_async else user.judge
+
+
+class UserFunction:
+    """A user's reward function, loaded in a worker.
+
+    Raises ConfigError if the file or the function cannot be used, a keyword is not a parameter, or
+    the parameters match no style in SIGNATURE_STYLES.
+    """
+
+    def __init__(self, source: FunctionSource) -> None:
+        self.code = code = source.find_function()
+        self._style = _match_style(code, dict(source.kwargs))
+        self.call_spec = FunctionCallSpec(
+            location=f"{code.name} in {code.file}",
+            style=self._style.signature,
+            parameters=frozenset(code.parameters),
+            required=frozenset(code.required_names),
+            has_var_kwargs=code.has_var_keyword,
+            kwargs=source.kwargs,
+        )
+
+    def judge(self, request: RewardRequest | None) -> RewardResponse:
+        if request is None:
+            return self.call_spec
+        try:
+            results = [self._call(call) for call in self._build_calls(request)]
+        except RewardError as error:
+            return self._to_outage(error)
+        return self._parse_results(results, request)
+
+    async def judge_async(self, request: RewardRequest | None) -> RewardResponse:
+        if request is None:
+            return self.call_spec
+        tasks = [asyncio.create_task(self._await(call)) for call in self._build_calls(request)]
+        try:
+            results = await asyncio.gather(*tasks)
+        except RewardError as error:
+            return self._to_outage(error)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return self._parse_results(results, request)
+
+    def _to_outage(self, error: RewardError) -> Outage:
+        """Return an error as an outage if it is one, else raise it."""
+        if not is_outage(error):
+            raise error
+        return Outage(self.call_spec.location, str(error), down_s=0.0)
+
+    def _build_calls(self, request: RewardRequest) -> list[CallArguments]:
+        prompt, completions = request
+        groups = [completions] if self._style.is_per_group else [[text] for text in completions]
+        return [self.call_spec.build_arguments(prompt, group) for group in groups]
+
+    def _call(self, arguments: CallArguments) -> Any:
+        try:
+            return self.code.function(**arguments)
+        # User code may raise anything, SystemExit included.
+        except BaseException as error:
+            raise RewardError(self.code.describe_error(error)) from error
+
+    async def _await(self, arguments: CallArguments) -> Any:
+        result: Awaitable[Any] = self._call(arguments)
+        try:
+            return await result
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            raise RewardError(self.code.describe_error(error)) from error
+
+    def _parse_results(
+        self, results: Sequence[Any], request: RewardRequest
+    ) -> list[RewardResult] | str:
+        """Convert returned values to results; return an error message for an invalid value."""
+        _, completions = request
+        try:
+            if self._style.is_per_group:
+                results = self._split_results(results[0], len(completions))
+            return [self._parse_result(result, i) for i, result in enumerate(results)]
+        except RewardError as error:
+            return str(error)
+        # The returned object is the user's: inspecting it may raise any exception.
+        except BaseException as error:  # noqa: BLE001
+            return self.code.describe_error(error)
+
+    def _split_results(self, results: Any, size: int) -> Sequence[Any]:
+        if hasattr(results, "tolist"):  # numpy array or torch tensor
+            results = results.tolist()
+        if not isinstance(results, list | tuple) or len(results) != size:
+            raise self._make_result_error(results, f", not a list of {size} numbers")
+        return results
+
+    def _make_result_error(self, result: Any, problem: str) -> RewardError:
+        return RewardError(f"{self.call_spec.location} returned {format_value(result)}{problem}")
+
+    def _parse_result(self, result: Any, index: int) -> RewardResult:
+        """Convert the value returned for completion `index`: a number, or a dict with "score".
+
+        Optional keys: `acc` is the pass flag, `pred` or `answer` the extracted answer.
+        """
+        if result is None and self._style.can_abstain:
+            return RewardResult.make_not_judged()
+        fields: Mapping[str, Any] = result if isinstance(result, dict) else {"score": result}
+        score = to_finite_float(fields.get("score"))
+        if score is None:
+            problem = f" for completion {index}, not a finite number"
+            raise self._make_result_error(result, problem)
+        passes = fields.get("acc", score >= PASS_SCORE)
+        if not isinstance(passes, Real | np.bool_):
+            problem = f" for completion {index}: acc must be true or false"
+            raise self._make_result_error(result, problem)
+        answer = fields.get("pred", fields.get("answer"))
+        return RewardResult(
+            score,
+            RewardOutcome.PASS if passes else RewardOutcome.WRONG,
+            # join() makes a plain str: the pool does not unpickle str subclasses of the user.
+            answer=None if answer is None else "".join([str(answer), ""]),
+            extra_metrics=_collect_extra_metrics(fields),
+        )
+
+
+def _collect_extra_metrics(fields: Mapping[Any, Any]) -> tuple[tuple[str, float], ...]:
+    numbers = (
+        (str(name), to_finite_float(value))
+        for name, value in fields.items()
+        if name not in RESULT_KEYS
+    )
+    metrics = [("".join([name]), number) for name, number in numbers if number is not None]
+    acc = to_finite_float(fields.get("acc"))
+    acc_metric = [] if acc is None else [("acc", acc)]
+    return tuple([*acc_metric, *metrics][:MAX_METRICS_PER_RESULT])

@@ -1,1 +1,0 @@
-"""Load reward code of users and packages, and run it in worker processes."""
