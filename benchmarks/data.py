@@ -134,7 +134,6 @@ WRITERS: dict[str, Callable[[Path, Iterator[Row]], None]] = {
 
 def _start(folder: str, path: str) -> None:
     """Check a run on the file as the driver does, then draw prompts as the coordinator does."""
-    import streamrl.data.prefetch  # noqa: F401 - import its libraries before the measurement
     from streamrl.config.preflight import prepare_run
     from streamrl.config.run_config import load_config
 
@@ -168,8 +167,8 @@ def _check(folder: str, path: str) -> None:
     """Read every row as `streamrl data check` does."""
     from streamrl.cli.data import validate_file
     from streamrl.data.chat_template import load_tokenizer, load_vocab_size
-    from streamrl.data.classify_rows import PromptLimits
-    from streamrl.data.files import parse_data_files
+    from streamrl.data.config import parse_data_files
+    from streamrl.data.prompt_file import PromptLimits
 
     model = f"{folder}/model"
     entry = {"path": path, "label_key": "answer"}

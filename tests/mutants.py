@@ -378,9 +378,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/data/test_prompt_stream.py -k other_data",
     ),
     Mutant(
-        "data/interleave.py",
-        "[self._seed, number, self._file_number]",
-        "[self._seed, self._file_number]",
+        "data/prompt_stream.py",
+        "np.random.SeedSequence([seed, epoch, part])",
+        "np.random.SeedSequence([seed, part])",
         "tests/data/test_prompt_stream.py -k order_is_fixed",
     ),
     Mutant(

@@ -15,10 +15,8 @@ import xxhash
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.data.chat_template import load_tokenizer, load_vocab_size
-from streamrl.data.classify_rows import ClassifiedRow, PromptLimits, RowStatus
-from streamrl.data.config import DataConfig
-from streamrl.data.files import MODEL_TEMPLATE, PLAIN_TEMPLATE, DataFile
-from streamrl.data.prompt_file import PromptFile
+from streamrl.data.config import MODEL_TEMPLATE, PLAIN_TEMPLATE, DataConfig, DataFile
+from streamrl.data.prompt_file import ClassifiedRow, PromptFile, PromptLimits, RowStatus
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_model_length
 from streamrl.telemetry.progress_line import ProgressLine, show_progress

@@ -18,10 +18,8 @@ from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.data import add_file_arguments, parse_named_files
 from streamrl.config.run_config import load_config
 from streamrl.data.chat_template import load_tokenizer, load_vocab_size
-from streamrl.data.classify_rows import PromptLimits
-from streamrl.data.config import DataConfig
-from streamrl.data.files import DataFile, check_eval_files
-from streamrl.data.prompts import load_prompts
+from streamrl.data.config import DataConfig, DataFile, check_eval_files
+from streamrl.data.prompt_file import PromptLimits, load_prompts
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.environments.config import EnvironmentConfig

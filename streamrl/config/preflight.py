@@ -17,8 +17,8 @@ from streamrl.config.role_counts import assign_slots, count_actors, with_placeme
 from streamrl.config.run_config import RunConfig
 from streamrl.data.chat_template import load_vocab_size
 from streamrl.data.pretrain_texts import load_texts
+from streamrl.data.prompt_file import LoadedFile, load_prompt_files
 from streamrl.data.prompt_stream import PromptStream
-from streamrl.data.prompts import LoadedFile, load_prompt_files
 from streamrl.data.training_files import TrainingFiles, open_training_files
 from streamrl.dataflow import (
     COST_CALL,

@@ -25,8 +25,7 @@ from streamrl.config.cross_checks import (
     find_colocation_conflict,
 )
 from streamrl.config.run_settings import ModelConfig, RunSettings
-from streamrl.data.config import DataConfig
-from streamrl.data.files import FILE_KEYS, make_paths_absolute
+from streamrl.data.config import FILE_KEYS, DataConfig, make_paths_absolute
 from streamrl.dataflow import CRITIC, POLICY, Dataflow, build_dataflow
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.reference_config import ReferenceConfig

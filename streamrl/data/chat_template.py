@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from streamrl.data.files import MODEL_TEMPLATE, PLAIN_TEMPLATE
+from streamrl.data.config import MODEL_TEMPLATE, PLAIN_TEMPLATE
 from streamrl.data.guarded_text import CODE, TemplateEncoder, get_template_encoder
 from streamrl.data.reading.rows import DataRow
 from streamrl.errors import ConfigError

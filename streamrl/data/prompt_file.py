@@ -1,40 +1,88 @@
-"""Prompt file with random access: rows are read, rendered and checked on demand."""
+"""Prompt file with random access: rows are read, rendered and checked on demand.
+
+Each row becomes a prompt, or the reason to skip it.
+"""
 
 import hashlib
 import os
+import reprlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec.structs import replace
 
-from streamrl.data.chat_template import load_tokenizer
-from streamrl.data.classify_rows import (
-    RENDER_BATCH_ROWS,
-    ClassifiedRow,
-    PromptLimits,
-    RowClassifier,
+from streamrl.data.chat_template import (
+    ChatTemplate,
+    load_chat_template,
+    load_tokenizer,
+    load_vocab_size,
+    render_prompts,
 )
-from streamrl.data.files import MODEL_TEMPLATE, PLAIN_TEMPLATE, DataFile
+from streamrl.data.config import MODEL_TEMPLATE, PLAIN_TEMPLATE, DataFile
 from streamrl.data.reading.indexed_table import IndexedTable, iterate_records, open_table
 from streamrl.data.reading.reasoning_gym_table import ReasoningGymTable
-from streamrl.data.reading.rows import DataRow, parse_record, parse_records
+from streamrl.data.reading.rows import BadRow, DataRow, parse_record
+from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import MAX_LINE_BYTES, open_regular_file
 from streamrl.files.hf_config import is_trusted, make_trusted_env
+from streamrl.files.typed_settings import suggest_nearest
+from streamrl.messages import Prompt, make_uid
+from streamrl.user_code.python_module import load_referenced_function
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+PromptFilter = Callable[[Prompt, str], bool]
+"""Takes a prompt and its location for errors; returns whether to keep the prompt."""
+RENDER_BATCH_ROWS = 512
+"""Rows per tokenizer call."""
+RowTable = IndexedTable | ReasoningGymTable
 _render_lock = threading.Lock()
 """Serializes rendering: neither tokenizers nor user filters are thread-safe."""
 
 
-def _hash_file(path: str) -> str:
-    with open_regular_file(path) as file:
-        return hashlib.blake2b(file.read(MAX_LINE_BYTES), digest_size=8).hexdigest()
+@dataclass(frozen=True)
+class PromptLimits:
+    """Limits of a prompt: length in tokens, size of the vocabulary, action on a longer prompt.
+
+    on_long: "error", "skip" or "truncate". environments: names of the run's environments, ("",) for
+    a single one without a name, () for a run without any; None accepts all names.
+    """
+
+    max_tokens: int
+    vocab_size: int
+    on_long: str = "error"
+    environments: tuple[str, ...] | None = None
 
 
-RowTable = IndexedTable | ReasoningGymTable
+class RowStatus(Enum):
+    """Use that a run makes of a data row: kept, truncated, skipped, or refused as bad."""
+
+    KEPT = "kept"
+    TRUNCATED = "truncated"
+    TOO_LONG = "too long"
+    FILTERED = "filtered"
+    BAD = "bad"
+
+
+@dataclass(frozen=True)
+class ClassifiedRow:
+    """Row of a data file with its status, and its prompt or problem.
+
+    index: row number in the file, from 0. num_tokens: prompt length before truncation, 0 without a
+    rendered prompt. prompt: set if the row is used. problem: set if the row is bad.
+    """
+
+    status: RowStatus
+    index: int
+    num_tokens: int = 0
+    prompt: Prompt | None = None
+    problem: ConfigError | None = None
 
 
 def open_rows(file: DataFile) -> RowTable:
@@ -46,8 +94,13 @@ def open_rows(file: DataFile) -> RowTable:
 
 def load_data_rows(file: DataFile) -> Iterator[DataRow]:
     """Yield the rows of an entry in order. Raises ConfigError at the first bad row."""
-    records = iterate_records(open_rows(file))
-    return parse_records(records, prompt_key=file.prompt_key, label_key=file.label_key)
+    for location, index, record in iterate_records(open_rows(file)):
+        row = parse_record(
+            record, location, index, prompt_key=file.prompt_key, label_key=file.label_key
+        )
+        if isinstance(row, BadRow):
+            raise row.problem
+        yield row
 
 
 class LazyTokenizer:
@@ -89,25 +142,60 @@ class PromptFile:
         self.indices = first + self.table.get_indices()
         self._first_index = first
         self._tokenizer = tokenizer
-        self._classifier: RowClassifier | None = None
+        self._template_and_filter: tuple[ChatTemplate, PromptFilter] | None = None
 
     def classify_indices(self, indices: Sequence[int]) -> list[ClassifiedRow]:
         """Turn the rows with these uid indices into prompts. Raises DataError if unreadable."""
         return self.classify_rows(np.searchsorted(self.indices, indices).tolist())
 
     def classify_rows(self, rows: Sequence[int]) -> list[ClassifiedRow]:
+        """Turn the rows at these positions into prompts; a bad row has its problem.
+
+        Raises DataError if rows are unreadable, and ConfigError for an unusable template or filter.
+        """
         keys = {"prompt_key": self.file.prompt_key, "label_key": self.file.label_key}
-        records = self.table.read_rows(rows)
         parsed = [
-            parse_record(record, location, index, **keys) for location, index, record in records
+            parse_record(record, location, index, **keys)
+            for location, index, record in self.table.read_rows(rows)
         ]
         with _render_lock:
-            if self._classifier is None:
-                tokenizer = self._tokenizer()
-                self._classifier = RowClassifier(
-                    self.file, tokenizer, self.limits, first=self._first_index
-                )
-            return list(self._classifier.classify_rows(parsed))
+            template, keep = self._load_template_and_filter()
+            valid = [row for row in parsed if isinstance(row, DataRow)]
+            rendered = iter(_render_token_ids(self._tokenizer(), valid, template))
+            return [
+                ClassifiedRow(RowStatus.BAD, row.index, problem=row.problem)
+                if isinstance(row, BadRow)
+                else self._classify_row(row, next(rendered), keep)
+                for row in parsed
+            ]
+
+    def _load_template_and_filter(self) -> tuple[ChatTemplate, PromptFilter]:
+        if self._template_and_filter is None:
+            file = self.file
+            keep = load_prompt_filter(file.filter, setting=f"{file.key}.filter")
+            template = load_chat_template(
+                file.template,
+                self._tokenizer(),
+                setting=f"{file.key}.template",
+                arguments=file.template_arguments,
+            )
+            self._template_and_filter = template, keep
+        return self._template_and_filter
+
+    def _classify_row(
+        self, row: DataRow, token_ids: list[int] | ConfigError, keep: PromptFilter
+    ) -> ClassifiedRow:
+        if isinstance(token_ids, ConfigError):
+            return ClassifiedRow(RowStatus.BAD, row.index, problem=token_ids)
+        prompt = make_prompt(row, token_ids, first=self._first_index)
+        try:
+            status = _choose_status(prompt, keep, self.limits)
+        except ConfigError as problem:
+            return ClassifiedRow(RowStatus.BAD, row.index, len(token_ids), problem=problem)
+        if status is RowStatus.TRUNCATED:
+            prompt = replace(prompt, token_ids=prompt.token_ids[-self.limits.max_tokens :])
+        is_used = status in (RowStatus.KEPT, RowStatus.TRUNCATED)
+        return ClassifiedRow(status, row.index, len(token_ids), prompt if is_used else None)
 
     def __iter__(self) -> Iterator[ClassifiedRow]:
         for start in range(0, len(self.table), RENDER_BATCH_ROWS):
@@ -121,20 +209,218 @@ class PromptFile:
         )
 
     @property
-    def notes(self) -> list[str]:
-        """Notes for the user on the rows themselves."""
-        return self.table.list_notes() if isinstance(self.table, ReasoningGymTable) else []
-
-    @property
     def settings_text(self) -> str:
         """Text of all settings that prompts depend on, with hashes of template and filter file."""
-        file, limits = self.file, self.limits
+        file = self.file
         facts: list[object] = [file.prompt_key, file.label_key, file.split, file.template]
-        facts += [sorted(file.template_arguments.items()), limits.on_long]
+        facts += [sorted(file.template_arguments.items()), self.limits.on_long]
         paths = [] if file.template in (MODEL_TEMPLATE, PLAIN_TEMPLATE) else [file.template]
         paths += [file.filter.rpartition(":")[0]] if file.filter else []
         code = [_hash_file(path) for path in paths]
         return repr((facts, file.filter.rpartition(":")[2], code))
 
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "_classifier": None}
+        return {**vars(self), "_template_and_filter": None}
+
+
+def _hash_file(path: str) -> str:
+    with open_regular_file(path) as file:
+        return hashlib.blake2b(file.read(MAX_LINE_BYTES), digest_size=8).hexdigest()
+
+
+def _render_token_ids(
+    tokenizer: "PreTrainedTokenizerBase", rows: Sequence[DataRow], template: ChatTemplate
+) -> Sequence[list[int] | ConfigError]:
+    """Render rows to token ids or ConfigErrors; after an error render each row alone."""
+    try:
+        return render_prompts(tokenizer, rows, template) if rows else []
+    except ConfigError as error:
+        if len(rows) == 1:
+            return [error]
+    return [item for row in rows for item in _render_token_ids(tokenizer, [row], template)]
+
+
+def make_prompt(row: DataRow, token_ids: Sequence[int], *, first: int = 0) -> Prompt:
+    return Prompt(
+        uid=make_uid(0, first + row.index),
+        token_ids=np.array(token_ids, np.int32),
+        messages=row.messages,
+        data_source=row.data_source,
+        ground_truth=row.ground_truth,
+        extra_info=row.extra_info,
+        row_location=row.location,
+        is_chat=row.is_chat,
+        environment=row.environment,
+    )
+
+
+def _choose_status(prompt: Prompt, keep: PromptFilter, limits: PromptLimits) -> RowStatus:
+    """Return the use of a rendered prompt. Raises ConfigError for a prompt that makes a bad row."""
+    location, length = prompt.row_location, len(prompt.token_ids)
+    if not length:
+        raise ConfigError(f"{location}: the prompt has no tokens")
+    largest = int(prompt.token_ids.max())
+    if largest >= limits.vocab_size:
+        raise ConfigError(
+            f"{location}: the prompt has token id {largest}, but the model's vocabulary has"
+            f" {limits.vocab_size} ids: tokenizer and model do not match"
+        )
+    if not keep(prompt, location):
+        return RowStatus.FILTERED
+    if limits.environments is not None:
+        check_row_environment(prompt, limits.environments)
+    if length <= limits.max_tokens:
+        return RowStatus.KEPT
+    if limits.on_long == "error":
+        raise ConfigError(
+            f"{location}: the prompt has {length} tokens, the limit is {limits.max_tokens} "
+            "(data.on_long_prompt=skip or truncate accepts it)"
+        )
+    return RowStatus.TRUNCATED if limits.on_long == "truncate" else RowStatus.TOO_LONG
+
+
+def check_row_environment(prompt: Prompt, environments: Sequence[str]) -> None:
+    """Raise ConfigError unless the row of a prompt names an environment exactly if it must.
+
+    environments: names of the run's environments, as of `PromptLimits`.
+    """
+    name = prompt.environment
+    if name in (environments or ("",)):
+        return
+    if not name:
+        raise ConfigError(
+            f"{prompt.row_location}: names no environment; its column 'environment' must be one of"
+            f" {', '.join(environments)}"
+        )
+    label = f"{prompt.row_location}: environment={name}"
+    if not any(environments):
+        raise ConfigError(
+            f"{label}: the run has no environment with a name; set environment.named.{name}, or"
+            " remove the column"
+        )
+    hint = suggest_nearest(name, environments, noun="environment")
+    raise ConfigError(f"{label}: no such environment in environment.named; {hint}")
+
+
+def load_prompt_filter(reference: str, *, setting: str) -> PromptFilter:
+    """Load the user's prompt filter, a function that returns whether to keep a prompt.
+
+    reference: value of `setting`, file.py:function; an empty reference keeps all prompts. Raises
+    ConfigError for a missing function. The filter raises ConfigError, with the prompt's location
+    and the user's line, if the function fails or returns anything but a bool.
+    """
+    if not reference:
+        return lambda prompt, location: True
+    code = load_referenced_function(reference, setting=setting)
+    code.check_not_async()
+
+    def keep(prompt: Prompt, location: str) -> bool:
+        try:
+            kept = code.function(prompt)
+        # SystemExit too: user code may call exit().
+        except (Exception, SystemExit) as error:
+            raise ConfigError(f"{location}: filter: {code.describe_error(error)}") from error
+        if not isinstance(kept, bool | np.bool_):
+            returned = " ".join(reprlib.repr(kept).split())
+            raise ConfigError(
+                f"{location}: filter: {code.name} in {code.file} returned {returned},"
+                " not True or False"
+            )
+        return bool(kept)
+
+    return keep
+
+
+# Eager loading of small files, for evaluation.
+
+
+@dataclass(frozen=True)
+class LoadedFile:
+    """Prompts of one file, with row counts by status.
+
+    The index in a prompt's uid counts all rows, skipped ones too, from file to file: row 12 of the
+    first file has index 11.
+    """
+
+    file: DataFile
+    prompts: list[Prompt]
+    status_counts: Mapping[RowStatus, int]
+
+    @property
+    def notes(self) -> list[str]:
+        return describe_unused_rows(self.file, self.status_counts)
+
+
+def describe_unused_rows(
+    file: DataFile, counts: Mapping[RowStatus, int], suffix: str = ""
+) -> list[str]:
+    """Return a line per reason why rows were skipped or truncated: count, reason and `suffix`."""
+    texts = {
+        RowStatus.TOO_LONG: "skipped, too long",
+        RowStatus.TRUNCATED: "truncated",
+        RowStatus.FILTERED: f"filtered by {file.filter}",
+    }
+    return [
+        f"{file.path}: {counts[status]} prompts {text}{suffix}"
+        for status, text in texts.items()
+        if counts[status]
+    ]
+
+
+def load_prompt_files(
+    files: Sequence[DataFile],
+    model: str,
+    *,
+    limit: int,
+    on_long: str,
+    environments: tuple[str, ...] | None = None,
+    max_prompts: int | None = None,
+) -> list[LoadedFile]:
+    """Load the prompts of small files, with the tokenizer of a model directory.
+
+    limit: maximum tokens of a prompt. on_long: action on a longer prompt: error, skip or truncate.
+    environments: names that rows may give, as of PromptLimits. max_prompts: prompts per file.
+    Raises a one-line ConfigError for a bad row or an unusable file.
+    """
+    limits = PromptLimits(limit, load_vocab_size(model), on_long, environments)
+    return load_prompts(files, load_tokenizer(model), limits, max_prompts=max_prompts)
+
+
+def load_prompts(
+    files: Sequence[DataFile],
+    tokenizer: "PreTrainedTokenizerBase",
+    limits: PromptLimits,
+    *,
+    max_prompts: int | None = None,
+) -> list[LoadedFile]:
+    """Load the first `max_prompts` prompts of each file in file order, rendered and checked.
+
+    Raises a one-line ConfigError with file, row and rule for the first bad row, an unusable file,
+    template or filter, or a file without any usable row.
+    """
+    loaded, first = [], 0
+    for file in files:
+        prompts, counts, index = [], Counter[RowStatus](), 0
+        for row in PromptFile(file, lambda: tokenizer, limits, first=first):
+            if row.problem is not None:
+                raise row.problem
+            counts[row.status] += 1
+            index = row.index
+            if row.prompt is not None:
+                prompts.append(row.prompt)
+            if len(prompts) == max_prompts:
+                break
+        if not prompts:
+            raise make_no_prompt_error(file, counts, limits)
+        loaded.append(LoadedFile(file, prompts, counts))
+        first += index + 1
+    return loaded
+
+
+def make_no_prompt_error(
+    file: DataFile, counts: Mapping[RowStatus, int], limits: PromptLimits
+) -> ConfigError:
+    reason = f"{counts[RowStatus.FILTERED]} filtered, {counts[RowStatus.TOO_LONG]} too long"
+    return ConfigError(
+        f"{file.path}: no usable prompt: {reason} (the limit is {limits.max_tokens} tokens)"
+    )

@@ -1,26 +1,53 @@
 """Endless stream of prompts that resumes at the exact row.
 
-Rows are read, rendered and checked shortly before use. The position of the stream is two counts
-per file: rows drawn, and prompts obtained from them.
+    rows of file 0, in order --> read, render, check, some batches ahead --+
+                                                                           +--> interleave by share
+    rows of file 1, in order --> read, render, check, some batches ahead --+
+
+The order is a pure function of the rows, the seed and the shuffle flag. The position of the stream
+is two counts per file: rows drawn, and prompts obtained from them.
 """
 
 import asyncio
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
+import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
-from streamrl.data.classify_rows import ClassifiedRow, RowStatus
+from streamrl.data.prompt_file import ClassifiedRow, RowStatus
+from streamrl.data.training_files import StreamFile, TrainingFiles
 from streamrl.errors import ConfigError, DataError
 from streamrl.messages import Prompt, make_uid, parse_uid
 
-if TYPE_CHECKING:
-    from streamrl.data.prefetch import DrawnPrompt, InterleaveNode
-    from streamrl.data.training_files import TrainingFiles
-
 MAX_REPORTED_ROWS = 10
 """Bad rows between two calls of `take_skipped` that are described; further rows are counted."""
+FETCH_BATCH_ROWS, PREFETCH_BATCHES = 64, 4
+"""Rows per rendered batch, and batches that each file's thread keeps ready."""
+MIN_ROWS_FOR_BAD_SHARE = 1000
+"""Rows after which the share of bad rows is checked; smaller samples are too noisy."""
+
+
+@dataclass(frozen=True)
+class StreamPosition:
+    """Position in the prompt stream: per file, rows drawn and prompts obtained from these rows."""
+
+    num_drawn: tuple[int, ...]
+    num_prompts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DrawnPrompt:
+    """Prompt of the stream, position of the stream after it, and rows skipped before it."""
+
+    prompt: Prompt
+    position: StreamPosition
+    skipped: tuple[ClassifiedRow, ...]
 
 
 class PromptStream(Iterator[Prompt]):
@@ -34,26 +61,26 @@ class PromptStream(Iterator[Prompt]):
 
     def __init__(
         self,
-        data: "TrainingFiles",
+        data: TrainingFiles,
         *,
         seed: int,
         shuffle: bool = True,
         max_bad_share: float = 1.0,
         reads_ahead: bool = True,
     ) -> None:
+        self._data = data
         self._reads_ahead = reads_ahead
         self._seed = seed
         self._shuffle = shuffle
         self._max_bad_share = max_bad_share
         self._skipped = SkippedRows()
-        self._set_data(data)
-
-    def _set_data(self, data: "TrainingFiles") -> None:
-        self._data = data
         zeros = (0,) * len(data.stream_files)
-        self._num_drawn, self._num_prompts = zeros, zeros
+        self._set_position(StreamPosition(zeros, zeros))
+
+    def _set_position(self, position: StreamPosition) -> None:
+        self._position = position
         self._prefetched: deque[DrawnPrompt] = deque()
-        self._node: InterleaveNode | None = None
+        self._source: Iterator[DrawnPrompt] | None = None
 
     def __len__(self) -> int:
         return sum(len(file.indices) for file in self._data.stream_files)
@@ -63,7 +90,7 @@ class PromptStream(Iterator[Prompt]):
         if not self._prefetched:
             self._fill_buffer(1)
         drawn = self._prefetched.popleft()
-        self._num_drawn, self._num_prompts = drawn.position.num_drawn, drawn.position.num_prompts
+        self._position = drawn.position
         self._skipped.add(drawn.skipped)
         return drawn.prompt
 
@@ -80,25 +107,47 @@ class PromptStream(Iterator[Prompt]):
 
     def _fill_buffer(self, count: int) -> None:
         while len(self._prefetched) < count:
-            self._prefetched.append(next(self._get_node()))
+            if self._source is None:
+                last = self._prefetched[-1].position if self._prefetched else self._position
+                self._source = self._iter_prompts(last)
+            try:
+                self._prefetched.append(next(self._source))
+            except DataError:
+                self._source = None  # an error ends a generator
+                raise
 
-    def _get_node(self) -> "InterleaveNode":
-        """Return the torchdata node that yields the prompts; create the node on first use.
+    def _iter_prompts(self, start: StreamPosition) -> Iterator[DrawnPrompt]:
+        """Yield the prompts of all files, interleaved by their shares, from a position on.
 
-        A pickled stream has no node. torchdata imports torch.
+        Raises DataError if a file yields none, or too many bad rows.
         """
-        if self._node is None:
-            from streamrl.data.prefetch import PREFETCH_BATCHES, InterleaveNode
-
-            self._node = InterleaveNode(
-                self._data.stream_files,
-                seed=self._seed,
-                shuffle=self._shuffle,
-                max_bad_share=self._max_bad_share,
-                prefetch_batches=PREFETCH_BATCHES if self._reads_ahead else 0,
+        files = self._data.stream_files
+        shares = [file.fraction for file in files]
+        num_drawn, num_prompts = list(start.num_drawn), list(start.num_prompts)
+        bad_rows = [BadRowLimit(file, self._max_bad_share) for file in files]
+        sources = [
+            iter_classified_rows(
+                file,
+                iter_row_batches(
+                    file.indices, first, part=i, seed=self._seed, shuffle=self._shuffle
+                ),
+                num_ahead=PREFETCH_BATCHES if self._reads_ahead else 0,
             )
-            self._node.reset({"drawn": self._num_drawn, "given": self._num_prompts})
-        return self._node
+            for i, (file, first) in enumerate(zip(files, start.num_drawn, strict=True))
+        ]
+        while True:
+            i, skipped = choose_next_file(shares, num_prompts), []
+            for epoch, row in sources[i]:
+                num_drawn[i] += 1
+                if row.status is not RowStatus.KEPT:
+                    skipped.append(row)
+                bad_rows[i].check_row(row)
+                if row.prompt is not None:
+                    num_prompts[i] += 1
+                    uid = make_uid(epoch, parse_uid(row.prompt.uid)[1])
+                    position = StreamPosition(tuple(num_drawn), tuple(num_prompts))
+                    yield DrawnPrompt(replace(row.prompt, uid=uid), position, tuple(skipped))
+                    break
 
     def take_skipped(self) -> "SkippedRows":
         """Return counts of the rows skipped or truncated since the last call, and reset them."""
@@ -137,47 +186,33 @@ class PromptStream(Iterator[Prompt]):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "drawn": list(self._num_drawn),
-            "given": list(self._num_prompts),
-            **self._stream_identity,
-        }
+        drawn, given = self._position.num_drawn, self._position.num_prompts
+        return {"drawn": list(drawn), "given": list(given), **self._stream_identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where the stream that wrote `state` stopped.
 
         Raises ConfigError if that stream had other prompts or another order, which would lose some
-        rows of the epoch and repeat others. Old checkpoints come from streams that classified every
-        row first; then this stream does the same, because its order skips unusable rows.
+        rows of the epoch and repeat others.
         """
-        data = self._data
-        if not data.is_fully_classified and is_full_fingerprint(str(state["fingerprint"])):
-            data = data.classify_all_rows()
-        self._set_data(data)
         for name, now in self._stream_identity.items():
-            if name == "fingerprint" and COLUMNS_MARK not in state[name]:
-                now = now.partition(COLUMNS_MARK)[0]  # earlier versions hashed the prompts only
             if state[name] != now:
                 raise ConfigError(
                     f"cannot resume the data stream: {_IDENTITY_TEXTS[name]} was"
                     f" {state[name]} in the "
                     f"checkpoint and is {now} now; restore it, or start a new run"
                 )
-        # Old checkpoints nest the position as torchdata's StatefulDataLoader did.
-        position = state["loader"]["_sampler_iter_state"] if "loader" in state else state
-        drawn, given = position["drawn"], position.get("given", position["drawn"])
-        num_files = len(data.stream_files)
-        pairs = list(zip(given, drawn, strict=False))
-        is_valid = [isinstance(n, int) and isinstance(m, int) and 0 <= n <= m for n, m in pairs]
+        drawn, given = tuple(state["drawn"]), tuple(state["given"])
+        is_valid = [0 <= n <= m for n, m in zip(given, drawn, strict=False)]
+        num_files = len(self._data.stream_files)
         if not all(is_valid) or not len(drawn) == len(given) == num_files:
             raise ValueError(f"{drawn} rows drawn from {num_files} files, {given} prompts obtained")
-        self._num_drawn, self._num_prompts = tuple(drawn), tuple(given)
+        self._set_position(StreamPosition(drawn, given))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_node": None, "_prefetched": deque()}
+        return {**vars(self), "_source": None, "_prefetched": deque()}
 
 
-#: Facts that must not change on resume, as users know them.
 _IDENTITY_TEXTS = {
     "num_prompts": "the number of prompts in data.train",
     "fingerprint": "the content of data.train, prompts and other columns (fingerprint),",
@@ -185,15 +220,7 @@ _IDENTITY_TEXTS = {
     "shuffle": "data.shuffle",
     "seed": "the seed of the data order",
 }
-COLUMNS_MARK = "+"
-"""Separates the hash of the prompts, in a fingerprint, from that of their other columns."""
-PARTIAL_PREFIX = "rows-"
-"""Prefix of the fingerprint of partly classified data."""
-
-
-def is_full_fingerprint(fingerprint: str) -> bool:
-    """Return whether a fingerprint of the data covers every prompt, not only a sample."""
-    return not fingerprint.startswith(PARTIAL_PREFIX)
+"""Facts that must not change on resume, as users know them."""
 
 
 class SkippedRows:
@@ -214,9 +241,85 @@ class SkippedRows:
     @property
     def metrics(self) -> dict[str, int]:
         """Number of rows per status as metrics data/<status>, zeros included, kept rows not."""
-        return {f"data/{name}": self._counts[status] for status, name in _METRIC_NAMES.items()}
+        return {
+            f"data/{status.value.replace(' ', '_')}": self._counts[status]
+            for status in RowStatus
+            if status is not RowStatus.KEPT
+        }
 
 
-_METRIC_NAMES = {
-    status: status.value.replace(" ", "_") for status in RowStatus if status is not RowStatus.KEPT
-}
+def iter_row_batches(
+    indices: NDArray[np.int64], start: int, *, part: int, seed: int, shuffle: bool
+) -> Iterator[list[tuple[int, int]]]:
+    """Yield batches of (epoch, uid index) of a file's rows, after `start` rows since epoch 0.
+
+    part: number of the file; seeds its shuffle. A batch is within an epoch.
+    """
+    epoch, position = divmod(start, len(indices))
+    while True:
+        order = indices
+        if shuffle:
+            # numpy guarantees the raw stream of a bit generator, not `Generator.permutation`.
+            random = np.random.PCG64(np.random.SeedSequence([seed, epoch, part]))
+            order = indices[np.argsort(random.random_raw(len(indices)), kind="stable")]
+        for first in range(position, len(indices), FETCH_BATCH_ROWS):
+            yield [(epoch, index) for index in order[first : first + FETCH_BATCH_ROWS].tolist()]
+        epoch, position = epoch + 1, 0
+
+
+def choose_next_file(shares: Sequence[float], num_prompts: Sequence[int]) -> int:
+    """Return the number of the file that is furthest behind its share of the prompt stream.
+
+    num_prompts: prompts drawn from each file so far. No file is ever a whole prompt ahead of its
+    share, so runs of a file stay short. Example: shares (0.5, 0.25, 0.25) draw files 0 1 2 0, then
+    repeat.
+    """
+    total = sum(num_prompts) + 1
+    deficits = [share * total - n for share, n in zip(shares, num_prompts, strict=True)]
+    return deficits.index(max(deficits))
+
+
+def iter_classified_rows(
+    file: StreamFile, batches: Iterator[list[tuple[int, int]]], *, num_ahead: int
+) -> Iterator[tuple[int, ClassifiedRow]]:
+    """Yield the epoch and prompt of each row; a thread keeps `num_ahead` batches ready."""
+
+    def classify_batch(batch: list[tuple[int, int]]) -> list[tuple[int, ClassifiedRow]]:
+        rows = file.classify_indices([index for _, index in batch])
+        return [(epoch, row) for (epoch, _), row in zip(batch, rows, strict=True)]
+
+    if not num_ahead:
+        for batch in batches:
+            yield from classify_batch(batch)
+    thread = ThreadPoolExecutor(1, "prompts")
+    ahead: deque[Future[list[tuple[int, ClassifiedRow]]]] = deque(
+        thread.submit(classify_batch, batch) for batch in islice(batches, num_ahead)
+    )
+    while ahead:
+        yield from ahead.popleft().result()
+        ahead.append(thread.submit(classify_batch, next(batches)))
+
+
+class BadRowLimit:
+    """Limit of the bad rows of a file, and of its rows between two prompts."""
+
+    def __init__(self, file: StreamFile, max_share: float) -> None:
+        self._file = file
+        self._max_share = max_share
+        self._num_seen = self._num_bad = self._num_since_prompt = 0
+
+    def check_row(self, row: ClassifiedRow) -> None:
+        """Count a row. Raises DataError if the file yields no prompt, or too many bad rows."""
+        self._num_seen += 1
+        self._num_bad += row.status is RowStatus.BAD
+        self._num_since_prompt = 0 if row.prompt is not None else self._num_since_prompt + 1
+        # Allow two epochs: a file's single good row may come first in one and last in the next.
+        num_rows = len(self._file.indices)
+        if self._num_since_prompt >= 2 * num_rows:
+            raise DataError(f"{self._file.name}: none of its {num_rows} rows yields a prompt")
+        if self._num_bad > self._max_share * max(self._num_seen, MIN_ROWS_FOR_BAD_SHARE):
+            raise DataError(
+                f"{self._file.name}: {self._num_bad} of the last {self._num_seen} rows are"
+                f" unusable, more than data.max_bad_share={self._max_share:g}; last problem:"
+                f" {row.problem}"
+            )

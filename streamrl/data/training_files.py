@@ -12,18 +12,22 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streamrl.data.chat_template import load_vocab_size
-from streamrl.data.classify_rows import RENDER_BATCH_ROWS, PromptLimits, RowStatus
-from streamrl.data.files import DataFile
-from streamrl.data.interleave import StreamFile
-from streamrl.data.prompt_file import LazyTokenizer, PromptFile
-from streamrl.data.prompt_stream import COLUMNS_MARK, PARTIAL_PREFIX
-from streamrl.data.prompts import describe_unused_rows, make_no_prompt_error
+from streamrl.data.config import DataFile
+from streamrl.data.prompt_file import (
+    RENDER_BATCH_ROWS,
+    ClassifiedRow,
+    LazyTokenizer,
+    PromptFile,
+    PromptLimits,
+    RowStatus,
+    describe_unused_rows,
+    make_no_prompt_error,
+)
 from streamrl.messages import Prompt, parse_uid
 
 MAX_FULLY_CLASSIFIED_ROWS = 10_000
@@ -34,6 +38,20 @@ LENGTH_MARGIN = 1.25
 """Allowed prompt length relative to the longest prompt in the sample."""
 
 PromptInspector = Callable[[Sequence[Prompt]], None]
+
+
+@dataclass(frozen=True)
+class StreamFile:
+    """Data file in the prompt stream, with its share of the stream.
+
+    indices: uid indices of its rows, unique in the stream. fraction: share of the stream's prompts.
+    classify_indices: turns the rows with uid indices into prompts. name: used in errors.
+    """
+
+    indices: NDArray[np.int64]
+    fraction: float
+    classify_indices: Callable[[Sequence[int]], Sequence[ClassifiedRow]]
+    name: str = "data"
 
 
 @dataclass(frozen=True)
@@ -55,23 +73,21 @@ class TrainingFile:
     def notes(self) -> list[str]:
         file, num_classified = self.prompt_file.file, sum(self.status_counts.values())
         if self.is_fully_classified:
-            return [*self.prompt_file.notes, *describe_unused_rows(file, self.status_counts)]
-        suffix = f", of {num_classified} checked"
+            return describe_unused_rows(file, self.status_counts)
         note = (
             f"{file.path}: {num_classified} of {len(self.row_indices)} rows checked, the"
             f" rest when drawn;"
             f" prompts may have {self.prompt_file.limits.max_tokens} tokens"
         )
-        unused = describe_unused_rows(file, self.status_counts, suffix)
-        return [*self.prompt_file.notes, note, *unused]
+        suffix = f", of {num_classified} checked"
+        return [note, *describe_unused_rows(file, self.status_counts, suffix)]
 
 
 @dataclass(frozen=True)
 class TrainingFiles:
     """Training files of a prompt stream; the index in a prompt's uid is unique among all files.
 
-    fingerprint: hashes of all prompts and of their other columns, or of whole files if rows were
-    sampled.
+    fingerprint: hash of all classified rows, and of whole files and settings if rows were sampled.
     """
 
     files: tuple[TrainingFile, ...]
@@ -97,10 +113,6 @@ class TrainingFiles:
         ]
 
     @property
-    def is_fully_classified(self) -> bool:
-        return all(file.is_fully_classified for file in self.files)
-
-    @property
     def max_prompt_tokens(self) -> int:
         """Tokens of the longest prompt, or the length limit of files classified only in part."""
         return max(
@@ -115,12 +127,6 @@ class TrainingFiles:
         return sum(
             part.fraction * file.mean_prompt_tokens
             for part, file in zip(self.stream_files, self.files, strict=True)
-        )
-
-    def classify_all_rows(self) -> "TrainingFiles":
-        """Read and check every row of all files. Raises ConfigError for a bad row."""
-        return classify_training_files(
-            [file.prompt_file for file in self.files], max_full_rows=math.inf
         )
 
 
@@ -156,100 +162,89 @@ def classify_training_files(
     files: Sequence[PromptFile],
     inspect: PromptInspector = lambda prompts: None,
     *,
-    max_full_rows: float = MAX_FULLY_CLASSIFIED_ROWS,
     max_sampled_tokens: float | None = math.inf,
 ) -> TrainingFiles:
-    """Classify every row of small files, up to `max_full_rows` rows, and a sample of larger files.
+    """Classify every row of small files, and a sample of larger files.
 
     inspect: receives the classified prompts. max_sampled_tokens: limit of the prompts of a sampled
     file. Raises ConfigError for the first bad row.
     """
-    digest, columns_digest = (hashlib.blake2b(digest_size=8) for _ in range(2))
-    classified = [
-        _classify_file(
-            file,
-            inspect,
-            digest,
-            columns_digest,
-            max_full_rows=max_full_rows,
-            max_sampled_tokens=max_sampled_tokens,
-        )
-        for file in files
-    ]
-    fingerprint = f"{digest.hexdigest()}{COLUMNS_MARK}{columns_digest.hexdigest()}"
-    if not all(file.is_fully_classified for file in classified):
-        # The sampled prompts do not identify the data, so hash all content and settings.
-        for file in classified:
-            digest.update(
-                f"{file.prompt_file.table.digest} {file.prompt_file.settings_text}".encode()
-            )
-        fingerprint = PARTIAL_PREFIX + digest.hexdigest()
-    return TrainingFiles(tuple(classified), fingerprint)
+    digest = hashlib.blake2b(digest_size=8)
+    classified = []
+    for prompt_file in files:
+        sample = _RowSample(prompt_file, inspect, digest)
+        sample.classify_rows(*choose_rows(prompt_file))
+        if not sample.kept and not sample.is_complete:
+            # No sampled row is usable; search the whole file for one.
+            sample = _RowSample(prompt_file, inspect, digest)
+            sample.classify_rows(*choose_rows(prompt_file, math.inf))
+        file = sample.to_training_file(max_sampled_tokens)
+        if not file.is_fully_classified:
+            # The sampled rows do not identify the data, so hash all content and settings.
+            facts = f"{prompt_file.table.digest} {file.prompt_file.settings_text}"
+            digest.update(facts.encode())
+        classified.append(file)
+    return TrainingFiles(tuple(classified), digest.hexdigest())
 
 
-def _classify_file(
-    file: PromptFile,
-    inspect: PromptInspector,
-    digest: "hashlib.blake2b",
-    columns_digest: "hashlib.blake2b",
-    *,
-    max_full_rows: float,
-    max_sampled_tokens: float | None,
-) -> TrainingFile:
-    """Classify all rows, or a sample with a usable row; add the prompts to the hash `digest`.
+class _RowSample:
+    """Rows of a file that are classified before a run, added to the hash `digest`.
 
-    columns_digest: hash of all other columns, which rewards and environments may read.
+    kept: uid indices of usable rows. lengths: tokens of their prompts. typical: lengths without
+    those of rows that were chosen for their length, which would bias the mean.
     """
-    rows, is_typical = choose_rows(file, max_full_rows)
-    is_complete = len(rows) == len(file.table)
-    counts, kept, lengths, typical = Counter[RowStatus](), array("q"), array("i"), array("i")
-    for start in range(0, len(rows), RENDER_BATCH_ROWS):
-        batch = file.classify_rows(rows[start : start + RENDER_BATCH_ROWS].tolist())
-        if problem := next(filter(None, (row.problem for row in batch)), None):
-            raise problem
-        inspect([row.prompt for row in batch if row.prompt is not None])
-        for row, is_row_typical in zip(
-            batch, is_typical[start : start + RENDER_BATCH_ROWS], strict=True
-        ):
-            counts[row.status] += 1
-            if row.prompt is not None:
-                kept.append(parse_uid(row.prompt.uid)[1])
-                lengths.append(len(row.prompt.token_ids))
-                if is_row_typical:
-                    typical.append(lengths[-1])
-                hash_prompt(digest, row.prompt)
-                columns = (row.prompt.messages, sorted(row.prompt.extra_info.items()))
-                columns_digest.update(repr(columns).encode("utf-8", "backslashreplace"))
-    if not kept and not is_complete:
-        # No sampled row is usable; search the whole file for one.
-        return _classify_file(
-            file,
-            inspect,
-            digest,
-            columns_digest,
-            max_full_rows=math.inf,
-            max_sampled_tokens=max_sampled_tokens,
-        )
-    if not kept:
-        raise make_no_prompt_error(file.file, counts, file.limits)
-    # The longest rows of the sample would bias the mean, so only typical rows count.
-    longest, mean = max(lengths), fmean(typical or lengths)
-    if is_complete:
-        return TrainingFile(file, np.array(kept), True, counts, longest, mean)
-    limit = file.limits.max_tokens
-    if max_sampled_tokens is not None:
-        with_margin = int(min(math.ceil(longest * LENGTH_MARGIN), max_sampled_tokens))
-        limit = min(limit, max(longest, with_margin))
-    limited = file.with_limits(replace(file.limits, max_tokens=limit))
-    return TrainingFile(limited, limited.indices, False, counts, longest, mean)
+
+    def __init__(
+        self, file: PromptFile, inspect: PromptInspector, digest: "hashlib.blake2b"
+    ) -> None:
+        self._file = file
+        self._inspect = inspect
+        self._digest = digest
+        self._counts = Counter[RowStatus]()
+        self.kept, self._lengths, self._typical = array("q"), array("i"), array("i")
+
+    @property
+    def is_complete(self) -> bool:
+        return self._counts.total() == len(self._file.table)
+
+    def classify_rows(self, rows: NDArray[np.int64], is_typical: NDArray[np.bool_]) -> None:
+        """Render and check rows. Raises ConfigError for the first bad row."""
+        for start in range(0, len(rows), RENDER_BATCH_ROWS):
+            part = slice(start, start + RENDER_BATCH_ROWS)
+            batch = self._file.classify_rows(rows[part].tolist())
+            if problem := next(filter(None, (row.problem for row in batch)), None):
+                raise problem
+            self._inspect([row.prompt for row in batch if row.prompt is not None])
+            for row, is_row_typical in zip(batch, is_typical[part], strict=True):
+                self._counts[row.status] += 1
+                if row.prompt is not None:
+                    self.kept.append(parse_uid(row.prompt.uid)[1])
+                    self._lengths.append(len(row.prompt.token_ids))
+                    if is_row_typical:
+                        self._typical.append(len(row.prompt.token_ids))
+                    hash_prompt(self._digest, row.prompt)
+
+    def to_training_file(self, max_sampled_tokens: float | None) -> TrainingFile:
+        file, limits = self._file, self._file.limits
+        if not self.kept:
+            raise make_no_prompt_error(file.file, self._counts, limits)
+        longest, mean = max(self._lengths), fmean(self._typical or self._lengths)
+        if self.is_complete:
+            return TrainingFile(file, np.array(self.kept), True, self._counts, longest, mean)
+        limit = limits.max_tokens
+        if max_sampled_tokens is not None:
+            with_margin = int(min(math.ceil(longest * LENGTH_MARGIN), max_sampled_tokens))
+            limit = min(limit, max(longest, with_margin))
+        limited = file.with_limits(replace(limits, max_tokens=limit))
+        return TrainingFile(limited, limited.indices, False, self._counts, longest, mean)
 
 
 def choose_rows(
-    file: PromptFile, max_full_rows: float
+    file: PromptFile, max_full_rows: float | None = None
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Return the rows to classify before a run, sorted, and which were not chosen for length."""
     size = len(file.table)
-    if size <= max_full_rows:
+    if size <= (MAX_FULLY_CLASSIFIED_ROWS if max_full_rows is None else max_full_rows):
         return np.arange(size), np.ones(size, np.bool_)
     typical = np.union1d(
         np.arange(NUM_FIRST_ROWS), np.linspace(0, size - 1, NUM_SPREAD_ROWS).astype(np.int64)
@@ -264,8 +259,10 @@ def choose_rows(
 
 
 def hash_prompt(digest: "hashlib.blake2b", prompt: Prompt) -> None:
-    facts: tuple[Any, ...] = (parse_uid(prompt.uid)[1], prompt.data_source, prompt.ground_truth)
-    # Runs of versions without named environments must find the hash of their data unchanged.
-    facts += (prompt.environment,) if prompt.environment else ()
-    digest.update(repr((facts, len(prompt.token_ids))).encode("utf-8", "backslashreplace"))
+    """Add a prompt and its other columns, which rewards and environments may read, to a hash."""
+    facts = (
+        *(parse_uid(prompt.uid)[1], prompt.data_source, prompt.ground_truth, prompt.environment),
+        *(prompt.messages, sorted(prompt.extra_info.items()), len(prompt.token_ids)),
+    )
+    digest.update(repr(facts).encode("utf-8", "backslashreplace"))
     digest.update(prompt.token_ids.astype(np.int32).tobytes())

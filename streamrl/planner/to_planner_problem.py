@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from streamrl.config.run_config import RunConfig
-from streamrl.data.prompts import load_prompt_files
+from streamrl.data.prompt_file import load_prompt_files
 from streamrl.data.training_files import open_training_files
 from streamrl.dataflow import COST_CRITIC, CRITIC, POLICY, REWARD_ROLES, CallKind
 from streamrl.engines.activation_sizes import CHUNK_TOKENS, GATED_LAYER_VALUES

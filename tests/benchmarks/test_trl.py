@@ -12,8 +12,7 @@ from benchmarks import trl
 from benchmarks.process_tree import ProcessTree
 from benchmarks.trl import Launch, RunError, RunLength, Step
 from streamrl.data.chat_template import load_tokenizer
-from streamrl.data.classify_rows import PromptLimits
-from streamrl.data.prompts import load_prompts
+from streamrl.data.prompt_file import PromptLimits, load_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKS = "import time; t = time.process_time\nwhile t() < {}: pass\n"

@@ -12,9 +12,8 @@ from streamrl.data.chat_template import (
     load_vocab_size,
     render_prompts,
 )
-from streamrl.data.classify_rows import PromptLimits
-from streamrl.data.files import DataFile
-from streamrl.data.prompt_file import PromptFile
+from streamrl.data.config import DataFile
+from streamrl.data.prompt_file import PromptFile, PromptLimits
 from streamrl.errors import ConfigError
 from tests.data_rows import load_rows
 

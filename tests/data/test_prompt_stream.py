@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.data.classify_rows import ClassifiedRow, RowStatus
-from streamrl.data.interleave import StreamFile
+from streamrl.data.prompt_file import ClassifiedRow, RowStatus
 from streamrl.data.prompt_stream import PromptStream
+from streamrl.data.training_files import StreamFile
 from streamrl.errors import ConfigError, DataError
 from streamrl.messages import Prompt, make_uid, parse_uid
 
@@ -39,7 +39,6 @@ class FakeTrainingFiles:
     mix: Sequence[tuple[int, float]] = ()
     statuses: Mapping[int, RowStatus] = field(default_factory=dict)
     fingerprint: str = "0"
-    is_fully_classified: bool = True
 
     @property
     def stream_files(self) -> list[StreamFile]:
@@ -249,23 +248,6 @@ def test_resume_in_another_order_is_refused(settings):
     state = stream_of(prompts(5), seed=1).state_dict()
     with pytest.raises(ConfigError, match=r"(shuffle|seed of the data order) was"):
         stream_of(prompts(5), **settings).load_state_dict(state)
-
-
-def test_positions_of_older_checkpoints_are_read():
-    stream = stream_of(prompts(5), seed=1)
-    stream.draw_prompts(3)
-    state = stream.state_dict()
-    loader = {
-        "_sampler_iter_state": {"drawn": state.pop("drawn")},
-        "_sampler_iter_yielded": 3,
-        "_num_yielded": 3,
-        "fetcher_state": None,
-    }
-    # Older checkpoints had no count of prompts, because every drawn row was one.
-    state.pop("given")
-    resumed = stream_of(prompts(5), seed=1)
-    resumed.load_state_dict({"loader": loader, **state})
-    assert uids(resumed, 9) == uids(stream, 9)
 
 
 @pytest.mark.parametrize("drawn", [[], [1, 1], [-1]])

@@ -3,10 +3,8 @@ import time
 import numpy as np
 import pytest
 
-from streamrl.data.classify_rows import PromptLimits
-from streamrl.data.config import DataConfig
-from streamrl.data.files import parse_data_files
-from streamrl.data.prompts import load_prompts
+from streamrl.data.config import DataConfig, parse_data_files
+from streamrl.data.prompt_file import PromptLimits, load_prompts
 from streamrl.errors import ConfigError
 
 # Tokens of the template, "<user>" + text + "</s>" + "<assistant>"; the text has one per byte.
@@ -61,12 +59,8 @@ NAMED, UNNAMED = {"prompt": "a", "environment": "gues"}, {"prompt": "a"}
             ("guess", "other"),
             "environment=gues: no such environment in environment.named; t",
         ),
-        (
-            NAMED,
-            ("",),
-            "environment=gues: the only environment has no name; move its settings from",
-        ),
-        (NAMED, (), "environment=gues: no environment is set; set environment.named.gues, or rem"),
+        (NAMED, ("",), "environment=gues: the run has no environment with a name; set environment"),
+        (NAMED, (), "environment=gues: the run has no environment with a name; set environment"),
         ({"prompt": "a", "environment": 3}, ("guess",), "environment must be text, got int"),
     ],
 )
@@ -116,7 +110,7 @@ def test_longer_prompts_can_be_truncated_to_their_last_tokens(tokenizer, write_r
 
 def test_a_file_of_long_prompts_only_is_refused(tokenizer, write_rows):
     path = write_rows({"prompt": "x" * 18}, {"prompt": "y" * 18})
-    with pytest.raises(ConfigError, match="all 2 prompts exceed 20 tokens"):
+    with pytest.raises(ConfigError, match=r"0 filtered, 2 too long .the limit is 20 tokens"):
         load(path, tokenizer=tokenizer, on_long="skip")
 
 

@@ -15,10 +15,9 @@ import pytest
 from datasets import Dataset
 
 from streamrl.data import training_files
-from streamrl.data.classify_rows import PromptLimits
-from streamrl.data.files import parse_data_files
-from streamrl.data.prompt_file import PromptFile
-from streamrl.data.prompt_stream import PromptStream, is_full_fingerprint
+from streamrl.data.config import parse_data_files
+from streamrl.data.prompt_file import PromptFile, PromptLimits
+from streamrl.data.prompt_stream import PromptStream
 from streamrl.data.reading import indexed_table as table
 from streamrl.data.training_files import TrainingFiles, classify_training_files
 from streamrl.errors import ConfigError, DataError
@@ -30,7 +29,8 @@ WHOLE, FRAME = 20, 3
 
 @pytest.fixture(autouse=True)
 def sample_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, rows in (("NUM_FIRST_ROWS", 5), ("NUM_SPREAD_ROWS", 4), ("NUM_LONGEST_ROWS", 2)):
+    sizes = {"NUM_FIRST_ROWS": 5, "NUM_SPREAD_ROWS": 4, "NUM_LONGEST_ROWS": 2}
+    for name, rows in {**sizes, "MAX_FULLY_CLASSIFIED_ROWS": WHOLE}.items():
         monkeypatch.setattr(training_files, name, rows)
 
 
@@ -48,7 +48,7 @@ def open_rows(
         )
         prompt_files.append(prompts)
         first = int(prompts.indices[-1]) + 1
-    return classify_training_files(prompt_files, **{"max_full_rows": WHOLE, **settings})
+    return classify_training_files(prompt_files, **settings)
 
 
 def stream_of(data: TrainingFiles, *, seed: int = 1, **settings: Any) -> PromptStream:
@@ -59,11 +59,15 @@ def numbered(size: int) -> list[dict[str, Any]]:
     return [{"prompt": str(i), "ground_truth": str(i)} for i in range(size)]
 
 
-def test_a_sampled_file_has_the_order_of_a_fully_classified_file(tokenizer, write_rows):
+def test_a_sampled_file_has_the_order_of_a_fully_classified_file(
+    tokenizer, write_rows, monkeypatch
+):
     path = write_rows(*numbered(50))
     large = open_rows(path, tokenizer=tokenizer)
-    complete = open_rows(path, tokenizer=tokenizer, max_full_rows=50)
-    assert (large.is_fully_classified, complete.is_fully_classified) == (False, True)
+    monkeypatch.setattr(training_files, "MAX_FULLY_CLASSIFIED_ROWS", 50)
+    complete = open_rows(path, tokenizer=tokenizer)
+    are_complete = [data.files[0].is_fully_classified for data in (large, complete)]
+    assert are_complete == [False, True]
     drawn, expected = stream_of(large).draw_prompts(120), stream_of(complete).draw_prompts(120)
     assert [prompt.uid for prompt in drawn] == [prompt.uid for prompt in expected]
     assert [prompt.ground_truth for prompt in drawn] == [item.ground_truth for item in expected]
@@ -235,33 +239,9 @@ def test_a_stream_resumes_only_on_the_same_rows(tokenizer, write_rows):
         changed = stream_of(open_rows(write_rows(*rows), tokenizer=tokenizer))
         with pytest.raises(ConfigError, match="fingerprint"):
             changed.load_state_dict(state)
-    # Earlier versions hashed the prompts, not their other columns.
-    state["fingerprint"], _, _ = state["fingerprint"].partition("+")
-    stream_of(open_rows(write_rows(*numbered(50)), tokenizer=tokenizer)).load_state_dict(state)
     entry = {"path": write_rows(*numbered(50)), "template": "plain"}
     with pytest.raises(ConfigError, match="fingerprint"):
         stream_of(open_rows(entry, tokenizer=tokenizer)).load_state_dict(state)
-
-
-def test_a_checkpoint_of_a_fully_classified_stream_resumes_exactly(tokenizer, write_rows):
-    """In checkpoints of older versions, unusable rows have no position in the order."""
-    rows = numbered(50)
-    for index in (10, 20, 30):
-        rows[index]["prompt"] = "x" * 60
-    path = write_rows(*rows)
-    original = stream_of(open_rows(path, tokenizer=tokenizer, max_full_rows=50, on_long="skip"))
-    original.draw_prompts(33)
-    state = original.state_dict()
-    del state["given"]
-    assert is_full_fingerprint(state["fingerprint"]) and state["num_prompts"] == 47
-    resumed = stream_of(
-        open_rows(path, tokenizer=tokenizer, on_long="skip", max_sampled_tokens=None)
-    )
-    resumed.load_state_dict(state)
-    expected = [prompt.uid for prompt in original.draw_prompts(60)]
-    assert [prompt.uid for prompt in resumed.draw_prompts(60)] == expected
-    # The saved state continues as well.
-    assert is_full_fingerprint(resumed.state_dict()["fingerprint"])
 
 
 def test_a_file_that_changes_during_a_run_is_an_error(tokenizer, write_rows):

@@ -9,9 +9,8 @@ from typing import Any
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.config.run_config import ConfigSections, load_sections
-from streamrl.data.classify_rows import check_row_environment, make_prompt
-from streamrl.data.files import DataFile
-from streamrl.data.prompt_file import load_data_rows
+from streamrl.data.config import DataFile
+from streamrl.data.prompt_file import check_row_environment, load_data_rows, make_prompt
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.environment_kinds import CLASS_KIND
 from streamrl.errors import ConfigError

@@ -32,9 +32,6 @@ MAX_TASK_SECONDS = 2.0
 TASKS_PER_CALL, CALL_TIMEOUT_S = 16, 180.0
 """Tasks that the worker makes at a time, and its deadline for them, which only a hang exceeds."""
 CACHED_DATASETS = 16
-NUM_PROBED_TASKS = 8
-NONSENSE = "zzz"
-"""Answer that is wrong in every dataset."""
 
 
 @dataclass(frozen=True)
@@ -162,21 +159,9 @@ def make_task(dataset: Any, index: int, *, name: str) -> MadeTask | str:
     return task["question"], task["answer"], task["metadata"].get("source_dataset", name)
 
 
-def is_nonsense_right(dataset: Any, index: int) -> bool:
-    """Return whether the judge of a task gives full marks to NONSENSE."""
-    try:
-        with _limit_processor_time(MAX_TASK_SECONDS):
-            return bool(dataset.score_answer(NONSENSE, dataset[index]) >= 1)
-    except _TaskTimeoutError:
-        return False
-    # Some judges raise on what they cannot parse.
-    except Exception:  # noqa: BLE001
-        return False
-
-
 @dataclass(frozen=True)
 class TaskRequest:
-    """Request to the worker: tasks with these indices, or whether their judges take nonsense.
+    """Request to the worker: tasks with these indices.
 
     tasks: as `ReasoningGymTasks.to_text`. setting: config section of the tasks, for errors.
     """
@@ -184,21 +169,18 @@ class TaskRequest:
     tasks: str
     setting: str
     indices: Sequence[int]
-    is_probe: bool = False
 
 
-def make_task_handler(_: None) -> Callable[[TaskRequest], Sequence[MadeTask | str | bool] | str]:
+def make_task_handler(_: None) -> Callable[[TaskRequest], Sequence[MadeTask | str] | str]:
     """Return the handler of the worker: a result per index, or the error of unusable tasks."""
     load_dataset = lru_cache(CACHED_DATASETS)(create_dataset)
 
-    def handle_request(request: TaskRequest) -> Sequence[MadeTask | str | bool] | str:
+    def handle_request(request: TaskRequest) -> Sequence[MadeTask | str] | str:
         tasks = ReasoningGymTasks.from_text(request.tasks)
         try:
             dataset = load_dataset(request.tasks, setting=request.setting)
         except ConfigError as error:
             return str(error)
-        if request.is_probe:
-            return [is_nonsense_right(dataset, index) for index in request.indices]
         return [make_task(dataset, index, name=tasks.dataset) for index in request.indices]
 
     return handle_request
@@ -254,19 +236,8 @@ class ReasoningGymTable:
                     records.append((location, index, record or ConfigError(f"{location} {made}")))
         return records
 
-    def list_notes(self) -> list[str]:
-        """Return a note if the judge gives full marks to nonsense. Raises ConfigError."""
-        indices = range(min(NUM_PROBED_TASKS, len(self)))
-        num_fooled = sum(self._call_worker(indices, is_probe=True))
-        if not num_fooled:
-            return []
-        return [
-            f"{self.path}: the judge gives {NONSENSE!r} a score of 1 or more in {num_fooled} of"
-            f" the first {len(indices)} tasks: a policy can earn it without solving them"
-        ]
-
-    def _call_worker(self, indices: Sequence[int], *, is_probe: bool = False) -> Sequence[Any]:
-        request = TaskRequest(self._tasks.to_text(), self._key, indices, is_probe)
+    def _call_worker(self, indices: Sequence[int]) -> Sequence[Any]:
+        request = TaskRequest(self._tasks.to_text(), self._key, indices)
         try:
             answer = task_worker.call(request)
         except WorkerError as error:

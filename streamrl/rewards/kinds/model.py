@@ -16,7 +16,7 @@ from streamrl.data.chat_template import (
     load_chat_template,
     render_text,
 )
-from streamrl.data.files import MODEL_TEMPLATE
+from streamrl.data.config import MODEL_TEMPLATE
 from streamrl.errors import ConfigError, RewardError, RewardTimeoutError
 from streamrl.files.typed_settings import check_choices, check_minimums
 from streamrl.messages import Prompt

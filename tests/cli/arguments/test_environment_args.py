@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from streamrl.cli.arguments.environment_args import choose_environment, read_prompts
-from streamrl.data.files import DataFile
+from streamrl.data.config import DataFile
 from streamrl.environments.config import EnvironmentConfig, EnvironmentSpec
 from streamrl.errors import ConfigError
 from streamrl.messages import Prompt

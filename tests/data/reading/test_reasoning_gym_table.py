@@ -7,11 +7,10 @@ import sys
 
 import pytest
 
-from streamrl.data.classify_rows import PromptLimits
+from streamrl.data import training_files
 from streamrl.data.config import DataConfig
-from streamrl.data.prompt_file import PromptFile, load_data_rows
+from streamrl.data.prompt_file import PromptFile, PromptLimits, load_data_rows, load_prompts
 from streamrl.data.prompt_stream import PromptStream
-from streamrl.data.prompts import load_prompts
 from streamrl.data.reading import reasoning_gym_table
 from streamrl.data.reading.reasoning_gym_table import (
     ReasoningGymTable,
@@ -94,11 +93,13 @@ def test_a_stream_of_tasks_resumes_at_the_next_task(tokenizer):
     assert resumed.get_prompt(uids[0][0]).ground_truth == uids[0][1]
 
 
-def test_other_tasks_are_not_resumed(tokenizer):
+def test_other_tasks_are_not_resumed(tokenizer, monkeypatch):
+    monkeypatch.setattr(training_files, "MAX_FULLY_CLASSIFIED_ROWS", 9)
+
     def open_stream(**changes):
         entry = parse_entry({**SUMS, "template": "plain", **changes})
         prompts = [PromptFile(entry, lambda: tokenizer, LIMITS)]
-        return PromptStream(classify_training_files(prompts, max_full_rows=9), seed=1)
+        return PromptStream(classify_training_files(prompts), seed=1)
 
     state = open_stream().state_dict()
     for changes in ({"seed": 8}, {"options": {"max_terms": 3}}, {"system": "Add."}):
@@ -222,9 +223,3 @@ def test_another_process_makes_the_same_tasks():
     before = [read_records(table, range(3)) for table in tables]
     task_worker.close()
     assert [read_records(table, range(3)) for table in tables] == before
-
-
-def test_a_judge_that_takes_nonsense_for_right_is_named():
-    (note,) = open_tasks(dataset="game_of_life_halting").list_notes()
-    assert note.startswith("reasoning_gym:x: the judge gives 'zzz' a score of 1 or more in ")
-    assert open_tasks().list_notes() == []
