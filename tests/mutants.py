@@ -390,10 +390,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/telemetry/test_sinks.py",
     ),
     Mutant(
-        "telemetry/page/page_server.py",
+        "telemetry/page/page.py",
         "return host in HOST_NAMES and is_token",
         "return is_token",
-        "tests/telemetry/page/test_page_server.py",
+        "tests/telemetry/page/test_page.py",
     ),
     # planner, placement
     Mutant(

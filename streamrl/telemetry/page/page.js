@@ -21,11 +21,11 @@ let isUnanswered = false;
 const styleAxis = (axis) => ({ gridcolor: GRID, zerolinecolor: GRID, ...axis });
 
 function layOut(chart) {
-  const layout = { ...BASE_LAYOUT, ...chart.layout, uirevision: chart.id };
-  const xaxis = chart.hasStepAxis ? { title: { text: "training step" } } : {};
+  const layout = { ...BASE_LAYOUT, ...chart.layout, uirevision: chart.chart_id };
+  const xaxis = chart.has_step_axis ? { title: { text: "training step" } } : {};
   layout.xaxis = styleAxis({ ...xaxis, ...chart.layout.xaxis });
   layout.yaxis = styleAxis({ automargin: true, ...chart.layout.yaxis });
-  if (chart.hasStepAxis && stepRange) layout.xaxis.range = stepRange;
+  if (chart.has_step_axis && stepRange) layout.xaxis.range = stepRange;
   return layout;
 }
 
@@ -34,7 +34,7 @@ let isDrawing = false;
 
 // Draw the charts in view, and let those below wait for drawWaiting.
 function drawCharts(container, charts) {
-  const wanted = new Set(charts.map((chart) => chart.id));
+  const wanted = new Set(charts.map((chart) => chart.chart_id));
   for (const box of Array.from(container.children)) if (!wanted.has(box.dataset.chart)) box.remove();
   // All boxes first: a plot takes the width that its box has when it is drawn.
   const boxes = charts.map((chart) => findBox(container, chart));
@@ -50,9 +50,9 @@ function drawCharts(container, charts) {
 function drawChart(box, chart) {
   const plot = box.lastChild, isFirst = !plot.data;
   box.firstChild.textContent = chart.title;
-  box.classList.toggle("over-steps", chart.hasStepAxis);
+  box.classList.toggle("over-steps", chart.has_step_axis);
   Plotly.react(plot, chart.traces, layOut(chart), PLOT_CONFIG);
-  if (isFirst && chart.hasStepAxis) plot.on("plotly_relayout", (change) => zoomAll(plot, change));
+  if (isFirst && chart.has_step_axis) plot.on("plotly_relayout", (change) => zoomAll(plot, change));
 }
 
 function drawWaiting() {
@@ -66,11 +66,11 @@ function drawWaiting() {
 }
 
 function findBox(container, chart) {
-  const known = Array.from(container.children).find((child) => child.dataset.chart === chart.id);
+  const known = Array.from(container.children).find((child) => child.dataset.chart === chart.chart_id);
   if (known) return known;
   const box = make("article", "chart");
-  box.dataset.chart = chart.id;
-  if (["timeline", "events"].includes(chart.id)) box.classList.add("wide");
+  box.dataset.chart = chart.chart_id;
+  if (["timeline", "events"].includes(chart.chart_id)) box.classList.add("wide");
   box.append(make("h3", "", chart.title), make("p", "caption", chart.caption), make("div", "plot"));
   // The height that it will have: charts in view are told from those below before they are drawn.
   box.lastChild.style.minHeight = `${chart.layout.height ?? BASE_LAYOUT.height}px`;

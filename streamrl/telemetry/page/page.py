@@ -1,4 +1,4 @@
-"""Page of one or several runs: its data as JSON, and the HTML file that holds it.
+"""Page of one or several runs: its data as JSON, the HTML file that holds it, and its server.
 
     page = RunPage([RunReader(run_dir)], describe_bottleneck)
     html = page.render()             # a file that needs neither network nor server
@@ -9,15 +9,21 @@ The charts are drawn by Plotly, whose script is part of the file.
 
 import json
 import math
+import re
+import secrets
+import sys
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 
 from streamrl.errors import ConfigError
-from streamrl.telemetry.chrome_trace import TRACE_FILE, read_recent_spans
+from streamrl.telemetry.chrome_trace import TRACE_FILE
 from streamrl.telemetry.drawing.episode_page import (
     embed_json,
     fill_template,
@@ -25,9 +31,7 @@ from streamrl.telemetry.drawing.episode_page import (
     read_rollout_view,
 )
 from streamrl.telemetry.metric_names import WAIT_METRICS
-from streamrl.telemetry.page.chart import Chart, draw_columns, make_line, pick_color
-from streamrl.telemetry.page.event_chart import mark_alarms
-from streamrl.telemetry.page.run_charts import draw_run_charts
+from streamrl.telemetry.page.charts import draw_run_charts, draw_shared_charts
 from streamrl.telemetry.page.run_record import RunReader, RunRecord
 from streamrl.telemetry.progress import IDLE_PREFIX, format_duration, format_number
 from streamrl.telemetry.rollout_log import (
@@ -37,122 +41,9 @@ from streamrl.telemetry.rollout_log import (
 )
 from streamrl.telemetry.sinks import EVENTS_FILE, METRICS_FILE
 
-
-def draw_reward(runs: Sequence[RunRecord]) -> Chart | None:
-    """Draw the reward of training and evaluations of one or several runs."""
-    traces: list[dict[str, Any]] = []
-    for i, run in enumerate(runs):
-        prefix = f"{run.name}: " if len(runs) > 1 else ""
-        traces += draw_columns(run, {f"{prefix}reward": "reward/mean"}, color=pick_color(i))
-        traces += _draw_evaluations(run, prefix, color_index=i if len(runs) > 1 else 1)
-    if not traces:
-        return None
-    return Chart(
-        "reward",
-        "Reward and evaluation",
-        "Mean reward of the rollouts trained in a step, and evaluations on held-out prompts with"
-        " their 95 % intervals.",
-        traces,
-        {"yaxis": {"title": {"text": "score"}}},
-    )
-
-
-def _draw_evaluations(run: RunRecord, prefix: str, color_index: int) -> list[dict[str, Any]]:
-    traces: list[dict[str, Any]] = []
-    for metric in ("eval/mean_at_k", "eval/pass_at_1"):
-        steps, values = run.get_evaluations(metric)
-        if not steps:
-            continue
-        name = metric.removeprefix("eval/")
-        bounds = [
-            dict(zip(*run.get_evaluations(f"eval/interval/{name}_{b}"), strict=True))
-            for b in ("low", "high")
-        ]
-        errors = [
-            [abs(bound.get(step, value) - value) for step, value in zip(steps, values, strict=True)]
-            for bound in bounds
-        ]
-        color = pick_color(color_index)
-        line = make_line(f"{prefix}evaluation, {name}", steps, values, color=color)
-        line |= {
-            "mode": "lines+markers",
-            "error_y": {
-                "type": "data", "symmetric": False, "array": errors[1], "arrayminus": errors[0],
-                "thickness": 1,
-            },
-        }  # fmt: skip
-        line["line"] = {"color": color, "width": 1.2, "dash": "dashdot" if traces else "dot"}
-        traces.append(line)
-        if values == run.get_evaluations("eval/pass_at_1")[1]:
-            break  # rewards of 0 and 1: both metrics are the same
-    return traces
-
-
-METRIC_CHARTS = {
-    "throughput/tokens_per_s": Chart(
-        "throughput",
-        "Throughput",
-        "Trained tokens per second.",
-        layout={"yaxis": {"title": {"text": "tokens/s"}, "rangemode": "tozero"}},
-    ),
-    "rollout/length_mean": Chart(
-        "lengths",
-        "Length of rollouts",
-        "Mean sampled tokens of a rollout.",
-        layout={"yaxis": {"title": {"text": "tokens"}, "rangemode": "tozero"}},
-    ),
-    "policy/entropy": Chart(
-        "entropy",
-        "Entropy of the policy",
-        "A fall to zero means that all rollouts of a group become the same, and nothing is"
-        " learned any more.",
-        layout={"yaxis": {"title": {"text": "nats per token"}, "rangemode": "tozero"}},
-    ),
-    "policy/kl_ref": Chart(
-        "kl",
-        "KL to the reference",
-        "Distance of the policy from the reference model.",
-        layout={"yaxis": {"title": {"text": "nats per token"}, "rangemode": "tozero"}},
-    ),
-    "policy/grad_norm": Chart(
-        "grad_norm",
-        "Gradient norm",
-        "Of the policy's updates, before clipping. A jump precedes most collapses.",
-        layout={"yaxis": {"rangemode": "tozero"}},
-    ),
-    "critic/explained_variance": Chart(
-        "critic",
-        "Explained variance of the critic",
-        "1: the values predict the returns. At 0 and below they are no better than a constant.",
-    ),
-    "filter/share": Chart(
-        "filter",
-        "Filtered groups",
-        "Share of the sampled groups that the filter rejected. Their generation and scoring is"
-        " lost.",
-        layout={"yaxis": {"tickformat": ".0%", "range": [0, 1]}},
-    ),
-}
-"""Charts with one metric, in which several runs lie over each other."""
-
-
-def draw_metric(runs: Sequence[RunRecord], metric: str) -> Chart | None:
-    """Draw the line of each run that has the metric."""
-    traces: list[dict[str, Any]] = []
-    for i, run in enumerate(runs):
-        traces += draw_columns(run, {run.name: metric}, color=pick_color(i))
-    chart = METRIC_CHARTS[metric]
-    layout = {**chart.layout, "showlegend": len(runs) > 1}
-    return replace(chart, traces=traces, layout=layout) if traces else None
-
-
-def draw_shared_charts(runs: Sequence[RunRecord]) -> list[Chart]:
-    """Return the charts in which all runs lie over each other."""
-    charts = [draw_reward(runs), *(draw_metric(runs, metric) for metric in METRIC_CHARTS)]
-    drawn = [chart for chart in charts if chart is not None]
-    return [mark_alarms(chart, runs[0]) for chart in drawn] if len(runs) == 1 else drawn
-
-
+LOOPBACK = "127.0.0.1"
+_STEP = re.compile("[0-9]{1,15}", re.ASCII)
+HOST_NAMES = (LOOPBACK, "localhost")
 FOLLOW_EVERY_S = 5
 """Time after which a served page asks for what the run has written since."""
 MAX_ROLLOUT_BYTES = 8_000_000
@@ -195,7 +86,7 @@ class RunPage:
         return {
             "title": ", ".join(record.name for record in records),
             "followEvery": follow_every_s,
-            "charts": [chart.to_json() for chart in draw_shared_charts(records)],
+            "charts": list(map(vars, draw_shared_charts(records))),
             "runs": [self._describe_run(record, with_rollouts) for record in records],
         }
 
@@ -206,12 +97,11 @@ class RunPage:
         note = (
             f"Of {len(steps)} recorded steps, {len(rollouts)} are in this file." if left_out else ""
         )
-        spans = read_recent_spans(run.run_dir / TRACE_FILE)
         return {
             "name": run.name,
             "state": describe_state(run),
             "tiles": [{"label": label, "value": value} for label, value in list_tiles(run)],
-            "charts": [chart.to_json() for chart in draw_run_charts(run, spans)],
+            "charts": list(map(vars, draw_run_charts(run))),
             "advice": list(self._describe_bottleneck(run.run_dir, int(max(run.steps, default=0)))),
             "config": run.config_text,
             "rollouts": rollouts,
@@ -329,3 +219,102 @@ def list_tiles(run: RunRecord) -> list[tuple[str, str]]:
     if dropped:
         tiles.append(("groups dropped", str(dropped)))
     return tiles
+
+
+# Server: loopback only, with a random token in the address.
+
+
+class PageServer(ThreadingHTTPServer):
+    """HTTP server of a page; `address` is what to open.
+
+    port: 0 picks a free one. Construction raises ConfigError if the port cannot be used.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, page: RunPage, *, port: int = 0) -> None:
+        self.page = page
+        self.token = secrets.token_urlsafe(16)
+        # Reading a run changes what its reader remembers: one request at a time.
+        self.page_lock = threading.Lock()
+        try:
+            super().__init__((LOOPBACK, port), PageHandler)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"--port {port}: {error}; leave it out to take a free one") from None
+
+    @property
+    def address(self) -> str:
+        return f"http://{LOOPBACK}:{self.server_port}/?token={self.token}"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Print nothing for a connection that its browser closed, as by a reload."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Stop `serve_forever`, which another thread runs, and free the port."""
+        self.shutdown()
+        self.server_close()
+
+
+class PageHandler(BaseHTTPRequestHandler):
+    """Answers a request that has the token."""
+
+    server: PageServer
+    server_version = "streamrl"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        parts = urlsplit(self.path)
+        query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+        if not self._is_allowed(query.get("token", "")):
+            self._send("open the address that streamrl view prints", HTTPStatus.FORBIDDEN)
+            return
+        try:
+            with self.server.page_lock:
+                self._answer(parts.path, query)
+        except ConfigError as error:
+            self._send(str(error), HTTPStatus.INTERNAL_SERVER_ERROR)
+
+    def _is_allowed(self, token: str) -> bool:
+        # A page of another site, whose name resolves to this machine, names its own host.
+        host = self.headers.get("Host", "").rsplit(":", 1)[0]
+        is_token = secrets.compare_digest(token.encode(), self.server.token.encode())
+        return host in HOST_NAMES and is_token
+
+    def _answer(self, path: str, query: dict[str, str]) -> None:
+        page = self.server.page
+        match path:
+            case "/":
+                self._send(page.render(is_served=True), content_type="text/html")
+            case "/data":
+                state = page.compute_state()
+                if query.get("state") == state:
+                    self._send("", HTTPStatus.NO_CONTENT)
+                else:
+                    data = page.describe(follow_every_s=FOLLOW_EVERY_S)
+                    self._send_json({**data, "state": state})
+            case "/rollouts" if _STEP.fullmatch(query.get("step", "")):
+                groups = page.describe_rollouts(query.get("run", ""), int(query["step"]))
+                self._send_json(groups or {"groups": []})
+            case _:
+                self._send("no such page", HTTPStatus.NOT_FOUND)
+
+    def _send_json(self, value: object) -> None:
+        self._send(json.dumps(value, allow_nan=False), content_type="application/json")
+
+    def _send(
+        self, text: str, status: HTTPStatus = HTTPStatus.OK, *, content_type: str = "text/plain"
+    ) -> None:
+        body = text.encode("utf-8", "replace")
+        self.send_response(status)
+        self.send_header("Content-Type", f"{content_type}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing: the terminal shows the address."""

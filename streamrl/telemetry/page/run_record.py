@@ -29,11 +29,14 @@ from streamrl.files.bounded_read import (
     wrap_file_errors,
 )
 from streamrl.messages import Array
+from streamrl.telemetry.chrome_trace import TRACE_FILE, read_recent_spans
 from streamrl.telemetry.metric_names import EVALUATE_TIME, STALENESS_HISTOGRAM, WAIT_METRICS
-from streamrl.telemetry.page.step_bins import MAX_BINS
 from streamrl.telemetry.sinks import BASE_EVALUATION, EVENTS_FILE, METRICS_FILE
+from streamrl.telemetry.spans import Span
 
 CONFIG_FILE = "config.yaml"
+MAX_BINS = 400
+"""Bins of steps between the first and the latest of a run; a screen has about as many columns."""
 LATEST_ROWS = 100
 LATEST_EVENTS = 4000
 TOTALED_METRICS = ("time/step_s", *WAIT_METRICS)
@@ -187,6 +190,20 @@ class RunRecord:
             name for row in self.rows for name, value in row.items() if value is not None
         )
         return [name for name in names if name not in ("step", "time")]
+
+    @cached_property
+    def spans(self) -> Sequence[Span]:
+        """Spans of the latest steps."""
+        return read_recent_spans(self.run_dir / TRACE_FILE)
+
+    @cached_property
+    def step_labels(self) -> list[str]:
+        """Steps for which each row stands, in words: "step 3" or "steps 11 to 20"."""
+        labels, start = [], int(self.steps[0]) if len(self.steps) else 0
+        for last in self.steps.tolist():
+            labels.append(f"step {last}" if start == last else f"steps {start} to {last}")
+            start = last + 1
+        return labels
 
     def has_metric(self, name: str) -> bool:
         return name in self.metric_names

@@ -56,7 +56,7 @@ def test_a_file_of_the_command_line_has_no_options_of_the_config():
         (
             ONE,
             {"row": "guess"},
-            "rows.jsonl line 1: environment=guess: the only environment has no",
+            "rows.jsonl line 1: environment=guess: the run has no environment",
         ),
     ],
 )

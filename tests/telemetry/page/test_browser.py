@@ -10,8 +10,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from benchmarks.browser import WatchedPage, open_browser, open_page
 from benchmarks.run_page import write_metrics
-from streamrl.telemetry.page.page import RunPage
-from streamrl.telemetry.page.page_server import PageServer
+from streamrl.telemetry.page.page import PageServer, RunPage
 from streamrl.telemetry.page.run_record import RunReader
 from streamrl.telemetry.rollout_log import (
     SAMPLED,

@@ -6,16 +6,9 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from streamrl.telemetry.chrome_trace import TRACE_FILE, read_recent_spans
-from streamrl.telemetry.page.chart import Chart
-from streamrl.telemetry.page.event_chart import draw_events
-from streamrl.telemetry.page.page import draw_shared_charts
-from streamrl.telemetry.page.run_charts import draw_run_charts
+from streamrl.telemetry.page.charts import Chart, draw_run_charts, draw_shared_charts
 from streamrl.telemetry.page.run_record import RunReader, RunRecord
-from streamrl.telemetry.page.step_bins import StepBins, to_shares
 from tests.telemetry.page.recorded_run import write_run
 
 
@@ -26,8 +19,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
 
 @pytest.fixture(scope="module")
 def charts(run: RunRecord) -> dict[str, Chart]:
-    spans = read_recent_spans(run.run_dir / TRACE_FILE)
-    drawn = [*draw_shared_charts([run]), *draw_run_charts(run, spans)]
+    drawn = [*draw_shared_charts([run]), *draw_run_charts(run)]
     return {chart.chart_id: chart for chart in drawn}
 
 
@@ -92,7 +84,7 @@ def test_the_time_line_of_a_short_run_has_all_its_steps(
     tmp_path: Path, rows: int, title: str
 ) -> None:
     run = RunReader(write_run(tmp_path / "run", num_steps=rows)).read()
-    chart = draw_run_charts(run, read_recent_spans(run.run_dir / TRACE_FILE))[-1]
+    chart = draw_run_charts(run)[-1]
     assert chart.title == title
     lines = [shape["x0"] for shape in chart.layout["shapes"] if shape["type"] == "line"]
     assert lines == pytest.approx([2.0 * i for i in range(rows + 1)])
@@ -116,8 +108,8 @@ def test_resumes_and_interruptions_are_events() -> None:
         {"time": 4.0, "event": "close", "outcome": "finished"},
     ]
     run = RunRecord("mine", Path("mine"), "", [{"step": 1, "time": 4.0}], events)
-    chart = draw_events(run)
-    assert chart and [trace["name"] for trace in chart.traces] == ["interrupted", "resumed"]
+    (chart,) = draw_run_charts(run)
+    assert [trace["name"] for trace in chart.traces] == ["interrupted", "resumed"]
 
 
 def test_several_runs_share_a_chart(tmp_path: Path) -> None:
@@ -133,34 +125,11 @@ def test_several_runs_share_a_chart(tmp_path: Path) -> None:
 def test_a_run_without_steps_has_no_charts(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", num_steps=0)
     run = RunReader(folder).read()
-    assert draw_run_charts(run, []) == []
+    assert draw_run_charts(run) == []
 
 
 def test_a_long_run_has_a_bounded_number_of_points(tmp_path: Path) -> None:
     run = RunReader(write_run(tmp_path / "run", num_steps=2500)).read()
-    for chart in [*draw_shared_charts([run]), *draw_run_charts(run, [])]:
+    for chart in [*draw_shared_charts([run]), *draw_run_charts(run)]:
         for trace in chart.traces:
             assert len(trace.get("x", ())) <= 900
-
-
-@given(
-    st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), min_size=1, max_size=60),
-    st.integers(1, 20),
-)
-def test_bins_keep_the_mean_of_what_was_measured(values: list[float | None], max_bins: int) -> None:
-    column = np.array([np.nan if value is None else value for value in values])
-    bins = StepBins.from_steps(np.arange(1, len(values) + 1), max_bins=max_bins)
-    averages = bins.average(column)
-    assert len(averages) == len(bins.last_steps) == len(bins.labels) <= max_bins
-    assert bins.last_steps[-1] == len(values)
-    ends = [*bins.starts[1:].tolist(), len(values)]
-    for start, end, mean in zip(bins.starts.tolist(), ends, averages, strict=True):
-        known = [value for value in values[start:end] if value is not None]
-        if known:
-            assert mean == pytest.approx(sum(known) / len(known), abs=1e-6)
-        else:
-            assert mean is None
-
-
-def test_shares_of_a_row_without_tokens_are_unknown() -> None:
-    assert to_shares(np.array([[1.0, 3.0], [0.0, 0.0]])) == [[0.25, 0.75], [None, None]]

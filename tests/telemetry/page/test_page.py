@@ -17,8 +17,7 @@ import pytest
 from streamrl.cli.main import main
 from streamrl.errors import ConfigError
 from streamrl.telemetry.page import page as run_page_module
-from streamrl.telemetry.page.page import RunPage
-from streamrl.telemetry.page.page_server import PageServer
+from streamrl.telemetry.page.page import PageServer, RunPage
 from streamrl.telemetry.page.run_record import RunReader
 from streamrl.telemetry.rollout_log import RecordedGroup, RecordedRollout, RolloutLog
 from tests.telemetry.page.recorded_run import write_run
@@ -48,7 +47,7 @@ def test_a_file_holds_everything_and_asks_for_nothing(folder: Path) -> None:
     html = make_page(folder).render()
     data = read_data(html)
     (run,) = data["runs"]
-    assert [chart["id"] for chart in run["charts"]][:2] == ["queue", "staleness"]
+    assert [chart["chart_id"] for chart in run["charts"]][:2] == ["queue", "staleness"]
     assert run["advice"] == ["bound by train"]
     assert list(run["rollouts"]) == ["2"]
     assert data["followEvery"] == 0
