@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from streamrl.data.prompt_file import ClassifiedRow, RowStatus
-from streamrl.data.training_files import StreamFile, TrainingFiles
+from streamrl.data.training_files import COLUMNS_MARK, StreamFile, TrainingFiles
 from streamrl.errors import ConfigError, DataError
 from streamrl.messages import Prompt, make_uid, parse_uid
 
@@ -196,6 +196,8 @@ class PromptStream(Iterator[Prompt]):
         rows of the epoch and repeat others.
         """
         for name, now in self._stream_identity.items():
+            if name == "fingerprint" and COLUMNS_MARK not in state[name]:
+                now = now.partition(COLUMNS_MARK)[0]  # earlier versions hashed the prompts only
             if state[name] != now:
                 raise ConfigError(
                     f"cannot resume the data stream: {_IDENTITY_TEXTS[name]} was"

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,11 @@ NUM_FIRST_ROWS, NUM_SPREAD_ROWS, NUM_LONGEST_ROWS = 2048, 1024, 1024
 """Sample of a larger file: first rows, evenly spread rows, and longest rows."""
 LENGTH_MARGIN = 1.25
 """Allowed prompt length relative to the longest prompt in the sample."""
+
+COLUMNS_MARK = "+"
+"""Separates the hash of the prompts, in a fingerprint, from that of their other columns."""
+PARTIAL_PREFIX = "rows-"
+"""Prefix of the fingerprint of partly classified data."""
 
 PromptInspector = Callable[[Sequence[Prompt]], None]
 
@@ -87,7 +93,8 @@ class TrainingFile:
 class TrainingFiles:
     """Training files of a prompt stream; the index in a prompt's uid is unique among all files.
 
-    fingerprint: hash of all classified rows, and of whole files and settings if rows were sampled.
+    fingerprint: hashes of all prompts and of their other columns, or of whole files and settings if
+    rows were sampled.
     """
 
     files: tuple[TrainingFile, ...]
@@ -169,37 +176,40 @@ def classify_training_files(
     inspect: receives the classified prompts. max_sampled_tokens: limit of the prompts of a sampled
     file. Raises ConfigError for the first bad row.
     """
-    digest = hashlib.blake2b(digest_size=8)
+    digests = tuple(hashlib.blake2b(digest_size=8) for _ in range(2))
     classified = []
-    for prompt_file in files:
-        sample = _RowSample(prompt_file, inspect, digest)
-        sample.classify_rows(*choose_rows(prompt_file))
+    for file in files:
+        sample = _RowSample(file, inspect, digests)
+        sample.classify_rows(*choose_rows(file))
         if not sample.kept and not sample.is_complete:
             # No sampled row is usable; search the whole file for one.
-            sample = _RowSample(prompt_file, inspect, digest)
-            sample.classify_rows(*choose_rows(prompt_file, math.inf))
-        file = sample.to_training_file(max_sampled_tokens)
-        if not file.is_fully_classified:
-            # The sampled rows do not identify the data, so hash all content and settings.
-            facts = f"{prompt_file.table.digest} {file.prompt_file.settings_text}"
-            digest.update(facts.encode())
-        classified.append(file)
-    return TrainingFiles(tuple(classified), digest.hexdigest())
+            sample = _RowSample(file, inspect, digests)
+            sample.classify_rows(*choose_rows(file, math.inf))
+        classified.append(sample.to_training_file(max_sampled_tokens))
+    fingerprint = COLUMNS_MARK.join(digest.hexdigest() for digest in digests)
+    if not all(file.is_fully_classified for file in classified):
+        # The sampled rows do not identify the data, so hash all content and settings.
+        for part in classified:
+            facts = f"{part.prompt_file.table.digest} {part.prompt_file.settings_text}"
+            digests[0].update(facts.encode())
+        fingerprint = PARTIAL_PREFIX + digests[0].hexdigest()
+    return TrainingFiles(tuple(classified), fingerprint)
 
 
 class _RowSample:
-    """Rows of a file that are classified before a run, added to the hash `digest`.
+    """Rows of a file that are classified before a run.
 
+    digests: hashes to which they are added, of prompts and of all other columns.
     kept: uid indices of usable rows. lengths: tokens of their prompts. typical: lengths without
     those of rows that were chosen for their length, which would bias the mean.
     """
 
     def __init__(
-        self, file: PromptFile, inspect: PromptInspector, digest: "hashlib.blake2b"
+        self, file: PromptFile, inspect: PromptInspector, digests: "Sequence[hashlib.blake2b]"
     ) -> None:
         self._file = file
         self._inspect = inspect
-        self._digest = digest
+        self._digests = digests
         self._counts = Counter[RowStatus]()
         self.kept, self._lengths, self._typical = array("q"), array("i"), array("i")
 
@@ -222,7 +232,7 @@ class _RowSample:
                     self._lengths.append(len(row.prompt.token_ids))
                     if is_row_typical:
                         self._typical.append(len(row.prompt.token_ids))
-                    hash_prompt(self._digest, row.prompt)
+                    hash_prompt(self._digests[0], self._digests[1], row.prompt)
 
     def to_training_file(self, max_sampled_tokens: float | None) -> TrainingFile:
         file, limits = self._file, self._file.limits
@@ -258,11 +268,14 @@ def choose_rows(
     return rows, np.isin(rows, typical)
 
 
-def hash_prompt(digest: "hashlib.blake2b", prompt: Prompt) -> None:
-    """Add a prompt and its other columns, which rewards and environments may read, to a hash."""
-    facts = (
-        *(parse_uid(prompt.uid)[1], prompt.data_source, prompt.ground_truth, prompt.environment),
-        *(prompt.messages, sorted(prompt.extra_info.items()), len(prompt.token_ids)),
-    )
-    digest.update(repr(facts).encode("utf-8", "backslashreplace"))
+def hash_prompt(
+    digest: "hashlib.blake2b", columns_digest: "hashlib.blake2b", prompt: Prompt
+) -> None:
+    """Add a prompt to a hash, and its other columns, which rewards may read, to another."""
+    facts: tuple[Any, ...] = (parse_uid(prompt.uid)[1], prompt.data_source, prompt.ground_truth)
+    # Runs of versions without named environments must find the hash of their data unchanged.
+    facts += (prompt.environment,) if prompt.environment else ()
+    digest.update(repr((facts, len(prompt.token_ids))).encode("utf-8", "backslashreplace"))
     digest.update(prompt.token_ids.astype(np.int32).tobytes())
+    columns = (prompt.messages, sorted(prompt.extra_info.items()))
+    columns_digest.update(repr(columns).encode("utf-8", "backslashreplace"))

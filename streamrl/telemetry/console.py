@@ -1,17 +1,21 @@
-"""Console output of a run: a line per step on a plain console, and a final summary.
+"""Console output of a run: a live view on a terminal, a line per step elsewhere, and a summary.
 
-The live view of a terminal is in live_console.py. Both consoles print evaluations and events in the
-same way.
+Both consoles print evaluations and events in the same way.
 """
 
+import atexit
 import itertools
 import math
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -28,13 +32,19 @@ from streamrl.telemetry.progress import (
     format_duration,
     format_fields,
     format_number,
+    render_sparkline,
 )
+from streamrl.telemetry.progress_line import ACCENT, build_status_row, make_spinner
 from streamrl.telemetry.sinks import EVENTS_FILE, EventFields
 
 EVENTS_PER_STEP = 3
 EVENTS_EVERY_S = 30.0
 FILE_ONLY_FIELDS = {"objective", "layout", "goes_back"}
 """Fields of events that only a later resume reads (`recorded_rows`)."""
+SHOWN_EVALS = ("mean_at_k", "pass_at_1")
+"""Evaluations with a line in the view: the first that the run has."""
+REFRESHES_PER_S = 4
+SPARKLINE_WIDTH = _BAR_WIDTH = 20
 _HEADER_EVERY = 25
 _LABEL_WIDTH = 11
 _GAP = "  "
@@ -42,32 +52,19 @@ _GAP = "  "
 
 @dataclass
 class _EventCounter:
-    """Number of events of one name since the last step, and of lines printed for these events."""
+    """Number of events of one name since the last step, and of those that were printed."""
 
     count: int = 0
     num_printed: int = 0
     last_printed_s: float = 0.0
-
-    def count_event(self, now: float) -> bool:
-        """Count an event; return whether to print it, and if so count a printed line."""
-        self.count += 1
-        is_power_of_ten = self.count == 10 ** (len(str(self.count)) - 1)
-        is_due = (
-            self.count <= EVENTS_PER_STEP
-            or is_power_of_ten
-            or now - self.last_printed_s >= EVENTS_EVERY_S
-        )
-        if is_due:
-            self.num_printed, self.last_printed_s = self.count, now
-        return is_due
 
 
 class RunConsole:
     """Console sink that prints evaluations, events and the summary; a subclass displays the steps.
 
     Events of one name can be too many to print. A line is printed for the first EVENTS_PER_STEP
-    events of a step, then for the 10th, 100th and so on with the count so far, then for an event
-    every EVENTS_EVERY_S. The step's end prints the number of events left out.
+    events of a step, then for an event every EVENTS_EVERY_S with the count so far. The step's end
+    prints the number of events left out.
     """
 
     def __init__(
@@ -104,13 +101,14 @@ class RunConsole:
         """Display the latest step; does nothing in this class."""
 
     def log_event(self, name: str, fields: EventFields) -> None:
-        events = self._event_counters.setdefault(name, _EventCounter())
-        if events.count_event(self.clock()):
-            so_far = f"{events.count:,} so far, the last: "
-            shown = [item for item in fields.items() if item[0] not in FILE_ONLY_FIELDS]
-            text = format_fields(shown)
-            text = text if events.count <= EVENTS_PER_STEP else so_far + text
-            self.print_line(name, text, style="yellow")
+        events, now = self._event_counters.setdefault(name, _EventCounter()), self.clock()
+        events.count += 1
+        is_first = events.count <= EVENTS_PER_STEP
+        if is_first or now - events.last_printed_s >= EVENTS_EVERY_S:
+            events.num_printed, events.last_printed_s = events.count, now
+            text = format_fields(f for f in fields.items() if f[0] not in FILE_ONLY_FIELDS)
+            so_far = "" if is_first else f"{events.count:,} so far, the last: "
+            self.print_line(name, so_far + text, style="yellow")
 
     def _print_omitted_events(self) -> None:
         for name, events in self._event_counters.items():
@@ -126,12 +124,31 @@ class RunConsole:
         """
         self._print_omitted_events()
         if self.progress.latest_values:
-            wall_s = self.clock() - self.started_at
             self.console.print()
-            self.console.print(build_summary_table(self.progress, wall_s, summary))
+            for label, text in self._list_summary(summary):
+                self.print_line(label, text, style="dim")
         elif summary.get("checkpoint"):
             for name in ("outcome", "written"):
                 self.print_line(name, str(summary[name]))
+
+    def _list_summary(self, summary: EventFields) -> list[tuple[str, str]]:
+        """Return first and last reward and evaluations, totals, and the fields of `summary`."""
+        progress, run_info = self.progress, self.progress.run_info
+        series = [("reward", "", progress.rewards)] if progress.rewards else []
+        series += [("eval", f"{name} ", values) for name, values in progress.evals.items()]
+        since = " since the resume" if run_info.resume_step is not None else ""
+        filtered, trained = progress.get("ledger/filtered"), progress.get("ledger/trained")
+        rows = [("steps", f"{progress.step} of {run_info.num_steps}")]
+        rows += [
+            (label, f"{name}{format_number(values[0])} -> {format_number(values[-1])}")
+            for label, name, values in series
+        ]
+        rows.append(("wall time", format_duration(self.clock() - self.started_at) + since))
+        rows.append(("tokens", f"{progress.num_tokens:,.0f}"))
+        if filtered > 0:
+            share = filtered / (filtered + trained)
+            rows.append(("filtered", f"{filtered:,.0f} groups ({share:.0%})"))
+        return [*rows, *((name, str(value)) for name, value in summary.items())]
 
     def print_line(self, label: str, text: str, *, style: str = "") -> None:
         grid = Table.grid(padding=(0, 2, 0, 0))
@@ -139,6 +156,16 @@ class RunConsole:
         grid.add_column(overflow="fold")
         grid.add_row(Text(f" {label}", style=style), Text(make_printable(text)))
         self.console.print(grid)
+
+
+def format_filter_stats(progress: RunProgress) -> tuple[str, str]:
+    """Return the fraction of groups filtered in the last step and their cost: "88%", "12.1 s"."""
+    seconds = sum(progress.get(name) for name in FILTER_COST_METRICS)
+    return format_share(progress.get("filter/share")), f"{format_number(seconds, 1)} s"
+
+
+def format_share(value: float) -> str:
+    return f"{min(max(value, 0.0), 1.0):.0%}" if math.isfinite(value) else "-"
 
 
 class PlainConsole(RunConsole):
@@ -168,18 +195,13 @@ class PlainConsole(RunConsole):
         self._last_status = status.text
 
     def show_progress(self) -> None:
-        progress = self.progress
-        if progress.step == 0:
+        if self.progress.step == 0:
             return
-        columns = _select_columns(_build_columns(progress), self.console.width)
-        if self._steps_shown % _HEADER_EVERY == 0:
-            self._print_line(_format_groups(columns))
-            self._print_line(_format_cells(columns, [column.header for column in columns]))
-        self._print_line(_format_cells(columns, [column.value for column in columns]))
+        columns = _select_columns(_build_columns(self.progress), self.console.width)
+        lines = _format_columns(columns)
+        for line in lines if self._steps_shown % _HEADER_EVERY == 0 else lines[-1:]:
+            self.console.print(Text(line), no_wrap=True, overflow="crop")
         self._steps_shown += 1
-
-    def _print_line(self, text: str) -> None:
-        self.console.print(Text(text), no_wrap=True, overflow="crop")
 
 
 @dataclass(frozen=True)
@@ -201,97 +223,182 @@ class _Column:
 
 
 def _build_columns(progress: RunProgress) -> list[_Column]:
-    get_value, run_info = progress.get, progress.run_info
-    num_steps = str(run_info.num_steps)
+    num_steps = str(progress.run_info.num_steps)
+    depths = {stage: progress.get(DEPTH_PREFIX + stage) for stage in progress.stages}
     columns = [
         _Column("", "step", f"{progress.step}/{num_steps}", min_width=2 * len(num_steps) + 1),
-        _Column("", "reward", format_number(get_value("reward/mean")), min_width=7),
-        _Column("staleness", "mean", format_number(get_value("staleness/mean"), 1)),
-        _Column("staleness", "max", format_number(get_value("staleness/max"), 0)),
+        _Column("", "reward", progress.format("reward/mean"), min_width=7),
+        _Column("staleness", "mean", progress.format("staleness/mean", 1)),
+        _Column("staleness", "max", progress.format("staleness/max", 0)),
     ]
-    if run_info.has_filter:
+    if progress.run_info.has_filter:
         fraction, seconds = format_filter_stats(progress)
-        columns += [
-            _Column("filtered", "groups", fraction),
-            _Column("filtered", "cost", seconds, min_width=6),
-        ]
+        columns.append(_Column("filtered", "groups", fraction))
+        columns.append(_Column("filtered", "cost", seconds, min_width=6))
     columns += [
-        _Column("groups waiting for", stage, format_number(get_value(DEPTH_PREFIX + stage), 0), 1)
-        for stage in progress.stages
-        if math.isfinite(get_value(DEPTH_PREFIX + stage))
+        _Column("groups waiting for", stage, format_number(depth, 0), 1)
+        for stage, depth in depths.items()
+        if math.isfinite(depth)
     ]
     columns += [
-        _Column("busy", stage, _format_busy(get_value(IDLE_PREFIX + stage)), 2)
+        _Column("busy", stage, format_share(1.0 - progress.get(IDLE_PREFIX + stage)), 2)
         for stage in progress.stages
     ]
-    return [
-        *columns,
-        _Column("", "tokens/s", format_number(get_value("throughput/tokens_per_s"), 0), 3),
-        _Column("", "s/step", format_number(get_value("time/step_s"), 1)),
-        _Column("", "left", format_duration(progress.estimate_remaining_s()), min_width=7),
-    ]
-
-
-def _format_busy(idle: float) -> str:
-    return f"{max(0.0, 1.0 - idle):.0%}" if math.isfinite(idle) else "-"
+    left = format_duration(progress.estimate_remaining_s())
+    columns.append(_Column("", "tokens/s", progress.format("throughput/tokens_per_s", 0), 3))
+    columns.append(_Column("", "s/step", progress.format("time/step_s", 1)))
+    return [*columns, _Column("", "left", left, min_width=7)]
 
 
 def _select_columns(columns: list[_Column], width: int) -> list[_Column]:
     """Return the columns that fit a line; those of the highest rank are left out first."""
     for rank in (3, 2, 1):
-        if len(_format_groups(columns)) <= width and _measure_line(columns) <= width:
-            break
-        columns = [column for column in columns if column.rank != rank]
+        if max(map(len, _format_columns(columns))) > width:
+            columns = [column for column in columns if column.rank != rank]
     return columns
 
 
-def _measure_line(columns: list[_Column]) -> int:
-    return len(_format_cells(columns, [column.header for column in columns]))
-
-
-def _format_cells(columns: list[_Column], cells: list[str]) -> str:
-    padded = (f"{cell:>{c.width}}" for c, cell in zip(columns, cells, strict=True))
-    return " " + _GAP.join(padded)
-
-
-def _format_groups(columns: list[_Column]) -> str:
-    """Return the line above the headers: each group's name over its columns."""
-    parts = []
+def _format_columns(columns: list[_Column]) -> list[str]:
+    """Return the lines of a step: groups over their columns, headers and values."""
+    groups = []
     for group, members in itertools.groupby(columns, key=lambda column: column.group):
-        for names in [list(members)] if group else [[column] for column in members]:
-            width = sum(column.width for column in names) + len(_GAP) * (len(names) - 1)
-            parts.append(f"{group:<{width}}")
-    return (" " + _GAP.join(parts)).rstrip()
+        widths = [column.width for column in members]
+        if group:
+            widths = [sum(widths) + len(_GAP) * (len(widths) - 1)]
+        groups += [f"{group:<{width}}" for width in widths]
+    headers = [f"{column.header:>{column.width}}" for column in columns]
+    values = [f"{column.value:>{column.width}}" for column in columns]
+    return [f" {_GAP.join(cells)}".rstrip() for cells in (groups, headers, values)]
 
 
-def format_filter_stats(progress: RunProgress) -> tuple[str, str]:
-    """Return the fraction of groups filtered in the last step and their cost: "88%", "12.1s"."""
-    filtered_fraction = progress.get("filter/share")
-    seconds = sum(progress.get(name) for name in FILTER_COST_METRICS)
-    text = f"{filtered_fraction:.0%}" if math.isfinite(filtered_fraction) else "-"
-    return text, f"{format_number(seconds, 1)} s"
+class LiveConsole(RunConsole):
+    """Console that keeps a view of the run at the bottom of the terminal and prints lines above.
 
-
-def build_summary_table(progress: RunProgress, wall_s: float, summary: EventFields) -> Table:
-    """Build the final table: first and last reward and evaluations, totals.
-
-    The fields of `summary` follow.
+    `close` removes the view, restores the terminal and prints the summary. If the program exits
+    without `close`, atexit restores the terminal.
     """
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True, min_width=_LABEL_WIDTH)
-    table.add_column(overflow="fold")
-    rewards, run_info = progress.rewards, progress.run_info
-    rows = [("steps", f"{progress.step} of {run_info.num_steps}")]
-    if rewards:
-        rows.append(("reward", f"{format_number(rewards[0])} -> {format_number(rewards[-1])}"))
-    for name, values in progress.evals.items():
-        rows.append(("eval", f"{name} {format_number(values[0])} -> {format_number(values[-1])}"))
-    since = " since the resume" if run_info.resume_step is not None else ""
-    rows.append(("wall time", format_duration(wall_s) + since))
-    rows.append(("tokens", f"{progress.num_tokens:,.0f}"))
-    rows.append(("filtered", progress.format_filter_line()))
-    rows += [(name, str(value)) for name, value in summary.items()]
-    for label, text in rows:
-        if text:
-            table.add_row(Text(f" {label}"), Text(text))
-    return table
+
+    def __init__(
+        self, run_info: RunInfo, console: Console, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(run_info, console, clock=clock)
+        # Lock order: rich.live holds its own lock while it calls `render`, which takes this lock.
+        # Printing takes rich's lock, so printing under this lock would deadlock.
+        self._lock = threading.Lock()
+        self._status = WorkStatus("starting")
+        self._status_since = self._last_step_at = self.started_at
+        self._spinner = make_spinner(console)
+        self._live = Live(
+            console=console,
+            get_renderable=self.render,
+            refresh_per_second=REFRESHES_PER_S,
+            transient=True,
+        )
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        super().start(config)
+        self._status_since = self._last_step_at = self.started_at
+        self._live.start(refresh=True)
+        atexit.register(self._live.stop)
+
+    def show_status(self, status: WorkStatus) -> None:
+        with self._lock:
+            if status.text != self._status.text:
+                self._status_since = self.clock() - status.elapsed_s
+            self._status = status
+
+    def add_row(self, step: int, row: MetricsRow) -> Mapping[str, float]:
+        with self._lock:
+            self._last_step_at = self.clock()
+            if step > 0:
+                self._status = WorkStatus("")
+            return super().add_row(step, row)
+
+    def close(self, summary: EventFields) -> None:
+        self._live.stop()
+        atexit.unregister(self._live.stop)
+        super().close(summary)
+
+    def render(self) -> RenderableType:
+        """Build the view of the run; rich calls this at every refresh."""
+        with self._lock:
+            parts: list[RenderableType] = [Text(), self._build_header()]
+            if self.progress.has_steps:
+                parts += [Text(), _build_metrics_grid(self.progress)]
+                parts += [Text(), _build_stages_grid(self.progress)]
+            if self._status.text:
+                self._status.elapsed_s = self.clock() - self._status_since
+                row = build_status_row(self._status, self._spinner)
+                parts += [Text(), Padding(row, (0, 0, 0, 1))]
+            return Group(*parts)
+
+    def _build_header(self) -> RenderableType:
+        """Build the top line of the view: name of the run, step, progress bar, time left."""
+        progress, run_info = self.progress, self.progress.run_info
+        grid = Table.grid(padding=(0, 2, 0, 0), expand=True)
+        grid.add_column(no_wrap=True, overflow="ellipsis", style=f"bold {ACCENT}")
+        grid.add_column(no_wrap=True)
+        grid.add_column(ratio=1)
+        grid.add_column(no_wrap=True, justify="right", style="dim")
+        left_s = progress.estimate_remaining_s(self.clock() - self._last_step_at)
+        grid.add_row(
+            Text(f" {run_info.name}"),
+            f"step {progress.step}/{run_info.num_steps}",
+            ProgressBar(run_info.num_steps, progress.step, complete_style=ACCENT),
+            f"{format_duration(left_s)} left" if math.isfinite(left_s) else "",
+        )
+        return grid
+
+
+def _build_metrics_grid(progress: RunProgress) -> RenderableType:
+    bound = progress.run_info.max_staleness
+    grid = Table.grid(padding=(0, 2, 0, 0), expand=True)
+    grid.add_column(style="dim", no_wrap=True, min_width=_LABEL_WIDTH)
+    grid.add_column(style="bold", no_wrap=True, min_width=6, justify="right")
+    grid.add_column(no_wrap=True, width=_BAR_WIDTH)
+    grid.add_column(no_wrap=True, ratio=1, style="dim")
+    grid.add_row(" reward", progress.format("reward/mean"), *_draw_trend(progress.rewards))
+    for name in [name for name in SHOWN_EVALS if name in progress.evals][:1]:
+        values = progress.evals[name]
+        grid.add_row(f" eval {name}", format_number(values[-1]), *_draw_trend(values))
+    mean, largest = progress.get("staleness/mean"), progress.get("staleness/max")
+    bar = _draw_bar(mean / bound if bound else 0.0, ACCENT)
+    limit = f"largest {format_number(largest, 0)}, bound {bound} versions"
+    note = Text(limit, style="bold red" if largest > bound else "")
+    grid.add_row(" staleness", format_number(mean, 2), bar, note)
+    tokens = progress.format("throughput/tokens_per_s", 0)
+    grid.add_row(" tokens/s", tokens, "", f"{progress.format('time/step_s', 1)} s per step")
+    if progress.run_info.has_filter:
+        share, seconds = format_filter_stats(progress)
+        grid.add_row(" filtered", share, "", f"{seconds} of generation and scoring lost")
+    publish_s, pull_s = (progress.format(f"weights/{name}", 2) for name in ("publish_s", "pull_s"))
+    version = f"v{progress.format('weights/version', 0)}"
+    grid.add_row(" weights", version, "", f"publish {publish_s} s, pull {pull_s} s")
+    return grid
+
+
+def _draw_trend(values: Sequence[float]) -> tuple[Text, str]:
+    """Return a sparkline and the first value of a series."""
+    line = Text(render_sparkline(values, SPARKLINE_WIDTH), style=ACCENT)
+    return line, f"from {format_number(values[0])}" if values else ""
+
+
+def _draw_bar(share: float, style: str) -> RenderableType:
+    if not math.isfinite(share):
+        return ""
+    return ProgressBar(1.0, min(max(share, 0.0), 1.0), complete_style=style, finished_style=style)
+
+
+def _build_stages_grid(progress: RunProgress) -> RenderableType:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="dim", no_wrap=True, min_width=_LABEL_WIDTH)
+    grid.add_column(no_wrap=True, min_width=7, justify="right")
+    grid.add_column(width=_BAR_WIDTH)
+    grid.add_column(no_wrap=True, justify="right", min_width=4)
+    grid.add_row(" stage", Text("waiting", style="dim"), Text("busy", style="dim"), "")
+    for stage in progress.stages:
+        depth, busy = progress.get(DEPTH_PREFIX + stage), 1.0 - progress.get(IDLE_PREFIX + stage)
+        waiting = format_number(depth, 0) if math.isfinite(depth) else ""
+        share = format_share(busy) if math.isfinite(busy) else ""
+        grid.add_row(f" {stage}", waiting, _draw_bar(busy, "green"), share)
+    return grid

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from streamrl.telemetry.metric_names import Histogram, MetricsRow
 
-DEPTH_PREFIX, IDLE_PREFIX, EVAL_PREFIX, LEDGER_PREFIX = "queue/depth/", "idle/", "eval/", "ledger/"
+DEPTH_PREFIX, IDLE_PREFIX, EVAL_PREFIX = "queue/depth/", "idle/", "eval/"
 FILTER_COST_METRICS = ("filter/generate_s", "filter/score_s")
 SPARKLINE_BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 SHOW_AFTER_S = 2.0
@@ -29,7 +29,6 @@ class WorkStatus:
 
     total: how many units there are, of which `completed` are done; None if unknown.
     timeout_s: time that the work may take, for which an interrupted run waits; 0: it does not wait.
-    counted, counted_at_s: the latest count whose time is known, and its time.
     """
 
     text: str
@@ -38,16 +37,9 @@ class WorkStatus:
     completed: int = 0
     elapsed_s: float = 0.0
     timeout_s: float = 0.0
-    counted: int = 0
-    counted_at_s: float = 0.0
 
     def advance(self, count: int = 1) -> None:
         self.completed += count
-
-    def set_elapsed(self, elapsed_s: float) -> None:
-        self.elapsed_s = elapsed_s
-        if self.completed != self.counted:
-            self.counted, self.counted_at_s = self.completed, elapsed_s
 
     @property
     def count_text(self) -> str:
@@ -59,10 +51,10 @@ class WorkStatus:
     @property
     def time_text(self) -> str:
         """Time left as text, "1:04 left"; the time so far while that is unknown."""
-        if not self.total or not 0 < self.counted <= self.total:
+        if not self.total or not 0 < self.completed <= self.total:
             return format_duration(self.elapsed_s)
-        end_s = self.counted_at_s * self.total / self.counted
-        return f"{format_duration(max(end_s - self.elapsed_s, 0.0))} left"
+        left_s = self.elapsed_s * (self.total - self.completed) / self.completed
+        return f"{format_duration(left_s)} left"
 
     @property
     def description(self) -> str:
@@ -95,7 +87,6 @@ class RunProgress:
     """Latest metrics of a run, and its rewards and evaluations so far.
 
     evals: values of each evaluation, by name without `eval/`.
-    filter_costs_s: seconds spent on filtered groups so far, by metric.
     recent_step_s: latest step times, in seconds.
     """
 
@@ -106,7 +97,6 @@ class RunProgress:
     evals: dict[str, list[float]] = field(default_factory=dict)
     stages: list[str] = field(default_factory=list)
     num_tokens: float = 0.0
-    filter_costs_s: dict[str, float] = field(default_factory=dict)
     recent_step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
 
     def __post_init__(self) -> None:
@@ -128,10 +118,6 @@ class RunProgress:
             self.recent_step_s.append(step_s)
             tokens = numbers.get("throughput/tokens_per_s", 0.0) * step_s
             self.num_tokens += tokens if math.isfinite(tokens) else 0.0
-        for name in FILTER_COST_METRICS:
-            seconds = numbers.get(name, 0.0)
-            if math.isfinite(seconds):
-                self.filter_costs_s[name] = self.filter_costs_s.get(name, 0.0) + seconds
         self._collect_stages(numbers)
         evals = {
             name: value
@@ -158,6 +144,10 @@ class RunProgress:
         """Return the latest value of a metric; NaN without a value."""
         return self.latest_values.get(name, math.nan)
 
+    def format(self, name: str, digits: int = 3) -> str:
+        """Return the latest value of a metric in few characters."""
+        return format_number(self.get(name), digits)
+
     def estimate_remaining_s(self, since_step_s: float = 0.0) -> float:
         """Estimate the seconds until the last step ends, from the median of recent step times.
 
@@ -168,18 +158,6 @@ class RunProgress:
         steps_left = max(self.run_info.num_steps - self.step, 0)
         total_s = steps_left * statistics.median(self.recent_step_s)
         return max(total_s - since_step_s, 0.0)
-
-    def format_filter_line(self) -> str:
-        """Return a line with number and cost of filtered groups; empty without filtered groups."""
-        filtered, trained = (self.get(LEDGER_PREFIX + name) for name in ("filtered", "trained"))
-        if not filtered > 0:
-            return ""
-        generate_s, score_s = (self.filter_costs_s.get(name, 0.0) for name in FILTER_COST_METRICS)
-        return (
-            f"{filtered:,.0f} of {filtered + trained:,.0f} groups"
-            f" ({filtered / (filtered + trained):.0%}), which took {generate_s:.1f} s of generation"
-            f" and {score_s:.1f} s of scoring"
-        )
 
 
 def select_prefix(numbers: Mapping[str, float], prefix: str) -> dict[str, float]:

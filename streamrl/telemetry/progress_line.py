@@ -117,7 +117,7 @@ class ProgressLine:
         """Show the line if it is due, with the current counts."""
         with self._lock:
             now = self._clock()
-            self._status.set_elapsed(now - self._phase_started_at)
+            self._status.elapsed_s = now - self._phase_started_at
             if self._is_hidden or now < self._due_at:
                 return
             if self._is_plain:

@@ -3,8 +3,7 @@
     pandas.read_parquet("runs/mine/rollouts")       # all steps
 
 A row is a rollout. The columns `prompt`, `ground_truth` and `turns` are JSON; `turns` has the
-tokens of the rollout by source, so that an episode can be read turn by turn. Earlier versions wrote
-`step_000012.jsonl`, with a group per line and only some groups of a step.
+tokens of the rollout by source, so that an episode can be read turn by turn.
 """
 
 import io
@@ -16,14 +15,8 @@ from typing import Any
 
 import msgspec
 
-from streamrl.errors import ConfigError
 from streamrl.files.atomic_write import wrap_disk_errors, write_atomic
-from streamrl.files.bounded_read import (
-    open_regular_file,
-    parse_json,
-    read_jsonl,
-    wrap_file_errors,
-)
+from streamrl.files.bounded_read import open_regular_file, parse_json, wrap_file_errors
 from streamrl.messages import TokenSource, parse_uid
 
 ROLLOUTS_FOLDER = "rollouts"
@@ -169,7 +162,7 @@ def _encode_groups(groups: Sequence[RecordedGroup]) -> bytes:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    rows = [_make_row(group, i) for group in groups for i in range(len(group.rollouts))]
+    rows = [make_row(group, i) for group in groups for i in range(len(group.rollouts))]
     names = dict.fromkeys(name for row in rows for name in row)
     floats = [name for name in names if name.startswith((_SCORE_PREFIX, _NUMBER_PREFIX))]
     types = {**_COLUMN_TYPES, **dict.fromkeys(floats, "double")}
@@ -198,7 +191,7 @@ _COLUMN_TYPES = {
 """Types of the columns that are not text."""
 
 
-def _make_row(group: RecordedGroup, index: int) -> dict[str, Any]:
+def make_row(group: RecordedGroup, index: int) -> dict[str, Any]:
     """Return a rollout of a group as a row; values that are not known are None."""
     rollout = group.rollouts[index]
     oldest, newest = rollout.version_range or (None, None)
@@ -250,39 +243,23 @@ def read_recorded_groups(run_dir: Path, step: int) -> list[RecordedGroup]:
     path = _list_step_files(run_dir / ROLLOUTS_FOLDER).get(step)
     if path is None:
         return []
-    rows = _read_parquet_rows(path) if path.suffix == ".parquet" else read_jsonl(path)
-    groups = []
-    for number, row in enumerate(rows, start=1):
-        try:
-            if not isinstance(row, dict):
-                raise msgspec.ValidationError("Expected `object`")
-            groups.append(msgspec.convert({**row, "step": step}, RecordedGroup))
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"{path}:{number}: not a recorded group: {error}") from None
-    return groups
-
-
-def _read_parquet_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the groups of a file, each as the fields of a RecordedGroup."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     with wrap_file_errors(path), open_regular_file(path) as file:
         try:
-            rows = pq.read_table(file).to_pylist()
             groups: dict[str, dict[str, Any]] = {}
-            for row in rows:
+            for row in pq.read_table(file).to_pylist():
                 group = groups.setdefault(row["uid"], _read_group_fields(row))
                 group["rollouts"].append(_read_rollout_fields(row))
-        except (pa.ArrowException, KeyError, TypeError) as error:
+            return [msgspec.convert(group, RecordedGroup) for group in groups.values()]
+        except (pa.ArrowException, KeyError, TypeError, msgspec.ValidationError) as error:
             raise ValueError(f"not recorded rollouts: {error}") from None
-    return list(groups.values())
 
 
 def _read_group_fields(row: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "uid": row["uid"],
-        "environment": row["environment"],
+        **{name: row[name] for name in ("step", "uid", "environment")},
         "prompt": parse_json(row["prompt"]),
         "ground_truth": parse_json(row["ground_truth"]),
         "rollouts": [],
@@ -314,7 +291,6 @@ def select_prefixed(row: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _list_step_files(folder: Path) -> dict[int, Path]:
-    """Return the files of recorded steps by step; parquet before JSONL of the same step."""
-    files = [*folder.glob("step_*.jsonl"), *folder.glob("step_*.parquet")]
-    numbers = {path: path.stem.removeprefix("step_") for path in files}
+    """Return the files of recorded steps by step."""
+    numbers = {path: path.stem.removeprefix("step_") for path in folder.glob("step_*.parquet")}
     return {int(number): path for path, number in numbers.items() if number.isdecimal()}

@@ -16,8 +16,7 @@ from streamrl.files.optional_package import import_optional
 from streamrl.telemetry.alerts import ALERT_EVENT, AlertWatch
 from streamrl.telemetry.chrome_trace import MAX_TRACE_BYTES, TraceSink, check_trace
 from streamrl.telemetry.config import TENSORBOARD, TelemetryConfig
-from streamrl.telemetry.console import PlainConsole, RunConsole
-from streamrl.telemetry.live_console import LiveConsole
+from streamrl.telemetry.console import LiveConsole, PlainConsole, RunConsole
 from streamrl.telemetry.metric_names import Histogram, MetricsRow, parse_metrics_row, validate_row
 from streamrl.telemetry.progress import RunInfo, WorkStatus
 from streamrl.telemetry.rollout_log import RecordedGroup

@@ -24,7 +24,7 @@ from streamrl.files.atomic_write import wrap_disk_errors, write_atomic
 from streamrl.files.bounded_read import read_small_text, wrap_file_errors
 from streamrl.telemetry.config import WandbConfig
 from streamrl.telemetry.metric_names import Histogram, MetricsRow
-from streamrl.telemetry.rollout_log import SAMPLED, RecordedGroup, RecordedRollout
+from streamrl.telemetry.rollout_log import RecordedGroup, make_row
 from streamrl.telemetry.sinks import ALERT_EVENTS, EventFields
 
 if TYPE_CHECKING:
@@ -43,10 +43,6 @@ TABLE_EVERY = 10
 """Steps between two tables of rollouts."""
 MAX_TABLE_ROWS, MAX_TABLE_TEXT = 64, 2000
 """Rows of a table of rollouts, and characters of a text in it: 256 KB at most."""
-TABLE_COLUMNS = (
-    *("step", "uid", "prompt", "completion", "turns", "score", "advantage", "scores", "verdicts"),
-    *("tokens", "version_min", "version_max"),
-)
 
 
 def load_run_id(run_dir: Path) -> str | None:
@@ -75,33 +71,12 @@ def preload_wandb(config: WandbConfig) -> None:
         threading.Thread(target=load, name="import wandb").start()
 
 
-def make_table_row(group: RecordedGroup, rollout: RecordedRollout) -> list[Any]:
-    """Return a rollout as a row of the table, in the order of TABLE_COLUMNS."""
-    prompt = "\n".join(f"{message['role']}: {message['content']}" for message in group.prompt)
-    scores = {name: value for name, value in rollout.components.items() if value is not None}
-    oldest, newest = rollout.version_range or (None, None)
-    return [
-        group.step,
-        group.uid,
-        shorten_text(prompt),
-        shorten_text(rollout.completion),
-        len([turn for turn in rollout.turns if turn.source == SAMPLED]) or None,
-        rollout.score,
-        rollout.advantage,
-        ", ".join(f"{name} {score:.3g}" for name, score in scores.items()),
-        ", ".join(f"{name} {verdict}" for name, verdict in rollout.verdicts.items()),
-        rollout.tokens,
-        oldest,
-        newest,
-    ]
-
-
-def shorten_text(text: str) -> str:
-    """Return a text of at most MAX_TABLE_TEXT characters, cut in the middle."""
-    if len(text) <= MAX_TABLE_TEXT:
-        return text
+def shorten_text(value: Any) -> Any:
+    """Return a value with at most MAX_TABLE_TEXT characters if it is text, cut in the middle."""
+    if not isinstance(value, str) or len(value) <= MAX_TABLE_TEXT:
+        return value
     half = MAX_TABLE_TEXT // 2 - 3
-    return f"{text[:half]} ... {text[-half:]}"
+    return f"{value[:half]} ... {value[-half:]}"
 
 
 class WandbSink:
@@ -226,15 +201,19 @@ class WandbSink:
     def log_rollouts(self, step: int, groups: Sequence[RecordedGroup]) -> None:
         """Log a table of recorded rollouts under each TABLE_EVERY-th step.
 
-        At most MAX_TABLE_ROWS, whole groups first, with texts cut to MAX_TABLE_TEXT. Late rollouts
-        come under the latest step, since wandb drops rows of earlier steps.
+        At most MAX_TABLE_ROWS with the columns of `rollouts/`, but for the turns, and texts cut to
+        MAX_TABLE_TEXT. Late rollouts come under the latest step, since wandb drops rows of earlier
+        steps.
         """
         import wandb
 
         if not groups or step % TABLE_EVERY or self._run is None or self._has_failed:
             return
-        rows = [make_table_row(group, rollout) for group in groups for rollout in group.rollouts]
-        table = wandb.Table(columns=[*TABLE_COLUMNS], data=rows[:MAX_TABLE_ROWS])
+        rows = [make_row(group, i) for group in groups for i in range(len(group.rollouts))]
+        rows = rows[:MAX_TABLE_ROWS]
+        names = list(dict.fromkeys(name for row in rows for name in row if name != "turns"))
+        data = [[shorten_text(row.get(name)) for name in names] for row in rows]
+        table = wandb.Table(columns=[*names], data=data)
         try:
             self._run.log({ROLLOUTS_TABLE: table}, step=max(step, self._run.step))
         except OSError as error:

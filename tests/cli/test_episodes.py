@@ -103,5 +103,5 @@ def test_bad_input_is_one_line(refuse: Show, run_dir: Path, tmp_path: Path):
     assert "--last 0: must be at least 1" in refuse(run_dir, "--last", 0)
     assert "No such file or directory" in refuse(run_dir, "--html", tmp_path / "none" / "page.html")
     assert "not allowed with" in refuse(run_dir, "--html", tmp_path / "page.html", "--json")
-    (run_dir / "rollouts" / "step_000006.jsonl").write_text('{"uid": 3}\n')
-    assert "step_000006.jsonl:1: not a recorded group" in refuse(run_dir)
+    (run_dir / "rollouts" / "step_000006.parquet").write_text("no parquet")
+    assert "step_000006.parquet: not recorded rollouts" in refuse(run_dir)

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from streamrl.telemetry.console import PlainConsole
-from streamrl.telemetry.live_console import LiveConsole
+from streamrl.telemetry.console import LiveConsole, PlainConsole
 from streamrl.telemetry.progress import WorkStatus
 from tests.telemetry.rows import full_row, make_run_info
 from tests.virtual_time import ManualClock
@@ -153,30 +152,13 @@ def test_frequent_events_are_limited_per_step_and_counted(plain):
     assert "stage=train" in text
 
 
-def test_frequent_events_are_printed_at_powers_of_ten(plain):
-    plain.start({})
-    for number in range(1, 2923):
-        plain.log_event("drop", {"uid": f"0:{number}:0"})
-    plain.log_step(1, full_row(1))
-    printed = [" ".join(line.split()) for line in lines(plain.console)]
-    assert [line for line in printed if line.startswith("drop")] == [
-        "drop uid=0:1:0",
-        "drop uid=0:2:0",
-        "drop uid=0:3:0",
-        "drop 10 so far, the last: uid=0:10:0",
-        "drop 100 so far, the last: uid=0:100:0",
-        "drop 1,000 so far, the last: uid=0:1000:0",
-        "drop 1,922 more, see events.jsonl",
-    ]
-
-
 def test_persistent_events_are_printed_every_half_minute(plain):
     plain.start({})
     for number in range(1, 101):
         plain.log_event("drop", {"uid": f"0:{number}:0"})
         plain.clock.now += 1.0
     counts = re.findall(r"drop +([\d,]+) so far", "\n".join(lines(plain.console)))
-    assert counts == ["10", "40", "70", "100"]
+    assert counts == ["33", "63", "93"]
 
 
 def test_event_counts_restart_with_each_step(plain):
@@ -281,16 +263,12 @@ def test_the_view_fits_the_terminal_however_long_the_run(live, width):
     assert "from 0.100" in view(live, width)
 
 
-def test_the_view_shows_evaluations_and_the_latest_events(live):
+def test_the_view_shows_an_evaluation(live):
     live.log_step(0, {"eval/pass_at_1": 0.125})
     live.log_step(1, full_row(1))
-    for number in range(5):
-        live.clock.now = 60.0 * number
-        live.log_event("died", {"actor": f"generator-{number}"})
     live.log_step(2, full_row(2) | {"eval/pass_at_1": 0.5})
     rows = [" ".join(line.split()) for line in view(live, 80).splitlines()]
     assert "eval pass_at_1 0.500 \u2581\u2588 from 0.125" in rows
-    assert rows[-3:] == [f"{n}:00 died actor=generator-{n}" for n in (2, 3, 4)]
 
 
 def test_a_full_idle_bar_and_unknown_values_can_be_drawn(live):
@@ -309,17 +287,6 @@ def test_the_cursor_is_restored_after_an_interrupt(live):
     text = live.console.file.getvalue()
     assert text.rindex(SHOW_CURSOR) > text.rindex(HIDE_CURSOR)
     assert sys.stdout is not None and not hasattr(sys.stdout, "rich_proxied_file")
-
-
-def test_the_view_shows_the_names_of_events_beside_long_texts(live):
-    live.log_step(1, full_row(1))
-    live.log_event("note", {"text": "notes are not among the latest events"})
-    live.log_event("unscored", {"reason": "no answer, " * 20})
-    live.log_event("restarted", {"actor": "generator-0"})
-    shown = view(live, 80)
-    assert re.search(r"0:00 +unscored +reason=no answer, .*\u2026", shown)
-    assert "notes are not" not in shown
-    assert re.search(r"0:00 +restarted +actor=generator-0", shown)
 
 
 def test_evaluations_and_events_are_lines_above_the_view(live):
@@ -351,8 +318,7 @@ def test_filter_cost_is_shown_with_a_filter(tmp_path):
     assert "mean max groups cost reward" in " ".join(header.split())
     assert re.search(r"90% +12\.2 s", body[0])
     summary = next(line for line in body if line.lstrip().startswith("filtered"))
-    cost_line = "2 of 12 groups (17%), which took 23.0 s of generation and 1.5 s of scoring"
-    assert cost_line in " ".join(summary.split())
+    assert " ".join(summary.split()) == "filtered 2 groups (17%)"
     live = LiveConsole(run_info, terminal(80), clock=ManualClock())
     assert "filtered" not in view(live, 80)
     live.add_row(1, full_row(1) | cost | {"filter/oversample": 8.0})

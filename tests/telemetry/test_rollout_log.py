@@ -1,11 +1,9 @@
 """Recorded rollouts: written, thinned out, read, and discarded on resume."""
 
 import errno
-import json
 import math
 import os
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pandas as pd
@@ -22,30 +20,6 @@ from streamrl.telemetry.rollout_log import (
     read_recorded_groups,
 )
 from tests.telemetry.drawing.recorded import make_group, make_guess
-
-OLD_ROW: dict[str, Any] = {
-    "uid": "0:1:0",
-    "prompt": [{"role": "user", "content": "1+1"}],
-    "ground_truth": "2",
-    "rollouts": [
-        {
-            "completion": "2",
-            "score": 1.0,
-            "components": {"rule": 1.0, "judge": None},
-            "verdicts": {"rule": "pass", "judge": "abstained"},
-            "numbers": {"rule": {"length": 1.0}},
-        },
-        {"completion": "3", "score": 0.0},
-    ],
-}
-
-
-def write_old_rows(run_dir: Path, step: int, rows: list[Any]) -> None:
-    """Write rows as earlier versions did."""
-    folder = run_dir / "rollouts"
-    folder.mkdir(exist_ok=True)
-    lines = "\n".join(map(json.dumps, rows))
-    (folder / f"step_{step:06d}.jsonl").write_text(lines + "\n")
 
 
 def test_a_step_without_groups_has_no_file(tmp_path: Path):
@@ -137,23 +111,11 @@ def test_the_folder_stays_small_and_covers_the_run(
     assert max(gaps) <= 4 * math.ceil(last / max(1.0, size)) + 1
 
 
-def test_rows_of_earlier_versions_are_read_as_one_turn(tmp_path: Path):
-    write_old_rows(tmp_path, 4, [OLD_ROW])
-    (group,) = read_recorded_groups(tmp_path, 4)
-    assert (group.step, group.uid, group.ground_truth, group.mean_score) == (4, "0:1:0", "2", 0.5)
-    first = group.rollouts[0]
-    assert first.components == {"rule": 1.0, "judge": None}
-    assert first.prompt_text is first.version_range is first.finish_reason is None
-    (turn,) = first.visible_turns
-    assert (turn.source, turn.text, turn.tokens) == ("sampled", "2", None)
-
-
 def test_steps_are_listed_by_number_and_foreign_files_ignored(tmp_path: Path):
     assert list_recorded_steps(tmp_path) == []
-    write_old_rows(tmp_path, 1_000_000, [OLD_ROW])
-    for step in (3, 12):
+    for step in (3, 12, 1_000_000):
         record_steps(RolloutLog(tmp_path), range(step, step + 1))
-    (tmp_path / "rollouts" / "step_mine.jsonl").touch()
+    (tmp_path / "rollouts" / "step_mine.parquet").touch()
     assert list_recorded_steps(tmp_path) == [3, 12, 1_000_000]
     assert read_recorded_groups(tmp_path, 4) == []
 
@@ -164,27 +126,14 @@ def test_a_lone_surrogate_is_written_as_its_escape(tmp_path: Path):
     assert read_recorded_groups(tmp_path, 1)[0].rollouts[0].completion == "a \\ud800"
 
 
-@pytest.mark.parametrize(
-    ("row", "problem"),
-    [
-        ({"uid": "0:1:0"}, "Object missing required field `rollouts`"),
-        ({**OLD_ROW, "rollouts": [{"completion": 3, "score": 1}]}, "Expected `str`, got `int`"),
-        ([], "Expected `object`"),
-    ],
-)
-def test_a_row_that_is_not_a_group_is_an_error_with_its_line(
-    row: Any, problem: str, tmp_path: Path
-):
-    write_old_rows(tmp_path, 2, [OLD_ROW, row])
-    with pytest.raises(ConfigError, match=r"step_000002.jsonl:2: not a recorded group: ") as error:
-        read_recorded_groups(tmp_path, 2)
-    assert problem in str(error.value)
-
-
-@pytest.mark.parametrize("content", [b"", b"PAR1", b"no parquet at all"])
-def test_a_damaged_file_is_named(content: bytes, tmp_path: Path):
+@pytest.mark.parametrize("columns", [None, ["step", "uid"], ["step", "uid", "turns", "score"]])
+def test_a_damaged_file_is_named(columns: list[str] | None, tmp_path: Path):
     record_steps(RolloutLog(tmp_path), range(1, 2))
-    (tmp_path / "rollouts" / "step_000001.parquet").write_bytes(content)
+    path = tmp_path / "rollouts" / "step_000001.parquet"
+    if columns is None:
+        path.write_bytes(b"no parquet at all")
+    else:
+        pd.read_parquet(path)[columns].to_parquet(path)
     with pytest.raises(ConfigError, match=r"step_000001.parquet: ") as error:
         read_recorded_groups(tmp_path, 1)
     assert "\n" not in str(error.value)

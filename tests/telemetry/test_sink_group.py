@@ -8,8 +8,7 @@ from rich.console import Console
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_jsonl
 from streamrl.telemetry.config import TelemetryConfig, WandbConfig
-from streamrl.telemetry.console import PlainConsole
-from streamrl.telemetry.live_console import LiveConsole
+from streamrl.telemetry.console import LiveConsole, PlainConsole
 from streamrl.telemetry.progress import WorkStatus
 from streamrl.telemetry.sink_group import SinkGroup, make_console, make_sink_group
 from streamrl.telemetry.spans import Span

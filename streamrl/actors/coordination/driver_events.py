@@ -78,7 +78,7 @@ class DriverEvents:
         started = clock()
         await asyncio.sleep(SHOW_AFTER_S)
         while True:
-            status.set_elapsed(clock() - started)
+            status.elapsed_s = clock() - started
             self.post_report(replace(status))
             await asyncio.sleep(STATUS_EVERY_S)
 
