@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -24,7 +24,7 @@ from streamrl.data.chat_template import (
     render_prompts,
 )
 from streamrl.data.config import MODEL_TEMPLATE, PLAIN_TEMPLATE, DataFile
-from streamrl.data.reading.indexed_table import IndexedTable, iterate_records, open_table
+from streamrl.data.reading.indexed_table import IndexedTable, open_table
 from streamrl.data.reading.reasoning_gym_table import ReasoningGymTable
 from streamrl.data.reading.rows import BadRow, DataRow, parse_record
 from streamrl.errors import ConfigError
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 PromptFilter = Callable[[Prompt, str], bool]
 """Takes a prompt and its location for errors; returns whether to keep the prompt."""
 RENDER_BATCH_ROWS = 512
-"""Rows per tokenizer call."""
+"""Rows per batch of a sequential read and per tokenizer call."""
 RowTable = IndexedTable | ReasoningGymTable
 _render_lock = threading.Lock()
 """Serializes rendering: neither tokenizers nor user filters are thread-safe."""
@@ -90,6 +90,12 @@ def open_rows(file: DataFile) -> RowTable:
     if file.tasks is not None:
         return ReasoningGymTable(file.tasks, path=file.path, key=file.key)
     return open_table(file.path, file.split)
+
+
+def iterate_records(table: RowTable) -> Iterator[tuple[str, int, Any]]:
+    """Yield (location, index, record) of each row of a table in order."""
+    for start in range(0, len(table), RENDER_BATCH_ROWS):
+        yield from table.read_rows(range(start, min(start + RENDER_BATCH_ROWS, len(table))))
 
 
 def load_data_rows(file: DataFile) -> Iterator[DataRow]:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -161,25 +160,6 @@ def test_bad_rows_are_refused_in_the_sample_and_skipped_when_drawn(tokenizer, tm
     assert skipped.problems[0].startswith(f"{path} line 21: not JSON")
 
 
-def test_an_unrepresentable_value_is_treated_like_a_bad_row(tokenizer, tmp_path):
-    path = tmp_path / "rows.parquet"
-
-    def write(bad: int) -> None:
-        times = pa.array([2**62 if i == bad else i for i in range(50)], pa.timestamp("us"))
-        pq.write_table(pa.table({"prompt": pa.array(map(str, range(50))), "x": times}), path)
-
-    write(3)
-    with pytest.raises(ConfigError, match=f"^{path} row 4: column 'x' of timestamp"):
-        open_rows(str(path), tokenizer=tokenizer)
-    write(20)
-    stream = stream_of(open_rows(str(path), tokenizer=tokenizer))
-    drawn = stream.draw_prompts(49)
-    assert sorted(parse_uid(prompt.uid)[1] for prompt in drawn) == [i for i in range(50) if i != 20]
-    skipped = stream.take_skipped()
-    assert skipped.metrics["data/bad"] == 1
-    assert skipped.problems[0].startswith(f"{path} row 21: column 'x' of timestamp[us]: ")
-
-
 def test_an_unjudgeable_row_in_the_sample_is_refused(tokenizer, write_rows):
     def inspect(prompts):
         for prompt in prompts:
@@ -270,9 +250,3 @@ def test_get_prompt_reads_a_row_again(tokenizer, write_rows):
     assert state["files"] == [[30, 30 / 70], [40, 40 / 70]]
     with pytest.raises(ValueError, match="no prompt with index 1 "):
         stream.get_prompt("0:1:0")  # a blank line
-
-
-def test_a_table_takes_a_few_bytes_per_row(write_rows):
-    opened_table = table.open_table(write_rows(*numbered(5000)))
-    assert len(pickle.dumps(opened_table)) < 5000 * 16
-    assert np.array_equal(opened_table.get_indices(), np.arange(5000))

@@ -1,7 +1,5 @@
 """Alerts: raised once while their condition holds."""
 
-import math
-
 import pytest
 
 from streamrl.telemetry.alerts import QUIET_STEPS, AlertWatch
@@ -92,8 +90,3 @@ def test_an_algorithm_that_compares_no_rollouts_of_a_group_needs_a_difference_be
     assert not any(watch.find_alerts(step, make_flat_row(0.5, 0.5)) for step in range(1, 10))
     alerts = [watch.find_alerts(step, make_flat_row(0.0)) for step in range(10, 20)]
     assert [bool(found) for found in alerts] == [step == 2 for step in range(10)]
-
-
-def test_metrics_without_a_value_raise_nothing():
-    row = {"policy/ess": math.nan, "filter/share": math.nan, "ledger/dropped": math.nan}
-    assert AlertWatch().find_alerts(1, row) == []

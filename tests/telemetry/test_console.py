@@ -100,26 +100,11 @@ def test_a_wide_plain_console_also_shows_how_busy_each_stage_is(tmp_path):
     assert re.search(r"100% +75% +50% +25% +12\.3k", step)
 
 
-def test_the_plain_header_is_repeated(plain):
-    plain.start({})
-    for step in range(1, 31):
-        plain.log_step(step, full_row(step))
-    assert sum("groups waiting for" in line for line in lines(plain.console)) == 2
-
-
 def test_the_plain_console_is_ascii_without_escapes(plain):
     run(plain)
     plain.close({})
     assert plain.console.file.getvalue().isascii()
     assert "\x1b" not in plain.console.file.getvalue()
-
-
-def test_the_plain_status_is_printed_when_it_changes(plain):
-    plain.start({})
-    for text in ("generator 0/1", "generator 0/1", "generator 1/1", ""):
-        plain.show_status(WorkStatus(text))
-    text = "\n".join(lines(plain.console))
-    assert text.count("generator 0/1") == 1 and text.count("generator 1/1") == 1
 
 
 def test_the_plain_console_repeats_a_status_every_half_minute(plain):
@@ -161,17 +146,6 @@ def test_persistent_events_are_printed_every_half_minute(plain):
     assert counts == ["33", "63", "93"]
 
 
-def test_event_counts_restart_with_each_step(plain):
-    plain.start({})
-    for step in (1, 2):
-        for _ in range(4):
-            plain.log_event("drop", {"cause": "timeout"})
-        plain.log_step(step, full_row(step))
-    text = "\n".join(lines(plain.console))
-    assert text.count("cause=timeout") == 6
-    assert text.count("1 more, see events.jsonl") == 2
-
-
 @pytest.mark.parametrize(("kind", "output"), [(LiveConsole, terminal), (PlainConsole, pipe)])
 def test_the_summary_shows_rewards_totals_and_ledger(kind, output, tmp_path):
     console = kind(make_run_info(tmp_path), output(120), clock=ManualClock())
@@ -187,12 +161,6 @@ def test_the_summary_shows_rewards_totals_and_ledger(kind, output, tmp_path):
     assert f"ledger {ledger}" in printed, "as of the run's end, not of its last row"
     assert "wandb offline" in printed
     assert "written runs/demo" in printed
-
-
-def test_a_run_without_a_step_has_no_summary(plain):
-    plain.start({})
-    plain.close({})
-    assert not any("steps" in line and "of" in line for line in lines(plain.console))
 
 
 def test_a_run_saved_before_its_first_step_prints_the_checkpoint(plain):
@@ -239,14 +207,6 @@ def test_the_view_shows_reward_staleness_and_every_stage(live):
     assert "starting" not in text
 
 
-def test_the_view_shows_a_status_during_the_run_until_it_ends(live):
-    live.log_step(1, full_row(1))
-    live.show_status(WorkStatus("evaluating"))
-    assert "evaluating" in view(live, 80)
-    live.show_status(WorkStatus(""))
-    assert "evaluating" not in view(live, 80)
-
-
 def test_the_view_counts_what_a_status_has_done(live):
     live.log_step(1, full_row(1))
     live.clock.now = 60.0
@@ -289,16 +249,6 @@ def test_the_cursor_is_restored_after_an_interrupt(live):
     assert sys.stdout is not None and not hasattr(sys.stdout, "rich_proxied_file")
 
 
-def test_evaluations_and_events_are_lines_above_the_view(live):
-    live.start({})
-    live.log_step(1, full_row(1) | {"eval/pass_at_1": 0.5})
-    live.log_event("death", {"actor": "scorer-1"})
-    live.close({})
-    printed = [" ".join(line.split()) for line in lines(live.console)]
-    assert "eval step=1 pass_at_1=0.500" in printed
-    assert "death actor=scorer-1" in printed
-
-
 def test_markup_in_names_is_printed_verbatim(plain):
     plain.start({})
     plain.log_event("[bold]", {"text": "[red]x[/red]"})
@@ -323,10 +273,3 @@ def test_filter_cost_is_shown_with_a_filter(tmp_path):
     assert "filtered" not in view(live, 80)
     live.add_row(1, full_row(1) | cost | {"filter/oversample": 8.0})
     assert "filtered 90% 12.2 s of generation and scoring lost" in " ".join(view(live, 80).split())
-
-
-def test_filter_cost_is_hidden_without_a_filter(plain):
-    plain.start({})
-    plain.log_step(1, full_row(1) | {"ledger/filtered": 0})
-    plain.close({})
-    assert "filtered" not in "\n".join(lines(plain.console)).replace("0 filtered", "")

@@ -56,12 +56,6 @@ def test_a_full_row_passes_and_misses_nothing():
     assert find_missing_metrics(full_row(3)) == []
 
 
-def test_missing_names_are_listed():
-    row = full_row(3)
-    del row["queue/bytes"], row["idle/train"]
-    assert find_missing_metrics(row) == ["queue/bytes"]
-
-
 @pytest.mark.parametrize("value", [1, 0.5, math.nan, np.float32(0.5), np.int64(3)])
 def test_numbers_of_python_and_numpy_are_values(value):
     validate_row({"reward/mean": value})

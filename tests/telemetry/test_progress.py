@@ -9,7 +9,6 @@ from streamrl.telemetry.progress import (
     RunProgress,
     WorkStatus,
     format_duration,
-    format_fields,
     format_number,
     render_sparkline,
 )
@@ -27,10 +26,6 @@ def test_rewards_tokens_and_stages_are_collected_from_rows(progress):
     assert progress.rewards == [0.1, 0.2]
     assert progress.num_tokens == 2 * 2.0 * 12_345.0
     assert progress.stages == list(STAGES)
-
-
-def test_a_metric_without_a_value_is_nan(progress):
-    assert math.isnan(progress.get("reward/mean"))
 
 
 def test_nan_is_excluded_from_sums(progress):
@@ -54,10 +49,6 @@ def test_remaining_time_is_the_median_step_time_times_the_remaining_steps(progre
     assert progress.estimate_remaining_s() == 7 * 3.0
     assert progress.estimate_remaining_s(since_step_s=1.0) == 20.0
     assert progress.estimate_remaining_s(since_step_s=99.0) == 0.0
-
-
-def test_remaining_time_is_unknown_before_the_first_step(progress):
-    assert math.isnan(progress.estimate_remaining_s())
 
 
 def test_a_sparkline_goes_from_the_lowest_to_the_highest_block():
@@ -100,12 +91,6 @@ def test_numbers_take_few_characters(value, digits, text):
 )
 def test_durations_are_formatted_like_a_clock(seconds, text):
     assert format_duration(seconds) == text
-
-
-def test_fields_are_named_and_floats_are_short():
-    assert (
-        format_fields([("step", 3), ("x", 0.12345), ("why", "late")]) == "step=3  x=0.123  why=late"
-    )
 
 
 def test_the_time_left_follows_from_the_count():

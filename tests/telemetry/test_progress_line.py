@@ -82,15 +82,6 @@ def test_closing_erases_the_line_and_restores_the_cursor():
     assert file.getvalue() == closed
 
 
-def test_phases_of_a_shown_line_follow_each_other_without_delay():
-    file = TerminalFile()
-    line = make_line(file, text="loading")
-    refresh_at(line, 2.0)
-    line.describe("scoring", 8, "completions")
-    refresh_at(line, 2.25)
-    assert re.search(r"scoring  \S+  0 of 8 completions  0:00$", last_frame(file))
-
-
 def test_a_paused_line_is_hidden_and_due_again_two_seconds_later():
     file = TerminalFile()
     line = make_line(file)
@@ -137,13 +128,6 @@ def test_without_a_terminal_long_work_prints_plain_lines(file, mode, environ):
         "streamrl: checking rows: 100 of 400 rows, 0:30 left",
         "streamrl: writing\u241b[2J files, 0:10",
     ]
-
-
-def test_no_color_keeps_the_bar():
-    file = TerminalFile()
-    line = make_line(file, total=10, NO_COLOR="1")
-    refresh_at(line, 2.0)
-    assert "\x1b[36m" not in file.getvalue() and "0 of 10 rows" in last_frame(file)
 
 
 def test_a_run_without_console_has_no_progress():

@@ -12,7 +12,6 @@ from streamrl.telemetry.console import LiveConsole, PlainConsole
 from streamrl.telemetry.progress import WorkStatus
 from streamrl.telemetry.sink_group import SinkGroup, make_console, make_sink_group
 from streamrl.telemetry.spans import Span
-from streamrl.telemetry.wandb_sink import WandbSink
 from tests.telemetry.rows import full_row, make_run_info
 
 
@@ -69,15 +68,6 @@ def test_a_failed_start_closes_the_started_sinks():
     with pytest.raises(OSError, match="b failed"):
         group.start({})
     assert log == ["a.start", "b.start", "a.close"]
-
-
-def test_a_failed_close_still_closes_the_other_sinks():
-    log: list[str] = []
-    group = SinkGroup([RecordingSink("a", log), RecordingSink("b", log, fails_at="close")])
-    group.start({})
-    with pytest.raises(OSError, match="b failed"):
-        group.close({})
-    assert log[-1] == "a.close"
 
 
 def test_a_row_outside_the_contract_reaches_no_sink():
@@ -145,23 +135,6 @@ def test_an_existing_run_is_not_overwritten(tmp_path):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_without_a_trace_spans_are_discarded(tmp_path):
-    run = make_sink_group(quiet(trace=False), make_run_info(tmp_path))
-    run.start({})
-    run.write_spans([Span("p", "work", 0, 1.0, 2.0)])
-    run.close({})
-    assert not (tmp_path / "trace.json").exists()
-
-
-def test_wandb_is_a_sink_unless_disabled(tmp_path):
-    run = make_sink_group(TelemetryConfig(console="none"), make_run_info(tmp_path))
-    assert any(isinstance(sink, WandbSink) for sink in run.sinks)
-    assert not any(
-        isinstance(sink, WandbSink)
-        for sink in make_sink_group(quiet(), make_run_info(tmp_path)).sinks
-    )
-
-
 @pytest.mark.parametrize(
     ("kind", "console", "expected"),
     [
@@ -176,10 +149,6 @@ def test_the_console_depends_on_the_output(kind, console, expected, tmp_path):
     assert isinstance(make_console(kind, make_run_info(tmp_path), console), expected)
 
 
-def test_the_console_can_be_off(tmp_path):
-    assert make_console("none", make_run_info(tmp_path)) is None
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -192,9 +161,3 @@ def test_an_invalid_setting_names_its_key(settings, message):
     merged = OmegaConf.merge(OmegaConf.structured(TelemetryConfig), settings)
     with pytest.raises(ConfigError, match=message):
         OmegaConf.to_object(merged)
-
-
-def test_the_defaults_need_no_account():
-    config = OmegaConf.to_object(OmegaConf.structured(TelemetryConfig))
-    assert isinstance(config, TelemetryConfig)
-    assert (config.wandb.mode, config.console, config.trace) == ("offline", "auto", True)

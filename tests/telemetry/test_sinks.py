@@ -8,9 +8,7 @@ import pytest
 
 from streamrl.errors import ConfigError, DiskError
 from streamrl.files.bounded_read import read_jsonl
-from streamrl.telemetry.metric_names import Histogram
 from streamrl.telemetry.sinks import JsonlSink
-from tests.telemetry.rows import full_row
 from tests.virtual_time import ManualClock
 
 
@@ -33,15 +31,6 @@ def test_each_step_is_flushed_as_a_line(tmp_path):
     }
 
 
-def test_a_full_row_keeps_every_name(tmp_path):
-    sink = started(tmp_path)
-    sink.log_step(1, full_row(1))
-    (row,) = read_jsonl(tmp_path / "metrics.jsonl")
-    assert set(row) == {"step", "time", *full_row(1)}
-    histogram = Histogram.from_json(row["staleness/histogram"])
-    assert histogram == full_row(1)["staleness/histogram"]
-
-
 def test_events_have_a_separate_file_that_ends_with_the_summary(tmp_path):
     sink = started(tmp_path)
     sink.log_event("drop", {"cause": "timeout", "age_s": math.nan, "last": True})
@@ -50,13 +39,6 @@ def test_events_have_a_separate_file_that_ends_with_the_summary(tmp_path):
         {"time": 1000.0, "event": "drop", "cause": "timeout", "age_s": None, "last": True},
         {"time": 1000.0, "event": "close", "steps": 3},
     ]
-
-
-def test_a_second_close_has_no_effect(tmp_path):
-    sink = started(tmp_path)
-    sink.close({})
-    sink.close({})
-    assert len(read_jsonl(tmp_path / "events.jsonl")) == 1
 
 
 def test_a_resumed_run_repeats_no_step_and_keeps_all_events(tmp_path):
@@ -87,18 +69,6 @@ def test_a_line_torn_by_a_crash_is_removed_on_resume(tmp_path):
     sink.log_event("start", {})
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
     assert [event["event"] for event in read_jsonl(tmp_path / "events.jsonl")] == ["start"]
-
-
-def test_a_broken_line_in_the_middle_is_an_error_with_its_number(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\nnot json\n{"step": 3}\n')
-    with pytest.raises(ValueError, match=r"metrics.jsonl:2: not a line of JSON"):
-        read_jsonl(path)
-
-
-def test_resume_before_the_first_step_starts_empty_files(tmp_path):
-    started(tmp_path, is_resumed=True)
-    assert read_jsonl(tmp_path / "metrics.jsonl") == []
 
 
 def fill_disk(sink):
@@ -149,6 +119,13 @@ def test_the_base_models_evaluation_is_an_event_instead_of_a_row(tmp_path):
     assert [row["step"] for row in rows] == [1]
     assert events[0]["event"] == "base_evaluation"
     assert events[0]["eval/pass_at_1"] == 0.25
+
+
+def test_a_broken_line_in_the_middle_is_an_error_with_its_number(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\nnot json\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl:2: not a line of JSON"):
+        read_jsonl(path)
 
 
 def test_a_binary_file_is_an_error_with_its_name(tmp_path: Path):

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
 IndexedRecords = list[tuple[str, int, Any]]
 """(location, index from 0, record) of rows; an unreadable record is its ConfigError."""
-READ_BATCH_ROWS = 512
-"""Rows per batch of a sequential read."""
 JSONL_EXTENSIONS = (".jsonl", ".ndjson")
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 TEXT_EXTENSIONS = (*JSONL_EXTENSIONS, ".json", *DELIMITERS)
@@ -58,14 +56,6 @@ _SPLIT_PATTERN = re.compile(
     r"(.+)-\d+-of-\d+|(?i:(?:.+[-_.])?(train|test|validation|valid|val|dev|eval)(?:[-_.]?\d+)?)"
 )
 """Names of parquet shards that contain their split, such as train-00000-of-00004."""
-
-
-class RandomAccessRows(Protocol):
-    """Rows that can be read in any order."""
-
-    def __len__(self) -> int: ...
-
-    def read_rows(self, rows: Sequence[int]) -> IndexedRecords: ...
 
 
 def format_error(error: BaseException) -> str:
@@ -115,12 +105,6 @@ def open_table(path: str, split: str = "") -> "IndexedTable":
     if is_empty:
         raise ConfigError(f"{path}: contains no rows")
     return table
-
-
-def iterate_records(table: RandomAccessRows) -> Iterator[tuple[str, int, Any]]:
-    """Yield (location, index, record) of each row of a table in order."""
-    for start in range(0, len(table), READ_BATCH_ROWS):
-        yield from table.read_rows(range(start, min(start + READ_BATCH_ROWS, len(table))))
 
 
 # Text: JSONL, and formats that are unpacked into it.

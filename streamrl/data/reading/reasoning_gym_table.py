@@ -159,16 +159,8 @@ def make_task(dataset: Any, index: int, *, name: str) -> MadeTask | str:
     return task["question"], task["answer"], task["metadata"].get("source_dataset", name)
 
 
-@dataclass(frozen=True)
-class TaskRequest:
-    """Request to the worker: tasks with these indices.
-
-    tasks: as `ReasoningGymTasks.to_text`. setting: config section of the tasks, for errors.
-    """
-
-    tasks: str
-    setting: str
-    indices: Sequence[int]
+TaskRequest = tuple[str, str, Sequence[int]]
+"""Tasks, as `ReasoningGymTasks.to_text`; their config section, for errors; indices."""
 
 
 def make_task_handler(_: None) -> Callable[[TaskRequest], Sequence[MadeTask | str] | str]:
@@ -176,12 +168,13 @@ def make_task_handler(_: None) -> Callable[[TaskRequest], Sequence[MadeTask | st
     load_dataset = lru_cache(CACHED_DATASETS)(create_dataset)
 
     def handle_request(request: TaskRequest) -> Sequence[MadeTask | str] | str:
-        tasks = ReasoningGymTasks.from_text(request.tasks)
+        text, setting, indices = request
         try:
-            dataset = load_dataset(request.tasks, setting=request.setting)
+            dataset = load_dataset(text, setting=setting)
         except ConfigError as error:
             return str(error)
-        return [make_task(dataset, index, name=tasks.dataset) for index in request.indices]
+        name = ReasoningGymTasks.from_text(text).dataset
+        return [make_task(dataset, index, name=name) for index in indices]
 
     return handle_request
 
@@ -237,9 +230,8 @@ class ReasoningGymTable:
         return records
 
     def _call_worker(self, indices: Sequence[int]) -> Sequence[Any]:
-        request = TaskRequest(self._tasks.to_text(), self._key, indices)
         try:
-            answer = task_worker.call(request)
+            answer = task_worker.call((self._tasks.to_text(), self._key, indices))
         except WorkerError as error:
             raise ConfigError(f"{self.path}: {error}") from None
         if isinstance(answer, str):

@@ -12,7 +12,7 @@ are removed in all formats, so a row reads the same from each.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,28 +54,15 @@ class BadRow:
     problem: ConfigError
 
 
-def parse_records(
-    records: Iterable[tuple[str, int, Any]], *, prompt_key: str, label_key: str
-) -> Iterator[DataRow]:
-    """Yield the rows of (location, index, record). Raises ConfigError at the first bad row."""
-    for location, index, record in records:
-        row = parse_record(record, location, index, prompt_key=prompt_key, label_key=label_key)
-        if isinstance(row, BadRow):
-            raise row.problem
-        yield row
-
-
 def parse_record(
     record: Any, location: str, index: int, *, prompt_key: str, label_key: str
 ) -> DataRow | BadRow:
     """Convert a record, or the ConfigError of an unreadable one, to a row or a bad row."""
+    if isinstance(record, ConfigError):
+        return BadRow(index, record)
     try:
-        if isinstance(record, ConfigError):
-            raise record
         check_depth(record)
         return _parse_row(record, location, index, prompt_key=prompt_key, label_key=label_key)
-    except ConfigError as error:
-        return BadRow(index, error)
     except ValueError as error:
         return BadRow(index, ConfigError(f"{location}: {error}"))
 
@@ -83,70 +70,57 @@ def parse_record(
 def _parse_row(
     record: Any, location: str, index: int, *, prompt_key: str, label_key: str
 ) -> DataRow:
-    if not isinstance(record, dict):
-        raise ConfigError(f"{location}: must be a JSON object, got {_describe_type(record)}")
+    """Convert a record to a row. Raises ValueError for one that cannot be used."""
+    _check_type(record, dict, "a JSON object", name="")
     for setting, key in (("data.prompt_key", prompt_key), ("label_key", label_key)):
         if key and key not in record:
             columns = ", ".join(map(str, record)) or "none"
-            raise ConfigError(
-                f"{location}: no column {key!r} ({setting}); the columns are: {columns}"
-            )
-    fields = _remove_nulls(_parse_json_texts(record, location, prompt_key, label_key))
+            raise ValueError(f"no column {key!r} ({setting}); the columns are: {columns}")
+    fields = _remove_nulls(_parse_json_texts(record, prompt_key, label_key))
     prompt = fields.pop(prompt_key, None)
-    data_source = _check_type(
-        fields.pop("data_source", ""), str, name="data_source", location=location
-    )
-    ground_truth = fields.get(label_key) if label_key else _take_ground_truth(fields, location)
-    environment = _check_type(
-        fields.pop("environment", ""), str, name="environment", location=location
-    )
-    extra_info = _check_type(
-        fields.pop("extra_info", {}), dict, name="extra_info", location=location
-    )
+    ground_truth = fields.get(label_key) if label_key else _take_ground_truth(fields)
+    texts = {
+        name: _check_type(fields.pop(name, ""), str, name=name)
+        for name in ("data_source", "environment")
+    }
+    extra_info = _check_type(fields.pop("extra_info", {}), dict, name="extra_info")
+    tools, arguments = fields.get("tools", []), fields.get("chat_template_kwargs", {})
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(f"tools must be a list of objects, got {_describe_type(tools)}")
     return DataRow(
         location=location,
         index=index,
-        messages=_normalize_messages(prompt, name=prompt_key, location=location),
-        data_source=data_source,
+        messages=_normalize_messages(prompt, name=prompt_key),
         ground_truth=ground_truth,
         extra_info=fields | extra_info,
         is_chat=not isinstance(prompt, str),
-        tools=_check_tools(fields.get("tools", []), location),
-        template_arguments=_check_type(
-            fields.get("chat_template_kwargs", {}),
-            dict,
-            name="chat_template_kwargs",
-            location=location,
-        ),
-        environment=environment,
+        tools=tools,
+        template_arguments=_check_type(arguments, dict, name="chat_template_kwargs"),
+        **texts,
     )
 
 
-def _parse_json_texts(
-    record: Mapping[str, Any], location: str, prompt_key: str, label_key: str
-) -> dict[str, Any]:
+def _parse_json_texts(record: Mapping[str, Any], prompt_key: str, label_key: str) -> dict[str, Any]:
     parsed = dict(record)
     for name in JSON_COLUMNS:
         if isinstance(text := parsed.get(name), str) and name not in (prompt_key, label_key):
             try:
                 parsed[name] = parse_json(text) if text.strip() else None
             except ValueError as error:
-                raise ConfigError(
-                    f"{location}: {name} is text, which must be JSON: {error}"
-                ) from None
+                raise ValueError(f"{name} is text, which must be JSON: {error}") from None
     if isinstance(text := parsed.get(prompt_key), str):
-        parsed[prompt_key] = _parse_messages(text, prompt_key, location)
+        parsed[prompt_key] = _parse_messages(text, prompt_key)
     return parsed
 
 
-def _parse_messages(text: str, name: str, location: str) -> Any:
+def _parse_messages(text: str, name: str) -> Any:
     """Parse chat messages as JSON text; return other text unchanged."""
     try:
         messages = parse_json(text) if text.lstrip().startswith("[") else None
     except ValueError as error:
         if _CHAT_PATTERN.match(text):
-            raise ConfigError(
-                f"{location}: {name} looks like chat messages, which must be JSON: {error}"
+            raise ValueError(
+                f"{name} looks like chat messages, which must be JSON: {error}"
             ) from None
         return text
     is_chat = isinstance(messages, list) and any(
@@ -155,69 +129,52 @@ def _parse_messages(text: str, name: str, location: str) -> Any:
     return messages if is_chat else text
 
 
-def _check_tools(tools: Any, location: str) -> list[Mapping[str, Any]]:
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ConfigError(
-            f"{location}: tools must be a list of objects, got {_describe_type(tools)}"
-        )
-    return tools
-
-
-def _take_ground_truth(fields: dict[str, Any], location: str) -> Any:
-    rule = _check_type(fields.pop("reward_model", {}), dict, name="reward_model", location=location)
+def _take_ground_truth(fields: dict[str, Any]) -> Any:
+    rule = _check_type(fields.pop("reward_model", {}), dict, name="reward_model")
     if "ground_truth" in rule and "ground_truth" in fields:
-        raise ConfigError(
-            f"{location}: ground_truth occurs at the top level and in reward_model; keep one"
-        )
+        raise ValueError("ground_truth occurs at the top level and in reward_model; keep one")
     return fields.pop("ground_truth", rule.get("ground_truth"))
 
 
-def _normalize_messages(prompt: Any, *, name: str, location: str) -> tuple[Mapping[str, Any], ...]:
+def _normalize_messages(prompt: Any, *, name: str) -> tuple[Mapping[str, Any], ...]:
+    """Check chat messages, and join the content parts of each into one text."""
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
-        raise ConfigError(
-            f"{location}: {name} must be text or a list of chat messages,"
-            f" got {_describe_type(prompt)}"
-        )
-    return tuple(
-        _normalize_message(message, where=f"message {number} of {name}", location=location)
-        for number, message in enumerate(prompt, 1)
-    )
+        kind = _describe_type(prompt)
+        raise ValueError(f"{name} must be text or a list of chat messages, got {kind}")
+    messages = []
+    for number, message in enumerate(prompt, 1):
+        where = f"message {number} of {name}"
+        _check_type(message, dict, name=where)
+        # An assistant message with tool calls may omit its content.
+        content = message.get("content", "" if "tool_calls" in message else None)
+        if isinstance(content, list):
+            content = "".join(_get_part_text(part, where) for part in content)
+        for key, value in (("role", message.get("role")), ("content", content)):
+            text = _check_type(value, str, name=f"{key} of {where}")
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"{key} of {where} is not valid Unicode") from None
+        messages.append({**message, "content": content})
+    return tuple(messages)
 
 
-def _normalize_message(message: Any, *, where: str, location: str) -> Mapping[str, Any]:
-    """Check a chat message, and join its content parts into one text."""
-    _check_type(message, dict, name=where, location=location)
-    # An assistant message with tool calls may omit its content.
-    content = message.get("content", "" if "tool_calls" in message else None)
-    if isinstance(content, list):
-        content = "".join(_get_part_text(part, where=where, location=location) for part in content)
-    for key, value in (("role", message.get("role")), ("content", content)):
-        text = _check_type(value, str, name=f"{key} of {where}", location=location)
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ConfigError(f"{location}: {key} of {where} is not valid Unicode") from error
-    return {**message, "content": content}
-
-
-def _get_part_text(part: Any, *, where: str, location: str) -> str:
-    """Return the text of a content part; images and other types raise ConfigError."""
+def _get_part_text(part: Any, where: str) -> str:
+    """Return the text of a content part. Raises ValueError for images and other types."""
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else _describe_type(part)
     if kind != "text" or not isinstance(part.get("text"), str):
-        raise ConfigError(
-            f"{location}: content of {where} has a part of type {kind}; only text is supported"
-        )
+        raise ValueError(f"content of {where} has a part of type {kind}; only text is supported")
     return str(part["text"])
 
 
-def _check_type(value: Any, expected: type, *, name: str, location: str) -> Any:
+def _check_type(value: Any, expected: type, word: str = "", *, name: str) -> Any:
     if not isinstance(value, expected):
-        word = "text" if expected is str else "an object"
-        raise ConfigError(f"{location}: {name} must be {word}, got {_describe_type(value)}")
+        word = word or ("text" if expected is str else "an object")
+        raise ValueError(f"{name} must be {word}, got {_describe_type(value)}".lstrip())
     return value
 
 

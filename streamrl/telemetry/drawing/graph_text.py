@@ -1,9 +1,9 @@
 """Output of `streamrl graph`: text, or a flowchart in the language Mermaid."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from streamrl.dataflow import CallKind, Dataflow, EdgeKind, ModelCall, StepNode
 
@@ -12,31 +12,18 @@ KIND_BORDERS = {CallKind.GENERATE: "#1d4ed8", CallKind.SCORE: "#15803d", CallKin
 WAIT_STROKES = {EdgeKind.DATA: "#475569", EdgeKind.VERSION: "#7c3aed", EdgeKind.ORDER: "#94a3b8"}
 
 
-@dataclass(frozen=True)
-class GraphEdge:
+class GraphEdge(NamedTuple):
     """Edge of a dataflow graph: stage `target` waits for stage `source`.
 
-    wait: data (columns), version (new weights) or order.
-    role: for a version edge, role of the trained model.
+    wait: data (columns), version (new weights) or order. label: columns or version that `target`
+    waits for; empty for an order edge. is_back: leads to an earlier stage, for a later step.
     """
 
     source: StepNode
     target: StepNode
     wait: EdgeKind
-    columns: tuple[str, ...] = ()
-    role: str = ""
-
-    @property
-    def label(self) -> str:
-        """Text on the edge: columns or version that `target` waits for; empty for an order edge."""
-        if self.wait is EdgeKind.VERSION:
-            return f"version of {self.role}"
-        return ", ".join(self.columns)
-
-    @property
-    def is_back_edge(self) -> bool:
-        """Whether the edge leads from training back to an earlier stage, for a later step."""
-        return self.wait is EdgeKind.VERSION and self.source[0] == self.target[0]
+    label: str = ""
+    is_back: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,14 +47,14 @@ class DataflowGraph:
     ) -> "DataflowGraph":
         """Return the graph of an algorithm's dataflow, unrolled over `steps` steps."""
         graph = flow.unroll_steps(steps, max_staleness)
-        edges = [_make_edge(a, b, facts) for a, b, facts in graph.edges(data=True)]
-        if steps == 1:
-            edges += [
-                GraphEdge(
-                    (0, trainer.stage), (0, call.stage), EdgeKind.VERSION, role=call.followed_role
-                )
-                for trainer, call in flow.version_edges
-            ]
+        edges = []
+        for source, target, facts in graph.edges(data=True):
+            label = ", ".join(dict.fromkeys(facts.get("columns", ())))
+            label = f"version of {facts['role']}" if "role" in facts else label
+            edges.append(GraphEdge(source, target, facts["kind"], label))
+        for trainer, call in flow.version_edges if steps == 1 else ():
+            label, ends = f"version of {call.followed_role}", ((0, trainer.stage), (0, call.stage))
+            edges.append(GraphEdge(*ends, EdgeKind.VERSION, label, is_back=True))
         title = f"{name}: {len(flow.calls)} stages, versions at most {max_staleness} behind"
         calls = {node: graph.nodes[node]["call"] for node in graph}
         return cls(title, calls, tuple(edges), steps, max_staleness)
@@ -81,49 +68,24 @@ class DataflowGraph:
         return stage if self.num_steps == 1 else f"{stage}[{step + 1}]"
 
 
-def _make_edge(source: StepNode, target: StepNode, facts: dict[str, Any]) -> GraphEdge:
-    columns = tuple(dict.fromkeys(facts.get("columns", ())))
-    return GraphEdge(source, target, facts["kind"], columns, facts.get("role", ""))
-
-
 def render_text(picture: DataflowGraph, notes: Iterable[str] = ()) -> str:
     """Return a dataflow graph as text: stages in flow order, edges, and `notes`, one per line."""
     stages = {call.stage: call for call in picture.calls.values()}
     width = max(len(stage) for stage in (*stages, "  produces")) + 2
     lines = [picture.title, ""]
     for call in stages.values():
-        lines += [f"{call.stage:<{width}}{call.kind.value}, role {call.role}"]
-        lines += [
-            f"  {name:<{width - 2}}{facts}" for name, facts in _list_call_facts(call) if facts
-        ]
-    step_suffix = "" if picture.num_steps == 1 else f" of {picture.num_steps} steps"
-    lines += ["", f"edges{step_suffix}"]
-    arrows = [
-        f"{picture.format_node(e.source)} -> {picture.format_node(e.target)}" for e in picture.edges
-    ]
-    widest = max(map(len, arrows), default=0)
-    lines += [
-        f"  {end:<{widest}}  {_describe_edge(edge, picture)}"
-        for end, edge in zip(arrows, picture.edges, strict=True)
-    ]
-    lines += [f"note: {note}" for note in notes]
-    return "\n".join(lines) + "\n"
-
-
-def _list_call_facts(call: ModelCall) -> Iterator[tuple[str, str]]:
-    """Yield labeled facts on a call: columns it needs and produces, and the role it follows."""
-    yield "needs", ", ".join(call.needs) or "prompts only"
-    yield "produces", ", ".join(call.produces)
-    yield "follows", call.followed_role
-
-
-def _describe_edge(edge: GraphEdge, picture: DataflowGraph) -> str:
-    if edge.wait is EdgeKind.ORDER:
-        return "one step after the other"
-    if edge.is_back_edge:
-        steps = picture.max_staleness + 1
-        return f"{edge.label}, {steps} step{'s' if steps > 1 else ''} later"
-    return edge.label
+        lines.append(f"{call.stage:<{width}}{call.kind.value}, role {call.role}")
+        needs, produces = ", ".join(call.needs) or "prompts only", ", ".join(call.produces)
+        facts = {"needs": needs, "produces": produces, "follows": call.followed_role}
+        lines += [f"  {name:<{width - 2}}{fact}" for name, fact in facts.items() if fact]
+    lines += ["", "edges" if picture.num_steps == 1 else f"edges of {picture.num_steps} steps"]
+    ends = [" -> ".join(map(picture.format_node, edge[:2])) for edge in picture.edges]
+    widest, steps = max(map(len, ends), default=0), picture.max_staleness + 1
+    later = f", {steps} step{'s' if steps > 1 else ''} later"
+    for end, edge in zip(ends, picture.edges, strict=True):
+        text = edge.label or "one step after the other"
+        lines.append(f"  {end:<{widest}}  {text}{later if edge.is_back else ''}")
+    return "\n".join([*lines, *(f"note: {note}" for note in notes)]) + "\n"
 
 
 def render_mermaid(picture: DataflowGraph) -> str:

@@ -2,7 +2,6 @@ import csv
 import gzip
 import json
 import os
-import pickle
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -65,14 +64,6 @@ def test_parquet_and_jsonl_yield_equal_rows(tmp_path, write_rows):
     assert json.loads(json.dumps(from_parquet[1].extra_info)) == from_parquet[1].extra_info
 
 
-def test_parquet_maps_become_dicts(tmp_path):
-    path = tmp_path / "rows.parquet"
-    prompts = pa.array(["a"])
-    maps = pa.array([[("k", 1)]], pa.map_(pa.string(), pa.int64()))
-    pq.write_table(pa.table({"prompt": prompts, "extra_info": maps}), path)
-    assert rows_of(path)[0].extra_info == {"k": 1}
-
-
 def test_a_text_prompt_is_one_user_message_and_not_chat(write_rows):
     row = rows_of(write_rows({"prompt": "2+3=", "ground_truth": "5", "solution": "five"}))[0]
     assert row.messages == ({"role": "user", "content": "2+3="},)
@@ -119,12 +110,6 @@ def test_blank_lines_and_a_bom_are_skipped_but_counted(tmp_path):
     rows = rows_of(path)
     assert [row.index for row in rows] == [0, 2]
     assert rows[1].location == f"{path} line 3"
-
-
-def test_rows_are_read_lazily(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "a"}\nnot json\n')
-    assert next(load_rows(str(path))).index == 0
 
 
 @pytest.mark.parametrize(
@@ -183,14 +168,6 @@ def test_a_line_that_is_not_utf8_is_named_by_number(tmp_path):
     assert "line 2: not JSON: 'utf-8'" in refusal(path)
 
 
-def test_a_missing_parquet_column_lists_the_columns(tmp_path):
-    path = tmp_path / "rows.parquet"
-    pq.write_table(pa.table({"question": ["a"], "answer": ["b"]}), path)
-    assert refusal(path).endswith(
-        "row 1: no column 'prompt' (data.prompt_key); the columns are: question, answer"
-    )
-
-
 def test_a_malformed_or_truncated_parquet_file_is_refused(tmp_path):
     path = tmp_path / "rows.parquet"
     path.write_text("nonsense")
@@ -225,24 +202,12 @@ def test_extensions_are_case_insensitive(tmp_path, name):
     assert [row.messages[0]["content"] for row in rows_of(path)] == ["2+3="]
 
 
-def test_a_parquet_extension_may_be_upper_case(tmp_path):
-    pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "A.PARQUET")
-    pq.write_table(pa.table({"prompt": ["b"]}), tmp_path / "B.parquet")
-    assert len(rows_of(tmp_path / "A.PARQUET")) == 1
-    assert [row.messages[0]["content"] for row in rows_of(tmp_path)] == ["a", "b"]
-
-
 def test_an_empty_file_is_refused(tmp_path):
     for text in ("", "\n \n"):
         (tmp_path / "rows.jsonl").write_text(text)
         assert refusal(tmp_path / "rows.jsonl").endswith("contains no rows")
     pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "rows.parquet")
     assert refusal(tmp_path / "rows.parquet").endswith("contains no rows")
-
-
-def test_rows_pickle(write_rows):
-    row = rows_of(write_rows(*VERL_ROWS))[0]
-    assert pickle.loads(pickle.dumps(row)) == row
 
 
 def test_csv_values_are_text_and_rows_must_match_the_header(tmp_path):

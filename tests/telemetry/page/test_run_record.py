@@ -1,7 +1,6 @@
 """What a run directory holds, as the page reads it: also while the run writes it."""
 
 import json
-import math
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -16,17 +15,6 @@ from streamrl.telemetry.page.run_record import JsonlTail, RunReader
 from tests.telemetry.page.recorded_run import START_S, STEP_S, write_run
 
 ROWS = st.lists(st.dictionaries(st.sampled_from("abc"), st.integers()), max_size=8)
-
-
-def test_columns_have_a_value_per_step(tmp_path: Path) -> None:
-    run = RunReader(write_run(tmp_path / "run", num_steps=3)).read()
-    assert run.steps.tolist() == [1, 2, 3]
-    assert run.get_column("reward/mean") == pytest.approx([0.1, 0.2, 0.3])
-    assert all(map(math.isnan, run.get_column("no/such")))
-    assert run.get_staleness_counts().tolist() == [[100, 10, 1], [100, 20, 2], [100, 30, 3]]
-    assert run.select_names("queue/depth/") == [
-        f"queue/depth/{s}" for s in ("reward", "reference", "train")
-    ]
 
 
 def test_evaluations_begin_with_the_base_model(tmp_path: Path) -> None:
