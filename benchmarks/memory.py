@@ -51,8 +51,7 @@ from streamrl.engines.memory.peak_memory import (
 from streamrl.engines.models.activation_checkpointing import checkpoint_layers
 from streamrl.engines.models.forward import compute_token_logprobs, compute_token_values
 from streamrl.engines.models.model_shapes import MODEL_SHAPES
-from streamrl.engines.models.packed_rows import enable_packing, share_tokens
-from streamrl.engines.models.sequence_parallel import join_sequence_group
+from streamrl.engines.models.packed_rows import enable_packing, join_sequence_group, share_tokens
 
 GIB = 1 << 30
 TOKENS = {"qwen2.5-7b": 16_384, "qwen2.5-32b": 32_768}

@@ -44,7 +44,6 @@ from benchmarks.table_2 import (
     redundant_fraction,
 )
 from streamrl.errors import ConfigError
-from streamrl.resharding.byte_report import BytesReport, NodeTopology
 from streamrl.resharding.executors import (
     GroupGatherExecutor,
     PointToPointExecutor,
@@ -57,7 +56,14 @@ from streamrl.resharding.grouping import (
     assign_zero_redundancy,
 )
 from streamrl.resharding.layouts import ModelLayout, create_layout, partition_zero3
-from streamrl.resharding.plans import CopyPlan, GatherPlan, plan_copies, plan_gather
+from streamrl.resharding.plans import (
+    BytesReport,
+    CopyPlan,
+    GatherPlan,
+    NodeTopology,
+    plan_copies,
+    plan_gather,
+)
 from streamrl.resharding.storage import ShardStorage
 from streamrl.resharding.tensor_specs import FusedComponent, ModelSpec, TensorSpec
 

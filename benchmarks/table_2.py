@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from fractions import Fraction
 
-from streamrl.resharding.byte_report import BytesReport
+from streamrl.resharding.plans import BytesReport
 
 
 @dataclass(frozen=True)

@@ -1077,7 +1077,7 @@ def make_broadcast_group(rank: int, num_readers: int) -> Any:
     """Make a broadcast group of the weights; rank 0 serves its store at MASTER_PORT."""
     import torch
 
-    from streamrl.distributed.tcp_store import serve_tcp_store
+    from streamrl.distributed.process_group import serve_tcp_store
     from streamrl.errors import WeightsError
     from streamrl.weights.transports.collective import (
         BroadcastGroup,

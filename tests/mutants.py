@@ -155,7 +155,67 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/weights/transports/test_collective.py",
     ),
     # engines
+    Mutant(
+        "engines/generation/generation_engine.py",
+        "was_last = self._reasons == {reason}",
+        "was_last = reason in self._reasons",
+        "tests/engines/generation/test_requests_in_flight.py",
+    ),
+    Mutant(
+        "engines/generation/generation_engine.py",
+        "if progress == last_progress and not waiting.done():",
+        "if not progress and not waiting.done():",
+        "tests/engines/generation/test_sampling_progress.py",
+    ),
+    Mutant(
+        "engines/vllm/load_check.py",
+        "abs(self.sum_squares - other.sum_squares) <= SUM_TOLERANCE * scale",
+        "abs(self.sum_squares - other.sum_squares) <= scale",
+        "tests/engines/vllm/test_load_check.py",
+    ),
+    Mutant(
+        "engines/vllm/weight_loader.py",
+        "self._own_tensor, self._viewed_tensors = block, None, parts",
+        "self._own_tensor, self._viewed_tensors = block, block, parts",
+        "tests/engines/vllm/test_weight_loader.py",
+    ),
+    Mutant(
+        "engines/training/collate.py",
+        "end = int(lengths[: index + 1].sum())",
+        "end = int(lengths[:index].sum())",
+        "tests/engines/training/test_collate.py",
+    ),
+    Mutant(
+        "engines/training/optimizer_offload.py",
+        "                and tensor.numel()\n",
+        "",
+        "tests/engines/training/test_optimizer_offload.py",
+    ),
+    Mutant(
+        "engines/models/packed_rows.py",
+        "return seen.triu(1 - sliding_window)[None, None]",
+        "return seen.triu(-sliding_window)[None, None]",
+        "tests/engines/models/test_packed_rows.py::test_every_family_has_the_scores_and_gradients_of_padded_rows[mistral]",
+    ),
     # resharding
+    Mutant(
+        "resharding/executors.py",
+        "> bucket_bytes\n            ):",
+        "> 2 * bucket_bytes\n            ):",
+        "tests/resharding/test_transfer_rounds.py",
+    ),
+    Mutant(
+        "resharding/plans.py",
+        "if sender != rank:\n                sent[sender] +=",
+        "if sender == rank:\n                sent[sender] +=",
+        "tests/resharding/test_plans.py",
+    ),
+    Mutant(
+        "resharding/layouts.py",
+        "start, stop = index * size, min((index + 1) * size, self.shape[dim])",
+        "start, stop = index * size, (index + 1) * size",
+        "tests/resharding/test_layouts.py",
+    ),
     # actors
     Mutant(
         "actors/liveness.py",

@@ -222,7 +222,7 @@ def test_driver_checks_a_model_without_its_model_class(tmp_path: Path):
         import streamrl.cli.train
         import streamrl.config.preflight
         from streamrl.data.chat_template import load_tokenizer, load_vocab_size
-        from streamrl.engines.models.param_count import count_trained_params_from_config
+        from streamrl.engines.models.model_shapes import count_trained_params_from_config
         from streamrl.engines.trainer_config import TrainerConfig
         from streamrl.engines.models.tensor_parallel_support import check_generator_split
         from streamrl.engines.models.tensor_parallel_support import check_tensor_parallel

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import CRITIC, POLICY, CallKind
-from streamrl.engines.reference_config import REFERENCE_FILE
+from streamrl.engines.trainer_config import REFERENCE_FILE
 from streamrl.errors import ConfigError
 from streamrl.files.file_proofs import compute_digest
 from streamrl.run_dir.checkpoint import Checkpoint

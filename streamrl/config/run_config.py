@@ -28,8 +28,7 @@ from streamrl.config.run_settings import ModelConfig, RunSettings
 from streamrl.data.config import FILE_KEYS, DataConfig, make_paths_absolute
 from streamrl.dataflow import CRITIC, POLICY, Dataflow, build_dataflow
 from streamrl.engines.generator_config import GeneratorConfig
-from streamrl.engines.reference_config import ReferenceConfig
-from streamrl.engines.trainer_config import CriticConfig, TrainerConfig
+from streamrl.engines.trainer_config import CriticConfig, ReferenceConfig, TrainerConfig
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_small_yaml

@@ -1,6 +1,7 @@
 """Default torch.distributed process group of a trainer, with a timeout on every collective."""
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -9,7 +10,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from streamrl.distributed.devices import has_local_gpu, select_local_gpu
-from streamrl.distributed.tcp_store import serve_tcp_store
 from streamrl.errors import ActorError, DeadlineError, RankLostError
 
 LOST_PEER_MESSAGES = (
@@ -105,3 +105,26 @@ def translate_collective_errors(message: str) -> Iterator[None]:
         if any(words in error_text for words in LOST_PEER_MESSAGES):
             raise RankLostError(f"lost another rank: {str(error).splitlines()[0]}") from error
         raise
+
+
+def serve_tcp_store(
+    host: str, port: int, timeout_s: float, *, world_size: int | None = None
+) -> dist.TCPStore:
+    """Serve a TCP store for the rendezvous at `host`:`port`; port 0 takes any free port.
+
+    With a `world_size`, wait until that many processes have connected, this process included.
+    Raises OSError if the address cannot be bound, RuntimeError if processes are missing after
+    `timeout_s` seconds.
+    """
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.create_server(address[:2], family=family) as server_socket:
+        port = server_socket.getsockname()[1]
+        return dist.TCPStore(
+            host,
+            port,
+            world_size,
+            True,
+            timedelta(seconds=timeout_s),
+            wait_for_workers=world_size is not None,
+            master_listen_fd=server_socket.detach(),
+        )

@@ -9,8 +9,7 @@ from streamrl.data.prompt_file import load_prompt_files
 from streamrl.data.training_files import open_training_files
 from streamrl.dataflow import COST_CRITIC, CRITIC, POLICY, REWARD_ROLES, CallKind
 from streamrl.engines.activation_sizes import CHUNK_TOKENS, GATED_LAYER_VALUES
-from streamrl.engines.models.lora_params import add_adapter_params
-from streamrl.engines.models.model_shapes import ModelShape, load_model_shape
+from streamrl.engines.models.model_shapes import ModelShape, add_adapter_params, load_model_shape
 from streamrl.engines.trainer_config import LIVE_ELEMENTS, OFFLOAD
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_model_length

@@ -23,13 +23,13 @@ import torch.distributed as dist
 from streamrl.distributed.devices import get_local_device
 from streamrl.errors import WeightsError
 from streamrl.resharding.boxes import TensorBox
-from streamrl.resharding.byte_report import NodeTopology
 from streamrl.resharding.layouts import ModelLayout
 from streamrl.resharding.plans import (
     BoxCopy,
     CopyPlan,
     GatherPlan,
     NamedBox,
+    NodeTopology,
     plan_copies,
     plan_gather,
 )

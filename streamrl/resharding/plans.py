@@ -9,17 +9,315 @@ from the same layouts; planning is deterministic, so the plans agree.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeVar
 
+import numpy as np
+
 from streamrl.resharding.boxes import TensorBox, count_elements, is_nested, subtract_boxes
-from streamrl.resharding.byte_report import BytesReport, NodeTopology, RankBytes, count_transfers
-from streamrl.resharding.layouts import ModelLayout
-from streamrl.resharding.shard_patterns import BoxFragment, FragmentSet, ShardPattern, find_patterns
+from streamrl.resharding.layouts import ModelLayout, TensorShard
+
+#: Kinds of links between two ranks: the same rank's memory, within a node, or the network.
+LINK_KINDS = ("local", "node", "network")
+
+
+@dataclass(frozen=True)
+class NodeTopology:
+    """Division of ranks into nodes: `ranks_per_node` consecutive ranks share a node."""
+
+    ranks_per_node: int = 8
+
+    def __post_init__(self) -> None:
+        if self.ranks_per_node < 1:
+            raise ValueError(f"{self.ranks_per_node} ranks per node: must be at least 1")
+
+    def get_node(self, rank: int) -> int:
+        return rank // self.ranks_per_node
+
+    def get_link(self, rank: int, other_rank: int) -> str:
+        """Return the kind of link between two ranks, one of LINK_KINDS."""
+        if rank == other_rank:
+            return "local"
+        return "node" if self.get_node(rank) == self.get_node(other_rank) else "network"
+
+
+@dataclass
+class RankBytes:
+    """Bytes that a resharding plan moves to and from a rank, and that the rank holds.
+
+    received_by_link, sent_by_link: by kind of link; `local` counts data that stays in place, in
+    both. peak_bytes: model bytes held at once, each element once, if everything moves in a single
+    round (as in the paper, arXiv:2409.19256). redundant_bytes: training weights that do not lie
+    inside the generation weights and are kept beside them. memory_bytes: both layouts, sharing
+    memory for tensors that are nested; an executor's buffers are extra.
+    """
+
+    received_by_link: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LINK_KINDS, 0))
+    sent_by_link: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LINK_KINDS, 0))
+    peak_bytes: int = 0
+    redundant_bytes: int = 0
+    memory_bytes: int = 0
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes received from other ranks."""
+        return self.received_by_link["node"] + self.received_by_link["network"]
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes sent to other ranks, counted per receiver."""
+        return self.sent_by_link["node"] + self.sent_by_link["network"]
+
+
+@dataclass(frozen=True)
+class BytesReport:
+    """Bytes of a resharding plan for every rank, and of the whole model."""
+
+    model_bytes: int
+    rank_bytes: Mapping[int, RankBytes]
+
+
+def count_transfers(
+    ranks: Mapping[int, RankBytes],
+    cluster: NodeTopology,
+    amounts: Mapping[int, int],
+    receivers: Collection[int],
+) -> None:
+    """Add to `ranks`, by kind of link, the bytes that every source rank sends to every receiver.
+
+    amounts: bytes that each source sends to each receiver. What a source that is a receiver too
+    keeps counts as local. Takes O(sources + receivers) steps, not their product.
+    """
+    receivers_by_node = Counter(cluster.get_node(rank) for rank in receivers)
+    bytes_by_node: Counter[int] = Counter()
+    for source, amount in amounts.items():
+        node = cluster.get_node(source)
+        bytes_by_node[node] += amount
+        num_local = int(source in receivers)
+        num_near = receivers_by_node[node]
+        _add_link_bytes(
+            ranks[source].sent_by_link,
+            amount,
+            (num_local, num_near - num_local, len(receivers) - num_near),
+        )
+    total_bytes = bytes_by_node.total()
+    for receiver in receivers:
+        num_local, node_bytes = amounts.get(receiver, 0), bytes_by_node[cluster.get_node(receiver)]
+        _add_link_bytes(
+            ranks[receiver].received_by_link,
+            1,
+            (num_local, node_bytes - num_local, total_bytes - node_bytes),
+        )
+
+
+def _add_link_bytes(
+    bytes_by_link: dict[str, int], num_bytes: int, counts_by_link: tuple[int, int, int]
+) -> None:
+    """Add `num_bytes` times a count to each kind of link; counts are in the order of LINK_KINDS."""
+    for link, count in zip(LINK_KINDS, counts_by_link, strict=True):
+        bytes_by_link[link] += num_bytes * count
+
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
+
+#: A box and the ranks that hold it.
+BoxFragment = tuple[TensorBox, tuple[int, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class ShardPattern:
+    """Tensors of the same shape and itemsize, sharded alike on every rank in both layouts.
+
+    source_boxes, target_boxes: boxes by rank, without ranks that have none.
+    """
+
+    tensors: tuple[str, ...]
+    itemsize: int
+    source_boxes: Mapping[int, tuple[TensorBox, ...]]
+    target_boxes: Mapping[int, tuple[TensorBox, ...]]
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element, summed over all tensors of the pattern."""
+        return self.itemsize * len(self.tensors)
+
+    def group_receivers(self, ranks: Iterable[int]) -> dict[tuple[TensorBox, ...], list[int]]:
+        """Group ranks by the target boxes that they need, leaving out ranks that need none."""
+        return _group_by_value(
+            {rank: self.target_boxes[rank] for rank in ranks if rank in self.target_boxes}
+        )
+
+    @property
+    def ranks_by_boxes(
+        self,
+    ) -> Mapping[tuple[tuple[TensorBox, ...], tuple[TensorBox, ...]], list[int]]:
+        """Ranks grouped by the boxes they have: (source boxes, target boxes)."""
+        ranks = sorted({*self.source_boxes, *self.target_boxes})
+        return _group_by_value(
+            {
+                rank: (self.source_boxes.get(rank, ()), self.target_boxes.get(rank, ()))
+                for rank in ranks
+            }
+        )
+
+    def find_fragments(self, ranks: Iterable[int] | None = None) -> "FragmentSet":
+        """Divide the source boxes of `ranks` (None: all) into disjoint fragments and find holders.
+
+        All ranks that hold one element of a fragment hold the whole fragment.
+        """
+        holders: dict[TensorBox, tuple[int, ...]] = {}
+        for rank in self.source_boxes if ranks is None else ranks:
+            for box in self.source_boxes.get(rank, ()):
+                holders[box] = (*holders.get(box, ()), rank)
+        if _has_overlap(list(holders)):
+            holders = _split_overlaps(holders)
+        return FragmentSet(tuple(holders.items()))
+
+
+@dataclass(frozen=True, eq=False)
+class FragmentSet:
+    """Disjoint boxes of a tensor, each with all the ranks that hold it."""
+
+    fragments: tuple[BoxFragment, ...]
+
+    def find_within(self, boxes: Sequence[TensorBox]) -> list[BoxFragment]:
+        """Return the intersections of the fragments with disjoint `boxes`, each with its holders.
+
+        Vectorized over fragments, because layouts of thousands of ranks have thousands of them.
+        """
+        if not self.fragments:
+            return []
+        start, stop = self._corners
+        overlaps = np.zeros((len(self.fragments), len(boxes)), dtype=bool)
+        for column, box in enumerate(boxes):
+            overlaps[:, column] = ((start < box.stop) & (stop > box.start)).all(axis=1)
+        return [
+            (common, self.fragments[row][1])
+            for row, column in np.argwhere(overlaps).tolist()
+            if (common := self.fragments[row][0].intersect(boxes[column]))
+        ]
+
+    def find_missing(
+        self, boxes: Sequence[TensorBox], fragments: Sequence[BoxFragment]
+    ) -> list[TensorBox]:
+        """Return the parts of `boxes` that no rank holds.
+
+        fragments: result of `find_within` for these boxes.
+        """
+        if count_elements(fragment for fragment, _ in fragments) == count_elements(boxes):
+            return []
+        return subtract_boxes(boxes, [fragment for fragment, _ in fragments])
+
+    @cached_property
+    def _corners(self) -> tuple[np.ndarray, np.ndarray]:
+        """Start and stop of every fragment's box, int64 [fragments, dimensions] each."""
+        return _stack_corners([box for box, _ in self.fragments])
+
+
+def find_patterns(source: ModelLayout, target: ModelLayout) -> list[ShardPattern]:
+    """Group the tensors of the target's model into patterns, ordered by their first tensors."""
+    shard_forms = _ShardForms()
+    tensors_by_key: dict[Hashable, list[str]] = {}
+    sizes = {}
+    for spec in target.model.tensors:
+        sizes[spec.name] = spec.itemsize
+        key = (
+            spec.shape,
+            spec.itemsize,
+            shard_forms.list_forms(source, spec.name),
+            shard_forms.list_forms(target, spec.name),
+        )
+        tensors_by_key.setdefault(key, []).append(spec.name)
+    return [
+        ShardPattern(
+            tuple(tensors),
+            sizes[first_tensor],
+            _group_boxes_by_rank(source, first_tensor),
+            _group_boxes_by_rank(target, first_tensor),
+        )
+        for tensors in tensors_by_key.values()
+        for first_tensor in tensors[:1]
+    ]
+
+
+class _ShardForms:
+    """Numbers shards: those that differ only in the tensor's name get the same form number.
+
+    A form is shape, box origins and flat range of a TensorShard.
+    """
+
+    def __init__(self) -> None:
+        self._form_ids: dict[Hashable, int] = {}
+        # Keyed by id(): the replicas of a layout share their shard objects.
+        self._ids_by_shard: dict[int, int] = {}
+
+    def list_forms(self, layout: ModelLayout, tensor: str) -> tuple[tuple[int, int], ...]:
+        """Return (rank, form number) of every rank that stores part of a tensor.
+
+        Tensors of the same shape with equal lists are split equally.
+        """
+        return tuple(
+            (rank, self._get_form_id(shard))
+            for rank, shards in layout.shards.items()
+            if (shard := shards.get(tensor))
+        )
+
+    def _get_form_id(self, shard: TensorShard) -> int:
+        if id(shard) not in self._ids_by_shard:
+            form = (shard.shape, shard.box_origins, shard.flat_range)
+            self._ids_by_shard[id(shard)] = self._form_ids.setdefault(form, len(self._form_ids))
+        return self._ids_by_shard[id(shard)]
+
+
+def _group_boxes_by_rank(layout: ModelLayout, tensor: str) -> dict[int, tuple[TensorBox, ...]]:
+    return {
+        rank: tuple(boxes) for rank in layout.ranks if (boxes := layout.get_boxes(rank, tensor))
+    }
+
+
+def _group_by_value(values: Mapping[int, Key]) -> dict[Key, list[int]]:
+    groups: dict[Key, list[int]] = {}
+    for rank, value in values.items():
+        groups.setdefault(value, []).append(rank)
+    return groups
+
+
+def _stack_corners(boxes: Sequence[TensorBox]) -> tuple[np.ndarray, np.ndarray]:
+    """Return start and stop of the boxes, int64 [boxes, dimensions] each."""
+    start = np.array([box.start for box in boxes], dtype=np.int64)
+    stop = np.array([box.stop for box in boxes], dtype=np.int64)
+    return start, stop
+
+
+def _has_overlap(boxes: Sequence[TensorBox]) -> bool:
+    """Return True if any two of the boxes overlap."""
+    if not boxes:
+        return False
+    start, stop = _stack_corners(boxes)
+    return any(
+        bool(((start[index + 1 :] < high) & (stop[index + 1 :] > low)).all(axis=1).any())
+        for index, (low, high) in enumerate(zip(start, stop, strict=True))
+    )
+
+
+def _split_overlaps(
+    holders: Mapping[TensorBox, tuple[int, ...]],
+) -> dict[TensorBox, tuple[int, ...]]:
+    """Split boxes where they overlap; each resulting box has the holders of all boxes around it."""
+    disjoint: dict[TensorBox, tuple[int, ...]] = {}
+    for box, ranks in holders.items():
+        refined: dict[TensorBox, tuple[int, ...]] = {}
+        for other, other_ranks in disjoint.items():
+            if common := other.intersect(box):
+                refined[common] = (*other_ranks, *ranks)
+            refined.update(dict.fromkeys(other.subtract_box(box), other_ranks))
+        refined.update(dict.fromkeys(subtract_boxes([box], disjoint), ranks))
+        disjoint = refined
+    return disjoint
+
 
 #: Box of a tensor: tensor name and box.
 NamedBox = tuple[str, TensorBox]

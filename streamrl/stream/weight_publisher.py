@@ -5,7 +5,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from streamrl.dataflow import EMA_REFERENCE, POLICY
-from streamrl.engines.reference_config import ReferenceConfig
+from streamrl.engines.trainer_config import ReferenceConfig
 from streamrl.errors import WeightsError
 from streamrl.stream.device_lease import DedicatedDeviceLease
 from streamrl.stream.protocols import DeviceLease

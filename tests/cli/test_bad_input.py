@@ -14,7 +14,7 @@ from streamrl.cli.main import main
 from streamrl.config.preflight import prepare_run
 from streamrl.config.run_config import dump_config, load_config
 from streamrl.dataflow import POLICY
-from streamrl.engines.reference_config import REFERENCE_FILE
+from streamrl.engines.trainer_config import REFERENCE_FILE
 from streamrl.run_dir.checkpoint import CheckpointWriter
 from streamrl.run_dir.run_lock import LOCK_FILE, acquire_run_lock
 from tests.toy import write_toy

@@ -8,8 +8,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from streamrl.distributed.process_group import join_process_group
-from streamrl.distributed.tcp_store import serve_tcp_store
+from streamrl.distributed.process_group import join_process_group, serve_tcp_store
 from streamrl.errors import ActorError, DeadlineError, WeightsError
 from streamrl.weights.transports.collective import serve_readers
 

@@ -12,10 +12,14 @@ from torch.distributed.tensor import DTensor
 
 from streamrl.distributed.process_group import join_process_group
 from streamrl.engines.dtypes import resolve_loading_dtype
-from streamrl.engines.models.forward import ModelLoadOptions, load_model, load_value_model
+from streamrl.engines.models.forward import (
+    ModelLoadOptions,
+    load_model,
+    load_two_headed_model,
+    load_value_model,
+)
 from streamrl.engines.models.lora import add_lora_adapters
 from streamrl.engines.models.stored_weights import StoredWeights
-from streamrl.engines.models.two_heads import load_two_headed_model
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.model_trainer import make_backend
 

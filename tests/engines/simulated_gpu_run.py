@@ -45,11 +45,10 @@ from streamrl.engines.training.forward_scorers import LogprobScorer, ValueScorer
 from streamrl.engines.training.model_trainer import ModelTrainer
 from streamrl.engines.training.tasks import CriticTask, PolicyTask, TrainingTask, TwoHeadedTask
 from streamrl.messages import Columns
-from streamrl.resharding.byte_report import NodeTopology
 from streamrl.resharding.executors import GroupGatherExecutor, PointToPointExecutor
 from streamrl.resharding.grids import RankGrid
 from streamrl.resharding.layouts import create_layout
-from streamrl.resharding.plans import plan_copies, plan_gather
+from streamrl.resharding.plans import NodeTopology, plan_copies, plan_gather
 from streamrl.resharding.storage import ShardStorage
 from streamrl.weights.buckets import publish_version, unpack_tensors
 from tests.resharding.models import transformer

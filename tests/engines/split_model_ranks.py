@@ -22,14 +22,13 @@ from streamrl.engines.models.chunked_head import run_scoring_forward
 from streamrl.engines.models.forward import (
     compute_token_logprobs,
     compute_token_values,
+    load_two_headed_model,
     load_value_model,
     shift_right,
     shift_scores,
 )
-from streamrl.engines.models.packed_rows import enable_packing, share_tokens
-from streamrl.engines.models.sequence_parallel import join_sequence_group
+from streamrl.engines.models.packed_rows import enable_packing, join_sequence_group, share_tokens
 from streamrl.engines.models.tensor_parallel import parallelize_layers
-from streamrl.engines.models.two_heads import load_two_headed_model
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.model_trainer import make_backend
 from tests.engines.models.test_chunked_head import WidestTensor, make_model

@@ -5,8 +5,12 @@ import pytest
 import torch
 
 from streamrl.engines.models.chunked_head import run_scoring_forward
-from streamrl.engines.models.forward import compute_token_values, load_value_model
-from streamrl.engines.models.two_heads import extract_values, load_two_headed_model
+from streamrl.engines.models.forward import (
+    compute_token_values,
+    extract_values,
+    load_two_headed_model,
+    load_value_model,
+)
 from streamrl.engines.training.forward_scorers import ValueScorer
 from streamrl.errors import ConfigError, WeightsError
 from streamrl.messages import GroupInfo, check_column_sizes, measure_columns, split_token_column

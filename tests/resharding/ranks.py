@@ -17,7 +17,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from benchmarks.shard_memory import allocate_overlapping, allocate_storage, create_from_storage
 from streamrl.errors import WeightsError
-from streamrl.resharding.byte_report import NodeTopology
 from streamrl.resharding.executors import (
     GroupGatherExecutor,
     PointToPointExecutor,
@@ -26,7 +25,7 @@ from streamrl.resharding.executors import (
 )
 from streamrl.resharding.grids import RankAssignment, RankGrid
 from streamrl.resharding.layouts import ModelLayout, create_layout, partition_fsdp2, partition_zero3
-from streamrl.resharding.plans import plan_copies, plan_gather
+from streamrl.resharding.plans import NodeTopology, plan_copies, plan_gather
 from streamrl.resharding.storage import ShardStorage
 from streamrl.resharding.tensor_specs import ModelSpec
 from tests.resharding.models import transformer

@@ -4,9 +4,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from streamrl.resharding.boxes import TensorBox, count_elements, subtract_boxes
-from streamrl.resharding.byte_report import LINK_KINDS, NodeTopology
 from streamrl.resharding.layouts import ModelLayout
-from streamrl.resharding.plans import BoxCopy, NamedBox
+from streamrl.resharding.plans import LINK_KINDS, BoxCopy, NamedBox, NodeTopology
 from tests.resharding.models import count_union_elements
 
 

@@ -11,7 +11,6 @@ from benchmarks.resharding import (
     parse_generation_sizes,
 )
 from benchmarks.table_2 import received_fraction, redundant_fraction
-from streamrl.resharding.byte_report import NodeTopology
 from streamrl.resharding.grids import RankCoordinates, RankGrid
 from streamrl.resharding.grouping import (
     GenerationSizes,
@@ -19,7 +18,7 @@ from streamrl.resharding.grouping import (
     assign_zero_redundancy,
 )
 from streamrl.resharding.layouts import create_layout
-from streamrl.resharding.plans import plan_copies, plan_gather
+from streamrl.resharding.plans import NodeTopology, plan_copies, plan_gather
 from tests.resharding.models import even, transformer
 
 

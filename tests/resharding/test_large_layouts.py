@@ -6,10 +6,9 @@ The model has two layers of the width of Llama 70B.
 import pytest
 
 from streamrl.resharding.boxes import TensorBox, count_elements
-from streamrl.resharding.byte_report import NodeTopology
 from streamrl.resharding.grids import RankAssignment, RankGrid
 from streamrl.resharding.layouts import ModelLayout, create_layout, partition_fsdp2, partition_zero3
-from streamrl.resharding.plans import CopyPlan, plan_copies
+from streamrl.resharding.plans import CopyPlan, NodeTopology, plan_copies
 from streamrl.resharding.tensor_specs import ModelSpec, TensorSpec
 from tests.resharding.models import count_union_elements
 

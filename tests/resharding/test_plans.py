@@ -22,7 +22,6 @@ from benchmarks.table_2 import (
     redundant_fraction,
 )
 from streamrl.resharding.boxes import count_elements, is_nested
-from streamrl.resharding.byte_report import NodeTopology
 from streamrl.resharding.grids import RankAssignment, RankCoordinates, RankGrid
 from streamrl.resharding.grouping import (
     GenerationSizes,
@@ -30,7 +29,7 @@ from streamrl.resharding.grouping import (
     assign_zero_redundancy,
 )
 from streamrl.resharding.layouts import ModelLayout, create_layout, partition_fsdp2, partition_zero3
-from streamrl.resharding.plans import CopyPlan, plan_copies, plan_gather
+from streamrl.resharding.plans import CopyPlan, NodeTopology, plan_copies, plan_gather
 from streamrl.resharding.tensor_specs import FusedComponent, ModelSpec, TensorSpec
 from tests.resharding.models import GRIDS, count_union_elements, even, transformer
 

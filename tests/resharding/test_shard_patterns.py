@@ -8,11 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.resharding.boxes import TensorBox
-from streamrl.resharding.byte_report import NodeTopology
 from streamrl.resharding.grids import RankAssignment, RankGrid
 from streamrl.resharding.layouts import create_layout, partition_fsdp2, partition_zero3
-from streamrl.resharding.plans import BoxCopy, CopyPlan, GatherPlan, plan_copies, plan_gather
-from streamrl.resharding.shard_patterns import find_patterns
+from streamrl.resharding.plans import (
+    BoxCopy,
+    CopyPlan,
+    GatherPlan,
+    NodeTopology,
+    find_patterns,
+    plan_copies,
+    plan_gather,
+)
 from streamrl.resharding.tensor_specs import ModelSpec, TensorSpec
 from tests.resharding import slow_plans
 from tests.resharding.models import GRIDS, transformer

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from streamrl.dataflow import EMA_REFERENCE, POLICY
-from streamrl.engines.reference_config import ReferenceConfig
+from streamrl.engines.trainer_config import ReferenceConfig
 from streamrl.errors import WeightsError
 from streamrl.planner.simulator.virtual_loop import run_virtual
 from streamrl.stream.weight_publisher import PUBLISH_ATTEMPTS, WeightPublisher, is_publish_due

@@ -13,10 +13,9 @@ from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import EMA_REFERENCE, GENERATE_CALL, POLICY
 from streamrl.engines.dtypes import resolve_trainer_dtype
 from streamrl.engines.memory.memory_model import has_shared_weights
-from streamrl.engines.models.forward import load_skeleton, load_value_skeleton
+from streamrl.engines.models.forward import add_value_head, load_skeleton, load_value_skeleton
 from streamrl.engines.models.lora import count_trained_params
-from streamrl.engines.models.param_count import count_trained_params_from_config
-from streamrl.engines.models.two_heads import add_value_head
+from streamrl.engines.models.model_shapes import count_trained_params_from_config
 from streamrl.engines.vllm.rank_groups import assign_rank_groups
 from streamrl.placement.resource_demand import ResourceDemand
 from streamrl.weights.config import SHARED_MEMORY

@@ -20,11 +20,10 @@ from streamrl.engines.activation_sizes import (
 from streamrl.engines.dtypes import TORCH_DTYPES, resolve_trainer_dtype
 from streamrl.engines.generator_config import KV_CACHE_MB_ON_CPU, GeneratorConfig
 from streamrl.engines.models.activation_checkpointing import iter_tokenwise_mlps
-from streamrl.engines.models.decoder_layers import iter_layers
-from streamrl.engines.models.forward import load_skeleton
+from streamrl.engines.models.forward import iter_layers, load_skeleton
 from streamrl.engines.models.lora import count_trained_params
-from streamrl.engines.models.tensor_parallel import iter_split_params
-from streamrl.engines.models.vocabulary_parallel import (
+from streamrl.engines.models.tensor_parallel import (
+    iter_split_params,
     list_vocabulary_layers,
     list_vocabulary_params,
 )

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from streamrl.engines.models.chunked_gradients import compute_chunk_gradients
-from streamrl.engines.models.decoder_layers import iter_layers
+from streamrl.engines.models.chunked_head import compute_chunk_gradients
+from streamrl.engines.models.forward import iter_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

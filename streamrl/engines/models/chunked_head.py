@@ -13,7 +13,7 @@ If tensor-parallel ranks share the vocabulary, a chunk's logits are those of a r
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -23,9 +23,8 @@ from torch.autograd.function import once_differentiable
 
 from streamrl.algorithms.math.losses import entropy_from_logits
 from streamrl.engines.activation_sizes import CHUNK_TOKENS
-from streamrl.engines.models.chunked_gradients import compute_chunk_gradients
 from streamrl.engines.models.packed_rows import RowLayout, unwrap_engine
-from streamrl.engines.models.vocabulary_parallel import (
+from streamrl.engines.models.tensor_parallel import (
     VOCABULARY_ROWS,
     WHOLE_LOGITS,
     VocabularyRows,
@@ -34,6 +33,7 @@ from streamrl.engines.models.vocabulary_parallel import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
 
 EntropyMode = Literal["none", "value", "gradient"]
 ChunkScorer = Callable[[Tensor, Tensor], Tensor]
@@ -297,3 +297,29 @@ class _ChunkedScores(torch.autograd.Function):
         )
         grads = compute_chunk_gradients(chunks, grad_inputs.split(CHUNK_TOKENS), parameters)
         return None, None, grad_inputs, None, *grads
+
+
+def compute_chunk_gradients(
+    chunks: Iterable[tuple[Callable[[Tensor], Tensor], Tensor, Tensor]],
+    grad_inputs: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+) -> list[Tensor | None]:
+    """Run each chunk forward and backward; return the gradients of `parameters`.
+
+    `chunks` are (function, inputs, gradient of the function's output); `grad_inputs` receive the
+    gradients of the inputs. Gradients of parameters are summed in float32 and returned in their
+    dtype, None for frozen ones.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    totals = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in trained]
+    for (run, inputs, grad_outputs), grad_chunk in zip(chunks, grad_inputs, strict=True):
+        leaf = inputs.detach().requires_grad_()
+        with torch.enable_grad():
+            outputs = run(leaf)
+        grads = torch.autograd.grad(outputs, (leaf, *trained), grad_outputs)
+        del outputs
+        grad_chunk.copy_(grads[0])
+        for total, grad in zip(totals, grads[1:], strict=True):
+            total += grad
+    sums = {id(p): total.to(p.dtype) for p, total in zip(trained, totals, strict=True)}
+    return [sums.get(id(parameter)) for parameter in parameters]

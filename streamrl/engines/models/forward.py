@@ -1,27 +1,29 @@
 """Load transformers models; compute token logprobs, entropies and values."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from streamrl.distributed.devices import get_local_device, has_local_gpu
 from streamrl.engines.models.chunked_head import (
     EntropyMode,
     NextTokenScores,
+    define_output_class,
     mark_whole_logits,
     run_scoring_forward,
 )
-from streamrl.engines.models.layer_offload import keep_layers_on_host
 from streamrl.engines.models.packed_rows import RowLayout, enable_packing
 from streamrl.engines.trainer_config import ATTENTION_IMPLEMENTATIONS
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import is_trusted, read_model_config
+from streamrl.weights.pinned_memory import copy_to_pinned
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
 
 FLEX_ATTENTION = ATTENTION_IMPLEMENTATIONS["flex"]
 NEXTN_LAYERS_KEY = "num_nextn_predict_layers"
@@ -284,3 +286,105 @@ def shift_right(values: Tensor, attention_mask: Tensor) -> Tensor:
     """
     shifted = torch.nn.functional.pad(values[:, :-1], (1, 0))
     return torch.where(attention_mask, shifted, 0.0)
+
+
+def iter_layers(module: "PreTrainedModel") -> Iterator[nn.Module]:
+    """Yield the layers of a model; none of a family that does not name their class."""
+    layer_classes = set(module._no_split_modules or ())
+    return (layer for layer in module.modules() if type(layer).__name__ in layer_classes)
+
+
+def keep_layers_on_host(model: "PreTrainedModel") -> None:
+    """Pin the weights of the layers of a model on the CPU; move all else to the local device.
+
+    Raises ConfigError for a family whose layers transformers does not name.
+    """
+    layers = list(iter_layers(model))
+    if not layers:
+        name = type(model).__name__
+        raise ConfigError(f"scorer.offload=true: the layers of {name} are unknown; set it to false")
+    kept = {id(tensor) for layer in layers for tensor in _list_tensors(layer)}
+    device = get_local_device()
+    model._apply(lambda tensor: tensor if id(tensor) in kept else tensor.to(device))
+    for layer in layers:
+        for tensor in _list_tensors(layer):
+            tensor.data = copy_to_pinned(tensor.data)
+        offload = _LayerOffload(layer)
+        layer.register_forward_pre_hook(offload.onload)
+        layer.register_forward_hook(offload.restore, always_call=True)
+
+
+def _list_tensors(layer: nn.Module) -> list[Tensor]:
+    return [*layer.parameters(), *layer.buffers()]
+
+
+class _LayerOffload:
+    """Replaces a layer's tensors on the host by copies on the local device for a forward pass."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        #: The places of the tensors: dicts of the layer's modules, and names in them.
+        self._places: list[tuple[dict[str, Any], str, Tensor]] = [
+            (tensors, name, tensor)
+            for module in layer.modules()
+            for tensors in (module._parameters, module._buffers)
+            for name, tensor in tensors.items()
+            if tensor is not None
+        ]
+
+    def onload(self, *_: Any) -> None:
+        device = get_local_device()
+        for tensors, name, tensor in self._places:
+            tensors[name] = tensor.detach().to(device, non_blocking=True)
+
+    def restore(self, *_: Any) -> None:
+        for tensors, name, tensor in self._places:
+            tensors[name] = tensor
+
+
+def load_two_headed_model(
+    path: str,
+    *,
+    dtype: torch.dtype,
+    options: ModelLoadOptions = DEFAULT_OPTIONS,
+    on_meta: bool = False,
+) -> "PreTrainedModel":
+    """Load a directory's causal language model and add a value head initialized to 0.
+
+    The value head's parameters have the same names as those of a separate critic. `on_meta` and
+    ConfigError are those of `load_model`.
+    """
+    make_output = define_output_class()
+    model = load_model(path, dtype=dtype, options=options, on_meta=on_meta)
+    add_value_head(model, dtype=dtype, device=get_local_device())
+    with torch.no_grad():
+        for parameter in model.score.parameters():
+            parameter.zero_()
+    hidden_states: list[Tensor] = []
+
+    def save_hidden(_: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        hidden_states.append(inputs[0])
+
+    def add_values(module: Any, _: Any, output: Any) -> Any:
+        results = {name: output.get(name) for name in ("logits", "scores")}
+        return make_output(**results, state_values=module.score(hidden_states.pop()))
+
+    # The output head's input is the last hidden state in every family, whatever its modules' names.
+    model.get_output_embeddings().register_forward_pre_hook(save_hidden)
+    model.register_forward_hook(add_values)
+    return model
+
+
+def add_value_head(
+    model: "PreTrainedModel", *, dtype: torch.dtype, device: torch.device | None = None
+) -> None:
+    """Add a randomly initialized value head, a scalar per token, on `device` or the model's."""
+    width = model.config.get_text_config().hidden_size
+    model.score = torch.nn.Linear(width, 1, device=device or model.device, dtype=dtype)
+
+
+def extract_values(output: Any, attention_mask: Tensor) -> Tensor:
+    """Return the values [B, T] of a two-headed model's output; 0 at position 0 and in the padding.
+
+    As in `compute_token_values`, position t has the value of the state before token t.
+    """
+    return shift_right(output.state_values, attention_mask)

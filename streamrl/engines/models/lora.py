@@ -12,7 +12,7 @@ import torch
 
 from streamrl.distributed.devices import get_local_device
 from streamrl.engines.models.forward import VALUE_HEADS, load_skeleton
-from streamrl.engines.models.lora_params import is_lora_target
+from streamrl.engines.models.model_shapes import is_lora_target
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 

@@ -1,11 +1,12 @@
 """Layers and widths of a model, by name or from a Hugging Face config."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_small_json
 from streamrl.files.typed_settings import describe_read_error, suggest_nearest
@@ -370,3 +371,93 @@ def _from_huggingface(config: Mapping[str, Any], location: str) -> ModelShape:
         family=family,
         architectures=tuple(map(str, architectures)) if isinstance(architectures, list) else (),
     )
+
+
+def add_adapter_params(
+    shape: ModelShape, rank: int, targets: Sequence[str] = (), *, setting: str = "lora_targets"
+) -> ModelShape:
+    """Return a model shape with LoRA adapters of this rank and, if present, a trained scalar head.
+
+    Rank 0 adds no adapters: the whole model is trained. `targets` are suffixes of layer names;
+    empty means all layers but the head. Raise ConfigError, naming `setting`, for a target that
+    matches no layer.
+    """
+    if not rank:
+        return replace(shape, adapter_params=0)
+    sizes = dict(iter_linear_layers(shape))
+    for target in targets:
+        if not any(is_lora_target(name, target) for name in sizes):
+            raise ConfigError(f"{setting}: {target}: matches no linear layer of {shape.name}")
+    target_sizes = [
+        size
+        for name, size in sizes.items()
+        if not targets or any(is_lora_target(name, target) for target in targets)
+    ]
+    head = shape.hidden if shape.has_scalar_head else 0
+    return replace(shape, adapter_params=rank * sum(target_sizes) + head)
+
+
+def iter_linear_layers(shape: ModelShape) -> Iterator[tuple[str, int]]:
+    """Yield name and in_features + out_features of every linear layer except the head."""
+    hidden, wide = shape.hidden, shape.heads * shape.head_dim
+    narrow = shape.kv_heads * shape.head_dim
+    attention = {"q_proj": hidden + wide, "o_proj": wide + hidden}
+    if shape.kv_latent_width:
+        attention["kv_a_proj_with_mqa"] = hidden + shape.kv_latent_width
+        attention["kv_b_proj"] = shape.kv_latent_width + 2 * wide
+    else:
+        attention |= {"k_proj": hidden + narrow, "v_proj": hidden + narrow}
+    for layer in range(shape.layers):
+        location = f"model.layers.{layer}"
+        yield from ((f"{location}.self_attn.{name}", size) for name, size in attention.items())
+        yield from (
+            (f"{location}.mlp.{name}", size) for name, size in _iter_mlp_layers(shape, layer)
+        )
+
+
+def _iter_mlp_layers(shape: ModelShape, layer: int) -> Iterator[tuple[str, int]]:
+    has_experts = bool(shape.experts) and layer >= shape.dense_layers
+    width = shape.intermediate if has_experts else shape.dense_intermediate or shape.intermediate
+    widths = {"": width}
+    if has_experts:
+        yield "gate", shape.hidden + shape.experts
+        widths = {f"experts.{i}.": width for i in range(shape.experts)}
+        # transformers builds the shared experts as a single MLP of their total width.
+        widths |= {"shared_experts.": width * shape.shared_experts} if shape.shared_experts else {}
+    for location, wide in widths.items():
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            yield f"{location}{name}", shape.hidden + wide
+
+
+def is_lora_target(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+COUNTED_FAMILIES = ("llama", "mistral", "qwen2")
+"""Values of model_type in config.json of which `ModelShape` counts every parameter."""
+BIAS_KEYS = ("attention_bias", "mlp_bias")
+"""Keys in config.json that enable biases; `ModelShape` does not count these biases."""
+
+
+def count_trained_params_from_config(
+    model_path: str, config: TrainerConfig, *, has_output: bool, has_value: bool
+) -> int | None:
+    """Count the trained elements of the model in a directory, if config.json suffices for that.
+
+    Returns None for families and biases that the planner's shapes do not cover. `has_output` and
+    `has_value` say whether the trained model has an output head and a value head.
+    """
+    try:
+        settings = read_small_json(Path(model_path) / "config.json")
+        if settings.get("model_type") not in COUNTED_FAMILIES or any(
+            settings.get(name) for name in BIAS_KEYS
+        ):
+            return None
+        shape = load_model_shape(model_path)
+    except (ConfigError, OSError, ValueError, AttributeError):
+        return None
+    shape = shape if has_output else shape.to_critic()
+    shape = add_adapter_params(shape, config.lora_rank, config.lora_targets)
+    # The critic's shape includes the weight of its value head but not the bias. A shared model has
+    # the value head in addition to the output head.
+    return (shape.adapter_params or shape.num_params) + has_value * (1 + has_output * shape.hidden)

@@ -22,8 +22,8 @@ from streamrl.engines.models.forward import (
     load_value_skeleton,
 )
 from streamrl.engines.models.packed_rows import explain_padding
+from streamrl.engines.models.tensor_parallel import WHOLE_LOGITS
 from streamrl.engines.models.tensor_parallel_support import EXPERT_COUNT_KEYS
-from streamrl.engines.models.vocabulary_parallel import WHOLE_LOGITS
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import (

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from streamrl.engines.checkpoint.sharded_state import load_tensors, save_tensors
-from streamrl.engines.reference_config import REFERENCE_FILE
+from streamrl.engines.trainer_config import REFERENCE_FILE
 from streamrl.errors import CheckpointError
 from streamrl.files.atomic_write import wrap_checkpoint_errors
 

@@ -40,7 +40,7 @@ from streamrl.engines.checkpoint.sharded_state import (
     view_piece,
 )
 from streamrl.engines.dtypes import resolve_trainer_dtype
-from streamrl.engines.models.decoder_layers import iter_layers
+from streamrl.engines.models.forward import iter_layers
 from streamrl.engines.models.stored_weights import StoredWeights
 from streamrl.engines.models.tensor_parallel import list_shared_norms, parallelize_layers
 from streamrl.engines.trainer_config import PARAMETER_SHARDING_STAGE

@@ -71,8 +71,12 @@ from streamrl.engines.memory.peak_memory import keep_heap_compact
 from streamrl.engines.models.activation_checkpointing import checkpoint_layers
 from streamrl.engines.models.forward import compute_token_logprobs, compute_token_values
 from streamrl.engines.models.lora import add_lora_adapters
-from streamrl.engines.models.packed_rows import RowLayout, share_tokens, unwrap_engine
-from streamrl.engines.models.sequence_parallel import join_sequence_group
+from streamrl.engines.models.packed_rows import (
+    RowLayout,
+    join_sequence_group,
+    share_tokens,
+    unwrap_engine,
+)
 from streamrl.engines.models.stored_weights import StoredWeights
 from streamrl.engines.trainer_config import OFFLOAD, SAVE_TIMEOUT_S, TrainerConfig
 from streamrl.engines.training.collate import (
@@ -93,13 +97,13 @@ from streamrl.errors import CheckpointError, ConfigError, DeadlineError, StreamE
 from streamrl.files.atomic_write import wrap_checkpoint_errors, write_atomic
 from streamrl.files.hf_config import GENERATION_CONFIG, WEIGHTS_FILE, WEIGHTS_INDEX
 from streamrl.messages import EPISODE_COLUMN, Array, Columns
-from streamrl.resharding.byte_report import NodeTopology
 from streamrl.resharding.executors import (
     ReshardingExecutor,
     ReshardingStats,
     create_least_bytes_executor,
 )
 from streamrl.resharding.layouts import ModelLayout, TensorShard
+from streamrl.resharding.plans import NodeTopology
 from streamrl.resharding.storage import ShardStorage, create_from_buffers
 from streamrl.resharding.tensor_specs import ModelSpec, TensorSpec
 from streamrl.weights.lora_merge import LORA_SCALE, build_full_weights

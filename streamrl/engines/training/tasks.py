@@ -25,11 +25,12 @@ from streamrl.engines.models.forward import (
     TokenScores,
     compute_token_logprobs,
     compute_token_values,
+    extract_values,
     load_model,
+    load_two_headed_model,
     load_value_model,
     shift_scores,
 )
-from streamrl.engines.models.two_heads import extract_values, load_two_headed_model
 from streamrl.engines.training.collate import TOKEN_COLUMNS
 from streamrl.messages import EPISODE_COLUMN
 

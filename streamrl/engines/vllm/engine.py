@@ -9,21 +9,24 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from streamrl.distributed.devices import has_local_gpu, synchronize_stream
 from streamrl.engines.generator_config import GeneratorConfig, SamplingSettings, make_engine_args
+from streamrl.engines.memory.peak_memory import release_freed_memory
 from streamrl.engines.models.forward import load_skeleton
-from streamrl.engines.vllm.load_check import LoadWarningHandler
-from streamrl.engines.vllm.partial_weights import PartialWeightLoader
 from streamrl.engines.vllm.rank_groups import RankGroup
 from streamrl.engines.vllm.stop_conditions import StopConditions
-from streamrl.engines.vllm.weight_loader import WeightLoader, keep_plain_linears
+from streamrl.engines.vllm.weight_loader import (
+    PartialWeightLoader,
+    WeightLoader,
+    keep_plain_linears,
+)
 from streamrl.engines.vllm.worker_weights import (
     WorkerWeightLoader,
     end_workers_with_engine,
@@ -38,12 +41,13 @@ from streamrl.weights.parameters import ParameterSet
 if TYPE_CHECKING:
     from streamrl.engines.vllm.executor import FollowerWorker
 
+
 #: vLLM's LLMEngine.
 VllmEngine = Any
+#: vLLM's worker, in the process of a rank.
+VllmWorker = Any
 
 _ENGINE_LOCK = threading.Lock()
-#: Shared, since a process has at most one engine.
-LOAD_WARNINGS = LoadWarningHandler()
 
 
 @dataclass(frozen=True)
@@ -200,10 +204,10 @@ def make_engine_config(spec: EngineSpec) -> Any:
 def _make_engine_args(spec: EngineSpec) -> Any:
     if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
         raise RuntimeError("make_vllm_env() must be in the environment before vLLM is imported")
-    # VLLM_CONFIGURE_LOGGING=0 keeps vLLM from configuring logging, so configure its logger here.
+    # VLLM_CONFIGURE_LOGGING=0 keeps vLLM from configuring logging: its errors go to stderr.
     logger = logging.getLogger("vllm")
-    logger.setLevel(logging.WARNING)
-    logger.handlers, logger.propagate = [LOAD_WARNINGS], False
+    logger.setLevel(logging.ERROR)
+    logger.handlers, logger.propagate = [], False
     with warnings.catch_warnings():
         # Raised by vLLM's own imports; users cannot act on these.
         warnings.simplefilter("ignore", FutureWarning)
@@ -357,7 +361,6 @@ def load_weights(
         # Preempts running rollouts, which are then prefilled with the new weights, and drops all
         # cached prefixes.
         engine.reset_prefix_cache(reset_running_requests=True)
-    verification = replace(verification, warnings=LOAD_WARNINGS.drain_warnings())
     return WeightLoadStats(time.monotonic() - start_s, interrupted, copied_bytes, verification)
 
 
@@ -432,3 +435,73 @@ def _to_sampled_sequence(output: Any) -> SampledSequence:
         finish_reason=FinishReason[completion.finish_reason.upper()],
         prompt_logprobs=output.prompt_logprobs.logprobs if output.prompt_logprobs else (),
     )
+
+
+KV_CACHE_TAG = "kv_cache"
+"""vLLM's tag of the KV cache in sleep mode."""
+
+
+class KvCacheMemory:
+    """Frees and allocates the KV cache on all ranks of an engine; belongs to the engine's thread.
+
+    On a GPU this uses vLLM's sleep mode; on a CPU, which has none, it resizes the storages.
+    """
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self._engine = engine
+        self._has_sleep_mode: bool = engine.vllm_config.model_config.enable_sleep_mode
+        self._is_asleep = False
+
+    def sleep(self) -> None:
+        """Free the KV cache; running rollouts are preempted and prefilled again later."""
+        if self._is_asleep:
+            return
+        self._is_asleep = True
+        self._engine.reset_prefix_cache(reset_running_requests=True)
+        if self._has_sleep_mode:
+            self._engine.model_executor.discard((KV_CACHE_TAG,))
+        else:
+            self._engine.collective_rpc(free_kv_caches)
+
+    def wake_up(self) -> None:
+        if not self._is_asleep:
+            return
+        self._is_asleep = False
+        if self._has_sleep_mode:
+            self._engine.model_executor.wake_up([KV_CACHE_TAG])
+        else:
+            self._engine.collective_rpc(allocate_kv_caches)
+
+
+def is_freed_after(call: str | Callable[..., Any]) -> bool | None:
+    """Return whether a worker's KV cache is freed after this call of `KvCacheMemory`'s.
+
+    None: the call is another one.
+    """
+    if call in ("discard", free_kv_caches):
+        return True
+    return False if call in ("wake_up", allocate_kv_caches) else None
+
+
+def free_kv_caches(worker: VllmWorker) -> None:
+    for storage in _list_cache_storages(worker):
+        storage.resize_(0)
+    release_freed_memory()
+
+
+def allocate_kv_caches(worker: VllmWorker) -> None:
+    for storage, num_bytes in _list_cache_storages(worker).items():
+        storage.resize_(num_bytes)
+        # Zero the memory: masked positions must not hold NaN.
+        torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
+
+
+def _list_cache_storages(worker: VllmWorker) -> dict[torch.UntypedStorage, int]:
+    sizes: dict[int, tuple[torch.UntypedStorage, int]] = {}
+    for cache in worker.model_runner.kv_caches:
+        storage = cache.untyped_storage()
+        dims = zip(cache.shape, cache.stride(), strict=True)
+        last = cache.storage_offset() + sum((size - 1) * stride for size, stride in dims)
+        _, num_bytes = sizes.get(storage._cdata, (storage, 0))
+        sizes[storage._cdata] = storage, max(num_bytes, (last + 1) * cache.itemsize)
+    return dict(sizes.values())

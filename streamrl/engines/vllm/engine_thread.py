@@ -22,6 +22,7 @@ import torch
 from streamrl.engines.vllm import engine as vllm_engine
 from streamrl.engines.vllm.engine import (
     EngineSpec,
+    KvCacheMemory,
     ModelInfo,
     SampledSequence,
     SamplingRequest,
@@ -29,7 +30,6 @@ from streamrl.engines.vllm.engine import (
     VllmEngine,
     make_vllm_request_id,
 )
-from streamrl.engines.vllm.kv_cache import KvCacheMemory
 from streamrl.engines.vllm.stop_conditions import StopConditions
 from streamrl.errors import ConfigError, GenerationError
 from streamrl.resharding.storage import ShardStorage

@@ -29,7 +29,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.serial_utils import run_method
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from streamrl.engines.vllm.kv_cache import is_freed_after
+from streamrl.engines.vllm.engine import is_freed_after
 from streamrl.engines.vllm.rank_groups import RankGroup
 from streamrl.errors import GenerationError
 

@@ -10,7 +10,7 @@ import torch
 from streamrl.distributed.devices import get_local_device, synchronize_device
 from streamrl.engines.vllm import engine
 from streamrl.engines.vllm.engine import EngineSpec
-from streamrl.engines.vllm.partial_weights import PartialWeightLoader
+from streamrl.engines.vllm.weight_loader import PartialWeightLoader
 from streamrl.errors import ConfigError, DeadlineError, GenerationError
 from streamrl.messages import Array
 from streamrl.resharding.storage import ShardStorage

@@ -9,8 +9,6 @@ Some layers change values while loading. To find them, the constructor compares 
 with the model that vLLM has just read from it, and excludes layers that differ.
 """
 
-import itertools
-import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,19 +23,7 @@ CHUNK_ELEMENTS = 2**22
 """Elements that are converted to float64 at a time."""
 SUM_TOLERANCE = 1e-9
 """Relative tolerance of float64 sums in different orders."""
-MAX_UNIONS = 1000
 LAYER_PATTERN = re.compile(r"\.(\d+)\.")
-WARNING_LOGGERS = ("vllm.model_executor.model_loader", "vllm.model_executor.models")
-"""Loggers of vLLM that warn about weights they did not load."""
-WARNING_PATTERN = re.compile(r"weight|parameter|tensor|checkpoint|loaded", re.IGNORECASE)
-"""Selects the warnings about weights among all warnings of WARNING_LOGGERS."""
-
-HARMLESS_WARNINGS = re.compile(
-    r"\w*RotaryEmbedding: Failed to load weights"
-    r"|Attempted to load weight \S+ with dtype \S+ into parameter with dtype "
-)
-"""Warnings of vLLM on GPUs at every load: rotary embeddings have no weights, only tables that are
-computed; and a published tensor is cast to the dtype of its parameter."""
 
 
 @dataclass(frozen=True)
@@ -145,12 +131,9 @@ class LoadCheck:
     ) -> tuple[list[str], list[str]]:
         """Match published and vLLM's parameters of a layer; return the unmatched names of both.
 
-        The attempts, in order:
-
-        1. a model parameter equals a published one, or the fusion that `merged` names;
-        2. all remaining parameters of both sides have equal sums;
-        3. a model parameter equals all published parameters of some kinds, such as the weights of
-           all experts.
+        A model parameter equals a published one, or the fusion that `merged` names; or the
+        remaining parameters of a module have the sums of the published ones, such as the weights of
+        all experts; or all that remain have.
         """
         matched, rest = set[str](), []
         for name, (dtype, fingerprint) in model_prints.items():
@@ -167,21 +150,18 @@ class LoadCheck:
             if not sources:
                 rest.append(name)
         missing = [name for name in published if name not in matched]
-        remaining = TensorFingerprint.from_fingerprints(
-            published[name][model_prints[rest[0]][0]] for name in missing if rest
-        )
-        if rest and remaining.is_close_to(
-            TensorFingerprint.from_fingerprints(model_prints[name][1] for name in rest)
-        ):
-            return [], []
-        for names, name in _iter_fused_candidates(missing, tuple(rest)):
-            dtype, fingerprint = model_prints[name]
-            fused = TensorFingerprint.from_fingerprints(
-                published[source][dtype] for source in names
+        modules = dict.fromkeys(f"{name.rpartition('.')[0]}." for name in rest)
+        for prefix in (*modules, ""):
+            inside, outer = (
+                [name for name in names if name.startswith(prefix)] for names in (rest, missing)
             )
-            if name in rest and names <= set(missing) and fused.is_close_to(fingerprint):
-                missing = [source for source in missing if source not in names]
-                rest.remove(name)
+            if inside and TensorFingerprint.from_fingerprints(
+                published[name][model_prints[inside[0]][0]] for name in outer
+            ).is_close_to(
+                TensorFingerprint.from_fingerprints(model_prints[name][1] for name in inside)
+            ):
+                missing = [name for name in missing if name not in outer]
+                rest = [name for name in rest if name not in inside]
         return missing, rest
 
 
@@ -198,51 +178,7 @@ def list_source_names(name: str, merged: Mapping[str, Sequence[str]]) -> tuple[s
     return tuple(f"{parent}.{source}.{kind}" for source in merged[module])
 
 
-def _iter_fused_candidates(
-    missing: Sequence[str], rest: Sequence[str]
-) -> Iterator[tuple[set[str], str]]:
-    """Yield (published names, model name) of possible fusions, small fusions first.
-
-    Candidates are unions of kinds: names that differ only in numbers, such as those of all experts.
-    Stops at union sizes with more than MAX_UNIONS candidates.
-    """
-    families: dict[str, set[str]] = {}
-    for name in missing:
-        families.setdefault(re.sub(r"\d+", "#", name), set()).add(name)
-    for size in range(1, len(families) + 1):
-        if math.comb(len(families), size) > MAX_UNIONS:
-            return
-        for kinds in itertools.combinations(families.values(), size):
-            for name in rest:
-                yield set[str]().union(*kinds), name
-
-
 def _parse_layer(name: str) -> str:
     """Return the layer number in a parameter's name; "" for parameters outside of layers."""
     match = LAYER_PATTERN.search(name)
     return match[1] if match else ""
-
-
-class LoadWarningHandler(logging.Handler):
-    """Collects vLLM's warnings about weights; passes its errors on to stderr."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self._messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno >= logging.ERROR and logging.lastResort is not None:
-            logging.lastResort.handle(record)
-        elif record.name.startswith(WARNING_LOGGERS):
-            message = " ".join(record.getMessage().split())
-            if WARNING_PATTERN.search(message) and not HARMLESS_WARNINGS.match(message):
-                self._messages.append(message)
-
-    def drain_warnings(self) -> tuple[str, ...]:
-        """Return the distinct warnings since the last call, each with its number of repetitions."""
-        messages, self._messages = self._messages, []
-        counts = {message: messages.count(message) for message in dict.fromkeys(messages)}
-        return tuple(
-            message if count == 1 else f"{message} ({count} times)"
-            for message, count in counts.items()
-        )

@@ -19,9 +19,10 @@ import copy
 import ctypes
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,10 +30,12 @@ from torch import Tensor
 
 from streamrl.engines.models.forward import load_skeleton
 from streamrl.engines.vllm.load_check import FingerprintsByDtype, LoadCheck, list_source_names
+from streamrl.engines.vllm.rank_groups import RankGroup
 from streamrl.errors import WeightsError
 from streamrl.files.hf_config import RECOMPUTED_TENSORS
 from streamrl.resharding.boxes import TensorBox
 from streamrl.resharding.storage import ShardStorage
+from streamrl.resharding.tensor_specs import FusedComponent, TensorSpec
 from streamrl.weights import LoadVerification
 from streamrl.weights.logprob_check import NUM_INITIAL_CHECKS
 from streamrl.weights.lora_merge import MergedWeights, load_stored_weights
@@ -40,6 +43,12 @@ from streamrl.weights.parameters import ParameterSet
 
 #: vLLM's LLMEngine.
 VllmEngine = Any
+#: vLLM's worker of a rank.
+VllmWorker = Any
+#: Checkpoint name and full shape of a parameter.
+NamedShape = tuple[str, tuple[int, ...]]
+#: Checkpoint name, box of the parameter that this rank holds, and its view in vLLM's memory.
+LocalPiece = tuple[str, TensorBox, Tensor]
 
 #: For smaller weights torch's own kernel is as fast: oneDNN's dispatch takes some 30 us.
 MIN_ONEDNN_ELEMENTS = 2**19
@@ -124,11 +133,14 @@ class WeightLoader:
         The engine was built from the model directory `model_path`.
         """
         self._engine = engine
-        self._model = _get_model(engine)
+        self._model: torch.nn.Module = engine.model_executor.driver_worker.worker.get_model()
         self._is_on_cpu = all(p.device.type == "cpu" for p in self._model.parameters())
         self._parameters = parameters
         self._model_path = model_path
-        self._is_plain = _is_one_plain_rank(engine)
+        self._is_plain = (
+            engine.vllm_config.parallel_config.world_size == 1
+            and engine.model_config.quantization is None
+        )
         self._bound_parameters: list[BoundParameter] = []
         self._free_executor = ThreadPoolExecutor(1, "old-weights")
         if self._is_on_cpu:
@@ -172,17 +184,20 @@ class WeightLoader:
         the engine is paused. Returns None if a parameter is not a concatenation of the
         checkpoint's.
         """
-        bound_parameters = self._bound_parameters
+        shapes = self._parameters.shapes
         if self._is_plain and not self._is_on_cpu:
             # Bind on a GPU only here: CUDA graphs read parameters at fixed addresses, so a load
             # must never turn parameters into views.
-            bound_parameters = bind_parameters(self._model, self._parameters, self._model_path)
-        views: dict[str, list[tuple[TensorBox, Tensor]]] = {}
-        for bound in bound_parameters:
-            for name, rows in bound.list_targets(self._parameters.shapes):
-                full_box = TensorBox.from_shape(self._parameters.shapes[name])
-                views.setdefault(self._parameters.get_first_name(name), []).append((full_box, rows))
-        return ShardStorage(views) if views else None
+            found = find_local_pieces(self._model, self._parameters, self._model_path)
+            return make_storage(itertools.chain(*found.values()), self._parameters)
+        pieces = [
+            (name, TensorBox.from_shape(shapes[name]), rows)
+            for bound in self._bound_parameters
+            for name, rows in zip(
+                bound.names, bound.list_targets(shapes[n][0] for n in bound.names), strict=True
+            )
+        ]
+        return make_storage(pieces, self._parameters)
 
     def _reload_weights(self, tensors: Mapping[str, Tensor]) -> tuple[int, LoadVerification]:
         num_bytes, prints = 0, dict[str, FingerprintsByDtype]()
@@ -266,7 +281,7 @@ def reload_through_copy(
 class BoundParameter:
     """A vLLM parameter that concatenates checkpoint parameters, called `names`, by rows."""
 
-    def __init__(self, parameter: torch.nn.Parameter, names: tuple[str, ...]) -> None:
+    def __init__(self, parameter: torch.nn.Parameter, names: Sequence[str]) -> None:
         self.names = names
         self._parameter = parameter
         #: Memory that belongs to the parameter and may be written; None while it is a view.
@@ -282,33 +297,6 @@ class BoundParameter:
         """
         return self._parameter.data, self._viewed_tensors
 
-    def has_matching_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-        """Return whether tensors of these shapes, by name, concatenate to the parameter's shape.
-
-        vLLM pads the rows of embeddings and heads, so those parameters may have more rows.
-        """
-        if any(name not in shapes for name in self.names):
-            return False
-        rows, *rest = self._parameter.shape
-        parts = [shapes[name] for name in self.names]
-        num_rows = sum(part[0] for part in parts)
-        padded = len(parts) == 1 and num_rows < rows and len(rest) == 1
-        return (num_rows == rows or padded) and all(list(part[1:]) == rest for part in parts)
-
-    def has_equal_values(self, parts: Sequence[Tensor]) -> bool:
-        """Return whether `parts`, concatenated by rows, equal the parameter bit by bit.
-
-        The comparison is made in the parameter's dtype.
-        """
-        start = 0
-        for part in parts:
-            rows = self._parameter.data[start : start + len(part)]
-            # Compare on the CPU: a GPU may lack memory for a copy.
-            if not torch.equal(rows.cpu(), part.to(rows.dtype)):
-                return False
-            start += len(part)
-        return True
-
     def load_parts(self, parts: Sequence[Tensor]) -> int:
         """Set the parameter to `parts`, concatenated by rows; return the bytes copied.
 
@@ -320,27 +308,23 @@ class BoundParameter:
         if block is not None:
             self._parameter.data, self._own_tensor, self._viewed_tensors = block, None, parts
             return 0
-        shapes = {n: tuple(part.shape) for n, part in zip(self.names, parts, strict=True)}
         num_bytes = 0
-        for (_, rows), part in zip(self.list_targets(shapes), parts, strict=True):
+        for rows, part in zip(self.list_targets(map(len, parts)), parts, strict=True):
             rows.copy_(part)
             num_bytes += rows.nbytes
         return num_bytes
 
-    def list_targets(self, shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, Tensor]]:
-        """Return each checkpoint name with the rows of the parameter to write its values into.
+    def list_targets(self, sizes: Iterable[int]) -> Sequence[Tensor]:
+        """Return the rows of the parameter to write the values of each checkpoint parameter into.
 
-        If the parameter is a view of published tensors, it gets memory of its own first.
+        `sizes` are their numbers of rows. If the parameter is a view of published tensors, it gets
+        memory of its own first.
         """
         if self._own_tensor is None:
             self._own_tensor = torch.zeros_like(self._parameter)
         self._parameter.data, self._viewed_tensors = self._own_tensor, ()
-        targets, start = [], 0
-        for name in self.names:
-            stop = start + shapes[name][0]
-            targets.append((name, self._own_tensor[start:stop]))
-            start = stop
-        return targets
+        sizes = list(sizes)
+        return self._own_tensor[: sum(sizes)].split(sizes)
 
 
 def bind_parameters(
@@ -348,34 +332,170 @@ def bind_parameters(
 ) -> list[BoundParameter]:
     """Bind every parameter of vLLM's model to checkpoint parameters that it concatenates by rows.
 
-    Returns an empty list if any parameter does not match. Relies on vLLM having just read the model
-    from `model_path`: if the concatenated tensors equal its parameters now, the binding holds for
-    every later version.
+    Returns an empty list if `find_local_pieces` finds no mapping.
+    """
+    pieces = find_local_pieces(model, parameters, model_path)
+    return [
+        BoundParameter(model.get_parameter(path), [name for name, _, _ in parts])
+        for path, parts in pieces.items()
+    ]
+
+
+class PartialWeightLoader:
+    """Loads full tensors into one rank of a tensor-parallel vLLM model in a trainer process.
+
+    vLLM keeps the rank's part of each tensor. `get_storage` returns views of these parts, which
+    resharding writes in place. Callers hold the worker's lock during every call.
+    """
+
+    def __init__(
+        self, worker: VllmWorker, parameters: ParameterSet, model_path: str, rank_group: RankGroup
+    ) -> None:
+        """Prepare loading into a worker that has just read the model directory `model_path`.
+
+        Call `get_storage` before the first `load_weights`: it compares vLLM's values with the
+        directory's.
+        """
+        self._worker = worker
+        self._model: torch.nn.Module = worker.get_model()
+        self._is_on_cpu = all(p.device.type == "cpu" for p in self._model.parameters())
+        self._parameters = parameters
+        self._model_path = model_path
+        self._rank_group = rank_group
+        if self._is_on_cpu:
+            use_onednn(self._model)
+
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> tuple[int, LoadVerification]:
+        """Load this rank's part of all parameters; return the bytes copied and no verification.
+
+        All ranks of the group must load the same tensors before the next decode step.
+        """
+        with keep_plain_linears() if self._is_on_cpu else nullcontext():
+            stored = iter_stored_tensors(self._model_path, tensors)
+            self._worker.reload_weights(weights_iterator=stored)
+        if self._is_on_cpu:
+            use_onednn(self._model)
+        return sum(parameter.nbytes for parameter in self._model.parameters()), LoadVerification()
+
+    def get_storage(self) -> ShardStorage | None:
+        """Return views of this rank's parameters; None if `find_local_pieces` finds no mapping."""
+        return self._storage
+
+    @cached_property
+    def _storage(self) -> ShardStorage | None:
+        if self._worker.model_config.quantization is not None:
+            return None
+        pieces = find_local_pieces(
+            self._model,
+            self._parameters,
+            self._model_path,
+            index=self._rank_group.group_rank,
+            num_ranks=self._rank_group.size,
+        )
+        return make_storage(itertools.chain(*pieces.values()), self._parameters)
+
+
+def find_local_pieces(
+    model: torch.nn.Module,
+    parameters: ParameterSet,
+    model_path: str,
+    *,
+    index: int = 0,
+    num_ranks: int = 1,
+) -> dict[str, list[LocalPiece]]:
+    """Map each parameter of vLLM's model to the parts of checkpoint parameters that it holds.
+
+    The model is that of rank `index` of `num_ranks` tensor-parallel ranks. Returns an empty dict if
+    any parameter cannot be mapped. Relies on vLLM having just read the model from `model_path`: if
+    the parts have equal values now, the mapping holds for every later version.
     """
     merged = get_merged_modules(model)
-    bindings = [
-        BoundParameter(parameter, list_source_names(name, merged))
-        for name, parameter in model.named_parameters()
-    ]
-    used_names = {name for binding in bindings for name in binding.names}
-    tied = {name for names in parameters.tied_groups if names & used_names for name in names}
-    if parameters.shapes.keys() != used_names | tied:
-        return []
-    if not all(binding.has_matching_shapes(parameters.shapes) for binding in bindings):
-        return []
-    stored = load_stored_weights(model_path)
-    stored_parameters = {
-        name: tensor for name, tensor in stored.items() if name in parameters.shapes
-    }
-    try:
-        full = parameters.expand_tied(stored_parameters)
-    except WeightsError:
-        return []
-    if not all(
-        binding.has_equal_values([full[name] for name in binding.names]) for binding in bindings
-    ):
-        return []
-    return bindings
+    pieces: dict[str, list[LocalPiece]] = {}
+    for path, parameter in model.named_parameters():
+        names = list_source_names(path, merged)
+        if any(name not in parameters.shapes for name in names):
+            return {}
+        module = model.get_submodule(path.rpartition(".")[0])
+        full_shapes = [(name, parameters.shapes[name]) for name in names]
+        matched = _match_parameter(module, parameter.data, full_shapes, index, num_ranks)
+        if matched is None:
+            return {}
+        pieces[path] = matched
+    used = {name for path in pieces for name in list_source_names(path, merged)}
+    tied = {name for names in parameters.tied_groups if names & used for name in names}
+    fits = parameters.shapes.keys() == used | tied
+    flat = [*itertools.chain(*pieces.values())]
+    return pieces if fits and _have_equal_values(flat, parameters, model_path) else {}
+
+
+def make_storage(pieces: Iterable[LocalPiece], parameters: ParameterSet) -> ShardStorage | None:
+    """Return pieces as a storage for resharding to write into, by their parameters' first names."""
+    views: dict[str, list[tuple[TensorBox, Tensor]]] = {}
+    for name, box, view in pieces:
+        views.setdefault(parameters.get_first_name(name), []).append((box, view))
+    return ShardStorage(views) if views else None
+
+
+def _match_parameter(
+    module: torch.nn.Module,
+    local: Tensor,
+    full_shapes: Sequence[NamedShape],
+    index: int,
+    num_ranks: int,
+) -> list[LocalPiece] | None:
+    """Map a parameter of vLLM's `module` to parts of checkpoint parameters by their shapes.
+
+    `full_shapes` are the checkpoint parameters that this rank's tensor `local` may fuse.
+    """
+    from vllm.model_executor.layers.linear import QKVParallelLinear
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    if isinstance(module, VocabParallelEmbedding):
+        # vLLM pads the rows of the last ranks.
+        ((name, shape),) = full_shapes
+        start = module.shard_indices.org_vocab_start_index
+        stop = module.shard_indices.org_vocab_end_index
+        if local.shape[1:] != shape[1:]:
+            return None
+        box = TensorBox.from_shape(shape)
+        return [(name, box.narrow(0, start, stop), local[: stop - start])] * (start < stop)
+    # With fewer key-value heads than ranks, vLLM replicates heads.
+    heads = module.total_num_kv_heads if isinstance(module, QKVParallelLinear) else None
+    dims = range(local.ndim if len(full_shapes) == 1 else 1)
+    if len(full_shapes) == 1 and local.shape == full_shapes[0][1]:
+        return [(full_shapes[0][0], TensorBox.from_shape(full_shapes[0][1]), local)]
+    splits = (_match_split(local, full_shapes, dim, heads, (index, num_ranks)) for dim in dims)
+    return next((pieces for pieces in splits if pieces is not None), None)
+
+
+def _match_split(
+    local: Tensor,
+    full_shapes: Sequence[NamedShape],
+    dim: int,
+    heads: int | None,
+    rank: tuple[int, int],
+) -> list[LocalPiece] | None:
+    """Map a rank's parts of checkpoint parameters, concatenated along a dimension.
+
+    `heads` is the number of heads by which vLLM splits all but the first; None: anywhere. `rank` is
+    (index, number of ranks).
+    """
+    pieces, start = [], 0
+    for number, (name, shape) in enumerate(full_shapes):
+        try:
+            component = FusedComponent(shape[dim], heads if number else None)
+            (box,) = TensorSpec(name, shape, (0,), dim, (component,)).split_tensor(*rank)
+        except ValueError:
+            return None
+        size = box.shape[dim]
+        if start + size > local.shape[dim]:
+            return None
+        view = local.narrow(dim, start, size)
+        if tuple(view.shape) != box.shape:
+            return None
+        pieces.append((name, box, view))
+        start += size
+    return pieces if start == local.shape[dim] else None
 
 
 def get_merged_modules(model: torch.nn.Module) -> Mapping[str, Sequence[str]]:
@@ -411,11 +531,16 @@ def view_as_block(parts: Sequence[Tensor], like: Tensor) -> Tensor | None:
     return torch.frombuffer(memory, dtype=like.dtype).view(rows, *like.shape[1:])
 
 
-def _get_model(engine: VllmEngine) -> torch.nn.Module:
-    return engine.model_executor.driver_worker.worker.model_runner.get_model()
-
-
-def _is_one_plain_rank(engine: VllmEngine) -> bool:
-    """Return whether the engine runs in this process alone, on an unquantized model."""
-    parallel = engine.vllm_config.parallel_config
-    return parallel.world_size == 1 and engine.model_config.quantization is None
+def _have_equal_values(
+    pieces: Sequence[LocalPiece], parameters: ParameterSet, model_path: str
+) -> bool:
+    """Return whether the pieces equal the model directory's bit by bit, in their dtype."""
+    stored = load_stored_weights(model_path)
+    try:
+        full = parameters.expand_tied({n: t for n, t in stored.items() if n in parameters.shapes})
+    except WeightsError:
+        return False
+    # Compare on the CPU: a GPU may lack memory for a copy.
+    return all(
+        torch.equal(view.cpu(), full[name][box.slices].to(view.dtype)) for name, box, view in pieces
+    )

@@ -18,7 +18,6 @@ from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment
 from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.costs.param_shards import build_model_spec, find_max_stage_params
-from streamrl.resharding.byte_report import BytesReport, NodeTopology
 from streamrl.resharding.grids import RankAssignment, RankGrid
 from streamrl.resharding.grouping import (
     GenerationSizes,
@@ -26,7 +25,7 @@ from streamrl.resharding.grouping import (
     assign_zero_redundancy,
 )
 from streamrl.resharding.layouts import ModelLayout, create_layout, partition_zero3
-from streamrl.resharding.plans import CopyPlan, plan_copies
+from streamrl.resharding.plans import BytesReport, CopyPlan, NodeTopology, plan_copies
 from streamrl.resharding.tensor_specs import ModelSpec, split_stages_evenly
 
 SHARDS_PARAMETERS = 3

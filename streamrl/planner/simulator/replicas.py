@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 from streamrl.buffer.micro_batch_schedule import ScheduledRound, UpdatePlan
 from streamrl.buffer.packing import Round
 from streamrl.dataflow import EMA_REFERENCE, GREEDY_CALL, Dataflow, ModelCall
-from streamrl.engines.reference_config import ReferenceConfig
+from streamrl.engines.trainer_config import ReferenceConfig
 from streamrl.messages import GroupInfo
 from streamrl.placement.placements import Placement
 from streamrl.planner.problem.stage_timings import StageTimings, TrainTiming, WeightsTiming

@@ -21,7 +21,7 @@ from streamrl.buffer.run_log import TrainedStep
 from streamrl.buffer.staleness_credits import MAX_FACTOR, OversamplingController
 from streamrl.dataflow import EMA_REFERENCE, GENERATE_CALL, POLICY, CallKind, Dataflow
 from streamrl.engines.memory.gc_paused import pause_gc
-from streamrl.engines.reference_config import ReferenceConfig
+from streamrl.engines.trainer_config import ReferenceConfig
 from streamrl.errors import ConfigError
 from streamrl.pipeline import admit_prompts, train_policy
 from streamrl.placement.placements import MAX_STALENESS, Placement

@@ -12,7 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 from streamrl.data.chat_template import load_tokenizer
 from streamrl.distributed.devices import get_local_device, has_local_gpu
 from streamrl.engines.dtypes import resolve_dtype
-from streamrl.engines.models.layer_offload import keep_layers_on_host
+from streamrl.engines.models.forward import keep_layers_on_host
 from streamrl.errors import ConfigError, RewardMemoryError
 from streamrl.files.hf_config import is_trusted, read_model_config, read_stored_shapes
 

@@ -47,7 +47,7 @@ from streamrl.distributed.devices import (
     make_gpu_stream,
     use_gpu_stream,
 )
-from streamrl.distributed.tcp_store import serve_tcp_store
+from streamrl.distributed.process_group import serve_tcp_store
 from streamrl.errors import VersionNotStoredError, WeightsError
 from streamrl.weights.bucket_memory import StagingDevice, allocate_staging, as_tensor, lend_tensor
 from streamrl.weights.manifest import BucketMemory, WeightBucket, WeightManifest

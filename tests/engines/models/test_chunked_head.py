@@ -17,8 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from streamrl.algorithms.math.losses import entropy_from_logits
 from streamrl.engines.models import chunked_head
 from streamrl.engines.models.activation_checkpointing import checkpoint_layers
-from streamrl.engines.models.chunked_gradients import compute_chunk_gradients
-from streamrl.engines.models.chunked_head import EntropyMode
+from streamrl.engines.models.chunked_head import EntropyMode, compute_chunk_gradients
 from streamrl.engines.models.forward import compute_token_logprobs
 from tests.engines.test_architectures import COMMON, QUICK, SLOW, VOCABULARY
 

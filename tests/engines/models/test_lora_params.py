@@ -6,8 +6,7 @@ import pytest
 
 from streamrl.engines.models.forward import load_skeleton, load_value_skeleton
 from streamrl.engines.models.lora import count_trained_params
-from streamrl.engines.models.lora_params import add_adapter_params
-from streamrl.engines.models.model_shapes import MODEL_SHAPES, load_model_shape
+from streamrl.engines.models.model_shapes import MODEL_SHAPES, add_adapter_params, load_model_shape
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from tests.toy import write_model

@@ -16,10 +16,9 @@ from transformers import (
 
 from streamrl.engines.models.model_shapes import MODEL_SHAPES, load_model_shape
 from streamrl.errors import ConfigError
-from streamrl.resharding.byte_report import NodeTopology
 from streamrl.resharding.grids import RankGrid
 from streamrl.resharding.layouts import create_layout
-from streamrl.resharding.plans import plan_copies
+from streamrl.resharding.plans import NodeTopology, plan_copies
 
 
 @pytest.mark.parametrize(

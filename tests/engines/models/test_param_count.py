@@ -9,10 +9,9 @@ import pytest
 from safetensors import safe_open
 
 from examples.toy_models.small_qwen2 import make_tokenizer, make_untrained, save_model
-from streamrl.engines.models.forward import load_skeleton, load_value_skeleton
+from streamrl.engines.models.forward import add_value_head, load_skeleton, load_value_skeleton
 from streamrl.engines.models.lora import count_trained_params
-from streamrl.engines.models.param_count import count_trained_params_from_config
-from streamrl.engines.models.two_heads import add_value_head
+from streamrl.engines.models.model_shapes import count_trained_params_from_config
 from streamrl.engines.trainer_config import TrainerConfig
 
 SIZES = {

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from streamrl.engines.memory.peak_memory import PeakMemoryTracker
-from streamrl.engines.reference_config import ReferenceConfig
+from streamrl.engines.trainer_config import ReferenceConfig
 from streamrl.engines.training.ema_reference import EmaReference
 from streamrl.errors import CheckpointError, ConfigError
 

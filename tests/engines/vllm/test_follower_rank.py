@@ -8,10 +8,9 @@ from multiprocessing.connection import Connection
 import pytest
 
 from streamrl.engines.generator_config import GeneratorConfig
-from streamrl.engines.vllm.engine import EngineSpec
+from streamrl.engines.vllm.engine import KV_CACHE_TAG, EngineSpec
 from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.engines.vllm.follower_rank import FollowerRank
-from streamrl.engines.vllm.kv_cache import KV_CACHE_TAG
 from streamrl.engines.vllm.rank_groups import RankGroup
 from streamrl.errors import DeadlineError, GenerationError
 

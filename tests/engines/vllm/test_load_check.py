@@ -1,6 +1,5 @@
 """Fingerprints of parameters detect missing ones in any layout of an engine."""
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from streamrl.engines.vllm.load_check import LoadCheck, LoadWarningHandler
+from streamrl.engines.vllm.load_check import LoadCheck
 from streamrl.errors import LogprobCheckError
 
 MERGED = {"qkv": ["q", "k", "v"]}
@@ -123,7 +122,7 @@ def test_parameters_that_vllm_changes_while_loading_are_excluded():
     assert "layers.0.q.weight" in list_differing_names(model, check, second)
 
 
-def test_the_error_names_the_parameters_and_vllms_warnings():
+def test_the_error_names_the_parameters():
     first, second = make_published(seed=0), make_published(seed=1)
     model = Served(first, dtype=torch.float32)
     check = LoadCheck(model, first, MERGED)
@@ -133,26 +132,3 @@ def test_the_error_names_the_parameters_and_vllms_warnings():
     named = r"generator-0 holds parameters that differ .* and \d+ more\. Training"
     with pytest.raises(LogprobCheckError, match=named):
         arrival.raise_on_difference("generator-0")
-
-
-def test_load_warnings_are_collected_and_counted():
-    handler = LoadWarningHandler()
-    logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
-    other_logger = logging.getLogger("vllm.config.model")
-    for vllm_logger in (logger, other_logger):
-        vllm_logger.addHandler(handler)
-    try:
-        for _ in range(3):
-            logger.warning("%s: Failed to load weights", "FusedMoE")
-        # On GPUs, at every load of a model that is right.
-        logger.warning("%s: Failed to load weights", "RotaryEmbedding")
-        logger.warning(
-            "Attempted to load weight %s with dtype %s into parameter with dtype %s",
-            *("norm.weight", torch.float32, torch.bfloat16),
-        )
-        other_logger.warning("a warning of something else")
-    finally:
-        for vllm_logger in (logger, other_logger):
-            vllm_logger.removeHandler(handler)
-    assert handler.drain_warnings() == ("FusedMoE: Failed to load weights (3 times)",)
-    assert handler.drain_warnings() == ()

@@ -9,7 +9,7 @@ import pytest
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.model_trainer import make_nodes
 from streamrl.engines.vllm.rank_groups import RankGroup, assign_rank_groups, make_rank_group
-from streamrl.resharding.byte_report import NodeTopology
+from streamrl.resharding.plans import NodeTopology
 from tests import forked
 from tests.engines.conftest import list_cases, param_of_ranks
 from tests.engines.dying_rank_group import RANKS, run_dying_rank

@@ -8,6 +8,7 @@ from streamrl.engines.vllm.load_check import list_source_names
 from streamrl.engines.vllm.weight_loader import (
     BoundParameter,
     _has_onednn_kernel,
+    _match_split,
     onednn_linear,
     view_as_block,
 )
@@ -80,7 +81,6 @@ def test_copies_reuse_their_memory_and_views_keep_theirs_alive():
 
 def test_a_copied_embedding_is_padded_with_zeros_and_a_view_is_not():
     bound = BoundParameter(target := parameter(8), ("embed",))
-    assert bound.has_matching_shapes({"embed": (5, 4)})
     for value in (1.0, 2.0):
         assert bound.load_parts([torch.full((4, 5), value).t()]) == 5 * 4 * 4
         assert target.tolist() == [[value] * 4] * 5 + [[0.0] * 4] * 3
@@ -92,32 +92,40 @@ def test_target_views_write_into_own_memory_also_after_a_view():
     bound = BoundParameter(target := parameter(6), ("q", "k"))
     viewed = torch.ones(6, 4)
     bound.load_parts([viewed[:2], viewed[2:]])
-    shapes = {"q": (2, 4), "k": (4, 4)}
-    for name, rows in bound.list_targets(shapes):
-        rows.fill_(2.0 if name == "q" else 3.0)
+    for value, rows in zip((2.0, 3.0), bound.list_targets([2, 4]), strict=True):
+        rows.fill_(value)
     assert target.tolist() == [[2.0] * 4] * 2 + [[3.0] * 4] * 4
     assert viewed.eq(1).all()
 
 
 @pytest.mark.parametrize(
-    ("shapes", "fits"),
+    ("shapes", "local", "dim", "heads", "boxes"),
     [
-        ({"q": (2, 4), "k": (4, 4)}, True),
-        ({"q": (2, 4), "k": (3, 4)}, False),
-        ({"q": (2, 5), "k": (4, 5)}, False),
-        ({"q": (6, 4)}, False),
+        ({"o": (6, 8)}, (6, 4), 1, None, ["[0:6, 4:8]"]),
+        ({"gate": (8, 3), "up": (8, 3)}, (8, 3), 0, None, ["[4:8, 0:3]", "[4:8, 0:3]"]),
+        # Both ranks have the only key-value head.
+        (
+            {"q": (8, 3), "k": (2, 3), "v": (2, 3)},
+            (8, 3),
+            0,
+            1,
+            ["[4:8, 0:3]", *["[0:2, 0:3]"] * 2],
+        ),
+        ({"q": (8, 3), "k": (2, 3)}, (8, 3), 0, 1, None),
+        ({"q": (8, 4)}, (4, 3), 0, None, None),
+        ({"q": (7, 3)}, (4, 3), 0, None, None),
     ],
 )
-def test_parts_must_match_by_name_and_shape(shapes: dict[str, tuple[int, ...]], fits: bool):
-    assert BoundParameter(parameter(6), ("q", "k")).has_matching_shapes(shapes) is fits
-
-
-def test_a_parameter_is_compared_with_the_stored_values():
-    bound = BoundParameter(target := parameter(6), ("q", "k"))
-    target.data.copy_(torch.arange(24.0).view(6, 4))
-    stored = torch.arange(24.0, dtype=torch.float64).view(6, 4)
-    assert bound.has_equal_values([stored[:2], stored[2:]])
-    assert not bound.has_equal_values([stored[4:], stored[:4]])
+def test_a_rank_of_two_has_its_part_of_each_checkpoint_parameter(
+    shapes: dict[str, tuple[int, ...]],
+    local: tuple[int, ...],
+    dim: int,
+    heads: int | None,
+    boxes: list[str] | None,
+):
+    pieces = _match_split(torch.zeros(local), [*shapes.items()], dim, heads, (1, 2))
+    found = None if pieces is None else [str(box) for _, box, _ in pieces]
+    assert found == boxes
 
 
 @pytest.mark.parametrize("dtype", filter(_has_onednn_kernel, [torch.float32, torch.bfloat16]))

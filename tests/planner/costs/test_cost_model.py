@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.dataflow import build_dataflow
-from streamrl.engines.models.lora_params import add_adapter_params
-from streamrl.engines.models.model_shapes import MODEL_SHAPES
+from streamrl.engines.models.model_shapes import MODEL_SHAPES, add_adapter_params
 from streamrl.placement.clusters import DEVICES, Cluster, DeviceSpec, NodeGroup
 from streamrl.placement.placements import Placement
 from streamrl.planner.costs.call_cost import CallCost
