@@ -20,25 +20,26 @@ from streamrl.cli.arguments.environment_args import (
 from streamrl.config.run_config import ConfigSections
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.environments.config import EnvironmentConfig
-from streamrl.environments.episodes.driver import render_start
-from streamrl.environments.episodes.start_driver import choose_call_format, load_turn_renderer
-from streamrl.environments.hosts.host_protocol import EnvironmentDescription
-from streamrl.environments.probing.environment_probe import RANDOM, EnvironmentProbe
-from streamrl.environments.probing.episode_record import EpisodeRecord
-from streamrl.environments.probing.finding import (
+from streamrl.environments.environment_probe import (
+    RANDOM,
+    EnvironmentProbe,
+    EpisodeRecord,
     Finding,
     FindingStatus,
     report_failure,
     report_ok,
     report_warning,
 )
+from streamrl.environments.episodes.driver import render_start
+from streamrl.environments.episodes.start_driver import choose_call_format, load_turn_renderer
+from streamrl.environments.episodes.text_episode import render_messages
+from streamrl.environments.hosts.host_protocol import EnvironmentDescription
 from streamrl.environments.rendering.conformance import (
     TOOL_CALL,
     check_template,
     describe_treatment,
 )
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
-from streamrl.environments.scripted.text_episode import render_messages
 from streamrl.errors import ConfigError
 from streamrl.messages import Prompt, describe_prompt
 from streamrl.telemetry.progress_line import ProgressLine, show_progress
@@ -55,17 +56,16 @@ def probe_template(
     Raises ConfigError for a template in which a user's messages cannot follow turns.
     """
     report = check_template(renderer)
-    num_identical = sum(not (r.difference or r.unsupported) for r in report.results)
+    num_other = len(report.differences) + len(report.unsupported)
     yield report_ok(
         "template",
-        f"{report.template}: {num_identical} of {len(report.results)} kinds of conversation are"
-        " identical to a whole rendering",
+        f"{renderer.template.name}: {len(report.kinds) - num_other} of {len(report.kinds)} kinds of"
+        " conversation are identical to a whole rendering",
     )
     for kind, difference in report.differences.items():
         treatment = describe_treatment(config.max_samples)
         yield report_ok("template", f"{kind}: differs at {difference}. {treatment}")
-    unsupported = {r.kind: r.unsupported for r in report.results if r.unsupported}
-    for kind, reason in unsupported.items():
+    for kind, reason in report.unsupported.items():
         text = f"{kind}: not supported: {reason}"
         if kind == TOOL_CALL and description.tools:
             text += "; choose a template with tools, or write step(reply) and answer as user"

@@ -29,6 +29,12 @@ from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.episodes.decode_slots import DecodeSlots
 from streamrl.environments.episodes.driver import EpisodeDriver, EpisodeLimits
 from streamrl.environments.episodes.start_driver import choose_call_format, load_turn_renderer
+from streamrl.environments.episodes.text_episode import (
+    ObservedHosts,
+    load_policy,
+    make_text_driver,
+    render_messages,
+)
 from streamrl.environments.hosts.host_pool import EnvironmentHostPool
 from streamrl.environments.hosts.host_protocol import HostOperation
 from streamrl.environments.interface import (
@@ -39,13 +45,7 @@ from streamrl.environments.interface import (
     ToolCall,
     ToolSchema,
 )
-from streamrl.environments.scripted.observed_hosts import ObservedHosts
-from streamrl.environments.scripted.text_episode import (
-    load_policy,
-    make_text_driver,
-    render_messages,
-)
-from streamrl.environments.tool_calls.tool_signature import format_tool
+from streamrl.environments.tool_calls.tool_schema import format_tool
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_model_length
 from streamrl.files.printable_text import make_printable

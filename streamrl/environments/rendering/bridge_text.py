@@ -10,12 +10,12 @@ Scaffold is every text that the template writes itself: closing, headers and ope
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from streamrl.data.chat_template import ChatTemplate, Conversation, render_text
 from streamrl.data.guarded_text import CODE
 from streamrl.environments.interface import Message, ToolSchema
-from streamrl.environments.rendering.token_difference import find_difference
 from streamrl.environments.tool_calls.call_id import make_call_id
 from streamrl.environments.tool_calls.served_calls import ShownCall
 from streamrl.errors import ConfigError
@@ -27,7 +27,28 @@ if TYPE_CHECKING:
 QUESTION, REPLY, ARGUMENT, OBSERVATION = "Question7bx", "Reply7bx", "Argument7bx", "Observation7bx"
 THOUGHT = "Thought7bx"
 """Marker words in place of the contents of a synthetic conversation."""
+SHOWN_TOKENS = 6
 Arguments = Mapping[str, Any] | None
+
+
+def decode(tokenizer: "PreTrainedTokenizerBase", token_ids: Sequence[int]) -> str:
+    """Decode token ids to text with special tokens, without changing whitespace."""
+    text = tokenizer.decode(
+        list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    return str(text)
+
+
+def find_difference(
+    tokenizer: "PreTrainedTokenizerBase", rendered: Sequence[int], appended: Sequence[int]
+) -> str:
+    """Describe the first different token of a template's rendering and a stream; "" if equal."""
+    for index, (one, other) in enumerate(zip_longest(rendered, appended)):
+        if one != other:
+            ids = (tokens[index : index + SHOWN_TOKENS] for tokens in (rendered, appended))
+            left, right = (repr(decode(tokenizer, i)) if len(i) else "nothing" for i in ids)
+            return f"token {index}: the template renders {left}, the stream has {right}"
+    return ""
 
 
 class TextPiece(NamedTuple):

@@ -21,8 +21,12 @@ import numpy as np
 from streamrl.data.chat_template import ChatTemplate, get_frame_tokens
 from streamrl.data.guarded_text import EncodedPieces
 from streamrl.environments.interface import Message, ToolSchema
-from streamrl.environments.rendering.bridge_text import BridgeText, BridgeWriter, TextPiece
-from streamrl.environments.rendering.token_difference import decode
+from streamrl.environments.rendering.bridge_text import (
+    BridgeText,
+    BridgeWriter,
+    TextPiece,
+    decode,
+)
 from streamrl.errors import ConfigError
 from streamrl.messages import Array
 

@@ -1,4 +1,4 @@
-"""Calls that a regular expression of the user finds, and calls as Python writes them."""
+"""Calls that a regular expression of the user finds."""
 
 import ast
 import json
@@ -17,27 +17,6 @@ from streamrl.files.typed_settings import suggest_nearest
 from streamrl.rewards.interface.answers import SEARCH_TIMEOUT_S
 
 NAME_GROUP, ARGUMENTS_GROUP = "name", "arguments"
-
-
-def parse_python_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Parse calls such as add(a=1, b=2), stop() without evaluating anything.
-
-    Raises ValueError for anything but calls by names whose arguments are named literals.
-    """
-    try:
-        listed = ast.parse(f"[{text}]", mode="eval").body
-        if not (isinstance(listed, ast.List) and listed.elts):
-            raise ValueError("expected name(argument=value), ...")
-        calls: list[Any] = list(listed.elts)
-        return [(ast.unparse(call.func), _read_keywords(call)) for call in calls]
-    except (SyntaxError, MemoryError, RecursionError, AttributeError) as error:
-        raise ValueError(f"expected name(argument=value), ...: {error}") from error
-
-
-def _read_keywords(call: Any) -> dict[str, Any]:
-    if call.args or any(keyword.arg is None for keyword in call.keywords):
-        raise ValueError("expected a name before each argument, as in add(a=1)")
-    return {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
 
 
 def make_pattern_finder(

@@ -17,7 +17,7 @@ from streamrl.engines.generation.generation_engine import GenerationEngine
 from streamrl.environments.episodes.decode_slots import DecodeSlots
 from streamrl.environments.episodes.driver import EpisodeDriver, EpisodeLimits
 from streamrl.environments.interface import EnvironmentStep, Message, ResetResult, ToolSchema
-from streamrl.environments.rendering.token_difference import decode
+from streamrl.environments.rendering.bridge_text import decode
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
 from streamrl.environments.tool_calls.call_formats import make_call_format
 from streamrl.messages import (

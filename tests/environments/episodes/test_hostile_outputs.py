@@ -13,7 +13,7 @@ from streamrl.data.chat_template import load_chat_template
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.episodes.decode_slots import DecodeSlots
 from streamrl.environments.episodes.driver import EpisodeDriver, EpisodeLimits
-from streamrl.environments.rendering.token_difference import decode
+from streamrl.environments.rendering.bridge_text import decode
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
 from streamrl.environments.tool_calls.call_formats import make_call_format
 from streamrl.errors import EpisodeError

@@ -12,7 +12,7 @@ from streamrl.data.config import DataConfig
 from streamrl.data.guarded_text import CODE
 from streamrl.data.reading.rows import DataRow
 from streamrl.environments.episodes.start_driver import load_turn_renderer
-from streamrl.environments.rendering.token_difference import decode
+from streamrl.environments.rendering.bridge_text import decode
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
 from streamrl.errors import ConfigError
 

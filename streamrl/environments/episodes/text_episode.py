@@ -3,9 +3,11 @@
 No model tokenizes such a conversation: every message stands for one token.
 """
 
+import ast
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,17 +15,21 @@ import numpy as np
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.episodes.decode_slots import DecodeSlots
 from streamrl.environments.episodes.driver import EpisodeDriver, EpisodeLimits
-from streamrl.environments.interface import EnvironmentHosts, Message, Reply, ToolSchema
+from streamrl.environments.hosts.host_pool import (
+    EnvironmentHostPool,
+    EpisodeObserver,
+    HostedSession,
+)
+from streamrl.environments.interface import Message, Reply, ToolSchema
 from streamrl.environments.rendering.turn_renderer import BridgeTokens, clean_observation
 from streamrl.environments.tool_calls.call_formats import check_call
 from streamrl.environments.tool_calls.json_calls import read_call_object
 from streamrl.environments.tool_calls.marked_turn import WrittenCall
-from streamrl.environments.tool_calls.pattern_calls import parse_python_calls
 from streamrl.environments.tool_calls.tool_schema import get_tool_name
 from streamrl.errors import ConfigError
-from streamrl.messages import Array, FinishReason, Rollout
+from streamrl.messages import Array, FinishReason, Prompt, Rollout
 from streamrl.user_code.checks import format_value
-from streamrl.user_code.python_module import FileFunction, load_referenced_function
+from streamrl.user_code.python_module import load_referenced_function
 
 PolicyReply = str | Message
 """Text of a turn, or an assistant message: content, and tool_calls in OpenAI's form."""
@@ -31,6 +37,7 @@ Policy = Callable[[Sequence[Message], Sequence[ToolSchema]], Awaitable[PolicyRep
 """Function that returns the next turn of a conversation."""
 MAX_TOKENS = 2**31 - 1
 """Limit in place of a model's limits of tokens, which do not apply to text."""
+CALL_RULE = "expected name(argument=value), ..."
 _CALL_START = re.compile(r"\s*[A-Za-z_][\w.]*\s*\(")
 
 
@@ -114,11 +121,24 @@ def parse_turn(message: Message, tools: Sequence[ToolSchema]) -> Reply:
 
 
 def _read_text_calls(text: str) -> list[WrittenCall]:
+    """Parse calls such as add(a=1, b=2), stop() without evaluating anything."""
     try:
-        calls = parse_python_calls(text)
-    except ValueError as error:
-        return [WrittenCall(0, len(text), error=str(error))]
-    return [WrittenCall(0, len(text), name, arguments) for name, arguments in calls]
+        listed = ast.parse(f"[{text}]", mode="eval").body
+        if not (isinstance(listed, ast.List) and listed.elts):
+            raise ValueError("no list of calls")
+        calls: list[Any] = list(listed.elts)
+        return [
+            WrittenCall(0, len(text), ast.unparse(call.func), _read_keywords(call))
+            for call in calls
+        ]
+    except (SyntaxError, ValueError, MemoryError, RecursionError, AttributeError) as error:
+        return [WrittenCall(0, len(text), error=f"{CALL_RULE}: {error}")]
+
+
+def _read_keywords(call: Any) -> dict[str, Any]:
+    if call.args or any(keyword.arg is None for keyword in call.keywords):
+        raise ValueError("an argument has no name")
+    return {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
 
 
 def _read_calls(message: Mapping[str, Any]) -> list[WrittenCall]:
@@ -130,13 +150,34 @@ def _read_calls(message: Mapping[str, Any]) -> list[WrittenCall]:
             if isinstance(function.get("arguments"), str):
                 function["arguments"] = json.loads(function["arguments"])
             calls.append(WrittenCall(0, 0, *read_call_object(function)))
-        except ValueError as error:
+        except (ValueError, TypeError, KeyError) as error:
             calls.append(WrittenCall(0, 0, error=str(error)))
     return calls
 
 
+@dataclass
+class ObservedHosts:
+    """Pool of a single episode at a time, whose answers an observer receives (`EnvironmentHosts`).
+
+    is_watched: see HostedSession. session: the session that was opened last.
+    """
+
+    pool: EnvironmentHostPool
+    observer: EpisodeObserver
+    is_watched: bool = False
+    session: HostedSession | None = None
+
+    def open_session(self, prompt: Prompt, *, seed: int) -> HostedSession:
+        self.session = self.pool.open_session(prompt, seed=seed)
+        self.session.observer, self.session.is_watched = self.observer, self.is_watched
+        return self.session
+
+    async def close(self) -> None:
+        await self.pool.close()
+
+
 def make_text_driver(
-    config: EnvironmentConfig, hosts: EnvironmentHosts, policy: Policy, *, timeout_s: float
+    config: EnvironmentConfig, hosts: ObservedHosts, policy: Policy, *, timeout_s: float
 ) -> EpisodeDriver:
     """Return a driver of an episode without a model: no limits of tokens, and no second attempt."""
     episode = TextEpisode(policy)
@@ -167,20 +208,12 @@ def load_policy(reference: str, *, setting: str) -> Policy:
         # SystemExit too: a user's function may call exit().
         except (Exception, SystemExit) as error:
             raise ConfigError(f"{setting}={code.describe_error(error)}") from error
-        _check_reply(reply, code, setting)
-        return reply  # type: ignore[no-any-return]
+        if not isinstance(reply, str | Mapping):
+            raise ConfigError(
+                f"{setting}={reference}: returned {format_value(reply)}; a policy returns text, or"
+                " {'content': text, 'tool_calls': [{'function': {'name': ..., 'arguments':"
+                " {...}}}]}"
+            )
+        return reply
 
     return policy
-
-
-def _check_reply(reply: Any, code: FileFunction, setting: str) -> None:
-    is_message = isinstance(reply, Mapping) and all(
-        isinstance(call, Mapping) and isinstance(call.get("function"), Mapping)
-        for call in reply.get("tool_calls") or ()
-    )
-    if not isinstance(reply, str) and not is_message:
-        raise ConfigError(
-            f"{setting}={code.file}:{code.name}: returned {format_value(reply)}; a policy returns"
-            " text, or {'content': text, 'tool_calls': [{'function': {'name': ..., 'arguments':"
-            " {...}}}]}"
-        )

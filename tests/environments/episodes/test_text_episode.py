@@ -2,9 +2,9 @@
 
 import pytest
 
+from streamrl.environments.environment_probe import stay_silent
+from streamrl.environments.episodes.text_episode import TextEpisode, parse_turn, render_messages
 from streamrl.environments.interface import CallOutcome
-from streamrl.environments.probing.environment_probe import stay_silent
-from streamrl.environments.scripted.text_episode import TextEpisode, parse_turn, render_messages
 from streamrl.environments.tool_calls.tool_schema import make_tool_schema
 from streamrl.errors import ConfigError
 

@@ -1,1 +1,0 @@
-"""Probes of an environment with scripted policies, before a model meets it."""

@@ -1,1 +1,0 @@
-"""Episodes whose policy is a person or a function, in the driver that trains models."""
