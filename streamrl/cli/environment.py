@@ -20,7 +20,8 @@ from streamrl.cli.arguments.environment_args import (
 from streamrl.config.run_config import ConfigSections
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.environments.config import EnvironmentConfig
-from streamrl.environments.environment_probe import (
+from streamrl.environments.episodes.driver import render_start
+from streamrl.environments.episodes.environment_probe import (
     RANDOM,
     EnvironmentProbe,
     EpisodeRecord,
@@ -30,7 +31,6 @@ from streamrl.environments.environment_probe import (
     report_ok,
     report_warning,
 )
-from streamrl.environments.episodes.driver import render_start
 from streamrl.environments.episodes.start_driver import choose_call_format, load_turn_renderer
 from streamrl.environments.episodes.text_episode import render_messages
 from streamrl.environments.hosts.host_protocol import EnvironmentDescription

@@ -56,7 +56,7 @@ def test_a_person_calls_tools_and_answers(play):
         "user> 17*23",
         'you> multiply(a=17, b="x")',
         "  call multiply: wrong_arguments",
-        'tool multiply> wrong arguments for multiply: b: must be integer, got "x"',
+        "tool multiply> wrong arguments for multiply: b: 'x' is not of type 'integer'",
         "you> multiply(a=17, \\",
         "     b=23)",
         "  call multiply: ok",

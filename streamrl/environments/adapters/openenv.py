@@ -24,8 +24,8 @@ from urllib.parse import urlsplit
 
 from streamrl.environments.adapters.text_game import load_option_function, merge_row_options
 from streamrl.environments.interface import CallOutcome, Reply, ToolSchema, Turn
+from streamrl.environments.tool_calls.json_calls import check_encodable, parse_json_at
 from streamrl.environments.tool_calls.reply_text import replace_surrogates
-from streamrl.environments.tool_calls.strict_json import check_encodable, parse_json_at
 from streamrl.environments.tool_calls.tool_schema import check_tool_schema
 from streamrl.environments.tool_sources.tool_source import ToolAnswer
 from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError

@@ -31,11 +31,11 @@ from streamrl.environments.interface import (
     ToolCall,
     ToolSchema,
 )
-from streamrl.environments.tool_calls.call_id import make_call_id
 from streamrl.environments.tool_calls.reply_text import (
     cut_middle,
     format_tool_error,
     format_tool_result,
+    make_call_id,
 )
 from streamrl.environments.tool_calls.tool_schema import get_tool_name
 from streamrl.environments.tool_sources.tool_source import ToolAnswer, ToolSession

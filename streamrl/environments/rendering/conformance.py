@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from streamrl.environments.interface import Message, ToolSchema
 from streamrl.environments.rendering.bridge_text import decode, find_difference
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
-from streamrl.environments.tool_calls.call_id import make_call_id
+from streamrl.environments.tool_calls.reply_text import make_call_id
 from streamrl.errors import ConfigError
 
 KEPT = "Differences are kept as sampled: the policy is trained on the tokens it saw."

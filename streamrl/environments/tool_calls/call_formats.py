@@ -10,9 +10,13 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from streamrl.environments.interface import CallOutcome, Message, Reply, ToolCall, ToolSchema
-from streamrl.environments.tool_calls.call_id import make_call_id
 from streamrl.environments.tool_calls.harmony_calls import HARMONY_MARKERS, find_harmony_calls
-from streamrl.environments.tool_calls.json_calls import CLOSING, OPENING, find_hermes_calls
+from streamrl.environments.tool_calls.json_calls import (
+    CLOSING,
+    OPENING,
+    check_encodable,
+    find_hermes_calls,
+)
 from streamrl.environments.tool_calls.marked_turn import (
     MarkedTurn,
     MarkerDecoder,
@@ -20,12 +24,12 @@ from streamrl.environments.tool_calls.marked_turn import (
     WrittenCall,
 )
 from streamrl.environments.tool_calls.pattern_calls import make_pattern_finder
+from streamrl.environments.tool_calls.reply_text import make_call_id
 from streamrl.environments.tool_calls.served_calls import (
     ServedParser,
     ShownCall,
     list_served_formats,
 )
-from streamrl.environments.tool_calls.strict_json import check_encodable
 from streamrl.environments.tool_calls.tool_schema import get_tool_name, validate_arguments
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import suggest_nearest
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
 
 FindCalls = Callable[[MarkedTurn], Iterable[WrittenCall | ScaffoldSpan]]
 """Function that yields the calls of a turn in order; calls of one list share their characters."""
+SETTING = "environment.call_format"
 MAX_SPANS = 256
 """Most calls that are read in a turn; a policy that repeats a marker would write thousands."""
 REGEX_FORMAT, TEXT_FORMAT = "regex", "text"
@@ -135,43 +140,32 @@ def make_call_format(
     *,
     pattern: str = "",
     shown: ShownCall | None = None,
-    setting: str = "environment.call_format",
 ) -> CallFormat:
     """Return the call format of that name.
 
     pattern: regular expression of the format "regex", see `make_pattern_finder`. shown: a call in
-    the chat template. setting: config key of the name, for errors. Raises ConfigError for an
-    unknown name, an invalid pattern, or a tokenizer without the format's tokens.
+    the chat template. Raises ConfigError for an unknown name, an invalid pattern, or a tokenizer
+    without the format's tokens.
     """
     if name == REGEX_FORMAT:
-        if not pattern:
-            raise ConfigError(f"{setting}={name}: needs a pattern")
-        pattern_setting = setting.replace("call_format", "call_pattern")
-        return CallFormat(tokenizer, (), make_pattern_finder(pattern, setting=pattern_setting))
-    if pattern:
-        raise ConfigError(f"{setting}={name}: takes no pattern; only {REGEX_FORMAT} does")
+        return CallFormat(tokenizer, (), make_pattern_finder(pattern))
     if name == TEXT_FORMAT:
         return CallFormat(tokenizer, (), lambda turn: ())
     if name in OWN_FORMATS:
         find_calls, markers = OWN_FORMATS[name]
         return CallFormat(tokenizer, markers, find_calls)
-    served = list_served_formats()
-    if name not in served:
-        formats = (*OWN_FORMATS, REGEX_FORMAT, TEXT_FORMAT, *served)
+    if name not in list_served_formats():
+        formats = _list_formats()
         hint = suggest_nearest(name, formats, noun="format")
-        if "nearest" in hint:
-            hint += f"; the formats are {', '.join(formats)}"
-        raise ConfigError(f"{setting}={name}: no such format of tool calls; {hint}")
-    parser = ServedParser(name, tokenizer, shown, setting)
+        raise ConfigError(
+            f"{SETTING}={name}: no such format of tool calls; {hint}; the formats are"
+            f" {', '.join(formats)}"
+        )
+    parser = ServedParser(name, tokenizer, shown)
     return CallFormat(tokenizer, parser.markers, parser)
 
 
-def detect_call_format(
-    tokenizer: "PreTrainedTokenizerBase",
-    shown: ShownCall | None,
-    *,
-    setting: str = "environment.call_format",
-) -> str:
+def detect_call_format(tokenizer: "PreTrainedTokenizerBase", shown: ShownCall | None) -> str:
     """Return the name of the format that a model writes: the first that reads what it is shown.
 
     shown: a call as the chat template shows it to the model. If the template shows none, the
@@ -179,24 +173,28 @@ def detect_call_format(
     """
     if shown is None:
         vocabulary = tokenizer.get_added_vocab()
-        for marker, name in MARKER_FORMATS.items():
-            if marker in vocabulary:
-                return name
+        found = (name for marker, name in MARKER_FORMATS.items() if marker in vocabulary)
     else:
-        token_ids = tokenizer(shown.text, add_special_tokens=False)["input_ids"]
-        for name in _list_candidates():
-            try:
-                call_format = make_call_format(name, tokenizer, shown=shown)
-            except ConfigError:
-                continue
-            calls = call_format.parse(token_ids, [shown.tool]).calls
-            if list(calls) == [ToolCall(shown.name, shown.arguments)]:
-                return name
+        found = (name for name in _list_candidates() if _reads_call(name, tokenizer, shown))
+    for name in found:
+        return name
     raise ConfigError(
-        f"{setting}=auto: the chat template shows tool calls in no known format; set it to one of"
-        f" {', '.join((*OWN_FORMATS, REGEX_FORMAT, TEXT_FORMAT))}, or to a parser of vLLM:"
-        f" {', '.join(list_served_formats())}"
+        f"{SETTING}=auto: the chat template shows tool calls in no known format; set it to one of"
+        f" {', '.join(_list_formats())}"
     )
+
+
+def _reads_call(name: str, tokenizer: "PreTrainedTokenizerBase", shown: ShownCall) -> bool:
+    token_ids = tokenizer(shown.text, add_special_tokens=False)["input_ids"]
+    try:
+        calls = make_call_format(name, tokenizer, shown=shown).parse(token_ids, [shown.tool]).calls
+    except ConfigError:
+        return False
+    return list(calls) == [ToolCall(shown.name, shown.arguments)]
+
+
+def _list_formats() -> tuple[str, ...]:
+    return (*OWN_FORMATS, REGEX_FORMAT, TEXT_FORMAT, *list_served_formats())
 
 
 def _list_candidates() -> Iterator[str]:

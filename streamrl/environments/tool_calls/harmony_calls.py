@@ -7,9 +7,8 @@
 import re
 from collections.abc import Iterator
 
-from streamrl.environments.tool_calls.json_calls import read_arguments_object
+from streamrl.environments.tool_calls.json_calls import parse_json_at, read_arguments_object
 from streamrl.environments.tool_calls.marked_turn import MarkedTurn, ScaffoldSpan, WrittenCall
-from streamrl.environments.tool_calls.strict_json import parse_json_at
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>")

@@ -1,14 +1,16 @@
-"""Calls that are JSON objects with a name and arguments, and hermes, the format of Qwen.
+"""JSON as a policy writes it, parsed without tolerance, and hermes, the format of Qwen.
 
 vLLM's parser of hermes ends a call at the first </tool_call>, also within a string, and gives up a
 whole turn for one call that is malformed.
 """
 
+import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from streamrl.environments.tool_calls.marked_turn import MarkedTurn, WrittenCall
-from streamrl.environments.tool_calls.strict_json import parse_json_at
+from streamrl.files.bounded_read import check_depth, make_unique_dict
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
@@ -65,3 +67,58 @@ def read_arguments_object(value: Any, place: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{place} must hold a JSON object with the arguments")
     return value
+
+
+def parse_json_at(text: str, start: int) -> tuple[Any, int]:
+    """Parse the JSON value that begins at `start`; return it and the position of its end.
+
+    Raises ValueError, also for NaN and Infinity, duplicate keys, deep nesting and numbers out of
+    range. Positions in the message count from `start`.
+    """
+    try:
+        value, end = _DECODER.raw_decode(text, start)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg} at character {error.pos - start}") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    check_depth(value)
+    return value, end
+
+
+def parse_json(text: str) -> Any:
+    """Parse a text that is one JSON value. Raises ValueError as `parse_json_at` does."""
+    text = text.strip()
+    value, end = parse_json_at(text, 0)
+    if end < len(text):
+        raise ValueError(f"expected the end of the value at character {end}")
+    return value
+
+
+def check_encodable(value: Any) -> None:
+    """Raise ValueError for a JSON value with a string that UTF-8 cannot encode.
+
+    Escapes can write half a surrogate pair, which hosts of environments and tokenizers refuse.
+    """
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("a string contains half a surrogate pair") from None
+
+
+def parse_finite_float(number: str) -> float:
+    """Convert a JSON number to a float. Raises ValueError if it is out of range."""
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {number[:40]} is out of range")
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=make_unique_dict,
+    parse_constant=_refuse_constant,
+    parse_float=parse_finite_float,
+)

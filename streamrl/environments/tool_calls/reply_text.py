@@ -56,3 +56,11 @@ def cut_middle(text: str, max_chars: int, *, num_missing: int = 0) -> tuple[str,
     head = max_chars - tail
     mark = f"\n[... {left_out} characters left out ...]\n"
     return f"{text[:head]}{mark}{text[len(text) - tail :]}", left_out
+
+
+def make_call_id(number: int) -> str:
+    """Return the id of call `number` of a reply, which the tool message answers.
+
+    Nine letters and digits: Mistral's templates refuse other ids.
+    """
+    return f"call{number:05}"

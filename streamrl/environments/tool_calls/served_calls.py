@@ -11,14 +11,13 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from streamrl.environments.interface import ToolSchema
-from streamrl.environments.tool_calls.json_calls import read_arguments_object
+from streamrl.environments.tool_calls.json_calls import parse_json, read_arguments_object
 from streamrl.environments.tool_calls.marked_turn import (
     THINK_END,
     MarkedTurn,
     ScaffoldSpan,
     WrittenCall,
 )
-from streamrl.environments.tool_calls.strict_json import parse_json_at
 from streamrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -71,11 +70,7 @@ class ServedParser:
     """
 
     def __init__(
-        self,
-        name: str,
-        tokenizer: "PreTrainedTokenizerBase",
-        shown: ShownCall | None,
-        setting: str,
+        self, name: str, tokenizer: "PreTrainedTokenizerBase", shown: ShownCall | None
     ) -> None:
         self._name, self._tokenizer = name, tokenizer
         added = set(filter(str.strip, tokenizer.get_added_vocab()))
@@ -95,7 +90,7 @@ class ServedParser:
         # Each parser has errors of its own for a tokenizer that it cannot serve.
         except Exception as error:
             raise ConfigError(
-                f"{setting}={name}: vLLM's parser refuses the tokenizer: {error}"
+                f"environment.call_format={name}: vLLM's parser refuses the tokenizer: {error}"
             ) from error
 
     def _construct_parser(self, tools: str) -> tuple[Any, Any]:
@@ -143,10 +138,7 @@ class ServedParser:
 def _read_call(function: Any, span: tuple[int, int]) -> WrittenCall:
     name = function.name.replace(BREAK, "")
     try:
-        text = (function.arguments or "{}").replace(BREAK, "").strip()
-        value, end = parse_json_at(text, 0)
-        if end < len(text):
-            raise ValueError(f"expected the end of the arguments at character {end}")
+        value = parse_json((function.arguments or "{}").replace(BREAK, ""))
         return WrittenCall(*span, name, read_arguments_object(value, "a call"))
     except ValueError as error:
         return WrittenCall(*span, name, error=str(error))

@@ -24,8 +24,8 @@ JSON_TYPES = (str, int, float, bool, type(None), list, dict, Any)
 ANNOTATION_RULE = "use str, int, float, bool, list, dict, Literal, or a union of these"
 MAX_PROBLEMS = 3
 """Most problems of one call that are reported to the policy."""
-MAX_VALUE_CHARS = 60
-"""Most characters of a wrong value that are repeated to the policy."""
+MAX_MESSAGE_CHARS = 120
+"""Most characters of a problem: it may repeat a long value."""
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Example|Examples):\s*$")
 _DESCRIBED_NAME = re.compile(r"^\s*(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
 
@@ -136,38 +136,20 @@ def _get_parameters(tool: ToolSchema) -> Mapping[str, Any]:
 
 
 def check_tool_schema(tool: Any, *, place: str) -> None:
-    """Raise ConfigError unless `tool` is a tool schema in OpenAI's form.
+    """Raise ConfigError unless `tool`, in OpenAI's form, has a name and a JSON schema.
 
     place: origin of the schema, for errors.
     """
     import jsonschema
 
-    form = {
-        "type": "object",
-        "required": ["type", "function"],
-        "properties": {
-            "type": {"const": "function"},
-            "function": {
-                "type": "object",
-                "required": ["name"],
-                "properties": {
-                    "name": {"type": "string", "minLength": 1},
-                    "parameters": {"type": "object"},
-                },
-            },
-        },
-    }
-    try:
-        _make_validator(form).validate(tool)
-    except jsonschema.ValidationError as error:
-        problem = _describe_problem(error, noun="key")
-        raise ConfigError(f"{place}: tool schema: {problem}") from None
-    parameters = _get_parameters(tool)
-    label = f"{place}: tool {get_tool_name(tool)}: parameters"
+    name, parameters = tool["function"].get("name"), _get_parameters(tool)
+    if not (isinstance(name, str) and name and isinstance(parameters, Mapping)):
+        raise ConfigError(f"{place}: tool {name!r}: needs a name, and an object of parameters")
+    label = f"{place}: tool {name}: parameters"
     try:
         _make_validator_class().check_schema(parameters)
     except jsonschema.SchemaError as error:
-        raise ConfigError(f"{label}: {_describe_problem(error, noun='key')}") from None
+        raise ConfigError(f"{label}: {_describe_problem(error)}") from None
     _check_references(parameters, label)
 
 
@@ -238,52 +220,16 @@ def _make_validator(schema: Any) -> Any:
     return _make_validator_class()(schema, registry=Registry())
 
 
-def _describe_problem(error: "ValidationError", noun: str = "argument") -> str:
-    """Describe an error. noun: term for a key of the outermost object."""
+def _describe_problem(error: "ValidationError") -> str:
     # A branch of a union that failed inside the value says more than the union.
     if inner := [branch for branch in error.context or () if branch.relative_path]:
-        return _describe_problem(inner[0], noun)
+        return _describe_problem(inner[0])
     place = error.json_path.removeprefix("$").removeprefix(".")
-    noun = "key" if place else noun
-    prefix = f"{place}: " if place else ""
-    rule, value = error.validator_value, error.instance
-    if error.validator == "required":
-        missing = [str(name) for name in rule if name not in value]
-        return f"{prefix}missing {noun} {', '.join(missing)}"
-    if error.validator == "additionalProperties" and rule is False:
-        known = error.schema.get("properties", {})
-        extra = [str(name) for name in value if name not in known]
-        names = f"the {noun}s are {', '.join(known)}" if known else f"there are no {noun}s"
-        return f"{prefix}unexpected {noun} {_shorten(', '.join(extra))}; {names}"
-    if expected := _list_expected_types(error):
-        return f"{prefix}must be {expected}, got {_format_value(value)}"
-    if error.validator == "enum":
-        return f"{prefix}must be one of {_format_value(rule)}, got {_format_value(value)}"
-    return f"{prefix}{_shorten(error.message)}"
-
-
-def _list_expected_types(error: "ValidationError") -> str:
-    """Return the types that a value must have; "" if the error is about something else."""
-    if error.validator == "type":
-        branches = [error.schema]
-    elif error.validator == "anyOf":
-        branches = error.validator_value
-    else:
-        return ""
-    names = [branch.get("type") for branch in branches if isinstance(branch, Mapping)]
-    if len(names) == 1 and isinstance(names[0], list):
-        names = names[0]
-    if len(names) < len(branches) or not all(isinstance(name, str) for name in names):
-        return ""
-    return " or ".join(map(str, names))
-
-
-def _format_value(value: Any) -> str:
-    return _shorten(json.dumps(value, ensure_ascii=False, default=str))
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}..."
+    message = error.message
+    if len(message) > MAX_MESSAGE_CHARS:
+        half = MAX_MESSAGE_CHARS // 2
+        message = f"{message[:half]}...{message[-half:]}"
+    return f"{place}: {message}" if place else message
 
 
 def format_tool(tool: ToolSchema) -> str:

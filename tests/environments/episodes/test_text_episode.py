@@ -2,7 +2,7 @@
 
 import pytest
 
-from streamrl.environments.environment_probe import stay_silent
+from streamrl.environments.episodes.environment_probe import stay_silent
 from streamrl.environments.episodes.text_episode import TextEpisode, parse_turn, render_messages
 from streamrl.environments.interface import CallOutcome
 from streamrl.environments.tool_calls.tool_schema import make_tool_schema

@@ -126,18 +126,18 @@ def test_a_function_that_a_model_cannot_call_is_refused_with_its_line(
     [
         ({"query": "rl", "limit": 2, "tags": ["a"], "weights": {"a": 1, "b": 0.5}}, ""),
         ({"query": "rl", "tags": None}, ""),
-        ({}, "missing argument query"),
-        ({"query": 3}, "query: must be string, got 3"),
-        ({"query": "rl", "limit": "3"}, 'limit: must be integer, got "3"'),
-        ({"query": "rl", "limit": 3.0}, "limit: must be integer, got 3.0"),
-        ({"query": "rl", "limit": True}, "limit: must be integer, got true"),
-        ({"query": "rl", "tags": ["a", 1]}, "tags[1]: must be string, got 1"),
-        ({"query": "rl", "tags": "a"}, 'tags: must be array or null, got "a"'),
-        ({"query": "rl", "order": "x"}, 'order: must be one of ["date", "title"], got "x"'),
+        ({}, "'query' is a required property"),
+        ({"query": 3}, "query: 3 is not of type 'string'"),
+        ({"query": "rl", "limit": "3"}, "limit: '3' is not of type 'integer'"),
+        ({"query": "rl", "limit": 3.0}, "limit: 3.0 is not of type 'integer'"),
+        ({"query": "rl", "limit": True}, "limit: True is not of type 'integer'"),
+        ({"query": "rl", "tags": ["a", 1]}, "tags[1]: 1 is not of type 'string'"),
+        ({"query": "rl", "tags": "a"}, "tags: 'a' is not valid under any of the given schemas"),
+        ({"query": "rl", "order": "x"}, "order: 'x' is not one of ['date', 'title']"),
         (
             {"text": "rl"},
-            "unexpected argument text; the arguments are query, limit, tags, weights, order;"
-            " missing argument query",
+            "Additional properties are not allowed ('text' was unexpected); 'query' is a required"
+            " property",
         ),
     ],
 )
@@ -147,7 +147,7 @@ def test_arguments_are_validated_strictly(arguments: dict[str, Any], problem: st
 
 def test_a_problem_with_a_long_value_is_reported_in_one_short_line():
     problem = validate_arguments(make_tool_schema(Library().search), {"query": ["x" * 10_000]})
-    assert len(problem) < 120
+    assert len(problem) < 150 and problem.endswith("is not of type 'string'")
 
 
 def wrap(parameters: Any) -> dict[str, Any]:
@@ -159,17 +159,15 @@ def test_schemas_of_servers_may_refer_to_their_own_definitions():
     tool = wrap({"properties": properties, "$defs": {"size": {"type": "integer"}}})
     check_tool_schema(tool, place="server")
     assert validate_arguments(tool, {"x": 1}) == ""
-    assert validate_arguments(tool, {"x": "1"}) == 'x: must be integer, got "1"'
+    assert validate_arguments(tool, {"x": "1"}) == "x: '1' is not of type 'integer'"
 
 
 @pytest.mark.parametrize(
     ("schema", "value", "problem"),
     [
-        ({"type": ["integer", "null"]}, "a", 'x: must be integer or null, got "a"'),
-        ({"anyOf": [{"type": "integer"}, {"enum": ["a"]}]}, "b", "x: 'b' is not valid under any"),
         ({"anyOf": [False, {"type": "integer"}]}, "b", "x: 'b' is not valid under any"),
         ({"minimum": 3}, 2, "x: 2 is less than the minimum of 3"),
-        ({"required": ["y"]}, {}, "x: missing key y"),
+        ({"required": ["y"]}, {}, "x: 'y' is a required property"),
         (False, 1, "False schema does not allow 1"),
     ],
 )
@@ -182,9 +180,8 @@ def test_each_rule_of_a_schema_of_a_server_is_reported(schema: Any, value: Any, 
 @pytest.mark.parametrize(
     ("tool", "error"),
     [
-        (3, "server: tool schema: must be object, got 3"),
-        ({"type": "function"}, "server: tool schema: missing key function"),
-        (wrap([]), r"server: tool schema: function.parameters: must be object"),
+        ({"type": "function", "function": {}}, "server: tool None: needs a name"),
+        (wrap([1]), "server: tool 'f': needs a name, and an object of parameters"),
         (wrap({"type": "objekt"}), "server: tool f: parameters: type: 'objekt' is not valid"),
         (
             wrap({"properties": {"x": {"$ref": "http://elsewhere/schema"}}}),

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.environments.config import EnvironmentConfig
-from streamrl.environments.environment_probe import (
+from streamrl.environments.episodes.environment_probe import (
     EnvironmentProbe,
     EpisodeRecord,
     FindingStatus,
@@ -127,7 +127,7 @@ async def test_a_close_that_fails_or_hangs_is_a_finding(
     monkeypatch.setattr("streamrl.environments.hosts.host_pool.CLOSE_TIMEOUT_S", 0.2)
     monkeypatch.setattr("streamrl.environments.hosts.host_pool.REACTION_TIMEOUT_S", 0.3)
     # A process whose close hangs is replaced, which takes a second.
-    monkeypatch.setattr("streamrl.environments.environment_probe.NUM_TOGETHER", 1)
+    monkeypatch.setattr("streamrl.environments.episodes.environment_probe.NUM_TOGETHER", 1)
     found, _ = await probe(
         tmp_path, f"import time\n{SOUND}\n    def close(self):\n        {body}\n"
     )
