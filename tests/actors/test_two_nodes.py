@@ -55,6 +55,8 @@ from streamrl.weights.config import COLLECTIVE, DELTA, DISK, OBJECT_STORE
 from streamrl.weights.transport import TransportSpec
 from tests.e2e.launched import MARK, marked
 
+pytestmark = pytest.mark.slow
+
 # Workers of the nodes do not have the tests on their path.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -190,7 +192,6 @@ except ConfigError as error:
 """
 
 
-@pytest.mark.slow
 def test_an_existing_cluster_accepts_only_its_own_token(nodes: Nodes):
     wrong = {TOKEN_VARIABLE: "0" * 64}
     without = {"RAY_AUTH_MODE": "disabled"}
@@ -214,7 +215,6 @@ def node_of(actor: Any) -> str:
     return str(ray.get(reply, timeout=120.0))
 
 
-@pytest.mark.slow
 def test_actors_with_weights_stay_on_the_node_of_shared_memory_after_scaling_and_restarts(
     nodes: Nodes,
 ):
@@ -246,7 +246,6 @@ def test_actors_with_weights_stay_on_the_node_of_shared_memory_after_scaling_and
         registry.close()
 
 
-@pytest.mark.slow
 def test_ranks_leave_room_for_a_generator_of_many_devices(nodes: Nodes):
     wait_until_free()
     # Two models with two ranks, each on its own node, would leave no node with seven free slots.
@@ -283,7 +282,6 @@ def make_registry(*, ranks: int, tensor_parallel: int = 1) -> ActorRegistry:
     )
 
 
-@pytest.mark.slow
 def test_ranks_of_a_model_share_a_node_with_room_and_are_placed_first(nodes: Nodes):
     wait_until_free()
     reserved = reserve_bundles([{"CPU": 3.0}] * 2, strategy="STRICT_SPREAD", timeout_s=60.0)
@@ -299,7 +297,6 @@ def test_ranks_of_a_model_share_a_node_with_room_and_are_placed_first(nodes: Nod
         release_placement_groups(reserved)
 
 
-@pytest.mark.slow
 def test_placement_is_all_or_nothing_if_a_model_has_no_room_on_the_node(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ):
@@ -361,7 +358,6 @@ class Reader:
         return is_equal and tensors.keys() == expected.keys(), self._inlet.fallback_reason
 
 
-@pytest.mark.slow
 def test_versions_reach_readers_on_both_nodes(nodes: Nodes, tmp_path: Path):
     names = ["generator-0", "generator-1"]
     strategies = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes.ids]

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
 from omegaconf import OmegaConf
 
 from streamrl.errors import ConfigError
@@ -14,11 +13,9 @@ from streamrl.files.bounded_read import (
     MAX_DEPTH,
     MAX_SETTINGS_BYTES,
     NotRegularError,
-    StrictYamlLoader,
     open_regular_file,
     parse_json,
     read_lines,
-    read_small_json,
     read_small_text,
     read_small_yaml,
     wrap_file_errors,
@@ -31,23 +28,12 @@ def write_file(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_yaml_uses_the_c_loader_if_available(tmp_path: Path):
-    assert yaml.__with_libyaml__ == issubclass(StrictYamlLoader, yaml.CSafeLoader)
-    assert read_small_yaml(write_file(tmp_path, "a: [1, two, 3.0]\n")) == {"a": [1, "two", 3.0]}
-
-
 def test_exponential_yaml_aliases_are_refused(tmp_path: Path):
     levels = ["&l0 [x, x]", *(f"&l{i + 1} [*l{i}, *l{i}]" for i in range(99))]
     path = write_file(tmp_path, "".join(f"- {level}\n" for level in levels))
     message = r"^line 2, column 8: \*l0: aliases are not allowed; write the value out$"
     with pytest.raises(ValueError, match=message):
         read_small_yaml(path)
-
-
-@pytest.mark.parametrize("text", ["- &a [*a]\n", "base: &b {x: 1}\nmore: {<<: *b}\n"])
-def test_every_yaml_alias_is_refused(tmp_path: Path, text: str):
-    with pytest.raises(ValueError, match="aliases are not allowed"):
-        read_small_yaml(write_file(tmp_path, text))
 
 
 @pytest.mark.parametrize(
@@ -78,41 +64,17 @@ def test_a_duplicate_yaml_key_is_refused_with_its_position(tmp_path: Path, text:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a: 1\n  b: 2\n", "line 2, column 4: mapping values are not allowed in this context"),
-        (
-            "a: [1\n",
-            "line 2, column 1: did not find expected ',' or ']', while parsing a flow sequence"
-            " (line 1, column 4)",
-        ),
-    ],
-)
-def test_malformed_yaml_is_reported_with_its_position(tmp_path: Path, text: str, message: str):
-    with pytest.raises(ValueError) as error:
-        read_small_yaml(write_file(tmp_path, text))
-    assert str(error.value) == f"not YAML: {message}"
-
-
-@pytest.mark.parametrize(
     ("word", "message"),
     [
         ('!!int ""', "'': not a valid int"),
-        ("!!int x", "'x': not a valid int"),
-        ("!!bool maybe", "'maybe': not a valid bool"),
-        ("!!timestamp foo", "'foo': not a valid timestamp"),
         ("!!timestamp 2024-99-99", "'2024-99-99': not a valid timestamp"),
-        ("!!float x", "'x': not a valid float"),
-        ("0b_", "'0b_': not a valid int"),
         ("9" * 5000, f"'{'9' * 39}: not a valid int"),
         ("!!map [1]", "expected a mapping node, but found sequence"),
-        ("!!map x", "expected a mapping node, but found scalar"),
         ("!own 1", "could not determine a constructor for the tag '!own'"),
+        ("*gone", "*gone: aliases are not allowed; write the value out"),
     ],
 )
-def test_a_value_contradicting_its_tag_is_reported_with_its_position(
-    tmp_path: Path, word: str, message: str
-):
+def test_a_wrong_value_is_reported_with_its_position(tmp_path: Path, word: str, message: str):
     with pytest.raises(ValueError) as error:
         read_small_yaml(write_file(tmp_path, f"a:\n  - {word}\n"))
     assert str(error.value) == f"line 2, column 5: {message}"
@@ -124,11 +86,6 @@ def test_malformed_yaml_is_a_value_error(tmp_path: Path, text: str):
     path.write_bytes(text.encode(errors="surrogatepass"))
     with pytest.raises(ValueError):
         read_small_yaml(path)
-
-
-def test_deeply_nested_json_is_a_value_error(tmp_path: Path):
-    with pytest.raises(ValueError, match="nested too deeply"):
-        read_small_json(write_file(tmp_path, "[" * 200_000))
 
 
 def test_a_file_above_the_limit_is_not_read(tmp_path: Path):

@@ -103,7 +103,6 @@ def test_gemma_3_states_positions_after_scaling():
         ('{"max_new_tokens": -1}', "max_new_tokens"),
         ('{"eos', "not a valid JSON file"),
         ('{"eos_token_id": "x"}', "eos_token_id=['x']: must be token ids"),
-        ('{"eos_token_id": [4, -5]}', "must be token ids"),
         ('{"eos_token_id": 10000000}', "must be token ids below"),
     ],
 )
@@ -216,7 +215,7 @@ DESCRIPTIONS = ["config.json", "generation_config.json", "model.safetensors.inde
 
 
 @pytest.mark.parametrize("name", DESCRIPTIONS)
-@pytest.mark.parametrize("text", ["[" * 10**5 + "]" * 10**5, "[", "[[]]", '{"weight_map": 3, '])
+@pytest.mark.parametrize("text", ["[" * 10**5 + "]" * 10**5, "[[]]", '{"weight_map": 3, '])
 def test_a_malformed_config_json_is_a_one_line_error(copy_with_config: Any, name: str, text: str):
     path = copy_with_config({})
     (path / name).write_text(text)

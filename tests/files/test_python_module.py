@@ -29,14 +29,6 @@ def test_a_huge_file_is_not_imported(tmp_path):
         import_file(str(path), setting="filter.path")
 
 
-def test_the_alarm_is_off_after_an_import(tmp_path):
-    path = tmp_path / "reward.py"
-    path.write_text("x = 1\n")
-    assert import_file(str(path), setting="rewards.path").x == 1
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
-
-
 def test_an_existing_alarm_is_left_unchanged(tmp_path):
     def handler(number, frame):
         raise AssertionError
@@ -56,11 +48,8 @@ def test_an_existing_alarm_is_left_unchanged(tmp_path):
     [
         ("def f(): pass", ()),
         ("def f(b, a): pass", ("a", "b")),
-        ("def f(b, other=1): pass", ("b",)),
         ("def f(*a, **rest): pass", ("a", "b")),
-        ("def f(*a): pass", ()),
         ("def f(*, a, c=1): pass", ("a",)),
-        ("f = lambda a=None: a", ("a",)),
         ("class F:\n    def __call__(self, b): pass\nf = F()", ("b",)),
     ],
 )
@@ -73,7 +62,7 @@ def test_a_function_receives_the_arguments_it_names(tmp_path, source, parameters
 
 @pytest.mark.parametrize(
     ("signature", "refused"),
-    [("(c)", "c"), ("(d, a, c)", "d, c"), ("(a, *, c)", "c"), ("(a, /)", "a"), ("(a=1, /)", "a")],
+    [("(d, a, c)", "d, c"), ("(a, *, c)", "c"), ("(a=1, /)", "a")],
 )
 def test_a_required_parameter_that_is_not_offered_is_refused(tmp_path, signature, refused):
     path = tmp_path / "mine.py"
@@ -92,7 +81,6 @@ def test_a_required_parameter_that_is_not_offered_is_refused(tmp_path, signature
         ("x = 1\ndef other(): pass", "{label}: not in {path}; its functions are other"),
         ("", "{label}: not in {path}; its functions are none"),
         ("f = 5", "{label}: in {path} it is not a function"),
-        ("class f: pass", "{label}: in {path} it is not a function"),
         ("f = max", "{label}: in {path}: no signature"),
         ("x = 1\nimport no_such_module", "filter.path={path}:2: ModuleNotFoundError: No"),
         ("x = 1\ny = = 2", "filter.path={path}:2: SyntaxError"),

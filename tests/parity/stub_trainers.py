@@ -14,8 +14,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from trl.experimental.gmpo import GMPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
 from tests.parity.case import EQUAL, Batch
 
@@ -56,18 +55,7 @@ class StubGRPOTrainer(BatchStub, GRPOTrainer):
         return prompt_ids, ids, mask, prompts, sampled, {}, None, []
 
 
-class StubGMPOTrainer(BatchStub, GMPOTrainer):
-    pass
-
-
-class StubRLOOTrainer(BatchStub, RLOOTrainer):
-    """RLOO has no tool tokens."""
-
-    def _generate(self, prompts: list[str]) -> tuple[Any, ...]:
-        return [[0]] * len(prompts), self._completions(), prompts
-
-
-def make_trainer(kind: type, config: GRPOConfig | RLOOConfig) -> Any:
+def make_trainer(kind: type, config: GRPOConfig) -> Any:
     """Make a trainer for one process and one micro-batch per step."""
     words = Tokenizer(models.WordLevel({"a": 0, "<pad>": 1, "<eos>": 2}, unk_token="a"))
     sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 8)

@@ -1,30 +1,23 @@
-"""Compare our functions with TRL's trainers on equal inputs."""
+"""Compare our functions with TRL's trainers on equal inputs, where verl has no peer of ours."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig
-from trl.experimental.gmpo import GMPOConfig
-from trl.rewards import get_soft_overlong_punishment
-from trl.trainer.utils import entropy_from_logits
+from trl import GRPOConfig, GRPOTrainer
 
 from streamrl.algorithms.math import advantages, correction, kl, losses
 from tests.algorithms.aggregate import aggregate_loss
 from tests.parity.case import EQUAL, Batch, ParityCase
 from tests.parity.stub_trainers import (
     SETTINGS,
-    StubGMPOTrainer,
     StubGRPOTrainer,
-    StubRLOOTrainer,
     compute_column,
     compute_loss,
     make_trainer,
 )
 
-BUFFER = 9
 MAX_LENGTH = 64
 THRESHOLD = 0.05
 WEIGHTS = (1.0, 0.5, 0.25)
@@ -32,33 +25,7 @@ FIRST_REWARD = [1.0, 0.0, 0.0]
 EPS = 1e-4
 BETA = 0.3
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
-SEQUENCE_CLIP = {"clip_low": 0.05, "clip_high": 0.08}
-RLOO = RLOOConfig(**SETTINGS, beta=0.0, reward_weights=FIRST_REWARD)
 grpo = partial(GRPOConfig, **SETTINGS, epsilon=0.2, epsilon_high=0.28)
-
-
-def geometric_mean() -> ParityCase:
-    """Make the case of GMPO; a row without tokens gets the advantage 0."""
-    config = GMPOConfig(**SETTINGS, epsilon=0.2, epsilon_high=0.28)
-    trl_loss = compute_loss(make_trainer(StubGMPOTrainer, config))
-
-    def ours(b: Batch) -> Tensor:
-        loss = losses.geometric_mean_loss(b.log_ratio, b.row_advantages, b.loss_mask, **CLIP)
-        return reduce_loss(b, loss, "grpo")
-
-    def theirs(b: Batch) -> Tensor:
-        has_tokens = b.loss_mask.any(-1, keepdim=True)
-        return trl_loss(replace(b, row_advantages=b.row_advantages * has_tokens))
-
-    return ParityCase(
-        "losses.geometric_mean",
-        "GMPOTrainer",
-        ours,
-        theirs,
-        wrt="logprobs",
-        sizes=EQUAL,
-        note="TRL adds -A for a row without a token",
-    )
 
 
 def our_surrogate(batch: Batch) -> Tensor:
@@ -169,36 +136,14 @@ def their_off_policy_mask(batch: Batch) -> Tensor:
     )
 
 
-def trl_overlong(batch: Batch) -> Tensor:
-    """Return TRL's penalty for lengths from 1 to the batch's maximum plus 3."""
-    width = batch.loss_mask.shape[1]
-    penalty = get_soft_overlong_punishment(width, BUFFER)
-    return torch.tensor(penalty([[0] * length for length in range(1, width + 4)]))
-
-
-def our_overlong(batch: Batch) -> Tensor:
-    width = batch.loss_mask.shape[1]
-    return advantages.soft_overlong_penalty(
-        torch.arange(1, width + 4), max_length=width, buffer=BUFFER
-    )
-
-
 CASES = [
     scale("std", "group"),
     scale("batch", "batch"),
-    scale("none", "none"),
     advantage_case(
         "decoupled_reward_normalization",
         "normalize_then_sum",
         our_normalize_then_sum,
         grpo(multi_objective_aggregation="normalize_then_sum", reward_weights=list(WEIGHTS)),
-    ),
-    ParityCase(
-        "advantages.leave_one_out",
-        "RLOOTrainer",
-        lambda b: advantages.leave_one_out_advantages(b.scores, b.group_ids),
-        compute_column(make_trainer(StubRLOOTrainer, RLOO), "advantages"),
-        sizes=EQUAL,
     ),
     *(
         loss_case(
@@ -210,45 +155,6 @@ CASES = [
         )
         for loss_type in ("grpo", "bnpo", "dapo", "dr_grpo")
     ),
-    loss_case(
-        "losses.clipped_surrogate, dual_clip",
-        "delta",
-        lambda b: losses.clipped_surrogate_loss(
-            b.log_ratio, b.row_advantages, **CLIP, dual_clip=2.0
-        ),
-        grpo(loss_type="grpo", delta=2.0),
-        note="where delta is beyond the clip",
-    ),
-    loss_case(
-        "losses.sequence_clipped_surrogate",
-        "sequence level",
-        lambda b: losses.sequence_clipped_surrogate_loss(
-            b.log_ratio, b.row_advantages, b.loss_mask, **SEQUENCE_CLIP
-        ),
-        grpo(
-            loss_type="grpo", importance_sampling_level="sequence", epsilon=0.05, epsilon_high=0.08
-        ),
-    ),
-    loss_case(
-        "losses.clipped_importance",
-        "cispo",
-        lambda b: losses.clipped_importance_loss(
-            b.log_ratio, b.row_advantages, logprobs=b.logprobs, clip_low=1.0, clip_high=0.5
-        ),
-        GRPOConfig(**SETTINGS, loss_type="cispo", epsilon_high=1.5),
-        loss_type="dapo",
-        note="TRL's bound is the ratio itself",
-    ),
-    loss_case(
-        "losses.soft_adaptive",
-        "sapo",
-        lambda b: losses.soft_adaptive_loss(
-            b.log_ratio, b.row_advantages, temperature_positive=0.75, temperature_negative=1.25
-        ),
-        # Exact in float32, which TRL's are.
-        grpo(loss_type="sapo", sapo_temperature_pos=0.75, sapo_temperature_neg=1.25),
-    ),
-    geometric_mean(),
     loss_case(
         "kl.kl_estimate, k3, in the loss",
         "beta",
@@ -264,13 +170,6 @@ CASES = [
         grpo(loss_type="grpo"),
         beta=BETA,
         note="up to 10; TRL has no limit",
-    ),
-    ParityCase(
-        "losses.entropy",
-        "entropy_from_logits",
-        lambda b: losses.entropy_from_logits(b.logits),
-        lambda b: entropy_from_logits(b.logits),
-        wrt="logits",
     ),
     *(
         weights(level, mode, low)
@@ -289,12 +188,5 @@ CASES = [
         "off_policy_mask_threshold",
         lambda b: our_surrogate(b) * our_off_policy_mask(b),
         grpo(loss_type="grpo", off_policy_mask_threshold=THRESHOLD),
-    ),
-    ParityCase(
-        "shaping.soft_overlong",
-        "get_soft_overlong_punishment",
-        our_overlong,
-        trl_overlong,
-        dtype=torch.float32,
     ),
 ]
