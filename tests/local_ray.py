@@ -6,8 +6,12 @@ import pytest
 import ray
 
 from streamrl.actors.launch import local_ray as local
+from streamrl.actors.launch.fork_server import ForkLevel, start_fork_server, stop_fork_server
 
 CPUS = 5
+MODULES = ("streamrl.actors.queue_shard", "streamrl.own_loops.worker_group")
+LEVEL = ForkLevel("base", "", ("ray._private.workers.default_worker", *MODULES))
+"""Modules without torch, which workers of Ray would import for a second each."""
 _instance = contextlib.ExitStack()
 
 
@@ -27,4 +31,6 @@ def local_ray() -> None:
     """Start a Ray with five CPUs and a GPU; Ray trusts the declared resources."""
     if not ray.is_initialized():
         end_instance()
+        start_fork_server([LEVEL])
+        _instance.callback(stop_fork_server)
         _instance.enter_context(local.start_local_ray(CPUS, 200 << 20, gpus=1))
