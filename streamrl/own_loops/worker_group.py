@@ -154,9 +154,6 @@ class WorkerHost:
             return None, WorkerFailure.from_exception(error)
 
 
-WORKER_HOST: Any = ray.remote(WorkerHost)
-
-
 def put(batch: Batch) -> BatchRef:
     """Store a batch in Ray's object store, where workers can fetch its rows; return a reference.
 
@@ -282,12 +279,14 @@ class WorkerGroup:
         self._slots: list[int] = []
         self._hosts: list[Any] = []
         self._is_closed = False
+        # Not a decorator of the class: ray.remote draws an id, see fork_server._draws_unique_ids.
+        make_host: Any = ray.remote(WorkerHost)
         runtime_env = {"env_vars": {"OMP_NUM_THREADS": "1", **(env or {})}}
         try:
             for slot in slots:
                 options = pool.acquire_slot(slot)
                 self._slots.append(slot)
-                self._hosts.append(WORKER_HOST.options(runtime_env=runtime_env, **options).remote())
+                self._hosts.append(make_host.options(runtime_env=runtime_env, **options).remote())
         except BaseException:
             self.close()
             raise
