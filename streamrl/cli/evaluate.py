@@ -206,11 +206,7 @@ def resolve_subject(
             config.environment,
         )
     if reward is not None:
-        # scorer.combine refers to the recipe's rewards, so drop it with them.
-        context = subject.reward_context
-        context = replace(context, scorer=replace(context.scorer, combine=""))
-        rewards = [RewardConfig(kind=reward)]
-        subject = replace(subject, rewards=rewards, reward_context=context)
+        subject = replace(subject, rewards=[RewardConfig(kind=reward)])
     if max_new_tokens is not None:
         generator = replace(subject.generator, max_new_tokens=max_new_tokens)
         subject = replace(subject, generator=generator)

@@ -121,8 +121,7 @@ def _load_score_config(
 ) -> RunConfig:
     """Load the recipe, or default settings; `rewards` of --reward replace its rewards."""
     entries = ", ".join(_make_reward_entry(reward) for reward in rewards)
-    # A recipe's scorer.combine refers to its own components.
-    named = [f"rewards=[{entries}]", "scorer.combine=''"] if rewards else []
+    named = [f"rewards=[{entries}]"] if rewards else []
     changes = [*named, *overrides]
     if recipe is not None:
         return read_config(recipe, changes)

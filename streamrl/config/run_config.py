@@ -469,8 +469,6 @@ def _make_paths_absolute(config: ConfigSections) -> None:
     for options in (*(owner.options for owner in owners), config.filter.options):
         if path := options.get("path"):
             options["path"] = str(Path(str(path)).absolute())
-    if config.scorer.combine:
-        config.scorer.combine = str(Path(config.scorer.combine).absolute())
     for spec in config.environment.specs.values():
         spec.make_paths_absolute()
     if config.algorithm.path:

@@ -39,7 +39,6 @@ from streamrl.rewards.kinds.rules import (
 )
 from streamrl.rewards.reward_set import (
     REWARDS,
-    FunctionCombiner,
     RewardComponent,
     RewardSet,
     ScoreSpec,
@@ -61,6 +60,21 @@ class RewardKind:
     can_use_devices: bool = False
 
 
+_RULES: Mapping[str, tuple[str, type]] = {
+    "gsm8k": ("GSM8K: 1 if the number after #### equals the ground truth", Gsm8kOptions),
+    "math": (
+        r"MATH: 1 if the last \boxed{} equals the ground truth in normal form",
+        EmptyRewardOptions,
+    ),
+    "dapo_math": (
+        "DAPO: 1 if the text after the last Answer: equals the ground truth, else -1",
+        DapoOptions,
+    ),
+    "choice": ("1 if the chosen letter equals the ground truth", ChoiceOptions),
+    "tags": ("1 if tags such as <think> and <answer> are in order", TagsOptions),
+    "length": ("1 if the length is within bounds, falling to 0 outside", LengthOptions),
+}
+"""Summary and options of the kinds that are a matcher of their name."""
 REWARD_KINDS: Mapping[str, RewardKind] = {
     "exact": RewardKind(
         "1 if the answer equals the ground truth as text",
@@ -77,40 +91,14 @@ REWARD_KINDS: Mapping[str, RewardKind] = {
         RegexOptions,
         lambda spec: build_regex_reward(spec.options),
     ),
-    "gsm8k": RewardKind(
-        "GSM8K: 1 if the number after #### equals the ground truth",
-        Gsm8kOptions,
-        partial(build_rule_reward, "gsm8k"),
-    ),
-    "math": RewardKind(
-        r"MATH: 1 if the last \boxed{} equals the ground truth in normal form",
-        EmptyRewardOptions,
-        partial(build_rule_reward, "math"),
-    ),
-    "dapo_math": RewardKind(
-        "DAPO: 1 if the text after the last Answer: equals the ground truth, else -1",
-        DapoOptions,
-        partial(build_rule_reward, "dapo_math"),
-    ),
+    **{
+        name: RewardKind(summary, options_type, partial(build_rule_reward, name))
+        for name, (summary, options_type) in _RULES.items()
+    },
     "symbolic": RewardKind(
         "1 if the answer equals the ground truth as mathematics (math-verify)",
         SymbolicOptions,
         SymbolicReward,
-    ),
-    "choice": RewardKind(
-        "1 if the chosen letter equals the ground truth",
-        ChoiceOptions,
-        partial(build_rule_reward, "choice"),
-    ),
-    "tags": RewardKind(
-        "1 if tags such as <think> and <answer> are in order",
-        TagsOptions,
-        partial(build_rule_reward, "tags"),
-    ),
-    "length": RewardKind(
-        "1 if the length is within bounds, falling to 0 outside",
-        LengthOptions,
-        partial(build_rule_reward, "length"),
     ),
     "auto": RewardKind(
         "rule chosen by the row's data_source, as in verl", SymbolicOptions, AutoReward
@@ -179,9 +167,7 @@ def build_rewards(
             raise ConfigError(
                 f"{section}.name={name}: given {names.count(name)} times; names must be unique"
             )
-    has_combine_function = score_spec is REWARDS and context.scorer.combine
-    combiner = FunctionCombiner(components, context.scorer) if has_combine_function else None
-    return RewardSet(components, combiner, score_spec=score_spec)
+    return RewardSet(components, score_spec=score_spec)
 
 
 def may_use_devices(configs: Sequence[RewardConfig]) -> bool:
@@ -197,27 +183,29 @@ def check_options(configs: Sequence[RewardConfig], score_spec: ScoreSpec) -> Non
     for i, config in enumerate(configs):
         if kind := REWARD_KINDS.get(config.kind):
             with naming_config_errors(score_spec.section, i):
-                _check_keys(config, kind)
-                read_settings(kind.options_type, config.options, section="rewards")
+                _read_options(config, kind)
 
 
 def check_kinds(configs: Sequence[RewardConfig], score_spec: ScoreSpec) -> None:
     """Raise ConfigError for a kind that is neither built in, nor installed, nor a user's file."""
     for i, config in enumerate(configs):
         with naming_config_errors(score_spec.section, i):
-            _check_kind(config)
+            _get_kind(config)
 
 
-def _check_kind(config: RewardConfig) -> None:
-    if config.kind in REWARD_KINDS or config.options.get("path"):
-        return
-    kinds = [*REWARD_KINDS, *list_installed_kinds()]
-    if config.kind not in kinds:
-        raise ConfigError(
-            f"rewards.kind={config.kind}: no such kind;"
-            f" {suggest_nearest(config.kind, kinds, 'kind')};"
-            " a kind of your own needs `path`, the file that registers it"
-        )
+def _get_kind(config: RewardConfig) -> RewardKind:
+    if config.kind in REWARD_KINDS:
+        return REWARD_KINDS[config.kind]
+    if not config.options.get("path"):
+        kinds = [*REWARD_KINDS, *list_installed_kinds()]
+        if config.kind not in kinds:
+            raise ConfigError(
+                f"rewards.kind={config.kind}: no such kind;"
+                f" {suggest_nearest(config.kind, kinds, 'kind')};"
+                " a kind of your own needs `path`, the file that registers it"
+            )
+    create = partial(FunctionReward, registered_as=config.kind)
+    return RewardKind("a function of the user", FunctionOptions, create, can_use_devices=True)
 
 
 def _check_entry(config: RewardConfig, score_spec: ScoreSpec) -> None:
@@ -234,17 +222,12 @@ def _check_entry(config: RewardConfig, score_spec: ScoreSpec) -> None:
 
 
 def _build_reward(config: RewardConfig, context: RewardContext) -> Reward:
-    kind, name = REWARD_KINDS.get(config.kind), config.component_name
-    if kind is not None:
-        _check_keys(config, kind)
-        options: Any = read_settings(kind.options_type, config.options, section="rewards")
-        return kind.create_reward(RewardSpec(name, options, context))
-    _check_kind(config)
-    options = read_settings(FunctionOptions, config.options, section="rewards")
-    return FunctionReward(RewardSpec(name, options, context), registered_as=config.kind)
+    kind = _get_kind(config)
+    options = _read_options(config, kind)
+    return kind.create_reward(RewardSpec(config.component_name, options, context))
 
 
-def _check_keys(config: RewardConfig, kind: RewardKind) -> None:
+def _read_options(config: RewardConfig, kind: RewardKind) -> Any:
     options = [option.name for option in dataclasses.fields(kind.options_type)]
     for key, value in config.options.items():
         if key not in options:
@@ -252,3 +235,4 @@ def _check_keys(config: RewardConfig, kind: RewardKind) -> None:
                 f"rewards.{key}={value}: not an option of kind {config.kind};"
                 f" {suggest_nearest(str(key), [*options, *(ENTRY_KEYS - {'options'})])}"
             )
+    return read_settings(kind.options_type, config.options, section="rewards")

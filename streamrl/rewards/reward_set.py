@@ -3,34 +3,22 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import COMPONENT_PREFIX, COST_PREFIX, Array, Prompt, describe_prompt
 from streamrl.rewards.interface.completion import LAST_TURN, Completion
-from streamrl.rewards.interface.config import ScorerConfig
 from streamrl.rewards.interface.reward import (
     Reward,
-    RewardContext,
-    RewardSpec,
-    WorkerOptions,
-    WorkerReward,
 )
 from streamrl.rewards.metric_means import MetricSums, add_extra_metrics
-from streamrl.user_code.checks import format_value, to_finite_float
-from streamrl.user_code.python_module import FileFunction, load_referenced_function
 from streamrl.user_code.reward_result import RewardOutcome, RewardResult
 
-#: Parameters that a user's combine function may declare.
-COMBINE_PARAMETERS = ("rewards", "prompt", "completion")
 ResultsByComponent = Mapping[str, Sequence[RewardResult]]
-ComponentScores = dict[str, float | None]
-"""Scores of one completion by component name; None for a component that abstains."""
 
 
 @dataclass(frozen=True)
@@ -75,87 +63,6 @@ def sum_weighted(
         index = int(np.argmin(is_judged))
         raise RewardError(f"completion {index} has no score: {', '.join(counted)} returned None")
     return np.where(passes_gates, total, 0.0)
-
-
-class FunctionCombiner(WorkerReward):
-    """Combines component scores with a user's function `combine(rewards, prompt, completion)`.
-
-    The function runs in a worker process and declares any subset of these parameters. rewards: the
-    completion's scores by component name, None for a component that abstains. Raises ConfigError if
-    the function cannot be used, or if a component sets a weight or a gate, which the function would
-    ignore.
-    """
-
-    def __init__(self, components: Sequence[RewardComponent], scorer: ScorerConfig) -> None:
-        for component in components:
-            if component.is_gate or component.weight != 1.0:
-                raise ConfigError(
-                    f"scorer.combine={scorer.combine} replaces the weighted sum: weight and gate of"
-                    f" reward {component.name} have no effect. Remove them"
-                )
-        load_combine_function(scorer.combine)
-        spec = RewardSpec("combine", WorkerOptions(replicas=1), RewardContext(scorer))
-        super().__init__("streamrl.rewards.reward_set:make_combine_handler", scorer.combine, spec)
-
-    async def combine_scores(
-        self, prompt: Prompt, completions: Sequence[str], results: ResultsByComponent
-    ) -> Array:
-        """Call the user's function for each completion's text; return its numbers, float64 [G].
-
-        Raises RewardError if a result is not a number.
-        """
-        scores = [
-            {
-                name: None if group[i].is_not_judged else group[i].score
-                for name, group in results.items()
-            }
-            for i in range(len(completions))
-        ]
-        totals = await self.call_worker((prompt, list(completions), scores))
-        return np.array(totals, np.float64)
-
-
-def load_combine_function(reference: str) -> tuple[FileFunction, Sequence[str]]:
-    """Load the user's function named by `scorer.combine`; return the function and its parameters.
-
-    Raises ConfigError if the file or the function cannot be used.
-    """
-    code = load_referenced_function(reference, setting="scorer.combine")
-    code.check_not_async()
-    return code, code.select_arguments(COMBINE_PARAMETERS)
-
-
-def make_combine_handler(reference: str) -> Callable[[Any], list[float] | str]:
-    """Return the handler that the worker process of a FunctionCombiner runs.
-
-    The handler maps (prompt, completions, component scores of each completion) to a combined score
-    per completion, or to an error message.
-    """
-    code, parameters = load_combine_function(reference)
-
-    def combine(request: tuple[Prompt, list[str], list[ComponentScores]]) -> list[float] | str:
-        prompt, completions, scores = request
-        totals = []
-        for i, (completion, rewards) in enumerate(zip(completions, scores, strict=True)):
-            offered = {"rewards": rewards, "prompt": prompt, "completion": completion}
-            try:
-                value = code.function(**{key: offered[key] for key in parameters})
-            # User code may raise anything, SystemExit included.
-            except BaseException as error:
-                raise RewardError(code.describe_error(error)) from error
-            try:
-                number = to_finite_float(value)
-                if number is None:
-                    where = f"{code.name} in {code.file}"
-                    shown = format_value(value)
-                    return f"{where} returned {shown} for completion {i}, not a number"
-            # The returned object is the user's: inspecting it may raise any exception.
-            except BaseException as error:  # noqa: BLE001
-                return code.describe_error(error)
-            totals.append(number)
-        return totals
-
-    return combine
 
 
 START_TIMEOUT_S = 180.0
@@ -208,18 +115,13 @@ def naming_config_errors(section: str, index: int) -> Iterator[None]:
 class RewardSet:
     """All rewards, or all costs, of a run. Every reward enforces its own timeout.
 
-    combiner: replaces the weighted sum of the component scores. score_spec: REWARDS or COSTS.
+    score_spec: REWARDS or COSTS.
     """
 
     def __init__(
-        self,
-        components: Sequence[RewardComponent],
-        combiner: FunctionCombiner | None = None,
-        *,
-        score_spec: ScoreSpec = REWARDS,
+        self, components: Sequence[RewardComponent], *, score_spec: ScoreSpec = REWARDS
     ) -> None:
         self._components = tuple(components)
-        self._combiner = combiner
         self._score_spec = score_spec
         self._outcome_counts: Counter[str] = Counter()
         self._extra_metrics = MetricSums()
@@ -268,9 +170,6 @@ class RewardSet:
                 with naming_config_errors(self._score_spec.section, index):
                     async with self._start_deadline(component.name):
                         await component.reward.start()
-            if self._combiner is not None:
-                async with self._start_deadline("combine"):
-                    await self._combiner.start()
         except BaseException:
             await self.close()
             raise
@@ -287,8 +186,6 @@ class RewardSet:
     async def close(self) -> None:
         for component in self._components:
             await component.reward.close()
-        if self._combiner is not None:
-            await self._combiner.close()
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> dict[str, Array]:
         """Score a group; return columns, float32 [G]: one per component, and `scores` or `costs`
@@ -331,8 +228,7 @@ class RewardSet:
         components = dict(
             zip(self.component_names, (results for results, _ in scored), strict=True)
         )
-        texts = [completion.get_part(LAST_TURN) for completion in completions]
-        totals = await self._combine_scores(prompt, texts, components)
+        totals = self._combine_scores(prompt, components, len(completions))
         for name, results in components.items():
             self._outcome_counts.update(result.outcome.value for result in results)
             add_extra_metrics(self._extra_metrics, self._score_spec.column_prefix + name, results)
@@ -358,18 +254,12 @@ class RewardSet:
         _validate_finite(scores, where)
         return results, time.perf_counter() - started
 
-    async def _combine_scores(
-        self, prompt: Prompt, completions: Sequence[str], components: ResultsByComponent
-    ) -> Array:
+    def _combine_scores(self, prompt: Prompt, components: ResultsByComponent, size: int) -> Array:
         where = f"combined {self._score_spec.noun}, {describe_prompt(prompt)}"
         try:
-            if self._combiner is None:
-                totals = sum_weighted(self._components, components, len(completions))
-            else:
-                totals = await self._combiner.combine_scores(prompt, completions, components)
+            totals = sum_weighted(self._components, components, size)
         except RewardError as error:
             raise type(error)(f"{where}: {error}") from error
-        _validate_size(totals, len(completions), where)
         return _validate_finite(totals, where)
 
     def drain_counts(self) -> dict[str, float]:
@@ -388,7 +278,7 @@ class RewardSet:
         return {**counts, **kill_counts, **self._extra_metrics.drain_sums()}
 
 
-def _validate_size(results: Sequence[RewardResult] | Array, size: int, where: str) -> None:
+def _validate_size(results: Sequence[RewardResult], size: int, where: str) -> None:
     if len(results) != size:
         raise RewardError(f"{where}: {len(results)} numbers for {size} completions")
 

@@ -159,12 +159,11 @@ def test_a_failed_group_has_no_score_but_other_groups_do(score, reward_file):
     assert "returned None for completion 1" in lines[0]["error"]
 
 
-def test_a_recipe_or_run_provides_rewards_and_settings(score, reward_file, tmp_path):
-    path = reward_file("def both(rewards): return 10 * rewards['exact'] + rewards['numeric']")
+def test_a_recipe_or_run_provides_rewards_and_settings(score, tmp_path):
     recipe = tmp_path / "config.yaml"
     recipe.write_text(
         "model: {path: nowhere}\ndata: {train: nowhere.jsonl}\n"
-        f"scorer: {{combine: '{path}:both'}}\nrewards: [{{kind: exact}}, {{kind: numeric}}]\n"
+        "rewards: [{kind: exact, weight: 10}, {kind: numeric}]\n"
     )
     for config in (recipe, tmp_path):
         code, lines, _ = score("--config", config)
@@ -172,8 +171,8 @@ def test_a_recipe_or_run_provides_rewards_and_settings(score, reward_file, tmp_p
         assert [line["score"] for line in lines] == [11.0, 11.0, 0.0, 1.0]
     code, lines, _ = score("--config", recipe, "--reward", "numeric")
     assert [line["components"] for line in lines][-1] == {"numeric": 1.0}
-    code, lines, _ = score("--config", recipe, "scorer.combine=''", "rewards[1].weight=3")
-    assert [line["score"] for line in lines] == [4.0, 4.0, 0.0, 3.0]
+    code, lines, _ = score("--config", recipe, "rewards[1].weight=3")
+    assert [line["score"] for line in lines] == [13.0, 13.0, 0.0, 3.0]
 
 
 def test_costs_of_a_recipe_are_on_every_line_and_in_the_summary(score, tmp_path):

@@ -112,9 +112,9 @@ def test_list_entries_are_type_checked(recipe: Path, value: str):
 
 def test_an_empty_text_setting_is_an_empty_string(recipe: Path):
     recipe.write_text(MINIMAL + "placement: {address: }\n")
-    empty = ["critic.path=", "scorer.combine=", "data.eval=", "telemetry.wandb.mode=disabled"]
+    empty = ["critic.path=", "data.eval=", "telemetry.wandb.mode=disabled"]
     config = load_config(recipe, [*empty, "algorithm.path=null", "rewards[0].name="])
-    assert config.placement.address == config.critic.path == config.scorer.combine == ""
+    assert config.placement.address == config.critic.path == ""
     assert config.algorithm.path == config.rewards[0].name == ""
     assert config.data.eval_files == ()
     # A number may be null only if null has a meaning.

@@ -25,9 +25,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, tokens=0)
 def rendered(prompt, completion):
     started or started.append(subprocess.Popen(["sleep", "1000"], start_new_session=True))
     return float(len(prompt.token_ids))
-
-def combine(rewards):
-    return rewards["mine"] + 2 * rewards["taste"]
 """
 RECIPE = """
 model: {{path: {toy}/model}}
@@ -39,7 +36,7 @@ pipeline: {{groups_per_step: 4, micro_batch_tokens: 128}}
 generator: {{max_new_tokens: 6}}
 rewards:
   - {{kind: function, name: mine, path: {toy}/own.py, function: compute_score, replicas: 1}}
-  - {{kind: function, name: rendered, path: {toy}/own.py, replicas: 1}}
+  - {{kind: function, name: rendered, path: {toy}/own.py, replicas: 1, weight: 0}}
   - kind: judge
     name: taste
     url: {url}
@@ -47,14 +44,14 @@ rewards:
     template: "Which mark, from 0 to 10? {{prompt}} {{completion}} [{{ground_truth}}]"
     pattern: 'mark: (\\d+)'
     most: 10
-    requests_per_minute: 6000
-scorer: {{combine: "{toy}/own.py:combine", replicas: 2}}
+    weight: 2
+scorer: {{replicas: 2}}
 telemetry: {{console: plain, wandb: {{mode: disabled}}}}
 checkpoint: {{at_end: false}}
 """
 
 
-def test_a_run_uses_a_users_judge_function_filter_template_and_combine(tmp_path: Path):
+def test_a_run_uses_a_users_judge_function_filter_and_template(tmp_path: Path):
     toy = write_toy(tmp_path)
     (toy / "own.py").write_text(OWN)
     (toy / "chat.jinja").write_text("{{ messages[0].content }}+0=")
@@ -71,7 +68,7 @@ def test_a_run_uses_a_users_judge_function_filter_template_and_combine(tmp_path:
         assert row["reward/mine"] == 0.25, "only even rows are kept"
         assert row["reward/rendered"] == len("1+2+0="), "the template is the file's"
         assert row["reward/taste"] == 7.0
-        assert row["reward/mean"] == pytest.approx(14.25), "the function combines, not the weights"
+        assert row["reward/mean"] == pytest.approx(14.25)
     questions = {request["messages"][0]["content"] for request in server.requests}
     assert all(question.startswith("Which mark, from 0 to 10? ") for question in questions)
     # One per trained rollout; more for rollouts that were in flight at the end.

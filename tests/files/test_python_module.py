@@ -56,7 +56,7 @@ def test_an_existing_alarm_is_left_unchanged(tmp_path):
 def test_a_function_receives_the_arguments_it_names(tmp_path, source, parameters):
     path = tmp_path / "mine.py"
     path.write_text(source)
-    code = load_referenced_function(f"{path}:f", setting="scorer.combine")
+    code = load_referenced_function(f"{path}:f", setting="data.filter")
     assert code.select_arguments(("a", "b")) == parameters
 
 
@@ -67,10 +67,8 @@ def test_a_function_receives_the_arguments_it_names(tmp_path, source, parameters
 def test_a_required_parameter_that_is_not_offered_is_refused(tmp_path, signature, refused):
     path = tmp_path / "mine.py"
     path.write_text(f"def f{signature}: pass")
-    code = load_referenced_function(f"{path}:f", setting="scorer.combine")
-    message = (
-        rf"^scorer.combine={path}:f: in {path} requires {refused}; available, by keyword: a, b$"
-    )
+    code = load_referenced_function(f"{path}:f", setting="data.filter")
+    message = rf"^data.filter={path}:f: in {path} requires {refused}; available, by keyword: a, b$"
     with pytest.raises(ConfigError, match=message):
         code.select_arguments(("a", "b"))
 

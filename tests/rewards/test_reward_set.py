@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import GroupInfo, Prompt, check_column_sizes, measure_columns
 from streamrl.rewards.interface.config import RewardConfig, ScorerConfig
-from streamrl.rewards.interface.reward import Reward, RewardContext
+from streamrl.rewards.interface.reward import Reward
 from streamrl.rewards.metric_means import sums_to_means
 from streamrl.rewards.registry import build_rewards
 from streamrl.rewards.reward_set import COSTS, RewardComponent, RewardSet
@@ -234,71 +234,6 @@ async def test_rewards_are_built_from_their_config(tmp_path):
         "reward/short": [-1, -3, -1, -4],
         "scores": [3.5, 2.0, 0.5, 0],
     }
-
-
-def combining(tmp_path, body, signature="rewards, completion"):
-    (tmp_path / "mix.py").write_text(f"def mix({signature}):\n    {body}\n")
-    return started_rewards(
-        RewardConfig("exact"), RewardConfig("numeric"), combine=f"{tmp_path / 'mix.py'}:mix"
-    )
-
-
-async def test_a_user_function_may_combine_the_score(tmp_path):
-    body = "return 10 * rewards['exact'] + rewards['numeric'] - len(completion)"
-    async with combining(tmp_path, body) as rewards:
-        columns = await rewards.score(PROMPT, ["5", "5.0", "6"])
-    assert columns["scores"].tolist() == [10.0, -2.0, -1.0]
-
-
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        ("return 1 / 0", r"mix at .*mix\.py:2: ZeroDivisionError: division by zero, tried 3 times"),
-        ("return None", r"mix in .*mix\.py returned None for completion 0, not a number"),
-        ("return float('nan')", r"mix in .*mix\.py returned nan for completion 0, not a number"),
-        ("raise KeyboardInterrupt", r"mix at .*mix\.py:2: KeyboardInterrupt, tried 3 times"),
-        (
-            "return type('Odd', (), {'__repr__': lambda odd: 1 / 0})()",
-            r"mix in .*mix\.py returned <Odd instance at \w+> for completion 0, not a number",
-        ),
-        (
-            "return type('Odd', (), {'item': lambda odd: 1 / 0})()",
-            r"mix at .*mix\.py:2: ZeroDivisionError: division by zero",
-        ),
-        (
-            "return __import__('numpy').eye(2)",
-            r"mix in .*mix\.py returned array\(\[\[1.+\]\]\) for completion 0, not a number",
-        ),
-        (
-            "return 'x' * 50_000_000",
-            r"mix in .*mix\.py returned 'x+\.{3}x+' for completion 0, not a number",
-        ),
-    ],
-)
-async def test_a_failing_combine_function_is_an_error_with_file_and_line(tmp_path, body, words):
-    async with combining(tmp_path, body) as rewards:
-        with pytest.raises(RewardError, match=rf"^combined reward, uid 2:11:0: {words}$"):
-            await rewards.score(PROMPT, ["5"])
-
-
-def test_a_combine_function_excludes_weights_and_unknown_parameters(tmp_path):
-    (tmp_path / "mix.py").write_text(
-        "def mix(rewards, model): return 1\n"
-        "def fine(rewards): return 1\n"
-        "async def late(rewards): return 1\n"
-    )
-    path = str(tmp_path / "mix.py")
-    for combine, settings, words in (
-        (f"{path}:mix", {}, "scorer.combine=.*:mix: in .* requires model; available"),
-        (f"{path}:late", {}, "scorer.combine=.*:late: in .*mix.py must not be async"),
-        (f"{path}:no", {}, "scorer.combine=.*:no: not in .*mix.py"),
-        (path, {}, "scorer.combine=.*: write it as file.py:function"),
-        (f"{path}:fine", {"weight": 2.0}, "weight and gate of reward exact have"),
-        (f"{path}:fine", {"gate": True}, "weight and gate of reward exact have"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            context = RewardContext(ScorerConfig(combine=combine))
-            build_rewards([RewardConfig("exact", **settings)], context)
 
 
 @pytest.mark.parametrize(

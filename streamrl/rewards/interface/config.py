@@ -46,7 +46,6 @@ class ScorerConfig:
     replicas: scorer processes.
     max_groups: groups that a replica scores concurrently.
     timeout_s: deadline of one attempt to score a group, s.
-    combine: function that combines the components, as file.py:function; empty: the weighted sum.
     offload: keep the weights of reference, value and reward models in host memory, and copy each
         layer to the GPU for its part of a pass: models larger than a GPU, slower passes; no effect
         on a CPU.
@@ -55,7 +54,6 @@ class ScorerConfig:
     replicas: int = 1
     max_groups: int = 32
     timeout_s: float = 30.0
-    combine: str = ""
     offload: bool = False
 
     def __post_init__(self) -> None:

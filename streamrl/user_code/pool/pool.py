@@ -195,7 +195,7 @@ class ProcessPool(Generic[ProcessT]):
         self._start_missing()
 
     def _make_start_error(self, reason: str) -> WorkerCrashError:
-        return WorkerCrashError(f"a process of {self._name} does not start: {reason}")
+        return WorkerCrashError(f"worker does not start: {reason}")
 
     @property
     def num_claims(self) -> int:

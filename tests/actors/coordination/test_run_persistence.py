@@ -54,7 +54,7 @@ class Shard:
 def make_config(**changes: Any) -> Any:
     parts: dict[str, Any] = {"rewards": ["exact"], "environment": None}
     parts |= {"evaluation": EvaluationConfig(), "data": SimpleNamespace(eval="eval.jsonl")}
-    parts |= {"generator": SimpleNamespace(max_new_tokens=8), "scorer": SimpleNamespace(combine="")}
+    parts |= {"generator": SimpleNamespace(max_new_tokens=8)}
     return SimpleNamespace(**parts | changes)
 
 

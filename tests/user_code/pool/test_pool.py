@@ -142,7 +142,7 @@ async def test_a_worker_that_fails_to_load_raises_at_start_and_in_calls(pool, ca
     ):
         with pytest.raises(WorkerCrashError, match="worker process exited with code 1"):
             await workers.start()
-        with pytest.raises(WorkerCrashError, match="of troubled does not start: worker process"):
+        with pytest.raises(WorkerCrashError, match="worker does not start: worker process"):
             await workers.call(("square", 2))
     error = capfd.readouterr().err
     assert (
