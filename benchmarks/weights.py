@@ -9,7 +9,7 @@ versions, in seconds. With idle engines:
 - memcpy_s: copy of the same bytes into warm memory in the publisher.
 
 Then with running rollouts: pause_s in which an engine decodes nothing, and decode_step_s, the time
-of a decode step. One element in 20 changes per version; only delta benefits.
+of a decode step.
 """
 
 import argparse

@@ -19,7 +19,6 @@ import importlib.metadata
 import importlib.util
 import json
 import math
-import multiprocessing
 import os
 import platform
 import shutil
@@ -43,8 +42,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -1384,7 +1381,6 @@ def check_weights() -> Iterator[tuple[str, Measurements]]:
     yield from run_cases(
         {
             "shared memory": partial(publish_and_fetch, num_tensors, elements),
-            "shared GPU memory": partial(publish_between_processes, num_tensors, elements),
         }
     )
 
@@ -1437,92 +1433,6 @@ def publish_and_fetch(num_tensors: int, elements: int) -> Measurements:
         "gb_per_s": rounds,
         **measure_copy_speeds(trained, served),
     }
-
-
-def publish_between_processes(num_tensors: int, elements: int) -> Measurements:
-    """Publish four versions in GPU memory (`weights.on_device`) to another process by CUDA IPC.
-
-    The other process holds the first version while the publisher writes the others.
-    """
-    import torch
-
-    from streamrl.distributed.devices import get_local_device
-    from streamrl.weights import TransportWriter
-    from streamrl.weights.buckets import publish_version
-    from streamrl.weights.transports.shared_memory import SharedMemoryWriter
-
-    device = get_local_device()
-    trained = {
-        f"layer.{i}": torch.randn(elements, device=device).bfloat16() for i in range(num_tensors)
-    }
-    num_bytes = sum(tensor.nbytes for tensor in trained.values())
-    token = f"gpu-check-{os.getpid()}"
-    writer = SharedMemoryWriter(token, TransportWriter(), keep_versions=1, device=device)
-    spawned = multiprocessing.get_context("spawn")
-    pipe, child_end = spawned.Pipe()
-    process = spawned.Process(target=read_versions, args=(child_end,), daemon=True)
-    process.start()
-    child_end.close()
-    rounds: list[Measurements] = []
-    sent: list[list[str]] = []
-    received: list[list[str]] = []
-    try:
-        for version in range(4):
-            for tensor in trained.values():
-                tensor.mul_(1.01)
-            sent.append(hash_tensors(trained))
-            begun = time.monotonic()
-            manifest = publish_version(
-                trained.items(), version=version, bucket_bytes=64 << 20, writer=writer
-            )
-            publish_s = time.monotonic() - begun
-            pipe.send(manifest)
-            verify_s, copy_s, hashes = pipe.recv()
-            received.append(hashes)
-            seconds = {"publish": publish_s, "verify": verify_s, "copy_in": copy_s}
-            rounds.append({name: num_bytes / GB / spent for name, spent in seconds.items()})
-        pipe.send(None)
-        is_held = pipe.recv() == sent[0]
-    finally:
-        process.kill()
-        writer.close()
-    same = received == sent
-    return {"ok": same and is_held, "bits_equal": same, "lock_held": is_held, "gb_per_s": rounds}
-
-
-def read_versions(pipe: Connection) -> None:
-    """Fetch, verify and copy versions; answer with seconds and hashes. Hold the first version."""
-    import torch
-
-    from streamrl.weights import TransportReader
-    from streamrl.weights.buckets import unpack_tensors
-    from streamrl.weights.transports.shared_memory import SharedMemoryReader
-
-    reader = SharedMemoryReader("gpu check", TransportReader())
-    held: dict[str, Tensor] = {}
-    served: dict[str, Tensor] = {}
-    while (manifest := pipe.recv()) is not None:
-        begun = time.monotonic()
-        tensors = unpack_tensors(manifest, reader.fetch_buckets(manifest))
-        verify_s = time.monotonic() - begun
-        held = held or tensors
-        served = served or {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
-        copy_s = time_seconds(partial(copy_tensors, served, tensors))
-        del tensors
-        pipe.send((verify_s, copy_s, hash_tensors(served)))
-    pipe.send(hash_tensors(held))
-    pipe.recv()
-
-
-def hash_tensors(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Hash the bits of tensors, on the host."""
-    import torch
-    import xxhash
-
-    return [
-        xxhash.xxh3_64_hexdigest(tensor.cpu().view(torch.uint8).numpy().data)
-        for tensor in tensors.values()
-    ]
 
 
 def copy_tensors(target: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:

@@ -59,18 +59,6 @@ def get_local_device() -> "torch.device":
     return torch.device("cpu")
 
 
-def get_gpu_uuid() -> str:
-    """Return the UUID of this process's GPU, by which processes compare theirs."""
-    return str(_get_gpu_module().get_device_properties(get_local_device()).uuid)
-
-
-def uses_expandable_segments() -> bool:
-    """Return whether PyTorch's environment asks for expandable segments of GPU memory."""
-    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-    settings = ",".join(os.environ.get(name, "") for name in names)
-    return "expandable_segments:true" in settings.lower().replace(" ", "")
-
-
 def select_local_gpu(rank: int) -> None:
     """Make the GPU of a rank current; ranks beyond the number of GPUs share them."""
     if has_local_gpu():

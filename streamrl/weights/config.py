@@ -10,17 +10,13 @@ OBJECT_STORE = "store"
 SHARED_MEMORY = "shared_memory"
 COLLECTIVE = "collective"
 DISK = "disk"
-DELTA = "delta"
 TRANSPORT_MODULES = {
     OBJECT_STORE: "object_store",
     SHARED_MEMORY: "shared_memory",
     COLLECTIVE: "collective",
     DISK: "disk",
-    DELTA: "delta",
 }
 """Module of `weights/transports` by the value of `weights.transport` that selects it."""
-DEVICE_TRANSPORTS = (SHARED_MEMORY, COLLECTIVE)
-"""Transports whose buckets may be on a device (`weights.on_device`)."""
 TRANSPORTS = (AUTO, *TRANSPORT_MODULES)
 ON_UPDATE_MODES = ("interrupt", "drain")
 KV_CACHE_MODES = ("recompute", "keep")
@@ -34,16 +30,13 @@ class WeightsConfig:
     """Transport of the weights, interval of publishing, and effect on running rollouts."""
 
     #: Transport of the weights: store (Ray's object store), shared_memory (single node), collective
-    #: (broadcast to all followers), disk (a directory per version, readable by other engines),
-    #: delta (only the changed bytes, through the store), or auto: shared memory on a single node,
-    #: collective on several whose processes have a GPU each, the store otherwise; the run prints
-    #: its choice.
+    #: (broadcast to all followers), disk (a directory per version, readable by other engines), or
+    #: auto: shared memory on a single node, collective on several whose processes have a GPU each,
+    #: the store otherwise; the run prints its choice.
     transport: str = AUTO
-    #: Keep the buckets of shared_memory and collective on the device that the models compute on:
-    #: a version then goes from GPU to GPU without host memory, except for the first one of
-    #: collective, and each version that exists takes GPU memory. shared_memory needs a single GPU
-    #: that all processes share, collective a GPU for each; auto chooses between them. Has not run
-    #: on a GPU.
+    #: Keep the buckets of collective on the device that the models compute on: a version then goes
+    #: from GPU to GPU without host memory, except for the first one, and takes GPU memory while it
+    #: is sent and loaded. Needs a GPU for each process. Has not run on a GPU.
     on_device: bool = False
     #: Training steps per published version; generators keep the last published version in between.
     publish_every: int = 1
@@ -80,11 +73,10 @@ class WeightsConfig:
 
     def _check_effects(self) -> None:
         """Raise ConfigError if a setting has no effect because of another."""
-        if self.on_device and self.transport not in (AUTO, *DEVICE_TRANSPORTS):
+        if self.on_device and self.transport not in (AUTO, COLLECTIVE):
             raise ConfigError(
                 f"weights.on_device=true has no effect: weights.transport={self.transport} goes"
-                f" through host memory. Remove one of them, or choose"
-                f" {' or '.join(DEVICE_TRANSPORTS)}."
+                " through host memory. Remove one of them, or choose collective."
             )
         if self.probe_limit is not None and not self.probe_every:
             raise ConfigError(

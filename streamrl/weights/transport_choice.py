@@ -7,7 +7,6 @@ from streamrl.errors import ConfigError
 from streamrl.weights.config import (
     AUTO,
     COLLECTIVE,
-    DELTA,
     OBJECT_STORE,
     SHARED_MEMORY,
     WeightsConfig,
@@ -87,8 +86,8 @@ def _choose_transport(config: WeightsConfig, facts: TransportFacts) -> tuple[str
             "weights.on_device=true has no effect: this placement publishes no weights between"
             " processes. Remove it."
         )
-    if config.on_device and facts.num_gpus:
-        return _choose_between_gpus(config, facts)
+    if config.on_device:
+        return _choose_on_device(config, facts)
     obstacle = _find_obstacle(config, facts)
     if config.transport == SHARED_MEMORY and obstacle:
         raise ConfigError(f"weights.transport=shared_memory: {obstacle}")
@@ -105,8 +104,6 @@ def _choose_transport(config: WeightsConfig, facts: TransportFacts) -> tuple[str
             f"weights: collective (publisher and readers have a GPU each, on {facts.num_nodes}"
             " nodes)"
         )
-    if obstacle and config.on_device:
-        return COLLECTIVE, f"weights: collective (weights.on_device; shared memory {obstacle})"
     if obstacle:
         reason = f"{TRANSPORT_LABELS[SHARED_MEMORY]} {obstacle}"
         return OBJECT_STORE, f"weights: {TRANSPORT_LABELS[OBJECT_STORE]} ({reason})"
@@ -119,37 +116,26 @@ def _choose_transport(config: WeightsConfig, facts: TransportFacts) -> tuple[str
     )
 
 
-def _choose_between_gpus(config: WeightsConfig, facts: TransportFacts) -> tuple[str, str]:
-    """Return a transport with buckets on GPUs, and the reason. Raise ConfigError if none can."""
-    if facts.shares_gpus and config.transport != COLLECTIVE:
-        if (facts.num_nodes, facts.num_gpus) == (1, 1):
-            return SHARED_MEMORY, (
-                "weights: shared memory of the GPU that all processes use"
-                f" ({_describe_needed_memory(config, facts)})"
-            )
-    elif not facts.shares_gpus and config.transport != SHARED_MEMORY:
-        return COLLECTIVE, (
-            "weights: collective between GPUs (publisher and readers have a GPU each, which holds"
-            " one more copy of the weights)"
+def _choose_on_device(config: WeightsConfig, facts: TransportFacts) -> tuple[str, str]:
+    """Return the transport with buckets on devices. Raise ConfigError on shared GPUs."""
+    if facts.num_gpus and facts.shares_gpus:
+        raise ConfigError(
+            "weights.on_device=true: NCCL needs a GPU for each process, but processes of this"
+            f" placement share GPUs ({facts.num_nodes} nodes, {facts.num_gpus} GPUs). Remove"
+            " weights.on_device"
         )
-    sharing = "share" if facts.shares_gpus else "do not share"
-    raise ConfigError(
-        f"weights.on_device=true with weights.transport={config.transport}: shared memory needs one"
-        f" node and one GPU that all processes share, collective a GPU for each; the processes of"
-        f" this placement {sharing} GPUs ({facts.num_nodes} nodes, {facts.num_gpus} GPUs). Remove"
-        " weights.on_device"
+    return COLLECTIVE, (
+        "weights: collective between devices (publisher and readers have one each, which holds one"
+        " more copy of the weights)"
     )
 
 
 def divide_shared_memory(config: WeightsConfig, facts: TransportFacts) -> dict[str, int]:
     """Return the bytes of shared memory that each published model may use, by role.
 
-    The available bytes are divided in proportion to the models' peak needs. On a GPU each model may
-    use its peak and an eighth, for gaps between tensors.
+    The available bytes are divided in proportion to the models' peak needs.
     """
     needs = _count_needed_bytes(config, facts)
-    if config.on_device and facts.num_gpus:
-        return {role: need + need // 8 for role, need in needs.items()}
     total = sum(needs.values())
     return {role: facts.capacity_bytes * need // total for role, need in needs.items()}
 
@@ -196,7 +182,7 @@ def _describe_spilling(config: WeightsConfig, facts: TransportFacts, transport: 
 
     The collective transport copies a version of every model to the store when readers change.
     """
-    if transport not in (OBJECT_STORE, DELTA, COLLECTIVE) or not facts.models:
+    if transport not in (OBJECT_STORE, COLLECTIVE) or not facts.models:
         return ""
     num_bytes, terms = facts.queue_bytes, []
     for model in facts.models:

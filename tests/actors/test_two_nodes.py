@@ -51,7 +51,7 @@ from streamrl.placement.config import PlacementConfig
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.weights import WeightManifest
 from streamrl.weights.buckets import publish_version, unpack_tensors
-from streamrl.weights.config import COLLECTIVE, DELTA, DISK, OBJECT_STORE
+from streamrl.weights.config import COLLECTIVE, DISK, OBJECT_STORE
 from streamrl.weights.transport import TransportSpec
 from tests.e2e.launched import MARK, marked
 
@@ -369,7 +369,7 @@ def test_versions_reach_readers_on_both_nodes(nodes: Nodes, tmp_path: Path):
         for strategy, name in zip(strategies, names, strict=True)
     ]
     assert [node_of(reader) for reader in readers] == list(nodes.ids)
-    for transport in (OBJECT_STORE, DELTA, COLLECTIVE, DISK):
+    for transport in (OBJECT_STORE, COLLECTIVE, DISK):
         spec = TransportSpec(transport, "", "run", tmp_path / transport, 2, RAY_ACCESS)
         ray.get([actor.open.remote(spec) for actor in (publisher, *readers)], timeout=60.0)
         for version in range(3):

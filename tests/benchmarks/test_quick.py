@@ -228,7 +228,7 @@ def check_updates(figures: Figures) -> None:
 
 
 def check_weights(figures: Figures) -> None:
-    transports = {"store", "shared_memory", "collective", "disk", "delta"}
+    transports = {"store", "shared_memory", "collective", "disk"}
     assert set(figures) == {"1M"} and set(figures["1M"]) == {"bytes", *transports}
     for transport in transports:
         times = figures["1M"][transport]["generators_1"]

@@ -164,7 +164,7 @@ class Scenario:
 TRANSPORTS = {
     "generator": "collective",
     "scorer": "store",
-    "shard": "delta",
+    "shard": "store",
     "coordinator": "disk",
     "trainer": "shared_memory",
 }

@@ -57,7 +57,6 @@ from tests.weights.simulated_transports import (
     TransportEnds,
     make_collective_ends,
     make_host_ends,
-    make_shared_memory_ends,
 )
 
 Measurements = dict[str, Any]
@@ -411,9 +410,6 @@ def run_all(path: str) -> Measurements:
         "weights/lora": partial(publish_and_pull, "lora", path, groups),
         "weights/collective": partial(
             publish_and_pull, "policy", path, groups, make_collective_ends
-        ),
-        "weights/shared_memory": partial(
-            publish_and_pull, "policy", path, groups, make_shared_memory_ends
         ),
         "resharding": partial(reshard, path, groups),
         "executors": run_executors,

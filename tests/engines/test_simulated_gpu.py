@@ -79,20 +79,15 @@ def test_published_weights_are_copied_once_and_loaded_on_the_gpu(kind: str, area
     assert weights["pull_copies"] == 0
 
 
-@pytest.mark.parametrize(
-    ("transport", "host_bytes"), [("collective", HEADER_BYTES), ("shared_memory", 0)]
-)
-def test_weights_in_buckets_on_the_gpu_never_reach_the_cpu(
-    transport: str, host_bytes: int, areas: dict[str, Any]
-):
-    on_host, on_device = areas["weights/policy"], areas[f"weights/{transport}"]
+def test_weights_in_buckets_on_the_gpu_never_reach_the_cpu(areas: dict[str, Any]):
+    on_host, on_device = areas["weights/policy"], areas["weights/collective"]
     assert on_host["host_bytes"] == on_host["tensor_bytes"] == on_device["tensor_bytes"]
     assert on_device["difference"] == 0 and on_device["devices"] == ["simgpu"]
     assert on_device["publish_copies"] == 0
-    assert on_device["host_bytes"] == host_bytes
+    assert on_device["host_bytes"] == HEADER_BYTES
 
 
-@pytest.mark.parametrize("area", ["policy", "lora", "collective", "shared_memory"])
+@pytest.mark.parametrize("area", ["policy", "lora", "collective"])
 def test_publishing_waits_for_no_other_stream_of_the_gpu(areas: dict[str, Any], area: str):
     assert areas[f"weights/{area}"]["publish_waits"] == 0
 

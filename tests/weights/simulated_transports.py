@@ -4,11 +4,9 @@ Only the work of NCCL and of CUDA IPC is replaced: sending, and opening another 
 """
 
 import queue
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,18 +16,13 @@ from torch import Tensor
 from streamrl.distributed.devices import get_local_device
 from streamrl.weights import bucket_memory
 from streamrl.weights.transport import TransportReader, TransportWriter
-from streamrl.weights.transports import collective, shared_memory
+from streamrl.weights.transports import collective
 from streamrl.weights.transports.collective import (
     PUBLISHER_RANK,
     CollectiveReader,
     CollectiveWriter,
 )
-from streamrl.weights.transports.shared_memory import (
-    DEVICE_ARGUMENT,
-    SharedMemoryReader,
-    SharedMemoryWriter,
-)
-from tests.simulated_gpu import GPU, SimulatedGpu
+from tests.simulated_gpu import SimulatedGpu
 from tests.weights.local_transport import LocalReader, LocalWriter
 
 TIMEOUT_S = 60.0
@@ -103,38 +96,6 @@ def make_collective_ends() -> Iterator[TransportEnds]:
             "a", LocalReader(), timeout_s=TIMEOUT_S, device=device, on_device=True
         )
         writer.set_readers(["a"])
-        yield writer, reader
-        reader.close()
-        writer.close()
-
-
-@contextmanager
-def make_shared_memory_ends() -> Iterator[TransportEnds]:
-    """Yield writer and reader of the shared memory transport."""
-    exported: list[Tensor] = []
-
-    def export_tensor(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-        exported.append(tensor)
-        return open_exported, (len(exported) - 1, *[None] * DEVICE_ARGUMENT)
-
-    def open_exported(index: int, *others: Any) -> Tensor:
-        assert others[DEVICE_ARGUMENT - 1] == get_local_device().index
-        return exported[index].view(-1)
-
-    replaced = {
-        "GPU": GPU,
-        "reduce_tensor": export_tensor,
-        "get_gpu_uuid": lambda: "simulated",
-        "pin_host_memory": lambda *_: False,
-    }
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        for name, value in replaced.items():
-            stack.enter_context(mock.patch.object(shared_memory, name, value))
-        writer = SharedMemoryWriter(
-            "simulated", LocalWriter(), keep_versions=1, directory=folder, device=get_local_device()
-        )
-        reader = SharedMemoryReader("policy", LocalReader())
         yield writer, reader
         reader.close()
         writer.close()

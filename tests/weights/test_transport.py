@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from streamrl.weights.buckets import publish_version, unpack_tensors
-from streamrl.weights.config import DEVICE_TRANSPORTS, TRANSPORT_MODULES
+from streamrl.weights.config import COLLECTIVE, TRANSPORT_MODULES
 from streamrl.weights.transport import ClusterAccess, TransportSpec
 
 LOCAL = ClusterAccess(np.copy, lambda handles, subject, timeout_s: handles, lambda: "127.0.0.1")
@@ -15,7 +15,7 @@ LOCAL = ClusterAccess(np.copy, lambda handles, subject, timeout_s: handles, lamb
 
 @pytest.mark.parametrize(
     ("name", "on_device"),
-    [(name, False) for name in TRANSPORT_MODULES] + [(name, True) for name in DEVICE_TRANSPORTS],
+    [(name, False) for name in TRANSPORT_MODULES] + [(COLLECTIVE, True)],
 )
 def test_a_version_travels_by_every_transport(name: str, on_device: bool, tmp_path: Path):
     limits = {"critic": 1 << 20}

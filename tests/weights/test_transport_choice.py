@@ -65,40 +65,22 @@ ONE_GPU = replace(ONE_NODE, num_gpus=1, shares_gpus=True)
 OWN_GPUS = replace(ONE_NODE, num_gpus=4)
 
 
-def test_auto_on_a_device_uses_the_memory_of_a_shared_gpu():
-    facts = replace(ONE_GPU, shm_free_bytes=0)
-    assert choose_transport(WeightsConfig(on_device=True), facts) == (
-        "shared_memory",
-        "weights: shared memory of the GPU that all processes use (needs 7.6 MB ="
-        " (weights.keep_versions=2 + 1 being written + 1 being read) x 1.9 MB of policy)",
-    )
-    assert divide_shared_memory(WeightsConfig(on_device=True), facts) == {"policy": 8_550_000}
-
-
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_auto_on_a_device_broadcasts_between_gpus(num_nodes: int):
     assert choose_transport(
         WeightsConfig(on_device=True), replace(OWN_GPUS, num_nodes=num_nodes)
     ) == (
         "collective",
-        "weights: collective between GPUs (publisher and readers have a GPU each, which holds one"
+        "weights: collective between devices (publisher and readers have one each, which holds one"
         " more copy of the weights)",
     )
-
-
-def test_auto_on_a_device_without_gpus_takes_shared_memory_or_a_broadcast():
-    config = WeightsConfig(on_device=True)
-    assert choose_transport(config, ONE_NODE)[0] == "shared_memory"
-    assert choose_transport(config, TWO_NODES)[0] == "collective"
 
 
 @pytest.mark.parametrize(
     ("transport", "facts", "error"),
     [
-        ("auto", replace(ONE_GPU, num_gpus=2), "a GPU for each; the processes of this placement"),
-        ("auto", replace(ONE_GPU, num_nodes=2), r"share GPUs \(2 nodes, 1 GPUs\)"),
-        ("collective", ONE_GPU, r"share GPUs \(1 nodes, 1 GPUs\)"),
-        ("shared_memory", OWN_GPUS, r"do not share GPUs \(1 nodes, 4 GPUs\)"),
+        ("auto", ONE_GPU, r"share GPUs \(1 nodes, 1 GPUs\)"),
+        ("collective", replace(ONE_GPU, num_nodes=2), r"share GPUs \(2 nodes, 1 GPUs\)"),
         ("auto", replace(ONE_NODE, models=()), "on_device=true has no effect: this placement"),
     ],
 )
@@ -109,7 +91,7 @@ def test_placements_without_a_way_between_devices_are_refused(
         choose_transport(WeightsConfig(transport=transport, on_device=True), facts)
 
 
-@pytest.mark.parametrize("transport", ["store", "disk", "delta"])
+@pytest.mark.parametrize("transport", ["store", "disk", "shared_memory"])
 def test_transports_through_the_host_refuse_buckets_on_a_device(transport: str):
     with pytest.raises(ConfigError, match=r"on_device=true has no effect: weights\.transport="):
         WeightsConfig(transport=transport, on_device=True)
@@ -158,7 +140,6 @@ def test_versions_and_a_queue_that_exceed_rays_object_store_are_named_with_the_s
         ("collective", {"policy"}, 3 * 61 + 1 + 95),
         ("collective", {"reference"}, 61 + 1 + 95),
         ("store", {"policy"}, 3 * 61 + 3 + 95),
-        ("delta", set(), 3 * 61 + 3 + 95),
     ],
 )
 def test_a_large_enough_object_store_does_not_spill(

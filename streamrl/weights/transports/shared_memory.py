@@ -6,12 +6,8 @@ Files of dropped versions are therefore reused, unless a reader still holds them
 before it is written: if it is short, the bucket goes through the fallback transport, and the next
 version tries again.
 
-With `weights.on_device` the bytes of a bucket are on the GPU that publisher and readers share.
-
-Segments of the shared memory transport: a file each, whose header and lock guard a bucket.
-
-A segment's bytes follow the header in the file, or are a tensor on a device that other processes
-open. While a reader holds the lock, the publisher does not write.
+A segment is a file each for a bucket: a header, then the bytes. While a reader holds the file's
+lock, the publisher does not write.
 """
 
 import contextlib
@@ -24,35 +20,17 @@ import secrets
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.multiprocessing.reductions import reduce_tensor
 
-from streamrl.distributed.devices import (
-    GPU,
-    get_gpu_uuid,
-    get_local_device,
-    has_local_gpu,
-    pin_host_memory,
-    synchronize_stream,
-    unpin_host_memory,
-    uses_expandable_segments,
-)
-from streamrl.errors import ConfigError, WeightsError
+from streamrl.distributed.devices import has_local_gpu, pin_host_memory, unpin_host_memory
+from streamrl.errors import WeightsError
 from streamrl.messages import Array
-from streamrl.weights.bucket_memory import (
-    StagingDevice,
-    allocate_staging,
-    as_tensor,
-    has_device_room,
-    lend_tensor,
-)
+from streamrl.weights.bucket_memory import copy_to_host
 from streamrl.weights.manifest import BucketMemory, WeightBucket, WeightManifest
 from streamrl.weights.pinned_memory import PinnedFiles
 from streamrl.weights.transport import Transport, TransportReader, TransportSpec, TransportWriter
@@ -61,53 +39,15 @@ from streamrl.weights.transports import object_store
 HEADER_BYTES = mmap.PAGESIZE
 _HEADER_STRUCT = struct.Struct("<qq")  # version, bucket
 UNCOMMITTED_HEADER = (-1, -1)
-_TENSORS_IN_USE: list[Tensor] = []
-"""Tensors of closed publishers that readers still used: they live as long as the process."""
-DEVICE_ARGUMENT = 6
-"""Argument of torch's `rebuild_cuda_tensor` that is the index of the GPU."""
-
-
-@dataclass(frozen=True)
-class SharedTensor:
-    """Tensor uint8 [n] that other processes of the machine open. Picklable.
-
-    rebuild, arguments: function that opens it, and its arguments. gpu: UUID of its GPU; empty on a
-    CPU, where it lies in a file.
-    """
-
-    rebuild: Callable[..., Tensor]
-    arguments: tuple[Any, ...]
-    gpu: str = ""
-
-    def open(self) -> Tensor:
-        """Open the tensor, once per process: torch counts each opening.
-
-        Raises WeightsError if this process computes on another GPU.
-        """
-        if not self.gpu:
-            return self.rebuild(*self.arguments)
-        if self.gpu != get_gpu_uuid():
-            raise WeightsError(
-                f"weights.on_device=true: the publisher uses GPU {self.gpu}, this process"
-                f" {get_gpu_uuid()}: shared memory on a device needs processes that share a GPU"
-            )
-        # Processes may number the GPU differently.
-        arguments = list(self.arguments)
-        arguments[DEVICE_ARGUMENT] = get_local_device().index
-        return self.rebuild(*arguments)
 
 
 @dataclass(frozen=True)
 class SegmentHandle:
-    """File that guards a bucket; valid while the file's header has this version and bucket index.
-
-    tensor: memory of the bucket on a device; None if the file holds it.
-    """
+    """File of a bucket; valid while the file's header has this version and bucket index."""
 
     path: str
     version: int
     bucket: int
-    tensor: SharedTensor | None = None
 
 
 class SharedMemorySegment:
@@ -116,8 +56,6 @@ class SharedMemorySegment:
     The publisher holds the file's lock while writing. The file is sparse and only `reserved_bytes`
     are backed by memory: writing beyond them may kill the process with SIGBUS.
     """
-
-    tensor: SharedTensor | None = None
 
     def __init__(self, path: Path, capacity: int) -> None:
         self.path = path
@@ -144,7 +82,7 @@ class SharedMemorySegment:
             address = np.frombuffer(self._mapping, np.uint8).ctypes.data
             self._pinned_address = address if pin_host_memory(address, pinned_bytes) else None
 
-    def view_bytes(self, num_bytes: int) -> BucketMemory:
+    def view_bytes(self, num_bytes: int) -> Array:
         """Return the first `num_bytes` of the bucket's memory as a writable uint8 view."""
         assert self._mapping is not None
         return np.frombuffer(self._mapping, np.uint8, num_bytes, HEADER_BYTES)
@@ -182,88 +120,13 @@ class SharedMemorySegment:
             self._pinned_address = None
 
 
-class DeviceSegment(SharedMemorySegment):
-    """Segment whose bytes are a tensor on a device. Its `reserved_bytes` are those of the tensor.
-
-    On a GPU the file has no more than the header. On a CPU the tensor is the rest of the file.
-    """
-
-    def __init__(self, path: Path, capacity: int, device: torch.device) -> None:
-        super().__init__(path, capacity)
-        self._device = device
-        self._memory: Tensor | None = None
-
-    def reserve_memory(self, num_bytes: int) -> None:
-        """Allocate the tensor. Raises OSError or OutOfMemoryError if memory is short."""
-        is_on_gpu = self._device.type == GPU
-        super().reserve_memory(0 if is_on_gpu else num_bytes)
-        if self._memory is not None:
-            return
-        if is_on_gpu:
-            if not has_device_room(num_bytes):
-                raise OSError(errno.ENOMEM, "the GPU has no room for another bucket")
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            rebuild, arguments = reduce_tensor(self._memory)
-            self.tensor = SharedTensor(rebuild, arguments, get_gpu_uuid())
-        else:
-            self.tensor = SharedTensor(map_file_tensor, (str(self.path), self.capacity_bytes))
-            self._memory = self.tensor.open()
-        self.reserved_bytes = num_bytes
-
-    def view_bytes(self, num_bytes: int) -> Tensor:
-        assert self._memory is not None
-        return self._memory[:num_bytes]
-
-    def unlock(self) -> None:
-        """Wait until the bucket has been written, and let readers open the segment."""
-        synchronize_stream()
-        super().unlock()
-
-    def unlink_file(self) -> None:
-        """Unlink the file and free the tensor, unless a reader still uses it."""
-        if self._memory is not None and not self.try_lock():
-            _TENSORS_IN_USE.append(self._memory)
-        super().unlink_file()
-        self._memory = None
-
-
-def map_file_tensor(path: str, num_bytes: int) -> Tensor:
-    """Return the bytes of a segment's file as a tensor on the CPU, uint8 [num_bytes]."""
-    size = HEADER_BYTES + num_bytes
-    return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)[HEADER_BYTES:]
-
-
 def map_segment(handle: SegmentHandle, num_bytes: int, name: str) -> Array:
     """Map the bucket of a handle: uint8 [num_bytes], read-only, locked while the array lives.
 
     `name` names the model in errors. Raises WeightsError if the segment is gone or reused.
     """
-    mapping = _lock_segment(handle, num_bytes, name)
-    return np.frombuffer(mapping, np.uint8, num_bytes, HEADER_BYTES)
+    location = f"weights of {name} version {handle.version}, bucket {handle.bucket}"
 
-
-def open_segment(
-    handle: SegmentHandle, opened: dict[str, Tensor], num_bytes: int, name: str
-) -> Tensor:
-    """Return the bucket of a handle with a tensor, locked while the result or a view of it lives.
-
-    The result is uint8 [num_bytes] on the tensor's device. opened: tensors by the segment's path,
-    to which a tensor that was not open yet is added. Raises WeightsError as `map_segment` does, or
-    if the tensor cannot be opened.
-    """
-    mapping = _lock_segment(handle, 0, name)
-    assert handle.tensor is not None
-    try:
-        if handle.path not in opened:
-            opened[handle.path] = handle.tensor.open()
-    except RuntimeError as error:
-        raise WeightsError(f"{_locate(handle, name)}: cannot be opened: {error}") from error
-    return lend_tensor(opened[handle.path][:num_bytes], mapping)
-
-
-def _lock_segment(handle: SegmentHandle, num_bytes: int, name: str) -> mmap.mmap:
-    """Map header and bucket of a segment; the mapping holds the lock. Raises as `map_segment`."""
-    location = _locate(handle, name)
     try:
         fd = os.open(handle.path, os.O_RDONLY)
     except OSError as error:
@@ -281,11 +144,7 @@ def _lock_segment(handle: SegmentHandle, num_bytes: int, name: str) -> mmap.mmap
         raise WeightsError(
             f"{location}: gone, {handle.path} holds version {header[0]}, bucket {header[1]}"
         )
-    return mapping
-
-
-def _locate(handle: SegmentHandle, name: str) -> str:
-    return f"weights of {name} version {handle.version}, bucket {handle.bucket}"
+    return np.frombuffer(mapping, np.uint8, num_bytes, HEADER_BYTES)
 
 
 SHARED_MEMORY_DIR = Path("/dev/shm")
@@ -303,10 +162,6 @@ class SharedMemoryWriter(TransportWriter):
     other users of /dev/shm, such as Ray's object store, crash once it is full. A bucket that
     exceeds the limit goes through the transport `fallback`. Raises WeightsError if `directory` is
     full or not usable.
-
-    `device`: buckets are tensors there, which count as segments. They are kept until `close`, as
-    readers keep them open: CUDA forbids to free them before, and torch never frees those whose only
-    reader was killed.
     """
 
     def __init__(
@@ -317,19 +172,16 @@ class SharedMemoryWriter(TransportWriter):
         keep_versions: int,
         max_bytes: int = sys.maxsize,
         directory: Path = SHARED_MEMORY_DIR,
-        device: torch.device | None = None,
     ) -> None:
         remove_stale_segments(directory)
         self._fallback = fallback
         self._directory = directory
-        self._device = device
-        self._staging_device = StagingDevice(device)
         self._keep_versions = keep_versions
         self._max_bytes = max_bytes
         self._name_prefix, self._owner_fd = claim_name_prefix(directory, token)
         self._serials = itertools.count()
         self._version = -1
-        self._staging_buffer = self._allocate_staging(0)
+        self._staging_buffer = np.empty(0, np.uint8)
         self._requested_bytes = 0
         self._num_committed = 0
         self._open_segment: SharedMemorySegment | None = None
@@ -349,31 +201,25 @@ class SharedMemoryWriter(TransportWriter):
         self._version = version
         self._fallback.begin_version(version)
 
-    def allocate_buffer(self, num_bytes: int) -> BucketMemory:
+    def allocate_buffer(self, num_bytes: int) -> Array:
         """Return shared memory if the bucket's size is known from the last version.
 
         Otherwise return staging memory, copied at commit: reserving shared memory for the largest
-        possible bucket may fail although the actual bucket fits. On a device buckets are always
-        copied, which is fast there.
+        possible bucket may fail although the actual bucket fits.
         """
         index = self._num_committed
         self._release_open_segment()
         self._requested_bytes = num_bytes
         expected = self._last_bucket_bytes[index] if index < len(self._last_bucket_bytes) else 0
-        if expected and self._device is None:
+        if expected:
             self._open_segment = self._acquire_segment(index, expected)
         if self._open_segment is not None:
             if num_bytes - self._open_segment.reserved_bytes <= get_free_bytes(self._directory):
                 return self._open_segment.view_bytes(num_bytes)
             self._release_open_segment()
         if self._staging_buffer.nbytes < num_bytes:
-            self._staging_buffer = self._allocate_staging(num_bytes)
+            self._staging_buffer = np.zeros(num_bytes, np.uint8)
         return self._staging_buffer[:num_bytes]
-
-    def _allocate_staging(self, num_bytes: int) -> BucketMemory:
-        if self._device is None:
-            return np.zeros(num_bytes, np.uint8)
-        return allocate_staging(num_bytes, self._staging_device.choose_device(num_bytes))
 
     def commit_bucket(self, bucket: WeightBucket, data: BucketMemory) -> Any:
         """Make a bucket readable and return its SegmentHandle.
@@ -388,19 +234,19 @@ class SharedMemoryWriter(TransportWriter):
             if segment is None:
                 self._require_free_memory(data.nbytes)
                 return self._fallback.commit_bucket(bucket, data)
-            as_tensor(segment.view_bytes(data.nbytes)).copy_(as_tensor(data))
+            segment.view_bytes(data.nbytes)[:] = copy_to_host(data)
         segment.write_header(self._version, index)
         segment.unlock()
         self._committed_segments[index] = segment
         self._open_segment = None
-        return SegmentHandle(str(segment.path), self._version, index, segment.tensor)
+        return SegmentHandle(str(segment.path), self._version, index)
 
     def commit_version(self, manifest: WeightManifest) -> None:
         """Make the version readable; free the shared memory of versions beyond `keep_versions`."""
         self._fallback.commit_version(_make_fallback_manifest(manifest))
         self._drop_unread_segments()
         self._last_bucket_bytes = tuple(bucket.num_bytes for bucket in manifest.buckets)
-        self._staging_buffer = self._allocate_staging(0)
+        self._staging_buffer = np.empty(0, np.uint8)
         self._kept_versions.append(self._committed_segments)
         self._committed_segments = {}
         while len(self._kept_versions) > self._keep_versions:
@@ -410,12 +256,8 @@ class SharedMemoryWriter(TransportWriter):
         """Unlink all segment files. Current readers keep their mappings; later readers fail."""
         for segment in self._list_segments():
             segment.unlink_file()
-        self._open_segment, self._committed_segments, self._kept_versions, self._free_segments = (
-            None,
-            {},
-            [],
-            [],
-        )
+        self._open_segment, self._committed_segments = None, {}
+        self._kept_versions, self._free_segments = [], []
         (self._directory / f"{self._name_prefix}{OWNER_SUFFIX}").unlink(missing_ok=True)
         if self._owner_fd >= 0:
             os.close(self._owner_fd)
@@ -427,13 +269,12 @@ class SharedMemoryWriter(TransportWriter):
 
         The segment, reused or new, is locked and has no readers. None if memory is short.
         """
-        # Only files may be larger than what is used of them.
-        on_device = self._device is not None
-        self._requested_bytes = num_bytes if on_device else max(self._requested_bytes, num_bytes)
+        self._requested_bytes = max(self._requested_bytes, num_bytes)
         segment = self._reuse_segment(index)
         try:
             if segment is None:
-                segment = self._make_segment(num_bytes)
+                path = self._directory / f"{self._name_prefix}-{next(self._serials)}"
+                segment = SharedMemorySegment(path, self._requested_bytes)
             used_bytes = sum(
                 used_segment.reserved_bytes + HEADER_BYTES for used_segment in self._list_segments()
             )
@@ -441,10 +282,10 @@ class SharedMemoryWriter(TransportWriter):
                 segment.unlink_file()
                 return None
             segment.reserve_memory(num_bytes)
-        except (OSError, torch.OutOfMemoryError) as error:
+        except OSError as error:
             if segment is not None:
                 segment.unlink_file()
-            if not isinstance(error, OSError) or error.errno in OUT_OF_MEMORY_ERRNOS:
+            if error.errno in OUT_OF_MEMORY_ERRNOS:
                 return None
             raise WeightsError(
                 f"weights version {self._version}, bucket {index}: cannot be written to "
@@ -452,12 +293,6 @@ class SharedMemoryWriter(TransportWriter):
             ) from error
         segment.write_header(*UNCOMMITTED_HEADER)
         return segment
-
-    def _make_segment(self, num_bytes: int) -> SharedMemorySegment:
-        path = self._directory / f"{self._name_prefix}-{next(self._serials)}"
-        if self._device is not None:
-            return DeviceSegment(path, num_bytes, self._device)
-        return SharedMemorySegment(path, self._requested_bytes)
 
     def _require_free_memory(self, num_bytes: int) -> None:
         """Raise WeightsError if /dev/shm itself has less than `num_bytes` free.
@@ -506,7 +341,7 @@ class SharedMemoryWriter(TransportWriter):
 
     def _drop_unread_segments(self) -> None:
         """Unlink free shared memory that the current version did not reuse and no reader maps."""
-        for entry in [] if self._device is not None else list(self._free_segments):
+        for entry in list(self._free_segments):
             if entry[1].try_lock():
                 self._free_segments.remove(entry)
                 entry[1].unlink_file()
@@ -523,13 +358,10 @@ class SharedMemoryReader(TransportReader):
         self._name = name
         self._fallback = fallback
         self._pinned_files = PinnedFiles()
-        self._opened_tensors: dict[str, Tensor] = {}
 
     def fetch_buckets(self, manifest: WeightManifest) -> Sequence[BucketMemory]:
         """Map a version's buckets in shared memory, not overwritten while the arrays live."""
         self.fallback_reason = None
-        for path in [path for path in self._opened_tensors if not os.path.exists(path)]:
-            del self._opened_tensors[path]
         pairs = zip(manifest.handles, manifest.buckets, strict=True)
         # Map first: the mappings lock the segments while the fallback fetches the rest.
         mapped = [
@@ -551,12 +383,9 @@ class SharedMemoryReader(TransportReader):
 
     def close(self) -> None:
         self._pinned_files.close()
-        self._opened_tensors.clear()
         self._fallback.close()
 
-    def _map_segment(self, handle: SegmentHandle, num_bytes: int) -> BucketMemory:
-        if handle.tensor is not None:
-            return open_segment(handle, self._opened_tensors, num_bytes, self._name)
+    def _map_segment(self, handle: SegmentHandle, num_bytes: int) -> Array:
         locked = map_segment(handle, num_bytes, self._name)
         if not has_local_gpu():
             return locked
@@ -641,18 +470,11 @@ def claim_name_prefix(directory: Path, token: str) -> tuple[str, int]:
 
 
 def make_writer(spec: TransportSpec, role: str, model_path: str) -> SharedMemoryWriter:
-    device = get_local_device() if spec.on_device else None
-    if device is not None and device.type == GPU and uses_expandable_segments():
-        raise ConfigError(
-            "weights.on_device=true: PyTorch shares no memory of expandable segments between"
-            " processes without privileges: remove expandable_segments from PYTORCH_CUDA_ALLOC_CONF"
-        )
     return SharedMemoryWriter(
         f"{spec.token}-{role}",
         object_store.make_writer(spec, role, model_path),
         keep_versions=spec.keep_versions,
         max_bytes=spec.max_bytes[role],
-        device=device,
     )
 
 

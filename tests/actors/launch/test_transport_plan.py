@@ -1,6 +1,5 @@
 """Transport plan: published models, memory, nodes."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from streamrl.actors.launch.transport_plan import plan_transport
 from streamrl.config.preflight import PreparedRun, list_resource_demands
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.errors import ConfigError
-from streamrl.placement.resource_demand import SHARED_SLOTS, ResourceDemand
+from streamrl.placement.resource_demand import ResourceDemand
 from tests.engines.tiny_qwen import save, tiny_model
 
 WHOLE = 78_400
@@ -119,22 +118,9 @@ def test_shared_memory_binds_all_actors_to_a_node_and_divides_its_memory(
     assert not travel.copies_per_node
 
 
-def test_a_gpu_that_all_processes_share_holds_the_versions_that_exist_at_once(
-    model_path: str, tmp_path: Path
-):
-    config = config_of(model_path, tmp_path, "weights.on_device=true")
-    demands = [
-        ResourceDemand((), SHARED_SLOTS, "", 1, gpus=1),
-        *(replace(demand, gpus=1, is_in_shared_slot=True) for demand in demands_of(config)),
-    ]
-    travel = plan_transport(config, demands, token="t")
-    assert (travel.name, travel.node, travel.on_device) == ("shared_memory", "abc", True)
-    assert travel.max_bytes == {"policy": 4 * 4 * WHOLE * 9 // 8}
-
-
 @pytest.mark.parametrize(
     ("transport", "passes_on"),
-    [("store", True), ("collective", False), ("disk", False), ("delta", True)],
+    [("store", True), ("collective", False), ("disk", False)],
 )
 def test_other_transports_bind_no_node_and_some_pass_versions_on_between_nodes(
     model_path: str, tmp_path: Path, transport: str, passes_on: bool

@@ -4,11 +4,9 @@ import errno
 import gc
 import itertools
 import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from inspect import signature
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -18,20 +16,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from streamrl.errors import ConfigError, WeightsError
-from streamrl.weights import WeightManifest, bucket_memory
-from streamrl.weights.bucket_memory import as_tensor
+from streamrl.errors import WeightsError
+from streamrl.weights import WeightManifest
 from streamrl.weights.buckets import TORCH_DTYPES, publish_version, unpack_tensors
-from streamrl.weights.transport import ClusterAccess, TransportSpec
-from streamrl.weights.transports import shared_memory
 from streamrl.weights.transports.shared_memory import (
-    DeviceSegment,
-    SegmentHandle,
     SharedMemoryReader,
     SharedMemoryWriter,
-    SharedTensor,
     remove_stale_segments,
 )
 from tests import forked
@@ -40,7 +31,6 @@ from tests.weights.local_transport import LocalReader, LocalWriter
 pytestmark = pytest.mark.xdist_group("ranks")
 
 BUCKET_BYTES = 300
-NO_CLUSTER = ClusterAccess(np.copy, lambda handles, subject, timeout_s: handles, lambda: "")
 
 
 @pytest.fixture
@@ -54,28 +44,19 @@ def folder() -> Iterator[Path]:
     subprocess.run(["rm", "-r", str(path)], check=True)
 
 
-@pytest.fixture(params=["host", "device"])
-def device(request: pytest.FixtureRequest) -> torch.device | None:
-    """Return where buckets are: on the host (None), or on a device, for which the CPU stands in."""
-    return torch.device("cpu") if request.param == "device" else None
-
-
 @pytest.fixture
-def writer(folder: Path, device: torch.device | None) -> Iterator[SharedMemoryWriter]:
-    shm_writer = make_writer(folder, device)
+def writer(folder: Path) -> Iterator[SharedMemoryWriter]:
+    shm_writer = make_writer(folder)
     yield shm_writer
     shm_writer.close()
 
 
-def make_writer(
-    folder: Path, device: torch.device | None = None, *, keep_versions: int = 1, **options: int
-) -> SharedMemoryWriter:
+def make_writer(folder: Path, *, keep_versions: int = 1, **options: int) -> SharedMemoryWriter:
     return SharedMemoryWriter(
         "run",
         LocalWriter(),
         keep_versions=keep_versions,
         directory=folder,
-        device=device,
         **options,
     )
 
@@ -124,12 +105,11 @@ def test_versions_round_trip(writer: SharedMemoryWriter):
         max_size=4,
     ),
     st.integers(1, 400),
-    st.sampled_from([None, torch.device("cpu")]),
 )
 def test_bucket_layouts_may_change_between_versions(
-    layouts: list[list[tuple[str, int]]], bucket_bytes: int, device: torch.device | None
+    layouts: list[list[tuple[str, int]]], bucket_bytes: int
 ):
-    writer = SharedMemoryWriter("property", LocalWriter(), keep_versions=1, device=device)
+    writer = SharedMemoryWriter("property", LocalWriter(), keep_versions=1)
     try:
         for version, layout in enumerate(layouts):
             raw = np.random.default_rng(version)
@@ -155,9 +135,7 @@ def test_segments_of_old_versions_are_reused(writer: SharedMemoryWriter, folder:
     assert len(files(folder)) == 2 * len(first)
 
 
-def test_a_version_in_use_is_not_overwritten(
-    writer: SharedMemoryWriter, folder: Path, device: torch.device | None
-):
+def test_a_version_in_use_is_not_overwritten(writer: SharedMemoryWriter, folder: Path):
     old = read(put(writer, 0))
     for version in range(1, 5):
         num_buckets = len(put(writer, version).buckets)
@@ -166,12 +144,11 @@ def test_a_version_in_use_is_not_overwritten(
     del old
     gc.collect()
     put(writer, 5)
-    # Memory of a device is kept for reuse.
-    assert len(files(folder)) == (2 if device is None else 3) * num_buckets
+    assert len(files(folder)) == 2 * num_buckets
 
 
-def test_only_kept_versions_can_be_read(folder: Path, device: torch.device | None):
-    writer = make_writer(folder, device, keep_versions=2)
+def test_only_kept_versions_can_be_read(folder: Path):
+    writer = make_writer(folder, keep_versions=2)
     manifests = [put(writer, version) for version in range(5)]
     for version in (3, 4):
         assert is_version(read(manifests[version]), version)
@@ -212,109 +189,6 @@ def test_fetched_arrays_are_read_only(folder: Path):
     with pytest.raises(ValueError, match="read-only"):
         array[0] = 1
     writer.close()
-
-
-def test_a_tensor_of_a_device_is_opened_once_and_locked_while_a_view_of_it_lives(folder: Path):
-    writer = make_writer(folder, torch.device("cpu"))
-    reader = SharedMemoryReader("policy", LocalReader())
-    addresses = []
-    for version in range(4):
-        buckets = reader.fetch_buckets(put(writer, version))
-        addresses.append([as_tensor(bucket).data_ptr() for bucket in buckets])
-        del buckets
-    assert addresses[2:] == addresses[:2]
-    manifest = put(writer, 4)
-    view = unpack_tensors(manifest, reader.fetch_buckets(manifest))["t0"][:1]
-    (guarded,) = view.tolist()
-    reader.close()
-    for version in range(5, 9):
-        used = {handle.path for handle in put(writer, version).handles}
-        assert manifest.handles[0].path not in used
-    assert view.tolist() == [guarded]
-    del view
-    gc.collect()
-    assert manifest.handles[0].path in {handle.path for handle in put(writer, 9).handles}
-    writer.close()
-
-
-def test_a_closed_publisher_frees_the_tensors_that_no_reader_uses(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-):
-    in_use: list[torch.Tensor] = []
-    monkeypatch.setattr(shared_memory, "_TENSORS_IN_USE", in_use)
-    writer = make_writer(folder, torch.device("cpu"), keep_versions=2)
-    reader = SharedMemoryReader("policy", LocalReader())
-    put(writer, 0)
-    manifest = put(writer, 1)
-    tensors = unpack_tensors(manifest, reader.fetch_buckets(manifest))
-    writer.close()
-    assert len(in_use) == len(manifest.buckets)
-    assert is_version(tensors, 1)
-    assert files(folder) == set()
-
-
-def test_a_tensor_of_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(shared_memory, "get_gpu_uuid", lambda: "GPU-b")
-    with pytest.raises(WeightsError, match="publisher uses GPU GPU-a, this process GPU-b: shared"):
-        SharedTensor(torch.zeros, (1,), "GPU-a").open()
-
-
-def test_a_tensor_of_this_gpu_is_opened_under_the_number_that_it_has_here(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr(shared_memory, "get_gpu_uuid", lambda: "GPU-a")
-    monkeypatch.setattr(shared_memory, "get_local_device", lambda: torch.device("cuda", 2))
-    numbers = {name: i for i, name in enumerate(signature(rebuild_cuda_tensor).parameters)}
-    shared = SharedTensor(fake_rebuild, tuple(numbers.values()), "GPU-a")
-    opened = pickle.loads(pickle.dumps(shared)).open().tolist()
-    assert opened.pop(numbers["storage_device"]) == 2
-    assert opened == [i for i in numbers.values() if i != numbers["storage_device"]]
-
-
-def fake_rebuild(*arguments: int) -> torch.Tensor:
-    return torch.tensor(arguments)
-
-
-def test_buckets_for_which_a_gpu_has_no_memory_use_the_fallback(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-):
-    writer = make_writer(folder, torch.device("cpu"))
-    with monkeypatch.context() as patch:
-
-        def run_out(segment: DeviceSegment, num_bytes: int) -> None:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-        patch.setattr(DeviceSegment, "reserve_memory", run_out)
-        reader, is_right = fetch(put(writer, 0))
-    assert is_right and reader.fallback_reason is not None
-    assert files(folder) == set()
-    assert fetch(put(writer, 1))[0].fallback_reason is None
-    writer.close()
-
-
-def test_buckets_leave_a_reserve_of_the_gpus_memory(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """The GPU has 1000 bytes, and 50 are the reserve."""
-    monkeypatch.setattr(shared_memory, "GPU", "cpu")
-    monkeypatch.setattr(shared_memory, "get_gpu_uuid", lambda: "GPU-a")
-    writer = make_writer(folder, torch.device("cpu"), keep_versions=9)
-    for version, room in enumerate((400, 0)):
-        free_bytes = 50 + room
-        monkeypatch.setattr(
-            bucket_memory, "measure_gpu_memory", lambda free=free_bytes: (free, 1000)
-        )
-        handles = put(writer, version).handles
-        assert {isinstance(handle, SegmentHandle) for handle in handles} == {room > 0}
-    writer.close()
-
-
-def test_expandable_segments_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    spec = TransportSpec(
-        "shared_memory", "", "t", tmp_path, 1, NO_CLUSTER, max_bytes={"policy": 9}, on_device=True
-    )
-    monkeypatch.setattr(shared_memory, "get_local_device", lambda: torch.device("cuda", 0))
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    with pytest.raises(ConfigError, match=r"on_device=true: .* expandable segments"):
-        spec.make_writer("policy", "")
 
 
 class LimitedMemory:
@@ -375,22 +249,11 @@ def test_the_next_version_tries_shared_memory_again(
     assert len(files(folder)) == len(with_memory.buckets)
 
 
-def test_memory_shortage_does_not_affect_kept_versions(
-    writer: SharedMemoryWriter, folder: Path, monkeypatch: pytest.MonkeyPatch
-):
-    first = put(writer, 0)
-    before = files(folder)
-    LimitedMemory(monkeypatch)
-    assert fetch(put(writer, 1))[1]
-    assert files(folder) == before
-    assert is_version(read(first), 0)
-
-
-def test_segments_take_at_most_max_bytes(folder: Path, device: torch.device | None):
+def test_segments_take_at_most_max_bytes(folder: Path):
     measured = put(make_writer(folder), 0)
     page = os.sysconf("SC_PAGESIZE")
     limit = sum(bucket.num_bytes + page for bucket in measured.buckets)
-    writer = make_writer(folder, device, max_bytes=limit)
+    writer = make_writer(folder, max_bytes=limit)
     assert fetch(put(writer, 0))[0].fallback_reason is None
     reason = fetch(put(writer, 1))[0].fallback_reason
     assert reason is not None
@@ -492,16 +355,14 @@ def test_a_dead_reader_releases_its_segments(writer: SharedMemoryWriter, folder:
     assert is_version(read(newest), 3)
 
 
-def publish_and_wait(pipe: Connection, folder: Path, device: torch.device | None) -> None:
-    writer = make_writer(folder, device)
+def publish_and_wait(pipe: Connection, folder: Path) -> None:
+    writer = make_writer(folder)
     pipe.send(put(writer, 0))
     pipe.recv()
 
 
-def test_the_next_publisher_removes_the_files_of_a_killed_one(
-    folder: Path, device: torch.device | None
-):
-    child, pipe = start_child(publish_and_wait, folder, device)
+def test_the_next_publisher_removes_the_files_of_a_killed_one(folder: Path):
+    child, pipe = start_child(publish_and_wait, folder)
     manifest = pipe.recv()
     assert f"run-{child.pid}" in manifest.handles[0].path
     assert remove_stale_segments(folder) == []
