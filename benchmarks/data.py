@@ -172,7 +172,7 @@ def _check(folder: str, path: str) -> None:
 
     model = f"{folder}/model"
     entry = {"path": path, "label_key": "answer"}
-    (file,) = parse_data_files(entry, key="FILE", prompt_key="prompt")
+    (file,) = parse_data_files(entry, key="FILE")
     tokenizer, limits = load_tokenizer(model), PromptLimits(256, load_vocab_size(model))
     before_mb, began = _peak_mb(), time.perf_counter()
     report = validate_file(file, tokenizer, limits)

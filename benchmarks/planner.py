@@ -65,7 +65,6 @@ COMMAND = (
     *("--model", "llama-7b", "--model", "reward=llama-7b", "--prompt-tokens", "1024"),
     *("--lengths", "lognormal:600:0.6", "generator.max_new_tokens=1024"),
     *("generator.max_concurrent_rollouts=256", "trainer.gradient_checkpointing=true"),
-    "algorithm.kl_horizon=1000000",
 )
 COMMAND_GROUPS, MANY_GROUPS = 1024, 20_000
 COMMANDS = (COMMAND_GROUPS, MANY_GROUPS)

@@ -335,7 +335,6 @@ async def run_loops(
         micro_batch_tokens=plan.micro_batch_tokens,
         stall_s=plan.stall_s,
         on_stall=plan.on_stall,
-        outage_s=plan.outage_s,
     )
     stage = StageMaker(stream)
 

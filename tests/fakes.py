@@ -112,7 +112,6 @@ class Plan:
     """Times between which the service of the reward stage does not answer."""
     tool_outages: tuple[tuple[float, float], ...] = ()
     """Times between which the server of the environment does not answer."""
-    outage_s: float = 10_000.0
     stall_s: float = 100.0
     lease_s: float = 60.0
     max_attempts: int = 3

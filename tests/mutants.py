@@ -57,8 +57,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "algorithms/objective.py",
-        "counted = mask if settings.correction.count_rejected else kept",
-        "counted = kept",
+        '"num_tokens": mask.sum(),',
+        '"num_tokens": kept.sum(),',
         "tests/algorithms/test_objective.py",
     ),
     # buffer

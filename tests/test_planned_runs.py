@@ -59,7 +59,7 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 PRESETS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 QUICK = {("grpo_arithmetic", "2xH100"), ("grpo_arithmetic_colocated", "4xCPU")}
 CLUSTERS = ("1xH100", "2xH100", "4xA100", "2x8xA100", "4xCPU")
-SHORT = ("generator.max_new_tokens=12", "pipeline.groups_per_step=16", "algorithm.kl_horizon=4096")
+SHORT = ("generator.max_new_tokens=12", "pipeline.groups_per_step=16")
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"),
@@ -315,7 +315,7 @@ def test_train_accepts_the_plan_of_each_family(
     rows[0]["prompt"][0]["content"] = "1+1" * 10
     (tmp_path / "long.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     words += [f"model.path={families[family]}", "placement.cpus=1"]
-    words += [f"data.eval={tmp_path}/long.jsonl", "queue.store_share=0.0001"]
+    words += [f"data.eval={tmp_path}/long.jsonl"]
     options = ["--cluster", cluster, "--proposals", "10", "-o", str(out), "--json"]
     assert main(["plan", *words, *options]) == 0
     report = json.loads(capsys.readouterr().out)

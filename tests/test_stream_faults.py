@@ -347,7 +347,7 @@ def test_outages_of_services_lose_no_prompt_and_cost_no_attempt(plan: Plan):
 
 
 def test_a_longer_outage_than_allowed_ends_the_run_with_its_groups_in_flight():
-    plan = Plan(judge_outages=((5.0, math.inf),), outage_s=200.0, stall_s=50.0)
+    plan = Plan(judge_outages=((5.0, math.inf),), stall_s=50.0)
     reported: list[tuple[float, str]] = []
 
     async def run() -> Stream:
@@ -357,7 +357,7 @@ def test_a_longer_outage_than_allowed_ends_the_run_with_its_groups_in_flight():
         )
         with pytest.raises(
             ServiceOutageError,
-            match=r"^http://judge: refused.*outage_s=200; a resumed run continues",
+            match=r"^http://judge: refused.*1800 s; a resumed run continues",
         ):
             await run_loops(stream)
         return stream

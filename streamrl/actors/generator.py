@@ -122,7 +122,6 @@ class GeneratorActor(ReplicaActor):
                 seeds=make_rollout_seeds(seed, prompt.uid, config.algorithm.group_size),
                 environment_seed=make_environment_seed(seed, prompt.uid),
                 compute=stage.record_compute,
-                min_episodes=config.environment.min_episodes,
                 on_finished=on_finished,
             )
 

@@ -42,7 +42,6 @@ class AdaptiveParams:
                 settings.kl_coef,
                 sums["kl_ref_sum"] / sums["num_sampled"],
                 target=settings.kl_target,
-                horizon=settings.kl_horizon,
                 num_rollouts=num_rollouts,
             )
 

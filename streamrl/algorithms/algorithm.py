@@ -61,12 +61,10 @@ class AlgorithmSettings:
     kl_kind: str
     kl_in: str
     kl_target: float | None
-    kl_horizon: float
     entropy_coef: float
     overlong_buffer: int
     overlong_factor: float
     mask_truncated: bool
-    count_truncated: bool
     mask_timeouts: bool
     correction: "CorrectionConfig"
     epochs: int
@@ -88,8 +86,7 @@ class AlgorithmSettings:
     @property
     def excluded_reasons(self) -> tuple[int, ...]:
         """Those of `masked_reasons` whose rollouts count in no statistic of their group either."""
-        counted = TRUNCATIONS if self.count_truncated else ()
-        return tuple({*self.masked_reasons} - {reason.value for reason in counted})
+        return tuple({*self.masked_reasons} - {reason.value for reason in TRUNCATIONS})
 
     @property
     def num_updates(self) -> int:

@@ -1,15 +1,24 @@
 """Settings of the algorithm that trains the policy, and of its off-policy correction."""
 
+import copy
 import functools
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any
 
 from streamrl.algorithms.algorithm import Algorithm, AlgorithmSettings
 from streamrl.algorithms.table import ALGORITHMS, DEFAULT_SETTINGS
 from streamrl.errors import ConfigError
-from streamrl.files.typed_settings import suggest_nearest
+from streamrl.files.typed_settings import (
+    Conflict,
+    above,
+    at_least,
+    check_conflicts,
+    check_rules,
+    one_of,
+    suggest_nearest,
+)
 from streamrl.user_code.python_module import import_file
 
 _SPEC_SETTINGS = (
@@ -48,32 +57,30 @@ class CorrectionConfig:
 
     #: Policy that the loss clips against: generator, which sampled the token; trainer, the policy
     #: at the start of the step (decoupled PPO); interpolated, between generator and current policy.
-    proximal: str = "generator"
+    proximal: Annotated[str, one_of(*PROXIMAL_POLICIES)] = "generator"
     #: Importance weight of proximal over generator policy, if they differ: none, token, sequence or
     #: geometric.
-    weights: str = NO_CORRECTION
+    weights: Annotated[str, one_of(NO_CORRECTION, *WEIGHT_LEVELS)] = NO_CORRECTION
     #: Treatment of a weight out of bounds: truncate (TIS) or mask (IcePop).
-    weight_mode: str = "truncate"
+    weight_mode: Annotated[str, one_of(*WEIGHT_MODES)] = "truncate"
     #: Smallest weight; null for no bound.
-    weight_low: float | None = None
+    weight_low: Annotated[float | None, at_least(0)] = None
     #: Largest weight; null for no bound.
-    weight_high: float | None = 2.0
+    weight_high: Annotated[float | None, above(0)] = 2.0
     #: Quantity by which tokens are rejected: none, k1 (the ratio), k2 or k3 (divergences).
-    reject: str = NO_CORRECTION
+    reject: Annotated[str, one_of(NO_CORRECTION, *REJECTION_KINDS)] = NO_CORRECTION
     #: Level of the rejection: token, or the rollout's sum, mean or max.
-    reject_level: str = "token"
+    reject_level: Annotated[str, one_of(*REJECTION_LEVELS)] = "token"
     #: Smallest ratio (k1).
-    reject_low: float | None = None
+    reject_low: Annotated[float | None, at_least(0)] = None
     #: Largest ratio (k1) or divergence.
-    reject_high: float | None = None
+    reject_high: Annotated[float | None, above(0)] = None
     #: Mask tokens of negative advantage in rollouts that became less likely than exp(-this) per
     #: token; null: none.
-    off_policy_threshold: float | None = None
+    off_policy_threshold: Annotated[float | None, at_least(0)] = None
     #: Mask the tokens of largest log-ratio until the mean squared log-ratio of the rest of the step
     #: is below this (M2PO); null: none.
-    second_moment_threshold: float | None = None
-    #: Whether rejected tokens count in the loss denominator.
-    count_rejected: bool = True
+    second_moment_threshold: Annotated[float | None, above(0)] = None
 
     @property
     def masks_before_updates(self) -> bool:
@@ -81,60 +88,37 @@ class CorrectionConfig:
         return self.reject != NO_CORRECTION or self.second_moment_threshold is not None
 
     def __post_init__(self) -> None:
-        choices = {
-            "proximal": PROXIMAL_POLICIES,
-            "weights": (NO_CORRECTION, *WEIGHT_LEVELS),
-            "weight_mode": WEIGHT_MODES,
-            "reject": (NO_CORRECTION, *REJECTION_KINDS),
-            "reject_level": REJECTION_LEVELS,
-        }
-        for key, allowed in choices.items():
-            if vars(self)[key] not in allowed:
-                raise ConfigError(
-                    f"{_format_setting(self, key)}: must be one of {', '.join(allowed)}"
-                )
-        if self.weights != NO_CORRECTION and self.proximal == "generator":
-            raise ConfigError(
-                f"{_format_setting(self, 'weights')}: with correction.proximal=generator the"
-                " loss's ratio is this weight already. Set correction.proximal=trainer."
-            )
-        self._check_bounds()
-
-    def _check_bounds(self) -> None:
-        for key in ("weight_low", "reject_low", "off_policy_threshold"):
-            value = vars(self)[key]
-            if value is not None and value < 0:
-                raise ConfigError(f"{_format_setting(self, key)}: must be 0 or more")
-        for key in ("weight_high", "reject_high", "second_moment_threshold"):
-            value = vars(self)[key]
-            if value is not None and value <= 0:
-                raise ConfigError(f"{_format_setting(self, key)}: must be above 0")
+        check_rules(self, "algorithm.correction.")
+        conflicts: list[Conflict] = [
+            (
+                self.weights != NO_CORRECTION and self.proximal == "generator",
+                "weights",
+                "with correction.proximal=generator the loss's ratio is this weight already."
+                " Set correction.proximal=trainer.",
+            ),
+        ]
         for kind in ("weight", "reject"):
             low, high = vars(self)[f"{kind}_low"], vars(self)[f"{kind}_high"]
-            if low is not None and high is not None and low >= high:
-                raise ConfigError(
-                    f"{_format_setting(self, f'{kind}_low')}: must be below {kind}_high={high}"
-                )
-        self._check_rejection()
-
-    def _check_rejection(self) -> None:
-        for key in ("reject_low", "reject_high"):
-            if self.reject == NO_CORRECTION and vars(self)[key] is not None:
-                raise ConfigError(
-                    f"{_format_setting(self, key)} has no effect with reject=none. Remove it, or"
-                    " set reject."
-                )
-        if self.reject != NO_CORRECTION and self.reject_low is None and self.reject_high is None:
-            raise ConfigError(f"{_format_setting(self, 'reject')}: needs reject_low or reject_high")
-        if self.reject not in (NO_CORRECTION, "k1") and self.reject_low is not None:
-            raise ConfigError(
-                f"{_format_setting(self, 'reject_low')}: {self.reject} is a divergence, which only"
-                " has an upper bound. Use reject_high."
-            )
-
-
-def _format_setting(config: CorrectionConfig, key: str) -> str:
-    return f"algorithm.correction.{key}={vars(config)[key]}"
+            is_empty = low is not None and high is not None and low >= high
+            conflicts.append((is_empty, f"{kind}_low", f"must be below {kind}_high={high}"))
+        bounds = {key: vars(self)[key] is not None for key in ("reject_low", "reject_high")}
+        unused = "has no effect with reject=none. Remove it, or set reject."
+        conflicts += [
+            (self.reject == NO_CORRECTION and is_set, key, unused) for key, is_set in bounds.items()
+        ]
+        conflicts += [
+            (
+                self.reject != NO_CORRECTION and not any(bounds.values()),
+                "reject",
+                "needs reject_low or reject_high",
+            ),
+            (
+                self.reject not in (NO_CORRECTION, "k1") and bounds["reject_low"],
+                "reject_low",
+                f"{self.reject} is a divergence, which only has an upper bound. Use reject_high.",
+            ),
+        ]
+        check_conflicts(self, conflicts, "algorithm.correction.")
 
 
 @dataclass
@@ -146,54 +130,51 @@ class AlgorithmConfig:
     #: Python file with your own rows, which take precedence.
     path: str = ""
     #: Rollouts per prompt.
-    group_size: int = 8
+    group_size: Annotated[int, at_least(1)] = 8
     #: Distance below 1 at which the probability ratio is clipped.
-    clip_low: float | None = None
+    clip_low: Annotated[float | None, above(0)] = None
     #: Distance above 1 at which the probability ratio is clipped.
-    clip_high: float | None = None
+    clip_high: Annotated[float | None, above(0)] = None
     #: Dual clip c: the loss under a negative advantage A is at most -c A; null: none.
-    dual_clip: float | None = None
+    dual_clip: Annotated[float | None, above(1)] = None
     #: Aggregation of token losses: token-mean, seq-mean-token-mean, seq-mean-token-sum,
     #: seq-mean-token-sum-norm, prompt-mean.
-    loss_aggregation: str | None = None
+    loss_aggregation: Annotated[str | None, one_of(*LOSS_AGGREGATIONS)] = None
     #: Divisor of a group's advantages: std, batch, mean or none.
-    advantage_scale: str | None = None
+    advantage_scale: Annotated[str | None, one_of(*ADVANTAGE_SCALES)] = None
     #: Added to the standard deviation that divides.
-    advantage_eps: float = 1e-6
+    advantage_eps: Annotated[float, above(0)] = 1e-6
     #: Advantage of a group with a single rollout: zero, or keep for its score.
-    single_rollout: str = "zero"
+    single_rollout: Annotated[str, one_of(*SINGLE_ROLLOUT_MODES)] = "zero"
     #: Whether advantages are normalized to mean 0 and standard deviation 1 over the step's tokens.
     whiten_advantages: bool | None = None
     #: Discount of rewards per token.
-    gamma: float = 1.0
+    gamma: Annotated[float, at_least(0, 1)] = 1.0
     #: Weight of the KL divergence from the reference; 0 runs no reference.
-    kl_coef: float = 0.0
+    kl_coef: Annotated[float, at_least(0)] = 0.0
     #: Estimator of the KL divergence: k1, k2, k3, abs, k1+, k2+, k3+, abs+.
-    kl_kind: str | None = None
+    kl_kind: Annotated[str | None, one_of(*KL_KINDS)] = None
     #: Place of the KL penalty: loss or reward.
-    kl_in: str | None = None
-    #: Target KL divergence per token; kl_coef adapts to reach it. Null keeps kl_coef fixed.
-    kl_target: float | None = None
-    #: Rollouts over which kl_coef changes by at most 20 %.
-    kl_horizon: float = 10_000.0
+    kl_in: Annotated[str | None, one_of("loss", "reward")] = None
+    #: Target KL divergence per token; kl_coef adapts to reach it, by at most 20 % in 10,000
+    #: rollouts. Null keeps kl_coef fixed.
+    kl_target: Annotated[float | None, above(0)] = None
     #: Weight of the entropy bonus in the loss.
-    entropy_coef: float = 0.0
+    entropy_coef: Annotated[float, at_least(0)] = 0.0
     #: Weight of the pretraining loss on the texts of data.pretrain; 0: none.
-    ptx_coef: float = 0.0
+    ptx_coef: Annotated[float, at_least(0)] = 0.0
     #: Pretraining texts in each update.
-    ptx_rows: int = 32
+    ptx_rows: Annotated[int, at_least(1)] = 32
     #: Last tokens before the length limit over which the score decreases (DAPO); 0: none.
-    overlong_buffer: int = 0
+    overlong_buffer: Annotated[int, at_least(0)] = 0
     #: Total decrease of the score over overlong_buffer.
-    overlong_factor: float = 1.0
-    #: Exclude truncated rollouts from the loss.
+    overlong_factor: Annotated[float, at_least(0)] = 1.0
+    #: Exclude truncated rollouts from the loss; their scores count in baselines, filter and means.
     mask_truncated: bool = False
-    #: Whether scores of masked truncated rollouts count in baselines, filter and means.
-    count_truncated: bool = True
     #: Passes over the rollouts of a training step.
-    epochs: int = 1
+    epochs: Annotated[int, at_least(1)] = 1
     #: Optimizer updates per epoch, each with an equal share of the step's groups.
-    mini_batches: int = 1
+    mini_batches: Annotated[int, at_least(1)] = 1
     #: The row's own numbers by name.
     params: dict[str, Any] = field(default_factory=dict)
     #: Off-policy correction.
@@ -206,44 +187,20 @@ class AlgorithmConfig:
                 f"algorithm.group_size={self.group_size}: must be at least {row.min_group_size},"
                 f" because {self.name} compares the rollouts of a group"
             )
-        self._check_numbers()
-        self._check_choices()
+        self._check_values()
         self._check_params()
         self._check_combinations()
 
-    def _check_numbers(self) -> None:
-        minima = {"group_size": 1, "kl_coef": 0, "entropy_coef": 0, "gamma": 0}
-        minima |= {"ptx_coef": 0, "ptx_rows": 1}
-        minima |= {"overlong_buffer": 0, "overlong_factor": 0, "epochs": 1, "mini_batches": 1}
-        for key, least in minima.items():
-            if vars(self)[key] < least:
-                raise ConfigError(f"algorithm.{key}={vars(self)[key]}: must be at least {least}")
-        if self.gamma > 1:
-            raise ConfigError(f"algorithm.gamma={self.gamma}: must be at most 1, it is a discount")
-        bounds = {"clip_low": 0, "clip_high": 0, "dual_clip": 1, "advantage_eps": 0}
-        bounds |= {"kl_target": 0, "kl_horizon": 0}
-        for key, bound in bounds.items():
-            value = self._resolve_setting(key) if key in DEFAULT_SETTINGS else vars(self)[key]
-            if value is not None and value <= bound:
-                raise ConfigError(f"algorithm.{key}={value}: must be above {bound}")
-
-    def _check_choices(self) -> None:
-        choices: Mapping[str, tuple[str, ...]] = {
-            "loss_aggregation": LOSS_AGGREGATIONS,
-            "advantage_scale": ADVANTAGE_SCALES,
-            "single_rollout": SINGLE_ROLLOUT_MODES,
-            "kl_kind": KL_KINDS,
-            "kl_in": ("loss", "reward"),
-        }
+    def _check_values(self) -> None:
+        """Check the values of the settings, also those that the row gives."""
         if unknown := self.spec.defaults.keys() - DEFAULT_SETTINGS.keys():
             raise ConfigError(
                 f"algorithm {self.name}: defaults contain {', '.join(sorted(unknown))}; allowed"
                 f" are {', '.join(DEFAULT_SETTINGS)}"
             )
-        for key, allowed in choices.items():
-            value = self._resolve_setting(key) if key in DEFAULT_SETTINGS else vars(self)[key]
-            if value not in allowed:
-                raise ConfigError(f"algorithm.{key}={value}: must be one of {', '.join(allowed)}")
+        resolved = copy.copy(self)
+        vars(resolved).update({key: self._resolve_setting(key) for key in DEFAULT_SETTINGS})
+        check_rules(resolved, "algorithm.")
 
     def _check_params(self) -> None:
         defaults = self.spec.params
@@ -284,18 +241,6 @@ class AlgorithmConfig:
                         f"algorithm.{key}={value}: {self.name} normalizes every reward separately,"
                         " so a penalty on the score has no effect. Set it to 0."
                     )
-        if not (self.count_truncated or self.mask_truncated):
-            raise ConfigError(
-                "algorithm.count_truncated=False has no effect with algorithm.mask_truncated=False."
-                " Remove it, or set mask_truncated."
-            )
-        aggregation = self._resolve_setting("loss_aggregation")
-        if aggregation == "prompt-mean" and not self.correction.count_rejected:
-            raise ConfigError(
-                "algorithm.correction.count_rejected=False: not possible with"
-                " algorithm.loss_aggregation=prompt-mean, which divides by all tokens of a group"
-                " before any are rejected"
-            )
 
     def check_unused_settings(self, read: Collection[str]) -> None:
         """Raise ConfigError if the user changed a setting that the algorithm does not read.

@@ -166,12 +166,11 @@ def policy_loss(
         )
     if "near" in batch:
         kept = kept & batch["near"]
-    counted = mask if settings.correction.count_rejected else kept
     losses_by_part = {"policy": losses * weights, "entropy": -settings.entropy_coef * entropy}
     sums = divergence_sums(off_policy_log_ratio, mask) | {
-        "num_tokens": counted.sum(),
-        "num_rollouts": counted.any(-1).sum(),
-        "num_groups": (counted.sum(-1).double() / batch["group_tokens"].clamp(min=1)).sum(),
+        "num_tokens": mask.sum(),
+        "num_rollouts": mask.any(-1).sum(),
+        "num_groups": (mask.sum(-1).double() / batch["group_tokens"].clamp(min=1)).sum(),
         "num_kept": kept.sum(),
         "num_sampled": mask.sum(),
         "weight_sum": apply_mask(weights, kept).sum(),
@@ -186,7 +185,7 @@ def policy_loss(
     summed_losses = {
         name: aggregate_loss_sum(
             apply_mask(part_loss, kept),
-            counted,
+            mask,
             mode=settings.loss_aggregation,
             group_tokens=batch["group_tokens"],
         )

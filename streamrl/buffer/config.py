@@ -1,11 +1,11 @@
 """Settings of the experience queue and the capacity of its shards."""
 
 from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
 
 from streamrl.buffer.journal import JournalConfig
 from streamrl.errors import ConfigError
-
-ON_FAILED_GROUP = ("replace", "readmit")
+from streamrl.files.typed_settings import at_least, check_rules, one_of
 
 
 @dataclass
@@ -15,44 +15,30 @@ class QueueConfig:
     shards: number of shard actors, spread over the nodes. Each further shard costs every stage one
         message per step and makes batches smaller, so a single shard is fastest until the shard's
         process or share of the object store is full.
-    capacity_groups: most groups in flight over all shards; null derives
-        (pipeline.depth + 1) * pipeline.groups_per_step * filter.oversample.
-    store_share: fraction of a node's object store that its shards may fill.
     lease_s: time without a renewal after which a leased group is handed out again, s; a working
         stage renews its leases.
     max_attempts: attempts of a stage at a group before the group is dropped, and admissions of a
         dropped prompt.
     on_failed_group: action after a drop: `replace` admits the next prompt, `readmit` the
         same prompt.
-    max_drop_rounds: the run fails once more than this many steps' worth of groups were dropped
-        for one step; groups dropped as stale (pipeline.on_stale) do not count.
     journal: durability of accepted groups.
     """
 
-    shards: int = 1
-    capacity_groups: int | None = None
-    store_share: float = 0.5
-    lease_s: float = 120.0
-    max_attempts: int = 3
-    on_failed_group: str = "replace"
-    max_drop_rounds: int = 10
+    store_share: ClassVar[float] = 0.5
+    """Fraction of a node's object store that its shards may fill."""
+    max_drop_rounds: ClassVar[int] = 10
+    """The run fails once more than this many steps' worth of groups were dropped for one step.
+
+    Groups dropped as stale (pipeline.on_stale) do not count.
+    """
+    shards: Annotated[int, at_least(1)] = 1
+    lease_s: Annotated[float, at_least(1)] = 120.0
+    max_attempts: Annotated[int, at_least(1)] = 3
+    on_failed_group: Annotated[str, one_of("replace", "readmit")] = "replace"
     journal: JournalConfig = field(default_factory=JournalConfig)
 
     def __post_init__(self) -> None:
-        if self.shards < 1:
-            raise ConfigError(f"queue.shards={self.shards}: must be at least 1")
-        if not 1 <= self.lease_s < float("inf"):
-            raise ConfigError(f"queue.lease_s={self.lease_s}: must be at least 1 s")
-        if self.max_attempts < 1:
-            raise ConfigError(f"queue.max_attempts={self.max_attempts}: must be at least 1")
-        if not 0 < self.store_share <= 1:
-            raise ConfigError(f"queue.store_share={self.store_share}: must be above 0, at most 1")
-        if self.on_failed_group not in ON_FAILED_GROUP:
-            raise ConfigError(
-                f"queue.on_failed_group={self.on_failed_group}: must be replace or readmit"
-            )
-        if self.max_drop_rounds < 1:
-            raise ConfigError(f"queue.max_drop_rounds={self.max_drop_rounds}: must be at least 1")
+        check_rules(self, "queue.")
 
 
 @dataclass(frozen=True)

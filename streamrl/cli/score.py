@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _choose_data_file(arguments: argparse.Namespace, config: RunConfig) -> DataFile:
     """Return the named prompt file; options come from the command line, else the recipe."""
     files = {file.path: file for file in (*config.data.train_files, *config.data.eval_files)}
-    default = DataFile(arguments.rows, prompt_key=config.data.prompt_key)
+    default = DataFile(arguments.rows)
     names = ("prompt_key", "label_key", "split")
     options = {name: vars(arguments)[name] for name in names if vars(arguments)[name] is not None}
     # Rows without a file are named as they are in messages: reasoning_gym:chain_sum.

@@ -57,12 +57,6 @@ def _check_group_sizes(config: "RunConfig") -> None:
             f"algorithm.overlong_buffer={buffer}: must be at most {config.completion_limit_key}="
             f"{longest}"
         )
-    rollouts = config.algorithm.group_size * config.pipeline.groups_per_step
-    if config.algorithm.kl_target is not None and config.algorithm.kl_horizon < rollouts:
-        raise ConfigError(
-            f"algorithm.kl_horizon={config.algorithm.kl_horizon}: must be at least the {rollouts}"
-            " rollouts of a step"
-        )
     mini_batches, groups = config.algorithm.mini_batches, config.pipeline.groups_per_step
     if groups % mini_batches:
         raise ConfigError(
@@ -146,13 +140,6 @@ def _check_environment(config: "RunConfig") -> None:
             f"environment.episode_timeout_s={environment.episode_timeout_s:g}: must be below"
             f" pipeline.stall_s={config.pipeline.stall_s:g}, after which a step without a group, or"
             " an evaluation, is given up; raise pipeline.stall_s"
-        )
-    group_size, least = config.algorithm.group_size, config.algorithm.spec.min_group_size
-    fewest = environment.min_episodes
-    if fewest is not None and not least <= fewest <= group_size:
-        raise ConfigError(
-            f"environment.min_episodes={fewest}: must be from {least}, the smallest group of"
-            f" {config.algorithm.name}, to algorithm.group_size={group_size}"
         )
     if any(call.stage == GREEDY_CALL.stage for call in config.dataflow.calls):
         raise ConfigError(
@@ -290,11 +277,6 @@ def _check_critic(config: "RunConfig") -> None:
         raise ConfigError(
             "weights.transport=disk: published versions must be plain models, and with"
             f" critic.shared_coef={config.critic.shared_coef} the policy has a value head"
-        )
-    if config.critic.shared_coef is not None and not config.algorithm.correction.count_rejected:
-        raise ConfigError(
-            "algorithm.correction.count_rejected=False: with critic.shared_coef the value loss"
-            " covers all tokens, so its denominator counts rejected tokens too"
         )
 
 

@@ -56,7 +56,6 @@ from streamrl.files.hf_config import (
     read_model_length,
     read_stored_shapes,
 )
-from streamrl.files.typed_settings import rename_error_section
 from streamrl.messages import Prompt
 from streamrl.placement.colocated_memory import WorkerMemory
 from streamrl.placement.resource_demand import SHARED_SLOTS, PlacementOption, ResourceDemand
@@ -148,7 +147,6 @@ def prepare_run(
             train,
             seed=config.run.seed,
             shuffle=config.data.shuffle,
-            max_bad_share=config.data.max_bad_share,
         ),
         eval_prompts=eval_prompts,
         component_columns=tuple(
@@ -214,7 +212,7 @@ def _check_trained_model(config: RunConfig, role: str) -> list[str]:
     path, trainer = config.get_model_path(role), config.get_trainer_config(role)
     check_model_support(path, trainer.attention, section=section, key=key, is_served=is_policy)
     check_lora_targets(path, trainer, section=section)
-    _check_lr_schedule(config, role, section)
+    trainer.compute_lr(0, count_trained_steps(config, role))  # raises for a bad schedule
     check_tensor_parallel(path, trainer, section=section)
     if trainer.sequence_parallel > 1:
         check_head_split(path, trainer, section=section)
@@ -222,19 +220,6 @@ def _check_trained_model(config: RunConfig, role: str) -> list[str]:
         check_packed_rows(path, trainer.attention, setting=setting)
     notes = describe_forward(path, trainer, config.pipeline.micro_batch_tokens, key=key)
     return [*notes, *_note_frozen_experts(path, trainer, section)]
-
-
-def _check_lr_schedule(config: RunConfig, role: str, section: str) -> None:
-    """Raise ConfigError if a role's learning-rate schedule does not suit its number of steps.
-
-    section: config section of the role's trainer, for the error.
-    """
-    try:
-        config.get_trainer_config(role).compute_lr(0, count_trained_steps(config, role))
-    except ConfigError as error:
-        if role == POLICY:
-            raise
-        raise rename_error_section(error, config.critic.trainer, section=section) from None
 
 
 def list_placement_options(
@@ -418,7 +403,7 @@ def compute_shard_bytes(
         shard_bytes,
         group_bytes=compute_max_group_bytes(config, prepared),
         groups_per_step=config.pipeline.groups_per_step,
-        location=f"queue.store_share={config.queue.store_share} of an object store of"
+        location=f"{config.queue.store_share:.0%} of an object store of"
         f" {smallest / 2**20:.0f} MB over {per_node} of queue.shards={config.queue.shards}",
         remedy="--object-store-memory of `ray start`"
         if config.placement.address

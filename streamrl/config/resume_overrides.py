@@ -25,7 +25,7 @@ def describe_training(config: RunConfig) -> dict[str, str]:
     layout = [[trainer.pop(name) for name in _LAYOUT_SETTINGS] for trainer in trainers]
     objective = (
         *(trainers, config.algorithm, config.reference, config.critic.shared_coef),
-        *(config.rewards, config.costs, config.environment.on_timeout),
+        *(config.rewards, config.costs),
     )
     texts = {"objective": repr(objective), "layout": repr((layout, config.placement))}
     return {name: compute_digest(text.encode()) for name, text in texts.items()}

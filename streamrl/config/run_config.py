@@ -1,12 +1,13 @@
 """RunConfig: all config sections of a run, read from YAML and key=value overrides."""
 
+import copy
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_origin
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf._utils import split_key
@@ -18,7 +19,6 @@ from streamrl.algorithms.algorithm import AlgorithmSettings
 from streamrl.algorithms.config import AlgorithmConfig
 from streamrl.buffer.config import QueueConfig
 from streamrl.buffer.staleness_credits import MAX_FACTOR as MOST_OVERSAMPLED
-from streamrl.buffer.staleness_credits import check_capacity
 from streamrl.config.cross_checks import (
     check_algorithm,
     check_consistency,
@@ -28,15 +28,20 @@ from streamrl.config.run_settings import ModelConfig, RunSettings
 from streamrl.data.config import FILE_KEYS, DataConfig, make_paths_absolute
 from streamrl.dataflow import CRITIC, POLICY, Dataflow, build_dataflow
 from streamrl.engines.generator_config import GeneratorConfig
-from streamrl.engines.trainer_config import CriticConfig, ReferenceConfig, TrainerConfig
+from streamrl.engines.trainer_config import (
+    CriticConfig,
+    CriticTrainerConfig,
+    ReferenceConfig,
+    TrainerConfig,
+)
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_small_yaml
 from streamrl.files.typed_settings import (
-    check_type,
     describe_read_error,
-    fill_empty_text,
-    rename_error_section,
+    get_fields,
+    merge_settings,
+    prepare_settings,
     suggest_nearest,
 )
 from streamrl.placement.config import PlacementConfig
@@ -63,73 +68,97 @@ UNSUPPORTED_SETTINGS = dict.fromkeys(
 )
 
 
-def check_setting_keys(raw: Any, root: type, *, source: str) -> None:
-    """Raise ConfigError for an unknown or unsupported key, or a value of the wrong structure.
+REMOVED_SETTINGS: Mapping[str, object] = {
+    "run.debug": False,
+    "queue.hedge_s": None,
+    "data.prompt_key": "prompt",
+    "data.max_bad_share": 0.1,
+    "algorithm.advantage_unbiased": True,
+    "algorithm.kl_horizon": 10_000.0,
+    "algorithm.count_truncated": True,
+    "algorithm.correction.count_rejected": True,
+    "pipeline.outage_s": 1800.0,
+    "environment.tools[].memory_mib": 512,
+    "environment.tools[].cpu_s": 60.0,
+    "environment.named.*.tools[].memory_mib": 512,
+    "environment.named.*.tools[].cpu_s": 60.0,
+    "environment.call_timeout_s": 30.0,
+    "environment.parallel_calls": 1,
+    "environment.max_reply_chars": 2000,
+    "environment.max_malformed": 3,
+    "environment.attempts": 3,
+    "environment.min_episodes": None,
+    "environment.on_timeout": "mask",
+    "scorer.combine": "",
+    "trainer.warmup_ratio": 0.0,
+    "critic.trainer.warmup_ratio": 0.0,
+    "queue.capacity_groups": None,
+    "queue.store_share": 0.5,
+    "queue.max_drop_rounds": 10,
+    "weights.keep_versions": 2,
+    "evaluation.concurrency": 64,
+    "telemetry.rollouts.max_gib": 1.0,
+    "telemetry.wandb.entity": "",
+    "telemetry.trace": True,
+}
+"""Keys of earlier versions, with the value that holds now.
 
-    raw: settings as read. root: their dataclass. source: file or override that has them.
+Run directories of these versions name all of them. `[]` stands for the entries of a list, `*` for
+the names of a mapping.
+"""
+
+
+def drop_removed_settings(raw: Any) -> Any:
+    """Return settings as read without the keys of REMOVED_SETTINGS.
+
+    Raises ConfigError for one with another value than the one that holds now.
     """
-    for key, value, section in _iter_settings(raw, root, ""):
-        _check_key(key, value, section, root, source)
+    raw = copy.deepcopy(raw)
+    for key, value in REMOVED_SETTINGS.items():
+        *parents, name = key.replace("[]", ".*").split(".")
+        for section in _iter_sections(raw, parents):
+            if (given := section.pop(name, value)) != value:
+                raise ConfigError(
+                    f"{key}={given!r}: no longer a setting; {value!r} holds now. Remove it"
+                )
+    return raw
 
 
-def _iter_settings(raw: Any, kind: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (full key, value, dataclass that should have the key) for every setting the user wrote.
+def _iter_sections(raw: Any, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the mappings at a path of names, where `*` stands for all entries."""
+    if not names:
+        if isinstance(raw, dict):
+            yield raw
+    elif names[0] == "*":
+        entries = raw.values() if isinstance(raw, dict) else raw if isinstance(raw, list) else ()
+        for entry in entries:
+            yield from _iter_sections(entry, names[1:])
+    elif isinstance(raw, dict) and names[0] in raw:
+        yield from _iter_sections(raw[names[0]], names[1:])
 
-    raw: settings as read. kind: type of those settings. prefix: start of the keys.
+
+def _suggest_key(key: str, section: Any) -> str:
+    """Return a hint for an unknown key: why it is refused, or a similar key, maybe elsewhere.
+
+    section: dataclass that should have the key.
     """
-    if get_origin(kind) is list and isinstance(raw, list):
-        for i, item in enumerate(raw):
-            yield from _iter_settings(item, get_args(kind)[0], f"{prefix.removesuffix('.')}[{i}].")
-    elif get_origin(kind) is dict and isinstance(raw, dict):
-        for name, value in raw.items():
-            yield from _iter_settings(value, get_args(kind)[1], f"{prefix}{name}.")
-    elif is_dataclass(kind) and isinstance(raw, dict):
-        hints = get_type_hints(kind)
-        for name, value in raw.items():
-            yield f"{prefix}{name}", value, kind
-            yield from _iter_settings(value, hints.get(str(name)), f"{prefix}{name}.")
-
-
-def _check_key(key: str, value: Any, section: Any, root: type, source: str) -> None:
-    """Check one key; section: dataclass that should have it."""
-    hints = get_type_hints(section)
     parent, _, name = key.rpartition(".")
-    if section is DataConfig and name in FILE_KEYS and name not in hints:
-        hint = f"set it per file, as in data.train={{path: ..., {name}: ...}}"
-        raise ConfigError(f"{source}: unknown key {key}={value!r}; {hint}")
+    if section is DataConfig and name in FILE_KEYS:
+        return f"set it per file, as in data.train={{path: ..., {name}: ...}}"
     if key in UNSUPPORTED_SETTINGS:
-        raise ConfigError(f"{source}: {key}={value!r}: {UNSUPPORTED_SETTINGS[key]}")
-    if name not in hints:
-        hint = _suggest_key(parent, name, hints, root)
-        raise ConfigError(f"{source}: unknown key {key}={value!r}; {hint}")
-    kinds = (hints[name], *get_args(hints[name]))
-    if isinstance(value, bool) and str in kinds and bool not in kinds:
-        words = "on, yes and true" if value else "off, no and false"
-        raise ConfigError(
-            f"{source}: {key}={value}: must be text; YAML reads unquoted {words} as a boolean"
-        )
-    try:
-        check_type(key, value, hints[name])
-    except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from None
-
-
-def _suggest_key(parent: str, name: str, siblings: Iterable[str], root: type) -> str:
-    """Return a hint for an unknown key: a similar key of its section, or one of another section.
-
-    parent: dotted key of the section, "" at the top. name: unknown key within the section.
-    """
+        return UNSUPPORTED_SETTINGS[key]
+    siblings = get_fields(section)
     if close := difflib.get_close_matches(name, siblings, n=1):
         return f"the nearest key is {f'{parent}.{close[0]}'.removeprefix('.')}"
-    elsewhere = [key for key in _iter_keys(root) if key.rpartition(".")[2] == name]
-    if close := difflib.get_close_matches(f"{parent}.{name}", elsewhere, n=1, cutoff=0.0):
+    elsewhere = [other for other in _iter_keys(RunConfig) if other.rpartition(".")[2] == name]
+    if close := difflib.get_close_matches(key, elsewhere, n=1, cutoff=0.0):
         return f"the nearest key is {close[0]}"
     return suggest_nearest(name, siblings)
 
 
 def _iter_keys(kind: Any, prefix: str = "") -> Iterator[str]:
     """Yield the dotted keys of a settings dataclass and of dataclasses nested in it."""
-    for name, hint in get_type_hints(kind).items():
+    for name, hint in get_fields(kind).items():
         item = get_args(hint)[0] if get_origin(hint) is list else hint
         yield f"{prefix}{name}"
         if is_dataclass(item):
@@ -185,11 +214,6 @@ class RunConfig(ConfigSections):
         check_options(self.rewards, REWARDS)
         check_options(self.costs, COSTS)
         check_consistency(self)
-        check_capacity(
-            self.capacity_groups,
-            depth=self.pipeline.max_steps_ahead,
-            groups_per_step=self.pipeline.groups_per_step,
-        )
 
     @property
     def colocation_conflict(self) -> str:
@@ -215,7 +239,7 @@ class RunConfig(ConfigSections):
         return self.algorithm.to_settings(
             max_length=self.max_completion_tokens,
             reward_weights={reward.component_name: reward.weight for reward in self.rewards},
-            mask_timeouts=self.environment.is_enabled and self.environment.on_timeout == "mask",
+            mask_timeouts=self.environment.is_enabled,
             splits_episodes=self.environment.max_rollouts_per_episode > 1,
         )
 
@@ -260,7 +284,7 @@ class RunConfig(ConfigSections):
         """
         if role == POLICY:
             return self.trainer
-        return _overlay_settings(self.trainer, self.critic.trainer, section="critic.trainer")
+        return _make_critic_trainer(self.trainer, self.critic.trainer)
 
     def get_model_path(self, role: str) -> str:
         """Return the model directory from which a trained role, policy or critic, starts."""
@@ -278,13 +302,9 @@ class RunConfig(ConfigSections):
 
     @property
     def capacity_groups(self) -> int:
-        """Number of groups that the queue may hold.
-
-        By default as many as the pipeline keeps in flight.
-        """
+        """Number of groups that the queue may hold: as many as the pipeline keeps in flight."""
         in_flight = (self.pipeline.max_steps_ahead + 1) * self.pipeline.groups_per_step
-        needed = math.ceil(in_flight * (self.filter.oversample_factor or MOST_OVERSAMPLED))
-        return needed if self.queue.capacity_groups is None else self.queue.capacity_groups
+        return math.ceil(in_flight * (self.filter.oversample_factor or MOST_OVERSAMPLED))
 
 
 def load_config(
@@ -359,18 +379,19 @@ def parse_settings(settings: DictConfig, *, source: str) -> RunConfig:
 
 
 def _build_sections(kind: type[ConfigT], settings: DictConfig, *, source: str) -> ConfigT:
-    raw = fill_empty_text(_fold_kind_options(OmegaConf.to_container(settings)), kind)
-    check_setting_keys(raw, kind, source=source)
+    """Return the sections with checked keys, types and values. source: for errors."""
+    raw = drop_removed_settings(_fold_kind_options(OmegaConf.to_container(settings)))
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), raw))
-        OmegaConf.structured(config)  # merge does not validate values inside lists
-    except OmegaConfBaseException as error:
-        reason = str(error.msg or error).splitlines()[0]
-        raise ConfigError(f"{source}: {error.full_key or 'config'}: {reason}") from None
-    except (TypeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
+        prepared = prepare_settings(raw, kind, "", _suggest_key)
+    except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
+    try:
+        config = merge_settings(kind, prepared, location=f"{source}: ")
+        OmegaConf.structured(config)  # merge does not validate values inside lists
+    except ConfigError:
+        raise
+    except (OmegaConfBaseException, TypeError, ValueError) as error:
+        raise ConfigError(f"{source}: {' '.join(str(error).split())}") from None
     assert isinstance(config, kind)
     return config
 
@@ -380,7 +401,7 @@ def _fold_kind_options(raw: Any) -> Any:
 
     Users write such options beside `kind`.
     """
-    fields = {key: set(get_type_hints(kind)) for key, kind in _OPTION_SECTIONS.items()}
+    fields = {key: set(get_fields(kind)) for key, kind in _OPTION_SECTIONS.items()}
     folded = dict(raw)
     for key in folded.keys() & fields.keys():
         value = folded[key]
@@ -398,33 +419,17 @@ def _fold_kind_options(raw: Any) -> Any:
 _OPTION_SECTIONS = {"rewards": RewardConfig, "costs": RewardConfig, "filter": FilterConfig}
 
 
-def _overlay_settings(
-    config: TrainerConfig, changes: Mapping[str, Any], *, section: str
-) -> TrainerConfig:
-    """Return the trainer's settings with the changes that another section makes, checked.
-
-    section: name of that section for errors, such as critic.trainer.
-    """
-    if not changes:
-        return config
-    for name, value in changes.items():
-        if name not in vars(config):
-            hint = suggest_nearest(name, vars(config))
-            raise ConfigError(f"{section}.{name}={value!r}: unknown; {hint}")
-    filled, hints = fill_empty_text(dict(changes), TrainerConfig), get_type_hints(TrainerConfig)
-    for name, value in filled.items():
-        check_type(f"{section}.{name}", value, hints[name])
+def _make_critic_trainer(trainer: TrainerConfig, changes: Mapping[str, Any]) -> TrainerConfig:
+    """Return the settings of `trainer` with the changes of critic.trainer, checked."""
+    section = CriticTrainerConfig.section
+    raw = prepare_settings(dict(changes), CriticTrainerConfig, section)
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(config), filled)
-        overlaid = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
-        reason = str(error.msg or error).splitlines()[0]
-        raise ConfigError(f"{section}.{error.full_key}: {reason}") from None
+        merged = merge_settings(CriticTrainerConfig, {**vars(trainer), **raw}, location=section)
     except ConfigError as error:
-        raise rename_error_section(error, changes, section=section) from None
-    assert isinstance(overlaid, TrainerConfig)
-    _check_values(vars(overlaid), section)
-    return overlaid
+        raise ConfigError(f"{error}; it inherits unset keys from trainer") from None
+    assert isinstance(merged, TrainerConfig)
+    _check_values(vars(merged), section)
+    return merged
 
 
 def _check_values(settings: Any, key: str) -> None:

@@ -1,8 +1,10 @@
 """Config sections `run` and `model`."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from streamrl.errors import ConfigError
+from streamrl.files.typed_settings import at_least, check_rules
 from streamrl.stream.evaluation.config import MAX_SEED
 
 MAX_NAME_BYTES = 200
@@ -25,21 +27,14 @@ class RunSettings:
 
     name: str = "run"
     dir: str = "runs"
-    seed: int = 0
-    steps: int = 100
+    seed: Annotated[int, at_least(0, MAX_SEED)] = 0
+    steps: Annotated[int, at_least(1)] = 100
     overwrite: bool = False
-    max_restarts: int = 3
-    silent_s: float = 120.0
+    max_restarts: Annotated[int, at_least(0)] = 3
+    silent_s: Annotated[float, at_least(1)] = 120.0
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ConfigError(f"run.steps={self.steps}: must be at least 1")
-        if self.max_restarts < 0:
-            raise ConfigError(f"run.max_restarts={self.max_restarts}: must be 0 or more")
-        if self.silent_s < 1:
-            raise ConfigError(f"run.silent_s={self.silent_s:g}: must be at least 1 s")
-        if not 0 <= self.seed <= MAX_SEED:
-            raise ConfigError(f"run.seed={self.seed}: must be from 0 to {MAX_SEED}")
+        check_rules(self, "run.")
         is_plain = self.name not in ("", ".", "..") and "/" not in self.name
         if not is_plain or not self.name.isprintable() or len(self.name.encode()) > MAX_NAME_BYTES:
             raise ConfigError(
@@ -59,9 +54,8 @@ class ModelConfig:
     """
 
     path: str = ""
-    max_length: int | None = None
+    max_length: Annotated[int | None, at_least(2)] = None
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_length is not None and self.max_length <= 1:
-            raise ConfigError(f"model.max_length={self.max_length}: must be at least 2 tokens")
+        check_rules(self, "model.")

@@ -6,11 +6,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from streamrl.data.reading.reasoning_gym_table import REASONING_GYM, ReasoningGymTasks
 from streamrl.errors import ConfigError
-from streamrl.files.typed_settings import read_settings, suggest_nearest
+from streamrl.files.typed_settings import (
+    at_least,
+    check_rules,
+    one_of,
+    read_settings,
+    suggest_nearest,
+)
 from streamrl.user_code.python_module import split_reference
 
 MODEL_TEMPLATE, PLAIN_TEMPLATE = "model", "plain"
@@ -28,7 +34,7 @@ class FileSettings:
     path: .jsonl or .parquet file, directory of parquet shards, or Hugging Face dataset on disk.
     weight: weight in the stream, relative to the other files; null: proportional to its rows.
     split: split to read from a dataset or shard directory with several.
-    prompt_key: column with the prompt; empty: data.prompt_key.
+    prompt_key: column with the prompt, chat messages or text.
     label_key: column with the ground truth; empty: ground_truth, or reward_model.ground_truth.
     template: conversion of chat messages to text: model (the model's template), plain (contents
         joined by newlines), or the path of a jinja file.
@@ -39,7 +45,7 @@ class FileSettings:
     path: str = ""
     weight: float | None = None
     split: str = ""
-    prompt_key: str = ""
+    prompt_key: str = "prompt"
     label_key: str = ""
     template: str = MODEL_TEMPLATE
     filter: str = ""
@@ -87,38 +93,23 @@ class DataConfig:
         system, environment), or a list of files and mappings.
     eval: evaluation prompts in the same form, without weights; may be empty.
     pretrain: file of texts (column `text`) for algorithm.ptx_coef; may be empty.
-    prompt_key: column with the prompt, chat messages or text, unless a file sets its own.
     shuffle: train in a new order every epoch (true), or in file order (false).
     max_prompt_tokens: limit of a rendered prompt; null: all tokens that the completion leaves.
     on_long_prompt: action on a longer prompt: error, skip the row, or truncate (keep the end).
     chat_template_kwargs: extra arguments of chat templates, e.g. enable_thinking: false; a column
         of the same name in a row wins.
-    max_bad_share: largest tolerated share of unusable rows per file during a run. The stream skips
-        and counts unusable rows; a larger share ends the run.
     """
 
     train: Any = ""
     eval: Any = ""
     pretrain: str = ""
-    prompt_key: str = "prompt"
     shuffle: bool = True
-    max_prompt_tokens: int | None = None
-    on_long_prompt: str = "error"
+    max_prompt_tokens: Annotated[int | None, at_least(1)] = None
+    on_long_prompt: Annotated[str, one_of(*_LONG_PROMPT_ACTIONS)] = "error"
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    max_bad_share: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.on_long_prompt not in _LONG_PROMPT_ACTIONS:
-            raise ConfigError(
-                f"data.on_long_prompt={self.on_long_prompt}: must be one of "
-                + ", ".join(_LONG_PROMPT_ACTIONS)
-            )
-        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
-            raise ConfigError(f"data.max_prompt_tokens={self.max_prompt_tokens}: must be 1 or more")
-        if not 0 <= self.max_bad_share <= 1:
-            raise ConfigError(f"data.max_bad_share={self.max_bad_share}: must be from 0 to 1")
-        if not self.prompt_key:
-            raise ConfigError("data.prompt_key=: must name a column")
+        check_rules(self, "data.")
         check_stream_weights(self.train_files, key="data.train")
         check_eval_files(self.eval_files, key="data.eval")
         check_separate_tasks(self.train_files, self.eval_files)
@@ -144,7 +135,7 @@ class DataConfig:
         return files[0].template if files else MODEL_TEMPLATE
 
     def parse_files(self, value: Any, *, key: str) -> tuple[DataFile, ...]:
-        files = parse_data_files(value, key=key, prompt_key=self.prompt_key)
+        files = parse_data_files(value, key=key)
         return tuple(replace(file, template_arguments=self.chat_template_kwargs) for file in files)
 
     def compute_prompt_limit(
@@ -174,20 +165,17 @@ class DataConfig:
         return self.max_prompt_tokens
 
 
-def parse_data_files(value: Any, *, key: str, prompt_key: str) -> tuple[DataFile, ...]:
+def parse_data_files(value: Any, *, key: str) -> tuple[DataFile, ...]:
     """Parse the value of data.train or data.eval to data files.
 
     value: a path, a mapping of DataFile's keys, or a list of these. key: config key of the value.
-    prompt_key: default column of the prompt. Raises a one-line ConfigError with key, value and
-    rule, or with the nearest valid key.
+    Raises a one-line ConfigError with key, value and rule, or with the nearest valid key.
     """
     if not value:
         return ()
     if not isinstance(value, list | tuple):
-        return (_parse_data_file(value, key, prompt_key),)
-    return tuple(
-        _parse_data_file(entry, f"{key}[{i}]", prompt_key) for i, entry in enumerate(value)
-    )
+        return (_parse_data_file(value, key),)
+    return tuple(_parse_data_file(entry, f"{key}[{i}]") for i, entry in enumerate(value))
 
 
 def check_stream_weights(files: Sequence[DataFile], *, key: str) -> None:
@@ -249,7 +237,7 @@ def _make_entry_absolute(name: str, value: Any) -> Any:
     return value
 
 
-def _parse_data_file(entry: Any, key: str, prompt_key: str) -> DataFile:
+def _parse_data_file(entry: Any, key: str) -> DataFile:
     if isinstance(entry, str):
         entry = {"path": entry}
     if not isinstance(entry, dict):
@@ -265,7 +253,7 @@ def _parse_data_file(entry: Any, key: str, prompt_key: str) -> DataFile:
     settings = read_settings(FileSettings, entry, section=key)
     stem = Path(settings.path).stem + (f"_{settings.split}" if settings.split else "")
     file = DataFile(**vars(settings), key=key)
-    return replace(file, prompt_key=file.prompt_key or prompt_key, name=file.name or stem)
+    return replace(file, name=file.name or stem)
 
 
 def _parse_tasks(entry: Mapping[str, Any], key: str) -> DataFile:
@@ -279,4 +267,4 @@ def _parse_tasks(entry: Mapping[str, Any], key: str) -> DataFile:
     label = f"{REASONING_GYM}:{tasks.dataset}"
     settings = read_settings(FileSettings, {**common, "path": label}, section=key)
     file = DataFile(**vars(settings), tasks=tasks, key=key)
-    return replace(file, prompt_key="prompt", name=file.name or tasks.dataset)
+    return replace(file, name=file.name or tasks.dataset)

@@ -29,6 +29,8 @@ MAX_REPORTED_ROWS = 10
 """Bad rows between two calls of `take_skipped` that are described; further rows are counted."""
 FETCH_BATCH_ROWS, PREFETCH_BATCHES = 64, 4
 """Rows per rendered batch, and batches that each file's thread keeps ready."""
+MAX_BAD_SHARE = 0.1
+"""Largest share of unusable rows of a file; a larger share ends the run."""
 MIN_ROWS_FOR_BAD_SHARE = 1000
 """Rows after which the share of bad rows is checked; smaller samples are too noisy."""
 
@@ -55,7 +57,7 @@ class PromptStream(Iterator[Prompt]):
 
     Each file has its own epochs, shuffled by (seed, file, epoch). A prompt has uid (epoch, index,
     0). Rows without a prompt are skipped and reported by `take_skipped`; if a file's share of
-    unusable rows exceeds `max_bad_share`, drawing raises DataError. A thread per file prefetches
+    unusable rows exceeds MAX_BAD_SHARE, drawing raises DataError. A thread per file prefetches
     rows unless `reads_ahead` is false.
     """
 
@@ -65,14 +67,12 @@ class PromptStream(Iterator[Prompt]):
         *,
         seed: int,
         shuffle: bool = True,
-        max_bad_share: float = 1.0,
         reads_ahead: bool = True,
     ) -> None:
         self._data = data
         self._reads_ahead = reads_ahead
         self._seed = seed
         self._shuffle = shuffle
-        self._max_bad_share = max_bad_share
         self._skipped = SkippedRows()
         zeros = (0,) * len(data.stream_files)
         self._set_position(StreamPosition(zeros, zeros))
@@ -124,7 +124,7 @@ class PromptStream(Iterator[Prompt]):
         files = self._data.stream_files
         shares = [file.fraction for file in files]
         num_drawn, num_prompts = list(start.num_drawn), list(start.num_prompts)
-        bad_rows = [BadRowLimit(file, self._max_bad_share) for file in files]
+        bad_rows = [BadRowLimit(file) for file in files]
         sources = [
             iter_classified_rows(
                 file,
@@ -305,9 +305,8 @@ def iter_classified_rows(
 class BadRowLimit:
     """Limit of the bad rows of a file, and of its rows between two prompts."""
 
-    def __init__(self, file: StreamFile, max_share: float) -> None:
+    def __init__(self, file: StreamFile) -> None:
         self._file = file
-        self._max_share = max_share
         self._num_seen = self._num_bad = self._num_since_prompt = 0
 
     def check_row(self, row: ClassifiedRow) -> None:
@@ -319,9 +318,9 @@ class BadRowLimit:
         num_rows = len(self._file.indices)
         if self._num_since_prompt >= 2 * num_rows:
             raise DataError(f"{self._file.name}: none of its {num_rows} rows yields a prompt")
-        if self._num_bad > self._max_share * max(self._num_seen, MIN_ROWS_FOR_BAD_SHARE):
+        if self._num_bad > MAX_BAD_SHARE * max(self._num_seen, MIN_ROWS_FOR_BAD_SHARE):
             raise DataError(
                 f"{self._file.name}: {self._num_bad} of the last {self._num_seen} rows are"
-                f" unusable, more than data.max_bad_share={self._max_share:g}; last problem:"
+                f" unusable, more than {MAX_BAD_SHARE:.0%}; last problem:"
                 f" {row.problem}"
             )

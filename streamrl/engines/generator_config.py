@@ -1,10 +1,11 @@
 """Config section `generator` and its translation to vLLM's EngineArgs."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import compute_max_positions, is_trusted, read_model_config
+from streamrl.files.typed_settings import above, at_least, check_rules, one_of
 from streamrl.weights.logprob_check import NUM_SEQUENCES
 
 GENERATOR_DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -41,15 +42,16 @@ class GeneratorConfig:
     """Config section `generator`: replicas, sampling and resources."""
 
     #: Number of engines, each with a full copy of the model.
-    replicas: int = 1
+    replicas: Annotated[int, at_least(1)] = 1
     #: Tensor-parallel size of an engine: processes and devices per replica. In a colocated run the
     #: trainer's ranks run these processes.
-    tensor_parallel: int = 1
+    tensor_parallel: Annotated[int, at_least(1)] = 1
     #: Maximum length of a completion, tokens.
-    max_new_tokens: int = 256
+    max_new_tokens: Annotated[int, at_least(1)] = 256
     #: Sampling temperature. Top-p and top-k are not offered: they would truncate the distribution,
-    #: and the recorded logprobs would differ from those the trainer computes.
-    temperature: float = 1.0
+    #: and the recorded logprobs would differ from those the trainer computes. vLLM samples no
+    #: sharper than 0.01.
+    temperature: Annotated[float, at_least(MIN_TEMPERATURE)] = 1.0
     #: Stop strings, besides the model's end-of-sequence token. The token that completes a stop
     #: string is the last of the completion.
     stop: list[str] = field(default_factory=list)
@@ -57,58 +59,31 @@ class GeneratorConfig:
     stop_token_ids: list[int] = field(default_factory=list)
     #: Rollouts that a replica samples concurrently; the rest wait in the replica's queue. A replica
     #: takes another group while it runs fewer.
-    max_concurrent_rollouts: int = 256
+    max_concurrent_rollouts: Annotated[int, at_least(1)] = 256
     #: KV cache per process of a replica, MB. Unset: 64 on a CPU; on a GPU, the rest of
     #: gpu_memory_utilization.
-    kv_cache_mb: int | None = None
+    kv_cache_mb: Annotated[int | None, at_least(1)] = None
     #: Fraction of a GPU's memory that a replica may use; ignored if kv_cache_mb is set.
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: Annotated[float, above(0, 1)] = 0.9
     #: CPU threads per process of a replica.
-    threads: int = 1
+    threads: Annotated[int, at_least(1)] = 1
     #: Dtype of weights and activations: float32, bfloat16, float16 or auto. auto is float32 on a
     #: CPU; on a GPU the model's dtype, and bfloat16 for models in float32.
-    dtype: str = "auto"
+    dtype: Annotated[str, one_of(*GENERATOR_DTYPES)] = "auto"
     #: Timeout for starting an engine, s.
-    start_timeout_s: float = 600.0
+    start_timeout_s: Annotated[float, above(0)] = 600.0
     #: Longest time in which an engine samples no token for a prompt or, while the prompt waits for
     #: others, for any, and longest load of a version of the weights, s. Then the generator counts
     #: as hung and is restarted. A rollout that grows may take any time.
-    request_timeout_s: float = 600.0
+    request_timeout_s: Annotated[float, above(0)] = 600.0
 
     def __post_init__(self) -> None:
-        for name in (
-            "replicas",
-            "tensor_parallel",
-            "max_new_tokens",
-            "temperature",
-            "max_concurrent_rollouts",
-            "kv_cache_mb",
-            "gpu_memory_utilization",
-            "threads",
-            "start_timeout_s",
-            "request_timeout_s",
-        ):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ConfigError(f"generator.{name}={value}: must be above 0")
-        if self.temperature < MIN_TEMPERATURE:
-            raise ConfigError(
-                f"generator.temperature={self.temperature}: must be at least {MIN_TEMPERATURE};"
-                " vLLM samples no sharper than that"
-            )
+        check_rules(self, "generator.")
         if "" in self.stop:
             raise ConfigError("generator.stop: an empty text would end every completion at once")
         for token_id in self.stop_token_ids:
             if token_id < 0:
                 raise ConfigError(f"generator.stop_token_ids: {token_id}: must be 0 or more")
-        if self.gpu_memory_utilization > 1:
-            raise ConfigError(
-                f"generator.gpu_memory_utilization={self.gpu_memory_utilization}: must be at most 1"
-            )
-        if self.dtype not in GENERATOR_DTYPES:
-            raise ConfigError(
-                f"generator.dtype={self.dtype}: must be one of {', '.join(GENERATOR_DTYPES)}"
-            )
 
 
 def _make_hf_overrides(model_path: str, max_length: int) -> dict[str, Any]:

@@ -1,11 +1,18 @@
 """Config sections `trainer` and `critic`."""
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 from streamrl.errors import ConfigError
+from streamrl.files.typed_settings import (
+    Conflict,
+    above,
+    at_least,
+    check_conflicts,
+    check_rules,
+    one_of,
+)
 
 TRAINER_BACKENDS = ("deepspeed", "torch")
 TRAINER_DTYPES = ("auto", "float32", "bfloat16")
@@ -50,173 +57,138 @@ OFFLOAD = "offload"
 class TrainerConfig:
     """Config section `trainer`: ranks, parallelism, optimizer, learning rate, LoRA and memory."""
 
+    section: ClassVar[str] = "trainer"
     #: deepspeed, or torch (data and tensor parallel).
-    backend: str = "deepspeed"
+    backend: Annotated[str, one_of(*TRAINER_BACKENDS)] = "deepspeed"
     #: Number of ranks; data-parallel size times `tensor_parallel` times `sequence_parallel`.
-    world_size: int = 1
+    world_size: Annotated[int, at_least(1)] = 1
     #: Tensor-parallel size. Above 1 it needs backend torch and excludes LoRA.
-    tensor_parallel: int = 1
+    tensor_parallel: Annotated[int, at_least(1)] = 1
     #: Number of ranks that share the tokens of each micro-batch (DeepSpeed-Ulysses), for sequences
     #: whose activations do not fit one rank. Must divide the attention heads and the KV heads.
-    sequence_parallel: int = 1
+    sequence_parallel: Annotated[int, at_least(1)] = 1
     #: ZeRO stage: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters. Backend
     #: torch shards everything at 3 (FSDP2) and nothing below.
-    zero_stage: int = 1
+    zero_stage: Annotated[int, at_least(0, 3)] = 1
     #: Peak learning rate.
-    lr: float = 1e-6
+    lr: Annotated[float, above(0)] = 1e-6
     #: Schedule by its name in transformers' `get_scheduler`, over all training steps of the run.
     #: constant also supports the warm-up below.
-    lr_schedule: str = "constant"
+    lr_schedule: Annotated[str, one_of(*LR_SCHEDULES)] = "constant"
     #: Warm-up steps. constant reaches lr in the last of these steps; transformers' schedules start
     #: at 0 in the first.
-    warmup_steps: int = 0
-    #: Warm-up steps as a fraction of the run's steps.
-    warmup_ratio: float = 0.0
+    warmup_steps: Annotated[int, at_least(0)] = 0
     #: Final learning rate of a decaying schedule; null for transformers' default.
-    lr_min: float | None = None
+    lr_min: Annotated[float | None, at_least(0)] = None
     #: Further arguments of transformers' schedule, such as num_cycles or num_decay_steps.
     lr_schedule_options: dict[str, Any] = field(default_factory=dict)
     #: Weight decay of AdamW.
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, at_least(0)] = 0.0
     #: Betas of AdamW.
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     #: Maximum gradient norm; 0 disables clipping.
-    grad_clip: float = 1.0
+    grad_clip: Annotated[float, at_least(0)] = 1.0
     #: float32, bfloat16 (with float32 master weights) or auto. auto is bfloat16 on GPUs if the
     #: backend keeps master weights, float32 otherwise.
-    dtype: str = "auto"
+    dtype: Annotated[str, one_of(*TRAINER_DTYPES)] = "auto"
     #: Attention implementation: eager, sdpa, flex, flash (needs flash-attn) or auto. auto leaves
     #: the choice to transformers, except for models with attention logit soft-capping: flex on
     #: GPUs, eager on CPUs.
-    attention: str = "auto"
+    attention: Annotated[str, one_of(*ATTENTION_IMPLEMENTATIONS)] = "auto"
     #: Rank of the LoRA adapters; 0 trains the full model.
-    lora_rank: int = 0
+    lora_rank: Annotated[int, at_least(0)] = 0
     #: LoRA scaling: adapters are scaled by lora_alpha / lora_rank.
-    lora_alpha: float = 16.0
+    lora_alpha: Annotated[float, above(0)] = 16.0
     #: Linear layers with an adapter, by the ends of their names, such as q_proj; empty means all
     #: but the output head.
     lora_targets: list[str] = field(default_factory=list)
     #: CPU threads of a rank.
-    threads: int = 1
+    threads: Annotated[int, at_least(1)] = 1
     #: Recompute activations in the backward pass: less memory, more time. offload also keeps the
     #: inputs of the layers in host memory between the passes; on CPUs the same as true.
-    gradient_checkpointing: bool | str = False
+    gradient_checkpointing: Annotated[bool | str, one_of(True, False, OFFLOAD)] = False
     #: Keep AdamW's moments and the master weights in host memory, and update there on `threads`
     #: threads: less GPU memory, slower updates. Needs backend deepspeed and zero_stage 1 or 3, or 2
     #: in float32.
     offload_optimizer: bool = False
     #: Timeout of a collective, s.
-    collective_timeout_s: float = 300.0
+    collective_timeout_s: Annotated[float, above(0)] = 300.0
 
     def __post_init__(self) -> None:
-        self._check_choices()
-        self._check_memory_options()
-        for key in ("world_size", "tensor_parallel", "sequence_parallel", "threads"):
-            if vars(self)[key] < 1:
-                raise ConfigError(f"trainer.{key}={vars(self)[key]}: must be at least 1")
-        for key in ("warmup_steps", "weight_decay", "grad_clip", "lora_rank"):
-            if vars(self)[key] < 0:
-                raise ConfigError(f"trainer.{key}={vars(self)[key]}: must not be negative")
-        for key in ("lr", "collective_timeout_s", "lora_alpha"):
-            if vars(self)[key] <= 0:
-                raise ConfigError(f"trainer.{key}={vars(self)[key]}: must be above 0")
-        self._check_schedule()
+        check_rules(self, f"{self.section}.")
         if [0 <= beta < 1 for beta in self.betas] != [True, True]:
-            raise ConfigError(f"trainer.betas={self.betas}: must be two numbers from 0 to below 1")
-        if self.lora_targets and not self.lora_rank:
             raise ConfigError(
-                f"trainer.lora_targets={self.lora_targets}: needs trainer.lora_rank above 0"
+                f"{self.section}.betas={self.betas}: must be two numbers from 0 to below 1"
             )
-        self._check_parallel_sizes()
+        check_conflicts(
+            self, (*self._list_memory_conflicts(), *self._list_conflicts()), f"{self.section}."
+        )
 
-    def _check_choices(self) -> None:
-        if self.backend not in TRAINER_BACKENDS:
-            raise ConfigError(
-                f"trainer.backend={self.backend}: must be {' or '.join(TRAINER_BACKENDS)}"
-            )
-        if self.zero_stage not in (0, 1, 2, 3):
-            raise ConfigError(f"trainer.zero_stage={self.zero_stage}: must be 0, 1, 2 or 3")
-        if self.dtype not in TRAINER_DTYPES:
-            allowed = ", ".join(TRAINER_DTYPES)
-            raise ConfigError(f"trainer.dtype={self.dtype}: must be one of {allowed}")
-        if self.attention not in ATTENTION_IMPLEMENTATIONS:
-            allowed = ", ".join(ATTENTION_IMPLEMENTATIONS)
-            raise ConfigError(f"trainer.attention={self.attention}: must be one of {allowed}")
-        if self.dtype == "bfloat16" and not self.has_master_weights:
-            raise ConfigError(
-                "trainer.dtype=bfloat16: needs master weights, which backend deepspeed"
-                " keeps from zero_stage 1 on, and backend torch with tensor_parallel above 1 or"
-                " zero_stage 3 on several ranks"
-            )
+    def _list_memory_conflicts(self) -> Iterator[Conflict]:
+        """Yield the rules between settings of precision and memory."""
+        yield (
+            self.dtype == "bfloat16" and not self.has_master_weights,
+            "dtype",
+            "needs master weights, which backend deepspeed keeps from zero_stage 1 on, and backend"
+            " torch with tensor_parallel above 1 or zero_stage 3 on several ranks",
+        )
+        yield (
+            self.offload_optimizer and (self.backend != "deepspeed" or not self.zero_stage),
+            "offload_optimizer",
+            f"needs backend=deepspeed, not {self.backend}, and a zero_stage above"
+            f" 0, not {self.zero_stage}",
+        )
+        sums_in_bfloat16 = self.zero_stage == GRADIENT_SHARDING_STAGE and self.dtype != "float32"
+        yield (
+            self.offload_optimizer and sums_in_bfloat16,
+            "offload_optimizer",
+            f"with zero_stage=2, dtype={self.dtype} DeepSpeed would sum gradients"
+            " in bfloat16: set zero_stage to 1 or 3, or dtype to float32",
+        )
 
-    def _check_memory_options(self) -> None:
-        if self.gradient_checkpointing not in (False, True, OFFLOAD):
-            raise ConfigError(
-                f"trainer.gradient_checkpointing={self.gradient_checkpointing}: must be true, false"
-                f" or {OFFLOAD}"
-            )
-        if self.offload_optimizer and (self.backend != "deepspeed" or not self.zero_stage):
-            raise ConfigError(
-                "trainer.offload_optimizer=true: needs trainer.backend=deepspeed, not"
-                f" {self.backend}, and a trainer.zero_stage above 0, not {self.zero_stage}"
-            )
-        if (
-            self.offload_optimizer
-            and self.zero_stage == GRADIENT_SHARDING_STAGE
-            and self.dtype != "float32"
-        ):
-            raise ConfigError(
-                f"trainer.offload_optimizer=true: with trainer.zero_stage=2, trainer.dtype="
-                f"{self.dtype} DeepSpeed would sum gradients in bfloat16: set zero_stage to 1 or 3,"
-                " or dtype to float32"
-            )
-
-    def _check_schedule(self) -> None:
-        if not 0 <= self.warmup_ratio < 1:
-            raise ConfigError(
-                f"trainer.warmup_ratio={self.warmup_ratio}: must be 0 or more, below 1"
-            )
-        if self.warmup_ratio and self.warmup_steps:
-            raise ConfigError(
-                f"trainer.warmup_ratio={self.warmup_ratio}: must be 0 beside"
-                f" trainer.warmup_steps={self.warmup_steps}"
-            )
-        setting = f"trainer.lr_schedule={self.lr_schedule}"
-        if self.lr_schedule not in LR_SCHEDULES:
-            raise ConfigError(f"{setting}: must be one of {', '.join(LR_SCHEDULES)}")
-        if self.lr_schedule_options and self.lr_schedule == "constant":
-            raise ConfigError(
-                f"trainer.lr_schedule_options={self.lr_schedule_options}: {setting} has no options;"
-                " remove them"
-            )
-        if self.lr_min is None:
-            return
-        if not 0 <= self.lr_min < self.lr:
-            raise ConfigError(
-                f"trainer.lr_min={self.lr_min}: must be 0 or more, below trainer.lr={self.lr}"
-            )
-        if self.lr_schedule not in DECAY_SCHEDULES:
-            decaying = ", ".join(DECAY_SCHEDULES)
-            raise ConfigError(
-                f"trainer.lr_min={self.lr_min}: {setting} does not decay to a minimum;"
-                f" {decaying} do"
-            )
-
-    def _check_parallel_sizes(self) -> None:
-        setting = f"trainer.tensor_parallel={self.tensor_parallel}"
-        is_split = self.tensor_parallel > 1
-        if is_split and self.backend != "torch":
-            raise ConfigError(f"{setting}: needs trainer.backend=torch, not {self.backend}")
-        if self.world_size % self.tensor_parallel:
-            raise ConfigError(f"{setting}: must divide trainer.world_size={self.world_size}")
-        if is_split and self.lora_rank:
-            raise ConfigError(f"{setting}: does not support LoRA; trainer.lora_rank must be 0")
-        if self.world_size % self.ranks_per_batch:
-            times = " times trainer.tensor_parallel" * is_split
-            raise ConfigError(
-                f"trainer.sequence_parallel={self.sequence_parallel}:{times} must divide"
-                f" trainer.world_size={self.world_size}"
-            )
+    def _list_conflicts(self) -> Iterator[Conflict]:
+        """Yield the rules between settings of LoRA, the learning rate and parallel sizes."""
+        setting = f"lr_schedule={self.lr_schedule}"
+        has_two_betas = [0 <= beta < 1 for beta in self.betas] == [True, True]
+        yield not has_two_betas, "betas", "must be two numbers from 0 to below 1"
+        yield (
+            self.lora_targets and not self.lora_rank,
+            "lora_targets",
+            "needs lora_rank above 0",
+        )
+        yield (
+            self.lr_schedule_options and self.lr_schedule == "constant",
+            "lr_schedule_options",
+            f"{setting} has no options; remove them",
+        )
+        yield (
+            self.lr_min is not None and self.lr_min >= self.lr,
+            "lr_min",
+            f"must be below lr={self.lr}",
+        )
+        yield (
+            self.lr_min is not None and self.lr_schedule not in DECAY_SCHEDULES,
+            "lr_min",
+            f"{setting} does not decay to a minimum; {', '.join(DECAY_SCHEDULES)} do",
+        )
+        is_split, world = self.tensor_parallel > 1, f"world_size={self.world_size}"
+        yield (
+            is_split and self.backend != "torch",
+            "tensor_parallel",
+            f"needs backend=torch, not {self.backend}",
+        )
+        yield self.world_size % self.tensor_parallel, "tensor_parallel", f"must divide {world}"
+        yield (
+            is_split and self.lora_rank,
+            "tensor_parallel",
+            "does not support LoRA; lora_rank must be 0",
+        )
+        times = "times tensor_parallel " * is_split
+        yield (
+            self.world_size % self.ranks_per_batch,
+            "sequence_parallel",
+            f"{times}must divide {world}",
+        )
 
     @property
     def ranks_per_batch(self) -> int:
@@ -260,15 +232,11 @@ class TrainerConfig:
         `num_steps` is the number of steps of the run, for schedules that depend on it. Raises
         ConfigError for options that transformers' schedule does not accept.
         """
-        warmup = self.warmup_steps
-        if self.warmup_ratio:
-            assert num_steps is not None, "warmup_ratio needs the number of steps"
-            warmup = math.ceil(self.warmup_ratio * num_steps)
         if self.lr_schedule == "constant":
-            return self.lr * min(1.0, (step + 1) / max(1, warmup))
-        return self.lr * self._make_lr_schedule(warmup, num_steps)(step)
+            return self.lr * min(1.0, (step + 1) / max(1, self.warmup_steps))
+        return self.lr * self._make_lr_schedule(num_steps)(step)
 
-    def _make_lr_schedule(self, warmup: int, num_steps: int | None) -> Callable[[int], float]:
+    def _make_lr_schedule(self, num_steps: int | None) -> Callable[[int], float]:
         """Return the factor of the learning rate as a function of the training step."""
         import torch
         from transformers import get_scheduler
@@ -280,15 +248,22 @@ class TrainerConfig:
         # get_scheduler needs an optimizer to read and set its learning rate; this one is a dummy.
         optimizer = torch.optim.SGD([torch.zeros(1)], lr=self.lr)
         try:
-            scheduler = get_scheduler(name, optimizer, warmup, num_steps, options)
+            scheduler = get_scheduler(name, optimizer, self.warmup_steps, num_steps, options)
             factor: Callable[[int], float] = scheduler.lr_lambdas[0]
             factor(0)
         except (TypeError, ValueError, ZeroDivisionError) as error:
             raise ConfigError(
-                f"trainer.lr_schedule={self.lr_schedule}: {error}; see trainer.lr_min and"
-                " trainer.lr_schedule_options"
+                f"{self.section}.lr_schedule={self.lr_schedule}: {error}; see lr_min and"
+                " lr_schedule_options"
             ) from None
         return factor
+
+
+@dataclass
+class CriticTrainerConfig(TrainerConfig):
+    """Settings of `trainer` with the changes of `critic.trainer`, for a separate critic."""
+
+    section: ClassVar[str] = "critic.trainer"
 
 
 @dataclass
@@ -303,39 +278,31 @@ class CriticConfig:
     #: Overrides of the section `trainer` for the critic; lr defaults to 1e-5.
     trainer: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-5})
     #: PPO's value clipping range; null disables clipping.
-    value_clip: float | None = 0.5
+    value_clip: Annotated[float | None, above(0)] = 0.5
     #: Weight of the value loss in the policy's loss if policy and critic share a model (AC-share);
     #: null for a separate critic.
-    shared_coef: float | None = None
+    shared_coef: Annotated[float | None, at_least(0)] = None
     #: Critic warm-up: initial steps that train only the critic.
-    warmup_alone: int = 0
+    warmup_alone: Annotated[int, at_least(0)] = 0
     #: Processes that compute values; each follows the critic's versions.
-    replicas: int = 1
+    replicas: Annotated[int, at_least(1)] = 1
 
     def __post_init__(self) -> None:
-        if self.value_clip is not None and self.value_clip <= 0:
-            raise ConfigError(f"critic.value_clip={self.value_clip}: must be above 0")
-        if self.warmup_alone < 0:
-            raise ConfigError(f"critic.warmup_alone={self.warmup_alone}: must not be negative")
-        if self.shared_coef is not None and self.shared_coef < 0:
-            raise ConfigError(f"critic.shared_coef={self.shared_coef}: must not be negative")
-        if self.shared_coef is not None:
-            self._check_shared()
-        if self.replicas < 1:
-            raise ConfigError(f"critic.replicas={self.replicas}: must be at least 1")
-
-    def _check_shared(self) -> None:
-        for key in ("path", "trainer", "warmup_alone"):
-            default = vars(CriticConfig())[key]
-            if vars(self)[key] != default:
-                raise ConfigError(
-                    f"critic.{key}={vars(self)[key]}: needs a separate critic; with"
-                    f" critic.shared_coef={self.shared_coef} it is a head of the policy's model"
-                )
+        check_rules(self, "critic.")
+        default = CriticConfig() if self.shared_coef is not None else self
+        needs = (
+            f"needs a separate critic; with critic.shared_coef={self.shared_coef} it is a head of"
+            " the policy's model"
+        )
+        keys = ("path", "trainer", "warmup_alone")
+        check_conflicts(
+            self, [(vars(self)[key] != vars(default)[key], key, needs) for key in keys], "critic."
+        )
 
 
 REFERENCE_FILE = "reference.safetensors"
 """File of an EMA reference in a trainer checkpoint."""
+MAX_DECAY = 1 - 1e-9
 
 
 @dataclass
@@ -343,24 +310,16 @@ class ReferenceConfig:
     """Config section `reference`; by default the reference stays a copy of the initial policy."""
 
     #: Update the reference every this many training steps; 0 never does.
-    every: int = 0
+    every: Annotated[int, at_least(0)] = 0
     #: Weight of the old reference in an update; 0 copies the policy.
-    decay: float = 0.0
+    decay: Annotated[float, at_least(0, MAX_DECAY)] = 0.0
     #: Processes that compute reference logprobs, each with a full copy of the model.
-    replicas: int = 1
+    replicas: Annotated[int, at_least(1)] = 1
 
     def __post_init__(self) -> None:
-        if self.replicas < 1:
-            raise ConfigError(f"reference.replicas={self.replicas}: must be at least 1")
-        if self.every < 0:
-            raise ConfigError(f"reference.every={self.every}: must be 0 or more")
-        if not 0 <= self.decay < 1:
-            raise ConfigError(f"reference.decay={self.decay}: must be from 0 to below 1")
-        if self.decay and not self.every:
-            raise ConfigError(
-                f"reference.decay={self.decay}: has no effect while reference.every=0;"
-                " set reference.every"
-            )
+        check_rules(self, "reference.")
+        reason = "has no effect while reference.every=0; set reference.every"
+        check_conflicts(self, [(self.decay and not self.every, "decay", reason)], "reference.")
 
     def is_updated_at(self, version: int) -> bool:
         """Return whether the step that ends with `version` updates the reference."""

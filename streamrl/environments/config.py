@@ -1,11 +1,10 @@
 """Config section `environment`: the environments of a run's episodes, and their limits."""
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 from streamrl.environments.environment_kinds import (
     CLASS_KIND,
@@ -14,9 +13,8 @@ from streamrl.environments.environment_kinds import (
 )
 from streamrl.environments.tool_config import ToolConfig
 from streamrl.errors import ConfigError
-from streamrl.files.typed_settings import suggest_nearest
+from streamrl.files.typed_settings import above, at_least, check_rules, suggest_nearest
 
-TIMEOUT_ACTIONS = ("mask", "score")
 SECTION = "environment"
 _NAME = re.compile(r"[\w-]+")
 
@@ -91,11 +89,12 @@ class EnvironmentConfig(EnvironmentSpec):
     max_samples: most training samples of an episode. Where the chat template rewrites the
         conversation before a turn, such as by dropping thoughts, the turn begins a new sample with
         the rendering as its prompt. After the last sample, and with 1, tokens are appended.
-    turn_timeout_s: deadline of `reset`, of `step` and of `score`, each, s. Starting a process has a
-        deadline of its own, because the file may import torch.
-    call_timeout_s: deadline of a tool call, s. The policy reads that the call timed out.
+    turn_timeout_s: deadline of `reset`, of `step` and of `score`, each, s; a tool call has half of
+        it, and the policy reads that the call timed out. Starting a process has a deadline of its
+        own, because the file may import torch.
     episode_timeout_s: most time of an episode in the engine and in its environment, s. Waits for a
-        decode slot or for shared devices do not count. Below pipeline.stall_s.
+        decode slot or for shared devices do not count. Below pipeline.stall_s. A longer episode
+        counts nowhere.
     open_episodes: episodes that a generator keeps open, those that wait for their environment
         included; with `isolate` also its most processes of environments. null:
         generator.max_concurrent_rollouts.
@@ -106,50 +105,33 @@ class EnvironmentConfig(EnvironmentSpec):
     memory_gib: memory limit of a host process including its children, GiB.
     call_format: format of the policy's tool calls; auto: that of the model's chat template.
     call_pattern: regular expression of a call, for call_format: regex.
-    parallel_calls: calls of a turn that run concurrently, on the same environment object.
-    max_reply_chars: longest reply of a tool; the middle of a longer one is cut out.
-    max_malformed: turns in a row whose calls are all invalid, after which an episode ends.
-    attempts: attempts at an episode whose environment fails. The environment keeps its seed, the
-        policy gets another one, or the words at which the environment failed would return.
-    min_episodes: least episodes with which a group is trained if the environment fails for the
-        others; null: all.
-    on_timeout: treatment of an episode at episode_timeout_s: mask (the episode counts nowhere) or
-        score.
     """
 
     named: dict[str, EnvironmentSpec] = field(default_factory=dict)
-    max_turns: int = 8
-    max_tokens: int = 1024
-    max_samples: int = 1
-    turn_timeout_s: float = 60.0
-    call_timeout_s: float = 30.0
-    episode_timeout_s: float = 240.0
-    open_episodes: int | None = None
-    processes: int = 2
+    max_turns: Annotated[int, at_least(1)] = 8
+    max_tokens: Annotated[int, at_least(1)] = 1024
+    max_samples: Annotated[int, at_least(1)] = 1
+    turn_timeout_s: Annotated[float, above(0)] = 60.0
+    episode_timeout_s: Annotated[float, above(0)] = 240.0
+    open_episodes: Annotated[int | None, at_least(1)] = None
+    processes: Annotated[int, at_least(1)] = 2
     isolate: bool = False
-    memory_gib: float = 4.0
+    memory_gib: Annotated[float, above(0)] = 4.0
     call_format: str = "auto"
     call_pattern: str = ""
-    parallel_calls: int = 1
-    max_reply_chars: int = 2000
-    max_malformed: int = 3
-    attempts: int = 3
-    min_episodes: int | None = None
-    on_timeout: str = "mask"
+    max_reply_chars: ClassVar[int] = 2000
+    """Longest reply of a tool; the middle of a longer one is cut out."""
+    max_malformed: ClassVar[int] = 3
+    """Turns in a row whose calls are all invalid, after which an episode ends."""
+    attempts: ClassVar[int] = 3
+    """Attempts at an episode whose environment fails.
+
+    The environment keeps its seed, the policy gets another one, or the words at which the
+    environment failed would return.
+    """
 
     def __post_init__(self) -> None:
-        for key, value in vars(self).items():
-            if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
-                raise ConfigError(f"environment.{key}={value}: must be above 0")
-        if not math.isfinite(self.episode_timeout_s + self.turn_timeout_s + self.call_timeout_s):
-            raise ConfigError(
-                "environment.turn_timeout_s, call_timeout_s, episode_timeout_s: must be finite"
-            )
-        if self.on_timeout not in TIMEOUT_ACTIONS:
-            raise ConfigError(
-                f"environment.on_timeout={self.on_timeout}: must be one of "
-                + ", ".join(TIMEOUT_ACTIONS)
-            )
+        check_rules(self, "environment.")
         if self.call_pattern and self.call_format != "regex":
             raise ConfigError(
                 f"environment.call_pattern: needs environment.call_format=regex, not"
@@ -174,6 +156,11 @@ class EnvironmentConfig(EnvironmentSpec):
                 )
             spec.check(section)
         self.check(SECTION)
+
+    @property
+    def call_timeout_s(self) -> float:
+        """Deadline of a tool call, s."""
+        return self.turn_timeout_s / 2
 
     @property
     def memory_bytes(self) -> int:

@@ -1,8 +1,8 @@
 """Entries of the config list `environment.tools`: tools besides those of the user's class."""
 
-import math
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
+from typing import ClassVar
 
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import suggest_nearest
@@ -11,14 +11,11 @@ PYTHON, MCP = "python", "mcp"
 TOOL_KINDS = (PYTHON, MCP)
 TOOLS_SECTION = "environment.tools"
 KEYS_BY_FORM = {
-    "kind python": ("kind", "memory_mib", "cpu_s"),
+    "kind python": ("kind",),
     "a command": ("kind", "command", "env", "share", "only"),
     "a url": ("kind", "url", "headers_env", "only"),
 }
 """Settings that an entry may have, by what it describes."""
-
-
-MIN_MEMORY_MIB = 32
 
 
 @dataclass
@@ -36,8 +33,6 @@ class ToolConfig:
     headers_env: for a url, HTTP headers, each with the name of the environment variable that has
         its value.
     only: for mcp, names of the tools to use; empty: all tools of the server.
-    memory_mib: for python, memory of all processes of an episode together, MiB.
-    cpu_s: for python, CPU time of a process in an episode, s.
     """
 
     kind: str = ""
@@ -47,8 +42,10 @@ class ToolConfig:
     url: str = ""
     headers_env: dict[str, str] = field(default_factory=dict)
     only: list[str] = field(default_factory=list)
-    memory_mib: int = 512
-    cpu_s: float = 60.0
+    memory_mib: ClassVar[int] = 512
+    """Memory of all processes of an episode's Python session together, MiB."""
+    cpu_s: ClassVar[float] = 60.0
+    """CPU time of a process of an episode's Python session, s."""
 
     def __post_init__(self) -> None:
         if self.kind not in TOOL_KINDS:
@@ -57,7 +54,7 @@ class ToolConfig:
         form = "kind python" if self.kind == PYTHON else self._find_server_form()
         for key in self._list_given_keys():
             if key not in KEYS_BY_FORM[form]:
-                allowed = ", ".join(KEYS_BY_FORM[form][1:])
+                allowed = ", ".join(KEYS_BY_FORM[form])
                 raise ConfigError(
                     f"{TOOLS_SECTION}.{key}={vars(self)[key]}: has no effect with {form}, whose"
                     f" settings are {allowed}"
@@ -66,15 +63,6 @@ class ToolConfig:
             raise ConfigError(
                 f"{TOOLS_SECTION}.url={self.url}: must begin with http:// or https://"
             )
-        if self.memory_mib < MIN_MEMORY_MIB:
-            raise ConfigError(
-                f"{TOOLS_SECTION}.memory_mib={self.memory_mib}: must be at least {MIN_MEMORY_MIB},"
-                " which Python itself needs"
-            )
-        for key in ("memory_mib", "cpu_s"):
-            value = vars(self)[key]
-            if not 0 < value < math.inf:
-                raise ConfigError(f"{TOOLS_SECTION}.{key}={value}: must be above 0 and finite")
 
     def _find_server_form(self) -> str:
         if bool(self.command) == bool(self.url):

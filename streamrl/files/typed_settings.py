@@ -4,14 +4,17 @@ import contextlib
 import dataclasses
 import difflib
 import json
+import math
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import NoneType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from streamrl.errors import ConfigError
 
 T = TypeVar("T")
+Conflict = tuple[object, str, str]
+"""Condition under which a setting is refused, the setting, and the reason."""
 TYPE_RULES: Mapping[Any, str] = {
     int: "a whole number, as in 3",
     float: "a number, as in 0.5 or 1e-4",
@@ -28,56 +31,86 @@ def read_settings(kind: type[T], values: Mapping[str, Any], *, section: str) -> 
     unknown key (with the nearest valid key), a wrong type, a missing field, or an error of the
     dataclass itself.
     """
-    # Worker processes of users' code import this module for its errors only.
-    from omegaconf import OmegaConf
-    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-
     if not isinstance(values, Mapping):
         raise ConfigError(f"{section}: must be a mapping")
-    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    for name, value in values.items():
-        if name not in names:
-            raise ConfigError(
-                f"{section}.{name}={value!r}: unknown; {suggest_nearest(str(name), names)}"
-            )
-    filled, hints = fill_empty_text(dict(values), kind), get_type_hints(kind)
-    for name, value in filled.items():
-        check_type(f"{section}.{name}", value, hints[name])
+    raw = prepare_settings(dict(values), kind, section)
     try:
-        settings = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), filled))
-    except MissingMandatoryValue as error:
-        raise ConfigError(f"{section}.{error.full_key}: missing") from None
-    except OmegaConfBaseException as error:
-        reason = str(error.msg or error).splitlines()[0]
-        raise ConfigError(f"{section}.{error.full_key}: {reason}") from None
+        settings = merge_settings(kind, raw, location=f"{section}.")
     except ConfigError as error:
-        raise ConfigError(f"{section}.{error}") from None
+        text = str(error)
+        raise ConfigError(text if text.startswith(section) else f"{section}.{text}") from None
     assert isinstance(settings, kind)
     return settings
 
 
-def check_type(key: str, value: Any, hint: Any) -> None:
-    """Raise ConfigError if a value as read cannot become a setting of type `hint`.
+def merge_settings(base: Any, raw: Any, *, location: str) -> Any:
+    """Return the settings object `base`, or one of that class, with the prepared values `raw`.
 
-    Checks entries of lists and mappings too, but not inside sections. An interpolation passes.
+    location: start of messages. Raises ConfigError, the dataclass's own unchanged.
     """
-    if dataclasses.is_dataclass(hint) and not isinstance(value, dict):
-        raise ConfigError(f"{key}={value!r:.200}: must be a mapping of settings")
+    # Worker processes of users' code import this module for its errors only.
+    from omegaconf import OmegaConf
+    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(base), raw))
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{location}{error.full_key}: missing") from None
+    except OmegaConfBaseException as error:
+        reason = str(error.msg or error).splitlines()[0]
+        raise ConfigError(f"{location}{error.full_key or 'config'}: {reason}") from None
+
+
+KeyHint = Callable[[str, Any], str]
+"""Function of an unknown key and its section's dataclass: what may have been meant."""
+
+
+def suggest_sibling(key: str, kind: Any) -> str:
+    return suggest_nearest(key.rpartition(".")[2], get_fields(kind))
+
+
+def prepare_settings(raw: Any, hint: Any, key: str = "", suggest: KeyHint = suggest_sibling) -> Any:
+    """Check the keys and types of values as read, and return them with "" for null texts.
+
+    YAML reads `key=` and `key:` as null. hint: type of the values. key: their key, for errors.
+    Raises ConfigError. An interpolation passes.
+    """
+    if dataclasses.is_dataclass(hint):
+        return _prepare_section(raw, hint, key, suggest)
     if get_origin(hint) is list:
-        if not isinstance(value, list):
-            example = format_as_list(key, value)
-            raise ConfigError(f"{key}={value!r:.200}: must be a list, as in {example}")
-        for i, entry in enumerate(value):
-            check_type(f"{key}[{i}]", entry, get_args(hint)[0])
-    elif get_origin(hint) is dict:
-        if not isinstance(value, dict):
-            raise ConfigError(f"{key}={value!r:.200}: must be a mapping of names to settings")
-        for name, entry in value.items():
-            if not isinstance(name, str):
-                raise ConfigError(f"{key}.{name}: the name must be text; quote it")
-            check_type(f"{key}.{name}", entry, get_args(hint)[1])
-    else:
-        _check_scalar(key, value, get_args(hint) or (hint,))
+        if not isinstance(raw, list):
+            raise ConfigError(
+                f"{key}={raw!r:.200}: must be a list, as in {_format_as_list(key, raw)}"
+            )
+        kind = get_args(hint)[0]
+        return [prepare_settings(raw[i], kind, f"{key}[{i}]", suggest) for i in range(len(raw))]
+    if get_origin(hint) is dict:
+        if not isinstance(raw, dict):
+            raise ConfigError(f"{key}={raw!r:.200}: must be a mapping of names to settings")
+        if odd := [name for name in raw if not isinstance(name, str)]:
+            raise ConfigError(f"{key}.{odd[0]}: the name must be text; quote it")
+        kind = get_args(hint)[1]
+        return {
+            name: prepare_settings(value, kind, f"{key}.{name}", suggest)
+            for name, value in raw.items()
+        }
+    if hint is str and raw is None:
+        return ""
+    _check_scalar(key, raw, get_args(hint) or (hint,))
+    return raw
+
+
+def _prepare_section(raw: Any, kind: Any, key: str, suggest: KeyHint) -> dict[str, Any]:
+    """Prepare the values of the settings dataclass `kind`."""
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{key}={raw!r:.200}: must be a mapping of settings")
+    types, prepared = get_fields(kind), {}
+    for name, value in raw.items():
+        inner = f"{key}.{name}".removeprefix(".")
+        if name not in types:
+            raise ConfigError(f"{inner}={value!r}: unknown; {suggest(inner, kind)}")
+        prepared[name] = prepare_settings(value, types[name], inner, suggest)
+    return prepared
 
 
 def _check_scalar(key: str, value: Any, kinds: Sequence[Any]) -> None:
@@ -88,6 +121,9 @@ def _check_scalar(key: str, value: Any, kinds: Sequence[Any]) -> None:
     nodes: dict[Any, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
     if not TYPE_RULES.keys() >= set(kinds) or (value is None and NoneType in kinds):
         return
+    if isinstance(value, bool) and str in kinds and bool not in kinds:
+        words = "on, yes and true" if value else "off, no and false"
+        raise ConfigError(f"{key}={value}: must be text; YAML reads unquoted {words} as a boolean")
     # A setting of several types takes a value as it is.
     is_exact = len({*kinds} - {NoneType}) > 1
     for kind in nodes.keys() & set(kinds):
@@ -99,39 +135,82 @@ def _check_scalar(key: str, value: Any, kinds: Sequence[Any]) -> None:
     raise ConfigError(f"{key}={value!r:.200}: must be {rule}")
 
 
-def fill_empty_text(raw: Any, kind: Any) -> Any:
-    """Replace null by "" for settings of type str, as YAML reads `key=` and `key:` as null.
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """Rule on a number, declared in its field's type: `steps: Annotated[int, at_least(1)]`."""
 
-    raw: settings as read. kind: type of those settings. Settings that may be null keep null.
+    least: float
+    most: float
+    is_open: bool = False
+
+    def __str__(self) -> str:
+        rule = f"must be {'above' if self.is_open else 'at least'} {self.least:g}"
+        return f"{rule} and at most {self.most:g}" if self.most < math.inf else rule
+
+    def holds(self, value: float) -> bool:
+        is_above = value > self.least if self.is_open else value >= self.least
+        return is_above and value <= self.most
+
+
+@dataclasses.dataclass(frozen=True)
+class OneOf:
+    """Rule on a setting that has a few values, declared in its field's type."""
+
+    choices: tuple[object, ...]
+
+    def __str__(self) -> str:
+        return f"must be one of {', '.join(map(str, self.choices))}"
+
+    def holds(self, value: object) -> bool:
+        return value in self.choices
+
+
+def at_least(least: float, most: float = math.inf) -> Bounds:
+    return Bounds(least, most)
+
+
+def above(least: float, most: float = math.inf) -> Bounds:
+    return Bounds(least, most, is_open=True)
+
+
+def one_of(*choices: object) -> OneOf:
+    return OneOf(choices)
+
+
+def check_rules(settings: Any, section: str = "") -> None:
+    """Raise ConfigError for a setting that breaks a rule declared in its field's type.
+
+    Null passes. section: as "scorer."; rules on texts and numbers, see `Bounds` and `OneOf`.
     """
-    if get_origin(kind) is list and isinstance(raw, list):
-        return [fill_empty_text(entry, get_args(kind)[0]) for entry in raw]
-    if get_origin(kind) is dict and isinstance(raw, dict):
-        return {name: fill_empty_text(entry, get_args(kind)[1]) for name, entry in raw.items()}
-    if kind is str and raw is None:
-        return ""
-    if not (dataclasses.is_dataclass(kind) and isinstance(raw, dict)):
-        return raw
+    hints = get_type_hints(type(settings), include_extras=True)
+    for field in dataclasses.fields(settings):
+        hint, value = hints[field.name], vars(settings)[field.name]
+        for rule in get_args(hint)[1:] if get_origin(hint) is Annotated else ():
+            if value is not None and not rule.holds(value):
+                raise ConfigError(f"{section}{field.name}={value}: {rule}")
+
+
+def check_conflicts(settings: Any, conflicts: Iterable[Conflict], section: str = "") -> None:
+    """Raise ConfigError for the first conflict that applies, with its setting, value and reason.
+
+    settings: a section, or a whole config with settings as "trainer.lr". section: as "scorer.".
+    """
+    for applies, key, reason in conflicts:
+        if applies:
+            raise ConfigError(f"{section}{key}={get_setting(settings, key)}: {reason}")
+
+
+def get_setting(settings: Any, key: str) -> Any:
+    """Return the value of a dotted key."""
+    for name in key.split("."):
+        settings = settings[name] if isinstance(settings, dict) else vars(settings)[name]
+    return settings
+
+
+def get_fields(kind: Any) -> dict[str, Any]:
+    """Return the types of a dataclass's fields by name."""
     hints = get_type_hints(kind)
-    return {name: fill_empty_text(value, hints.get(str(name))) for name, value in raw.items()}
-
-
-def check_minimums(settings: Any, minimums: Mapping[str, int], *, section: str = "") -> None:
-    """Raise ConfigError for a setting below its minimum; null passes. section: as "scorer."."""
-    for key, minimum in minimums.items():
-        value = vars(settings)[key]
-        if value is not None and not value >= minimum:
-            raise ConfigError(f"{section}{key}={value}: must be {minimum} or more")
-
-
-def check_choices(
-    settings: Any, choices: Mapping[str, Sequence[str]], *, section: str = ""
-) -> None:
-    """Raise ConfigError for a setting that is none of its choices."""
-    for key, allowed in choices.items():
-        if vars(settings)[key] not in allowed:
-            value = vars(settings)[key]
-            raise ConfigError(f"{section}{key}={value}: must be one of {', '.join(allowed)}")
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 def describe_read_error(error: Exception) -> str:
@@ -154,21 +233,7 @@ def suggest_nearest(name: str, names: Iterable[str], noun: str = "key") -> str:
     return f"the {noun}s are {', '.join(options)}" if options else f"no {noun}s are allowed"
 
 
-def format_as_list(key: str, value: Any) -> str:
+def _format_as_list(key: str, value: Any) -> str:
     """Format key=[value] as a shell word, the form in which a list is set on the command line."""
     entries = [] if value is None else [value]
     return shlex.quote(f"{key}={json.dumps(entries, ensure_ascii=False, default=str)}")
-
-
-def rename_error_section(
-    error: ConfigError, changes: Mapping[str, Any], *, section: str
-) -> ConfigError:
-    """Return an error about `trainer` in the words of a section that inherits from `trainer`.
-
-    changes: settings that this section sets itself; other settings are called inherited.
-    """
-    name = str(error).removeprefix("trainer.").partition("=")[0]
-    message = str(error).replace("trainer.", f"{section}.")
-    if name not in changes:
-        message += f"; inherited from trainer.{name}, unless {section}.{name} is set"
-    return ConfigError(message)

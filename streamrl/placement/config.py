@@ -3,8 +3,10 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from streamrl.errors import ConfigError
+from streamrl.files.typed_settings import above, at_least, check_conflicts, check_rules, one_of
 from streamrl.placement.pools import POOL_ROLES, POOL_STRATEGIES, RolePool, has_colocated_actor
 
 MIN_OBJECT_STORE_MB = 80
@@ -40,36 +42,24 @@ class PlacementConfig:
     object_store_mb: size of the local instance's object store, MiB.
     """
 
-    mode: str = "auto"
+    mode: Annotated[str, one_of(*MODES)] = "auto"
     pools: list[dict[str, float]] = field(default_factory=list)
     address: str = ""
-    cpus: int | None = None
-    object_store_mb: int = 512
-    slice_s: float = DEFAULT_SLICE_S
-    memory_mb: int | None = None
+    cpus: Annotated[int | None, at_least(1)] = None
+    object_store_mb: Annotated[int, at_least(MIN_OBJECT_STORE_MB)] = 512
+    slice_s: Annotated[float, above(0)] = DEFAULT_SLICE_S
+    memory_mb: Annotated[int | None, at_least(1)] = None
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            options = ", ".join(MODES)
-            raise ConfigError(f"placement.mode={self.mode}: must be one of {options}")
+        check_rules(self, "placement.")
         self._check_pools()
-        if self.cpus is not None and self.cpus < 1:
-            raise ConfigError(f"placement.cpus={self.cpus}: must be at least 1")
-        if self.slice_s <= 0:
-            raise ConfigError(f"placement.slice_s={self.slice_s}: must be above 0")
-        if self.memory_mb is not None and self.memory_mb < 1:
-            raise ConfigError(f"placement.memory_mb={self.memory_mb}: must be at least 1")
-        if self.memory_mb is not None and not (self.is_hybrid or self.mode == "auto"):
-            raise ConfigError(
-                f"placement.memory_mb={self.memory_mb} has no effect: with"
-                f" placement.mode={self.mode} no worker both trains and generates."
-                " Remove it, or set placement.mode=colocated"
-            )
-        if self.object_store_mb < MIN_OBJECT_STORE_MB:
-            raise ConfigError(
-                f"placement.object_store_mb={self.object_store_mb}: must be at least"
-                f" {MIN_OBJECT_STORE_MB} MiB"
-            )
+        has_workers = self.is_hybrid or self.mode == "auto"
+        reason = (
+            f"has no effect: with placement.mode={self.mode} no worker both trains and generates."
+            " Remove it, or set placement.mode=colocated"
+        )
+        conflict = (self.memory_mb is not None and not has_workers, "memory_mb", reason)
+        check_conflicts(self, [conflict], "placement.")
 
     def _check_pools(self) -> None:
         if self.mode == MIXED and not any(self.pools):

@@ -8,14 +8,14 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from omegaconf import MISSING
 
 from streamrl.algorithms.math.masks import has_equal_scores
 from streamrl.errors import ConfigError, RewardError
-from streamrl.files.typed_settings import check_choices, check_minimums, read_settings
+from streamrl.files.typed_settings import at_least, check_rules, read_settings
 from streamrl.messages import COMPONENT_PREFIX, Columns, Prompt, describe_prompt
 from streamrl.user_code.checks import format_value
 from streamrl.user_code.python_module import load_function
@@ -40,19 +40,21 @@ class FilterConfig:
     """
 
     kind: str = "none"
-    max_filter_rounds: int = 10
+    max_filter_rounds: Annotated[int, at_least(1)] = 10
     oversample: int | float | str = 1
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_choices(self, {"kind": tuple(FILTER_KINDS)}, section="filter.")
+        if self.kind not in FILTER_KINDS:
+            options = ", ".join(FILTER_KINDS)
+            raise ConfigError(f"filter.kind={self.kind}: must be one of {options}")
         if self.kind == "none" and self.options:
             raise ConfigError(
                 f"filter.{next(iter(self.options))} has no effect with filter.kind=none;"
                 " mean_outside takes low and high, function takes path and function"
             )
         read_settings(FILTER_KINDS[self.kind].options_type, self.options, section="filter")
-        check_minimums(self, {"max_filter_rounds": 1}, section="filter.")
+        check_rules(self, "filter.")
         self._check_oversample()
 
     def _check_oversample(self) -> None:

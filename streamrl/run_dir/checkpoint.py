@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict, cast
+from typing import Annotated, Any, NotRequired, TypedDict, cast
 
 from msgspec import ValidationError, convert
 
@@ -34,7 +34,7 @@ from streamrl.files.file_proofs import (
     list_files,
     prove_files,
 )
-from streamrl.files.typed_settings import describe_read_error
+from streamrl.files.typed_settings import at_least, check_rules, describe_read_error
 from streamrl.run_dir.discarded import keep_links, link_or_copy
 from streamrl.telemetry.sinks import METRICS_FILE
 
@@ -76,15 +76,12 @@ class CheckpointConfig:
     at_end: write a checkpoint when the run ends.
     """
 
-    every: int = 0
-    keep: int = 2
+    every: Annotated[int, at_least(0)] = 0
+    keep: Annotated[int, at_least(1)] = 2
     at_end: bool = True
 
     def __post_init__(self) -> None:
-        if self.every < 0:
-            raise ConfigError(f"checkpoint.every={self.every}: must be 0 or more steps")
-        if self.keep < 1:
-            raise ConfigError(f"checkpoint.keep={self.keep}: must be at least 1")
+        check_rules(self, "checkpoint.")
 
 
 @dataclass(frozen=True)

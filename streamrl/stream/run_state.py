@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
 
 from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.buffer import AdmissionController, ExperienceQueue, RunLog, StepAssembler
@@ -13,6 +14,7 @@ from streamrl.buffer.leases import OverdueLease
 from streamrl.buffer.staleness_credits import OversamplingController
 from streamrl.dataflow import FILTER_COLUMN
 from streamrl.errors import ConfigError, DropLimitError, FilterLimitError, ServiceOutageError
+from streamrl.files.typed_settings import above, at_least, check_rules, one_of
 from streamrl.messages import Experience, GroupInfo, GroupOutcome, Prompt, parse_uid
 from streamrl.stream.device_lease import ProgressClock
 from streamrl.stream.protocols import FilterTally, PromptSource
@@ -27,8 +29,6 @@ LATE_CAUSES = (STALE_CAUSE, SURPLUS_CAUSE)
 """Causes that are not failures of a stage."""
 STOP_GRACE_S = 7.0
 """Grace period of a stopping run to finish a step that is between two of its updates, s."""
-ON_STALE = ("wait", "drop")
-ON_STALL = ("abort", "redeliver", "warn")
 
 
 @dataclass
@@ -46,32 +46,23 @@ class PipelineConfig:
     on_stall: abort: a step that gets no group, while no rollout grows, ends the run; redeliver:
         stalled work is handed out again; warn: stalls are only reported. With both,
         2 * queue.max_attempts * stall_s end the run.
-    outage_s: longest outage of a service outside the run, such as a judge's endpoint or a tool
-        server, s. Stages wait for it, and nothing is dropped. Then the run ends, resumable.
     """
 
-    max_staleness: int = 1
-    depth: int | None = None
-    on_stale: str = "wait"
-    groups_per_step: int = 32
-    micro_batch_tokens: int = 16384
-    stall_s: float = 300.0
-    on_stall: str = "abort"
-    outage_s: float = 1800.0
+    outage_s: ClassVar[float] = 1800.0
+    """Longest outage of a service outside the run, such as a judge's endpoint or a tool server, s.
+
+    Stages wait for it, and nothing is dropped. Then the run ends, resumable.
+    """
+    max_staleness: Annotated[int, at_least(0)] = 1
+    depth: Annotated[int | None, at_least(0)] = None
+    on_stale: Annotated[str, one_of("wait", "drop")] = "wait"
+    groups_per_step: Annotated[int, at_least(1)] = 32
+    micro_batch_tokens: Annotated[int, at_least(1)] = 16384
+    stall_s: Annotated[float, above(0)] = 300.0
+    on_stall: Annotated[str, one_of("abort", "redeliver", "warn")] = "abort"
 
     def __post_init__(self) -> None:
-        for key in ("max_staleness", "max_steps_ahead"):
-            if getattr(self, key) < 0:
-                name = "depth" if key == "max_steps_ahead" else key
-                raise ConfigError(f"pipeline.{name}={getattr(self, key)}: must be 0 or more")
-        for key in ("groups_per_step", "micro_batch_tokens", "stall_s", "outage_s"):
-            if vars(self)[key] <= 0:
-                raise ConfigError(f"pipeline.{key}={vars(self)[key]}: must be above 0")
-        for key, allowed in (("on_stale", ON_STALE), ("on_stall", ON_STALL)):
-            if vars(self)[key] not in allowed:
-                raise ConfigError(
-                    f"pipeline.{key}={vars(self)[key]}: must be one of {', '.join(allowed)}"
-                )
+        check_rules(self, "pipeline.")
         if self.on_stale == "wait" and self.max_steps_ahead > self.max_staleness:
             raise ConfigError(
                 f"pipeline.depth={self.depth}: ({self.depth} + 1) * {self.groups_per_step} groups"
@@ -352,7 +343,7 @@ class RunState:
             cause, count = self.drop_counts.most_common(1)[0]
             raise DropLimitError(
                 f"step {self.admission.version} has dropped {self.drop_counts.total()} groups, more"
-                f" than {self.max_dropped:.0f} (queue.max_drop_rounds), {count} of them as {cause};"
+                f" than {self.max_dropped:.0f}, {count} of them as {cause};"
                 f" the last: {failed[-1].reason}"
             )
 
@@ -368,7 +359,7 @@ class RunState:
             if outage.down_s > limit_s:
                 raise ServiceOutageError(
                     f"{outage.reason}: {outage.stage} has waited for {outage.down_s:.0f} s, more"
-                    f" than pipeline.outage_s={limit_s:g}; a resumed run continues the"
+                    f" than {limit_s:g} s; a resumed run continues the"
                     f" {len(self.admission.ledger.in_flight)} groups in flight"
                 )
 

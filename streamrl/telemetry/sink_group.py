@@ -204,13 +204,10 @@ def make_sink_group(
         )
     if TENSORBOARD in config.sinks:
         sinks.append(TensorboardSink(run_info.run_dir, is_resumed=resumed))
-    trace = None
-    if config.trace:
-        trace = TraceSink(run_info.run_dir, resume=resumed, most_bytes=MAX_TRACE_BYTES)
     return SinkGroup(
         sinks,
         console=make_console(config.console, run_info, console),
-        trace=trace,
+        trace=TraceSink(run_info.run_dir, resume=resumed, most_bytes=MAX_TRACE_BYTES),
         alert_watch=AlertWatch(run_info.compares_rollouts),
     )
 
@@ -219,8 +216,7 @@ def check_resumable_sinks(config: TelemetryConfig, run_dir: Path) -> None:
     """Raise ConfigError if a resumed run cannot continue its trace or its wandb run."""
     if config.uses_wandb:
         load_run_id(run_dir)
-    if config.trace:
-        check_trace(run_dir)
+    check_trace(run_dir)
 
 
 def make_console(kind: str, run_info: RunInfo, console: Console | None = None) -> RunConsole | None:

@@ -166,7 +166,6 @@ class WandbSink:
             settings=settings,
             dir=self._run_dir,
             project=self._config.project,
-            entity=self._config.entity or None,
             name=self._run_name,
             id=self._run_id,
             resume="allow",

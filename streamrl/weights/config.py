@@ -1,9 +1,15 @@
 """Settings of weight sync."""
 
 from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
-from streamrl.errors import ConfigError
-from streamrl.files.typed_settings import check_choices, check_minimums
+from streamrl.files.typed_settings import (
+    above,
+    at_least,
+    check_conflicts,
+    check_rules,
+    one_of,
+)
 
 AUTO = "auto"
 OBJECT_STORE = "store"
@@ -29,65 +35,58 @@ MAX_BUCKET_MB = 4096
 class WeightsConfig:
     """Transport of the weights, interval of publishing, and effect on running rollouts."""
 
+    keep_versions: ClassVar[int] = 2
+    """Newest versions that the publisher keeps for readers that are still pulling."""
     #: Transport of the weights: store (Ray's object store), shared_memory (single node), collective
     #: (broadcast to all followers), disk (a directory per version, readable by other engines), or
     #: auto: shared memory on a single node, collective on several whose processes have a GPU each,
     #: the store otherwise; the run prints its choice.
-    transport: str = AUTO
+    transport: Annotated[str, one_of(*TRANSPORTS)] = AUTO
     #: Keep the buckets of collective on the device that the models compute on: a version then goes
     #: from GPU to GPU without host memory, except for the first one, and takes GPU memory while it
     #: is sent and loaded. Needs a GPU for each process. Has not run on a GPU.
     on_device: bool = False
     #: Training steps per published version; generators keep the last published version in between.
-    publish_every: int = 1
+    publish_every: Annotated[int, at_least(1)] = 1
     #: Effect of a new version on running rollouts: interrupt continues them under the new weights;
     #: drain finishes them under the old weights and starts no others until then.
-    on_update: str = "interrupt"
+    on_update: Annotated[str, one_of(*ON_UPDATE_MODES)] = "interrupt"
     #: KV cache of interrupted rollouts: recompute it under the new weights, or keep the entries
     #: that the old weights produced.
-    kv: str = "recompute"
+    kv: Annotated[str, one_of(*KV_CACHE_MODES)] = "recompute"
     #: Published versions per logprob check, in which generators compare the log-probabilities of
     #: fixed sequences with the trainer's. The first three versions are always checked; 0: never.
-    probe_every: int = 20
+    probe_every: Annotated[int, at_least(0)] = 20
     #: Largest mean difference of log-probabilities, in nats, that passes the check; nine in ten may
     #: differ by 2.5 times as much, and large logits allow more. Unset: 3e-4 if trainer and
     #: generator both compute in float32, else 0.1. Requires `probe_every`.
-    probe_limit: float | None = None
+    probe_limit: Annotated[float | None, above(0)] = None
     #: Size of a bucket in MB, at most 4096. A larger tensor gets a bucket of its own.
-    bucket_mb: int = 64
-    #: Newest versions that the publisher keeps for readers that are still pulling.
-    keep_versions: int = 2
+    bucket_mb: Annotated[int, at_least(1, MAX_BUCKET_MB)] = 64
 
     def __post_init__(self) -> None:
-        choices = {"transport": TRANSPORTS, "on_update": ON_UPDATE_MODES, "kv": KV_CACHE_MODES}
-        check_choices(self, choices, section="weights.")
-        minimums = {"publish_every": 1, "bucket_mb": 1, "keep_versions": 1, "probe_every": 0}
-        check_minimums(self, minimums, section="weights.")
-        if self.bucket_mb > MAX_BUCKET_MB:
-            raise ConfigError(
-                f"weights.bucket_mb={self.bucket_mb}: must be at most {MAX_BUCKET_MB}"
-            )
-        if self.probe_limit is not None and self.probe_limit <= 0:
-            raise ConfigError(f"weights.probe_limit={self.probe_limit}: must be above 0")
-        self._check_effects()
-
-    def _check_effects(self) -> None:
-        """Raise ConfigError if a setting has no effect because of another."""
-        if self.on_device and self.transport not in (AUTO, COLLECTIVE):
-            raise ConfigError(
-                f"weights.on_device=true has no effect: weights.transport={self.transport} goes"
-                " through host memory. Remove one of them, or choose collective."
-            )
-        if self.probe_limit is not None and not self.probe_every:
-            raise ConfigError(
-                f"weights.probe_limit={self.probe_limit} has no effect: weights.probe_every=0"
-                " disables the check. Remove one of them."
-            )
-        if self.on_update == "drain" and self.kv == "keep":
-            raise ConfigError(
-                "weights.kv=keep has no effect: weights.on_update=drain finishes all rollouts"
-                " before an update. Remove one of them."
-            )
+        check_rules(self, "weights.")
+        has_buckets_on_device = self.transport in (AUTO, COLLECTIVE)
+        conflicts = (
+            (
+                self.on_device and not has_buckets_on_device,
+                "on_device",
+                f"has no effect: weights.transport={self.transport} goes through host memory."
+                " Remove one of them, or choose collective.",
+            ),
+            (
+                self.probe_limit is not None and not self.probe_every,
+                "probe_limit",
+                "has no effect: weights.probe_every=0 disables the check. Remove one of them.",
+            ),
+            (
+                self.on_update == "drain" and self.kv == "keep",
+                "kv",
+                "has no effect: weights.on_update=drain finishes all rollouts before an update."
+                " Remove one of them.",
+            ),
+        )
+        check_conflicts(self, conflicts, "weights.")
 
     def resolve_probe_limit(self, *, exact: bool) -> float:
         """Return the limit of the logprob check, in nats.

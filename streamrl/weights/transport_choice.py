@@ -189,7 +189,7 @@ def _describe_spilling(config: WeightsConfig, facts: TransportFacts, transport: 
         count, versions = 1, "1 for new readers"
         if transport != COLLECTIVE or model.role in facts.copied_roles:
             count = config.keep_versions + 1
-            versions = f"(weights.keep_versions={config.keep_versions} + 1 being written)"
+            versions = f"({config.keep_versions} kept + 1 being written)"
         num_bytes += count * model.num_bytes
         terms.append(f"{versions} x {_format_size(model.num_bytes)} of {model.role}")
     if num_bytes <= facts.node_store_bytes:
@@ -214,7 +214,7 @@ def _describe_capacity(facts: TransportFacts) -> str:
 
 def _describe_needed_memory(config: WeightsConfig, facts: TransportFacts) -> str:
     terms = " + ".join(
-        f"(weights.keep_versions={config.keep_versions} + 1 being written +"
+        f"({config.keep_versions} kept + 1 being written +"
         f" {facts.count_lagging_versions(model)} being read)"
         f" x {_format_size(model.num_bytes)} of {model.role}"
         for model in facts.models

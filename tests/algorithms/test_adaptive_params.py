@@ -11,11 +11,11 @@ from streamrl.algorithms.table import variant
 from streamrl.errors import AlgorithmError
 from tests.algorithms.steps import make_settings
 
-FOLLOWING = AlgorithmConfig(kl_coef=0.1, kl_target=0.05, kl_horizon=1000)
+FOLLOWING = AlgorithmConfig(kl_coef=0.1, kl_target=0.05)
 
 
 def make_sums(kl: float) -> dict[str, float]:
-    return {"included": 250.0, "num_sampled": 10.0, "kl_ref_sum": 10 * kl}
+    return {"included": 2500.0, "num_sampled": 10.0, "kl_ref_sum": 10 * kl}
 
 
 def make_adaptive_params(config: AlgorithmConfig) -> AdaptiveParams:
@@ -28,9 +28,9 @@ def make_adaptive_params(config: AlgorithmConfig) -> AdaptiveParams:
         (AlgorithmConfig(kl_coef=0.1), make_sums(7.0), {}),  # no target
         (FOLLOWING, {}, {"kl_coef": 0.1}),  # a step without policy training
         (FOLLOWING, make_sums(0.05), {"kl_coef": 0.1}),  # at the target
-        (FOLLOWING, make_sums(0.055), {"kl_coef": 0.1 * (1 + 0.1 * 250 / 1000)}),  # 10 % above
-        (FOLLOWING, make_sums(5.0), {"kl_coef": 0.1 * (1 + 0.2 * 250 / 1000)}),  # clamped to 20 %
-        (FOLLOWING, make_sums(0.0), {"kl_coef": 0.1 * (1 - 0.2 * 250 / 1000)}),
+        (FOLLOWING, make_sums(0.055), {"kl_coef": 0.1 * (1 + 0.1 * 0.25)}),  # 10 % above
+        (FOLLOWING, make_sums(5.0), {"kl_coef": 0.1 * (1 + 0.2 * 0.25)}),  # clamped to 20 %
+        (FOLLOWING, make_sums(0.0), {"kl_coef": 0.1 * (1 - 0.2 * 0.25)}),
     ],
 )
 def test_kl_coef_follows_its_target(config, sums, expected):

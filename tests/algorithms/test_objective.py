@@ -316,14 +316,13 @@ def test_the_clip_is_of_the_trained_policy_and_the_weight_of_the_proximal_one():
     assert sums["ratio_sum"] == pytest.approx(4 * math.exp(0.5))
 
 
-@pytest.mark.parametrize(("count_rejected", "divisor"), [(True, 4), (False, 2)])
-def test_count_rejected_decides_whether_rejected_tokens_count(count_rejected, divisor):
-    bounds = {"reject_low": 0.8, "reject_high": 1.25, "count_rejected": count_rejected}
-    config = AlgorithmConfig(name="dapo", correction=CorrectionConfig(reject="k1", **bounds))
+def test_rejected_tokens_count_in_the_denominator():
+    correction = CorrectionConfig(reject="k1", reject_low=0.8, reject_high=1.25)
+    config = AlgorithmConfig(name="dapo", correction=correction)
     loss, sums = compute_loss(config)
     assert loss == pytest.approx(-1 + 2.0)  # the ratios 1.5 and 0.5 are out
-    assert make_settings(config).compute_loss_denominator(sums) == divisor
-    assert summarize_policy(sums, divisor)["correction/rejected_frac"] == 0.5
+    assert make_settings(config).compute_loss_denominator(sums) == 4
+    assert summarize_policy(sums, 4)["correction/rejected_frac"] == 0.5
 
 
 def test_a_fully_rejected_step_has_denominator_0():

@@ -108,26 +108,10 @@ def test_advantages_are_derived_from_few_columns(settings, columns):
             "algorithm.group_size=1: must be at least 2, because grpo compares the rollouts of a"
             " group",
         ),
-        ({"clip_low": 0.0}, "algorithm.clip_low=0.0: must be above 0"),
-        ({"gamma": 1.5}, "algorithm.gamma=1.5: must be at most 1, it is a discount"),
-        ({"dual_clip": 1.0}, "algorithm.dual_clip=1.0: must be above 1"),
-        ({"advantage_eps": 0.0}, "algorithm.advantage_eps=0.0: must be above 0"),
-        ({"kl_coef": -1.0}, "algorithm.kl_coef=-1.0: must be at least 0"),
-        ({"kl_target": 0.0, "kl_coef": 0.1}, "algorithm.kl_target=0.0: must be above 0"),
         (
             {"kl_target": 0.1},
             "algorithm.kl_target=0.1: needs algorithm.kl_coef above 0 as the initial weight",
         ),
-        ({"overlong_buffer": -1}, "algorithm.overlong_buffer=-1: must be at least 0"),
-        (
-            {"kl_kind": "k4"},
-            "algorithm.kl_kind=k4: must be one of k1, k2, k3, abs, k1+, k2+, k3+, abs+",
-        ),
-        (
-            {"advantage_scale": "max"},
-            "algorithm.advantage_scale=max: must be one of std, batch, mean, none",
-        ),
-        ({"kl_in": "score"}, "algorithm.kl_in=score: must be one of loss, reward"),
         (
             {"kl_in": "reward", "kl_kind": "k3+"},
             "algorithm.kl_kind=k3+: '+' changes only the gradient, which kl_in=reward does not use."
@@ -159,11 +143,6 @@ def test_an_invalid_config_is_refused(settings, message):
             "algorithm.correction.weights=token: with correction.proximal=generator the loss's"
             " ratio is this weight already. Set correction.proximal=trainer.",
         ),
-        (
-            {"proximal": "reference"},
-            "algorithm.correction.proximal=reference: must be one of generator, trainer,"
-            " interpolated",
-        ),
         ({"reject": "k1"}, "algorithm.correction.reject=k1: needs reject_low or reject_high"),
         (
             {"reject": "k3", "reject_low": 0.1},
@@ -171,7 +150,6 @@ def test_an_invalid_config_is_refused(settings, message):
             " bound. Use reject_high.",
         ),
         ({"weight_low": 3.0}, "algorithm.correction.weight_low=3.0: must be below weight_high=2.0"),
-        ({"weight_high": -1.0}, "algorithm.correction.weight_high=-1.0: must be above 0"),
     ],
 )
 def test_an_invalid_correction_is_refused(settings, message):
@@ -179,12 +157,6 @@ def test_an_invalid_correction_is_refused(settings, message):
     with pytest.raises(ConfigError) as refusal:
         OmegaConf.to_object(config)
     assert str(refusal.value) == message
-
-
-def test_prompt_mean_requires_count_rejected():
-    overrides = {"loss_aggregation": "prompt-mean", "correction": {"count_rejected": False}}
-    with pytest.raises(ConfigError, match=r"count_rejected=False: not possible with .*prompt-mean"):
-        OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), overrides))
 
 
 OWN = """
@@ -232,7 +204,7 @@ def test_a_file_without_a_row_is_refused(tmp_path: Path, text: str, message: str
 
 
 KL = ("algorithm.kl_kind=k1", "algorithm.kl_coef=0.1")
-UNCOUNTED, SHARED = "algorithm.correction.count_rejected=false", "critic.shared_coef=1"
+SHARED = "critic.shared_coef=1"
 BAD_ROWS = """
 import torch
 
@@ -354,7 +326,7 @@ def test_an_inconsistent_row_is_refused(changes, message):
         ("grpo", ["critic.warmup_alone=3"], "warmup_alone=3 has no effect: grpo has no critic"),
         ("ppo", [SHARED, "critic.trainer.lr=1e-3"], "'lr': 0.001}: needs a separate critic"),
         ("safe_rlhf", ["costs=[{kind: exact}]", SHARED], "only a single value critic"),
-        ("ppo", ["critic.trainer.lr=nan"], "critic.trainer.lr=nan: must be a finite"),
+        ("ppo", ["critic.trainer.lr=nan"], "critic.trainer.lr=nan: must be above 0"),
         ("clip_cov", ["algorithm.params.covariance_low=6"], r"\(6, 5.0\): low must be below high"),
         ("GRPPO", [], "the nearest algorithm is grpo"),
         (
@@ -365,7 +337,6 @@ def test_an_inconsistent_row_is_refused(changes, message):
         ("grpo", ["algorithm.correction.reject_high=2"], "has no effect with reject=none"),
         ("gdpo", ["algorithm.overlong_buffer=4"], "normalizes every reward separately"),
         ("gdpo", ["algorithm.kl_in=reward", *KL], "kl_coef=0.1: gdpo normalizes every reward"),
-        ("ppo", [SHARED, UNCOUNTED], "with critic.shared_coef the value loss covers all tokens"),
         ("ppo", [SHARED, "weights.transport=disk"], "critic.shared_coef=1.0 the policy has a"),
     ],
 )

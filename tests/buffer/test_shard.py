@@ -4,13 +4,12 @@ import asyncio
 import gc
 import inspect
 import weakref
-from typing import Any
 
 import pytest
 
-from streamrl.buffer import DurableShard, QueueConfig, QueueShard
+from streamrl.buffer import DurableShard, QueueShard
 from streamrl.buffer.encoding import encode_columns
-from streamrl.errors import ConfigError, DeadlineError, RewardError, StreamError
+from streamrl.errors import DeadlineError, RewardError, StreamError
 from streamrl.messages import FilteredGroup, GroupOutcome
 from tests.buffer.shards import (
     REFERENCE,
@@ -281,23 +280,6 @@ async def test_remove_groups_is_idempotent_and_versions_only_grow(shard: QueueSh
     await finish(shard)
     (ready,) = await take(shard, "train")
     assert ready.ready_version == 5
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("shards", 0),
-        ("lease_s", 0.0),
-        ("max_attempts", 0),
-        ("store_share", 0.0),
-        ("store_share", 1.5),
-        ("on_failed_group", "hope"),
-        ("max_drop_rounds", 0),
-    ],
-)
-def test_invalid_queue_settings_raise(key: str, value: Any):
-    with pytest.raises(ConfigError, match=rf"queue\.{key}={value}: must be"):
-        QueueConfig(**{key: value})
 
 
 @on_shard()

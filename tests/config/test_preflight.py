@@ -79,7 +79,7 @@ def test_an_object_store_too_small_for_a_step_is_refused_with_the_arithmetic(
     config, prepared = run
     needed = config.pipeline.groups_per_step * compute_max_group_bytes(config, prepared)
     compute_shard_bytes(config, prepared, node_stores=[4 * needed + 4])
-    message = r"queue.store_share=0.5 of an object store .* over 2 of queue.shards=2: .* at least"
+    message = r"50% of an object store .* over 2 of queue.shards=2: .* at least"
     with pytest.raises(ConfigError, match=message):
         compute_shard_bytes(config, prepared, node_stores=[4 * needed - 4])
 
@@ -322,9 +322,6 @@ def test_preflight_resets_an_episode_as_often_as_a_run_does(
     row = {"fails_once": str(tmp_path / "failed")}
     assert any("has no score" in note for note in prepare_named(environment, row))
     assert (tmp_path / "failed").exists()
-    with pytest.raises(ConfigError, match="OSError: server restarts"):
-        once = environment.replace("max_tokens", "attempts: 1, max_tokens")
-        prepare_named(once, {"fails_once": str(tmp_path / "failed again")})
 
 
 @pytest.mark.parametrize(
@@ -356,8 +353,6 @@ def test_a_learning_rate_error_of_the_critic_names_the_critic(run: tuple[RunConf
     config = replace(run[0], trainer=trainer)
     prepare_run(config)
     ppo = replace(config, algorithm=AlgorithmConfig("ppo"))
-    message = (
-        r"^critic\.trainer\.lr_schedule=polynomial: .*unless critic\.trainer\.lr_schedule is set"
-    )
+    message = r"^critic\.trainer\.lr_schedule=polynomial: .*lr_min and lr_schedule_options"
     with pytest.raises(ConfigError, match=message):
         prepare_run(ppo)

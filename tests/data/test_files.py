@@ -19,8 +19,8 @@ def load_files(tokenizer, train, **settings):
 
 def test_files_may_be_a_path_a_mapping_or_a_list():
     for train in ("a/x.jsonl", {"path": "a/x.jsonl"}, ["a/x.jsonl"], [{"path": "a/x.jsonl"}]):
-        (file,) = DataConfig(train=train, prompt_key="question").train_files
-        assert (file.path, file.prompt_key, file.name) == ("a/x.jsonl", "question", "x")
+        (file,) = DataConfig(train=train).train_files
+        assert (file.path, file.prompt_key, file.name) == ("a/x.jsonl", "prompt", "x")
         assert (file.weight, file.label_key, file.template, file.filter) == (None, "", "model", "")
     empty_values: tuple[Any, ...] = ("", None, [])
     for empty in empty_values:

@@ -278,7 +278,7 @@ def test_a_bad_row_is_reported_and_counted_by_status():
 
 def test_too_many_bad_rows_end_the_stream():
     statuses = dict.fromkeys(range(0, 3000, 2), RowStatus.BAD)
-    stream = stream_of(prompts(3000), seed=0, shuffle=False, statuses=statuses, max_bad_share=0.1)
+    stream = stream_of(prompts(3000), seed=0, shuffle=False, statuses=statuses)
     with pytest.raises(DataError, match=r"101 of the last 201 rows are unusable, .*row 200"):
         stream.draw_prompts(3000)
     filtered = stream_of(prompts(3), seed=0, statuses=dict.fromkeys(range(3), RowStatus.FILTERED))

@@ -10,7 +10,7 @@ FRAME = 3
 
 
 def load(*files, tokenizer, limit=20, vocab_size=300, on_long="error"):
-    files_to_load = parse_data_files(list(files), key="data.train", prompt_key="prompt")
+    files_to_load = parse_data_files(list(files), key="data.train")
     (loaded,) = load_prompts(files_to_load, tokenizer, PromptLimits(limit, vocab_size, on_long))
     return loaded
 
@@ -31,7 +31,7 @@ def test_prompts_carry_the_row_and_int32_tokens(tokenizer, write_rows):
 
 
 def load_named(path, tokenizer, environments):
-    files = parse_data_files([path], key="data.train", prompt_key="prompt")
+    files = parse_data_files([path], key="data.train")
     (loaded,) = load_prompts(files, tokenizer, PromptLimits(20, 300, environments=environments))
     return [prompt.environment for prompt in loaded.prompts]
 

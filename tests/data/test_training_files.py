@@ -37,7 +37,7 @@ def open_rows(
     *entries: Any, tokenizer: Any, limit: int = 50, on_long: str = "error", **settings: Any
 ) -> TrainingFiles:
     files, prompt_files, first = (
-        parse_data_files(list(entries), key="data.train", prompt_key="prompt"),
+        parse_data_files(list(entries), key="data.train"),
         [],
         0,
     )

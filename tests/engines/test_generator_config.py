@@ -6,28 +6,7 @@ import pytest
 
 from streamrl.engines.generator_config import GeneratorConfig, make_engine_args
 from streamrl.engines.vllm.environment import make_vllm_env
-from streamrl.errors import ConfigError
 from streamrl.weights.logprob_check import NUM_SEQUENCES
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "rule"),
-    [
-        ("replicas", 0, "must be above 0"),
-        ("max_new_tokens", 0, "must be above 0"),
-        ("temperature", 0.0, "must be above 0"),
-        ("max_concurrent_rollouts", -1, "must be above 0"),
-        ("kv_cache_mb", 0, "must be above 0"),
-        ("gpu_memory_utilization", 1.5, "must be at most 1"),
-        ("threads", 0, "must be above 0"),
-        ("dtype", "float8", "must be one of auto, float32, bfloat16, float16"),
-        ("start_timeout_s", 0.0, "must be above 0"),
-        ("request_timeout_s", -2.0, "must be above 0"),
-    ],
-)
-def test_an_invalid_setting_is_rejected(name: str, value: float | str, rule: str):
-    with pytest.raises(ConfigError, match=f"^generator.{name}={value}: {rule}$"):
-        GeneratorConfig(**{name: value})  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)

@@ -31,14 +31,14 @@ def divergence(kind: str) -> ParityCase:
 
 def verl_kl_coefs(batch: Batch) -> Tensor:
     """Return the coefficient of verl's controller after one step, per divergence."""
-    controllers = [core_algos.AdaptiveKLController(0.1, 0.5, 100) for _ in batch.scores]
+    controllers = [core_algos.AdaptiveKLController(0.1, 0.5, 10_000) for _ in batch.scores]
     for controller, divergence in zip(controllers, batch.scores.tolist(), strict=True):
-        controller.update(divergence, 16)
+        controller.update(divergence, 1600)
     return torch.tensor([controller.value for controller in controllers], dtype=torch.float64)
 
 
 def our_kl_coefs(batch: Batch) -> Tensor:
-    adapt = partial(kl.adapt_kl_coef, target=0.5, horizon=100, num_rollouts=16)
+    adapt = partial(kl.adapt_kl_coef, target=0.5, num_rollouts=1600)
     coefs = [adapt(0.1, divergence) for divergence in batch.scores.tolist()]
     return torch.tensor(coefs, dtype=torch.float64)
 

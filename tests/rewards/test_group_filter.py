@@ -199,7 +199,6 @@ def test_an_unusable_function_is_refused(filter_from, source, words):
             " mean_outside takes low and high, function takes path and function",
         ),
         ({"path": "a.py"}, "filter.path='a.py': unknown; the keys are low, high"),
-        ({"max_filter_rounds": 0}, "filter.max_filter_rounds=0: must be 1 or more"),
     ],
 )
 def test_invalid_settings_are_refused_in_one_line(options, words):

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import GroupInfo, Prompt, check_column_sizes, measure_columns
-from streamrl.rewards.interface.config import RewardConfig, ScorerConfig
+from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.interface.reward import Reward
 from streamrl.rewards.metric_means import sums_to_means
 from streamrl.rewards.registry import build_rewards
@@ -264,17 +264,3 @@ def test_invalid_reward_entries_are_refused(configs, words):
         build_rewards([RewardConfig(**config) for config in configs])
     with pytest.raises(ConfigError, match=words.replace("rewards", "costs", 1)):
         build_rewards([RewardConfig(**c) for c in configs], score_spec=COSTS)
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"replicas": 0}, "scorer.replicas=0: must be 1 or more"),
-        ({"max_groups": 0}, "scorer.max_groups=0: must be 1 or more"),
-        ({"timeout_s": 0.0}, "scorer.timeout_s=0.0: must be above 0"),
-        ({"timeout_s": float("inf")}, "scorer.timeout_s=inf: must be above 0 and finite"),
-    ],
-)
-def test_invalid_scorer_settings_are_refused(settings, words):
-    with pytest.raises(ConfigError, match=words):
-        ScorerConfig(**settings)

@@ -385,7 +385,7 @@ def test_filter_error_lists_the_first_distinct_reasons():
 
 def test_step_that_drops_too_much_raises_with_the_main_cause():
     message = (
-        r"^step 0 has dropped 3 groups, more than 2 \(queue.max_drop_rounds\), 2 of them as"
+        r"^step 0 has dropped 3 groups, more than 2, 2 of them as"
         r" reward_error; the last: no result in 30 s$"
     )
     late = GroupOutcome("reward_timeout", "no result in 30 s")

@@ -47,11 +47,10 @@ def test_tensorboard_of_a_resumed_run_shows_each_step_once(tmp_path: Path) -> No
 
 
 def test_the_config_makes_the_sinks(tmp_path: Path) -> None:
-    config = TelemetryConfig(
-        sinks=["jsonl", "tensorboard"], wandb=WandbConfig(), console="none", trace=False
-    )
+    config = TelemetryConfig(sinks=["jsonl", "tensorboard"], wandb=WandbConfig(), console="none")
     group = make_sink_group(config, make_run_info(tmp_path))
-    assert [type(sink).__name__ for sink in group.sinks] == ["JsonlSink", "TensorboardSink"]
+    names = [type(sink).__name__ for sink in group.sinks]
+    assert names == ["JsonlSink", "TensorboardSink", "TraceSink"]
 
 
 @pytest.mark.parametrize(

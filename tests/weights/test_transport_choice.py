@@ -30,7 +30,7 @@ def test_auto_chooses_shared_memory_on_a_single_node():
     assert choose_transport(WeightsConfig(), ONE_NODE) == (
         "shared_memory",
         "weights: shared memory (publisher and 3 readers are on one node; needs 7.6 MB ="
-        " (weights.keep_versions=2 + 1 being written + 1 being read) x 1.9 MB of policy;"
+        " (2 kept + 1 being written + 1 being read) x 1.9 MB of policy;"
         " /dev/shm has 11.2 GB)",
     )
 
@@ -93,18 +93,17 @@ def test_placements_without_a_way_between_devices_are_refused(
 
 @pytest.mark.parametrize("transport", ["store", "disk", "shared_memory"])
 def test_transports_through_the_host_refuse_buckets_on_a_device(transport: str):
-    with pytest.raises(ConfigError, match=r"on_device=true has no effect: weights\.transport="):
+    with pytest.raises(ConfigError, match=r"on_device=True: has no effect: weights\.transport="):
         WeightsConfig(transport=transport, on_device=True)
 
 
 def test_the_share_of_rays_object_store_is_not_available_to_weights():
     assert choose_transport(WeightsConfig(), LITTLE_MEMORY) == (
         "store",
-        "weights: object store (shared memory needs 80.0 MB = (weights.keep_versions=2 + 1 being"
+        "weights: object store (shared memory needs 80.0 MB = (2 kept + 1 being"
         " written + 1 being read) x 20.0 MB of policy; /dev/shm has 64.0 MB = 576.0 MB free -"
         " 512.0 MB for Ray's object store)",
     )
-    assert choose_transport(WeightsConfig(keep_versions=1), LITTLE_MEMORY)[0] == "shared_memory"
 
 
 MODEL_32B = PublishedModel("policy", num_bytes=61 * 10**9, num_readers=4)
@@ -126,7 +125,7 @@ def test_versions_and_a_queue_that_exceed_rays_object_store_are_named_with_the_s
         "collective",
         "weights: collective (publisher and readers have a GPU each, on 2 nodes); publisher and"
         " readers keep in pinned host memory: 61.0 GB of policy, 1.0 GB of critic; Ray may spill"
-        " to disk: needs 279.0 GB = (weights.keep_versions=2 + 1 being written) x 61.0 GB of policy"
+        " to disk: needs 279.0 GB = (2 kept + 1 being written) x 61.0 GB of policy"
         " + 1 for new readers x 1.0 GB of critic + 95.0 GB of the queue; a node's object store has"
         " 190.0 GB: raise placement.object_store_mb, or `ray start --object-store-memory` of a"
         " cluster",
@@ -181,8 +180,8 @@ def test_published_models_share_the_memory_by_need():
     _, reason = choose_transport(WeightsConfig(), facts)
     assert reason.endswith(
         "needs 700 bytes ="
-        " (weights.keep_versions=2 + 1 being written + 2 being read) x 100 bytes of policy"
-        " + (weights.keep_versions=2 + 1 being written + 1 being read) x 50 bytes of critic;"
+        " (2 kept + 1 being written + 2 being read) x 100 bytes of policy"
+        " + (2 kept + 1 being written + 1 being read) x 50 bytes of critic;"
         " /dev/shm has 1.4 kB = 1.8 kB free - 350 bytes for Ray's object store)"
     )
     assert divide_shared_memory(WeightsConfig(), facts) == {"policy": 1000, "critic": 400}

@@ -194,7 +194,7 @@ class RunPersistence:
 
 def hash_evaluation_settings(config: RunConfig) -> int:
     """Hash the settings that the scores of an evaluation depend on."""
-    evaluation = replace(config.evaluation, every=0, at_start=True, at_end=True, concurrency=1)
+    evaluation = replace(config.evaluation, every=0, at_start=True, at_end=True)
     scores = (config.rewards, config.environment)
     parts = (evaluation, config.data.eval, config.generator.max_new_tokens, *scores)
     return zlib.crc32(repr(parts).encode())

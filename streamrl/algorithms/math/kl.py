@@ -9,6 +9,8 @@ LOG_RATIO_LIMIT = 20.0
 """Log-ratio from which `probability_ratio` is linear: float32 holds sums of squares up to there."""
 MAX_RELATIVE_ERROR = 0.2
 """Relative deviation from kl_target beyond which the update of kl_coef is clamped."""
+KL_HORIZON = 10_000
+"""Rollouts over which the KL coefficient changes by at most 20 %."""
 
 
 def probability_ratio(log_ratio: "Tensor") -> "Tensor":
@@ -53,13 +55,11 @@ def _estimate_kl(x: "Tensor", kind: str) -> "Tensor":
     return x.abs() if kind == "abs" else x
 
 
-def adapt_kl_coef(
-    coef: float, kl: float, *, target: float, horizon: float, num_rollouts: float
-) -> float:
+def adapt_kl_coef(coef: float, kl: float, *, target: float, num_rollouts: float) -> float:
     """Return the KL coefficient of the next step, given this step's mean KL divergence per token.
 
     The coefficient grows if `kl` is above `target` and shrinks if below, by at most 20 % over
-    `horizon` rollouts. Source: Ziegler et al. 2019, section 2.2.
+    KL_HORIZON rollouts. Source: Ziegler et al. 2019, section 2.2.
     """
     error = min(max(kl / target - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
-    return coef * (1 + error * num_rollouts / horizon)
+    return coef * (1 + error * min(num_rollouts / KL_HORIZON, 1))

@@ -96,8 +96,7 @@ def choose_data_file(
     names = ("prompt_key", "label_key", "split")
     options = {name: vars(arguments)[name] for name in names if vars(arguments)[name] is not None}
     if arguments.data is not None:
-        prompt_key = recipe.data.prompt_key if recipe else "prompt"
-        return replace(DataFile(arguments.data, prompt_key=prompt_key), **options)
+        return replace(DataFile(arguments.data), **options)
     files = (*recipe.data.train_files, *recipe.data.eval_files) if recipe else ()
     if options and not files:
         name, value = next(iter(options.items()))

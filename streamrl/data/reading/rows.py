@@ -72,7 +72,7 @@ def _parse_row(
 ) -> DataRow:
     """Convert a record to a row. Raises ValueError for one that cannot be used."""
     _check_type(record, dict, "a JSON object", name="")
-    for setting, key in (("data.prompt_key", prompt_key), ("label_key", label_key)):
+    for setting, key in (("prompt_key", prompt_key), ("label_key", label_key)):
         if key and key not in record:
             columns = ", ".join(map(str, record)) or "none"
             raise ValueError(f"no column {key!r} ({setting}); the columns are: {columns}")

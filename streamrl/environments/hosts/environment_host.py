@@ -96,25 +96,22 @@ class ToolEnvironment(UserEnvironment):
         )
 
     async def _run_calls(self, calls: Sequence[ToolCall]) -> list[ToolAnswer]:
-        """Run calls concurrently; return their answers in order."""
-        slots = asyncio.Semaphore(self._settings.parallel_calls)
+        """Run calls one after the other; return their answers."""
         # Many slow calls are the policy's doing: the turn's deadline ends them, not the episode.
         deadline = asyncio.get_running_loop().time() + self._settings.turn_timeout_s
-        return await asyncio.gather(*(self._run_call(call, slots, deadline) for call in calls))
+        return [await self._run_call(call, deadline) for call in calls]
 
-    async def _run_call(
-        self, call: ToolCall, slots: asyncio.Semaphore, deadline: float
-    ) -> ToolAnswer:
+    async def _run_call(self, call: ToolCall, deadline: float) -> ToolAnswer:
         """Run a call. deadline: of the turn, s of the event loop's clock."""
         if call.outcome is not CallOutcome.OK:
             return ToolAnswer(call.error, call.outcome)
         tool = self._tools[call.name]
         try:
-            async with asyncio.timeout_at(deadline), slots:
+            async with asyncio.timeout_at(deadline):
                 async with asyncio.timeout(self._settings.call_timeout_s):
                     answer = await tool.call(call.name, call.arguments)
         except TimeoutError:
-            limit_s = min(self._settings.call_timeout_s, self._settings.turn_timeout_s)
+            limit_s = self._settings.call_timeout_s
             if tool.url and await is_silent(tool.url):
                 reason = f"no result of {call.name} in {limit_s:g} s, and no answer to others"
                 raise EpisodeOutageError(f"{tool.url}: {reason}") from None
@@ -154,7 +151,7 @@ class MethodTools:
                 # The object may be bound to its thread: not the policy's to learn from.
                 raise UserCodeError(
                     f"{error}; an earlier call of the episode still runs in its thread, so this one"
-                    " had another; keep calls below environment.call_timeout_s, or raise it"
+                    " had another; keep calls below half of environment.turn_timeout_s, or raise it"
                 ) from error
             assert error.__cause__ is not None
             if isinstance(error.__cause__, ServiceOutageError):

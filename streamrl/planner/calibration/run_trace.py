@@ -320,9 +320,7 @@ def _read_run_spans(run_dir: Path, location: str) -> list[Span]:
             f"{location}: {TRACE_FILE} is not the trace of a run: {error!r}"
         ) from None
     if not spans:
-        raise ConfigError(
-            f"{location}: {TRACE_FILE} has no spans: telemetry.trace=false, or no step yet"
-        )
+        raise ConfigError(f"{location}: {TRACE_FILE} has no spans: no step yet")
     return sorted(spans, key=lambda span: (span.start_s, span.end_s))
 
 

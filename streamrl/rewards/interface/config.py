@@ -1,12 +1,10 @@
 """Config sections `rewards`, `scorer` and `sandbox`."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from streamrl.errors import ConfigError
-from streamrl.files.typed_settings import check_choices, check_minimums
+from streamrl.files.typed_settings import above, at_least, check_rules, one_of
 from streamrl.rewards.interface.completion import COMPLETION_PARTS, LAST_TURN
 
 
@@ -28,11 +26,11 @@ class RewardConfig:
     name: str = ""
     weight: float = 1.0
     gate: bool = False
-    of: str = LAST_TURN
+    of: Annotated[str, one_of(*COMPLETION_PARTS)] = LAST_TURN
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_choices(self, {"of": COMPLETION_PARTS}, section="rewards.")
+        check_rules(self, "rewards.")
 
     @property
     def component_name(self) -> str:
@@ -51,15 +49,13 @@ class ScorerConfig:
         on a CPU.
     """
 
-    replicas: int = 1
-    max_groups: int = 32
-    timeout_s: float = 30.0
+    replicas: Annotated[int, at_least(1)] = 1
+    max_groups: Annotated[int, at_least(1)] = 32
+    timeout_s: Annotated[float, above(0)] = 30.0
     offload: bool = False
 
     def __post_init__(self) -> None:
-        check_minimums(self, {"replicas": 1, "max_groups": 1}, section="scorer.")
-        if not 0 < self.timeout_s < math.inf:
-            raise ConfigError(f"scorer.timeout_s={self.timeout_s}: must be above 0 and finite")
+        check_rules(self, "scorer.")
 
 
 @dataclass

@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 from streamrl.errors import (
-    ConfigError,
     RewardCrashError,
     RewardError,
     RewardInfraError,
@@ -19,7 +18,7 @@ from streamrl.errors import (
     RewardTimeoutError,
     ServiceOutageError,
 )
-from streamrl.files.typed_settings import check_minimums
+from streamrl.files.typed_settings import above, at_least, check_rules
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.answers import PatternTimeoutError
 from streamrl.rewards.interface.completion import Completion
@@ -140,13 +139,11 @@ class RetryOptions:
     timeout_s: deadline of one attempt, s; null: scorer.timeout_s.
     """
 
-    attempts: int = 3
-    timeout_s: float | None = None
+    attempts: Annotated[int, at_least(1)] = 3
+    timeout_s: Annotated[float | None, above(0)] = None
 
     def __post_init__(self) -> None:
-        check_minimums(self, {"attempts": 1})
-        if self.timeout_s is not None and self.timeout_s <= 0:
-            raise ConfigError(f"timeout_s={self.timeout_s}: must be above 0")
+        check_rules(self)
 
 
 @dataclass
@@ -158,15 +155,9 @@ class WorkerOptions(RetryOptions):
     memory_gib: memory limit of a process including its children, GiB.
     """
 
-    replicas: int = 2
-    concurrency: int = 16
-    memory_gib: float = 4.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_minimums(self, {"replicas": 1, "concurrency": 1})
-        if self.memory_gib <= 0:
-            raise ConfigError(f"memory_gib={self.memory_gib}: must be above 0")
+    replicas: Annotated[int, at_least(1)] = 2
+    concurrency: Annotated[int, at_least(1)] = 16
+    memory_gib: Annotated[float, above(0)] = 4.0
 
 
 _REWARD_ERRORS: dict[type[WorkerError], type[RewardInfraError]] = {

@@ -6,11 +6,11 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from streamrl.errors import ConfigError, RewardError, RewardInfraError
 from streamrl.files.bounded_read import parse_json
-from streamrl.files.typed_settings import check_choices, check_minimums, read_settings
+from streamrl.files.typed_settings import at_least, one_of, read_settings
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.answers import AnswerPattern, PatternTimeoutError
 from streamrl.rewards.interface.reward import RetryOptions, Reward, RewardSpec, retry_infra_errors
@@ -182,18 +182,13 @@ class CodeOptions(RetryOptions):
 
     language: str = "python"
     extract: str = FENCED_CODE
-    score: str = "all"
-    most_tests: int = 0
+    score: Annotated[str, one_of("all", "rate")] = "all"
+    most_tests: Annotated[int, at_least(0)] = 0
     loose_numbers: bool = False
-    jails: int = 0
+    jails: Annotated[int, at_least(0)] = 0
     limits: dict[str, Any] = field(default_factory=dict)
     languages: dict[str, Any] = field(default_factory=dict)
     url: str = ""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choices(self, {"score": ("all", "rate")})
-        check_minimums(self, {"most_tests": 0, "jails": 0})
 
 
 class CodeReward(Reward):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import httpx
 from omegaconf import MISSING
@@ -26,7 +26,7 @@ from streamrl.errors import (
     StreamError,
 )
 from streamrl.files.bounded_read import read_small_text
-from streamrl.files.typed_settings import check_minimums
+from streamrl.files.typed_settings import at_least
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.answers import AnswerPattern
 from streamrl.rewards.interface.completion import CONVERSATION, Completion
@@ -235,11 +235,11 @@ class JudgeOptions(RetryOptions):
     least: float = 0.0
     most: float = 1.0
     pass_score: float | None = None
-    temperature: float = 0.0
-    max_tokens: int = 512
+    temperature: Annotated[float, at_least(0)] = 0.0
+    max_tokens: Annotated[int, at_least(1)] = 512
     request: dict[str, Any] = field(default_factory=dict)
     api_key_env: str = ""
-    concurrency: int = 32
+    concurrency: Annotated[int, at_least(1)] = 32
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -249,9 +249,6 @@ class JudgeOptions(RetryOptions):
             raise ConfigError("template: give either template or path, not both")
         if not -math.inf < self.least < self.most < math.inf:
             raise ConfigError(f"least={self.least}: must be below most={self.most}, both finite")
-        check_minimums(self, {"max_tokens": 1, "concurrency": 1})
-        if not 0 <= self.temperature < math.inf:
-            raise ConfigError(f"temperature={self.temperature}: must be 0 or more, and finite")
 
 
 class JudgeReward(Reward):

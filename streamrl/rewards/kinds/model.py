@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from omegaconf import MISSING
 
@@ -18,7 +18,7 @@ from streamrl.data.chat_template import (
 )
 from streamrl.data.config import MODEL_TEMPLATE
 from streamrl.errors import ConfigError, RewardError, RewardTimeoutError
-from streamrl.files.typed_settings import check_choices, check_minimums
+from streamrl.files.typed_settings import at_least, one_of
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.completion import LAST_TURN, Completion
 from streamrl.rewards.interface.reward import RetryOptions, Reward, RewardSpec, retry_infra_errors
@@ -144,16 +144,14 @@ class ModelOptions(RetryOptions):
     label: str = ""
     sigmoid: bool = False
     pass_score: float | None = None
-    max_length: int | None = None
-    on_long_text: str = "error"
-    batch_tokens: int = 16384
-    dtype: str = "auto"
-    threads: int = 1
+    max_length: Annotated[int | None, at_least(1)] = None
+    on_long_text: Annotated[str, one_of(*LONG_TEXT_POLICIES)] = "error"
+    batch_tokens: Annotated[int, at_least(1)] = 16384
+    dtype: Annotated[str, one_of(*DTYPES)] = "auto"
+    threads: Annotated[int, at_least(1)] = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_minimums(self, {"batch_tokens": 1, "threads": 1, "max_length": 1})
-        check_choices(self, {"dtype": DTYPES, "on_long_text": LONG_TEXT_POLICIES})
         if self.max_length is not None and self.max_length > self.batch_tokens:
             raise ConfigError(
                 f"max_length={self.max_length}: must be at most batch_tokens={self.batch_tokens}"

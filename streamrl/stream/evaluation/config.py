@@ -1,11 +1,10 @@
 """Config section `evaluation`: schedule and sampling of evaluations."""
 
-import math
 from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 from streamrl.engines.generator_config import SamplingSettings
-from streamrl.errors import ConfigError
-from streamrl.files.typed_settings import check_minimums
+from streamrl.files.typed_settings import above, at_least, check_rules
 
 MAX_SEED = 2**32 - 1
 
@@ -24,30 +23,23 @@ class EvaluationConfig:
     limit: number of prompts evaluated per file, from its beginning; null: all prompts.
     seed: sampling seed; the same weights and seed give the same result.
     pass_score: lowest score of a completion that passes.
-    concurrency: prompts in flight.
     """
 
-    every: int = 0
+    concurrency: ClassVar[int] = 64
+    """Prompts in flight."""
+    every: Annotated[int, at_least(0)] = 0
     at_start: bool = True
     at_end: bool = True
-    samples: int = 4
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    limit: int | None = None
-    seed: int = 0
+    samples: Annotated[int, at_least(1)] = 4
+    temperature: Annotated[float, at_least(0)] = 1.0
+    top_p: Annotated[float, above(0, 1)] = 1.0
+    top_k: Annotated[int, at_least(-1)] = 0
+    limit: Annotated[int | None, at_least(1)] = None
+    seed: Annotated[int, at_least(0, MAX_SEED)] = 0
     pass_score: float = 1.0
-    concurrency: int = 64
 
     def __post_init__(self) -> None:
-        minimums = {"every": 0, "samples": 1, "temperature": 0, "concurrency": 1, "top_k": -1}
-        check_minimums(self, {**minimums, "limit": 1}, section="evaluation.")
-        if not math.isfinite(self.temperature):
-            raise ConfigError(f"evaluation.temperature={self.temperature}: must be finite")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"evaluation.top_p={self.top_p}: must be above 0 and at most 1")
-        if not 0 <= self.seed <= MAX_SEED:
-            raise ConfigError(f"evaluation.seed={self.seed}: must be from 0 to {MAX_SEED}")
+        check_rules(self, "evaluation.")
 
     @property
     def sampling(self) -> SamplingSettings:

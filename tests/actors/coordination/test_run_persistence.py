@@ -117,7 +117,7 @@ async def test_a_checkpoint_holds_the_evaluation_of_its_own_version(
 
 def test_evaluations_can_be_compared_unless_a_setting_of_their_scores_changes():
     first = hash_evaluation_settings(make_config())
-    oftener = EvaluationConfig(every=5, at_start=False, concurrency=2)
+    oftener = EvaluationConfig(every=5, at_start=False)
     assert hash_evaluation_settings(make_config(evaluation=oftener)) == first
     greedy = EvaluationConfig(temperature=0.0)
     assert hash_evaluation_settings(make_config(evaluation=greedy)) != first

@@ -97,7 +97,7 @@ def test_only_k2_and_plus_kinds_have_the_gradient_of_the_kl_divergence(weights, 
             torch.testing.assert_close(mean, expected, atol=1e-9, rtol=0)
 
 
-ADAPTATION: dict[str, Any] = {"target": 0.1, "horizon": 1000.0, "num_rollouts": 100}
+ADAPTATION: dict[str, Any] = {"target": 0.1, "num_rollouts": 1000}
 
 
 @pytest.mark.parametrize(

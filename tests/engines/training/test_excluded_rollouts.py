@@ -105,16 +105,14 @@ def derive(config, group):
         ("pass_at_k", [1, 9], [0, 0]),
     ],
 )
-@pytest.mark.parametrize("reason", [FinishReason.TIMEOUT, FinishReason.LENGTH])
-def test_advantages_of_a_group_whose_second_rollout_is_excluded(name, scores, advantages, reason):
-    config = AlgorithmConfig(name=name, mask_truncated=True, count_truncated=False)
-    derived = derive(config, make_group(scores, reason))
+def test_advantages_of_a_group_whose_second_rollout_is_excluded(name, scores, advantages):
+    derived = derive(AlgorithmConfig(name=name), make_group(scores, FinishReason.TIMEOUT))
     assert derived["advantages"].tolist() == pytest.approx(advantages, abs=1e-5)
     assert derived["loss_mask"].tolist() == [i not in (2, 3) for i in range(2 * len(scores))]
 
 
 @pytest.mark.parametrize("reason", TRUNCATIONS)
-def test_a_masked_truncated_rollout_counts_in_the_statistics_by_default(reason):
+def test_a_masked_truncated_rollout_counts_in_the_statistics(reason):
     config = AlgorithmConfig(name="dr_grpo", mask_truncated=True)
     group = make_group([1, 1, 0, 0], reason)
     derived = derive(config, group)

@@ -26,7 +26,6 @@ SEQUENCE_WEIGHTS = CorrectionConfig(
     reject_low=0.8,
     reject_high=1.3,
     off_policy_threshold=0.1,
-    count_rejected=False,
 )
 CONFIGS = [
     *(AlgorithmConfig(name=name) for name in ALGORITHMS),

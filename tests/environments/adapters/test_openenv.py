@@ -228,7 +228,7 @@ async def test_a_failed_call_is_a_text_and_a_tool_that_was_not_reached_an_error(
 
 
 async def test_the_answer_of_a_call_that_timed_out_is_not_that_of_the_next(open_session):
-    session = await open_session(call_timeout_s=0.5)
+    session = await open_session(turn_timeout_s=1.0)
     await session.reset(seed=1)
     slow = ToolCall("add", {"number": 2, "seconds": 0.7})
     assert (await session.step("", slow)).result.outcomes == [CallOutcome.TIMED_OUT]

@@ -75,15 +75,15 @@ def renderer(bpe_tokenizer):
 
 
 @pytest.fixture
-def run_episode(renderer, tmp_path):
+def run_episode(renderer, tmp_path, monkeypatch):
     """Run an episode of the given turns in an environment of this source; return its columns."""
+
+    monkeypatch.setattr(EnvironmentConfig, "max_reply_chars", 100_000)
 
     async def run(source, *turns, **settings):
         path = tmp_path / "mine.py"
         path.write_text(source)
-        config = EnvironmentConfig(
-            str(path), **{"max_tokens": 200_000, "max_reply_chars": 100_000, **settings}
-        )
+        config = EnvironmentConfig(str(path), **{"max_tokens": 200_000, **settings})
         driver = EpisodeDriver(
             WrittenTurns(renderer, turns),
             InProcessHosts(config),
@@ -135,9 +135,9 @@ async def test_the_policy_reads_the_result_of_a_tool_as_ordinary_text(
 
 async def test_a_tool_that_returns_20_mb_is_cut_in_the_middle(renderer, run_episode):
     source = TOOL.format("'begin' + 'x' * 20_000_000 + 'end'")
-    columns = await run_episode(source, CALL, "done", max_reply_chars=100)
+    columns = await run_episode(source, CALL, "done")
     text = read_observation(renderer, columns)
-    assert text.startswith("beginx") and text.endswith("xend") and len(text) < 200
+    assert text.startswith("beginx") and text.endswith("xend") and len(text) < 100_100
     assert columns["turn_outcomes"].tolist() == [TurnOutcome.CALLED, TurnOutcome.SPOKE]
 
 

@@ -70,7 +70,7 @@ async def call(session, *calls):
 
 
 async def test_all_kinds_of_tools_answer_side_by_side(open_session):
-    session = open_session(WRITER, tools=[PYTHON, RAW], max_reply_chars=100)
+    session = open_session(WRITER, tools=[PYTHON, RAW])
     start = (await session.reset()).result
     names = ["produce", "python", "write", "say", "sleep", "breed", "die"]
     assert [get_tool_name(tool) for tool in start.tools] == names
@@ -92,13 +92,13 @@ async def test_all_kinds_of_tools_answer_side_by_side(open_session):
         (
             "long",
             "print('x' * 20_000_000, end='')",
-            f"{'x' * 50}\n[... 19999900 characters left out ...]\n{'x' * 50}",
+            f"{'x' * 1000}\n[... 19998000 characters left out ...]\n{'x' * 1000}",
         ),
     ],
     ids=["tokens", "nothing", "long"],
 )
 async def test_the_policy_reads_the_same_of_every_kind_of_tool(open_session, shape, code, text):
-    session = open_session(WRITER, tools=[PYTHON, RAW], max_reply_chars=100)
+    session = open_session(WRITER, tools=[PYTHON, RAW])
     await session.reset()
     calls = ("produce", {"shape": shape}), ("python", {"code": code}), ("write", {"shape": shape})
     assert await call(session, *calls) == [(CallOutcome.OK, text)] * 3
@@ -114,7 +114,7 @@ async def test_a_character_that_utf8_cannot_encode_is_replaced(open_session):
 
 
 async def test_calls_past_their_deadline_say_what_is_lost(open_session):
-    session = open_session(tools=[PYTHON, RAW], call_timeout_s=1.0, parallel_calls=2)
+    session = open_session(tools=[PYTHON, RAW], turn_timeout_s=2.0)
     await session.reset()
     await call(session, ("python", {"code": "x = 1"}), ("say", {"text": "warm"}))
     slow = ("python", {"code": "import time; time.sleep(60)"}), ("sleep", {"seconds": 60})
@@ -147,7 +147,7 @@ async def test_a_server_that_answers_nobody_is_an_outage_and_a_slow_tool_is_not(
     with ThreadingHTTPServer(("127.0.0.1", 0), RawHttpServer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/mcp"
-        session = open_session(tools=[ToolConfig("mcp", url=url)], call_timeout_s=0.5)
+        session = open_session(tools=[ToolConfig("mcp", url=url)], turn_timeout_s=1.0)
         await session.reset()
         slow = (CallOutcome.TIMED_OUT, "sleep timed out after 0.5 s")
         assert await call(session, ("sleep", {"seconds": 1})) == [slow]

@@ -19,7 +19,7 @@ module_loop = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def source():
-    source = PythonTools(ToolConfig("python", memory_mib=300), kept_chars=1000)
+    source = PythonTools(ToolConfig("python"), kept_chars=1000)
     await source.check()
     return source
 
