@@ -31,6 +31,7 @@ from streamrl.actors.transport.ray_calls import RAY_ACCESS, await_reply
 from streamrl.buffer import ExperienceQueue, QueueShard, ShardCapacity, StageSchema
 from streamrl.buffer.encoding import join_pieces
 from streamrl.buffer.group import ShardState
+from streamrl.buffer.journal import RecordLog
 from streamrl.buffer.packing import MicroBatch
 from streamrl.buffer.segment_file import JournalRecord, encode_record
 from streamrl.config.run_config import RunConfig
@@ -173,15 +174,15 @@ class MeteredShard:
         return await self._meter.charge(QUEUE, method(self._shard, *args, **kwargs))
 
 
-class UnwrittenLog:
+class UnwrittenLog(RecordLog):
     """Record log that encodes records, but writes none: virtual time cannot wait for a disk."""
 
     def __init__(self) -> None:
-        self.num_bytes = 0
-        self.num_appends = 0
+        self._num_bytes = self.num_appends = 0
 
-    def drain_fsync_s(self) -> float:
-        return 0.0
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
 
     async def append(self, records: Sequence[JournalRecord], *, sync: bool = True) -> None:
         self.num_appends += 1
@@ -189,7 +190,7 @@ class UnwrittenLog:
 
     def append_nowait(self, records: Sequence[JournalRecord]) -> None:
         for record in records:
-            self.num_bytes += len(encode_record(record)[0])
+            self._num_bytes += len(encode_record(record)[0])
 
 
 class EndlessPrompts:

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from streamrl.buffer import QueueConfig, QueueShard, ShardCapacity, StageSchema
 from streamrl.buffer.encoding import ColumnCommit, count_blob_bytes, join_pieces
 from streamrl.buffer.group import ShardState
+from streamrl.buffer.journal import RecordLog
 from streamrl.buffer.segment_file import JournalRecord
 
 CALL_S = 0.001
@@ -17,7 +18,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class MemoryLog:
+class MemoryLog(RecordLog):
     """Journal in memory: `records` are durable; pending records are lost in a crash."""
 
     def __init__(self, *, write_s: float = 0.002) -> None:

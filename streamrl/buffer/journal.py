@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated
 
 from streamrl.buffer.encoding import count_blob_bytes
 from streamrl.buffer.segment_file import (
@@ -28,8 +28,9 @@ from streamrl.buffer.segment_file import (
     list_segments,
     wrap_journal_errors,
 )
-from streamrl.errors import ConfigError, JournalError, NoSpaceError
+from streamrl.errors import JournalError, NoSpaceError
 from streamrl.files.atomic_write import NO_SPACE, fsync_path
+from streamrl.files.typed_settings import at_least, check_rules
 
 _ClockFunction = Callable[[], float]
 MAX_POST_DELAY_S = 0.05
@@ -50,14 +51,11 @@ class JournalConfig:
     """
 
     enabled: bool = True
-    fsync_s: float | None = 0.0
-    max_mb: int = 4096
+    fsync_s: Annotated[float | None, at_least(0)] = 0.0
+    max_mb: Annotated[int, at_least(1)] = 4096
 
     def __post_init__(self) -> None:
-        if self.fsync_s is not None and not self.fsync_s >= 0:
-            raise ConfigError(f"queue.journal.fsync_s={self.fsync_s}: must be 0 s or more, or null")
-        if self.max_mb < 1:
-            raise ConfigError(f"queue.journal.max_mb={self.max_mb}: must be at least 1 MB")
+        check_rules(self, "queue.journal.")
 
     @property
     def segment_bytes(self) -> int:
@@ -76,16 +74,19 @@ def _write_all(descriptor: int, buffers: list[memoryview]) -> None:
             buffers[first] = buffers[first][written:]
 
 
-class RecordLog(Protocol):
-    """Interface of the log to which a shard or the run log appends its state changes.
+class RecordLog:
+    """Log to which a shard or the run log appends its state changes.
 
-    Implemented by `Journal`, and by `NullRecordLog` for a queue without durability.
+    The base class discards all records, for a queue without durability; `Journal` writes them.
     """
 
     @property
-    def num_bytes(self) -> int: ...
+    def num_bytes(self) -> int:
+        return 0
 
-    def drain_fsync_s(self) -> float: ...
+    def drain_fsync_s(self) -> float:
+        """Return the time spent in fsync since the last call, s."""
+        return 0.0
 
     async def append(self, records: Sequence[JournalRecord], *, sync: bool = True) -> object:
         """Append records to the log; return once they are as durable as the log's settings require.
@@ -93,29 +94,12 @@ class RecordLog(Protocol):
         Without `sync`, return once the operating system has the records: they survive the death of
         this process, but not a power cut.
         """
-        ...
 
     def append_nowait(self, records: Sequence[JournalRecord]) -> None:
         """Append records to the log without waiting for the disk.
 
         For records that may get lost in a crash: work is then repeated, but no group is lost.
         """
-        ...
-
-
-class NullRecordLog:
-    """Log that discards all records, for a queue without durability."""
-
-    num_bytes = 0
-
-    def drain_fsync_s(self) -> float:
-        return 0.0
-
-    async def append(self, records: Sequence[JournalRecord], *, sync: bool = True) -> None:
-        pass
-
-    def append_nowait(self, records: Sequence[JournalRecord]) -> None:
-        pass
 
 
 class _JournalWriter:
@@ -255,7 +239,7 @@ class _PendingAppend:
     should_rotate: bool
 
 
-class Journal:
+class Journal(RecordLog):
     """Durable log of records in one folder, for a single owner on an event loop.
 
     A thread waits for the disk. Group commit: records that arrive during a write go out together in
@@ -295,7 +279,6 @@ class Journal:
         return sum(self._segment_sizes.values())
 
     def drain_fsync_s(self) -> float:
-        """Return the time spent in fsync since the last call, s."""
         before, self._drained_s = self._drained_s, self._writer.fsync_total_s
         return self._drained_s - before
 

@@ -28,7 +28,7 @@ from streamrl.buffer.encoding import (
     join_pieces,
 )
 from streamrl.buffer.group import GroupState, ReadyQueue, ShardState, StageColumns, read_blob
-from streamrl.buffer.journal import NullRecordLog, RecordLog
+from streamrl.buffer.journal import RecordLog
 from streamrl.buffer.leases import LeaseRequest, LeaseTable, OverdueLease
 from streamrl.buffer.segment_file import CorruptRecord, JournalRecord
 from streamrl.buffer.shard_stats import ShardStats, ShardStatsRecorder
@@ -356,7 +356,7 @@ class QueueShard:
         self._state = state
         self._contract = ColumnContract(state.stages)
         self._config = config
-        self._log = log or NullRecordLog()
+        self._log = log or RecordLog()
         self._store = store
         self._ready_queues = {stage: ReadyQueue() for stage in state.stages}
         self._waiters = {stage: WaitingRequests() for stage in state.stages}

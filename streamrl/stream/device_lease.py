@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Protocol
 
 from streamrl.errors import DeadlineError
@@ -306,6 +307,17 @@ class SuspendableWork(Protocol):
     async def resume(self) -> None: ...
 
 
+class LeaseState(Enum):
+    """State of a process's claim on shared devices."""
+
+    RELEASED = "released"
+    HELD = "held"
+    SUSPENDING = "suspending"
+    """The devices are still held; the work is pausing."""
+    SUSPENDED = "suspended"
+    """The devices are released; the work resumes with the next grant."""
+
+
 class SharedDeviceLease:
     """Device lease of a process on devices that several stages share.
 
@@ -330,40 +342,36 @@ class SharedDeviceLease:
         self._phase = phase
         self._suspendable = suspendable
         self._num_users = 0
+        self._state = LeaseState.RELEASED
         self._lock = asyncio.Lock()
-        self._is_held = self._is_suspended = False
-        self._is_yielding = False
-        self._preemption_task: asyncio.Task[None] | None = None
-        self._release_task: asyncio.Future[None] | None = None
+        """Held while devices are acquired or yielded."""
+        self._preemption_watch: asyncio.Task[None] | None = None
+        self._late_release: asyncio.Future[None] | None = None
 
     @asynccontextmanager
     async def hold(self, stage: str) -> AsyncIterator[None]:
         async with self._lock:
-            if not self._is_held:
-                await self._acquire_pool()
+            if self._state is not LeaseState.HELD:
+                await self._acquire_devices()
             self._num_users += 1
         try:
             yield
         finally:
             self._num_users -= 1
-            preemption_task = self._preemption_task
-            if not self._num_users and self._is_held and not self._is_yielding:
-                await self._release_pool()
+            watch = self._preemption_watch
+            if not self._num_users and self._state is LeaseState.HELD:
+                await self._release_devices()
             else:
                 self.report_progress()
-        if (
-            preemption_task is not None
-            and preemption_task.done()
-            and not preemption_task.cancelled()
-        ):
+        if watch is not None and watch.done() and not watch.cancelled():
             # If suspending failed, raise that error from the work that was being suspended.
-            preemption_task.result()
+            watch.result()
 
     def report_progress(self) -> None:
         """Report to the arbiter that a piece of work is finished, while still holding the lease."""
         self._arbiter.report_progress(self._holder)
 
-    async def _acquire_pool(self) -> None:
+    async def _acquire_devices(self) -> None:
         """Wait for the devices, and resume suspended work.
 
         If cancelled while waiting, releases the grant once it arrives.
@@ -374,60 +382,56 @@ class SharedDeviceLease:
         except asyncio.CancelledError:
             acquiring.add_done_callback(self._release_late_grant)
             raise
-        self._is_held = True
-        if self._suspendable is None:
-            return
-        if self._is_suspended:
+        if self._suspendable is not None and self._state is LeaseState.SUSPENDED:
             try:
                 await self._suspendable.resume()
             except BaseException:
-                self._is_held = False
                 await self._arbiter.release(self._holder)
                 raise
-            self._is_suspended = False
-        if self._preemption_task is None or self._preemption_task.done():
-            self._preemption_task = asyncio.create_task(self._watch_preemption(self._suspendable))
+        self._state = LeaseState.HELD
+        watch = self._preemption_watch
+        if self._suspendable is not None and (watch is None or watch.done()):
+            self._preemption_watch = asyncio.create_task(self._watch_preemption(self._suspendable))
 
-    async def _release_pool(self) -> None:
-        self._is_held = False
-        if self._preemption_task is not None:
-            self._preemption_task.cancel()
-            self._preemption_task = None
+    async def _release_devices(self) -> None:
+        self._state = LeaseState.RELEASED
+        if self._preemption_watch is not None:
+            self._preemption_watch.cancel()
+            self._preemption_watch = None
         await self._arbiter.release(self._holder)
 
     async def _watch_preemption(self, work: SuspendableWork) -> None:
-        """Suspend the work and release the devices at each preemption, while work remains."""
-        while self._is_held:
+        """Yield the devices at each preemption, while they are held."""
+        while self._state is LeaseState.HELD:
             if not await self._arbiter.wait_for_preemption(self._holder):
                 await asyncio.sleep(0)
                 continue
             async with self._lock:
-                if not self._is_held or not self._num_users:
-                    return
-                self._is_yielding = True
-                try:
-                    await work.suspend()
-                    self._is_held, self._is_suspended = False, True
-                    await self._arbiter.release(self._holder)
-                    await self._reacquire_pool()
-                finally:
-                    # Also after an error: `hold` releases the pool with the last piece of work.
-                    self._is_yielding = False
+                if self._state is LeaseState.HELD and self._num_users:
+                    await self._yield_devices(work)
 
-    async def _reacquire_pool(self) -> None:
-        """Acquire the devices again after a preemption, if work remains.
+    async def _yield_devices(self, work: SuspendableWork) -> None:
+        """Suspend the work, release the devices, and acquire them again while work remains.
 
-        Retries without a deadline: otherwise nothing would resume the work, and the current holders
-        of the devices have deadlines of their own.
+        Acquires without a deadline: otherwise nothing would resume the work, and the current
+        holders of the devices have deadlines of their own.
         """
-        while self._num_users and not self._is_held:
+        self._state = LeaseState.SUSPENDING
+        try:
+            await work.suspend()
+        except BaseException:
+            self._state = LeaseState.HELD  # `hold` releases them with the last piece of work
+            raise
+        self._state = LeaseState.SUSPENDED
+        await self._arbiter.release(self._holder)
+        while self._num_users and self._state is LeaseState.SUSPENDED:
             with suppress(DeadlineError):
-                await self._acquire_pool()
-        if self._is_held and not self._num_users:
-            self._is_held = False
+                await self._acquire_devices()
+        if not self._num_users and self._state is LeaseState.HELD:
+            self._state = LeaseState.RELEASED
             await self._arbiter.release(self._holder)
 
     def _release_late_grant(self, acquiring: "asyncio.Future[None]") -> None:
         """Release a grant that arrived after its request was cancelled."""
         if not acquiring.cancelled() and acquiring.exception() is None:
-            self._release_task = asyncio.ensure_future(self._arbiter.release(self._holder))
+            self._late_release = asyncio.ensure_future(self._arbiter.release(self._holder))

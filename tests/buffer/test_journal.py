@@ -20,7 +20,7 @@ from streamrl.buffer.segment_file import (
     read_record,
     replay_segments,
 )
-from streamrl.errors import ConfigError, JournalError, NoSpaceError
+from streamrl.errors import JournalError, NoSpaceError
 from tests.buffer.journals import (
     eventually,
     intact,
@@ -372,16 +372,3 @@ async def test_rotate_and_close_fsync_at_once(
 
 
 # Settings
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "rule"),
-    [
-        ("fsync_s", -1, "must be 0 s or more, or null"),
-        ("fsync_s", float("nan"), "must be 0 s or more, or null"),
-        ("max_mb", 0, "must be at least 1 MB"),
-    ],
-)
-def test_invalid_journal_settings_are_named(key: str, value: Any, rule: str):
-    with pytest.raises(ConfigError, match=rf"^queue\.journal\.{key}={value}: {rule}$"):
-        JournalConfig(**{key: value})

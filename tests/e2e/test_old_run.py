@@ -13,6 +13,7 @@ from streamrl.buffer import segment_file
 from streamrl.buffer.ledger import audit_run_log
 from streamrl.buffer.run_log import read_history
 from streamrl.buffer.segment_file import CorruptRecord
+from streamrl.config.run_config import load_config
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, find_resume_point, get_journal_dir
 from tests.e2e.launched import Launched, rows
 
@@ -33,6 +34,7 @@ def old_run(tmp_path: Path) -> Path:
 
 
 def test_journals_and_checkpoint_of_an_earlier_version_are_read(old_run: Path):
+    assert load_config(old_run / "config.yaml", skips_dry_run=True).run.steps == 6
     resume = find_resume_point(old_run)
     assert resume.checkpoint is not None and resume.checkpoint.path.name == "step_000004"
 

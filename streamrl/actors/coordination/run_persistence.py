@@ -17,7 +17,7 @@ from streamrl.actors.coordination.trainer_group import TrainerGroup
 from streamrl.actors.queue_shard import RemoteShard
 from streamrl.actors.transport.ray_calls import gather_replies
 from streamrl.buffer import DurableShard, Ledger, RunLog
-from streamrl.buffer.journal import Journal, NullRecordLog
+from streamrl.buffer.journal import Journal, RecordLog
 from streamrl.config.resume_checks import load_run_log, redraw_prompts
 from streamrl.config.run_config import RunConfig
 from streamrl.data.prompt_stream import PromptStream
@@ -70,7 +70,7 @@ class RunPersistence:
             prompts.load_state_dict(state["prompts"])
         if not self._config.queue.journal.enabled:
             ledger = Ledger() if state is None else Ledger.from_state(state["ledger"])
-            return RunLog(ledger, NullRecordLog())
+            return RunLog(ledger, RecordLog())
         loaded = load_run_log(self._run_dir, state)
         await prompts.prefetch_prompts(len(loaded.drawn_uids))
         redraw_prompts(prompts, loaded.drawn_uids, self._run_dir)

@@ -15,7 +15,7 @@ from typing import cast
 from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
 from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.buffer import AdmissionController, ExperienceQueue, Ledger, RunLog, StepAssembler
-from streamrl.buffer.journal import NullRecordLog
+from streamrl.buffer.journal import RecordLog
 from streamrl.buffer.micro_batch_schedule import UpdatePlan
 from streamrl.buffer.run_log import TrainedStep
 from streamrl.buffer.staleness_credits import MAX_FACTOR, OversamplingController
@@ -144,7 +144,7 @@ class SimulatedRunLog(RunLog):
     """Run log with a real ledger and no journal; recording a step takes `step_s` seconds."""
 
     def __init__(self, step_s: float) -> None:
-        super().__init__(Ledger(), NullRecordLog())
+        super().__init__(Ledger(), RecordLog())
         self._step_s = step_s
 
     async def record_step(self, step: TrainedStep) -> None:
