@@ -2,13 +2,15 @@
 
 import dataclasses
 import itertools
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from streamrl.data.reading.reasoning_gym_table import REASONING_GYM, ReasoningGymTasks
+from omegaconf import MISSING
+
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import (
     at_least,
@@ -21,9 +23,67 @@ from streamrl.user_code.python_module import split_reference
 
 MODEL_TEMPLATE, PLAIN_TEMPLATE = "model", "plain"
 """Template names that are not files: the model's chat template, and joining by newlines."""
+REASONING_GYM = "reasoning_gym"
+"""Kind of data, extra, module, and key of `extra_info` under which a row names its task."""
+COMPOSITE = "composite"
+"""Dataset of reasoning-gym that mixes others by weight."""
 FILE_KIND = "file"
 DATA_KINDS = (FILE_KIND, REASONING_GYM)
 _LONG_PROMPT_ACTIONS = ("error", "skip", "truncate")
+
+
+@dataclass(frozen=True)
+class ReasoningGymTasks:
+    """Tasks of a dataset of reasoning-gym. Task i is made from seed + i alone.
+
+    dataset: name of the dataset, such as chain_sum.
+    size: number of tasks.
+    seed: seed of the first task. The tasks of two seeds overlap unless they are `size` apart.
+    options: settings of the dataset. Those of `composite` are `datasets`, a list of mappings with
+        name, weight and config.
+    system: system message before each task; empty: none.
+    environment: environment of the tasks, in a run with several.
+    """
+
+    dataset: str = MISSING
+    size: int = MISSING
+    seed: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+    system: str = ""
+    environment: str = ""
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ConfigError(f"size={self.size}: must be 1 or more")
+        if self.seed < 0:
+            raise ConfigError(f"seed={self.seed}: must be 0 or more")
+        for name in ("seed", "size"):
+            if name in self.options:
+                raise ConfigError(f"options.{name}: give {name} beside dataset, not as an option")
+        if self.dataset == COMPOSITE:
+            for member in self.options.get("datasets") or [None]:
+                if not isinstance(member, dict) or {*member} != {"name", "weight", "config"}:
+                    raise ConfigError(
+                        "options.datasets: must be a list of mappings with name, weight and config"
+                    )
+
+    @property
+    def seed_ranges(self) -> list[tuple[str, range]]:
+        """Seeds of all tasks by dataset; a member of a composite has seeds of its own."""
+        if self.dataset != COMPOSITE:
+            return [(self.dataset, range(self.seed, self.seed + self.size))]
+        members = enumerate(self.options["datasets"], start=self.seed + 1)
+        firsts = [(member["name"], member["config"].get("seed", seed)) for seed, member in members]
+        return [(name, range(first, first + self.size)) for name, first in firsts]
+
+    def to_text(self) -> str:
+        """Return all that a task depends on besides its index, as JSON; see `from_text`."""
+        facts = (self.dataset, self.size, self.seed, self.options)
+        return json.dumps(facts)
+
+    @classmethod
+    def from_text(cls, text: str) -> "ReasoningGymTasks":
+        return cls(*json.loads(text))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from streamrl.data.reading.reasoning_gym_table import REASONING_GYM
+from streamrl.data.config import REASONING_GYM
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import read_settings, suggest_nearest
 from streamrl.rewards.interface.config import RewardConfig

@@ -19,13 +19,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import xxhash
 from numpy.typing import NDArray
 
+from streamrl.data.reading.rows import IndexedRecords, format_error, wrap_data_errors
 from streamrl.errors import ConfigError, DataError
 from streamrl.files.atomic_write import sync_and_rename
 from streamrl.files.bounded_read import (
@@ -37,12 +41,6 @@ from streamrl.files.bounded_read import (
     read_small_json,
 )
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-IndexedRecords = list[tuple[str, int, Any]]
-"""(location, index from 0, record) of rows; an unreadable record is its ConfigError."""
 JSONL_EXTENSIONS = (".jsonl", ".ndjson")
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 TEXT_EXTENSIONS = (*JSONL_EXTENSIONS, ".json", *DELIMITERS)
@@ -58,26 +56,9 @@ _SPLIT_PATTERN = re.compile(
 """Names of parquet shards that contain their split, such as train-00000-of-00004."""
 
 
-def format_error(error: BaseException) -> str:
-    """Format the message of an exception on one line, or its type without a message."""
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-@contextmanager
-def wrap_data_errors(path: str) -> Iterator[None]:
-    """Convert any error of reading rows during a run to DataError with the path."""
-    try:
-        yield
-    except DataError:
-        raise
-    except Exception as error:
-        raise DataError(f"{path}: can no longer be read: {format_error(error)}") from error
-
-
 @contextmanager
 def _wrap_open_errors(path: str) -> Iterator[None]:
     """Convert errors of opening or unpacking a data file to ConfigError with the path."""
-    import pyarrow as pa
 
     try:
         yield
@@ -315,7 +296,6 @@ class ColumnTable:
 
     def get_prompt_sizes(self, prompt_key: str) -> NDArray[np.int64] | None:
         """Return the bytes of each row's prompt, or None if the columns do not show them."""
-        import pyarrow as pa
 
         try:
             sizes = [_compute_text_sizes(table[prompt_key]) for table in self._load_tables()]
@@ -323,8 +303,7 @@ class ColumnTable:
             return None
         return np.concatenate(sizes)
 
-    def _load_tables(self) -> "list[pa.Table]":
-        import pyarrow as pa
+    def _load_tables(self) -> list[pa.Table]:
 
         if not self._tables:
             self._tables = [
@@ -339,7 +318,7 @@ class ColumnTable:
 IndexedTable = TextTable | ColumnTable
 
 
-def _to_records(rows: "pa.Table", locations: Sequence[str]) -> list[Any]:
+def _to_records(rows: pa.Table, locations: Sequence[str]) -> list[Any]:
     """Convert Arrow rows to Python values; an unconvertible row becomes its ConfigError."""
     try:
         records: list[Any] = rows.to_pylist(maps_as_pydicts="strict")
@@ -359,12 +338,11 @@ def _to_records(rows: "pa.Table", locations: Sequence[str]) -> list[Any]:
     return records
 
 
-def _compute_text_sizes(column: "pa.ChunkedArray") -> NDArray[np.int64]:
+def _compute_text_sizes(column: pa.ChunkedArray) -> NDArray[np.int64]:
     """Return the bytes of each row's prompt: of its text, or of the contents of its chat messages.
 
     Raises ArrowException for a column of other types.
     """
-    import pyarrow.compute as pc
 
     if column.type.num_fields == 0:
         return np.asarray(pc.fill_null(pc.binary_length(column), 0)).astype(np.int64)
@@ -456,8 +434,6 @@ def _parse_split(name: str) -> str:
 
 
 def _unpack_parquet(path: str, out: BinaryIO) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
 
     # A buffer makes pyarrow read column chunks piecewise instead of whole row groups.
     with (
@@ -470,7 +446,7 @@ def _unpack_parquet(path: str, out: BinaryIO) -> None:
                 writer.write_batch(batch)
 
 
-def _choose_batch_size(file: "pq.ParquetFile") -> int:
+def _choose_batch_size(file: pq.ParquetFile) -> int:
     """Estimate from the first rows of a parquet file how many rows take a few MiB."""
     for head in file.iter_batches(batch_size=16):
         return max(1, min(_BATCH_ROWS, _CHUNK_BYTES * head.num_rows // max(1, head.nbytes)))

@@ -12,17 +12,38 @@ are removed in all formats, so a row reads the same from each.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, DataError
 from streamrl.files.bounded_read import check_depth, parse_json
 
 JSON_COLUMNS = ("reward_model", "extra_info", "tools", "chat_template_kwargs")
 """Object columns that may be JSON text; a parquet column has a single type for all rows."""
 _CHAT_PATTERN = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 """Start of a list of chat messages, in JSON or as Python's repr."""
+
+
+IndexedRecords = list[tuple[str, int, Any]]
+"""(location, index from 0, record) of rows; an unreadable record is its ConfigError."""
+
+
+def format_error(error: BaseException) -> str:
+    """Format the message of an exception on one line, or its type without a message."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+@contextmanager
+def wrap_data_errors(path: str) -> Iterator[None]:
+    """Convert any error of reading rows during a run to DataError with the path."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{path}: can no longer be read: {format_error(error)}") from error
 
 
 @dataclass(frozen=True)

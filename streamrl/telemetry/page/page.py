@@ -78,8 +78,8 @@ class RunPage:
     ) -> dict[str, Any]:
         """Return the data of the page as JSON types.
 
-        with_rollouts: with the rollouts of as many steps as MAX_ROLLOUT_BYTES hold, spread over the
-        run. follow_every_s: time between two requests of a served page, s; 0: it does not follow.
+        with_rollouts: with the rollouts of as many of the latest steps as MAX_ROLLOUT_BYTES hold.
+        follow_every_s: time between two requests of a served page, s; 0: it does not follow.
         Raises ConfigError for a damaged file.
         """
         records = [reader.read(name) for name, reader in self._readers.items()]
@@ -95,7 +95,9 @@ class RunPage:
         rollouts = collect_rollouts(run.run_dir, steps) if with_rollouts else {}
         left_out = len(steps) - len(rollouts) if with_rollouts else 0
         note = (
-            f"Of {len(steps)} recorded steps, {len(rollouts)} are in this file." if left_out else ""
+            f"Of {len(steps)} recorded steps, the last {len(rollouts)} are in this file."
+            if left_out
+            else ""
         )
         return {
             "name": run.name,
@@ -153,23 +155,16 @@ def name_runs(run_dirs: Sequence[Path]) -> list[str]:
 
 
 def collect_rollouts(run_dir: Path, steps: Sequence[int]) -> dict[str, list[Any]]:
-    """Return the groups of recorded steps as JSON types, by step, up to MAX_ROLLOUT_BYTES.
-
-    If they are too large, every n-th step is taken; the last step always.
-    """
-
-    def read_groups(step: int) -> list[Any]:
-        groups: list[Any] = groups_to_json(read_recorded_groups(run_dir, step))["groups"]
-        return groups
-
-    # The other steps are about as large as the last one.
-    size = len(json.dumps(read_groups(steps[-1]))) if steps else 0
-    stride = max(1, math.ceil(len(steps) * size / MAX_ROLLOUT_BYTES))
-    while True:
-        collected = {str(step): read_groups(step) for step in steps[::-stride]}
-        if len(collected) <= 1 or len(json.dumps(collected)) <= MAX_ROLLOUT_BYTES:
-            return dict(reversed(collected.items()))
-        stride *= 2
+    """Return the groups of the latest recorded steps as JSON types, up to MAX_ROLLOUT_BYTES."""
+    collected: dict[str, list[Any]] = {}
+    size = 0
+    for step in reversed(steps):
+        groups = groups_to_json(read_recorded_groups(run_dir, step))["groups"]
+        size += len(json.dumps({str(step): groups}))
+        if collected and size > MAX_ROLLOUT_BYTES:
+            break
+        collected[str(step)] = groups
+    return dict(reversed(collected.items()))
 
 
 def describe_state(run: RunRecord) -> str:
