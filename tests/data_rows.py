@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from streamrl.data.config import DataFile
 from streamrl.data.prompt_file import load_data_rows
-from streamrl.data.reading.rows import DataRow
+from streamrl.data.rows import DataRow
 
 
 def load_rows(

@@ -20,8 +20,8 @@ from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.arguments.config_args import read_config
 from streamrl.config.run_config import RunConfig, build_config
 from streamrl.data.config import DataFile
+from streamrl.data.indexed_table import iter_json_lines, parse_json_row
 from streamrl.data.prompt_file import load_data_rows, make_prompt
-from streamrl.data.reading.indexed_table import iter_json_lines, parse_json_row
 from streamrl.errors import ConfigError, RewardError
 from streamrl.files.bounded_read import open_regular_file
 from streamrl.messages import Prompt, parse_uid

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from streamrl.data.config import MODEL_TEMPLATE, PLAIN_TEMPLATE
 from streamrl.data.guarded_text import CODE, TemplateEncoder, get_template_encoder
-from streamrl.data.reading.rows import DataRow
+from streamrl.data.rows import DataRow
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_small_text
 from streamrl.files.hf_config import (

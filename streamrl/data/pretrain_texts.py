@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from streamrl.data.indexed_table import open_table
 from streamrl.data.prompt_file import iterate_records
-from streamrl.data.reading.indexed_table import open_table
 from streamrl.errors import ConfigError
 
 TEXT_COLUMN = "text"

@@ -24,9 +24,9 @@ from streamrl.data.chat_template import (
     render_prompts,
 )
 from streamrl.data.config import MODEL_TEMPLATE, PLAIN_TEMPLATE, DataFile
-from streamrl.data.reading.indexed_table import IndexedTable, open_table
-from streamrl.data.reading.reasoning_gym_table import ReasoningGymTable
-from streamrl.data.reading.rows import BadRow, DataRow, parse_record
+from streamrl.data.indexed_table import IndexedTable, open_table
+from streamrl.data.reasoning_gym_table import ReasoningGymTable
+from streamrl.data.rows import BadRow, DataRow, parse_record
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import MAX_LINE_BYTES, open_regular_file
 from streamrl.files.hf_config import is_trusted, make_trusted_env

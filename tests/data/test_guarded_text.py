@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from streamrl.data.chat_template import ChatTemplate, Conversation, render_prompts, render_text
 from streamrl.data.guarded_text import CODE
-from streamrl.data.reading.rows import DataRow
+from streamrl.data.rows import DataRow
 from streamrl.errors import ConfigError
 
 SPECIAL = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "[INST]")

@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 
+from streamrl.data import indexed_table as table
 from streamrl.data import training_files
 from streamrl.data.config import parse_data_files
 from streamrl.data.prompt_file import PromptFile, PromptLimits
 from streamrl.data.prompt_stream import PromptStream
-from streamrl.data.reading import indexed_table as table
 from streamrl.data.training_files import TrainingFiles, classify_training_files
 from streamrl.errors import ConfigError, DataError
 from streamrl.messages import parse_uid

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from streamrl.data.config import REASONING_GYM, ReasoningGymTasks
-from streamrl.data.reading.reasoning_gym_table import CACHED_DATASETS, create_dataset
+from streamrl.data.reasoning_gym_table import CACHED_DATASETS, create_dataset
 from streamrl.errors import ConfigError, RewardError
 from streamrl.files.optional_package import import_optional
 from streamrl.messages import Prompt

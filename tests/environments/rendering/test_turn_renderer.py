@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 from streamrl.data.chat_template import ChatTemplate, load_chat_template, render_prompts
 from streamrl.data.config import DataConfig
 from streamrl.data.guarded_text import CODE
-from streamrl.data.reading.rows import DataRow
+from streamrl.data.rows import DataRow
 from streamrl.environments.episodes.start_driver import load_turn_renderer
 from streamrl.environments.rendering.bridge_text import decode
 from streamrl.environments.rendering.turn_renderer import TurnRenderer

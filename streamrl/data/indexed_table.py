@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 import xxhash
 from numpy.typing import NDArray
 
-from streamrl.data.reading.rows import IndexedRecords, format_error, wrap_data_errors
+from streamrl.data.rows import IndexedRecords, format_error, wrap_data_errors
 from streamrl.errors import ConfigError, DataError
 from streamrl.files.atomic_write import sync_and_rename
 from streamrl.files.bounded_read import (

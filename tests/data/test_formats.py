@@ -14,7 +14,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 from datasets.table import InMemoryTable
 
-from streamrl.data.reading import indexed_table
+from streamrl.data import indexed_table
 from streamrl.errors import ConfigError
 from tests.data_rows import load_rows
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamrl.data.config import COMPOSITE, REASONING_GYM, ReasoningGymTasks
-from streamrl.data.reading.rows import IndexedRecords, format_error, wrap_data_errors
+from streamrl.data.rows import IndexedRecords, format_error, wrap_data_errors
 from streamrl.errors import ConfigError
 from streamrl.files.optional_package import import_optional
 from streamrl.files.typed_settings import suggest_nearest

@@ -7,12 +7,11 @@ import sys
 
 import pytest
 
-from streamrl.data import training_files
+from streamrl.data import reasoning_gym_table, training_files
 from streamrl.data.config import DataConfig, ReasoningGymTasks
 from streamrl.data.prompt_file import PromptFile, PromptLimits, load_data_rows, load_prompts
 from streamrl.data.prompt_stream import PromptStream
-from streamrl.data.reading import reasoning_gym_table
-from streamrl.data.reading.reasoning_gym_table import (
+from streamrl.data.reasoning_gym_table import (
     ReasoningGymTable,
     create_dataset,
     make_task,

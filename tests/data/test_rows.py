@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from streamrl.data.reading.indexed_table import open_table
+from streamrl.data.indexed_table import open_table
 from streamrl.errors import ConfigError
 from tests.data_rows import load_rows
 

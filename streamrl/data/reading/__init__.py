@@ -1,1 +1,0 @@
-"""Readers of data files: formats, random access, normalization of rows."""
