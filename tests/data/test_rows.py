@@ -125,7 +125,7 @@ def test_blank_lines_and_a_bom_are_skipped_but_counted(tmp_path):
         ),
         ("[1]", "line 2: must be a JSON object, got list"),
         ("null", "line 2: must be a JSON object, got null or missing"),
-        ('{"question": "x", "answer": 1}', "no column 'prompt' (data.prompt_key); the columns are"),
+        ('{"question": "x", "answer": 1}', "no column 'prompt' (prompt_key); the columns are"),
         ("{}", "the columns are: none"),
         ('{"prompt": null}', "prompt must be text or a list of chat messages, got null or missing"),
         ('{"prompt": []}', "got an empty list"),
