@@ -81,7 +81,8 @@ class ActorContext:
         All of them share one device lease and one event that requests the actor to leave the run.
         suspendable: work that the actor suspends when another phase needs the shared pool.
         """
-        lease = self._make_lease(calls[0].role, process, suspendable)
+        arbiter, role = RemoteArbiter(self.coordinator), calls[0].role
+        lease = make_lease(self.config, arbiter, process, role, suspendable=suspendable)
         spans = SpanRecorder(process)
         leave_requested = asyncio.Event()
         # Oversampling leaves surplus groups at the end of a step; stages may abandon them early.
@@ -93,12 +94,6 @@ class ActorContext:
             StageContext(call.stage, queue, lease, spans, leave_requested)
             for call, queue in zip(calls, queues, strict=True)
         ]
-
-    def _make_lease(
-        self, role: str, process: str, suspendable: SuspendableWork | None
-    ) -> DeviceLease:
-        arbiter = RemoteArbiter(self.coordinator)
-        return make_lease(self.config, arbiter, process, role, suspendable=suspendable)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Hybrid actor: a trainer rank and a generator rank in one process."""
 
 from operator import methodcaller
+from types import SimpleNamespace
 from typing import Any
 
 from streamrl.actors.generator import FollowerRankActor, GeneratorActor
@@ -37,20 +38,14 @@ class HybridActorHandle:
         self.actor = actor
         self._role = role
 
-    def __getattr__(self, method: str) -> "HybridMethodHandle":
+    def __getattr__(self, method: str) -> SimpleNamespace:
         if method.startswith("_"):
             raise AttributeError(method)
-        return HybridMethodHandle(self.actor, self._role, method)
+
+        def call(*arguments: Any) -> Any:
+            return self.actor.call_role.remote(self._role, method, arguments)
+
+        return SimpleNamespace(remote=call)
 
     def __reduce__(self) -> Any:
         return HybridActorHandle, (self.actor, self._role)
-
-
-class HybridMethodHandle:
-    """Method of an actor in a HybridActor; `remote` calls the method, as for a Ray actor."""
-
-    def __init__(self, actor: Any, role: str, method: str) -> None:
-        self._actor, self._role, self._method = actor, role, method
-
-    def remote(self, *arguments: Any) -> Any:
-        return self._actor.call_role.remote(self._role, self._method, arguments)

@@ -51,9 +51,10 @@ def test_commands_of_all_kinds_of_pages_are_checked_and_run():
     assert {command.words[1] for command in RUN} == set(SECONDS)
 
 
-@pytest.fixture
-def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the files that pages name, and the repository's."""
+    tmp_path = tmp_path_factory.mktemp("workspace")
     make_builds([ROOT / "configs" / "grpo_arithmetic.yaml"])
     for name in ("configs", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -70,8 +71,13 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     config = recipe(tmp_path)
     write_run(tmp_path / "runs" / "mine", config, play(config))
     (tmp_path / "runs" / "demo").symlink_to("mine")
-    monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def workspace(files: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(files)
+    return files
 
 
 @pytest.mark.usefixtures("workspace")

@@ -7,7 +7,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import methodcaller
 from pathlib import Path
@@ -17,7 +17,6 @@ from streamrl.actors.actor_context import TRAINER_PHASE, ActorContext, make_arbi
 from streamrl.actors.coordination.driver_events import (
     DriverEvents,
     DriverReport,
-    EventReport,
     OutageReporter,
     StepReport,
 )
@@ -125,7 +124,7 @@ class CoordinatorActor(PingableActor):
         self._arbiter = make_arbiter(config, self._progress_clock)
         self._lease = make_lease(config, self._arbiter, TRAINER_PHASE, TRAINER_PHASE)
         self._publisher_node = start.publisher_node
-        self._driver_events.post_report(EventReport("note", {"text": context.transport.reason}))
+        self._driver_events.post_event("note", text=context.transport.reason)
         self._trainers = {
             role.role: TrainerGroup(role, config) for role in roles if role.kind is CallKind.TRAIN
         }
@@ -144,7 +143,7 @@ class CoordinatorActor(PingableActor):
         if run_log.steps_to_replay:
             replayed = f"{min(run_log.steps_to_replay)} to {max(run_log.steps_to_replay)}"
             text = f"steps {replayed} came after the checkpoint; they are replayed as they were"
-            self._driver_events.post_report(EventReport("note", {"text": text}))
+            self._driver_events.post_event("note", text=text)
         await self._run_state.reconcile_queue(self._queue)
         await self._run_state.publisher.begin_publish(version, first=True)
         await self._run_state.publisher.wait_until_published()
@@ -194,12 +193,8 @@ class CoordinatorActor(PingableActor):
             should_readmit_failed=config.queue.on_failed_group == "readmit",
             max_filtered=config.filter.max_filter_rounds * per_step,
             max_dropped=config.queue.max_drop_rounds * per_step,
-            on_group_finished=lambda uid, outcome: self._post_reports(
-                make_drop_reports(uid, outcome)
-            ),
-            on_stall=lambda overdue, waits: self._post_reports(
-                make_stall_reports(overdue, pipeline.on_stall, waits)
-            ),
+            on_group_finished=self._post_finished,
+            on_stall=self._post_stall,
             describe_waits=lambda: describe_waits(self._role_actors[GENERATE_CALL.role]),
             find_outages=lambda: find_outages([*self._role_actors.values()]),
             on_outages=OutageReporter(self._driver_events).report_outages,
@@ -226,8 +221,8 @@ class CoordinatorActor(PingableActor):
 
     def _post_fault(self, kind: str, actor: str, fault: WeightFault) -> None:
         """Report a failed publish or load of weights to the driver as an event."""
-        fields: dict[str, str | int] = {"actor": actor, "version": fault.version}
-        self._driver_events.post_report(EventReport(kind, {**fields, "reason": fault.reason}))
+        version, reason = fault.version, fault.reason
+        self._driver_events.post_event(kind, actor=actor, version=version, reason=reason)
 
     def _should_publish(self, role: str, version: int) -> bool:
         """Return whether a role's version must be published to its followers.
@@ -262,7 +257,7 @@ class CoordinatorActor(PingableActor):
                 "stopped in the middle of a training step; no checkpoint was written: a resume"
                 f" continues from {self._last_checkpoint_name}"
             )
-            self._driver_events.post_report(EventReport("note", {"text": text}))
+            self._driver_events.post_event("note", text=text)
         elif interrupted or config.checkpoint.at_end:
             await self._save_checkpoint()
         uids = (await self._queue.get_stats()).uids
@@ -333,7 +328,10 @@ class CoordinatorActor(PingableActor):
         sync_stats = {role: registry.drain_stats() for role, registry in registries.items()}
         weights = compute_weight_metrics(sync_stats.pop(POLICY), list(sync_stats.values()))
         row = {**weights, "weights/version": admission.version, **waits_s}
-        row |= post_skipped_rows(self._prompts, self._driver_events)
+        skipped = self._prompts.take_skipped()
+        for problem in skipped.problems:
+            self._driver_events.post_event("bad_row", reason=problem)
+        row |= skipped.metrics
         self._step_reporter.add_step(StepSnapshot(outcome, row, evaluation))
         if outcome.is_repeated and not self._run_state.run_log.steps_to_replay:
             await self._wait_until_reported()
@@ -342,9 +340,32 @@ class CoordinatorActor(PingableActor):
             await self._save_checkpoint(goes_on=True)
             self._waits_s[CHECKPOINT_TIME] = time.monotonic() - started_s
 
-    def _post_reports(self, reports: Iterable[DriverReport]) -> None:
-        for report in reports:
-            self._driver_events.post_report(report)
+    def _post_finished(self, uid: str, outcome: GroupOutcome) -> None:
+        """Report a dropped group, but no filtered or surplus one."""
+        if not outcome.filtered and outcome.cause != SURPLUS_CAUSE:
+            cause, reason = outcome.cause, outcome.reason
+            self._driver_events.post_event("drop", uid=uid, cause=cause, reason=reason)
+
+    def _post_stall(self, overdue: Sequence[OverdueLease], waits: str) -> None:
+        """Report a stall per stage and actor that holds overdue leases.
+
+        waits: what open episodes wait for, for the events of their stage; "" if for nothing.
+        """
+        by_holder: dict[tuple[str, str], list[OverdueLease]] = {}
+        for lease in overdue:
+            by_holder.setdefault((lease.stage, lease.holder), []).append(lease)
+        for (stage, holder), leases in by_holder.items():
+            waiting = {"waits": waits} if waits and stage == GENERATE_CALL.stage else {}
+            self._driver_events.post_event(
+                "stall",
+                stage=stage,
+                holder=holder,
+                groups=len(leases),
+                age_s=round(max(lease.age_s for lease in leases), 1),
+                uids=" ".join(lease.uid for lease in leases[:8]),
+                action=self._config.pipeline.on_stall,
+                **waiting,
+            )
 
     async def _evaluate_if_due(self) -> dict[str, float]:
         """Score the evaluation prompts with the current weights; return the metrics.
@@ -372,9 +393,13 @@ class CoordinatorActor(PingableActor):
         if not lacks_scores(row):
             self._persistence.last_evaluation = (version, result.mean_at_k)
         if result.unscored_reason:
-            fields: dict[str, str | int] = {"version": version, "prompts": result.num_unscored}
-            fields |= {"samples": result.num_unscored_samples, "reason": result.unscored_reason}
-            self._driver_events.post_report(EventReport("unscored", fields))
+            self._driver_events.post_event(
+                "unscored",
+                version=version,
+                prompts=result.num_unscored,
+                samples=result.num_unscored_samples,
+                reason=result.unscored_reason,
+            )
         return row
 
     @property
@@ -406,12 +431,11 @@ class CoordinatorActor(PingableActor):
                 f"{error}; kept: {self._last_checkpoint_name}; the run goes on"
                 " and tries again later"
             )
-            self._post_reports([EventReport("no_space", {"version": version, "text": text})])
+            self._driver_events.post_event("no_space", version=version, text=text)
             return
         if path is not None:
             self._checkpoint, self._saved_version = str(path), version
-            event = EventReport("checkpoint", {"version": version, "path": self._checkpoint})
-            self._driver_events.post_report(event)
+            self._driver_events.post_event("checkpoint", version=version, path=self._checkpoint)
 
     async def _save_after_failure(self) -> None:
         """Save the last version of a failed run if possible; deliver all reports to the driver."""
@@ -423,11 +447,8 @@ class CoordinatorActor(PingableActor):
                 await self._save_checkpoint()
             await self._wait_until_reported()
         except StreamError as error:
-            self._driver_events.post_report(
-                EventReport(
-                    "note", {"text": f"no checkpoint of the last version was written: {error}"}
-                )
-            )
+            text = f"no checkpoint of the last version was written: {error}"
+            self._driver_events.post_event("note", text=text)
 
     async def _wait_until_reported(self) -> None:
         """Wait until the driver has the metrics row of every step.
@@ -489,43 +510,3 @@ class CoordinatorActor(PingableActor):
         """Call a method of the device arbiter by name, for a RemoteArbiter."""
         result = methodcaller(method, *arguments)(self._arbiter)
         return await result if asyncio.iscoroutine(result) else result
-
-
-def post_skipped_rows(prompts: PromptStream, events: DriverEvents) -> Mapping[str, int]:
-    """Report invalid data rows to the driver, an event per row skipped since the last call.
-
-    Returns the counts of skipped rows as metrics.
-    """
-    skipped = prompts.take_skipped()
-    for problem in skipped.problems:
-        events.post_report(EventReport("bad_row", {"reason": problem}))
-    return skipped.metrics
-
-
-def make_drop_reports(uid: str, outcome: GroupOutcome) -> list[EventReport]:
-    """Return the event that reports a dropped group; [] for a filtered or surplus group."""
-    if outcome.filtered or outcome.cause == SURPLUS_CAUSE:
-        return []
-    return [EventReport("drop", {"uid": uid, "cause": outcome.cause, "reason": outcome.reason})]
-
-
-def make_stall_reports(
-    overdue: Sequence[OverdueLease], action: str, waits: str
-) -> list[EventReport]:
-    """Return a stall event per stage and actor that holds overdue leases.
-
-    action: reaction of the run to a stall (pipeline.on_stall), as text for the event.
-    waits: what open episodes wait for, for the events of their stage; "" if for nothing.
-    """
-    by_holder: dict[tuple[str, str], list[OverdueLease]] = {}
-    for lease in overdue:
-        by_holder.setdefault((lease.stage, lease.holder), []).append(lease)
-    reports = []
-    for (stage, holder), leases in by_holder.items():
-        fields: dict[str, str | int | float] = {"stage": stage, "holder": holder}
-        fields |= {"groups": len(leases), "age_s": round(max(lease.age_s for lease in leases), 1)}
-        fields |= {"uids": " ".join(lease.uid for lease in leases[:8]), "action": action}
-        if waits and stage == GENERATE_CALL.stage:
-            fields["waits"] = waits
-        reports.append(EventReport("stall", fields))
-    return reports

@@ -63,6 +63,9 @@ class DriverEvents:
         self._reports.append(report)
         self._new_report.set()
 
+    def post_event(self, name: str, **fields: str | int | float | bool) -> None:
+        self.post_report(EventReport(name, fields))
+
     @contextmanager
     def report_status(self, status: WorkStatus) -> Iterator[None]:
         """Report the work of the block, which may advance its count, once it takes long."""
@@ -121,7 +124,7 @@ class OutageReporter:
     """Reports the outages of services: an event at their begin and end, a status meanwhile."""
 
     def __init__(self, events: DriverEvents) -> None:
-        self._post_report = events.post_report
+        self._events = events
         self._texts: dict[str, str] = {}
 
     def report_outages(self, outages: Sequence[Outage]) -> None:
@@ -136,7 +139,7 @@ class OutageReporter:
             ("outage_ended", texts, self._texts),
         ):
             for service in new.keys() - old.keys():
-                self._post_report(EventReport(name, {"text": new[service]}))
+                self._events.post_event(name, text=new[service])
         if texts or self._texts:
-            self._post_report(WorkStatus("; ".join(texts.values())))
+            self._events.post_report(WorkStatus("; ".join(texts.values())))
         self._texts = texts

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 
 import torch
+from pydantic import ValidationError
 
 from streamrl.distributed.devices import has_local_gpu
 from streamrl.engines.generation.generation_engine import GenerationEngine
@@ -77,8 +78,6 @@ async def _try_model(spec: EngineSpec) -> None:
 
 
 def _describe_error(error: Exception) -> str:
-    from pydantic import ValidationError
-
     text = str(error) or type(error).__name__
     if isinstance(error, ValidationError):
         text = "; ".join(item["msg"] for item in error.errors())
