@@ -245,10 +245,18 @@ def check_startup(figures: Figures) -> None:
     assert is_measured(figures["plain_start_s"], figures["plain_start_processor_s"])
 
 
-QUICK = (check_control, check_resharding, check_simulator)
+QUICK = (check_resharding, check_simulator)
 RAY_QUEUE = "ray_queue_batch"
 LONG = (
-    *(check_data, check_filtering, check_loading, check_memory, check_overlap, check_packing),
+    *(
+        check_control,
+        check_data,
+        check_filtering,
+        check_loading,
+        check_memory,
+        check_overlap,
+        check_packing,
+    ),
     *(check_planner, check_published, check_queue, check_nemo_fit, check_verl_fit, check_rewards),
     check_schedule,
 )

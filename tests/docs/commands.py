@@ -102,7 +102,7 @@ def check_streamrl(words: Sequence[str]) -> None:
         config, overrides = "".join(named), parsed.words[len(named) :]
     path = ROOT / str(config or "")
     try:
-        load_config(path if path.is_file() else RECIPE, overrides)
+        load_config(path if path.is_file() else RECIPE, overrides, skips_dry_run=True)
     except ValueError as error:
         raise CommandError(f"streamrl {' '.join(words)}: {error}") from None
 
