@@ -248,17 +248,9 @@ def check_startup(figures: Figures) -> None:
 QUICK = (check_resharding, check_simulator)
 RAY_QUEUE = "ray_queue_batch"
 LONG = (
-    *(
-        check_control,
-        check_data,
-        check_filtering,
-        check_loading,
-        check_memory,
-        check_overlap,
-        check_packing,
-    ),
-    *(check_planner, check_published, check_queue, check_nemo_fit, check_verl_fit, check_rewards),
-    check_schedule,
+    *(check_control, check_data, check_filtering, check_loading, check_memory, check_nemo_fit),
+    *(check_overlap, check_packing, check_planner, check_published, check_queue, check_rewards),
+    *(check_schedule, check_verl_fit),
 )
 """Benchmarks that take ten seconds or more."""
 MORE_OPTIONS = {
