@@ -1,6 +1,6 @@
 """Entries of the config list `environment.tools`: tools besides those of the user's class."""
 
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,7 +12,7 @@ TOOL_KINDS = (PYTHON, MCP)
 TOOLS_SECTION = "environment.tools"
 KEYS_BY_FORM = {
     "kind python": ("kind",),
-    "a command": ("kind", "command", "env", "share", "only"),
+    "a command": ("kind", "command", "env", "only"),
     "a url": ("kind", "url", "headers_env", "only"),
 }
 """Settings that an entry may have, by what it describes."""
@@ -27,8 +27,6 @@ class ToolConfig:
     command: for mcp, the command that starts a server which talks over stdin and stdout, as a list.
     env: for a command, names of the environment variables that the server inherits besides PATH,
         HOME, LANG, LOGNAME, SHELL, TERM and USER.
-    share: for a command, use the server of an ended episode for a later one. Otherwise each episode
-        has a server of its own.
     url: for mcp, the address of a server with streamable HTTP, instead of a command.
     headers_env: for a url, HTTP headers, each with the name of the environment variable that has
         its value.
@@ -38,7 +36,6 @@ class ToolConfig:
     kind: str = ""
     command: list[str] = field(default_factory=list)
     env: list[str] = field(default_factory=list)
-    share: bool = False
     url: str = ""
     headers_env: dict[str, str] = field(default_factory=dict)
     only: list[str] = field(default_factory=list)
@@ -52,11 +49,12 @@ class ToolConfig:
             hint = suggest_nearest(self.kind, TOOL_KINDS, noun="kind")
             raise ConfigError(f"{TOOLS_SECTION}.kind={self.kind}: no such kind of tools; {hint}")
         form = "kind python" if self.kind == PYTHON else self._find_server_form()
-        for key in self._list_given_keys():
-            if key not in KEYS_BY_FORM[form]:
+        for spec in fields(self):
+            value = vars(self)[spec.name]
+            if spec.name not in KEYS_BY_FORM[form] and value not in (spec.default, [], {}):
                 allowed = ", ".join(KEYS_BY_FORM[form])
                 raise ConfigError(
-                    f"{TOOLS_SECTION}.{key}={vars(self)[key]}: has no effect with {form}, whose"
+                    f"{TOOLS_SECTION}.{spec.name}={value}: has no effect with {form}, whose"
                     f" settings are {allowed}"
                 )
         if self.url and not self.url.startswith(("http://", "https://")):
@@ -72,17 +70,6 @@ class ToolConfig:
                 " server, or url, the address of one"
             )
         return "a command" if self.command else "a url"
-
-    def _list_given_keys(self) -> list[str]:
-        """Return the settings that differ from their defaults."""
-        given = []
-        for spec in fields(self):
-            default = spec.default
-            if spec.default_factory is not MISSING:
-                default = spec.default_factory()
-            if vars(self)[spec.name] != default:
-                given.append(spec.name)
-        return given
 
     def make_command_absolute(self) -> None:
         """Make the parts of `command` that name files absolute, in place.

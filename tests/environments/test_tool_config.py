@@ -16,7 +16,7 @@ from streamrl.errors import ConfigError
         ({"kind": "mcp"}, "kind mcp has neither command nor url; give command"),
         ({"kind": "mcp", "command": ["a"], "url": "http://a"}, "has both command and url"),
         ({"kind": "mcp", "url": "a.org"}, "url=a.org: must begin with http:// or https://"),
-        ({"kind": "python", "share": True}, "share=True: has no effect with kind python, whose"),
+        ({"kind": "python", "only": ["a"]}, "only=.*: has no effect with kind python, whose"),
         (
             {"kind": "mcp", "url": "http://a", "env": ["A"]},
             "env=.*: has no effect with a url, whose settings are kind, url, headers_env",

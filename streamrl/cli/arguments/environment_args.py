@@ -11,8 +11,7 @@ from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.config.run_config import ConfigSections, load_sections
 from streamrl.data.config import DataFile
 from streamrl.data.prompt_file import check_row_environment, load_data_rows, make_prompt
-from streamrl.environments.config import EnvironmentConfig
-from streamrl.environments.environment_kinds import CLASS_KIND
+from streamrl.environments.config import CLASS_KIND, EnvironmentConfig
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import suggest_nearest
 from streamrl.messages import Array, Prompt, make_uid

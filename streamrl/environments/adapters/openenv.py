@@ -255,10 +255,9 @@ class OpenEnvEnvironment:
         """Return the action of a reply. Raises ValueError if it must be an object and is none."""
         if self._field:
             return {self._field: text}
-        start = text.find("{")
-        if start < 0:
+        if "{" not in text:
             raise ValueError("there is none")
-        action, _ = parse_json_at(text, start)
+        action, _ = parse_json_at(text, text.find("{"))
         check_encodable(action)
         return action  # type: ignore[no-any-return]
 

@@ -4,7 +4,7 @@ import asyncio
 import json
 import math
 import random
-from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -79,8 +79,6 @@ MAX_FRAGMENTS = 12
 NUMBER_RATE = 0.25
 """Share of random texts that are a number, as games of numbers expect."""
 LONG_TEXT_RATE, LONG_TEXT_REPEATS = 0.1, 500
-MAX_DEPTH = 3
-"""Depth below which random arguments are empty lists and objects."""
 
 
 async def stay_silent(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> PolicyReply:
@@ -115,11 +113,10 @@ def sample_call(tool: ToolSchema, rng: random.Random) -> tuple[str, Any]:
     In others the name is unknown, an argument is unknown, or the arguments are no JSON.
     """
     parameters = tool["function"].get("parameters") or {}
-    required, definitions = parameters.get("required", ()), parameters.get("$defs", {})
     arguments = {
-        name: sample_value(schema, rng, definitions)
+        name: sample_value(schema, rng)
         for name, schema in parameters.get("properties", {}).items()
-        if name in required or rng.random() < VALID_RATE
+        if name in parameters.get("required", ()) or rng.random() < VALID_RATE
     }
     name = get_tool_name(tool)
     if rng.random() < VALID_RATE:
@@ -129,33 +126,20 @@ def sample_call(tool: ToolSchema, rng: random.Random) -> tuple[str, Any]:
     )
 
 
-def sample_value(
-    schema: Any, rng: random.Random, definitions: Mapping[str, Any], depth: int = 0
-) -> Any:
+def sample_value(schema: Any, rng: random.Random) -> Any:
     """Return a random value of a JSON schema's type, or one of its enumerated values."""
-    schema = schema if isinstance(schema, Mapping) else {}
-    deeper = partial(sample_value, rng=rng, definitions=definitions, depth=depth + 1)
-    if branches := schema.get("anyOf"):
-        return deeper(rng.choice(branches))
-    if reference := schema.get("$ref"):
-        return deeper(definitions.get(reference.rpartition("/")[2]))
-    if "enum" in schema or "const" in schema:
-        return rng.choice(schema.get("enum") or [schema.get("const")])
-    kind = schema.get("type", "string")
-    kind = rng.choice(kind) if isinstance(kind, list) else kind
-    is_deep = depth >= MAX_DEPTH
-    if kind == "array":
-        return [deeper(schema.get("items")) for _ in range(0 if is_deep else rng.randrange(3))]
-    if kind == "object":
-        inner = {} if is_deep else schema.get("properties", {})
-        return {key: deeper(part) for key, part in inner.items()}
-    scalars = {
+    schema = rng.choice(schema["anyOf"]) if "anyOf" in schema else schema
+    if "enum" in schema:
+        return rng.choice(schema["enum"])
+    scalars: dict[str, Any] = {
         "integer": rng.choice((0, 1, -1, rng.randrange(100), 2**63)),
         "number": rng.choice((0.0, -1.5, rng.random(), 1e300)),
         "boolean": rng.random() < 1 / 2,
         "null": None,
+        "array": [],
+        "object": {},
     }
-    return scalars.get(kind, sample_text(rng))
+    return scalars.get(str(schema.get("type")), sample_text(rng))
 
 
 @dataclass
@@ -202,16 +186,13 @@ class EpisodeRecord:
         name = operation.value
         self.seconds[name] = max(seconds, self.seconds.get(name, 0.0))
 
-    def describe_failure(self) -> str:
-        """Return where the episode stopped, its error, and what to do about it."""
+    @property
+    def place(self) -> str:
+        """Where an episode stopped, in words."""
         if "reset" not in self.seconds:
-            place, advice = "at its reset", "a reset must succeed for every row"
-        elif self.steps and self.steps[-1].done:
-            place, advice = "at its score", "score must judge every episode"
-        else:
-            place = f"at turn {len(self.steps) + 1}"
-            advice = "answer a bad reply by an observation or a low reward"
-        return f"{describe_prompt(self.prompt)} {place}: {self.error}; {advice}"
+            return "at its reset"
+        is_over = bool(self.steps) and self.steps[-1].done
+        return "at its score" if is_over else f"at turn {len(self.steps) + 1}"
 
 
 def find_first_difference(first: EpisodeRecord, second: EpisodeRecord) -> str:
@@ -402,10 +383,12 @@ def describe_episodes(policy: str, records: Sequence[EpisodeRecord]) -> Finding:
     """Report a policy's episodes: turns, scores and ends, or the first failure."""
     failed = [record for record in records if record.error]
     if failed:
+        first = failed[0]
         return report_failure(
             policy,
-            f"{len(failed)} of {len(records)} episodes failed, {failed[0].describe_failure()}: a"
-            " run repeats such episodes, then drops their group",
+            f"{len(failed)} of {len(records)} episodes failed, {describe_prompt(first.prompt)}"
+            f" {first.place}: {first.error}; answer a bad reply by an observation or a low reward:"
+            " a run repeats such episodes, then drops their group",
         )
     turns = fmean(len(record.steps) for record in records)
     scores = [record.score for record in records if record.score is not None]

@@ -5,8 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from streamrl.environments.config import EnvironmentConfig, get_environment_section
-from streamrl.environments.environment_kinds import CALL_TOOL, CLASS_KIND, LIST_TOOLS
+from streamrl.environments.config import (
+    CALL_TOOL,
+    CLASS_KIND,
+    LIST_TOOLS,
+    EnvironmentConfig,
+    get_environment_section,
+)
 from streamrl.environments.hosts.call_runner import (
     CANCEL_TIMEOUT_S,
     HostCalls,

@@ -19,8 +19,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from streamrl.environments.config import SECTION, EnvironmentSpec
-from streamrl.environments.environment_kinds import ADAPTER_CLASSES, CLASS_KIND, OPTIONS_CHECK
+from streamrl.environments.config import (
+    ADAPTER_CLASSES,
+    CLASS_KIND,
+    OPTIONS_CHECK,
+    SECTION,
+    EnvironmentSpec,
+)
 from streamrl.environments.hosts.host_protocol import EnvironmentDescription, EnvironmentShape
 from streamrl.environments.tool_calls.tool_schema import make_tool_schema
 from streamrl.errors import ConfigError

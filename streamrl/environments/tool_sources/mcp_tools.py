@@ -273,11 +273,9 @@ def _format_blocks(result: "CallToolResult") -> Iterator[str]:
 
 
 class McpTools:
-    """Source of the tools of a server (ToolSource).
+    """Source of the tools of a server (ToolSource); each episode has a session of its own.
 
-    A process of a server serves one episode at a time. A session that no episode has used, or that
-    episodes share, is idle until the next episode takes it. Construction raises ConfigError without
-    the package `mcp`.
+    Construction raises ConfigError without the package `mcp`.
     """
 
     def __init__(self, config: ToolConfig) -> None:
@@ -292,7 +290,6 @@ class McpTools:
         logging.getLogger("mcp.client.stdio").setLevel(logging.CRITICAL)
         self.label = config.label
         self.config = config
-        self._idle: list[McpSession] = []
         # A Python server starts in about 2 s of one core: all at once, all would be late.
         self._starts = asyncio.Semaphore(len(os.sched_getaffinity(0)))
 
@@ -306,25 +303,14 @@ class McpTools:
         read_headers(self.config)
 
     async def list_tools(self, deadline: float) -> Sequence[ToolSchema]:
-        session = await self.take_session(deadline)
-        try:
-            tools = await self._list_in_time(session, deadline)
-            for tool in tools:
-                check_tool_schema(tool, place=self.label)
-            return self._select_tools(tools)
-        finally:
-            self._idle.append(session)
-
-    async def _list_in_time(self, session: McpSession, deadline: float) -> Sequence[ToolSchema]:
-        """List the tools of a session, which is closed if it fails. Raises EpisodeError."""
-        try:
-            async with asyncio.timeout_at(deadline):
-                return await session.list_tools()
-        except TimeoutError:
-            await session.close()
-            raise self._make_late_error() from None
-
-    def _select_tools(self, tools: Sequence[ToolSchema]) -> Sequence[ToolSchema]:
+        async with self._limit_time(deadline):
+            session = await self.start_session()
+            try:
+                tools = await session.list_tools()
+            finally:
+                await session.close()
+        for tool in tools:
+            check_tool_schema(tool, place=self.label)
         by_name = {get_tool_name(tool): tool for tool in tools}
         for name in self.config.only:
             if name not in by_name:
@@ -335,39 +321,23 @@ class McpTools:
         return [by_name[name] for name in self.config.only or by_name]
 
     async def open(self, deadline: float) -> "McpEpisode":
-        return McpEpisode(self, await self.take_session(deadline))
+        async with self._limit_time(deadline):
+            return McpEpisode(self, await self.start_session())
 
-    async def take_session(self, deadline: float) -> McpSession:
-        """Return an idle session that still answers, or start one until the deadline."""
-        while self._idle:
-            session = self._idle.pop()
-            try:
-                await self._list_in_time(session, deadline)
-            except EpisodeError:
-                continue
-            return session
+    @asynccontextmanager
+    async def _limit_time(self, deadline: float) -> AsyncIterator[None]:
+        """Raise EpisodeError if the server has not answered its first messages in time."""
         try:
             async with asyncio.timeout_at(deadline):
-                return await self.start_session()
+                yield
         except TimeoutError:
-            raise self._make_late_error() from None
-
-    def _make_late_error(self) -> EpisodeError:
-        """Build the error of a server that has not answered the first messages of a session."""
-        kind = EpisodeOutageError if self.config.url else EpisodeError
-        return kind(f"{self.label}: not ready in time")
+            kind = EpisodeOutageError if self.config.url else EpisodeError
+            raise kind(f"{self.label}: not ready in time") from None
 
     async def start_session(self) -> McpSession:
         """Start a server's process, if it has one, and a session. Raises EpisodeError."""
         async with self._starts:
             return await McpSession.start(self.config)
-
-    async def release(self, session: McpSession) -> None:
-        """Close the session of an ended episode, or keep it for the next one."""
-        if self.config.share and not session.was_given_up:
-            self._idle.append(session)
-        else:
-            await session.close()
 
 
 class McpEpisode:
@@ -415,6 +385,6 @@ class McpEpisode:
             (started,) = await asyncio.gather(self._starting, return_exceptions=True)
             self._session = started if isinstance(started, McpSession) else None
         if self._session is not None:
-            await self._source.release(self._session)
+            await self._session.close()
             self._session = None
         await self._closing.drain()

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from streamrl.environments.config import EnvironmentConfig
-from streamrl.environments.environment_kinds import ADAPTER_CLASSES
+from streamrl.environments.config import ADAPTER_CLASSES, EnvironmentConfig
 from streamrl.environments.hosts.host_pool import EnvironmentHostPool
 from streamrl.environments.hosts.user_class import load_user_class
 from streamrl.errors import ConfigError

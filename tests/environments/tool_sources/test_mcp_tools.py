@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -304,37 +303,17 @@ async def test_what_a_machine_lacks_is_a_config_error(monkeypatch):
         make_source()
 
 
-async def test_only_chooses_tools_of_a_server_by_name(open_episode):
+async def test_only_chooses_tools_of_a_server_by_name():
     source = make_source(only=["say", "count"])
     assert [get_tool_name(tool) for tool in await source.list_tools(in_time())] == ["say", "count"]
-    await open_episode(source)
     wrong = make_source(only=["sey"])
     with pytest.raises(ConfigError, match=r"only: sey: the server has no such tool; the nearest"):
         await wrong.list_tools(in_time())
-    await open_episode(wrong)
 
 
-async def test_the_same_name_twice_is_refused(open_episode):
+async def test_the_same_name_twice_is_refused():
     entries = [ToolConfig("mcp", command=RAW_SERVER, only=["say"]) for _ in range(2)]
     sources = tool_sources.ToolSources(entries, (), max_reply_chars=9)
     with pytest.raises(ConfigError, match=r"has a tool say, as has .*; rename one") as caught:
         await sources.list_tools(in_time())
     assert "\n" not in str(caught.value)
-    for source in sources._sources:
-        await open_episode(source)
-
-
-async def test_shared_servers_serve_one_episode_after_another(open_episode):
-    source = make_source(share=True)
-    first, second = await open_episode(source), await open_episode(source)
-    pids = [(await read(episode, "count")).split()[1] for episode in (first, second)]
-    assert pids[0] != pids[1]
-    await first.close()
-    third = await open_episode(source)
-    assert await read(third, "count") == f"2 {pids[0]}"
-    await third.close()
-    os.kill(int(pids[0]), 9)
-    # A server that has died while it was idle is replaced.
-    fourth = await open_episode(source)
-    assert (await read(fourth, "count")).split()[0] == "1"
-    source.config.share = False
