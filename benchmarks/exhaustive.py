@@ -17,8 +17,7 @@ from streamrl.dataflow import CallKind
 from streamrl.errors import ConfigError
 from streamrl.placement.meshes import Mesh, iter_meshes
 from streamrl.placement.placements import CallAssignment, Placement
-from streamrl.planner.search.hybridflow_mapping import BOUND_SLACK
-from streamrl.planner.search.hybridflow_parallel import ParallelismChoices
+from streamrl.planner.search.hybridflow import BOUND_SLACK, ParallelismChoices
 from streamrl.planner.steady_state.jobs import CallGraph
 
 MAX_DEVICES = 8

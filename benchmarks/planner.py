@@ -41,7 +41,7 @@ from streamrl.placement.clusters import Cluster
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import PlacementProblem
 from streamrl.planner.problem.workload import FixedLength, LognormalLengths, Workload
-from streamrl.planner.search.hybridflow_parallel import ParallelismChoices, allow_any_split
+from streamrl.planner.search.hybridflow import ParallelismChoices, allow_any_split
 from streamrl.planner.search.planner import DEFAULT_PROPOSALS, PlacementPlanner
 from streamrl.planner.steady_state.estimator import PlacementEstimator
 
@@ -172,7 +172,7 @@ def measure_plan(
         "model": placement_problem.models["policy"].name,
         "seconds": round(seconds, 2),
         "placements": sum(1 for _ in planner.estimator.iter_estimated()),
-        "step_s": {point.max_staleness: round(point.candidate.step_s, 2) for point in plan.front},
+        "step_s": {point.max_staleness: round(point.candidate.step_s, 2) for point in plan.points},
         "best": plan.best.label if plan.best else "nothing fits",
     }
 

@@ -24,8 +24,7 @@ from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import PlacementProblem
 from streamrl.planner.problem.workload import LognormalLengths, Workload
-from streamrl.planner.search.pareto import PlacementCandidate
-from streamrl.planner.search.planner import plan_placement
+from streamrl.planner.search.planner import PlacementCandidate, plan_placement
 from streamrl.planner.simulator.quick_run import run_quick_simulation
 from streamrl.planner.steady_state.estimator import (
     PlacementEstimator,
@@ -34,7 +33,6 @@ from streamrl.planner.steady_state.estimator import (
 )
 
 BOUNDS = (0, 1, 2, 4)
-RUNNERS_UP = 1
 PROPOSALS = 200
 COLUMNS = {
     "grpo": ("scores", "ref_logprobs"),
@@ -156,18 +154,15 @@ def measure_errors(case: PlannedRun, arguments: argparse.Namespace) -> Iterator[
 def plan_placements(
     case: PlannedRun, arguments: argparse.Namespace
 ) -> Iterator[tuple[str, Placement]]:
-    """Return the best placements of every kind and bound, and the runners-up."""
+    """Return the best placements of every kind and bound."""
     plan = plan_placement(
         case.problem,
         case.costs,
         max_staleness=arguments.bounds,
         seed=arguments.seed,
         proposals=arguments.proposals,
-        runners_up=RUNNERS_UP,
     )
-    front = [
-        candidate for point in plan.front for candidate in (point.candidate, *point.runners_up)
-    ]
+    front = [point.candidate for point in plan.points]
     every: dict[PlacementKey, PlacementCandidate] = {}
     for candidate in (*front, *plan.candidates):
         if candidate.step_s < float("inf"):

@@ -23,7 +23,7 @@ import pyte
 from playwright.sync_api import Browser, Page
 
 from benchmarks.browser import ROOT, open_browser, open_page
-from streamrl.planner.report.advice_report import BottleneckText
+from streamrl.planner.calibration.advice import BottleneckText
 from streamrl.telemetry.page.page import RunPage
 from streamrl.telemetry.page.run_record import RunReader
 

@@ -457,9 +457,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # planner, placement
     Mutant(
-        "planner/search/pareto.py",
-        "point.candidate.step_s < front_points[-1].candidate.step_s",
-        "point.candidate.step_s <= front_points[-1].candidate.step_s",
+        "planner/search/planner.py",
+        "if min_ahead <= placement.max_staleness <= bound and math.isfinite(seconds)",
+        "if min_ahead <= placement.max_staleness and math.isfinite(seconds)",
         "tests/planner/search/test_planner.py",
     ),
     Mutant(

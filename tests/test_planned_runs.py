@@ -33,16 +33,18 @@ from streamrl.placement.resource_demand import ClusterCapacity, choose_mode
 from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.workload import FixedLength
-from streamrl.planner.search.hybridflow_parallel import ParallelismChoices
-from streamrl.planner.search.partitions import iter_allocations, iter_set_partitions
+from streamrl.planner.search.hybridflow import (
+    ParallelismChoices,
+    iter_allocations,
+    iter_set_partitions,
+)
 from streamrl.planner.steady_state.estimator import PlacementEstimator
 from streamrl.planner.to_placement import (
-    RunnablePlacementCosts,
     apply_placement,
     build_run_placement,
     has_shared_generator_devices,
     list_zero_stages,
-    make_run_costs,
+    make_run_refusal,
     make_split_rules,
 )
 from streamrl.planner.to_planner_problem import (
@@ -178,10 +180,13 @@ def test_train_accepts_every_placement_that_a_plan_may_choose(name: str, bound: 
     config = load_config(Path(path), [*overrides, f"pipeline.max_staleness={bound}"])
     cluster = Cluster.from_text("4xH100")
     problem = build_planner_problem(config, cluster, PlannerRequest(5, lengths=FixedLength(12)))
-    costs = CostModel(problem, build_run_constants(config, CostConstants(), on_gpu=True))
+    costs = CostModel(
+        problem,
+        build_run_constants(config, CostConstants(), on_gpu=True),
+        refuse=make_run_refusal(config, problem),
+    )
     choices = ParallelismChoices(
-        PlacementEstimator(problem, make_run_costs(config, problem, costs)),
-        rules=make_split_rules(config, problem),
+        PlacementEstimator(problem, costs), rules=make_split_rules(config, problem)
     )
     prepared, checked = prepare_run(config), 0
     in_two = [sets for sets in iter_set_partitions(choices.roles) if len(sets) <= 2]
@@ -265,13 +270,10 @@ def test_planner_refuses_every_placement_that_train_refuses(
         build_planner_problem(config, cluster, PlannerRequest(5)),
         prepare_run(config),
     )
-    plain = CostModel(
-        problem, build_run_constants(config, CostConstants(), on_gpu=not cluster.is_cpu)
-    )
-    costs, rules = (
-        make_run_costs(config, problem, plain.approximate_costs),
-        make_split_rules(config, problem),
-    )
+    constants = build_run_constants(config, CostConstants(), on_gpu=not cluster.is_cpu)
+    plain, rules = CostModel(problem, constants), make_split_rules(config, problem)
+    refuse = make_run_refusal(config, problem)
+    costs = CostModel(problem, constants, refuse=refuse).approximate_costs
     every = ParallelismChoices(PlacementEstimator(problem, plain), rules=rules)
     calls = {role: config.dataflow.calls_by_role[role][0] for role in every.roles}
     # All combinations: a search would skip uneven splits.
@@ -373,7 +375,7 @@ def test_roles_sized_by_one_setting_have_equal_device_splits(inputs: Path):
     assert assignments is not None
     (small,) = (assignment for assignment in choices.list_options("critic", Mesh(0, 4))[:1])
     unlike = choices.make_placement({**assignments, "critic": small})
-    costs = RunnablePlacementCosts(CostModel(problem), config.dataflow)
+    costs = CostModel(problem, refuse=make_run_refusal(config, problem))
     assert "one setting sizes both critic and cost_critic" in costs.explain_infeasible(unlike)
     with pytest.raises(ConfigError, match="one setting sizes both critic and cost_critic"):
         apply_placement(config, unlike)

@@ -22,7 +22,7 @@ from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.planner.costs.call_cost import build_parallel_groups
 from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.costs.cost_model import ApproximateTraffic, CostModel
-from streamrl.planner.costs.device_memory import CallFootprint
+from streamrl.planner.costs.memory import CallFootprint
 from streamrl.planner.problem.problem import CallMemory, PlacementProblem
 from streamrl.planner.problem.stage_timings import StageTimings
 from streamrl.planner.problem.workload import FixedLength, Workload

@@ -21,9 +21,12 @@ from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import PlacementProblem
 from streamrl.planner.problem.workload import FixedLength, Workload
 from streamrl.planner.search.annealing import AnnealingSearch, SearchState
-from streamrl.planner.search.hybridflow_mapping import MappingSearch
-from streamrl.planner.search.hybridflow_parallel import ParallelismChoices, allow_any_split
-from streamrl.planner.search.partitions import group_roles_by_model
+from streamrl.planner.search.hybridflow import (
+    MappingSearch,
+    ParallelismChoices,
+    allow_any_split,
+    group_roles_by_model,
+)
 from streamrl.planner.steady_state.estimator import PlacementEstimator
 from streamrl.resharding.grids import RankGrid
 

@@ -23,18 +23,16 @@ from streamrl.cli.arguments.config_args import add_run_cluster_argument, read_ru
 from streamrl.cli.output.output_files import check_output_file, write_output_file
 from streamrl.dataflow import GENERATE_CALL, POLICY, CallKind
 from streamrl.placement.placements import Placement
-from streamrl.planner.calibration.fit_timings import FittedTimings, fit_timings
+from streamrl.planner.calibration.advice import describe_excluded_steps
+from streamrl.planner.calibration.fit_timings import CoefficientEstimate, FittedTimings, fit_timings
 from streamrl.planner.calibration.prediction import PlannedRun, SteadyMetrics, predict_metrics
-from streamrl.planner.calibration.robust_fit import CoefficientEstimate
 from streamrl.planner.calibration.run_trace import RunTrace, load_run_trace
-from streamrl.planner.costs.constants import POSITIVE_FRACTIONS, UPPER_BOUNDS, CostConstants
+from streamrl.planner.costs.constants import CostConstants, get_bounds
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import PlacementProblem
 from streamrl.planner.problem.stage_timings import ScoreTiming, StageTimings
-from streamrl.planner.report.advice_report import describe_excluded_steps
 from streamrl.telemetry.progress_line import show_progress
 
-MIN_FRACTION = 1e-6
 SOLVER_ROUNDS = 3
 """Rounds of solving for all constants: some coefficients depend on two constants."""
 
@@ -112,7 +110,7 @@ def _solve_constant(
 
     Also return whether the value was clamped to its bounds, or does not affect the coefficient.
     """
-    is_fraction = name in POSITIVE_FRACTIONS
+    is_fraction = name.endswith("flops_fraction")
     low, high = (0.5, 1.0) if is_fraction else (0.25, 0.5)
 
     def predict(value: float) -> float:
@@ -129,7 +127,8 @@ def _solve_constant(
     solved = (target - intercept) / slope
     if is_fraction:
         solved = 1 / solved if solved > 0 else 1.0
-    value = min(max(solved, MIN_FRACTION if is_fraction else 0.0), UPPER_BOUNDS[name])
+    lowest, highest = get_bounds(name)
+    value = min(max(solved, lowest), highest)
     return value, abs(value - solved) > 1e-9 * max(1.0, abs(solved))
 
 

@@ -6,13 +6,10 @@ then runs the best placements of each staleness bound and decides.
 
 import argparse
 import json
-import math
 import re
-import xml.etree.ElementTree as ET
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,195 +23,47 @@ from streamrl.cli.arguments.planner_args import (
 from streamrl.cli.output.output_files import check_output_file, write_output_file
 from streamrl.cli.output.setting_docs import format_yaml
 from streamrl.config.run_config import RunConfig, config_to_dict, dump_config, with_settings
-from streamrl.dataflow import Dataflow
 from streamrl.engines.trainer_config import OFFLOAD
 from streamrl.errors import ConfigError
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.meshes import Mesh
-from streamrl.placement.placements import MAX_STALENESS, Placement
+from streamrl.placement.placements import MAX_STALENESS
+from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.costs.cost_model import CostModel
-from streamrl.planner.problem.problem import DeviceInterval, PlacementCosts, PlacementProblem
-from streamrl.planner.report.plan_report import (
+from streamrl.planner.plan_report import (
     PlanReport,
     SimulatedPoint,
     describe_open_episodes,
     describe_unused_mode,
+    format_count,
 )
-from streamrl.planner.report.text_table import format_count, format_seconds
-from streamrl.planner.search.hybridflow_mapping import can_fit
-from streamrl.planner.search.hybridflow_parallel import (
+from streamrl.planner.problem.problem import PlacementCosts, PlacementProblem
+from streamrl.planner.search.hybridflow import (
     ParallelismChoices,
     SplitRules,
     allow_any_split,
+    can_fit,
 )
-from streamrl.planner.search.pareto import (
+from streamrl.planner.search.planner import (
+    DEFAULT_PROPOSALS,
+    BoundOptimum,
     ExcludedBound,
-    ParetoPoint,
-    PlacementCandidate,
-    PlanResult,
+    plan_placement,
 )
-from streamrl.planner.search.planner import DEFAULT_PROPOSALS, DEFAULT_RUNNERS_UP, plan_placement
 from streamrl.planner.simulator.quick_run import (
-    estimate_quick_run_groups,
     estimate_quick_run_s,
     estimate_simulation_s,
     run_quick_simulation,
     split_workload,
 )
-from streamrl.planner.simulator.results import SimulationResult
 from streamrl.planner.steady_state.estimator import PlacementEstimator
 from streamrl.planner.to_placement import (
     apply_placement,
     configure_for_cluster,
     has_shared_generator_devices,
-    make_run_costs,
+    make_run_refusal,
     make_split_rules,
 )
-from streamrl.telemetry.drawing.graph_text import KIND_BORDERS, KIND_FILLS
 from streamrl.telemetry.progress_line import ProgressLine, show_progress
-
-LABEL_PX, NAME_PX = 11, 13
-"""Font sizes of labels and of the title; text is monospaced."""
-CHARACTER_EM = 0.63
-"""Width of a monospaced character relative to the font size, rounded up."""
-INK_COLOR, PALE_COLOR, TICK_COLOR = "#0f172a", "#f1f5f9", "#94a3b8"
-PADDING = 16.0
-HEADER_HEIGHT, FOOTER_HEIGHT, CHART_WIDTH = 46.0, 56.0, 960.0
-ROW_HEIGHT = 34.0
-"""Calls that share a row at the same time split its height into lanes."""
-NUM_TICKS = 8
-"""Approximate number of time marks."""
-Point = tuple[float, float]
-
-
-def render_timeline(
-    title: str, dataflow: Dataflow, placement: Placement, intervals: Sequence[DeviceInterval]
-) -> str:
-    """Return the timeline as SVG: a row per range of devices with the same calls.
-
-    Each interval in which a call has the devices of a row is a box in this row.
-    """
-    rows = list_device_rows(placement)
-    kinds = {call.stage: call.kind for call in dataflow.calls}
-    placed_intervals = [
-        interval for interval in intervals if interval.stage in placement.assignments
-    ]
-    start = min((interval.start_s for interval in placed_intervals), default=0.0)
-    end = max((interval.end_s for interval in placed_intervals), default=1.0)
-    left = PADDING + max(_measure_text_width(f"devices {row}") for row in rows) + PADDING
-    height = HEADER_HEIGHT + ROW_HEIGHT * len(rows) + FOOTER_HEIGHT
-    root = _create_canvas(title, (left + CHART_WIDTH + PADDING, height))
-    scale = CHART_WIDTH / max(end - start, 1e-12)
-    for i, row in enumerate(rows):
-        top = HEADER_HEIGHT + i * ROW_HEIGHT
-        _add_rect(root, (left, top + 2), (CHART_WIDTH, ROW_HEIGHT - 4), fill=PALE_COLOR)
-        _add_text(root, f"devices {row}", (PADDING, top + ROW_HEIGHT / 2 + 4))
-        row_intervals = [
-            e for e in placed_intervals if placement.assignments[e.stage].mesh.overlaps(row)
-        ]
-        for interval, (lane, lanes) in assign_lanes(row_intervals):
-            size = max((interval.end_s - interval.start_s) * scale, 1.0), (ROW_HEIGHT - 4) / lanes
-            position = left + (interval.start_s - start) * scale, top + 2 + lane * size[1]
-            fill, border = KIND_FILLS[kinds[interval.stage]], KIND_BORDERS[kinds[interval.stage]]
-            box = _add_rect(root, position, size, fill=fill, stroke=border)
-            label = f"{interval.stage}, step {interval.step + 1}"
-            duration = f"{interval.start_s - start:.3g} to {interval.end_s - start:.3g} s"
-            ET.SubElement(box, "title").text = f"{label}: {duration}"
-            if _measure_text_width(interval.stage) + 6 < size[0] and size[1] > LABEL_PX:
-                middle = position[1] + size[1] / 2 + 4
-                _add_text(
-                    root, interval.stage, (position[0] + size[0] / 2, middle), anchor="middle"
-                )
-    _draw_axis(root, (left, HEADER_HEIGHT + ROW_HEIGHT * len(rows)), end - start, scale)
-    ET.indent(root)
-    return ET.tostring(root, encoding="unicode") + "\n"
-
-
-def list_device_rows(placement: Placement) -> list[Mesh]:
-    """Return the rows of the timeline: the largest ranges of devices with the same calls.
-
-    Devices without calls are left out.
-    """
-    meshes = [assignment.mesh for assignment in placement.assignments.values()]
-    edges = sorted({edge for mesh in meshes for edge in (mesh.first, mesh.first + mesh.size)})
-    runs = [Mesh(a, b - a) for a, b in pairwise(edges)]
-    return [run for run in runs if any(run.overlaps(mesh) for mesh in meshes)]
-
-
-def assign_lanes(
-    intervals: Sequence[DeviceInterval],
-) -> list[tuple[DeviceInterval, tuple[int, int]]]:
-    """Assign intervals to lanes, so that the intervals in a lane do not overlap.
-
-    Return each interval with the number of its lane and the total number of lanes.
-    """
-    ends: list[float] = []
-    placed: list[tuple[DeviceInterval, int]] = []
-    for interval in sorted(
-        intervals, key=lambda interval: (interval.start_s, interval.end_s, interval.stage)
-    ):
-        # Adjacent intervals may overlap by a rounding error.
-        slack = 1e-9 * max(abs(interval.start_s), 1.0)
-        free = (i for i, end in enumerate(ends) if end <= interval.start_s + slack)
-        lane = next(free, len(ends))
-        ends[lane : lane + 1] = [interval.end_s]
-        placed.append((interval, lane))
-    return [(interval, (lane, len(ends))) for interval, lane in placed]
-
-
-def _draw_axis(root: ET.Element, position: Point, length_s: float, scale: float) -> None:
-    """Draw the time axis, with marks at round times, from `position` to the right."""
-    x, y = position
-    tick = round_tick(length_s / NUM_TICKS)
-    for i in range(math.floor(length_s / tick + 1e-9) + 1):
-        at = x + i * tick * scale
-        _add_rect(root, (at, y), (1, 5), fill=TICK_COLOR)
-        _add_text(root, f"{i * tick:.4g} s", (at, y + 18), anchor="middle")
-
-
-def round_tick(least: float) -> float:
-    """Return the smallest of 1, 2 and 5 times any power of ten that is at least `least`."""
-    power = 10.0 ** math.floor(math.log10(max(least, 1e-12)))
-    return next(power * times for times in (1, 2, 5, 10) if power * times >= least * (1 - 1e-9))
-
-
-def _measure_text_width(line: str) -> float:
-    return len(line) * LABEL_PX * CHARACTER_EM
-
-
-def _create_canvas(title: str, size: Point) -> ET.Element:
-    """Return the root element of an SVG with white background, with the title as first line."""
-    width, height = size
-    root = ET.Element("svg", xmlns="http://www.w3.org/2000/svg")
-    root.attrib |= {"viewBox": f"0 0 {width:g} {height:g}", "width": f"{width:g}"}
-    root.attrib |= {"height": f"{height:g}", "font-family": "DejaVu Sans Mono, Menlo, monospace"}
-    ET.SubElement(root, "title").text = title
-    _add_rect(root, (0, 0), size, fill="white")
-    line = _add_text(root, title, (PADDING, 26))
-    line.attrib |= {"font-size": str(NAME_PX), "font-weight": "bold"}
-    return root
-
-
-def _add_rect(
-    parent: ET.Element, position: Point, size: Point, *, fill: str, stroke: str = "none"
-) -> ET.Element:
-    """Add a rectangle with rounded corners to `parent`; `position` is the upper left corner."""
-    rect = ET.SubElement(parent, "rect", fill=fill, stroke=stroke, rx="4")
-    (x, y), (width, height) = position, size
-    rect.attrib |= {"x": f"{x:g}", "y": f"{y:g}"}
-    rect.attrib |= {"width": f"{width:g}", "height": f"{height:g}"}
-    return rect
-
-
-def _add_text(
-    parent: ET.Element, text: str, position: Point, *, fill: str = INK_COLOR, anchor: str = "start"
-) -> ET.Element:
-    """Add a line of text to `parent`, with its baseline at `position`."""
-    element = ET.SubElement(parent, "text", x=f"{position[0]:g}", y=f"{position[1]:g}", fill=fill)
-    element.attrib |= {"font-size": str(LABEL_PX), "text-anchor": anchor}
-    element.text = text
-    return element
-
 
 MICRO_BATCH_FRACTIONS = 16
 """Micro-batch sizes are tried in steps of this fraction of the configured size."""
@@ -309,10 +158,6 @@ def _scale_cluster(cluster: Cluster, times: int) -> Cluster:
 
 MAX_PROPOSALS = 100_000
 DEFAULT_BOUNDS = "0,1,2,4"
-MAX_RUNNER_UP_GROUPS = 512
-"""Groups per step up to which runners-up are simulated too; larger steps rely on the schedule."""
-MAX_REPLAYED_GROUPS = 8192
-"""Total groups in simulations of runners-up: about one second."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -352,9 +197,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write the best placement: .yaml as a config to train with, .json as a placement",
     )
-    parser.add_argument(
-        "--svg", type=parse_path, metavar="FILE", help="draw the devices' timeline as SVG"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -385,42 +227,36 @@ def _plan(
     share = split_workload(problem.workload, problem.cluster.num_devices)
     simulation_s = sum(estimate_simulation_s(share, lead=bound) for bound in bounds)
     check_simulation_time(simulation_s, problem.workload, prefix="")
-    costs = CostModel(problem, constants)
 
-    def restrict_costs(
-        config: RunConfig, problem: PlacementProblem, costs: CostModel
-    ) -> PlacementCosts:
-        return costs if arguments.pipeline else make_run_costs(config, problem, costs)
+    def make_costs(
+        config: RunConfig, problem: PlacementProblem, constants: CostConstants
+    ) -> CostModel:
+        if arguments.pipeline:
+            return CostModel(problem, constants)
+        return CostModel(problem, constants, refuse=make_run_refusal(config, problem))
 
     def make_rules(config: RunConfig, problem: PlacementProblem) -> SplitRules:
         return allow_any_split if arguments.pipeline else make_split_rules(config, problem)
 
-    def make_costs(subproblem: PlacementProblem) -> PlacementCosts:
-        model = costs if subproblem is problem else CostModel(subproblem, constants)
-        return restrict_costs(config, subproblem, model)
-
     def make_inputs(config: RunConfig, cluster: Cluster) -> PlanningInputs:
         problem, constants = inputs.build_problem(config, cluster)
-        run_costs = restrict_costs(config, problem, CostModel(problem, constants))
-        return problem, run_costs, make_rules(config, problem)
+        return problem, make_costs(config, problem, constants), make_rules(config, problem)
 
+    costs = make_costs(config, problem, constants)
     progress.describe("searching", unit="placements")
     planned = plan_placement(
         problem,
-        make_costs,
+        lambda part: costs if part is problem else make_costs(config, part, constants),
         max_staleness=bounds,
         seed=arguments.seed,
         rules=make_rules(config, problem),
         # A run always streams within a step; only --pipeline compares with whole-step batches.
         streamed=(True, False) if arguments.pipeline else (True,),
         proposals=arguments.proposals,
-        runners_up=DEFAULT_RUNNERS_UP
-        if problem.workload.groups_per_step <= MAX_RUNNER_UP_GROUPS
-        else 0,
         run_bound=own_bound,
         on_estimated=progress.advance,
     )
-    front = list_shown_points(planned)
+    front = planned.points
     progress.describe("simulating", len(front), "placements")
     simulated = _simulate_front(problem, front, costs, arguments.seed, progress.advance)
     kept, lost = select_gaining_points(simulated, own_bound)
@@ -447,12 +283,8 @@ def _check_options(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--proposals {arguments.proposals}: must be from 0 to {MAX_PROPOSALS}")
     if arguments.output is not None and arguments.output.suffix not in (".yaml", ".json"):
         raise ConfigError(f"-o {arguments.output}: must end in .yaml or .json")
-    outputs = {"-o": arguments.output, "--svg": arguments.svg}
-    targets = [
-        check_output_file(option, path) for option, path in outputs.items() if path is not None
-    ]
-    if len(targets) > len(set(targets)):
-        raise ConfigError(f"-o, --svg {arguments.svg}: must be two different files")
+    if arguments.output is not None:
+        check_output_file("-o", arguments.output)
 
 
 def parse_bounds(text: str) -> Sequence[int]:
@@ -530,63 +362,39 @@ def split_allowed_bounds(
     return allowed, refused
 
 
-def list_shown_points(planned: PlanResult) -> list[ParetoPoint]:
-    """Return the points of the Pareto front, sorted by staleness bound.
-
-    The point of the run's own bound is included even if another bound dominates it.
-    """
-    if not isinstance(planned.run_bound, ParetoPoint):
-        return list(planned.front)
-    own_point = planned.run_bound
-    others = [point for point in planned.front if point.max_staleness != own_point.max_staleness]
-    return sorted([own_point, *others], key=lambda point: point.max_staleness)
-
-
 def _simulate_front(
     problem: PlacementProblem,
-    front: Sequence[ParetoPoint],
+    front: Sequence[BoundOptimum],
     costs: CostModel,
     seed: int,
     on_simulated: Callable[[], None],
 ) -> list[SimulatedPoint]:
-    """Simulate each point of the Pareto front; a faster runner-up replaces the point's placement.
-
-    Simulations of runners-up end when they have used up MAX_REPLAYED_GROUPS. on_simulated: called
-    after each point.
-    """
-    dataflow, workload, manner = problem.dataflow, problem.workload, problem.run_options
-
-    def simulate(candidate: PlacementCandidate) -> SimulationResult:
-        placement = candidate.placement
-        timings = costs.predict_timings(placement)
-        return run_quick_simulation(
-            dataflow, placement, timings, workload, seed=seed, run_options=manner
-        )
-
+    """Simulate the placement of each bound. on_simulated: called after each point."""
+    workload = problem.workload
     placements = [point.candidate.placement for point in front]
     seconds = [
         estimate_quick_run_s(costs.predict_timings(p), workload, p.max_staleness)
         for p in placements
     ]
     check_simulation_time(sum(seconds), workload, prefix="")
-    results = []
-    for point in front:
-        results.append((point, simulate(point.candidate)))
+    results: list[SimulatedPoint] = []
+    for point, placement in zip(front, placements, strict=True):
+        # Several bounds may have the same placement.
+        first = placements.index(placement)
+        result = (
+            results[first][1]
+            if first < len(results)
+            else run_quick_simulation(
+                problem.dataflow,
+                placement,
+                costs.predict_timings(placement),
+                workload,
+                seed=seed,
+                run_options=problem.run_options,
+            )
+        )
+        results.append((point, result))
         on_simulated()
-    groups_left = MAX_REPLAYED_GROUPS
-    for rank in range(max((len(point.runners_up) for point in front), default=0)):
-        # Spend the budget on the largest bounds first: the overall winner is mostly among them.
-        for i, point in reversed([*enumerate(front)]):
-            for other in point.runners_up[rank : rank + 1]:
-                max_staleness = other.placement.max_staleness
-                timings = costs.predict_timings(other.placement)
-                needed = estimate_quick_run_groups(timings, workload, max_staleness)
-                if needed > groups_left:
-                    continue
-                groups_left -= needed
-                result = simulate(other)
-                if result.tokens_per_s > results[i][1].tokens_per_s:
-                    results[i] = (replace(point, candidate=other), result)
     return results
 
 
@@ -617,7 +425,7 @@ def select_gaining_points(
 def _write_files(
     arguments: argparse.Namespace, report: PlanReport, costs: CostModel
 ) -> dict[str, Any]:
-    """Write the files of -o and --svg; return the settings, by dotted key, that -o changes."""
+    """Write the file of -o; return the settings, by dotted key, that it changes."""
     candidate = report.best_point.candidate
     placement, changed = candidate.placement, {}
     if arguments.output is not None:
@@ -630,11 +438,6 @@ def _write_files(
             )
             content = dump_config(config)
         write_output_file("-o", arguments.output, content)
-    if arguments.svg is not None:
-        title = f"{candidate.label}: {format_seconds(candidate.step_s)} s a step"
-        timeline = candidate.estimate.timeline
-        picture = render_timeline(title, report.problem.dataflow, placement, timeline)
-        write_output_file("--svg", arguments.svg, picture)
     return changed
 
 

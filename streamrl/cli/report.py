@@ -21,10 +21,10 @@ from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_jsonl
 from streamrl.messages import parse_uid
 from streamrl.placement.clusters import Cluster
+from streamrl.planner.calibration import advice
 from streamrl.planner.calibration.advice import SettingsAdvice, recommend_settings
 from streamrl.planner.calibration.prediction import PlannedRun
 from streamrl.planner.calibration.run_trace import RunTrace, describe_missing_run, load_run_trace
-from streamrl.planner.report import advice_report
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
 from streamrl.telemetry.page.page import RunPage
 from streamrl.telemetry.page.run_record import RunReader
@@ -121,7 +121,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
 def _write_page(arguments: argparse.Namespace) -> int:
     path: Path = arguments.html
     check_html_file(path)
-    page = RunPage([RunReader(path) for path in arguments.run_dirs], advice_report.BottleneckText())
+    page = RunPage([RunReader(path) for path in arguments.run_dirs], advice.BottleneckText())
     with show_progress(f"drawing {path}"):
         write_output_file("--html", path, page.render())
     runs = f"{len(arguments.run_dirs)} runs" if len(arguments.run_dirs) > 1 else "the run"
@@ -137,17 +137,17 @@ def _print_run_report(arguments: argparse.Namespace) -> int:
             # Raises ConfigError for a cluster that the run does not fit, before any output.
             PlannedRun.from_trace(measured, measured.config, cluster)
     if arguments.json:
-        result = advice_report.report_to_json(measured)
+        result = advice.report_to_json(measured)
         if arguments.what_if:
-            result |= advice_report.advice_to_json(_simulate_settings(measured, cluster))
+            result |= advice.advice_to_json(_simulate_settings(measured, cluster))
         print(json.dumps(result))
         return 0
-    print("\n".join(advice_report.describe_run(measured)), flush=True)
+    print("\n".join(advice.describe_run(measured)), flush=True)
     if not arguments.what_if:
         print("add --what-if to simulate other settings (takes some seconds)")
         return 0
-    advice = _simulate_settings(measured, cluster)
-    print("\n".join(advice_report.describe_advice(measured, advice)))
+    simulated = _simulate_settings(measured, cluster)
+    print("\n".join(advice.describe_advice(measured, simulated)))
     return 0
 
 

@@ -19,18 +19,16 @@ from streamrl.files.bounded_read import read_small_json
 from streamrl.files.typed_settings import describe_read_error
 from streamrl.placement.placements import Placement
 from streamrl.planner.costs.cost_model import CostModel
-from streamrl.planner.problem.problem import PlacementProblem
-from streamrl.planner.report.plan_report import (
+from streamrl.planner.plan_report import (
     describe_open_episodes,
     describe_problem,
-    simulation_to_json,
-)
-from streamrl.planner.report.text_table import (
     format_count,
     format_percent,
     format_seconds,
     format_table,
+    simulation_to_json,
 )
+from streamrl.planner.problem.problem import PlacementProblem
 from streamrl.planner.simulator.quick_run import choose_num_steps, estimate_simulation_s
 from streamrl.planner.simulator.results import SimulationResult
 from streamrl.planner.simulator.simulation import run_simulation
@@ -92,7 +90,7 @@ def _simulate(arguments: argparse.Namespace, progress: ProgressLine) -> str:
         lead = problem.run_options.get_max_steps_ahead(placement.max_staleness)
         steps = max(DEFAULT_STEPS, choose_num_steps(problem.workload.groups_per_step, lead))
     timings = costs.predict_timings(placement)
-    estimated_s = estimate_simulation_s(problem.workload, steps=steps, generator=timings.generator)
+    estimated_s = estimate_simulation_s(problem.workload, steps=steps)
     check_simulation_time(estimated_s, problem.workload, prefix=f"--steps {steps}, ")
     progress.describe("simulating", steps, "steps")
     result = run_simulation(

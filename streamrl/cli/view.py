@@ -3,7 +3,7 @@
 import argparse
 
 from streamrl.cli.arguments.arg_types import parse_path
-from streamrl.planner.report.advice_report import BottleneckText
+from streamrl.planner.calibration.advice import BottleneckText
 from streamrl.telemetry.page.page import PageServer, RunPage
 from streamrl.telemetry.page.run_record import RunReader
 

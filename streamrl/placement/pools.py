@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby
 
-from streamrl.dataflow import SERVING_ROLES, SOURCE_CALLS
+from streamrl.dataflow import REFERENCE_CALL, REWARD_ROLES, SOURCE_CALLS
 
 #: Roles that share a pool, and the fraction of the pool that each role gets.
 RolePool = Mapping[str, float]
@@ -27,7 +27,7 @@ FOLLOWED_ROLES = {call.role: call.followed_role for call in SOURCE_CALLS if call
 ACTOR_ROLES = ("policy", "generator")
 CRITIC_ROLES = ("critic", "value")
 COST_CRITIC_ROLES = ("cost_critic", "cost_value")
-SCORER_ROLES = tuple(role for role in SERVING_ROLES if role not in FOLLOWED_ROLES)
+SCORER_ROLES = (REFERENCE_CALL.role, *REWARD_ROLES)
 POOL_ROLES = (*ACTOR_ROLES, *CRITIC_ROLES, *COST_CRITIC_ROLES, *SCORER_ROLES)
 
 

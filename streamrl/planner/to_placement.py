@@ -42,9 +42,8 @@ from streamrl.placement.config import MIN_POOL_FRACTION, MIXED, PlacementConfig
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.placement.pools import POOL_STRATEGIES, RolePool, has_colocated_actor, lay_out_slots
-from streamrl.planner.problem.problem import CallMemory, PlacementCosts, PlacementProblem
-from streamrl.planner.problem.stage_timings import StageTimings
-from streamrl.planner.search.hybridflow_parallel import SplitRules
+from streamrl.planner.problem.problem import PlacementProblem
+from streamrl.planner.search.hybridflow import SplitRules
 from streamrl.planner.to_planner_problem import CRITIC_ROLES
 from streamrl.resharding.grids import RankGrid
 from streamrl.weights.config import SHARED_MEMORY
@@ -249,97 +248,54 @@ def list_zero_stages(call: ModelCall, grid: RankGrid) -> Sequence[int]:
     return (1, 3)
 
 
-def make_run_costs(
-    config: RunConfig, problem: PlacementProblem, costs: PlacementCosts
-) -> "RunnablePlacementCosts":
-    """Return costs that declare placements infeasible unless `streamrl train` accepts them.
+def make_run_refusal(config: RunConfig, problem: PlacementProblem) -> Callable[[Placement], str]:
+    """Return a function of a placement: why `streamrl train` refuses it, or "".
 
-    Acceptance depends on the config and the cluster of the problem.
+    It depends on the config and the cluster of the problem. A placement of some of the calls is
+    refused only for their parallelism.
     """
-    # Without a model directory (a size by name) assume an architecture that vLLM supports.
-    architectures = problem.models[POLICY].architectures
-    on_gpu = not problem.cluster.is_cpu
-    node_obstacle = describe_node_obstacle(problem.cluster.num_nodes)
+    dataflow = config.dataflow
+    pool_cache: dict[tuple[bool, tuple[tuple[str, Mesh], ...]], PlacementConfig | None] = {}
 
-    def find_refusal(placement: PlacementConfig, max_staleness: int) -> str:
-        if node_obstacle and config.weights.transport == SHARED_MEMORY:
-            return f"weights.transport={SHARED_MEMORY}: {node_obstacle}"
-        if not placement.is_hybrid:
-            return ""
-        if architectures is not None and (
-            why := explain_unshareable_process(architectures, mode=placement.mode, on_gpu=on_gpu)
-        ):
-            return why
-        return find_conflict_at_any_size(config, max_staleness)
+    def find_cached_pools(placement: Placement) -> PlacementConfig | None:
+        calls = placement.assignments
+        meshes = tuple((stage, assignment.mesh) for stage, assignment in calls.items())
+        key = calls[GENERATE_CALL.stage].grid.tp_size > 1, meshes
+        if key not in pool_cache:
+            pool_cache[key] = find_pools(dataflow, placement)
+        return pool_cache[key]
 
-    return RunnablePlacementCosts(costs, config.dataflow, find_refusal=find_refusal)
-
-
-class RunnablePlacementCosts:
-    """Predicted costs of placements, infeasible for placements that streamrl cannot run."""
-
-    def __init__(
-        self,
-        costs: PlacementCosts,
-        dataflow: Dataflow,
-        *,
-        find_refusal: Callable[[PlacementConfig, int], str] = lambda _placement, _bound: "",
-    ) -> None:
-        """Wrap the costs of placements of a dataflow.
-
-        find_refusal: returns why a run refuses a placement config under a staleness bound, or "".
-        """
-        self._costs, self._dataflow, self._find_refusal = costs, dataflow, find_refusal
-        self._pool_cache: dict[
-            tuple[bool, tuple[tuple[str, Mesh], ...]], PlacementConfig | None
-        ] = {}
-
-    @property
-    def approximate_costs(self) -> "RunnablePlacementCosts":
-        return RunnablePlacementCosts(
-            self._costs.approximate_costs, self._dataflow, find_refusal=self._find_refusal
-        )
-
-    def predict_timings(self, placement: Placement) -> StageTimings:
-        return self._costs.predict_timings(placement)
-
-    def predict_memory(self, placement: Placement) -> Mapping[str, CallMemory]:
-        return self._costs.predict_memory(placement)
-
-    def call_duration_s(self, stage: str, assignment: CallAssignment) -> float:
-        if assignment.ep_size > 1:
-            return math.inf
-        return self._costs.call_duration_s(stage, assignment)
-
-    def estimate_first_rollouts_s(self, assignment: CallAssignment) -> float:
-        return self._costs.estimate_first_rollouts_s(assignment)
-
-    def explain_infeasible(self, placement: Placement) -> str:
-        return self._costs.explain_infeasible(placement) or self._find_run_problem(placement)
-
-    def _find_run_problem(self, placement: Placement) -> str:
-        """Return why streamrl cannot run a placement, or ""."""
+    def refuse(placement: Placement) -> str:
         for stage, assignment in placement.assignments.items():
             if assignment.ep_size > 1:
                 return f"{stage} on {assignment.mesh}: {NO_EXPERT_PARALLELISM}"
-        generate, train = (
-            placement.assignments.get(GENERATE_CALL.stage),
-            placement.assignments.get("train"),
-        )
-        if generate is None or train is None:
-            return ""  # a partial placement during the search
-        meshes = tuple(
-            (stage, assignment.mesh) for stage, assignment in placement.assignments.items()
-        )
-        key = (generate.grid.tp_size > 1, meshes)
-        if key not in self._pool_cache:
-            self._pool_cache[key] = find_pools(self._dataflow, placement)
-        pools = self._pool_cache[key]
+        if not {GENERATE_CALL.stage, "train"} <= placement.assignments.keys():
+            return ""
+        pools = find_cached_pools(placement)
         if pools is None:
             return f"streamrl cannot run it: {NO_MATCHING_POOLS}"
-        if why := find_size_mismatch(self._dataflow, placement):
+        if why := find_size_mismatch(dataflow, placement):
             return f"streamrl cannot run it: {why}"
-        return self._find_refusal(pools, placement.max_staleness)
+        return _explain_refused_mode(config, problem, pools, placement.max_staleness)
+
+    return refuse
+
+
+def _explain_refused_mode(
+    config: RunConfig, problem: PlacementProblem, pools: PlacementConfig, max_staleness: int
+) -> str:
+    """Return why a run refuses a placement mode on the cluster of the problem, or ""."""
+    node_obstacle = describe_node_obstacle(problem.cluster.num_nodes)
+    if node_obstacle and config.weights.transport == SHARED_MEMORY:
+        return f"weights.transport={SHARED_MEMORY}: {node_obstacle}"
+    if not pools.is_hybrid:
+        return ""
+    # Without a model directory (a size by name) assume an architecture that vLLM supports.
+    architectures, why = problem.models[POLICY].architectures, ""
+    if architectures is not None:
+        on_gpu = not problem.cluster.is_cpu
+        why = explain_unshareable_process(architectures, mode=pools.mode, on_gpu=on_gpu)
+    return why or find_conflict_at_any_size(config, max_staleness)
 
 
 def _check_supported(call: ModelCall, assignment: CallAssignment, placement: Placement) -> None:

@@ -14,7 +14,7 @@ from streamrl.engines.trainer_config import LIVE_ELEMENTS, OFFLOAD
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_model_length
 from streamrl.placement.clusters import Cluster
-from streamrl.planner.costs.constants import UPPER_BOUNDS, CostConstants
+from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.problem.problem import PlacementProblem, RunOptions
 from streamrl.planner.problem.workload import (
     SINGLE_TURN,
@@ -196,20 +196,13 @@ def build_run_constants(
 
     In a colocated run the generator's weights and KV cache stay on the device while others compute;
     on a GPU the served weights are a separate copy. Training in bfloat16 takes the memory
-    that was measured on a GPU (docs/gpus.md). Raises ConfigError if max_concurrent_rollouts
-    exceeds the planner's range.
+    that was measured on a GPU (docs/gpus.md).
     """
-    max_running, limit = config.generator.max_concurrent_rollouts, UPPER_BOUNDS["max_running"]
-    if max_running > limit:
-        raise ConfigError(
-            f"generator.max_concurrent_rollouts={max_running}: the planner supports at most"
-            f" {limit:.0f}"
-        )
     has_offload = on_gpu and config.trainer.gradient_checkpointing == OFFLOAD
     constants = _add_measured_memory(config, constants, on_gpu=on_gpu)
     return replace(
         constants,
-        max_running=max_running,
+        max_running=config.generator.max_concurrent_rollouts,
         recompute=bool(config.trainer.gradient_checkpointing),
         updates_on_host=on_gpu and config.trainer.offload_optimizer,
         scores_from_host=on_gpu and config.scorer.offload,

@@ -38,29 +38,6 @@ def test_summary_line_shows_the_sum_of_each_phase():
     )
 
 
-@pytest.mark.parametrize(
-    ("budget_mb", "releases", "offloads"),
-    [
-        (None, False, False),
-        (110, False, False),
-        (109, True, False),
-        (80, True, False),
-        (79, True, True),
-        (72, True, True),
-    ],
-)
-def test_fit_budget_offloads_only_as_required(
-    budget_mb: int | None, releases: bool, offloads: bool
-):
-    memory = make_memory().fit_budget(budget_mb)
-    assert (memory.releases_kv, memory.offloads_optimizer) == (releases, offloads)
-    assert ("; the KV cache is released while it trains" in memory.summary_line) is releases
-    assert (
-        "the optimizer's state is offloaded while it generates" in memory.summary_line
-    ) is offloads
-    assert budget_mb is None or max(memory.train_bytes, memory.generate_bytes) <= budget_mb * MB
-
-
 def test_fit_budget_refuses_an_impossible_budget_with_the_sum():
     with pytest.raises(ConfigError) as refused:
         make_memory().fit_budget(71)

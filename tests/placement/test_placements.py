@@ -5,84 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from streamrl.dataflow import Dataflow, build_dataflow
+from streamrl.dataflow import build_dataflow
 from streamrl.errors import ConfigError
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.placements import Placement, PlacementMode
-from streamrl.placement.pools import POOL_STRATEGIES
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.placements import CallAssignment, Placement, PlacementMode
 from streamrl.resharding.grids import RankGrid
-from tests.planner.notations import (
-    placement_from_meshes,
-    placement_from_ratios,
-    placement_from_sets,
-)
+from tests.planner.notations import placement_from_meshes
 
 PPO = build_dataflow(("generator_logprobs", "scores", "ref_logprobs", "values"))
 GRPO = build_dataflow(("generator_logprobs", "scores"))
-ROLES = ("policy", "critic", "reference", "reward")
-
-
-def format_meshes(placement: Placement) -> dict[str, str]:
-    return {stage: str(assignment.mesh) for stage, assignment in placement.assignments.items()}
-
-
-def test_one_set_is_a_colocated_placement():
-    placement = placement_from_sets(PPO, [ROLES], [8])
-    assert set(format_meshes(placement).values()) == {"0-7"}
-    assert set(placement.assignments) == {call.stage for call in PPO.calls}
-    assert placement.classify_mode(PPO) is PlacementMode.COLOCATED
-
-
-def test_one_set_per_model_is_a_standalone_placement():
-    placement = placement_from_sets(PPO, [[role] for role in ROLES], [64, 32, 16, 16])
-    assert format_meshes(placement) == {
-        "generate": "0-63",
-        "train": "0-63",
-        "value": "64-95",
-        "train_critic": "64-95",
-        "reference": "96-111",
-        "reward": "112-127",
-    }
-    assert placement.classify_mode(PPO) is PlacementMode.SPLIT
-    placement.check_valid(PPO, Cluster.from_text("16x8xA100"))
-
-
-def test_sets_apply_grids_to_the_named_calls():
-    grids = {"train": RankGrid(1, 8, 2), "generate": RankGrid(1, 2, 8)}
-    placement = placement_from_sets(PPO, [ROLES], [16], grids=grids)
-    assert placement.assignments["train"].grid == RankGrid(1, 8, 2)
-    assert placement.assignments["generate"].grid == RankGrid(1, 2, 8)
-    assert placement.assignments["reference"].grid == RankGrid(1, 1, 16)
-
-
-def test_interleaving_places_reference_and_reward_on_halves():
-    placement = placement_from_ratios(PPO, POOL_STRATEGIES["interleaving"], [8])
-    assert format_meshes(placement) == {
-        "generate": "0-7",
-        "train": "0-7",
-        "value": "0-7",
-        "train_critic": "0-7",
-        "reference": "0-3",
-        "reward": "4-7",
-    }
-
-
-def test_ratios_place_actor_and_critic_on_halves():
-    half = dict.fromkeys(("policy", "generator", "critic", "value", "reference", "reward"), 0.5)
-    placement = placement_from_ratios(PPO, [half], [16])
-    meshes = format_meshes(placement)
-    assert meshes["train"] == meshes["generate"] == "0-7"
-    assert meshes["train_critic"] == meshes["value"] == "8-15"
-    assert not placement.overlaps("reference", "reward")
-
-
-def test_shadow_separates_forward_only_from_trained_roles():
-    placement = placement_from_ratios(PPO, POOL_STRATEGIES["shadow"], [8, 8])
-    meshes = format_meshes(placement)
-    assert meshes["generate"] == meshes["value"] == "0-7"
-    assert meshes["train"] == meshes["train_critic"] == "8-15"
-    assert placement.classify_mode(PPO) is PlacementMode.DISAGGREGATED
-    assert replace(placement, max_staleness=2).classify_mode(PPO) is PlacementMode.ASYNCHRONOUS
 
 
 REAL_1X8 = {
@@ -106,11 +38,26 @@ def test_meshes_per_call_determine_which_calls_overlap():
 
 
 @pytest.mark.parametrize(
+    ("train", "staleness", "mode"),
+    [
+        ("0-7", 0, PlacementMode.COLOCATED),
+        ("0-3", 0, PlacementMode.SPLIT),
+        ("8-15", 0, PlacementMode.DISAGGREGATED),
+        ("8-15", 2, PlacementMode.ASYNCHRONOUS),
+    ],
+)
+def test_the_mode_follows_from_the_devices(train: str, staleness: int, mode: PlacementMode):
+    size = Mesh.from_text(train).size
+    meshes = {"generate": ("0-7", "1-1-8"), "train": (train, f"1-1-{size}")}
+    placement = placement_from_meshes(meshes, max_staleness=staleness)
+    assert placement.classify_mode(GRPO) is mode
+
+
+@pytest.mark.parametrize(
     "placement",
     [
         placement_from_meshes(REAL_1X8, max_staleness=3),
-        placement_from_sets(PPO, [ROLES], [16], grids={"train": RankGrid(2, 4, 2, "mcore")}),
-        placement_from_ratios(GRPO, [{"policy": 1}, {"generator": 1}], [4, 12]),
+        Placement({"train": CallAssignment(Mesh(0, 16), RankGrid(2, 4, 2, "mcore"), 3, 8)}),
     ],
 )
 def test_placement_round_trips_through_json(placement: Placement):
@@ -167,16 +114,3 @@ def test_from_dict_names_the_wrong_key(entries: dict, message: str):
     with pytest.raises(ConfigError) as refused:
         Placement.from_dict(entries, location="plan")
     assert message in str(refused.value)
-
-
-def place_sets(sets: list[list[str]], dataflow: Dataflow = PPO) -> Placement:
-    return placement_from_sets(dataflow, sets, [4] * len(sets))
-
-
-def test_impossible_sets_and_ratios_are_refused():
-    with pytest.raises(ConfigError, match="policy is in 2 sets"):
-        place_sets([["policy"], ["policy", "critic"]])
-    with pytest.raises(ConfigError, match="critic: the dataflow has policy, reward"):
-        place_sets([["critic"]], GRPO)
-    with pytest.raises(ConfigError, match=r"ratio of reward: 0.3 of 8 devices"):
-        placement_from_ratios(PPO, [{"reward": 0.3}], [8])

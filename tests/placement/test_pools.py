@@ -25,17 +25,6 @@ def lay_out(pools, counts=PPO) -> dict[str, tuple[int, ...]]:
     return dict(lay_out_slots(pools, counts).slots)
 
 
-def test_colocated_roles_share_slots():
-    assert lay_out(POOL_STRATEGIES["colocated"]) == {
-        "generator": (0, 1),
-        "reference": (0,),
-        "reward": (0,),
-        "value": (0,),
-        "policy": (0, 1),
-        "critic": (0, 1),
-    }
-
-
 def test_interleaving_places_reference_and_reward_side_by_side():
     by_role = lay_out(POOL_STRATEGIES["interleaving"])
     assert (by_role["reference"], by_role["reward"]) == ((0,), (1,))
@@ -45,32 +34,12 @@ def test_interleaving_places_reference_and_reward_side_by_side():
     assert (by_role["reference"], by_role["reward"]) == ((0, 1), (2, 3))
 
 
-def test_split_places_actor_and_critic_on_separate_slots():
-    by_role = lay_out(POOL_STRATEGIES["split"])
-    assert by_role["policy"] == by_role["generator"] == (0, 1)
-    assert by_role["critic"] == (2, 3)
-    assert (by_role["reference"], by_role["value"], by_role["reward"]) == ((0,), (2,), (2,))
-
-
 def test_shadow_separates_forward_only_from_trained_roles():
     by_role = lay_out(POOL_STRATEGIES["shadow"])
     assert by_role["policy"] == by_role["critic"] == (2, 3)
     assert by_role["generator"] == (0, 1)
     assert by_role["value"] == by_role["reference"] == by_role["reward"] == (0,)
     assert not has_colocated_actor(POOL_STRATEGIES["shadow"])
-
-
-def test_role_outside_all_pools_has_its_own_slots():
-    by_role = lay_out([{"policy": 1, "generator": 1}])
-    assert by_role["policy"] == by_role["generator"] == (0, 1)
-    own_slots = [by_role[role] for role in ("reference", "reward", "value", "critic")]
-    assert sorted(slot for role_slots in own_slots for slot in role_slots) == [2, 3, 4, 5, 6]
-
-
-def test_every_actor_has_its_own_slot_without_pools():
-    placement = lay_out_slots((), PPO)
-    assert placement.num_slots == sum(PPO.values())
-    assert all(len(placement.list_roles(slot)) == 1 for slot in range(placement.num_slots))
 
 
 def test_describe_lists_slots_in_one_line():

@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 
-from streamrl.errors import ConfigError
-from streamrl.planner.problem.episode_turns import EnvironmentTime, EpisodeTurns, TurnParameters
 from streamrl.planner.problem.workload import (
     EmpiricalLengths,
+    EnvironmentTime,
+    EpisodeTurns,
     EpisodeWork,
     FixedLength,
     LognormalLengths,
+    TurnParameters,
     TurnWork,
     Workload,
 )
@@ -59,11 +60,3 @@ def test_a_rollout_has_the_turns_of_an_episode_with_as_many_sampled_tokens():
     turns, rng = EpisodeTurns((short, split, long)), np.random.default_rng(0)
     assert {turns.draw_episode(5, rng) for _ in range(50)} == {short, split}
     assert turns.draw_episode(9, rng) == long
-
-
-def test_times_have_a_limit():
-    times = EnvironmentTime(2.0, 1.0, limit_s=4.0).sample(500, np.random.default_rng(0))
-    assert times.max() == 4.0
-    assert 0 < times.min() < np.median(times) < 4.0
-    with pytest.raises(ConfigError, match="sigma from 0 to 5"):
-        EnvironmentTime(1.0, 6.0)

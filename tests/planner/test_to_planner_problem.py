@@ -20,7 +20,6 @@ from streamrl.planner.to_placement import (
     apply_placement,
     build_run_placement,
     configure_for_cluster,
-    find_pools,
     make_split_rules,
 )
 from streamrl.planner.to_planner_problem import (
@@ -29,7 +28,7 @@ from streamrl.planner.to_planner_problem import (
     build_run_constants,
 )
 from streamrl.resharding.grids import RankGrid
-from tests.planner.notations import placement_from_meshes, placement_from_ratios
+from tests.planner.notations import placement_from_meshes
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SIZES = {"policy": "llama-7b", "critic": "llama-7b", "reference": "llama-7b"}
@@ -134,15 +133,6 @@ def test_planned_activations_are_as_counted(case: tuple[str, int, bool | str]):
     planned = predict_training_memory(model, tokens, 3, gradient_checkpointing=checkpointing)
     gathered = 2 * LIVE_ELEMENTS / GIB
     assert 0.95 < (planned.active_bytes / GIB - gathered) / COUNTED_GIB[case] < 1.3
-
-
-def test_too_many_concurrent_rollouts_for_the_planner_name_the_setting():
-    many = recipe("grpo", "generator.max_concurrent_rollouts=2000000")
-    with pytest.raises(
-        ConfigError, match=r"^generator\.max_concurrent_rollouts=2000000: the planner supports"
-    ):
-        build_run_constants(many, CostConstants(), on_gpu=True)
-    assert build_run_constants(recipe("grpo"), CostConstants(), on_gpu=True).max_running == 512
 
 
 def test_micro_batches_kv_cache_and_longest_rollout_come_from_the_run():
@@ -250,14 +240,6 @@ def test_a_model_of_unknown_size_is_refused():
 ROLES = ("policy", "critic", "reference")
 
 
-def test_a_pool_share_below_the_minimum_is_not_configurable():
-    dataflow = recipe("grpo").dataflow
-    meshes = {"generate": ("0-0", "1-1-1"), "train": ("0-1023", "1-1-1024")}
-    assert find_pools(dataflow, placement_from_meshes(meshes)) is not None
-    meshes["train"] = ("0-2047", "1-1-2048")
-    assert find_pools(dataflow, placement_from_meshes(meshes)) is None
-
-
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
@@ -300,17 +282,17 @@ def test_apply_placement_inverts_build_run_placement(name: str, overrides: tuple
 
 def test_overlapping_roles_become_mixed_pools():
     pools = [{"policy": 1.0, "generator": 1.0}, {"critic": 1.0, "reference": 0.5, "value": 0.5}]
-    placement = placement_from_ratios(recipe("ppo").dataflow, pools, [4, 2])
+    actor = {"generate": ("0-3", "1-1-4"), "train": ("0-3", "1-1-4")}
+    critic = {"train_critic": ("4-5", "1-1-2")}
+    halves = {"reference": ("4-4", "1-1-1"), "value": ("5-5", "1-1-1")}
+    placement = placement_from_meshes({**actor, **critic, **halves})
     config = apply_placement(recipe("ppo"), placement)
     assert config.placement.mode == "mixed"
     assert config.placement.pools == pools
     assert config.critic.trainer["world_size"] == 2
     # Named modes need no pools: reference replicas occupy the first devices of the actor.
-    named = placement_from_ratios(
-        recipe("ppo").dataflow,
-        [{**pools[0], "reference": 0.5}, {"critic": 1.0, "value": 1.0}],
-        [4, 2],
-    )
+    split = {"reference": ("0-1", "1-1-2"), "value": ("4-5", "1-1-2")}
+    named = placement_from_meshes({**actor, **critic, **split})
     assert apply_placement(recipe("ppo"), named).placement.mode == "split"
 
 

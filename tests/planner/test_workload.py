@@ -31,12 +31,6 @@ def test_mean_longest_and_limit_match_samples(lengths: LengthDistribution):
     assert lengths.expected_longest(64) == pytest.approx(longest, rel=0.1)
 
 
-@pytest.mark.parametrize("lengths", KINDS, ids=str)
-def test_equal_seeds_give_equal_samples(lengths: LengthDistribution):
-    first, second = (lengths.sample(50, np.random.default_rng(3)) for _ in range(2))
-    assert first.tolist() == second.tolist()
-
-
 def test_workload_counts_rollouts_updates_and_tokens():
     workload = Workload(32, 8, 100.0, FixedLength(50), epochs=2, mini_batches=4)
     assert workload.num_rollouts == 256

@@ -17,15 +17,16 @@ from streamrl.files.typed_settings import describe_read_error
 from streamrl.placement.clusters import Cluster
 from streamrl.planner.calibration.run_trace import load_run_trace
 from streamrl.planner.costs.constants import CostConstants
-from streamrl.planner.problem.episode_turns import EnvironmentTime, TurnParameters
 from streamrl.planner.problem.problem import PlacementProblem
 from streamrl.planner.problem.workload import (
     SINGLE_TURN,
     EmpiricalLengths,
+    EnvironmentTime,
     FixedLength,
     LengthDistribution,
     LognormalLengths,
     TurnDistribution,
+    TurnParameters,
     Workload,
 )
 from streamrl.planner.to_planner_problem import (

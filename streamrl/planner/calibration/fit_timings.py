@@ -1,23 +1,25 @@
-"""Fit `StageTimings`, the time of every operation in a run's placement, to the spans of a run."""
+"""Fit `StageTimings`, the time of every operation in a run's placement, to the spans of a run.
+
+Linear fits are robust: a few outliers have little effect. Spans show when a group was sampled, but
+not its single decode steps. So the fit replays the groups through the simulator's engine model and
+searches the coefficients for which each group finishes when it did. A turn of an episode is a group
+of one rollout.
+"""
 
 import statistics
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
+
+import numpy as np
 
 from streamrl.config.role_counts import count_actors
 from streamrl.dataflow import FILTER_COLUMN, GENERATE_CALL, GREEDY_CALL, POLICY, CallKind, ModelCall
-from streamrl.planner.calibration.fit_decode import (
-    DECODE_COEFFICIENTS,
-    DecodeReplay,
-    fit_decode,
-    replace_coefficients,
-)
-from streamrl.planner.calibration.robust_fit import CoefficientEstimate, fit_line, fit_median
-from streamrl.planner.calibration.run_trace import RunTrace
-from streamrl.planner.calibration.sampled_groups import split_gaps
+from streamrl.messages import Array
+from streamrl.planner.calibration.run_trace import GeneratedGroup, RunTrace, split_gaps
 from streamrl.planner.problem.stage_timings import (
     GeneratorTiming,
     ScoreTiming,
@@ -25,7 +27,288 @@ from streamrl.planner.problem.stage_timings import (
     TrainTiming,
     WeightsTiming,
 )
+from streamrl.planner.simulator.simulated_engine import SimulatedEngine
 from streamrl.telemetry.spans import Span
+
+OUTLIER_SCALE = 0.1
+"""Residuals above this fraction of the median measurement count less (soft L1 loss)."""
+INITIAL_NOISE = 0.1
+"""Assumed relative error of a measurement before the first fit."""
+MIN_NOISE = 1e-3
+
+
+MAX_RELATIVE_ERROR = 0.3
+"""A coefficient counts as known if its standard error is at most this fraction of its value."""
+
+
+@dataclass(frozen=True)
+class CoefficientEstimate:
+    """A fitted coefficient, 0 or more, with its uncertainty.
+
+    error: standard error.
+    count: number of measurements.
+    residual: median absolute residual of the fit over the median measurement.
+    """
+
+    value: float
+    error: float = 0.0
+    count: int = 0
+    residual: float = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the measurements determine this coefficient, not only its sum with others."""
+        return self.count > 0 and self.error <= MAX_RELATIVE_ERROR * self.value
+
+
+def fit_line(
+    features: Sequence[Sequence[float]], seconds: Sequence[float]
+) -> list[CoefficientEstimate]:
+    """Fit measured seconds as a sum of features times coefficients.
+
+    features: a row per measurement.
+    """
+    rows, measured = np.asarray(features, np.float64), np.asarray(seconds, np.float64)
+    sizes = np.maximum(rows.mean(axis=0), 1e-300)
+    return fit_parts(lambda parts: rows / sizes @ parts, measured, sizes)
+
+
+def fit_parts(
+    predict: Callable[[Array], Array], measured: Array, sizes: Array
+) -> list[CoefficientEstimate]:
+    """Fit how measured times divide into parts, where `predict(parts)` gives the times.
+
+    Each part is in seconds; dividing a part by its entry of `sizes` gives a coefficient.
+
+    Example: measured group times of 10 s with a typical size of 1000 decode steps; a part of 8 s
+    gives a coefficient of 8 ms per step.
+
+    The fit alternates between solving and estimating the noise: the median absolute deviation times
+    1.4826, which is the standard deviation for normal errors. Standard errors come from the inverse
+    of J^T J at the solution.
+    """
+    scale = max(float(np.median(measured)), 1e-12)
+    equal_parts = np.full(len(sizes), 1 / len(sizes))
+
+    def compute_residuals(x: Array) -> Array:
+        """Return the residuals, relative to the median measurement."""
+        residuals: Array = (predict(x * scale) - measured) / scale
+        return residuals
+
+    parts, noise = equal_parts, INITIAL_NOISE
+    for _ in range(3):
+        solution = _solve_parts(compute_residuals, parts, equal_parts, noise)
+        parts = solution.x
+        residuals = np.abs(predict(parts * scale) - measured)
+        noise = min(INITIAL_NOISE, max(MIN_NOISE, 1.4826 * float(np.median(residuals)) / scale))
+    parts, spread, jacobian = parts * scale, float(np.median(residuals)), solution.jac
+    covariance = np.linalg.pinv(jacobian.T @ jacobian)
+    errors = 1.4826 * spread * np.sqrt(np.maximum(np.diag(covariance), 0.0))
+    pairs = zip((parts / sizes).tolist(), (errors / sizes).tolist(), strict=True)
+    return [
+        CoefficientEstimate(value, error, len(measured), spread / scale) for value, error in pairs
+    ]
+
+
+def _solve_parts(
+    compute_residuals: Callable[[Array], Array], start: Array, equal_parts: Array, noise: float
+) -> Any:
+    """Minimize the residuals plus a ridge term toward equal parts, weighted by the noise.
+
+    If all measurements have the same size, only the ridge term separates the parts.
+    """
+    # Imported late: scipy.optimize takes 0.4 s, and most commands fit nothing.
+    from scipy.optimize import least_squares
+
+    return least_squares(
+        lambda parts: np.concatenate(
+            [compute_residuals(parts), noise * len(equal_parts) * (parts - equal_parts)]
+        ),
+        np.maximum(start, 1e-6),
+        bounds=(0.0, np.inf),
+        loss="soft_l1",
+        f_scale=OUTLIER_SCALE,
+        diff_step=1e-3,
+        xtol=1e-6,
+        ftol=1e-9,
+        max_nfev=12,
+    )
+
+
+def fit_median(seconds: Sequence[float]) -> CoefficientEstimate:
+    """Fit a single coefficient: the median of measured seconds, with its standard error."""
+    if not len(seconds):
+        return CoefficientEstimate(0.0)
+    median = float(np.median(seconds))
+    deviation = float(np.median(np.abs(np.asarray(seconds) - median)))
+    error = 1.4826 * deviation / np.sqrt(len(seconds))
+    residual = deviation / median if median else 0.0
+    return CoefficientEstimate(median, float(error), len(seconds), residual)
+
+
+MAX_GROUPS = 3200
+"""Groups of a replica that are replayed, the last ones: more do not improve the fit."""
+DECODE_COEFFICIENTS = ("step_s", "rollout_s", "prefill_token_s", "group_s")
+
+
+class PausableClock:
+    """A clock that stops during pauses, given as (start, end) in seconds."""
+
+    def __init__(self, pauses: Iterable[tuple[float, float]]) -> None:
+        edges: list[float] = []
+        for start, end in sorted(pauses):
+            if edges and start <= edges[-1]:
+                edges[-1] = max(edges[-1], end)
+            else:
+                edges += (start, end)
+        lengths = np.diff(edges)
+        lengths[1::2] = 0.0
+        self._edges, self._paused_s = np.array(edges), np.concatenate([[0.0], np.cumsum(lengths)])
+
+    def read_at(self, times: Array) -> Array:
+        if not len(self._edges):
+            return times
+        return np.asarray(times - np.interp(times, self._edges, self._paused_s))
+
+
+@dataclass(frozen=True)
+class DecodeReplay:
+    """Measured times of a replica's groups, ordered by begin, without the replica's pauses.
+
+    complete_mask: whether all concurrent groups of a group are in the replay, so that it counts.
+    load_times: when the replica loaded versions.
+    cached_tokens: prompt tokens of each group in the prefix cache.
+    """
+
+    begin_times: Array
+    end_times: Array
+    prompt_tokens: Sequence[int]
+    lengths: Sequence[Sequence[int]]
+    complete_mask: Array
+    load_times: Array
+    cached_tokens: Sequence[int]
+
+    @classmethod
+    def from_process(
+        cls, groups: Sequence[GeneratedGroup], loads: Sequence[float]
+    ) -> "DecodeReplay":
+        """Return the measured times of a generator process.
+
+        groups: groups of the process, ordered by begin.
+        loads: times at which the process loaded versions.
+        """
+        # A gap in the span of a group means that the whole replica was paused.
+        clock = PausableClock(
+            (before[1], after[0]) for group in groups for before, after in pairwise(group.intervals)
+        )
+        left_out, groups = groups[:-MAX_GROUPS], groups[-MAX_GROUPS:]
+        alone_s = max((group.end_s for group in left_out), default=-np.inf)
+        start_s, end_s = groups[0].start_s, max(group.end_s for group in groups)
+        return cls(
+            clock.read_at(np.array([group.start_s for group in groups])),
+            clock.read_at(np.array([group.end_s for group in groups])),
+            [group.prompt_tokens for group in groups],
+            [group.lengths for group in groups],
+            np.array([group.start_s >= alone_s for group in groups]),
+            clock.read_at(np.array([load for load in loads if start_s < load < end_s])),
+            [group.cached_tokens for group in groups],
+        )
+
+    def replay_groups(self, timing: GeneratorTiming, *, pause_s: float) -> Array:
+        """Return the time at which each group finishes in the engine model with these timings.
+
+        pause_s: time to load a version.
+        """
+        engine: SimulatedEngine[int] = SimulatedEngine(timing)
+        end_times = np.zeros(len(self.begin_times))
+
+        def advance(until: float) -> None:
+            """Simulate the engine until this time, and note when groups finish."""
+            while engine.has_event_by(until) and not engine.is_empty:
+                event_s = engine.next_event_s
+                for group in engine.advance_to(event_s):
+                    end_times[group.key] = event_s
+
+        loads = deque(self.load_times.tolist())
+        for key, begin in enumerate(self.begin_times.tolist()):
+            while loads and loads[0] <= begin:
+                advance(loads[0])
+                engine.load_version(0, pause_s, loads.popleft())
+            advance(begin)
+            cached = (self.cached_tokens[key], engine.version)
+            prompt_tokens, lengths = self.prompt_tokens[key], self.lengths[key]
+            engine.add_group(key, prompt_tokens, lengths, begin, cached=cached)
+        for load in loads:
+            advance(load)
+            engine.load_version(0, pause_s, load)
+        advance(np.inf)
+        return end_times
+
+    def compute_typical_work(self) -> Array:
+        """Return the median work of the engine while a group is sampled, float64 [4].
+
+        The entries are decode steps, decode steps times running rollouts, prefilled tokens, groups.
+        The last three include concurrent groups.
+        """
+        steps = np.array([max(lengths) for lengths in self.lengths])
+        prefilled = np.array(self.prompt_tokens) - np.array(self.cached_tokens)
+        # Of the groups so far, ordered by begin, those that have ended do not run any more.
+        by_end = np.argsort(self.end_times)
+        num_ended = np.searchsorted(self.end_times[by_end], self.begin_times, side="right")
+        groups = np.arange(1, len(steps) + 1) - num_ended
+        sizes = np.array([len(lengths) for lengths in self.lengths])
+        rollouts = np.cumsum(sizes) - np.append(0, np.cumsum(sizes[by_end]))[num_ended]
+        work = [steps, rollouts * steps, rollouts * prefilled, groups]
+        medians: Array = np.median(work, axis=1)
+        return medians
+
+
+def fit_decode(
+    replays: Sequence[DecodeReplay], start: GeneratorTiming, *, pause_s: float
+) -> list[CoefficientEstimate]:
+    """Fit the generator coefficients DECODE_COEFFICIENTS, in this order, to replays of a run.
+
+    start: timing that supplies all other terms of a decode step.
+    pause_s: time in which a generator pauses to load a version.
+
+    prefill_token_s has a lower bound: the compute time of a prompt token in `start`. Without the
+        bound, where groups come and go all the time, a fit can shift the prefill time into the
+        other coefficients.
+
+    If `start` recomputes running rollouts at each load, recomputing costs `prefill_token_s` per
+    token.
+    """
+    sizes = np.array([replay.compute_typical_work() for replay in replays]).mean(axis=0)
+    measured = np.concatenate(
+        [(replay.end_times - replay.begin_times)[replay.complete_mask] for replay in replays]
+    )
+    lower_bounds = np.zeros(len(DECODE_COEFFICIENTS))
+    lower_bounds[DECODE_COEFFICIENTS.index("prefill_token_s")] = min(
+        start.compute_rollout_s, start.prefill_token_s
+    )
+
+    def predict(parts: Array) -> Array:
+        """Return the predicted time of each group that counts."""
+        timing = replace_coefficients(start, (lower_bounds + parts / sizes).tolist())
+        durations = [
+            replay.replay_groups(timing, pause_s=pause_s) - replay.begin_times for replay in replays
+        ]
+        masks = [replay.complete_mask for replay in replays]
+        return np.concatenate([d[mask] for d, mask in zip(durations, masks, strict=True)])
+
+    fit = fit_parts(predict, measured, sizes)
+    return [
+        replace(estimate, value=bound + estimate.value)
+        for bound, estimate in zip(lower_bounds.tolist(), fit, strict=True)
+    ]
+
+
+def replace_coefficients(start: GeneratorTiming, values: Sequence[float]) -> GeneratorTiming:
+    changed = dict(zip(DECODE_COEFFICIENTS, values, strict=True))
+    if start.recompute_token_s:
+        changed["recompute_token_s"] = changed["prefill_token_s"]
+    return replace(start, **changed)  # type: ignore[arg-type]
+
 
 PLANNING_SPANS = ("plan", "look")
 SHARED_UNDELAYED_FRACTION = 0.1
@@ -107,11 +390,8 @@ class _TimingFitter:
             by_process[group.process].append(group)
         pulls = self._select_spans(GENERATE_CALL.role, "pull")
         replays = [
-            replay
+            DecodeReplay.from_process(groups, [s.end_s for s in pulls if s.process == process])
             for process, groups in by_process.items()
-            for replay in DecodeReplay.from_process(
-                groups, [s.end_s for s in pulls if s.process == process]
-            )
         ]
         base = self._base_timings.generator
         rows = [step.row for step in self._trace.steps]
@@ -126,33 +406,18 @@ class _TimingFitter:
         return replace(replace_coefficients(base, values), begin_s=begin_s)
 
     def _collect_begin_delays(self) -> list[float]:
-        """Return delays, in seconds, from a prompt's admission to the start of sampling.
+        """Return the shortest delays, in seconds, from a prompt's admission to its sampling.
 
-        Counts only prompts whose generator already had the required version, or, if these are too
-        few, the shortest delays. With an environment counts only the shortest of either: a prompt
-        whose episodes are open may still wait for a decode slot.
+        Longer ones contain waits for the version, for a decode slot or for shared devices.
         """
-        pulls = sorted(self._select_spans(GENERATE_CALL.role, "pull"), key=lambda span: span.end_s)
-        release_times = self._list_release_times()
-        delays, undelayed = [], []
+        release_times, delays = self._list_release_times(), []
         for group in self._trace.generated_groups:
             if group.stage == GENERATE_CALL.stage:
                 num_released = bisect_right(release_times, group.start_s)
-                ready_s = max(
-                    group.admitted_s, release_times[num_released - 1] if num_released else 0.0
-                )
-                delays.append(max(0.0, group.start_s - ready_s - group.reset_s))
-                version = group.admitted_version
-                version_pulls = (
-                    s for s in pulls if s.process == group.process and _parse_version(s) >= version
-                )
-                if next((s.end_s for s in version_pulls), 0.0) <= group.admitted_s:
-                    undelayed.append(delays[-1])
-        has_enough = len(undelayed) >= SHARED_UNDELAYED_FRACTION * len(delays)
-        if has_enough and not self._config.environment.is_enabled:
-            return self._select_shortest(undelayed)
-        shortest = sorted(undelayed if has_enough else delays)
-        return shortest[: max(1, round(SHARED_UNDELAYED_FRACTION * len(shortest)))]
+                released_s = release_times[num_released - 1] if num_released else 0.0
+                ready_s = max(group.admitted_s, released_s) + group.reset_s
+                delays.append(max(0.0, group.start_s - ready_s))
+        return sorted(delays)[: max(1, round(SHARED_UNDELAYED_FRACTION * len(delays)))]
 
     def _list_release_times(self) -> list[float]:
         """Return when trained models released shared devices; empty without shared devices."""
@@ -300,26 +565,15 @@ class _TimingFitter:
         return WeightsTiming(publish_s, pull_s, pause_s)
 
     def _fit_hop(self) -> float:
-        """Fit the seconds between dependent stages: the mean over score and train stages."""
+        """Fit the seconds from a sampled group to its scoring, over all scoring stages."""
         # A stage that needs the filter's verdict waits for the filter besides the generated group.
-        calls = [
-            c
-            for c in self._config.dataflow.select_calls(CallKind.SCORE)
-            if FILTER_COLUMN not in c.needs
+        hops = [
+            hop_s
+            for call in self._config.dataflow.select_calls(CallKind.SCORE)
+            if FILTER_COLUMN not in call.needs
+            for hop_s in self._collect_score_hops(call)
         ]
-        kinds = [self._collect_score_hops(call) for call in calls]
-        if not self._config.pipeline.max_steps_ahead:
-            kinds.append(self._collect_train_hops())
-        fits = [fit_median(gaps) for gaps in map(self._select_shortest, kinds) if gaps]
-        if not fits:
-            return self._add_estimate("hop_s", CoefficientEstimate(0.0))
-        estimate = CoefficientEstimate(
-            statistics.fmean(fit.value for fit in fits),
-            max(fit.error for fit in fits),
-            sum(fit.count for fit in fits),
-            max(fit.residual for fit in fits),
-        )
-        return self._add_estimate("hop_s", estimate)
+        return self._add_estimate("hop_s", fit_median(self._select_shortest(hops)))
 
     def _collect_score_hops(self, call: ModelCall) -> list[float]:
         """Return the seconds from a group's last token to its scoring, where the scorer was idle.
@@ -334,26 +588,6 @@ class _TimingFitter:
             if group_ends and busy_until <= group_ends[0] <= span.start_s:
                 hops.append(span.start_s - group_ends[0])
             busy_until = max(busy_until, span.end_s)
-        return hops
-
-    def _collect_train_hops(self) -> list[float]:
-        """Return the seconds from a step's last score to its last training round, on policy."""
-        calls = self._config.dataflow.select_calls(CallKind.SCORE)
-        scored = sorted(s.end_s for c in calls for s in self._select_spans(c.role, c.stage))
-        work = [
-            s
-            for s in self._select_spans(POLICY, "train", *PLANNING_SPANS)
-            if s.process.endswith("-0")
-        ]
-        round_s, hops = fit_median(self._collect_round_gaps(POLICY)).value, []
-        for step in self._trace.steps:
-            ends = [end for end in scored if step.start_s <= end < step.end_s]
-            later_spans = [s for s in work if ends and ends[-1] <= s.start_s < step.end_s]
-            running = any(s.start_s < ends[-1] < s.end_s for s in work) if ends else True
-            # Of several rounds, the first may hold only groups that were ready earlier.
-            is_last = self._trains_whole_steps or sum(s.name == "train" for s in later_spans) == 1
-            if later_spans and is_last and not running:
-                hops.append(max(0.0, later_spans[0].start_s - ends[-1] - round_s))
         return hops
 
     def _collect_step_gaps(self) -> list[float]:

@@ -89,10 +89,9 @@ class PlannedRun:
         Without `cluster`, the devices are CPU cores. Raises ConfigError if the cluster is too small
         or a model cannot be sized.
         """
-        lengths = trace.grouped_lengths
         request = PlannerRequest(
             trace.mean_prompt_tokens,
-            lengths=lengths,
+            lengths=trace.lengths,
             filtered_fraction=trace.filtered_fraction,
             turns=trace.episode_turns or SINGLE_TURN,
         )

@@ -1,42 +1,276 @@
 """Trace of a finished run as plain data: steps, spans of each process, and generated groups.
 
 Sources in the run directory: config.yaml, metrics.jsonl, events.jsonl, trace.json and the run log.
+A span of a generator is that of a whole group, or, in a run with an environment, of a turn of an
+episode.
 """
 
 import math
 import os
 import statistics
+from bisect import bisect_right, insort
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, TypeVar
 
 from streamrl.buffer.run_log import TrainedStep, read_log
 from streamrl.buffer.segment_file import JournalRecord, list_segments
 from streamrl.buffer.step_assembler import TrainedGroup
 from streamrl.config.role_counts import with_placement_mode
 from streamrl.config.run_config import RunConfig, load_config
-from streamrl.dataflow import GENERATE_CALL, GREEDY_CALL
+from streamrl.dataflow import GENERATE_CALL
 from streamrl.errors import ConfigError, JournalError
 from streamrl.files.bounded_read import iter_jsonl
-from streamrl.messages import Array
-from streamrl.planner.calibration.sampled_groups import (
-    GeneratedGroup,
-    RecordedEpisodes,
-    collect_groups,
-    collect_turns,
-    list_turn_groups,
-)
-from streamrl.planner.problem.episode_turns import EpisodeTurns
-from streamrl.planner.problem.workload import EmpiricalLengths
+from streamrl.planner.problem.workload import EmpiricalLengths, EpisodeTurns, EpisodeWork, TurnWork
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
 from streamrl.telemetry.chrome_trace import TRACE_FILE, read_spans
 from streamrl.telemetry.sinks import EVENTS_FILE, METRICS_FILE
 from streamrl.telemetry.spans import Span
+
+Admissions = Mapping[str, tuple[float, int]]
+"""Time of admission and version, by uid."""
+
+
+@dataclass(frozen=True)
+class GeneratedGroup:
+    """A group of a finished run, or a turn of it: when it was sampled, and the tokens.
+
+    intervals: start and end of sampling; several if sampling was paused. Those of a group of
+        episodes include the time of their environment.
+    prompt_tokens: tokens before the first sampled token.
+    lengths: sampled tokens of each rollout.
+    admitted_s, admitted_version: time of admission, and the oldest version that may sample the
+        group.
+    cached_tokens: prompt tokens in the prefix cache.
+    reset_s: seconds of the environment before the first turn.
+    """
+
+    process: str
+    stage: str
+    uid: str
+    intervals: tuple[tuple[float, float], ...]
+    prompt_tokens: int
+    lengths: tuple[int, ...]
+    admitted_s: float
+    admitted_version: int
+    cached_tokens: int = 0
+    reset_s: float = 0.0
+
+    @property
+    def start_s(self) -> float:
+        return self.intervals[0][0]
+
+    @property
+    def end_s(self) -> float:
+        return self.intervals[-1][1]
+
+
+Work = TypeVar("Work", GeneratedGroup, Span)
+
+
+def split_gaps(works: Iterable[Work]) -> Iterator[list[Work]]:
+    """Yield the works of a process, ordered by start, between moments at which it had none."""
+    overlapping: list[Work] = []
+    end_s = float("-inf")
+    for work in works:
+        if overlapping and work.start_s >= end_s:
+            yield overlapping
+            overlapping = []
+        overlapping.append(work)
+        end_s = max(end_s, work.end_s)
+    if overlapping:
+        yield overlapping
+
+
+def _iter_ended_parts(
+    spans: Sequence[Span], key_names: Sequence[str], last_fact: str
+) -> Iterator[tuple[Span, tuple[tuple[float, float], ...]]]:
+    """Yield the last span of each work that ended, and the intervals of all its spans.
+
+    Works differ in their process, name or facts of `key_names`. Sampling that is paused has several
+    spans, of which only the last has the fact `last_fact`.
+    """
+    intervals: dict[tuple[object, ...], list[tuple[float, float]]] = defaultdict(list)
+    for span in sorted(spans, key=lambda span: span.end_s):
+        if all(name in span.args for name in key_names):
+            key = (span.process, span.name, *(span.args[name] for name in key_names))
+            intervals[key].append((span.start_s, span.end_s))
+            if span.args.get(last_fact):
+                yield span, tuple(intervals.pop(key))
+
+
+def collect_groups(
+    spans: Sequence[Span], admitted: Admissions, *, since: float
+) -> list[GeneratedGroup]:
+    """Return the completely sampled groups that begin at `since` or later, by begin."""
+    groups = [
+        GeneratedGroup(
+            span.process,
+            span.name,
+            str(span.args["uid"]),
+            intervals,
+            int(span.args["prompt"]),
+            tuple(int(tokens) for tokens in str(span.args["lengths"]).split()),
+            *admitted.get(str(span.args["uid"]), (intervals[0][0], 0)),
+        )
+        for span, intervals in _iter_ended_parts(spans, ("uid", "prompt"), "lengths")
+        if intervals[0][0] >= since
+    ]
+    return sorted(groups, key=lambda group: group.start_s)
+
+
+@dataclass(frozen=True)
+class SampledTurn(GeneratedGroup):
+    """Turn of an episode in a trace, as a group of one rollout.
+
+    prompt_tokens: tokens before the turn.
+    episode: number of the episode within its group.
+    environment_s: seconds that the environment took in the episode so far.
+    """
+
+    episode: int = 0
+    turn: int = 0
+    environment_s: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        return self.lengths[0]
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Process, uid and number of the episode."""
+        return self.process, self.uid, self.episode
+
+
+@dataclass(frozen=True)
+class RecordedEpisodes:
+    """Episodes of a run by group, each as its turns in order.
+
+    final_s: mean seconds of the environment after the last turn.
+    """
+
+    groups: Sequence[Sequence[Sequence[SampledTurn]]]
+    final_s: float
+
+    @classmethod
+    def from_turns(
+        cls,
+        turns: Sequence[SampledTurn],
+        *,
+        ended: Collection[str],
+        group_size: int,
+        environment_s: float,
+    ) -> "RecordedEpisodes":
+        """Collect the whole groups among turns.
+
+        ended: uids of the groups that ended. environment_s: mean seconds of the environment in an
+            episode, from its reset to its score.
+        """
+        by_uid: dict[str, list[Sequence[SampledTurn]]] = defaultdict(list)
+        for (_, uid, _), episode in split_episodes(turns).items():
+            if uid in ended and episode[0].turn == 0:
+                by_uid[uid].append(episode)
+        groups = [episodes for episodes in by_uid.values() if len(episodes) == group_size]
+        last_turns = [episode[-1] for episodes in groups for episode in episodes]
+        recorded_s = sum(turn.environment_s for turn in last_turns) / max(1, len(last_turns))
+        return cls(groups, max(0.0, environment_s - recorded_s))
+
+    def list_groups(self) -> list[GeneratedGroup]:
+        """Return the groups, each from its first turn until its environment is done, by begin."""
+        groups = []
+        for episodes in self.groups:
+            first = min((episode[0] for episode in episodes), key=lambda turn: turn.start_s)
+            end_s = max(episode[-1].end_s for episode in episodes) + self.final_s
+            groups.append(
+                GeneratedGroup(
+                    first.process,
+                    first.stage,
+                    first.uid,
+                    ((first.start_s, end_s),),
+                    first.prompt_tokens,
+                    tuple(sum(turn.tokens for turn in episode) for episode in episodes),
+                    first.admitted_s,
+                    first.admitted_version,
+                    reset_s=first.environment_s,
+                )
+            )
+        return sorted(groups, key=lambda group: group.start_s)
+
+    def list_works(self) -> tuple[EpisodeWork, ...]:
+        return tuple(
+            EpisodeWork(tuple(_to_works(episode)), self.final_s)
+            for episodes in self.groups
+            for episode in episodes
+        )
+
+
+def _to_works(episode: Sequence[SampledTurn]) -> Iterable[TurnWork]:
+    """Yield the work of each turn; what precedes the first turn is part of the prompt."""
+    first = episode[0]
+    yield TurnWork(first.environment_s, 0, first.tokens)
+    for before, turn in pairwise(episode):
+        # A context that was rewritten may be shorter than the last one.
+        observed_tokens = max(0, turn.prompt_tokens - before.prompt_tokens - before.tokens)
+        seconds = turn.environment_s - before.environment_s
+        yield TurnWork(seconds, observed_tokens, turn.tokens)
+
+
+def collect_turns(
+    spans: Sequence[Span], admitted: Admissions, *, since: float
+) -> list[SampledTurn]:
+    """Return the completely sampled turns that begin at `since` or later, by begin.
+
+    The tokens of the turn before are cached, unless its process loaded a version since.
+    """
+    turns = [
+        SampledTurn(
+            span.process,
+            span.name,
+            str(span.args["uid"]),
+            intervals,
+            int(span.args["context"]),
+            (int(span.args["tokens"]),),
+            *admitted.get(str(span.args["uid"]), (intervals[0][0], 0)),
+            episode=int(span.args["episode"]),
+            turn=int(span.args["turn"]),
+            environment_s=float(span.args["environment_s"]),
+        )
+        for span, intervals in _iter_ended_parts(spans, ("uid", "episode", "turn"), "tokens")
+        if intervals[0][0] >= since
+    ]
+    loads = {span.process: list[float]() for span in spans}
+    for span in spans:
+        if span.name == "pull":
+            insort(loads[span.process], span.end_s)
+    latest: dict[tuple[str, str, int], SampledTurn] = {}
+    for i, turn in enumerate(sorted(turns, key=lambda turn: turn.start_s)):
+        before, pulled = latest.get(turn.key), loads[turn.process]
+        cached_tokens = 0
+        if turn.turn and before is not None:
+            has_loaded = bisect_right(pulled, before.end_s) < bisect_right(pulled, turn.start_s)
+            cached_tokens = 0 if has_loaded else before.prompt_tokens + before.tokens
+        latest[turn.key] = turns[i] = replace(turn, cached_tokens=cached_tokens)
+    return turns
+
+
+def split_episodes(
+    turns: Sequence[SampledTurn],
+) -> Mapping[tuple[str, str, int], Sequence[SampledTurn]]:
+    """Return the turns of each episode by process, uid and number.
+
+    Only the turns of its last attempt count.
+    """
+    episodes: dict[tuple[str, str, int], list[SampledTurn]] = {}
+    for turn in turns:
+        if turn.turn == 0 or turn.key not in episodes:
+            episodes[turn.key] = []
+        episodes[turn.key].append(turn)
+    return episodes
+
 
 ENGINE_WARM_UP_STEPS = 2
 """Number of steps in which engines still warm up, after the stream has filled."""
@@ -59,46 +293,6 @@ class MeasuredStep:
     @property
     def step_s(self) -> float:
         return self.end_s - self.start_s
-
-
-@dataclass(frozen=True)
-class GroupedLengths(EmpiricalLengths):
-    """Length distribution that draws whole groups of a run, with replacement.
-
-    samples: sampled completions of all groups; quantiles and the expected longest are those of
-    independent completions, which makes the longest slightly too long.
-    rows: int64 [groups, group_size + 1], in tokens; the last column is the greedy completion.
-    """
-
-    rows: Array = field(compare=False)
-
-    @classmethod
-    def from_groups(cls, sampled: "Iterable[tuple[str, str, tuple[int, ...]]]") -> "GroupedLengths":
-        """Build the distribution from (uid, stage, completion lengths) of each sampling.
-
-        For a group without a greedy completion, the first sampled completion replaces it.
-        """
-        groups: dict[str, tuple[int, ...]] = {}
-        greedy: dict[str, int] = {}
-        for uid, stage, lengths in sampled:
-            if stage == GENERATE_CALL.stage:
-                groups[uid] = lengths
-            elif stage == GREEDY_CALL.stage:
-                greedy[uid] = lengths[0]
-        rows = [(*lengths, greedy.get(uid, lengths[0])) for uid, lengths in groups.items()]
-        positive = np.maximum(np.array(rows, np.int64), 1)
-        return cls(tuple(sorted(positive[:, :-1].ravel().tolist())), positive)
-
-    @property
-    def max_tokens(self) -> int:
-        return int(self.rows.max())
-
-    def sample(self, count: int, rng: np.random.Generator) -> Array:
-        """Return `count` random completion lengths; those of a group are adjacent."""
-        size = self.rows.shape[1]
-        drawn = rng.integers(0, len(self.rows), -(-count // size))
-        lengths: Array = self.rows[drawn].ravel()[:count]
-        return lengths
 
 
 @dataclass(frozen=True)
@@ -136,12 +330,6 @@ class RunTrace:
     def lengths(self) -> EmpiricalLengths:
         return EmpiricalLengths.from_samples(
             [tokens for group in self._trained_groups for tokens in group.lengths]
-        )
-
-    @cached_property
-    def grouped_lengths(self) -> GroupedLengths:
-        return GroupedLengths.from_groups(
-            (group.uid, group.stage, group.lengths) for group in self.generated_groups
         )
 
     @cached_property
@@ -234,7 +422,7 @@ def _read_episodes(
     spans: Sequence[Span],
     run_log: "_RunLogIndex",
     location: str,
-) -> tuple[list[GeneratedGroup], list[GeneratedGroup], EpisodeTurns]:
+) -> tuple[list[GeneratedGroup], Sequence[GeneratedGroup], EpisodeTurns]:
     """Return the groups, the turns as groups of one rollout, and the turns of the groups' episodes.
 
     Raises ConfigError, naming the `location`, without a whole group or the environment's time.
@@ -242,7 +430,7 @@ def _read_episodes(
     environment_s = _average_present([step.row.get("episode/environment_s") for step in steps])
     if environment_s is None:
         raise ConfigError(f"{location}: {METRICS_FILE} has no episode/environment_s")
-    turns = collect_turns(spans, since=steps[0].start_s)
+    turns = collect_turns(spans, run_log.admissions, since=steps[0].start_s)
     episodes = RecordedEpisodes.from_turns(
         turns,
         ended=run_log.ended,
@@ -255,8 +443,8 @@ def _read_episodes(
             " are recorded from the first turn on"
         )
     return (
-        episodes.list_groups(run_log.admissions),
-        list_turn_groups(turns, spans, run_log.admissions),
+        episodes.list_groups(),
+        turns,
         EpisodeTurns(episodes.list_works()),
     )
 

@@ -1,21 +1,132 @@
-"""Cost factors of a call, a stage's model on its devices; timings of all stages use them."""
+"""Cost factors of a call, a stage's model on its devices; timings of all stages use them.
+
+Parameters per device are exact counts, summed over the device's shards of all tensors. A product
+with a matrix of n parameters takes 2n FLOPs per token. Attention takes 2 * 2 * length * width FLOPs
+per token and layer (queries times keys, weights times values), as ReaL counts them
+(arXiv:2406.14088): the causal mask is not subtracted.
+"""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from streamrl.engines.models.model_shapes import BF16_BYTES, ModelShape
 from streamrl.placement.clusters import Cluster, DeviceSpec
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment
-from streamrl.planner.costs.constants import CostConstants
-from streamrl.planner.costs.flops import (
-    compute_achieved_fraction,
-    count_token_flops,
-    routed_flops,
+from streamrl.planner.costs.constants import (
+    EXPERT_ROWS,
+    HOST_FRACTION,
+    STAGE_MICRO_BATCHES,
+    CostConstants,
 )
-from streamrl.planner.costs.param_shards import find_max_stage_params
 from streamrl.planner.problem.workload import Workload
 from streamrl.resharding.grids import RankGrid
+from streamrl.resharding.tensor_specs import ModelSpec, TensorSpec, split_stages_evenly
+
+
+@cache
+def build_model_spec(shape: ModelShape, itemsize: int) -> ModelSpec:
+    return shape.to_model_spec(itemsize)
+
+
+@cache
+def count_stage_params(
+    shape: ModelShape, stages: int, tensor: int, expert: int = 1
+) -> tuple[int, ...]:
+    """Return the parameters of a tensor-parallel rank in each pipeline stage.
+
+    stages, tensor, expert: number of pipeline stages, of tensor-parallel and of expert-parallel
+      ranks.
+    Every rank holds unsplit tensors, such as routers, and repeated KV heads if there are fewer
+    heads than ranks. With `expert` > 1 a rank holds whole experts instead of slices. Raise
+    ValueError if a dimension does not divide.
+    """
+    if expert > 1 and (not shape.experts or shape.experts % expert):
+        raise ValueError(f"{shape.experts} experts over {expert} expert ranks")
+    spec = build_model_spec(shape, 1)
+    stage_of: list[int] = []
+    for stage, count in enumerate(split_stages_evenly(spec.num_pipeline_positions, stages)):
+        stage_of += [stage] * count
+    params = [0] * stages
+    sizes: dict[object, int] = {}
+    for tensor_spec in spec.tensors:
+        cut = (tensor_spec.shape, tensor_spec.split_dim, tensor_spec.components)
+        if cut not in sizes:
+            sizes[cut] = _find_max_rank_elements(tensor_spec, shape, tensor, expert)
+        for stage in {stage_of[position] for position in tensor_spec.pipeline_positions}:
+            params[stage] += sizes[cut]
+    return tuple(params)
+
+
+def find_max_stage_params(shape: ModelShape, stages: int, tensor: int, expert: int = 1) -> int:
+    """Return the parameters of a tensor-parallel rank in the largest pipeline stage.
+
+    Raise ValueError if a dimension of the model does not divide.
+    """
+    return max(count_stage_params(shape, stages, tensor, expert))
+
+
+def _find_max_rank_elements(spec: TensorSpec, shape: ModelShape, tensor: int, expert: int) -> int:
+    if expert > 1 and is_expert_tensor(spec, shape):
+        expert_elements = spec.numel // (shape.experts + shape.shared_experts)
+        routed = expert_elements * shape.experts // expert
+        if not shape.shared_experts:
+            return routed
+        return (
+            routed + _find_max_split_elements(spec, tensor) * shape.shared_experts // spec.shape[0]
+        )
+    return _find_max_split_elements(spec, tensor)
+
+
+def _find_max_split_elements(spec: TensorSpec, tensor: int) -> int:
+    return max(
+        sum(box.numel for box in spec.split_tensor(index, tensor)) for index in range(tensor)
+    )
+
+
+def is_expert_tensor(spec: TensorSpec, shape: ModelShape) -> bool:
+    """Return whether a tensor stacks the weights of all experts of a layer."""
+    return (
+        bool(shape.experts)
+        and spec.shape[:1] == (shape.experts + shape.shared_experts,)
+        and spec.split_dim is not None
+    )
+
+
+FORWARD_BACKWARD_PASSES = 3
+"""Forward and backward together cost 3 forward passes, without activation checkpointing."""
+
+
+def count_forward_flops(shape: ModelShape, tokens: float, squared_lengths: float) -> float:
+    """Return the FLOPs of a forward pass over `tokens` tokens.
+
+    squared_lengths: sum of the squared lengths of the tokens' sequences, for attention. The
+      embedding is a look-up without FLOPs.
+    """
+    attention = 4 * shape.layers * shape.heads * shape.head_dim * squared_lengths
+    return 2 * shape.active_matmul_params * tokens + attention
+
+
+def count_token_flops(shape: ModelShape, length: float) -> float:
+    return count_forward_flops(shape, 1.0, length)
+
+
+def train_passes(constants: CostConstants) -> int:
+    """Return the cost of a training pass in forward passes: 3, or 4 with recomputation."""
+    return FORWARD_BACKWARD_PASSES + constants.recompute
+
+
+def routed_flops(shape: ModelShape) -> float:
+    """Return a token's forward FLOPs in the experts that routers choose for it, over all layers."""
+    return 2 * shape.moe_layers * shape.experts_per_token * shape.expert_params
+
+
+def compute_achieved_fraction(fraction: float, width: float, constants: CostConstants) -> float:
+    """Return the fraction of peak FLOP/s that products with matrices of this width achieve.
+
+    fraction: limit for wide matrices; at width `constants.half_width` half of it is achieved.
+    """
+    return fraction * width / (width + constants.half_width)
 
 
 @dataclass(frozen=True)
@@ -187,7 +298,7 @@ class CallCost:
         """Seconds per byte between a device and its host, over the slowest such link."""
         groups = self.assignment.mesh.find_node_groups(self.cluster)
         slowest = min(group.device.host_bytes_per_s for group in groups)
-        return 1 / (slowest * self.constants.host_fraction)
+        return 1 / (slowest * HOST_FRACTION)
 
     @cached_property
     def parallel_groups(self) -> ParallelGroups:
@@ -295,7 +406,7 @@ class CallCost:
         fraction = compute_achieved_fraction(
             constants.forward_flops_fraction, self._expert_width, constants
         )
-        rows = shape.experts * constants.expert_rows / 2
+        rows = shape.experts * EXPERT_ROWS / 2
         split = self.ep_size if self.ep_size > 1 else self.tp_size
         return 2 * rows * shape.expert_params / split / (self.slowest_device.flops_per_s * fraction)
 
@@ -332,7 +443,7 @@ class CallCost:
         """
         if self.pp_size == 1:
             return fewest
-        target = min(self.pp_size * self.constants.stage_micro_batches, int(rollouts))
+        target = min(self.pp_size * STAGE_MICRO_BATCHES, int(rollouts))
         return max(fewest, target)
 
     def compute_bubble_factor(self, micro_batches: float) -> float:

@@ -4,9 +4,8 @@ The cost model has no numbers besides these. `streamrl calibrate` fits some of t
 run; a YAML file may set any.
 """
 
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,56 +14,20 @@ from streamrl.files.bounded_read import read_small_yaml
 from streamrl.files.typed_settings import describe_read_error, read_settings
 from streamrl.placement.clusters import Cluster
 
-POSITIVE_FRACTIONS = (
-    "train_flops_fraction",
-    "forward_flops_fraction",
-    "decode_flops_fraction",
-    "decode_memory_fraction",
-    "optimizer_memory_fraction",
-    "link_fraction",
-    "network_fraction",
-    "host_fraction",
-)
-"""Achieved fractions of data sheet speeds; the model divides by them, so 0 is not allowed."""
-FRACTION_NAMES = (
-    *POSITIVE_FRACTIONS,
-    "zero_exposed_fraction",
-    "pause_fraction",
-    "memory_reserve_fraction",
-)
-
-
-UPPER_BOUNDS = {
-    **dict.fromkeys(FRACTION_NAMES, 1.0),
-    # Seconds: per layer or hop, per decode step, and per batch, rollout, update or version.
-    **dict.fromkeys(("collective_s", "link_hop_s", "network_hop_s"), 1.0),
-    **dict.fromkeys(("decode_layer_s", "expert_layer_s"), 1.0),
-    **dict.fromkeys(("decode_step_s", "decode_rollout_s", "decode_group_s", "hop_s"), 60.0),
-    **dict.fromkeys(("begin_s", "between_steps_s"), 3600.0),
-    **dict.fromkeys(("micro_batch_s", "update_s", "round_s", "train_step_s"), 3600.0),
-    **dict.fromkeys(("score_batch_s", "score_rollout_s"), 3600.0),
-    **dict.fromkeys(("rule_group_s", "rule_rollout_s"), 3600.0),
-    **dict.fromkeys(("publish_s", "pull_s", "switch_s"), 3600.0),
-    # Widths and counts.
-    "half_width": 1e6,
-    "max_running": 1e6,
-    "expert_rows": 1e6,
-    "stage_micro_batches": 1e3,
-    "score_tokens": 1e9,
-    "logit_tokens": 1e9,
-    "gathered_params": 1e12,
-    # Bytes: per element, per parameter and per token.
-    **dict.fromkeys(("weight_bytes", "gradient_bytes", "reduced_bytes"), 64.0),
-    **dict.fromkeys(("served_bytes", "kv_bytes", "optimizer_bytes"), 64.0),
-    **dict.fromkeys(("raw_gradient_bytes", "head_gradient_bytes", "update_bytes"), 64.0),
-    **dict.fromkeys(("activation_bytes", "mlp_bytes", "checkpoint_bytes", "logit_bytes"), 1e3),
-    "column_bytes": 1e6,
-    # Booleans.
-    **dict.fromkeys(("recompute", "offloads_optimizer", "offloads_weights"), 1.0),
-    **dict.fromkeys(("updates_on_host", "scores_from_host", "versions_on_device"), 1.0),
-    **dict.fromkeys(("keeps_served", "aliases_served", "keeps_kv"), 1.0),
-}
-"""Largest valid values, far above the need of any device; a larger one has a wrong unit."""
+OPTIMIZER_MEMORY_FRACTION = 0.7
+"""Achieved fraction of memory bandwidth in an optimizer step."""
+HOST_FRACTION = 0.8
+"""Achieved fraction of bandwidth between device and host."""
+ZERO_EXPOSED_FRACTION = 0.5
+"""Fraction of ZeRO's traffic in a micro-batch that computation does not hide."""
+EXPERT_ROWS = 64
+"""Block size in rows of grouped GEMMs; the last block of an expert is half empty on average."""
+STAGE_MICRO_BATCHES = 2
+"""Micro-batches per pipeline stage if there are as many rollouts; more where one is too large."""
+COLUMN_BYTES = 40.0
+"""Bytes that all columns of a group store per token."""
+MAX_SECONDS, MAX_COUNT = 3600.0, 1e12
+"""Largest valid times, and counts and bytes, far above the need of any device."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +56,7 @@ class CostConstants:
     Memory and links.
     decode_memory_fraction: achieved fraction of memory bandwidth when a decode step reads weights
       and KV cache.
-    optimizer_memory_fraction: achieved fraction of memory bandwidth in an optimizer step.
-    link_fraction, network_fraction, host_fraction: achieved fraction of bandwidth within a node,
-      between nodes, and between device and host.
+    link_fraction, network_fraction: achieved fraction of bandwidth within a node, between nodes.
     collective_s: fixed latency of a collective, besides hops and bytes.
     link_hop_s, network_hop_s: added latency per hop between devices of a node, and between nodes.
 
@@ -110,14 +71,8 @@ class CostConstants:
     micro_batch_s, update_s, train_step_s: overhead per micro-batch, update and step.
     round_s: idle time of ranks before each round of micro-batches and each update, until the
       request for the next work arrives.
-    zero_exposed_fraction: fraction of ZeRO's traffic in a micro-batch that computation does not
-      hide.
     expert_layer_s: host time per expert layer of a forward pass: sorting tokens and waiting for
       their counts.
-    expert_rows: block size in rows of grouped GEMMs; the last block of an expert is half empty on
-      average.
-    stage_micro_batches: micro-batches per pipeline stage if there are as many rollouts; more where
-      a micro-batch would be too large.
 
     Scoring.
     score_batch_s, score_rollout_s: overhead per scoring batch and per rollout.
@@ -133,7 +88,6 @@ class CostConstants:
     The stream.
     hop_s: latency from one stage to the next.
     between_steps_s: coordinator time between steps.
-    column_bytes: bytes that all columns of a group store per token.
 
     Offloading applies to calls that share devices with others; the bytes move to the device and
     back once a step.
@@ -178,10 +132,8 @@ class CostConstants:
     versions_on_device: bool = False
 
     decode_memory_fraction: float = 0.7
-    optimizer_memory_fraction: float = 0.7
     link_fraction: float = 0.7
     network_fraction: float = 0.8
-    host_fraction: float = 0.8
     collective_s: float = 5e-6
     link_hop_s: float = 20e-6
     network_hop_s: float = 30e-6
@@ -197,10 +149,7 @@ class CostConstants:
     update_s: float = 50e-3
     round_s: float = 0.0
     train_step_s: float = 0.2
-    zero_exposed_fraction: float = 0.5
     expert_layer_s: float = 0.0
-    expert_rows: int = 64
-    stage_micro_batches: int = 2
 
     score_batch_s: float = 20e-3
     score_rollout_s: float = 100e-6
@@ -215,7 +164,6 @@ class CostConstants:
 
     hop_s: float = 5e-3
     between_steps_s: float = 0.05
-    column_bytes: float = 40.0
 
     offloads_optimizer: bool = False
     offloads_weights: bool = False
@@ -241,21 +189,10 @@ class CostConstants:
     memory_reserve_fraction: float = 0.15
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = vars(self)[field.name]
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ConfigError(f"{field.name}={value}: must be finite")
-            if value < 0 or (field.name in POSITIVE_FRACTIONS and value == 0):
-                lower_bound = "above 0" if field.name in POSITIVE_FRACTIONS else "0 or more"
-                raise ConfigError(f"{field.name}={value}: must be {lower_bound}")
-            if value > UPPER_BOUNDS[field.name]:
-                shown = f"{value!s:.40}"
-                raise ConfigError(
-                    f"{field.name}={shown}: must be at most {UPPER_BOUNDS[field.name]:g}"
-                )
-        for name in ("max_running", "score_tokens", "logit_tokens", "stage_micro_batches"):
-            if vars(self)[name] < 1:
-                raise ConfigError(f"{name}={vars(self)[name]}: must be at least 1")
+        for name, value in vars(self).items():
+            low, high = get_bounds(name)
+            if not low <= value <= high:
+                raise ConfigError(f"{name}={value!s:.40}: must be from {low:g} to {high:g}")
 
     @classmethod
     def from_cluster(cls, cluster: Cluster) -> "CostConstants":
@@ -278,6 +215,16 @@ class CostConstants:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def get_bounds(name: str) -> tuple[float, float]:
+    """Return the least and the largest value of a constant; the model divides by fractions."""
+    if name.endswith("_fraction"):
+        may_be_zero = name in ("pause_fraction", "memory_reserve_fraction")
+        return (0.0 if may_be_zero else 1e-6), 1.0
+    if name.endswith("_s"):
+        return 0.0, MAX_SECONDS
+    return float(name in ("max_running", "score_tokens", "logit_tokens")), MAX_COUNT
 
 
 CPU_CONSTANTS = CostConstants(

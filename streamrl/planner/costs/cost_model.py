@@ -1,17 +1,25 @@
 """Cost model: predicts seconds and bytes of a placement from shapes, devices and cost constants."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, cached_property
 
 from streamrl.dataflow import EMA_REFERENCE, POLICY, CallKind, ModelCall
 from streamrl.engines.models.model_shapes import ModelShape
 from streamrl.placement.clusters import DeviceSpec
-from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
-from streamrl.planner.costs.call_cost import CallCost
-from streamrl.planner.costs.call_memory import (
+from streamrl.planner.costs.call_cost import CallCost, count_stage_params
+from streamrl.planner.costs.call_timings import (
+    estimate_generator_timing,
+    estimate_rule_timing,
+    estimate_score_timing,
+    estimate_train_timing,
+)
+from streamrl.planner.costs.constants import COLUMN_BYTES, CostConstants
+from streamrl.planner.costs.memory import (
+    CallFootprint,
+    DeviceMemory,
     compute_layer_weight_bytes,
     compute_rollout_kv_bytes,
     compute_serving_weight_bytes,
@@ -23,13 +31,13 @@ from streamrl.planner.costs.call_memory import (
     score_active_bytes,
     train_memory,
 )
-from streamrl.planner.costs.constants import CostConstants
-from streamrl.planner.costs.device_memory import CallFootprint, DeviceMemory
-from streamrl.planner.costs.generate_timing import estimate_generator_timing
-from streamrl.planner.costs.param_shards import count_stage_params, find_max_stage_params
-from streamrl.planner.costs.score_timing import estimate_rule_timing, estimate_score_timing
-from streamrl.planner.costs.traffic import SHARDS_PARAMETERS, TransferCost, WeightTraffic
-from streamrl.planner.costs.train_timing import estimate_train_timing
+from streamrl.planner.costs.traffic import (
+    SHARDS_PARAMETERS,
+    ApproximateTraffic,
+    LoraTraffic,
+    TransferCost,
+    WeightTraffic,
+)
 from streamrl.planner.problem.problem import CallMemory, PlacementProblem
 from streamrl.planner.problem.stage_timings import (
     ScoreTiming,
@@ -45,116 +53,6 @@ from streamrl.planner.steady_state.call_durations import (
     train_duration,
 )
 
-
-class ApproximateTraffic(WeightTraffic):
-    """Weight transfer costs by formula, for a search that evaluates thousands of placements.
-
-    The formulas assume even splits (arXiv:2409.19256, Table 2, extended to separate devices);
-    `WeightTraffic` computes the exact bytes of the copy plan.
-    """
-
-    def _compute_transfer(
-        self, shape: ModelShape, source: CallAssignment, target: CallAssignment
-    ) -> TransferCost:
-        itemsize = self._constants.served_bytes
-        grid = target.grid
-        wanted_bytes = (
-            find_max_stage_params(shape, grid.pp_size, grid.tp_size, target.ep_size) * itemsize
-        )
-        if source.mesh == target.mesh:
-            received, network = self._estimate_same_mesh_bytes(shape, source, target, wanted_bytes)
-        else:
-            received, network = (
-                float(wanted_bytes),
-                self._cross_mesh_bytes(source.mesh, target.mesh, wanted_bytes),
-            )
-        is_aliased = source.mesh == target.mesh and self._has_one_dtype
-        return TransferCost(
-            self._approximate_duration_s(source.mesh, target.mesh, received, network),
-            round(received),
-            round(received) if is_aliased else wanted_bytes,
-        )
-
-    def _estimate_same_mesh_bytes(
-        self, shape: ModelShape, source: CallAssignment, target: CallAssignment, wanted_bytes: int
-    ) -> tuple[float, float]:
-        """Return received bytes of a rank and network bytes of a node, on a shared mesh."""
-        train, follow = source.grid, target.grid
-        is_sharded = source.zero_stage >= SHARDS_PARAMETERS
-        model_ranks = train.pp_size * max(train.tp_size, source.ep_size)
-        holders = model_ranks * (train.dp_size if is_sharded else 1)
-        kept = _count_shared_params(shape, source, target) * self._constants.served_bytes
-        kept /= max(train.pp_size, follow.pp_size) * (train.dp_size if is_sharded else 1)
-        received = max(0.0, wanted_bytes - kept)
-        per_node = source.mesh.count_devices_per_node(self._cluster)
-        # Fraction of the model that the ranks of one node hold together.
-        node_fraction = min(1.0, per_node / holders)
-        return received, per_node * min(received, wanted_bytes * (1 - node_fraction))
-
-    def _cross_mesh_bytes(self, source: Mesh, target: Mesh, wanted_bytes: int) -> float:
-        """Return network bytes of the busiest node when weights move to another mesh."""
-        nodes = [self._cluster.find_node(device) for device in (source.first, target.first)]
-        counts = (source.count_nodes(self._cluster), target.count_nodes(self._cluster))
-        if nodes[0] == nodes[1] and counts == (1, 1):
-            return 0.0
-        sent = target.size * wanted_bytes / counts[0]
-        return max(target.count_devices_per_node(self._cluster) * wanted_bytes, sent)
-
-    def _approximate_duration_s(
-        self, source: Mesh, target: Mesh, received: float, network: float
-    ) -> float:
-        """Return the time for `received` bytes of a rank, `network` bytes of the busiest node."""
-        devices = (source.first, target.first)
-        link_s = max(self._link_byte_s[device] for device in devices)
-        network_s = max(self._network_byte_s[self._cluster.find_node(device)] for device in devices)
-        link_bytes = received if not network else 0.0
-        if source != target and not network:
-            link_bytes = max(link_bytes, received * target.size / source.size)
-        return max(link_bytes * link_s, network * network_s)
-
-
-class LoraTraffic(ApproximateTraffic):
-    """Estimator of weight transfer costs for models with LoRA adapters.
-
-    Every device of the follower reads the whole base model through its host, adds the adapters, and
-    keeps its own copy of the merged weights.
-    """
-
-    def _compute_transfer(
-        self, shape: ModelShape, source: CallAssignment, target: CallAssignment
-    ) -> TransferCost:
-        full_shape, trained_fraction = replace(shape, adapter_params=0), shape.trained_fraction
-        transfer = super()._compute_transfer(full_shape, source, target)
-        groups = target.mesh.find_node_groups(self._cluster)
-        host = min(group.device.host_bytes_per_s for group in groups)
-        itemsize, grid = self._constants.served_bytes, target.grid
-        reading_s = shape.num_params * itemsize / (host * self._constants.host_fraction)
-        return TransferCost(
-            transfer.seconds * trained_fraction + reading_s,
-            round(transfer.received_bytes * trained_fraction),
-            find_max_stage_params(full_shape, grid.pp_size, grid.tp_size, target.ep_size)
-            * itemsize,
-        )
-
-
-def _count_shared_params(
-    shape: ModelShape, source: CallAssignment, target: CallAssignment
-) -> float:
-    """Return the most parameters that a rank both trains and serves, before the pipeline split.
-
-    With expert parallelism on one side only, ranks still share a part of the experts' slices.
-    """
-    split = max(source.grid.tp_size, target.grid.tp_size)
-    ep_sizes = (source.ep_size, target.ep_size)
-    if max(ep_sizes) == 1:
-        return shape.num_params / split
-    tp_sizes = [
-        assignment.grid.tp_size for assignment in (source, target) if assignment.ep_size == 1
-    ]
-    routed = shape.routed_params / (max(ep_sizes) * max(tp_sizes, default=1))
-    return (shape.num_params - shape.routed_params) / split + routed
-
-
 EMA_BYTES = 4
 """Per parameter of an EMA reference, which is published in float32."""
 
@@ -168,10 +66,16 @@ class CostModel:
         constants: CostConstants | None = None,
         *,
         traffic: type[WeightTraffic] = WeightTraffic,
+        refuse: Callable[[Placement], str] = lambda _placement: "",
     ) -> None:
+        """Describe the costs of a problem.
+
+        refuse: why a placement of some or all calls cannot run although it fits, or "".
+        """
         self.problem = problem
         self.constants = constants or CostConstants.from_cluster(problem.cluster)
         self.traffic = traffic(problem.cluster, self.constants)
+        self._refuse = refuse
         self._role_constants = {
             role: replace(self.constants, score_tokens=tokens)
             for role, tokens in problem.score_tokens.items()
@@ -195,7 +99,9 @@ class CostModel:
     @cached_property
     def approximate_costs(self) -> "CostModel":
         """Same cost model, but with weight transfers by formula: faster and less exact."""
-        return CostModel(self.problem, self.constants, traffic=ApproximateTraffic)
+        return CostModel(
+            self.problem, self.constants, traffic=ApproximateTraffic, refuse=self._refuse
+        )
 
     def predict_timings(self, placement: Placement) -> StageTimings:
         """Return the timings of all stages of a feasible placement.
@@ -246,7 +152,7 @@ class CostModel:
         for stage, assignment in placement.assignments.items():
             if wrong := self._find_misfit(stage, assignment):
                 return wrong
-        return self._build_device_memory(placement).explain_infeasible()
+        return self._build_device_memory(placement).explain_infeasible() or self._refuse(placement)
 
     def call_duration_s(self, stage: str, assignment: CallAssignment) -> float:
         """Return the seconds of a stage's work for a step, with no other stage on its devices.
@@ -356,7 +262,7 @@ class CostModel:
             rollouts //= workload.mini_batches
         if grid.dp_size > rollouts:
             return f"{stage} as {grid}: {grid.dp_size} replicas for {rollouts} rollouts"
-        return ""
+        return self._refuse(Placement({stage: assignment}))
 
     def _get_model_shape(self, stage: str) -> ModelShape:
         shape = self._model_shapes[stage]
@@ -426,7 +332,7 @@ class CostModel:
     def _estimate_hop_s(self) -> float:
         """Return a fixed latency, and the transfer time of a group's columns over the network."""
         workload, constants = self.problem.workload, self.constants
-        num_bytes = workload.group_size * workload.rollout_tokens * constants.column_bytes
+        num_bytes = workload.group_size * workload.rollout_tokens * COLUMN_BYTES
         network = min(group.node_bytes_per_s for group in self.problem.cluster.node_groups)
         return constants.hop_s + num_bytes / (network * constants.network_fraction)
 

@@ -94,10 +94,9 @@ class CallMemory:
 
 @dataclass(frozen=True)
 class DeviceInterval:
-    """Interval in which a stage had its devices for one training step, in seconds."""
+    """Interval in which a stage had its devices, in seconds."""
 
     stage: str
-    step: int
     start_s: float
     end_s: float
 

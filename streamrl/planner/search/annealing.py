@@ -17,7 +17,7 @@ import numpy as np
 
 from streamrl.placement.meshes import Mesh, find_max_load, iter_meshes
 from streamrl.placement.placements import CallAssignment
-from streamrl.planner.search.hybridflow_parallel import ParallelismChoices, RoleAssignments
+from streamrl.planner.search.hybridflow import ParallelismChoices, RoleAssignments
 
 INITIAL_TEMPERATURE, FINAL_TEMPERATURE = 0.05, 0.002
 """Temperatures of annealing, as fractions of the step time.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from streamrl.placement.meshes import Mesh, list_node_edges
 from streamrl.placement.placements import CallAssignment
-from streamrl.planner.search.hybridflow_parallel import ParallelismChoices, RoleAssignments
+from streamrl.planner.search.hybridflow import ParallelismChoices, RoleAssignments
 
 MAX_SHARED_NODES = 2
 GENERATION_FRACTIONS = (0.3, 0.5)

@@ -3,31 +3,112 @@
 import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.meshes import Mesh, list_node_edges
 from streamrl.placement.placements import Placement, PlacementMode
-from streamrl.planner.problem.problem import PlacementCosts, PlacementProblem
+from streamrl.planner.problem.problem import PlacementCosts, PlacementEstimate, PlacementProblem
 from streamrl.planner.search.annealing import AnnealingSearch, SearchState
 from streamrl.planner.search.flexrlhf import apply_guideline
-from streamrl.planner.search.hybridflow_mapping import MappingSearch
-from streamrl.planner.search.hybridflow_parallel import (
+from streamrl.planner.search.hybridflow import (
+    MappingSearch,
     ParallelismChoices,
     SplitRules,
     allow_any_split,
+    group_roles_by_model,
 )
-from streamrl.planner.search.pareto import (
-    ExcludedBound,
-    ParetoPoint,
-    PlacementCandidate,
-    PlanResult,
-    compare_to_winner,
-    find_dominated,
-    find_pareto_front,
-)
-from streamrl.planner.search.partitions import group_roles_by_model
 from streamrl.planner.steady_state.estimator import PlacementEstimator
+
+SIGNIFICANT_FRACTION = 0.02
+"""Smallest difference between placements worth mentioning, as a fraction of the best step time."""
+
+
+@dataclass(frozen=True)
+class PlacementCandidate:
+    """Best placement of a kind, such as colocated, next to the winner of the search.
+
+    reason: cause of the loss, or why the placement is infeasible; empty for the winner.
+    """
+
+    label: str
+    placement: Placement
+    estimate: PlacementEstimate
+    reason: str = ""
+
+    @property
+    def step_s(self) -> float:
+        return self.estimate.step_s
+
+
+@dataclass(frozen=True)
+class BoundOptimum:
+    """Best placement within a staleness bound."""
+
+    max_staleness: int
+    candidate: PlacementCandidate
+
+
+@dataclass(frozen=True)
+class ExcludedBound:
+    """Staleness bound without a placement, or without a gain, and why."""
+
+    max_staleness: int
+    why: str
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """Result of the planner's search.
+
+    best: placement with the shortest step; None if no placement fits.
+    candidates: best placement of every kind, shortest step first; if none fits, they say why.
+    points: best placement of each staleness bound, in ascending order.
+    excluded_bounds: bounds without a placement.
+    """
+
+    best: PlacementCandidate | None
+    candidates: Sequence[PlacementCandidate]
+    points: Sequence[BoundOptimum]
+    excluded_bounds: Sequence[ExcludedBound] = ()
+
+
+def compare_to_winner(winner: PlacementCandidate, other: PlacementCandidate) -> PlacementCandidate:
+    reason = other.estimate.infeasible_reason or _explain_slowness(winner, other)
+    return PlacementCandidate(other.label, other.placement, other.estimate, reason)
+
+
+def _explain_slowness(best: PlacementCandidate, candidate: PlacementCandidate) -> str:
+    """Explain why a candidate is slower than the best.
+
+    Names the stage with the largest extra time, and idle devices.
+    """
+    winner, other = best.estimate, candidate.estimate
+    extra_s = {
+        stage: compute_stage_busy_s(other, stage) - compute_stage_busy_s(winner, stage)
+        for stage in other.idle
+        if stage in winner.idle
+    }
+    reasons = []
+    stage = max(extra_s, key=lambda stage_name: (extra_s[stage_name], stage_name), default="")
+    if stage and extra_s[stage] > SIGNIFICANT_FRACTION * winner.step_s:
+        winner_s, other_s = compute_stage_busy_s(winner, stage), compute_stage_busy_s(other, stage)
+        reasons.append(f"{stage} is busy for {other_s:.3g} s per step, not {winner_s:.3g} s")
+    if other.device_idle - winner.device_idle > SIGNIFICANT_FRACTION:
+        reasons.append(
+            f"{other.device_idle:.0%} of device time is idle, not {winner.device_idle:.0%}"
+        )
+    if reasons:
+        return "; ".join(reasons)
+    is_slower = other.step_s - winner.step_s > SIGNIFICANT_FRACTION * winner.step_s
+    if is_slower:
+        return "its calls wait for each other"
+    return f"within {SIGNIFICANT_FRACTION:.0%} of the winner"
+
+
+def compute_stage_busy_s(estimate: PlacementEstimate, stage: str) -> float:
+    return (1 - estimate.idle[stage]) * estimate.step_s
+
 
 WHOLE_STEPS_SUFFIX = ", by whole steps"
 """Suffix of a kind whose calls wait for whole steps although they have separate devices."""
@@ -36,12 +117,6 @@ MAX_START_ALLOCATIONS = 24
 """Maximum number of allocations with separate roles to schedule as starts, lowest bounds first."""
 MAX_CONFIRMATIONS = 5
 """A staleness bound counts as infeasible if exact costs reject this many of its best placements."""
-DEFAULT_RUNNERS_UP = 2
-"""Runners-up per staleness bound, for callers that request runners-up."""
-RUNNER_UP_TOLERANCE = 0.05
-"""Runners-up may be slower than the best placement by this fraction."""
-MAX_RUNNER_UP_CANDIDATES = 24
-"""Maximum number of placements to inspect for runners-up; some differ only in device numbers."""
 MAX_AHEAD_ALLOCATIONS = 12
 """Same limit as MAX_START_ALLOCATIONS where generation runs ahead."""
 NUM_SEARCHES = 3
@@ -57,7 +132,6 @@ def plan_placement(  # noqa: PLR0913
     rules: SplitRules = allow_any_split,
     streamed: Sequence[bool] = (True, False),
     proposals: int = DEFAULT_PROPOSALS,
-    runners_up: int = 0,
     run_bound: int | None = None,
     on_estimated: Callable[[], None] = lambda: None,
 ) -> PlanResult:
@@ -69,9 +143,7 @@ def plan_placement(  # noqa: PLR0913
     streamed: whether calls on separate devices may process a step as it arrives, or wait for the
       whole step.
     proposals: proposals of the random search per staleness bound.
-    runners_up: extra placements per bound, for a caller with a better judge such as the simulator.
-    run_bound: staleness bound of the run; the result also holds the best placement that generates
-      exactly so many steps ahead.
+    run_bound: staleness bound of the run, whose placement generates exactly so many steps ahead.
     on_estimated: called for each placement whose step time the search estimates.
 
     Equal seeds give equal plans.
@@ -84,18 +156,13 @@ def plan_placement(  # noqa: PLR0913
             costs_of(planned),
             rules=rules,
             streamed=streamed,
-            runners_up=runners_up,
             on_estimated=on_estimated,
         )
 
     sub_placements: list[Placement] = []
     for first, sub_problem in iter_sub_problems(problem):
         plan = make_planner(sub_problem).plan(bounds, seed=seed, proposals=proposals)
-        for point in plan.front:
-            sub_placements += [
-                shift_devices(candidate.placement, first)
-                for candidate in (point.candidate, *point.runners_up)
-            ]
+        sub_placements += [shift_devices(point.candidate.placement, first) for point in plan.points]
     return make_planner(problem).plan(
         bounds, seed=seed, proposals=proposals, known=sub_placements, run_bound=run_bound
     )
@@ -128,8 +195,7 @@ def shift_devices(placement: Placement, first: int) -> Placement:
 class PlacementPlanner:
     """Planner of a single placement problem; caches results.
 
-    runners_up: number of extra placements per staleness bound. on_estimated: called for each
-    placement whose step time the search estimates.
+    on_estimated: called for each placement whose step time the search estimates.
     """
 
     def __init__(
@@ -139,7 +205,6 @@ class PlacementPlanner:
         *,
         rules: SplitRules = allow_any_split,
         streamed: Sequence[bool] = (True, False),
-        runners_up: int = 0,
         on_estimated: Callable[[], None] = lambda: None,
     ) -> None:
         self.estimator = PlacementEstimator(problem, costs.approximate_costs, on_estimated)
@@ -154,8 +219,6 @@ class PlacementPlanner:
         # A policy that is published every n steps samples with versions up to n - 1 steps older.
         self._min_staleness = problem.run_options.publish_every - 1
         self._allowed_streaming = streamed
-        self._num_runners_up = runners_up
-        self._known_placements: list[Placement] = []
 
     def plan(
         self,
@@ -172,7 +235,6 @@ class PlacementPlanner:
         known: placements at which the search also starts.
         run_bound: bound for which generation runs exactly so many steps ahead.
         """
-        self._known_placements = [] if not self._num_runners_up else list(known)
         states = [*self.list_starts(), *(self._to_state(placement) for placement in known)]
         # Searches of higher bounds also start from the results of lower bounds.
         for bound in bounds:
@@ -255,8 +317,11 @@ class PlacementPlanner:
     # Build the result from all evaluated placements.
 
     def _build_result(self, bounds: Sequence[int], run_bound: int | None) -> PlanResult:
-        outcomes = [self._confirm_best(bound) for bound in bounds]
-        points = [outcome for outcome in outcomes if isinstance(outcome, ParetoPoint)]
+        outcomes = [
+            self._confirm_best(bound, min_ahead=bound if bound == run_bound else 0)
+            for bound in bounds
+        ]
+        points = [outcome for outcome in outcomes if isinstance(outcome, BoundOptimum)]
         excluded = [outcome for outcome in outcomes if isinstance(outcome, ExcludedBound)]
         best = min(
             (outcome.candidate for outcome in points),
@@ -268,21 +333,15 @@ class PlacementPlanner:
             self._make_candidate(self.estimator, outcome) for outcome in self._list_best_of_kinds()
         ]
         kinds += self._iter_misfits({outcome.label for outcome in kinds})
-        run_point = (
-            None if run_bound is None else self._confirm_best(run_bound, min_ahead=run_bound)
-        )
         if best is None:
-            return PlanResult(None, kinds, (), excluded, run_point)
+            return PlanResult(None, kinds, (), excluded)
         compared = [
             compare_to_winner(best, outcome) for outcome in kinds if outcome.label != best.label
         ]
         candidates = sorted([best, *compared], key=lambda outcome: outcome.step_s)
-        front = find_pareto_front(points)
-        excluded += find_dominated(points, front)
-        excluded.sort(key=lambda outcome: outcome.max_staleness)
-        return PlanResult(best, candidates, front, excluded, run_point)
+        return PlanResult(best, candidates, points, excluded)
 
-    def _confirm_best(self, bound: int, *, min_ahead: int = 0) -> ParetoPoint | ExcludedBound:
+    def _confirm_best(self, bound: int, *, min_ahead: int) -> BoundOptimum | ExcludedBound:
         """Return the best placement of a bound that exact costs confirm, else the reason."""
         min_ahead = max(min_ahead, self._min_staleness)
         if bound < self._min_staleness:
@@ -293,19 +352,11 @@ class PlacementPlanner:
             for i, (placement, seconds) in enumerate(self.estimator.iter_estimated())
             if min_ahead <= placement.max_staleness <= bound and math.isfinite(seconds)
         )
-        rejected, ranked = (
-            [],
-            heapq.nsmallest(max(MAX_CONFIRMATIONS, MAX_RUNNER_UP_CANDIDATES), feasible),
-        )
-        for i, (_, _, placement) in enumerate(ranked[:MAX_CONFIRMATIONS]):
+        rejected = []
+        for _, _, placement in heapq.nsmallest(MAX_CONFIRMATIONS, feasible):
             candidate = self._make_candidate(self.exact_estimator, placement)
             if not candidate.estimate.infeasible_reason:
-                close = list(self._iter_near_known(range(min_ahead, bound + 1), candidate))
-                near_placements = [entry.placement for entry in close]
-                remaining = [entry for entry in ranked[i + 1 :] if entry[2] not in near_placements]
-                return ParetoPoint(
-                    bound, candidate, close + self._find_runners_up(candidate, remaining)
-                )
+                return BoundOptimum(bound, candidate)
             rejected.append(f"{candidate.label}: {candidate.estimate.infeasible_reason}")
         if not rejected:
             return ExcludedBound(bound, "no evaluated placement fits")
@@ -314,42 +365,6 @@ class PlacementPlanner:
             f"the {len(rejected)} best placements do not fit once the exact bytes of their"
             f" weight transfers are planned; the first: {rejected[0]}",
         )
-
-    def _iter_near_known(
-        self, aheads: range, best: PlacementCandidate
-    ) -> Iterator[PlacementCandidate]:
-        """Yield start placements of the caller that are almost as fast as the best placement.
-
-        Such a placement may be the best of a part of the cluster.
-        """
-        for i, placement in enumerate(self._known_placements):
-            is_duplicate = placement == best.placement or placement in self._known_placements[:i]
-            if is_duplicate or placement.max_staleness not in aheads:
-                continue
-            candidate = self._make_candidate(self.exact_estimator, placement)
-            if candidate.step_s <= best.step_s * (1 + RUNNER_UP_TOLERANCE):
-                yield candidate
-
-    def _find_runners_up(
-        self, best: PlacementCandidate, ranked: Sequence[tuple[float, int, Placement]]
-    ) -> list[PlacementCandidate]:
-        """Return the placements after the best that are almost as fast, at most one per step time.
-
-        ranked: (step time, number, placement), shortest step first.
-        """
-        runners_up: list[PlacementCandidate] = []
-        last = best.step_s
-        for seconds, _, placement in ranked:
-            if len(runners_up) == self._num_runners_up or seconds > best.step_s * (
-                1 + RUNNER_UP_TOLERANCE
-            ):
-                break
-            if math.isclose(seconds, last):
-                continue
-            last, other = seconds, self._make_candidate(self.exact_estimator, placement)
-            if not other.estimate.infeasible_reason:
-                runners_up.append(other)
-        return runners_up
 
     def _make_candidate(
         self, estimator: PlacementEstimator, placement: Placement

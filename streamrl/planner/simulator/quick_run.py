@@ -11,7 +11,7 @@ from dataclasses import replace
 from streamrl.dataflow import Dataflow
 from streamrl.placement.placements import Placement
 from streamrl.planner.problem.problem import RunOptions
-from streamrl.planner.problem.stage_timings import GeneratorTiming, ScoreTiming, StageTimings
+from streamrl.planner.problem.stage_timings import ScoreTiming, StageTimings
 from streamrl.planner.problem.workload import Workload
 from streamrl.planner.simulator.results import SimulationResult
 from streamrl.planner.simulator.simulation import run_simulation
@@ -36,8 +36,6 @@ ROLLOUT_COST_S = 40e-6
 """Measured on a server core: time to simulate one rollout through all stages."""
 SLOWDOWN_GROUPS = 5000
 """With more groups per step, simulating a rollout costs more: by the square root of groups."""
-PREEMPTION_SLOWDOWN = 8.0
-"""Slowdown of the simulator where rollouts are preempted: measured as 4 and 12 in two runs."""
 MIN_LONGEST_FRACTION = 0.99
 """Minimum ratio of a part's expected longest rollout to that of the whole run."""
 
@@ -74,49 +72,25 @@ def run_quick_simulation(
     return replace(result, num_parts=parts)
 
 
-def estimate_quick_run_groups(timings: StageTimings, workload: Workload, lead: int) -> int:
-    """Estimate how many groups `run_quick_simulation` samples.
-
-    lead: steps that generation runs ahead.
-    """
-    groups = split_workload(workload, choose_num_parts(timings, workload, lead)).groups_per_step
-    return round(groups * choose_num_steps(groups, lead) / (1 - workload.filtered_fraction))
-
-
 def estimate_quick_run_s(timings: StageTimings, workload: Workload, lead: int) -> float:
     """Estimate how many seconds of wall time `run_quick_simulation` takes.
 
     lead: steps that generation runs ahead.
     """
     parts = choose_num_parts(timings, workload, lead)
-    generator = split_timings(timings, parts).generator
-    return estimate_simulation_s(split_workload(workload, parts), lead=lead, generator=generator)
+    return estimate_simulation_s(split_workload(workload, parts), lead=lead)
 
 
-def estimate_simulation_s(
-    workload: Workload,
-    *,
-    lead: int = 0,
-    steps: int | None = None,
-    generator: GeneratorTiming | None = None,
-) -> float:
+def estimate_simulation_s(workload: Workload, *, lead: int = 0, steps: int | None = None) -> float:
     """Estimate the seconds of wall time to simulate `steps` steps, by default a quick simulation.
 
-    lead: steps that generation runs ahead. Without `generator` the estimate ignores preemption and
-        is a lower bound.
+    lead: steps that generation runs ahead. The estimate ignores preemption, with which a simulation
+    takes several times as long.
     """
     steps = choose_num_steps(workload.groups_per_step, lead) if steps is None else steps
     slowdown = math.sqrt(max(1.0, workload.groups_per_step / SLOWDOWN_GROUPS))
-    if generator is not None and _exceeds_kv_capacity(workload, generator):
-        slowdown *= PREEMPTION_SLOWDOWN
     rollouts = steps * workload.num_rollouts / (1 - workload.filtered_fraction)
     return rollouts * workload.turns.mean_turns * ROLLOUT_COST_S * slowdown
-
-
-def _exceeds_kv_capacity(workload: Workload, generator: GeneratorTiming) -> bool:
-    running = min(generator.max_running, workload.num_rollouts / generator.replicas)
-    tokens = workload.rounded_prompt_tokens + workload.completion_lengths.mean
-    return running * tokens > generator.kv_tokens
 
 
 def choose_num_steps(groups_per_step: int, lead: int) -> int:

@@ -12,7 +12,6 @@ episodes is one with M running rollouts whose decode steps take e longer, and in
 costs only the share b / M of the reads and computations of a running one.
 """
 
-import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -21,15 +20,17 @@ from functools import cache, partial
 
 import numpy as np
 
+from streamrl.buffer.packing import MicroBatchPacker
 from streamrl.messages import Array
 from streamrl.planner.problem.stage_timings import GeneratorTiming, ScoreTiming, TrainTiming
 from streamrl.planner.problem.workload import Workload
-from streamrl.planner.steady_state.continuous_batching import ReplicaSchedule, schedule_replica
-from streamrl.planner.steady_state.overlapping_steps import RolloutProfile
-from streamrl.planner.steady_state.refill_chains import (
+from streamrl.planner.steady_state.continuous_batching import (
     RefillChains,
+    ReplicaSchedule,
     compute_chain_length_quantiles,
+    schedule_replica,
 )
+from streamrl.planner.steady_state.overlapping_steps import RolloutProfile
 from streamrl.planner.steady_state.stragglers import (
     ReplicaLoads,
     compute_mean_time_in_flight,
@@ -479,60 +480,25 @@ def train_duration(timing: TrainTiming, workload: Workload) -> TrainDuration:
 def pack_mini_batch(workload: Workload, dp_size: int) -> tuple[int, float]:
     """Return the number of rounds of a mini-batch, and the tokens of their largest micro-batches.
 
-    The tokens are summed over rounds, as in `pack_rounds`. Completion lengths are quantiles of the
-    workload's length distribution; the workload caches results.
+    The rounds are those of a run, one micro-batch per data-parallel rank; the tokens are summed
+    over rounds. Completion lengths are quantiles of the workload's length distribution; the
+    workload caches results.
+
+    Example: rollouts of 10, 6, 6, 3, 2 and 1 tokens with a budget of 12 and 2 ranks give the rounds
+    ([10], [3, 2, 1]) and ([6], [6]); the result is (2, 10 + 6).
     """
     if dp_size not in workload.packing_cache:
         rollouts = math.ceil(workload.num_rollouts / workload.mini_batches)
         ranks = (np.arange(rollouts) + 0.5) / rollouts
-        lengths = workload.prompt_tokens + np.rint(workload.completion_lengths.quantiles(ranks))
-        workload.packing_cache[dp_size] = pack_rounds(lengths, workload.micro_batch_tokens, dp_size)
+        completions = workload.completion_lengths.quantiles(ranks)
+        lengths = np.rint(workload.prompt_tokens + completions).astype(int).tolist()
+        budget = max(int(workload.micro_batch_tokens), *lengths)
+        packer = MicroBatchPacker(world_size=dp_size, micro_batch_tokens=budget)
+        packer.add_group("", lengths)
+        rounds = packer.take_rounds(final=True)
+        tokens = sum(max(sum(lengths[i] for _, i in rows) for rows in batch) for batch in rounds)
+        workload.packing_cache[dp_size] = len(rounds), tokens
     return workload.packing_cache[dp_size]
-
-
-def pack_rounds(lengths: Array, budget: float, dp_size: int) -> tuple[int, float]:
-    """Return the number of rounds, and the sum of each round's largest micro-batch in tokens.
-
-    lengths: tokens of each rollout, prompt included.
-    A round has one micro-batch per data-parallel rank. Micro-batches take the longest rollouts
-    first, at most `budget` tokens including padding; the largest are halved until every rank has
-    one in every round, or none can be halved. The packing equals that of
-    `buffer/packing.py`; a test compares both.
-
-    Example: lengths [10, 6, 6, 3, 2, 1] with a budget of 12 and 2 ranks give the micro-batches
-    [10], [6, 6] and [3, 2, 1]. Halving [6, 6] fills two rounds, ([10], [3, 2, 1]) and ([6], [6]);
-    the result is (2, 10 + 6).
-    """
-    descending = np.sort(lengths)[::-1]
-    bins, start = [], 0
-    while start < len(descending):
-        rows = max(1, int(budget // descending[start]))
-        bins.append(descending[start : start + rows])
-        start += rows
-    bins = sorted(_halve_largest(bins, dp_size), key=_padded_tokens, reverse=True)
-    sums = [float(rows.sum()) for rows in bins]
-    firsts = range(0, len(sums), dp_size)
-    return len(firsts), sum(max(sums[first : first + dp_size]) for first in firsts)
-
-
-def _halve_largest(bins: list[Array], dp_size: int) -> list[Array]:
-    """Halve the micro-batches with the most padded tokens until each rank has equally many."""
-    heap = [(-_padded_tokens(rows), i) for i, rows in enumerate(bins) if len(rows) > 1]
-    heapq.heapify(heap)
-    micro_batches, halved = list(bins), set[int]()
-    while heap and (len(micro_batches) - len(halved)) % dp_size:
-        _, i = heapq.heappop(heap)
-        halved.add(i)
-        # Alternate rows, so that both halves have about equal tokens.
-        for half in (micro_batches[i][::2], micro_batches[i][1::2]):
-            if len(half) > 1:
-                heapq.heappush(heap, (-_padded_tokens(half), len(micro_batches)))
-            micro_batches.append(half)
-    return [rows for i, rows in enumerate(micro_batches) if i not in halved]
-
-
-def _padded_tokens(rows: Array) -> float:
-    return len(rows) * float(rows[0])
 
 
 STEP_CUTS = {1: (1.0,), 2: (0.5, 1.0), 4: (0.125, 0.375, 0.625, 0.875, 1.0)}

@@ -84,30 +84,24 @@ class SteadyState:
     def _list_intervals_since(self, start_s: float) -> list[DeviceInterval]:
         """Return busy intervals from `start_s` to `end_s`; times are relative to `start_s`."""
         spans = [
-            (self.jobs[busy.job].stage, busy.step, busy.start_s, busy.end_s)
+            (self.jobs[busy.job].stage, busy.start_s, busy.end_s)
             for busy in self.schedule.busy_intervals
             if not (busy.job == self.generate_job and self._is_overlapped)
         ]
         if self._is_overlapped:
             spans += self._list_generation_intervals(start_s)
-        clipped = [
-            DeviceInterval(stage, step, max(start, start_s), min(end, self.end_s))
-            for stage, step, start, end in spans
+        return [
+            DeviceInterval(stage, max(start, start_s) - start_s, min(end, self.end_s) - start_s)
+            for stage, start, end in sorted(spans, key=lambda span: span[1])
             if min(end, self.end_s) > max(start, start_s)
         ]
-        return _join_adjacent(
-            DeviceInterval(
-                interval.stage, interval.step, interval.start_s - start_s, interval.end_s - start_s
-            )
-            for interval in sorted(clipped, key=lambda interval: (interval.stage, interval.start_s))
-        )
 
     @property
     def _is_overlapped(self) -> bool:
         return self.jobs[self.generate_job].profile is not None
 
-    def _list_generation_intervals(self, start_s: float) -> list[tuple[str, int, float, float]]:
-        """Return (stage, step, start, end) while no other job blocks generation's devices."""
+    def _list_generation_intervals(self, start_s: float) -> list[tuple[str, float, float]]:
+        """Return (stage, start, end) while no other job blocks generation's devices."""
         job = self.jobs[self.generate_job]
         overlapping = set(self.overlaps[job.mesh])
         blocked = sorted(
@@ -123,7 +117,7 @@ class SteadyState:
                 continue
             at = max(begin, at)
             for start, stop in _find_free_intervals(blocked, (at, end)):
-                intervals.append((job.stage, step, start, stop))
+                intervals.append((job.stage, start, stop))
             at = end
         return intervals
 
@@ -210,18 +204,6 @@ def _find_free_intervals(busy: Iterable[TimeSpan], within: TimeSpan) -> list[Tim
     if at < end:
         gaps.append((at, end))
     return gaps
-
-
-def _join_adjacent(intervals: Iterable[DeviceInterval]) -> list[DeviceInterval]:
-    joined: list[DeviceInterval] = []
-    for interval in intervals:
-        last = joined[-1] if joined else None
-        joins = last and (last.stage, last.step) == (interval.stage, interval.step)
-        if last and joins and interval.start_s - last.end_s <= 1e-9 * max(1.0, interval.start_s):
-            joined[-1] = DeviceInterval(last.stage, last.step, last.start_s, interval.end_s)
-        else:
-            joined.append(interval)
-    return sorted(joined, key=lambda interval: (interval.start_s, interval.stage))
 
 
 FINE_CUTS = STEP_CUTS[max(STEP_CUTS)]

@@ -20,7 +20,7 @@ import numpy as np
 from streamrl.messages import Array
 from streamrl.planner.problem.stage_timings import GeneratorTiming
 from streamrl.planner.problem.workload import Workload
-from streamrl.planner.steady_state.refill_chains import sample_chain_lengths
+from streamrl.planner.steady_state.continuous_batching import sample_chain_lengths
 
 NUM_SAMPLED_ROLLOUTS = 32768
 """Rollouts to sample, approximately: steps are sampled as a whole."""

@@ -1,1 +1,1 @@
-"""Dataflow graphs as text, DOT and Mermaid, and timelines of placements as SVG."""
+"""Dataflow graphs as text, DOT and Mermaid."""

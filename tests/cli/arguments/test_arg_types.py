@@ -16,10 +16,7 @@ PLAN_ARGS = [GRPO, "--cluster", "8xH100"]
     [
         (["plan", GRPO, "--cluster", ""], "--cluster"),
         (["plan", "", "--cluster", "8xH100"], "CONFIG"),
-        *(
-            (["plan", *PLAN_ARGS, option, ""], option)
-            for option in ("--lengths", "--model", "--svg")
-        ),
+        *((["plan", *PLAN_ARGS, option, ""], option) for option in ("--lengths", "--model")),
         *((["plan", *PLAN_ARGS, option, ""], option) for option in ("--constants", "-o")),
         (["plan", *SMALL, "--max-staleness", ""], "--max-staleness"),
         *((["simulate", *PLAN_ARGS, option, ""], option) for option in ("--placement", "--output")),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from streamrl.planner.report.text_table import format_inner_percent
+from streamrl.planner.plan_report import format_inner_percent
 
 
 @pytest.mark.parametrize(

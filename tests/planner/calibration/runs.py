@@ -11,7 +11,6 @@ from streamrl.buffer.run_log import TrainedStep
 from streamrl.buffer.segment_file import JournalRecord
 from streamrl.config.run_config import RunConfig, config_to_dict, dump_config, load_config
 from streamrl.dataflow import POLICY
-from streamrl.planner.problem.episode_turns import EpisodeTurns
 from streamrl.planner.problem.problem import RunOptions
 from streamrl.planner.problem.stage_timings import (
     GeneratorTiming,
@@ -20,7 +19,7 @@ from streamrl.planner.problem.stage_timings import (
     TrainTiming,
     WeightsTiming,
 )
-from streamrl.planner.problem.workload import SINGLE_TURN, EmpiricalLengths, Workload
+from streamrl.planner.problem.workload import SINGLE_TURN, EmpiricalLengths, EpisodeTurns, Workload
 from streamrl.planner.simulator.results import SimulationResult
 from streamrl.planner.simulator.simulation import run_simulation
 from streamrl.planner.to_placement import build_run_placement

@@ -7,20 +7,23 @@ import pytest
 
 from streamrl.config.run_config import RunConfig
 from streamrl.errors import ConfigError
-from streamrl.planner.calibration.advice import measure_episodes, recommend_settings
+from streamrl.planner.calibration.advice import (
+    describe_run,
+    measure_episodes,
+    recommend_settings,
+    report_to_json,
+)
 from streamrl.planner.calibration.fit_timings import fit_timings
 from streamrl.planner.calibration.prediction import PlannedRun, SteadyMetrics, predict_metrics
-from streamrl.planner.calibration.run_trace import RunTrace, load_run_trace
-from streamrl.planner.calibration.sampled_groups import (
+from streamrl.planner.calibration.run_trace import (
     RecordedEpisodes,
+    RunTrace,
     collect_turns,
-    list_turn_groups,
+    load_run_trace,
     split_episodes,
 )
-from streamrl.planner.problem.episode_turns import EpisodeTurns
 from streamrl.planner.problem.stage_timings import StageTimings
-from streamrl.planner.problem.workload import EpisodeWork, TurnWork
-from streamrl.planner.report.advice_report import describe_run, report_to_json
+from streamrl.planner.problem.workload import EpisodeTurns, EpisodeWork, TurnWork
 from streamrl.telemetry.spans import Span, SpanArgValue
 from tests.planner.calibration.runs import TRUE, play, recipe, write_run
 
@@ -108,7 +111,7 @@ def test_too_few_open_episodes_are_reported_with_the_number_that_fills_the_slots
     load = measure_episodes(trace)
     assert load is not None
     # 4 * (1 + 0.7 / 0.2) = 18, but a step has 16 episodes.
-    assert (load.needed_open, load.has_too_few_open) == (16, True)
+    assert (load["needed_open"], load["max_open"]) == (16, 4)
     lines = describe_run(trace)
     start = lines.index(next(line for line in lines if line.startswith("episodes ")))
     assert lines[start].startswith("episodes    2 turns, 1 calls, 12.2 sampled tokens; of their ")
@@ -137,7 +140,7 @@ def make_span(turn: int, start_s: float, end_s: float, tokens: int | str = 3, **
 
 
 def collect(spans: Sequence[Span]) -> list[tuple[tuple[float, float], ...]]:
-    return [turn.intervals for turn in collect_turns(spans, since=0.0)]
+    return [turn.intervals for turn in collect_turns(spans, {}, since=0.0)]
 
 
 def test_a_paused_turn_has_several_intervals():
@@ -148,13 +151,15 @@ def test_a_paused_turn_has_several_intervals():
 
 def test_an_episode_that_was_run_again_counts_once():
     starts = [(0, 1.0), (1, 3.0), (0, 5.0), (1, 7.0), (2, 9.0)]
-    turns = collect_turns([make_span(turn, at, at + 1) for turn, at in starts], since=0.0)
+    turns = collect_turns([make_span(turn, at, at + 1) for turn, at in starts], {}, since=0.0)
     (episode,) = split_episodes(turns).values()
     assert [turn.start_s for turn in episode] == [5.0, 7.0, 9.0]
 
 
 def test_a_group_counts_once_all_of_its_episodes_have_ended():
-    turns = collect_turns([make_span(0, 1.0, 2.0), make_span(0, 1.0, 2.0, episode=2)], since=0.0)
+    turns = collect_turns(
+        [make_span(0, 1.0, 2.0), make_span(0, 1.0, 2.0, episode=2)], {}, since=0.0
+    )
 
     def count(ended: set[str], group_size: int) -> int:
         recorded = RecordedEpisodes.from_turns(
@@ -168,6 +173,6 @@ def test_a_group_counts_once_all_of_its_episodes_have_ended():
 def test_a_load_of_weights_between_two_turns_drops_the_cached_tokens():
     spans = [make_span(turn, 3.0 * turn, 3.0 * turn + 1) for turn in range(3)]
     pull = Span("generator-0", "pull", 0, 4.2, 4.5, {"version": 1})
-    groups = list_turn_groups(collect_turns(spans, since=0.0), [*spans, pull], {})
+    groups = collect_turns([*spans, pull], {}, since=0.0)
     # The first turn has no cache, the second that of the first; the third follows the load.
     assert [group.cached_tokens for group in groups] == [0, 13, 0]

@@ -72,14 +72,14 @@ def test_rule_batches_are_normalized_to_one_group(fitted_run: FittedRun):
 
 
 def test_a_constant_beyond_its_bound_is_clamped(fitted_run: FittedRun):
-    slow = replace(fitted_run.fitted, timings=replace(fitted_run.fitted.timings, hop_s=100.0))
+    slow = replace(fitted_run.fitted, timings=replace(fitted_run.fitted.timings, hop_s=5000.0))
     calibration = fit_constants(
         slow,
         fitted_run.planned.problem,
         fitted_run.planned.placement,
         fitted_run.planned.initial_constants,
     )
-    assert calibration.constants.hop_s == 60
+    assert calibration.constants.hop_s == 3600
     assert [
         name for name, constant in calibration.fitted_constants.items() if constant.is_clamped
     ] == ["hop_s"]

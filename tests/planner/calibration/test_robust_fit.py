@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.planner.calibration.robust_fit import fit_line, fit_median
+from streamrl.planner.calibration.fit_timings import fit_line
 
 
 @given(st.floats(1e-3, 1.0), st.floats(1e-6, 1e-3), st.integers(0, 1000))
@@ -35,9 +35,3 @@ def test_inseparable_parts_are_equal_with_a_large_error():
 def test_coefficients_are_nonnegative():
     fit = fit_line([(1.0, float(t)) for t in range(1, 9)], [1.0 - 0.1 * t for t in range(1, 9)])
     assert min(estimate.value for estimate in fit) >= 0
-
-
-def test_a_constant_fit_is_the_median():
-    fit = fit_median([1.0, 2.0, 9.0])
-    assert (fit.value, fit.count) == (2.0, 3)
-    assert fit_median([]).count == 0

@@ -6,7 +6,7 @@ from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
 from streamrl.planner.problem.problem import PlacementProblem
 from streamrl.planner.problem.workload import FixedLength, LognormalLengths, Workload
-from streamrl.planner.search.hybridflow_parallel import ParallelismChoices, allow_any_split
+from streamrl.planner.search.hybridflow import ParallelismChoices, allow_any_split
 from streamrl.planner.steady_state.estimator import PlacementEstimator
 from tests.planner.simple_costs import SimpleCosts
 

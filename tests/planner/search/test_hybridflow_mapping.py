@@ -3,10 +3,7 @@
 import itertools
 import math
 
-import pytest
-
-from streamrl.planner.search.hybridflow_mapping import MappingSearch, MeshAllocation
-from streamrl.planner.search.partitions import group_roles_by_model
+from streamrl.planner.search.hybridflow import MappingSearch, MeshAllocation, group_roles_by_model
 from tests.planner.search.problems import choices, ppo
 
 
@@ -26,15 +23,6 @@ def test_best_mapping_is_minimal_over_all_allocations():
         for placement in mapping._iter_placements(allocation, 0, streamed=True)
     ]
     assert options.estimator.estimate_step_s(best) == min(seconds)
-
-
-@pytest.mark.parametrize("cluster", ["6x8xA100", "2x8xA100,2x8xV100", "8xA100"])
-@pytest.mark.parametrize("count", [1, 5, 40])
-def test_find_lowest_equals_sorted_allocations(cluster: str, count: int):
-    options = choices(ppo(cluster, "qwen2.5-3b"))
-    mapping = MappingSearch(options, [(role,) for role in options.roles])
-    allocations = sorted(list_allocations(mapping), key=lambda allocation: allocation.lower_bound_s)
-    assert mapping.find_lowest(0, count) == allocations[:count]
 
 
 def test_large_models_get_enough_nodes():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from streamrl.engines.models.model_shapes import load_model_shape
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.meshes import Mesh
-from streamrl.planner.search.hybridflow_parallel import list_grids
+from streamrl.planner.search.hybridflow import list_grids
 from tests.planner.search.problems import choices, ppo
 
 LLAMA = load_model_shape("llama-7b")
@@ -19,11 +19,6 @@ def test_grids_divide_devices_with_at_most_one_stage_per_node():
     grids = list_grids(Mesh(0, 16), Cluster.from_text("2x8xA100"), LLAMA)
     expected = {*("1-1-16", "1-2-8", "1-4-4", "1-8-2"), *("2-1-8", "2-2-4", "2-4-2", "2-8-1")}
     assert {str(grid) for grid in grids} == expected
-
-
-def test_part_of_a_node_has_one_stage_only():
-    grids = list_grids(Mesh(0, 4), Cluster.from_text("8xA100"), LLAMA)
-    assert {str(grid) for grid in grids} == {"1-1-4", "1-2-2", "1-4-1"}
 
 
 @given(st.integers(1, 16))
@@ -42,11 +37,6 @@ def test_options_are_sorted_fastest_first():
     ]
     assert times == sorted(times)
     assert times and all(map(math.isfinite, times))
-
-
-def test_no_option_is_listed_if_nothing_fits():
-    options = choices(ppo("8xV100", "llama-70b"))
-    assert not options.list_options("policy", Mesh(0, 1))
 
 
 def test_models_on_shared_devices_trade_speed_for_memory():

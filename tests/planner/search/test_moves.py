@@ -22,30 +22,6 @@ def test_rearrangements_cover_every_mesh_and_all_devices():
     assert (WHOLE, LEFT, RIGHT) in meshes
 
 
-def test_rearrangements_fit_with_little_memory():
-    options = choices(ppo("4x8xA100", "llama-34b"))
-    roles = options.fit_on_mesh(options.roles, WHOLE)
-    assert roles is not None
-    halves = {
-        role: LEFT if role in ("policy", "generator", "reference") else RIGHT for role in roles
-    }
-    initial = options.fit_on_meshes(halves)
-    assert initial is not None
-    rearranged = list(iter_rearrangements(options, initial, 0, math.inf))
-    assert rearranged
-    assert all(options.can_fit(assignments) for assignments in rearranged)
-
-
-def test_rearrangements_above_the_limit_are_skipped():
-    options = choices(ppo("4x8xA100"))
-    roles = options.fit_on_mesh(options.roles, WHOLE)
-    assert roles is not None
-    halves = dict.fromkeys(roles, LEFT) | {"critic": RIGHT, "value": RIGHT}
-    initial = options.fit_on_meshes(halves)
-    assert initial is not None
-    assert not list(iter_rearrangements(options, initial, 0, 0.0))
-
-
 def test_search_moves_several_roles_at_once():
     options = choices(ppo("4x8xA100", "llama-34b"))
     search = AnnealingSearch(options, (0,), seed=0, streamed=(True,))

@@ -1,7 +1,6 @@
 """Simulated episodes: turns in the engine alternate with the time of their environment."""
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -12,11 +11,10 @@ from hypothesis import strategies as st
 
 from streamrl.messages import Array
 from streamrl.placement.placements import Placement
-from streamrl.planner.problem.episode_turns import EpisodeTurns
 from streamrl.planner.problem.problem import RunOptions
 from streamrl.planner.problem.stage_timings import ScoreTiming, StageTimings, WeightsTiming
 from streamrl.planner.problem.workload import (
-    EmpiricalLengths,
+    EpisodeTurns,
     EpisodeWork,
     FixedLength,
     TurnWork,
@@ -25,7 +23,6 @@ from streamrl.planner.problem.workload import (
 from streamrl.planner.simulator.simulated_engine import SimulatedEngine
 from streamrl.planner.simulator.simulation import run_simulation
 from streamrl.stream.stage_worker import ConcurrencyLimit
-from tests.planner.simple_costs import sampler
 from tests.planner.simulator.test_invariants import (
     COLUMNS,
     SimulationCase,
@@ -81,35 +78,12 @@ def test_open_episodes_take_their_turns_side_by_side(delay_s: float):
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.2, 2.0])
-def test_with_one_open_episode_the_next_waits_for_its_environment(delay_s: float):
-    workload = make_workload(make_episode(4, 4, 4, delay_s=delay_s))
-    expected = 2 * (12 + 3 * delay_s) + AFTER_GENERATION_S
-    assert find_step_ends(workload, open_episodes=1) == [pytest.approx(expected)]
-
-
-@pytest.mark.parametrize("delay_s", [0.0, 0.2, 2.0])
 def test_an_open_episode_uses_the_slot_of_another_in_its_environment(delay_s: float):
     # One slot, two open episodes: the engine is busy for 24 s, whatever the delay below 4 s.
     workload = make_workload(make_episode(4, 4, 4, delay_s=delay_s))
     timings = replace(NO_PULLS, generator=replace(GENERATOR, max_running=1))
     ends = find_step_ends(workload, timings, open_episodes=2)
     assert ends == [pytest.approx(24 + delay_s + AFTER_GENERATION_S)]
-
-
-def test_the_reset_of_an_environment_delays_the_first_turn():
-    workload = make_workload(make_episode(4, reset_s=3.0))
-    assert find_step_ends(workload) == [3 + 4 + AFTER_GENERATION_S]
-
-
-def test_one_turn_without_environment_time_is_a_completion():
-    lengths = EmpiricalLengths.from_samples([3, 5, 9])
-    timings = replace(TIMINGS, generator=replace(GENERATOR, max_running=3, prefill_token_s=0.3))
-    plain = Workload(5, 1, 2, lengths, micro_batch_tokens=40)
-    turns = EpisodeTurns(tuple(make_episode(tokens) for tokens in lengths.samples))
-    episodes = replace(plain, turns=turns)
-    for placement in (APART, replace(TOGETHER, max_staleness=1)):
-        ends = find_step_ends(plain, timings, placement, steps=4)
-        assert find_step_ends(episodes, timings, placement, steps=4) == ends
 
 
 def test_observations_are_prefilled_and_trained_but_not_sampled():
@@ -166,58 +140,6 @@ def test_shared_devices_are_free_while_all_episodes_are_in_their_environment():
     scores = [(span.start_s, span.end_s) for span in result.spans if span.name == "reward"]
     # The first group ends at 4 and is scored before the second takes its next turn at 14.
     assert scores == [(4.0, 4.5), (28.0, 28.5)]
-
-
-@dataclass(frozen=True)
-class TurnCase:
-    """Equal episodes of equal turns, in whole seconds."""
-
-    num_turns: int
-    tokens: int
-    delay_s: float
-    groups: int
-    max_running: int
-
-    def find_generation_s(self, open_episodes: int) -> float:
-        """Return the seconds until all episodes of a step have ended."""
-        episode = make_episode(*[self.tokens] * self.num_turns, delay_s=self.delay_s)
-        generator = sampler(1.0, max_running=self.max_running, kv_tokens=10**6)
-        timings = replace(NO_PULLS, generator=generator)
-        workload = make_workload(
-            episode, groups=self.groups, micro_batch_tokens=1000, requires_whole_step=True
-        )
-        (end,) = find_step_ends(workload, timings, open_episodes=open_episodes)
-        return end - AFTER_GENERATION_S
-
-    @property
-    def episode_s(self) -> float:
-        """Seconds of an episode that never waits for a slot."""
-        return self.num_turns * (self.tokens + self.delay_s)
-
-
-turn_cases = st.builds(
-    TurnCase,
-    num_turns=st.integers(1, 4),
-    tokens=st.integers(1, 5),
-    delay_s=st.sampled_from([0.0, 1.0, 3.0, 20.0]),
-    groups=st.integers(1, 6),
-    max_running=st.integers(6, 8),
-)
-
-
-@given(turn_cases, st.integers(1, 6), st.integers(1, 6))
-def test_more_open_episodes_never_make_a_step_longer(case: TurnCase, first: int, second: int):
-    fewer, more = sorted((first, second))
-    seconds = case.find_generation_s(fewer)
-    assert case.find_generation_s(more) <= seconds + 1e-9
-    assert seconds == pytest.approx(math.ceil(case.groups / fewer) * case.episode_s)
-
-
-@given(turn_cases, st.integers(1, 3))
-def test_a_step_takes_at_least_the_work_of_its_slots(case: TurnCase, max_running: int):
-    case = replace(case, max_running=max_running)
-    work_s = case.groups * case.num_turns * case.tokens / max_running
-    assert case.find_generation_s(6) >= max(work_s, case.episode_s) - 1e-9
 
 
 class CheckedEngine(SimulatedEngine[Any]):

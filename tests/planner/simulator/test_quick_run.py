@@ -17,8 +17,6 @@ from streamrl.planner.problem.workload import FixedLength, LognormalLengths, Wor
 from streamrl.planner.simulator.quick_run import (
     choose_num_parts,
     choose_num_steps,
-    estimate_quick_run_s,
-    estimate_simulation_s,
     run_quick_simulation,
     split_timings,
 )
@@ -121,38 +119,3 @@ def test_runs_far_ahead_are_simulated_for_whole_cycles(seed: int):
         GRPO, ahead, timings, step_workload, seed=seed, run_options=RunOptions()
     )
     assert quick.mean_step_s == pytest.approx(full.mean_step_s, rel=0.1)
-
-
-def test_simulation_cost_grows_with_rollouts_and_faster_with_large_steps():
-    seconds = estimate_simulation_s(replace(workload(512), group_size=8), steps=20_000)
-    assert seconds == pytest.approx(512 * 8 * 20_000 * 40e-6)
-    assert estimate_simulation_s(workload(512), steps=6) == pytest.approx(
-        6 / 5 * estimate_simulation_s(workload(512), steps=5)
-    )
-    half = replace(workload(512), filtered_fraction=0.5)
-    assert estimate_simulation_s(half, steps=5) == pytest.approx(
-        2 * estimate_simulation_s(workload(512), steps=5)
-    )
-    few, many = (estimate_simulation_s(workload(groups), steps=1) for groups in (5000, 20_000))
-    assert many == pytest.approx(4 * 2 * few)
-
-
-def test_preemption_makes_simulations_slower():
-    roomy, step_workload = TIMINGS.generator, workload(512)
-    plain = estimate_simulation_s(step_workload, steps=5)
-    assert estimate_simulation_s(step_workload, steps=5, generator=roomy) == plain
-    tokens = step_workload.rounded_prompt_tokens + step_workload.lengths.mean
-    full = replace(
-        roomy, max_running=1000, kv_tokens=0.99 * tokens * 512 * step_workload.group_size / 8
-    )
-    assert estimate_simulation_s(step_workload, steps=5, generator=full) == 8 * plain
-    few = replace(full, max_running=32)
-    assert estimate_simulation_s(step_workload, steps=5, generator=few) == plain
-
-
-def test_a_split_simulation_costs_the_time_of_one_part():
-    step_workload = workload(4096)
-    assert choose_num_parts(TIMINGS, step_workload, 1) == 8
-    assert estimate_quick_run_s(TIMINGS, step_workload, 1) == estimate_simulation_s(
-        workload(512), lead=1
-    )

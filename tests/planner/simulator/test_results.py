@@ -5,9 +5,8 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from streamrl.planner.problem.workload import LognormalLengths
 from streamrl.telemetry.metric_names import Histogram, find_missing_metrics, validate_row
-from tests.planner.simulator.test_simulation import APART, TIMINGS, TOGETHER, WORKLOAD, run
+from tests.planner.simulator.test_simulation import APART, TOGETHER, run
 
 
 def test_rows_follow_the_metrics_contract():
@@ -42,17 +41,3 @@ def test_the_trace_has_the_format_of_a_run(tmp_path: Path):
     for event in sorted(spans, key=lambda event: event["ts"]):
         assert event["ts"] >= lanes.get(event["tid"], 0.0), "spans of a lane overlap"
         lanes[event["tid"]] = event["ts"] + event["dur"]
-
-
-def test_completion_lengths_depend_only_on_prompt_and_seed():
-    workload = replace(WORKLOAD, lengths=LognormalLengths(10, 0.5, 30))
-    lengths = [
-        {
-            group.uid: group.info.lengths
-            for outcome in run(TIMINGS, placement, workload=workload).outcomes
-            for group in outcome.groups
-        }
-        for placement in (APART, TOGETHER, replace(APART, max_staleness=1))
-    ]
-    assert lengths[0] == lengths[1] == lengths[2]
-    assert len(set(lengths[0].values())) > 1

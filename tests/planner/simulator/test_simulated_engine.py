@@ -38,25 +38,6 @@ def run(engine: SimulatedEngine[str]) -> dict[str, float]:
     return end_times
 
 
-def test_a_group_finishes_with_its_longest_rollout():
-    engine = make_engine()
-    engine.add_group("a", 2, [3, 5], 10.0)
-    assert run(engine) == {"a": 15.0}
-    assert (engine.is_empty, engine.resident_tokens, engine.decode_steps) == (True, 0, 5)
-
-
-def test_step_time_grows_with_kv_cache_tokens():
-    # Two rollouts with 2 prompt tokens: 4, 6 and 8 tokens in the KV cache before the three steps.
-    engine = make_engine(replace(PLAIN, kv_token_s=0.5), a=(2, [3, 3]))
-    assert run(engine) == {"a": (1 + 2) + (1 + 3) + (1 + 4)}
-
-
-def test_a_step_is_compute_bound_until_it_is_memory_bound():
-    # One rollout: memory time 1.5, 2, 2.5 s; compute time 2.2 s.
-    engine = make_engine(replace(PLAIN, kv_token_s=0.5, compute_rollout_s=2.2), a=(1, [3]))
-    assert run(engine) == {"a": pytest.approx(2.2 + 2.2 + 2.5)}
-
-
 def test_a_group_added_during_a_step_starts_with_the_next():
     engine = make_engine(a=(1, [4]))
     engine.add_group("b", 1, [2], 1.5)
@@ -66,24 +47,6 @@ def test_a_group_added_during_a_step_starts_with_the_next():
 def test_prefill_precedes_the_next_step():
     engine = make_engine(replace(PLAIN, prefill_token_s=0.1), a=(10, [1, 1]))
     assert run(engine) == {"a": 2 + 1.0}
-
-
-def test_delivering_a_group_delays_the_next_step():
-    engine = make_engine(replace(PLAIN, group_s=0.25), a=(1, [2]), b=(1, [2]), c=(1, [3, 1]))
-    assert run(engine) == {"a": 2.0, "b": 2.0, "c": 3 + 2 * 0.25}
-
-
-def test_rollouts_beyond_max_running_wait_for_a_slot():
-    engine = make_engine(replace(PLAIN, max_running=2), a=(1, [2, 3, 2]))
-    assert run(engine) == {"a": 4.0}
-
-
-def test_rollouts_beyond_the_kv_cache_wait():
-    # KV cache of 20 tokens: 3 * 4 + 3 fit when the third rollout starts, but not 18 at the end.
-    engine = make_engine(replace(PLAIN, kv_tokens=9), a=(3, [3]), b=(3, [3]))
-    assert engine.num_running == 2
-    engine.add_group("c", 3, [3], 0.0)
-    assert engine.num_running == 2
 
 
 def test_a_full_kv_cache_preempts_the_newest_rollout():

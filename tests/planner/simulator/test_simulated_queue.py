@@ -115,20 +115,3 @@ async def test_a_filtered_group_goes_to_the_coordinator_once_scored():
     assert judged == [0, 1, 2]
     assert filtered == [True]
     assert scored == trained == [0, 2]
-
-
-@in_virtual_time
-async def test_a_trainers_lease_request_takes_a_hop():
-    queue, clock = make_queue(hop_s=0.5), asyncio.get_running_loop()
-    generator, scorer = Replica(1), Replica(1)
-    await admit_groups(queue, 1)
-    queue.request_groups(GENERATE_CALL.stage, generator)
-    generator.groups[0].info = GroupInfo((3,), 1, ((0, 1),))
-    queue.commit_groups(GENERATE_CALL.stage, generator.groups)
-    queue.request_groups(REWARD_CALL.stage, scorer)
-    await asyncio.sleep(1.0)
-    queue.commit_groups(REWARD_CALL.stage, scorer.groups)
-    await asyncio.sleep(9.0)
-    leased = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
-    assert len(leased) == 1
-    assert clock.time() == 10.5

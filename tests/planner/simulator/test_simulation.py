@@ -17,7 +17,7 @@ from streamrl.planner.problem.stage_timings import (
     TrainTiming,
     WeightsTiming,
 )
-from streamrl.planner.problem.workload import EmpiricalLengths, FixedLength, Workload
+from streamrl.planner.problem.workload import FixedLength, Workload
 from streamrl.planner.simulator.results import SimulationResult
 from streamrl.planner.simulator.simulation import run_simulation
 from streamrl.resharding.grids import RankGrid
@@ -104,32 +104,6 @@ def test_unstreamed_steps_train_once_complete():
     assert run(timings, workload=whole_step, steps=1).step_ends == [20.5 + 2 + 2 + 1]
 
 
-def test_groups_beyond_the_slots_of_a_generator_come_in_waves():
-    workload = replace(WORKLOAD, prompt_tokens=8, lengths=FixedLength(2))
-    timings = replace(TIMINGS, generator=replace(GENERATOR, kv_tokens=12), weights={})
-    # Scored at 2.5 and 4.5, trained together.
-    assert run(timings, workload=workload, steps=1).step_ends == [4.5 + 2 + 1]
-
-
-def test_short_rollouts_of_a_group_free_their_slots():
-    # 16 rollouts of 10 to 160 tokens in 16 slots; the next groups take free slots. On average a
-    # group occupies the engine for 85 steps; holding its slots to the end would take 160.
-    workload = Workload(
-        8, 16, 1, EmpiricalLengths.from_samples(range(10, 161, 10)), micro_batch_tokens=9999
-    )
-    timings = replace(TIMINGS, generator=sampler(1.0, max_running=16, kv_tokens=10**6), weights={})
-    result = run(
-        timings, replace(APART, max_staleness=2), workload=workload, steps=12
-    ).exclude_steps(4)
-    assert result.mean_step_s == pytest.approx(8 * 85, rel=0.15)
-
-
-def test_a_preempted_group_continues_later():
-    # After five steps the cache holds 12 tokens: the second group continues from 10 to 15.
-    timings = replace(TIMINGS, generator=replace(GENERATOR, kv_tokens=12), weights={})
-    assert run(timings, steps=1).step_ends == [15.5 + 2 + 1]
-
-
 def test_unpublished_versions_are_skipped_by_generators():
     ahead, timings = replace(APART, max_staleness=1), replace(TIMINGS, weights={})
     # Four groups are sampled by 10 and scored by 11. Version 1 is not published: the next groups
@@ -161,13 +135,6 @@ def test_an_ema_reference_delays_only_the_steps_at_which_it_moves():
     assert played(4) == ([103.5, 117.0, 130.5, 144.0, 247.5], [0, 4])
 
 
-def test_every_update_waits_for_its_own_rounds():
-    # Two epochs of two updates, one group each.
-    workload = replace(WORKLOAD, epochs=2, mini_batches=2)
-    timings = replace(TIMINGS, weights={})
-    assert run(timings, workload=workload, steps=1).step_ends == [10.5 + 4 * (2 + 1)]
-
-
 def test_hops_and_bookkeeping_take_time():
     # Begin 0.25; a hop after each stage; recording a step takes 0.5.
     generator = replace(GENERATOR, begin_s=0.25)
@@ -186,14 +153,6 @@ def test_trained_models_run_concurrently_unless_they_share_devices():
     assert result.step_ends == [10.5 + 4 + 1]
     result = run(timings, Placement(assignments | {"train_critic": on(2)}), flow=flow, steps=1)
     assert result.step_ends == [10.5 + 4 + 1 + 2 + 1]
-
-
-def test_publishing_and_pulling_count_as_busy_time():
-    result = run().exclude_steps(1)
-    assert result.idle_fractions["generate"] == pytest.approx(1 - 14 / 20.5)
-    assert result.idle_fractions["reward"] == pytest.approx(1 - 0.5 / 20.5)
-    # Training and update take 3, publishing 3.
-    assert result.idle_fractions["train"] == pytest.approx(1 - 6 / 20.5)
 
 
 def test_queue_depths_are_recorded_at_every_change():
@@ -229,22 +188,6 @@ def test_filtered_groups_are_replaced():
     assert plain.mean_step_s == pytest.approx(200)
     assert filtered.mean_step_s == pytest.approx(400, rel=0.15)
     assert filtered.tokens_per_s == pytest.approx(plain.tokens_per_s / 2, rel=0.15)
-
-
-def test_filtered_groups_are_replaced_while_the_trainer_waits_for_devices():
-    # The first unfiltered group makes the trainer request the devices, which generation holds until
-    # all groups are sampled. Filtered groups are replaced as fast as on separate devices.
-    timings = replace(
-        TIMINGS,
-        generator=replace(GENERATOR, max_running=100),
-        train={"policy": TrainTiming(1, 0.0, 0.0, 0.0)},
-        weights={},
-    )
-    lengths = EmpiricalLengths.from_samples([5, 40])
-    workload = replace(WORKLOAD, groups_per_step=20, lengths=lengths, filtered_fraction=0.5)
-    together = Placement({"generate": on(0), "train": on(0)})
-    steps = [run(timings, placement, workload=workload, steps=8) for placement in (APART, together)]
-    assert steps[1].mean_step_s == pytest.approx(steps[0].mean_step_s, rel=0.02)
 
 
 def test_weights_are_published_before_the_devices_are_released():

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from streamrl.planner.problem.stage_timings import ScoreTiming, TrainTiming
 from streamrl.planner.problem.workload import (
-    EmpiricalLengths,
     FixedLength,
     LognormalLengths,
     Workload,
@@ -40,15 +39,6 @@ def test_rollouts_beyond_the_slots_run_in_waves():
     assert generation.find_completions_s(replace(UNBOUNDED, max_running=4), ALL) == expected
 
 
-def test_full_kv_cache_preempts_the_last_rollout():
-    generation = GenerationModel(Workload(3, 1, 100, FixedLength(50)))
-    timing = replace(UNBOUNDED, kv_tokens=310, prefill_token_s=1e-3)
-    # Three prompts and three tokens of each fit. Then two rollouts run to their end; the third is
-    # preempted, prefills its 103 tokens again and samples the other 47. KV cache sizes that differ
-    # by a few tokens share a schedule.
-    assert generation.find_completions_s(timing, ALL) == pytest.approx([0.97 + 0.403], abs=0.025)
-
-
 def test_waiting_rollouts_start_as_others_end():
     lengths = LognormalLengths(200, 0.5, 1000)
     generation = GenerationModel(Workload(64, 1, 100, lengths))
@@ -56,41 +46,6 @@ def test_waiting_rollouts_start_as_others_end():
     (limited,) = generation.find_completions_s(replace(UNBOUNDED, kv_tokens=20 * 250.0), ALL)
     # All tokens, with 20 running rollouts on average.
     assert 0.8 * 64 / 20 * lengths.mean * 0.01 < limited < 64 / 20 * lengths.mean * 0.01 + unlimited
-
-
-def test_kv_cache_reads_grow_with_the_tokens():
-    generation = GenerationModel(Workload(8, 1, 100, FixedLength(50)))
-    timing = replace(UNBOUNDED, weights_s=0.0, kv_token_s=1e-6)
-    # 8 rollouts, each with 100 to 150 tokens, over 50 steps.
-    assert generation.find_completions_s(timing, ALL) == pytest.approx([50 * 8 * 125 * 1e-6])
-
-
-def test_decode_steps_get_faster_as_the_batch_shrinks():
-    generation = GenerationModel(Workload(2, 1, 100, EmpiricalLengths.from_samples([10, 30])))
-    timing = replace(UNBOUNDED, weights_s=0.0, rollout_s=0.01)
-    schedule = generation.find_replica_schedules(timing)[0]
-    shorter, longer = sorted(schedule.group_ends)
-    expected = shorter * 0.02 + (longer - shorter) * 0.01
-    assert schedule.compute_group_ends_s(timing).max() == pytest.approx(expected)
-
-
-def test_every_rollout_pays_its_prefill():
-    timing = replace(UNBOUNDED, prefill_token_s=1e-3, begin_s=2.0)
-    generation = GenerationModel(Workload(3, 4, 100, FixedLength(50)))
-    assert generation.find_completions_s(timing, ALL) == pytest.approx([2.0 + 12 * 0.1 + 0.5])
-
-
-def test_passing_on_groups_delays_running_rollouts():
-    timing = replace(UNBOUNDED, group_s=0.05)
-    equal = GenerationModel(Workload(12, 2, 100, FixedLength(50)))
-    assert equal.find_completions_s(timing, ALL) == pytest.approx([0.5])
-    varied = GenerationModel(Workload(12, 1, 100, EmpiricalLengths.from_samples([10, 30])))
-    (schedule,) = varied.find_replica_schedules(timing)
-    ends = np.sort(schedule.group_ends)
-    earlier = np.searchsorted(ends, ends)
-    assert np.sort(schedule.compute_group_ends_s(timing)) == pytest.approx(
-        ends * 0.01 + earlier * 0.05
-    )
 
 
 def test_replicas_divide_whole_groups():
@@ -102,29 +57,6 @@ def test_replicas_divide_whole_groups():
     assert generation.find_completions_s(replace(timing, replicas=9), ALL) == pytest.approx(
         [50 * 0.008]
     )
-
-
-def test_greedy_rollouts_join_their_group():
-    generation = GenerationModel(Workload(4, 1, 100, FixedLength(50)), extra=1)
-    timing = replace(UNBOUNDED, weights_s=0.0, rollout_s=1e-3)
-    assert generation.find_completions_s(timing, ALL) == pytest.approx([50 * 0.008])
-
-
-def test_group_completes_with_its_longest_rollout():
-    lengths = LognormalLengths(200, 1.0, 4096)
-    ends = [
-        GenerationModel(Workload(64, size, 100, lengths)).find_completions_s(UNBOUNDED, (0.5, 1.0))
-        for size in (1, 8)
-    ]
-    assert ends[1][0] > 2 * ends[0][0]
-
-
-def test_a_replica_has_the_longest_rollout_of_the_step():
-    lengths = LognormalLengths(200, 0.5, 10**6)
-    generation = GenerationModel(Workload(1024, 1, 100, lengths))
-    longest = round(lengths.expected_longest(1024))
-    (end,) = generation.find_completions_s(replace(UNBOUNDED, replicas=64), ALL)
-    assert end == pytest.approx(longest * 0.01, rel=1e-6)
 
 
 def test_saturated_step_takes_its_part_of_a_full_batch():

@@ -6,7 +6,6 @@ import pytest
 
 from streamrl.dataflow import build_dataflow
 from streamrl.messages import ROLLOUT_COLUMNS
-from streamrl.planner.problem.episode_turns import EnvironmentTime, TurnParameters
 from streamrl.planner.problem.problem import RunOptions
 from streamrl.planner.problem.stage_timings import (
     GeneratorTiming,
@@ -14,7 +13,12 @@ from streamrl.planner.problem.stage_timings import (
     StageTimings,
     TrainTiming,
 )
-from streamrl.planner.problem.workload import FixedLength, LognormalLengths, Workload
+from streamrl.planner.problem.workload import (
+    EnvironmentTime,
+    FixedLength,
+    TurnParameters,
+    Workload,
+)
 from streamrl.planner.simulator.simulation import run_simulation
 from streamrl.planner.steady_state.call_durations import GenerationModel
 from tests.planner.notations import placement_from_meshes
@@ -33,12 +37,6 @@ def make_workload(
     )
     episodes = parameters.draw_episodes()
     return Workload(groups, 4, 50, episodes.lengths, turns=episodes)
-
-
-def test_without_an_environment_a_timing_stays_as_it_is():
-    for lengths in (FixedLength(60), LognormalLengths(100, 0.7, 400)):
-        generation = GenerationModel(Workload(8, 4, 50, lengths))
-        assert generation.add_environment_time(TIMING, None, 1) == TIMING
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.2, 2.0])
@@ -61,25 +59,6 @@ def test_generation_takes_waves_of_open_episodes(delay_s: float, open_episodes: 
     waves = 32 / open_episodes
     (end,) = generation.find_completions_s(open_timing, (1.0,))
     assert end == pytest.approx(waves * (0.6 + 3 * delay_s))
-
-
-def test_full_slots_bound_the_throughput():
-    timing, workload = sampler(0.01, max_running=4), make_workload(0.2)
-    generation = GenerationModel(workload)
-    many = generation.add_environment_time(timing, 1000, 3)
-    # 32 episodes of 60 tokens on 4 slots.
-    assert generation.estimate_saturated_step_s(many, 3) == pytest.approx(32 * 60 * 0.01 / 4)
-    few = generation.add_environment_time(timing, 4, 3)
-    assert generation.estimate_saturated_step_s(few, 3) == pytest.approx(8 * (0.6 + 0.6))
-
-
-def test_observations_cost_their_prefill_once():
-    timing = replace(sampler(0.01, max_running=32), prefill_token_s=1e-3)
-    workload = make_workload(0.0, observed_tokens=30)
-    generation = GenerationModel(workload)
-    open_timing = generation.add_environment_time(timing, 32, 0)
-    (end,) = generation.find_completions_s(open_timing, (1.0,))
-    assert end == pytest.approx(0.6 + 32 * (50 + 2 * 30) * 1e-3)
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.2, 2.0])

@@ -165,16 +165,6 @@ def test_calls_on_separate_devices_overlap():
     assert estimate_step_s(Placement(calls, is_streamed=False), dataflow=PPO) == expected
 
 
-@pytest.mark.parametrize("ahead", range(5))
-def test_whole_steps_ahead_match_the_closed_form(ahead: int):
-    weights = {"generate": WeightsTiming(0.0, 2.0, 0.0)}
-    timings = replace(TIMINGS, weights=weights)
-    train_s, latency_s, sync_s = 3 + 5, 10.0, 2.0
-    throughput_s = 10.0 / (ahead + 1)
-    expected = max(train_s, throughput_s, (latency_s + train_s + sync_s) / (ahead + 1))
-    assert estimate_step_s(separate(ahead), timings) == pytest.approx(expected)
-
-
 def test_streamed_calls_process_groups_as_they_arrive():
     # With a KV cache for one rollout they arrive one by one, 1.25 s apart.
     timings = replace(TIMINGS, generator=replace(GENERATOR, max_running=1, weights_s=0.0125))
@@ -195,11 +185,6 @@ def test_streamed_calls_process_groups_as_they_arrive():
 def test_version_pauses_its_follower_and_waits_for_publication():
     timings = replace(TIMINGS, weights={"generate": WeightsTiming(1.0, 2.0, 0.5)})
     assert estimate_step_s(separate(), timings) == pytest.approx(10 + 3 + 5 + 1 + 2)
-
-
-def test_hops_add_to_the_step():
-    timings = replace(TIMINGS, hop_s=0.1)
-    assert estimate_step_s(COLOCATED, timings) == pytest.approx(18.2)
 
 
 def test_infeasible_placement_has_a_reason():
@@ -286,19 +271,6 @@ def test_devices_are_exclusive_and_staleness_is_within_the_bound(
         for (_, end), (start, _) in itertools.pairwise(busy):
             assert start >= end - 1e-6
         assert sum(end - start for start, end in busy) <= estimate.step_s * (1 + 1e-6)
-
-
-@given(ahead=st.integers(0, 4), train=st.floats(0.5, 30.0))
-def test_step_takes_at_least_the_load_of_the_busiest_devices(ahead: int, train: float):
-    timings = replace(TIMINGS, train={"policy": TrainTiming(1, train, 0.0, 1.0)})
-    assert estimate_step_s(separate(ahead, streamed=True), timings) >= (3 + train + 1) * (1 - 1e-6)
-
-
-def test_estimator_caches_step_times():
-    estimator = PlacementEstimator(make_problem(), FixedCosts())
-    assert estimator.estimate_step_s(COLOCATED) == estimator.estimate_step_s(COLOCATED)
-    assert [seconds for _, seconds in estimator.iter_estimated()] == [pytest.approx(18)]
-    assert math.isinf(estimator.estimate_step_s(replace(COLOCATED, max_staleness=1), limit_s=1.0))
 
 
 def test_ahead_replacements_of_filtered_groups_overlap():

@@ -24,22 +24,6 @@ def collect_times(generation: OverlappedGeneration, until: float = math.inf) -> 
     return result_times
 
 
-def test_single_step_takes_its_decode_steps():
-    generation = OverlappedGeneration(make_profile())
-    generation.admit_step(0)
-    assert collect_times(generation) == pytest.approx([2.6, 2.6 + 1.4])
-
-
-def test_overlapping_steps_slow_each_other():
-    generation = OverlappedGeneration(make_profile())
-    generation.admit_step(0)
-    assert generation.advance(2.5) is None
-    assert collect_times(generation, 2.6 + 1e-6) == pytest.approx([2.6])
-    generation.admit_step(1)
-    # 100 decode steps of 20 rollouts, after which both steps have a result; then 100 of 4.
-    assert collect_times(generation) == pytest.approx([2.6 + 3.0, 2.6 + 3.0, 2.6 + 3.0 + 1.4])
-
-
 def test_earlier_steps_get_slots_first():
     generation = OverlappedGeneration(make_profile(slots=16))
     generation.admit_step(0)

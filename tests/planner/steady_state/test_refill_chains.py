@@ -1,14 +1,12 @@
 """Chains of replaced groups: order and numbers."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.planner.steady_state.refill_chains import (
+from streamrl.planner.steady_state.continuous_batching import (
     RefillChains,
     compute_chain_length_quantiles,
-    sample_chain_lengths,
 )
 
 
@@ -31,19 +29,6 @@ def test_stretch_longest_scales_the_longest_chain():
     assert chains.num_refills.tolist() == [0, 3]
 
 
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(1, 3))
-def test_split_chains_covers_all_groups_evenly(counts: list[int], parts: int):
-    all_counts = np.repeat(counts, parts)
-    lengths = np.arange(all_counts.sum(), dtype=float)[:, None]
-    split = list(RefillChains.from_counts(lengths, all_counts).split_chains(parts))
-    assert [chains.num_chains for chains in split] == [len(counts)] * parts
-    assert np.sort(np.concatenate([chains.lengths for chains in split]), axis=0).tolist() == (
-        lengths.tolist()
-    )
-    expected = (all_counts - 1).tolist()
-    assert np.concatenate([chains.num_refills for chains in split]).tolist() == expected
-
-
 @given(st.floats(0.01, 0.99), st.integers(1, 500))
 def test_chain_length_quantiles_are_geometric(filtered: float, n: int):
     counts = compute_chain_length_quantiles(filtered, n)
@@ -52,16 +37,3 @@ def test_chain_length_quantiles_are_geometric(filtered: float, n: int):
     # quantile.
     for k in range(1, 5):
         assert abs((counts <= k).mean() - (1 - filtered**k)) <= 1 / n
-
-
-def test_chains_have_one_group_without_filtering():
-    assert (
-        compute_chain_length_quantiles(0.0, 3).tolist()
-        == sample_chain_lengths(0.0, 3, np.random.default_rng(0)).tolist()
-    )
-    assert compute_chain_length_quantiles(0.0, 3).tolist() == [1, 1, 1]
-
-
-def test_sampled_chain_lengths_have_the_expected_mean():
-    counts = sample_chain_lengths(0.8, 20_000, np.random.default_rng(1))
-    assert counts.mean() == pytest.approx(5, rel=0.03)

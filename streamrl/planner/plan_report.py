@@ -12,24 +12,58 @@ from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Placement
 from streamrl.planner.problem.problem import PlacementEstimate, PlacementProblem
 from streamrl.planner.problem.stage_timings import GeneratorTiming
-from streamrl.planner.report.text_table import (
-    format_count,
-    format_inner_percent,
-    format_percent,
-    format_seconds,
-    format_table,
-)
-from streamrl.planner.search.pareto import (
+from streamrl.planner.search.planner import (
+    WHOLE_STEPS_SUFFIX,
+    BoundOptimum,
     ExcludedBound,
-    ParetoPoint,
     PlacementCandidate,
     PlanResult,
     compare_to_winner,
 )
-from streamrl.planner.search.planner import WHOLE_STEPS_SUFFIX
 from streamrl.planner.simulator.results import SimulationResult
 from streamrl.planner.steady_state.call_durations import GenerationModel
 from streamrl.planner.to_placement import find_pools
+
+MAX_DIGITS = 16  # significant decimal digits of a float
+
+
+def format_table(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
+    """Format rows of cells as lines of text with aligned columns.
+
+    left: number of leading columns that are aligned to the left; all others go to the right.
+    """
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def format_count(number: float) -> str:
+    """Format a large number with a unit: 950, 12.3k, 4.56M."""
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if abs(number) >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def format_seconds(number: float) -> str:
+    """Format seconds without unit: three significant digits, or an integer from 1000 on."""
+    return f"{number:.3g}" if number < 1000 else f"{number:.0f}"  # noqa: PLR2004
+
+
+def format_percent(fraction: float) -> str:
+    return f"{fraction:.0%}"
+
+
+def format_inner_percent(fraction: float) -> str:
+    """Format a fraction in (0, 1) as percent, with enough digits to differ from 0% and 100%."""
+    texts = (f"{fraction:.{digits}%}" for digits in range(MAX_DIGITS))
+    return next((text for text in texts if float(text[:-1]) not in (0, 100)), f"{fraction:.3g}")
+
 
 GB = 1e9
 
@@ -38,7 +72,7 @@ NO_FIX_TEXT = (
     " trainer.lora_rank and more devices do not help either, as far as tried"
 )
 
-SimulatedPoint = tuple[ParetoPoint, SimulationResult]
+SimulatedPoint = tuple[BoundOptimum, SimulationResult]
 """Best placement of a staleness bound, with its simulation."""
 
 
@@ -142,7 +176,7 @@ class PlanReport:
         return next(rows, None)
 
     @property
-    def best_point(self) -> ParetoPoint:
+    def best_point(self) -> BoundOptimum:
         assert self.best_row is not None
         return self.best_row[0]
 
@@ -187,7 +221,7 @@ class PlanReport:
             return [*lines, NO_FIX_TEXT]
         return [*lines, "any one of these would let it fit:", *(f"  {fix}" for fix in self.fixes)]
 
-    def _describe_best(self, point: ParetoPoint, result: SimulationResult) -> list[str]:
+    def _describe_best(self, point: BoundOptimum, result: SimulationResult) -> list[str]:
         own_note = f" (pipeline.max_staleness={self.own_bound}, the config's own)"
         lines = [f"best: {point.candidate.label}{'' if self.own_bound is None else own_note}"]
         lines += [
@@ -227,7 +261,7 @@ class PlanReport:
         return lines
 
     @staticmethod
-    def _format_row(point: ParetoPoint, result: SimulationResult) -> list[str]:
+    def _format_row(point: BoundOptimum, result: SimulationResult) -> list[str]:
         estimate = point.candidate.estimate
         return [
             f"{point.max_staleness}: {point.candidate.label}",
@@ -288,7 +322,7 @@ class PlanReport:
             "advice": list(self.advice),
         }
 
-    def _point_to_json(self, point: ParetoPoint, result: SimulationResult) -> dict[str, Any]:
+    def _point_to_json(self, point: BoundOptimum, result: SimulationResult) -> dict[str, Any]:
         hours = self._compute_hours(result)
         return {
             "max_staleness": point.max_staleness,
