@@ -28,7 +28,7 @@ IMPORTED = [
     "transformers.models.qwen2.modeling_qwen2",
     "streamrl.engines.training.model_trainer",
     "deepspeed",
-    "tests.engines.hybrid_ranks",
+    "tests.engines.rank_group_ranks",
     "vllm.v1.engine.llm_engine",
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.qwen2",

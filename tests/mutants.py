@@ -163,8 +163,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "engines/generation/generation_engine.py",
-        "if progress == last_progress and not waiting.done():",
-        "if not progress and not waiting.done():",
+        "awaited = counts if request_id is None or is_queued else own",
+        "awaited = own",
         "tests/engines/generation/test_sampling_progress.py",
     ),
     Mutant(

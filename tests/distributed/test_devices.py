@@ -2,7 +2,6 @@
 
 import os
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,16 +9,12 @@ import ray
 import torch
 
 from streamrl.actors.engine_factory import check_assigned_device
-from streamrl.config.run_config import load_config
 from streamrl.distributed.devices import (
     DEVICE_ENV,
     check_device,
     check_ray_agrees,
-    count_cache_releases,
     has_run_gpus,
     make_device_env,
-    measure_gpu_memory,
-    release_cached_gpu_memory,
     use_device,
 )
 from streamrl.engines.dtypes import resolve_dtype
@@ -44,19 +39,6 @@ def test_without_a_run_torch_decides(count: int, monkeypatch: pytest.MonkeyPatch
     find_gpus(monkeypatch, count)
     assert has_run_gpus() == (count > 0)
     check_device()
-
-
-def test_releases_of_torchs_cache_are_counted(monkeypatch: pytest.MonkeyPatch):
-    assert (count_cache_releases(), measure_gpu_memory()) == (0, None)
-    find_gpus(monkeypatch, 1)
-    numbers: dict[str, Any] = {"mem_get_info": (100, 800), "is_initialized": True}
-    numbers |= {"memory_stats": {"num_alloc_retries": 3}, "empty_cache": None}
-    for name, number in numbers.items():
-        monkeypatch.setattr(torch.cuda, name, lambda number=number: number)
-    before = count_cache_releases()
-    release_cached_gpu_memory()
-    assert count_cache_releases() == before + 1 >= 4
-    assert measure_gpu_memory() == (100, 800)
 
 
 @pytest.mark.parametrize(
@@ -112,12 +94,3 @@ def test_an_engine_checks_the_gpus_that_ray_assigned(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ray, "get_gpu_ids", lambda: [3])
     with pytest.raises(ConfigError, match=r"has 1 of Ray.s GPUs, but .* finds 8"):
         check_assigned_device()
-
-
-def test_every_actor_knows_the_device_of_the_run():
-    from streamrl.actors.launch.actor_registry import make_worker_env
-
-    config = load_config(Path("configs/ppo_arithmetic.yaml"))
-    for calls in config.dataflow.calls_by_role.values():
-        assert make_worker_env(config, calls[0], on_gpu=True)[DEVICE_ENV] == "cuda"
-        assert make_worker_env(config, calls[0], on_gpu=False)[DEVICE_ENV] == "cpu"

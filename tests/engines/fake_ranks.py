@@ -10,7 +10,6 @@ after another. misshapen: parameters of which the rank holds another shape than 
 
 import json
 import sys
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -22,10 +21,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from benchmarks.memory import LiveBytes
 from streamrl.engines.models.stored_weights import StoredModelTensor, StoredWeights, find_owners
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.fsdp_tp_backend import FsdpTpBackend
@@ -44,29 +42,20 @@ SIZES: dict[str, dict[str, int]] = {
 SIZES["70B in two layers"] = SIZES["70B"] | {"num_hidden_layers": 2}
 
 
-class PeakBytes(TorchDispatchMode):
+class PeakBytes(LiveBytes):
     """Counts the bytes of all live storages, except those on the meta device.
 
     Also except those of DTensor, which plans an operation by trying it on fake tensors of the whole
     shape.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: dict[int, int] = {}
-        self.peak = 0
-        self._is_paused = False
-
     @contextmanager
     def ignore_planning(self) -> Iterator[None]:
         plan = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def plan_uncounted(*args: Any) -> Any:
-            self._is_paused = True
-            try:
+            with self.pause():
                 return plan(*args)
-            finally:
-                self._is_paused = False
 
         with mock.patch.object(
             ShardingPropagator, "_propagate_tensor_meta_non_cached", plan_uncounted
@@ -78,19 +67,11 @@ class PeakBytes(TorchDispatchMode):
             return NotImplemented
         if func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]  # a new tensor only if it is fake
-        return tree_map(self._count, func(*args, **(kwargs or {})))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _count(self, value: Any) -> Any:
-        if self._is_paused:
-            return value
-        if isinstance(value, Tensor) and value.device.type != "meta":
-            storage = value.untyped_storage()
-            key = storage._cdata
-            if key not in self.sizes:
-                self.sizes[key] = storage.nbytes()
-                weakref.finalize(storage, self.sizes.pop, key, None)
-                self.peak = max(self.peak, sum(self.sizes.values()))
-        return value
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage.device.type != "meta":
+            super()._count(storage)
 
 
 class FakeWeights:
@@ -129,7 +110,7 @@ class CountedBackend(FsdpTpBackend):
     def count_publishing(self) -> int:
         """Return the most bytes allocated while every parameter is gathered and then freed."""
         with self._fake_mode, self._counter as counter, counter.ignore_planning():
-            counter.peak = 0
+            counter.peak = counter.live
             for _, tensor in self.full_state():
                 del tensor
         return counter.peak

@@ -8,10 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from streamrl.distributed.process_group import join_process_group
-from streamrl.engines.dtypes import resolve_loading_dtype
 from streamrl.engines.models.forward import (
     ModelLoadOptions,
     load_model,
@@ -65,40 +63,4 @@ def load_rank(
             loaded.append({name: tensor.detach().clone() for name, tensor in tensors.items()})
         results.append((loaded[0], loaded[1]))
         backend.close()
-    return results
-
-
-def train_adapters(rank: int, port: int, path: str) -> list[dict[str, Any]]:
-    """Train LoRA adapters in bfloat16 with FSDP2: of a model loaded sharded, and the usual way."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    join_process_group(rank=rank, world_size=WORLD, timeout_s=60.0)
-    config = TrainerConfig(world_size=WORLD, lora_rank=2, dtype="bfloat16", **LAYOUTS["fsdp"])
-    results = []
-    for on_meta in (True, False):
-        torch.manual_seed(0)
-        module = load_model(path, dtype=resolve_loading_dtype(config), on_meta=on_meta)
-        weights = StoredWeights(module, path) if on_meta else None
-        add_lora_adapters(module, config)
-        backend = make_backend(module, config, weights)
-        losses = []
-        for _ in range(2):
-            ids = torch.arange(12).view(2, 6)
-            loss = backend.forward(ids, use_cache=False).logits.float().logsumexp(-1).sum()
-            backend.backward(loss)
-            losses.append((loss.item(), backend.step(divisor=2.0, lr=1e-2)))
-        locals_by_frozen: dict[bool, set[torch.dtype]] = {True: set(), False: set()}
-        for parameter in module.parameters():
-            assert isinstance(parameter, DTensor)
-            locals_by_frozen[not parameter.requires_grad].add(parameter.to_local().dtype)
-        adapters = {name: tensor.clone() for name, tensor in backend.full_state()}
-        masters = [fragment.optimizer_tensor.clone() for fragment in backend.iter_fragments()]
-        results.append(
-            {
-                "losses": losses,
-                "dtypes": locals_by_frozen,
-                "adapters": adapters,
-                "masters": masters,
-            }
-        )
-    backend.close()
     return results

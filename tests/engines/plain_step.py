@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from streamrl.messages import Columns, split_token_column
-from tests.engines.trainer_ranks import ALGORITHM, GROUPS, TEMPERATURE, VALUE_CLIP
+from tests.engines.trainer_ranks import ALGORITHM, GROUPS, TEMPERATURE
 
 TOKEN_COLUMNS = ("token_ids", "loss_mask", "generator_logprobs")
 
@@ -36,23 +36,6 @@ def logprobs_of(logits: Tensor, ids: Tensor) -> dict[str, Any]:
 def clipped_loss(ratio: Tensor, advantage: Tensor) -> Tensor:
     """Return PPO's loss of each token, with the clip at 0.2."""
     return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
-
-
-def advantages_and_returns(values: list[float], score: float) -> tuple[Tensor, Tensor]:
-    """Return GAE's A = delta + 0.95 A_next of each sampled token, and A + V; gamma is 1."""
-    advantages: list[float] = []
-    advantage, value_after, reward = 0.0, 0.0, score
-    for value in reversed(values):
-        advantage = reward + value_after - value + 0.95 * advantage
-        advantages.insert(0, advantage)
-        value_after, reward = value, 0.0
-    return torch.tensor(advantages), torch.tensor(advantages) + torch.tensor(values)
-
-
-def clipped_value_loss(values: Tensor, old: Tensor, returns: Tensor) -> Tensor:
-    """Return half of PPO's squared error, summed."""
-    clipped = old + (values - old).clamp(-VALUE_CLIP, VALUE_CLIP)
-    return torch.maximum((values - returns) ** 2, (clipped - returns) ** 2).sum() / 2
 
 
 class PlainOptimizer:

@@ -1,12 +1,12 @@
-"""Processes that each host a trainer rank and a shard of a generator.
+"""Processes that each host a trainer rank and a generator, or a shard of one.
 
-Generators are split over rank groups of two. The same generators serve a sequence of trainers with
-different meshes.
+The same generators serve a sequence of trainers with different meshes.
 """
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import signal
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from streamrl.distributed.process_group import join_process_group
@@ -24,17 +25,16 @@ from streamrl.engines.training.model_trainer import WeightResharder, make_backen
 from streamrl.engines.vllm.engine import EngineSpec
 from streamrl.engines.vllm.follower_rank import FollowerRank
 from streamrl.engines.vllm.rank_groups import RankGroup, make_rank_group
+from streamrl.errors import GenerationError
 from streamrl.resharding.boxes import count_elements, subtract_boxes
 from streamrl.resharding.executors import ReshardingStats
 from streamrl.resharding.storage import ShardStorage
-from tests.engines.moved_ranks import count_aliased_bytes
+from tests.engines import tiny_qwen
 from tests.engines.tiny_qwen import fill, save
 
 UPDATES = 2
-SIZE = 2
 SEEDS = range(6)
 MAX_LENGTH = 64
-CONFIG = GeneratorConfig(max_new_tokens=20, tensor_parallel=SIZE)
 ODD_VOCABULARY = 91
 """Vocabulary size; vLLM pads it to a multiple of 64, and the second of two ranks has 27 tokens.
 Trainers do not split it."""
@@ -42,9 +42,11 @@ MESHES: dict[str, dict[str, Any]] = {
     "tensor": {"tensor_parallel": -1},
     "sharded": {"zero_stage": 3},
     "whole": {},
+    **{f"zero {stage}": {"backend": "deepspeed", "zero_stage": stage} for stage in range(4)},
 }
 SEQUENCE = np.array([3, 14, 15, 9, 26, 5, 35, 8, 9, 7], np.int32)
 LR = 1e-2
+Switch = Callable[[int], ReshardingStats | None]
 
 
 def make_model(kv_heads: int) -> PreTrainedModel:
@@ -56,7 +58,7 @@ def make_model(kv_heads: int) -> PreTrainedModel:
         num_attention_heads=4,
         num_key_value_heads=kv_heads,
         max_position_embeddings=MAX_LENGTH,
-        tie_word_embeddings=kv_heads == 1,
+        tie_word_embeddings=kv_heads < 4,
         eos_token_id=2,
     )
     model = Qwen2ForCausalLM(config)
@@ -68,7 +70,11 @@ def trainer_config(mesh: str, world: int) -> TrainerConfig:
     settings = MESHES[mesh]
     if settings.get("tensor_parallel") == -1:
         settings = {"tensor_parallel": world}
-    return TrainerConfig(backend="torch", world_size=world, **settings)
+    return TrainerConfig(**{"backend": "torch", "world_size": world, **settings})
+
+
+def generator_config(size: int) -> GeneratorConfig:
+    return GeneratorConfig(max_new_tokens=20, tensor_parallel=size)
 
 
 def write_model(kv_heads: int, folder: Path) -> str:
@@ -79,19 +85,20 @@ def sample_unsplit(path: str, weights: Mapping[str, torch.Tensor]) -> list[list[
     """Return the tokens that an unsplit generator samples with these weights."""
 
     async def sampled() -> list[list[int]]:
-        config = GeneratorConfig(max_new_tokens=CONFIG.max_new_tokens)
-        engine = await GenerationEngine.start(EngineSpec(path, config, MAX_LENGTH))
+        engine = await GenerationEngine.start(EngineSpec(path, generator_config(1), MAX_LENGTH))
         await engine.load_weights(weights, 0)
         return await sample_tokens(engine)
 
     return asyncio.run(sampled())
 
 
-def run_rank(rank: int, path: str, port: int, world: int, meshes: Sequence[str]) -> dict[str, Any]:
-    """Return a rank's results by mesh, and the ranks of its group."""
+def run_rank(
+    rank: int, path: str, port: int, world: int, size: int, meshes: Sequence[str]
+) -> dict[str, Any]:
+    """Return a rank's results by mesh, and the ranks of its group of `size`."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     join_process_group(rank=rank, world_size=world, timeout_s=120.0)
-    rank_group = make_rank_group(rank, trainer_config(meshes[0], world), SIZE)
+    rank_group = make_rank_group(rank, trainer_config(meshes[0], world), size)
     return {
         "rank_group": rank_group.ranks,
         "meshes": asyncio.run(run_meshes(path, rank_group, meshes)),
@@ -99,7 +106,8 @@ def run_rank(rank: int, path: str, port: int, world: int, meshes: Sequence[str])
 
 
 async def start_engine(path: str, rank_group: RankGroup) -> GenerationEngine | FollowerRank:
-    spec = EngineSpec(path, CONFIG, MAX_LENGTH, rank_group=rank_group)
+    group = rank_group if rank_group.size > 1 else None
+    spec = EngineSpec(path, generator_config(rank_group.size), MAX_LENGTH, rank_group=group)
     return await (
         GenerationEngine.start(spec) if rank_group.is_leader else FollowerRank.start(spec)
     )
@@ -118,30 +126,57 @@ async def run_meshes(path: str, rank_group: RankGroup, meshes: Sequence[str]) ->
         assert storage is not None
         switch = partial(WeightResharder(60.0).run, backend, storage)
         results[mesh] = {
+            "is_off": await is_resharding_off(backend, storage),
             "updates": [],
             "model_bytes": sum(tensor.nbytes for _, tensor in backend.full_state()),
             "served_bytes": sum(view.nbytes for _, _, view in storage),
             "lacking_bytes": count_lacking_bytes(backend, storage),
         }
         for _ in range(UPDATES + 1):
-            update_result = await measure_version(engine, backend, switch, version)
+            is_aliased = rank_group.size == 1 and not backend.has_sharded_params
+            update_result = await measure_version(
+                engine, backend, None if is_aliased else switch, version
+            )
             results[mesh]["updates"].append(update_result)
             version += 1
-            await asyncio.to_thread(update, backend)
-        results[mesh]["aliased_bytes"] = count_aliased_bytes(get_served_parameters(engine), backend)
+            await asyncio.to_thread(update, backend, config)
+        results[mesh]["aliased_bytes"] = count_aliased_bytes(
+            get_weight_loader(engine)._model.parameters(), backend
+        )
         last = {name: tensor.clone() for name, tensor in backend.full_state()}
-    await asyncio.to_thread(switch, version)
-    await asyncio.to_thread(dist.barrier)
+    await switch_version(engine, backend, None if is_aliased else switch, version)
     if isinstance(engine, GenerationEngine):
-        await engine.activate_version(version)
         results["tokens"] = await sample_tokens(engine)
     if rank_group.rank == 0:
         results["last"] = last
-    results["kv_bytes"] = await measure_sleep(engine)
-    if isinstance(engine, GenerationEngine):
-        results["tokens_after_sleep"] = await sample_tokens(engine)
-    await asyncio.to_thread(dist.barrier)
+    if rank_group.size > 1:
+        results["kv_bytes"] = await measure_sleep(engine)
+        if isinstance(engine, GenerationEngine):
+            results["tokens_after_sleep"] = await sample_tokens(engine)
+        await asyncio.to_thread(dist.barrier)
     return results
+
+
+async def is_resharding_off(backend: Any, storage: ShardStorage) -> bool:
+    """Return whether resharding is off on all ranks if the storage of one cannot be written."""
+    served = storage if dist.get_rank() else None
+    return await asyncio.to_thread(WeightResharder(60.0).run, backend, served, 0) is None
+
+
+def count_aliased_bytes(served_tensors: Iterable[torch.Tensor], backend: Any) -> dict[str, int]:
+    """Return bytes by name of parameters that model and optimizer both alias."""
+    served_pointers = {tensor.untyped_storage().data_ptr() for tensor in served_tensors}
+    model_parameters = dict(backend.module.named_parameters())
+    aliased_bytes = {}
+    for name, shard, _ in backend.iter_shards():
+        parameter = model_parameters[name].detach()
+        parameter = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if (
+            shard.untyped_storage().data_ptr() in served_pointers
+            and parameter.data_ptr() == shard.data_ptr()
+        ):
+            aliased_bytes[name] = shard.nbytes
+    return aliased_bytes
 
 
 def count_lacking_bytes(backend: Any, storage: ShardStorage) -> int:
@@ -153,14 +188,13 @@ def count_lacking_bytes(backend: Any, storage: ShardStorage) -> int:
     )
 
 
-def get_served_parameters(engine: GenerationEngine | FollowerRank) -> Iterator[torch.Tensor]:
-    """Return the parameters of vLLM's model on this rank."""
-    weights: Any = (
+def get_weight_loader(engine: GenerationEngine | FollowerRank) -> Any:
+    """Return the weights that vLLM holds on this rank."""
+    return (
         engine._thread._weight_loader
         if isinstance(engine, GenerationEngine)
         else engine._weight_loader
     )
-    return weights._model.parameters()
 
 
 async def measure_sleep(engine: GenerationEngine | FollowerRank) -> tuple[int, int]:
@@ -182,7 +216,7 @@ async def measure_sleep(engine: GenerationEngine | FollowerRank) -> tuple[int, i
 def count_kv_bytes(engine: GenerationEngine | FollowerRank) -> int:
     rank_engine: Any = engine
     if isinstance(engine, GenerationEngine):
-        worker = rank_engine._thread._weight_loader._worker
+        worker = get_weight_loader(engine)._worker
     else:
         worker = rank_engine._worker.wrapper
     return sum(cache.untyped_storage().nbytes() for cache in worker.model_runner.kv_caches)
@@ -191,23 +225,15 @@ def count_kv_bytes(engine: GenerationEngine | FollowerRank) -> int:
 async def measure_version(
     engine: GenerationEngine | FollowerRank,
     backend: Any,
-    switch: Callable[[int], ReshardingStats | None],
+    switch: Switch | None,
     version: int,
 ) -> dict[str, Any]:
     """Return the bytes received for a version, and trainer's and generator's logprobs."""
-    stats = await asyncio.to_thread(switch, version)
-    assert stats is not None
+    results = await switch_version(engine, backend, switch, version)
     ids = torch.from_numpy(SEQUENCE).long()
     logits = await asyncio.to_thread(lambda: backend.forward(ids[None]).logits[0, :-1].float())
     trained = torch.log_softmax(logits.detach(), -1).gather(1, ids[1:, None])[:, 0].numpy()
-    # All ranks have loaded their part before the next decode step.
-    await asyncio.to_thread(dist.barrier)
-    results: dict[str, Any] = {
-        "received_bytes": stats.received_bytes,
-        "copied_bytes": stats.copied_bytes,
-    }
     if isinstance(engine, GenerationEngine):
-        await engine.activate_version(version)
         (served,) = await engine.compute_logprobs([SEQUENCE])
         results["difference"] = float(np.abs(served[1:] - trained).max())
         results["logprobs"] = served.tolist()
@@ -215,13 +241,82 @@ async def measure_version(
     return results
 
 
+async def switch_version(
+    engine: GenerationEngine | FollowerRank, backend: Any, switch: Switch | None, version: int
+) -> dict[str, Any]:
+    """Reshard a version into the generator's memory, or else load the trainer's parameters."""
+    if switch is None:
+        assert isinstance(engine, GenerationEngine)
+        loaded = await engine.load_weights(dict(backend.full_state()), version)
+        addresses = {name: p.data_ptr() for name, p in backend.module.named_parameters()}
+        # A fused parameter of the engine starts at the address of its first part.
+        bound: Any = get_weight_loader(engine)._bound_parameters
+        unaliased = [
+            b.names for b in bound if b.live_tensors[0].data_ptr() != addresses[b.names[0]]
+        ]
+        return {"copied_bytes": loaded.copied_bytes, "unaliased": unaliased, "bound": len(bound)}
+    stats = await asyncio.to_thread(switch, version)
+    assert stats is not None
+    # All ranks have loaded their part before the next decode step.
+    await asyncio.to_thread(dist.barrier)
+    if isinstance(engine, GenerationEngine):
+        await engine.activate_version(version)
+    return {"received_bytes": stats.received_bytes, "copied_bytes": stats.copied_bytes}
+
+
 async def sample_tokens(engine: GenerationEngine) -> list[list[int]]:
     rollouts = await engine.generate(SEQUENCE, seeds=SEEDS)
     return [rollout.token_ids.tolist() for rollout in rollouts]
 
 
-def update(backend: Any) -> None:
-    """Change every parameter by a step."""
-    ids = torch.from_numpy(SEQUENCE).long()[None]
+def update(backend: Any, config: TrainerConfig) -> None:
+    """Change every parameter by a step on different tokens per data-parallel rank."""
+    ids = torch.from_numpy(SEQUENCE).long().roll(config.get_dp_rank(dist.get_rank()))[None]
     backend.backward(backend.forward(ids).logits.square().mean())
-    backend.step(divisor=1.0, lr=LR)
+    backend.step(divisor=float(config.dp_size), lr=LR)
+
+
+RANKS = (0, 1)
+DYING_CONFIG = GeneratorConfig(max_new_tokens=400, tensor_parallel=len(RANKS))
+SAMPLING_S = 0.5
+
+
+def run_dying_rank(rank: int, path: str, port: int, victim: int, ready_file: Path) -> str:
+    """Return the survivor's error; the file `ready_file` appears once the ranks sample."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    join_process_group(rank=rank, world_size=len(RANKS), timeout_s=120.0)
+    spec = EngineSpec(
+        path, DYING_CONFIG, tiny_qwen.MAX_LENGTH, rank_group=RankGroup(rank, (RANKS,))
+    )
+    return asyncio.run(
+        lead(spec, victim, ready_file) if rank == 0 else follow(spec, victim, ready_file)
+    )
+
+
+async def lead(spec: EngineSpec, victim: int, ready_file: Path) -> str:
+    engine = await GenerationEngine.start(spec)
+    await engine.use_model_dir(0)
+    running = asyncio.create_task(engine.generate(tiny_qwen.prompt(5, 14, 6, 18), seeds=range(8)))
+    await asyncio.sleep(SAMPLING_S)
+    if victim == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    ready_file.touch()
+    try:
+        await running
+    except GenerationError as error:
+        return str(error)
+    return "nothing"
+
+
+async def follow(spec: EngineSpec, victim: int, ready_file: Path) -> str:
+    follower = await FollowerRank.start(spec)
+    serving = asyncio.create_task(follower.wait_until_closed())
+    if victim == 1:
+        while not ready_file.exists():
+            await asyncio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        await serving
+    except GenerationError as error:
+        return str(error)
+    return "nothing"

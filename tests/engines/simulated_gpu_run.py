@@ -21,12 +21,8 @@ import torch.distributed as dist
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.accelerator.real_accelerator import set_accelerator
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.shard_memory import allocate_storage
 from scripts.gpu_check import (
-    VARIANTS,
-    build_full_batch,
     hide_gpu,
     list_picks,
     make_policy_task,
@@ -34,24 +30,18 @@ from scripts.gpu_check import (
     make_tiny_groups,
     write_tiny,
 )
-from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
+from streamrl.algorithms import AlgorithmConfig
 from streamrl.algorithms.config import CorrectionConfig
 from streamrl.distributed import process_group
 from streamrl.distributed.devices import get_local_device
 from streamrl.engines.models.forward import DEFAULT_OPTIONS, ModelLoadOptions, TokenScores
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.engines.training import forward_scorers, model_trainer
+from streamrl.engines.training import model_trainer
 from streamrl.engines.training.forward_scorers import LogprobScorer, ValueScorer
 from streamrl.engines.training.model_trainer import ModelTrainer
-from streamrl.engines.training.tasks import CriticTask, PolicyTask, TrainingTask, TwoHeadedTask
+from streamrl.engines.training.tasks import PolicyTask, TrainingTask, TwoHeadedTask
 from streamrl.messages import Columns
-from streamrl.resharding.executors import GroupGatherExecutor, PointToPointExecutor
-from streamrl.resharding.grids import RankGrid
-from streamrl.resharding.layouts import create_layout
-from streamrl.resharding.plans import NodeTopology, plan_copies, plan_gather
-from streamrl.resharding.storage import ShardStorage
 from streamrl.weights.buckets import publish_version, unpack_tensors
-from tests.resharding.models import transformer
 from tests.simulated_gpu import CPU, GPU, GPU_0, GpuModule, SimulatedGpu, use_simulated_gpu
 from tests.weights.simulated_transports import (
     TransportEnds,
@@ -69,8 +59,6 @@ def make_task(kind: str, path: str, groups: Groups) -> TrainingTask:
         near = CorrectionConfig(second_moment_threshold=0.04)
         return make_policy_task(path, AlgorithmConfig(name="grpo", correction=near), groups)
     policy = make_policy_task(path, AlgorithmConfig(name="ppo"), groups)
-    if kind == "critic":
-        return CriticTask(path, policy.spec, policy.settings, clip=None)
     return TwoHeadedTask(path, policy.spec, policy.settings, 1.0, value_clip=0.2)
 
 
@@ -174,83 +162,34 @@ def find_max_difference(actual: Mapping[str, Tensor], expected: Mapping[str, Ten
     return max(float((actual[n].cpu() - expected[n].cpu()).abs().max()) for n in expected)
 
 
-def compute_losses(groups: Groups, path: str, device: torch.device) -> Measurements:
-    """Compute loss and gradients of every algorithm, plain, with KL and with entropy."""
-    results: Measurements = {}
-    for name in ALGORITHMS:
-        for variant, settings in VARIANTS.items():
-            task = make_policy_task(path, AlgorithmConfig(name=name, **settings), groups)
-            batch = build_full_batch(task, groups).to(device)
-            leaves = (batch["generator_logprobs"] + 0.1, 0.5 + batch["attention_mask"].float())
-            scores = TokenScores(*(leaf.detach().requires_grad_() for leaf in leaves))
-            try:
-                loss, sums = task.compute_loss_from_scores(scores, batch.to_dict(), version=1)
-                loss.backward()
-            except RuntimeError as error:
-                results[f"{name}/{variant}"] = str(error)
-                continue
-            gradients = [leaf.grad.cpu() for leaf in scores if leaf.grad is not None]
-            values = torch.stack([loss.detach().double(), *(v.double() for v in sums.values())])
-            results[f"{name}/{variant}"] = (loss.device.type, values.cpu(), *gradients)
-    return results
-
-
-def compare_losses(path: str, groups: Groups) -> Measurements:
-    on_gpu = compute_losses(groups, path, get_local_device())
-    on_cpu = compute_losses(groups, path, CPU)
-    return {
-        "variants": len(on_gpu),
-        "different": [
-            f"{name}: {result[:160]}" if isinstance(result, str) else name
-            for name, result in on_gpu.items()
-            if isinstance(result, str)
-            or len(result) != len(on_cpu[name])
-            or not all(map(torch.equal, result[1:], on_cpu[name][1:]))
-        ],
-        "devices": sorted({result[0] for result in on_gpu.values() if isinstance(result, tuple)}),
-    }
-
-
-def make_scorers(path: str, options: ModelLoadOptions) -> tuple[LogprobScorer, ValueScorer]:
+def score(path: str, groups: Groups, options: ModelLoadOptions = DEFAULT_OPTIONS) -> dict[str, Any]:
+    (columns, *_) = groups.values()
     policy = LogprobScorer(
         path, temperature=0.8, micro_batch_tokens=128, dtype="float32", options=options
     )
     critic = ValueScorer(path, micro_batch_tokens=128, dtype="float32", options=options)
     torch.nn.init.ones_(critic._model.score.weight)
-    return policy, critic
-
-
-def score(path: str, groups: Groups, options: ModelLoadOptions = DEFAULT_OPTIONS) -> dict[str, Any]:
-    (columns, *_) = groups.values()
-    policy, critic = make_scorers(path, options)
+    places = {name: p.device.type for name, p in policy._model.named_parameters()}
     return {
         "logprobs": torch.from_numpy(policy.compute_ref_logprobs(columns)["ref_logprobs"]),
         "values": torch.from_numpy(critic.compute_values(columns)),
+        "layers": sorted({place for name, place in places.items() if ".layers." in name}),
+        "others": sorted({place for name, place in places.items() if ".layers." not in name}),
     }
 
 
 def compare_scores(path: str, groups: Groups) -> Measurements:
+    """Score on the GPU, with layers in host memory, and on the CPU."""
+    offloaded = score(path, groups, ModelLoadOptions(keeps_layers_on_host=True))
     on_gpu = score(path, groups)
     with hide_gpu():
-        return {"difference": find_max_difference(on_gpu, score(path, groups))}
-
-
-def compare_offloaded_scores(path: str, groups: Groups) -> Measurements:
-    """Score with layers in host memory, before and after a load of weights."""
-    options = ModelLoadOptions(keeps_layers_on_host=True)
-    (columns, *_) = groups.values()
-    difference = find_max_difference(score(path, groups, options), score(path, groups))
-    scorers = make_scorers(path, options)[0], make_scorers(path, DEFAULT_OPTIONS)[0]
-    places = {name: p.device.type for name, p in scorers[0]._model.named_parameters()}
-    doubled = {n: 2 * p.detach() for n, p in scorers[1]._model.named_parameters()}
-    for scorer in scorers:
-        scorer.load_weights(doubled)
-    offloaded, whole = (scorer.compute_ref_logprobs(columns)["ref_logprobs"] for scorer in scorers)
-    return {
-        "difference": max(difference, float(abs(offloaded - whole).max())),
-        "layers": sorted({place for name, place in places.items() if ".layers." in name}),
-        "others": sorted({place for name, place in places.items() if ".layers." not in name}),
-    }
+        on_cpu = score(path, groups)
+    differences = [
+        find_max_difference({n: scores[n] for n in names}, {n: on_cpu[n] for n in names})
+        for names in [("logprobs", "values")]
+        for scores in (on_gpu, offloaded)
+    ]
+    return {"difference": max(differences), **{n: offloaded[n] for n in ("layers", "others")}}
 
 
 def publish_and_pull(
@@ -315,46 +254,6 @@ def reshard(
     return result
 
 
-def run_executors(target_device: str = GPU_0) -> Measurements:
-    """Move weights as rank 0 of two, with a process group that moves nothing between them."""
-    backends = f"cpu:fake,{GPU}:fake"
-    dist.init_process_group(backends, rank=0, world_size=2, store=FakeStore())
-    model = transformer()
-    train, serve = (
-        create_layout(model, RankGrid.from_text(sizes).assign_ranks())
-        for sizes in ("1-2-1", "1-1-2")
-    )
-    dtypes = dict.fromkeys(model.index_specs_by_name(), torch.float32)
-    nodes = NodeTopology(2)
-    result = {}
-    for executor in (
-        PointToPointExecutor(plan_copies(train, serve, nodes)),
-        GroupGatherExecutor(plan_gather(train, serve, nodes, [[0, 1]])),
-    ):
-        source = allocate_storage(train, 0, dtypes, device=GPU_0)
-        target = allocate_storage(serve, 0, dtypes, device=target_device)
-        for _, _, view in source:
-            view.fill_(7.0)
-        source.version = 4
-        before = SimulatedGpu.host_copies
-        stats = executor.run(source, target)
-        result[type(executor).__name__] = {
-            "host_copies": SimulatedGpu.host_copies - before,
-            "received_bytes": stats.received_bytes,
-            "own_part_is_there": is_filled_from(source, target),
-        }
-    dist.destroy_process_group()
-    return result
-
-
-def is_filled_from(source: ShardStorage, target: ShardStorage) -> bool:
-    return all(
-        bool(target.get_view(name, box).eq(7.0).all())
-        for name, box, _ in source
-        if target.get_pieces(name)
-    )
-
-
 # --- Planted faults -------------------------------------------------------------------------------
 
 
@@ -372,25 +271,6 @@ def leave_on_cpu(column: str) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def sum_on_cpu() -> Iterator[None]:
-    """Plant a fault: a sum for the metrics is made on the CPU."""
-    compute = CriticTask.compute_loss
-
-    def compute_with_fault(task: CriticTask, *args: Any, **options: Any) -> Any:
-        loss, sums = compute(task, *args, **options)
-        return loss, {**sums, "value_clipped_sum": torch.zeros(())}
-
-    with mock.patch.object(CriticTask, "compute_loss", compute_with_fault):
-        yield
-
-
-def move_moment(trainer: ModelTrainer) -> None:
-    """Plant a fault: a moment of the optimizer is on the CPU."""
-    state = next(iter(trainer._backend.optimizer.state.values()))
-    state["exp_avg"] = state["exp_avg"].cpu()
-
-
 def use_cpu_in(module: Any) -> AbstractContextManager[Any]:
     """Plant a fault: a module puts its tensors on the CPU."""
     return mock.patch.object(module, "get_local_device", lambda: CPU)
@@ -400,42 +280,23 @@ def run_all(path: str) -> Measurements:
     groups = make_tiny_groups(path)
     areas: dict[str, Callable[[], Measurements]] = {
         "scores": partial(compare_scores, path, groups),
-        "offloaded scores": partial(compare_offloaded_scores, path, groups),
-        "losses": partial(compare_losses, path, groups),
         **{
             f"training/{kind}": partial(compare_training, kind, path, groups)
-            for kind in ("policy", "lora", "critic", "two heads")
+            for kind in ("lora", "two heads")
         },
         "weights/policy": partial(publish_and_pull, "policy", path, groups),
-        "weights/lora": partial(publish_and_pull, "lora", path, groups),
         "weights/collective": partial(
             publish_and_pull, "policy", path, groups, make_collective_ends
         ),
         "resharding": partial(reshard, path, groups),
-        "executors": run_executors,
     }
     results = {name: describe_result(area) for name, area in areas.items()}
     faults: dict[str, Measurements] = {}
     with use_cpu_in(model_trainer):
         faults["batch"] = describe_result(partial(train, "policy", path, groups))
-    with use_cpu_in(forward_scorers):
-        faults["batch of a scorer"] = describe_result(partial(score, path, groups))
-    for column in ("generator_logprobs", "advantages", "loss_mask"):
-        with leave_on_cpu(column):
-            faults[column] = describe_result(partial(train, "policy", path, groups))
     with leave_on_cpu("generator_logprobs"):
-        faults["column of a loss"] = {
-            name: result if isinstance(result, str) else "not found"
-            for name, result in compute_losses(groups, path, get_local_device()).items()
-        }
-    with sum_on_cpu():
-        faults["sum"] = describe_result(partial(train, "critic", path, groups))
-    faults["moment"] = describe_result(partial(train, "policy", path, groups, move_moment))
+        faults["column"] = describe_result(partial(train, "policy", path, groups))
     faults["served tensors"] = describe_result(partial(reshard, path, groups, lambda _: CPU))
-    faults["served tensor"] = describe_result(
-        partial(reshard, path, groups, lambda index: CPU if index == 3 else get_local_device())
-    )
-    faults["target"] = describe_result(partial(run_executors, "cpu"))
     results["training/deepspeed"] = describe_result(partial(train_with_deepspeed, path, groups))
     return {"areas": results, "faults": faults}
 

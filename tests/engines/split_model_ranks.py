@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
 from streamrl.distributed.process_group import join_process_group
+from streamrl.engines.checkpoint.sharded_state import view_piece
 from streamrl.engines.models.activation_checkpointing import checkpoint_layers
 from streamrl.engines.models.chunked_head import run_scoring_forward
 from streamrl.engines.models.forward import (
@@ -31,6 +32,7 @@ from streamrl.engines.models.packed_rows import enable_packing, join_sequence_gr
 from streamrl.engines.models.tensor_parallel import parallelize_layers
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.model_trainer import make_backend
+from streamrl.engines.training.training_backend import TrainingBackend
 from tests.engines.models.test_chunked_head import WidestTensor, make_model
 from tests.engines.models.test_packed_rows import make_rows
 
@@ -52,6 +54,7 @@ class SplitCase(NamedTuple):
     backend: str = "torch"
     recomputes: bool = False
     kind: str = "policy"
+    dtype: str = "float32"
     changes: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -60,6 +63,7 @@ class SplitCase(NamedTuple):
         text = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
         changes = "".join(f" {name}={value}" for name, value in self.changes)
         model = self.family + changes + f" {self.kind}" * (self.kind != "policy")
+        model += " in bfloat16" * (self.dtype == "bfloat16")
         return f"{model}; {self.backend}: {text}{', recomputed' * self.recomputes}"
 
     def make_config(self) -> TrainerConfig:
@@ -69,7 +73,7 @@ class SplitCase(NamedTuple):
             tensor_parallel=self.tensor,
             sequence_parallel=self.sequence,
             zero_stage=self.zero_stage,
-            dtype="float32",
+            dtype=self.dtype,
         )
 
 
@@ -129,7 +133,10 @@ def load(family: str, changes: tuple[tuple[str, Any], ...], kind: str) -> PreTra
 
 
 def train(rank: int, module: PreTrainedModel, config: TrainerConfig) -> dict[str, Any]:
-    """Train two updates of two micro-batches each, dealt to the data-parallel ranks."""
+    """Train two updates of two micro-batches each, dealt to the data-parallel ranks.
+
+    In a third one the gradient is not finite.
+    """
     join_process_group(rank=rank, world_size=config.world_size, timeout_s=60.0)
     backend = make_backend(module, config)
     results: dict[str, Any] = {"scores": {}, "norms": []}
@@ -143,10 +150,36 @@ def train(rank: int, module: PreTrainedModel, config: TrainerConfig) -> dict[str
             weights = torch.arange(1, ids.numel() + 1).view_as(ids) / ids.numel()
             backend.backward((weights * logprobs + weights.flip(0) * entropy).sum())
         results["norms"].append(backend.step(divisor=40.0, lr=LR))
-    results["parameters"] = {name: tensor.clone() for name, tensor in backend.full_state()}
-    results["rows"] = {name: len(tensor) for name, tensor, _ in backend.iter_shards()}
+    full_state = {name: tensor.clone() for name, tensor in backend.full_state()}
+    results["parameters"] = full_state
+    logprobs, _ = score(module, backend.forward, ids, mask)
+    backend.backward(logprobs.sum() * torch.nan)
+    results["norms"].append(backend.step(divisor=40.0, lr=LR))
+    results["unchanged"] = all(full_state[n].equal(tensor) for n, tensor in backend.full_state())
+    shards = list(backend.iter_shards())
+    results["rows"] = {name: len(tensor) for name, tensor, _ in shards}
+    results["misplaced"] = find_misplaced(backend, full_state)
+    results["kept_bytes"] = sum(tensor.nbytes for _, tensor, _ in shards)
+    blocks = [tensor.untyped_storage() for _, tensor, _ in shards]
+    results["memory_bytes"] = sum({b.data_ptr(): b.nbytes() for b in blocks}.values())
+    results["masters"] = [
+        (fragment.shard.tensor, piece.box.slices, view_piece(block, piece).clone())
+        for fragment in backend.iter_fragments()
+        for block in [fragment.slice_block(fragment.optimizer_tensor)]
+        for piece in fragment.shard.pieces
+    ]
     backend.close()
     return results
+
+
+def find_misplaced(backend: TrainingBackend, full_state: dict[str, Tensor]) -> list[str]:
+    """Return parameters whose shards differ from the full tensor."""
+    return [
+        name
+        for name, local, shard in backend.iter_forward_shards()
+        for piece in shard.pieces
+        if not view_piece(local, piece).equal(full_state[name][piece.box.slices])
+    ]
 
 
 def score(

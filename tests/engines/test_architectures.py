@@ -6,7 +6,7 @@ logprobs by whole nats.
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,8 @@ from streamrl.engines.models.forward import (
 from streamrl.engines.models.lora import find_lora_layers
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.model_trainer import write_hf_model
-from streamrl.errors import LogprobCheckError
 from streamrl.files.hf_config import read_stored_shapes
-from streamrl.weights.config import EXACT_LOGPROB_LIMIT, ROUNDED_LOGPROB_LIMIT
+from streamrl.weights.config import EXACT_LOGPROB_LIMIT
 from streamrl.weights.logprob_check import LogprobCheck, make_check_sequences
 from streamrl.weights.lora_merge import LORA_A_SUFFIX, LORA_B_SUFFIX, LORA_SCALE
 from tests.engines.flight import start_engine
@@ -247,7 +246,7 @@ async def test_the_generator_equals_the_trainers_model_initially_and_after_updat
     base, other_path = make_model(architecture, tmp_path, seed=1), tmp_path / "other"
     async with start_engine(str(tmp_path), GeneratorConfig(max_new_tokens=12)) as engine:
         # Build the trainer's model beside the engine, as in a colocated process.
-        for version, model in enumerate((base, make_model(architecture, other_path, seed=2), base)):
+        for version, model in enumerate((base, make_model(architecture, other_path, seed=2))):
             # Buffers keep the values of the directory.
             buffers = {n: b for n, b in base.named_buffers() if n in base.state_dict()}
             model.load_state_dict(buffers, strict=False)
@@ -256,47 +255,12 @@ async def test_the_generator_equals_the_trainers_model_initially_and_after_updat
             await check_logprobs(engine, model, f"{architecture}, with version {version},")
         if architecture in WITHOUT_LORA:
             return
+        # Adapters change the weights of the directory, not those of the version before.
         published = publish_adapters(base, str(tmp_path))
-        await engine.load_weights(published, 3)
+        await engine.load_weights(published, 2)
         await check_logprobs(
             engine, merge_adapters(base, published), f"{architecture}, with adapters,"
         )
-
-
-def roll(parameter: torch.Tensor) -> None:
-    parameter.copy_(parameter.roll(1, 0))
-
-
-FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
-    "rope scaling": ("llama", lambda model: model.model.rotary_emb.inv_freq.mul_(0.5)),
-    "no soft-capping": (
-        "gemma2",
-        lambda model: vars(model.config).update(final_logit_softcapping=None),
-    ),
-    "stale layer": ("qwen2", lambda model: roll(model.model.layers[1].self_attn.q_proj.weight)),
-    "stale norm": ("qwen2", lambda model: roll(model.model.layers[1].input_layernorm.weight)),
-    "swapped experts": (
-        "qwen3_moe",
-        lambda model: roll(model.model.layers[1].mlp.experts.down_proj),
-    ),
-    "norm without eps": (
-        "qwen3",
-        lambda model: vars(model.model.norm).update(variance_epsilon=10.0),
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-@torch.no_grad()
-def test_the_check_tells_faults_from_rounding_to_bfloat16(fault: str, tmp_path: Path):
-    family, break_model = FAULTS[fault]
-    check = make_logprob_check(make_model(family, tmp_path, seed=1), ROUNDED_LOGPROB_LIMIT)
-    options = ModelLoadOptions(max_length=MAX_LENGTH)
-    rounded = load_model(str(tmp_path), dtype=torch.bfloat16, options=options)
-    check.compare_logprobs(make_logprob_check(rounded).logprobs, "generator")
-    break_model(rounded)
-    with pytest.raises(LogprobCheckError, match="do not compute the same model"):
-        check.compare_logprobs(make_logprob_check(rounded).logprobs, "generator")
 
 
 def test_docs_list_exactly_the_tested_architectures():

@@ -21,7 +21,6 @@ from tests.engines.tiny_qwen import (
     save,
     tiny_model,
     weights_of,
-    worst_error,
 )
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.xdist_group("engines")]
@@ -36,39 +35,6 @@ def environment(no_engine: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     for thread in threading.enumerate():
         if thread.name == "vllm-engine":
             thread.join(timeout=60)
-
-
-async def test_a_tied_model_needs_each_parameter_once(tmp_path: Path):
-    models = {version: tiny_model(tied=True, seed=version) for version in range(3)}
-    folder = save(models[0], tmp_path)
-    async with start_engine(folder, GeneratorConfig(max_new_tokens=32)) as engine:
-        assert engine.version == -1
-        with pytest.raises(WeightsError, match="no weights yet"):
-            await engine.generate(SHORT, seeds=[1])
-        for version, model in models.items():
-            weights = weights_of(model)
-            assert "lm_head.weight" not in weights
-            await engine.load_weights(weights, version)
-            rollouts = await engine.generate(SHORT, seeds=range(16))
-            assert worst_error(rollouts, models) < 1e-4
-
-
-@pytest.mark.slow
-async def test_replicas_give_the_same_tokens_for_the_same_seeds(tmp_path: Path):
-    # The second engine has another seed, fewer slots and so little KV cache that rollouts preempt
-    # each other and are resumed.
-    model = endless_model(seed=1)
-    folder = save(model, tmp_path)
-    samples = []
-    for seed, config in enumerate(
-        (GeneratorConfig(), GeneratorConfig(kv_cache_mb=1, max_concurrent_rollouts=20))
-    ):
-        async with start_engine(folder, config, seed=seed) as engine:
-            await engine.load_weights(weights_of(model), 0)
-            calls = (engine.generate(SHORT, seeds=[i], max_new_tokens=150) for i in range(24))
-            groups = await asyncio.gather(*calls)
-        samples.append([rollout.token_ids.tolist() for (rollout,) in groups])
-    assert samples[0] == samples[1]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -95,26 +61,6 @@ async def test_a_weight_load_that_fails_half_way_fails_pending_and_later_calls(t
         with pytest.raises(GenerationError, match="died"):
             await engine.load_weights(weights_of(model), 2)
         assert engine.version == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("work", "failure"),
-    [("weights", "version 1 was not loaded"), ("logprobs", "generate: 1 of 1 rollouts")],
-)
-async def test_work_past_its_deadline_ends_the_engine(tmp_path: Path, work: str, failure: str):
-    model = endless_model(seed=1)
-    config = GeneratorConfig()
-    async with start_engine(save(model, tmp_path), config) as engine:
-        await engine.load_weights(weights_of(model), 0)
-        config.request_timeout_s = 1e-6
-        with pytest.raises(GenerationError, match=f"{failure}.* in 1e-06 s"):
-            if work == "weights":
-                await engine.load_weights(weights_of(model), 1)
-            else:
-                await engine.compute_logprobs([SHORT])
-        with pytest.raises(GenerationError, match=failure):
-            await engine.generate(SHORT, seeds=[1])
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -173,9 +119,3 @@ async def test_a_process_without_the_vllm_environment_is_rejected(
     folder = save(tiny_model(tied=True, seed=1), tmp_path)
     with pytest.raises(GenerationError, match="make_vllm_env"):
         await GenerationEngine.start(EngineSpec(folder, GeneratorConfig(), MAX_LENGTH))
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_a_directory_without_a_model_is_rejected(tmp_path: Path):
-    with pytest.raises(ConfigError, match=f"cannot start {tmp_path}"):
-        await GenerationEngine.start(EngineSpec(str(tmp_path), GeneratorConfig(), MAX_LENGTH))

@@ -150,21 +150,6 @@ async def test_paused_rollouts_resume_with_the_same_tokens(flight: Flight):
     assert flight.log.num_steps > num_steps
 
 
-@parametrize_policies("keep")
-async def test_weights_can_be_loaded_while_paused(flight: Flight):
-    first = max(flight.models)
-    running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(8)))
-    await flight.wait_for_steps(10)
-    await flight.engine.pause("weights change")
-    num_steps = flight.log.num_steps
-    loaded = await flight.load(endless_model(seed=9))
-    assert flight.log.num_steps == num_steps
-    assert loaded.num_interrupted == 8
-    await flight.engine.resume("weights change")
-    versions = sampled_versions(await running)
-    assert {tuple(sorted(set(row))) for row in versions} == {(first, first + 1)}
-
-
 @parametrize_policies("drain")
 async def test_requests_during_a_drain_start_with_the_new_weights(flight: Flight):
     old = max(flight.models)

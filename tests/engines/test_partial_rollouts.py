@@ -13,10 +13,8 @@ from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.errors import ConfigError
 from streamrl.messages import (
     FinishReason,
-    Prompt,
     Rollout,
     columns_to_rollouts,
-    derive_continuation_seed,
 )
 from streamrl.weights.buckets import publish_version, unpack_tensors
 from streamrl.weights.logprob_check import NUM_SEQUENCES
@@ -82,23 +80,6 @@ async def test_a_partial_rollout_resumes_with_new_weights(flight: Flight):
     assert [r.token_ids.tolist() for r in repeated] == [r.token_ids.tolist() for r in rollouts]
 
 
-async def test_a_resumed_rollout_does_not_repeat_the_first_random_numbers(flight: Flight):
-    # With the same distribution at each position, the same seed would repeat the tokens.
-    partials = await sample_partially(flight, 1, steps=10)
-    size = len(partials[0].completion_ids)
-    (resumed,) = await flight.engine.generate(SHORT, seeds=[0], partial_rollouts=partials)
-    (fresh,) = await flight.engine.generate(
-        partials[0].token_ids, seeds=[0], max_new_tokens=LIMIT - size
-    )
-    assert resumed.token_ids.tolist() != fresh.token_ids.tolist()
-    (reseeded,) = await flight.engine.generate(
-        partials[0].token_ids,
-        seeds=[derive_continuation_seed(0, size)],
-        max_new_tokens=LIMIT - size,
-    )
-    assert resumed.token_ids.tolist() == reseeded.token_ids.tolist()
-
-
 async def test_resume_returns_finished_rollouts_and_finishes_full_ones_by_length(flight: Flight):
     await flight.load(tiny_model(tied=False, seed=1))
     finished = await flight.engine.generate(SHORT, seeds=range(8))
@@ -154,51 +135,6 @@ async def test_partial_rollouts_of_watched_calls_include_waiting_and_finished_on
     await unwatched
 
 
-async def test_on_finished_is_called_for_each_finished_rollout(flight: Flight):
-    """Includes rollouts finished before the call; longer partial rollouts finish first."""
-    longer = await sample_partially(flight, 3, steps=40)
-    shorter = await sample_partially(flight, 3, steps=10)
-    limit = len(longer[0].completion_ids)
-    partials, running_counts = [longer[0], longer[1], shorter[2]], []
-    sizes = [len(rollout.completion_ids) for rollout in partials]
-    assert sizes[0] == limit > sizes[2]
-    watch = ProgressWatch("a", lambda: running_counts.append(flight.engine.num_running))
-    call = flight.engine.generate(
-        SHORT, seeds=range(3), partial_rollouts=partials, watch=watch, max_new_tokens=limit + 5
-    )
-    await call
-    assert running_counts == [2, 1, 0]
-    running_counts.clear()
-    await flight.engine.generate(
-        SHORT, seeds=range(3), partial_rollouts=partials, watch=watch, max_new_tokens=9
-    )
-    assert len(running_counts) == 3, "every rollout is finished"
-
-
-async def test_another_generator_resumes_a_group(flight: Flight):
-    engine = flight.engine
-    prompt_group = Prompt("0:0:0", SHORT)
-    call = asyncio.create_task(engine.generate_group(prompt_group))
-    await asyncio.sleep(0)
-    queued = asyncio.gather(
-        *(engine.generate_group(Prompt(f"0:{i}:0", SHORT)) for i in range(1, 8))
-    )
-    await flight.wait_for_steps(10)
-    partials = await engine.collect_partial_rollouts()
-    assert partials.keys() == {f"0:{i}:0" for i in range(4)}, "the other groups wait for slots"
-    call.cancel()
-    queued.cancel()
-    await asyncio.gather(call, queued, return_exceptions=True)
-    assert await engine.collect_partial_rollouts() == {}
-    loaded = await engine.load_weights(weights_of(endless_model(seed=3)), 1 + max(flight.models))
-    flight.models[max(flight.models) + 1] = endless_model(seed=3)
-    assert loaded.num_interrupted == 0
-    columns = await engine.generate_group(prompt_group, partials["0:0:0"])
-    num = int(partials["0:0:0"]["lengths"][0])
-    assert columns["token_ids"][:num].tolist() == partials["0:0:0"]["token_ids"][:num].tolist()
-    assert worst_error(columns_to_rollouts(columns), flight.models) < 1e-4
-
-
 async def test_compute_logprobs_uses_the_served_weights(flight: Flight):
     model = endless_model(seed=2)
     sequences = [LONG, SHORT, prompt(7), LONG[: MAX_LENGTH - 1]]
@@ -232,19 +168,6 @@ async def test_compute_logprobs_uses_the_served_weights(flight: Flight):
     assert await flight.engine.compute_logprobs([]) == []
     with pytest.raises(ConfigError, match="512 tokens"):
         await flight.engine.compute_logprobs([prompt(*[5] * MAX_LENGTH)])
-
-
-async def test_compute_logprobs_does_not_wait_for_rollouts(flight: Flight):
-    await flight.load(endless_model(seed=2))
-    running = asyncio.create_task(
-        flight.engine.generate(SHORT, seeds=range(CONCURRENT - NUM_SEQUENCES))
-    )
-    await flight.wait_for_steps(5)
-    start_steps = flight.log.num_steps
-    await flight.engine.compute_logprobs([LONG] * NUM_SEQUENCES)
-    assert flight.log.num_steps - start_steps < LIMIT * 3 / 4
-    assert not running.done()
-    await running
 
 
 def make_bucket_views(weights: Mapping[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
@@ -285,16 +208,3 @@ async def test_adjacent_tensors_are_served_without_a_copy(flight: Flight):
             worst_error(await flight.engine.generate(SHORT, seeds=range(4)), flight.models) < 1e-4
         )
         assert all(torch.equal(views[name], before[name]) for name in before)
-
-
-async def test_aliased_weights_outlive_their_publisher(flight: Flight):
-    version = max(flight.models) + 1
-    flight.models[version] = endless_model(seed=6)
-    weights = order_weights(weights_of(flight.models[version]))
-
-    tensors = make_bucket_views(weights, version)
-    await flight.engine.load_weights(tensors, version)
-    del tensors
-    allocations = [np.full(1 << 20, 0.5, np.float32) for _ in range(8)]
-    assert len(allocations) == 8
-    assert worst_error(await flight.engine.generate(SHORT, seeds=range(4)), flight.models) < 1e-4

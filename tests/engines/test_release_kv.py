@@ -85,19 +85,3 @@ async def test_weights_are_written_in_place_on_a_gpu(tmp_path: Path):
         assert not (await engine.activate_version(1)).copied_bytes
         rollouts = await engine.generate(SHORT, seeds=SEEDS)
         assert worst_error(rollouts, {1: model}) < BF16_ERROR
-
-
-async def test_weights_can_be_loaded_while_asleep(engines: Engines):
-    flight = await engines.get(CONFIG)
-    await flight.load(endless_model(seed=3))
-    running = asyncio.create_task(sample(flight))
-    await flight.wait_for_steps(30)
-    await flight.engine.pause("lease")
-    await flight.engine.sleep()
-    await flight.load(endless_model(seed=4))
-    await flight.engine.resume("lease")
-    rollouts = await running
-    assert set(flight.models) == set(
-        np.concatenate([r.policy_version[r.loss_mask] for r in rollouts])
-    )
-    assert worst_error(rollouts, flight.models) < 1e-4

@@ -12,7 +12,7 @@ from streamrl.engines.models.forward import (
     load_value_model,
 )
 from streamrl.engines.training.forward_scorers import ValueScorer
-from streamrl.errors import ConfigError, WeightsError
+from streamrl.errors import WeightsError
 from streamrl.messages import GroupInfo, check_column_sizes, measure_columns, split_token_column
 from streamrl.weights.lora_merge import LORA_A_SUFFIX, LORA_B_SUFFIX, LORA_SCALE
 from tests.engines.tiny_groups import make_groups
@@ -59,23 +59,6 @@ def test_a_value_depends_on_the_tokens_before_its_own(model_path):
     changed = compute_token_values(model, torch.tensor([[5, 6, 9, 8]]), attention)
     torch.testing.assert_close(changed[0, :3], values[0, :3])
     assert (changed[0, 3] - values[0, 3]).abs() > 1e-4
-
-
-def test_a_saved_critic_is_loaded_with_its_head(model_path, tmp_path):
-    model = make_critic_with_head(model_path)
-    model.save_pretrained(tmp_path)
-    loaded = load_value_model(str(tmp_path), dtype=torch.float32)
-    assert torch.equal(loaded.score.weight, model.score.weight)
-
-
-def test_a_critic_directory_that_lacks_parameters_is_rejected(model_path, tmp_path):
-    model = make_critic_with_head(model_path)
-    state = model.state_dict()
-    del state["model.layers.0.mlp.up_proj.weight"]
-    model.save_pretrained(tmp_path, state_dict=state)
-    message = r"lacks 1 parameters, such as model.layers.0.mlp.up_proj"
-    with pytest.raises(ConfigError, match=message):
-        load_value_model(str(tmp_path), dtype=torch.float32)
 
 
 def scorer_of(model_path, *, micro_batch_tokens=64, **facts):
@@ -148,19 +131,3 @@ def test_two_heads_of_a_forward_pass_equal_two_models(model_path):
     )
     plain = tiny_model(tied=True, seed=1)(input_ids=ids, attention_mask=attention.long())
     torch.testing.assert_close(output.logits, plain.logits)
-
-
-def test_the_micro_batch_size_does_not_change_the_scores(model_path):
-    columns = []
-    for tokens in (int(COLUMNS["lengths"].max()), 1000):
-        scorer = scorer_of(model_path, micro_batch_tokens=tokens)
-        scorer.load_weights(
-            dict(make_critic_with_head(model_path).named_parameters(remove_duplicate=False))
-        )
-        columns.append(scorer.compute_values(COLUMNS))
-    np.testing.assert_allclose(columns[0], columns[1], atol=1e-5)
-
-
-def test_weights_of_another_model_are_rejected(model_path):
-    with pytest.raises(WeightsError, match="the weights lack"):
-        scorer_of(model_path).load_weights({"score.bias": torch.zeros(1)})

@@ -11,9 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from benchmarks.shard_memory import allocate_overlapping, allocate_storage, create_from_storage
 from streamrl.errors import WeightsError
@@ -21,7 +18,6 @@ from streamrl.resharding.executors import (
     GroupGatherExecutor,
     PointToPointExecutor,
     ReshardingExecutor,
-    create_least_bytes_executor,
 )
 from streamrl.resharding.grids import RankAssignment, RankGrid
 from streamrl.resharding.layouts import ModelLayout, create_layout, partition_fsdp2, partition_zero3
@@ -137,26 +133,6 @@ def run_all_executors() -> dict[str, Any]:
     return results
 
 
-def run_chosen_executors() -> dict[str, Any]:
-    """Run the executor chosen for layouts with parts on all ranks, toward full copies."""
-    full_layout = make_layout("1-1-4")
-    sources = {
-        "zero": partition_zero3(full_layout, [list(range(WORLD))]),
-        "fsdp": partition_fsdp2(full_layout, [list(range(WORLD))]),
-        "whole": full_layout,
-    }
-    results = {}
-    for name, source in sources.items():
-        executor = create_least_bytes_executor(
-            source, full_layout, cluster=CLUSTER, bucket_bytes=SMALL, timeout_s=60.0
-        )
-        results[name] = {
-            **reshard_twice(executor, source, full_layout),
-            "kind": type(executor).__name__,
-        }
-    return results
-
-
 def reshard_between_pools() -> dict[str, Any]:
     """Reshard from two ranks to the two others."""
     source, target = make_layout("1-2-1"), make_layout("1-1-2", first=2)
@@ -179,47 +155,6 @@ def reshard_shared_memory() -> dict[str, Any]:
         fill(source_storage, 5), target_storage
     )
     return {"exact": is_version(target_storage, 5), "copied": moved.copied_bytes}
-
-
-def get_small_bucket_errors() -> list[str]:
-    """Return the errors for buckets smaller than an element per rank of a gather."""
-    source, target = make_layout("1-4-1"), make_layout("1-2-2")
-    errors = []
-    for make, bucket_bytes in (
-        (
-            lambda most: PointToPointExecutor(
-                plan_copies(source, target, CLUSTER), bucket_bytes=most
-            ),
-            3,
-        ),
-        (
-            lambda most: GroupGatherExecutor(
-                plan_gather(source, target, CLUSTER, [list(range(WORLD))]), bucket_bytes=most
-            ),
-            15,
-        ),
-    ):
-        try:
-            make(bucket_bytes)
-        except ValueError as error:
-            errors.append(str(error))
-    return errors
-
-
-def list_fsdp_shards() -> dict[str, list[float]]:
-    """Return this rank's shards of two matrices under FSDP2 over tensor parallelism, 2 by 2."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    module = torch.nn.Sequential(
-        torch.nn.Linear(8, 12, bias=False), torch.nn.Linear(12, 8, bias=False)
-    )
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.arange(parameter.numel()).view_as(parameter))
-    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
-    parallelize_module(module, mesh["tensor"], plan)
-    fully_shard(module, mesh=mesh["data"])
-    kept: dict[str, Any] = dict(module.named_parameters())
-    return {name: tensor.to_local().flatten().tolist() for name, tensor in kept.items()}
 
 
 def run_odd_version() -> dict[str, str]:
@@ -266,11 +201,8 @@ def run_rank(rank: int, folder: Path) -> dict[str, Any]:
     )
     return {
         "executors": run_all_executors(),
-        "chosen": run_chosen_executors(),
         "pools": reshard_between_pools(),
         "shared": reshard_shared_memory(),
-        "small_buckets": get_small_bucket_errors(),
-        "fsdp": list_fsdp_shards(),
         "odd_version": run_odd_version(),
         # Runs last, because it breaks the connections.
         "absent": run_without_last_rank(),

@@ -2,7 +2,6 @@
 
 import itertools
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,11 +30,6 @@ def test_intersection_and_difference_partition_a_box(first_box: TensorBox, secon
     assert set().union(*map(elements, remainder)) == elements(first_box) - elements(second_box)
 
 
-@given(st.lists(boxes(dims=2), max_size=5))
-def test_the_union_counts_overlaps_once(overlapping: list[TensorBox]):
-    assert count_union_elements(overlapping) == len(set().union(*map(elements, overlapping)))
-
-
 @given(st.lists(boxes(dims=2), max_size=4))
 def test_subtraction_leaves_exactly_the_elements_in_no_removed_box(removed: list[TensorBox]):
     remainder = subtract_boxes([TensorBox.from_shape((5, 5))], removed)
@@ -49,17 +43,3 @@ def test_a_flat_range_is_boxes_in_row_major_order(shape: tuple[int, ...], data: 
     stop = data.draw(st.integers(start, len(indices)))
     range_boxes = [sorted(elements(box)) for box in iter_flat_boxes(shape, start, stop)]
     assert list(itertools.chain(*range_boxes)) == indices[start:stop]
-
-
-def test_a_flat_range_of_a_matrix_is_a_row_rest_whole_rows_and_a_row_start():
-    range_boxes = list(iter_flat_boxes((5, 4), 3, 14))
-    assert range_boxes == [
-        TensorBox((0, 3), (1, 4)),
-        TensorBox((1, 0), (3, 4)),
-        TensorBox((3, 0), (4, 2)),
-    ]
-
-
-def test_an_empty_box_is_refused():
-    with pytest.raises(ValueError, match="must be 0 <= start < stop"):
-        TensorBox((0, 2), (3, 2))

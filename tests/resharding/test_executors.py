@@ -6,10 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.shard_memory import allocate_storage
-from streamrl.resharding import executors
 from streamrl.resharding.executors import (
-    PointToPointExecutor,
     get_collective_device,
     is_gather_least_bytes,
 )
@@ -17,7 +14,6 @@ from streamrl.resharding.grids import RankGrid
 from streamrl.resharding.layouts import (
     create_layout,
     create_whole_shard,
-    partition_fsdp2,
     partition_zero3,
 )
 from streamrl.resharding.plans import plan_copies, plan_gather
@@ -26,12 +22,10 @@ from streamrl.resharding.tensor_specs import ModelSpec, TensorSpec
 from tests import forked
 from tests.resharding.ranks import (
     CLUSTER,
-    DTYPES,
     LATE_S,
     SMALL,
     WORLD,
     list_pairs,
-    make_layout,
     run_rank,
 )
 
@@ -72,12 +66,6 @@ def test_moved_bytes_equal_the_plan(ranks: list[dict[str, Any]]):
                     )
 
 
-def test_equal_layouts_move_no_bytes(ranks: list[dict[str, Any]]):
-    for results in ranks:
-        assert results["executors"]["itself, copies, whole"]["received"] == 0
-        assert results["executors"]["itself, copies, whole"]["rounds"] == 0
-
-
 def test_buckets_bound_the_bytes_in_flight(ranks: list[dict[str, Any]]):
     for results in ranks:
         for case, outcome in results["executors"].items():
@@ -88,21 +76,6 @@ def test_buckets_bound_the_bytes_in_flight(ranks: list[dict[str, Any]]):
     assert max(results["executors"][case_in_one_piece]["buffers"] for results in ranks) > 2 * SMALL
 
 
-def test_the_chosen_executor_moves_as_many_bytes_as_the_copy_plan(ranks: list[dict[str, Any]]):
-    full, all_ranks = make_layout("1-1-4"), [list(range(WORLD))]
-    sources = {
-        "zero": partition_zero3(full, all_ranks),
-        "fsdp": partition_fsdp2(full, all_ranks),
-        "whole": full,
-    }
-    for name, source in sources.items():
-        report = plan_copies(source, full, CLUSTER).report_bytes()
-        for rank, results in enumerate(ranks):
-            outcome = results["chosen"][name]
-            assert outcome["exact"] and outcome["buffers"] <= 2 * SMALL
-            assert outcome["received"] == report.rank_bytes[rank].received_bytes, name
-
-
 @pytest.mark.parametrize("rows", [8, 6, 1], ids=["even", "the last has less", "the last has none"])
 def test_a_gather_is_chosen_if_it_moves_only_missing_data(rows: int):
     model = ModelSpec((TensorSpec("a", (rows, 1), (0,)), TensorSpec("b", (8,), (0,))), 1)
@@ -110,13 +83,6 @@ def test_a_gather_is_chosen_if_it_moves_only_missing_data(rows: int):
     parts = partition_zero3(full, [list(range(WORLD))])
     copies = plan_copies(parts, full, CLUSTER)
     assert is_gather_least_bytes(copies, plan_gather(parts, full, CLUSTER, [list(range(WORLD))]))
-
-
-def test_a_gather_is_not_chosen_if_all_ranks_have_all_data():
-    full = make_layout("1-1-4")
-    copies = plan_copies(full, full, CLUSTER)
-    gather = plan_gather(full, full, CLUSTER, [list(range(WORLD))])
-    assert not is_gather_least_bytes(copies, gather)
 
 
 def test_shards_may_lie_in_padded_slices_of_a_larger_buffer():
@@ -145,31 +111,6 @@ def test_the_collective_device_follows_the_backend(
     assert get_collective_device() == torch.device(device)
 
 
-def test_versions_are_exchanged_on_the_collective_device(monkeypatch: pytest.MonkeyPatch):
-    class CollectiveReachedError(Exception):
-        """The tensors reached the collective."""
-
-    def fake_all_gather(into: list[torch.Tensor], local: torch.Tensor, *, async_op: bool) -> None:
-        raise CollectiveReachedError({tensor.device.type for tensor in (*into, local)})
-
-    monkeypatch.setattr(executors, "get_collective_device", lambda: torch.device("meta"))
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    monkeypatch.setattr(torch.distributed, "all_gather", fake_all_gather)
-    full = make_layout("1-1-1")
-    storage_of_rank = allocate_storage(full, 0, DTYPES)
-    with pytest.raises(CollectiveReachedError, match=r"\{'meta'\}"):
-        PointToPointExecutor(plan_copies(full, full, CLUSTER)).run(storage_of_rank, storage_of_rank)
-
-
-def test_a_bucket_smaller_than_an_element_is_refused(ranks: list[dict[str, Any]]):
-    for results in ranks:
-        assert results["small_buckets"] == [
-            "buckets of 3 bytes: must be at least 8",
-            "buckets of 15 bytes: must be at least 32",
-        ]
-
-
 def test_weights_move_between_disjoint_pools(ranks: list[dict[str, Any]]):
     assert all(results["pools"]["exact"] for results in ranks)
     assert [results["pools"]["received"] > 0 for results in ranks] == [False, False, True, True]
@@ -178,17 +119,6 @@ def test_weights_move_between_disjoint_pools(ranks: list[dict[str, Any]]):
 def test_data_already_in_place_is_not_copied(ranks: list[dict[str, Any]]):
     assert all(results["shared"]["exact"] for results in ranks)
     assert [results["shared"]["copied"] == 0 for results in ranks] == [True, False, False, True]
-
-
-def test_fsdp_over_tensor_parallelism_matches_its_layout(ranks: list[dict[str, Any]]):
-    specs = (TensorSpec("0.weight", (12, 8), (0,), 0), TensorSpec("1.weight", (8, 12), (0,), 1))
-    seating = RankGrid.from_text("1-2-2").assign_ranks()
-    kept = partition_fsdp2(create_layout(ModelSpec(specs, 1), seating), seating.list_dp_groups())
-    for rank, results in enumerate(ranks):
-        for spec in specs:
-            (box,) = kept.get_boxes(rank, spec.name)
-            full = torch.arange(spec.numel).view(spec.shape)
-            assert results["fsdp"][spec.name] == full[box.slices].flatten().tolist(), spec.name
 
 
 def test_different_versions_are_refused_and_the_target_stays(ranks: list[dict[str, Any]]):

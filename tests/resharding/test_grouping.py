@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from benchmarks.resharding import (
     assign_generation_ranks,
-    assign_vanilla,
     list_micro_dp_groups,
     parse_generation_sizes,
 )
@@ -27,14 +26,6 @@ def test_training_groups_of_figure_8_of_the_paper():
     assert assignment.list_tp_groups() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert assignment.list_dp_groups() == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert assignment.group_ranks("dp_rank") == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
-def test_mcore_order_matches_megatron_and_real():
-    # The second node of two, ranks 8 to 15.
-    assignment = RankGrid.from_text("2-2-2", "mcore").assign_ranks()
-    assert assignment.group_ranks("dp_rank", "tp_rank") == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert assignment.list_tp_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert assignment.list_dp_groups() == [[0, 2], [1, 3], [4, 6], [5, 7]]
 
 
 @pytest.mark.parametrize("order", ["hf", "mcore"])
@@ -94,44 +85,6 @@ def test_zero_redundancy_matches_the_paper_and_overlap_agrees(
     assert serving.list_tp_groups() == tensor
     assert serving.group_ranks("dp_rank", "tp_rank") == pipeline
     assert list_micro_dp_groups(grid, serving) == micro
-
-
-@pytest.mark.parametrize(
-    ("train", "generate", "tensor", "micro"),
-    [
-        (*("1-4-2", "1-2-2-2"), [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 2], [1, 3], [4, 6], [5, 7]]),
-        ("2-4-1", "1-2-4-1", [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 2, 4, 6], [1, 3, 5, 7]]),
-    ],
-)
-def test_vanilla_groups_have_consecutive_ranks(
-    train: str, generate: str, tensor: list[list[int]], micro: list[list[int]]
-):
-    grid = RankGrid.from_text(train)
-    serving = assign_vanilla(grid, parse_generation_sizes(generate))
-    assert serving.list_tp_groups() == tensor
-    assert list_micro_dp_groups(grid, serving) == micro
-
-
-@pytest.mark.parametrize(
-    ("train", "generate", "expected_ranks"),
-    [
-        ("1-4-2", "1-2-2-2", [1, 2, 5, 6]),
-        ("2-4-1", "1-2-4-1", [1, 2, 5, 6]),
-        ("4-2-1", "2-1-4-1", [1, 3, 4, 6]),
-    ],
-)
-def test_vanilla_leaves_some_ranks_without_their_training_data(
-    train: str, generate: str, expected_ranks: list[int]
-):
-    grid = RankGrid.from_text(train)
-    training_layout = create_layout(even(4), grid.assign_ranks())
-    serving = assign_vanilla(grid, parse_generation_sizes(generate))
-    report = plan_copies(
-        training_layout, create_layout(even(4), serving), NodeTopology()
-    ).report_bytes()
-    assert [
-        rank for rank in report.rank_bytes if not report.rank_bytes[rank].received_by_link["local"]
-    ] == expected_ranks
 
 
 SIZES = st.integers(1, 4)

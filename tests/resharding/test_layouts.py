@@ -5,8 +5,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from benchmarks.shard_memory import allocate_storage, create_from_storage
-from streamrl.resharding.boxes import TensorBox, count_elements
+from benchmarks.shard_memory import allocate_storage
+from streamrl.resharding.boxes import count_elements
 from streamrl.resharding.grids import RankGrid
 from streamrl.resharding.layouts import (
     ModelLayout,
@@ -57,21 +57,6 @@ def test_heads_are_never_split_and_shared_by_surplus_ranks():
     assert all(keys[rank].equal(k.chunk(2)[rank // 2]) for rank in range(4))
 
 
-def test_a_tied_embedding_lies_in_the_first_and_last_stage():
-    layout = create_layout(transformer(layers=4), RankGrid.from_text("3-1-1").assign_ranks())
-    assert ["embed" in layout.shards[rank] for rank in range(3)] == [True, False, True]
-    untied = create_layout(
-        transformer(layers=4, tied=False), RankGrid.from_text("3-1-1").assign_ranks()
-    )
-    assert "head" in untied.shards[2] and "embed" not in untied.shards[2]
-
-
-def test_every_stage_has_a_position():
-    assert split_stages_evenly(5, 3) == (2, 2, 1)
-    with pytest.raises(ValueError, match="6 pipeline stages for 5 positions"):
-        create_layout(even(5), RankGrid.from_text("6-1-1").assign_ranks())
-
-
 @given(st.integers(1, 30), st.integers(1, 12), st.integers(1, 6))
 def test_stages_differ_by_at_most_one_and_merge_into_fewer(
     num_places: int, stages: int, ratio: int
@@ -83,13 +68,6 @@ def test_stages_differ_by_at_most_one_and_merge_into_fewer(
     )
     assert sum(parts) == num_places and max(parts) - min(parts) <= 1
     assert merge_stages(parts, stages) == full_tensor
-
-
-def test_listed_stages_merge_if_the_numbers_divide():
-    assert split_stages_evenly(6, 4) == (2, 1, 2, 1)
-    assert merge_stages((3, 1, 1, 2), 2) == (4, 3)
-    with pytest.raises(ValueError, match="4 stages cannot be merged into 3"):
-        merge_stages((3, 1, 1, 2), 3)
 
 
 def test_indivisible_tensors_are_named():
@@ -173,30 +151,3 @@ def test_groups_must_hold_equal_shards_and_contain_all_ranks():
         partition_zero3(layout, [[0, 2]])
     with pytest.raises(ValueError, match="rank 0 is in the groups more than once"):
         partition_zero3(layout, [[0, 2, 0], [1, 3]])
-
-
-def test_a_nested_shard_shares_the_memory_of_the_larger_one():
-    model = transformer()
-    small = create_layout(model, RankGrid.from_text("1-4-1").assign_ranks())
-    large = create_layout(model, RankGrid.from_text("1-2-2").assign_ranks())
-    host = allocate_storage(large, 0, dict.fromkeys(model.index_specs_by_name(), FLOAT))
-    guest = create_from_storage(small, 1, host)
-    for name, _, view in guest:
-        ((_, home), *_) = host.get_pieces(name)
-        assert view.untyped_storage().data_ptr() == home.untyped_storage().data_ptr()
-    ((box, view), *_) = guest.get_pieces("1.down")
-    view.fill_(7.0)
-    assert host.get_view("1.down", box).eq(7.0).all()
-    with pytest.raises(ValueError, match="rank 2 cannot share its memory: embed"):
-        create_from_storage(small, 2, host)
-
-
-def test_storage_refuses_views_of_wrong_shape_or_dtype():
-    layout = create_layout(even(1), RankGrid.from_text("1-1-1").assign_ranks())
-    with pytest.raises(ValueError, match=r"0\.rows: torch.float64 does not have 4 bytes"):
-        allocate_storage(
-            layout, 0, dict.fromkeys(layout.model.index_specs_by_name(), torch.float64)
-        )
-    storage = allocate_storage(layout, 0, dict.fromkeys(layout.model.index_specs_by_name(), FLOAT))
-    with pytest.raises(KeyError, match="not in one piece"):
-        storage.get_view("0.rows", TensorBox((0, 0), (17, 16)))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from streamrl.distributed import devices
-from streamrl.engines.training.optimizer_offload import CpuOffload
+from streamrl.engines.training.optimizer_offload import offload_to_host
 from streamrl.messages import Array
 from streamrl.weights import WeightManifest, pinned_memory
 from streamrl.weights.bucket_memory import copy_to_host
@@ -181,12 +181,12 @@ def test_offloads_of_an_optimizer_take_its_exact_size_and_pin_it_once(cuda: Stan
     state = [torch.full((n,), float(n)) for n in (1_000, 70_000, 70_000)]
     storages = [tensor.untyped_storage() for tensor in state]
     for _ in range(3):
-        offload = CpuOffload(storages)
+        copy_back = offload_to_host(storages)
         for storage in storages:
             storage.resize_(0)
-        offload.copy_back()
+        copy_back()
         assert all(torch.all(tensor == len(tensor)) for tensor in state)
-        del offload
+        del copy_back
     assert list(cuda.pinned.values()) == [4_000, 280_000, 280_000]
 
 

@@ -59,10 +59,6 @@ POSITIVE_KEYS = (
     "final_logit_softcapping",
 )
 """Keys of config.json that must be above 0; otherwise the model computes NaN or zeros silently."""
-PLAIN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Families that are known well enough to check without transformers' class, which imports slowly.
-"""
-PLAIN_DTYPES = ("None", "float16", "bfloat16", "float32")
 RESAVE_ADVICE = "load the directory with transformers, save it, and train that"
 QUANTIZED_ADVICE = (
     "quantized weights cannot be trained; load the directory with transformers, dequantized, save"
@@ -136,8 +132,6 @@ def check_packed_rows(path: str, attention: str, *, setting: str) -> None:
 def _explain_forward(path: str, attention: str) -> tuple[str, str]:
     """Explain why rows are padded, and why logits are whole; "" where they are not."""
     config = read_model_config(path)
-    if config.model_type in PLAIN_FAMILIES and attention in ("auto", "sdpa"):
-        return "", ""
     with silence_transformers():
         skeleton = load_skeleton(path)
     chosen = choose_attention(config, attention) or skeleton.config._attn_implementation
@@ -223,9 +217,8 @@ def _explain_wrong_attention(family: str, settings: Mapping[str, Any], attention
 def check_weight_files(path: str, key: str, *, is_served: bool = True) -> None:
     """Raise ConfigError unless a directory's tensors match the model of its config.json.
 
-    Compares with transformers' class on the meta device, whose import takes 1 s; the shapes of
-    plain families are predicted without the import. With `is_served` False, as for a critic, the
-    output head may be missing.
+    Compares with transformers' class on the meta device. With `is_served` False, as for a critic,
+    the output head may be missing.
     """
     if (Path(path) / ADAPTER_FILE).exists():
         raise ConfigError(
@@ -244,12 +237,9 @@ def check_weight_files(path: str, key: str, *, is_served: bool = True) -> None:
         raise ConfigError(
             f"{key}={path}: its files hold {last + 1} layers, config.json says {num_layers}"
         )
-    settings = read_model_config(path).get_text_config().to_dict()
-    _check_positive(path, key, settings)
-    if shapes != _predict_shapes(settings, is_tied="lm_head.weight" not in shapes):
-        problem = _load_on_meta(path, shapes, is_served=is_served)
-        if problem:
-            raise ConfigError(f"{key}={path}: {problem}")
+    _check_positive(path, key, read_model_config(path).get_text_config().to_dict())
+    if problem := _load_on_meta(path, shapes, is_served=is_served):
+        raise ConfigError(f"{key}={path}: {problem}")
 
 
 def _check_positive(path: str, key: str, settings: Mapping[str, Any]) -> None:
@@ -264,59 +254,6 @@ def _check_positive(path: str, key: str, settings: Mapping[str, Any]) -> None:
                 raise ConfigError(
                     f"{key}={path}: config.json: {name}={value!r}: must be a number above 0"
                 )
-
-
-def _predict_shapes(settings: Mapping[str, Any], *, is_tied: bool) -> dict[str, tuple[int, ...]]:
-    """Predict the shapes of all tensors of a Llama, Mistral or Qwen model by name from config.json.
-
-    Returns an empty dict for any other family and for settings that change the shapes.
-    """
-    family, heads = settings["model_type"], settings.get("num_attention_heads")
-    rope = (settings.get("rope_parameters") or {}).get("rope_type")
-    # Any other setting may add tensors or be invalid; transformers' class decides then.
-    is_plain = (
-        family in PLAIN_FAMILIES
-        and not any(map(settings.get, ("attention_bias", "mlp_bias")))
-        and (rope, settings.get("hidden_act")) == ("default", "silu")
-        and heads
-        and 0 <= (settings.get("pad_token_id") or 0) < settings["vocab_size"]
-        and str(settings.get("dtype")).removeprefix("torch.") in PLAIN_DTYPES
-        and (settings.get("tie_word_embeddings") or not is_tied)
-    )
-    if not is_plain:
-        return {}
-    hidden, inner = settings["hidden_size"], settings["intermediate_size"]
-    head_dim = settings.get("head_dim") or hidden // heads
-    queries, keys = heads * head_dim, (settings.get("num_key_value_heads") or heads) * head_dim
-    layer: dict[str, tuple[int, ...]] = {
-        "self_attn.q_proj.weight": (queries, hidden),
-        "self_attn.k_proj.weight": (keys, hidden),
-        "self_attn.v_proj.weight": (keys, hidden),
-        "self_attn.o_proj.weight": (hidden, queries),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
-    if family == "qwen2":
-        sizes = {"q": queries, "k": keys, "v": keys}
-        layer |= {
-            f"self_attn.{projection}_proj.bias": (head_dim,)
-            for projection, head_dim in sizes.items()
-        }
-    if family == "qwen3":
-        layer |= {f"self_attn.{projection}_norm.weight": (head_dim,) for projection in "qk"}
-    ends = ["model.embed_tokens.weight", *([] if is_tied else ["lm_head.weight"])]
-    return {
-        **dict.fromkeys(ends, (settings["vocab_size"], hidden)),
-        "model.norm.weight": (hidden,),
-        **{
-            f"model.layers.{number}.{name}": shape
-            for number in range(settings["num_hidden_layers"])
-            for name, shape in layer.items()
-        },
-    }
 
 
 def _load_on_meta(path: str, shapes: TensorShapes, *, is_served: bool) -> str:

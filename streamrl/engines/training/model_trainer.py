@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from tensordict import TensorDict
-from torch import Tensor, nn
+from torch import Tensor
 
 from streamrl.algorithms import AlgorithmSettings
 from streamrl.algorithms.math.correction import second_moment_limit
@@ -549,32 +549,10 @@ def check_repeatable(model: Callable[..., Any], *, section: str) -> None:
         # NaN is for the checks of values to report.
         if not (first - second).abs().mean() > limit:
             return
-        source = _find_source(module, run)
     raise ConfigError(
         f"the {section}'s model gives other logits each time that it computes the same tokens, in"
-        f" evaluation mode, too: {source} adds noise, which rollouts would not have"
+        f" evaluation mode, too: {type(module).__name__} adds noise, which rollouts would not have"
     )
-
-
-def _find_source(module: nn.Module, run: Callable[[], Tensor]) -> str:
-    """Return name and class of the first module whose output two passes differ in."""
-    passes: list[dict[str, Tensor]] = []
-    names = {part: name for name, part in module.named_modules()}
-
-    def record(part: nn.Module, _: Any, output: Any) -> None:
-        value = output[0] if isinstance(output, tuple) else output
-        if isinstance(value, Tensor):
-            passes[-1][f"{names[part]} ({type(part).__name__})"] = value.detach().clone()
-
-    hooks = [part.register_forward_hook(record) for part in names]
-    for _ in range(2):
-        passes.append({})
-        run()
-    for hook in hooks:
-        hook.remove()
-    first, second = passes
-    differing = (name for name, value in first.items() if not torch.equal(value, second[name]))
-    return next(differing, type(module).__name__)
 
 
 @contextmanager

@@ -7,9 +7,9 @@ valid.
 import ctypes
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,14 +32,14 @@ class OptimizerOffload:
         """
         self._get_state = state
         self._get_excluded = excluding
-        self._offloaded_storages: OffloadedStorages | None = None
+        self._copy_back: Callable[[], None] | None = None
 
     def offload_state(self) -> None:
         """Copy the optimizer's state away and free its memory until `restore_state`.
 
         Raises StreamError and keeps the state if host memory or disk has no space for the copy.
         """
-        if self._offloaded_storages is not None:
+        if self._copy_back is not None:
             return
         excluded = {tensor.untyped_storage().data_ptr() for tensor in self._get_excluded()}
         storages = {}
@@ -55,62 +55,54 @@ class OptimizerOffload:
                 storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         offloaded = list(storages.values())
         on_gpu = any(storage.device.type != "cpu" for storage in offloaded)
-        self._offloaded_storages = CpuOffload(offloaded) if on_gpu else DiskOffload(offloaded)
+        self._copy_back = offload_to_host(offloaded) if on_gpu else offload_to_disk(offloaded)
         for storage in offloaded:
             storage.resize_(0)
         release_freed_memory()
 
     def restore_state(self) -> None:
-        if self._offloaded_storages is not None:
-            self._offloaded_storages.copy_back()
-            self._offloaded_storages = None
+        if self._copy_back is not None:
+            self._copy_back()
+            self._copy_back = None
 
 
-class OffloadedStorages(Protocol):
-    """Copies of freed torch storages; `copy_back` refills the storages and drops the copies."""
+def offload_to_host(storages: Sequence[torch.UntypedStorage]) -> Callable[[], None]:
+    """Copy GPU storages to pinned host memory; return a function that refills them once."""
+    try:
+        copies = [(storage, copy_to_pinned(_as_byte_tensor(storage))) for storage in storages]
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise StreamError(
+            f"the optimizer's state cannot be offloaded to host memory: {reason}"
+        ) from error
 
-    def copy_back(self) -> None: ...
-
-
-class CpuOffload:
-    """Copies of GPU storages in pinned host memory."""
-
-    def __init__(self, storages: list[torch.UntypedStorage]) -> None:
-        self._copies = []
-        try:
-            for storage in storages:
-                self._copies.append((storage, copy_to_pinned(_as_byte_tensor(storage))))
-        except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
-            raise StreamError(
-                f"the optimizer's state cannot be offloaded to host memory: {reason}"
-            ) from error
-
-    def copy_back(self) -> None:
-        for storage, copy in self._copies:
+    def copy_back() -> None:
+        for storage, copy in copies:
             storage.resize_(len(copy))
             _as_byte_tensor(storage).copy_(copy)
 
+    return copy_back
 
-class DiskOffload:
-    """Copies of CPU storages, concatenated in an unnamed temporary file."""
 
-    def __init__(self, storages: list[torch.UntypedStorage]) -> None:
-        self._sizes = [(storage, storage.nbytes()) for storage in storages]
-        with ExitStack() as unless_done:
-            unless_done.enter_context(_translate_disk_errors())
-            self._file: Any = unless_done.enter_context(tempfile.TemporaryFile())
-            for storage in storages:
-                self._file.write(_as_memoryview(storage))
-            self._file.flush()
-            unless_done.pop_all()
+def offload_to_disk(storages: Sequence[torch.UntypedStorage]) -> Callable[[], None]:
+    """Copy CPU storages to an unnamed temporary file; return a function that refills them once."""
+    sizes = [(storage, storage.nbytes()) for storage in storages]
+    with ExitStack() as unless_done:
+        unless_done.enter_context(_translate_disk_errors())
+        file: Any = unless_done.enter_context(tempfile.TemporaryFile())
+        for storage in storages:
+            file.write(_as_memoryview(storage))
+        file.flush()
+        unless_done.pop_all()
 
-    def copy_back(self) -> None:
-        self._file.seek(0)
-        for storage, size in self._sizes:
-            storage.resize_(size)
-            self._file.readinto(_as_memoryview(storage))
-        self._file.close()
+    def copy_back() -> None:
+        with file:
+            file.seek(0)
+            for storage, size in sizes:
+                storage.resize_(size)
+                file.readinto(_as_memoryview(storage))
+
+    return copy_back
 
 
 @contextmanager

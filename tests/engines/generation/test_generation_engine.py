@@ -7,13 +7,11 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from transformers import Qwen2ForCausalLM
 
-from streamrl.engines.generator_config import STEP_TOKENS_ON_CPU, SamplingSettings
+from streamrl.engines.generator_config import SamplingSettings
 from streamrl.errors import ConfigError, WeightsError
 from streamrl.messages import FinishReason, Rollout
-from streamrl.weights.lora_merge import LORA_A_SUFFIX, LORA_B_SUFFIX, LORA_SCALE
-from tests.engines.flight import CONCURRENT, LONG, SHORT, WIDE, Engines, Flight
+from tests.engines.flight import CONCURRENT, SHORT, WIDE, Engines, Flight
 from tests.engines.tiny_qwen import (
     EOS,
     MAX_LENGTH,
@@ -78,13 +76,6 @@ async def test_top_k_and_top_p_sample_among_the_likeliest_tokens(
     assert list_token_ids(rollouts) == list_token_ids(greedy)
 
 
-async def test_a_rollout_is_the_prompt_and_the_sampled_tokens(flight: Flight):
-    (rollout,) = await flight.engine.generate(SHORT, seeds=[3])
-    assert rollout.token_ids[: len(SHORT)].tolist() == SHORT.tolist()
-    assert rollout.loss_mask.tolist() == [False] * 4 + [True] * (len(rollout.token_ids) - 4)
-    assert set(rollout.policy_version[4:].tolist()) == {flight.engine.version}
-
-
 async def test_the_eos_token_ends_a_rollout_and_is_included(flight: Flight):
     rollouts = await flight.engine.generate(SHORT, seeds=range(64), max_new_tokens=40)
     stopped = [r for r in rollouts if r.finish_reason is FinishReason.STOP]
@@ -118,141 +109,6 @@ async def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(flight: Flight)
     )
 
 
-async def test_a_seed_may_be_any_integer_type(flight: Flight):
-    plain = await flight.engine.generate(SHORT, seeds=[2**63 - 1, 5])
-    numpy = await flight.engine.generate(SHORT, seeds=list(np.array([2**63 - 1, 5], np.uint64)))
-    assert list_token_ids(plain) == list_token_ids(numpy)
-
-
-async def test_different_seeds_differ(flight: Flight):
-    rollouts = await flight.engine.generate(SHORT, seeds=range(32))
-    assert len({tuple(row) for row in list_token_ids(rollouts)}) == 32
-
-
-async def test_more_rollouts_than_slots_all_finish(flight: Flight):
-    calls = asyncio.gather(*(flight.engine.generate(SHORT, seeds=[i, i + 100]) for i in range(100)))
-    await asyncio.sleep(0)
-    assert flight.engine.num_running == 200
-    assert [len(group) for group in await calls] == [2] * 100
-    assert flight.engine.num_running == 0
-
-
-async def test_prompts_beyond_the_token_budget_of_a_step_all_finish(flight: Flight):
-    prompts = [prompt(*np.roll(LONG, i).tolist()) for i in range(20)]
-    assert sum(map(len, prompts)) > STEP_TOKENS_ON_CPU
-    groups = await asyncio.gather(*(flight.engine.generate(p, seeds=[1, 2]) for p in prompts))
-    assert worst_error([rollout for group in groups for rollout in group], flight.models) < 1e-4
-
-
-async def test_every_parameter_of_a_new_version_is_loaded(flight: Flight):
-    model = tiny_model(tied=False, seed=1)
-    before = await flight.engine.generate(SHORT, seeds=range(4))
-    for name, parameter in model.named_parameters():
-        with torch.no_grad():
-            parameter += 0.2 * torch.randn(parameter.shape, generator=torch.manual_seed(7))
-        await flight.load(model)
-        rollouts = await flight.engine.generate(SHORT, seeds=range(4))
-        assert worst_error(rollouts, flight.models) < 1e-4, name
-        changed = [r.generator_logprobs.tolist() for r in rollouts]
-        if not name.endswith("k_proj.bias"):  # adds the same to all scores of a query
-            assert changed != [r.generator_logprobs.tolist() for r in before], name
-        before = rollouts
-
-
-async def test_weights_may_be_read_only_arrays(flight: Flight):
-    model = tiny_model(tied=False, seed=6)
-    arrays = {name: tensor.numpy().copy() for name, tensor in weights_of(model).items()}
-    for array in arrays.values():
-        array.flags.writeable = False
-    version = flight.engine.version + 1
-    await flight.engine.load_weights(arrays, version)
-    flight.models[version] = model
-    assert worst_error(await flight.engine.generate(SHORT, seeds=range(8)), flight.models) < 1e-4
-
-
-def make_adapters(model: Qwen2ForCausalLM, *, size: float, seed: int) -> dict[str, torch.Tensor]:
-    """Make adapters of rank 2 and scale 1.5 for every linear layer but the head."""
-    generator = torch.Generator().manual_seed(seed)
-    published = {LORA_SCALE: torch.tensor(1.5)}
-    for name, layer in model.model.named_modules(prefix="model"):
-        if isinstance(layer, torch.nn.Linear):
-            num_out, num_in = layer.weight.shape
-            published[name + LORA_A_SUFFIX] = torch.randn(2, num_in, generator=generator)
-            published[name + LORA_B_SUFFIX] = size * torch.randn(num_out, 2, generator=generator)
-    return published
-
-
-async def test_each_version_merges_adapters_into_the_weights_of_the_directory(flight: Flight):
-    for seed, size in ((1, 0.1), (2, 0.0), (3, 0.1)):
-        model = tiny_model(tied=False, seed=1)
-        published = make_adapters(model, size=size, seed=seed)
-        with torch.no_grad():
-            for name in [name for name in published if name.endswith(LORA_A_SUFFIX)]:
-                layer = name.removesuffix(LORA_A_SUFFIX)
-                product = published[layer + LORA_B_SUFFIX] @ published[name]
-                model.get_submodule(layer).weight += 1.5 * product
-        await flight.load(tiny_model(tied=False, seed=8))
-        version = flight.engine.version + 1
-        loaded = await flight.engine.load_weights(published, version)
-        layers = [m for m in model.model.modules() if isinstance(m, torch.nn.Linear)]
-        merged = sum(layer.weight.nbytes for layer in layers)
-        assert merged <= loaded.copied_bytes <= sum(p.nbytes for p in model.parameters())
-        flight.models[version] = model
-        rollouts = await flight.engine.generate(SHORT, seeds=range(16))
-        assert worst_error(rollouts, flight.models) < 1e-4
-        if size == 0.0:
-            await flight.load(model)
-            again = await flight.engine.generate(SHORT, seeds=range(16))
-            for before, after in zip(rollouts, again, strict=True):
-                assert np.array_equal(before.generator_logprobs, after.generator_logprobs)
-
-
-async def test_adapters_of_another_model_are_rejected_without_harm(flight: Flight):
-    published = make_adapters(tiny_model(tied=False, seed=1), size=0.1, seed=1)
-    published["model.layers.0.mlp.up_proj" + LORA_A_SUFFIX] = torch.ones(2, 63)
-    with pytest.raises(WeightsError, match=r"adapter of .*up_proj.* fit no weight of the model"):
-        await flight.engine.load_weights(published, flight.engine.version + 1)
-    assert worst_error(await flight.engine.generate(SHORT, seeds=[1]), flight.models) < 1e-4
-
-
-async def test_rollouts_survive_weight_loads_and_tokens_record_their_version(flight: Flight):
-    await flight.load(endless_model(seed=1))
-    first = flight.engine.version
-    running = asyncio.create_task(sample(flight, 32, max_new_tokens=200))
-    for seed in (2, 3):
-        await asyncio.sleep(0.1)
-        assert flight.engine.num_running == 32
-        await flight.load(endless_model(seed=seed))
-    last = flight.engine.version
-    rollouts = await running
-    versions = [rollout.policy_version[rollout.loss_mask] for rollout in rollouts]
-    assert [len(v) for v in versions] == [200] * 32
-    assert all((np.diff(v) >= 0).all() for v in versions), "versions only rise"
-    assert {int(v) for v in np.concatenate(versions)} == set(range(first, last + 1))
-    assert worst_error(rollouts, flight.models) < 1e-4
-
-
-async def test_loading_the_same_weights_changes_no_token(flight: Flight):
-    await flight.load(endless_model(seed=1))
-    expected = await sample(flight, 32, max_new_tokens=100)
-    running = asyncio.create_task(sample(flight, 32, max_new_tokens=100))
-    await asyncio.sleep(0.1)
-    await flight.load(endless_model(seed=1))
-    last = flight.engine.version
-    rollouts = await running
-    assert any((r.policy_version == last).any() for r in rollouts)
-    assert list_token_ids(rollouts) == list_token_ids(expected)
-
-
-async def test_a_weight_load_invalidates_the_prefix_cache(flight: Flight):
-    await flight.engine.generate(LONG, seeds=range(4))
-    running = asyncio.create_task(flight.engine.generate(LONG, seeds=range(4), max_new_tokens=99))
-    await asyncio.sleep(0.02)
-    await flight.load(tiny_model(tied=False, seed=8))
-    rollouts = await flight.engine.generate(LONG, seeds=range(4))
-    assert worst_error([*rollouts, *await running], flight.models) < 1e-4
-
-
 @pytest.mark.parametrize("step", [0, -1])
 async def test_a_version_that_is_not_newer_is_rejected(flight: Flight, step: int):
     current = flight.engine.version
@@ -263,50 +119,24 @@ async def test_a_version_that_is_not_newer_is_rejected(flight: Flight, step: int
     assert worst_error(await flight.engine.generate(SHORT, seeds=[1]), flight.models) < 1e-4
 
 
-@pytest.mark.parametrize(
-    ("change", "fault"),
-    [
-        ({"model.norm.weight": None}, "lack 1 parameters, such as model.norm.weight"),
-        (
-            {"model.nrm.weight": torch.ones(64)},
-            "have unknown 1 parameters, such as model.nrm.weight",
-        ),
-        ({"model.norm.weight": torch.ones(63)}, r"model.norm.weight has shape \(63,\)"),
-    ],
-)
-async def test_wrong_parameters_are_rejected_without_harm(
-    flight: Flight, change: dict[str, torch.Tensor | None], fault: str
-):
-    weights = {**weights_of(tiny_model(tied=False, seed=2)), **change}
-    with pytest.raises(WeightsError, match=fault):
-        await flight.engine.load_weights(
-            {name: tensor for name, tensor in weights.items() if tensor is not None},
-            flight.engine.version + 1,
-        )
+async def test_wrong_parameters_are_rejected_without_harm(flight: Flight):
+    weights = weights_of(tiny_model(tied=False, seed=2)) | {"model.norm.weight": torch.ones(63)}
+    with pytest.raises(WeightsError, match=r"model.norm.weight has shape \(63,\)"):
+        await flight.engine.load_weights(weights, flight.engine.version + 1)
     assert worst_error(await flight.engine.generate(SHORT, seeds=[1]), flight.models) < 1e-4
 
 
 @pytest.mark.parametrize(
     ("prompt_ids", "fault"),
     [
-        (prompt(*[5] * MAX_LENGTH), f"a prompt of {MAX_LENGTH} tokens"),
         (prompt(), "a prompt of 0 tokens"),
         (prompt(5, VOCABULARY), f"token ids 5 to {VOCABULARY}"),
-        (prompt(-1, 5), "token ids -1 to 5"),
     ],
 )
 async def test_an_invalid_prompt_fails_alone(flight: Flight, prompt_ids: np.ndarray, fault: str):
     running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(8)))
     with pytest.raises(ConfigError, match=fault):
         await flight.engine.generate(prompt_ids, seeds=range(8))
-    assert len(await running) == 8
-    assert flight.engine.num_running == 0
-
-
-async def test_a_request_that_vllm_rejects_fails_alone(flight: Flight):
-    running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(8)))
-    with pytest.raises(ConfigError, match=r"vLLM rejected the request: .*temperature"):
-        await flight.engine.generate(SHORT, seeds=range(8), sampling=SamplingSettings(-1.0))
     assert len(await running) == 8
     assert flight.engine.num_running == 0
 

@@ -86,13 +86,3 @@ async def test_a_timeout_started_while_paused_runs_in_full_after_resume():
     await asyncio.sleep(50.0)
     pause.remove_reason("update")
     assert (await task) == pytest.approx(60.0)
-
-
-@in_virtual_time
-async def test_a_finished_call_leaves_no_timeout_behind():
-    pause = PauseState()
-    async with pause.pausable_timeout(10.0):
-        await asyncio.sleep(1.0)
-    pause.add_reason("lease")
-    pause.remove_reason("lease")
-    await asyncio.sleep(100.0)

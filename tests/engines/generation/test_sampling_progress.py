@@ -142,17 +142,6 @@ async def test_a_version_that_drains_slow_rollouts_waits_for_them(make_engine: A
     assert group.done() and asyncio.get_running_loop().time() == 1000 * 4.0
 
 
-@in_virtual_time
-async def test_paused_time_is_no_time_without_progress(make_engine: Any):
-    engine = make_engine()
-    group = asyncio.create_task(generate(engine, 1, 10))
-    await asyncio.sleep(5.0)
-    await engine.pause("lease")
-    await asyncio.sleep(100 * TIMEOUT_S)
-    await engine.resume("lease")
-    assert len(await group) == 1
-
-
 @pytest.mark.parametrize("turns", range(4))
 @in_virtual_time
 async def test_an_engine_is_paused_in_the_moment_of_a_look(make_engine: Any, turns: int):

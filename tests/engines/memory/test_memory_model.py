@@ -18,7 +18,6 @@ from transformers import (
 )
 
 from benchmarks.memory import GIB, count_peaks, make_config
-from streamrl.engines.activation_sizes import CHUNK_TOKENS
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.memory.memory_model import estimate_worker_memory
 from streamrl.engines.trainer_config import TrainerConfig
@@ -170,23 +169,6 @@ def test_lora_adapters_are_added_and_have_the_only_moments(path: str):
     assert (memory.optimizer, memory.gradients) == (3 * adapters, adapters)
 
 
-def test_a_generator_of_another_dtype_has_own_weights(path: str):
-    trainer = TrainerConfig(backend="torch")
-    assert (
-        estimate_memory(path, trainer, dtype="bfloat16").serving_weights
-        == estimate_memory(path, trainer).weights // 2
-    )
-
-
-def test_ranks_of_a_split_generator_hold_a_part_each(path: str):
-    trainer = TrainerConfig(backend="torch", world_size=2)
-    weights = estimate_memory(path, trainer).weights
-    assert estimate_memory(path, trainer).serving_weights == 0
-    generator = GeneratorConfig(kv_cache_mb=3, tensor_parallel=2)
-    memory = estimate_worker_memory(path, trainer, generator, micro_batch_tokens=0, on_gpu=False)
-    assert (memory.weights, memory.serving_weights) == (weights, weights // 2)
-
-
 def test_activations_grow_with_the_micro_batch_and_shrink_with_checkpointing(path: str):
     layers, hidden = 2, 64
     # Logits of ten tokens, and the head's gradient with a chunk's.
@@ -294,15 +276,6 @@ def test_a_sharded_mixture_of_experts_is_whole_while_a_version_loads(tmp_path: P
     )
     assert sharded.weights < whole.weights // 32
     assert sharded.update_buffers >= whole.weights
-
-
-def test_logits_are_estimated_for_a_chunk_of_tokens(path: str):
-    first, second, third = (
-        estimate_memory(path, TrainerConfig(lora_rank=1), tokens=tokens).activations
-        for tokens in (CHUNK_TOKENS, 2 * CHUNK_TOKENS, 3 * CHUNK_TOKENS)
-    )
-    assert third - second == second - first
-    assert first - (second - first) == CHUNK_TOKENS * 4 * 5 * VOCABULARY
 
 
 @pytest.mark.parametrize(("layers", "tokens"), [(0, 4096), (0, 16_384), (2, 8192)])

@@ -55,17 +55,6 @@ def test_chunks_change_no_gradient_and_cost_no_second_recomputation(
     assert calls == [*([CHUNK] * (NUM_CHUNKS - 1)), ROWS * WIDTH % CHUNK] * forwards
 
 
-def test_chunks_apply_without_gradients_too():
-    model = make_model("qwen2")
-    ids = make_ids(ROWS, WIDTH)
-    expected = model(ids).logits
-    checkpoint_layers(model, offload=False, chunk_mlps=True)
-    calls = count_calls(model, "model.layers.0.mlp.up_proj")
-    with torch.no_grad():
-        torch.testing.assert_close(model(ids).logits, expected)
-    assert len(calls) == NUM_CHUNKS
-
-
 def test_frozen_weights_get_no_gradient():
     model = make_model("qwen2")
     for name, parameter in model.named_parameters():
@@ -89,16 +78,6 @@ def test_an_mlp_with_a_second_argument_is_not_chunked():
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("bloom", **sizes))
     checkpoint_layers(model.train(), offload=False, chunk_mlps=True)
     model(input_ids=make_ids(2, 8)).logits.sum().backward()
-
-
-def test_bfloat16_gradients_are_summed_over_chunks_in_float32():
-    model = make_model("qwen2").to(torch.bfloat16)
-    expected = score(model)[2]
-    checkpoint_layers(model, offload=False, chunk_mlps=True)
-    for name, gradient in score(model)[2].items():
-        if "down_proj" in name:
-            error = (gradient.float() - expected[name].float()).norm() / expected[name].norm()
-            assert error < 2**-7
 
 
 def test_offloaded_layer_inputs_change_no_gradient_and_take_no_memory():

@@ -1,6 +1,5 @@
 """Logprobs of a batch against a plain forward pass of each rollout."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from streamrl.engines.dtypes import resolve_dtype
-from streamrl.engines.models import chunked_head, forward
+from streamrl.engines.models import forward
 from streamrl.engines.models.activation_checkpointing import checkpoint_layers
 from streamrl.engines.models.forward import compute_token_logprobs, load_model
 from streamrl.engines.training.collate import build_batch
@@ -62,57 +60,6 @@ def test_the_first_position_and_the_padding_are_zero(model):
         assert (values[~batch["attention_mask"]] == 0).all()
 
 
-def test_token_ids_in_the_padding_do_not_matter(model):
-    batch = make_batch()
-    before = compute_scores(model, batch).logprobs
-    batch["token_ids"][~batch["attention_mask"]] = 33
-    assert torch.equal(compute_scores(model, batch).logprobs, before)
-
-
-def test_the_order_of_rows_does_not_matter(model):
-    batch, reversed_batch = make_batch(), make_batch(PICKS[::-1])
-    torch.testing.assert_close(
-        compute_scores(model, reversed_batch).logprobs.flip(0),
-        compute_scores(model, batch).logprobs,
-    )
-
-
-def test_entropy_is_computed_at_the_sampling_temperature(model):
-    batch = make_batch(PICKS[:1])
-    scores = compute_scores(model, batch, entropy_mode="value")
-    with torch.no_grad():
-        logits = model(batch["token_ids"]).logits[0, :-1].double() / TEMPERATURE
-    probabilities = logits.softmax(-1)
-    expected = -(probabilities * probabilities.log()).sum(-1).float()
-    torch.testing.assert_close(scores.entropy[0, 1:], expected)
-    assert not scores.entropy.requires_grad
-    assert compute_scores(model, batch, entropy_mode="gradient").entropy.requires_grad
-    assert not compute_scores(model, batch).entropy.any()
-
-
-def test_chunks_change_neither_values_nor_gradients(model, monkeypatch):
-    batch = make_batch()
-    results = []
-    for chunk_tokens in (2048, 8, 1):
-        monkeypatch.setattr(chunked_head, "CHUNK_TOKENS", chunk_tokens)
-        model.zero_grad()
-        scores = compute_scores(model, batch, entropy_mode="gradient")
-        (scores.logprobs.sum() + scores.entropy.sum()).backward()
-        gradient = model.model.embed_tokens.weight.grad.clone()
-        results.append((scores.logprobs.detach(), scores.entropy.detach(), gradient))
-    model.zero_grad()
-    for result in results[1:]:
-        torch.testing.assert_close(result, results[0], atol=1e-4, rtol=1e-5)
-
-
-def test_logprobs_of_all_tokens_add_up_to_one(model):
-    token_ids = torch.tensor([[5, token] for token in range(64)])
-    logprobs = compute_token_logprobs(
-        model, token_ids, torch.ones_like(token_ids, dtype=torch.bool), temperature=1.3
-    ).logprobs[:, 1]
-    assert logprobs.exp().sum().item() == pytest.approx(1.0, abs=1e-5)
-
-
 NOISY = {
     "gpt2": {"resid_pdrop": 0.3, "n_layer": 2, "n_head": 4, "n_embd": 128},
     "opt": {"dropout": 0.3, "layerdrop": 0.5, "ffn_dim": 96, "word_embed_proj_dim": 128},
@@ -142,11 +89,11 @@ def test_noise_of_training_mode_is_off_and_layers_are_recomputed(family, tmp_pat
     check_repeatable(model, section="policy")
 
 
-def test_a_module_that_adds_noise_in_evaluation_mode_is_named(model):
+def test_a_model_that_adds_noise_in_evaluation_mode_is_rejected(model):
     hook = model.model.layers[1].mlp.register_forward_hook(
         lambda _, __, output: output + 0.01 * torch.randn_like(output)
     )
-    with pytest.raises(ConfigError, match=r"policy's .*: model\.layers\.1\.mlp \(Qwen2MLP\)"):
+    with pytest.raises(ConfigError, match=r"policy's .*: Qwen2ForCausalLM adds noise"):
         check_repeatable(model, section="policy")
     hook.remove()
     check_repeatable(model, section="policy")
@@ -161,15 +108,6 @@ def test_a_model_that_lacks_parameters_is_rejected(model, tmp_path):
         save_file(remaining | change, path / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ConfigError, match=r"model\.path=.*(lacks 1 parameters|mismatch)"):
             load_model(str(path), dtype=torch.float32)
-
-
-def test_a_saved_model_loads_unchanged(model, tmp_path):
-    loaded = load_model(save(model, tmp_path), dtype=resolve_dtype("float32"))
-    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), atol=0, rtol=0)
-    batch = make_batch()
-    logprobs = compute_scores(loaded, batch).logprobs
-    assert math.isfinite(logprobs.sum().item())
-    torch.testing.assert_close(logprobs, compute_scores(model, batch).logprobs)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -10,23 +10,16 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
 from streamrl.engines.models import packed_rows
 from streamrl.engines.models.forward import TokenScores, compute_token_logprobs
 from streamrl.engines.models.packed_rows import (
     PACKED_ATTENTION,
-    RowLayout,
     enable_packing,
     explain_padding,
 )
-from streamrl.engines.training.collate import build_batch, derive_columns
-from streamrl.engines.training.tasks import CriticTask, PolicyTask, TrainingTask, TwoHeadedTask
 from streamrl.errors import StreamError
 from tests.engines.models.test_chunked_head import FAMILIES, collect_gradients, make_model, weigh
-from tests.engines.row_cases import scored_groups
 from tests.engines.test_architectures import SLOW, VOCABULARY
-from tests.engines.test_rows import QUICK
-from tests.engines.tiny_qwen import fill, save, tiny_model
 
 TEMPERATURE = 0.7
 LENGTHS = (3, 24, 1, 9)
@@ -102,13 +95,6 @@ def test_every_family_has_the_scores_and_gradients_of_padded_rows(family: str):
     torch.testing.assert_close(differentiate(pack(model), *rows), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_activation_checkpointing_recomputes_packed_rows():
-    model, rows = pack(make_model("mistral")), make_rows(LENGTHS)
-    expected = differentiate(model, *rows)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    torch.testing.assert_close(differentiate(model, *rows), expected)
-
-
 def test_other_rows_of_a_pack_do_not_change_a_row(qwen: PreTrainedModel):
     ids, mask = make_rows(LENGTHS)
     others = make_rows(LENGTHS, seed=1)[0]
@@ -131,62 +117,6 @@ def test_the_model_computes_no_padding(qwen: PreTrainedModel):
     score(pad(qwen), ids, mask)
     handle.remove()
     assert shapes == [(1, sum(LENGTHS)), (len(LENGTHS), max(LENGTHS))]
-
-
-def test_rows_of_equal_length_stay_as_they_are(qwen: PreTrainedModel):
-    rows = make_rows((7, 7, 7))
-    expected = score(pad(qwen), *rows).logprobs
-    assert torch.equal(score(pack(qwen), *rows).logprobs, expected)
-
-
-def test_rows_without_tokens_score_0(qwen: PreTrainedModel):
-    ids = torch.ones(2, 3, dtype=torch.long)
-    assert not score(pack(qwen), ids, ids == 0).logprobs.any()
-
-
-def make_task(kind: type[PolicyTask | CriticTask], path: str, name: str) -> TrainingTask:
-    config = AlgorithmConfig(name=name)
-    chosen = config.to_settings(max_length=10, reward_weights={"right": 1.0})
-    if issubclass(kind, CriticTask):
-        return kind(path, config.spec, chosen, 0.05)
-    return kind(path, config.spec, chosen, TEMPERATURE)
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save(tiny_model(tied=True, seed=0), tmp_path_factory.mktemp("model"))
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        *(
-            pytest.param(PolicyTask, name, marks=[pytest.mark.slow] * (name not in QUICK))
-            for name in ALGORITHMS
-        ),
-        (CriticTask, "ppo"),
-        (TwoHeadedTask, "ppo"),
-    ],
-)
-def test_every_loss_has_the_gradient_of_padded_rows(
-    kind: type[PolicyTask | CriticTask], name: str, model_path: str
-):
-    task, groups = make_task(kind, model_path, name), scored_groups(model_path)
-    derived = derive_columns(task.spec, task.settings, groups)
-    picks = [
-        (uid, row) for uid, columns in groups.items() for row in range(len(columns["lengths"]))
-    ]
-    batch = build_batch(groups, picks, derived=derived, token_columns=task.token_columns)
-    model = task.load_model(torch.float32)
-    fill(model, seed=3)  # the value head is 0 otherwise
-    assert model.config._attn_implementation == PACKED_ATTENTION
-    results = []
-    for arranged in (model, pad(model)):
-        loss, sums = task.compute_loss(arranged, batch, version=1)
-        loss.backward()
-        results.append((loss.detach(), sums, collect_gradients(model)))
-    assert max(gradient.abs().max() for gradient in results[0][2].values()) > 0
-    torch.testing.assert_close(results[0], results[1], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -217,13 +147,6 @@ def test_families_that_mix_the_tokens_of_rows_are_padded(
     assert reason in explain_padding(model_class, config, attention)
 
 
-def test_a_model_that_cannot_pack_pads():
-    model, rows = make_model("gptj"), make_rows(LENGTHS)
-    before = score(model, *rows).logprobs
-    enable_packing(model)
-    assert torch.equal(score(model, *rows).logprobs, before)
-
-
 def test_layers_that_drop_the_bounds_of_rows_raise_an_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(packed_rows, "DROPPING_FAMILIES", ())
     model = AutoModelForCausalLM.from_config(
@@ -239,14 +162,6 @@ def test_layers_that_drop_the_bounds_of_rows_raise_an_error(monkeypatch: pytest.
     )
     with pytest.raises(StreamError, match=r"set trainer\.attention=eager"):
         score(pack(model), *make_rows(LENGTHS))
-
-
-def test_a_packing_model_still_takes_an_attention_mask(qwen: PreTrainedModel):
-    ids, _ = make_rows((5, 5))
-    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
-    expected = pad(qwen)(input_ids=ids, attention_mask=mask).logits[mask.bool()]
-    actual = pack(qwen)(input_ids=ids, attention_mask=mask).logits[mask.bool()]
-    torch.testing.assert_close(actual, expected)
 
 
 def attend_by_definition(
@@ -297,12 +212,3 @@ def test_the_gpus_kernel_computes_the_same(family: str, monkeypatch: pytest.Monk
     packed = score(model, ids, mask).logprobs
     monkeypatch.setattr(packed_rows, "_fits_kernel", lambda _: False)
     torch.testing.assert_close(packed, score(model, ids, mask).logprobs, atol=0.1, rtol=0.05)
-
-
-def test_a_layout_of_a_padded_model_returns_its_values(qwen: PreTrainedModel):
-    ids, mask = make_rows(LENGTHS)
-    values = torch.randn(2, *ids.shape)
-    assert RowLayout(pad(qwen), ids, mask).restore(values) is values
-    layout = RowLayout(pack(qwen), ids, mask)
-    restored = layout.restore(values[:, mask][:, None])
-    assert torch.equal(restored, values.where(mask, 0))

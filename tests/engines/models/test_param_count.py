@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors import safe_open
 
-from examples.toy_models.small_qwen2 import make_tokenizer, make_untrained, save_model
 from streamrl.engines.models.forward import add_value_head, load_skeleton, load_value_skeleton
 from streamrl.engines.models.lora import count_trained_params
 from streamrl.engines.models.model_shapes import count_trained_params_from_config
@@ -49,15 +47,6 @@ def count(
     )
 
 
-def test_trained_elements_of_a_small_model_by_hand(tmp_path: Path):
-    path = write(tmp_path, MODELS["llama"])
-    # Query and output 24 x 24, key and value 24 x 12, three matrices 24 x 40, two norms of 24.
-    layer = 2 * 24 * 24 + 2 * 24 * 12 + 3 * 24 * 40 + 2 * 24
-    assert count(path, TrainerConfig()) == 2 * 50 * 24 + 3 * layer + 24
-    pairs = 2 * (24 + 24) + 2 * (24 + 12) + 3 * (24 + 40)
-    assert count(path, TrainerConfig(lora_rank=4)) == 4 * 3 * pairs
-
-
 @pytest.mark.parametrize(("model", "tied"), product(MODELS, (False, True)))
 def test_the_count_from_config_equals_the_built_models(tmp_path: Path, model: str, tied: bool):
     path = write(tmp_path, {**MODELS[model], "tie_word_embeddings": tied})
@@ -71,18 +60,6 @@ def test_the_count_from_config_equals_the_built_models(tmp_path: Path, model: st
         ):
             counted = count(path, config, has_output=has_output, has_value=has_value)
             assert counted == count_trained_params(module, config)
-
-
-def test_the_count_of_the_examples_model(tmp_path: Path):
-    tokenizer = make_tokenizer()
-    model = make_untrained(tokenizer, seed=0)
-    save_model(model, tokenizer, tmp_path)
-    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
-        in_file = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
-    path = str(tmp_path)
-    assert count(path, TrainerConfig()) == in_file
-    for config in TRAINERS:
-        assert count(path, config) == count_trained_params(model, config)
 
 
 @pytest.mark.parametrize(

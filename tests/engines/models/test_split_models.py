@@ -1,6 +1,7 @@
 """Layers split over ranks, experts dealt to ranks and tokens shared by ranks, in many families."""
 
 import functools
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from streamrl.engines.models.supported_models import check_packed_rows
-from streamrl.engines.models.tensor_parallel_support import check_head_split
+from streamrl.engines.models.tensor_parallel_support import check_head_split, check_tensor_parallel
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from tests import forked
@@ -32,6 +33,7 @@ pytestmark = pytest.mark.xdist_group("ranks")
 ODD_VOCABULARY = VOCABULARY + 1
 QUICK = [
     SplitCase("qwen3_moe", tensor=2),
+    SplitCase("qwen3", tensor=2, dtype="bfloat16"),
     SplitCase("qwen3", tensor=2, sequence=2, zero_stage=0),
     SplitCase("mistral", sequence=2, recomputes=True),
     SplitCase("gemma2", tensor=2),
@@ -60,6 +62,7 @@ SLOW += [
         changes=(("pad_token_id", 90), ("num_key_value_heads", 4)),
     )
 ]
+SLOW += [SplitCase("qwen3", tensor=4, zero_stage=0, dtype="bfloat16")]
 # Norms of queries and keys that the plan omits.
 SLOW += [SplitCase("glm4_moe", tensor=2, changes=(("use_qk_norm", True),))]
 CASES = [*QUICK, *SLOW]
@@ -86,10 +89,15 @@ def test_scores_and_updates_equal_those_of_a_single_rank(case: SplitCase):
     splits = forked.run(run_rank, ranks, timeout_s=180.0)
     check_vocabulary_rows(case, splits)
     for split in splits:
+        assert split["misplaced"] == [], "a shard holds the elements it describes"
+        assert split["unchanged"] and not math.isfinite(split["norms"][-1])
+        if case.dtype == "bfloat16":
+            check_masters(single, split)
+            continue
         for index, scores in split["scores"].items():
             seen.add(index)
             torch.testing.assert_close(scores, single["scores"][index], atol=2e-4, rtol=2e-4)
-        assert split["norms"] == pytest.approx(single["norms"], rel=1e-4)
+        assert split["norms"][:-1] == pytest.approx(single["norms"][:-1], rel=1e-4)
         assert list(split["parameters"]) == list(single["parameters"])
         for name, expected in single["parameters"].items():
             difference = (split["parameters"][name] - expected).abs()
@@ -97,7 +105,23 @@ def test_scores_and_updates_equal_those_of_a_single_rank(case: SplitCase):
             # Adam makes full steps of gradients that are rounding.
             is_rounding = name.endswith(("k_proj.bias", "query_key_value.bias"))
             assert is_rounding or (difference > 0.1 * LR).double().mean() < 0.01, name
-    assert seen == set(range(len(MICRO_BATCHES)))
+        if case.tensor > 1 and case.zero_stage == 0:
+            assert split["memory_bytes"] == split["kept_bytes"], "no memory of other ranks' shards"
+    assert case.dtype == "bfloat16" or seen == set(range(len(MICRO_BATCHES)))
+
+
+def check_masters(single: dict[str, Any], split: dict[str, Any]) -> None:
+    """Check that updates in bfloat16 go to float32 master weights."""
+    # The forward and backward pass in bfloat16 move the gradient's norm by some percent.
+    assert split["norms"][:-1] == pytest.approx(single["norms"][:-1], rel=0.05)
+    for name, box, masters in split["masters"]:
+        assert masters.dtype == torch.float32
+        # The published weights are those that the forward pass uses.
+        assert torch.equal(split["parameters"][name][box], masters.bfloat16()), name
+        difference = (masters - single["parameters"][name][box]).abs()
+        assert difference.max() <= 4 * LR, name
+        # An update is smaller than a bfloat16's last bit: without master weights it is lost.
+        assert difference.mean() < LR, name
 
 
 def check_vocabulary_rows(case: SplitCase, splits: list[dict[str, Any]]) -> None:
@@ -156,3 +180,35 @@ def test_tokens_of_padded_rows_cannot_be_shared(tmp_path: Path):
     setting = "trainer.sequence_parallel=2"
     with pytest.raises(ConfigError, match=f"{setting}: needs packed rows, but .* is padded"):
         check_packed_rows(str(tmp_path), "auto", setting=setting)
+
+
+@pytest.mark.parametrize(
+    ("settings", "count", "message"),
+    [
+        ({"model_type": "gpt2"}, 2, "transformers has no plan to split layers of gpt2"),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 6, "num_key_value_heads": 4},
+            4,
+            "must divide the model's num_experts=6",
+        ),
+        (
+            {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 1},
+            2,
+            "must divide the model's num_key_value_heads=1",
+        ),
+        (
+            {"model_type": "qwen2", "num_attention_heads": 4, "intermediate_size": 33},
+            4,
+            "must divide the model's intermediate_size=33",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_split_is_rejected(
+    tmp_path: Path, settings: dict[str, Any], count: int, message: str
+):
+    kind = settings.pop("model_type")
+    AutoConfig.for_model(kind, **settings).save_pretrained(tmp_path)
+    trainer = TrainerConfig(backend="torch", world_size=count, tensor_parallel=count)
+    with pytest.raises(ConfigError) as refusal:
+        check_tensor_parallel(str(tmp_path), trainer, section="trainer")
+    assert str(refusal.value) == f"trainer.tensor_parallel={count}: {message}"

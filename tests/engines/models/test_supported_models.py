@@ -10,9 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from streamrl.engines.models import supported_models
-from streamrl.engines.models.forward import compute_token_values, load_value_model
-from streamrl.engines.models.lora import check_lora_targets
 from streamrl.engines.models.supported_models import (
     check_model_support,
     check_weight_files,
@@ -21,7 +18,6 @@ from streamrl.engines.models.supported_models import (
 )
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
-from streamrl.files.hf_config import read_stored_shapes
 from tests.engines.test_architectures import COMMON, QUICK, SLOW
 
 LLAMA4 = {"num_local_experts": 2, "head_dim": 32, "intermediate_size_mlp": 96}
@@ -93,11 +89,7 @@ def test_a_config_that_contradicts_the_files_is_rejected(
     assert path in str(caught.value)
 
 
-PLAIN = ["llama", "qwen2", "qwen3", "mistral"]
-"""Families whose tensors are predicted without transformers' class."""
-
-
-@pytest.mark.parametrize("family", [*PLAIN, "gemma2", "olmo2", "phi3"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "phi3"])
 def test_missing_and_misshapen_tensors_are_named(tmp_path: Path, family: str):
     path = write(tmp_path, family, tie_word_embeddings=family == "gemma2")
     check_weight_files(path, "model.path")
@@ -110,25 +102,6 @@ def test_missing_and_misshapen_tensors_are_named(tmp_path: Path, family: str):
                 check_weight_files(path, "model.path")
             text = str(caught.value)
             assert name in text and "\n" not in text, text
-
-
-@pytest.mark.parametrize("family", [*PLAIN, "qwen3_moe"])
-def test_layers_beyond_the_configs_number_are_rejected(tmp_path: Path, family: str):
-    path = write(tmp_path, family)
-    change(tmp_path, num_hidden_layers=1, layer_types=None)
-    with pytest.raises(ConfigError, match=r"its files hold 2 layers, config\.json says 1"):
-        check_weight_files(path, "model.path")
-
-
-@pytest.mark.parametrize("family", PLAIN)
-@pytest.mark.parametrize("is_tied", [False, True])
-def test_plain_families_are_checked_without_importing_their_class(
-    tmp_path: Path, family: str, is_tied: bool, monkeypatch: pytest.MonkeyPatch
-):
-    config = AutoConfig.for_model(family, **COMMON, tie_word_embeddings=is_tied)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    monkeypatch.setattr("streamrl.engines.models.supported_models.load_skeleton", None)
-    check_weight_files(str(tmp_path), "model.path")
 
 
 def rename(folder: Path, old: str, new: str) -> None:
@@ -164,103 +137,36 @@ def test_a_tensor_with_an_unknown_name_is_rejected(tmp_path: Path, family: str):
         check_weight_files(path, "model.path")
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_quantized_tensors_without_a_config_are_rejected(
-    tmp_path: Path, family: str, dtype: torch.dtype
-):
-    path = write(tmp_path, family)
-    tensors = load_file(tmp_path / FILE)
-    name = next(name for name in tensors if "down_proj" in name)
-    save_file({**tensors, name: tensors[name].to(dtype)}, tmp_path / FILE)
-    with pytest.raises(ConfigError, match=f"{name} is stored as .*quantized weights cannot"):
-        check_weight_files(path, "model.path")
-
-
-@pytest.mark.parametrize(
-    ("family", "settings"),
-    [
-        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 0}}),
-        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": -1e4}}),
-        ("mistral", {"sliding_window": 0}),
-        ("gemma2", {"sliding_window": -1}),
-        ("qwen3", {"rms_norm_eps": -1e-6}),
-        ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0.0}}),
-        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": "10000"}}),
-        ("gpt_neox", {"layer_norm_eps": 0.0}),
-    ],
-)
-def test_settings_that_must_be_positive_are_checked(
-    tmp_path: Path, family: str, settings: dict[str, Any]
-):
-    path = write(tmp_path, family)
-    change(tmp_path, **settings)
-    with pytest.raises(ConfigError, match=r"config\.json: \w+=\S+: must be a number above 0"):
-        check_weight_files(path, "model.path")
-
-
-@pytest.mark.parametrize(
-    ("family", "settings"),
-    [
-        ("qwen3_moe", {"moe_intermediate_size": 10**9}),
-        ("qwen3_moe", {"num_experts": 8, "num_local_experts": 8}),
-        ("gpt_oss", {"num_local_experts": 10**6}),
-        ("gpt_neox", {"intermediate_size": 10**12}),
-        ("deepseek_v3", {"moe_intermediate_size": 10**10}),
-        ("glm4_moe", {"n_routed_experts": 10**7}),
-        ("mixtral", {"intermediate_size": 10**17}),
-    ],
-)
-def test_a_tensor_of_another_shape_than_the_configs_is_named(
-    tmp_path: Path, family: str, settings: dict[str, int]
-):
-    path = write(tmp_path, family)
-    change(tmp_path, **settings)
-    with pytest.raises(ConfigError) as caught:
-        check_model_support(path, "auto")
-    text = str(caught.value)
-    assert "\n" not in text
-    assert re.search(r"(model|gpt_neox)\.layers\.|makes no such model", text), text
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 
 @pytest.mark.parametrize(
     ("family", "settings", "words"),
     [
+        ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "fp8 weights: quantized weig"),
+        ("llama", {"rope_parameters": ROPE | {"rope_theta": 0}}, "rope_theta=0: must be a number"),
+        ("mistral", {"sliding_window": 0}, "sliding_window=0: must be a number above 0"),
+        ("llama", {"rope_parameters": ROPE | {"factor": "2"}}, "factor='2': must be a number abov"),
+        ("gpt_neox", {"layer_norm_eps": 0.0}, "layer_norm_eps=0.0: must be a number above 0"),
+        # vLLM would compute these in another way, or not at all.
         (
             "qwen2",
-            {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 8},
+            {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
             "max_window_layers: ",
         ),
         ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window=true: "),
-        ("gemma2", {"tie_word_embeddings": False}, "tie_word_embeddings=false: "),
         ("olmoe", {"clip_qkv": 1.0}, "clip_qkv=1.0: "),
         ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok=9: must be from 1 to"),
-        ("mixtral", {"num_experts_per_tok": 0}, "num_experts_per_tok=0: must be from 1 to"),
-        (
-            "qwen3_moe",
-            {"attention_bias": True},
-            "no parameter for model.layers.0.self_attn.o_proj.bias",
-        ),
+        ("llama", {"num_key_value_heads": 3}, "num_key_value_heads=3: must divide num_attention"),
+        ("llama", {"architectures": ["MyLlama"]}, r'MyLlama"\]: must be \["LlamaForCausalLM"\]'),
     ],
 )
-def test_settings_that_vllm_computes_differently_are_rejected(
+def test_settings_of_config_json_are_rejected(
     tmp_path: Path, family: str, settings: dict[str, Any], words: str
 ):
-    path = write(tmp_path, family, **settings)
+    path = write(tmp_path, family)
+    change(tmp_path, **settings)
     with pytest.raises(ConfigError, match=words):
-        check_model_support(path, "auto")
-    if family == "olmoe":
-        with pytest.raises(ConfigError, match="no class that makes a critic of this family"):
-            check_model_support(path, "auto", key="critic.path", is_served=False)
-    else:
-        check_model_support(path, "auto", key="critic.path", is_served=False)
-
-
-@pytest.mark.parametrize("method", ["mxfp4", "fp8", "gptq", "bitsandbytes"])
-def test_quantized_weights_are_rejected(tmp_path: Path, method: str):
-    path = write(tmp_path, "qwen3")
-    change(tmp_path, quantization_config={"quant_method": method})
-    with pytest.raises(ConfigError, match=f"{method} weights: quantized weights cannot be"):
         check_model_support(path, "auto")
 
 
@@ -279,12 +185,6 @@ def test_attention_that_computes_differently_is_rejected(
     check_model_support(path, "eager")
     with pytest.raises(ConfigError, match=f"^trainer.attention={attention}: {words}"):
         check_model_support(path, attention)
-
-
-def test_lora_on_a_model_without_linear_layers_is_rejected(tmp_path: Path):
-    path = write(tmp_path, "gpt2")
-    with pytest.raises(ConfigError, match="has no linear layers"):
-        check_lora_targets(path, TrainerConfig(lora_rank=4), section="trainer")
 
 
 def test_a_warning_names_multi_token_prediction_layers(tmp_path: Path):
@@ -328,18 +228,6 @@ def test_a_note_says_how_much_memory_logits_take_that_cannot_be_cut(tmp_path: Pa
     assert note.endswith("knows no output head of this class apart from its base")
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["mtp.layers.0.weight", "model.mtp_block.0.x", "score.0.weight", "model.visual.blocks.0.x"],
-)
-def test_tensors_outside_of_layers_do_not_count_as_layers(tmp_path: Path, name: str):
-    path = write(tmp_path, "qwen3")
-    save_file({**load_file(tmp_path / FILE), name: torch.zeros(3)}, tmp_path / FILE)
-    check_weight_files(path, "critic.path", is_served=False)
-    with pytest.raises(ConfigError, match=f"its files hold {name}, which is not a parameter of"):
-        check_weight_files(path, "model.path")
-
-
 @pytest.mark.parametrize("name", ["adapter_model", "consolidated", "model-00001-of-00001"])
 def test_without_an_index_only_one_weight_file_is_accepted(tmp_path: Path, name: str):
     path = write(tmp_path, "qwen2")
@@ -348,77 +236,8 @@ def test_without_an_index_only_one_weight_file_is_accepted(tmp_path: Path, name:
         check_model_support(path, "auto")
 
 
-def test_a_file_listed_in_the_index_must_exist(tmp_path: Path):
-    path = write(tmp_path, "qwen2")
-    index = {"weight_map": {"a": FILE, "b": "model-00002-of-00002.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    message = r"names model-00002-of-00002\.safetensors, which is missing"
-    with pytest.raises(ConfigError, match=message):
-        check_model_support(path, "auto")
-
-
-def test_a_model_safetensors_missing_from_the_index_is_rejected(tmp_path: Path):
-    path = write(tmp_path, "qwen2")
-    save_file(load_file(tmp_path / FILE), tmp_path / "model-1.safetensors")
-    index = {"weight_map": dict.fromkeys(load_file(tmp_path / FILE), "model-1.safetensors")}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ConfigError, match=r"is not in the index beside it; .* Remove one of them"):
-        check_model_support(path, "auto")
-    (tmp_path / FILE).unlink()
-    check_model_support(path, "auto")
-
-
-def test_indivisible_key_value_heads_are_rejected(tmp_path: Path):
-    path = write(tmp_path, "llama")
-    change(tmp_path, num_attention_heads=4, num_key_value_heads=3)
-    with pytest.raises(ConfigError, match=r"num_key_value_heads=3: must divide num_attention"):
-        check_model_support(path, "auto")
-
-
-def test_files_outside_of_the_index_are_not_read(tmp_path: Path):
-    path = write(tmp_path, "mixtral")
-    tensors = load_file(tmp_path / FILE)
-    index = {"weight_map": dict.fromkeys(tensors, FILE)}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    save_file({"layers.0.w": torch.ones(3)}, tmp_path / "consolidated.safetensors")
-    assert read_stored_shapes(tmp_path, "model.path").keys() == tensors.keys()
-    check_model_support(path, "auto")
-
-
-def test_architectures_must_name_the_trained_class(tmp_path: Path):
-    path = write(tmp_path, "llama")
-    change(tmp_path, architectures=["LlamaModel"])
-    check_model_support(path, "auto")
-    for class_name in ("MyLlamaForCausalLM", "LlamaForSequenceClassification"):
-        change(tmp_path, architectures=[class_name])
-        with pytest.raises(ConfigError, match=rf'{class_name}"\]: must be \["LlamaForCausalLM"\]'):
-            check_model_support(path, "auto")
-
-
 def test_an_adapter_beside_the_weights_is_rejected(tmp_path: Path):
     path = write(tmp_path, "llama")
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"adapter_config\.json: .* move it elsewhere"):
         check_model_support(path, "auto")
-
-
-def test_a_lack_of_memory_is_not_reported_as_a_wrong_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    path = write(tmp_path, "gpt2")
-
-    def load_skeleton(_: str) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(supported_models, "load_skeleton", load_skeleton)
-    with pytest.raises(MemoryError):
-        check_weight_files(path, "model.path")
-
-
-@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
-def test_a_new_critic_predicts_0_whatever_the_name_of_its_head(tmp_path: Path, family: str):
-    path = write(tmp_path, family)
-    check_weight_files(path, "critic.path", is_served=False)
-    ids = torch.arange(3, 9)[None]
-    model = load_value_model(path, dtype=torch.float32)
-    assert not compute_token_values(model, ids, ids > 0).any()

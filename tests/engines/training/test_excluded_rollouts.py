@@ -1,7 +1,6 @@
 """Excluded rollouts: whatever they hold, nothing that is computed over their group changes."""
 
 from dataclasses import replace
-from statistics import fmean, stdev
 
 import numpy as np
 import pytest
@@ -13,8 +12,7 @@ from streamrl.algorithms import AlgorithmConfig
 from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.engines.training.collate import derive_columns
 from streamrl.engines.training.rollout_sums import sum_rollouts
-from streamrl.messages import TRUNCATIONS, Columns, FinishReason, Prompt
-from streamrl.rewards.group_filter import FilterConfig, build_group_filter
+from streamrl.messages import TRUNCATIONS, FinishReason
 from streamrl.stream.step_metrics import compute_score_metrics
 from tests.engines.split_episodes import make_episode, make_groups
 from tests.engines.training.test_samples import every_config, make_settings, train
@@ -120,43 +118,3 @@ def test_a_masked_truncated_rollout_counts_in_the_statistics(reason):
     assert derived["loss_mask"].tolist() == [True, True, False, False, True, True, True, True]
     sums = sum_rollouts({"a": group}, [("a", i) for i in range(4)], {"a": derived})
     assert compute_score_metrics(sums)["reward/mean"] == 0.5
-
-
-def test_whitening_is_over_trained_tokens():
-    config = AlgorithmConfig(name="reinforce_pp_baseline", mask_truncated=True)
-    advantages = derive(config, make_group([1, 1, 0, 0], FinishReason.LENGTH))["advantages"]
-    # Scores minus their mean of 0.5, of two tokens each; the second rollout is not trained.
-    tokens = [0.5, 0.5, -0.5, -0.5, -0.5, -0.5]
-    whitened = [(x - fmean(tokens)) / stdev(tokens) for x in tokens]
-    assert advantages.tolist() == pytest.approx([*whitened[:2], 0, 0, *whitened[2:]])
-
-
-def test_a_step_of_excluded_rollouts_alone_trains_nothing_and_has_no_means():
-    group = {**make_group([1, 0], FinishReason.TIMEOUT), "costs": np.ones(2, np.float32)}
-    group["finish_reason"][:] = FinishReason.TIMEOUT.value
-    derived = derive(AlgorithmConfig(name="pass_at_k"), group)
-    assert not derived["loss_mask"].any()
-    sums = sum_rollouts({"a": group}, [("a", 0), ("a", 1)], {"a": derived})
-    assert sums["rollouts"] == 2
-    assert np.isnan([*compute_score_metrics(sums).values()]).all()
-
-
-@pytest.mark.parametrize(
-    ("config", "scores", "late", "words"),
-    [
-        (FilterConfig("equal_rewards"), [1] * 7 + [0], [7], "all 7 rewards are 1"),
-        (FilterConfig("equal_rewards"), [1, 0, 0, 5], [3], None),
-        (FilterConfig("equal_rewards"), [1, 0, 0], [1, 2], "1 of 3 rollouts count"),
-        (FilterConfig("equal_rewards"), [1, 0], [0, 1], "0 of 2 rollouts count"),
-        (FilterConfig("equal_rewards"), [1], [], None),
-        (FilterConfig("mean_outside"), [1, 1, 0], [2], "mean reward 1 is not inside (0, 1)"),
-        (FilterConfig(), [1, 1, 0], [2], None),
-    ],
-)
-def test_a_filter_judges_a_group_by_its_included_rollouts(config, scores, late, words):
-    reasons = np.zeros(len(scores), np.int8)
-    reasons[late] = FinishReason.TIMEOUT.value
-    columns: Columns = {"scores": np.array(scores, np.float32), "finish_reason": reasons}
-    judge = build_group_filter(config, (FinishReason.TIMEOUT.value,))
-    verdict = judge(Prompt("a", np.array([1], np.int32)), columns)
-    assert verdict is None if words is None else str(verdict).startswith(words)

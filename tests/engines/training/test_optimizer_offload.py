@@ -70,14 +70,6 @@ def test_offloading_returns_the_memory_to_the_system():
     assert process.memory_info().rss - empty > 190 * MB
 
 
-def test_offloading_before_the_first_step_does_nothing():
-    parameters = [torch.nn.Parameter(torch.ones(3))]
-    memory = memory_of(parameters, torch.optim.AdamW(parameters))
-    memory.offload_state()
-    memory.restore_state()
-    assert parameters[0].tolist() == [1, 1, 1]
-
-
 def test_an_empty_shard_does_not_offload_the_memory_of_other_tensors():
     # As torch shards it: only padding rows, so the rank's shard is empty.
     padded = torch.ones(8)
@@ -86,14 +78,6 @@ def test_an_empty_shard_does_not_offload_the_memory_of_other_tensors():
     optimizer.add_param_group({"params": [empty]})
     memory_of(parameters, optimizer).offload_state()
     assert padded.untyped_storage().nbytes() == 8 * 4
-
-
-def test_offloading_names_a_missing_tmpdir(monkeypatch: pytest.MonkeyPatch):
-    parameters, optimizer = adam(10)
-    monkeypatch.setattr(tempfile, "tempdir", "/not/there")
-    with pytest.raises(StreamError, match=r"offloaded to /not/there \(TMPDIR\): No such file"):
-        memory_of(parameters, optimizer).offload_state()
-    step(parameters, optimizer)
 
 
 def test_offloading_without_space_keeps_the_state(monkeypatch: pytest.MonkeyPatch):

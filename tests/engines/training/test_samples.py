@@ -108,15 +108,6 @@ def test_an_episode_in_one_or_in_several_samples_gives_the_same_update(config, s
     assert trained.sums == pytest.approx(expected.sums, rel=1e-5, abs=1e-5)
 
 
-def test_the_samples_make_the_update_differ_if_each_is_taken_for_an_episode():
-    config = AlgorithmConfig()
-    whole, split = make_pair(3)
-    for columns in split.values():
-        del columns["episode"]
-    gradients = train(config, whole).gradients, train(config, split).gradients
-    assert not torch.allclose(*gradients, rtol=0.1, atol=1e-3)
-
-
 @pytest.mark.parametrize("name", ["ppo", "safe_rlhf"])
 @settings(max_examples=3)
 @given(seed=st.integers(0, 9999))
@@ -162,18 +153,6 @@ def test_samples_of_an_episode_are_joined_in_their_order():
     tokens = torch.tensor([[1, 2], [3, 0], [4, 5], [6, 7], [8, 9]])
     assert join(tokens).tolist() == [[1, 2, 0, 0, 0, 0], [3, 0, 4, 5, 6, 7], [8, 9, 0, 0, 0, 0]]
     assert join(torch.tensor([0.5, 2, 2, 2, 1])).tolist() == [0.5, 2, 1]
-
-
-def test_metrics_count_an_episode_once():
-    config = AlgorithmConfig()
-    results = []
-    for groups in make_pair(5, sizes=(3, 2)):
-        picks = [(uid, i) for uid, c in groups.items() for i in range(len(c["scores"]))]
-        derived = derive_columns(config.spec, make_settings(config, groups), groups)
-        results.append(sum_rollouts(groups, picks, derived))
-    assert results[0] == pytest.approx(results[1])
-    # All episodes of the first group are past their time.
-    assert (results[1]["rollouts"], results[1]["groups"]) == (5, 1)
 
 
 def test_a_group_of_equal_scores_counts_once_however_it_is_split():

@@ -18,7 +18,7 @@ from streamrl.engines.training.model_trainer import write_hf_model
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import WEIGHTS_FILE, WEIGHTS_INDEX, list_weight_files
 from tests import forked
-from tests.engines.loading_ranks import LAYOUTS, LOADERS, WORLD, load_rank, train_adapters
+from tests.engines.loading_ranks import LAYOUTS, LOADERS, WORLD, load_rank
 from tests.engines.test_architectures import QUICK, SLOW
 from tests.engines.test_architectures import make_model as make_architecture
 from tests.engines.tiny_qwen import save, tiny_model
@@ -78,19 +78,6 @@ def test_ranks_load_all_architectures(
     for name in architectures:
         make_architecture(name, tmp_path / name, seed=1)
     check_equal([str(tmp_path / name) for name in architectures], layout)
-
-
-def test_frozen_weights_below_bfloat16_adapters_are_loaded_without_float32_masters(tmp_path: Path):
-    save(tiny_model(tied=True, seed=1), tmp_path)
-    (port,) = find_free_ports(1)
-    arguments = [(rank, port, str(tmp_path)) for rank in range(WORLD)]
-    for sharded, whole in forked.run(train_adapters, arguments, timeout_s=300):
-        assert sharded["dtypes"] == {True: {torch.bfloat16}, False: {torch.float32}}
-        # Training computes the same bits as from a frozen base in float32.
-        assert whole["dtypes"] == {True: {torch.float32}, False: {torch.float32}}
-        assert sharded["losses"] == whole["losses"] and sharded["losses"][0] != sharded["losses"][1]
-        for kind in ("adapters", "masters"):
-            torch.testing.assert_close(sharded[kind], whole[kind], rtol=0, atol=0)
 
 
 def test_a_missing_parameter_is_an_error_on_the_meta_device_too(tmp_path: Path):

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from streamrl.config.run_config import load_config
-from streamrl.engines.generator_config import list_graph_sizes
 from streamrl.engines.models.model_shapes import MODEL_SHAPES, ModelShape
 from streamrl.weights.logprob_check import NUM_SEQUENCES
 
@@ -126,8 +125,3 @@ def test_the_config_on_a_gpu_follows_the_settings(
     name: str, expected: dict[str, Any], facts: dict[str, dict[str, Any]]
 ):
     assert facts[name] | expected == facts[name]
-
-
-def test_a_full_batch_has_a_graph_of_its_own_size(facts: dict[str, dict[str, Any]]):
-    assert facts["600 rollouts"]["graph_sizes"] == list_graph_sizes(604)
-    assert facts["600 rollouts"]["graph_sizes"][-2:] == [576, 604]
