@@ -131,7 +131,7 @@ def reject_equal_rewards(prompt: Prompt, columns: Columns) -> str | None:
     scores = columns["scores"].astype(np.float64)
     if len(scores) == 1 or not has_equal_scores(scores.min(), scores.max()):
         return None
-    return f"all {len(scores)} rewards are {np.float32(scores[0]):zg}"
+    return f"all {len(scores)} rewards are {np.float32(scores.min()):zg}"
 
 
 def make_mean_filter(options: MeanOutsideOptions) -> GroupFilter:

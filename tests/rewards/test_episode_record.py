@@ -147,12 +147,6 @@ def test_the_pieces_of_a_text_join_to_the_text(text: str, max_pieces: int):
     assert "".join(pieces) + rest == text
 
 
-@given(st.lists(st.integers(0, 255), max_size=40))
-def test_bytes_that_are_not_a_text_have_a_piece_per_token(ids: list[int]):
-    pieces, rest = split_text(TOKENIZER, ids, len(ids))
-    assert (len(pieces), rest) == (len(ids), "")
-
-
 async def test_the_turns_that_the_scorer_records_are_read_back(tmp_path: Path):
     columns = make_columns([TWO_TURNS, TWO_TURNS])
     rewards = [RewardComponent("env", 1.0, False, EnvironmentReward())]

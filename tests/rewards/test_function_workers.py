@@ -103,18 +103,6 @@ async def test_crashes_and_exceptions_are_retried_then_named_by_cause(
     assert (tmp_path / "tries").read_text() == "xx"
 
 
-async def test_a_transient_failure_is_retried(running, tmp_path):
-    rewards = await running(f"""
-        import os
-        def f(prompt, completion):
-            if not os.path.exists({str(tmp_path / "once")!r}):
-                open({str(tmp_path / "once")!r}, "w")
-                raise OSError
-            return 1.0
-    """)
-    assert (await rewards.score(prompt(), ["5"]))["scores"].tolist() == [1.0]
-
-
 @pytest.mark.parametrize("define", ["def", "async def"])
 async def test_a_service_of_a_function_that_does_not_answer_is_waited_for_without_an_attempt(
     running, tmp_path, monkeypatch, define

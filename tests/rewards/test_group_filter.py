@@ -46,15 +46,11 @@ def filter_from(tmp_path):
     ("scores", "words"),
     [
         ([1] * 8, "all 8 rewards are 1"),
-        ([0, 0], "all 2 rewards are 0"),
         ([-0.0, 0.0], "all 2 rewards are 0"),
-        ([0.1, 0.1, 0.1], "all 3 rewards are 0.1"),
-        ([-2.5, -2.5], "all 2 rewards are -2.5"),
         ([1, 1, 1, 0], None),
         ([np.full(10, 0.1, np.float32).cumsum()[-1], 1], "all 2 rewards are 1"),
         ([1, 1.00001], None),
         ([1], None),
-        ([0], None),
     ],
 )
 def test_equal_rewards_rejects_groups_of_two_or_more_rollouts(scores, words):
@@ -74,14 +70,9 @@ def test_the_filter_is_invariant_to_the_order_of_rollouts(data, scores, config):
     ("scores", "low", "high", "words"),
     [
         ([1, 1, 1, 1], 0, 1, "mean reward 1 is not inside (0, 1)"),
-        ([0, 0, 0, 0], 0, 1, "mean reward 0 is not inside (0, 1)"),
         ([1, 0, 0, 0], 0, 1, None),
         ([1, 0, 0, 0], 0.25, 0.75, "mean reward 0.25 is not inside (0.25, 0.75)"),
         ([1, 1, 1, 0], 0.25, 0.75, "mean reward 0.75 is not inside (0.25, 0.75)"),
-        ([1, 1, 0, 0], 0.25, 0.75, None),
-        ([-1, 1], 0, 1, "mean reward 0 is not inside (0, 1)"),
-        ([-3, -1], -2.5, 0, None),
-        ([0.5, 0.5], 0, 1, None),
         ([1], 0, 1, "mean reward 1 is not inside (0, 1)"),
     ],
 )
@@ -134,10 +125,6 @@ def test_a_function_cannot_change_the_columns(filter_from):
     ("body", "shown"),
     [
         ("None", "None"),
-        ("1", "1"),
-        ("0.0", r"0\.0"),
-        ("'yes'", "'yes'"),
-        ("scores", r"\[1\.0, 0\.0\]"),
         ("__import__('numpy').eye(2) > 0", r"array\(\[\[ ?True.*\)"),
         ("(True for _ in scores)", "<generator .*>"),
     ],
@@ -168,7 +155,6 @@ def test_an_exception_is_reported_with_line_and_uid(filter_from):
             r"filter\.function=keep: in /.*filter\.py requires tokens, uid; "
             r"available, by keyword: prompt, scores, rewards",
         ),
-        ("", r"filter\.function=keep: not in /.*filter\.py; its functions are none"),
         ("async def keep(): return True", r"filter\.function=keep: in /.*\.py must not be async"),
         ("x = 1\ny = = 2", r"filter\.path=/.*filter\.py:2: SyntaxError: .*"),
     ],
@@ -187,12 +173,8 @@ def test_an_unusable_function_is_refused(filter_from, source, words):
             "filter.kind=foo: must be one of none, equal_rewards, mean_outside, function",
         ),
         ({"low": math.nan}, "filter.low=nan: must be finite"),
-        ({"low": -math.inf}, "filter.low=-inf: must be finite"),
-        ({"high": math.inf}, "filter.high=inf: must be finite"),
         ({"low": 0.5, "high": 0.5}, "filter.low=0.5: must be below high=0.5"),
-        ({"low": 2.0}, "filter.low=2.0: must be below high=1.0"),
         ({"kind": "function", "function": "keep"}, "filter.path: missing"),
-        ({"kind": "function", "path": "a.py"}, "filter.function: missing"),
         (
             {"kind": "none", "path": "a.py"},
             "filter.path has no effect with filter.kind=none;"

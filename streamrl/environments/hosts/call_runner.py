@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from streamrl.user_code.pool.worker import exit_if_forked
 from streamrl.user_code.python_module import FileFunction
 
 MAX_RUNNING_CALLS = 256
@@ -128,7 +129,7 @@ async def _await_call(method: FileFunction, call: Callable[[], Any]) -> Any:
     except BaseException as error:
         raise UserCodeError(method.describe_error(error)) from error
     finally:
-        _exit_if_forked(host_pid)
+        exit_if_forked(host_pid)
 
 
 def _make_call(method: FileFunction, call: Callable[[], Any], host_pid: int) -> Any:
@@ -138,10 +139,4 @@ def _make_call(method: FileFunction, call: Callable[[], Any], host_pid: int) -> 
     except BaseException as error:
         raise UserCodeError(method.describe_error(error)) from error
     finally:
-        _exit_if_forked(host_pid)
-
-
-def _exit_if_forked(host_pid: int) -> None:
-    """Exit if this process is a fork of the host: user code may fork and return in the child."""
-    if os.getpid() != host_pid:
-        os._exit(0)
+        exit_if_forked(host_pid)

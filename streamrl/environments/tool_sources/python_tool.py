@@ -13,7 +13,7 @@ from streamrl.user_code.pool.background_tasks import BackgroundTasks
 from streamrl.user_code.sandbox.backend_choice import IsolationError, find_isolation
 from streamrl.user_code.sandbox.jail import JailError, JailSpec
 from streamrl.user_code.sandbox.program import ProgramLimits
-from streamrl.user_code.sandbox.python_session import PythonSession, make_session_spec
+from streamrl.user_code.sandbox.python_session import PythonSession
 
 PYTHON_TOOL: ToolSchema = {
     "type": "function",
@@ -70,12 +70,9 @@ class PythonTools:
     async def _find_spec(self) -> JailSpec:
         """Choose the isolation once; calls that come meanwhile wait for the same result."""
         if self._finding is None or (self._finding.done() and self._finding.exception()):
-            self._finding = asyncio.create_task(self._make_spec())
+            self._finding = asyncio.create_task(find_isolation(self._limits))
         # Shielded: the deadline of one call must not cancel the choice for the others.
         return await asyncio.shield(self._finding)
-
-    async def _make_spec(self) -> JailSpec:
-        return make_session_spec(await find_isolation(self._limits))
 
 
 class PythonEpisode:

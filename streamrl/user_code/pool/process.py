@@ -73,7 +73,9 @@ class WorkerProcess:
     """
 
     def __init__(
-        self, reaper_process: "subprocess.Popen[bytes]", streams: "_SocketStreams"
+        self,
+        reaper_process: "subprocess.Popen[bytes]",
+        streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
     ) -> None:
         self._reaper = reaper_process
         self._reader, self._writer = streams
@@ -93,8 +95,8 @@ class WorkerProcess:
         """
         ours, theirs = socket.socketpair()
         with theirs:
-            reaper_process = await _launch_reaper(theirs, target, ours)
-        process = cls(reaper_process, await asyncio.open_connection(sock=ours))
+            streams = await asyncio.open_connection(sock=ours)
+            process = cls(spawn_reaper(theirs.fileno(), target), streams)
         try:
             async with asyncio.timeout(within_s):
                 await process._wait_until_ready(payload)
@@ -222,25 +224,6 @@ class WorkerProcess:
             self._reader_task.cancel()
             await asyncio.gather(self._reader_task, return_exceptions=True)
             self._fail_pending_calls()
-
-
-_SocketStreams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
-async def _launch_reaper(
-    theirs: socket.socket, target: str, ours: socket.socket
-) -> "subprocess.Popen[bytes]":
-    """Start a reaper, which starts the worker; if cancelled, wait for the reaper's exit."""
-    launching = asyncio.create_task(asyncio.to_thread(spawn_reaper, theirs.fileno(), target))
-    try:
-        return await asyncio.shield(launching)
-    except asyncio.CancelledError:
-        # A thread cannot be cancelled: wait for the process that it spawns.
-        reaper_process = await launching
-        ours.close()
-        theirs.close()
-        await asyncio.to_thread(reaper_process.wait)
-        raise
 
 
 def spawn_reaper(fd: int, target: str) -> "subprocess.Popen[bytes]":

@@ -81,11 +81,11 @@ def _serve_sync(handler: RequestHandler, channel: socket.socket, reader: BinaryI
         kind, call_id, request = read_message(reader)
         if kind == REQUEST:
             message = _handle_request(call_id, handler, request)
-            _exit_if_forked(worker_pid)
+            exit_if_forked(worker_pid)
             channel.sendall(message)
 
 
-def _exit_if_forked(worker_pid: int) -> None:
+def exit_if_forked(worker_pid: int) -> None:
     """Exit if this process is a fork of the worker: user code may fork and return in the child."""
     if os.getpid() != worker_pid:
         os._exit(0)
@@ -105,7 +105,7 @@ def _serve_async(handler: RequestHandler, channel: socket.socket, reader: Binary
             message = _pack_failure(call_id, error)
         else:
             message = _handle_request(call_id, lambda _: result, None)
-        _exit_if_forked(worker_pid)
+        exit_if_forked(worker_pid)
         # Not awaited: a request cancelled now must still be answered.
         sending_thread.submit(channel.sendall, message)
 

@@ -3,6 +3,6 @@
 Sandbox -> ProgramRun -> Jail -> | driver (process 1 of the jail) -> program
   pool      a program    host    | inside the jail
 
-PythonSession -> Jail -> | session driver (process 1) -> interpreter
+PythonSession -> Jail -> | driver (process 1 of the jail) -> interpreter
   calls of an episode
 """

@@ -20,7 +20,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from streamrl.errors import DeadlineError
@@ -51,14 +50,13 @@ _FIRST_USER_ID = 1 << 30
 _USERS_PER_PROCESS = 256
 _NUM_USER_IDS = 1 << 32
 
-#: First code of the jail's Python: read the driver's modules from stdin and execute them in order.
+#: First code of the jail's Python: read the driver's code from stdin and execute it.
 _BOOT_SOURCE = (
     "import marshal,os,sys\n"
     "size,data={size},b''\n"
     "while len(data)<size: data+=os.read(0,size-len(data)) or os._exit(0)\n"
-    "for name,code in marshal.loads(data):\n"
-    " module=sys.modules[name]=type(sys)(name)\n"
-    " exec(code,module.__dict__)"
+    "module=sys.modules['__main__']=type(sys)('__main__')\n"
+    "exec(marshal.loads(data),module.__dict__)"
 )
 
 
@@ -244,7 +242,7 @@ class JailSpec:
     """Settings shared by all jails of a sandbox.
 
     syscall_filter: seccomp filter as BPF.
-    driver_code: modules of the driver, marshaled (`marshal_driver`).
+    driver_code: code of jail_driver.py, marshaled.
     process_table: measures the memory of jails.
     """
 
@@ -262,21 +260,14 @@ def make_jail_spec(
         isolation,
         limits,
         syscall_filter,
-        marshal_driver(jail_driver),
+        compile_driver(),
         ProcessTable(mapping_bytes=_MAPPING_BYTES),
     )
 
 
-def marshal_driver(*modules: ModuleType) -> bytes:
-    """Return the code of modules, in the order of execution; the last one is the driver itself."""
-    codes = []
-    for module in modules:
-        assert module.__file__ is not None
-        source = Path(module.__file__).read_text(encoding="utf-8")
-        name = "__main__" if module is modules[-1] else module.__name__
-        code = compile(source, "driver", "exec", dont_inherit=True, optimize=2)
-        codes.append((name, code))
-    return marshal.dumps(codes)
+def compile_driver() -> bytes:
+    source = Path(jail_driver.__file__).read_text(encoding="utf-8")
+    return marshal.dumps(compile(source, "driver", "exec", dont_inherit=True, optimize=2))
 
 
 class Jail:

@@ -107,10 +107,6 @@ class ProgramResult:
         return self._decisive_result.detail
 
     @property
-    def seconds(self) -> float:
-        return sum(result.seconds for result in self.test_results)
-
-    @property
     def pass_rate(self) -> float:
         """Fraction of tests that pass; skipped tests count as failed."""
         return sum(r.outcome is RewardOutcome.PASS for r in self.test_results) / self.num_tests

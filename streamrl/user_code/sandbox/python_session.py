@@ -1,11 +1,10 @@
 """Python interpreter in a jail of its own, in which variables persist from call to call."""
 
-import dataclasses
 import math
 import time
 from dataclasses import dataclass
 
-from streamrl.user_code.sandbox import jail_driver, session_driver
+from streamrl.user_code.sandbox import jail_driver
 from streamrl.user_code.sandbox.jail import (
     START_TIMEOUT_S,
     Jail,
@@ -14,7 +13,6 @@ from streamrl.user_code.sandbox.jail import (
     JailReport,
     JailSpec,
     MemoryLimitError,
-    marshal_driver,
 )
 from streamrl.user_code.sandbox.program import LANGUAGES, SandboxProgram
 from streamrl.user_code.sandbox.verdicts import decode_output, make_program_message
@@ -35,11 +33,6 @@ class CodeOutput:
     is_over: bool = False
 
 
-def make_session_spec(spec: JailSpec) -> JailSpec:
-    """Return the settings of jails that have an interpreter instead of a program with tests."""
-    return dataclasses.replace(spec, driver_code=marshal_driver(jail_driver, session_driver))
-
-
 class PythonSession:
     """Interpreter in a jail. Create with `start`; the jail lives until `kill`.
 
@@ -55,7 +48,7 @@ class PythonSession:
     async def start(cls, spec: JailSpec, number: int, *, kept_chars: int) -> "PythonSession":
         """Start a jail with an interpreter. Raises JailError.
 
-        spec: from `make_session_spec`. number: index of the jail (`Jail.start`). kept_chars:
+        number: index of the jail (`Jail.start`). kept_chars:
         characters at each end of a long output that are kept; those between are counted.
         """
         jail = await Jail.start(spec, number)
@@ -93,7 +86,7 @@ class PythonSession:
         if report.exit_kind == jail_driver.FILE_LIMIT:
             text += f"\ncreated more than {self._limits.files} files"
         is_over = report.exit_kind in (jail_driver.EXITED, jail_driver.FILE_LIMIT)
-        has_failed = is_over or report.exit_kind == session_driver.RAISED
+        has_failed = is_over or report.exit_kind == jail_driver.RAISED
         return CodeOutput(text, num_left_out, has_failed, is_over)
 
     async def kill(self) -> None:

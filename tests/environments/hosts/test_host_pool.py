@@ -16,7 +16,7 @@ from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.hosts import host_pool
 from streamrl.environments.hosts.host_pool import EnvironmentHostPool
 from streamrl.environments.interface import EpisodeSummary, Reply
-from streamrl.errors import ConfigError, EpisodeError, EpisodeTimeoutError
+from streamrl.errors import EpisodeError, EpisodeTimeoutError
 from streamrl.messages import Prompt
 from streamrl.user_code.pool import pool as pool_module
 from tests.descendants import descendants
@@ -299,13 +299,6 @@ async def test_cancelling_a_step_and_closing_ends_it_in_the_host(pool):
         stepping.cancel()
         await asyncio.gather(stepping, return_exceptions=True)
     assert pool.num_claims == 0 and not pool.kill_counts
-
-
-async def test_a_class_that_does_not_load_is_refused_at_the_start(start_pool):
-    with pytest.raises(ConfigError, match=r"environment.path=.*: .*/mine.py has no public method"):
-        await start_pool("class Mine: pass", name="Mine")
-    with pytest.raises(EpisodeError, match=r"does not start: worker process exited with code 5"):
-        await start_pool("import os\nos._exit(5)", name="Mine")
 
 
 async def test_hosts_that_do_not_start_again_fail_the_sessions_that_wait(

@@ -181,12 +181,6 @@ async def test_acc_must_be_a_bool(reward_from):
         await score_completions(reward)
 
 
-async def test_a_plain_number_passes_from_1(reward_from):
-    reward = reward_from("def f(prompt, completion): return float(completion)")
-    results = await score_completions(reward, ["0.99", "1"])
-    assert [result.outcome for result in results] == [RewardOutcome.WRONG, RewardOutcome.PASS]
-
-
 async def test_kwargs_come_from_the_config(reward_from):
     source = "def f(solution_str, ground_truth, scale): return scale * int(solution_str)"
     assert await scores(reward_from(source, scale=2.5)) == [12.5, 15.0]
@@ -212,12 +206,9 @@ async def test_a_file_registers_kinds(tmp_path):
     ("body", "number"),
     [
         ("True", 1.0),
-        ("3", 3.0),
         ("-0.5", -0.5),
         ("__import__('numpy').float32(0.5)", 0.5),
-        ("__import__('numpy').int64(2)", 2.0),
         ("__import__('numpy').bool_(True)", 1.0),
-        ("__import__('fractions').Fraction(1, 4)", 0.25),
         ("__import__('torch').tensor(0.5)", 0.5),
         ("{'score': 1, 'note': 'x'}", 1.0),
     ],
@@ -252,12 +243,6 @@ async def test_a_group_function_must_return_a_number_per_completion(reward_from,
     reward = reward_from(f"def f(completions): return {body}")
     with pytest.raises(RewardError, match=r"f in .*reward.py returned .*, not a list of 2 numbers"):
         await scores(reward)
-
-
-@pytest.mark.parametrize("expression", ["numpy.array([0.5, 1])", "torch.tensor([0.5, 1])"])
-async def test_a_group_function_may_return_an_array(reward_from, expression):
-    reward = reward_from(f"import numpy, torch\ndef f(completions): return {expression}")
-    assert await scores(reward) == [0.5, 1.0]
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])

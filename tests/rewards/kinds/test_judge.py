@@ -312,9 +312,9 @@ async def test_the_preflight_waits_for_the_server(server):
 
 
 async def test_a_server_down_at_startup_refuses_the_run(server, started, monkeypatch):
-    monkeypatch.setattr(endpoint_module, "STARTUP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(endpoint_module, "STARTUP_TIMEOUT_S", 1.0)
     await server.close()
-    message = r"\.url=http.*/v1: Connect.* \(for 0\.1 s\)$"
+    message = r"\.url=http.*/v1: Connect.* \(for 1 s\)$"
     with pytest.warns(match="for the server"), pytest.raises(ConfigError, match=message):
         await started(server.url)
 
@@ -331,9 +331,7 @@ async def test_a_wrong_url_or_model_refuses_the_run(server, started):
     [
         ({"url": "localhost:8000"}, "url=localhost:8000: must begin with http:// or https://"),
         ({"template": ""}, "template: give either template or path, not both"),
-        ({"path": "x"}, "template: give either template or path, not both"),
         ({"template": "", "path": "/nowhere"}, "path=/nowhere: cannot be read"),
-        ({"template": "{prompt}"}, "template: must contain {completion}"),
         ({"pattern": "("}, "pattern=("),
         ({"least": 10}, "least=10.0: must be below most=10.0"),
         (

@@ -116,14 +116,6 @@ def test_a_judge_that_raises_on_its_own_answer_fails_and_the_text_is_not_wrong()
     assert result.detail == "the judge cannot read it: KeyError: 'odd'"
 
 
-def test_a_judge_without_memory_does_not_make_an_answer_wrong():
-    def score(answer):
-        raise MemoryError
-
-    with pytest.raises(MemoryError):
-        judge_with(score)
-
-
 @pytest.mark.parametrize("value", [None, float("nan"), "1"])
 def test_a_score_that_is_no_number_is_an_error(value):
     assert judge_with(lambda answer: value).endswith("not a finite number")

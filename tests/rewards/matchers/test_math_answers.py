@@ -59,11 +59,6 @@ def test_gsm8k_refuses_a_ground_truth_without_a_number(truth):
         math_answers.validate_gsm8k_truth(truth)
 
 
-def test_math_refuses_a_full_solution_as_ground_truth():
-    with pytest.raises(RewardError, match=r"must be the content of \\boxed\{\}, is"):
-        math_answers.validate_math_truth(r"We add and find $\boxed{9}$.")
-
-
 @pytest.mark.parametrize(
     ("rule", "truth"), [("math", r"\%"), ("math", "x="), ("dapo_math", "degrees")]
 )
@@ -76,11 +71,9 @@ def test_a_ground_truth_with_an_empty_normal_form_is_refused(rule, truth):
     ("text", "form"),
     [
         (r"x = .5", r"\frac{1}{2}"),
-        (r"\frac{.5}{2}", r"\frac{0.5}{2}"),
         (r"-\dfrac 12", r"-\frac{1}{2}"),
         (r"3\text{ red}, 2\text{ blue}", r"3\text{red},2\text{blue}"),
         (r"\left[ 2, \tfrac{\pi}{3} \right)", r"[2,\frac{\pi}{3})"),
-        (r"120^{\circ}", "120"),
     ],
 )
 def test_the_normal_form_of_math(text, form):
@@ -94,9 +87,6 @@ def test_the_normal_form_of_math(text, form):
         (r"a = \frac12 + \sqrt3", r"\frac{1}{2}+\sqrt{3}"),
         (r"the area is $\mbox{about }7$ square inches", "about7"),
         (r"1,234,567 \text{ meters}", "1234567"),
-        (r"\overline{AB}", "AB"),
-        (r"2,\text{and}3", "23"),
-        ("(2, 3)", "(2,3)"),
     ],
 )
 def test_dapo_math_normalizes_answers_like_minerva(text, form):

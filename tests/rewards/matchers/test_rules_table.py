@@ -27,13 +27,8 @@ def judge(name, completion):
     [
         ("openai/gsm8k", "gsm8k"),
         ("lighteval/MATH", "math"),
-        ("DigitalLearningGmbH/MATH-lighteval", "math"),
-        ("HuggingFaceH4/MATH-500", "math"),
         ("math_dapo", "dapo_math"),
-        ("math", "dapo_math"),
-        ("math_dapo_reasoning", "dapo_math"),
         ("aime2024", "dapo_math"),
-        ("aime_2025", "dapo_math"),
         ("numina_olympiads", "symbolic"),
     ],
 )

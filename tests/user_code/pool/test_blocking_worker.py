@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from streamrl.errors import ConfigError
 from streamrl.user_code.pool import pool as module
 from streamrl.user_code.pool.pool import (
     BlockingWorker,
@@ -54,12 +53,6 @@ def test_an_error_of_the_handler_keeps_the_process_and_an_exit_or_a_hang_replace
     second = worker.call(("pid", None))
     assert second != first
     assert worker.call(("square", 3)) == 9
-
-
-def test_a_handler_that_does_not_load_is_a_config_error(worker: BlockingWorker):
-    refused = BlockingWorker(TARGET, "refuse", timeout_s=60.0)
-    with pytest.raises(ConfigError, match=r"rewards\.path=x\.py: no such file"):
-        refused.call(("square", 3))
 
 
 def test_a_process_without_calls_ends_and_the_next_call_starts_another(

@@ -9,7 +9,7 @@ import pytest_asyncio
 
 from streamrl.user_code.sandbox.backend_choice import find_isolation
 from streamrl.user_code.sandbox.program import ProgramLimits
-from streamrl.user_code.sandbox.python_session import CodeOutput, PythonSession, make_session_spec
+from streamrl.user_code.sandbox.python_session import CodeOutput, PythonSession
 from tests.descendants import descendants
 
 KEPT_CHARS = 1000
@@ -28,7 +28,7 @@ module_loop = pytest.mark.asyncio(loop_scope="module")
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def spec():
     limits = ProgramLimits(memory_mib=300, cpu_s=60, processes=16, disk_mib=8, files=50)
-    return make_session_spec(await find_isolation(limits))
+    return await find_isolation(limits)
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -110,7 +110,7 @@ async def test_an_exception_is_the_last_lines_of_its_traceback(session, code, li
     await session.run("kept = 7")
     output = await session.run(code)
     assert output.has_failed and not output.is_over and not output.num_left_out
-    assert all(line in output.text for line in lines) and "session_driver" not in output.text
+    assert all(line in output.text for line in lines) and "driver" not in output.text
     assert output.text.count("File ") <= 7
     assert (await session.run("kept")).text == "7\n"
 
