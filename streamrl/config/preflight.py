@@ -17,7 +17,7 @@ from streamrl.config.role_counts import assign_slots, count_actors, with_placeme
 from streamrl.config.run_config import RunConfig
 from streamrl.data.chat_template import load_vocab_size
 from streamrl.data.pretrain_texts import load_texts
-from streamrl.data.prompt_file import LoadedFile, load_prompt_files
+from streamrl.data.prompt_file import LazyTokenizer, LoadedFile, PromptLimits, load_prompts
 from streamrl.data.prompt_stream import PromptStream
 from streamrl.data.training_files import TrainingFiles, open_training_files
 from streamrl.dataflow import (
@@ -174,22 +174,18 @@ def _open_prompt_files(
         model_tokens=model_tokens, max_new_tokens=max_new_tokens, key=config.completion_limit_key
     )
     left_tokens = config.pipeline.micro_batch_tokens - max_new_tokens
+    tokenizer, environments = LazyTokenizer(config.model.path), tuple(config.environment.specs)
+    vocab_size = load_vocab_size(config.model.path)
+    limits = PromptLimits(limit, vocab_size, data.on_long_prompt, environments)
     train = open_training_files(
         data.train_files,
-        config.model.path,
-        limit=limit,
-        on_long=data.on_long_prompt,
-        environments=tuple(config.environment.specs),
+        tokenizer,
+        limits,
         max_sampled_tokens=left_tokens if data.max_prompt_tokens is None else None,
         inspect=inspect,
     )
-    evaluation = load_prompt_files(
-        data.eval_files,
-        config.model.path,
-        limit=limit,
-        on_long=data.on_long_prompt,
-        environments=tuple(config.environment.specs),
-        max_prompts=config.evaluation.limit,
+    evaluation = load_prompts(
+        data.eval_files, tokenizer(), limits, max_prompts=config.evaluation.limit
     )
     return train, evaluation
 

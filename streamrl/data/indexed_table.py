@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -64,7 +64,15 @@ def _wrap_open_errors(path: str) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except (OSError, EOFError, zlib.error, ValueError, KeyError, pa.ArrowException) as error:
+    except (
+        OSError,
+        EOFError,
+        zlib.error,
+        ValueError,
+        LookupError,
+        TypeError,
+        pa.ArrowException,
+    ) as error:
         reason = error.strerror if isinstance(error, OSError) else ""
         raise ConfigError(f"{path}: cannot be read: {reason or format_error(error)}") from error
 
@@ -366,40 +374,21 @@ def _check_split(path: str, split: str, splits: Any) -> None:
         )
 
 
-class _StateDataFile(msgspec.Struct):
-    filename: str
-
-
-class _DatasetState(msgspec.Struct):
-    data_files: Annotated[list[_StateDataFile], msgspec.Meta(min_length=1)] = msgspec.field(
-        name="_data_files"
-    )
-
-
 def _list_dataset_files(folder: Path, split: str) -> list[str]:
     """Return the Arrow files of a dataset written by `save_to_disk`."""
-    splits_file = folder / DATASET_FILES[0]
-    if splits_file.is_file() and not (folder / "state.json").is_file():
-        _check_split(
-            str(folder), split, _read_metadata(splits_file, dict[str, list[str]])["splits"]
-        )
+    splits_file, state_file = folder / DATASET_FILES[0], "state.json"
+    if splits_file.is_file() and not (folder / state_file).is_file():
+        splits = read_small_json(splits_file, most_bytes=MAX_LINE_BYTES)["splits"]
+        _check_split(str(folder), split, splits)
         folder /= split
     else:
         _check_no_split(str(folder), split)
-    state = _read_metadata(folder / "state.json", _DatasetState)
-    names = [file.filename for file in state.data_files]
+    state = read_small_json(folder / state_file, most_bytes=MAX_LINE_BYTES)
+    names = [str(entry["filename"]) for entry in state["_data_files"]]
     for name in names:
         if name in ("", "..") or Path(name).name != name:
-            raise ValueError(f"state.json: {name!r:.80} must be a file in the same folder")
+            raise ValueError(f"{state_file}: {name!r:.80} must be a file in the same folder")
     return [str(folder / name) for name in names]
-
-
-def _read_metadata(file: Path, kind: Any) -> Any:
-    """Parse a JSON metadata file to type `kind`. Raises ValueError with the file's name."""
-    try:
-        return msgspec.convert(read_small_json(file, most_bytes=MAX_LINE_BYTES), kind)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file.parent.name}/{file.name}: {format_error(error)}") from None
 
 
 def _has_parquet_name(path: Path) -> bool:

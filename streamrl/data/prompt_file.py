@@ -20,7 +20,6 @@ from streamrl.data.chat_template import (
     ChatTemplate,
     load_chat_template,
     load_tokenizer,
-    load_vocab_size,
     render_prompts,
 )
 from streamrl.data.config import MODEL_TEMPLATE, PLAIN_TEMPLATE, DataFile
@@ -371,25 +370,6 @@ def describe_unused_rows(
         for status, text in texts.items()
         if counts[status]
     ]
-
-
-def load_prompt_files(
-    files: Sequence[DataFile],
-    model: str,
-    *,
-    limit: int,
-    on_long: str,
-    environments: tuple[str, ...] | None = None,
-    max_prompts: int | None = None,
-) -> list[LoadedFile]:
-    """Load the prompts of small files, with the tokenizer of a model directory.
-
-    limit: maximum tokens of a prompt. on_long: action on a longer prompt: error, skip or truncate.
-    environments: names that rows may give, as of PromptLimits. max_prompts: prompts per file.
-    Raises a one-line ConfigError for a bad row or an unusable file.
-    """
-    limits = PromptLimits(limit, load_vocab_size(model), on_long, environments)
-    return load_prompts(files, load_tokenizer(model), limits, max_prompts=max_prompts)
 
 
 def load_prompts(

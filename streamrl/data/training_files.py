@@ -12,17 +12,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streamrl.data.chat_template import load_vocab_size
 from streamrl.data.config import DataFile
 from streamrl.data.prompt_file import (
     RENDER_BATCH_ROWS,
     ClassifiedRow,
-    LazyTokenizer,
     PromptFile,
     PromptLimits,
     RowStatus,
@@ -30,6 +28,9 @@ from streamrl.data.prompt_file import (
     make_no_prompt_error,
 )
 from streamrl.messages import Prompt, parse_uid
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MAX_FULLY_CLASSIFIED_ROWS = 10_000
 """Largest file, in rows, that is classified completely before a run."""
@@ -137,54 +138,34 @@ class TrainingFiles:
         )
 
 
-def open_training_files(  # noqa: PLR0913
+def open_training_files(
     files: Sequence[DataFile],
-    model: str,
+    tokenizer: "Callable[[], PreTrainedTokenizerBase]",
+    limits: PromptLimits,
     *,
-    limit: int,
-    on_long: str,
-    environments: tuple[str, ...] | None = None,
     max_sampled_tokens: float | None = math.inf,
     inspect: PromptInspector = lambda prompts: None,
 ) -> TrainingFiles:
-    """Open training files with the tokenizer of a model directory, and classify their rows.
+    """Open training files, and classify every row of small ones and a sample of larger ones.
 
-    limit: maximum tokens of a prompt. on_long: action on a longer prompt. environments: names that
-    rows may give, as of PromptLimits. In a sampled file prompts may exceed the longest sampled
-    prompt by LENGTH_MARGIN, up to max_sampled_tokens; None allows `limit`. inspect: receives the
-    classified prompts. Raises a one-line ConfigError with file, row and rule for the first bad row
-    among those classified, an unusable file, template or filter, or a file without any usable row.
+    In a sampled file prompts may exceed the longest sampled prompt by LENGTH_MARGIN, up to
+    max_sampled_tokens; None allows as many as `limits`. inspect: receives the classified prompts.
+    Raises a one-line ConfigError with file, row and rule for the first bad row among those
+    classified, an unusable file, template or filter, or a file without any usable row.
     """
-    tokenizer = LazyTokenizer(model)
-    limits = PromptLimits(limit, load_vocab_size(model), on_long, environments)
     opened, first = [], 0
     for file in files:
-        prompts = PromptFile(file, tokenizer, limits, first=first)
-        opened.append(prompts)
-        first = int(prompts.indices[-1]) + 1
-    return classify_training_files(opened, inspect, max_sampled_tokens=max_sampled_tokens)
-
-
-def classify_training_files(
-    files: Sequence[PromptFile],
-    inspect: PromptInspector = lambda prompts: None,
-    *,
-    max_sampled_tokens: float | None = math.inf,
-) -> TrainingFiles:
-    """Classify every row of small files, and a sample of larger files.
-
-    inspect: receives the classified prompts. max_sampled_tokens: limit of the prompts of a sampled
-    file. Raises ConfigError for the first bad row.
-    """
+        opened.append(PromptFile(file, tokenizer, limits, first=first))
+        first = int(opened[-1].indices[-1]) + 1
     digests = tuple(hashlib.blake2b(digest_size=8) for _ in range(2))
     classified = []
-    for file in files:
-        sample = _RowSample(file, inspect, digests)
-        sample.classify_rows(*choose_rows(file))
+    for prompts in opened:
+        sample = _RowSample(prompts, inspect, digests)
+        sample.classify_rows(*choose_rows(prompts))
         if not sample.kept and not sample.is_complete:
             # No sampled row is usable; search the whole file for one.
-            sample = _RowSample(file, inspect, digests)
-            sample.classify_rows(*choose_rows(file, math.inf))
+            sample = _RowSample(prompts, inspect, digests)
+            sample.classify_rows(*choose_rows(prompts, math.inf))
         classified.append(sample.to_training_file(max_sampled_tokens))
     fingerprint = COLUMNS_MARK.join(digest.hexdigest() for digest in digests)
     if not all(file.is_fully_classified for file in classified):

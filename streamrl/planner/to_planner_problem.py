@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from streamrl.config.run_config import RunConfig
-from streamrl.data.prompt_file import load_prompt_files
+from streamrl.data.chat_template import load_vocab_size
+from streamrl.data.prompt_file import LazyTokenizer, PromptLimits, load_prompts
 from streamrl.data.training_files import open_training_files
 from streamrl.dataflow import COST_CRITIC, CRITIC, POLICY, REWARD_ROLES, CallKind
 from streamrl.engines.activation_sizes import CHUNK_TOKENS, GATED_LAYER_VALUES
@@ -163,21 +164,12 @@ def measure_prompt_tokens(config: RunConfig) -> tuple[float, int]:
             max_new_tokens=config.max_completion_tokens,
             key=config.completion_limit_key,
         )
-        data, model, environments = config.data, config.model.path, tuple(config.environment.specs)
-        opened = open_training_files(
-            data.train_files,
-            model,
-            limit=limit,
-            on_long=data.on_long_prompt,
-            environments=environments,
-        )
-        evaluation = load_prompt_files(
-            data.eval_files,
-            model,
-            limit=limit,
-            on_long=data.on_long_prompt,
-            environments=environments,
-            max_prompts=config.evaluation.limit,
+        data, tokenizer = config.data, LazyTokenizer(config.model.path)
+        vocab_size, environments = load_vocab_size(config.model.path), config.environment.specs
+        limits = PromptLimits(limit, vocab_size, data.on_long_prompt, tuple(environments))
+        opened = open_training_files(data.train_files, tokenizer, limits)
+        evaluation = load_prompts(
+            data.eval_files, tokenizer(), limits, max_prompts=config.evaluation.limit
         )
     except ConfigError as error:
         raise ConfigError(f"{error}; give the prompt length with --prompt-tokens N") from None

@@ -332,9 +332,9 @@ def test_preflight_resets_an_episode_as_often_as_a_run_does(
         (
             "environment={path: FILE:Turns, max_tokens: 48}",
             [TURNS],
-            "environment=turns: the only environment has",
+            "environment=turns: the run has no environment",
         ),
-        ("environment={}", [TURNS], "environment=turns: no environment is set"),
+        ("environment={}", [TURNS], "environment=turns: the run has no environment"),
     ],
 )
 def test_preflight_refuses_rows_that_do_not_suit_the_environments(

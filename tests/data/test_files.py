@@ -7,8 +7,8 @@ import pytest
 
 from streamrl.config.run_config import dump_config, load_config
 from streamrl.data.config import DataConfig
-from streamrl.data.prompt_file import PromptFile, PromptLimits, load_prompts
-from streamrl.data.training_files import classify_training_files
+from streamrl.data.prompt_file import PromptLimits, load_prompts
+from streamrl.data.training_files import open_training_files
 from streamrl.errors import ConfigError
 
 
@@ -125,13 +125,8 @@ def test_file_shares_follow_weights_or_prompt_counts(tokenizer, write_rows):
 
     def mix(train):
         files = DataConfig(train=train).train_files
-        prompt_files = [
-            PromptFile(file, lambda: tokenizer, PromptLimits(50, 300)) for file in files
-        ]
-        return [
-            (len(stream_file.indices), stream_file.fraction)
-            for stream_file in classify_training_files(prompt_files).stream_files
-        ]
+        opened = open_training_files(files, lambda: tokenizer, PromptLimits(50, 300))
+        return [(len(file.indices), file.fraction) for file in opened.stream_files]
 
     assert mix([a, b]) == [(1, 0.25), (3, 0.75)]
     weighted = [{"path": a, "weight": 4}, {"path": b, "weight": 1.0}]

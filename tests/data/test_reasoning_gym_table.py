@@ -9,7 +9,7 @@ import pytest
 
 from streamrl.data import reasoning_gym_table, training_files
 from streamrl.data.config import DataConfig, ReasoningGymTasks
-from streamrl.data.prompt_file import PromptFile, PromptLimits, load_data_rows, load_prompts
+from streamrl.data.prompt_file import PromptLimits, load_data_rows, load_prompts
 from streamrl.data.prompt_stream import PromptStream
 from streamrl.data.reasoning_gym_table import (
     ReasoningGymTable,
@@ -17,7 +17,7 @@ from streamrl.data.reasoning_gym_table import (
     make_task,
     task_worker,
 )
-from streamrl.data.training_files import classify_training_files
+from streamrl.data.training_files import open_training_files
 from streamrl.errors import ConfigError
 
 SUMS = {"kind": "reasoning_gym", "dataset": "chain_sum", "size": 40, "seed": 7}
@@ -80,8 +80,8 @@ def test_a_late_task_is_made_without_those_before_it(dataset):
 
 def test_a_stream_of_tasks_resumes_at_the_next_task(tokenizer):
     def open_stream():
-        prompts = [PromptFile(parse_entry(SUMS), lambda: tokenizer, LIMITS)]
-        return PromptStream(classify_training_files(prompts), seed=1, reads_ahead=False)
+        files = open_training_files([parse_entry(SUMS)], lambda: tokenizer, LIMITS)
+        return PromptStream(files, seed=1, reads_ahead=False)
 
     stream, resumed = open_stream(), open_stream()
     stream.draw_prompts(50)
@@ -96,8 +96,7 @@ def test_other_tasks_are_not_resumed(tokenizer, monkeypatch):
 
     def open_stream(**changes):
         entry = parse_entry({**SUMS, "template": "plain", **changes})
-        prompts = [PromptFile(entry, lambda: tokenizer, LIMITS)]
-        return PromptStream(classify_training_files(prompts), seed=1)
+        return PromptStream(open_training_files([entry], lambda: tokenizer, LIMITS), seed=1)
 
     state = open_stream().state_dict()
     for changes in ({"seed": 8}, {"options": {"max_terms": 3}}, {"system": "Add."}):

@@ -16,9 +16,9 @@ from datasets import Dataset
 from streamrl.data import indexed_table as table
 from streamrl.data import training_files
 from streamrl.data.config import parse_data_files
-from streamrl.data.prompt_file import PromptFile, PromptLimits
+from streamrl.data.prompt_file import PromptLimits
 from streamrl.data.prompt_stream import PromptStream
-from streamrl.data.training_files import TrainingFiles, classify_training_files
+from streamrl.data.training_files import TrainingFiles, open_training_files
 from streamrl.errors import ConfigError, DataError
 from streamrl.messages import parse_uid
 
@@ -36,18 +36,9 @@ def sample_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def open_rows(
     *entries: Any, tokenizer: Any, limit: int = 50, on_long: str = "error", **settings: Any
 ) -> TrainingFiles:
-    files, prompt_files, first = (
-        parse_data_files(list(entries), key="data.train"),
-        [],
-        0,
-    )
-    for file in files:
-        prompts = PromptFile(
-            file, lambda: tokenizer, PromptLimits(limit, 300, on_long), first=first
-        )
-        prompt_files.append(prompts)
-        first = int(prompts.indices[-1]) + 1
-    return classify_training_files(prompt_files, **settings)
+    files = parse_data_files(list(entries), key="data.train")
+    limits = PromptLimits(limit, 300, on_long)
+    return open_training_files(files, lambda: tokenizer, limits, **settings)
 
 
 def stream_of(data: TrainingFiles, *, seed: int = 1, **settings: Any) -> PromptStream:
