@@ -64,7 +64,6 @@ class FakeEpisodeGenerator(FakeGenerator):
                 seeds=make_rollout_seeds(plan.seed, prompt.uid, plan.group_size),
                 environment_seed=make_environment_seed(plan.seed, prompt.uid),
                 compute=stage.record_compute,
-                min_episodes=plan.min_episodes,
                 on_finished=finished,
             )
 

@@ -90,8 +90,6 @@ class Plan:
     """Sample a greedy completion besides each group; its score is a column."""
     max_turns: int = 0
     """Most turns of an episode; 0: rollouts have no environment."""
-    min_episodes: int | None = None
-    """Least episodes with which a group is trained; None: all."""
     environment_s: tuple[float, float] = (0.5, 2.0)
     """Time that the environment takes for a turn, s."""
     environment_fail_rate: float = 0.0

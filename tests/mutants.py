@@ -396,9 +396,9 @@ MUTANTS: tuple[Mutant, ...] = (
     # environments
     Mutant(
         "environments/episodes/driver.py",
-        "if len(episodes) < min(min_episodes or len(seeds), len(seeds)):",
-        "if not episodes:",
-        "tests/environments/episodes/test_driver.py -k trained_without_failed_episodes",
+        "if failures:\n            raise failures[0]\n        return episodes",
+        "if not episodes:\n            raise failures[0]\n        return episodes",
+        "tests/environments/episodes/test_driver.py -k group_is_trained_only_whole",
     ),
     Mutant(
         "environments/episodes/episode.py",

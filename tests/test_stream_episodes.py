@@ -110,19 +110,6 @@ def test_groups_whose_environment_fails_are_dropped_with_the_cause_and_replaced(
     assert counts.dropped
 
 
-def test_a_group_without_its_failed_episodes_is_trained_with_the_others():
-    plan = replace(
-        SLOW, environment_fail_rate=0.3, steps=6, slow_prompt="", group_size=3, min_episodes=2
-    )
-    stream = run_virtual(run_stream(plan))
-    sizes = {
-        group.uid: len(group.info.lengths) for step in stream.outcomes for group in step.groups
-    }
-    assert set(sizes.values()) == {2, 3}
-    picks = [pick for step in stream.trainer.trained.values() for pick in step]
-    assert sorted(picks) == sorted((uid, i) for uid, size in sizes.items() for i in range(size))
-
-
 def test_on_shared_devices_the_trainer_trains_while_all_open_episodes_wait():
     # The episodes of the second prompt wait for a minute, while those of the first are trained.
     plan = replace(

@@ -66,12 +66,9 @@ def probe_template(
         treatment = describe_treatment(config.max_samples)
         yield report_ok("template", f"{kind}: differs at {difference}. {treatment}")
     for kind, reason in report.unsupported.items():
-        text = f"{kind}: not supported: {reason}"
-        if kind == TOOL_CALL and description.tools:
-            text += "; choose a template with tools, or write step(reply) and answer as user"
-            yield report_failure("template", text)
-        else:
-            yield report_ok("template", text)
+        needs_it = kind == TOOL_CALL and description.tools
+        report_kind = report_failure if needs_it else report_ok
+        yield report_kind("template", f"{kind}: not supported: {reason}")
     if description.tools:
         try:
             # Parsing checks that the format can name each of the tools.
@@ -83,51 +80,37 @@ def probe_template(
 
 def probe_tokens(
     records: Sequence[EpisodeRecord], config: EnvironmentConfig, renderer: TurnRenderer
-) -> Iterator[Finding]:
+) -> Finding:
     """Compare the tokens of tools and observations with environment.max_tokens."""
-    subject, limit = "tokens", config.max_tokens
-    longest: tuple[int, int, EpisodeRecord] | None = None
-    for record in records:
-        try:
-            start, answers = count_observed_tokens(record, renderer)
-        except ConfigError as error:
-            yield report_failure(subject, f"{describe_prompt(record.prompt)}: {error}")
-            return
-        if longest is None or start + answers > longest[0] + longest[1]:
-            longest = start, answers, record
-    if longest is None:
-        return
-    start, answers, record = longest
+    try:
+        sizes = [(count_observed_tokens(record, renderer), record) for record in records]
+    except ConfigError as error:
+        return report_failure("tokens", str(error))
+    (start, answers), record = max(sizes, key=lambda size: sum(size[0]))
+    limit = config.max_tokens
     text = (
         f"longest episode, {describe_prompt(record.prompt)}, {record.policy} policy: tools and"
         f" first observation {start} tokens, answers to {len(record.steps)} turns {answers};"
         f" environment.max_tokens={limit}"
     )
     if start >= limit:
-        yield report_failure(subject, f"{text}: no room for a turn: raise it")
-    elif start + answers > LARGE_SHARE * limit and record.policy == RANDOM:
-        yield report_ok(subject, f"{text}, of which random text and calls may take too many")
-    elif start + answers > LARGE_SHARE * limit:
-        yield report_warning(
-            subject, f"{text} leaves the policy {max(0, limit - start - answers)}: raise it"
-        )
-    else:
-        yield report_ok(subject, text)
+        return report_failure("tokens", f"{text}: no room for a turn: raise it")
+    # Random text and calls may be answered by more than a model's.
+    if start + answers > LARGE_SHARE * limit and record.policy != RANDOM:
+        return report_warning("tokens", f"{text} leaves the policy little: raise it")
+    return report_ok("tokens", text)
 
 
 def count_observed_tokens(record: EpisodeRecord, renderer: TurnRenderer) -> tuple[int, int]:
     """Return the tokens of tools and first observation, and those of all later observations."""
-    row, start = record.prompt.messages, record.start
-    _, with_start = render_start(renderer, record.prompt, start)
-    answers = sum(
-        len(
-            renderer.render_bridge(
-                [], step.messages, is_cut=True, has_tools=bool(start.tools)
-            ).token_ids
-        )
+    row, has_tools = record.prompt.messages, bool(record.start.tools)
+    _, with_start = render_start(renderer, record.prompt, record.start)
+    bridges = [
+        renderer.render_bridge([], step.messages, is_cut=True, has_tools=has_tools)
         for step in record.steps
         if step.messages
-    )
+    ]
+    answers = sum(len(bridge.token_ids) for bridge in bridges)
     return len(with_start) - len(renderer.render_prompt(row)), answers
 
 
@@ -201,8 +184,7 @@ async def check(
     if renderer:
         for finding in probe_template(config, probe.description, renderer):
             yield finding
-        for finding in probe_tokens(probe.records, config, renderer):
-            yield finding
+        yield probe_tokens(probe.records, config, renderer)
 
 
 def _choose_rows(

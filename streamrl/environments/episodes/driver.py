@@ -217,6 +217,17 @@ class EpisodeState:
     elapsed_s: float = 0.0
     environment_s: float = 0.0
 
+    @contextmanager
+    def measure_environment(self) -> Iterator[None]:
+        """Measure the time in which the episode waits for its environment."""
+        started = _now()
+        try:
+            with self.request.meter.measure_environment():
+                yield
+        finally:
+            self.elapsed_s += _now() - started
+            self.environment_s += _now() - started
+
     def add_turn(self, result: EnvironmentStep) -> None:
         self.rewards.append(result.reward)
         self.turn_outcomes.append(find_turn_outcome(result.outcomes))
@@ -321,7 +332,7 @@ class EpisodeDriver:
         self._is_closed = False
         self.meter = EpisodeMeter()
 
-    async def run_group(  # noqa: PLR0913
+    async def run_group(
         self,
         prompt: Prompt,
         *,
@@ -329,10 +340,7 @@ class EpisodeDriver:
         environment_seed: int,
         compute: ComputeContext,
         sampling: Any = None,
-        min_episodes: int | None = None,
-        meter: EpisodeMeter | None = None,
         on_finished: Callable[[], None] = lambda: None,
-        on_left_out: Callable[[EpisodeError], None] = lambda error: None,
     ) -> Columns:
         """Run an episode per seed, side by side; return ROLLOUT_COLUMNS and EPISODE_COLUMNS.
 
@@ -340,38 +348,19 @@ class EpisodeDriver:
 
         environment_seed: seed of the environment, equal for all episodes of the group.
         sampling: settings of the engine; None: those of the run.
-        min_episodes: least episodes of the group; None: one per seed.
-        meter: receives the counts of the episodes; None: that of the driver.
         on_finished: called once for each episode that ended.
-        on_left_out: called with the last failure of each episode that is left out.
 
         An episode whose environment fails is run again, with the environment's seed and another one
-        of the policy, and left out after the last attempt; an outage of a server costs no attempt.
-        Raises EpisodeError if fewer than `min_episodes` are left, GenerationError if the driver is
-        closed meanwhile, and the errors of the engine.
+        of the policy; an outage of a server costs no attempt. Raises EpisodeError if the last
+        attempt at an episode fails, GenerationError if the driver is closed meanwhile, and the
+        errors of the engine.
         """
         self._num_groups += 1
-        group = environment_seed, self._num_groups, compute, meter or self.meter, sampling
+        group = environment_seed, self._num_groups, compute, self.meter, sampling
         requests = [EpisodeRequest(prompt, index, seed, *group) for index, seed in enumerate(seeds)]
-
-        async def run(request: EpisodeRequest) -> Episode | EpisodeError:
-            try:
-                return await self._run_with_retries(request)
-            except EpisodeError as error:
-                on_left_out(error)
-                return error
-            finally:
-                on_finished()
-
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(run(request)) for request in requests]
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        results = [task.result() for task in running]
-        episodes = [result for result in results if isinstance(result, Episode)]
-        if len(episodes) < min(min_episodes or len(seeds), len(seeds)):
-            raise next(result for result in results if isinstance(result, EpisodeError))
+        episodes, failures = await self._run_all(requests, on_finished)
+        if failures:
+            raise failures[0]
         return episodes_to_columns(episodes, may_split=self._limits.max_samples > 1)
 
     async def run_evaluation(
@@ -388,18 +377,36 @@ class EpisodeDriver:
         Returns the columns of those whose environment did not fail, and the first failure, "" if
         there is none. Raises as `run_group` does, EpisodeError if all fail.
         """
-        failures: list[EpisodeError] = []
-        columns = await self.run_group(
-            prompt,
-            seeds=seeds,
-            environment_seed=environment_seed,
-            compute=compute,
-            sampling=sampling,
-            min_episodes=1,
-            meter=EpisodeMeter(),
-            on_left_out=failures.append,
-        )
+        self._num_groups += 1
+        group = environment_seed, self._num_groups, compute, EpisodeMeter(), sampling
+        requests = [EpisodeRequest(prompt, index, seed, *group) for index, seed in enumerate(seeds)]
+        episodes, failures = await self._run_all(requests)
+        if not episodes:
+            raise failures[0]
+        columns = episodes_to_columns(episodes, may_split=self._limits.max_samples > 1)
         return columns, str(failures[0]) if failures else ""
+
+    async def _run_all(
+        self, requests: Sequence[EpisodeRequest], on_finished: Callable[[], None] = lambda: None
+    ) -> tuple[list[Episode], list[EpisodeError]]:
+        """Run episodes side by side; return those that ended, and the failures of the others."""
+
+        async def run(request: EpisodeRequest) -> Episode | EpisodeError:
+            try:
+                return await self._run_with_retries(request)
+            except EpisodeError as error:
+                return error
+            finally:
+                on_finished()
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(run(request)) for request in requests]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        results = [task.result() for task in running]
+        episodes = [result for result in results if isinstance(result, Episode)]
+        return episodes, [result for result in results if isinstance(result, EpisodeError)]
 
     async def _run_with_retries(self, request: EpisodeRequest) -> Episode:
         gate = get_gate(f"environment {request.prompt.environment}")
@@ -465,7 +472,7 @@ class EpisodeDriver:
         score = sum(state.rewards)
         if reason is not FinishReason.TIMEOUT:
             summary = EpisodeSummary(state.messages, state.rewards, reason.name.lower())
-            with self._measure_environment(state):
+            with state.measure_environment():
                 score = await session.score(summary)
         episode = Episode(
             state.tokens.finish(reason),
@@ -494,7 +501,7 @@ class EpisodeDriver:
             return FinishReason.LENGTH if was_full else FinishReason.TOKENS
         try:
             async with asyncio.timeout(max(0.0, self._limits.timeout_s - state.elapsed_s)):
-                with self._measure_environment(state):
+                with state.measure_environment():
                     result = await state.session.step(reply)
         except TimeoutError:
             state.add_turn(EnvironmentStep(outcomes=[CallOutcome.TIMED_OUT]))
@@ -601,14 +608,3 @@ class EpisodeDriver:
         """End the hosts of the environment; `run_group` raises GenerationError from then on."""
         self._is_closed = True
         await self._hosts.close()
-
-    @contextmanager
-    def _measure_environment(self, state: EpisodeState) -> Iterator[None]:
-        started = _now()
-        try:
-            with state.request.meter.measure_environment():
-                yield
-        finally:
-            seconds = _now() - started
-            state.elapsed_s += seconds
-            state.environment_s += seconds

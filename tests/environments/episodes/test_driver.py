@@ -246,7 +246,7 @@ async def test_an_episode_that_the_drivers_close_interrupts_is_left_to_another_g
     closed = EpisodeError("the environment's processes are closed")
     hosts = ScriptedHosts(lambda: ScriptedSession([(10.0, closed)]))
     driver = make_driver(ScriptedSampler(lambda context, seed: "a;"), hosts)
-    group = asyncio.create_task(run_group(driver, seeds=range(2), min_episodes=1))
+    group = asyncio.create_task(run_group(driver, seeds=range(2)))
     await asyncio.sleep(1.0)
     await driver.close()
     with pytest.raises(GenerationError, match="the driver of episodes was closed"):
@@ -332,25 +332,17 @@ async def test_an_outage_of_a_server_delays_episodes_by_one_probe_and_costs_no_a
     assert driver.meter.drain_counts()["episode/infra_errors"] == 0
 
 
-@pytest.mark.parametrize("min_episodes", [None, 3, 2])
-def test_a_group_is_trained_without_failed_episodes_only_if_allowed(min_episodes):
-    async def run():
-        count = iter(range(9))
+@in_virtual_time
+async def test_a_group_is_trained_only_whole():
+    count = iter(range(9))
 
-        def open_session():
-            return ScriptedSession([EpisodeError("refused") if next(count) == 0 else DONE])
+    def open_session():
+        return ScriptedSession([EpisodeError("refused") if next(count) == 0 else DONE])
 
-        driver = make_driver(
-            ScriptedSampler(lambda context, seed: "a;"), ScriptedHosts(open_session), attempts=1
-        )
-        group = run_group(driver, seeds=range(3), min_episodes=min_episodes)
-        if min_episodes == 2:
-            assert len((await group)["lengths"]) == 2
-        else:
-            with pytest.raises(EpisodeError, match="refused"):
-                await group
-
-    run_virtual(run())
+    sampler = ScriptedSampler(lambda context, seed: "a;")
+    driver = make_driver(sampler, ScriptedHosts(open_session), attempts=1)
+    with pytest.raises(EpisodeError, match="refused"):
+        await run_group(driver, seeds=range(3))
 
 
 @in_virtual_time

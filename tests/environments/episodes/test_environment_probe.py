@@ -30,7 +30,6 @@ from streamrl.environments.interface import CallOutcome, EnvironmentStep, Reply
 from streamrl.environments.tool_calls.tool_schema import make_tool_schema
 from streamrl.messages import Prompt
 from tests.descendants import descendants
-from tests.environments.episodes.in_process import InProcessHosts
 from tests.environments.hosts.user_files import ANSWERS, make_leaning
 
 PROMPT = Prompt("0:0:0", np.zeros(1, np.int32), messages=[{"role": "user", "content": ""}])
@@ -142,25 +141,6 @@ async def test_state_that_episodes_share_is_found_side_by_side_and_named(tmp_pat
     status, text = found["together"]
     assert status is FindingStatus.FAIL and "episodes side by side are not as alone" in text
     assert not [name for name in ANSWERS.values() if name not in text]
-
-
-@pytest.mark.parametrize("answer", ANSWERS)
-async def test_episodes_that_read_what_others_have_changed_differ(tmp_path, monkeypatch, answer):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MY_SEED", "")
-    path = tmp_path / "mine.py"
-    path.write_text(make_leaning(tmp_path, answer))
-    hosts = InProcessHosts(EnvironmentConfig(str(path)))
-
-    async def play(seed):
-        session = hosts.open_session(PROMPT, seed=seed)
-        await session.reset()
-        answers = [(await session.step(Reply("x"))).messages[0]["content"] for _ in range(2)]
-        await session.close()
-        return answers
-
-    alone = [await play(seed) for seed in (1, 2)]
-    assert await asyncio.gather(*map(play, (1, 2) * 4)) != alone * 4
 
 
 async def test_settings_of_the_process_are_pointed_out_where_no_episode_differs(tmp_path):

@@ -55,17 +55,15 @@ async def test_episodes_of_a_hanging_environment_are_tried_again_and_have_no_rew
         run_group(driver, prompt=make_prompt(reset="hang")),
         run_group(driver, prompt=make_prompt(score="hang")),
         run_group(driver, prompt=make_prompt(), seeds=(0, 1)),
-        run_group(driver, prompt=make_prompt(), seeds=(0, 1, 2), min_episodes=2),
         run_group(driver, prompt=make_prompt(close="hang")),
         return_exceptions=True,
     )
-    reset, score, step, smaller, close = outcomes
+    reset, score, step, close = outcomes
     for error, method in ((reset, "reset"), (score, "score"), (step, "step")):
         assert isinstance(error, EpisodeTimeoutError), error
         assert f"Commands.{method} in " in str(error) and "no result in 2 s" in str(error)
-    assert smaller["environment_scores"].tolist() == [0.5, 0.5], "of the others only"
     assert close["environment_scores"].tolist() == [0.5], "the episode had ended"
-    assert driver.meter.drain_counts()["episode/infra_errors"] == 2 * 4
+    assert driver.meter.drain_counts()["episode/infra_errors"] == 2 * 3
     assert pool.num_claims == 0
 
 

@@ -79,24 +79,12 @@ OPEN = "<|assistant|>"
             r"does not render the message of role user .*renders nothing, .*has 'Ob",
         ),
         (
-            "{% for m in messages|reverse %}" + TURN + "{% endfor %}" + OPEN,
-            r"does not render a user's message and the reply to it .*token 1: .*renders 'Ob",
-        ),
-        (
-            "{% for m in messages[:2] %}" + TURN + "{% endfor %}" + OPEN,
-            r"does not render the message of role user .*token \d+: ",
-        ),
-        (
-            "{% for m in messages %}{{ '<|' + m.role + '|><eos>' }}{% endfor %}" + OPEN,
-            r"does not render the message of role user .*renders '<eos>.*has 'Reply",
-        ),
-        (
             "{% for m in messages %}{% if m.role == 'assistant' %}"
             "{{ raise_exception('no assistant') }}{% endif %}" + TURN + "{% endfor %}" + OPEN,
             "refuses the prompt: TemplateError: no assistant",
         ),
     ],
-    ids=["last message", "no reply", "no user", "reversed", "no observation", "empty", "raises"],
+    ids=["last message", "no reply", "no user", "raises"],
 )
 def test_a_template_without_derivable_bridges_is_refused(make_renderer, source, error):
     with pytest.raises(ConfigError, match=rf"(?s)mine\.jinja.*{error}") as caught:

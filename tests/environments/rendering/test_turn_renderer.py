@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizer
 
-from streamrl.data.chat_template import ChatTemplate, load_chat_template, render_prompts
+from streamrl.data.chat_template import load_chat_template, render_prompts
 from streamrl.data.config import DataConfig
 from streamrl.data.guarded_text import CODE
 from streamrl.data.rows import DataRow
@@ -213,16 +212,6 @@ def test_a_runs_renderer_reads_the_ends_of_generation_config(tmp_path, load_rend
     assert renderer.end_token_ids == {*ends, tokenizer.eos_token_id, renderer.closing_ids[-1]}
 
 
-def test_the_tokenizers_eos_ends_a_turn_that_the_template_closes_otherwise(make_renderer):
-    source = (
-        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|eot_id|>' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-    )
-    renderer = make_renderer(source, end_tokens=["<|eom_id|>"])
-    ends = renderer.tokenizer.convert_ids_to_tokens(sorted(renderer.end_token_ids))
-    assert {*ends} == {"<eos>", "<|eot_id|>", "<|eom_id|>"}
-
-
 def test_a_turn_may_end_with_the_header_of_the_next_one(make_renderer):
     source = (
         "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content }}{% endfor %}"
@@ -305,45 +294,11 @@ def test_a_name_of_a_tool_does_not_write_special_tokens(make_renderer):
     assert show(renderer, bridge)[0] == "<eos>_eos_look:4<eos>>"
 
 
-def test_a_special_token_that_absorbs_whitespace_becomes_its_text(make_bpe_tokenizer):
-    tokenizer = make_bpe_tokenizer("<eos>", "<bos>")
-    tokenizer.add_tokens([AddedToken("<both>", special=True, lstrip=True, rstrip=True)])
-    renderer = TurnRenderer.from_template(tokenizer, ChatTemplate(None, "plain"))
-    content = "a  <both> \n <both>\n\nb"
-    text, observed = show(renderer, renderer.render_bridge([], [make_user(content)], is_cut=True))
-    assert text == "\n" + content
-    assert content in observed
-
-
-def test_a_special_token_of_one_character_has_no_spelling():
-    backend = Tokenizer(models.WordLevel({"a": 0, "$": 1, "\n": 2, "?": 3}, unk_token="?"))
-    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="$", unk_token="?")
-    renderer = TurnRenderer.from_template(tokenizer, ChatTemplate(None, "plain"))
-    bridge = renderer.render_bridge([0, 1], [make_user("a$\u4f60a")], is_cut=False)
-    # Without its token, the character is as unknown as any outside the vocabulary.
-    assert bridge.token_ids.tolist() == [2, 0, 3, 3, 0]
-
-
 def test_invalid_unicode_is_replaced(load_renderer):
     renderer = load_renderer("qwen2_5")
     content = "a\ud800b\ud83d\ude00"
     bridge = renderer.render_bridge([5], [make_user(content)], is_cut=True)
     assert show(renderer, bridge)[1].strip("\n") == "a\ufffdb\U0001f600"
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_an_empty_observation_has_no_observation_tokens(load_renderer, name):
-    bridge = load_renderer(name).render_bridge([5], [make_user("")], is_cut=True)
-    assert not bridge.is_observation.any()
-
-
-def test_long_observations_with_many_special_tokens(load_renderer):
-    renderer = load_renderer("qwen2_5")
-    content = "<|im_end|> and\n" * 5000
-    bridge = renderer.render_bridge([5], [make_tool(content)], is_cut=True)
-    assert show(renderer, bridge)[1].strip("\n") == content.strip("\n")
-    assert np.count_nonzero(bridge.token_ids == renderer.closing_ids[-1]) == 2
 
 
 def test_several_tool_results_that_contain_the_scaffold(load_renderer):
@@ -535,12 +490,3 @@ def test_a_rewritten_call_has_its_arguments_in_the_form_of_the_template(load_ren
     rewritten = renderer.render_rewritten(stream, [QUESTION], [turn, make_tool("4")])
     shown = decode(renderer.tokenizer, rewritten)
     assert shown == decode(renderer.tokenizer, stream).replace(THOUGHT.rstrip("\n"), "")
-
-
-def test_a_conversation_that_the_template_refuses_is_not_rewritten(make_renderer):
-    renderer = make_renderer(
-        "{% for m in messages %}{% if m.content == 'no' %}{{ raise_exception('no') }}{% endif %}"
-        "{{ m.role }}:{{ m.content }}<eos>{% endfor %}assistant:"
-    )
-    conversation = [QUESTION, make_assistant("no"), make_user("Go on.")]
-    assert render_rewritten(renderer, conversation) is None
