@@ -36,36 +36,6 @@ def test_on_a_cpu_the_token_budget_fits_the_longest_prompt():
     assert args["max_num_batched_tokens"] == 8192
 
 
-def test_on_a_gpu_memory_and_step_tokens_differ_from_vllms_defaults():
-    args = arguments(GeneratorConfig(gpu_memory_utilization=0.5), on_cpu=False)
-    assert args["gpu_memory_utilization"] == 0.5
-    assert args["dtype"] == "auto"
-    assert args["max_num_batched_tokens"] == 8192
-    assert not {"enforce_eager", "kv_cache_memory_bytes", "compilation_config"} & args.keys()
-    assert "enable_sleep_mode" not in args
-    shared = arguments(GeneratorConfig(kv_cache_mb=5), on_cpu=False)
-    assert shared["kv_cache_memory_bytes"] == 5 << 20
-    # vLLM refuses to start unless this fraction of the GPU is free, even if it uses less.
-    assert shared["gpu_memory_utilization"] <= 0.01
-    assert shared["enable_sleep_mode"] is True
-    assert "enable_sleep_mode" not in arguments(GeneratorConfig(kv_cache_mb=5), on_cpu=True)
-
-
-def test_on_a_gpu_the_token_budget_and_the_graphs_cover_all_concurrent_rollouts():
-    args = arguments(GeneratorConfig(max_concurrent_rollouts=9000), on_cpu=False)
-    assert args["max_num_batched_tokens"] == args["max_num_seqs"] == 9000 + NUM_SEQUENCES
-    args = arguments(GeneratorConfig(max_concurrent_rollouts=700), on_cpu=False)
-    sizes = args["compilation_config"]["cudagraph_capture_sizes"]
-    assert sizes[-4:] == [512, 576, 640, 700 + NUM_SEQUENCES]
-
-
-@pytest.mark.parametrize("on_cpu", [True, False])
-def test_processed_logprobs_without_async_scheduling(on_cpu: bool):
-    args = arguments(GeneratorConfig(), on_cpu=on_cpu)
-    assert args["logprobs_mode"] == "processed_logprobs"
-    assert args["async_scheduling"] is False
-
-
 def test_the_model_runner_of_vllm_is_pinned():
     assert make_vllm_env("cpu")["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     assert make_vllm_env("cuda")["VLLM_USE_V2_MODEL_RUNNER"] == "1"

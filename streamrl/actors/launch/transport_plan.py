@@ -15,7 +15,6 @@ from streamrl.engines.dtypes import resolve_trainer_dtype
 from streamrl.engines.memory.memory_model import has_shared_weights
 from streamrl.engines.models.forward import add_value_head, load_skeleton, load_value_skeleton
 from streamrl.engines.models.lora import count_trained_params
-from streamrl.engines.models.model_shapes import count_trained_params_from_config
 from streamrl.engines.vllm.rank_groups import assign_rank_groups
 from streamrl.placement.resource_demand import ResourceDemand
 from streamrl.weights.config import SHARED_MEMORY
@@ -123,7 +122,7 @@ def _list_published_models(
     sizes = {}
     for role in config.dataflow.trained_roles:
         trainer = config.get_trainer_config(role)
-        elements = _count_trained_elements(config, role)
+        elements = count_trained_params(_load_role_skeleton(config, role), trainer)
         sizes[role] = elements * resolve_trainer_dtype(trainer).itemsize
         if role == POLICY and config.reference.every:
             keeps_ema = bool(config.reference.decay)
@@ -131,22 +130,6 @@ def _list_published_models(
     if is_hybrid:
         del sizes[POLICY]
     return tuple(PublishedModel(role, size, readers[role]) for role, size in sizes.items())
-
-
-def _count_trained_elements(config: RunConfig, role: str) -> int:
-    """Return the number of trained parameters of a role's model."""
-    trainer, shares_policy = config.get_trainer_config(role), config.critic.shared_coef is not None
-    from_config = count_trained_params_from_config(
-        config.get_model_path(role),
-        trainer,
-        has_output=role == POLICY,
-        has_value=role != POLICY or shares_policy,
-    )
-    return (
-        count_trained_params(_load_role_skeleton(config, role), trainer)
-        if from_config is None
-        else from_config
-    )
 
 
 def _load_role_skeleton(config: RunConfig, role: str) -> "PreTrainedModel":

@@ -21,15 +21,11 @@ TIMEOUT_S = 300
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
-    "600 rollouts": {"max_concurrent_rollouts": 600},
     "4096 rollouts": {"max_concurrent_rollouts": 4096},
     "16384 rollouts": {"max_concurrent_rollouts": 16384},
     "shared GPU": {"kv_cache_mb": 1024},
-    "tensor parallel 2": {"tensor_parallel": 2},
-    "tensor parallel 4": {"tensor_parallel": 4},
     "tensor parallel 8": {"tensor_parallel": 8},
     "float32": {"dtype": "float32"},
-    "bfloat16": {"dtype": "bfloat16"},
     "float16": {"dtype": "float16"},
 }
 
