@@ -93,10 +93,11 @@ class LiveBytes(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and not self._is_paused:
-                self._count(leaf.untyped_storage())
+                self._count(leaf)
         return output
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._known:
             self._known.add(key)

@@ -31,15 +31,14 @@ from streamrl.resharding.boxes import TensorBox
 
 SIZES: dict[str, dict[str, int]] = {
     "7B": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32},
-    "70B": {
+    "70B in two layers": {
         "hidden_size": 8192,
         "intermediate_size": 28672,
-        "num_hidden_layers": 80,
+        "num_hidden_layers": 2,
         "num_attention_heads": 64,
         "num_key_value_heads": 8,
     },
 }
-SIZES["70B in two layers"] = SIZES["70B"] | {"num_hidden_layers": 2}
 
 
 class PeakBytes(LiveBytes):
@@ -69,9 +68,10 @@ class PeakBytes(LiveBytes):
             return args[0]  # a new tensor only if it is fake
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage.device.type != "meta":
-            super()._count(storage)
+    def _count(self, tensor: Tensor) -> None:
+        # The storage of a fake tensor is on the meta device.
+        if tensor.device.type != "meta":
+            super()._count(tensor)
 
 
 class FakeWeights:

@@ -1,7 +1,7 @@
 """Forward-only scoring of finished rollouts: reference logprobs and critic values."""
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,33 +31,41 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class LogprobScorer:
-    """Computes token logprobs under the reference model, in micro-batches of bounded tokens."""
+class _Scorer:
+    """Computes a column of tokens under a model, in micro-batches of bounded tokens."""
 
     def __init__(
         self,
+        load: Callable[..., "PreTrainedModel"],
         model_path: str,
         *,
-        temperature: float,
         micro_batch_tokens: int,
         threads: int = 1,
         dtype: str = "auto",
         options: ModelLoadOptions = DEFAULT_OPTIONS,
     ) -> None:
         torch.set_num_threads(threads)
-        self._model = load_model(model_path, dtype=resolve_dtype(dtype), options=options)
+        self._model = load(model_path, dtype=resolve_dtype(dtype), options=options)
         run_mlps_in_chunks(self._model)
         self._model_path = model_path
-        self._temperature = temperature
         self._micro_batch_tokens = micro_batch_tokens
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load a newer version of the reference; raise WeightsError if it is of another model."""
-        # Skip the value head of a model shared by policy and critic.
-        policy_tensors = {
-            name: value for name, value in tensors.items() if not name.startswith(VALUE_HEADS)
-        }
-        copy_parameters(self._model, policy_tensors, model_path=self._model_path)
+        """Load a newer version of the model; raise WeightsError if it is of another model."""
+        own = {name: value for name, value in tensors.items() if not self._is_of_others(name)}
+        copy_parameters(self._model, own, model_path=self._model_path)
+
+    def _is_of_others(self, name: str) -> bool:
+        """Return whether a published parameter is of the other part of a shared model."""
+        return name.startswith(VALUE_HEADS)
+
+
+class LogprobScorer(_Scorer):
+    """Computes token logprobs under the reference model."""
+
+    def __init__(self, model_path: str, *, temperature: float, **settings: Any) -> None:
+        super().__init__(load_model, model_path, **settings)
+        self._temperature = temperature
 
     def compute_ref_logprobs(self, columns: Columns) -> dict[str, Array]:
         """Compute the column ref_logprobs of a group with token_ids, loss_mask and lengths.
@@ -75,42 +83,23 @@ class LogprobScorer:
         return {"ref_logprobs": compute_token_column(columns, logprobs, self._micro_batch_tokens)}
 
 
-class ValueScorer:
-    """Computes token values under a critic, in micro-batches of bounded tokens."""
+class ValueScorer(_Scorer):
+    """Computes token values under a critic."""
 
-    def __init__(
-        self,
-        model_path: str,
-        *,
-        micro_batch_tokens: int,
-        threads: int = 1,
-        dtype: str = "auto",
-        shares_policy: bool = False,
-        options: ModelLoadOptions = DEFAULT_OPTIONS,
-    ) -> None:
+    def __init__(self, model_path: str, *, shares_policy: bool = False, **settings: Any) -> None:
         """Load the critic's model.
 
         `shares_policy` says that the critic is a value head of the policy's model (AC-share).
         """
-        torch.set_num_threads(threads)
-        self._model_path = model_path
-        self._model: PreTrainedModel = load_value_model(
-            model_path, dtype=resolve_dtype(dtype), options=options
-        )
-        run_mlps_in_chunks(self._model)
-        self._parameters = ParameterSet.from_module(self._model)
+        super().__init__(load_value_model, model_path, **settings)
         self._policy_only_names = frozenset[str]()
         if shares_policy:
             names = dict(load_skeleton(model_path).named_parameters(remove_duplicate=False)).keys()
-            self._policy_only_names = frozenset(names - self._parameters.shapes.keys())
-        self._micro_batch_tokens = micro_batch_tokens
+            shapes = ParameterSet.from_module(self._model).shapes
+            self._policy_only_names = frozenset(names - shapes.keys())
 
-    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load a newer version of the critic; raise WeightsError if it is of another model."""
-        critic_tensors = {
-            name: value for name, value in tensors.items() if name not in self._policy_only_names
-        }
-        copy_parameters(self._model, critic_tensors, model_path=self._model_path)
+    def _is_of_others(self, name: str) -> bool:
+        return name in self._policy_only_names
 
     def compute_values(self, columns: Columns) -> Array:
         """Compute the values, float32, of all tokens of a group, concatenated over the rollouts.

@@ -7,8 +7,8 @@ valid.
 import ctypes
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -88,11 +88,16 @@ def offload_to_disk(storages: Sequence[torch.UntypedStorage]) -> Callable[[], No
     """Copy CPU storages to an unnamed temporary file; return a function that refills them once."""
     sizes = [(storage, storage.nbytes()) for storage in storages]
     with ExitStack() as unless_done:
-        unless_done.enter_context(_translate_disk_errors())
-        file: Any = unless_done.enter_context(tempfile.TemporaryFile())
-        for storage in storages:
-            file.write(_as_memoryview(storage))
-        file.flush()
+        try:
+            file: Any = unless_done.enter_context(tempfile.TemporaryFile())
+            for storage in storages:
+                file.write(_as_memoryview(storage))
+            file.flush()
+        except OSError as error:
+            folder = tempfile.tempdir or os.environ.get("TMPDIR", "/tmp")
+            raise StreamError(
+                f"the optimizer's state cannot be offloaded to {folder} (TMPDIR): {error.strerror}"
+            ) from error
         unless_done.pop_all()
 
     def copy_back() -> None:
@@ -103,18 +108,6 @@ def offload_to_disk(storages: Sequence[torch.UntypedStorage]) -> Callable[[], No
                 file.readinto(_as_memoryview(storage))
 
     return copy_back
-
-
-@contextmanager
-def _translate_disk_errors() -> Iterator[None]:
-    """Turn an OSError of the temporary file into StreamError."""
-    try:
-        yield
-    except OSError as error:
-        directory = tempfile.tempdir or os.environ.get("TMPDIR", "/tmp")
-        raise StreamError(
-            f"the optimizer's state cannot be offloaded to {directory} (TMPDIR): {error.strerror}"
-        ) from error
 
 
 def _as_memoryview(storage: torch.UntypedStorage) -> memoryview:
