@@ -6,7 +6,7 @@ from typing import Any
 from verl.utils.reward_score import gsm8k, math_dapo, math_reward
 
 from tests.parity.answer_case import Answer, AnswerCase, OnPurpose
-from tests.rewards.matchers.answers_table import ANSWERS, RULES
+from tests.rewards.kinds.answers import ANSWERS, RULES
 
 TABLE = [(completion, truth) for completion, truth, _ in ANSWERS]
 

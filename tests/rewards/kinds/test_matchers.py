@@ -1,0 +1,345 @@
+"""Answer matchers: a table of answers, forms of completions, ground truths, time bounds."""
+
+import time
+from inspect import signature
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.errors import ConfigError, RewardError
+from streamrl.messages import Prompt
+from streamrl.rewards.interface.config import RewardConfig
+from streamrl.rewards.kinds import form, math_answers
+from streamrl.rewards.kinds.rules import MATCHER_BY_SOURCE, MATCHERS, find_matcher
+from streamrl.rewards.registry import build_rewards
+from streamrl.user_code.reward_result import RewardOutcome, RewardResult
+from tests.rewards.judged import judge
+from tests.rewards.kinds.answers import ANSWERS, RULES
+
+
+@pytest.mark.parametrize("letter", RULES)
+def test_matchers_agree_with_the_answers_table(letter):
+    for completion, truth, right_by in ANSWERS:
+        try:
+            result = RULES[letter](completion, truth)
+        except RewardError:
+            assert letter in "sf"  # only GSM8K requires a number
+            continue
+        assert (result.score == 1) == (letter in right_by), (completion, truth)
+        assert (result.outcome is RewardOutcome.PASS) == (result.score == 1)
+
+
+def test_equal_answers_have_equal_normal_forms():
+    assert math_answers.judge_gsm8k("#### 1,234", "5").answer == "1234"
+    assert math_answers.judge_gsm8k("It is 1,234.", "5", method="flexible").answer == "1234"
+    halves = (r"\boxed{0.5}", r"\boxed{1/2}", r"\boxed{\dfrac12}", r"\boxed{x = \frac{1}{2}}")
+    assert {math_answers.judge_math(half, "5").answer for half in halves} == {r"\frac{1}{2}"}
+    lines = (
+        "Answer: $34$",
+        "answer: x = 34",
+        r"Answer: \boxed{34}",
+        r"\boxed{34}",
+        "Answer: 34 cm",
+    )
+    assert {math_answers.judge_dapo_math(line, "5").answer for line in lines} == {"34"}
+
+
+def test_the_detail_of_a_missing_answer_names_the_missing_marker():
+    result = math_answers.judge_gsm8k("9", "9")
+    assert result.answer is None
+    assert result.detail == "no #### and a number in the last 300 characters"
+    expected = "no number in the last 300 characters"
+    assert math_answers.judge_gsm8k("", "9", method="flexible").detail == expected
+    assert math_answers.judge_math(r"\boxed{9", "9").detail == r"no \boxed{} that is closed"
+    assert math_answers.judge_dapo_math("9", "9").detail == r"no Answer: and no \boxed{} at the end"
+
+
+@pytest.mark.parametrize("rule", ["gsm8k", "math", "dapo_math"])
+@pytest.mark.parametrize("truth", [None, "", "  ", True, 1.5, ["9"], {"target": "9"}])
+def test_a_ground_truth_of_another_type_is_refused(rule, truth):
+    with pytest.raises(RewardError, match="ground_truth must be an answer as text or an int, is"):
+        MATCHERS[rule].validate_truth(truth)
+    with pytest.raises(RewardError, match="ground_truth must be an answer as text or an int, is"):
+        MATCHERS[rule].judge_completion("9", truth)
+
+
+@pytest.mark.parametrize("truth", ["nine", "16 - 7 = 9\n#### 9", "1/2", ",", "9 eggs"])
+def test_gsm8k_refuses_a_ground_truth_without_a_number(truth):
+    with pytest.raises(RewardError, match="must be a number in decimal digits, is"):
+        math_answers.validate_gsm8k_truth(truth)
+
+
+@pytest.mark.parametrize(
+    ("rule", "truth"), [("math", r"\%"), ("math", "x="), ("dapo_math", "degrees")]
+)
+def test_a_ground_truth_with_an_empty_normal_form_is_refused(rule, truth):
+    with pytest.raises(RewardError, match="ground_truth is empty in normal form"):
+        MATCHERS[rule].validate_truth(truth)
+
+
+@pytest.mark.parametrize(
+    ("text", "form"),
+    [
+        (r"x = .5", r"\frac{1}{2}"),
+        (r"-\dfrac 12", r"-\frac{1}{2}"),
+        (r"3\text{ red}, 2\text{ blue}", r"3\text{red},2\text{blue}"),
+        (r"\left[ 2, \tfrac{\pi}{3} \right)", r"[2,\frac{\pi}{3})"),
+    ],
+)
+def test_the_normal_form_of_math(text, form):
+    assert math_answers.normalize_latex(text) == form
+    assert math_answers.normalize_latex(form) == form
+
+
+@pytest.mark.parametrize(
+    ("text", "form"),
+    [
+        (r"a = \frac12 + \sqrt3", r"\frac{1}{2}+\sqrt{3}"),
+        (r"the area is $\mbox{about }7$ square inches", "about7"),
+        (r"1,234,567 \text{ meters}", "1234567"),
+    ],
+)
+def test_dapo_math_normalizes_answers_like_minerva(text, form):
+    assert math_answers.normalize_answer(text) == form
+
+
+NAMED = [
+    *("B", "b", "(B)", "**B**", " B. ", "$B$", "B. Paris", "(b) Paris", "B: it is warm", "A\nB"),
+    *("The answer is B", "The answer is B.", "The answer is (B), because A is wrong."),
+    *("the correct answer is: **B**", "Answer: B", "ANSWER: (B) Paris", "**Answer:** B"),
+    *("The answer is option B", "The answer is $\\boxed{B}$.", "\\boxed{B}", "\\boxed{b}"),
+    *("\\boxed{(B)}", "\\boxed{\\text{B}}", "\\boxed{\\textbf{(B)}}", "\\boxed{\\text{(B) }7}"),
+    *("\\boxed{B. Paris}", "The answer is A. No, wait: the answer is B."),
+    *("\\boxed{A} and then \\boxed{B}", "\\boxed{A}, so the answer is B"),
+    *("The answer is A, so \\boxed{B}", "A\n\nThe answer is B", "The answer is B\n\nA"),
+    "Let me think.\n\nB",
+]
+UNNAMED = [
+    *("A dog barks.", "I think so.", "The answer is a matter of taste", "The answer is not B"),
+    *("The answer is Bob", "The answers are B", "A. London\nB. Paris", "Paris", "Z"),
+    *("\\boxed{7}", ""),
+]
+
+
+@pytest.mark.parametrize("completion", [*NAMED, *UNNAMED])
+def test_the_last_letter_named_as_the_answer_counts(completion):
+    result = form.judge_choice(completion, "B")
+    assert result.answer == (None if completion in UNNAMED else "B")
+    assert result.score == (completion in NAMED)
+
+
+def test_only_the_configured_letters_count():
+    assert form.judge_choice("The answer is E", "A", letters="ABCD").answer is None
+    assert form.judge_choice("The answer is A\nE", "A", letters="ABCD").score == 1
+
+
+@pytest.mark.parametrize("truth", ["B", "b", "(B)", " B "])
+def test_a_ground_truth_is_a_letter(truth):
+    assert form.validate_choice_truth(truth) == "B"
+    assert form.judge_choice("B", truth).score == 1
+
+
+@pytest.mark.parametrize("truth", ["", "Paris", "E", "AB", 1, None, True])
+def test_a_ground_truth_outside_the_letters_is_refused(truth):
+    with pytest.raises(RewardError, match="ground_truth must be"):
+        form.validate_choice_truth(truth, letters="ABCD")
+
+
+GOOD = "<think>2 + 3</think>\n<answer>5</answer>"
+SWAPPED = "not in the order <think> </think> <answer> </answer>"
+
+
+@pytest.mark.parametrize(
+    ("completion", "detail"),
+    [
+        (GOOD, ""),
+        (f"So: {GOOD}", "text before <think>"),
+        (GOOD.replace("\n", " so "), "text before <answer>"),
+        (f"{GOOD}.", "text after </answer>"),
+        (GOOD + GOOD, "<think> 2 times"),
+        ("<answer>5</answer><think>2 + 3</think>", SWAPPED),
+        ("<think><answer>5</answer></think>", SWAPPED),
+        ("<think> \n</think><answer>5</answer>", "<think> is empty"),
+        ("<think>2 + 3</think><answer>5", "</answer> 0 times"),
+    ],
+)
+def test_every_tag_occurs_once_in_order_with_content(completion, detail):
+    result = form.judge_tags(completion)
+    assert result.detail == detail
+    assert result.score == (detail == "")
+
+
+def test_text_outside_the_tags_can_be_allowed():
+    assert form.judge_tags(f"So: {GOOD}.", nothing_outside=False).score == 1
+    assert form.judge_tags("<answer>5</answer>", tags=["answer"]).score == 1
+
+
+@pytest.mark.parametrize(
+    ("num_words", "score"),
+    [(0, 0.0), (6, 0.0), (7, 0.25), (9, 0.75), (10, 1.0), (20, 1.0), (21, 0.75), (24, 0.0)],
+)
+def test_the_score_falls_linearly_outside_the_length_bounds(num_words, score):
+    result = form.judge_length("word " * num_words, least=10, most=20, tolerance=4)
+    assert result.score == score
+    assert result.outcome is (RewardOutcome.PASS if score == 1 else RewardOutcome.WRONG)
+
+
+TRUTHS = {"choice": "B"}
+QUICK = [name for name, rule in MATCHERS.items() if not rule.may_hang]
+PIECES = [
+    *("\\boxed{", "\\boxed ", "{", "}", "#### ", "Answer: ", "answer is ", "B", "1", ",", ".", "="),
+    *("\\frac", "\\sqrt", "\\text{ ", "$", "/", "-", " ", "\n", "<think>", "</think>", "\\", "("),
+]
+
+
+def judge_34(name, completion):
+    return MATCHERS[name].judge_completion(completion, TRUTHS.get(name, "34"))
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("openai/gsm8k", "gsm8k"),
+        ("lighteval/MATH", "math"),
+        ("math_dapo", "dapo_math"),
+        ("aime2024", "dapo_math"),
+        ("numina_olympiads", "symbolic"),
+    ],
+)
+def test_a_data_source_selects_its_matcher(source, name):
+    assert find_matcher(source) is MATCHERS[name]
+
+
+@pytest.mark.parametrize("source", ["", "codecontests", "AIME", "openai/gsm8k2", "math_other"])
+def test_an_unknown_data_source_is_named(source):
+    with pytest.raises(RewardError, match=f"data_source {source!r} has no default rule; known:"):
+        find_matcher(source)
+
+
+@pytest.mark.parametrize("name", QUICK)
+@given(completion=st.text() | st.lists(st.sampled_from(PIECES), max_size=30).map("".join))
+def test_matchers_accept_any_completion(name, completion):
+    result = judge_34(name, completion)
+    assert isinstance(result, RewardResult)
+    assert result.outcome in (RewardOutcome.PASS, RewardOutcome.WRONG)
+    assert -1 <= result.score <= 1
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_completion_of_a_million_characters_takes_less_than_a_second(name):
+    for piece in PIECES:
+        half = piece * (500_000 // len(piece))
+        started = time.process_time()
+        judge_34(name, f"{half} answer is {half} \\boxed{{{half}}}")
+        assert time.process_time() - started < 1, piece
+
+
+def test_the_reference_names_every_rule_option_and_source():
+    page = (Path(__file__).parents[3] / "docs" / "rewards_reference.md").read_text()
+    options = {
+        name for rule in MATCHERS.values() for name in signature(rule.judge_completion).parameters
+    }
+    for name in {*MATCHERS, *MATCHER_BY_SOURCE, *options} - {"completion", "truth"}:
+        assert f"`{name}`" in page
+
+
+@pytest.mark.parametrize(
+    ("completion", "truth", "score"),
+    [
+        (r"\boxed{1+x}", "x+1", 1),
+        (r"\boxed{1+x}", "$x+1$", 1),
+        (r"\boxed{1+x}", r"\boxed{x+1}", 1),
+        (r"So it is $\frac{2}{4}$.", "0.5", 1),
+        (r"\boxed{2^{1/2}}", r"\sqrt{2}", 1),
+        (r"\boxed{1,234}", "1234", 1),
+        ("The answer is 34.", 34, 1),
+        (r"\boxed{\{2,1\}}", r"\{1,2\}", 1),
+        (r"\boxed{x+2}", "x+1", 0),
+        (r"\boxed{0.33}", r"\frac{1}{3}", 0),
+        ("no idea", "7", 0),
+        ("", "7", 0),
+    ],
+)
+def test_answers_are_compared_as_mathematics(completion, truth, score):
+    assert math_answers.judge_symbolic(completion, truth).score == score
+
+
+def test_an_integer_too_long_to_print_is_scored():
+    assert math_answers.judge_symbolic(r"\boxed{10^{5000}}", "7").score == 0
+    assert math_answers.judge_symbolic(r"\boxed{10^{5000}}", r"10^{5000}").score == 1
+
+
+def test_a_ground_truth_that_cannot_be_parsed_is_an_error():
+    with pytest.raises(RewardError, match="cannot be parsed by math-verify: "):
+        math_answers.judge_symbolic("7", r"\boxed{}")
+    with pytest.raises(RewardError, match="must be an answer as text or an int"):
+        math_answers.validate_symbolic_truth(None)
+    for prose in ("the cat sat", r"\boxed{\text{The set of all even numbers}}"):
+        with pytest.raises(RewardError, match="ground_truth is prose"):
+            math_answers.judge_symbolic(prose, prose)
+    for mathematics in (r"\frac{\sin x}{\cos x}+\sqrt{2}", r"3 \text{ cm}", "12 dollars", "x or y"):
+        assert math_answers.validate_symbolic_truth(mathematics) == mathematics
+
+
+def prompt(truth, source=""):
+    return Prompt("0:0:0", np.array([1], np.int32), ground_truth=truth, data_source=source)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "truth", "right", "wrong", "low"),
+    [
+        ("gsm8k", {}, "1000", "so #### 1,000", "1000", 0.0),
+        ("gsm8k", {"method": "flexible"}, "12", "it is 12", "it is 13", 0.0),
+        ("math", {}, "\\frac{1}{2}", "thus \\boxed{\\frac12}", "\\boxed{2}", 0.0),
+        ("dapo_math", {}, "34", "Answer: 34", "Answer: 35", -1.0),
+        ("choice", {}, "B", "The answer is (B).", "The answer is (C).", 0.0),
+        ("tags", {"tags": ["a"]}, None, "<a>x</a>", "<a></a>", 0.0),
+        ("length", {"most": 2, "tolerance": 1}, None, "two words", "these are three", 0.0),
+    ],
+)
+async def test_rules_are_kinds_with_their_options(kind, options, truth, right, wrong, low):
+    config = RewardConfig(kind, options=options)
+    results = await judge(config, prompt(truth), right, wrong)
+    assert results == [(1.0, "pass"), (low, "wrong")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        ("gsm8k", {"method": "loose"}, r"rewards\[0\].method=loose: must be one of"),
+        ("choice", {"letters": "ab"}, r"rewards\[0\].letters=ab"),
+        ("tags", {"tags": []}, r"rewards\[0\].tags="),
+        ("length", {"unit": "tokens"}, r"rewards\[0\].unit=tokens"),
+    ],
+)
+def test_invalid_rule_options_are_named(kind, options, words):
+    with pytest.raises(ConfigError, match=words):
+        build_rewards([RewardConfig(kind, options=options)])
+
+
+@pytest.mark.slow
+async def test_symbolic_compares_mathematics_and_endless_parsing_is_a_timeout():
+    config = RewardConfig("symbolic", options={"timeout_s": 60.0, "memory_gib": 0.5})
+    results = await judge(config, prompt("x+1"), "\\boxed{1+x}", "\\boxed{x}")
+    assert results == [(1.0, "pass"), (0.0, "wrong")]
+    config = RewardConfig("symbolic", options={"timeout_s": 3.0, "memory_gib": 0.5})
+    (endless,) = await judge(config, prompt("x+1"), "\\boxed{10^{10^{10^{10}}}}")
+    assert endless in [(0.0, "memory"), (0.0, "timeout")]
+
+
+async def test_auto_selects_the_rule_by_data_source():
+    auto = RewardConfig("auto")
+    assert await judge(auto, prompt("7", "openai/gsm8k"), "#### 7") == [(1.0, "pass")]
+    assert await judge(auto, prompt("7", "aime2024"), "Answer: 8") == [(-1.0, "wrong")]
+    row = prompt("x+1", "numina_olympiads")
+    assert await judge(auto, row, "\\boxed{1+x}") == [(1.0, "pass")]
+    with pytest.raises(ConfigError, match=r"reward auto: data_source 'mine' has no default rule"):
+        build_rewards([auto]).check_prompts([prompt("7", "mine")])
+
+
+async def test_an_unusable_ground_truth_is_an_error_during_the_run():
+    with pytest.raises(RewardError, match="reward gsm8k, uid 0:0:0: ground_truth"):
+        await build_rewards([RewardConfig("gsm8k")]).judge_texts(prompt("seven"), ["#### 7"])
