@@ -12,11 +12,6 @@ from streamrl.environments.config import (
     EnvironmentConfig,
     get_environment_section,
 )
-from streamrl.environments.hosts.call_runner import (
-    CANCEL_TIMEOUT_S,
-    HostCalls,
-    UserCodeError,
-)
 from streamrl.environments.hosts.host_protocol import (
     CLOSE_TIMEOUT_S,
     EnvironmentDescription,
@@ -27,7 +22,13 @@ from streamrl.environments.hosts.host_protocol import (
 )
 from streamrl.environments.hosts.shared_state import digest_shared_state
 from streamrl.environments.hosts.user_class import UserClass, load_user_class
-from streamrl.environments.hosts.user_environment import TurnEnvironment, UserEnvironment
+from streamrl.environments.hosts.user_environment import (
+    CANCEL_TIMEOUT_S,
+    HostCalls,
+    TurnEnvironment,
+    UserCodeError,
+    UserEnvironment,
+)
 from streamrl.environments.interface import (
     CallOutcome,
     EnvironmentStep,

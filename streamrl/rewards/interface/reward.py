@@ -25,7 +25,6 @@ from streamrl.rewards.interface.completion import Completion
 from streamrl.rewards.interface.config import SandboxConfig, ScorerConfig
 from streamrl.user_code.pool.pool import (
     PoolSettings,
-    SharedWorkerError,
     WorkerCrashError,
     WorkerError,
     WorkerMemoryError,
@@ -163,7 +162,6 @@ class WorkerOptions(RetryOptions):
 _REWARD_ERRORS: dict[type[WorkerError], type[RewardInfraError]] = {
     WorkerTimeoutError: RewardTimeoutError,
     WorkerCrashError: RewardCrashError,
-    SharedWorkerError: RewardCrashError,
     WorkerMemoryError: RewardMemoryError,
 }
 
@@ -213,23 +211,15 @@ class WorkerReward(Reward):
 
         Raises the error of the last attempt; raises RewardError for an invalid result at once.
         """
-        results: list[RewardResult] = await self.call_worker((prompt, list(completions)))
-        return results
-
-    async def call_worker(self, request: Any) -> Any:
-        """Run a request in a worker, with retries. Raises RewardError, also for a text response."""
-        attempt = itertools.count()
+        request, attempt = (prompt, list(completions)), itertools.count()
 
         async def call_once() -> Any:
             # A request that failed before runs on an exclusive worker.
-            is_repeated = next(attempt) > 0
-            return await request_service(
-                self._name,
-                lambda: self._call_once(request, exclusive=is_repeated),
-                RewardInfraError,
-            )
+            call = partial(self._call_once, request, exclusive=next(attempt) > 0)
+            return await request_service(self._name, call, RewardInfraError)
 
-        return await retry_infra_errors(call_once, self._attempts)
+        results: list[RewardResult] = await retry_infra_errors(call_once, self._attempts)
+        return results
 
     async def _call_once(self, request: Any, *, exclusive: bool = False) -> Any:
         """Run a request in a worker once. Raises RewardError for a failure or a text response, and

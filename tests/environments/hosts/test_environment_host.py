@@ -74,15 +74,6 @@ async def test_a_binary_search_finds_the_number(open_session, source):
     assert (await session.score(rewards=[0.0, 0.25, 1.0])).result == 1.25
 
 
-async def test_the_seed_of_the_group_decides_and_siblings_share_no_state(open_session):
-    answers = []
-    for seed in (1, 1, 2):
-        sibling = open_session(GUESS)
-        await sibling.reset(seed)
-        answers.append([(await sibling.step(str(n))).result.done for n in range(64)])
-    assert answers[0] == answers[1] != answers[2]
-
-
 @pytest.mark.parametrize("source", [CALCULATOR, ASYNC_CALCULATOR])
 async def test_a_tool_is_called_and_the_answer_scored(open_session, source):
     session = open_session(source)
@@ -254,7 +245,7 @@ async def test_a_hanging_method_times_out_and_counts_until_it_returns(
 
 
 async def test_an_async_method_is_cancelled_at_its_deadline(open_session, monkeypatch):
-    monkeypatch.setattr("streamrl.environments.hosts.call_runner.CANCEL_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("streamrl.environments.hosts.user_environment.CANCEL_TIMEOUT_S", 0.1)
     stubborn = (
         "try: await asyncio.sleep(60)\n        finally:\n"
         "            if reply.text: await asyncio.sleep(60)"
