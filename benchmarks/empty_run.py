@@ -32,7 +32,7 @@ from streamrl.buffer import ExperienceQueue, QueueShard, ShardCapacity, StageSch
 from streamrl.buffer.encoding import join_pieces
 from streamrl.buffer.group import ShardState
 from streamrl.buffer.journal import RecordLog
-from streamrl.buffer.packing import MicroBatch
+from streamrl.buffer.micro_batch_schedule import MicroBatch
 from streamrl.buffer.segment_file import JournalRecord, encode_record
 from streamrl.config.run_config import RunConfig
 from streamrl.data.prompt_stream import SkippedRows

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from benchmarks.command import BenchmarkParser, at_least, report_progress, run_benchmark
 from benchmarks.random_model import SHAPES, make_model
 from streamrl.algorithms import AlgorithmConfig
-from streamrl.buffer.packing import MicroBatch, MicroBatchPacker
+from streamrl.buffer.micro_batch_schedule import MicroBatch, MicroBatchPacker
 from streamrl.engines.models.packed_rows import enable_packing
 from streamrl.engines.training.collate import build_batch, derive_columns
 from streamrl.engines.training.tasks import PolicyTask

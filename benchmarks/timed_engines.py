@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from streamrl.actors.engine_factory import HostedScorer, RealEngineFactory
-from streamrl.buffer.packing import RolloutIndex
+from streamrl.buffer.micro_batch_schedule import RolloutIndex
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import GENERATE_CALL, REWARD_CALL
 from streamrl.engines.generation.generation_engine import GenerationEngine

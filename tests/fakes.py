@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from streamrl.buffer.micro_batch_schedule import ScheduledRound, UpdatePlan
-from streamrl.buffer.packing import Round
+from streamrl.buffer.micro_batch_schedule import Round, ScheduledRound, UpdatePlan
 from streamrl.errors import RewardError, ServiceOutageError, StreamError
 from streamrl.messages import (
     Array,

@@ -100,25 +100,6 @@ def test_edges_of_known_algorithms(recipe: str):
     assert {(a.stage, b.stage) for a, b in flow.version_edges} == versions
 
 
-def test_ppo_with_reference_has_eleven_edges():
-    # Names of ReaL (arXiv:2406.14088), whose packed prompts come from the data set.
-    sampled = ("seq_no_eos_mask", "packed_input_ids", "packed_logprobs", "prompt_mask")
-    train_columns = (*sampled, "packed_ref_logprobs", "rewards", "values")
-    flow = Dataflow(
-        [
-            ModelCall("actor_gen", "actor", CallKind.GENERATE, (), sampled),
-            score("rew_inf", ("packed_input_ids",), ("rewards",)),
-            score("ref_inf", ("packed_input_ids",), ("packed_ref_logprobs",)),
-            score("critic_inf", ("packed_input_ids", "seq_no_eos_mask"), ("values",)),
-            train(*train_columns, stage="actor_train", role="actor"),
-            train(*train_columns, stage="critic_train", role="critic"),
-        ]
-    )
-    assert len(flow.graph.edges) == 11 == len(edges(flow_of("ppo_arithmetic")))
-    assert [n for n, degree in flow.graph.in_degree if not degree] == ["actor_gen"]
-    assert {n for n, degree in flow.graph.out_degree if not degree} == set(flow.stages[-2:])
-
-
 @pytest.mark.parametrize(
     ("calls", "line"),
     [
@@ -162,11 +143,6 @@ def test_unused_columns_are_reported_and_legal():
     ]
 
 
-@pytest.mark.parametrize("recipe", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
-def test_no_recipe_has_unused_columns(recipe: str):
-    assert flow_of(recipe).unused_columns == []
-
-
 def test_calls_after_a_filter_wait_for_its_decision():
     columns = (*ROLLOUT, *("scores", "values", "ref_logprobs", "costs", "cost_values"))
     columns = (*columns, "baseline_scores")
@@ -189,11 +165,6 @@ def test_calls_after_a_filter_wait_for_its_decision():
         ("train_critic", "value"),
         ("train_cost_critic", "cost_value"),
     }
-
-
-def test_filter_adds_the_reward_call_even_if_untrained():
-    flow = build_dataflow(("token_ids", "ref_logprobs"), has_filter=True)
-    assert flow.stages == ["generate", "reward", "reference", "train"]
 
 
 def test_samples_of_an_episode_are_known_where_it_is_scored_and_trained():
@@ -251,22 +222,6 @@ def test_unroll_rejects_zero_steps_and_negative_staleness(
 
 
 RECIPES = {recipe: flow_of(recipe) for recipe in GOLDEN}
-
-
-@given(st.sampled_from(sorted(GOLDEN)), st.integers(1, 12), st.integers(0, 14))
-def test_longest_chain_follows_from_max_staleness(recipe: str, steps: int, max_staleness: int):
-    # A step is a chain of three calls: its train call is one after the previous train call, or
-    # three after the train call of the version that the step waits for.
-    train_ends: list[int] = []
-    for i in range(steps):
-        version_ready = train_ends[i - 1 - max_staleness] if i > max_staleness else 0
-        train_ends.append(max(version_ready + 3, train_ends[-1] + 1 if train_ends else 0))
-    graph = RECIPES[recipe].unroll_steps(steps, max_staleness)
-    assert nx.dag_longest_path_length(graph) + 1 == train_ends[-1]
-    if max_staleness == 0:
-        assert train_ends[-1] == 3 * steps
-    if max_staleness >= steps:
-        assert train_ends[-1] == 3 + steps - 1
 
 
 @st.composite

@@ -132,26 +132,6 @@ def test_death_loses_only_tokens_sampled_since_the_last_save(plan: Plan):
             assert nearest - lost_at <= PARTIAL_SAVE_INTERVAL_S + CALLS_S
 
 
-def test_leaving_generators_cause_no_redelivery_and_few_restarted_groups():
-    stream = run_virtual(run_stream(replace(SLOW, seed=7), disturb=come_and_go))
-    restarted = {uid: count for uid, count in stream.disk.generated.items() if count > 1}
-    redelivered = sum(outcome.queue_stats.counts["redelivered"] for outcome in stream.outcomes)
-    assert redelivered == 0, "leaving does not count as an attempt"
-    assert len(restarted) < len(stream.disk.generated)
-
-
-def test_short_groups_save_no_partial_rollouts():
-    stream = run_virtual(run_stream(Plan(generate_s=(0.5, 1.9))))
-    assert sum(shard.num_saved_partials for shard in stream.shards) == 0
-    stream = run_virtual(run_stream(Plan(generate_s=(3.0, 3.9))))
-    trained = sum(len(outcome.groups) for outcome in stream.outcomes)
-    assert (
-        0
-        < sum(shard.num_saved_partials for shard in stream.shards)
-        <= trained + stream.plan.groups_per_step
-    )
-
-
 def test_throughput_follows_joining_and_leaving_generators():
     # Only sampling takes time: 18 groups a step, three concurrent groups per generator.
     plan = Plan(

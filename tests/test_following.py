@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,7 +22,6 @@ from streamrl.pipeline import (
     exclude_unverified,
     find_newest_version,
     follow_weights,
-    load_version,
 )
 from streamrl.stream.device_lease import DedicatedDeviceLease, DeviceArbiter, SharedDeviceLease
 from streamrl.stream.protocols import FetchedWeights, StageContext
@@ -36,7 +34,6 @@ from streamrl.weights.versions import (
     ReaderState,
     WeightFault,
     WeightRegistry,
-    compute_weight_metrics,
 )
 from tests.stream.test_weight_publisher import Source
 from tests.virtual_time import in_virtual_time
@@ -182,20 +179,6 @@ async def test_a_version_that_was_not_stored_costs_no_follower():
 
 
 @in_virtual_time
-async def test_newer_version_replaces_a_corrupt_one():
-    registry = WeightRegistry(keep_versions=2)
-    engine, served = Engine(), ServedVersion("generator-0")
-    channel = Channel(registry, {0: PULL_ATTEMPTS - 1})
-    following = asyncio.create_task(follow_weights(stage(), engine, channel, served))
-    registry.add_manifest(manifest(0))
-    await asyncio.sleep(0.1)
-    registry.add_manifest(manifest(1))
-    await served.wait_for_version(1)
-    following.cancel()
-    assert engine.served == [1]
-
-
-@in_virtual_time
 async def test_follower_gives_up_after_max_pull_attempts():
     registry = WeightRegistry(keep_versions=2)
     engine, served = Engine(), ServedVersion("generator-0")
@@ -220,44 +203,6 @@ async def test_older_version_is_refused():
     with pytest.raises(WeightsError, match="version 4 was offered, but 5 is served already"):
         await follow_weights(stage(), engine, Backwards(registry), served)
     assert engine.served == [5]
-
-
-@in_virtual_time
-async def test_pull_stats_are_reported_once():
-    registry = WeightRegistry(keep_versions=2)
-    engine, served = Engine(), ServedVersion("generator-0")
-    logprobs = [np.full(len(ids), -1.25, np.float32) for ids in SEQUENCES]
-    probe = LogprobCheck(SEQUENCES, logprobs, limit=0.5)
-    following = asyncio.create_task(follow_weights(stage(), engine, Channel(registry), served))
-    registry.add_manifest(manifest(0, probe), publish_s=0.125)
-    await served.wait_for_version(0)
-    await asyncio.sleep(0.01)
-    metrics = compute_weight_metrics(registry.drain_stats())
-    assert metrics["weights/publish_s"] == 0.125
-    assert metrics["weights/pause_s"] == 0.25
-    assert metrics["weights/bytes"] == 1000
-    assert math.isnan(metrics["weights/copied_bytes"]), "the publisher reported no copied bytes"
-    assert metrics["weights/interrupted"] == 7
-    assert metrics["weights/probe_diff"] == 0.25
-    assert metrics["weights/skew_max"] == 0
-    await asyncio.sleep(5.0)
-    following.cancel()
-    next_metrics = compute_weight_metrics(registry.drain_stats())
-    assert next_metrics["weights/bytes"] == next_metrics["weights/interrupted"] == 0
-    assert math.isnan(next_metrics["weights/probe_diff"])
-    assert math.isnan(next_metrics["weights/publish_s"])
-
-
-@in_virtual_time
-async def test_copied_bytes_of_transfer_and_load_are_added():
-    class Resident(Channel):
-        async def fetch_weights(self, manifest: WeightManifest) -> FetchedWeights:
-            return FetchedWeights({}, copied_bytes=12)
-
-    registry = WeightRegistry(keep_versions=2)
-    served = ServedVersion("generator-0")
-    pull = await load_version(stage(), Engine(), Resident(registry), served, manifest(0))
-    assert (pull.num_bytes, pull.copied_bytes) == (0, 42)
 
 
 @in_virtual_time

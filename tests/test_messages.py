@@ -11,7 +11,6 @@ from streamrl.messages import (
     Prompt,
     Rollout,
     extract_completions,
-    measure_columns,
     rollouts_to_columns,
 )
 
@@ -50,11 +49,6 @@ def test_prompt_rejects_wrong_token_dtype_or_shape(tokens: np.ndarray, described
         ContractError, match=f"prompt 0:0:0: token_ids are {described}, wanted int32"
     ):
         Prompt("0:0:0", tokens)
-
-
-def test_column_must_be_a_flat_array():
-    with pytest.raises(ContractError, match="column lengths: list, wanted an array"):
-        measure_columns({"lengths": [5, 5]})  # type: ignore[dict-item]
 
 
 def rollout_of(mask: list[bool], tokens: list[int]) -> Rollout:

@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,13 +16,11 @@ from streamrl.buffer import ExperienceQueue
 from streamrl.buffer.micro_batch_schedule import UpdatePlan
 from streamrl.buffer.staleness_credits import MAX_FACTOR
 from streamrl.dataflow import CRITIC
-from streamrl.errors import DeadlineError, DropLimitError, LogprobCheckError
+from streamrl.errors import DropLimitError, LogprobCheckError
 from streamrl.messages import Columns, Experience, GroupLease, parse_uid
 from streamrl.pipeline import count_sampled_tokens, find_newest_version
 from streamrl.planner.simulator.virtual_loop import run_virtual
 from streamrl.stream.run_state import SURPLUS_CAUSE
-from streamrl.stream.stage_worker import ConcurrencyLimit, InFlightWork
-from streamrl.stream.train_step import add_metric_sums
 from streamrl.telemetry.spans import compute_busy_s
 from tests.fake_stream import Stream, build_stream, draw_plans, run_loops, run_stream
 from tests.fakes import Plan
@@ -230,13 +227,6 @@ def test_publish_every_two_samples_two_steps_per_version():
     assert sampled_from == [{0}, {0}, {2}, {2}, {4}, {4}]
 
 
-@given(plans)
-def test_same_seed_gives_the_same_steps(plan: Plan):
-    first, second = run_virtual(run_stream(plan)), run_virtual(run_stream(plan))
-    assert uids(first) == uids(second)
-    assert first.step_ends == second.step_ends
-
-
 @given(st.integers(0, 1000), st.integers(1, 3))
 def test_on_policy_steps_do_not_depend_on_placement(seed: int, generators: int):
     plan = Plan(seed=seed, max_staleness=0, generators=generators)
@@ -338,17 +328,10 @@ def test_reward_that_always_fails_ends_the_run_with_the_reason(readmits: bool):
 
     # The scorer scores batches of two groups a second: the 41st may fail along with another.
     plan = Plan(fail_rate=1.0, max_dropped=40, readmits=readmits, score_s=(1.0, 1.0))
-    message = r"^step 0 has dropped 4\d groups, more than 40 .*; the last: the verifier is down$"
+    message = r"^step 0 has dropped 4\d groups, more than 40, .*; the last: the verifier is down$"
     with pytest.raises(DropLimitError, match=message):
         run_virtual(run_stream(plan, disturb=watch))
     assert 41 <= len(dropped) <= 42
-
-
-def test_occasional_failures_never_end_the_run():
-    plan = Plan(seed=3, fail_rate=0.5, max_attempts=1, steps=30, max_dropped=20)
-    counts = run_virtual(run_stream(plan)).ledger.counts
-    assert counts.trained == 120
-    assert counts.dropped > 3 * plan.max_dropped
 
 
 def test_stale_drops_never_end_the_run():
@@ -376,52 +359,12 @@ def test_step_may_take_longer_than_a_capacity_wait():
     assert len(stream.outcomes) == plan.steps
 
 
-def test_stall_error_names_groups_and_holders():
-    plan = Plan(score_s=(500.0, 500.0), stall_s=50.0, lease_s=1000.0, groups_per_step=60)
-    with pytest.raises(DeadlineError) as stall:
-        run_virtual(run_stream(plan))
-    message = str(stall.value)
-    assert "stage train got no group for 50 s at version 0: its step has 0 of 60 groups" in message
-    assert len(re.findall(r"\b0:\d+:0: ", message)) == 3 and " more)" in message
-    assert re.search(r"held by reward-0 for \d+\.\d s \(reward, attempt 1\), admitted", message)
-
-
-@in_virtual_time
-async def test_slots_are_counted_until_the_work_ends():
-    in_flight = InFlightWork(ConcurrencyLimit(2))
-    in_flight.add_task([experience("0:0:0"), experience("0:1:0")], asyncio.ensure_future(idle(3.0)))
-    waiting = asyncio.create_task(in_flight.wait_for_slots())
-    await asyncio.sleep(1.0)
-    assert not waiting.done()
-    assert (await waiting) == 2
-
-
-@in_virtual_time
-async def test_task_is_cancelled_once_all_its_leases_are_lost():
-    in_flight = InFlightWork(ConcurrencyLimit(2))
-    first, second = experience("0:0:0"), experience("0:1:0")
-    task = asyncio.ensure_future(idle(100.0))
-    in_flight.add_task([first, second], task)
-    is_cancelled = []
-    for lost in (first, second):
-        in_flight.abandon_lease(lost.lease)
-        await asyncio.sleep(1.0)
-        is_cancelled.append(task.cancelled())
-    assert is_cancelled == [False, True]
-
-
 async def idle(seconds: float) -> None:
     await asyncio.sleep(seconds)
 
 
 def experience(uid: str) -> Experience:
     return Experience(GroupLease(1, uid, "reward", 1, 0.0), 0)
-
-
-def test_metric_sums_add_and_maxima_are_kept():
-    total = {"tokens": 3.0, "length_max": 7.0}
-    add_metric_sums(total, {"tokens": 4.0, "length_max": 5.0, "new": 1.0})
-    assert total == {"tokens": 7.0, "length_max": 7.0, "new": 1.0}
 
 
 def spans(stream: Stream, process: str, name: str | None = None) -> list:  # type: ignore[type-arg]

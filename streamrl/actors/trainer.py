@@ -21,7 +21,7 @@ from streamrl.actors.liveness import PingableActor
 from streamrl.actors.shared_weights import SharedWeights
 from streamrl.actors.transport.ray_calls import find_rendezvous
 from streamrl.algorithms import list_derivation_columns
-from streamrl.buffer.packing import MicroBatch, RolloutIndex
+from streamrl.buffer.micro_batch_schedule import MicroBatch, RolloutIndex
 from streamrl.dataflow import EMA_REFERENCE, POLICY, ModelCall
 from streamrl.distributed.devices import has_local_gpu, make_gpu_stream, use_side_stream
 from streamrl.engines.memory.peak_memory import release_large_blocks_eagerly

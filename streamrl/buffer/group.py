@@ -11,7 +11,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -33,6 +33,13 @@ class RecordLocation:
 
     folder: Path
     position: RecordPosition
+
+
+class StoredBlob(NamedTuple):
+    """Blob of a commit or its reference in the object store, and its place on disk, if any."""
+
+    data: Any
+    location: RecordLocation | None
 
 
 @dataclass(eq=False)
@@ -294,7 +301,7 @@ class ShardState:
 
         Records of removed groups have no effect.
         """
-        return self._handlers[record.meta["kind"]](record, location, data)
+        return self._handlers[record.meta["kind"]](record, StoredBlob(data, location))
 
     def has_seen(self, uid: str) -> bool:
         """Return True if a uid was admitted in this session, even if its group is gone by now."""
@@ -331,9 +338,7 @@ class ShardState:
         """Return True if no stage will add columns: all have committed, or the group has ended."""
         return group.outcome is not None or len(group.stage_columns) == self._num_producers
 
-    def _apply_open(
-        self, record: JournalRecord, location: RecordLocation | None, data: Any
-    ) -> list[GroupState]:
+    def _apply_open(self, record: JournalRecord, stored: StoredBlob) -> list[GroupState]:
         """Begin a new incarnation; if it belongs to a different run, void all leases."""
         self.incarnation = record.meta["incarnation"]
         if record.meta.get("forgets"):
@@ -345,15 +350,11 @@ class ShardState:
                 group.leases.clear()
         return []
 
-    def _apply_seal(
-        self, record: JournalRecord, location: RecordLocation | None, data: Any
-    ) -> list[GroupState]:
+    def _apply_seal(self, record: JournalRecord, stored: StoredBlob) -> list[GroupState]:
         self.is_sealed = True
         return []
 
-    def _apply_admit(
-        self, record: JournalRecord, location: RecordLocation | None, data: Any
-    ) -> list[GroupState]:
+    def _apply_admit(self, record: JournalRecord, stored: StoredBlob) -> list[GroupState]:
         uid, version = record.meta["uid"], record.meta["version"]
         group = GroupState(
             uid, join_pieces(record.payload), version, self.clock(), self._next_order
@@ -366,9 +367,7 @@ class ShardState:
             self._seen_uids.popitem(last=False)
         return [group]
 
-    def _apply_lease(
-        self, record: JournalRecord, location: RecordLocation | None, data: Any
-    ) -> list[GroupState]:
+    def _apply_lease(self, record: JournalRecord, stored: StoredBlob) -> list[GroupState]:
         stage, holder, now = record.meta["stage"], record.meta["holder"], self.clock()
         # Leases of the last stage never expire: the coordinator holds them until removal.
         expires_at = math.inf if stage == self.last_stage else now + self.lease_s
@@ -384,16 +383,14 @@ class ShardState:
                 changed.append(group)
         return changed
 
-    def _apply_commit(
-        self, record: JournalRecord, location: RecordLocation | None, data: Any
-    ) -> list[GroupState]:
+    def _apply_commit(self, record: JournalRecord, stored: StoredBlob) -> list[GroupState]:
         meta = record.meta
         group = self.groups.get(meta["uid"])
         if group is None or group.outcome is not None:
             return []
         group.info = group.info or msgspec.convert(meta["info"], GroupInfo | None)
         num_bytes = count_blob_bytes(record.payload)
-        columns = StageColumns(tuple(meta["names"]), num_bytes, data, location)
+        columns = StageColumns(tuple(meta["names"]), num_bytes, stored.data, stored.location)
         group.drop_partial(meta["stage"])
         group.stage_columns[meta["stage"]] = columns
         group.num_bytes += columns.num_bytes
@@ -404,9 +401,7 @@ class ShardState:
             group.ready_version = meta["version"]
         return [group]
 
-    def _apply_nack(
-        self, record: JournalRecord, location: RecordLocation | None, data: Any
-    ) -> list[GroupState]:
+    def _apply_nack(self, record: JournalRecord, stored: StoredBlob) -> list[GroupState]:
         stage = record.meta["stage"]
         group = self.groups.get(record.meta["uid"])
         if group is None:
@@ -416,9 +411,7 @@ class ShardState:
         group.failures[stage] += record.meta["failed"]
         return [group]
 
-    def _apply_finish(
-        self, record: JournalRecord, location: RecordLocation | None, data: Any
-    ) -> list[GroupState]:
+    def _apply_finish(self, record: JournalRecord, stored: StoredBlob) -> list[GroupState]:
         group = self.groups.get(record.meta["uid"])
         if group is None or group.outcome is not None:
             return []
@@ -427,9 +420,7 @@ class ShardState:
         group.clear_progress()
         return [group]
 
-    def _apply_remove(
-        self, record: JournalRecord, location: RecordLocation | None, data: Any
-    ) -> list[GroupState]:
+    def _apply_remove(self, record: JournalRecord, stored: StoredBlob) -> list[GroupState]:
         self.version = max(self.version, record.meta["version"])
         removed = [self.groups.pop(uid) for uid in record.meta["uids"] if uid in self.groups]
         for group in removed:

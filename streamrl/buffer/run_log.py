@@ -18,8 +18,7 @@ import msgspec
 from streamrl.buffer.encoding import join_pieces
 from streamrl.buffer.journal import RecordLog
 from streamrl.buffer.ledger import Ledger
-from streamrl.buffer.micro_batch_schedule import StepSchedule
-from streamrl.buffer.packing import Round
+from streamrl.buffer.micro_batch_schedule import Round, StepSchedule
 from streamrl.buffer.segment_file import (
     CorruptRecord,
     JournalRecord,

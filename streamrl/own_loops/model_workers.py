@@ -27,8 +27,7 @@ from streamrl.actors.transport.ray_calls import RAY_ACCESS
 from streamrl.algorithms import summarize_policy
 from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.algorithms.math.training_metrics import summarize_critic
-from streamrl.buffer.micro_batch_schedule import ScheduledRound
-from streamrl.buffer.packing import MicroBatch, Round
+from streamrl.buffer.micro_batch_schedule import MicroBatch, Round, ScheduledRound
 from streamrl.config.preflight import check_worker_memory
 from streamrl.config.role_counts import with_placement_mode
 from streamrl.config.run_config import RunConfig

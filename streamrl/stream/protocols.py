@@ -9,8 +9,7 @@ from typing import Any, Protocol
 
 from streamrl.buffer import ExperienceQueue, ShardStats
 from streamrl.buffer.ledger import LedgerCounts
-from streamrl.buffer.micro_batch_schedule import ScheduledRound, UpdatePlan
-from streamrl.buffer.packing import Round
+from streamrl.buffer.micro_batch_schedule import Round, ScheduledRound, UpdatePlan
 from streamrl.buffer.step_assembler import TrainedGroup
 from streamrl.messages import Array, Columns, GroupInfo, Prompt
 from streamrl.telemetry.spans import SpanArgValue, SpanRecorder

@@ -133,26 +133,5 @@ def assert_padding_has_no_effect(function: Callable[[Batch], Tensor], batch: Bat
     assert not wide[:, -RIGHT:].any()
 
 
-def assert_rows_are_independent(
-    function: Callable[[Batch], Tensor], batch: Batch, seed: int
-) -> None:
-    """Assert equal results per row after shuffling and splitting into micro-batches."""
-    result = function(batch)
-    for rows in shuffled_cuts(batch, seed):
-        torch.testing.assert_close(
-            function(take_rows(batch, rows)), result[rows], atol=1e-12, rtol=0
-        )
-
-
-def assert_row_order_has_no_effect(
-    function: Callable[[Batch], Tensor], batch: Batch, seed: int
-) -> None:
-    """Assert equal results per row in any order."""
-    order = [i for part in shuffled_cuts(batch, seed) for i in part]
-    torch.testing.assert_close(
-        function(take_rows(batch, order)), function(batch)[order], atol=1e-12, rtol=1e-12
-    )
-
-
 def _like(x: Tensor, mask: Tensor) -> Tensor:
     return mask[..., None] if x.ndim > mask.ndim else mask

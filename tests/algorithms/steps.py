@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,7 +126,3 @@ def train(config: AlgorithmConfig, step: Step, derived: dict[str, Tensor]) -> Tr
     return TrainingResult(
         loss.detach(), sums, torch.where(step.columns["loss_mask"], leaf.grad, 0.0)
     )
-
-
-def replace_settings(config: AlgorithmConfig, **changes: Any) -> AlgorithmConfig:
-    return AlgorithmConfig(**{**vars(config), **changes})

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.buffer.packing import MicroBatchPacker, Round, pack_rollouts
+from streamrl.buffer.micro_batch_schedule import MicroBatchPacker, Round, pack_rollouts
 
 BUDGET = 64
 LENGTHS = st.lists(st.integers(1, BUDGET), max_size=40)

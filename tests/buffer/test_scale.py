@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from streamrl.buffer import ExperienceQueue, ShardCapacity, StepAssembler
-from streamrl.buffer.packing import MicroBatchPacker
+from streamrl.buffer.micro_batch_schedule import MicroBatchPacker
 from streamrl.buffer.staleness_credits import OversamplingController
 from streamrl.errors import DeadlineError
 from streamrl.messages import Experience, GroupInfo, GroupLease

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from streamrl.actors.engine_factory import RealEngineFactory
-from streamrl.buffer.packing import RolloutIndex
+from streamrl.buffer.micro_batch_schedule import RolloutIndex
 from streamrl.cli.train import train
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.dataflow import POLICY

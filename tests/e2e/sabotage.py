@@ -63,7 +63,7 @@ class Sabotage(RealEngineFactory):
 
 def tamper(life: int) -> None:
     """Patch the reader of weights with the faults of the generator's first or second process."""
-    from streamrl.weights.bucket_memory import copy_to_host
+    from streamrl.weights.buckets import copy_to_host
     from streamrl.weights.transports.shared_memory import SharedMemoryReader
 
     honest = SharedMemoryReader.fetch_buckets

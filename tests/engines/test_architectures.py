@@ -28,7 +28,7 @@ from streamrl.engines.training.model_trainer import write_hf_model
 from streamrl.files.hf_config import read_stored_shapes
 from streamrl.weights.config import EXACT_LOGPROB_LIMIT
 from streamrl.weights.logprob_check import LogprobCheck, make_check_sequences
-from streamrl.weights.lora_merge import LORA_A_SUFFIX, LORA_B_SUFFIX, LORA_SCALE
+from streamrl.weights.parameters import LORA_A_SUFFIX, LORA_B_SUFFIX, LORA_SCALE
 from tests.engines.flight import start_engine
 from tests.engines.tiny_qwen import MAX_LENGTH, save, weights_of
 

@@ -14,7 +14,7 @@ from streamrl.engines.models.forward import (
 from streamrl.engines.training.forward_scorers import ValueScorer
 from streamrl.errors import WeightsError
 from streamrl.messages import GroupInfo, check_column_sizes, measure_columns, split_token_column
-from streamrl.weights.lora_merge import LORA_A_SUFFIX, LORA_B_SUFFIX, LORA_SCALE
+from streamrl.weights.parameters import LORA_A_SUFFIX, LORA_B_SUFFIX, LORA_SCALE
 from tests.engines.tiny_groups import make_groups
 from tests.engines.tiny_qwen import save, tiny_model
 

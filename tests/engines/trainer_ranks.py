@@ -20,7 +20,7 @@ import torch
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.algorithms.config import CorrectionConfig
 from streamrl.algorithms.math.training_metrics import compute_loss_denominator
-from streamrl.buffer.packing import MicroBatch, Round
+from streamrl.buffer.micro_batch_schedule import MicroBatch, Round
 from streamrl.data.pretrain_texts import TextStream
 from streamrl.errors import CheckpointError, StreamError
 from streamrl.messages import Columns

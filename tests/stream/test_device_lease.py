@@ -27,35 +27,6 @@ async def test_holders_take_turns_without_overlap():
 
 
 @in_virtual_time
-async def test_work_of_a_holder_runs_concurrently():
-    lease = SharedDeviceLease(DeviceArbiter(timeout_s=100.0), "generator-0")
-
-    async def work() -> None:
-        async with lease.hold("generate"):
-            await asyncio.sleep(5.0)
-
-    await asyncio.gather(*(work() for _ in range(10)))
-    assert asyncio.get_running_loop().time() == pytest.approx(5.0)
-
-
-@in_virtual_time
-async def test_pool_is_held_until_the_last_work_ends():
-    arbiter = DeviceArbiter(timeout_s=100.0)
-    generator_lease = SharedDeviceLease(arbiter, "generator-0")
-
-    async def work(seconds: float) -> None:
-        async with generator_lease.hold("generate"):
-            await asyncio.sleep(seconds)
-
-    running = asyncio.gather(work(1.0), work(7.0))
-    await asyncio.sleep(0.5)
-    async with SharedDeviceLease(arbiter, "trainer").hold("train"):
-        acquired_at = asyncio.get_running_loop().time()
-    await running
-    assert acquired_at == pytest.approx(7.0)
-
-
-@in_virtual_time
 async def test_lease_deadline_names_the_holder():
     arbiter = DeviceArbiter(timeout_s=3.0)
     await arbiter.acquire("generator-0")
@@ -99,32 +70,6 @@ async def test_grant_at_the_deadline_is_never_lost(order: int):
     coroutines = [train(), score()][::order]
     await asyncio.gather(*coroutines, return_exceptions=True)
     await arbiter.acquire("generator-0")
-
-
-@in_virtual_time
-async def test_end_of_one_piece_of_work_is_progress():
-    arbiter = DeviceArbiter(timeout_s=3.0)
-    lease = SharedDeviceLease(arbiter, "generator-0")
-
-    async def sample(seconds: float) -> None:
-        async with lease.hold("generate"):
-            await asyncio.sleep(seconds)
-
-    running = [asyncio.create_task(sample(seconds)) for seconds in (2.0, 4.0, 6.0)]
-    await asyncio.sleep(0.1)
-    await arbiter.acquire("reward-0")
-    assert asyncio.get_running_loop().time() == pytest.approx(6.0)
-    await asyncio.gather(*running)
-
-
-@in_virtual_time
-async def test_failed_work_releases_the_pool():
-    arbiter = DeviceArbiter(timeout_s=3.0)
-    with pytest.raises(RuntimeError, match="boom"):
-        async with SharedDeviceLease(arbiter, "a").hold("stage"):
-            raise RuntimeError("boom")
-    async with SharedDeviceLease(arbiter, "b").hold("stage"):
-        pass
 
 
 @in_virtual_time

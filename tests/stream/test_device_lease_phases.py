@@ -91,17 +91,6 @@ async def test_preempted_rollouts_resume_however_late():
     assert asyncio.get_running_loop().time() == pytest.approx(6.0 + 35.0, abs=0.2)
 
 
-@in_virtual_time
-async def test_unsuspendable_work_keeps_the_pool_until_finished():
-    arbiter = DeviceArbiter(timeout_s=100.0, slice_s=2.0)
-    running = asyncio.create_task(_hold_for(SharedDeviceLease(arbiter, "trainer"), 8.0))
-    await asyncio.sleep(0.5)
-    async with SharedDeviceLease(arbiter, "generator-0").hold("generate"):
-        acquired_at = asyncio.get_running_loop().time()
-    await running
-    assert acquired_at == pytest.approx(8.0)
-
-
 async def _hold_for(lease: SharedDeviceLease, seconds: float) -> None:
     async with lease.hold("stage"):
         await asyncio.sleep(seconds)

@@ -26,7 +26,7 @@ from streamrl.errors import DropLimitError, FilterLimitError, StaleGroupError
 from streamrl.messages import Experience, GroupInfo, GroupLease, GroupOutcome, Prompt
 from streamrl.pipeline import admit_prompts
 from streamrl.planner.simulator.virtual_loop import run_virtual
-from streamrl.stream.run_state import PipelineConfig, RunState
+from streamrl.stream.run_state import RunState
 from streamrl.stream.weight_publisher import WeightPublisher
 from streamrl.weights.versions import WeightRegistry
 from tests.buffer.shards import STAGES
@@ -134,11 +134,6 @@ def test_ended_group_is_logged_reported_and_removed():
     assert run_state.inserted_uids == set(run_state.admission.ledger.in_flight)
 
 
-def test_failed_group_is_replaced_by_the_next_prompt():
-    _, fake_queue = run_with_outcomes({"0:1:0": FAILED})
-    assert fake_queue.inserted[6:] == [("0:6:0", 0)]
-
-
 def test_failed_group_is_readmitted_with_readmit():
     run_state, fake_queue = run_with_outcomes({"0:1:0": FAILED}, should_readmit_failed=True)
     assert fake_queue.inserted[6:] == [("0:1:1", 0)]
@@ -150,20 +145,10 @@ def test_stale_group_is_always_readmitted():
     assert fake_queue.inserted[6:] == [("0:1:1", 0), ("0:6:0", 0)]
 
 
-def test_filtered_group_is_never_readmitted():
-    _, fake_queue = run_with_outcomes({"0:1:0": FILTERED}, should_readmit_failed=True)
-    assert fake_queue.inserted[6:] == [("0:6:0", 0)]
-
-
 def test_prompt_is_readmitted_up_to_max_attempts_then_replaced():
     outcomes = [{f"0:1:{attempt}": how} for attempt, how in enumerate((FAILED, STALE, FAILED))]
     _, fake_queue = run_with_outcomes(*outcomes, should_readmit_failed=True, max_attempts=3)
     assert [uid for uid, _ in fake_queue.inserted[6:]] == ["0:1:1", "0:1:2", "0:6:0"]
-
-
-def test_single_attempt_means_no_readmission():
-    _, fake_queue = run_with_outcomes({"0:1:0": STALE}, should_readmit_failed=True, max_attempts=1)
-    assert fake_queue.inserted[6:] == [("0:6:0", 0)]
 
 
 @in_virtual_time
@@ -369,17 +354,6 @@ def test_step_that_filters_too_much_raises_with_reasons():
         run_with_outcomes(dict.fromkeys(uids(2), FILTERED), {"0:2:0": FILTERED}, max_filtered=2)
 
 
-def test_failed_groups_do_not_count_as_filtered():
-    run_state, _ = run_with_outcomes(dict.fromkeys(uids(6), FAILED), max_filtered=2)
-    assert run_state.filter_tally.num_groups == 0
-
-
-def test_filter_error_lists_the_first_distinct_reasons():
-    reasons = [GroupOutcome("filtered", f"reason {i % 5}", filtered=True) for i in range(6)]
-    with pytest.raises(FilterLimitError, match=r": reason 0; reason 1; reason 2$"):
-        run_with_outcomes(dict(zip(uids(6), reasons, strict=True)), max_filtered=1)
-
-
 # Drop limit
 
 
@@ -391,24 +365,6 @@ def test_step_that_drops_too_much_raises_with_the_main_cause():
     late = GroupOutcome("reward_timeout", "no result in 30 s")
     with pytest.raises(DropLimitError, match=message):
         run_with_outcomes(dict.fromkeys(uids(2), FAILED), {"0:2:0": late}, max_dropped=2)
-
-
-def test_step_may_drop_up_to_the_limit():
-    run_state, _ = run_with_outcomes(dict.fromkeys(uids(2), FAILED), max_dropped=2)
-    assert run_state.drop_counts == {"reward_error": 2}
-
-
-def test_filtered_and_late_groups_do_not_count_as_dropped():
-    run_state, _ = run_with_outcomes(
-        {"0:0:0": FILTERED, "0:1:0": STALE, "0:2:0": FILTERED}, max_dropped=0
-    )
-    assert not run_state.drop_counts
-
-
-def test_repeatedly_failing_prompts_end_the_run():
-    outcomes = [{f"0:1:{attempt}": FAILED} for attempt in range(3)]
-    with pytest.raises(DropLimitError, match="has dropped 3 groups"):
-        run_with_outcomes(*outcomes, should_readmit_failed=True, max_attempts=100, max_dropped=2)
 
 
 @in_virtual_time
@@ -430,9 +386,3 @@ async def test_resumed_groups_do_not_count_as_dropped():
 
 
 # Settings
-
-
-def test_depth_defaults_to_max_staleness():
-    assert PipelineConfig(max_staleness=3).max_steps_ahead == 3
-    assert PipelineConfig(max_staleness=3, depth=1).max_steps_ahead == 1
-    assert PipelineConfig(max_staleness=3, depth=0).max_steps_ahead == 0

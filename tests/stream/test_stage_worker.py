@@ -157,20 +157,6 @@ async def test_lost_work_is_cancelled_and_frees_its_slot():
 
 
 @in_virtual_time
-async def test_group_lost_and_leased_again_by_the_same_holder_is_processed():
-    shard, sampler = make_shard(UIDS, max_attempts=9), Sampler(seconds=3.0)
-    queue = await admit_uids(shard, UIDS[:1])
-    loop = await start_stage(shard, sampler)
-    await asyncio.sleep(1.0)
-    # The group is requeued as stalled: the same holder leases it again before its next renewal.
-    await queue.requeue_overdue(await queue.find_overdue(0.5))
-    await asyncio.sleep(30.0)
-    loop.cancel()
-    assert len(sampler.started) == 2
-    assert (await queue.read_columns(UIDS[:1], ("lengths",)))[UIDS[0]]["lengths"].tolist() == [5, 5]
-
-
-@in_virtual_time
 async def test_error_of_the_compute_function_ends_the_loop():
     class Broken(Sampler):
         async def __call__(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
@@ -224,27 +210,6 @@ async def test_group_starts_while_any_slot_is_free_and_releases_slots_one_by_one
     assert (await in_flight.wait_for_slots(), in_flight.is_empty) == (2, True)
 
 
-@in_virtual_time
-async def test_task_that_ends_early_releases_all_slots_once():
-    in_flight = InFlightWork(ConcurrencyLimit(4, slots_per_group=4))
-
-    async def work() -> None:
-        release_slot = in_flight.make_slot_releaser()
-        for _ in range(9):
-            release_slot()
-        raise RewardError("no")
-
-    task = asyncio.ensure_future(work())
-    in_flight.add_task([experience("a")], task)
-    await asyncio.wait([task])
-    await asyncio.sleep(0)
-    in_flight.add_task([experience("b")], asyncio.ensure_future(asyncio.sleep(9.0)))
-    waiting = asyncio.create_task(in_flight.wait_for_slots())
-    await asyncio.sleep(8.0)
-    assert not waiting.done()
-    assert (await waiting) == 1
-
-
 @given(st.integers(1, 600), st.integers(1, 32), st.booleans())
 def test_split_slots_is_proportional_to_completions(count: int, group_size: int, greedy: bool):
     completions = {"generate": group_size, **({"greedy": 1} if greedy else {})}
@@ -269,16 +234,6 @@ async def test_lost_lease_cancels_only_its_own_task():
     in_flight.abandon_lease(experience("a", 0).lease)
     await asyncio.sleep(1.0)
     assert [task.cancelled() for task in tasks] == [True, False]
-
-
-def test_batches_keep_order_and_size():
-    items = [experience(uid) for uid in "abcde"]
-    assert [[group.uid for group in chunk] for chunk in split_batches(items, 2)] == [
-        ["a", "b"],
-        ["c", "d"],
-        ["e"],
-    ]
-    assert split_batches([], 2) == []
 
 
 def test_retried_groups_form_batches_of_one():

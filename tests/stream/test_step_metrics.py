@@ -154,17 +154,6 @@ def test_row_has_exactly_the_contract_metrics():
     validate_row(compute_step_metrics(facts()))
 
 
-def test_stage_without_spans_is_fully_idle():
-    activity = {
-        "generate": StageActivity("generate", "generator", 2, []),
-        "reward": StageActivity("score", "reward", 1, []),
-        "train": StageActivity("train", "policy", 1, []),
-    }
-    row = compute_step_metrics(facts(activity=activity))
-    assert row["idle/generate"] == 1.0
-    assert math.isnan(float(row["rollout/tokens_per_s"]))  # type: ignore[arg-type]
-
-
 def test_overlapping_stages_of_a_process_count_once():
     step_facts = facts()
     greedy = StageActivity("generate", "generator", 2, [Span("g0", "greedy", 1, 11.0, 13.0)])

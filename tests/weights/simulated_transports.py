@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from streamrl.distributed.devices import get_local_device
-from streamrl.weights import bucket_memory
+from streamrl.weights import buckets
 from streamrl.weights.transport import TransportReader, TransportWriter
 from streamrl.weights.transports import collective
 from streamrl.weights.transports.collective import (
@@ -82,7 +82,7 @@ def make_collective_ends() -> Iterator[TransportEnds]:
         ),
         mock.patch.object(CollectiveWriter, "_send_version", send_on_gpu),
         # Only a GPU's driver can pin memory.
-        mock.patch.object(bucket_memory, "allocate_pinned", lambda n: np.zeros(n, np.uint8)),
+        mock.patch.object(buckets, "allocate_pinned", lambda n: np.zeros(n, np.uint8)),
     ):
         writer = CollectiveWriter(
             LocalWriter(),

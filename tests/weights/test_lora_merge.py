@@ -2,23 +2,21 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from streamrl.errors import WeightsError
-from streamrl.weights.lora_merge import (
+from streamrl.weights.parameters import (
     LORA_A_SUFFIX,
     LORA_B_SUFFIX,
     LORA_SCALE,
     LoraAdapter,
+    ParameterSet,
     build_full_weights,
     load_stored_weights,
 )
-from streamrl.weights.parameters import ParameterSet
 
 CPU = torch.device("cpu")
 
@@ -85,14 +83,6 @@ def test_full_weights_combine_adapters_head_and_model_directory(model_path: str)
         assert torch.equal(full[name], STORED["embed.weight"])
 
 
-def test_published_tensors_may_be_read_only_arrays(model_path: str):
-    arrays = {name: tensor.numpy().copy() for name, tensor in PUBLISHED.items()}
-    for array in arrays.values():
-        array.flags.writeable = False
-    full = build_full_weights(arrays, PARAMETERS, model_path=model_path, device=CPU)
-    assert full["proj.weight"].tolist() == [[2.0, 2.0, 2.0], [8.0, 5.0, 2.0]]
-
-
 def test_every_merge_starts_from_the_stored_weight(model_path: str):
     full = build_full_weights(PUBLISHED, PARAMETERS, model_path=model_path, device=CPU)
     assert torch.equal(full["proj.weight"], full["proj.weight"])
@@ -109,15 +99,6 @@ def test_zero_adapters_give_the_stored_weights_bit_for_bit(tmp_path: Path):
     }
     full = build_full_weights(published, PARAMETERS, model_path=str(tmp_path), device=CPU)
     assert torch.equal(full["proj.weight"].bfloat16(), weight)
-
-
-def test_without_adapters_the_published_tensors_are_the_full_set(tmp_path: Path):
-    published: dict[str, Any] = {"weight": torch.ones(2, 3), "bias": np.zeros(2, np.float32)}
-    parameters = ParameterSet.from_module(torch.nn.Linear(3, 2))
-    full = build_full_weights(
-        published, parameters, model_path=str(tmp_path / "nowhere"), device=CPU
-    )
-    assert full["weight"] is published["weight"]
 
 
 @pytest.mark.parametrize(

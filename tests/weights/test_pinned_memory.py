@@ -15,9 +15,8 @@ from streamrl.distributed import devices
 from streamrl.engines.training.optimizer_offload import offload_to_host
 from streamrl.messages import Array
 from streamrl.weights import WeightManifest, pinned_memory
-from streamrl.weights.bucket_memory import copy_to_host
-from streamrl.weights.buckets import publish_version, unpack_tensors
-from streamrl.weights.pinned_memory import allocate_pinned, copy_to_pinned, release_free_blocks
+from streamrl.weights.buckets import copy_to_host, publish_version, unpack_tensors
+from streamrl.weights.pinned_memory import allocate_pinned, copy_to_pinned
 from streamrl.weights.transports import shared_memory
 from streamrl.weights.transports.shared_memory import (
     HEADER_BYTES,
@@ -155,13 +154,6 @@ def test_pinned_memory_has_the_exact_size_and_serves_the_next_version(cuda: Stan
         del version
 
 
-def test_released_blocks_are_unpinned_unless_an_array_uses_them(cuda: StandInCuda):
-    kept, _ = allocate_pinned(5_000), allocate_pinned(6_000)
-    del _
-    release_free_blocks()
-    assert list(cuda.pinned.values()) == [5_000] and cuda.holds(kept)
-
-
 def test_a_view_keeps_pinned_memory_from_other_arrays(cuda: StandInCuda):
     view = torch.from_dlpack(allocate_pinned(4_000)[1_000:])
     view.fill_(7)
@@ -188,9 +180,3 @@ def test_offloads_of_an_optimizer_take_its_exact_size_and_pin_it_once(cuda: Stan
         assert all(torch.all(tensor == len(tensor)) for tensor in state)
         del copy_back
     assert list(cuda.pinned.values()) == [4_000, 280_000, 280_000]
-
-
-def test_memory_without_a_gpu_is_not_pinned(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pinned_memory, "has_local_gpu", lambda: False)
-    allocate_pinned(1_000).fill(1)
-    assert 1_000 not in pinned_memory.FREE_BLOCKS

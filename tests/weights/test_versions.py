@@ -156,15 +156,6 @@ def test_critics_count_for_bytes_but_not_for_pauses():
     }
 
 
-def test_copied_bytes_are_known_only_if_every_pull_reports_them():
-    def reported(*copied_bytes: float) -> float:
-        pulls = [PullStats(copied_bytes=num_bytes) for num_bytes in copied_bytes]
-        return compute_weight_metrics(SyncStats(pulls, 0.5, 0, 0))["weights/copied_bytes"]
-
-    assert reported(0) == 0 and reported(30, 12) == 42
-    assert math.isnan(reported()) and math.isnan(reported(30, math.nan))
-
-
 def test_a_reader_that_failed_verification_gets_the_republished_version():
     async def scenario() -> None:
         registry = WeightRegistry(keep_versions=2)
@@ -194,12 +185,6 @@ async def test_waiters_resume_when_their_version_is_served():
     assert [task.done() for task in waiting] == [True, True, False]
     served.advance_to(3)
     assert await asyncio.gather(*waiting) == [0, 2, 3]
-
-
-async def test_a_served_version_needs_no_wait():
-    served = ServedVersion("generator 2", version=7)
-    assert await served.wait_for_version(5) == 7
-    assert served.version == 7
 
 
 async def test_a_model_that_skips_versions_waits_only_for_the_due_version():

@@ -7,8 +7,7 @@ from typing import Any
 
 from streamrl.actors.coordination.role_actors import RoleActors
 from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, await_reply, gather_replies
-from streamrl.buffer.micro_batch_schedule import ScheduledRound, UpdatePlan
-from streamrl.buffer.packing import Round
+from streamrl.buffer.micro_batch_schedule import Round, ScheduledRound, UpdatePlan
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import POLICY
 from streamrl.engines.trainer_config import SAVE_TIMEOUT_S

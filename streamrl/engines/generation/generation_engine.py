@@ -50,8 +50,7 @@ from streamrl.messages import (
 )
 from streamrl.resharding.storage import ShardStorage
 from streamrl.weights import WeightLoadStats
-from streamrl.weights.lora_merge import LORA_SCALE, build_full_weights
-from streamrl.weights.parameters import ParameterSet
+from streamrl.weights.parameters import LORA_SCALE, ParameterSet, build_full_weights
 
 
 def make_empty_rollout(prompt_ids: Array) -> Rollout:

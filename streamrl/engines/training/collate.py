@@ -10,7 +10,7 @@ from torch import Tensor
 
 from streamrl.algorithms import Algorithm, AlgorithmSettings, list_derivation_columns
 from streamrl.algorithms.objective import derive_group_columns
-from streamrl.buffer.packing import RolloutIndex
+from streamrl.buffer.micro_batch_schedule import RolloutIndex
 from streamrl.messages import (
     EPISODE_COLUMN,
     Array,

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from streamrl.buffer.packing import pack_rollouts
+from streamrl.buffer.micro_batch_schedule import pack_rollouts
 from streamrl.distributed.devices import get_local_device
 from streamrl.engines.dtypes import resolve_dtype
 from streamrl.engines.models.activation_checkpointing import run_mlps_in_chunks
@@ -24,8 +24,7 @@ from streamrl.engines.models.forward import (
 )
 from streamrl.engines.training.collate import build_batch, find_token_slice
 from streamrl.messages import Array, Columns
-from streamrl.weights.lora_merge import build_full_weights
-from streamrl.weights.parameters import ParameterSet
+from streamrl.weights.parameters import ParameterSet, build_full_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -43,7 +43,7 @@ from torch import Tensor
 
 from streamrl.algorithms import AlgorithmSettings
 from streamrl.algorithms.math.correction import second_moment_limit
-from streamrl.buffer.packing import RolloutIndex
+from streamrl.buffer.micro_batch_schedule import RolloutIndex
 from streamrl.data.chat_template import load_tokenizer
 from streamrl.distributed.devices import (
     get_local_device,
@@ -106,8 +106,7 @@ from streamrl.resharding.layouts import ModelLayout, TensorShard
 from streamrl.resharding.plans import NodeTopology
 from streamrl.resharding.storage import ShardStorage, create_from_buffers
 from streamrl.resharding.tensor_specs import ModelSpec, TensorSpec
-from streamrl.weights.lora_merge import LORA_SCALE, build_full_weights
-from streamrl.weights.parameters import ParameterSet
+from streamrl.weights.parameters import LORA_SCALE, ParameterSet, build_full_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from streamrl.buffer.packing import pack_rollouts
+from streamrl.buffer.micro_batch_schedule import pack_rollouts
 from streamrl.data.pretrain_texts import TextStream
 from streamrl.distributed.devices import get_local_device
 from streamrl.engines.models.forward import compute_token_logprobs

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from streamrl.algorithms.math.masks import has_equal_scores
-from streamrl.buffer.packing import RolloutIndex
+from streamrl.buffer.micro_batch_schedule import RolloutIndex
 from streamrl.messages import (
     TRUNCATIONS,
     Columns,

@@ -14,7 +14,7 @@ from streamrl.engines.vllm.weight_loader import PartialWeightLoader
 from streamrl.errors import ConfigError, DeadlineError, GenerationError
 from streamrl.messages import Array
 from streamrl.resharding.storage import ShardStorage
-from streamrl.weights.lora_merge import build_full_weights
+from streamrl.weights.parameters import build_full_weights
 
 if TYPE_CHECKING:
     from streamrl.engines.vllm.executor import FollowerWorker

@@ -38,8 +38,7 @@ from streamrl.resharding.storage import ShardStorage
 from streamrl.resharding.tensor_specs import FusedComponent, TensorSpec
 from streamrl.weights import LoadVerification
 from streamrl.weights.logprob_check import NUM_INITIAL_CHECKS
-from streamrl.weights.lora_merge import MergedWeights, load_stored_weights
-from streamrl.weights.parameters import ParameterSet
+from streamrl.weights.parameters import MergedWeights, ParameterSet, load_stored_weights
 
 #: vLLM's LLMEngine.
 VllmEngine = Any

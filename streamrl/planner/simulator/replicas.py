@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
-from streamrl.buffer.micro_batch_schedule import ScheduledRound, UpdatePlan
-from streamrl.buffer.packing import Round
+from streamrl.buffer.micro_batch_schedule import Round, ScheduledRound, UpdatePlan
 from streamrl.dataflow import EMA_REFERENCE, GREEDY_CALL, Dataflow, ModelCall
 from streamrl.engines.trainer_config import ReferenceConfig
 from streamrl.messages import GroupInfo

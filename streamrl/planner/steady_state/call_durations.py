@@ -20,7 +20,7 @@ from functools import cache, partial
 
 import numpy as np
 
-from streamrl.buffer.packing import MicroBatchPacker
+from streamrl.buffer.micro_batch_schedule import MicroBatchPacker
 from streamrl.messages import Array
 from streamrl.planner.problem.stage_timings import GeneratorTiming, ScoreTiming, TrainTiming
 from streamrl.planner.problem.workload import Workload

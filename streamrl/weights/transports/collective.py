@@ -49,8 +49,9 @@ from streamrl.distributed.devices import (
 )
 from streamrl.distributed.process_group import serve_tcp_store
 from streamrl.errors import VersionNotStoredError, WeightsError
-from streamrl.weights.bucket_memory import StagingDevice, allocate_staging, as_tensor, lend_tensor
+from streamrl.weights.buckets import StagingDevice, allocate_staging, lend_tensor
 from streamrl.weights.manifest import BucketMemory, WeightBucket, WeightManifest
+from streamrl.weights.parameters import as_tensor
 from streamrl.weights.pinned_memory import release_free_blocks
 from streamrl.weights.transport import (
     Transport,

@@ -13,7 +13,7 @@ import numpy as np
 from streamrl.errors import ActorError, ActorLostError, DeadlineError, WeightsError
 from streamrl.messages import Array
 from streamrl.weights.broadcast_tree import FANOUT
-from streamrl.weights.bucket_memory import copy_to_host
+from streamrl.weights.buckets import copy_to_host
 from streamrl.weights.manifest import BucketMemory, WeightBucket, WeightManifest
 from streamrl.weights.transport import (
     Transport,

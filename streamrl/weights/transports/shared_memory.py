@@ -30,7 +30,7 @@ import numpy as np
 from streamrl.distributed.devices import has_local_gpu, pin_host_memory, unpin_host_memory
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
-from streamrl.weights.bucket_memory import copy_to_host
+from streamrl.weights.buckets import copy_to_host
 from streamrl.weights.manifest import BucketMemory, WeightBucket, WeightManifest
 from streamrl.weights.pinned_memory import PinnedFiles
 from streamrl.weights.transport import Transport, TransportReader, TransportSpec, TransportWriter

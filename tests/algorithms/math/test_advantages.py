@@ -171,7 +171,6 @@ ESTIMATORS = {
     "decoupled": lambda s, g: decoupled_reward_advantages(two_rewards(s), g, eps=TINY),
 }
 OF_THE_BATCH = ("batch", "gpg")
-SQUARING = ("greedy", "decoupled")
 
 
 def others(group, i):

@@ -111,9 +111,3 @@ def proximal(batch):
     versions = torch.where(batch["loss_mask"], (batch["chosen"].long() * 2), -1)
     result = interpolated_proximal(batch["logprobs"], batch["old_logprobs"], versions, version=3)
     return torch.where(batch["loss_mask"], result, 0.0)
-
-
-MASKED = {
-    name: lambda b, options=options: importance_weights(b["log_ratio"], b["loss_mask"], **options)
-    for name, options in BOUNDED.items()
-} | {"proximal": proximal}

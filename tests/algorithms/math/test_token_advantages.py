@@ -147,11 +147,3 @@ def test_whitening_gives_mean_0_and_variance_1(batch):
         variance = batch["values"][mask].var().item()
         # eps shows where values hardly vary.
         assert tokens.var().item() == pytest.approx(variance / (variance + 1e-8), abs=1e-6)
-
-
-FUNCTIONS = {
-    "advantages": lambda batch: gae(batch)[0],
-    "returns": lambda batch: gae(batch)[1],
-    "rewards to go": lambda b: reward_to_go(b["token_rewards"], b["loss_mask"], gamma=0.9),
-    "whitened": lambda batch: masked_whiten(batch["values"], batch["loss_mask"]),
-}

@@ -23,8 +23,13 @@ from streamrl.engines.models.lora import (
 )
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
-from streamrl.weights.lora_merge import LORA_A_SUFFIX, LORA_B_SUFFIX, LORA_SCALE, build_full_weights
-from streamrl.weights.parameters import ParameterSet
+from streamrl.weights.parameters import (
+    LORA_A_SUFFIX,
+    LORA_B_SUFFIX,
+    LORA_SCALE,
+    ParameterSet,
+    build_full_weights,
+)
 from tests.engines.conftest import ONE, SHARDED, parametrize_layouts
 from tests.engines.plain_step import PlainOptimizer, plain_loss
 from tests.engines.tiny_qwen import VOCABULARY, tiny_model

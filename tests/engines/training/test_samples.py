@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
 from streamrl.algorithms.config import LOSS_AGGREGATIONS, CorrectionConfig
-from streamrl.buffer.packing import MicroBatchPacker
+from streamrl.buffer.micro_batch_schedule import MicroBatchPacker
 from streamrl.engines.models.forward import TokenScores
 from streamrl.engines.training.collate import TOKEN_COLUMNS, build_batch, derive_columns
 from streamrl.engines.training.rollout_sums import sum_rollouts

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamrl.buffer.micro_batch_schedule import ScheduledRound, UpdatePlan
-from streamrl.buffer.packing import Round
+from streamrl.buffer.micro_batch_schedule import Round, ScheduledRound, UpdatePlan
 from streamrl.dataflow import CRITIC, POLICY, Dataflow
 from streamrl.messages import (
     Array,

@@ -29,13 +29,6 @@ tables = st.lists(st.integers(0, 5), min_size=1, max_size=6).map(
 )
 
 
-def test_pass_at_k_is_drawing_without_replacement():
-    # 1 of 4 passes: two tries miss in 3 of 6 subsets. 3 of 4 pass: two tries always hit.
-    assert compute_pass_at_k(make_passes(1), 2) == pytest.approx(1 / 2)
-    assert compute_pass_at_k(make_passes(3), 2) == 1.0
-    assert compute_pass_at_k(make_passes(1, 3, 0), 2) == pytest.approx((1 / 2 + 1 + 0) / 3)
-
-
 @given(tables)
 def test_pass_at_k_is_the_mean_over_all_choices_of_k_completions(passed):
     for k in range(1, 6):
@@ -101,15 +94,6 @@ def test_the_mean_interval_is_clustered_by_prompt():
     assert compute_mean_interval(np.array([1.0])) is None
 
 
-def test_correlated_completions_of_a_prompt_widen_the_interval():
-    correlated = compute_fraction_interval(make_passes(0, 4, 0, 4, 4, 0, 0, 4, 0, 4))
-    mixed = compute_fraction_interval(make_passes(2, 2, 2, 2, 2, 2, 2, 2, 2, 2))
-    assert mixed[1] - mixed[0] < (correlated[1] - correlated[0]) * 0.6
-    # n* = p (1 - p) / SE^2 = 0.25 / (2.5 / 90) = 9; half width at p = 1/2: z / 2 sqrt(n* + z^2).
-    half = 1.96 / (2 * math.sqrt(9 + 1.96**2))
-    assert correlated == pytest.approx((0.5 - half, 0.5 + half), abs=1e-4)
-
-
 def test_the_interval_of_a_perfect_score_has_a_width():
     # Wilson's lower bound for 20 of 20 is n / (n + z^2).
     low, high = compute_fraction_interval(make_passes(*[4] * 20))
@@ -140,11 +124,6 @@ def test_sources_with_special_characters_have_distinct_metrics():
         *("a~b", "a_b", "a%7Eb", "a%252Fb", "a%20b", "none", "%6Eone", "%256Eone", "a.b-1"),
         *("\u00e4~", "%ED%A0%80"),
     ]
-
-
-@given(st.text(max_size=4), st.text(max_size=4))
-def test_distinct_source_names_give_distinct_segments(first, second):
-    assert len(metric_segments(first, second)) == (0 if first == second else 2)
 
 
 def test_intervals_cover_the_true_value_in_about_95_percent():

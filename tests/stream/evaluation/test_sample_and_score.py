@@ -75,23 +75,6 @@ async def test_metrics_of_a_worked_example():
     assert (hard.num_prompts, hard.pass_at_1, hard.pass_at_k, hard.mean_at_k) == (1, 0.0, 0.0, 0.25)
 
 
-async def test_pass_score_is_configurable():
-    result = await evaluate(make_prompts("", "", ""), pass_score=0.5)
-    assert result.pass_at_1 == pytest.approx(8 / 12)
-    assert result.pass_at_k == 1.0
-
-
-async def test_all_rates_are_equal_for_a_single_sample():
-    result = await evaluate(make_prompts("", "", ""), samples=1)
-    assert result.pass_at_1 == result.pass_at_k == result.mean_at_k == pytest.approx(2 / 3)
-
-
-async def test_limit_selects_the_first_prompts():
-    for limit, used in ((1, 1), (2, 2), (None, 3), (9, 3)):
-        result = await evaluate(make_prompts("", "", ""), limit=limit)
-        assert result.num_prompts == used
-
-
 async def test_limit_applies_per_file_and_each_file_has_metrics():
     first, second, third = make_prompts("", "", "")["held_out"]
     for limit, used in ((None, [2, 1]), (1, [1, 1])):
@@ -264,22 +247,9 @@ async def test_a_failure_is_raised_unchanged_and_cancels_other_prompts():
     assert sorted(cancelled) == ["0:0:0", "0:2:0"]
 
 
-async def test_a_timeout_error_of_the_generator_is_raised_unchanged():
-    async def failing(prompt, seeds):
-        raise TimeoutError("engine")
-
-    with pytest.raises(TimeoutError, match="engine"):
-        await evaluate(make_prompts(""), generate=failing)
-
-
 async def test_a_scores_column_of_the_wrong_shape_is_refused():
     with pytest.raises(ValueError, match=r"uid 0:0:0: column scores has shape \(3,\)"):
         await evaluate(make_prompts(""), score=make_score({"0:0:0": [1, 1, 1]}))
-
-
-async def test_an_evaluation_without_prompts_is_refused():
-    with pytest.raises(ValueError, match="no prompts"):
-        await evaluate({})
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ import torch
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
-from streamrl.weights import WeightBucket, WeightManifest, bucket_memory, transport
-from streamrl.weights.bucket_memory import as_tensor
+from streamrl.weights import WeightBucket, WeightManifest, buckets, transport
 from streamrl.weights.buckets import publish_version, unpack_tensors
+from streamrl.weights.parameters import as_tensor
 from streamrl.weights.transports import collective
 from streamrl.weights.transports.collective import (
     CollectiveReader,
@@ -278,16 +278,6 @@ def test_a_member_that_skips_a_version_is_named_and_returns_in_the_next_epoch(
     assert cluster.round() == [(True, None)] * 3
 
 
-def test_without_members_the_fallback_is_used():
-    writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=2)
-    collective_reader = CollectiveReader("a", LocalReader(), timeout_s=2)
-    manifest = publish_version(tensors_of(0).items(), version=0, bucket_bytes=99, writer=writer)
-    assert is_version(unpack_tensors(manifest, collective_reader.fetch_buckets(manifest)), 0)
-    assert collective_reader.fallback_reason is None, "a new reader is not a member yet"
-    collective_reader.close()
-    writer.close()
-
-
 def test_staging_buffers_are_not_refilled_during_a_broadcast():
     writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=8)
     writer.set_readers(["absent"])
@@ -411,21 +401,8 @@ class FakeGpuMemory:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.free_bytes, self.num_releases = 10**9, 0
-        monkeypatch.setattr(bucket_memory, "measure_gpu_memory", lambda: (self.free_bytes, 10**9))
-        monkeypatch.setattr(bucket_memory, "count_cache_releases", lambda: self.num_releases)
-
-
-def test_memory_of_the_last_version_counts_as_free_until_torch_returns_its_cache(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    memory, device = FakeGpuMemory(monkeypatch), torch.device("cpu")
-    staging = bucket_memory.StagingDevice(device)
-    assert staging.choose_device(4 * 10**8) == device
-    memory.free_bytes = 10**8
-    assert staging.choose_device(4 * 10**8) == device
-    assert staging.choose_device(5 * 10**8) is None
-    memory.num_releases = 1
-    assert staging.choose_device(4 * 10**8) is None
+        monkeypatch.setattr(buckets, "measure_gpu_memory", lambda: (self.free_bytes, 10**9))
+        monkeypatch.setattr(buckets, "count_cache_releases", lambda: self.num_releases)
 
 
 @pytest.mark.parametrize("names", [["a"], []])
@@ -559,19 +536,6 @@ def test_store_keys_of_old_versions_are_deleted():
     assert num_keys[1:] == num_keys[1:2] * 5
     writer.close()
     collective_reader.close()
-
-
-def test_readers_of_a_dead_publisher_use_the_fallback():
-    writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=1)
-    writer.set_readers(["a"])
-    manifest = publish_version(tensors_of(0).items(), version=0, bucket_bytes=10**7, writer=writer)
-    writer.close()
-    del writer
-    collective_reader = CollectiveReader("a", LocalReader(), timeout_s=1)
-    start = time.monotonic()
-    assert is_version(unpack_tensors(manifest, collective_reader.fetch_buckets(manifest)), 0)
-    assert time.monotonic() - start < 5
-    assert collective_reader.fallback_reason is not None
 
 
 def test_the_error_names_the_failures_of_broadcast_and_fallback():

@@ -89,11 +89,6 @@ def files(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir() if not path.name.endswith(".owner")}
 
 
-def test_versions_round_trip(writer: SharedMemoryWriter):
-    for version in range(6):
-        assert is_version(read(put(writer, version)), version)
-
-
 @given(
     st.lists(
         st.lists(
@@ -183,14 +178,6 @@ def test_a_failed_version_leaves_no_segments(writer: SharedMemoryWriter, folder:
     assert len(files(folder)) == 2 * len(with_memory.buckets)
 
 
-def test_fetched_arrays_are_read_only(folder: Path):
-    writer = make_writer(folder)
-    (array, *_) = SharedMemoryReader("policy", LocalReader()).fetch_buckets(put(writer, 0))
-    with pytest.raises(ValueError, match="read-only"):
-        array[0] = 1
-    writer.close()
-
-
 class LimitedMemory:
     """Memory that is granted only to the requests with these numbers, from 0."""
 
@@ -232,21 +219,6 @@ def test_buckets_without_memory_use_the_fallback_and_keep_their_order(
         f"weights version 0: {4 - len(granted)} of 4 buckets did not fit in shared memory"
         " and used the fallback transport"
     )
-
-
-def test_the_next_version_tries_shared_memory_again(
-    writer: SharedMemoryWriter, folder: Path, monkeypatch: pytest.MonkeyPatch
-):
-    with monkeypatch.context() as patch:
-        LimitedMemory(patch)
-        without_memory = put(writer, 0)
-    with_memory = put(writer, 1)
-    reader = SharedMemoryReader("policy", LocalReader())
-    reader.fetch_buckets(without_memory)
-    assert reader.fallback_reason is not None
-    assert is_version(unpack_tensors(with_memory, reader.fetch_buckets(with_memory)), 1)
-    assert reader.fallback_reason is None
-    assert len(files(folder)) == len(with_memory.buckets)
 
 
 def test_segments_take_at_most_max_bytes(folder: Path):
