@@ -161,38 +161,29 @@ def load_chat_template(
     ends = "".join(filter(None, tokenizer.convert_ids_to_tokens(end_ids)))
     if name == PLAIN_TEMPLATE:
         return ChatTemplate(None, name, other_source=ends)
-    if name == MODEL_TEMPLATE:
-        has_template = tokenizer.chat_template is not None
-        try:
-            source = tokenizer.get_chat_template() if has_template else None
-            tools_source = tokenizer.get_chat_template(tools=[]) if has_template else None
-        except ValueError as error:  # several named templates without a default
-            raise ConfigError(f"{setting}={MODEL_TEMPLATE}: {_format_error(error)}") from error
-        label = (
-            "the model's chat template"
-            if has_template
-            else "plain, for a model without a template,"
-        )
-        template = ChatTemplate(source, label, arguments or {}, tools_source, ends)
-    else:
-        try:
+    arguments = arguments or {}
+    if name == MODEL_TEMPLATE and tokenizer.chat_template is None:
+        label = "plain, for a model without a template,"
+        return ChatTemplate(None, label, arguments, other_source=ends)
+    label, tools_source = name, None
+    try:
+        if name == MODEL_TEMPLATE:
+            label, source = "the model's chat template", tokenizer.get_chat_template()
+            tools_source = tokenizer.get_chat_template(tools=[])
+        else:
             source = read_small_text(Path(name))
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"{setting}={name}: must be {MODEL_TEMPLATE}, {PLAIN_TEMPLATE} or a"
-                f" jinja file: {_format_error(error)}"
-            ) from error
-        template = ChatTemplate(source, name, arguments or {}, other_source=ends)
-    sources = {source for source in (template.source, template.tools_source) if source is not None}
-    for source in sources:
-        _check_template_syntax(source, f"{setting}={name}")
-    if sources:
-        # Any row may have tools or not, so accept arguments of either template; rendering
-        # checks each row against the template it uses.
-        _check_template_arguments(
-            "data.chat_template_kwargs", template.arguments, sources, f"{setting}={name}"
-        )
-    return template
+    except (OSError, ValueError) as error:  # such as several named templates without a default
+        raise ConfigError(
+            f"{setting}={name}: must be {MODEL_TEMPLATE}, {PLAIN_TEMPLATE} or a"
+            f" jinja file: {_format_error(error)}"
+        ) from error
+    sources = {source} if tools_source is None else {source, tools_source}
+    for text in sources:
+        _check_template_syntax(text, f"{setting}={name}")
+    # Any row may have tools or not, so accept arguments of either template; rendering checks each
+    # row against the template it uses.
+    _check_template_arguments("data.chat_template_kwargs", arguments, sources, f"{setting}={name}")
+    return ChatTemplate(source, label, arguments, tools_source, ends)
 
 
 def _check_template_syntax(source: str, label: str) -> None:

@@ -7,13 +7,12 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 
 import pytest
 from rich.console import Console
 
 from streamrl.telemetry.progress import WorkStatus
-from streamrl.telemetry.progress_line import ProgressLine, show_progress
+from streamrl.telemetry.progress_line import ProgressLine
 from tests.virtual_time import ManualClock
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -96,16 +95,6 @@ def test_a_paused_line_is_hidden_and_due_again_two_seconds_later():
     assert "checking rows" in last_frame(file)
 
 
-@pytest.mark.parametrize("width", [10, 40, 80])
-def test_a_line_never_exceeds_the_terminal(width):
-    file = TerminalFile()
-    line = make_line(file, text="checking a file with a long name.jsonl", total=10)
-    line._console.width = width
-    line.advance(5)
-    refresh_at(line, 4.0)
-    assert "\n" not in file.getvalue() and len(last_frame(file)) <= width
-
-
 @pytest.mark.parametrize(
     ("file", "mode", "environ"),
     [
@@ -128,11 +117,6 @@ def test_without_a_terminal_long_work_prints_plain_lines(file, mode, environ):
         "streamrl: checking rows: 100 of 400 rows, 0:30 left",
         "streamrl: writing\u241b[2J files, 0:10",
     ]
-
-
-def test_a_run_without_console_has_no_progress():
-    with show_progress("loading", mode="none"):
-        assert "progress" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_only_printed_lines_go_to_standard_output(capsys, monkeypatch):

@@ -126,16 +126,6 @@ def test_an_open_span_and_its_complete_span_count_once():
 INTERVALS = st.lists(st.tuples(st.floats(-10, 20), st.floats(0, 15)), max_size=12)
 
 
-@given(INTERVALS, st.randoms(use_true_random=False))
-def test_busy_time_fits_the_window_in_any_order(intervals, random):
-    spans = [span(start, start + length) for start, length in intervals]
-    busy = compute_busy_s(spans, start=0.0, end=10.0)
-    assert 0.0 <= busy <= 10.0
-    shuffled = list(spans)
-    random.shuffle(shuffled)
-    assert compute_busy_s(shuffled, start=0.0, end=10.0) == busy
-
-
 @given(INTERVALS, st.floats(0.0, 10.0))
 def test_busy_time_is_additive_over_windows(intervals, cut):
     spans = [span(start, start + length) for start, length in intervals]

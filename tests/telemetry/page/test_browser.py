@@ -101,20 +101,6 @@ def test_every_chart_is_drawn(browser: Browser, file: Path, is_dark: bool):
     watched.page.close()
 
 
-def test_the_flow_of_the_ledger_can_be_seen(watched: WatchedPage):
-    links = watched.page.locator(f"{plot_of('ledger')} .sankey-link")
-    opacities = links.evaluate_all("links => links.map((l) => +getComputedStyle(l).fillOpacity)")
-    colors = links.evaluate_all("links => links.map((l) => getComputedStyle(l).fill)")
-    assert len(colors) == 4 and min(opacities) > 0.2
-    assert "rgb(255, 255, 255)" not in colors
-
-
-def test_hovering_shows_the_values_of_a_step(watched: WatchedPage):
-    plot = watched.page.locator(f"{plot_of('reward')} .nsewdrag").first
-    plot.hover()
-    expect(watched.page.locator(".hoverlayer .hovertext").first).to_contain_text("0.")
-
-
 def test_charts_over_steps_zoom_together(watched: WatchedPage):
     page = watched.page
     box = page.locator(f"{plot_of('reward')} .nsewdrag").first.bounding_box()
