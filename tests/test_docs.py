@@ -9,9 +9,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from streamrl.algorithms import ALGORITHMS
-from streamrl.cli.algorithms import format_markdown
-from streamrl.cli.rewards import format_markdown as rewards_markdown
-from streamrl.cli.rewards import list_builtin_kinds
+from streamrl.cli.config import format_algorithms, format_kinds, list_builtin_kinds
 from streamrl.config.run_config import build_config
 from streamrl.rewards.interface.reward import RewardContext
 from streamrl.rewards.registry import build_rewards
@@ -34,12 +32,14 @@ def test_the_metrics_page_has_the_table_of_metrics():
 
 
 def test_the_algorithms_page_has_the_table_of_algorithms():
-    assert format_markdown(ALGORITHMS.values()) in (ROOT / "docs" / "algorithms.md").read_text()
+    assert format_algorithms(ALGORITHMS.values()) in (ROOT / "docs" / "algorithms.md").read_text()
 
 
 def test_the_rewards_page_has_the_tables_of_kinds_and_verdicts():
     page = (ROOT / "docs" / "rewards.md").read_text()
-    assert rewards_markdown(list_builtin_kinds()) in page, "streamrl rewards --markdown prints it"
+    assert format_kinds(list_builtin_kinds()) in page, (
+        "streamrl config --rewards --markdown prints it"
+    )
     verdicts_section = page.split("## Verdicts")[1]
     assert re.findall(r"^\| `(\w+)`", verdicts_section, flags=re.MULTILINE) == [
         outcome.value for outcome in RewardOutcome

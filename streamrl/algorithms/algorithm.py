@@ -53,7 +53,6 @@ class AlgorithmSettings:
     dual_clip: float | None
     loss_aggregation: str
     advantage_scale: str
-    advantage_eps: float
     single_rollout: str
     whiten_advantages: bool
     gamma: float

@@ -69,7 +69,7 @@ def best_of_group(columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSett
 
 def _get_scaling(settings: AlgorithmSettings) -> dict[str, Any]:
     """Return the arguments that say how advantages are divided."""
-    return {"scale": settings.advantage_scale, "eps": settings.advantage_eps}
+    return {"scale": settings.advantage_scale}
 
 
 def gpg(columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings) -> "Tensor":
@@ -148,7 +148,6 @@ def decoupled_rewards(
         torch.stack([columns[f"reward/{name}"] for name in weights], -1),
         ids,
         weights=torch.tensor(list(weights.values()), dtype=torch.float64),
-        eps=settings.advantage_eps,
     )
 
 

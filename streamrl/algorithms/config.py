@@ -26,7 +26,6 @@ _SPEC_SETTINGS = (
     "clip_high",
     "dual_clip",
     "advantage_scale",
-    "advantage_eps",
     "single_rollout",
     "gamma",
 )
@@ -125,7 +124,7 @@ class CorrectionConfig:
 class AlgorithmConfig:
     """Algorithm that trains the policy. Null takes the algorithm's own default."""
 
-    #: Row of the algorithm table; `streamrl algorithms` prints all.
+    #: Row of the algorithm table; `streamrl config --algorithms` prints all.
     name: str = "grpo"
     #: Python file with your own rows, which take precedence.
     path: str = ""
@@ -142,8 +141,6 @@ class AlgorithmConfig:
     loss_aggregation: Annotated[str | None, one_of(*LOSS_AGGREGATIONS)] = None
     #: Divisor of a group's advantages: std, batch, mean or none.
     advantage_scale: Annotated[str | None, one_of(*ADVANTAGE_SCALES)] = None
-    #: Added to the standard deviation that divides.
-    advantage_eps: Annotated[float, above(0)] = 1e-6
     #: Advantage of a group with a single rollout: zero, or keep for its score.
     single_rollout: Annotated[str, one_of(*SINGLE_ROLLOUT_MODES)] = "zero"
     #: Whether advantages are normalized to mean 0 and standard deviation 1 over the step's tokens.

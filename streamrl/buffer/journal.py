@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from streamrl.buffer.encoding import count_blob_bytes
 from streamrl.buffer.segment_file import (
@@ -47,12 +47,12 @@ class JournalConfig:
     enabled: whether accepted groups survive the death of their shard.
     fsync_s: longest time between two fsyncs, s; 0 syncs every group commit; null never syncs (data
         survives a killed process, not a power cut).
-    max_mb: growth of the journals since the last checkpoint that triggers an early checkpoint, MB.
     """
 
     enabled: bool = True
     fsync_s: Annotated[float | None, at_least(0)] = 0.0
-    max_mb: Annotated[int, at_least(1)] = 4096
+    max_mb: ClassVar[int] = 4096
+    """Growth of the journals since the last checkpoint that triggers an early checkpoint, MB."""
 
     def __post_init__(self) -> None:
         check_rules(self, "queue.journal.")

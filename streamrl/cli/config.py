@@ -1,37 +1,158 @@
-"""`streamrl config`: every config key with its type, default and meaning."""
+"""`streamrl config`: keys of a config, reward kinds, algorithms, and the model calls of a config.
+
+Meanings and defaults come from the dataclasses of the settings.
+"""
 
 import argparse
 import dataclasses
 import difflib
+import inspect
+import math
 import re
+import sys
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from streamrl.cli.output.setting_docs import (
-    escape_cell,
-    format_code,
-    format_default,
-    format_yaml,
-    read_meanings,
-)
-from streamrl.config.run_config import RunConfig
-from streamrl.engines.trainer_config import CriticConfig, TrainerConfig
-from streamrl.errors import ConfigError
-from streamrl.rewards.group_filter import FILTER_KINDS
+import yaml
+from omegaconf import MISSING
 
-NAMED = ".NAME."
-"""Place of an entry's name in keys."""
+from streamrl.algorithms import ALGORITHMS, Algorithm
+from streamrl.algorithms.config import load_specs
+from streamrl.algorithms.table import DEFAULT_SETTINGS
+from streamrl.cli.arguments.config_args import read_config
+from streamrl.config.run_config import RunConfig
+from streamrl.errors import ConfigError
+from streamrl.files.typed_settings import suggest_nearest
+from streamrl.rewards.group_filter import FILTER_KINDS
+from streamrl.rewards.interface.config import RewardConfig
+from streamrl.rewards.kinds.function import FunctionOptions
+from streamrl.rewards.registry import REWARD_KINDS
+from streamrl.telemetry.drawing.graph_text import DataflowGraph, render_mermaid, render_text
+from streamrl.user_code.reward_function import list_installed_kinds, load_registered_kinds
+
+MAX_STEPS = 100  # more steps make an illegible graph
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = (
+        "streamrl config [KEY] | --rewards [KIND] | --algorithms [NAME]"
+        " | --graph CONFIG [key=value ...]"
+    )
+    parser.add_argument(
+        "names",
+        nargs="*",
+        default=[],
+        metavar="NAME",
+        help="key or section, e.g. trainer.lr or trainer; name of what an option below lists",
+    )
+    subject = parser.add_mutually_exclusive_group()
+    subject.add_argument(
+        "--rewards", action="store_true", help="list reward kinds and their options"
+    )
+    subject.add_argument(
+        "--algorithms",
+        action="store_true",
+        help="list algorithms: required columns, functions, defaults, paper",
+    )
+    subject.add_argument(
+        "--graph",
+        action="store_true",
+        help="show a config's model calls and the data between them; model and data need not exist",
+    )
+    parser.add_argument(
+        "--path", default="", metavar="FILE", help="Python file with kinds or algorithms of yours"
+    )
+    parser.add_argument("--markdown", action="store_true", help="print markdown tables")
+    parser.add_argument(
+        "--mermaid", action="store_true", help="print the graph as a Mermaid flowchart"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=1, metavar="N", help="training steps of the graph (1)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what the options ask for. Raises ConfigError for an unknown name."""
+    words = arguments.names
+    if arguments.graph:
+        if not words:
+            raise ConfigError("config --graph: name a config file or a run directory")
+        print(show_graph(arguments, Path(words[0]), words[1:]), end="")
+        return 0
+    if len(words) > 1:
+        raise ConfigError(f"config: one name at a time, not {' '.join(words)}")
+    name = words[0] if words else None
+    if arguments.rewards:
+        kinds = _select(_list_kinds(arguments.path), name, "kind of reward")
+        text = format_kinds(kinds) if arguments.markdown else describe_kinds(kinds)
+    elif arguments.algorithms:
+        known = {**ALGORITHMS, **(load_specs(arguments.path) if arguments.path else {})}
+        specs = _select(known, name and name.lower(), "algorithm")
+        if arguments.markdown:
+            text = format_algorithms(specs.values())
+        else:
+            text = "\n\n".join(map(describe_algorithm, specs.values())) + "\n"
+    else:
+        keys = _select_keys(name)
+        text = (format_keys(keys) if arguments.markdown else "\n\n".join(map(str, keys))) + "\n"
+    print(text, end="")
+    return 0
+
+
+EntryT = typing.TypeVar("EntryT")
+
+
+def _select(entries: Mapping[str, EntryT], name: str | None, noun: str) -> Mapping[str, EntryT]:
+    """Return the named entry, or all. Raises ConfigError for an unknown name."""
+    if name is None:
+        return entries
+    if name not in entries:
+        hint = suggest_nearest(name, entries, noun.split()[0])
+        raise ConfigError(f"{name}: no such {noun}; {hint}")
+    return {name: entries[name]}
+
+
+def show_graph(arguments: argparse.Namespace, path: Path, overrides: Sequence[str]) -> str:
+    """Return the model calls of a config, and the columns between them, as text or Mermaid."""
+    if not 1 <= arguments.steps <= MAX_STEPS:
+        raise ConfigError(f"--steps {arguments.steps}: must be from 1 to {MAX_STEPS}")
+    config = read_config(path, overrides)
+    graph = DataflowGraph.from_dataflow(
+        config.dataflow,
+        name=config.algorithm.name,
+        steps=arguments.steps,
+        max_staleness=min(config.pipeline.max_steps_ahead, config.pipeline.max_staleness),
+    )
+    return render_mermaid(graph) if arguments.mermaid else render_text(graph, _list_notes(config))
+
+
+def _list_notes(config: RunConfig) -> list[str]:
+    """List facts that the dataflow graph does not show, and likely config mistakes."""
+    notes = [
+        f"{stage} produces {column}, which no stage requires"
+        for stage, column in config.dataflow.unused_columns
+    ]
+    if (every := config.weights.publish_every) > 1:
+        notes.append(f"weights.publish_every={every}: publishes only one in {every} versions")
+    if (every := config.reference.every) > 1:
+        notes.append(
+            f"reference.every={every}: the reference moves only at one in {every} versions"
+        )
+    return notes
+
+
+# Config keys
 
 
 @dataclass(frozen=True)
 class ConfigKey:
     """Key of the run's config as users write it, such as `trainer.lr`, with type and meaning.
 
-    Keys of list entries contain brackets, such as `rewards[].kind`, keys of named entries the place
-    of the name, such as `environment.named.NAME.path`.
+    Keys of list entries contain brackets, such as `rewards[].kind`.
     """
 
     name: str
@@ -47,75 +168,56 @@ class ConfigKey:
         return f"{self.name}: {self.type} [{self.default}]\n  {self.meaning}".rstrip()
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "key", nargs="?", metavar="KEY", help="key or section, e.g. trainer.lr or trainer"
-    )
-    parser.add_argument("--markdown", action="store_true", help="print markdown tables")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Print the config keys, all or those of one section.
-
-    Raises ConfigError for an unknown key or section.
-    """
-    keys = list(list_config_keys())
-    if arguments.key is not None:
-        prefix = re.compile(rf"{re.escape(arguments.key)}(?:$|[.\[])")
-        matches = [key for key in keys if prefix.match(key.name)]
-        if not matches:
-            names = {key.name for key in keys} | {key.section for key in keys}
-            close = difflib.get_close_matches(arguments.key, names, n=1)
-            hint = f"the nearest key is {close[0]}" if close else "`streamrl config` lists all"
-            raise ConfigError(f"{arguments.key}: no such config key; {hint}")
-        keys = matches
-    print(format_markdown(keys) if arguments.markdown else "\n\n".join(map(str, keys)))
-    return 0
+INLINE_OPTIONS = ("filter.options", "rewards[].options")
+"""Mappings whose keys users write beside `kind`."""
+SAME_KEYS = {
+    "costs": "entries like those of `rewards`, for constrained algorithms",
+    "environment.named": "",
+}
+"""Lists and mappings of entries whose keys are listed elsewhere, with a meaning of their own."""
 
 
 def list_config_keys(settings: type = RunConfig, prefix: str = "") -> Iterator[ConfigKey]:
     """Yield the keys of a settings dataclass and of those nested in it, as `streamrl config` lists.
 
-    prefix: start of each key, such as "trainer.". Lists in named entries are single keys: the same
-    lists outside of them have the keys of their entries.
+    prefix: start of each key, such as "trainer.".
     """
     hints = typing.get_type_hints(settings)
     meanings = read_meanings(settings)
     for field in dataclasses.fields(settings):
         name, hint = f"{prefix}{field.name}", hints[field.name]
         entry = next((a for a in typing.get_args(hint) if dataclasses.is_dataclass(a)), None)
-        if dataclasses.is_dataclass(hint):
+        if name in INLINE_OPTIONS:
+            pass
+        elif dataclasses.is_dataclass(hint):
             yield from list_config_keys(typing.cast(type, hint), f"{name}.")
-        elif typing.get_origin(hint) is list and entry is not None and NAMED not in prefix:
+        elif entry is not None and name not in SAME_KEYS:
             yield from list_config_keys(typing.cast(type, entry), f"{name}[].")
-        elif typing.get_origin(hint) is dict and entry is not None:
-            yield ConfigKey(name, "mapping", format_default(field), meanings.get(field.name, ""))
-            yield from list_config_keys(typing.cast(type, entry), f"{name}{NAMED}")
         else:
-            default = format_default(field)
-            yield ConfigKey(name, _format_type(hint), default, meanings.get(field.name, ""))
+            meaning = SAME_KEYS.get(name) or meanings.get(field.name, "")
+            yield ConfigKey(name, _format_type(hint), format_default(field), meaning)
         if name == "filter.options":
-            yield from _list_filter_options()
-        elif name == "critic.trainer":
-            yield from _list_critic_trainer_keys()
+            for kind, filter_kind in FILTER_KINDS.items():
+                for key in list_config_keys(filter_kind.options_type, "filter."):
+                    yield dataclasses.replace(key, meaning=f"only kind {kind}: {key.meaning}")
 
 
-def _list_filter_options() -> Iterator[ConfigKey]:
-    for kind, filter_kind in FILTER_KINDS.items():
-        for key in list_config_keys(filter_kind.options_type, "filter."):
-            yield dataclasses.replace(key, meaning=f"only kind {kind}: {key.meaning}")
-
-
-def _list_critic_trainer_keys() -> Iterator[ConfigKey]:
-    """Yield the trainer's keys as keys of `critic.trainer`; those not set there are inherited."""
-    own_defaults = CriticConfig().trainer
-    for key in list_config_keys(TrainerConfig, "critic.trainer."):
-        name = key.name.removeprefix("critic.trainer.")
-        inherited = f"trainer.{name}"
-        default = format_yaml(own_defaults[name]) if name in own_defaults else inherited
-        yield dataclasses.replace(
-            key, default=default, meaning=f"{inherited}, but for a separate critic"
-        )
+def _select_keys(name: str | None) -> list[ConfigKey]:
+    """Return the keys of a section, the key itself, or all."""
+    keys = list(list_config_keys())
+    if name is None:
+        return keys
+    # A separate critic has the keys of the trainer.
+    prefix = re.compile(rf"{re.escape(name.removeprefix('critic.'))}(?:$|[.\[])")
+    exact = re.compile(rf"{re.escape(name)}(?:$|[.\[])")
+    if matches := [key for key in keys if exact.match(key.name)]:
+        return matches
+    if matches := [key for key in keys if prefix.match(key.name) and name.startswith("critic.")]:
+        return matches
+    names = {key.name for key in keys} | {key.section for key in keys}
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"the nearest key is {close[0]}" if close else "`streamrl config` lists all"
+    raise ConfigError(f"{name}: no such config key; {hint}")
 
 
 def _format_type(hint: Any) -> str:
@@ -134,15 +236,248 @@ def _format_type(hint: Any) -> str:
     return {"str": "text", "bool": "true or false"}.get(hint.__name__, hint.__name__)
 
 
-def format_markdown(keys: list[ConfigKey]) -> str:
-    lines: list[str] = []
-    sections = dict.fromkeys(key.section for key in keys)
-    for section in sections:
-        lines += [f"## {section}", "", "| key | type | default | meaning |"]
-        lines.append("| --- | --- | --- | --- |")
-        for key in keys:
-            if key.section == section:
-                cells = (format_code(key.name), key.type, format_code(key.default), key.meaning)
-                lines.append(f"| {' | '.join(cells[:3])} | {escape_cell(cells[3])} |")
-        lines.append("")
-    return "\n".join(lines).rstrip()
+def format_keys(keys: Sequence[ConfigKey]) -> str:
+    """Format config keys as markdown: a section with a table per config section."""
+    parts = []
+    for section in dict.fromkeys(key.section for key in keys):
+        rows = [
+            (format_code(key.name), key.type, format_code(key.default), escape_cell(key.meaning))
+            for key in keys
+            if key.section == section
+        ]
+        parts.append(f"## {section}\n\n{_make_table(('key', 'type', 'default', 'meaning'), rows)}")
+    return "\n".join(parts).rstrip()
+
+
+def _make_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+# Reward kinds
+
+
+@dataclass(frozen=True)
+class RewardOption:
+    """Key of a reward entry in the config: its default as YAML (or REQUIRED), and its meaning."""
+
+    default: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class RewardKindEntry:
+    """Kind of reward in the printed list: one-line summary, source, and options by name.
+
+    The source is streamrl, an installed package, or a Python file.
+    """
+
+    summary: str
+    source: str
+    options: Mapping[str, RewardOption]
+
+
+def _list_kinds(path: str) -> dict[str, RewardKindEntry]:
+    """Return all kinds; a built-in one hides another of its name, with a note."""
+    kinds = list_builtin_kinds()
+    for name, entry in list_plugin_kinds(path).items():
+        if name in kinds:
+            note = f"{name}: {entry.source}: hidden by streamrl's built-in kind of the same name"
+            print(f"streamrl: {note}", file=sys.stderr)
+        kinds.setdefault(name, entry)
+    return kinds
+
+
+def list_builtin_kinds() -> dict[str, RewardKindEntry]:
+    return {
+        name: RewardKindEntry(kind.summary, "streamrl", read_options(kind.options_type))
+        for name, kind in REWARD_KINDS.items()
+    }
+
+
+def list_plugin_kinds(path: str) -> dict[str, RewardKindEntry]:
+    """Return reward kinds of installed packages, and kinds that a user's Python file registers.
+
+    path: the Python file, may be empty. Raises ConfigError if the file cannot be imported.
+    """
+    options = read_options(FunctionOptions)
+    del options["function"]
+    sources = {
+        kind: ("from an installed package", value) for kind, value in list_installed_kinds().items()
+    }
+    for kind, function in (load_registered_kinds(path, setting="--path") if path else {}).items():
+        sources[kind] = (inspect.getdoc(function) or "from a file").splitlines()[0], path
+    return {
+        kind: RewardKindEntry(summary, source, options)
+        for kind, (summary, source) in sources.items()
+    }
+
+
+def read_options(settings: type) -> dict[str, RewardOption]:
+    """Return the options in a dataclass of reward settings, with their defaults and meanings.
+
+    Options of the class itself precede inherited options.
+    """
+    fields = {field.name: field for field in dataclasses.fields(settings)}
+    return {
+        name: RewardOption(format_default(fields[name]), meaning)
+        for name, meaning in read_meanings(settings).items()
+        if name in fields
+    }
+
+
+def describe_kinds(kinds: Mapping[str, RewardKindEntry]) -> str:
+    """Return a paragraph per kind: its summary, and a line per option."""
+    parts = []
+    for name, entry in kinds.items():
+        source = "" if entry.source == "streamrl" else f" ({entry.source})"
+        width = max(map(len, entry.options), default=0)
+        options = (
+            f"  {key:<{width}}  {option.meaning} [{option.default}]\n"
+            for key, option in entry.options.items()
+        )
+        parts.append(f"{name}: {entry.summary}{source}\n{''.join(options)}")
+    return "\n".join(parts)
+
+
+def format_kinds(kinds: Mapping[str, RewardKindEntry]) -> str:
+    """Format reward kinds as markdown: a table of kinds and a table of options.
+
+    Options common to all kinds come first.
+    """
+    users: dict[tuple[str, RewardOption], list[str]] = {
+        (key, option): ["all"]
+        for key, option in read_options(RewardConfig).items()
+        if key not in ("kind", "options")
+    }
+    rows = []
+    for name, entry in kinds.items():
+        keys = ", ".join(f"`{key}`" for key in entry.options)
+        rows.append((f"`{name}`", escape_cell(entry.summary), keys))
+        for key, option in entry.options.items():
+            users.setdefault((key, option), []).append(f"`{name}`")
+    options = [
+        (f"`{key}`", ", ".join(names), format_code(option.default), escape_cell(option.meaning))
+        for (key, option), names in users.items()
+    ]
+    table = _make_table(("kind", "what it is", "options"), rows)
+    return f"{table}\n{_make_table(('option', 'of', 'default', 'meaning'), options)}"
+
+
+# Algorithms
+
+_SCOPE_TEXTS = {
+    "group": "group: micro-batches train as their groups arrive",
+    "step": "step: training waits for all groups of a step",
+}
+_YAML_WORDS = {"None": "null", "True": "true", "False": "false"}
+
+
+def describe_algorithm(spec: Algorithm) -> str:
+    defaults = {**DEFAULT_SETTINGS, **spec.defaults}
+    lines = {
+        "needs": f"{', '.join(spec.columns)}; groups of {spec.min_group_size} or more",
+        "functions": _format_functions(spec),
+        "scope": _SCOPE_TEXTS[_choose_scope(spec)],
+        "defaults": _format_settings(defaults),
+        "params": _format_settings(spec.params),
+        "dials": _format_settings({name: dial.__name__ for name, dial in spec.dials.items()}),
+    }
+    shown = [f"  {name:<10} {text}" for name, text in lines.items() if text]
+    return "\n".join([f"{spec.name}: {spec.paper}", *shown])
+
+
+def format_algorithms(specs: Iterable[Algorithm]) -> str:
+    """Format algorithm specs as a markdown table.
+
+    The column "own defaults" shows only settings that deviate from DEFAULT_SETTINGS.
+    """
+    rows = []
+    for spec in specs:
+        changed = {k: v for k, v in spec.defaults.items() if v != DEFAULT_SETTINGS.get(k)}
+        own = _format_settings({**changed, **spec.params})
+        columns, scope = ", ".join(spec.columns), _choose_scope(spec)
+        rows.append((f"`{spec.name}`", columns, _format_functions(spec), scope, own, spec.paper))
+    header = ("name", "columns", "advantages, loss", "scope", "own defaults", "paper")
+    return _make_table(header, rows)
+
+
+def _choose_scope(spec: Algorithm) -> str:
+    """Return the scope of an algorithm with its own defaults."""
+    defaults = {**DEFAULT_SETTINGS, **spec.defaults}
+    needs_step = defaults["whiten_advantages"] or defaults["advantage_scale"] == "batch"
+    return "step" if needs_step else spec.scope
+
+
+def _format_functions(spec: Algorithm) -> str:
+    """Join the names of an algorithm's functions without repetition."""
+    functions = (spec.advantages, spec.token_loss, *spec.derived.values(), *spec.dials.values())
+    return ", ".join(dict.fromkeys(function.__name__ for function in functions))
+
+
+def _format_settings(values: Mapping[str, Any]) -> str:
+    return " ".join(f"{key}={_YAML_WORDS.get(str(value), value)}" for key, value in values.items())
+
+
+# Meanings and defaults
+
+REQUIRED = "required"
+
+
+def read_meanings(settings: type) -> dict[str, str]:
+    """Return the meaning of each field of a settings dataclass, by field name.
+
+    Meanings stand in `name: ...` lines of docstrings and in `#:` comments. The text of a class wins
+    over the text of its base classes.
+    """
+    meanings: dict[str, str] = {}
+    for owner in settings.__mro__:
+        if dataclasses.is_dataclass(owner):
+            for name, meaning in (_parse_docstring_keys(owner) | _parse_comments(owner)).items():
+                meanings.setdefault(name, meaning)
+    return meanings
+
+
+def _parse_docstring_keys(settings: type) -> dict[str, str]:
+    """Return meanings by key from the `key: meaning` lines; indented lines continue one."""
+    text = inspect.cleandoc(vars(settings).get("__doc__") or "")
+    matches = re.findall(r"^(\w+): (.+(?:\n[ ]+\S.*)*)", text, flags=re.MULTILINE)
+    return {key: " ".join(meaning.split()).removesuffix(".") for key, meaning in matches}
+
+
+def _parse_comments(settings: type) -> dict[str, str]:
+    """Return the `#:` comment above each field of a settings dataclass, by field name."""
+    source = inspect.cleandoc(inspect.getsource(settings))
+    comments = re.findall(r"((?:^ *#: .*\n)+) *(\w+):", source, flags=re.MULTILINE)
+    return {
+        name: " ".join(text.replace("#: ", "").split()).removesuffix(".") for text, name in comments
+    }
+
+
+def format_default(field: "dataclasses.Field[Any]") -> str:
+    """Return the default of a dataclass field as YAML, or REQUIRED if the field has none."""
+    factory = field.default_factory
+    value = field.default if factory is dataclasses.MISSING else factory()
+    if value in (MISSING, dataclasses.MISSING):
+        return REQUIRED
+    return format_yaml(value)
+
+
+def format_yaml(value: Any) -> str:
+    # PyYAML ends a bare scalar with a "..." line.
+    return yaml.safe_dump(value, default_flow_style=True, width=math.inf).split("\n")[0]
+
+
+def format_code(text: str) -> str:
+    """Quote text as markdown code in a table cell.
+
+    The fence is one backtick longer than the longest run of backticks in the text.
+    """
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence, space = "`" * (longest + 1), " " if longest else ""
+    return fence + space + text.replace("|", "\\|") + space + fence
+
+
+def escape_cell(text: str) -> str:
+    """Escape characters that would end a cell of a markdown table or begin an HTML tag."""
+    return text.replace("|", "\\|").replace("<", "\\<")

@@ -24,14 +24,10 @@ COMMANDS = {
     "train": "train a model from a config, or resume a run",
     "scale": "add or remove replicas of a running run",
     "evaluate": "compute pass@k, mean@k and maj@k of a model or checkpoint on prompt files",
-    "play": "play an episode of an environment in the terminal",
-    "environment": "check an environment with scripted policies before a run",
+    "play": "play an episode of an environment in the terminal, or check it before a run",
     "score": "score existing completions with a run's rewards",
-    "config": "list config keys with their defaults and meanings",
-    "rewards": "list reward kinds and their options",
+    "config": "list config keys, reward kinds and algorithms, or show a config's model calls",
     "data": "check prompt files and list rows that a run cannot use",
-    "algorithms": "list algorithms: required columns, functions, defaults, paper",
-    "graph": "show a config's model calls and the data between them as text or Mermaid",
     "plan": "find the best placement of a run on a cluster, and explain why others lost",
     "simulate": "simulate a run's placement on a cluster in virtual time",
     "calibrate": "fit the planner's cost constants to a run",
@@ -132,11 +128,11 @@ def _show_loading(command: str | None) -> AbstractContextManager[object]:
 def _parse_arguments(
     parser: argparse.ArgumentParser, arguments: Sequence[str]
 ) -> argparse.Namespace:
-    """Accept key=value overrides after options, which argparse alone refuses."""
+    """Accept key=value overrides and names after options, which argparse alone refuses."""
     parsed, rest = parser.parse_known_args(arguments)
-    if "overrides" in parsed:
+    for words in (vars(parsed)[name] for name in ("overrides", "names") if name in parsed):
         late = list(takewhile(lambda word: not word.startswith("-"), rest))
-        parsed.overrides += late
+        words += late
         rest = rest[len(late) :]
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")

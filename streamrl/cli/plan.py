@@ -20,8 +20,8 @@ from streamrl.cli.arguments.planner_args import (
     check_simulation_time,
     read_planner_inputs,
 )
+from streamrl.cli.config import format_yaml
 from streamrl.cli.output.output_files import check_output_file, write_output_file
-from streamrl.cli.output.setting_docs import format_yaml
 from streamrl.config.run_config import RunConfig, config_to_dict, dump_config, with_settings
 from streamrl.engines.trainer_config import OFFLOAD
 from streamrl.errors import ConfigError
@@ -426,8 +426,7 @@ def _write_files(
     arguments: argparse.Namespace, report: PlanReport, costs: CostModel
 ) -> dict[str, Any]:
     """Write the file of -o; return the settings, by dotted key, that it changes."""
-    candidate = report.best_point.candidate
-    placement, changed = candidate.placement, {}
+    placement, changed = report.best_point.candidate.placement, {}
     if arguments.output is not None:
         if arguments.output.suffix == ".json":
             content = json.dumps(placement.to_dict(), indent=1) + "\n"

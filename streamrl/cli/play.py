@@ -1,4 +1,4 @@
-"""`streamrl play`: play an episode of an environment in the terminal."""
+"""`streamrl play`: play an episode of an environment in the terminal, or check it."""
 
 import argparse
 import asyncio
@@ -23,6 +23,7 @@ from streamrl.cli.arguments.environment_args import (
     make_text_prompt,
     read_prompts,
 )
+from streamrl.cli.environment_check import run_check
 from streamrl.cli.evaluate import resolve_subject, start_engine
 from streamrl.config.run_config import ConfigSections
 from streamrl.environments.config import EnvironmentConfig
@@ -130,6 +131,7 @@ def _print_line(text: str) -> None:
 
 
 HUMAN = "human"
+DEFAULT_ROWS = 4
 PERSON_PROMPT = "you> "
 HINT = "One line is one turn; a backslash at its end continues it. Ctrl-D ends the episode."
 
@@ -141,9 +143,22 @@ class TurnInterruptedError(Exception):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "streamrl play ENVIRONMENT [--data FILE --row N | --prompt TEXT --truth TEXT]"
-        " [--policy POLICY] [options]"
+        " [--policy POLICY] [options]\n"
+        "       streamrl play ENVIRONMENT --check [--data FILE] [--config CONFIG] [--rows N]"
     )
     add_environment_arguments(parser)
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="check the environment before a run: episodes of policies that are no model",
+    )
+    parser.add_argument(
+        "--rows",
+        type=int,
+        default=DEFAULT_ROWS,
+        metavar="N",
+        help=f"rows of --check; without a file, rows without text (default: {DEFAULT_ROWS})",
+    )
     parser.add_argument("--row", type=int, metavar="N", help="row of the file, from 0 (default: 0)")
     parser.add_argument("--prompt", metavar="TEXT", help="user message of a row, without a file")
     parser.add_argument("--truth", metavar="TEXT", help="ground truth of the row of --prompt")
@@ -164,6 +179,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.check:
+        return run_check(arguments)
     _check_row_arguments(arguments)
     try:
         columns = asyncio.run(_play(arguments))

@@ -126,7 +126,7 @@ def _load_score_config(
     if recipe is not None:
         return read_config(recipe, changes)
     if not rewards:
-        raise ConfigError("score: give --reward (see `streamrl rewards`) or --config")
+        raise ConfigError("score: give --reward (see `streamrl config --rewards`) or --config")
     # RunConfig requires these two keys; scoring reads neither.
     placeholders = OmegaConf.create({"model": {"path": "."}, "data": {"train": "."}})
     return build_config(placeholders, changes, source="score")

@@ -70,6 +70,11 @@ UNSUPPORTED_SETTINGS = dict.fromkeys(
 
 REMOVED_SETTINGS: Mapping[str, object] = {
     "run.debug": False,
+    "algorithm.advantage_eps": 1e-6,
+    "generator.request_timeout_s": 600.0,
+    "queue.journal.max_mb": 4096,
+    "weights.bucket_mb": 64,
+    "telemetry.wandb.project": "streamrl",
     "queue.hedge_s": None,
     "data.prompt_key": "prompt",
     "data.max_bad_share": 0.1,

@@ -1,7 +1,7 @@
 """Config section `generator` and its translation to vLLM's EngineArgs."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import compute_max_positions, is_trusted, read_model_config
@@ -41,6 +41,12 @@ class SamplingSettings:
 class GeneratorConfig:
     """Config section `generator`: replicas, sampling and resources."""
 
+    request_timeout_s: ClassVar[float] = 600.0
+    """Longest time in which an engine samples no token for a prompt or, while the prompt waits for
+    others, for any, and longest load of a version of the weights, s.
+
+    Then the generator counts as hung and is restarted. A rollout that grows may take any time.
+    """
     #: Number of engines, each with a full copy of the model.
     replicas: Annotated[int, at_least(1)] = 1
     #: Tensor-parallel size of an engine: processes and devices per replica. In a colocated run the
@@ -72,10 +78,6 @@ class GeneratorConfig:
     dtype: Annotated[str, one_of(*GENERATOR_DTYPES)] = "auto"
     #: Timeout for starting an engine, s.
     start_timeout_s: Annotated[float, above(0)] = 600.0
-    #: Longest time in which an engine samples no token for a prompt or, while the prompt waits for
-    #: others, for any, and longest load of a version of the weights, s. Then the generator counts
-    #: as hung and is restarted. A rollout that grows may take any time.
-    request_timeout_s: Annotated[float, above(0)] = 600.0
 
     def __post_init__(self) -> None:
         check_rules(self, "generator.")

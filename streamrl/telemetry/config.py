@@ -14,19 +14,15 @@ SINKS = (JSONL, WANDB, TENSORBOARD)
 
 @dataclass
 class WandbConfig:
-    """Settings for Weights & Biases, whose own variable WANDB_ENTITY names a team.
+    """Settings for Weights & Biases, whose own variables WANDB_PROJECT and WANDB_ENTITY apply.
 
     mode: offline (files only, no account needed), online (needs `wandb login`) or disabled.
-    project: the project's name.
     """
 
     mode: Annotated[str, one_of(*WANDB_MODES)] = "offline"
-    project: str = "streamrl"
 
     def __post_init__(self) -> None:
         check_rules(self, "telemetry.wandb.")
-        if self.mode != "disabled" and not self.project:
-            raise ConfigError("telemetry.wandb.project=: must not be empty")
 
 
 @dataclass

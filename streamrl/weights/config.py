@@ -28,13 +28,14 @@ ON_UPDATE_MODES = ("interrupt", "drain")
 KV_CACHE_MODES = ("recompute", "keep")
 EXACT_LOGPROB_LIMIT = 3e-4
 ROUNDED_LOGPROB_LIMIT = 0.1
-MAX_BUCKET_MB = 4096
 
 
 @dataclass
 class WeightsConfig:
     """Transport of the weights, interval of publishing, and effect on running rollouts."""
 
+    bucket_mb: ClassVar[int] = 64
+    """Size of a bucket in MB. A larger tensor gets a bucket of its own."""
     keep_versions: ClassVar[int] = 2
     """Newest versions that the publisher keeps for readers that are still pulling."""
     #: Transport of the weights: store (Ray's object store), shared_memory (single node), collective
@@ -61,8 +62,6 @@ class WeightsConfig:
     #: differ by 2.5 times as much, and large logits allow more. Unset: 3e-4 if trainer and
     #: generator both compute in float32, else 0.1. Requires `probe_every`.
     probe_limit: Annotated[float | None, above(0)] = None
-    #: Size of a bucket in MB, at most 4096. A larger tensor gets a bucket of its own.
-    bucket_mb: Annotated[int, at_least(1, MAX_BUCKET_MB)] = 64
 
     def __post_init__(self) -> None:
         check_rules(self, "weights.")

@@ -26,7 +26,7 @@ from streamrl.errors import WeightsError
 from streamrl.placement.colocated_memory import WorkerMemory
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.telemetry.spans import SpanRecorder
-from streamrl.weights import WeightBucket, WeightManifest, WeightsConfig
+from streamrl.weights import WeightBucket, WeightManifest
 from streamrl.weights.buckets import unpack_tensors
 from streamrl.weights.manifest import BucketMemory
 from tests.weights.local_transport import LocalReader, LocalWriter
@@ -199,7 +199,6 @@ async def start_actor(
         None,
         algorithm=AlgorithmConfig(kl_coef=0.1),
         reference=ReferenceConfig(every=1, decay=0.5),
-        weights=WeightsConfig(bucket_mb=1),
     )
     published = {POLICY: LocalWriter(), EMA_REFERENCE: LocalWriter(), **(writers or {})}
     context.transport = SimpleNamespace(make_writer=lambda role, path: published[role])

@@ -283,7 +283,8 @@ async def worker(journal, name):
         os.write(1, f"{name} {i}\\n".encode())
 
 async def main():
-    config = JournalConfig(max_mb=1, fsync_s=float(sys.argv[2]) if sys.argv[2] else None)
+    JournalConfig.max_mb = 1
+    config = JournalConfig(fsync_s=float(sys.argv[2]) if sys.argv[2] else None)
     journal = Journal(Path(sys.argv[1]), config)
     await asyncio.gather(*(worker(journal, f"{journal.segment}-{n}") for n in range(4)))
 

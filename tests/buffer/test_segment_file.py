@@ -215,8 +215,11 @@ async def test_rotate_separates_earlier_from_later_records(tmp_path: Path):
     await journal.close()
 
 
-async def test_full_segment_is_followed_by_a_new_one(tmp_path: Path):
-    journal = open_journal(tmp_path, max_mb=1)
+async def test_full_segment_is_followed_by_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(JournalConfig, "max_mb", 1)
+    journal = open_journal(tmp_path)
     for i in range(6):
         await journal.append([note(i, bytes(400_000))])
     assert journal.segment == 2
@@ -226,8 +229,11 @@ async def test_full_segment_is_followed_by_a_new_one(tmp_path: Path):
     assert read_numbers(tmp_path) == list(range(6))
 
 
-async def test_full_segment_is_fsynced_before_the_next_starts(tmp_path: Path, fsyncs: list[str]):
-    journal = open_journal(tmp_path, max_mb=1, fsync_s=1000.0)
+async def test_full_segment_is_fsynced_before_the_next_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsyncs: list[str]
+):
+    monkeypatch.setattr(JournalConfig, "max_mb", 1)
+    journal = open_journal(tmp_path, fsync_s=1000.0)
     await journal.append([note(0, bytes(1 << 20))])
     assert "00000001.journal" not in fsyncs
     await journal.append([note(1)])

@@ -1,50 +1,319 @@
-"""`streamrl config`: the reference of config keys is complete and equal to the docs page."""
+"""`streamrl config`: config keys, reward kinds, algorithms, and a config's model calls."""
 
+import dataclasses
+import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
-from streamrl.cli.config import format_markdown, list_config_keys
+from streamrl.algorithms import ALGORITHMS
+from streamrl.cli.config import format_keys, list_config_keys, read_options
 from streamrl.cli.main import main
+from streamrl.config.run_config import load_config
+from streamrl.dataflow import POLICY, CallKind, Dataflow, ModelCall
+from streamrl.files.typed_settings import read_settings
+from streamrl.rewards.interface.config import RewardConfig
+from streamrl.rewards.registry import REWARD_KINDS
+from streamrl.telemetry.drawing.graph_text import DataflowGraph, render_mermaid
 
-PAGE = Path(__file__).parents[2] / "docs" / "config.md"
+ROOT = Path(__file__).parents[2]
+PPO = str(ROOT / "configs" / "ppo_arithmetic.yaml")
+GRPO = str(ROOT / "configs" / "grpo_arithmetic.yaml")
+OPTIONAL_KINDS = [kind for kind in REWARD_KINDS if kind not in ("regex", "model", "judge")]
+"""Kinds without a required option."""
+
+
+def read_output(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["config", *words]) == 0
+    return capsys.readouterr().out
 
 
 def test_docs_list_every_config_key():
     """Regenerate the tables with `streamrl config --markdown` after changing a key."""
-    assert PAGE.read_text().rstrip().endswith(format_markdown(list(list_config_keys())))
+    page = (ROOT / "docs" / "config.md").read_text()
+    assert page.rstrip().endswith(format_keys(list(list_config_keys())))
 
 
-def test_every_config_key_has_a_meaning():
-    assert [key.name for key in list_config_keys() if not key.meaning] == []
+def test_every_config_key_has_a_meaning_and_they_stay_few():
+    keys = list(list_config_keys())
+    assert [key.name for key in keys if not key.meaning] == []
+    assert len(keys) <= 180
 
 
 def test_a_named_key_or_section_is_printed(capsys: pytest.CaptureFixture[str]):
-    assert main(["config", "trainer.lr"]) == 0
-    assert capsys.readouterr().out.startswith("trainer.lr: float [1.0e-06]\n")
-    assert main(["config", "rewards"]) == 0
-    names = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if line[:1] != " "]
+    assert read_output(capsys, "trainer.lr").startswith("trainer.lr: float [1.0e-06]\n")
+    text = read_output(capsys, "rewards")
+    names = [line.split(":")[0] for line in text.splitlines() if line[:1] != " "]
     assert {name.split(".")[0] for name in names if name} == {"rewards[]"}
+    assert read_output(capsys, "filter.low").startswith("filter.low: float [0.0]\n")
+    assert read_output(capsys, "critic.trainer.lr").startswith("trainer.lr: float [1.0e-06]\n")
+
+
+def test_every_kind_is_printed_with_its_options(capsys):
+    text = read_output(capsys, "--rewards")
+    for name, kind in REWARD_KINDS.items():
+        assert f"{name}: {kind.summary}\n" in text
+    assert "  pattern  regular expression, searched anywhere in the completion [required]\n" in text
+    assert "  timeout_s    deadline of one attempt, s; null: scorer.timeout_s [null]" in text
+    assert read_output(capsys, "--rewards", "regex").count("regex: ") == 1
+
+
+@pytest.mark.parametrize("kind", [*REWARD_KINDS.values(), RewardConfig])
+def test_every_option_has_a_docstring_line(kind):
+    settings = kind if kind is RewardConfig else kind.options_type
+    assert set(read_options(settings)) == {field.name for field in dataclasses.fields(settings)}
+
+
+@pytest.mark.parametrize("kind", OPTIONAL_KINDS)
+def test_printed_defaults_equal_the_effective_defaults(kind):
+    options = REWARD_KINDS[kind].options_type
+    listed = read_options(options)
+    defaults = {name: yaml.safe_load(option.default) for name, option in listed.items()}
+    assert read_settings(options, defaults, section="rewards") == options()
+
+
+def test_kinds_registered_by_a_file_are_listed_and_built_in_ones_win(capsys, tmp_path):
+    path = tmp_path / "kinds.py"
+    path.write_text(
+        "from streamrl.rewards import reward\n"
+        "@reward('politeness')\n"
+        "def judge(prompt, completion):\n"
+        "    '''1 for a thank you.\n\n    And more.'''\n"
+        "@reward('exact')\n"
+        "def mine(prompt, completion): return 1.0\n"
+    )
+    assert main(["config", "--rewards", "--path", str(path)]) == 0
+    out, error = capsys.readouterr()
+    assert f"\npoliteness: 1 for a thank you. ({path})\n  path " in out
+    assert f"exact: {REWARD_KINDS['exact'].summary}\n" in out
+    note = f"exact: {path}: hidden by streamrl's built-in kind of the same name"
+    assert error == f"streamrl: {note}\n"
+
+
+def test_markdown_cells_are_escaped(capsys):
+    for line in read_output(capsys, "--rewards", "--markdown").splitlines():
+        assert line == "" or line.count("|") - line.count("\\|") in (4, 5)
+        words = re.sub(r"(`+).*?\1", "", line).replace("\\<", "")
+        assert "<" not in words, "an unescaped < begins an HTML tag"
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Installed package that provides the kind `brevity`."""
+    (tmp_path / "terse.py").write_text(
+        "import os\n"
+        "def judge(prompt, completion, most=10):\n"
+        "    print('judged in', os.getpid())\n"
+        "    return most - len(completion)\n"
+    )
+    info = tmp_path / "terse-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: terse\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[streamrl.rewards]\nbrevity = terse:judge\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    # A worker finds the package on the same path as streamrl.
+    monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, sys.path)))
+    yield tmp_path
+    sys.modules.pop("terse", None)
+
+
+def test_a_kind_of_an_installed_package_is_listed_and_usable(capsys, package):
+    assert "brevity: from an installed package (terse:judge)\n" in read_output(capsys, "--rewards")
+    rows, outs = package / "rows.jsonl", package / "outs.jsonl"
+    rows.write_text('{"prompt": "Say it."}\n')
+    outs.write_text('{"index": 0, "completion": "short"}\n')
+    reward = "{kind: brevity, kwargs: {most: 7}, replicas: 1}"
+    assert main(["score", str(rows), "--completions", str(outs), "--reward", reward]) == 0
+    assert json.loads(capsys.readouterr().out)["components"] == {"brevity": 2.0}
+
+
+def test_a_full_disk_behind_stdout_is_a_one_line_error():
+    with open("/dev/full", "w") as full:
+        process = subprocess.run(
+            [sys.executable, "-m", "streamrl.cli", "config"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert process.returncode == 1
+    assert process.stderr == "streamrl: standard output: no space left\n"
+
+
+def test_every_algorithm_is_printed_with_its_spec(capsys):
+    text = read_output(capsys, "--algorithms")
+    for row in ALGORITHMS.values():
+        assert f"{row.name}: {row.paper}" in text
+        assert row.advantages.__name__ in text and row.token_loss.__name__ in text
+    assert "defaults   clip_low=0.2 clip_high=0.28 dual_clip=null" in text
+    assert "params     temperature_positive=1.0 temperature_negative=1.05" in text
+    text = read_output(capsys, "--algorithms", "gpg")
+    assert text.startswith("gpg: Chu et al. 2025, GPG, arXiv:2504.02546\n")
+    assert "  scope      step: training waits for all groups of a step\n" in text
+    assert text.count("arXiv") == 1
+
+
+SAMPLED = "token_ids, loss_mask, generator_logprobs, policy_version, lengths, finish_reason"
+GRPO_TEXT = f"""\
+grpo: 3 stages, versions at most 1 behind
+
+generate    generate, role generator
+  needs     prompts only
+  produces  {SAMPLED}
+  follows   policy
+reward      score, role reward
+  needs     {SAMPLED}
+  produces  scores
+train       train, role policy
+  needs     {SAMPLED}, scores
+
+edges
+  generate -> reward  {SAMPLED}
+  generate -> train   {SAMPLED}
+  reward -> train     scores
+  train -> generate   version of policy, 2 steps later
+"""
+
+
+def read_graph(capsys: pytest.CaptureFixture[str], config: str, *words: str) -> str:
+    return read_output(capsys, "--graph", config, *words)
+
+
+def test_text_lists_stages_in_flow_order_and_edges_with_columns(capsys):
+    assert read_graph(capsys, GRPO) == GRPO_TEXT
+
+
+def test_overrides_apply_at_any_position(capsys):
+    text = read_graph(
+        capsys, GRPO, "--steps", "2", "algorithm.kl_coef=0.1", "pipeline.max_staleness=0"
+    )
+    assert text.startswith("grpo: 4 stages, versions at most 0 behind\n")
+    assert re.search(r"^  reference\[2\] -> train\[2\] +ref_logprobs$", text, re.MULTILINE)
+    assert re.search(r"^  train\[1\] -> generate\[2\] +version of policy$", text, re.MULTILINE)
+    assert re.search(r"^  train\[1\] -> train\[2\] +one step after the other$", text, re.MULTILINE)
+    assert "version of policy, 1 step later" in read_graph(capsys, GRPO, "pipeline.max_staleness=0")
+
+
+def test_stages_behind_the_group_filter_are_in_the_graph(capsys):
+    unfiltered = read_graph(capsys, PPO)
+    assert "reward -> reference" not in unfiltered and "reward -> value" not in unfiltered
+    text = read_graph(capsys, PPO, "filter.kind=equal_rewards", "algorithm.group_size=4")
+    for stage in ("reference", "value"):
+        assert re.search(rf"^  reward -> {stage} +scores$", text, re.MULTILINE)
+
+
+def test_depth_limits_how_far_generation_runs_ahead(capsys):
+    text = read_graph(capsys, GRPO, "pipeline.max_staleness=4", "pipeline.depth=2")
+    assert "versions at most 2 behind" in text
+    assert "train -> generate   version of policy, 3 steps later" in text
+
+
+def test_settings_outside_the_graph_become_notes(capsys):
+    words = ["weights.publish_every=2", "algorithm.kl_coef=0.1", "reference.every=5"]
+    notes = [
+        line for line in read_graph(capsys, GRPO, *words).splitlines() if line.startswith("note")
+    ]
+    assert notes == [
+        "note: weights.publish_every=2: publishes only one in 2 versions",
+        "note: reference.every=5: the reference moves only at one in 5 versions",
+    ]
+
+
+def test_an_unused_column_becomes_a_note(capsys, monkeypatch):
+    extra = ModelCall("extra", "extra", CallKind.SCORE, (), ("answers",))
+    flow = load_config(Path(GRPO)).dataflow
+    dataflow_with_extra = property(lambda config: Dataflow([*flow.calls, extra]))
+    monkeypatch.setattr("streamrl.config.run_config.RunConfig.dataflow", dataflow_with_extra)
+    assert read_graph(capsys, GRPO).endswith(
+        "\nnote: extra produces answers, which no stage requires\n"
+    )
+
+
+def test_a_run_directory_works_like_its_config(capsys, tmp_path: Path):
+    (tmp_path / "config.yaml").write_text(Path(GRPO).read_text())
+    assert read_graph(capsys, str(tmp_path)) == GRPO_TEXT
+
+
+def test_neither_model_nor_data_nor_runtime_is_loaded(tmp_path: Path):
+    config = tmp_path / "own.yaml"
+    config.write_text("{model: {path: nowhere}, data: {train: no.jsonl}, rewards: [{kind: exact}]}")
+    code = (
+        "import sys; from streamrl.cli.main import main; code = main(sys.argv[1:])\n"
+        "names = ('ray', 'vllm', 'deepspeed', 'transformers')\n"
+        "print(code, [name for name in names if name in sys.modules])"
+    )
+    words = [sys.executable, "-c", code, "config", "--graph", str(config)]
+    process = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert process.stdout.splitlines()[-1] == "0 []"
+
+
+GRPO_MERMAID = """\
+---
+title: "grpo: 3 stages, versions at most 1 behind"
+---
+flowchart LR
+  n0["generate<br/>generator"]:::generate
+  n1["reward<br/>reward"]:::score
+  n2["train<br/>policy"]:::train
+  n0 -->|"{sampled}"| n1
+  n0 -->|"{sampled}"| n2
+  n1 -->|"scores"| n2
+  n2 -.->|"version of policy"| n0
+  linkStyle 0,1,2 stroke:#475569
+  linkStyle 3 stroke:#7c3aed
+  classDef generate fill:#dbeafe,stroke:#1d4ed8,color:#0f172a
+  classDef score fill:#dcfce7,stroke:#15803d,color:#0f172a
+  classDef train fill:#ffedd5,stroke:#c2410c,color:#0f172a
+""".replace("{sampled}", SAMPLED.replace(", ", "<br/>"))
+
+
+def test_mermaid_has_every_stage_and_edge(capsys):
+    assert read_graph(capsys, GRPO, "--mermaid") == GRPO_MERMAID
+
+
+def test_mermaid_of_several_steps_has_a_subgraph_per_step(capsys):
+    text = read_graph(capsys, GRPO, "--mermaid", "--steps", "3")
+    assert [line for line in text.splitlines() if line.startswith("  subgraph")] == [
+        f'  subgraph s{i}["step {i + 1}"]' for i in range(3)
+    ]
+    assert text.count("\n  end\n") == 3
+    assert '  n0["generate[1]<br/>generator"]:::generate\n' in text
+    assert {line for line in text.splitlines() if "-.->" in line} == {
+        "  n2 -.-> n5",
+        "  n5 -.-> n8",
+        '  n2 -.->|"version of policy"| n6',
+    }
+
+
+def test_mermaid_escapes_every_label():
+    flow = Dataflow([ModelCall('a "b" #1 <c>', POLICY, CallKind.TRAIN, (), ())])
+    text = render_mermaid(DataflowGraph.from_dataflow(flow, name="own", steps=1, max_staleness=0))
+    assert 'n0["a #quot;b#quot; #35;1 #lt;c><br/>policy"]' in text
 
 
 @pytest.mark.parametrize(
-    ("key", "line"),
+    ("words", "line"),
     [
-        ("filter.low", "filter.low: float [0.0]"),
-        ("filter.function", "filter.function: text [required]"),
-        ("critic.trainer.lr", "critic.trainer.lr: float [1.0e-05]"),
-        ("critic.trainer.world_size", "critic.trainer.world_size: int [trainer.world_size]"),
+        (["trainer.lrr"], "trainer.lrr: no such config key; the nearest key is trainer.lr"),
+        (["--rewards", "rgex"], "rgex: no such kind of reward; the nearest kind is regex"),
+        (["--rewards", "--path", "no.py"], "--path=no.py: no such file"),
+        (["--algorithms", "gpo"], "gpo: no such algorithm; the nearest algorithm is gspo"),
+        (["--algorithms", "--path", "no.py"], "algorithm.path=no.py: no such file"),
+        (["run", "trainer"], "config: one name at a time, not run trainer"),
+        (["--graph"], "config --graph: name a config file or a run directory"),
+        (["--graph", "a" * 300], f"config {'a' * 300}: File name too long"),
+        (["--graph", "nowhere.yaml"], "config nowhere.yaml: No such file or directory"),
+        (["--graph", GRPO, "nonsense"], "'nonsense': write an override as key=value"),
+        (["--graph", GRPO, "--steps", "101"], "--steps 101: must be from 1 to 100"),
     ],
 )
-def test_filter_options_and_trainer_settings_of_the_critic_are_keys(
-    key: str, line: str, capsys: pytest.CaptureFixture[str]
-):
-    assert main(["config", key]) == 0
-    assert capsys.readouterr().out.splitlines()[0] == line
-
-
-def test_an_unknown_key_names_the_nearest_key(capsys: pytest.CaptureFixture[str]):
-    assert main(["config", "trainer.lrr"]) == 2
-    assert (
-        "trainer.lrr: no such config key; the nearest key is trainer.lr" in capsys.readouterr().err
-    )
+def test_bad_input_is_a_one_line_error(capsys, words: list[str], line: str):
+    assert main(["config", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"streamrl: {line}")
+    assert captured.err.count("\n") == 1 and not captured.out

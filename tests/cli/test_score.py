@@ -344,7 +344,7 @@ def test_a_reward_file_imports_neighbors_and_its_prints_go_to_stderr(reward_file
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ([], "score: give --reward (see `streamrl rewards`) or --config"),
+        ([], "score: give --reward (see `streamrl config --rewards`) or --config"),
         (["--reward", "exakt"], "rewards[0].kind=exakt: no such kind; the nearest kind is exact"),
         (["--reward", "no.py"], "--reward=no.py: write it as file.py:function"),
         (["--reward", "no.py:f"], "rewards[0].path="),

@@ -18,7 +18,7 @@ from tests.docs.commands import (
 from tests.e2e.shared_runs import make_builds
 from tests.planner.calibration.runs import play, recipe, write_run
 
-SECONDS = ("doctor", "rewards", "algorithms", "graph", "data", "score", "report", "calibrate")
+SECONDS = ("doctor", "config", "data", "score", "report", "calibrate")
 """Subcommands that need neither a cluster nor an engine, nor minutes."""
 COMMANDS = list(all_commands())
 

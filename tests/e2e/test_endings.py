@@ -21,7 +21,7 @@ def launch(toy: Path, name: str, *overrides: str) -> tuple[Launched, Path]:
 def test_a_killed_trainer_among_all_roles_is_named(toy: Path):
     overrides = ["algorithm.name=dapo", "algorithm.kl_coef=0.01", "generator.replicas=2"]
     overrides += ["trainer.world_size=2", "trainer.zero_stage=3", "queue.shards=3"]
-    overrides += ["pipeline.max_staleness=0", "weights.bucket_mb=1", "evaluation.at_start=false"]
+    overrides += ["pipeline.max_staleness=0", "evaluation.at_start=false"]
     run, run_dir = launch(toy, "wide", *overrides)
     run.until(lambda: len(rows(run_dir)) >= 2)
     os.kill(run.actor("TrainerActor").pid, signal.SIGKILL)

@@ -154,7 +154,6 @@ def test_the_console_depends_on_the_output(kind, console, expected, tmp_path):
     [
         ({"console": "loud"}, "telemetry.console=loud: must be one of auto, live, plain, none"),
         ({"wandb": {"mode": "on"}}, "telemetry.wandb.mode=on: must be one of"),
-        ({"wandb": {"project": ""}}, "telemetry.wandb.project=: must not be empty"),
     ],
 )
 def test_an_invalid_setting_names_its_key(settings, message):

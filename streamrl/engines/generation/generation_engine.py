@@ -648,7 +648,7 @@ class GenerationEngine:
                 if progress == last_progress and not waiting.done():
                     raise self._fail_engine(
                         f"{describe()}: no token was sampled for {timeout_s:g} s"
-                        f" (generator.request_timeout_s); the engine serves version {self.version}"
+                        f"; the engine serves version {self.version}"
                         f" and runs {self.num_running} rollouts"
                     )
                 last_progress = progress
@@ -664,7 +664,6 @@ class GenerationEngine:
         except TimeoutError as error:
             raise self._fail_engine(
                 f"{operation}: the engine did not end a step in {timeout_s:g} s"
-                " (generator.request_timeout_s)"
             ) from error
 
     def _fail_engine(self, reason: str) -> GenerationError:

@@ -114,7 +114,7 @@ class FollowerRank:
         except TimeoutError as error:
             raise DeadlineError(
                 "training waited for the KV cache of this rank: the generator's leader did not free"
-                f" it within {timeout_s:g} s (generator.request_timeout_s)"
+                f" it within {timeout_s:g} s"
             ) from error
 
     def _note_kv_freed(self, is_freed: bool) -> None:

@@ -32,7 +32,7 @@ class EnvironmentDescription:
     tools: schemas of the tools, those of environment.tools included; () for turns.
     has_score: the class has `score`; otherwise the score is the sum of the turns' rewards, which
         for tools is 0.
-    has_oracle: the class has `oracle`, a policy that solves it, for `streamrl environment check`.
+    has_oracle: the class has `oracle`, a policy that solves it, for `streamrl play --check`.
     takes_seed: `reset` takes the seed of the group.
     serves_tools: the tools are those of an adapter's server, which rewards calls.
     """

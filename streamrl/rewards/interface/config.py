@@ -12,7 +12,7 @@ from streamrl.rewards.interface.completion import COMPLETION_PARTS, LAST_TURN
 class RewardConfig:
     """Entry of the config list `rewards` or `costs`.
 
-    kind: reward kind; `streamrl rewards` lists the kinds.
+    kind: reward kind; `streamrl config --rewards` lists the kinds.
     name: component name, logged as reward/<name>; empty: the kind.
     weight: factor in the weighted sum; 0 only logs the component.
     gate: a completion that fails this component has combined score 0.

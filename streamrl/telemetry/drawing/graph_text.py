@@ -1,4 +1,4 @@
-"""Output of `streamrl graph`: text, or a flowchart in the language Mermaid."""
+"""Output of `streamrl config --graph`: text, or a flowchart in the language Mermaid."""
 
 import json
 from collections.abc import Iterable

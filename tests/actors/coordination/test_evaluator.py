@@ -60,12 +60,16 @@ class Method:
         return asyncio.ensure_future(self._function(*arguments))
 
 
+@pytest.fixture(autouse=True)
+def short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GeneratorConfig, "request_timeout_s", 10.0)
+
+
 def make_config(**settings: Any) -> RunConfig:
     return RunConfig(
         model=ModelConfig(path="model"),
         data=DataConfig(train="rows.jsonl"),
         pipeline=PipelineConfig(stall_s=10.0),
-        generator=GeneratorConfig(request_timeout_s=10.0),
         rewards=[RewardConfig("exact")],
         **settings,
     )

@@ -37,13 +37,6 @@ def test_excluding_every_bound_is_an_error(capsys: pytest.CaptureFixture[str]):
     assert PUBLISH_EVERY_3 in error and "pipeline.max_staleness=1" in error
 
 
-def test_a_small_queue_capacity_excludes_large_bounds(capsys: pytest.CaptureFixture[str]):
-    words = ["--max-staleness", "1,3", "queue.capacity_groups=32"]
-    plan = json.loads(run(capsys, *PLAN, *words)[1])
-    assert [point["max_staleness"] for point in plan["front"]] == [1]
-    assert absent(plan)[3].startswith("queue.capacity_groups=32: must be at least 64")
-
-
 def kinds(capsys: pytest.CaptureFixture[str], *words: str) -> set[str]:
     """Return the kinds of placements that fit."""
     candidates = json.loads(run(capsys, *PLAN, *words)[1])["candidates"]

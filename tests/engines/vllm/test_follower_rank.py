@@ -73,8 +73,8 @@ async def test_training_on_a_follower_waits_until_the_leader_has_freed_its_kv_ca
             assert not worker.has_kv_cache
             await follower.sleep()
             await leader.call("wake_up", [KV_CACHE_TAG])
-        config.request_timeout_s = 0.05
-        with pytest.raises(DeadlineError, match=r"leader did not free it within 0.05 s \(gen"):
+        monkeypatch.setattr(GeneratorConfig, "request_timeout_s", 0.05)
+        with pytest.raises(DeadlineError, match=r"leader did not free it within 0.05 s"):
             await follower.sleep()
     finally:
         here.close()

@@ -1,16 +1,13 @@
-"""`streamrl environment check`: check an environment with scripted policies before a run."""
+"""`streamrl play --check`: check an environment with scripted policies before a run."""
 
 import argparse
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import asdict
 
 from streamrl.cli.arguments.environment_args import (
     RenderPrompt,
-    add_environment_arguments,
     choose_data_file,
     choose_environment,
     load_recipe,
@@ -115,51 +112,27 @@ def count_observed_tokens(record: EpisodeRecord, renderer: TurnRenderer) -> tupl
 
 
 EXIT_FAILED = 1
-DEFAULT_ROWS = 4
 STATUS_WIDTH, SUBJECT_WIDTH = 4, 11
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = (
-        "streamrl environment check ENVIRONMENT [--data FILE] [--config CONFIG] [options]"
-    )
-    parser.add_argument(
-        "action", choices=["check"], help="check: run episodes of policies that are no model"
-    )
-    add_environment_arguments(parser)
-    parser.add_argument(
-        "--rows",
-        type=int,
-        default=DEFAULT_ROWS,
-        metavar="N",
-        help=f"number of rows to use; without a file, rows without text (default: {DEFAULT_ROWS})",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Return exit code 1 if a check failed, else 0."""
+def run_check(arguments: argparse.Namespace) -> int:
+    """Print each finding as it comes; return exit code 1 if a check failed, else 0."""
     if arguments.rows < 1:
         raise ConfigError(f"--rows={arguments.rows}: must be at least 1")
     # The pool warns of the process that the probe kills.
     logging.getLogger("streamrl.environments").setLevel(logging.ERROR)
     with show_progress("checking the environment") as progress:
-        findings = asyncio.run(_collect_findings(arguments, progress))
-    if arguments.json:
-        print(json.dumps({"findings": [asdict(finding) for finding in findings]}))
-    has_failed = any(finding.status is FindingStatus.FAIL for finding in findings)
-    return EXIT_FAILED if has_failed else 0
+        return EXIT_FAILED if asyncio.run(_print_findings(arguments, progress)) else 0
 
 
-async def _collect_findings(arguments: argparse.Namespace, progress: ProgressLine) -> list[Finding]:
-    """Check an environment; print each finding as it comes, unless all are printed as JSON."""
-    findings = []
+async def _print_findings(arguments: argparse.Namespace, progress: ProgressLine) -> bool:
+    """Check an environment; print the findings, and return whether one is a failure."""
+    has_failed = False
     async with aclosing(check(arguments, load_recipe(arguments.config))) as found:
         async for finding in found:
-            findings.append(finding)
-            if not arguments.json:
-                progress.print_line(format_finding(finding))
-    return findings
+            progress.print_line(format_finding(finding))
+            has_failed |= finding.status is FindingStatus.FAIL
+    return has_failed
 
 
 async def check(

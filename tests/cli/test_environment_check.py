@@ -1,6 +1,4 @@
-"""`streamrl environment check`: lines of findings, or JSON, and the exit code."""
-
-import json
+"""`streamrl play --check`: lines of findings, and the exit code."""
 
 import pytest
 
@@ -15,7 +13,7 @@ def check(tmp_path, monkeypatch, capsys):
 
     def run(source, *words):
         (tmp_path / "mine.py").write_text(source)
-        code = main(["environment", "check", "mine.py", *words])
+        code = main(["play", "mine.py", "--check", *words])
         return code, *capsys.readouterr()
 
     return run
@@ -29,17 +27,12 @@ def test_an_environment_that_raises_at_nonsense_fails(check):
     assert lines[1].startswith("fail  silent       1 of 1 episodes failed, uid 0:0:0 at turn 1: ")
 
 
-def test_findings_on_tools_are_printed_as_json(check, tmp_path):
+def test_findings_on_tools_are_printed(check, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "17*23", "ground_truth": "391"}\n' * 3)
-    code, out, _ = check(CALCULATOR, "--data", "rows.jsonl", "--rows", "2", "--json")
+    code, out, _ = check(CALCULATOR, "--data", "rows.jsonl", "--rows", "2")
     assert code == 0
-    findings = {f["subject"]: f for f in json.loads(out)["findings"]}
-    assert findings["tool"] == {
-        "status": "ok",
-        "subject": "tool",
-        "text": "multiply(a: integer, b: integer): Multiply two numbers.",
-    }
-    assert findings["silent"]["text"].startswith("2 episodes, 1.0 turns, scores 0 to 0")
+    assert "\nok    tool         multiply(a: integer, b: integer): Multiply two numbers.\n" in out
+    assert "ok    silent       2 episodes, 1.0 turns, scores 0 to 0" in out
 
 
 def test_a_config_may_consist_of_the_environment_alone(check, tmp_path):
