@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from streamrl.cli.main import COMMANDS, build_parser
@@ -102,11 +103,18 @@ def check_streamrl(words: Sequence[str]) -> None:
         config, overrides = "".join(named), parsed.words[len(named) :]
     path = ROOT / str(config or "")
     try:
-        load_config(path if path.is_file() else RECIPE, overrides, skips_dry_run=True)
+        check_config(path if path.is_file() else RECIPE, tuple(overrides))
     except ValueError as error:
         raise CommandError(f"streamrl {' '.join(words)}: {error}") from None
 
 
+@cache
+def check_config(path: Path, overrides: tuple[str, ...]) -> None:
+    """Load a config; many commands have the same."""
+    load_config(path, overrides, skips_dry_run=True)
+
+
+@cache
 def read_help(name: str) -> str:
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
