@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.actors.launch.fork_server import SINGLE_THREAD_ENV
 from streamrl.config.run_config import load_config
 from tests.engines.tiny_qwen import save, tiny_model
 from tests.planner.calibration.runs import play, recipe, write_run
@@ -109,10 +110,12 @@ def test_coordinator_reads_a_config_without_torch(tmp_path: Path):
         )
         (tmp_path / f"{algorithm}.pickle").write_bytes(pickle.dumps(load_config(recipe)))
     program = f"""
-        import pickle
+        import os, pickle
+        os.environ |= {SINGLE_THREAD_ENV!r}
         from pathlib import Path
         import numpy as np
         import streamrl.actors.coordination.coordinator
+        assert len(os.listdir("/proc/self/task")) == 1, "the fork server could not fork it"
         from streamrl.algorithms.adaptive_params import AdaptiveParams
         from streamrl.algorithms.math.training_metrics import summarize_critic, summarize_policy
         from streamrl.data.prompt_stream import PromptStream

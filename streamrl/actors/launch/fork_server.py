@@ -49,8 +49,11 @@ from streamrl.engines.vllm.environment import make_vllm_env
 
 FORK_VARIABLE = "STREAMRL_FORK_WORKERS"
 """Environment variable; 0 disables the fork server."""
-SINGLE_THREAD_ENV = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""Environment in which numeric libraries start no threads at import."""
+SINGLE_THREAD_ENV = {
+    **{f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")},
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # of pyarrow's allocator
+}
+"""Environment in which libraries start no threads at import."""
 SERVER_CODE = f"from {__name__} import main; main()"
 LAUNCHER_PATH = Path(__file__).with_name("launch_worker.py")
 PR_SET_PDEATHSIG = 1
