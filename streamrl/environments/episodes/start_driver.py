@@ -8,8 +8,7 @@ from streamrl.data.chat_template import load_chat_template, load_tokenizer
 from streamrl.data.config import DataConfig
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.episodes.decode_slots import DecodeSlots
-from streamrl.environments.episodes.driver import EpisodeDriver, EpisodeLimits
-from streamrl.environments.episodes.protocols import TurnSampler
+from streamrl.environments.episodes.driver import EpisodeDriver, EpisodeLimits, TurnSampler
 from streamrl.environments.hosts.host_pool import EnvironmentHostPool, HostedSession
 from streamrl.environments.hosts.host_protocol import EnvironmentDescription
 from streamrl.environments.interface import ToolSchema

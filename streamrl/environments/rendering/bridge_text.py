@@ -10,7 +10,6 @@ Scaffold is every text that the template writes itself: closing, headers and ope
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from streamrl.data.chat_template import ChatTemplate, Conversation, render_text
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 QUESTION, REPLY, ARGUMENT, OBSERVATION = "Question7bx", "Reply7bx", "Argument7bx", "Observation7bx"
 THOUGHT = "Thought7bx"
 """Marker words in place of the contents of a synthetic conversation."""
-SHOWN_TOKENS = 6
 Arguments = Mapping[str, Any] | None
 
 
@@ -37,18 +35,6 @@ def decode(tokenizer: "PreTrainedTokenizerBase", token_ids: Sequence[int]) -> st
         list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
     return str(text)
-
-
-def find_difference(
-    tokenizer: "PreTrainedTokenizerBase", rendered: Sequence[int], appended: Sequence[int]
-) -> str:
-    """Describe the first different token of a template's rendering and a stream; "" if equal."""
-    for index, (one, other) in enumerate(zip_longest(rendered, appended)):
-        if one != other:
-            ids = (tokens[index : index + SHOWN_TOKENS] for tokens in (rendered, appended))
-            left, right = (repr(decode(tokenizer, i)) if len(i) else "nothing" for i in ids)
-            return f"token {index}: the template renders {left}, the stream has {right}"
-    return ""
 
 
 class TextPiece(NamedTuple):
@@ -225,7 +211,7 @@ class BridgeWriter:
         after = _cut_after_reply(before)
         if after is None or QUESTION not in before[: len(before) - len(after)]:
             problem = "does not render a user's message and the reply to it before the next message"
-            raise self._make_error(context, observation, problem)
+            raise self._make_error([*context, *observation], problem)
         closing = self._closing
         if "tool_calls" in reply:
             closed = self.render(context, arguments=arguments, is_closed=True)
@@ -234,7 +220,7 @@ class BridgeWriter:
             length = self._find_turn_end(tail)
             if not after.startswith(tail[:length]):
                 problem = "renders a tool call in another way once its result follows"
-                raise self._make_error(context, observation, problem)
+                raise self._make_error([*context, *observation], problem)
             closing, after = tail[length:], after[length:]
         length = self._measure_closing(closing, after)
         pieces[0] = TextPiece(after[length:], False)
@@ -283,7 +269,7 @@ class BridgeWriter:
             message = messages[index]
             if start < 0:
                 problem = f"does not render the message of role {message['role']}"
-                raise self._make_error(marked[: inserted[0]], marked[inserted[0] :], problem)
+                raise self._make_error(messages, problem)
             single = [*marked[:index], message, *marked[index + 1 :]]
             text = self.render(single, tools, arguments)
             before, after = skeleton[:start], skeleton[start + len(marker) :]
@@ -294,20 +280,9 @@ class BridgeWriter:
         pieces.append(TextPiece(skeleton[end:], False))
         return pieces
 
-    def _make_error(
-        self, context: Sequence[Message], observation: Sequence[Message], problem: str
-    ) -> ConfigError:
-        """Return an error that names the first token at which template and stream part."""
-        if context[-1]["role"] == "assistant":
-            stream = self.render(context[:-1]) + context[-1]["content"] + self._closing
-        else:
-            stream = self.render(context, is_closed=True)
-        stream += observation[0]["content"]
-        rendered = self.render([*context, *observation])
-        sides = (self._encoder.encode(text) for text in (rendered, stream))
-        difference = find_difference(self._tokenizer, *sides)
-        roles = ", ".join(message["role"] for message in (*context, *observation))
-        return ConfigError(f"{self._template.name}: {problem} ({roles}; {difference})")
+    def _make_error(self, messages: Sequence[Message], problem: str) -> ConfigError:
+        roles = ", ".join(message["role"] for message in messages)
+        return ConfigError(f"{self._template.name}: {problem} ({roles})")
 
 
 def _make_question() -> Message:

@@ -10,13 +10,19 @@ the stream keeps what the policy sampled. The report names the first token of ea
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from typing import TYPE_CHECKING
 
 from streamrl.environments.interface import Message, ToolSchema
-from streamrl.environments.rendering.bridge_text import decode, find_difference
+from streamrl.environments.rendering.bridge_text import decode
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
 from streamrl.environments.tool_calls.reply_text import make_call_id
 from streamrl.errors import ConfigError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SHOWN_TOKENS = 6
 KEPT = "Differences are kept as sampled: the policy is trained on the tokens it saw."
 REWRITTEN = "Where more than whitespace differs, the next turn begins a new sample of the episode."
 USER_MESSAGES, TOOL_CALL = "user messages", "one tool call"
@@ -141,6 +147,18 @@ def _make_results(*contents: str) -> list[Message]:
         {"role": "tool", "name": "look_up", "tool_call_id": make_call_id(number), "content": text}
         for number, text in enumerate(contents)
     ]
+
+
+def find_difference(
+    tokenizer: "PreTrainedTokenizerBase", rendered: Sequence[int], appended: Sequence[int]
+) -> str:
+    """Describe the first different token of a template's rendering and a stream; "" if equal."""
+    for index, (one, other) in enumerate(zip_longest(rendered, appended)):
+        if one != other:
+            ids = (tokens[index : index + SHOWN_TOKENS] for tokens in (rendered, appended))
+            left, right = (repr(decode(tokenizer, i)) if len(i) else "nothing" for i in ids)
+            return f"token {index}: the template renders {left}, the stream has {right}"
+    return ""
 
 
 def _compare(renderer: TurnRenderer, kind: str, messages: Sequence[Message]) -> str:

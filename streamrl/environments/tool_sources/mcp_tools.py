@@ -26,7 +26,7 @@ from streamrl.user_code.service_gate import UNAVAILABLE_STATUSES, is_outage
 if TYPE_CHECKING:
     import httpx2
     from mcp import Client
-    from mcp_types import CallToolResult
+    from mcp_types import CallToolResult, Tool
 
 CONNECT_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 300.0
@@ -35,8 +35,6 @@ CLOSE_TIMEOUT_S = 4.0
 SHOW_PID = 'echo $$ >&2; exec "$0" "$@"'
 """Shell script that becomes its arguments; the first line of stderr is the pid of their process."""
 MAX_ERROR_BYTES = 4096
-MAX_PAGES = 100
-"""Most pages of a list of tools; a server that never ends it would be asked for ever."""
 RESTARTED = "the server has been stopped: what it kept of earlier calls is lost"
 
 
@@ -172,22 +170,17 @@ class McpSession:
         from mcp import MCPError
 
         assert self._client is not None
-        schemas: list[ToolSchema] = []
+        tools: list[Tool] = []
         cursor = None
         try:
-            for _ in range(MAX_PAGES):
+            while True:  # a list without end ends at the caller's deadline
                 page = await self._request(self._client.list_tools(cursor=cursor), "list of tools")
-                for tool in page.tools:
-                    described = {"name": tool.name, "parameters": tool.input_schema}
-                    if tool.description:
-                        described["description"] = tool.description
-                    schemas.append({"type": "function", "function": described})
+                tools += page.tools
                 cursor = page.next_cursor
                 if cursor is None:
-                    break
+                    return [_make_schema(tool) for tool in tools]
         except MCPError as error:
             raise EpisodeError(f"{self._config.label}: list of tools: {error.message}") from error
-        return schemas
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
         """Call a tool. Raises EpisodeError if the server ends, or breaks the protocol."""
@@ -249,6 +242,13 @@ class McpSession:
         for owner in late:  # a server at a URL does not answer the last message
             owner.cancel()
             await asyncio.wait({owner}, timeout=CLOSE_TIMEOUT_S)
+
+
+def _make_schema(tool: "Tool") -> ToolSchema:
+    described = {"name": tool.name, "parameters": tool.input_schema}
+    if tool.description:
+        described["description"] = tool.description
+    return {"type": "function", "function": described}
 
 
 def format_content(result: "CallToolResult") -> str:
@@ -322,7 +322,9 @@ class McpTools:
 
     async def open(self, deadline: float) -> "McpEpisode":
         async with self._limit_time(deadline):
-            return McpEpisode(self, await self.start_session())
+            starting = asyncio.create_task(self.start_session())
+            await starting
+        return McpEpisode(self, starting)
 
     @asynccontextmanager
     async def _limit_time(self, deadline: float) -> AsyncIterator[None]:
@@ -348,22 +350,22 @@ class McpEpisode:
     a call may take.
     """
 
-    def __init__(self, source: McpTools, session: McpSession) -> None:
+    def __init__(self, source: McpTools, starting: asyncio.Task[McpSession]) -> None:
         self._source = source
-        self._session: McpSession | None = session
-        self._starting: asyncio.Task[McpSession] | None = None
+        self._starting = starting
         self._closing = BackgroundTasks()
         self.url = source.config.url
         self.timeout_note = "" if self.url else RESTARTED
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
-        session = self._session or await self._await_start()
+        starting = self._starting
+        session = await asyncio.shield(starting)
         try:
             return await session.call(name, arguments)
         except asyncio.CancelledError:
             # It might go on with the call, and the next one would wait behind it.
-            if not self.url and self._session is session:
-                self._session, session.was_given_up = None, True
+            if not self.url and self._starting is starting:
+                session.was_given_up = True
                 self._closing.spawn(session.close())
                 self._starting = asyncio.create_task(self._source.start_session())
             raise
@@ -373,18 +375,9 @@ class McpEpisode:
                 return ToolAnswer(RESTARTED, CallOutcome.TOOL_ERROR)
             raise
 
-    async def _await_start(self) -> McpSession:
-        """Wait for the server that is being started. Raises EpisodeError."""
-        assert self._starting is not None
-        self._session = await asyncio.shield(self._starting)
-        return self._session
-
     async def close(self) -> None:
-        if self._session is None and self._starting is not None:
-            self._starting.cancel()
-            (started,) = await asyncio.gather(self._starting, return_exceptions=True)
-            self._session = started if isinstance(started, McpSession) else None
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        self._starting.cancel()  # unless it has ended
+        (started,) = await asyncio.gather(self._starting, return_exceptions=True)
+        if isinstance(started, McpSession):
+            await started.close()
         await self._closing.drain()

@@ -34,12 +34,6 @@ def test_frozen_lake_is_played_to_its_goal_and_marks_the_player():
     lake.close()
 
 
-def test_a_hole_ends_the_game_without_reward():
-    lake = make_lake()
-    lake.reset(make_row(), 0)
-    assert play(lake, "right", "down")[-1] == Turn("", 0.0, done=True)
-
-
 @pytest.mark.parametrize(
     ("text", "action"),
     [("down", "Down"), ("I go Right.", "Right"), ("not left but DOWN", "Down"), ("**up**", "Up")],
@@ -50,7 +44,7 @@ def test_the_last_name_of_an_action_in_a_reply_counts(text, action):
     assert f"({action})" in play(lake, text)[0].observation
 
 
-@pytest.mark.parametrize("text", ["", "downwards", "3", "left_right"])
+@pytest.mark.parametrize("text", ["downwards", "3"])
 def test_a_reply_without_an_action_is_answered_by_the_legal_ones(text):
     lake = make_lake()
     start = lake.reset(make_row(), 0)
@@ -69,28 +63,13 @@ def test_cart_pole_is_played_to_its_end_by_integers():
     assert {turn.reward for turn in turns} == {1.0}
 
 
-@pytest.mark.parametrize("text", ["-1", "2", "0.5", "x1", "none"])
+@pytest.mark.parametrize("text", ["-1", "2", "0.5"])
 def test_integers_beyond_the_legal_ones_are_no_actions(text):
     pole = GymnasiumEnvironment(id="CartPole-v1")
     pole.reset(make_row(), 3)
     (turn,) = play(pole, text)
     assert turn.observation.endswith("Reply with an integer from 0 to 1.")
     assert (turn.reward, turn.done) == (0.0, False)
-
-
-def test_a_time_limit_ends_the_episode():
-    lake = make_lake(make={"is_slippery": False, "max_episode_steps": 2})
-    lake.reset(make_row(), 0)
-    assert [turn.done for turn in play(lake, "left", "left")] == [False, True]
-
-
-def test_equal_seeds_give_equal_episodes_and_others_differ():
-    def observe(environment_seed, **options):
-        pole = GymnasiumEnvironment(id="CartPole-v1", **options)
-        return pole.reset(make_row(), environment_seed)
-
-    assert observe(1) == observe(1) != observe(2)
-    assert observe(1, seed=5) == observe(2, seed=5)
 
 
 def test_a_row_may_have_options_of_its_own():

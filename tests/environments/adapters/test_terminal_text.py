@@ -7,10 +7,8 @@ from streamrl.environments.adapters.gymnasium import mark_colours
     ("text", "expected"),
     [
         ("\x1b[41mS\x1b[0mFF", "[S]FF"),
-        ("\x1b[31;1mS\x1b[0m\x1b[41mF\x1b[m", "[S][F]"),
         ("|\x1b[35mR\x1b[0m: |\x1b[43m \x1b[0m", "|[magenta:R]: |[yellow: ]"),
         ("\x1b[1mtitle\x1b[0m", "[title]"),
-        ("\x1b[94ma\x1b[0m \x1b[91mb\x1b[0m", "[blue:a] [red:b]"),
         ("\x1b[2J\x1b[1;1Hplain\x1b[0m", "plain"),
         ("no codes [x]", "no codes [x]"),
     ],

@@ -7,7 +7,6 @@ import pytest
 from streamrl.environments.adapters.textarena import (
     TextArenaEnvironment,
     draw_legal_action,
-    format_messages,
 )
 from streamrl.environments.interface import Turn
 from streamrl.errors import ConfigError
@@ -47,12 +46,6 @@ def test_tictactoe_is_won_against_a_scripted_opponent(opponent):
     assert " X | 1 | 2 " in first.observation
     assert not second.done
     assert last == Turn("", 1.0, done=True)
-
-
-def test_a_game_is_lost_by_the_opponents_last_move(opponent):
-    game = make_tictactoe(opponent=opponent)
-    game.reset(make_row(), 0)
-    assert play(game, "[4]", "[3]", "[7]")[-1] == Turn("", -1.0, done=True)
 
 
 def test_the_policy_may_move_second(opponent):
@@ -109,12 +102,6 @@ def test_sessions_side_by_side_have_random_numbers_of_their_own():
     assert random.getstate() == state
 
 
-def test_games_print_nothing(capfd):
-    game, _ = make_number_game(1)
-    play(game, "[1]")
-    assert capfd.readouterr() == ("", "")
-
-
 @pytest.mark.parametrize(
     ("text", "actions"),
     [
@@ -130,11 +117,6 @@ def test_legal_actions_are_those_that_the_game_listed_last(text, actions):
 def test_a_game_that_lists_no_actions_needs_an_opponent():
     with pytest.raises(ConfigError, match=r"options.opponent: missing, and the game lists no"):
         draw_legal_action("Say something.", random.Random(0))
-
-
-def test_other_players_are_named_and_the_game_is_not():
-    messages = [(-1, "Begin.\n", "x"), (1, "hello", "x"), (2, "hi", "x")]
-    assert format_messages(messages, {1: "Bob"}) == "Begin.\n\n[Bob] hello\n\n[Player 2] hi"
 
 
 @pytest.mark.parametrize(

@@ -100,15 +100,6 @@ async def test_a_seed_without_a_visible_effect_is_pointed_out(tmp_path, observat
     assert text in found["other seed"][1]
 
 
-async def test_a_class_whose_reset_takes_no_seed_needs_no_other_seed(tmp_path):
-    source = SOUND.replace("row, seed)", "row)").replace("random.Random(seed)", "random.Random(5)")
-    found, _ = await probe(tmp_path, source)
-    assert found["other seed"] == (
-        FindingStatus.OK,
-        "reset takes no seed: the row is the whole task",
-    )
-
-
 async def test_the_first_example_of_the_docs_passes_every_check(tmp_path):
     page = Path("docs/environments.md").read_text()
     (source,) = re.findall(r"```python\n(# guess.py.*?)```", page, re.DOTALL)
@@ -141,12 +132,6 @@ async def test_state_that_episodes_share_is_found_side_by_side_and_named(tmp_pat
     status, text = found["together"]
     assert status is FindingStatus.FAIL and "episodes side by side are not as alone" in text
     assert not [name for name in ANSWERS.values() if name not in text]
-
-
-async def test_settings_of_the_process_are_pointed_out_where_no_episode_differs(tmp_path):
-    found, _ = await probe(tmp_path, make_leaning(tmp_path, "'x'"), max_turns=2)
-    status, text = found["together"]
-    assert status is FindingStatus.WARN and "by chance; a process shares os.environ" in text
 
 
 async def test_failures_name_turn_and_line_and_a_group_whose_episodes_differ(tmp_path):

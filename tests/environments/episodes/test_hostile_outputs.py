@@ -167,13 +167,6 @@ async def test_score_reads_a_conversation_that_can_be_encoded(run_episode):
     assert columns["environment_scores"].tolist() == [1.0]
 
 
-async def test_an_observation_longer_than_the_episode_ends_it_as_truncated(run_episode):
-    source = TURNS.format("'x' * 10_000_000")
-    columns = await run_episode(source, "go", "done", max_tokens=1000)
-    assert columns["num_turns"].tolist() == [1]
-    assert columns["finish_reason"].tolist() == [FinishReason.TOKENS.value]
-
-
 @pytest.mark.parametrize(
     ("observation", "words"),
     [

@@ -2,8 +2,7 @@ import re
 
 import pytest
 
-from streamrl.environments.rendering.bridge_text import find_difference
-from streamrl.environments.rendering.conformance import check_template
+from streamrl.environments.rendering.conformance import check_template, find_difference
 from streamrl.errors import ConfigError
 
 TOOL_KINDS = {
@@ -58,25 +57,29 @@ def test_the_report_says_why_a_kind_is_not_supported(load_renderer):
 
 TURN = "{{ '<|' + m.role + '|>' + m.content + '<eos>' }}"
 OPEN = "<|assistant|>"
+NO_REPLY = "does not render a user's message and the reply to it"
 
 
 @pytest.mark.parametrize(
     ("source", "error"),
     [
-        ("{% set m = messages[-1] %}" + TURN + OPEN, r"token 1: .*renders 'Ob.*stream has 'Qu"),
+        (
+            "{% set m = messages[-1] %}" + TURN + OPEN,
+            NO_REPLY,
+        ),
         (
             "{% for m in messages|rejectattr('role', 'equalto', 'assistant') %}"
             + TURN
             + "{% endfor %}"
             + OPEN,
-            r"token \d+: .*renders '<\|user\|>.*stream has '<\|assistant\|>",
+            NO_REPLY,
         ),
         (
             "{% for m in messages|rejectattr('role', 'equalto', 'user') %}"
             + TURN
             + "{% endfor %}"
             + OPEN,
-            r"does not render the message of role user .*renders nothing, .*has 'Ob",
+            "does not render the message of role user",
         ),
         (
             "{% for m in messages %}{% if m.role == 'assistant' %}"

@@ -135,10 +135,7 @@ def test_sampled_tokens_stay_as_sampled(load_renderer, name, reply, observation)
     ("name", "role", "scaffold"),
     [
         ("qwen2_5", "user", "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"),
-        ("plain", "user", "\n{}"),
         ("toy", "user", "<eos>{}="),
-        ("toy", "tool", "<eos>{}="),
-        ("mistral", "user", "</s>[INST] {}[/INST]"),
         (
             "gemma",
             "user",
@@ -156,11 +153,6 @@ def test_sampled_tokens_stay_as_sampled(load_renderer, name, reply, observation)
             "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
         ),
         ("deepseek", "tool", "</s><|tool_output_begin|>{}<|tool_output_end|>"),
-        (
-            "qwen3",
-            "system",
-            "<|im_end|>\n<|im_start|>system\n{}<|im_end|>\n<|im_start|>assistant\n",
-        ),
     ],
 )
 def test_only_tokens_with_the_environments_text_are_observation(
@@ -364,7 +356,7 @@ def test_a_first_observation_that_the_template_hides_is_refused(make_renderer):
         "{{ m.role + m.content }}<eos>{% endif %}{% endfor %}>"
     )
     renderer = make_renderer(source)
-    with pytest.raises(ConfigError, match=r"mine\.jinja: does not render .*\(user, user; token "):
+    with pytest.raises(ConfigError, match=r"mine\.jinja: does not render .*\(user, user\)"):
         renderer.render_prompt([QUESTION], observation=[QUESTION])
 
 

@@ -104,20 +104,12 @@ def test_calls_in_the_format_of_a_family_are_parsed(
     [
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1,}}</tool_call>', "character"),
         ("hermes", f"<tool_call>{SUM_JSON}", "expected </tool_call>"),
-        ("hermes", f"<tool_call>{SUM_JSON} twice</tool_call>", "expected </tool_call>"),
-        ("hermes", "<tool_call>add</tool_call>", "Expecting value at character 0"),
-        ("hermes", '<tool_call>["add"]</tool_call>', "must be a JSON object"),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "key name"),
         ("hermes", '<tool_call>{"name": "add", "arguments": "1"}</tool_call>', "key arguments"),
         (
             "hermes",
             '<tool_call>{"name": "any", "arguments": {"a": NaN}}</tool_call>',
             "NaN is not JSON",
-        ),
-        (
-            "hermes",
-            '<tool_call>{"name": "any", "arguments": {"a": 1e999}}</tool_call>',
-            "out of range",
         ),
         (
             "hermes",
@@ -134,7 +126,6 @@ def test_calls_in_the_format_of_a_family_are_parsed(
             '<tool_call>{"name": "any", "arguments": {"a": ' + "[" * 5000 + "</tool_call>",
             "nested",
         ),
-        ("harmony", f"{TO_ADD[:-1]}<|call|>", "delimiter"),
         ("harmony", f"{TO_ADD} or so<|call|>", "expected the end of the message"),
         ("regex", "<<add 1>>", "JSON object with the arguments"),
     ],
@@ -352,8 +343,6 @@ def test_a_pattern_that_backtracks_has_a_deadline(
     [
         ("hermse", "", "environment.call_format=hermse: .*the nearest format is hermes"),
         ("xyz", "", "the formats are hermes, harmony, regex, text, .*, kimi_k2, .*qwen3_coder"),
-        ("qwen_coder", "", "no such format of tool calls; the nearest .* is qwen3_coder"),
-        ("openai", "", "no such format"),
         ("regex", "", "has no named groups"),
         ("regex", "(", "environment.call_pattern=.*missing \\)"),
         ("regex", "(a)", "has no named groups"),

@@ -125,15 +125,11 @@ def test_a_function_that_a_model_cannot_call_is_refused_with_its_line(
     ("arguments", "problem"),
     [
         ({"query": "rl", "limit": 2, "tags": ["a"], "weights": {"a": 1, "b": 0.5}}, ""),
-        ({"query": "rl", "tags": None}, ""),
         ({}, "'query' is a required property"),
-        ({"query": 3}, "query: 3 is not of type 'string'"),
         ({"query": "rl", "limit": "3"}, "limit: '3' is not of type 'integer'"),
         ({"query": "rl", "limit": 3.0}, "limit: 3.0 is not of type 'integer'"),
         ({"query": "rl", "limit": True}, "limit: True is not of type 'integer'"),
         ({"query": "rl", "tags": ["a", 1]}, "tags[1]: 1 is not of type 'string'"),
-        ({"query": "rl", "tags": "a"}, "tags: 'a' is not valid under any of the given schemas"),
-        ({"query": "rl", "order": "x"}, "order: 'x' is not one of ['date', 'title']"),
         (
             {"text": "rl"},
             "Additional properties are not allowed ('text' was unexpected); 'query' is a required"
@@ -160,21 +156,6 @@ def test_schemas_of_servers_may_refer_to_their_own_definitions():
     check_tool_schema(tool, place="server")
     assert validate_arguments(tool, {"x": 1}) == ""
     assert validate_arguments(tool, {"x": "1"}) == "x: '1' is not of type 'integer'"
-
-
-@pytest.mark.parametrize(
-    ("schema", "value", "problem"),
-    [
-        ({"anyOf": [False, {"type": "integer"}]}, "b", "x: 'b' is not valid under any"),
-        ({"minimum": 3}, 2, "x: 2 is less than the minimum of 3"),
-        ({"required": ["y"]}, {}, "x: 'y' is a required property"),
-        (False, 1, "False schema does not allow 1"),
-    ],
-)
-def test_each_rule_of_a_schema_of_a_server_is_reported(schema: Any, value: Any, problem: str):
-    tool = wrap({"properties": {"x": schema}})
-    check_tool_schema(tool, place="server")
-    assert validate_arguments(tool, {"x": value}).startswith(problem)
 
 
 @pytest.mark.parametrize(
