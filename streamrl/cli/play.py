@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,12 @@ from streamrl.environments.episodes.decode_slots import DecodeSlots
 from streamrl.environments.episodes.driver import EpisodeDriver, EpisodeLimits
 from streamrl.environments.episodes.start_driver import choose_call_format, load_turn_renderer
 from streamrl.environments.episodes.text_episode import (
-    ObservedHosts,
+    TextEnd,
     load_policy,
-    make_text_driver,
+    play_text_episode,
     render_messages,
 )
-from streamrl.environments.hosts.host_pool import EnvironmentHostPool
+from streamrl.environments.hosts.host_pool import EnvironmentHostPool, HostedSession
 from streamrl.environments.hosts.host_protocol import HostOperation
 from streamrl.environments.interface import (
     EnvironmentStep,
@@ -50,7 +50,7 @@ from streamrl.environments.tool_calls.tool_schema import format_tool
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_model_length
 from streamrl.files.printable_text import make_printable
-from streamrl.messages import Columns, FinishReason, Prompt
+from streamrl.messages import FinishReason, Prompt
 from streamrl.telemetry.progress_line import show_progress
 
 CALL_HINT = 'Call a tool as name(argument="value"); any other text answers and ends the episode.'
@@ -106,13 +106,10 @@ def format_call(call: ToolCall) -> str:
     return f"{call.name}({', '.join(arguments)})"
 
 
-def format_end(columns: Columns) -> str:
-    """Format the end of the only episode of a group."""
-    reason = FinishReason(int(columns["finish_reason"][0])).name.lower()
-    rewards = ", ".join(f"{reward:g}" for reward in columns["turn_rewards"])
-    turns = int(columns["num_turns"].sum())
-    score = float(columns["environment_scores"][0])
-    return f"end: {reason} after turn {turns}; rewards {rewards}; score {score:g}"
+def format_end(end: TextEnd) -> str:
+    rewards = ", ".join(f"{reward:g}" for reward in end.rewards)
+    reason = end.reason.name.lower()
+    return f"end: {reason} after turn {len(end.rewards)}; rewards {rewards}; score {end.score:g}"
 
 
 def _print_messages(messages: Sequence[Message]) -> None:
@@ -183,14 +180,14 @@ def run(arguments: argparse.Namespace) -> int:
         return run_check(arguments)
     _check_row_arguments(arguments)
     try:
-        columns = asyncio.run(_play(arguments))
+        end = asyncio.run(_play(arguments))
     except EOFError:
         print("\nended before the environment did: no score")
         return 0
     except TurnInterruptedError:
         print()
         raise KeyboardInterrupt from None
-    print(format_end(columns))
+    print(format_end(end))
     return 0
 
 
@@ -203,7 +200,7 @@ def _check_row_arguments(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--truth={arguments.truth}: needs --prompt")
 
 
-async def _play(arguments: argparse.Namespace) -> Columns:
+async def _play(arguments: argparse.Namespace) -> TextEnd:
     with show_progress("reading config"):
         recipe = load_recipe(arguments.config)
     is_model = Path(arguments.policy).is_dir()
@@ -211,7 +208,7 @@ async def _play(arguments: argparse.Namespace) -> Columns:
     return await play(arguments, recipe)
 
 
-async def _play_text(arguments: argparse.Namespace, recipe: ConfigSections | None) -> Columns:
+async def _play_text(arguments: argparse.Namespace, recipe: ConfigSections | None) -> TextEnd:
     settings = recipe.environment if recipe else EnvironmentConfig()
     prompt = _read_row(arguments, recipe, render_messages)
     config = choose_environment(arguments, settings, prompt, max_turns=arguments.max_turns)
@@ -220,11 +217,14 @@ async def _play_text(arguments: argparse.Namespace, recipe: ConfigSections | Non
     async with _open_hosts(config, is_human=is_human) as hosts:
         # A person may think for as long as they like.
         timeout_s = math.inf if is_human else config.episode_timeout_s
-        driver = make_text_driver(config, hosts, policy, timeout_s=timeout_s)
-        return await _run_episode(driver, prompt, arguments.seed)
+        session = hosts.open_session(prompt, seed=arguments.seed)
+        try:
+            return await play_text_episode(config, session, prompt, policy, timeout_s=timeout_s)
+        finally:
+            await session.close()
 
 
-async def _play_model(arguments: argparse.Namespace, recipe: ConfigSections | None) -> Columns:
+async def _play_model(arguments: argparse.Namespace, recipe: ConfigSections | None) -> TextEnd:
     with show_progress("loading the tokenizer"):
         subject = resolve_subject(Path(arguments.policy), arguments.config)
         model = str(subject.model_dir)
@@ -259,9 +259,18 @@ async def _play_model(arguments: argparse.Namespace, recipe: ConfigSections | No
                 slots=DecodeSlots(1),
                 attempts=1,
             )
-            return await _run_episode(driver, prompt, arguments.seed)
+            seed = arguments.seed
+            columns = await driver.run_group(
+                prompt,
+                seeds=[seed],
+                environment_seed=seed,
+                compute=lambda **facts: nullcontext({}),
+            )
         finally:
             await engine.close()
+    reason = FinishReason(int(columns["finish_reason"][0]))
+    score = float(columns["environment_scores"][0])
+    return TextEnd(reason, columns["turn_rewards"].tolist(), score)
 
 
 def _read_row(
@@ -276,8 +285,24 @@ def _read_row(
     return make_text_prompt(arguments.prompt or "", arguments.truth, render_prompt)
 
 
+@dataclass
+class PrintedHosts:
+    """Pool of the environment whose episodes are printed (`EnvironmentHosts`)."""
+
+    pool: EnvironmentHostPool
+    has_person: bool
+
+    def open_session(self, prompt: Prompt, *, seed: int) -> HostedSession:
+        session = self.pool.open_session(prompt, seed=seed)
+        session.observer = EpisodeTranscript(has_person=self.has_person)
+        return session
+
+    async def close(self) -> None:
+        await self.pool.close()
+
+
 @asynccontextmanager
-async def _open_hosts(config: EnvironmentConfig, *, is_human: bool) -> AsyncIterator[ObservedHosts]:
+async def _open_hosts(config: EnvironmentConfig, *, is_human: bool) -> AsyncIterator[PrintedHosts]:
     """Start a process of the environment; yield hosts that print what the environment answers."""
     pool = EnvironmentHostPool(replace(config, processes=1))
     try:
@@ -285,18 +310,9 @@ async def _open_hosts(config: EnvironmentConfig, *, is_human: bool) -> AsyncIter
             await pool.start()
         if is_human:
             print(HINT)
-        yield ObservedHosts(pool, EpisodeTranscript(has_person=is_human))
+        yield PrintedHosts(pool, is_human)
     finally:
         await pool.close()
-
-
-async def _run_episode(driver: EpisodeDriver, prompt: Prompt, seed: int) -> Columns:
-    return await driver.run_group(
-        prompt,
-        seeds=[seed],
-        environment_seed=seed,
-        compute=lambda **facts: nullcontext({}),
-    )
 
 
 async def ask_person(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:

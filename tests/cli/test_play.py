@@ -136,7 +136,7 @@ def test_an_environment_that_raises_fails_the_command_with_its_line(play):
         (["guess.py", "--truth", "1"], "--truth=1: needs --prompt"),
         (["guess.py", "--split", "x"], "--split=x has no effect"),
         (["guess.py", "--prompt", "x", "--row", "0"], "--prompt: gives the row itself"),
-        (["guess.py", "--max-turns", "0"], "environment.max_turns=0: must be above 0"),
+        (["guess.py", "--max-turns", "0"], "environment.max_turns=0: must be at least 1"),
         (["guess.py", "--policy", "policies.py:none"], "--policy=policies.py:none: not in"),
         (["guess.py", "--policy", "policies.py:unnamed"], "write it as unnamed(messages, tools)"),
         (["guess.py", "--policy", "policies.py:number"], "returned 3; a policy returns text"),

@@ -1,4 +1,4 @@
-"""Driver of episodes: one loop for training, evaluation and play.
+"""Driver of episodes: one loop for training, evaluation and the play of models.
 
     reset -> [ sample a turn -> parse -> step -> append the observation ] ... -> score
 
@@ -11,7 +11,7 @@ trainer use them.
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,12 +33,11 @@ from streamrl.environments.interface import (
     EnvironmentStep,
     EpisodeSummary,
     Message,
-    Reply,
     ResetResult,
     ToolSchema,
 )
-from streamrl.environments.rendering.turn_renderer import BridgeTokens
-from streamrl.environments.tool_calls.call_formats import make_assistant_message
+from streamrl.environments.rendering.turn_renderer import BridgeTokens, TurnRenderer
+from streamrl.environments.tool_calls.call_formats import CallFormat, make_assistant_message
 from streamrl.errors import ConfigError, EpisodeError, GenerationError
 from streamrl.messages import (
     TRUNCATIONS,
@@ -73,52 +72,6 @@ class TurnSampler(Protocol):
         max_new_tokens: int | None = None,
         stop_token_ids: Sequence[int] = (),
     ) -> list[Rollout]: ...
-
-
-class EpisodeRenderer(Protocol):
-    """Renderer of what the policy reads: a model's (`TurnRenderer`), or one of text."""
-
-    @property
-    def end_token_ids(self) -> Collection[int]: ...
-
-    @property
-    def can_render_tools(self) -> bool: ...
-
-    def render_prompt(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[ToolSchema] = (),
-        arguments: Mapping[str, Any] | None = None,
-        *,
-        observation: Sequence[Message] = (),
-    ) -> Array: ...
-
-    def render_bridge(
-        self,
-        sampled_ids: Sequence[int],
-        messages: Sequence[Message],
-        *,
-        is_cut: bool,
-        has_tools: bool = False,
-        arguments: Mapping[str, Any] | None = None,
-    ) -> BridgeTokens: ...
-
-    def render_rewritten(
-        self,
-        stream_ids: Array,
-        row: Sequence[Message],
-        later: Sequence[Message],
-        tools: Sequence[ToolSchema] = (),
-        arguments: Mapping[str, Any] | None = None,
-    ) -> Array | None: ...
-
-
-class TurnParser(Protocol):
-    """Parser of sampled turns: a model's (`CallFormat`), or one of text."""
-
-    def parse(
-        self, token_ids: Sequence[int], tools: Sequence[ToolSchema], *, is_cut: bool = False
-    ) -> Reply: ...
 
 
 ComputeContext = Callable[..., AbstractAsyncContextManager[MutableMapping[str, Any]]]
@@ -341,7 +294,7 @@ def get_template_arguments(prompt: Prompt) -> Mapping[str, Any] | None:
 
 
 def render_start(
-    renderer: EpisodeRenderer, prompt: Prompt, start: ResetResult
+    renderer: TurnRenderer, prompt: Prompt, start: ResetResult
 ) -> tuple[list[Message], Array]:
     """Return the messages before the first turn of an episode, and their tokens, int32 [P].
 
@@ -378,8 +331,8 @@ class EpisodeDriver:
         self,
         sampler: TurnSampler,
         hosts: EnvironmentHosts,
-        renderer: EpisodeRenderer,
-        call_format: TurnParser,
+        renderer: TurnRenderer,
+        call_format: CallFormat,
         *,
         limits: EpisodeLimits,
         slots: DecodeSlots,

@@ -5,7 +5,6 @@ import json
 import math
 import random
 from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
@@ -16,10 +15,9 @@ from typing import Any
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.episodes.driver import make_environment_seed
 from streamrl.environments.episodes.text_episode import (
-    ObservedHosts,
     Policy,
     PolicyReply,
-    make_text_driver,
+    play_text_episode,
 )
 from streamrl.environments.hosts.host_pool import EnvironmentHostPool
 from streamrl.environments.hosts.host_protocol import (
@@ -36,7 +34,7 @@ from streamrl.environments.interface import (
     ToolSchema,
 )
 from streamrl.environments.tool_calls.tool_schema import format_tool, get_tool_name
-from streamrl.errors import ConfigError, EpisodeError
+from streamrl.errors import EpisodeError
 from streamrl.messages import Prompt, describe_prompt
 from streamrl.user_code.checks import format_value
 
@@ -273,34 +271,29 @@ class EnvironmentProbe:
         self, policy: str, prompt: Prompt, seed: int, *, is_alone: bool = False
     ) -> EpisodeRecord:
         record = EpisodeRecord(prompt, policy, seed)
-        hosts = ObservedHosts(self._hosts, record, is_alone and not self._config.isolate)
+        session = self._hosts.open_session(prompt, seed=seed)
+        session.observer, session.is_watched = record, is_alone and not self._config.isolate
 
         async def ask_oracle(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
-            assert hosts.session is not None
-            return await hosts.session.ask_oracle(messages)
+            return await session.ask_oracle(messages)
 
         functions: dict[str, Policy] = {
             SILENT: stay_silent,
             RANDOM: make_random_policy(make_environment_seed(1, prompt.uid)),
             ORACLE: ask_oracle,
         }
-        driver = make_text_driver(
-            self._config, hosts, functions[policy], timeout_s=self._config.episode_timeout_s
-        )
+        timeout_s = self._config.episode_timeout_s
         try:
-            await driver.run_group(
-                prompt,
-                seeds=[0],
-                environment_seed=seed,
-                compute=lambda **facts: nullcontext({}),
+            await play_text_episode(
+                self._config, session, prompt, functions[policy], timeout_s=timeout_s
             )
-        # ConfigError: an observation that no chat template could show.
-        except (EpisodeError, ConfigError) as error:
+        except EpisodeError as error:
             record.error = str(error)
-        if hosts.session is not None:
-            record.close_error = hosts.session.close_error
-            if is_alone:
-                self._changes.append({*hosts.session.changes})
+        finally:
+            await session.close()
+        record.close_error = session.close_error
+        if is_alone:
+            self._changes.append({*session.changes})
         return record
 
     async def _compare_same_seed(self, complete: Sequence[EpisodeRecord]) -> Finding:

@@ -1,33 +1,31 @@
-"""Episodes whose turns come from a function of the conversation, in the driver that trains models.
-
-No model tokenizes such a conversation: every message stands for one token.
-"""
+"""Episodes whose turns come from a function of the conversation, without a model and its tokens."""
 
 import ast
+import asyncio
 import json
+import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from streamrl.environments.config import EnvironmentConfig
-from streamrl.environments.episodes.decode_slots import DecodeSlots
-from streamrl.environments.episodes.driver import EpisodeDriver, EpisodeLimits
-from streamrl.environments.hosts.host_pool import (
-    EnvironmentHostPool,
-    EpisodeObserver,
-    HostedSession,
+from streamrl.environments.episodes.driver import open_conversation, translate_template_errors
+from streamrl.environments.interface import (
+    EnvironmentSession,
+    EpisodeSummary,
+    Message,
+    Reply,
+    ToolSchema,
 )
-from streamrl.environments.interface import Message, Reply, ToolSchema
-from streamrl.environments.rendering.turn_renderer import BridgeTokens, clean_observation
-from streamrl.environments.tool_calls.call_formats import check_call
+from streamrl.environments.rendering.turn_renderer import clean_observation
+from streamrl.environments.tool_calls.call_formats import check_call, make_assistant_message
 from streamrl.environments.tool_calls.json_calls import read_call_object
 from streamrl.environments.tool_calls.marked_turn import WrittenCall
 from streamrl.environments.tool_calls.tool_schema import get_tool_name
 from streamrl.errors import ConfigError
-from streamrl.messages import Array, FinishReason, Prompt, Rollout
+from streamrl.messages import Array, FinishReason, Prompt
 from streamrl.user_code.checks import format_value
 from streamrl.user_code.python_module import load_referenced_function
 
@@ -35,8 +33,6 @@ PolicyReply = str | Message
 """Text of a turn, or an assistant message: content, and tool_calls in OpenAI's form."""
 Policy = Callable[[Sequence[Message], Sequence[ToolSchema]], Awaitable[PolicyReply]]
 """Function that returns the next turn of a conversation."""
-MAX_TOKENS = 2**31 - 1
-"""Limit in place of a model's limits of tokens, which do not apply to text."""
 CALL_RULE = "expected name(argument=value), ..."
 _CALL_START = re.compile(r"\s*[A-Za-z_][\w.]*\s*\(")
 
@@ -46,64 +42,53 @@ def render_messages(messages: Sequence[Message], *_: Any, **__: Any) -> Array:
     return np.zeros(len(messages), np.int32)
 
 
-class TextEpisode:
-    """Sampler, renderer and parser of one episode, whose turns a policy writes.
+class TextEnd(NamedTuple):
+    """End of an episode without a model; the score is the sum of the rewards at a timeout."""
 
-    It stands where a model's engine, chat template and call format stand (`TurnSampler`,
-    `EpisodeRenderer`, `TurnParser`).
+    reason: FinishReason
+    rewards: Sequence[float]
+    score: float
+
+
+async def play_text_episode(
+    config: EnvironmentConfig,
+    session: EnvironmentSession,
+    prompt: Prompt,
+    policy: Policy,
+    *,
+    timeout_s: float,
+) -> TextEnd:
+    """Run an episode whose turns a policy writes, without limits of tokens.
+
+    timeout_s: longest time from the reset to the last turn, s. Raises EpisodeError, also for an
+    observation that no chat template could show.
     """
-
-    end_token_ids = frozenset({1})
-    can_render_tools = True
-    paused_s = 0.0
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self._messages: list[Message] = []
-        self._tools: Sequence[ToolSchema] = ()
-
-    def render_prompt(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[ToolSchema] = (),
-        arguments: Mapping[str, Any] | None = None,
-        *,
-        observation: Sequence[Message] = (),
-    ) -> Array:
-        shown = clean_observation(observation) if observation else ()
-        self._messages, self._tools = [*messages, *shown], tools
-        return render_messages(self._messages)
-
-    def render_bridge(
-        self, sampled_ids: Sequence[int], messages: Sequence[Message], **_: Any
-    ) -> BridgeTokens:
-        """Add an observation. Raises ConfigError as for a model's template."""
-        self._messages += clean_observation(messages)
-        return BridgeTokens(render_messages(messages), np.ones(len(messages), np.bool_))
-
-    def render_rewritten(self, *_: Any) -> None:
-        """Return None: a conversation of text is never rewritten."""
-
-    async def generate(self, prompt_ids: Array, *, seeds: Sequence[int], **_: Any) -> list[Rollout]:
-        reply = await self._policy(self._messages, self._tools)
-        turn = {"content": reply} if isinstance(reply, str) else reply
-        self._messages.append({**turn, "role": "assistant"})
-        return [
-            Rollout.from_single_turn(
-                prompt_ids,
-                [0],
-                logprobs=[0.0],
-                versions=[0],
-                finish_reason=FinishReason.STOP,
-            )
-            for _ in seeds
-        ]
-
-    def parse(
-        self, token_ids: Sequence[int], tools: Sequence[ToolSchema], *, is_cut: bool = False
-    ) -> Reply:
-        """Return the last turn as text and tool calls, each with its outcome."""
-        return parse_turn(self._messages[-1], tools)
+    start = await session.reset()
+    rewards: list[float] = []
+    with translate_template_errors(prompt):
+        shown = clean_observation(start.messages) if start.messages else []
+    row, opened = open_conversation(prompt.messages, shown)
+    messages, reason = [*row, *opened], None
+    try:
+        async with asyncio.timeout(timeout_s if math.isfinite(timeout_s) else None):
+            while reason is None:
+                turn = await policy(messages, start.tools)
+                turn = {"content": turn} if isinstance(turn, str) else turn
+                reply = parse_turn(turn, start.tools)
+                messages.append(make_assistant_message(reply))
+                step = await session.step(reply)
+                rewards.append(step.reward)
+                if step.done:
+                    reason = FinishReason.STOP
+                elif len(rewards) == config.max_turns:
+                    reason = FinishReason.TURNS
+                else:
+                    with translate_template_errors(prompt):
+                        messages += clean_observation(step.messages)
+    except TimeoutError:
+        return TextEnd(FinishReason.TIMEOUT, rewards, sum(rewards))
+    summary = EpisodeSummary(messages, rewards, reason.name.lower())
+    return TextEnd(reason, rewards, await session.score(summary))
 
 
 def parse_turn(message: Message, tools: Sequence[ToolSchema]) -> Reply:
@@ -153,43 +138,6 @@ def _read_calls(message: Mapping[str, Any]) -> list[WrittenCall]:
         except (ValueError, TypeError, KeyError) as error:
             calls.append(WrittenCall(0, 0, error=str(error)))
     return calls
-
-
-@dataclass
-class ObservedHosts:
-    """Pool of a single episode at a time, whose answers an observer receives (`EnvironmentHosts`).
-
-    is_watched: see HostedSession. session: the session that was opened last.
-    """
-
-    pool: EnvironmentHostPool
-    observer: EpisodeObserver
-    is_watched: bool = False
-    session: HostedSession | None = None
-
-    def open_session(self, prompt: Prompt, *, seed: int) -> HostedSession:
-        self.session = self.pool.open_session(prompt, seed=seed)
-        self.session.observer, self.session.is_watched = self.observer, self.is_watched
-        return self.session
-
-    async def close(self) -> None:
-        await self.pool.close()
-
-
-def make_text_driver(
-    config: EnvironmentConfig, hosts: ObservedHosts, policy: Policy, *, timeout_s: float
-) -> EpisodeDriver:
-    """Return a driver of an episode without a model: no limits of tokens, and no second attempt."""
-    episode = TextEpisode(policy)
-    return EpisodeDriver(
-        episode,
-        hosts,
-        episode,
-        episode,
-        limits=EpisodeLimits(config.max_turns, MAX_TOKENS, MAX_TOKENS, timeout_s),
-        slots=DecodeSlots(1),
-        attempts=1,
-    )
 
 
 def load_policy(reference: str, *, setting: str) -> Policy:

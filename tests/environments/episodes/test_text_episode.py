@@ -2,11 +2,15 @@
 
 import pytest
 
+from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.episodes.environment_probe import stay_silent
-from streamrl.environments.episodes.text_episode import TextEpisode, parse_turn, render_messages
-from streamrl.environments.interface import CallOutcome
+from streamrl.environments.episodes.text_episode import parse_turn, play_text_episode
+from streamrl.environments.interface import CallOutcome, EnvironmentStep, ResetResult
 from streamrl.environments.tool_calls.tool_schema import make_tool_schema
-from streamrl.errors import ConfigError
+from streamrl.errors import EpisodeError
+from streamrl.messages import FinishReason
+from tests.environments.episodes.scripted import PROMPT, ScriptedSession, say
+from tests.virtual_time import in_virtual_time
 
 
 def add(a: int, b: int = 0) -> int:
@@ -21,6 +25,14 @@ def parse(message, tools=TOOLS):
     return parse_turn(message, tools)
 
 
+async def play(policy, steps, **settings):
+    start = ResetResult([{"role": "user", "content": "go"}], TOOLS)
+    session = ScriptedSession(steps, start, final_score=0.5)
+    config = EnvironmentConfig("mine.py", **settings)
+    return await play_text_episode(config, session, PROMPT, policy, timeout_s=10.0)
+
+
+@in_virtual_time
 async def test_a_policy_reads_the_conversation_and_its_own_turns():
     seen = []
 
@@ -28,19 +40,24 @@ async def test_a_policy_reads_the_conversation_and_its_own_turns():
         seen.append(([message["content"] for message in messages], tools))
         return "so"
 
-    episode, go = TextEpisode(policy), {"role": "user", "content": "go"}
-    episode.render_prompt([go], TOOLS, observation=[{"role": "user", "content": "a\nb"}])
-    for _ in range(2):
-        await episode.generate(render_messages([go]), seeds=[0])
-        assert episode.parse([], TOOLS).text == "so"
-        bridge = episode.render_bridge([], [{"role": "user", "content": ""}])
-        assert bridge.is_observation.all()
-    assert seen == [(["go", "a\nb"], TOOLS), (["go", "a\nb", "so", ""], TOOLS)]
+    end = await play(policy, [say("on", reward=0.25), EnvironmentStep(reward=1.0, done=True)])
+    assert seen == [(["?\n\ngo"], TOOLS), (["?\n\ngo", "so", "on"], TOOLS)]
+    assert end == (FinishReason.STOP, [0.25, 1.0], 0.5)
 
 
-def test_an_observation_without_a_message_is_refused_as_by_a_models_renderer():
-    with pytest.raises(ConfigError, match="an observation needs a message"):
-        TextEpisode(stay_silent).render_bridge([], [])
+@in_virtual_time
+async def test_limits_of_turns_and_time_end_an_episode_without_a_model():
+    assert await play(stay_silent, [say("on")] * 3, max_turns=2) == (
+        *(FinishReason.TURNS, [0.0, 0.0], 0.5),
+    )
+    slow = [say("on", reward=2.0), (60.0, say("late"))]
+    assert await play(stay_silent, slow) == (FinishReason.TIMEOUT, [2.0], 2.0)
+
+
+@in_virtual_time
+async def test_an_observation_without_a_message_is_refused_as_by_a_models_renderer():
+    with pytest.raises(EpisodeError, match="an observation needs a message"):
+        await play(stay_silent, [EnvironmentStep()])
 
 
 @pytest.mark.parametrize(

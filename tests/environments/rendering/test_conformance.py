@@ -104,7 +104,7 @@ def test_a_template_that_loses_the_order_of_longer_conversations_is_refused(
     make_renderer, messages
 ):
     source = f"{{% for m in {messages} %}}{TURN}{{% endfor %}}{OPEN}"
-    with pytest.raises(ConfigError, match=r"mine\.jinja: does not render .*token \d+: "):
+    with pytest.raises(ConfigError, match=r"mine\.jinja: does not render "):
         check_template(make_renderer(source))
 
 
