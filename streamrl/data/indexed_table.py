@@ -88,7 +88,7 @@ def open_table(path: str, split: str = "") -> "IndexedTable":
             table = ColumnTable(path, files, f"{hash_files(files)}:{split}")
         else:
             files = _list_parquet_files(path, split)
-            unpacked = [_unpack_into_cache(file, ".arrow", _unpack_parquet) for file in files]
+            unpacked = [_unpack_into_cache(file, ".arrows", _unpack_parquet) for file in files]
             table = ColumnTable(path, unpacked, hash_files(files))
         is_empty = not len(table)
     if is_empty:

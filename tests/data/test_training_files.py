@@ -120,7 +120,7 @@ def test_an_open_table_pickles(write_rows, tmp_path, monkeypatch):
         ]
     # Unpacked once, named by the hash of the content.
     cached = sorted(table.get_cache_dir().iterdir())
-    assert sorted(file.suffix for file in cached) == [".arrow", ".jsonl"]
+    assert sorted(file.suffix for file in cached) == [".arrows", ".jsonl"]
     times = [file.stat().st_mtime_ns for file in cached]
     for name in (tmp_path / "mapped.parquet", compressed):
         table.open_table(str(name))
