@@ -53,7 +53,7 @@ def test_examples_of_custom_rewards_build(tmp_path: Path, monkeypatch: pytest.Mo
         (tmp_path / (named[1] if named else "mine.py")).write_text(code)
     monkeypatch.chdir(tmp_path)
     entries = re.findall(r"^```yaml\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
-    assert len(entries) == 3
+    assert len(entries) == 2
     for entry in entries:
         settings = OmegaConf.create("model: {path: m}\ndata: {train: d}\n" + entry)
         config = build_config(settings, source="own_reward.md")

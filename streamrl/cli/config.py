@@ -9,7 +9,6 @@ import difflib
 import inspect
 import math
 import re
-import sys
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,10 +28,8 @@ from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import suggest_nearest
 from streamrl.rewards.group_filter import FILTER_KINDS
 from streamrl.rewards.interface.config import RewardConfig
-from streamrl.rewards.kinds.function import FunctionOptions
 from streamrl.rewards.registry import REWARD_KINDS
 from streamrl.telemetry.drawing.graph_text import DataflowGraph, render_mermaid, render_text
-from streamrl.user_code.reward_function import list_installed_kinds, load_registered_kinds
 
 MAX_STEPS = 100  # more steps make an illegible graph
 
@@ -64,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="show a config's model calls and the data between them; model and data need not exist",
     )
     parser.add_argument(
-        "--path", default="", metavar="FILE", help="Python file with kinds or algorithms of yours"
+        "--path", default="", metavar="FILE", help="Python file with algorithms of yours"
     )
     parser.add_argument("--markdown", action="store_true", help="print markdown tables")
     parser.add_argument(
@@ -87,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"config: one name at a time, not {' '.join(words)}")
     name = words[0] if words else None
     if arguments.rewards:
-        kinds = _select(_list_kinds(arguments.path), name, "kind of reward")
+        kinds = _select(list_builtin_kinds(), name, "kind of reward")
         text = format_kinds(kinds) if arguments.markdown else describe_kinds(kinds)
     elif arguments.algorithms:
         known = {**ALGORITHMS, **(load_specs(arguments.path) if arguments.path else {})}
@@ -267,49 +264,16 @@ class RewardOption:
 
 @dataclass(frozen=True)
 class RewardKindEntry:
-    """Kind of reward in the printed list: one-line summary, source, and options by name.
-
-    The source is streamrl, an installed package, or a Python file.
-    """
+    """Kind of reward in the printed list: one-line summary, and options by name."""
 
     summary: str
-    source: str
     options: Mapping[str, RewardOption]
-
-
-def _list_kinds(path: str) -> dict[str, RewardKindEntry]:
-    """Return all kinds; a built-in one hides another of its name, with a note."""
-    kinds = list_builtin_kinds()
-    for name, entry in list_plugin_kinds(path).items():
-        if name in kinds:
-            note = f"{name}: {entry.source}: hidden by streamrl's built-in kind of the same name"
-            print(f"streamrl: {note}", file=sys.stderr)
-        kinds.setdefault(name, entry)
-    return kinds
 
 
 def list_builtin_kinds() -> dict[str, RewardKindEntry]:
     return {
-        name: RewardKindEntry(kind.summary, "streamrl", read_options(kind.options_type))
+        name: RewardKindEntry(kind.summary, read_options(kind.options_type))
         for name, kind in REWARD_KINDS.items()
-    }
-
-
-def list_plugin_kinds(path: str) -> dict[str, RewardKindEntry]:
-    """Return reward kinds of installed packages, and kinds that a user's Python file registers.
-
-    path: the Python file, may be empty. Raises ConfigError if the file cannot be imported.
-    """
-    options = read_options(FunctionOptions)
-    del options["function"]
-    sources = {
-        kind: ("from an installed package", value) for kind, value in list_installed_kinds().items()
-    }
-    for kind, function in (load_registered_kinds(path, setting="--path") if path else {}).items():
-        sources[kind] = (inspect.getdoc(function) or "from a file").splitlines()[0], path
-    return {
-        kind: RewardKindEntry(summary, source, options)
-        for kind, (summary, source) in sources.items()
     }
 
 
@@ -330,13 +294,12 @@ def describe_kinds(kinds: Mapping[str, RewardKindEntry]) -> str:
     """Return a paragraph per kind: its summary, and a line per option."""
     parts = []
     for name, entry in kinds.items():
-        source = "" if entry.source == "streamrl" else f" ({entry.source})"
         width = max(map(len, entry.options), default=0)
         options = (
             f"  {key:<{width}}  {option.meaning} [{option.default}]\n"
             for key, option in entry.options.items()
         )
-        parts.append(f"{name}: {entry.summary}{source}\n{''.join(options)}")
+        parts.append(f"{name}: {entry.summary}\n{''.join(options)}")
     return "\n".join(parts)
 
 

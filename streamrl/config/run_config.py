@@ -52,7 +52,7 @@ from streamrl.rewards.interface.config import (
     ScorerConfig,
     fold_options,
 )
-from streamrl.rewards.registry import check_kinds, check_options
+from streamrl.rewards.registry import check_options
 from streamrl.rewards.reward_set import COSTS, REWARDS
 from streamrl.run_dir.checkpoint import CheckpointConfig
 from streamrl.stream.evaluation.config import EvaluationConfig
@@ -347,8 +347,6 @@ def build_config(
         _apply_override(settings, override)
     config = parse_settings(settings, source=source)
     if not skips_dry_run:
-        check_kinds(config.rewards, REWARDS)
-        check_kinds(config.costs, COSTS)
         check_algorithm(config)
     _make_paths_absolute(config)
     return config

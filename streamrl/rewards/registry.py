@@ -44,7 +44,6 @@ from streamrl.rewards.reward_set import (
     ScoreSpec,
     naming_config_errors,
 )
-from streamrl.user_code.reward_function import list_installed_kinds
 
 
 @dataclass(frozen=True)
@@ -171,41 +170,15 @@ def build_rewards(
 
 
 def may_use_devices(configs: Sequence[RewardConfig]) -> bool:
-    """Return whether a reward may use devices of its scorer; user-defined kinds always may."""
-    return any(
-        config.kind not in REWARD_KINDS or REWARD_KINDS[config.kind].can_use_devices
-        for config in configs
-    )
+    """Return whether a reward may use devices of its scorer; a user's function always may."""
+    return any(REWARD_KINDS[config.kind].can_use_devices for config in configs)
 
 
 def check_options(configs: Sequence[RewardConfig], score_spec: ScoreSpec) -> None:
-    """Raise ConfigError for invalid options of built-in kinds, without loading files or models."""
-    for i, config in enumerate(configs):
-        if kind := REWARD_KINDS.get(config.kind):
-            with naming_config_errors(score_spec.section, i):
-                _read_options(config, kind)
-
-
-def check_kinds(configs: Sequence[RewardConfig], score_spec: ScoreSpec) -> None:
-    """Raise ConfigError for a kind that is neither built in, nor installed, nor a user's file."""
+    """Raise ConfigError for unknown kinds and invalid options, without loading files or models."""
     for i, config in enumerate(configs):
         with naming_config_errors(score_spec.section, i):
-            _get_kind(config)
-
-
-def _get_kind(config: RewardConfig) -> RewardKind:
-    if config.kind in REWARD_KINDS:
-        return REWARD_KINDS[config.kind]
-    if not config.options.get("path"):
-        kinds = [*REWARD_KINDS, *list_installed_kinds()]
-        if config.kind not in kinds:
-            raise ConfigError(
-                f"rewards.kind={config.kind}: no such kind;"
-                f" {suggest_nearest(config.kind, kinds, 'kind')};"
-                " a kind of your own needs `path`, the file that registers it"
-            )
-    create = partial(FunctionReward, registered_as=config.kind)
-    return RewardKind("a function of the user", FunctionOptions, create, can_use_devices=True)
+            _read_options(config)
 
 
 def _check_entry(config: RewardConfig, score_spec: ScoreSpec) -> None:
@@ -222,12 +195,20 @@ def _check_entry(config: RewardConfig, score_spec: ScoreSpec) -> None:
 
 
 def _build_reward(config: RewardConfig, context: RewardContext) -> Reward:
-    kind = _get_kind(config)
-    options = _read_options(config, kind)
-    return kind.create_reward(RewardSpec(config.component_name, options, context))
+    options = _read_options(config)
+    return REWARD_KINDS[config.kind].create_reward(
+        RewardSpec(config.component_name, options, context)
+    )
 
 
-def _read_options(config: RewardConfig, kind: RewardKind) -> Any:
+def _read_options(config: RewardConfig) -> Any:
+    if config.kind not in REWARD_KINDS:
+        hint = suggest_nearest(config.kind, REWARD_KINDS, "kind")
+        raise ConfigError(
+            f"rewards.kind={config.kind}: no such kind; {hint}; a reward of your own is kind"
+            " function, with `path`"
+        )
+    kind = REWARD_KINDS[config.kind]
     options = [option.name for option in dataclasses.fields(kind.options_type)]
     for key, value in config.options.items():
         if key not in options:

@@ -1,112 +1,19 @@
-"""Reward functions of users: registered kinds, signature styles, and the handler of workers."""
+"""Reward functions of users: signature styles, and the handler of workers."""
 
 import asyncio
-import inspect
-import re
-import traceback
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import Prompt
 from streamrl.user_code.checks import format_value, to_finite_float
-from streamrl.user_code.python_module import (
-    FileFunction,
-    format_failure,
-    import_file,
-    limit_import_time,
-    load_function,
-    make_file_function,
-)
+from streamrl.user_code.python_module import FileFunction, load_function
 from streamrl.user_code.reward_result import RewardOutcome, RewardResult
 from streamrl.user_code.service_gate import Outage, is_outage
-
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
-
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
-
-#: Entry point group in which packages list their rewards.
-ENTRY_POINT_GROUP = "streamrl.rewards"
-_registered_functions: dict[str, Callable[..., Any]] = {}
-
-
-def reward(name: str) -> Callable[[FunctionT], FunctionT]:
-    """Register a reward function as a kind; use as decorator `@reward("my_name")`.
-
-    The config names the kind as `{kind: my_name, path: file.py}`. A kind that an installed package
-    lists in the entry point group `streamrl.rewards` needs no path.
-    """
-
-    def register(function: FunctionT) -> FunctionT:
-        if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
-            raise ValueError(f"kind {name!r}: letters, digits and _ . - only")
-        if name in _registered_functions:
-            raise ValueError(f"kind {name} is registered twice")
-        _registered_functions[name] = function
-        return function
-
-    return register
-
-
-def list_installed_kinds() -> dict[str, str]:
-    """Return the reward kinds of installed packages, as {kind: "module:function"}."""
-    return {point.name: point.value for point in _list_entry_points()}
-
-
-def load_registered_kinds(path: str, *, setting: str) -> dict[str, Callable[..., Any]]:
-    """Import a file; return the functions registered in it, by kind. Raises ConfigError."""
-    before = dict(_registered_functions)
-    _registered_functions.clear()
-    try:
-        import_file(path, setting=setting)
-        return dict(_registered_functions)
-    finally:
-        _registered_functions.update(before)
-
-
-def _list_entry_points() -> "Iterable[EntryPoint]":
-    # Imported here: each process of an environment imports this module, and needs no entry points.
-    from importlib.metadata import entry_points
-
-    return entry_points(group=ENTRY_POINT_GROUP)
-
-
-def _load_entry_point(point: "EntryPoint") -> Callable[..., Any]:
-    try:
-        with limit_import_time():
-            function = point.load()
-    # Importing a package may raise anything, SystemExit included.
-    except (Exception, SystemExit) as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        raise ConfigError(
-            f"rewards.kind={point.name}: {point.value}: {format_failure(frame.filename, error)}"
-        ) from error
-    if not callable(function):
-        raise ConfigError(f"rewards.kind={point.name}: {point.value} is not a function")
-    return function
-
-
-def find_registered_function(kind: str, path: str) -> Callable[..., Any]:
-    """Return the function registered as `kind` in file `path`, or without a path by a package."""
-    if path:
-        functions = load_registered_kinds(path, setting="rewards.path")
-        if kind not in functions:
-            names = ", ".join(functions) or "none"
-            raise ConfigError(
-                f"rewards.kind={kind}: not registered in {path}, which registers: {names}"
-            )
-        return functions[kind]
-    for point in _list_entry_points():
-        if point.name == kind:
-            return _load_entry_point(point)
-    raise ConfigError(f"rewards.kind={kind}: no such kind")
-
 
 CallArguments = dict[str, Any]
 
@@ -234,25 +141,11 @@ class FunctionCallSpec:
 
 @dataclass(frozen=True)
 class FunctionSource:
-    """Location of a reward function: a name in a file, or a registered kind.
-
-    name: function name, or the kind if `is_registered`. kwargs: constant arguments of every call.
-    """
+    """Location of a reward function: a name in a file. kwargs: constant arguments of every call."""
 
     path: str
     name: str
     kwargs: tuple[tuple[str, Any], ...] = ()
-    is_registered: bool = False
-
-    def find_function(self) -> FileFunction:
-        """Load the function. Raises ConfigError if the file or the function cannot be used."""
-        if not self.is_registered:
-            label = f"rewards.function={self.name}"
-            return load_function(self.path, self.name, setting="rewards.path", label=label)
-        function = find_registered_function(self.name, self.path)
-        file = self.path and str(Path(self.path).resolve())
-        file = file or inspect.getsourcefile(inspect.unwrap(function)) or self.name
-        return make_file_function(file, self.name, function, label=f"rewards.kind={self.name}")
 
 
 def _match_style(code: FileFunction, kwargs: Mapping[str, Any]) -> SignatureStyle:
@@ -303,7 +196,9 @@ class UserFunction:
     """
 
     def __init__(self, source: FunctionSource) -> None:
-        self.code = code = source.find_function()
+        label = f"rewards.function={source.name}"
+        code = load_function(source.path, source.name, setting="rewards.path", label=label)
+        self.code = code
         self._style = _match_style(code, dict(source.kwargs))
         self.call_spec = FunctionCallSpec(
             location=f"{code.name} in {code.file}",

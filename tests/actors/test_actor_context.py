@@ -22,7 +22,6 @@ def config(tmp_path: Path, rewards: str) -> RunConfig:
         "placement: {mode: colocated}\n"
         "pipeline: {groups_per_step: 8}\n"
     )
-    # Kinds of plug-ins need not be installed here.
     return load_config(path, skips_dry_run=True)
 
 
@@ -32,7 +31,6 @@ def config(tmp_path: Path, rewards: str) -> RunConfig:
         MODEL,
         f"{RULE}, {MODEL}",
         "{kind: function, path: 'mine.py:f'}",
-        "{kind: mine, path: mine.py}",
     ],
 )
 def test_a_reward_that_may_use_devices_gets_a_shared_device_lease(tmp_path: Path, rewards: str):

@@ -1,7 +1,6 @@
 """`streamrl config`: config keys, reward kinds, algorithms, and a config's model calls."""
 
 import dataclasses
-import json
 import re
 import subprocess
 import sys
@@ -76,59 +75,11 @@ def test_printed_defaults_equal_the_effective_defaults(kind):
     assert read_settings(options, defaults, section="rewards") == options()
 
 
-def test_kinds_registered_by_a_file_are_listed_and_built_in_ones_win(capsys, tmp_path):
-    path = tmp_path / "kinds.py"
-    path.write_text(
-        "from streamrl.rewards import reward\n"
-        "@reward('politeness')\n"
-        "def judge(prompt, completion):\n"
-        "    '''1 for a thank you.\n\n    And more.'''\n"
-        "@reward('exact')\n"
-        "def mine(prompt, completion): return 1.0\n"
-    )
-    assert main(["config", "--rewards", "--path", str(path)]) == 0
-    out, error = capsys.readouterr()
-    assert f"\npoliteness: 1 for a thank you. ({path})\n  path " in out
-    assert f"exact: {REWARD_KINDS['exact'].summary}\n" in out
-    note = f"exact: {path}: hidden by streamrl's built-in kind of the same name"
-    assert error == f"streamrl: {note}\n"
-
-
 def test_markdown_cells_are_escaped(capsys):
     for line in read_output(capsys, "--rewards", "--markdown").splitlines():
         assert line == "" or line.count("|") - line.count("\\|") in (4, 5)
         words = re.sub(r"(`+).*?\1", "", line).replace("\\<", "")
         assert "<" not in words, "an unescaped < begins an HTML tag"
-
-
-@pytest.fixture
-def package(tmp_path, monkeypatch):
-    """Installed package that provides the kind `brevity`."""
-    (tmp_path / "terse.py").write_text(
-        "import os\n"
-        "def judge(prompt, completion, most=10):\n"
-        "    print('judged in', os.getpid())\n"
-        "    return most - len(completion)\n"
-    )
-    info = tmp_path / "terse-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: terse\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[streamrl.rewards]\nbrevity = terse:judge\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    # A worker finds the package on the same path as streamrl.
-    monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, sys.path)))
-    yield tmp_path
-    sys.modules.pop("terse", None)
-
-
-def test_a_kind_of_an_installed_package_is_listed_and_usable(capsys, package):
-    assert "brevity: from an installed package (terse:judge)\n" in read_output(capsys, "--rewards")
-    rows, outs = package / "rows.jsonl", package / "outs.jsonl"
-    rows.write_text('{"prompt": "Say it."}\n')
-    outs.write_text('{"index": 0, "completion": "short"}\n')
-    reward = "{kind: brevity, kwargs: {most: 7}, replicas: 1}"
-    assert main(["score", str(rows), "--completions", str(outs), "--reward", reward]) == 0
-    assert json.loads(capsys.readouterr().out)["components"] == {"brevity": 2.0}
 
 
 def test_a_full_disk_behind_stdout_is_a_one_line_error():

@@ -1,4 +1,4 @@
-"""Kind `function` and registered kinds: user-defined Python functions in worker processes."""
+"""Kind `function`: user-defined Python functions in worker processes."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,17 +28,14 @@ class FunctionReward(WorkerReward):
 
     A sync function runs in the main thread of a worker, a group at a time. Calls of an async
     function run concurrently, within a group and across groups. Only workers import the file.
-
-    registered_as: kind under which the file `path` or an installed package registers the function.
     """
 
-    def __init__(self, spec: RewardSpec[FunctionOptions], *, registered_as: str = "") -> None:
-        options, is_registered = spec.options, bool(registered_as)
-        if not options.path and not is_registered:
+    def __init__(self, spec: RewardSpec[FunctionOptions]) -> None:
+        options = spec.options
+        if not options.path:
             raise ConfigError("rewards.path: missing; kind function requires a path")
-        name = registered_as or options.function or spec.name
         kwargs = tuple(options.kwargs.items())
-        source = FunctionSource(options.path, name, kwargs, is_registered=is_registered)
+        source = FunctionSource(options.path, options.function or spec.name, kwargs)
         super().__init__("streamrl.user_code.reward_function:make_reward_handler", source, spec)
         self._call_spec: FunctionCallSpec | None = None
 

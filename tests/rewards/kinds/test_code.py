@@ -95,7 +95,6 @@ async def test_a_failing_sandbox_is_retried_and_never_scored_as_wrong(monkeypatc
         return FailingSandbox(failures)
 
     monkeypatch.setattr(Sandbox, "start", start)
-    # The module, not the decorator @reward.
     reward_module = importlib.import_module("streamrl.rewards.interface.reward")
     monkeypatch.setattr(reward_module, "BACKOFF_S", 0.0)
     truth = {"inputs": [""], "outputs": [""]}

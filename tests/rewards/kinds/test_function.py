@@ -6,11 +6,9 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.errors import ConfigError, RewardError
-from streamrl.rewards.interface.config import RewardConfig
-from streamrl.rewards.registry import build_rewards
 from streamrl.user_code.reward_function import FunctionSource, UserFunction, make_reward_handler
 from streamrl.user_code.reward_result import RewardOutcome, RewardResult
-from tests.rewards.judged import prompt, score_completions, scores, started_rewards
+from tests.rewards.judged import prompt, score_completions, scores
 
 
 def text_prompt(**extra_info):
@@ -186,20 +184,6 @@ async def test_kwargs_come_from_the_config(reward_from):
     assert await scores(reward_from(source, scale=2.5)) == [12.5, 15.0]
     with pytest.raises(ConfigError, match=r"rewards.kwargs.size: f in .* has no such parameter"):
         reward_from(source, scale=1, size=2)
-
-
-async def test_a_file_registers_kinds(tmp_path):
-    path = tmp_path / "kinds.py"
-    path.write_text(
-        "from streamrl.rewards import reward\n"
-        "@reward('brevity')\n"
-        "def judge(prompt, completion): return -len(completion)\n"
-    )
-    async with started_rewards(RewardConfig("brevity", options={"path": str(path)})) as rewards:
-        assert (await rewards.score(prompt(), ["abc"]))["reward/brevity"].tolist() == [-3.0]
-    message = r"rewards\[0\].kind=short: not registered in .*, which registers: b"
-    with pytest.raises(ConfigError, match=message):
-        await build_rewards([RewardConfig("short", options={"path": str(path)})]).run_preflight()
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,6 @@ async def server():
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
     """Shorten the waits between attempts and for the server to a hundredth."""
-    # The module, not the decorator @reward.
     reward_module = importlib.import_module("streamrl.rewards.interface.reward")
     monkeypatch.setattr(reward_module, "BACKOFF_S", reward_module.BACKOFF_S / 100)
     monkeypatch.setattr(endpoint_module, "POLL_INTERVAL_S", endpoint_module.POLL_INTERVAL_S / 100)
