@@ -252,7 +252,6 @@ def test_mermaid_escapes_every_label():
     [
         (["trainer.lrr"], "trainer.lrr: no such config key; the nearest key is trainer.lr"),
         (["--rewards", "rgex"], "rgex: no such kind of reward; the nearest kind is regex"),
-        (["--rewards", "--path", "no.py"], "--path=no.py: no such file"),
         (["--algorithms", "gpo"], "gpo: no such algorithm; the nearest algorithm is gspo"),
         (["--algorithms", "--path", "no.py"], "algorithm.path=no.py: no such file"),
         (["run", "trainer"], "config: one name at a time, not run trainer"),
