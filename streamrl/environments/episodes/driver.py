@@ -288,6 +288,10 @@ def open_conversation(
     return [*row], [*reset]
 
 
+def count_characters(messages: Sequence[Message]) -> int:
+    return sum(len(str(message["content"])) for message in messages)
+
+
 def get_template_arguments(prompt: Prompt) -> Mapping[str, Any] | None:
     """Return the row's own arguments of the chat template; None without any."""
     return prompt.extra_info.get("chat_template_kwargs")
@@ -463,13 +467,12 @@ class EpisodeDriver:
         self, request: EpisodeRequest, session: EnvironmentSession, start: ResetResult, age_s: float
     ) -> Episode:
         """Run an episode from its reset, which took `age_s`, to its score. Raises EpisodeError."""
-        num_chars = sum(len(str(message["content"])) for message in start.messages)
-        if num_chars > MAX_CHARS_PER_TOKEN * self._limits.max_tokens:
-            raise EpisodeError(
-                f"{describe_prompt(request.prompt)}: the environment's first observation has"
-                f" {num_chars} characters; environment.max_tokens={self._limits.max_tokens} leaves"
-                " no room for a turn"
-            )
+        no_room = (
+            f"{describe_prompt(request.prompt)}: with the environment's tools and first observation"
+            f" environment.max_tokens={self._limits.max_tokens} leaves no room for a turn"
+        )
+        if count_characters(start.messages) > MAX_CHARS_PER_TOKEN * self._limits.max_tokens:
+            raise EpisodeError(no_room)
         with translate_template_errors(request.prompt):
             messages, prompt_ids = render_start(self._renderer, request.prompt, start)
         row, _ = open_conversation(request.prompt.messages, start.messages)
@@ -477,12 +480,7 @@ class EpisodeDriver:
         state = EpisodeState(request, session, messages, start.tools, tokens, len(row))
         state.elapsed_s = state.environment_s = age_s
         if self._count_free_tokens(state) < 1:
-            raise EpisodeError(
-                f"{describe_prompt(request.prompt)}: the prompt has {len(prompt_ids)} tokens with"
-                " the environment's tools and first observation,"
-                f" {len(request.prompt.token_ids)} without; environment.max_tokens="
-                f"{self._limits.max_tokens} leaves no room for a turn"
-            )
+            raise EpisodeError(no_room)
         reason = None
         while reason is None:
             reason = await self._take_turn(state)
@@ -539,8 +537,7 @@ class EpisodeDriver:
         Where the chat template rewrites the conversation, the next turn begins a new sample.
         """
         # Encoding megabytes that cannot fit would block the event loop for seconds.
-        num_chars = sum(len(str(message["content"])) for message in messages)
-        if num_chars > MAX_CHARS_PER_TOKEN * self._count_free_tokens(state):
+        if count_characters(messages) > MAX_CHARS_PER_TOKEN * self._count_free_tokens(state):
             return FinishReason.TOKENS
         prompt = state.request.prompt
         with translate_template_errors(prompt):

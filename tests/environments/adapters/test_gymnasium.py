@@ -63,15 +63,6 @@ def test_cart_pole_is_played_to_its_end_by_integers():
     assert {turn.reward for turn in turns} == {1.0}
 
 
-@pytest.mark.parametrize("text", ["-1", "2", "0.5"])
-def test_integers_beyond_the_legal_ones_are_no_actions(text):
-    pole = GymnasiumEnvironment(id="CartPole-v1")
-    pole.reset(make_row(), 3)
-    (turn,) = play(pole, text)
-    assert turn.observation.endswith("Reply with an integer from 0 to 1.")
-    assert (turn.reward, turn.done) == (0.0, False)
-
-
 def test_a_row_may_have_options_of_its_own():
     lake = make_lake()
     row = make_row(make={"map_name": "8x8"}, seed=1)
@@ -108,12 +99,6 @@ def read(text, game):
         play(lake, "bug")
     with pytest.raises(EpisodeError, match=rf"actions=read at {path}:9: SystemExit"):
         play(lake, "leave")
-
-
-def test_named_actions_of_continuous_spaces_are_lists():
-    pendulum = GymnasiumEnvironment(id="Pendulum-v1", actions={"brake": [0.0], "push": [2.0]})
-    pendulum.reset(make_row(), 0)
-    assert play(pendulum, "push")[0].reward < 0
 
 
 @pytest.mark.parametrize(

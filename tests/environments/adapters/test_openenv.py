@@ -138,15 +138,6 @@ async def test_a_row_has_a_seed_and_data_of_the_reset_of_its_own(connect, tmp_pa
         await environment.reset(make_row(url="ws://elsewhere"), seed=7)
 
 
-async def test_all_fields_are_json_and_a_single_text_is_itself(connect):
-    environment = connect(observation="")
-    assert await environment.reset(make_row(), seed=7) == '{"total": "7", "hint": ""}'
-    assert await environment.step(Reply("1")) == Turn("8", 1.0)
-    environment = connect(observation={"field": "board"})
-    with pytest.raises(EpisodeError, match=r"observation=board: ws://.* sent metadata, total"):
-        await environment.reset(make_row(), seed=7)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -354,22 +354,9 @@ def test_an_unusable_format_is_refused(marker_tokenizer: Any, name: str, pattern
 
 
 def test_a_reply_becomes_an_assistant_message(marker_tokenizer: Any, encode: Encode):
-    turn = f"I add.\n<tool_call>{SUM_JSON}</tool_call><tool_call>{HI_JSON}</tool_call>"
+    turn = f"I add.\n<tool_call>{SUM_JSON}</tool_call>"
     message = make_assistant_message(parse(marker_tokenizer, "hermes", encode(turn)))
-    assert message == {
-        "role": "assistant",
-        "content": "I add.",
-        "tool_calls": [
-            {
-                "id": "call00000",
-                "type": "function",
-                "function": {"name": "add", "arguments": {"a": 1, "b": 2}},
-            },
-            {
-                "id": "call00001",
-                "type": "function",
-                "function": {"name": "say", "arguments": {"text": "hi"}},
-            },
-        ],
-    }
+    function = {"name": "add", "arguments": {"a": 1, "b": 2}}
+    calls = [{"id": "call00000", "type": "function", "function": function}]
+    assert message == {"role": "assistant", "content": "I add.", "tool_calls": calls}
     assert make_assistant_message(Reply("hello")) == {"role": "assistant", "content": "hello"}
