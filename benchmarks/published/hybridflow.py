@@ -55,7 +55,7 @@ def build_problem(model: str, cluster: Cluster = CLUSTER) -> PlacementProblem:
 
 def predict_generation_s(model: str) -> dict[int, float]:
     """Predict generation seconds by t_g on 16 devices, trained as 1-8-2; inf: out of memory."""
-    problem = build_problem(model, CLUSTER.take_first(16))
+    problem = build_problem(model, Cluster.from_text("2x8xA100@200Gb"))
     costs, generation, mesh = (
         CostModel(problem, CONSTANTS),
         GenerationModel(problem.workload),

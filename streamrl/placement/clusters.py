@@ -203,32 +203,6 @@ class Cluster:
         before = sum(group.num_nodes for group in self.node_groups[:at])
         return before + (device - self.group_starts[at]) // self.node_groups[at].devices_per_node
 
-    def take_first(self, size: int) -> "Cluster":
-        """Return a cluster of the first `size` devices: whole nodes, or a part of the first node.
-
-        Raise ConfigError if the cluster is smaller, or if the devices end within a later node.
-        """
-        groups: list[NodeGroup] = []
-        left = size
-        for group in self.node_groups:
-            if left <= 0:
-                break
-            num_whole, remainder = divmod(min(left, group.num_devices), group.devices_per_node)
-            if remainder and (num_whole or groups):
-                raise ConfigError(
-                    f"--gpus {size}: must be whole nodes of {group.devices_per_node}, or"
-                    f" a part of one node"
-                )
-            groups.append(
-                replace(group, devices_per_node=remainder, num_nodes=1)
-                if remainder
-                else replace(group, num_nodes=num_whole)
-            )
-            left -= min(left, group.num_devices)
-        if left or size < 1:
-            raise ConfigError(f"--gpus {size}: must be from 1 to the cluster's {self.num_devices}")
-        return Cluster(tuple(groups))
-
     @property
     def _node_kinds(self) -> list[NodeGroup]:
         return [replace(group, num_nodes=1) for group in self.node_groups]

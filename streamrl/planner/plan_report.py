@@ -353,14 +353,8 @@ def _candidate_to_json(candidate: PlacementCandidate) -> dict[str, Any]:
 def _estimate_to_json(estimate: PlacementEstimate) -> dict[str, Any]:
     if estimate.infeasible_reason:
         return {"unfit": estimate.infeasible_reason}
-    return {
-        "step_s": estimate.step_s,
-        "tokens_per_s": estimate.tokens_per_s,
-        "idle": dict(estimate.idle),
-        "device_idle": estimate.device_idle,
-        "memory_bytes": estimate.memory_bytes,
-        "free_bytes": estimate.free_bytes,
-    }
+    names = ("step_s", "tokens_per_s", "idle", "device_idle", "memory_bytes", "free_bytes")
+    return {name: vars(estimate)[name] for name in names}
 
 
 def simulation_to_json(result: SimulationResult) -> dict[str, Any]:

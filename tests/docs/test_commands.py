@@ -97,5 +97,6 @@ def test_the_plan_in_the_docs_is_made_and_simulated(workspace: Path):
     for name, options in (("plan", ["--proposals", "60"]), ("simulate", ["--steps", "4"])):
         (command,) = [c for c in commands if c.words[:2] == ("streamrl", name)]
         words = [word.replace("qwen2.5-32b", "qwen2.5-7b") for word in command.words[1:]]
-        assert main([*words, "--gpus", "16", *options]) == 0
+        words[words.index("--cluster") + 1] = "2x8xH100"
+        assert main([*words, *options]) == 0
     assert (workspace / "plan.yaml").exists()

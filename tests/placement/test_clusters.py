@@ -55,16 +55,6 @@ def test_cluster_text_round_trips_and_every_device_has_a_node(groups: list[NodeG
         assert Cluster.from_text(str(cluster)) == cluster
 
 
-def test_take_first_returns_whole_nodes_or_a_part_of_one():
-    cluster = Cluster.from_text("2x8xH100,8xA100")
-    assert str(cluster.take_first(16)) == "2x8xH100"
-    assert str(cluster.take_first(24)) == "2x8xH100,8xA100"
-    assert str(cluster.take_first(4)) == "4xH100"
-    for size in (12, 20, 0, 25):
-        with pytest.raises(ConfigError, match=f"--gpus {size}"):
-            cluster.take_first(size)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -59,7 +59,6 @@ def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE|8xH100",
         help="devices, e.g. 64xH100, 16x8xA100@200Gb or 8xA100,8xV100, or a YAML file of nodes",
     )
-    parser.add_argument("--gpus", type=int, metavar="N", help="use only the first N devices")
     parser.add_argument(
         "--model",
         type=parse_nonempty,
@@ -145,8 +144,6 @@ def read_planner_inputs(arguments: argparse.Namespace, config: RunConfig) -> Pla
     if arguments.seed < 0:
         raise ConfigError(f"--seed {arguments.seed}: must be 0 or more")
     cluster = _read_cluster(arguments.cluster)
-    if arguments.gpus is not None:
-        cluster = cluster.take_first(arguments.gpus)
     constants = CostConstants.from_cluster(cluster)
     if arguments.constants is not None:
         constants = CostConstants.from_yaml(arguments.constants, constants)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from streamrl.buffer import ShardStats
-from streamrl.buffer.client import LEASE_REQUEST_WAIT_S
 from streamrl.buffer.encoding import FinishedGroup
 from streamrl.buffer.shard_stats import DepthMeter
 from streamrl.dataflow import FILTER_COLUMN, CallKind, Dataflow
@@ -53,16 +52,11 @@ class GroupConsumer(Protocol):
         ...
 
 
-REQUEST_CHECK_S = 2.0
-"""Seconds between two scans for lease requests that have waited too long."""
-
-
 class StageQueue:
     """Groups ready for a stage, and pending lease requests of the stage's replicas.
 
     A request is for the slots that are free when it is made; slots that become free later need the
-    next request. A request older than LEASE_REQUEST_WAIT_S is renewed, as the real client does
-    after its long poll times out.
+    next request.
     """
 
     def __init__(self, stage: str, required_stages: frozenset[str]) -> None:
@@ -70,9 +64,6 @@ class StageQueue:
         self.required_stages = required_stages
         self.ready_heap: list[tuple[int, SimulatedGroup]] = []
         self.requests: dict[GroupConsumer, int] = {}
-        self._requested_s: dict[GroupConsumer, float] = {}
-        self._oldest_request_s = math.inf
-        """Lower bound of the times in `_requested_s`."""
         self.depths: list[tuple[float, int]] = []
         self.held_groups: dict[int, list[SimulatedGroup]] = {}
 
@@ -84,22 +75,18 @@ class StageQueue:
         self.ready_heap = [entry for entry in self.ready_heap if entry[0] not in removed]
         heapq.heapify(self.ready_heap)
 
-    def add_request(self, consumer: GroupConsumer, now: float) -> None:
+    def add_request(self, consumer: GroupConsumer) -> None:
         """Add a lease request for the replica's free slots, unless a request of it is pending."""
         if consumer not in self.requests and (free_slots := consumer.count_free_slots(self.stage)):
             self.requests[consumer] = free_slots
-            self._requested_s[consumer] = now
-            self._oldest_request_s = min(self._oldest_request_s, now)
 
-    def serve_requests(self, now: float) -> None:
+    def serve_requests(self) -> None:
         """Assign ready groups to the replicas with pending lease requests.
 
         First, each replica gets its share (ready groups over pending requests, rounded up), limited
         by its request. The rest goes to the same replicas up to their free slots, as if they had
         asked again at once.
         """
-        if self.ready_heap and now - self._oldest_request_s >= LEASE_REQUEST_WAIT_S:
-            self._renew_requests(now)
         while self.ready_heap and self.requests:
             served = []
             while self.ready_heap and self.requests:
@@ -112,19 +99,7 @@ class StageQueue:
                     self._assign_groups(
                         consumer, consumer.count_free_slots(self.stage), len(self.ready_heap)
                     )
-                self.add_request(consumer, now)
-
-    def _renew_requests(self, now: float) -> None:
-        for consumer in self.requests:
-            if now - self._requested_s[consumer] >= LEASE_REQUEST_WAIT_S:
-                self.requests[consumer] = consumer.count_free_slots(self.stage)
-                self._requested_s[consumer] = now
-        oldest_s = min(
-            (self._requested_s[consumer] for consumer in self.requests), default=math.inf
-        )
-        # Scanning all requests on every call is too slow; so some renewals come up to
-        # REQUEST_CHECK_S late.
-        self._oldest_request_s = max(oldest_s, now - LEASE_REQUEST_WAIT_S + REQUEST_CHECK_S)
+                self.add_request(consumer)
 
     def _assign_groups(self, consumer: GroupConsumer, free_slots: int, share: int) -> None:
         count = min(free_slots, share)
@@ -181,7 +156,7 @@ class SimulatedQueue:
 
     def request_groups(self, stage: str, consumer: GroupConsumer) -> None:
         stage_queue = self._stage_queues[stage]
-        stage_queue.add_request(consumer, self._loop.time())
+        stage_queue.add_request(consumer)
         if stage_queue.ready_heap:
             self._serve_stage(stage_queue)
 
@@ -243,7 +218,7 @@ class SimulatedQueue:
                 self._trainable_future.set_result(None)
             self._observe_depth(stage_queue, len(self._trainable))
         else:
-            stage_queue.serve_requests(self._loop.time())
+            stage_queue.serve_requests()
             self._observe_depth(stage_queue, len(stage_queue.ready_heap))
 
     def _observe_depth(self, stage_queue: StageQueue, depth: int) -> None:
