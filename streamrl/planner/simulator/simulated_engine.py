@@ -77,13 +77,19 @@ class SimulatedEngine(Generic[K]):
     """
 
     def __init__(
-        self, timing: GeneratorTiming, slot_pools: Sequence[ConcurrencyLimit] = ()
+        self,
+        timing: GeneratorTiming,
+        slot_pools: Sequence[ConcurrencyLimit] = (),
+        *,
+        log: list[tuple[int, int, float]] | None = None,
     ) -> None:
         """Create an engine without groups.
 
         slot_pools: a free slot in one of these full pools is an event, so that the caller can
-        request another group.
+        request another group. log: gets, for each rollout that ends or is preempted, its first and
+        last decode step and its KV-cache tokens at the first.
         """
+        self._log = log
         self._timing = timing
         self._slot_pools = slot_pools
         self.now = 0.0
@@ -316,6 +322,8 @@ class SimulatedEngine(Generic[K]):
                 versions[version] = versions.get(version, 0) + end - start
             else:
                 self._count_tokens(group, start, end)
+            if self._log is not None:
+                self._log.append((start, end, context))
             self.resident_tokens -= context + end - start
             group.slots.free_slots += 1
             if slot == group.last_slot and not group.num_waiting:
@@ -384,6 +392,8 @@ class SimulatedEngine(Generic[K]):
             running.remove(newest)
             end, _, group, start, context = newest
             self._count_tokens(group, start, self.decode_steps)
+            if self._log is not None:
+                self._log.append((start, self.decode_steps, context))
             context += self.decode_steps - start
             self.resident_tokens -= context
             group.num_waiting += 1

@@ -9,9 +9,7 @@ form chains whose last group is trained. The number of groups in a chain is geom
 distributed.
 """
 
-import heapq
 import math
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,6 +18,7 @@ import numpy as np
 
 from streamrl.messages import Array
 from streamrl.planner.problem.stage_timings import GeneratorTiming
+from streamrl.planner.simulator.simulated_engine import SimulatedEngine
 
 
 @dataclass(frozen=True)
@@ -199,148 +198,67 @@ def schedule_replica(
     scale: number of real rollouts that each simulated rollout stands for.
     slots: concurrent real rollouts, for the result.
     """
-    batch = _ContinuousBatch(groups, prompt_tokens, token_capacity, num_slots)
-    batch.run()
-    changes, change_indices = np.array(batch.edges), np.arange(len(batch.edges))
+    rollouts: list[tuple[int, int, float]] = []
+    group_ends = _play_groups(groups, prompt_tokens, token_capacity, num_slots, rollouts)
+    starts, ends, contexts = np.array(rollouts, np.float64).T
+    changes = np.unique(np.concatenate(([0.0], starts, ends)))
     # Keep some of the changes, and even points in between, where other work may overlap.
-    kept_changes = changes[
-        np.unique(
-            np.append(change_indices[:: -(-len(change_indices) // MAX_CHANGES)], change_indices[-1])
-        )
-    ]
+    kept_changes = np.append(changes[:: -(-len(changes) // MAX_CHANGES)], changes[-1])
     edges = np.union1d(kept_changes, np.linspace(0.0, changes[-1], MIN_EDGES))
-    running_counts, mean_tokens = np.array(batch.running_counts), np.array(batch.resident_tokens)
-    durations = np.diff(changes)
-    decoded = np.concatenate(([0.0], np.cumsum(running_counts * durations)))
-    # Resident tokens grow linearly between changes, so their sum over steps grows quadratically.
-    previous = np.clip(np.searchsorted(changes, edges, side="right") - 1, 0, len(durations) - 1)
-    offset = edges - changes[previous]
-    tokens_at_change = mean_tokens[previous] - running_counts[previous] * durations[previous] / 2
-    token_steps = np.concatenate(([0.0], np.cumsum(mean_tokens * durations)))[previous]
-    token_steps += tokens_at_change * offset + running_counts[previous] * offset**2 / 2
-    prefilled = np.concatenate(([0.0], np.cumsum(batch.prefill_tokens)))
+    # Of each rollout in each segment [segments, rollouts]: when it begins and ends to run.
+    begins = np.maximum(edges[:-1, None], starts)
+    widths = np.maximum(np.minimum(edges[1:, None], ends) - begins, 0.0)
+    # Resident tokens grow by one per decode step.
+    tokens = widths * (contexts + begins - starts + widths / 2)
     # Prefill that starts at an edge belongs to the segment after it.
-    prefilled_before = prefilled[np.searchsorted(changes, edges, side="left")]
-    widths = np.diff(edges)
-    group_ends = batch.rollout_ends.reshape(groups.lengths.shape).max(axis=1)
+    segments = np.searchsorted(edges, starts, side="right") - 1
     done = np.searchsorted(np.sort(group_ends), edges, side="right")
+    per_step = scale / np.diff(edges)
     return ReplicaSchedule(
         group_ends[groups.last_groups],
         groups.num_refills,
         edges,
-        np.diff(np.interp(edges, changes, decoded)) / widths * scale,
-        np.diff(token_steps) / widths * scale,
-        np.diff(prefilled_before) * scale,
+        widths.sum(axis=1) * per_step,
+        tokens.sum(axis=1) * per_step,
+        np.bincount(segments, contexts, len(edges) - 1) * scale,
         np.diff(done) * scale,
         slots,
         float(groups.chain_tokens.max()),
     )
 
 
-@dataclass
-class _ContinuousBatch:
-    """Estimated schedule of a continuous batch that serves rollouts in order of arrival.
+def _play_groups(
+    groups: RefillChains,
+    prompt_tokens: float,
+    token_capacity: float,
+    num_slots: int,
+    log: list[tuple[int, int, float]],
+) -> Array:
+    """Return the decode step in which each group ends, in the simulator's engine, float64 [groups].
 
-    A replacement arrives when the filtered group is complete. The first waiting rollout starts if a
-    slot is free and the KV cache holds its tokens plus one more token per running rollout. If the
-    KV cache runs out, the last rollout is preempted, and its tokens are prefilled again later, as
-    in vLLM's recompute preemption.
+    A replacement arrives when the filtered group is complete. log: as in `SimulatedEngine`.
     """
-
-    groups: RefillChains
-    prompt_tokens: float
-    token_capacity: float
-    slots: int
-
-    def __post_init__(self) -> None:
-        lengths = self.groups.lengths
-        count, self._per_group = lengths.size, lengths.shape[1]
-        self.rollout_ends = np.zeros(count)
-        self.edges, self.prefill_tokens = [0.0], [0.0]
-        self.running_counts: list[int] = []
-        self.resident_tokens: list[float] = []
-        self._remaining_tokens = [float(length) for length in lengths.ravel()]
-        self._context_tokens = [self.prompt_tokens] * count
-        self._start_steps = [0.0] * count
-        self._num_unfinished = [self._per_group] * len(lengths)
-        self._next_group = self.groups.next_group
-        self._waiting = deque(range(self.groups.num_chains * self._per_group))
-        self._in_slots: list[int] = []
-        self._end_heap: list[tuple[float, int]] = []
-        self._num_tokens = 0.0
-
-    def run(self) -> None:
-        now = 0.0
-        while self._waiting or self._in_slots:
-            self._fill_slots(now)
-            count = len(self._in_slots)
-            # Drop entries of rollouts that were preempted since.
-            while self._end_heap[0][0] != self._find_end(self._end_heap[0][1]):
-                heapq.heappop(self._end_heap)
-            # Jump to the next event: a rollout ends, or the KV cache may run out.
-            steps = min(
-                self._end_heap[0][0] - now,
-                max(1.0, (self.token_capacity - self._num_tokens) // count),
-            )
-            self.running_counts.append(count)
-            self.resident_tokens.append(self._num_tokens + steps * count / 2)
-            self.prefill_tokens.append(0.0)
-            now += steps
-            self.edges.append(now)
-            self._num_tokens += steps * count
-            self._finish_rollouts(now)
-            while (
-                len(self._in_slots) > 1
-                and self._num_tokens + len(self._in_slots) > self.token_capacity
-            ):
-                self._preempt_last(now)
-
-    def _find_end(self, rollout: int) -> float:
-        """Return the decode step of a rollout's end, -1 if past; stale heap entries differ."""
-        return (
-            self._start_steps[rollout] + self._remaining_tokens[rollout]
-            if self._remaining_tokens[rollout]
-            else -1.0
-        )
-
-    def _fill_slots(self, now: float) -> None:
-        while self._waiting and len(self._in_slots) < self.slots:
-            rollout = self._waiting[0]
-            if (
-                self._in_slots
-                and self._num_tokens + self._context_tokens[rollout] + len(self._in_slots) + 1
-                > self.token_capacity
-            ):
-                break
-            self._in_slots.append(self._waiting.popleft())
-            self._start_steps[rollout] = now
-            heapq.heappush(self._end_heap, (now + self._remaining_tokens[rollout], rollout))
-            self._num_tokens += self._context_tokens[rollout]
-            self.prefill_tokens[-1] += self._context_tokens[rollout]
-
-    def _finish_rollouts(self, now: float) -> None:
-        while self._end_heap and self._end_heap[0][0] <= now:
-            due, rollout = heapq.heappop(self._end_heap)
-            if due == self._find_end(rollout):
-                self._num_tokens -= self._context_tokens[rollout] + self._remaining_tokens[rollout]
-                self._remaining_tokens[rollout] = 0.0
-                self.rollout_ends[rollout] = now
-                self._in_slots.remove(rollout)
-                self._finish_in_group(rollout // self._per_group)
-
-    def _finish_in_group(self, group: int) -> None:
-        """Count a finished rollout; the last of a filtered group lets its replacement arrive."""
-        self._num_unfinished[group] -= 1
-        if not self._num_unfinished[group] and group in self._next_group:
-            first = self._next_group[group] * self._per_group
-            self._waiting.extend(range(first, first + self._per_group))
-
-    def _preempt_last(self, now: float) -> None:
-        """Preempt the rollout that started last; it waits first in line to start again."""
-        rollout = self._in_slots.pop()
-        sampled = now - self._start_steps[rollout]
-        self._remaining_tokens[rollout] -= sampled
-        self._context_tokens[rollout] += sampled
-        self._start_steps[rollout] = math.inf
-        self._num_tokens -= self._context_tokens[rollout]
-        self._waiting.appendleft(rollout)
+    longest = prompt_tokens + float(groups.lengths.max()) + 1
+    timing = GeneratorTiming(
+        replicas=1,
+        max_running=num_slots,
+        kv_tokens=max(token_capacity, longest),
+        weights_s=0.0,
+        kv_token_s=0.0,
+        compute_rollout_s=0.0,
+        step_s=1.0,
+        rollout_s=0.0,
+        prefill_token_s=0.0,
+    )
+    engine: SimulatedEngine[int] = SimulatedEngine(timing, log=log)
+    lengths = groups.lengths.astype(int).tolist()
+    group_ends = np.zeros(len(lengths))
+    for group in range(groups.num_chains):
+        engine.add_group(group, prompt_tokens, lengths[group], 0.0)
+    while not engine.is_empty:
+        now = engine.next_event_s
+        for done in engine.advance_to(now):
+            group_ends[done.key] = now
+            if replacement := groups.next_group.get(done.key):
+                engine.add_group(replacement, prompt_tokens, lengths[replacement], now)
+    return group_ends

@@ -9,9 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.planner.problem.stage_timings import GeneratorTiming
-from streamrl.planner.problem.workload import FixedLength, Workload
 from streamrl.planner.simulator.simulated_engine import RunningGroup, SimulatedEngine
-from streamrl.planner.steady_state.call_durations import CAPACITY_TOLERANCE, GenerationModel
 from streamrl.stream.stage_worker import ConcurrencyLimit
 from tests.planner.simple_costs import sampler
 
@@ -212,32 +210,3 @@ def test_a_new_version_recomputes_the_kv_cache_unless_kept():
         end_times[recompute_token_s] = engine.next_event_s
     assert end_times[0.0] == 4.5
     assert end_times[0.1] == 4.5 + 7 * 0.1
-
-
-@given(
-    groups=st.integers(1, 6),
-    size=st.integers(1, 4),
-    prompt=st.integers(1, 9),
-    tokens=st.integers(1, 12),
-    max_running=st.integers(1, 20),
-    spare=st.integers(1, 60),
-)
-def test_the_planners_batching_matches_the_engine(
-    groups: int, size: int, prompt: int, tokens: int, max_running: int, spare: int
-):
-    kv_tokens = float(prompt + tokens + 1 + spare)
-    timing = replace(PLAIN, max_running=max_running, kv_tokens=kv_tokens)
-    workload = Workload(groups, size, prompt, FixedLength(tokens))
-    (share,) = GenerationModel(workload).find_replica_schedules(timing)
-    # The planner treats KV caches of similar size alike.
-    rounded_kv_tokens = (1 + CAPACITY_TOLERANCE) ** math.floor(
-        math.log(kv_tokens) / math.log(1 + CAPACITY_TOLERANCE)
-    )
-    group_ends = []
-    for capacity in (kv_tokens, rounded_kv_tokens):
-        engine: SimulatedEngine[str] = SimulatedEngine(replace(timing, kv_tokens=capacity))
-        for i in range(groups):
-            engine.add_group(f"{i}", prompt, [tokens] * size, 0.0)
-        end_times = run(engine)
-        group_ends.append([end_times[f"{i}"] for i in range(groups)])
-    assert share.group_ends.tolist() in group_ends
