@@ -4,11 +4,11 @@ from streamrl.dataflow import build_dataflow
 from streamrl.engines.models.model_shapes import load_model_shape
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
+from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import PlacementProblem
 from streamrl.planner.problem.workload import FixedLength, LognormalLengths, Workload
 from streamrl.planner.search.hybridflow import ParallelismChoices, allow_any_split
 from streamrl.planner.steady_state.estimator import PlacementEstimator
-from tests.planner.simple_costs import SimpleCosts
 
 FIXED = FixedLength(512)
 LONG_TAILED = LognormalLengths(300, 0.8, 2048)
@@ -41,7 +41,7 @@ def grpo(
 
 
 def choices(problem: PlacementProblem) -> ParallelismChoices:
-    """Return the choices of a problem with `SimpleCosts`."""
+    """Return the choices of a problem with the cost model."""
     return ParallelismChoices(
-        PlacementEstimator(problem, SimpleCosts(problem)), rules=allow_any_split
+        PlacementEstimator(problem, CostModel(problem)), rules=allow_any_split
     )

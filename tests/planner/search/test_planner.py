@@ -3,12 +3,14 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import pytest
 
 from benchmarks.exhaustive import ExhaustiveSearch
 from streamrl.dataflow import ModelCall
 from streamrl.placement.placements import Placement
+from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import PlacementProblem, RunOptions
 from streamrl.planner.problem.workload import FixedLength, LognormalLengths
 from streamrl.planner.search.flexrlhf import apply_guideline
@@ -19,7 +21,6 @@ from streamrl.planner.search.planner import (
 )
 from streamrl.resharding.grids import RankGrid
 from tests.planner.search.problems import FIXED, LONG_TAILED, choices, grpo, ppo
-from tests.planner.simple_costs import SimpleCosts
 
 MAX_GAP = 0.01
 """Whole steps gain a colocated placement up to a percent, and the search does not try them."""
@@ -27,7 +28,7 @@ MAX_GAP = 0.01
 
 def measure_gap(problem: PlacementProblem, ahead: int) -> float:
     """Return the relative excess of the planned step over the exhaustive optimum."""
-    planned = plan_placement(problem, SimpleCosts, max_staleness=[ahead], proposals=600)
+    planned = plan_placement(problem, CostModel, max_staleness=[ahead], proposals=600)
     assert planned.best is not None
     oracle = ExhaustiveSearch(choices(problem), sorted({0, ahead}), (True, False))
     _, seconds = oracle.find_best(planned.best.placement)
@@ -63,7 +64,7 @@ def test_ppo_plan_is_near_the_exhaustive_optimum(
 def test_equal_seeds_give_equal_plans():
     problem = ppo("2x8xA100", lengths=LONG_TAILED)
     first, second = (
-        plan_placement(problem, SimpleCosts, max_staleness=[0, 1], seed=5, proposals=100)
+        plan_placement(problem, CostModel, max_staleness=[0, 1], seed=5, proposals=100)
         for _ in range(2)
     )
     assert first == second
@@ -71,7 +72,7 @@ def test_equal_seeds_give_equal_plans():
 
 def test_more_staleness_is_never_slower():
     problem = ppo("2x8xA100", lengths=LONG_TAILED)
-    planned = plan_placement(problem, SimpleCosts, max_staleness=[0, 1, 2], proposals=60)
+    planned = plan_placement(problem, CostModel, max_staleness=[0, 1, 2], proposals=60)
     times = [point.candidate.step_s for point in planned.points]
     assert times == sorted(times, reverse=True)
     assert planned.best is not None
@@ -83,7 +84,7 @@ def test_more_staleness_is_never_slower():
 
 def test_every_losing_kind_has_a_reason():
     problem = ppo("2x8xA100", lengths=LONG_TAILED)
-    planned = plan_placement(problem, SimpleCosts, max_staleness=[0, 1], proposals=60)
+    planned = plan_placement(problem, CostModel, max_staleness=[0, 1], proposals=60)
     winner, *losers = planned.candidates
     assert winner == planned.best
     assert not winner.reason
@@ -95,12 +96,12 @@ def test_every_losing_kind_has_a_reason():
         assert candidate.step_s >= winner.step_s
 
 
-class CostsWithoutAhead(SimpleCosts):
+class CostsWithoutAhead(CostModel):
     """Costs that refuse generation ahead, unlike their approximation."""
 
-    @property
-    def approximate_costs(self) -> SimpleCosts:
-        return SimpleCosts(self.problem)
+    @cached_property
+    def approximate_costs(self) -> CostModel:
+        return CostModel(self.problem).approximate_costs
 
     def explain_infeasible(self, placement: Placement) -> str:
         return "0.1 GB short" if placement.max_staleness else super().explain_infeasible(placement)
@@ -120,7 +121,7 @@ def test_publishing_every_other_step_needs_a_staleness_of_one():
     problem = replace(
         grpo("4xA100", "qwen2.5-0.5b", FIXED), run_options=RunOptions(publish_every=2)
     )
-    planned = plan_placement(problem, SimpleCosts, max_staleness=[0, 1], proposals=60)
+    planned = plan_placement(problem, CostModel, max_staleness=[0, 1], proposals=60)
     (point,) = planned.points
     assert point.candidate.placement.max_staleness == 1
     assert all(candidate.placement.max_staleness == 1 for candidate in planned.candidates)
@@ -131,7 +132,7 @@ def test_publishing_every_other_step_needs_a_staleness_of_one():
 
 def test_infeasible_plan_reports_the_shortage():
     problem = ppo("2xV100", "llama-70b")
-    planned = plan_placement(problem, SimpleCosts, proposals=10)
+    planned = plan_placement(problem, CostModel, proposals=10)
     assert planned.best is None
     assert not planned.points
     assert planned.excluded_bounds == [ExcludedBound(0, "no evaluated placement fits")]
@@ -147,7 +148,7 @@ def test_split_rules_restrict_the_plan():
     def allow_unpipelined(call: ModelCall, grid: RankGrid) -> Sequence[int]:
         return (3,) if grid.pp_size == 1 and grid.tp_size != 2 else ()
 
-    planned = plan_placement(problem, SimpleCosts, rules=allow_unpipelined, proposals=50)
+    planned = plan_placement(problem, CostModel, rules=allow_unpipelined, proposals=50)
     assert planned.best is not None
     for assignment in planned.best.placement.assignments.values():
         assert (assignment.grid.pp_size, assignment.zero_stage) == (1, 3)
@@ -169,7 +170,7 @@ def test_split_rules_restrict_the_plan():
 def test_more_devices_are_never_slower(size: str, ahead: int):
     def best_s(cluster: str) -> float:
         problem = ppo(cluster, size, FIXED)
-        planned = plan_placement(problem, SimpleCosts, max_staleness=[ahead], proposals=60)
+        planned = plan_placement(problem, CostModel, max_staleness=[ahead], proposals=60)
         return math.inf if planned.best is None else planned.best.step_s
 
     few, many = best_s("2x8xA100"), best_s("4x8xA100")

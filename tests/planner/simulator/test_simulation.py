@@ -21,7 +21,7 @@ from streamrl.planner.problem.workload import FixedLength, Workload
 from streamrl.planner.simulator.results import SimulationResult
 from streamrl.planner.simulator.simulation import run_simulation
 from streamrl.resharding.grids import RankGrid
-from tests.planner.simple_costs import sampler
+from tests.planner.samplers import sampler
 
 FLOW = build_dataflow((*ROLLOUT_COLUMNS, "scores"))
 GENERATOR = sampler(1.0, max_running=8, kv_tokens=1000)

@@ -21,7 +21,7 @@ from streamrl.planner.steady_state.call_durations import (
     split_seconds,
     train_duration,
 )
-from tests.planner.simple_costs import sampler
+from tests.planner.samplers import sampler
 
 ALL = (1.0,)
 UNBOUNDED = sampler(0.01)

@@ -22,7 +22,7 @@ from streamrl.planner.problem.workload import (
 from streamrl.planner.simulator.simulation import run_simulation
 from streamrl.planner.steady_state.call_durations import GenerationModel
 from tests.planner.notations import placement_from_meshes
-from tests.planner.simple_costs import sampler
+from tests.planner.samplers import sampler
 
 TIMING = GeneratorTiming(1, 32, 1e6, 0.01, 1e-6, 1e-4, 0.002, 1e-4, 1e-5)
 

@@ -15,6 +15,7 @@ from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import (
     CallMemory,
     PlacementCosts,
@@ -32,7 +33,7 @@ from streamrl.planner.problem.workload import FixedLength, LognormalLengths, Wor
 from streamrl.planner.steady_state.estimator import PlacementEstimator
 from streamrl.planner.steady_state.list_scheduler import JobDependency
 from streamrl.resharding.grids import RankGrid
-from tests.planner.simple_costs import SimpleCosts, sampler
+from tests.planner.samplers import sampler
 
 SMALL = load_model_shape("qwen2.5-0.5b")
 GRPO = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
@@ -224,7 +225,7 @@ def test_generation_ahead_loses_on_few_devices():
     colocated = Placement(assign_meshes(generate="0-1", reference="0-1", train="0-1"))
     ahead = Placement(assign_meshes(generate="0", reference="1", train="1"), 1)
     step_times = [
-        estimate_placement(heavy, placement, SimpleCosts(heavy)).step_s
+        estimate_placement(heavy, placement, CostModel(heavy)).step_s
         for placement in (colocated, ahead)
     ]
     assert step_times[0] < step_times[1]
@@ -280,7 +281,7 @@ def test_ahead_replacements_of_filtered_groups_overlap():
     for fraction in (0.0, 0.5):
         filtered_problem = make_problem(workload=replace(WORKLOAD, filtered_fraction=fraction))
         generation = PlacementEstimator(
-            filtered_problem, SimpleCosts(filtered_problem)
+            filtered_problem, CostModel(filtered_problem)
         ).select_generation(placement)
         ends.append(generation.find_completions_s(timing, (1.0,))[-1])
     assert ends[1] == pytest.approx(2 * ends[0])
@@ -291,12 +292,12 @@ def test_on_policy_replacements_follow_filtered_groups():
         workload=replace(WORKLOAD, groups_per_step=64, filtered_fraction=0.5)
     )
     generation = PlacementEstimator(
-        filtered_problem, SimpleCosts(filtered_problem)
+        filtered_problem, CostModel(filtered_problem)
     ).select_generation(Placement({}))
     unlimited = replace(GENERATOR, max_running=10**6)
     # Half of the groups are kept at once; of 64 chains the longest has 7.3 groups on average,
     # however much KV cache exists. Half a second passes before each group but the first.
-    ahead = PlacementEstimator(filtered_problem, SimpleCosts(filtered_problem)).select_generation(
+    ahead = PlacementEstimator(filtered_problem, CostModel(filtered_problem)).select_generation(
         Placement({}, max_staleness=1)
     )
     first = ahead.find_completions_s(unlimited, (1.0,))[-1]

@@ -12,7 +12,7 @@ from streamrl.planner.problem.workload import LognormalLengths, Workload
 from streamrl.planner.steady_state.call_durations import GenerationModel
 from streamrl.planner.steady_state.jobs import CallGraph, JobGraph, make_ahead_job
 from streamrl.resharding.grids import RankGrid
-from tests.planner.simple_costs import sampler
+from tests.planner.samplers import sampler
 
 GRPO = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
 WORKLOAD = Workload(8, 1, 100, LognormalLengths(80, 0.5, 400))

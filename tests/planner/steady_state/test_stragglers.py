@@ -15,7 +15,7 @@ from streamrl.planner.steady_state.stragglers import (
     estimate_slowest_replica_factor,
     sample_loads,
 )
-from tests.planner.simple_costs import sampler
+from tests.planner.samplers import sampler
 
 TIMING = sampler(0.01, rollout_s=0.001, replicas=2, max_running=8)
 
