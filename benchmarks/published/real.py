@@ -95,12 +95,10 @@ def search_placement(problem: PlacementProblem, costs: CostModel, *, seed: int =
     starts = [plain]
     mapped = MappingSearch(choices, group_roles_by_model(problem)).find_best(streamed=False)
     starts += [mapped] if mapped is not None else []
-    annealing = AnnealingSearch(choices, [0], seed=seed, streamed=(False,))
+    annealing = AnnealingSearch(choices, [0], seed=seed, streamed=False)
     for start in starts:
         state = SearchState(
             {role: start.assignments[choices.stages_by_role[role][0]] for role in choices.roles},
-            0,
-            False,
         )
         annealing.descend_by_role(*annealing.run(state, PROPOSALS // len(starts)))
     # The search estimates traffic by formula; the result must fit by resharding plan.

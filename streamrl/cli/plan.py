@@ -250,8 +250,6 @@ def _plan(
         max_staleness=bounds,
         seed=arguments.seed,
         rules=make_rules(config, problem),
-        # A run always streams within a step; only --pipeline compares with whole-step batches.
-        streamed=(True, False) if arguments.pipeline else (True,),
         proposals=arguments.proposals,
         run_bound=own_bound,
         on_estimated=progress.advance,

@@ -13,7 +13,6 @@ from streamrl.placement.placements import Placement
 from streamrl.planner.problem.problem import PlacementEstimate, PlacementProblem
 from streamrl.planner.problem.stage_timings import GeneratorTiming
 from streamrl.planner.search.planner import (
-    WHOLE_STEPS_SUFFIX,
     BoundOptimum,
     ExcludedBound,
     PlacementCandidate,
@@ -292,16 +291,14 @@ class PlanReport:
         return [f"no row for {', '.join(names)}: {why}" for why, names in bounds.items()]
 
     def _list_best_kinds(self) -> list[PlacementCandidate]:
-        """List the best candidate of each kind; a twin that streams hides whole steps."""
-        streamed = {c.label for c in self.plan.candidates if c.placement.is_streamed}
-        kept = []
+        """List the best candidate of each kind, with the reason why it lost to the best."""
         winner = self.best_point.candidate if self.best_row is not None else None
-        for candidate in self.plan.candidates:
-            twin = candidate.label.removesuffix(WHOLE_STEPS_SUFFIX)
-            if candidate.placement.is_streamed or twin not in streamed:
-                lost = winner and candidate.placement != winner.placement
-                kept.append(compare_to_winner(winner, candidate) if winner and lost else candidate)
-        return kept
+        return [
+            compare_to_winner(winner, candidate)
+            if winner and candidate.placement != winner.placement
+            else candidate
+            for candidate in self.plan.candidates
+        ]
 
     def to_json(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the report as JSON-serializable values.

@@ -42,21 +42,16 @@ MAX_REARRANGEMENTS = 192
 
 @dataclass(frozen=True)
 class SearchState:
-    """Placement under search: assignment per role, steps that generation runs ahead, streaming.
-
-    is_streamed: see `Placement.is_streamed`.
-    """
+    """Placement under search: assignment per role, and steps that generation runs ahead."""
 
     assignments: Mapping[str, CallAssignment]
     steps_ahead: int = 0
-    is_streamed: bool = True
 
 
 class AnnealingSearch:
     """Search for the best placement within a staleness bound.
 
-    `aheads` lists how many steps generation may run ahead. `streamed` lists the allowed values of
-    `SearchState.is_streamed`.
+    `aheads` lists how many steps generation may run ahead. streamed: see `Placement.is_streamed`.
     """
 
     def __init__(
@@ -65,11 +60,11 @@ class AnnealingSearch:
         aheads: Sequence[int],
         *,
         seed: int,
-        streamed: Sequence[bool],
+        streamed: bool = True,
     ) -> None:
         self._choices = choices
         self._allowed_steps_ahead = list(aheads)
-        self._allowed_streaming = list(streamed)
+        self._is_streamed = streamed
         self._rng = np.random.default_rng(seed)
         self._meshes = list(iter_meshes(choices.problem.cluster))
         self._find_neighbors = cache(self._list_neighbors)
@@ -83,7 +78,7 @@ class AnnealingSearch:
         if self.compute_lower_bound_s(state) >= limit_s:
             return math.inf
         is_disaggregated = len({assignment.mesh for assignment in state.assignments.values()}) > 1
-        streamed = state.is_streamed or not is_disaggregated
+        streamed = self._is_streamed or not is_disaggregated
         placement = self._choices.make_placement(
             state.assignments, state.steps_ahead, streamed=streamed
         )
@@ -110,7 +105,7 @@ class AnnealingSearch:
             self._swap_roles,
             self._shift_border,
         ]
-        if len(self._allowed_steps_ahead) * len(self._allowed_streaming) > 1:
+        if len(self._allowed_steps_ahead) > 1:
             moves.append(self._change_pace)
         current, cost = start, self.estimate_state_step_s(start)
         best, best_cost = current, cost
@@ -311,8 +306,7 @@ class AnnealingSearch:
 
     def _change_pace(self, state: SearchState) -> SearchState | None:
         ahead = self._allowed_steps_ahead[self._rng.integers(len(self._allowed_steps_ahead))]
-        streamed = self._allowed_streaming[self._rng.integers(len(self._allowed_streaming))]
-        return replace(state, steps_ahead=ahead, is_streamed=streamed)
+        return replace(state, steps_ahead=ahead)
 
 
 def iter_rearrangements(

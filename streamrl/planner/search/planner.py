@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.meshes import Mesh, list_node_edges
-from streamrl.placement.placements import Placement, PlacementMode
+from streamrl.placement.placements import Placement
 from streamrl.planner.problem.problem import PlacementCosts, PlacementEstimate, PlacementProblem
 from streamrl.planner.search.annealing import AnnealingSearch, SearchState
 from streamrl.planner.search.flexrlhf import apply_guideline
@@ -110,8 +110,6 @@ def compute_stage_busy_s(estimate: PlacementEstimate, stage: str) -> float:
     return (1 - estimate.idle[stage]) * estimate.step_s
 
 
-WHOLE_STEPS_SUFFIX = ", by whole steps"
-"""Suffix of a kind whose calls wait for whole steps although they have separate devices."""
 DEFAULT_PROPOSALS = 1500
 MAX_START_ALLOCATIONS = 24
 """Maximum number of allocations with separate roles to schedule as starts, lowest bounds first."""
@@ -130,7 +128,6 @@ def plan_placement(  # noqa: PLR0913
     max_staleness: Sequence[int] = (0,),
     seed: int = 0,
     rules: SplitRules = allow_any_split,
-    streamed: Sequence[bool] = (True, False),
     proposals: int = DEFAULT_PROPOSALS,
     run_bound: int | None = None,
     on_estimated: Callable[[], None] = lambda: None,
@@ -140,8 +137,6 @@ def plan_placement(  # noqa: PLR0913
     costs_of: returns the cost model of a problem; also called for parts of the cluster, which may
       be faster alone.
     rules: allowed ZeRO stages per call and grid.
-    streamed: whether calls on separate devices may process a step as it arrives, or wait for the
-      whole step.
     proposals: proposals of the random search per staleness bound.
     run_bound: staleness bound of the run, whose placement generates exactly so many steps ahead.
     on_estimated: called for each placement whose step time the search estimates.
@@ -155,7 +150,6 @@ def plan_placement(  # noqa: PLR0913
             planned,
             costs_of(planned),
             rules=rules,
-            streamed=streamed,
             on_estimated=on_estimated,
         )
 
@@ -204,7 +198,6 @@ class PlacementPlanner:
         costs: PlacementCosts,
         *,
         rules: SplitRules = allow_any_split,
-        streamed: Sequence[bool] = (True, False),
         on_estimated: Callable[[], None] = lambda: None,
     ) -> None:
         self.estimator = PlacementEstimator(problem, costs.approximate_costs, on_estimated)
@@ -218,7 +211,6 @@ class PlacementPlanner:
         self._problem = problem
         # A policy that is published every n steps samples with versions up to n - 1 steps older.
         self._min_staleness = problem.run_options.publish_every - 1
-        self._allowed_streaming = streamed
 
     def plan(
         self,
@@ -266,7 +258,7 @@ class PlacementPlanner:
     def _to_state(self, placement: Placement) -> SearchState:
         stages = self.choices.stages_by_role
         roles = {role: placement.assignments[stages[role][0]] for role in self.choices.roles}
-        return SearchState(roles, placement.max_staleness, placement.is_streamed)
+        return SearchState(roles, placement.max_staleness)
 
     def search_bound(
         self,
@@ -288,9 +280,7 @@ class PlacementPlanner:
             aheads = sorted(
                 ahead for ahead in known_aheads if self._min_staleness <= ahead <= bound
             )
-        annealing = AnnealingSearch(
-            self.choices, aheads, seed=seed, streamed=self._allowed_streaming
-        )
+        annealing = AnnealingSearch(self.choices, aheads, seed=seed)
         starts = [item for item in known if item.steps_ahead <= bound]
         if bound:
             starts += [replace(item, steps_ahead=bound) for item in starts]
@@ -300,8 +290,7 @@ class PlacementPlanner:
             annealing.estimate_state_step_s(start)
         # Start from several kinds: annealing rarely gets from kind to kind, because most placements
         # on the way are slower.
-        placements = sorted(self._list_best_of_kinds(aheads), key=self.estimator.estimate_step_s)
-        kinds = [item for item in placements if item.is_streamed] or placements
+        kinds = sorted(self._list_best_of_kinds(aheads), key=self.estimator.estimate_step_s)
         ranked = [self._to_state(placement) for placement in kinds[:NUM_SEARCHES]]
         searched = [annealing.run(start, proposals // NUM_SEARCHES) for start in ranked]
         searched.sort(key=lambda item: item[1])
@@ -386,11 +375,10 @@ class PlacementPlanner:
         return [placement for _, placement in best.values()]
 
     def _format_kind(self, placement: Placement) -> str:
-        """Return the kind of a placement: mode, steps ahead, streaming, as in "split, 2 ahead"."""
+        """Return the kind of a placement: mode and steps ahead, as in "split, 2 ahead"."""
         mode = placement.classify_mode(self._problem.dataflow)
         steps = f", {placement.max_staleness} ahead" if placement.max_staleness else ""
-        waits_for_steps = not placement.is_streamed and mode is not PlacementMode.COLOCATED
-        return f"{mode.value}{steps}{WHOLE_STEPS_SUFFIX if waits_for_steps else ''}"
+        return f"{mode.value}{steps}"
 
     def _iter_misfits(self, feasible_kinds: Set[str]) -> Iterator[PlacementCandidate]:
         """Yield a plain placement, with the reason, of each kind without a feasible one."""

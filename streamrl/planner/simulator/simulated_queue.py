@@ -65,7 +65,6 @@ class StageQueue:
         self.ready_heap: list[tuple[int, SimulatedGroup]] = []
         self.requests: dict[GroupConsumer, int] = {}
         self.depths: list[tuple[float, int]] = []
-        self.held_groups: dict[int, list[SimulatedGroup]] = {}
 
     def add_group(self, group: SimulatedGroup) -> None:
         heapq.heappush(self.ready_heap, (group.admission_index, group))
@@ -113,7 +112,6 @@ class SimulatedQueue:
 
     hop_s: delay from a commit until dependent stages see the group, and of a trainer's lease
         request.
-    streamed: if false, a score stage gets the groups of a step together, once all are ready for it.
     """
 
     def __init__(
@@ -121,19 +119,13 @@ class SimulatedQueue:
         dataflow: Dataflow,
         *,
         hop_s: float,
-        streamed: bool,
-        groups_per_step: int,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._hop_s = hop_s
-        self._groups_per_step = groups_per_step
         producers = {name: call.stage for call in dataflow.calls for name in call.produces}
         self._stage_queues = {
             call.stage: StageQueue(call.stage, frozenset(producers[name] for name in call.needs))
             for call in dataflow.queue_calls
-        }
-        self._whole_step_stages = {
-            call.stage for call in dataflow.select_calls(CallKind.SCORE) if not streamed
         }
         self._verdict_stage = producers.get(FILTER_COLUMN, "")
         self._train_stage = next(
@@ -198,13 +190,6 @@ class SimulatedQueue:
         if stage_queue.stage == self._train_stage:
             group.ready_version = self.version
             self._trainable.append(group)
-        elif stage_queue.stage in self._whole_step_stages:
-            step = group.admission_index // self._groups_per_step
-            batch = stage_queue.held_groups.setdefault(step, [])
-            batch.append(group)
-            if len(batch) == self._groups_per_step:
-                for held_group in stage_queue.held_groups.pop(step):
-                    stage_queue.add_group(held_group)
         else:
             stage_queue.add_group(group)
 

@@ -68,14 +68,11 @@ class SimulationScenario:
     def pace(self) -> UpdatePlan:
         """When a step's micro-batches may start, and how many updates and epochs the step has.
 
-        A step waits for all its groups if a call needs the whole step, if it has several updates,
-        or if the placement is not streamed.
+        A step waits for all its groups if a call needs the whole step or if it has several updates.
         """
         workload = self.workload
         has_several_updates = workload.num_updates > 1
-        waits_for_step = (
-            has_several_updates or workload.requires_whole_step or not self.placement.is_streamed
-        )
+        waits_for_step = has_several_updates or workload.requires_whole_step
         return UpdatePlan(
             waits_for_step, workload.epochs, min(workload.mini_batches, workload.groups_per_step)
         )
@@ -171,10 +168,6 @@ class SimulatedRun:
         self.queue = SimulatedQueue(
             dataflow,
             hop_s=timings.hop_s,
-            # A stage that waits for a whole step would deadlock with a group filter: replacements
-            # of filtered groups belong to no complete step.
-            streamed=scenario.placement.is_streamed or scenario.workload.filtered_fraction > 0,
-            groups_per_step=scenario.workload.groups_per_step,
         )
         self.context = SimulationContext(
             timings,
@@ -325,11 +318,8 @@ def run_simulation(  # noqa: PLR0913
     run_options = run_options or RunOptions()
     check_timings(dataflow, timings)
     check_workload(workload, timings, steps)
-    if run_options.on_stale == "drop" and not placement.is_streamed:
-        raise ConfigError(
-            "on_stale=drop: requires a streamed placement; this one trains whole steps and cannot"
-            " drop stale groups"
-        )
+    if not placement.is_streamed:
+        raise ConfigError("placement.streamed=false: a run streams the groups of a step")
     lead = run_options.get_max_steps_ahead(placement.max_staleness)
     if lead > MAX_STALENESS:
         raise ConfigError(f"depth={lead}: must be at most {MAX_STALENESS} steps ahead")

@@ -20,7 +20,7 @@ def make_start_state() -> SearchState:
 
 
 def make_search(seed: int, aheads: tuple[int, ...] = (0, 1)) -> AnnealingSearch:
-    return AnnealingSearch(CHOICES, aheads, seed=seed, streamed=(True, False))
+    return AnnealingSearch(CHOICES, aheads, seed=seed)
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -29,9 +29,7 @@ def test_search_is_never_worse_than_its_start_and_valid(seed: int):
     search = make_search(seed)
     best, cost = search.run(initial, 60)
     assert cost <= search.estimate_state_step_s(initial)
-    placement = CHOICES.make_placement(
-        best.assignments, best.steps_ahead, streamed=best.is_streamed
-    )
+    placement = CHOICES.make_placement(best.assignments, best.steps_ahead)
     placement.check_valid(CHOICES.problem.dataflow, CHOICES.problem.cluster)
     assert best.steps_ahead in (0, 1)
     assert not CHOICES.estimator.costs.explain_infeasible(placement)
@@ -52,7 +50,7 @@ def test_descent_ends_in_a_local_minimum():
     options = choices(grpo("4xA100", "qwen2.5-1.5b"))
     roles = options.fit_on_mesh(options.roles, Mesh(0, 4))
     assert roles is not None
-    search = AnnealingSearch(options, (0,), seed=0, streamed=(True,))
+    search = AnnealingSearch(options, (0,), seed=0)
     state, cost = search.descend_by_role(
         SearchState(roles), search.estimate_state_step_s(SearchState(roles))
     )

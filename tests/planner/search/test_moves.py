@@ -24,7 +24,7 @@ def test_rearrangements_cover_every_mesh_and_all_devices():
 
 def test_search_moves_several_roles_at_once():
     options = choices(ppo("4x8xA100", "llama-34b"))
-    search = AnnealingSearch(options, (0,), seed=0, streamed=(True,))
+    search = AnnealingSearch(options, (0,), seed=0)
     halves = dict.fromkeys(options.roles, LEFT) | {"critic": RIGHT, "value": RIGHT}
     initial = options.fit_on_meshes(halves)
     assert initial is not None

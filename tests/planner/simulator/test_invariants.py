@@ -35,7 +35,6 @@ class SimulationCase:
     columns: tuple[str, ...]
     devices: tuple[int, ...]
     staleness: int
-    streamed: bool
     workload: Workload
     timings: StageTimings
     run_options: RunOptions
@@ -47,7 +46,7 @@ class SimulationCase:
         # Both generator stages use the same devices.
         first_devices["greedy"] = first_devices["generate"]
         calls = {stage: on(at) for stage, at in first_devices.items() if stage in stages}
-        placement = Placement(calls, self.staleness, self.streamed)
+        placement = Placement(calls, self.staleness)
         return run_simulation(
             flow,
             placement,
@@ -103,7 +102,6 @@ cases = st.builds(
     columns=st.lists(st.sampled_from(COLUMNS), unique=True).map(tuple),
     devices=st.tuples(*[st.integers(0, 2)] * len(STAGES)),
     staleness=st.integers(0, 3),
-    streamed=st.booleans(),
     workload=workloads,
     timings=timings,
     run_options=st.builds(RunOptions, slice_s=st.sampled_from([0.1, 1.0])),
@@ -159,7 +157,7 @@ def test_ledger_balances_staleness_is_bounded_and_phases_exclude_each_other(case
 @given(cases, st.integers(0, 1))
 def test_stale_groups_are_dropped_and_replaced(case: SimulationCase, staleness: int):
     run_options = replace(case.run_options, depth=staleness + 2, on_stale="drop")
-    result = replace(case, run_options=run_options, staleness=staleness, streamed=True).run()
+    result = replace(case, run_options=run_options, staleness=staleness).run()
     counts = result.ledger
     assert counts.trained == 4 * case.workload.groups_per_step
     assert counts.admitted == counts.trained + counts.dropped + counts.in_flight

@@ -31,8 +31,8 @@ class Replica:
         return [group.admission_index for group in self.groups]
 
 
-def make_queue(*, streamed: bool = True, hop_s: float = 0.0) -> SimulatedQueue:
-    return SimulatedQueue(FLOW, hop_s=hop_s, streamed=streamed, groups_per_step=2)
+def make_queue(*, hop_s: float = 0.0) -> SimulatedQueue:
+    return SimulatedQueue(FLOW, hop_s=hop_s)
 
 
 async def admit_groups(queue: SimulatedQueue, count: int) -> None:
@@ -78,22 +78,9 @@ async def test_a_group_reaches_the_next_stage_after_a_hop():
 
 
 @in_virtual_time
-async def test_unstreamed_stages_get_the_groups_of_a_step_together():
-    queue, generator, scorer = make_queue(streamed=False), Replica(4), Replica(9)
-    queue.request_groups(GENERATE_CALL.stage, generator)
-    queue.request_groups(REWARD_CALL.stage, scorer)
-    await admit_groups(queue, 4)
-    assigned = []
-    for index in (0, 2, 3):
-        queue.commit_groups(GENERATE_CALL.stage, [generator.groups[index]])
-        assigned.append(scorer.orders)
-    assert assigned == [[], [], [2, 3]]
-
-
-@in_virtual_time
 async def test_a_filtered_group_goes_to_the_coordinator_once_scored():
     flow = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
-    queue = SimulatedQueue(flow, hop_s=0.0, streamed=True, groups_per_step=3)
+    queue = SimulatedQueue(flow, hop_s=0.0)
     generator, judge, reference = Replica(3), Replica(3), Replica(3)
     queue.request_groups(GENERATE_CALL.stage, generator)
     await admit_groups(queue, 3)

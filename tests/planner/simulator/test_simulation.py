@@ -95,15 +95,6 @@ def test_stages_on_shared_devices_take_turns():
     assert run(timings, TOGETHER, workload=workload, steps=1).step_ends == [20 + 1 + 2 + 2 + 1]
 
 
-def test_unstreamed_steps_train_once_complete():
-    workload = replace(WORKLOAD, micro_batch_tokens=11)
-    timings = replace(TIMINGS, generator=replace(GENERATOR, max_running=1), weights={})
-    unstreamed = run(timings, replace(APART, is_streamed=False), workload=workload, steps=1)
-    assert unstreamed.step_ends == [20 + 0.5 + 2 + 2 + 1]
-    whole_step = replace(workload, requires_whole_step=True)
-    assert run(timings, workload=whole_step, steps=1).step_ends == [20.5 + 2 + 2 + 1]
-
-
 def test_unpublished_versions_are_skipped_by_generators():
     ahead, timings = replace(APART, max_staleness=1), replace(TIMINGS, weights={})
     # Four groups are sampled by 10 and scored by 11. Version 1 is not published: the next groups
