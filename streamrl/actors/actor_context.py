@@ -17,7 +17,7 @@ from streamrl.buffer import ExperienceQueue
 from streamrl.config.role_counts import assign_slots
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import COST_CALL, REWARD_CALL, CallKind, Dataflow, ModelCall
-from streamrl.placement.colocated_memory import WorkerMemory
+from streamrl.engines.memory.worker_memory import WorkerMemory
 from streamrl.rewards.registry import may_use_devices
 from streamrl.stream.device_lease import (
     ArbiterProtocol,

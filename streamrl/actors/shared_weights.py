@@ -14,9 +14,9 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from streamrl.engines.memory.peak_memory import PeakMemoryTracker, release_freed_memory
+from streamrl.engines.memory.worker_memory import WorkerMemory
 from streamrl.errors import DeadlineError, VersionSupersededError
 from streamrl.messages import Array
-from streamrl.placement.colocated_memory import WorkerMemory
 from streamrl.stream.protocols import FetchedWeights
 from streamrl.weights import WeightLoadStats, WeightManifest
 

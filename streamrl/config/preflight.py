@@ -31,6 +31,7 @@ from streamrl.dataflow import (
 )
 from streamrl.distributed.devices import has_local_gpu
 from streamrl.engines.memory.memory_model import estimate_worker_memory
+from streamrl.engines.memory.worker_memory import WorkerMemory
 from streamrl.engines.models.lora import check_lora_targets
 from streamrl.engines.models.supported_models import (
     check_model_support,
@@ -57,7 +58,6 @@ from streamrl.files.hf_config import (
     read_stored_shapes,
 )
 from streamrl.messages import Prompt
-from streamrl.placement.colocated_memory import WorkerMemory
 from streamrl.placement.resource_demand import SHARED_SLOTS, PlacementOption, ResourceDemand
 from streamrl.rewards.group_filter import build_group_filter
 from streamrl.rewards.interface.reward import RewardContext

@@ -45,6 +45,7 @@ from streamrl.dataflow import (
 from streamrl.distributed.devices import has_local_gpu
 from streamrl.distributed.process_group import translate_collective_errors
 from streamrl.engines.memory.peak_memory import release_large_blocks_eagerly
+from streamrl.engines.memory.worker_memory import WorkerMemory
 from streamrl.engines.training.collate import derive_columns
 from streamrl.engines.training.rollout_sums import sum_rollouts
 from streamrl.errors import ConfigError, StreamError
@@ -59,7 +60,6 @@ from streamrl.messages import (
 )
 from streamrl.own_loops import Batch, WorkerContext, transfers
 from streamrl.pipeline import verify_weights
-from streamrl.placement.colocated_memory import WorkerMemory
 from streamrl.stream.device_lease import DedicatedDeviceLease
 from streamrl.stream.protocols import TrainStepResult
 from streamrl.stream.step_metrics import average_metrics, compute_score_metrics

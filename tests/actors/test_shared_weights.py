@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from streamrl.actors.shared_weights import SharedWeights
+from streamrl.engines.memory.worker_memory import WorkerMemory
 from streamrl.errors import VersionSupersededError
-from streamrl.placement.colocated_memory import WorkerMemory
 from streamrl.resharding.executors import ReshardingStats
 from streamrl.resharding.storage import ShardStorage
 from streamrl.weights import WeightLoadStats

@@ -20,10 +20,10 @@ from streamrl.config.run_settings import ModelConfig
 from streamrl.data.config import DataConfig
 from streamrl.dataflow import EMA_REFERENCE, POLICY, CallKind, ModelCall
 from streamrl.distributed import devices
+from streamrl.engines.memory.worker_memory import WorkerMemory
 from streamrl.engines.trainer_config import ReferenceConfig
 from streamrl.engines.training.ema_reference import EmaReference
 from streamrl.errors import WeightsError
-from streamrl.placement.colocated_memory import WorkerMemory
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightBucket, WeightManifest

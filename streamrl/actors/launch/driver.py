@@ -25,6 +25,7 @@ from streamrl.buffer import ShardCapacity, ShardFiles, ShardPlan, StageSchema
 from streamrl.config.preflight import PreparedRun, compute_max_group_bytes
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import POLICY, CallKind
+from streamrl.engines.memory.worker_memory import WorkerMemory
 from streamrl.errors import (
     ActorError,
     ActorLostError,
@@ -33,7 +34,6 @@ from streamrl.errors import (
     StreamError,
     WeightsError,
 )
-from streamrl.placement.colocated_memory import WorkerMemory
 from streamrl.run_dir.checkpoint import Checkpoint, find_snapshot, get_journal_dir, read_layout
 from streamrl.run_dir.control_requests import ScaleRequestInbox
 from streamrl.run_dir.crash_stacks import CrashWatch

@@ -19,6 +19,7 @@ from streamrl.engines.activation_sizes import (
 )
 from streamrl.engines.dtypes import TORCH_DTYPES, resolve_trainer_dtype
 from streamrl.engines.generator_config import KV_CACHE_MB_ON_CPU, GeneratorConfig
+from streamrl.engines.memory.worker_memory import MIB, WorkerMemory
 from streamrl.engines.models.activation_checkpointing import iter_tokenwise_mlps
 from streamrl.engines.models.forward import iter_layers, load_skeleton
 from streamrl.engines.models.lora import count_trained_params
@@ -34,7 +35,6 @@ from streamrl.engines.trainer_config import (
     PARAMETER_SHARDING_STAGE,
     TrainerConfig,
 )
-from streamrl.placement.colocated_memory import MIB, WorkerMemory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -20,8 +20,8 @@ from transformers import (
 from benchmarks.memory import GIB, count_peaks, make_config
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.memory.memory_model import estimate_worker_memory
+from streamrl.engines.memory.worker_memory import WorkerMemory
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.placement.colocated_memory import WorkerMemory
 from tests import forked
 from tests.engines.memory_ranks import CASES, TOKENS, run_rank
 from tests.engines.tiny_qwen import VOCABULARY, save, tiny_model

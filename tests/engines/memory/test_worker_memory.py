@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.engines.memory.worker_memory import WorkerMemory
 from streamrl.errors import ConfigError
-from streamrl.placement.colocated_memory import WorkerMemory
 
 MB = 1 << 20
 SIZES = (
