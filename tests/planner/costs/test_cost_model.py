@@ -17,7 +17,6 @@ from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.costs.memory import TrainStateBytes
 from streamrl.planner.problem.problem import PlacementProblem
 from streamrl.planner.problem.workload import FixedLength, Workload
-from streamrl.planner.steady_state.estimator import PlacementEstimator
 from tests.planner.assignments import make_assignment
 
 PPO = build_dataflow(("scores", "ref_logprobs", "values", "generator_logprobs"))
@@ -71,18 +70,6 @@ def test_decode_step_by_hand():
     # 64 all-reduces of 8 KiB; each rank sends and receives the buffer once.
     assert generator.rollout_s == pytest.approx(64 * 8192 / 1e11)
     assert generator.step_s == 0.0
-
-
-def test_pipelined_sampling_reads_the_weights_once_per_batch():
-    problem = make_grpo_problem("llama-7b", A100)
-    model = CostModel(problem)
-    by_grid = {
-        text: model.predict_timings(place("1-8-1", text, 8)).generator
-        for text in ("1-4-2", "2-4-1")
-    }
-    assert by_grid["2-4-1"].weights_s == pytest.approx(by_grid["1-4-2"].weights_s, rel=0.01)
-    assert by_grid["2-4-1"].kv_token_s == by_grid["1-4-2"].kv_token_s / 2
-    assert by_grid["2-4-1"].kv_tokens > 2 * by_grid["1-4-2"].kv_tokens
 
 
 def make_lora_problem(cluster: Cluster, rank: int = 16) -> PlacementProblem:
@@ -186,22 +173,6 @@ def test_indivisible_model_is_explained():
     assert few.call_duration_s("train", make_assignment("1-1-16")) == float("inf")
 
 
-def test_memory_of_a_feasible_placement_fits_the_devices():
-    problem = make_ppo_problem("llama-7b", A100)
-    model = CostModel(problem)
-    placement = colocate(problem, "1-8-2", "1-2-8")
-    assert model.explain_infeasible(placement) == ""
-    memory = model.predict_memory(placement)
-    resident = sum(call_memory.resident_bytes for call_memory in memory.values())
-    assert all(
-        resident + call_memory.active_bytes <= 68e9 * (1 + 1e-9) for call_memory in memory.values()
-    )
-    # Bytes per parameter: 2 of weights, 4 of gradients and 12 of optimizer state sharded over two
-    # replicas; an eighth of the parameters.
-    assert memory["train"].resident_bytes == pytest.approx(6.74e9 / 8 * 12, rel=0.01)
-    assert memory["generate"].resident_bytes == memory["value"].resident_bytes == 0.0
-
-
 def test_served_weights_alias_trained_weights():
     # An eighth of the model is on the rank already, half of the model is served; the rest is filled
     # at each version, or stays.
@@ -228,16 +199,6 @@ def test_kv_cache_gets_the_memory_left_over():
     assert grpo_tokens > ppo_tokens
 
 
-def test_calls_of_one_role_share_resident_weights():
-    remax = build_dataflow(("scores", "baseline_scores", "generator_logprobs"))
-    shape = MODEL_SHAPES["llama-7b"]
-    models = {"policy": shape, "reward": shape.to_critic()}
-    problem = PlacementProblem(remax, models, WORK, A100)
-    memory = CostModel(problem).predict_memory(colocate(problem, "1-8-2", "1-8-2"))
-    assert memory["reward"].resident_bytes == pytest.approx((13.48e9 - 0.26e9) / 8, rel=0.01)
-    assert memory["baseline"].resident_bytes == 0.0
-
-
 @given(st.floats(1.0, 8.0), st.integers(1, 4))
 def test_faster_networks_and_smaller_workloads_are_never_slower(factor: float, groups: int):
     slow, fast = (Cluster((NodeGroup(DEVICES["A100"], 8, 2, 25e9 * x),)) for x in (1.0, factor))
@@ -257,31 +218,3 @@ def test_faster_networks_and_smaller_workloads_are_never_slower(factor: float, g
         for cluster in (slow, fast)
     ]
     assert pulls[1] <= pulls[0]
-
-
-def test_follower_on_another_node_pulls_over_the_network():
-    problem = make_grpo_problem("llama-7b", A100)
-    model = CostModel(problem)
-    timings = model.predict_timings(place("1-8-1", "1-8-1", 8))
-    constants = model.constants
-    network = 25e9 * constants.network_fraction
-    pull_s = constants.pull_s + 13.48e9 / network
-    assert timings.weights["generate"].pull_s == pytest.approx(pull_s, rel=0.01)
-    assert timings.weights["generate"].publish_s == constants.publish_s
-
-
-def test_rewards_of_a_step_cover_all_sampled_groups():
-    rewards, totals = [], []
-    for fraction in (0.0, 0.75):
-        problem = make_grpo_problem("llama-7b", A100, replace(WORK, filtered_fraction=fraction))
-        placement = colocate(problem, "1-8-2", "1-2-8")
-        jobs, _ = PlacementEstimator(problem, CostModel(problem)).schedule_jobs(placement)
-        rewards.append(jobs.timings.score["reward"])
-        (reward,) = (job for job in jobs.jobs if job.stage == "reward")
-        totals.append(sum(reward.parts))
-    assert rewards[1] == rewards[0]
-    assert totals[1] == pytest.approx(4 * totals[0])
-    # A replacement of a filtered group waits for the score of that group alone.
-    rollouts, tokens = WORK.group_size, WORK.group_size * WORK.rollout_tokens
-    one_s = rewards[0].batch_duration_s(rollouts, tokens)
-    assert jobs.refill_s == pytest.approx(2 * jobs.timings.hop_s + one_s)

@@ -12,8 +12,7 @@ from streamrl.engines.models.model_shapes import MODEL_SHAPES, ModelShape
 from streamrl.errors import ConfigError
 from streamrl.placement.clusters import DEVICES, Cluster, NodeGroup
 from streamrl.placement.placements import Placement
-from streamrl.planner.costs.call_cost import CallCost, find_max_stage_params
-from streamrl.planner.costs.call_timings import count_decode_step_params
+from streamrl.planner.costs.call_cost import find_max_stage_params
 from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import PlacementProblem
@@ -29,10 +28,6 @@ ROUTED = 4 * 16 * 3 * 64 * 32
 CLUSTER = Cluster((NodeGroup(replace(DEVICES["H100"], link_bytes_per_s=1e11), 8, 2, 8e10),))
 PLAIN = CostConstants(link_fraction=1.0, network_fraction=1.0)
 WORKLOAD = Workload(64, 1, 64, FixedLength(64))
-
-
-def make_call_cost(text: str, expert: int, constants: CostConstants = PLAIN) -> CallCost:
-    return CallCost(SMALL, make_assignment(text, experts=expert), WORKLOAD, CLUSTER, constants)
 
 
 def make_problem(shape: ModelShape = SMALL) -> PlacementProblem:
@@ -74,12 +69,6 @@ def test_expert_rank_holds_its_experts_and_the_rest():
     assert find_max_stage_params(SMALL, 1, 2, 8) == split_params // 2 + unsplit + ROUTED // 8
 
 
-def test_shared_expert_is_split_over_tensor_ranks():
-    shared = replace(SMALL, shared_experts=1)
-    added_params = find_max_stage_params(shared, 1, 2, 8) - find_max_stage_params(SMALL, 1, 2, 8)
-    assert added_params == 4 * 3 * 64 * 32 // 2
-
-
 def test_indivisible_experts_are_infeasible():
     costs = CostModel(make_problem())
     train = make_assignment("1-1-12", experts=12)
@@ -88,25 +77,6 @@ def test_indivisible_experts_are_infeasible():
     assert costs.explain_infeasible(Placement(calls)) == expected
     dense = CostModel(make_problem(MODEL_SHAPES["llama-7b"]))
     assert "0 experts over 8 expert ranks" in dense.explain_infeasible(place_experts(8))
-
-
-def test_token_travels_to_its_experts_and_back():
-    # Twice (dispatch, combine), in 4 layers, 2 copies of 64 elements of 2 bytes, 7/8 of which leave
-    # the rank.
-    num_bytes = 2 * 4 * 2 * 64 * 2 * 7 / 8
-    assert make_call_cost("1-1-8", 8).expert_token_s == pytest.approx(num_bytes / 1e11)
-    # Two tensor-parallel ranks send half each; two stages have half of the layers each.
-    assert make_call_cost("1-2-4", 8).expert_token_s == pytest.approx(num_bytes / 2 / 1e11)
-    assert make_call_cost("2-1-4", 4).expert_token_s == pytest.approx(num_bytes * 6 / 7 / 2 / 1e11)
-
-
-def test_decode_step_reads_the_used_experts():
-    # A rollout uses 2 of 16 experts; those of 8 replicas that share them use 1 - (14/16)^8 of them.
-    dense_params = SMALL.num_params - ROUTED - 128 * 64
-    single = count_decode_step_params(SMALL, 1, 1, 1)
-    assert single == pytest.approx(dense_params + ROUTED * 2 / 16)
-    shared = count_decode_step_params(SMALL, 1, 1, 1, 8)
-    assert shared == pytest.approx(dense_params + ROUTED / 8 * (1 - (14 / 16) ** 8))
 
 
 def test_expert_layer_host_time_counts_per_pass():
@@ -120,16 +90,6 @@ def test_expert_layer_host_time_counts_per_pass():
     ]
     # 3 passes over 4 layers.
     assert times[0] - times[1] == pytest.approx(0.12)
-
-
-def test_transfer_to_another_expert_split_by_hand():
-    transfer = CostModel(make_problem()).estimate_transfer(
-        SMALL, make_assignment("1-1-8", experts=8), make_assignment("1-2-4")
-    )
-    # A rank serves half of the split tensors; it has an eighth of the experts, half of each of use.
-    served_params = find_max_stage_params(SMALL, 1, 2)
-    held_params = (SMALL.num_params - ROUTED) / 2 + ROUTED / 16
-    assert transfer.received_bytes == pytest.approx((served_params - held_params) * 2, abs=1)
 
 
 def test_expert_ranks_round_trip_through_a_file():

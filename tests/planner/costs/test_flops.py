@@ -4,7 +4,6 @@ import pytest
 
 from streamrl.engines.models.model_shapes import MODEL_SHAPES
 from streamrl.planner.costs.call_cost import (
-    compute_achieved_fraction,
     count_forward_flops,
     count_stage_params,
     find_max_stage_params,
@@ -21,13 +20,6 @@ def test_forward_flops_equal_reals_formula_without_embedding():
     published = 2 * layers * layer_flops + 4 * tokens * vocab * hidden
     embedding = 2 * tokens * vocab * hidden
     assert count_forward_flops(shape, tokens, squares) == published - embedding
-
-
-def test_grouped_query_attention_saves_kv_flops():
-    # 8 of 64 heads: (2 + 2 / 8) * hidden^2 instead of 4 * hidden^2.
-    shape = MODEL_SHAPES["llama-70b"]
-    by_hand = 80 * (2.25 * 8192**2 + 3 * 8192 * 28672) + 32000 * 8192
-    assert count_forward_flops(shape, 1, 0) == 2 * by_hand
 
 
 def test_critic_skips_the_vocabulary_head():
@@ -48,14 +40,6 @@ def test_training_takes_three_passes_or_four_with_recomputation():
 def test_kv_bytes_per_token(model: str, num_bytes: int):
     assert count_kv_token_bytes(MODEL_SHAPES[model], 1, 1, CostConstants()) == num_bytes
     assert count_kv_token_bytes(MODEL_SHAPES[model], 8, 2, CostConstants()) == num_bytes / 16
-
-
-def test_narrow_matrices_reach_half_at_half_width():
-    shape, constants = MODEL_SHAPES["llama-7b"], CostConstants(half_width=512.0)
-    assert compute_achieved_fraction(0.6, shape.hidden / 8, constants) == pytest.approx(0.3)
-    assert compute_achieved_fraction(0.6, shape.hidden, constants) == pytest.approx(
-        0.6 * 4096 / 4608
-    )
 
 
 def test_pipeline_and_tensor_ranks_split_the_parameters():

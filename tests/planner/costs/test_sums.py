@@ -35,20 +35,6 @@ def make_colocated(devices: int = 8) -> Placement:
     return Placement(dict.fromkeys(("generate", "train", "reference"), assignment))
 
 
-def score_bytes(tokens: int) -> float:
-    """Return a layer's activations and the logits of a batch, in bytes."""
-    return tokens * (SHAPE.hidden * 34 + SHAPE.vocab * 8)
-
-
-def test_scoring_memory_follows_its_batch_size():
-    # Without a setting of the run, the constants decide.
-    for limit, tokens in ((8192, 8192), (16384, 16384), (None, 32768)):
-        settings = {} if limit is None else {"reference": limit}
-        costs = CostModel(make_problem(score_tokens=settings), RUN)
-        memory = costs.predict_memory(make_colocated())["reference"]
-        assert memory.active_bytes == pytest.approx(score_bytes(tokens))
-
-
 def test_training_memory_follows_the_micro_batch_limit():
     # 256 groups are 33 micro-batches of a replica, the last of which is small.
     costs = [

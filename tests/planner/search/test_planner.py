@@ -1,6 +1,5 @@
 """Plans: close to the optimum, deterministic, with reasons for every loser."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -153,28 +152,6 @@ def test_split_rules_restrict_the_plan():
     for assignment in planned.best.placement.assignments.values():
         assert (assignment.grid.pp_size, assignment.zero_stage) == (1, 3)
         assert assignment.grid.tp_size != 2
-
-
-@pytest.mark.parametrize(
-    ("size", "ahead"),
-    [
-        ("qwen2.5-1.5b", 1),
-        *(
-            pytest.param(size, ahead, marks=pytest.mark.slow)
-            for size in ("qwen2.5-1.5b", "llama-7b", "llama-13b")
-            for ahead in (0, 1)
-            if (size, ahead) != ("qwen2.5-1.5b", 1)
-        ),
-    ],
-)
-def test_more_devices_are_never_slower(size: str, ahead: int):
-    def best_s(cluster: str) -> float:
-        problem = ppo(cluster, size, FIXED)
-        planned = plan_placement(problem, CostModel, max_staleness=[ahead], proposals=60)
-        return math.inf if planned.best is None else planned.best.step_s
-
-    few, many = best_s("2x8xA100"), best_s("4x8xA100")
-    assert many <= few * 1.02
 
 
 def test_guideline_separates_trained_models_on_many_nodes():

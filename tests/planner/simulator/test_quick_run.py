@@ -103,19 +103,3 @@ def test_a_part_predicts_the_rate_of_the_whole():
     assert quick.mean_step_s == pytest.approx(full.mean_step_s, rel=0.04)
     assert quick.tokens_per_s == pytest.approx(full.tokens_per_s, rel=0.04)
     assert quick.staleness_mean == pytest.approx(full.staleness_mean, abs=0.1)
-
-
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_runs_far_ahead_are_simulated_for_whole_cycles(seed: int):
-    """A step with long rollouts delays all steps in flight, so steps come in bursts."""
-    step_workload = replace(workload(32, LognormalLengths(300, 0.7, 2048)), group_size=8)
-    replicas = replace(TIMINGS.generator, replicas=64)
-    # Training is nearly free: the longest rollout determines the step time.
-    fast_training = {"policy": TrainTiming(8, micro_batch_s=0.0, token_s=1e-6, update_s=0.01)}
-    timings = replace(TIMINGS, generator=replicas, train=fast_training)
-    ahead = replace(PLACEMENT, max_staleness=16)
-    full = run_simulation(GRPO, ahead, timings, step_workload, steps=200, seed=9)
-    quick = run_quick_simulation(
-        GRPO, ahead, timings, step_workload, seed=seed, run_options=RunOptions()
-    )
-    assert quick.mean_step_s == pytest.approx(full.mean_step_s, rel=0.1)

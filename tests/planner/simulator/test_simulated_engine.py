@@ -42,11 +42,6 @@ def test_a_group_added_during_a_step_starts_with_the_next():
     assert run(engine) == {"a": 4.0, "b": 4.0}
 
 
-def test_prefill_precedes_the_next_step():
-    engine = make_engine(replace(PLAIN, prefill_token_s=0.1), a=(10, [1, 1]))
-    assert run(engine) == {"a": 2 + 1.0}
-
-
 def test_a_full_kv_cache_preempts_the_newest_rollout():
     # Both rollouts have 4 tokens after a step and 5 after two. The KV cache holds 10, so that the
     # second is preempted, and prefilled again when the first finishes.
@@ -87,16 +82,6 @@ def test_a_newly_free_slot_is_an_event():
     limit.free_slots -= 2
     engine.add_group("b", 1, [2], 3.5)
     assert engine.next_event_s == 6.0
-
-
-def test_a_slot_freed_at_the_end_of_the_current_step_is_an_event():
-    limit = ConcurrencyLimit(0, slots_per_group=2)
-    engine: SimulatedEngine[str] = SimulatedEngine(PLAIN, [limit])
-    engine.add_group("a", 1, [2, 9], 0.0, limit)
-    engine.load_version(1, 5.0, 1.5)
-    assert (engine.next_event_s, limit.free_slots) == (2.0, 1)
-    assert engine.advance_to(2.0) == []
-    assert engine.next_event_s == 5.0 + 9.0
 
 
 @dataclass

@@ -1,9 +1,7 @@
 """Durations of calls by hand: continuous batching in decode steps, scoring in batches, training."""
 
-import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +16,6 @@ from streamrl.planner.steady_state.call_durations import (
     GenerationModel,
     choose_cuts,
     score_duration_s,
-    split_seconds,
     train_duration,
 )
 from tests.planner.samplers import sampler
@@ -31,12 +28,6 @@ UNBOUNDED = sampler(0.01)
 def test_rollouts_of_equal_length_take_one_decode_step_per_token():
     generation = GenerationModel(Workload(16, 1, 100, FixedLength(50)))
     assert generation.find_completions_s(UNBOUNDED, ALL) == pytest.approx([0.5])
-
-
-def test_rollouts_beyond_the_slots_run_in_waves():
-    generation = GenerationModel(Workload(10, 1, 100, FixedLength(50)))
-    expected = pytest.approx([1.5])
-    assert generation.find_completions_s(replace(UNBOUNDED, max_running=4), ALL) == expected
 
 
 def test_waiting_rollouts_start_as_others_end():
@@ -59,14 +50,6 @@ def test_replicas_divide_whole_groups():
     )
 
 
-def test_saturated_step_takes_its_part_of_a_full_batch():
-    generation = GenerationModel(Workload(16, 1, 100, FixedLength(50)))
-    timing = replace(UNBOUNDED, max_running=32)
-    # 16 rollouts of 50 tokens; 32 run at a time one step ahead, 16 on policy.
-    assert generation.estimate_saturated_step_s(timing, 1) == pytest.approx(16 * 50 * 0.01 / 32)
-    assert generation.estimate_saturated_step_s(timing, 0) == pytest.approx(16 * 50 * 0.01 / 16)
-
-
 @given(
     groups=st.integers(1, 300),
     size=st.integers(1, 16),
@@ -84,15 +67,6 @@ def test_completion_is_monotonic_and_more_kv_cache_is_never_slower(
     assert (
         generation.find_completions_s(replace(timing, kv_tokens=1e9), ALL)[-1] <= ends[-1] * 1.001
     )
-
-
-@given(st.integers(1, 300), st.integers(1, 8), st.floats(1.0, 500.0))
-def test_schedules_decode_every_token_once(groups: int, size: int, slots: float):
-    generation = GenerationModel(Workload(groups, size, 100, FixedLength(50)))
-    timing = replace(UNBOUNDED, kv_tokens=slots * 150)
-    for schedule in generation.find_replica_schedules(timing):
-        decoded = float(np.sum(schedule.running_rollouts * np.diff(schedule.edges)))
-        assert decoded == pytest.approx(groups * size * 50)
 
 
 def test_scoring_time_counts_batches_of_groups():
@@ -122,11 +96,3 @@ def test_round_takes_as_long_as_the_fullest_rank():
     workload = Workload(4, 1, 5, FixedLength(5), micro_batch_tokens=20)
     # Four rollouts, two per micro-batch; one of the two is halved, and 2, 1, 1 are one round.
     assert train_duration(timing, workload).total_s == pytest.approx(20)
-
-
-@given(st.integers(1, 100), st.floats(0.0, 1e6))
-def test_cuts_cover_all_of_the_work(pieces: int, total: float):
-    cuts = choose_cuts(pieces)
-    assert cuts[-1] == 1.0
-    assert len(cuts) <= max(pieces + 1, 1)
-    assert math.isclose(sum(split_seconds(total, cuts)), total, abs_tol=1e-9)

@@ -218,19 +218,6 @@ def test_staleness_of_tokens_ahead():
     assert 0 < estimate.staleness_mean < 1
 
 
-def test_generation_ahead_loses_on_few_devices():
-    cluster = Cluster.from_text("2xA100")
-    small = PlacementProblem(GRPO, {"policy": SMALL, "reference": SMALL}, WORKLOAD, cluster)
-    heavy = replace(small, workload=Workload(1024, 1, 100, FixedLength(1000)))
-    colocated = Placement(assign_meshes(generate="0-1", reference="0-1", train="0-1"))
-    ahead = Placement(assign_meshes(generate="0", reference="1", train="1"), 1)
-    step_times = [
-        estimate_placement(heavy, placement, CostModel(heavy)).step_s
-        for placement in (colocated, ahead)
-    ]
-    assert step_times[0] < step_times[1]
-
-
 MESHES = ("0-7", "0-3", "4-7", "0-1", "2-3", "4-5", "6", "7")
 
 
