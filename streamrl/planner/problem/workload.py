@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import NormalDist, fmean
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,26 +15,6 @@ from streamrl.messages import Array
 
 MAX_FILTERED_FRACTION = 0.995
 """Largest accepted fraction of filtered groups: a run then samples 200 groups per trained group."""
-
-
-class LengthDistribution(Protocol):
-    """Protocol of a distribution of completion lengths, in tokens."""
-
-    @property
-    def mean(self) -> float: ...
-
-    @property
-    def max_tokens(self) -> int: ...
-
-    def sample(self, count: int, rng: np.random.Generator) -> Array:
-        """Return `count` random completion lengths, int64 [count], each at least 1."""
-        ...
-
-    def quantiles(self, parts: Array) -> Array:
-        """Return the lengths at quantiles `parts` (0 to 1), float64 with the shape of `parts`."""
-        ...
-
-    def expected_longest(self, count: int) -> float: ...
 
 
 _STANDARD_NORMAL = NormalDist()
@@ -161,6 +141,14 @@ class EmpiricalLengths:
         return float(np.asarray(self.samples)[at].mean())
 
 
+LengthDistribution = FixedLength | LognormalLengths | EmpiricalLengths
+"""Distribution of completion lengths, in tokens.
+
+`sample` returns random lengths, int64 [count], each at least 1. `quantiles` returns the lengths at
+quantiles `parts` (0 to 1), float64 with the shape of `parts`.
+"""
+
+
 class TurnWork(NamedTuple):
     """Work of a turn.
 
@@ -197,35 +185,6 @@ class EpisodeWork(NamedTuple):
         return sum(turn.environment_s for turn in self.turns) + self.final_s
 
 
-class TurnDistribution(Protocol):
-    """Protocol of how the sampled tokens of a rollout are divided into turns.
-
-    has_environment: whether an environment answers the turns. Otherwise the rollouts of a group are
-        sampled together, as one request.
-    mean_turns, mean_observed_tokens, mean_environment_s: of a rollout.
-    """
-
-    @property
-    def has_environment(self) -> bool: ...
-
-    @property
-    def mean_turns(self) -> float: ...
-
-    @property
-    def mean_observed_tokens(self) -> float: ...
-
-    @property
-    def mean_environment_s(self) -> float: ...
-
-    def draw_episode(self, sampled_tokens: int, rng: np.random.Generator) -> EpisodeWork:
-        """Return a random rollout in which the policy samples so many tokens."""
-        ...
-
-    def add_observed_tokens(self, lengths: LengthDistribution) -> LengthDistribution:
-        """Return the distribution of sampled and observed tokens; `lengths`: of sampled tokens."""
-        ...
-
-
 @dataclass(frozen=True)
 class SingleTurn:
     """Rollouts without an environment: all tokens are sampled in one turn."""
@@ -243,6 +202,90 @@ class SingleTurn:
 
 
 SINGLE_TURN = SingleTurn()
+
+
+NUM_EPISODES = 4096
+"""Episodes drawn to represent distributions of turns, tokens and seconds."""
+
+
+@dataclass(frozen=True)
+class EnvironmentTime:
+    """Lognormal seconds of an environment's answer, at most `limit_s`; constant if `sigma` is 0."""
+
+    median_s: float
+    sigma: float = 0.0
+    limit_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.median_s < math.inf or not 0 <= self.sigma <= MAX_SIGMA:
+            raise ConfigError(
+                f"environment time: {self.median_s:g}:{self.sigma:g}: the median must be at least"
+                f" 0 and finite, sigma from 0 to {MAX_SIGMA}"
+            )
+
+    def sample(self, count: int, rng: np.random.Generator) -> Array:
+        """Return `count` random times, s, float64 [count]."""
+        times = self.median_s * np.exp(self.sigma * rng.standard_normal(count))
+        return np.asarray(np.minimum(times, self.limit_s))
+
+
+@dataclass(frozen=True)
+class EpisodeTurns:
+    """Turns of rollouts as those of equally likely `episodes`.
+
+    A rollout of so many sampled tokens has the turns of a random episode of as many. So `lengths`
+    of a workload must hold only lengths of these episodes; `lengths` of this class does.
+    """
+
+    episodes: tuple[EpisodeWork, ...]
+
+    has_environment = True
+
+    @cached_property
+    def lengths(self) -> EmpiricalLengths:
+        """Distribution of the sampled tokens of an episode."""
+        return EmpiricalLengths.from_samples([e.sampled_tokens for e in self.episodes])
+
+    @cached_property
+    def mean_turns(self) -> float:
+        return fmean(len(episode.turns) for episode in self.episodes)
+
+    @cached_property
+    def mean_observed_tokens(self) -> float:
+        return fmean(episode.observed_tokens for episode in self.episodes)
+
+    @cached_property
+    def mean_environment_s(self) -> float:
+        return fmean(episode.environment_s for episode in self.episodes)
+
+    @cached_property
+    def _episodes_by_tokens(self) -> Mapping[int, Sequence[EpisodeWork]]:
+        by_tokens = defaultdict(list)
+        for episode in self.episodes:
+            by_tokens[episode.sampled_tokens].append(episode)
+        return by_tokens
+
+    def draw_episode(self, sampled_tokens: int, rng: np.random.Generator) -> EpisodeWork:
+        episodes = self._episodes_by_tokens[sampled_tokens]
+        return episodes[int(rng.integers(len(episodes)))]
+
+    @cached_property
+    def _completion_lengths(self) -> EmpiricalLengths:
+        return EmpiricalLengths.from_samples(
+            [episode.sampled_tokens + episode.observed_tokens for episode in self.episodes]
+        )
+
+    def add_observed_tokens(self, lengths: LengthDistribution) -> LengthDistribution:
+        return self._completion_lengths
+
+
+TurnDistribution = SingleTurn | EpisodeTurns
+"""Division of the sampled tokens of a rollout into turns.
+
+has_environment: whether an environment answers the turns. Otherwise the rollouts of a group are
+    sampled together, as one request. `draw_episode` returns a random rollout in which the policy
+    samples so many tokens; `add_observed_tokens` the distribution of sampled and observed tokens.
+"""
 
 
 @dataclass(frozen=True)
@@ -356,81 +399,6 @@ class Workload:
     @property
     def num_tokens(self) -> float:
         return self.num_rollouts * self.rollout_tokens
-
-
-NUM_EPISODES = 4096
-"""Episodes drawn to represent distributions of turns, tokens and seconds."""
-
-
-@dataclass(frozen=True)
-class EnvironmentTime:
-    """Lognormal seconds of an environment's answer, at most `limit_s`; constant if `sigma` is 0."""
-
-    median_s: float
-    sigma: float = 0.0
-    limit_s: float = math.inf
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.median_s < math.inf or not 0 <= self.sigma <= MAX_SIGMA:
-            raise ConfigError(
-                f"environment time: {self.median_s:g}:{self.sigma:g}: the median must be at least"
-                f" 0 and finite, sigma from 0 to {MAX_SIGMA}"
-            )
-
-    def sample(self, count: int, rng: np.random.Generator) -> Array:
-        """Return `count` random times, s, float64 [count]."""
-        times = self.median_s * np.exp(self.sigma * rng.standard_normal(count))
-        return np.asarray(np.minimum(times, self.limit_s))
-
-
-@dataclass(frozen=True)
-class EpisodeTurns:
-    """Turns of rollouts as those of equally likely `episodes`.
-
-    A rollout of so many sampled tokens has the turns of a random episode of as many. So `lengths`
-    of a workload must hold only lengths of these episodes; `lengths` of this class does.
-    """
-
-    episodes: tuple[EpisodeWork, ...]
-
-    has_environment = True
-
-    @cached_property
-    def lengths(self) -> EmpiricalLengths:
-        """Distribution of the sampled tokens of an episode."""
-        return EmpiricalLengths.from_samples([e.sampled_tokens for e in self.episodes])
-
-    @cached_property
-    def mean_turns(self) -> float:
-        return fmean(len(episode.turns) for episode in self.episodes)
-
-    @cached_property
-    def mean_observed_tokens(self) -> float:
-        return fmean(episode.observed_tokens for episode in self.episodes)
-
-    @cached_property
-    def mean_environment_s(self) -> float:
-        return fmean(episode.environment_s for episode in self.episodes)
-
-    @cached_property
-    def _episodes_by_tokens(self) -> Mapping[int, Sequence[EpisodeWork]]:
-        by_tokens = defaultdict(list)
-        for episode in self.episodes:
-            by_tokens[episode.sampled_tokens].append(episode)
-        return by_tokens
-
-    def draw_episode(self, sampled_tokens: int, rng: np.random.Generator) -> EpisodeWork:
-        episodes = self._episodes_by_tokens[sampled_tokens]
-        return episodes[int(rng.integers(len(episodes)))]
-
-    @cached_property
-    def _completion_lengths(self) -> EmpiricalLengths:
-        return EmpiricalLengths.from_samples(
-            [episode.sampled_tokens + episode.observed_tokens for episode in self.episodes]
-        )
-
-    def add_observed_tokens(self, lengths: LengthDistribution) -> LengthDistribution:
-        return self._completion_lengths
 
 
 @dataclass(frozen=True)
