@@ -27,14 +27,11 @@ class ExhaustiveSearch:
     """Search that evaluates every placement it cannot prune, for small clusters.
 
     aheads: how many steps generation may run ahead.
-    streamed: allowed values of `Placement.is_streamed`.
 
     Raise ConfigError if the cluster is too large.
     """
 
-    def __init__(
-        self, choices: ParallelismChoices, aheads: Sequence[int], streamed: Sequence[bool]
-    ) -> None:
+    def __init__(self, choices: ParallelismChoices, aheads: Sequence[int]) -> None:
         cluster = choices.problem.cluster
         if cluster.num_devices > MAX_DEVICES:
             raise ConfigError(
@@ -42,7 +39,6 @@ class ExhaustiveSearch:
             )
         self._choices = choices
         self._allowed_steps_ahead = list(aheads)
-        self._allowed_streaming = list(streamed)
         self._leader_by_role = _find_leaders(choices)
         meshes = list(iter_meshes(cluster))
         self._options = {
@@ -199,16 +195,12 @@ class ExhaustiveSearch:
         return True
 
     def _evaluate_roles(self, roles: dict[str, CallAssignment]) -> None:
-        """Schedule a complete assignment, streamed and not, and keep the best placement."""
-        is_disaggregated = len({assignment.mesh for assignment in roles.values()}) > 1
-        for streamed in (
-            self._allowed_streaming if is_disaggregated else self._allowed_streaming[:1]
-        ):
-            self.num_scheduled += 1
-            placement = self._choices.make_placement(roles, self._steps_ahead, streamed=streamed)
-            seconds = self._choices.estimator.estimate_step_s(placement, self._best[0])
-            if seconds < self._best[0]:
-                self._best = (seconds, placement)
+        """Schedule a complete assignment, and keep the best placement."""
+        self.num_scheduled += 1
+        placement = self._choices.make_placement(roles, self._steps_ahead)
+        seconds = self._choices.estimator.estimate_step_s(placement, self._best[0])
+        if seconds < self._best[0]:
+            self._best = (seconds, placement)
 
 
 def _find_leaders(choices: ParallelismChoices) -> dict[str, str]:

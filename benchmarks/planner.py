@@ -231,7 +231,6 @@ def measure_gap(
             PlacementEstimator(asked, costs.approximate_costs), rules=allow_any_split
         ),
         sorted({0, ahead}),
-        (True, False),
     )
     _, best_s = oracle.find_best(plan.best.placement)
     planned_s = planner.estimator.estimate_step_s(plan.best.placement)

@@ -22,14 +22,13 @@ from streamrl.resharding.grids import RankGrid
 from tests.planner.search.problems import FIXED, LONG_TAILED, choices, grpo, ppo
 
 MAX_GAP = 0.01
-"""Whole steps gain a colocated placement up to a percent, and the search does not try them."""
 
 
 def measure_gap(problem: PlacementProblem, ahead: int) -> float:
     """Return the relative excess of the planned step over the exhaustive optimum."""
     planned = plan_placement(problem, CostModel, max_staleness=[ahead], proposals=600)
     assert planned.best is not None
-    oracle = ExhaustiveSearch(choices(problem), sorted({0, ahead}), (True, False))
+    oracle = ExhaustiveSearch(choices(problem), sorted({0, ahead}))
     _, seconds = oracle.find_best(planned.best.placement)
     return planned.best.step_s / seconds - 1
 
