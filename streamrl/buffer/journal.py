@@ -9,13 +9,13 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 from streamrl.buffer.encoding import count_blob_bytes
 from streamrl.buffer.segment_file import (
@@ -30,9 +30,7 @@ from streamrl.buffer.segment_file import (
 )
 from streamrl.errors import JournalError, NoSpaceError
 from streamrl.files.atomic_write import NO_SPACE, fsync_path
-from streamrl.files.typed_settings import at_least, check_rules
 
-_ClockFunction = Callable[[], float]
 MAX_POST_DELAY_S = 0.05
 """Longest delay of `append_nowait` records, which share the next write, s."""
 _MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
@@ -45,17 +43,14 @@ class JournalConfig:
     """The journals of the experience queue.
 
     enabled: whether accepted groups survive the death of their shard.
-    fsync_s: longest time between two fsyncs, s; 0 syncs every group commit; null never syncs (data
-        survives a killed process, not a power cut).
+    fsync: whether every group commit is synced; if not, data survives a killed process, but not a
+        power cut.
     """
 
     enabled: bool = True
-    fsync_s: Annotated[float | None, at_least(0)] = 0.0
+    fsync: bool = True
     max_mb: ClassVar[int] = 4096
     """Growth of the journals since the last checkpoint that triggers an early checkpoint, MB."""
-
-    def __post_init__(self) -> None:
-        check_rules(self, "queue.journal.")
 
     @property
     def segment_bytes(self) -> int:
@@ -105,14 +100,12 @@ class RecordLog:
 class _JournalWriter:
     """Writes records into the segment files of a journal. Blocks on the disk; not thread-safe."""
 
-    def __init__(
-        self, folder: Path, config: JournalConfig, clock: _ClockFunction, first: int
-    ) -> None:
-        self._folder, self._clock = folder, clock
-        self._fsync_s, self._max_segment_bytes = config.fsync_s, config.segment_bytes
+    def __init__(self, folder: Path, config: JournalConfig, first: int) -> None:
+        self._folder = folder
+        self._max_segment_bytes = config.segment_bytes
         self.descriptor, self._end_offset = -1, 0
-        self._can_sync = self._fsync_s is not None
-        self.is_dirty, self.synced_at, self.fsync_total_s = False, clock(), 0.0
+        self._can_sync = config.fsync
+        self.is_dirty, self.fsync_total_s = False, 0.0
         missing_dirs = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         for path in missing_dirs if self._can_sync else ():
@@ -176,13 +169,13 @@ class _JournalWriter:
         """Fsync the current segment file if it has unsynced records and syncing is enabled."""
         if not (self._can_sync and self.is_dirty):
             return
-        started = self._clock()
+        started = time.monotonic()
         # After a failed fsync Linux may drop the dirty pages, and a second fsync would succeed
         # without them. So no fsync is tried again once one has failed.
         self._can_sync = False
         os.fsync(self.descriptor)
-        self._can_sync, self.is_dirty, self.synced_at = True, False, started
-        self.fsync_total_s += self._clock() - started
+        self._can_sync, self.is_dirty = True, False
+        self.fsync_total_s += time.monotonic() - started
 
     def _try_begin_segment(self) -> bool:
         """Start a new segment file; if the disk is full, keep the current file and return False."""
@@ -216,9 +209,7 @@ class _JournalWriter:
         with contextlib.suppress(OSError):
             os.ftruncate(self.descriptor, self._end_offset)
             self._sync_segment()
-        lost = self._fsync_s and not self._can_sync
-        durable = "fsynced" if lost else "accepted"
-        return f"journal {self.path}: {error.strerror or error}; earlier {durable} records are safe"
+        return f"journal {self.path}: {error.strerror or error}; earlier accepted records are safe"
 
 
 _PositionsFuture = asyncio.Future[list[RecordPosition]]
@@ -228,14 +219,13 @@ _PositionsFuture = asyncio.Future[list[RecordPosition]]
 class _PendingAppend:
     """Records of one append call that wait for the next write of a journal.
 
-    sync: whether the records ask for an fsync of their write: True yes, False no, None if one is
-        due by `JournalConfig.fsync_s`.
+    sync: whether the records ask for an fsync of their write.
     should_rotate: the journal starts a new segment after these records.
     """
 
     frames: list[EncodedRecord]
     future: _PositionsFuture
-    sync: bool | None
+    sync: bool
     should_rotate: bool
 
 
@@ -254,12 +244,11 @@ class Journal(RecordLog):
         folder: Path,
         config: JournalConfig,
         *,
-        clock: _ClockFunction = time.monotonic,
         first: int = 1,
     ) -> None:
-        self._folder, self._fsync_s, self._clock = folder, config.fsync_s, clock
+        self._folder = folder
         with wrap_journal_errors(folder):
-            self._writer = _JournalWriter(folder, config, clock, first)
+            self._writer = _JournalWriter(folder, config, first)
             self._segment_sizes = {
                 n: get_segment_path(folder, n).stat().st_size for n in list_segments(folder)
             }
@@ -267,7 +256,6 @@ class Journal(RecordLog):
         self._pending_appends: list[_PendingAppend] = []
         self._is_busy = self._is_closed = False
         self._failure = ""
-        self._sync_timer: asyncio.TimerHandle | None = None
         self._drained_s = 0.0
 
     @property
@@ -285,13 +273,13 @@ class Journal(RecordLog):
     async def append(
         self, records: Sequence[JournalRecord], *, sync: bool = True
     ) -> list[RecordPosition]:
-        """Append records; return their positions once they are as durable as `fsync_s` requires.
+        """Append records; return their positions once they are as durable as `fsync` requires.
 
         Without `sync`, return once the operating system has the records: they survive the death of
         this process, but not a power cut. Records are written, and callers resumed, in the order of
         the calls. The records of a cancelled call may still be written.
         """
-        return await self._submit_records(records, sync=None if sync else False)
+        return await self._submit_records(records, sync=sync)
 
     def append_nowait(self, records: Sequence[JournalRecord]) -> None:
         """Append records without waiting; they are written within MAX_POST_DELAY_S.
@@ -306,7 +294,7 @@ class Journal(RecordLog):
 
         Raises NoSpaceError if the disk is full; the journal then continues in the current segment.
         """
-        position = (await self._submit_records([], sync=None, cut=True))[-1]
+        position = (await self._submit_records([], sync=True, cut=True))[-1]
         if position.offset:
             path = get_segment_path(self._folder, position.segment + 1)
             raise NoSpaceError(f"journal {path} cannot be created: {os.strerror(errno.ENOSPC)}")
@@ -334,7 +322,7 @@ class Journal(RecordLog):
         self,
         records: Sequence[JournalRecord],
         *,
-        sync: bool | None,
+        sync: bool,
         cut: bool = False,
         delay_s: float = 0.0,
     ) -> _PositionsFuture:
@@ -364,7 +352,7 @@ class Journal(RecordLog):
         commit = partial(
             self._writer.commit_records,
             [frame for job in jobs for frame in job.frames],
-            sync=self._should_sync(jobs),
+            sync=any(job.sync for job in jobs),
             cut=jobs[-1].should_rotate,
         )
         self._is_busy = True
@@ -389,10 +377,6 @@ class Journal(RecordLog):
         loop = asyncio.get_running_loop()
         if self._is_closed and not self._pending_appends:
             self._close_segment()
-        elif self._sync_timer is None and self._writer.is_dirty and self._fsync_s:
-            self._sync_timer = loop.call_later(
-                max(0.0, self._sync_due_in_s()), self._run_overdue_sync
-            )
         # After the waiters have run: records they append next share the write.
         loop.call_soon(self._start_commit)
 
@@ -408,23 +392,6 @@ class Journal(RecordLog):
         self._pending_appends.clear()
         self._close_segment()
 
-    def _should_sync(self, jobs: list[_PendingAppend]) -> bool:
-        is_due = self._sync_due_in_s() <= 0
-        return any(job.sync or (job.sync is None and is_due) for job in jobs)
-
-    def _sync_due_in_s(self) -> float:
-        """Return the time until the next fsync is due, s; infinite if fsync is disabled."""
-        if self._fsync_s is None:
-            return float("inf")
-        return self._writer.synced_at + self._fsync_s - self._clock()
-
-    def _run_overdue_sync(self) -> None:
-        self._sync_timer = None
-        if not (self._is_closed or self._failure):
-            self._submit_records([], sync=None).cancel()
-
     def _close_segment(self) -> None:
-        if self._sync_timer is not None:
-            self._sync_timer.cancel()
         self._thread.shutdown(wait=False)
         os.close(self._writer.descriptor)

@@ -76,6 +76,7 @@ REMOVED_SETTINGS: Mapping[str, object] = {
     "weights.bucket_mb": 64,
     "telemetry.wandb.project": "streamrl",
     "queue.hedge_s": None,
+    "queue.journal.fsync_s": 0.0,
     "data.prompt_key": "prompt",
     "data.max_bad_share": 0.1,
     "algorithm.advantage_unbiased": True,

@@ -18,7 +18,6 @@ from streamrl.buffer import (
 )
 from streamrl.buffer.durable_shard import SnapshotBase, open_shard
 from streamrl.buffer.encoding import Blob, decode_columns, join_pieces
-from streamrl.buffer.journal import JournalConfig
 from streamrl.buffer.segment_file import delete_segments_from, get_segment_path, list_segments
 from streamrl.errors import JournalError, StreamError
 from streamrl.run_dir.checkpoint import CheckpointState, CheckpointWriter, find_snapshot
@@ -33,7 +32,7 @@ def plan(
     stages: Mapping[str, StageSchema] = STAGES,
 ) -> ShardPlan:
     files = ShardFiles(run_dir / "journal", lambda: find_snapshot(run_dir, "shard-0"))
-    config = QueueConfig(lease_s=100.0, max_attempts=2, journal=JournalConfig(fsync_s=0.0))
+    config = QueueConfig(lease_s=100.0, max_attempts=2)
     return ShardPlan(stages, config, ShardCapacity(100), session, files if enabled else None)
 
 

@@ -7,13 +7,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from streamrl.buffer.journal import Journal, JournalConfig
 from streamrl.buffer.segment_file import (
     CorruptRecord,
     get_segment_path,
@@ -29,7 +28,6 @@ from tests.buffer.journals import (
     read_numbers,
     write_journal,
 )
-from tests.virtual_time import ManualClock
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -154,11 +152,11 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "writev", refuse)
 
 
-@pytest.mark.parametrize("fsync_s", [0.0, 5.0, None])
+@pytest.mark.parametrize("fsync", [True, False])
 async def test_full_disk_fails_all_waiters_with_a_clear_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync_s: float | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool
 ):
-    journal = open_journal(tmp_path, fsync_s=fsync_s)
+    journal = open_journal(tmp_path, fsync=fsync)
     await journal.append([note(0), note(1)])
     size = get_segment_path(tmp_path, 1).stat().st_size
     with monkeypatch.context() as patch:
@@ -208,11 +206,8 @@ async def test_rotate_on_a_full_disk_can_be_retried(
     assert read_numbers(tmp_path) == [0, 1, 2]
 
 
-@pytest.mark.parametrize(("fsync_s", "safe"), [(0.0, "accepted"), (1000.0, "fsynced")])
-async def test_failed_fsync_is_not_retried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync_s: float, safe: str
-):
-    journal = open_journal(tmp_path, fsync_s=fsync_s)
+async def test_failed_fsync_is_not_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    journal = open_journal(tmp_path)
     await journal.append([note(0)])
     descriptors = []
 
@@ -224,7 +219,7 @@ async def test_failed_fsync_is_not_retried(
     journal.append_nowait([note(1)])
     for _ in range(2):
         with pytest.raises(
-            JournalError, match=f"Input/output error; earlier {safe} records are safe"
+            JournalError, match="Input/output error; earlier accepted records are safe"
         ):
             await journal.rotate()
     with pytest.raises(JournalError, match="Input/output error"):
@@ -284,7 +279,7 @@ async def worker(journal, name):
 
 async def main():
     JournalConfig.max_mb = 1
-    config = JournalConfig(fsync_s=float(sys.argv[2]) if sys.argv[2] else None)
+    config = JournalConfig(fsync=bool(sys.argv[2]))
     journal = Journal(Path(sys.argv[1]), config)
     await asyncio.gather(*(worker(journal, f"{journal.segment}-{n}") for n in range(4)))
 
@@ -292,9 +287,9 @@ asyncio.run(main())
 """
 
 
-def run_until_killed(folder: Path, fsync_s: str, lines: int) -> Iterator[tuple[str, int]]:
+def run_until_killed(folder: Path, fsync: str, lines: int) -> Iterator[tuple[str, int]]:
     """Kill an endless writer after `lines` acknowledged records; yield all acknowledged records."""
-    command = [sys.executable, "-c", ENDLESS, str(folder), fsync_s]
+    command = [sys.executable, "-c", ENDLESS, str(folder), fsync]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         text = [process.stdout.readline() for _ in range(lines)]
@@ -305,11 +300,11 @@ def run_until_killed(folder: Path, fsync_s: str, lines: int) -> Iterator[tuple[s
         yield name, int(i)
 
 
-@pytest.mark.parametrize("fsync_s", ["0", "0.05", ""])
-def test_acknowledged_records_survive_kill_9(tmp_path: Path, fsync_s: str):
+@pytest.mark.parametrize("fsync", ["yes", ""])
+def test_acknowledged_records_survive_kill_9(tmp_path: Path, fsync: str):
     acknowledged = [
-        *run_until_killed(tmp_path, fsync_s, 150),
-        *run_until_killed(tmp_path, fsync_s, 77),
+        *run_until_killed(tmp_path, fsync, 150),
+        *run_until_killed(tmp_path, fsync, 77),
     ]
     replayed: dict[str, list[int]] = {}
     for item in replay_segments(tmp_path):
@@ -324,52 +319,11 @@ def test_acknowledged_records_survive_kill_9(tmp_path: Path, fsync_s: str):
 # Time of the fsyncs
 
 
-async def test_fsync_s_null_never_fsyncs(tmp_path: Path, fsyncs: list[str]):
-    await write_journal(tmp_path / "new", range(3), range(3, 6), fsync_s=None)
-    await write_journal(tmp_path / "new", range(6, 9), fsync_s=None)
+async def test_without_fsync_nothing_is_synced(tmp_path: Path, fsyncs: list[str]):
+    await write_journal(tmp_path / "new", range(3), range(3, 6), fsync=False)
+    await write_journal(tmp_path / "new", range(6, 9), fsync=False)
     assert fsyncs == []
     assert read_numbers(tmp_path / "new") == list(range(9))
-
-
-async def test_fsync_s_bounds_the_time_between_fsyncs(tmp_path: Path, fsyncs: list[str]):
-    clock = ManualClock(100.0)
-    journal = Journal(tmp_path, JournalConfig(fsync_s=5.0), clock=clock)
-    at = []
-    for _ in range(100):
-        fsyncs.clear()
-        clock.now += 0.25
-        await journal.append([note(0)])
-        at += [clock.now] * len(fsyncs)
-    assert at == [105.0, 110.0, 115.0, 120.0, 125.0]
-    await journal.close()
-
-
-async def test_overdue_fsync_runs_without_further_appends(tmp_path: Path, fsyncs: list[str]):
-    journal = open_journal(tmp_path, fsync_s=0.1)
-    fsyncs.clear()
-
-    def fsynced(times: int) -> Callable[[], bool]:
-        return lambda: len(fsyncs) >= times
-
-    for count in (1, 2):
-        await journal.append([note(0)])
-        await eventually(fsynced(count))
-    await asyncio.sleep(0.25)
-    assert fsyncs == ["00000001.journal"] * 2, "one fsync per append"
-    await journal.close()
-
-
-@pytest.mark.parametrize("end", [Journal.rotate, Journal.close])
-async def test_rotate_and_close_fsync_at_once(
-    tmp_path: Path, fsyncs: list[str], end: Callable[[Journal], Any]
-):
-    journal = open_journal(tmp_path, fsync_s=1000.0)
-    await journal.append([note(0)])
-    assert "00000001.journal" not in fsyncs
-    await end(journal)
-    assert fsyncs.count("00000001.journal") == 1
-    if end is not Journal.close:
-        await journal.close()
 
 
 # Settings

@@ -134,8 +134,7 @@ class JumpingLoop(asyncio.SelectorEventLoop):
 
 
 def journal_of(folder: Path, **config: Any) -> Journal:
-    loop = asyncio.get_running_loop()
-    return Journal(folder, JournalConfig(**{"fsync_s": None, **config}), clock=loop.time)
+    return Journal(folder, JournalConfig(**{"fsync": False, **config}))
 
 
 @given(moves, moves, moves)

@@ -26,7 +26,7 @@ UIDS = [f"0:{i}:0" for i in range(12)]
 
 async def live(journal: Path, base: Path, uids: list[str]) -> SnapshotBase:
     """Run a shard: groups in a snapshot, then a commit, a removal and a finished group."""
-    log = Journal(journal, JournalConfig(fsync_s=None))
+    log = Journal(journal, JournalConfig(fsync=False))
     shard: QueueShard = make_shard(log=log, session="run", bounds=ShardCapacity(100))
     for i, uid in enumerate(uids):
         await admit(shard, uid, version=i % 2)

@@ -231,7 +231,6 @@ def test_a_value_of_a_wrong_type_is_one_line_with_key_and_value(recipe: Path):
             "pipeline.depth=2",
             r"pipeline.depth=2: \(2 \+ 1\) \* 32 groups .*max_staleness 1 \+ 1\).*on_stale=drop",
         ),
-        ("queue.journal.fsync_s=-1", "queue.journal.fsync_s=-1.*: must be .*0"),
         ("filter={kind: mean_outside, low: 1}", "filter.low=1.0: must be below high=1.0"),
         (
             "trainer={backend: torch, offload_optimizer: true}",
