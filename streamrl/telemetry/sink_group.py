@@ -126,10 +126,7 @@ class SinkGroup:
         # Sinks start in this order and close in reverse. The console starts first, so its summary
         # is printed last. The trace starts last, because it replaces the trace of an earlier run:
         # until then another sink may have refused to start over that run.
-        sinks_by_position = [[console] if console else [], sinks, [trace] if trace else []]
-        self.sinks: list[MetricsSink] = [
-            sink for position_sinks in sinks_by_position for sink in position_sinks
-        ]
+        self.sinks: list[MetricsSink] = [s for s in (console, *sinks, trace) if s is not None]
         self.console = console
         self._trace_sink = trace
         self._alert_watch = alert_watch

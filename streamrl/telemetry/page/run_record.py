@@ -248,26 +248,20 @@ class RunRecord:
         return float(np.interp(time_s, times, np.concatenate([[first], self.steps])))
 
 
-@dataclass
 class RunReader:
     """Reader of a run directory. Construction raises ConfigError if it holds no run."""
 
-    run_dir: Path
-    _config_text: str = field(init=False)
-    _bins: RowBins = field(init=False, default_factory=RowBins)
-    _base: list[Mapping[str, Any]] = field(init=False, default_factory=list)
-    _events: deque[Mapping[str, Any]] = field(
-        init=False, default_factory=lambda: deque(maxlen=LATEST_EVENTS)
-    )
-
-    def __post_init__(self) -> None:
-        path = self.run_dir / CONFIG_FILE
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        path = run_dir / CONFIG_FILE
         if not path.is_file():
-            raise ConfigError(f"{self.run_dir}: not a run: no {CONFIG_FILE} in it")
+            raise ConfigError(f"{run_dir}: not a run: no {CONFIG_FILE} in it")
         with wrap_file_errors(path):
             self._config_text = read_small_text(path)
-        self._metrics_tail = JsonlTail(self.run_dir / METRICS_FILE)
-        self._events_tail = JsonlTail(self.run_dir / EVENTS_FILE)
+        self._metrics_tail = JsonlTail(run_dir / METRICS_FILE)
+        self._events_tail = JsonlTail(run_dir / EVENTS_FILE)
+        self._forget_rows()
+        self._forget_events()
 
     def read(self, name: str = "") -> RunRecord:
         """Return metrics and events recorded so far, under a name; the default is the folder's.
@@ -296,5 +290,5 @@ class RunReader:
         self._bins = RowBins()
 
     def _forget_events(self) -> None:
-        self._base.clear()
-        self._events.clear()
+        self._base: list[Mapping[str, Any]] = []
+        self._events: deque[Mapping[str, Any]] = deque(maxlen=LATEST_EVENTS)
