@@ -147,16 +147,6 @@ async def test_add_groups_inserts_prompts_with_columns():
 # Finished groups
 
 
-@in_virtual_time
-async def test_refused_commits_return_their_uids():
-    queue = queue_of(3)
-    await queue.admit_prompts([prompt(uid) for uid in UIDS[:6]], 0)
-    leased = await take_all(queue, "generate")
-    entries = [(group.lease, rollouts()) for group in leased]
-    assert await queue.commit_columns(entries[:4]) == []
-    assert sorted(await queue.commit_columns(entries)) == sorted(group.uid for group in leased[:4])
-
-
 # Dead holders and stalls
 
 

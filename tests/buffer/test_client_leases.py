@@ -48,16 +48,6 @@ async def test_request_outlives_the_call():
 
 
 @in_virtual_time
-async def test_request_is_divided_among_the_shards():
-    shards = local_shards(2)
-    my_queue, your_queue = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
-    await my_queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
-    assert 0 < len(await lease(my_queue, "generate", 4)) <= 4
-    await asyncio.sleep(1.0)
-    assert len(await take_all(your_queue, "generate")) == len(UIDS) - 4
-
-
-@in_virtual_time
 async def test_request_is_retried_after_a_shard_restart_and_gets_the_same_leases():
     shards = local_shards(1)
     queue = ExperienceQueue(shards, "me")

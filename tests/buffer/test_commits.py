@@ -111,18 +111,6 @@ async def test_find_uids_with_returns_groups_that_got_the_column(shard: QueueSha
     assert (await shard.find_uids_with("scores"))[0] == ["c"]
 
 
-@on_shard()
-async def test_concurrent_duplicate_commits_are_accepted_once(shard: QueueShard):
-    await admit(shard, "a")
-    (group,) = await take(shard, "generate")
-    generated = (group.lease, rollouts())
-    assert await put(shard, generated, generated) == ["a"]
-    (scoring,) = await take(shard, "reward")
-    scored = (scoring.lease, SCORES)
-    refused = await asyncio.gather(*(put(shard, scored) for _ in range(3)))
-    assert refused == [[], ["a"], ["a"]]
-
-
 @in_virtual_time
 async def test_group_is_not_granted_while_its_commit_is_written():
     shard = make_shard(log=MemoryLog(write_s=30.0))

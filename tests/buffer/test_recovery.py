@@ -16,7 +16,7 @@ from streamrl.buffer.durable_shard import (
     recover_state,
     write_snapshot,
 )
-from streamrl.buffer.encoding import Blob, decode_columns, join_pieces
+from streamrl.buffer.encoding import decode_columns, join_pieces
 from streamrl.buffer.group import ShardState, StageColumns, read_blob
 from streamrl.buffer.journal import Journal, JournalConfig, RecordLog
 from streamrl.buffer.segment_file import (
@@ -226,23 +226,6 @@ async def test_recovery_restores_every_group_state(tmp_path: Path):
     held = (active.lease.holder, active.lease.attempt, active.request_id)
     assert held == ("generator-0", 1, "generator-0/7")
     assert not state.groups["fresh"].leases
-
-
-async def test_recovery_loads_columns_only_on_request(tmp_path: Path):
-    await write_populated_journal(tmp_path)
-    state = recover(tmp_path)
-    assert all(
-        p.data is None for group in state.groups.values() for p in group.stage_columns.values()
-    )
-    stored: list[bytes] = []
-
-    def store(blob: Blob) -> int:
-        stored.append(join_pieces(blob))
-        return len(stored)
-
-    load_columns(state, store)
-    assert len(stored) == 5
-    assert state.groups["scored"].stage_columns["reward"].data == 5
 
 
 async def test_removed_groups_are_readable_after_a_restart(tmp_path: Path):

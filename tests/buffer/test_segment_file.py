@@ -17,7 +17,6 @@ from streamrl.buffer.journal import Journal, JournalConfig
 from streamrl.buffer.segment_file import (
     CorruptRecord,
     JournalRecord,
-    RecordPosition,
     get_segment_path,
     list_segments,
     read_record,
@@ -191,14 +190,6 @@ async def test_unknown_format_version_raises(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(segment_file, "FORMAT_VERSION", 1)
     with pytest.raises(JournalError, match=r"00000001\.journal: format 2, this streamrl reads 1"):
         read_numbers(tmp_path)
-
-
-def test_reading_a_missing_record_names_file_and_offset(tmp_path: Path):
-    with pytest.raises(JournalError, match=r"00000007\.journal: No such file"):
-        read_record(tmp_path, RecordPosition(7, 0, 10))
-    write_segment(get_segment_path(tmp_path, 7), [note(0)])
-    with pytest.raises(JournalError, match=r"00000007\.journal, byte 5000: "):
-        read_record(tmp_path, RecordPosition(7, 5000, 10))
 
 
 # Segments

@@ -60,14 +60,6 @@ async def test_scorers_lease_the_same_group_in_parallel(shard: QueueShard):
 
 
 @on_shard()
-async def test_grant_has_only_the_blobs_of_requested_columns(shard: QueueShard):
-    await admit(shard, "a")
-    await finish(shard)
-    (training,) = await take(shard, "train", ("scores", "ref_logprobs"))
-    assert training.columns.keys() == {"scores", "ref_logprobs"}
-
-
-@on_shard()
 async def test_earliest_admission_is_granted_first(shard: QueueShard):
     await admit(shard, "c", "a", "b")
     assert [g.uid for g in await take(shard, "generate", max_groups=2)] == ["c", "a"]
@@ -98,12 +90,6 @@ async def test_waiting_requests_share_ready_groups(shard: QueueShard):
     assert [len(groups) for groups in batches] == [3, 2, 2]
     expected = ["generator-0", "generator-1"]
     assert [g.lease.holder for groups in batches for g in groups][2:4] == expected
-
-
-@on_shard()
-async def test_lease_request_ends_at_its_deadline(shard: QueueShard):
-    assert await take(shard, "train", wait_s=7.0) == []
-    assert asyncio.get_running_loop().time() == pytest.approx(7.0, abs=0.1)
 
 
 @on_shard()

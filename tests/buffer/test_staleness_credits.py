@@ -35,18 +35,6 @@ def train(ledger: Ledger, *groups: int) -> None:
         ledger.mark_trained(str(group))
 
 
-def test_depth_zero_admits_exactly_one_step():
-    ledger = Ledger()
-    admission = make(ledger, depth=0, capacity=4)
-    assert admission.num_credits == 4
-    admit(ledger, *range(4))
-    assert admission.num_credits == 0
-
-
-def test_depth_one_admits_two_steps():
-    assert make(Ledger(), depth=1).num_credits == 8
-
-
 def test_new_version_brings_credits_for_one_step():
     ledger, admission = make_full()
     train(ledger, *range(4))
