@@ -460,7 +460,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "planner/search/planner.py",
         "if min_ahead <= placement.max_staleness <= bound and math.isfinite(seconds)",
         "if min_ahead <= placement.max_staleness and math.isfinite(seconds)",
-        "tests/planner/search/test_planner.py",
+        "tests/planner/search/test_planner.py::test_more_staleness_is_never_slower",
     ),
     Mutant(
         "planner/steady_state/list_scheduler.py",

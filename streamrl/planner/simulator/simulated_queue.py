@@ -306,10 +306,3 @@ class SimulatedQueue:
             uids=tuple(self.groups),
             counts={"redelivered": 0, "refused": 0},
         )
-
-    async def locate_groups(self, uids: Sequence[str]) -> dict[str, str]:
-        return {
-            uid: f"done: {sorted(self.groups[uid].done_stages)}"
-            for uid in uids
-            if uid in self.groups
-        }

@@ -97,11 +97,6 @@ class SimulationScenario:
         return ReferenceConfig(every=self.run_options.reference_every)
 
     @property
-    def max_open_rollouts(self) -> int:
-        """Most rollouts that a generator works on, those in their environment included."""
-        return self.run_options.open_episodes or self.timings.generator.max_running
-
-    @property
     def replica_counts(self) -> dict[str, int]:
         timings = self.timings
         counts = {}
@@ -177,7 +172,7 @@ class SimulatedRun:
             ProcessRecordings(),
             scenario.reference_config,
             {},
-            scenario.max_open_rollouts,
+            scenario.run_options.open_episodes or timings.generator.max_running,
         )
         self._clock = asyncio.get_running_loop()
 
