@@ -304,8 +304,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "config/cross_checks.py",
-        "if groups % mini_batches:",
-        "if mini_batches > groups:",
+        "groups % algorithm.mini_batches,",
+        "algorithm.mini_batches > groups,",
         "tests/config/test_run_config.py",
     ),
     Mutant(

@@ -3,7 +3,7 @@
 Each check raises ConfigError with the setting, its value and the rule.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from streamrl.algorithms import list_required_columns
@@ -20,132 +20,185 @@ from streamrl.dataflow import (
 )
 from streamrl.engines.trainer_config import CriticConfig
 from streamrl.errors import AlgorithmError, ConfigError
+from streamrl.files.typed_settings import Conflict, check_conflicts
 from streamrl.rewards.kinds.rules import ENVIRONMENT_KIND
 from streamrl.weights.config import AUTO, DISK
 
 if TYPE_CHECKING:
     from streamrl.config.run_config import RunConfig
 
+MODEL_FREE_CALLS = (GENERATE_CALL, REWARD_CALL, COST_CALL)
+"""Calls of roles other than trained ones that have no model of their own to score with."""
+
 
 def check_consistency(config: "RunConfig") -> None:
     """Run all checks across config sections. Raises ConfigError at the first contradiction."""
-    _check_group_sizes(config)
-    _check_critic_trainer(config)
-    _check_publishing(config)
-    _check_device_buckets(config)
-    if config.placement.is_hybrid and (reason := find_colocation_conflict(config)):
-        raise ConfigError(reason)
-    _check_costs(config)
-    _check_critic(config)
-    _check_columns(config)
-    _check_scorer_offload(config)
+    check_conflicts(config, _iter_conflicts(config))
+    for name, reason in _iter_missing(config):
+        raise ConfigError(f"{name}: {reason}")
     _check_pools(config)
-    _check_reference(config)
-    _check_environment(config)
-    if bool(config.algorithm.ptx_coef) != bool(config.data.pretrain):
-        raise ConfigError(
-            f"algorithm.ptx_coef={config.algorithm.ptx_coef}, data.pretrain="
-            f"{config.data.pretrain}: a pretraining loss needs both a coefficient and texts"
-        )
+    if config.environment.is_enabled:
+        config.data.shared_template  # noqa: B018 - raises if the files differ
 
 
-def _check_group_sizes(config: "RunConfig") -> None:
-    """Check settings against the sizes of groups, steps and completions."""
-    longest, buffer = config.max_completion_tokens, config.algorithm.overlong_buffer
-    if buffer > longest:
-        raise ConfigError(
-            f"algorithm.overlong_buffer={buffer}: must be at most {config.completion_limit_key}="
-            f"{longest}"
-        )
-    mini_batches, groups = config.algorithm.mini_batches, config.pipeline.groups_per_step
-    if groups % mini_batches:
-        raise ConfigError(
-            f"algorithm.mini_batches={mini_batches}: must divide pipeline.groups_per_step={groups}"
-        )
-    if config.filter.kind == "equal_rewards" and config.algorithm.group_size == 1:
-        raise ConfigError(
-            "filter.kind=equal_rewards has no effect: algorithm.group_size=1 leaves no rewards to"
-            " compare"
-        )
-    if (config.filter.oversample_factor or 1) > MOST_OVERSAMPLED:
-        raise ConfigError(
-            f"filter.oversample={config.filter.oversample}: must be at most {MOST_OVERSAMPLED:g}"
-        )
+def _iter_conflicts(config: "RunConfig") -> Iterator[Conflict]:
+    yield from _iter_size_conflicts(config)
+    yield from _iter_critic_conflicts(config)
+    try:
+        config.dataflow  # noqa: B018 - raises for a column that no stage produces
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    yield from _iter_model_conflicts(config)
+    if config.placement.is_hybrid:
+        yield from _iter_colocation_conflicts(config)
+    if config.environment.is_enabled:
+        yield from _iter_episode_conflicts(config)
 
 
-def _check_device_buckets(config: "RunConfig") -> None:
-    """Check that versions in GPU memory reach generators without host memory."""
-    if config.weights.on_device and config.generator.tensor_parallel > 1:
-        raise ConfigError(
-            f"weights.on_device=true has no effect: with generator.tensor_parallel="
-            f"{config.generator.tensor_parallel} versions reach a generator's ranks through host"
-            " memory. Remove weights.on_device"
-        )
-
-
-def _check_scorer_offload(config: "RunConfig") -> None:
-    """Check that there is a model whose weights scorer.offload may keep in host memory."""
-    without_model = (*config.dataflow.trained_roles, GENERATE_CALL.role, REWARD_CALL.role)
-    scorers = config.dataflow.calls_by_role.keys() - {*without_model, COST_CALL.role}
-    reward_models = [entry for entry in (*config.rewards, *config.costs) if entry.kind == "model"]
-    if config.scorer.offload and not scorers and not reward_models:
-        raise ConfigError(
-            "scorer.offload=true has no effect: the run has no reference, value or reward model."
-            " Remove it"
-        )
-
-
-def _check_publishing(config: "RunConfig") -> None:
-    """Check that publishing only every n-th version respects the staleness bounds of the pipeline.
-
-    The last step before a publication trains on tokens n - 1 versions old.
-    """
-    publish_every = config.weights.publish_every
+def _iter_size_conflicts(config: "RunConfig") -> Iterator[Conflict]:
+    """Yield the rules on sizes of groups, steps and completions, and on staleness."""
+    algorithm, groups = config.algorithm, config.pipeline.groups_per_step
+    longest = config.max_completion_tokens
+    yield (
+        algorithm.overlong_buffer > longest,
+        "algorithm.overlong_buffer",
+        f"must be at most {config.completion_limit_key}={longest}",
+    )
+    yield (
+        groups % algorithm.mini_batches,
+        "algorithm.mini_batches",
+        f"must divide pipeline.groups_per_step={groups}",
+    )
+    yield (
+        config.filter.kind == "equal_rewards" and algorithm.group_size == 1,
+        "filter.kind",
+        "has no effect: algorithm.group_size=1 leaves no rewards to compare",
+    )
+    yield (
+        (config.filter.oversample_factor or 1) > MOST_OVERSAMPLED,
+        "filter.oversample",
+        f"must be at most {MOST_OVERSAMPLED:g}",
+    )
+    # The last step before a publication trains on tokens publish_every - 1 versions old.
+    lag = config.weights.publish_every - 1
     for key, bound in (
         ("max_staleness", config.pipeline.max_staleness),
         ("depth", config.pipeline.max_steps_ahead),
     ):
-        if publish_every > bound + 1:
-            raise ConfigError(
-                f"weights.publish_every={publish_every}: the last step before a publication trains"
-                f" on tokens that are {publish_every - 1} versions old, but"
-                f" pipeline.{key}={bound}"
-            )
+        yield (
+            lag > bound,
+            "weights.publish_every",
+            f"the last step before a publication trains on tokens that are {lag} versions old, but"
+            f" pipeline.{key}={bound}",
+        )
 
 
-def _check_environment(config: "RunConfig") -> None:
-    """Check that rewards, limits and algorithm suit episodes, or the lack of them."""
-    environment, kinds = config.environment, [reward.kind for reward in config.rewards]
-    if not environment.is_enabled:
-        if ENVIRONMENT_KIND in kinds:
-            raise ConfigError(
-                f"rewards[{kinds.index(ENVIRONMENT_KIND)}].kind={ENVIRONMENT_KIND}: needs"
-                " environment.path, the file of the environment"
+def _iter_critic_conflicts(config: "RunConfig") -> Iterator[Conflict]:
+    """Yield the rules on critic settings, and on a critic that shares the policy's model."""
+    columns = config.algorithm.spec.columns
+    critics = [role for column, role in CRITIC_BY_COLUMN.items() if column in columns]
+    defaults, shares = vars(CriticConfig()), config.critic.shared_coef is not None
+    # A separate critic inherits the settings of the trainer, which raise if they do not suit it.
+    if config.critic.trainer != defaults["trainer"] or (critics and not shares):
+        config.get_trainer_config(CRITIC)
+    for key, default in defaults.items():
+        yield (
+            not critics and vars(config.critic)[key] != default,
+            f"critic.{key}",
+            f"has no effect: {config.algorithm.name} has no critic. Remove it or pass critic={{}}",
+        )
+    yield (
+        shares and critics != [CRITIC],
+        "critic.shared_coef",
+        f"{config.algorithm.name} has {' and '.join(critics)}; only a single value critic can share"
+        " the policy's model",
+    )
+    yield (
+        shares and config.weights.transport == DISK,
+        "weights.transport",
+        "published versions must be plain models, and with"
+        f" critic.shared_coef={config.critic.shared_coef} the policy has a value head",
+    )
+
+
+def _iter_model_conflicts(config: "RunConfig") -> Iterator[Conflict]:
+    """Yield the rules on references, scoring models and the way of weights to generators."""
+    columns = list_required_columns(config.algorithm.spec, config.algorithm_settings)
+    yield (
+        config.reference.every and "ref_logprobs" not in columns,
+        "reference.every",
+        f"{config.algorithm.name} with algorithm.kl_coef={config.algorithm.kl_coef} uses no"
+        " reference",
+    )
+    yield (
+        config.reference.decay and config.trainer.lora_rank,
+        "reference.decay",
+        "averaging LoRA factors does not average the models; with"
+        f" trainer.lora_rank={config.trainer.lora_rank} reference.decay must be 0",
+    )
+    tp_size = config.generator.tensor_parallel
+    yield (
+        config.weights.on_device and tp_size > 1,
+        "weights.on_device",
+        f"has no effect: with generator.tensor_parallel={tp_size} versions reach a generator's"
+        " ranks through host memory. Remove weights.on_device",
+    )
+    without_model = {*config.dataflow.trained_roles, *(c.role for c in MODEL_FREE_CALLS)}
+    reward_models = [entry for entry in (*config.rewards, *config.costs) if entry.kind == "model"]
+    has_model = config.dataflow.calls_by_role.keys() - without_model or reward_models
+    yield (
+        config.scorer.offload and not has_model,
+        "scorer.offload",
+        "has no effect: the run has no reference, value or reward model. Remove it",
+    )
+    yield (
+        bool(config.algorithm.ptx_coef) != bool(config.data.pretrain),
+        "algorithm.ptx_coef",
+        f"with data.pretrain={config.data.pretrain}; a pretraining loss needs both a coefficient"
+        " and texts",
+    )
+
+
+def _iter_episode_conflicts(config: "RunConfig") -> Iterator[Conflict]:
+    """Yield the rules on limits of episodes, and on algorithms that have none."""
+    yield (
+        config.generator.max_new_tokens > config.environment.max_tokens,
+        "environment.max_tokens",
+        f"must be at least generator.max_new_tokens={config.generator.max_new_tokens}, the limit of"
+        " a turn",
+    )
+    yield (
+        config.environment.episode_timeout_s >= config.pipeline.stall_s,
+        "environment.episode_timeout_s",
+        f"must be below pipeline.stall_s={config.pipeline.stall_s:g}, after which a step without a"
+        " group, or an evaluation, is given up; raise pipeline.stall_s",
+    )
+    yield (
+        any(call.stage == GREEDY_CALL.stage for call in config.dataflow.calls),
+        "algorithm.name",
+        "needs a greedy completion of each prompt, which episodes do not have; choose another"
+        " algorithm, such as grpo",
+    )
+
+
+def _iter_missing(config: "RunConfig") -> Iterator[tuple[str, str]]:
+    """Yield (section, reason) of entries that are missing, or that nothing uses."""
+    name, needs_costs = config.algorithm.name, "costs" in config.algorithm.spec.columns
+    if needs_costs and not config.costs:
+        yield "costs", f"empty; {name} needs at least one entry, written like a reward"
+    if config.costs and not needs_costs:
+        yield "costs", f"{name} uses none; to only log a score, add a reward of weight 0"
+    specs = config.environment.specs.values()
+    for i, reward in enumerate(config.rewards):
+        setting = f"rewards[{i}].kind={ENVIRONMENT_KIND}"
+        if reward.kind == ENVIRONMENT_KIND and not specs:
+            yield setting, "needs environment.path, the file of the environment"
+        elif reward.kind == ENVIRONMENT_KIND and not any(spec.has_class for spec in specs):
+            yield (
+                setting,
+                "gives every episode 0, as environment.tools alone scores nothing; choose other"
+                " rewards, or add environment.path with score(episode)",
             )
-        return
-    if ENVIRONMENT_KIND in kinds and not any(spec.has_class for spec in environment.specs.values()):
-        raise ConfigError(
-            f"rewards[{kinds.index(ENVIRONMENT_KIND)}].kind={ENVIRONMENT_KIND}: gives every episode"
-            " 0, as environment.tools alone scores nothing; choose other rewards, or add"
-            " environment.path with score(episode)"
-        )
-    config.data.shared_template  # noqa: B018 - raises if the files differ
-    if config.generator.max_new_tokens > environment.max_tokens:
-        raise ConfigError(
-            f"environment.max_tokens={environment.max_tokens}: must be at least"
-            f" generator.max_new_tokens={config.generator.max_new_tokens}, the limit of a turn"
-        )
-    if environment.episode_timeout_s >= config.pipeline.stall_s:
-        raise ConfigError(
-            f"environment.episode_timeout_s={environment.episode_timeout_s:g}: must be below"
-            f" pipeline.stall_s={config.pipeline.stall_s:g}, after which a step without a group, or"
-            " an evaluation, is given up; raise pipeline.stall_s"
-        )
-    if any(call.stage == GREEDY_CALL.stage for call in config.dataflow.calls):
-        raise ConfigError(
-            f"algorithm.name={config.algorithm.name}: needs a greedy completion of each prompt,"
-            " which episodes do not have; choose another algorithm, such as grpo"
-        )
 
 
 def _check_pools(config: "RunConfig") -> None:
@@ -158,34 +211,16 @@ def _check_pools(config: "RunConfig") -> None:
             f" ranks; with placement.mode={config.placement.mode} a generator shares one device"
         )
     for i, pool in enumerate(config.placement.pools):
-        for role in pool:
-            if role not in roles:
-                raise ConfigError(
-                    f"placement.pools[{i}].{role}: {config.algorithm.name} has no such role here;"
-                    f" the roles are {', '.join(roles)}"
-                )
+        if unknown := [role for role in pool if role not in roles]:
+            raise ConfigError(
+                f"placement.pools[{i}].{unknown[0]}: {config.algorithm.name} has no such role here;"
+                f" the roles are {', '.join(roles)}"
+            )
 
 
 def find_colocation_conflict(config: "RunConfig") -> str:
     """Return why generators cannot run inside the trainer's ranks, naming the setting, or ""."""
-    generator, ranks = config.generator, config.trainer.world_size
-    tp_size = generator.tensor_parallel
-    hosts = "each" if tp_size == 1 else f"every group of generator.tensor_parallel={tp_size}"
-    sizes = (
-        (
-            bool(ranks % tp_size),
-            "generator.tensor_parallel",
-            f"it must divide trainer.world_size={ranks}",
-        ),
-        (
-            generator.replicas not in (1, ranks // tp_size),
-            "generator.replicas",
-            f"{hosts} of trainer.world_size={ranks} ranks hosts a generator",
-        ),
-    )
-    return find_conflict_at_any_size(
-        config, config.pipeline.max_staleness
-    ) or _format_first_conflict(config, sizes)
+    return _format_first_conflict(config, _iter_colocation_conflicts(config))
 
 
 def find_conflict_at_any_size(config: "RunConfig", max_staleness: int) -> str:
@@ -193,9 +228,39 @@ def find_conflict_at_any_size(config: "RunConfig", max_staleness: int) -> str:
 
     max_staleness: staleness bound to assume in place of the config's.
     """
+    return _format_first_conflict(config, _iter_sizeless_conflicts(config, max_staleness))
+
+
+def _format_first_conflict(config: "RunConfig", conflicts: Iterable[Conflict]) -> str:
+    try:
+        check_conflicts(config, conflicts)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _iter_colocation_conflicts(config: "RunConfig") -> Iterator[Conflict]:
+    yield from _iter_sizeless_conflicts(config, config.pipeline.max_staleness)
+    generator, ranks = config.generator, config.trainer.world_size
+    tp_size = generator.tensor_parallel
+    hosts = "each" if tp_size == 1 else f"every group of generator.tensor_parallel={tp_size}"
+    yield (
+        ranks % tp_size,
+        "generator.tensor_parallel",
+        f"in a colocated run it must divide trainer.world_size={ranks}",
+    )
+    yield (
+        generator.replicas not in (1, ranks // tp_size),
+        "generator.replicas",
+        f"in a colocated run {hosts} of trainer.world_size={ranks} ranks hosts a generator",
+    )
+
+
+def _iter_sizeless_conflicts(config: "RunConfig", max_staleness: int) -> Iterator[Conflict]:
+    """Yield the rules of colocated runs that hold for any number of ranks."""
     weights = config.weights
     drains = weights.on_update == "drain" and max_staleness > 0
-    reasons = (
+    for applies, key, reason in (
         (weights.publish_every > 1, "weights.publish_every", "the weights change at every step"),
         (weights.transport != AUTO, "weights.transport", "weights need no transport"),
         (drains, "weights.on_update", "rollouts cannot finish while the trainer computes"),
@@ -209,84 +274,8 @@ def find_conflict_at_any_size(config: "RunConfig", max_staleness: int) -> str:
             "generator.threads",
             f"the generator uses the trainer.threads={config.trainer.threads} of its process",
         ),
-    )
-    return _format_first_conflict(config, reasons)
-
-
-def _format_first_conflict(config: "RunConfig", reasons: Iterable[tuple[bool, str, str]]) -> str:
-    """Format the first conflict that applies, or return "".
-
-    reasons: (applies, setting, reason) of each possible conflict.
-    """
-    for applies, setting, reason in reasons:
-        if applies:
-            section, key = setting.split(".")
-            value = vars(vars(config)[section])[key]
-            return f"{setting}={value}: in a colocated run {reason}"
-    return ""
-
-
-def _check_reference(config: "RunConfig") -> None:
-    """Check that the algorithm uses the EMA reference, and that no LoRA factors are averaged."""
-    every, decay = config.reference.every, config.reference.decay
-    if every and "ref_logprobs" not in list_required_columns(
-        config.algorithm.spec, config.algorithm_settings
     ):
-        raise ConfigError(
-            f"reference.every={every}: {config.algorithm.name} with"
-            f" algorithm.kl_coef={config.algorithm.kl_coef} uses no reference"
-        )
-    if decay and config.trainer.lora_rank:
-        raise ConfigError(
-            f"reference.decay={decay}: averaging LoRA factors does not average the models;"
-            f" with trainer.lora_rank={config.trainer.lora_rank} reference.decay must be 0"
-        )
-
-
-def _list_critic_roles(config: "RunConfig") -> list[str]:
-    """Return the roles of the critics that produce columns the algorithm requires."""
-    columns = config.algorithm.spec.columns
-    return [role for column, role in CRITIC_BY_COLUMN.items() if column in columns]
-
-
-def _check_critic_trainer(config: "RunConfig") -> None:
-    """Check critic.trainer if the user set it, or if the run trains a separate critic.
-
-    A separate critic inherits the settings of the trainer.
-    """
-    is_set = config.critic.trainer != CriticConfig().trainer
-    if is_set or (_list_critic_roles(config) and config.critic.shared_coef is None):
-        config.get_trainer_config(CRITIC)
-
-
-def _check_critic(config: "RunConfig") -> None:
-    """Check that critic settings take effect, and suit a critic that shares the policy's model."""
-    critics = _list_critic_roles(config)
-    for key, default in vars(CriticConfig()).items():
-        if not critics and vars(config.critic)[key] != default:
-            raise ConfigError(
-                f"critic.{key}={vars(config.critic)[key]} has no effect: {config.algorithm.name}"
-                " has no critic. Remove it (or pass critic={})"
-            )
-    if config.critic.shared_coef is not None and critics != [CRITIC]:
-        raise ConfigError(
-            f"critic.shared_coef={config.critic.shared_coef}: {config.algorithm.name} has"
-            f" {' and '.join(critics)}; only a single value critic can share the policy's model"
-        )
-    if config.critic.shared_coef is not None and config.weights.transport == DISK:
-        raise ConfigError(
-            "weights.transport=disk: published versions must be plain models, and with"
-            f" critic.shared_coef={config.critic.shared_coef} the policy has a value head"
-        )
-
-
-def _check_columns(config: "RunConfig") -> None:
-    """Raise ConfigError if the algorithm requires a column that no stage produces."""
-    try:
-        config.dataflow  # noqa: B018
-    # The error of a dataflow with a column that no stage produces.
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+        yield applies, key, f"in a colocated run {reason}"
 
 
 def check_algorithm(config: "RunConfig") -> None:
@@ -302,20 +291,6 @@ def check_algorithm(config: "RunConfig") -> None:
     if config.algorithm.spec is ALGORITHMS.get(config.algorithm.name):
         config.algorithm.check_unused_settings(
             find_read_settings(config.algorithm.spec, config.algorithm_settings)
-        )
-
-
-def _check_costs(config: "RunConfig") -> None:
-    """Check that the config has costs exactly if the algorithm requires the column `costs`."""
-    needs_costs = "costs" in config.algorithm.spec.columns
-    if needs_costs and not config.costs:
-        raise ConfigError(
-            f"costs: empty; {config.algorithm.name} needs at least one entry, written like a reward"
-        )
-    if config.costs and not needs_costs:
-        raise ConfigError(
-            f"costs: {config.algorithm.name} uses none; to only log a score, add a reward of"
-            " weight 0"
         )
 
 

@@ -1,6 +1,7 @@
 """Checks of a resume's config: overrides that the stored run or its checkpoint rules out."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.config.run_config import RunConfig
@@ -8,10 +9,22 @@ from streamrl.dataflow import CRITIC, POLICY, CallKind
 from streamrl.engines.trainer_config import REFERENCE_FILE
 from streamrl.errors import ConfigError
 from streamrl.files.file_proofs import compute_digest
+from streamrl.files.typed_settings import Conflict, check_conflicts, get_setting
 from streamrl.run_dir.checkpoint import Checkpoint
 
 FIXED_TRAINER_SETTINGS = ("lora_rank", "lora_alpha", "lora_targets")
 """Trainer settings that determine the parameters in a checkpoint."""
+
+FIXED_SETTINGS = (
+    "pipeline.groups_per_step",
+    "critic.shared_coef",
+    "critic.warmup_alone",
+    "algorithm.group_size",
+    "algorithm.epochs",
+    "algorithm.mini_batches",
+    "queue.journal.enabled",
+)
+"""Settings that determine the columns and steps in a checkpoint, a queue and a run log."""
 
 _LAYOUT_SETTINGS = (
     *("backend", "world_size", "tensor_parallel", "sequence_parallel", "zero_stage", "threads"),
@@ -76,28 +89,12 @@ def _check_fixed_settings(stored: RunConfig, config: RunConfig) -> None:
 
     stored: config saved with the run. config: the same with overrides.
     """
-    trained = stored.dataflow.trained_roles
     for section, role in (("trainer", POLICY), ("critic.trainer", CRITIC)):
-        if role not in trained or role not in config.dataflow.trained_roles:
-            continue
-        old, new = (vars(c.get_trainer_config(role)) for c in (stored, config))
-        for name in FIXED_TRAINER_SETTINGS:
-            if new[name] != old[name]:
-                raise ConfigError(
-                    f"{section}.{name}={new[name]}: a resumed run must keep {old[name]}"
-                )
-    fixed = {
-        "pipeline.groups_per_step": lambda c: c.pipeline.groups_per_step,
-        "critic.shared_coef": lambda c: c.critic.shared_coef,
-        "critic.warmup_alone": lambda c: c.critic.warmup_alone,
-        "algorithm.group_size": lambda c: c.algorithm.group_size,
-        "algorithm.epochs": lambda c: c.algorithm.epochs,
-        "algorithm.mini_batches": lambda c: c.algorithm.mini_batches,
-        "queue.journal.enabled": lambda c: c.queue.journal.enabled,
-    }
-    for key, value in fixed.items():
-        if value(config) != value(stored):
-            raise ConfigError(f"{key}={value(config)}: a resumed run must keep {value(stored)}")
+        if role in stored.dataflow.trained_roles and role in config.dataflow.trained_roles:
+            old, new = (vars(c.get_trainer_config(role)) for c in (stored, config))
+            rows = _iter_changes(FIXED_TRAINER_SETTINGS, old, new)
+            check_conflicts(new, rows, f"{section}.")
+    check_conflicts(config, _iter_changes(FIXED_SETTINGS, stored, config))
     _check_kind_of_rollouts(stored, config)
     old_params, new_params = (
         AdaptiveParams(c.algorithm.spec, c.algorithm_settings).values for c in (stored, config)
@@ -110,11 +107,15 @@ def _check_fixed_settings(stored: RunConfig, config: RunConfig) -> None:
                 " restored from the checkpoint; it cannot be set on resume"
             )
     before, now = stored.pipeline.max_staleness, config.pipeline.max_staleness
-    if now < before:
-        raise ConfigError(
-            f"pipeline.max_staleness={now}: a resumed run has prompts in flight for {before};"
-            " the bound may only grow"
-        )
+    rule = f"a resumed run has prompts in flight for {before}; the bound may only grow"
+    check_conflicts(config, [(now < before, "pipeline.max_staleness", rule)])
+
+
+def _iter_changes(keys: Sequence[str], old: Any, new: Any) -> Iterator[Conflict]:
+    """Yield the rule that a resumed run keeps these settings."""
+    for key in keys:
+        before = get_setting(old, key)
+        yield get_setting(new, key) != before, key, f"a resumed run must keep {before}"
 
 
 def _check_kind_of_rollouts(stored: RunConfig, config: RunConfig) -> None:

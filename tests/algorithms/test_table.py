@@ -323,7 +323,7 @@ def test_an_inconsistent_row_is_refused(changes, message):
         ("rloo", ["algorithm.advantage_scale=batch"], "rloo does not use it"),
         ("gdpo", ["algorithm.single_rollout=keep"], "gdpo does not use it"),
         ("grpo", ["algorithm.gamma=0.9"], "gamma=0.9 has no effect: grpo does not use it"),
-        ("grpo", ["critic.warmup_alone=3"], "warmup_alone=3 has no effect: grpo has no critic"),
+        ("grpo", ["critic.warmup_alone=3"], "warmup_alone=3: has no effect: grpo has no critic"),
         ("ppo", [SHARED, "critic.trainer.lr=1e-3"], "'lr': 0.001}: needs a separate critic"),
         ("safe_rlhf", ["costs=[{kind: exact}]", SHARED], "only a single value critic"),
         ("ppo", ["critic.trainer.lr=nan"], "critic.trainer.lr=nan: must be above 0"),
@@ -332,7 +332,7 @@ def test_an_inconsistent_row_is_refused(changes, message):
         (
             "ppo",
             ["algorithm.group_size=1", "filter.kind=equal_rewards"],
-            "filter.kind=equal_rewards has no effect: algorithm.group_size=1",
+            "filter.kind=equal_rewards: has no effect: algorithm.group_size=1",
         ),
         ("grpo", ["algorithm.correction.reject_high=2"], "has no effect with reject=none"),
         ("gdpo", ["algorithm.overlong_buffer=4"], "normalizes every reward separately"),

@@ -151,44 +151,10 @@ def row(content: str, **changes: object) -> dict[str, object]:
     }
 
 
-def test_an_empty_data_file_is_named(refused: Refuse, tmp_path: Path):
-    assert "rows.jsonl" in refused(f"data.train={rows(tmp_path)}")
-
-
-def test_a_missing_filter_file_is_named(refused: Refuse, tmp_path: Path):
-    path = rows(tmp_path, row("1+1"))
-    line = refused(f"data.eval={{path: {path}, filter: 'no.py:keep'}}")
-    assert "no.py" in line and "no such file" in line
-
-
-def test_a_missing_column_is_named_with_its_row(refused: Refuse, tmp_path: Path):
-    path = rows(tmp_path, row("1+1"), {"question": "1+1"})
-    line = refused(f"data.train={path}")
-    assert "prompt" in line and "2" in line
-
-
-def test_a_prompt_longer_than_the_limit_is_named_by_row(refused: Refuse, tmp_path: Path):
-    path = rows(tmp_path, row("1+1"), row("1+" * 100 + "1"))
-    line = refused(f"data.train={path}", f"data.eval={path}")
-    assert "rows.jsonl" in line and "2" in line and "202 tokens" in line
-
-
-def test_long_prompts_can_be_skipped_unless_none_is_left(refused: Refuse, tmp_path: Path):
-    path = rows(tmp_path, row("1+" * 100 + "1"))
-    assert "all 1 prompts exceed" in refused(f"data.train={path}", "data.on_long_prompt=skip")
-
-
 def test_a_row_that_the_reward_cannot_judge_is_named(refused: Refuse, tmp_path: Path):
     path = rows(tmp_path, row("1+1"), row("2+2", reward_model={"style": "rule"}))
     line = refused(f"data.train={path}")
     assert "ground_truth" in line and "line 2" in line
-
-
-def test_a_damaged_model_directory_is_named(refused: Refuse, toy: Path, tmp_path: Path):
-    broken = tmp_path / "broken"
-    shutil.copytree(toy / "model", broken)
-    (broken / "model.safetensors").write_bytes(b"nothing")
-    assert "model.safetensors" in refused(f"model.path={broken}")
 
 
 def test_a_config_that_transformers_refuses_is_named(refused: Refuse, toy: Path, tmp_path: Path):

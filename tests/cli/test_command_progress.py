@@ -10,8 +10,6 @@ import pytest
 from streamrl.cli.main import main
 from streamrl.telemetry import progress_line
 from streamrl.telemetry.progress import WorkStatus
-from tests.planner.calibration.runs import play, recipe, write_run
-from tests.toy import write_toy
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 PROBLEM = [str(CONFIGS / "grpo_arithmetic.yaml"), "--cluster", "4xH100", "--model", "qwen2.5-1.5b"]
@@ -37,15 +35,6 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     return run_command
 
 
-def test_data_check_counts_rows(tmp_path: Path, run: Callable[..., list[str]]):
-    toy = write_toy(tmp_path)
-    assert run("data", "check", f"{toy}/rows.jsonl", "--model", f"{toy}/model") == [
-        "loading",
-        "loading the tokenizer",
-        "checking rows.jsonl: 100 of 100 rows",
-    ]
-
-
 def test_plan_counts_placements(run: Callable[..., list[str]]):
     words = ("plan", *PROBLEM, "--proposals", "20", "--max-staleness", "0,1")
     _, reading, searching, simulating, _ = run(*words)
@@ -65,14 +54,3 @@ def test_score_counts_completions(tmp_path: Path, run: Callable[..., list[str]])
     completions.write_text("\n".join(lines))
     words = ("score", str(rows), "--completions", str(completions), "--reward", "exact")
     assert run(*words)[-1] == "scoring: 3 of 3 completions"
-
-
-def test_calibrate_and_what_if_count_simulations(tmp_path: Path, run: Callable[..., list[str]]):
-    config = recipe(tmp_path)
-    run_dir = write_run(tmp_path / "run", config, play(config))
-    assert run("calibrate", str(run_dir))[-2:] == [
-        "fitting",
-        "simulating with the fitted constants",
-    ]
-    simulating = run("report", str(run_dir), "--what-if")[-1].split()
-    assert simulating[0] == "simulating:" and simulating[1] == simulating[3] != "0"

@@ -1,7 +1,6 @@
 """`streamrl data check` reads every row like a run and reports bad rows."""
 
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -113,27 +112,6 @@ def test_filter_and_template_options_are_applied(toy, tmp_path, check):
     code, text = check(*words, "--template", tmp_path / "bad.jinja")
     assert (code, len(text.splitlines())) == (2, 1)
     assert f"template={tmp_path}/bad.jinja:1: TemplateSyntaxError: " in text
-
-
-@pytest.mark.parametrize("command", ["data check", "train"])
-@pytest.mark.parametrize("kind", ["fifo", "device", "deep"])
-def test_an_endless_data_file_is_a_one_line_error(toy, tmp_path, capsys, command, kind):
-    path = tmp_path / "rows.jsonl"
-    if kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "device":
-        path.symlink_to("/dev/zero")
-    else:
-        path.write_text('{"prompt": ' + "[" * 100_000 + "\n")
-    if command == "train":
-        words = ["train", f"{toy}/recipe.yaml", f"data.train={path}", f"run.dir={tmp_path}/runs"]
-    else:
-        words = ["data", "check", str(path), "--model", f"{toy}/model"]
-    assert main(words) == 2
-    captured = capsys.readouterr()
-    assert str(path) in (lines := (captured.out + captured.err).splitlines())[-1]
-    assert len(lines) == 1 or (command, kind) == ("data check", "deep")
-    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(

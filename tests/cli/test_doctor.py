@@ -13,7 +13,6 @@ from streamrl.cli.doctor import (
     describe_machine,
     find_problems,
     has_gpu_files,
-    read_driver,
 )
 from streamrl.cli.main import main
 
@@ -133,33 +132,6 @@ def test_each_problem_of_a_gpu_machine_has_a_remedy(changes: dict[str, object], 
 
 def test_the_cpu_needs_no_compiler_and_little_shared_memory():
     assert find_problems(machine(compiler="", headers="", shared_memory_gib=0.06)) == []
-
-
-@pytest.mark.parametrize(
-    ("text", "version"),
-    [
-        (
-            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15\n"
-            "GCC version:  gcc version 11.4.0 (Ubuntu 11.4.0-1)",
-            "535.183.01",
-        ),
-        (
-            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.03  Release Build",
-            "580.159.03",
-        ),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  580.9  Rel", "580.9"),
-        ("something else", ""),
-    ],
-)
-def test_the_driver_version_comes_from_proc(tmp_path: Path, text: str, version: str):
-    assert read_driver(tmp_path / "none") == ""
-    (tmp_path / "version").write_text(text)
-    assert read_driver(tmp_path / "version") == version
-
-
-def test_a_machine_without_shared_memory_has_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(doctor, "SHARED_MEMORY", tmp_path / "none")
-    assert doctor.inspect_machine().shared_memory_gib == 0
 
 
 @pytest.mark.parametrize("error", [OSError, ImportError, RuntimeError])

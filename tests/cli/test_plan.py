@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.cli.arguments.planner_args import read_lengths
 from streamrl.cli.main import main
 from streamrl.config.run_config import load_config
 from streamrl.placement.meshes import Mesh
@@ -140,52 +139,6 @@ def test_the_plan_is_written_as_a_config_with_its_placement(
     code, out = run(capsys, "simulate", *written)
     assert code == 0
     assert json.loads(out)["step_s"] == pytest.approx(planned["simulated"]["step_s"], rel=0.02)
-
-
-def test_a_written_placement_can_be_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    placement, folder = tmp_path / "plan.json", tmp_path / "simulated"
-    options = ["-o", str(placement), "--pipeline", "--max-staleness", "0,1"]
-    assert run(capsys, "plan", *TINY, *options)[0] == 0
-    words = [*TINY[:-2], "--placement", str(placement), "--steps", "6", "-o", str(folder)]
-    code, out = run(capsys, "simulate", *words)
-    assert code == 0
-    assert "ledger      admitted" in out
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    assert all(0 <= row["idle/train"] <= 1 for row in rows)
-    events = json.loads((folder / "trace.json").read_text())
-    assert {"generate", "train"} <= {event["name"] for event in events}
-    # An existing run directory is left unchanged.
-    assert "already holds a run" in refusal(capsys, "simulate", *words)
-
-
-def test_the_default_number_of_steps_covers_the_warm_up(capsys: pytest.CaptureFixture[str]):
-    words = ["simulate", *SMALL[:-2], "--json"]
-    for ahead, steps in ((1, 20), (16, 85)):
-        result = json.loads(run(capsys, *words, f"pipeline.max_staleness={ahead}")[1])
-        assert len(result["step_ends_s"]) == steps
-
-
-@pytest.mark.slow
-def test_placement_slice_s_changes_plan_and_simulation(capsys: pytest.CaptureFixture[str]):
-    shared = ["placement.mode=mixed", "placement.pools=[{generator: 1, reference: 1}]"]
-    words = [*SMALL[:-2], "algorithm.kl_coef=0.1", *shared, "generator.replicas=4"]
-    words += ["reference.replicas=4", "--steps", "8", "--json"]
-    steps = [
-        json.loads(run(capsys, "simulate", *words, f"placement.slice_s={slice_s}")[1])["step_s"]
-        for slice_s in (0.3, 1, 10)
-    ]
-    assert len(set(steps)) == len(steps)
-    # Compare the schedule's estimates over all candidates.
-    words = ["plan", *TINY, "algorithm.kl_coef=0.1", "--max-staleness", "1", "--json"]
-    plans = [
-        [
-            candidate.get("step_s")
-            for candidate in json.loads(run(capsys, *words, more)[1])["candidates"]
-        ]
-        for more in ("placement.slice_s=0.3", "placement.slice_s=10")
-    ]
-    assert plans[0] != plans[1]
 
 
 def test_a_plan_ignores_the_runs_own_depth(capsys: pytest.CaptureFixture[str]):
@@ -384,10 +337,6 @@ def test_a_simulation_of_episodes_says_when_too_few_are_open(capsys: pytest.Capt
     assert seconds[128] > 8
 
 
-def test_integer_lengths_may_have_a_decimal_point():
-    assert read_lengths("fixed:1e3", 1000).max_tokens == 1000
-
-
 def test_a_placement_with_too_large_a_bound_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -440,18 +389,6 @@ def test_a_plan_on_unlike_devices_cannot_be_written_as_config(
     out = tmp_path / "plan.yaml"
     assert "cannot choose between unlike devices" in refusal(capsys, "plan", *words, "-o", str(out))
     assert run(capsys, "plan", *words, "-o", str(tmp_path / "plan.json"))[0] == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recipe", "cluster"), [("grpo_arithmetic", "6xA100"), ("remax_arithmetic", "2x6xA100")]
-)
-def test_nodes_with_six_devices_can_be_planned(
-    recipe: str, cluster: str, capsys: pytest.CaptureFixture[str]
-):
-    words = [str(CONFIGS / f"{recipe}.yaml"), "--cluster", cluster, "--model", "qwen2.5-1.5b"]
-    words += ["--prompt-tokens", "300", "--max-staleness", "0,1", "--proposals", "50"]
-    assert run(capsys, "plan", *words)[0] == 0
 
 
 @pytest.mark.slow

@@ -82,30 +82,6 @@ def test_the_ledger_with_drops_and_epochs_is_printed(report: Report, tmp_path: P
     assert "trained     2 uids, each exactly once\n" in text
 
 
-def test_json_contains_the_same_ledger(report: Report, tmp_path: Path):
-    async def two_epochs(run_log: RunLog) -> None:
-        await four_groups(run_log)
-        await run_log.record_admissions([uid(0, epoch=1)], 1)
-
-    write_run_log(tmp_path, two_epochs)
-    report_json = json.loads(report("--json")[1])
-    assert report_json["ledger"] == {
-        "admitted": 6,
-        "trained": 2,
-        "filtered": 1,
-        "dropped": 1,
-        "in_flight": 2,
-        "drops": {"reward_error": 1},
-    }
-    assert report_json["trained"] == [uid(1), uid(0)], "in the order of training"
-    assert report_json["in_flight"] == [uid(2, 1), uid(0, epoch=1)]
-    assert report_json["epochs"] == {
-        "0": {"trained": 2, "filtered": 1, "dropped": 1, "in_flight": 1},
-        "1": {"trained": 0, "filtered": 0, "dropped": 0, "in_flight": 1},
-    }
-    assert report_json["problems"] == []
-
-
 def test_a_torn_log_end_is_ignored_and_left_unchanged(report: Report, tmp_path: Path):
     write_run_log(tmp_path, four_groups)
     folder = get_journal_dir(tmp_path, RUN_LOG_FOLDER)
@@ -131,20 +107,6 @@ def test_a_torn_log_end_is_ignored_and_left_unchanged(report: Report, tmp_path: 
     code, text = report()
     assert code == 0
     assert "2 starts" in text and "trained 3" in text and "in flight 0" in text
-
-
-def test_the_run_log_of_an_active_run_can_be_read(report: Report, tmp_path: Path):
-    reports = []
-
-    async def work(run_log: RunLog) -> None:
-        await four_groups(run_log)
-        reports.append(report("--json"))
-        await run_log.record_step(step(1, uid(2, 1)))
-
-    write_run_log(tmp_path, work)
-    code, text = reports[0]
-    assert code == 0 and json.loads(text)["ledger"]["in_flight"] == 1
-    assert json.loads(report("--json")[1])["ledger"]["in_flight"] == 0
 
 
 def test_a_uid_trained_twice_is_reported(report: Report, tmp_path: Path):

@@ -220,12 +220,6 @@ def test_the_verdict_depends_on_weighted_components(verdicts, verdict):
     assert combine_verdicts(dict(zip("abc", verdicts.split(), strict=True)), configs) == verdict
 
 
-def test_without_weighted_components_all_must_pass():
-    configs = [RewardConfig("a", weight=0.0)]
-    assert combine_verdicts({"a": "wrong"}, configs) == "wrong"
-    assert combine_verdicts({"a": "pass"}, configs) == "pass"
-
-
 async def test_the_number_of_concurrent_groups_is_bounded():
     concurrency = [0]
     scored: list[int] = []
@@ -266,57 +260,6 @@ def test_a_bad_completion_line_is_named_by_number(tmp_path, capsys, lines, words
     out, error = capsys.readouterr()
     assert (out, error.count("\n")) == ("", 1)
     assert error.startswith("streamrl: " + words.format(path))
-
-
-@pytest.mark.parametrize("kind", ["fifo", "device", "directory"])
-def test_completions_must_be_a_regular_file(tmp_path, capsys, kind):
-    path, rows = tmp_path / "outs.jsonl", write(tmp_path / "rows.jsonl", ROWS)
-    if kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "device":
-        path = Path("/dev/zero")
-    else:
-        path.mkdir()
-    assert main(["score", str(rows), "--completions", str(path), "--reward", "exact"]) == 2
-    out, error = capsys.readouterr()
-    assert (out, error.count("\n")) == ("", 1)
-    assert error.startswith(f"streamrl: --completions {path}: cannot be read: ")
-
-
-def test_a_reward_may_skip_rows_of_other_tasks(score, reward_file):
-    """TRL's rewards return None for such rows; verl's rewards return extra numbers."""
-    path = reward_file("""
-        def sums(completions, data_source, ground_truth, **columns):
-            return [
-                float(c == g) if s == "sums" else None
-                for c, s, g in zip(completions, data_source, ground_truth)
-            ]
-        def compute_score(data_sources, solution_strs, ground_truths, extra_infos):
-            return [{"score": 0.5, "length": len(text)} for text in solution_strs]
-    """)
-    words = ("--reward", f"{path}:sums", "--reward", f"{path}:compute_score")
-    code, lines, summary = score(*words)
-    assert code == 0
-    assert [line["score"] for line in lines] == [0.5, 1.5, 0.5, 0.5]
-    assert [line["components"]["sums"] for line in lines] == [None, 1.0, None, 0.0]
-    assert lines[0]["verdicts"]["sums"] == "not_judged"
-    assert lines[3]["numbers"] == {"compute_score": {"length": 3.0}}
-    assert "reward/sums" in summary and "mean 0.5000" in summary
-    assert "reward/compute_score/length  mean 1.5000" in summary
-
-
-@pytest.mark.parametrize(
-    ("source", "line"),
-    [
-        ("import os; os._exit(0)", "reward f: worker does not start: .* exited with code 0"),
-        ("import ctypes; ctypes.string_at(0)", "reward f: worker does not start: .*SIGSEGV"),
-        ("1 / 0", r"rewards\[0\].path=.*my_reward.py:1: ZeroDivisionError: division by zero"),
-    ],
-)
-def test_a_reward_file_that_exits_on_import_is_an_error(score, reward_file, source, line):
-    code, lines, error = score("--reward", f"{reward_file(source)}:f")
-    assert (code, lines) == (2, [])
-    assert re.fullmatch(rf"streamrl: {line}\n", error)
 
 
 def test_a_reward_file_imports_neighbors_and_its_prints_go_to_stderr(reward_file, tmp_path):
@@ -360,48 +303,6 @@ def test_bad_settings_are_a_one_line_error(score, words, line):
     code, lines, error = score(*words)
     assert (code, lines, error.count("\n")) == (2, [], 1)
     assert error.startswith(f"streamrl: {line}")
-
-
-def test_unjudgeable_rows_and_missing_files_are_named(score, tmp_path, capsys):
-    bad = write(tmp_path / "bad.jsonl", [*ROWS, {"prompt": "?", "ground_truth": "many"}])
-    outs = write(tmp_path / "outs.jsonl", [{"index": 2, "completion": "5"}])
-    words = ["--reward", "numeric", "--completions"]
-    assert main(["score", str(bad), *words, str(outs)]) == 2
-    assert capsys.readouterr().err.startswith(
-        f"streamrl: {bad} line 3 (uid 0:2:0): reward numeric:"
-    )
-    for rows, completions in ((bad, "none.jsonl"), ("none.jsonl", outs)):
-        assert main(["score", str(rows), *words, str(completions)]) == 2
-        error = capsys.readouterr().err
-        assert "none.jsonl: cannot be read: No such file or directory" in error
-
-
-def test_blank_lines_count_in_row_numbers(tmp_path, capsys):
-    rows = write(tmp_path / "rows.jsonl", [{"prompt": "?", "ground_truth": "5"}])
-    rows.write_text("\n\n" + rows.read_text())
-    for index, code in ((2, 0), (0, 2)):
-        outs = write(tmp_path / "outs.jsonl", [{"index": index, "completion": "5"}])
-        assert main(["score", str(rows), "--completions", str(outs), "--reward", "exact"]) == code
-
-
-def test_column_options_override_the_recipe(tmp_path, capsys):
-    rows = write(tmp_path / "rows.jsonl", [{"question": "2+3=", "answer": "5"}])
-    outs = write(tmp_path / "outs.jsonl", [{"index": 0, "completion": "5"}])
-    recipe = tmp_path / "recipe.yaml"
-    entry = {"path": str(rows), "prompt_key": "question", "label_key": "answer"}
-    recipe.write_text(json.dumps({"model": {"path": "m"}, "data": {"train": [entry]}}))
-    keys = ["--prompt-key", "question", "--label-key", "answer"]
-    for words in (keys, ["--config", str(recipe)]):
-        files = ["score", str(rows), "--completions", str(outs), "--reward", "exact"]
-        assert main([*files, *words]) == 0
-        assert json.loads(capsys.readouterr().out)["verdict"] == "pass"
-
-
-def test_only_overrides_may_follow_the_options(score, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        score("--reward", "exact", "scorer.timeout_s=5", "--count", "3")
-    line = "streamrl: unrecognized arguments: --count 3 (see streamrl --help)\n"
-    assert capsys.readouterr().err == line
 
 
 @pytest.mark.slow

@@ -22,11 +22,9 @@ from streamrl.config.preflight import (
 from streamrl.config.role_counts import with_placement_mode
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.errors import ConfigError
-from streamrl.messages import FinishReason, Rollout, parse_uid, rollouts_to_columns
+from streamrl.messages import FinishReason, Rollout, rollouts_to_columns
 from streamrl.placement.resource_demand import (
-    SHARED_SLOTS,
     ClusterCapacity,
-    check_fits,
     choose_mode,
 )
 from tests.toy import write_toy
@@ -114,25 +112,6 @@ def test_demanded_memory_includes_models_that_an_actor_keeps_on_the_host(
     assert memory_gib == {role: PROCESS_GIB + 3 * count for role, count in copies.items()}
 
 
-def test_on_one_pool_all_roles_with_a_model_share_a_gpu(run: tuple[RunConfig, PreparedRun]):
-    prepared = run[1]
-    config = replace(run[0], generator=replace(run[0].generator, kv_cache_mb=500))
-    # Generator, reference and trainer, disaggregated or colocated.
-    for gpus, mode in ((3, "disaggregated"), (2, "colocated"), (1, "colocated")):
-        assert (
-            choose_mode(
-                list_placement_options(config, prepared, True), ClusterCapacity(8, gpus)
-            ).mode
-            == mode
-        )
-    message = (
-        r"needs 3 GPUs = .*; the cluster has 0; colocated is impossible: the run needs 1 GPUs = "
-        r"1 for 1 slots \(placement\.mode=colocated\); the cluster has 0"
-    )
-    with pytest.raises(ConfigError, match=message):
-        choose_mode(list_placement_options(config, prepared, True), ClusterCapacity(8, 0))
-
-
 @pytest.mark.parametrize("mode", ["auto", "shadow"])
 def test_a_generator_on_a_shared_gpu_needs_a_kv_cache_limit(
     run: tuple[RunConfig, PreparedRun], mode: str
@@ -151,14 +130,6 @@ def test_a_generator_on_a_shared_gpu_needs_a_kv_cache_limit(
     # With a dedicated GPU, or on a CPU, no limit is needed.
     choose_mode(list_placement_options(run[0], run[1], True), ClusterCapacity(8, 3))
     choose_mode(list_placement_options(config, run[1], False), ClusterCapacity(8, 0))
-
-
-def test_a_rule_based_reward_demands_no_gpu(run: tuple[RunConfig, PreparedRun]):
-    pools = [{"policy": 1.0, "generator": 1.0, "reference": 1.0}]
-    placement = replace(run[0].placement, mode="mixed", pools=pools)
-    demands = list_resource_demands(replace(run[0], placement=placement), run[1], on_gpu=True)
-    assert [(d.count, d.gpus) for d in demands if d.role == SHARED_SLOTS] == [(1, 1), (1, 0)]
-    check_fits(demands, ClusterCapacity(2, 1))
 
 
 def test_a_tensor_parallel_generator_demands_a_device_per_process(
@@ -234,26 +205,6 @@ def test_a_policy_that_is_never_trained_gets_a_note(run: tuple[RunConfig, Prepar
     config = load_config(write_toy(tmp_path) / "recipe.yaml", overrides)
     assert "critic.warmup_alone=3: the policy is frozen in all" in prepare_run(config).notes[0]
     assert not any("warmup_alone" in note for note in run[1].notes)
-
-
-def test_shares_of_several_files_are_noted_and_a_bad_row_names_its_file(tmp_path):
-    toy = write_toy(tmp_path)
-    rows = (toy / "rows.jsonl").read_text().splitlines()
-    second = toy / "second.jsonl"
-    second.write_text("\n".join(rows[:10]))
-    mix = f"data.train=[{{path: {toy}/rows.jsonl, weight: 3}}, {{path: {second}, weight: 1}}]"
-    checked: list[int] = []
-    prepared = prepare_run(load_config(toy / "recipe.yaml", [mix]), checked.append)
-    assert sum(checked) == 110 + sum(map(len, prepared.eval_prompts.values()))
-    assert prepared.notes[-2:] == (
-        f"{toy}/rows.jsonl, 75% of the stream: 100 prompts; 9 groups are 0.09 epochs",
-        f"{second}, 25% of the stream: 10 prompts; 3 groups are 0.30 epochs",
-    )
-    drawn = [parse_uid(prompt.uid)[1] for prompt in prepared.prompts.draw_prompts(8)]
-    assert sum(index >= 100 for index in drawn) == 2
-    second.write_text("\n".join([rows[0], '{"prompt": "1+1"}']))
-    with pytest.raises(ConfigError, match=f"{second} line 2 .*ground_truth"):
-        prepare_run(load_config(toy / "recipe.yaml", [mix]))
 
 
 ENVIRONMENTS = """

@@ -1,7 +1,6 @@
 """YAML and overrides become a checked RunConfig, or a one-line error."""
 
 import math
-import os
 import shlex
 from collections.abc import Iterator
 from dataclasses import is_dataclass
@@ -103,13 +102,6 @@ def test_a_scalar_instead_of_a_list_suggests_the_list(
     config = config_to_dict(load_config(recipe, [example]))
     (item,) = OmegaConf.select(OmegaConf.create(config), key)
     assert (item["kind"] if key == "rewards" else item) == entry
-
-
-@pytest.mark.parametrize("value", ['[["a"]]', "[{a: 1}]", "[a, [b]]"])
-def test_list_entries_are_type_checked(recipe: Path, value: str):
-    with pytest.raises(ConfigError, match=r"generator\.stop\[\d\]=.*: must be text") as caught:
-        load_config(recipe, [f"generator.stop={value}"])
-    assert "\n" not in str(caught.value)
 
 
 def test_an_empty_text_setting_is_an_empty_string(recipe: Path):
@@ -257,12 +249,12 @@ def test_a_value_of_a_wrong_type_is_one_line_with_key_and_value(recipe: Path):
         ("critic.trainer.lrr=1", "critic.trainer.lrr=1: unknown; the nearest key is lr"),
         (
             "critic.shared_coef=0.5",
-            "critic.shared_coef=0.5 has no effect: grpo has no critic. Remove",
+            "critic.shared_coef=0.5: has no effect: grpo has no critic. Remove",
         ),
         ("costs=[{kind: exact}]", "costs: grpo uses none"),
         ("algorithm.name=safe_rlhf", "costs: empty; safe_rlhf needs at least one"),
-        ("algorithm.ptx_coef=0.1", "algorithm.ptx_coef=0.1, data.pretrain=: a pretrain"),
-        ("data.pretrain=x.jsonl", "algorithm.ptx_coef=0.0, data.pretrain=x.jsonl: a pretrain"),
+        ("algorithm.ptx_coef=0.1", "algorithm.ptx_coef=0.1: with data.pretrain=; a pretrain"),
+        ("data.pretrain=x.jsonl", "algorithm.ptx_coef=0.0: with data.pretrain=x.jsonl; a"),
         ("algorithm.params={tau: 1}", "algorithm.params.tau=1: unknown; params of grpo: none"),
         (
             "filter={kind: equal_rewards, oversample: 33}",
@@ -311,7 +303,7 @@ def test_a_value_of_a_wrong_type_is_one_line_with_key_and_value(recipe: Path):
         ),
         (
             "environment={path: a.py, episode_timeout_s: 300}",
-            "episode_timeout_s=300: must be below pipeline.stall_s=300, .*; raise pipeline.stall_s",
+            "episode_timeout_s=300.0: must be below pipeline.stall_s=300, .*; raise pipe",
         ),
         ("weights={on_update: drain, kv: keep}", "weights.kv=keep: has no effect: .*drain"),
         ("weights={transport: disk, on_device: true}", "on_device=True.* has no effect: .*=disk"),
@@ -403,63 +395,12 @@ def test_a_setting_may_reference_another(recipe: Path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("run: {steps: 1}\nrun: {steps: 2}\n", "line 2, column 1: run: must occur only once"),
-        (
-            "a: &b {c: 1}\nd: *b\n",
-            r"line 2, column 4: \*b: aliases are not allowed; write the value out",
-        ),
-        ("run: {name: '${'}\n", r"run\.name: no viable alternative at input '\$\{'"),
-        ("name\n", "'name': must be a mapping of settings"),
-        ("{a: " * 120 + "1" + "}" * 120, "nested more than 100 levels deep"),
-        ("# a\n" * (1 << 18) + "\n", "the file exceeds the limit of 1 MiB"),
-    ],
-)
-def test_a_config_file_is_bounded_like_every_settings_file(tmp_path: Path, text: str, message: str):
-    path = tmp_path / "wrong.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=rf"^config {path}: {message}$"):
-        load_config(path)
-
-
-@pytest.mark.parametrize(
     "value", ["!!bool x", "!!int", "!!timestamp x", "!!int x", "[" * 300 + "]" * 300]
 )
 def test_a_malformed_override_value_is_refused(recipe: Path, value: str):
     with pytest.raises(ConfigError, match=r"^'run\.name=") as error:
         load_config(recipe, [f"run.name={value}"])
     assert "\n" not in str(error.value)
-
-
-def test_a_config_must_be_a_regular_file(tmp_path: Path):
-    """An endless file would be read forever, and a FIFO without a writer would block."""
-    os.mkfifo(tmp_path / "pipe")
-    for path, reason in ((tmp_path / "pipe", "not a regular file"), (tmp_path, "is a directory")):
-        with pytest.raises(ConfigError, match=rf"^config {path}: {reason}$"):
-            load_config(path)
-
-
-def test_the_number_of_settings_stays_small():
-    from dataclasses import fields, is_dataclass
-    from typing import get_args, get_origin, get_type_hints
-
-    counted: set[type] = set()
-
-    def count(kind: type) -> int:
-        # Costs have the schema of rewards, so count it once.
-        if kind in counted:
-            return 0
-        counted.add(kind)
-        total = 0
-        hints = get_type_hints(kind)
-        for field in fields(kind):
-            hint = hints[field.name]
-            inner = get_args(hint)[0] if get_origin(hint) is list else hint
-            total += count(inner) if isinstance(inner, type) and is_dataclass(inner) else 1
-        return total
-
-    assert count(RunConfig) <= 210
 
 
 @pytest.mark.parametrize("path", sorted(Path("configs").glob("*.yaml")), ids=lambda path: path.stem)
@@ -513,12 +454,6 @@ def test_tools_are_read_with_absolute_files_and_need_rewards_of_their_own(
         load_config(recipe, [*overrides, "rewards=[{kind: environment}]"])
     named = load_config(recipe, ["environment.named.a.tools=[{kind: python}]"]).environment
     assert [tool.kind for tool in named.select("a").single[1].tools] == ["python"]
-
-
-def test_a_single_environment_has_no_name(recipe: Path):
-    config = load_config(recipe, ["environment.path=a.py"]).environment
-    assert (config.single, config.select("")) == (("", config), config)
-    assert not load_config(recipe).environment.specs
 
 
 def test_a_stored_config_of_several_environments_is_read_again(recipe: Path, tmp_path: Path):

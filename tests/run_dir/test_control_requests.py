@@ -88,29 +88,6 @@ def test_an_invalid_request_is_answered_as_invalid(tmp_path: Path, text: str):
     assert not answer["is_done"] and "invalid request" in answer["lines"][0]
 
 
-def test_foreign_and_partial_files_are_ignored(tmp_path: Path):
-    inbox = open_inbox(tmp_path)
-    for name in ("notes.txt", ".1.request.json.partial", "1.json"):
-        (tmp_path / REQUESTS_FOLDER / name).write_text("{}")
-    assert inbox.take_requests() == []
-    assert len(list((tmp_path / REQUESTS_FOLDER).iterdir())) == 3
-
-
-def test_an_unread_answer_is_removed_with_the_run(tmp_path: Path):
-    inbox = open_inbox(tmp_path)
-    requests: list[ScaleRequest] = []
-    times: list[float] = []
-    with pytest.raises(ConfigError, match="no answer within 100 s"):
-        send_request(tmp_path, lambda now: requests.extend(inbox.take_requests()), generator=2)
-    inbox.write_answer(requests[0].id, ScaleAnswer(["generators: 1 -> 2"], True))
-    inbox.close()
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ConfigError, match="the run is not running"):
-        send_request(tmp_path, times.append, generator=2)
-    assert times == [], "the request fails at once"
-    inbox.close()
-
-
 def test_a_resumed_run_starts_with_an_empty_inbox(tmp_path: Path):
     folder = tmp_path / REQUESTS_FOLDER
     folder.mkdir()
@@ -177,15 +154,3 @@ def test_a_taken_request_without_an_answer_times_out(tmp_path: Path):
     inbox = open_inbox(tmp_path)
     with pytest.raises(ConfigError, match=r"no answer within 100 s; the change may"):
         send_request(tmp_path, lambda now: inbox.take_requests(), generator=2)
-
-
-def test_a_malformed_answer_is_a_one_line_error(tmp_path: Path):
-    (tmp_path / REQUESTS_FOLDER).mkdir()
-
-    def write_fifo_answer(now: float) -> None:
-        for path in (tmp_path / REQUESTS_FOLDER).glob("*.request.json"):
-            name = path.name.removesuffix(".request.json")
-            os.mkfifo(tmp_path / REQUESTS_FOLDER / f"{name}.answer.json")
-
-    with pytest.raises(ConfigError, match="not a regular file"):
-        send_request(tmp_path, write_fifo_answer, generator=3)

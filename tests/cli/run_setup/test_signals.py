@@ -48,14 +48,6 @@ def test_the_first_signal_stops_and_only_a_second_sighup_does_not_abort(number: 
             signal.raise_signal(signal.SIGTERM)
 
 
-def test_a_command_that_ignores_sighup_from_its_start_runs_on():
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-    interrupt_on_signals()()
-    with catch_first_interrupt() as stopping:
-        signal.raise_signal(signal.SIGHUP)
-        assert not stopping()
-
-
 ON_TERMINAL = """
 import sys, time
 from pathlib import Path
@@ -83,13 +75,6 @@ def test_a_command_with_closed_stdout_succeeds():
     command = f"{shlex.quote(sys.executable)} -m streamrl.cli algorithms >&-"
     process = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     assert (process.returncode, process.stderr) == (0, "")
-
-
-def test_opened_files_never_reuse_closed_standard_descriptors():
-    program = "import os, sys; from streamrl.cli.main import main; main(['algorithms'])"
-    program += "; sys.exit(min(os.open('/dev/null', os.O_RDONLY), 3) != 3)"
-    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(program)} <&- >&- 2>&-"
-    assert subprocess.run(command, shell=True, check=False).returncode == 0
 
 
 PROGRAM = """
