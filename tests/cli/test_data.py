@@ -123,7 +123,7 @@ def test_filter_and_template_options_are_applied(toy, tmp_path, check):
         (["{toy}/rows.jsonl", "--model", "{toy}"], r"model\.path=.*: config\.json: "),
         (["--config", "{toy}/recipe.yaml", "--split", "x"], "--split=x .* no file is named"),
         (["{toy}/rows.jsonl", "--model", "{toy}/model", "--on-long-prompt", "cut"], "skip"),
-        (["{toy}/rows.jsonl", "--model", "{toy}/model", "--max-prompt-tokens", "0"], "1 or more"),
+        (["{toy}/rows.jsonl", "--model", "{toy}/model", "--max-prompt-tokens", "0"], "at least 1"),
     ],
 )
 def test_bad_arguments_are_a_one_line_error(toy, check, words, message):
