@@ -74,7 +74,6 @@ REMOVED_SETTINGS: Mapping[str, object] = {
     "generator.request_timeout_s": 600.0,
     "queue.journal.max_mb": 4096,
     "weights.bucket_mb": 64,
-    "telemetry.wandb.project": "streamrl",
     "queue.hedge_s": None,
     "queue.journal.fsync_s": 0.0,
     "data.prompt_key": "prompt",

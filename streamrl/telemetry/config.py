@@ -14,12 +14,14 @@ SINKS = (JSONL, WANDB, TENSORBOARD)
 
 @dataclass
 class WandbConfig:
-    """Settings for Weights & Biases, whose own variables WANDB_PROJECT and WANDB_ENTITY apply.
+    """Settings for Weights & Biases, whose own variables, such as WANDB_ENTITY, apply.
 
     mode: offline (files only, no account needed), online (needs `wandb login`) or disabled.
+    project: the project's name.
     """
 
     mode: Annotated[str, one_of(*WANDB_MODES)] = "offline"
+    project: str = "streamrl"
 
     def __post_init__(self) -> None:
         check_rules(self, "telemetry.wandb.")

@@ -9,7 +9,6 @@ import contextlib
 import importlib
 import logging
 import math
-import os
 import re
 import secrets
 import threading
@@ -44,8 +43,6 @@ TABLE_EVERY = 10
 """Steps between two tables of rollouts."""
 MAX_TABLE_ROWS, MAX_TABLE_TEXT = 64, 2000
 """Rows of a table of rollouts, and characters of a text in it: 256 KB at most."""
-DEFAULT_PROJECT = "streamrl"
-"""Project of a run, unless WANDB_PROJECT names another."""
 
 
 def load_run_id(run_dir: Path) -> str | None:
@@ -168,7 +165,7 @@ class WandbSink:
         return wandb.init(
             settings=settings,
             dir=self._run_dir,
-            project=os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT,
+            project=self._config.project,
             name=self._run_name,
             id=self._run_id,
             resume="allow",
