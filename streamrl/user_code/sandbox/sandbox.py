@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from streamrl.errors import ConfigError
 from streamrl.user_code.pool.pool import (
     PooledProcess,
     PoolSettings,
@@ -80,14 +81,17 @@ class Sandbox:
 
         jails: concurrent programs; default: the number of available cores.
 
-        Raises ConfigError if this machine cannot isolate programs (unless `allow_unsafe`) or lacks
-        the tools of a language, and WorkerCrashError if a jail does not start.
+        Raises ConfigError if this machine cannot isolate programs (unless `allow_unsafe`), lacks
+        the tools of a language, or does not start a jail.
         """
         check_language_tools(languages)
         jail_spec, warning = await choose_isolation(limits, allow_unsafe=allow_unsafe)
         sandbox = cls(jail_spec, jails or len(os.sched_getaffinity(0)), languages)
         sandbox.user_warning = warning
-        await sandbox._pool.start()
+        try:
+            await sandbox._pool.start()
+        except WorkerCrashError as error:
+            raise ConfigError(f"sandbox: {error}") from None
         return sandbox
 
     async def run(self, program: SandboxProgram) -> ProgramResult:
