@@ -99,19 +99,19 @@ def copy_to_host(memory: BucketMemory) -> Array:
     return memory.cpu().numpy() if isinstance(memory, Tensor) else memory
 
 
-def lend_tensor(tensor: Tensor, *owners: object) -> Tensor:
-    """Return a view of `tensor` that, like all views of it, keeps the tensor and `owners` alive.
+def lend_tensor(tensor: Tensor) -> Tensor:
+    """Return a view of `tensor` that, like all views of it, keeps the tensor alive.
 
-    They are released once the GPU has finished the work queued by then, which may still read them.
+    It is released once the GPU has finished the work queued by then, which may still read it.
     """
     # DLPack makes another storage for the same memory, which all views of the result share.
     lent = torch.from_dlpack(tensor)
-    release = weakref.finalize(lent.untyped_storage(), _wait_for_device, tensor, owners)
+    release = weakref.finalize(lent.untyped_storage(), _wait_for_device, tensor)
     release.atexit = False
     return lent
 
 
-def _wait_for_device(tensor: Tensor, owners: tuple[object, ...]) -> None:
+def _wait_for_device(tensor: Tensor) -> None:
     synchronize_device()
 
 
