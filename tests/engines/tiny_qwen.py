@@ -10,11 +10,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from streamrl.messages import Array, Rollout
-from streamrl.weights.buckets import publish_version
-from streamrl.weights.transports.disk import DiskWriter
 
 if TYPE_CHECKING:
-    from streamrl.engines.training.model_trainer import ModelTrainer
+    pass
 
 VOCABULARY = 64
 EOS = 2
@@ -125,13 +123,3 @@ def worst_error(
             of_version = rollout.policy_version == version
             errors.append(np.abs(expected - rollout.generator_logprobs)[of_version].max())
     return float(max(errors))
-
-
-def publish_to_disk(trainer: "ModelTrainer", model_path: str, folder: Path) -> None:
-    """Publish a version of the model: rank 0 writes, the others join the collectives."""
-    tensors = trainer.merged_state()
-    if trainer.rank:
-        assert not list(tensors)
-        return
-    outlet = DiskWriter(folder, keep_versions=1, model_dir=Path(model_path))
-    publish_version(tensors, version=2, bucket_bytes=1 << 16, writer=outlet)

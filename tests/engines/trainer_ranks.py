@@ -26,7 +26,6 @@ from streamrl.errors import CheckpointError, StreamError
 from streamrl.messages import Columns
 from tests import forked
 from tests.engines.tiny_groups import make_groups
-from tests.engines.tiny_qwen import publish_to_disk
 from tests.engines.trainer_layouts import CUTS, Layout
 
 if TYPE_CHECKING:
@@ -62,7 +61,6 @@ VALUED: dict[str, Columns] = {
 """GROUPS with the values of a critic that predicts 0.1 everywhere."""
 NARROW = "narrow"
 LORA: dict[str, Any] = {"lora_rank": 2, "lora_alpha": 3.0}
-SEQUENCE = np.array([1, 5, 9, 33, 60, 7, 7, 21], np.int32)
 EQUAL_SCORES: dict[str, Columns] = {
     uid: {**columns, "scores": np.ones_like(columns["scores"])} for uid, columns in GROUPS.items()
 }
@@ -371,8 +369,6 @@ def lora_updates(job: RankJob, layout: Layout) -> None:
     trainer.save_training_state(folder / "state")
     repeated, first = second_step(trainer, layout), parameters_of(trainer)
     trainer.save_model(folder / "model")
-    publish_to_disk(trainer, job.model_path, folder / "versions")
-    logprobs = trainer.compute_token_logprobs(SEQUENCE)
     trainer.close()
     trainer = job.trainer(layout, lr=SEVERAL_LR, **LORA)
     trainer.load_training_state(folder / "state")
@@ -383,7 +379,6 @@ def lora_updates(job: RankJob, layout: Layout) -> None:
         "start": start,
         "norms": [report["policy/grad_norm"] for report in (*reports, repeated[0])],
         "published": first,
-        "logprobs": torch.from_numpy(logprobs),
         "runs": [repeated, resumed],
         "refusal": get_refusal(trainer, folder / "state"),
     }

@@ -1,6 +1,6 @@
 """Small models for layouts, their grids and stages; the elements that boxes cover."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from hypothesis import strategies as st
 
@@ -53,20 +53,6 @@ def transformer(
     if not tied:
         tensors.append(TensorSpec("head", (words, width), (head_position,), 0))
     return ModelSpec(tuple(tensors), head_position + 1)
-
-
-def merge_stages(counts: Sequence[int], stages: int) -> tuple[int, ...]:
-    """Merge consecutive pipeline stages into `stages` stages, and return their sizes.
-
-    counts: pipeline positions of each stage before. Zero-redundancy resharding requires generation
-    stages to consist of whole training stages; if the sizes of the training stages are configured,
-    this function gives those of generation. Raises ValueError if the numbers of stages do not
-    divide.
-    """
-    if stages < 1 or len(counts) % stages:
-        raise ValueError(f"{len(counts)} stages cannot be merged into {stages}")
-    ratio = len(counts) // stages
-    return tuple(sum(counts[start : start + ratio]) for start in range(0, len(counts), ratio))
 
 
 def count_union_elements(boxes: Iterable[TensorBox]) -> int:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.shard_memory import allocate_storage
@@ -15,8 +15,8 @@ from streamrl.resharding.layouts import (
     partition_fsdp2,
     partition_zero3,
 )
-from streamrl.resharding.tensor_specs import FusedComponent, TensorSpec, split_stages_evenly
-from tests.resharding.models import count_union_elements, even, merge_stages, transformer
+from streamrl.resharding.tensor_specs import FusedComponent, TensorSpec
+from tests.resharding.models import count_union_elements, even, transformer
 
 FLOAT = torch.float32
 
@@ -55,19 +55,6 @@ def test_heads_are_never_split_and_shared_by_surplus_ranks():
     k = full_tensor(layout, "1.qkv")[8:12]
     keys = [stored(layout, rank, "1.qkv").view(-1, 8)[2:4] for rank in range(4)]
     assert all(keys[rank].equal(k.chunk(2)[rank // 2]) for rank in range(4))
-
-
-@given(st.integers(1, 30), st.integers(1, 12), st.integers(1, 6))
-def test_stages_differ_by_at_most_one_and_merge_into_fewer(
-    num_places: int, stages: int, ratio: int
-):
-    assume(stages * ratio <= num_places)
-    parts, full_tensor = (
-        split_stages_evenly(num_places, stages * ratio),
-        split_stages_evenly(num_places, stages),
-    )
-    assert sum(parts) == num_places and max(parts) - min(parts) <= 1
-    assert merge_stages(parts, stages) == full_tensor
 
 
 def test_indivisible_tensors_are_named():

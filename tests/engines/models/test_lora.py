@@ -1,6 +1,5 @@
 """LoRA adapters replace the model in training; followers compute the same as the trainer."""
 
-import json
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -37,7 +36,6 @@ from tests.engines.trainer_layouts import LAYOUTS
 from tests.engines.trainer_ranks import (
     GROUPS,
     LORA,
-    SEQUENCE,
     SEVERAL_LR,
     TrainerCase,
     compute_divisor,
@@ -144,27 +142,6 @@ def test_a_saved_policy_is_a_merged_hugging_face_model(results, folder, one_kv_h
         if layer in LAYERS:
             change = SCALE * published[layer + LORA_B_SUFFIX] @ published[layer + LORA_A_SUFFIX]
         torch.testing.assert_close(parameter, base.get_parameter(name) + change)
-
-
-@parametrize_layouts("lora_updates", on=SEVERAL, quick=QUICK)
-def test_a_version_on_disk_has_the_logprobs_of_the_trainer(results, folder, layout):
-    latest = folder / f"lora-{layout.label}" / "versions" / "latest"
-    model = AutoModelForCausalLM.from_pretrained(latest, dtype=torch.float32)
-    saved = AutoModelForCausalLM.from_pretrained(
-        folder / f"lora-{layout.label}" / "model", dtype=torch.float32
-    )
-    assert (
-        measure_max_difference(dict(model.named_parameters()), dict(saved.named_parameters())) == 0
-    )
-    ids = torch.from_numpy(SEQUENCE).long()[None]
-    with torch.no_grad():
-        scores = compute_token_logprobs(
-            model, ids, torch.ones_like(ids, dtype=torch.bool), temperature=1.0
-        )
-    logprobs = results[f"lora/{layout.label}"][0]["logprobs"]
-    torch.testing.assert_close(scores.logprobs[0], logprobs, atol=2e-5, rtol=0)
-    names = json.loads((latest / "model.safetensors.index.json").read_text())["weight_map"]
-    assert names.keys() == dict(tiny_model(tied=True, seed=0).named_parameters()).keys()
 
 
 def adapted(one_kv_head_path, config):
