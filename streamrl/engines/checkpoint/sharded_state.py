@@ -1,6 +1,6 @@
 """On-disk format of a trainer's state, loadable by any backend and any number of ranks.
 
-<trainer>/trainer.json                    number of updates, layout and adapters
+<trainer>/trainer.json                    number of updates and adapters
           state_00000_000.safetensors     rank 0's shards of the parameters and AdamW moments
           rng_00000.safetensors           rank 0's random number generators
 
@@ -62,16 +62,14 @@ class ParameterFragment:
 
 @dataclass(frozen=True)
 class TrainerProgress:
-    """Content of trainer.json: the progress and the layout of a saved trainer.
+    """Content of trainer.json: the progress of a saved trainer.
 
     `num_updates` counts the trainer's updates; `step` is AdamW's step counter, 0 before the first.
-    `layout` describes the backend that wrote the state, for error messages. `adapters` describes
-    the LoRA settings, which must be equal on loading.
+    `adapters` describes the LoRA settings, which must be equal on loading.
     """
 
     num_updates: int
     step: int
-    layout: str
     adapters: str
 
 
@@ -147,6 +145,7 @@ def read_progress(directory: Path) -> TrainerProgress:
         fields = read_small_json(path)
         if fields.pop("format") != FORMAT_VERSION:
             raise CheckpointError(f"{path}: not a trainer's state of format {FORMAT_VERSION}")
+        fields.pop("layout", None)  # of earlier versions
         progress = TrainerProgress(**fields)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path}: {error!r}: cannot be read") from error

@@ -348,56 +348,6 @@ def _merge_served_specs(ranks: Sequence[_RankShards]) -> ModelSpec:
     return ModelSpec(tuple(specs), 1)
 
 
-def save_trainer(
-    directory: Path, rank: int, backend: "TrainingBackend", config: TrainerConfig, num_updates: int
-) -> None:
-    """Write one rank's parameters, optimizer state and random state into a checkpoint directory.
-
-    `num_updates` is the number of updates made so far. Raises NoSpaceError if the disk is full,
-    else CheckpointError.
-    """
-    with wrap_checkpoint_errors(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        step = save_state(directory, rank, backend.iter_fragments(), backend.optimizer)
-        save_rng(directory, rank)
-        if rank == 0:
-            progress = TrainerProgress(
-                num_updates, step, describe_layout(config), _describe_adapters(config)
-            )
-            write_progress(directory, progress)
-
-
-def load_trainer(
-    directory: Path, rank: int, backend: "TrainingBackend", config: TrainerConfig
-) -> int:
-    """Load one rank's state from a checkpoint of any number of ranks.
-
-    Returns the number of updates that the saved trainer had made. Collective. Raises
-    CheckpointError if the state belongs to another model or other adapters.
-    """
-    progress, adapters = read_progress(directory), _describe_adapters(config)
-    if progress.adapters != adapters:
-        saved_text, current_text = (
-            description or "no adapters" for description in (progress.adapters, adapters)
-        )
-        raise CheckpointError(f"{directory} was written with {saved_text}, not {current_text}")
-    load_state(
-        directory, progress.step, backend.iter_fragments(), backend.optimizer, backend.iter_shards()
-    )
-    backend.refresh_params()
-    restore_rng(directory, rank)
-    return progress.num_updates
-
-
-def describe_layout(config: TrainerConfig) -> str:
-    has_stages = config.backend == "deepspeed" or config.has_sharded_params
-    stage = f" zero_stage={config.zero_stage}" if has_stages else ""
-    tensor = f" tensor_parallel={config.tensor_parallel}" if config.tensor_parallel > 1 else ""
-    adapters = _describe_adapters(config)
-    lora = f" {adapters}" if adapters else ""
-    return f"backend={config.backend}{stage} world_size={config.world_size}{tensor}{lora}"
-
-
 def _describe_adapters(config: TrainerConfig) -> str:
     settings = ("lora_rank", "lora_alpha", "lora_targets") if config.lora_rank else ()
     return " ".join(f"{name}={vars(config)[name]}" for name in settings)
@@ -896,8 +846,13 @@ class ModelTrainer:
         Raises NoSpaceError if the disk is full, else CheckpointError; training can go on.
         """
         self._optimizer_offload.restore_state()
-        with self._allow_slow_ranks(SAVE_TIMEOUT_S):
-            save_trainer(directory, self.rank, self._backend, self._config, self.num_updates)
+        backend, adapters = self._backend, _describe_adapters(self._config)
+        with self._allow_slow_ranks(SAVE_TIMEOUT_S), wrap_checkpoint_errors(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            step = save_state(directory, self.rank, backend.iter_fragments(), backend.optimizer)
+            save_rng(directory, self.rank)
+            if self.rank == 0:
+                write_progress(directory, TrainerProgress(self.num_updates, step, adapters))
 
     def load_training_state(self, directory: Path) -> None:
         """Load a state saved by any backend, ZeRO stage and number of ranks.
@@ -906,8 +861,19 @@ class ModelTrainer:
         state belongs to another model or other adapters.
         """
         self._optimizer_offload.restore_state()
+        progress, backend = read_progress(directory), self._backend
+        adapters = _describe_adapters(self._config)
+        if progress.adapters != adapters:
+            texts = [text or "no adapters" for text in (progress.adapters, adapters)]
+            raise CheckpointError(f"{directory} was written with {texts[0]}, not {texts[1]}")
         with self._limit_wait("loading"):
-            self.num_updates = load_trainer(directory, self.rank, self._backend, self._config)
+            load_state(
+                *(directory, progress.step, backend.iter_fragments(), backend.optimizer),
+                backend.iter_shards(),
+            )
+            backend.refresh_params()
+            restore_rng(directory, self.rank)
+        self.num_updates = progress.num_updates
 
     def save_model(self, directory: Path) -> None:
         """Write the full model and its tokenizer as a Hugging Face directory, on rank 0.
@@ -948,23 +914,12 @@ class ModelTrainer:
         if not self._config.lora_rank:
             yield from self.full_state()
             return
-        trained = self._gather_on_cpu()
-        if self.rank == 0:
-            yield from self._iter_merged(trained)
-
-    def _gather_on_cpu(self) -> dict[str, Tensor]:
-        """Gather the trained parameters on the CPU of rank 0; other ranks return an empty dict."""
         trained = {}
         for name, tensor in self.full_state():
             if self.rank == 0:
                 trained[name] = tensor.cpu()
-        return trained
-
-    def _iter_merged(self, trained: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and tensor of the full model's parameters, LoRA adapters merged, to be saved.
-
-        `trained` are the tensors of an exhausted `full_state`.
-        """
+        if self.rank:
+            return
         cpu, path = torch.device("cpu"), self._task.model_path
         full = build_full_weights(trained, self._parameters, model_path=path, device=cpu)
         dtype = resolve_trainer_dtype(self._config)
