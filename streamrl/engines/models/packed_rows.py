@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn.functional import pad
 
 from streamrl.errors import ConfigError, StreamError
@@ -47,14 +48,14 @@ class SequenceGroup:
                 f"trainer.sequence_parallel={self.size}: must divide the {heads} heads"
             )
         parts = states.view(self.size, heads // self.size, tokens, width)
-        received: Tensor = _AllToAll.apply(parts, self._group)
+        received = _all_to_all(parts, self._group)
         return received.transpose(0, 1).reshape(1, heads // self.size, -1, width)
 
     def join_heads(self, outputs: Tensor) -> Tensor:
         """Turn [1, N, heads / size, width] into [1, N / size, heads, width]. Collective."""
         _, tokens, heads, width = outputs.shape
         parts = outputs.view(self.size, tokens // self.size, heads, width)
-        received: Tensor = _AllToAll.apply(parts, self._group)
+        received = _all_to_all(parts, self._group)
         return received.transpose(0, 1).reshape(1, -1, heads * self.size, width)
 
 
@@ -74,23 +75,9 @@ def join_sequence_group(*, world_size: int, size: int, tensor_parallel: int) -> 
     return own
 
 
-class _AllToAll(torch.autograd.Function):
-    """Part i of rank j becomes part j of rank i."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_to_all(parts, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(grad, ctx.group), None
-
-
 def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    parts = parts.contiguous()
-    received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=group)
+    """Exchange parts: part i of rank j becomes part j of rank i, and back in the gradient."""
+    received: Tensor = all_to_all_single_autograd(parts.contiguous(), None, None, group)
     return received
 
 
