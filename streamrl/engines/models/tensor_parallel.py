@@ -4,7 +4,7 @@ As in Megatron-LM (arXiv 1909.08053, section 3), attention heads and columns of 
 the ranks: the first matrix of a pair by its outputs (column parallel), the second by its inputs
 (row parallel), so each pair needs a single all-reduce. The experts of a mixture are not cut: each
 rank has some of them, and tokens travel to the rank of their experts (expert parallelism).
-Embeddings and output heads are split by the vocabulary (`vocabulary_parallel`) if its size allows.
+Embeddings and output heads are split by the vocabulary if its size allows.
 Norms, routers and value heads are replicated.
 
 DTensor's import is slow, so it happens in the functions that split layers.
