@@ -1,6 +1,5 @@
 """The example of a custom algorithm."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -23,8 +22,7 @@ def test_its_advantages_are_scores_minus_the_median():
 
 
 def test_the_command_lists_it(capsys: pytest.CaptureFixture[str]):
-    assert main(["algorithms", "median_grpo", "--path", PATH, "--json"]) == 0
-    row = json.loads(capsys.readouterr().out)["median_grpo"]
-    assert row["advantages"] == "subtract_median"
-    assert row["token_loss"] == "clipped_surrogate"
-    assert row["scope"] == "group"
+    assert main(["config", "--algorithms", "median_grpo", "--path", PATH]) == 0
+    text = capsys.readouterr().out
+    assert "functions  subtract_median, clipped_surrogate" in text
+    assert "scope      group: " in text

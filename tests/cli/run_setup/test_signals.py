@@ -72,7 +72,7 @@ def test_a_run_on_a_closed_terminal_can_print_and_save(tmp_path: Path):
 
 
 def test_a_command_with_closed_stdout_succeeds():
-    command = f"{shlex.quote(sys.executable)} -m streamrl.cli algorithms >&-"
+    command = f"{shlex.quote(sys.executable)} -m streamrl.cli config >&-"
     process = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     assert (process.returncode, process.stderr) == (0, "")
 
