@@ -211,7 +211,8 @@ class CostConstants:
         if not isinstance(values, Mapping):
             raise ConfigError(f"constants {path}: must be a mapping of names to numbers")
         known = asdict(defaults or cls())
-        return read_settings(cls, known | dict(values), section=f"constants {path}")
+        given = {name: value for name, value in values.items() if name not in REMOVED_CONSTANTS}
+        return read_settings(cls, known | given, section=f"constants {path}")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -226,6 +227,12 @@ def get_bounds(name: str) -> tuple[float, float]:
         return 0.0, MAX_SECONDS
     return float(name in ("max_running", "score_tokens", "logit_tokens")), MAX_COUNT
 
+
+REMOVED_CONSTANTS = {
+    *("optimizer_memory_fraction", "host_fraction", "zero_exposed_fraction"),
+    *("expert_rows", "stage_micro_batches", "column_bytes"),
+}
+"""Constants in files of earlier versions that are fixed numbers now."""
 
 CPU_CONSTANTS = CostConstants(
     train_flops_fraction=0.3,
