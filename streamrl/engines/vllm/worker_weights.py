@@ -6,13 +6,14 @@ file, even after a kill.
 """
 
 import ctypes
+import mmap
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from safetensors import safe_open
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
 
 from streamrl.engines.vllm.weight_loader import iter_stored_tensors
@@ -24,8 +25,20 @@ VllmEngine = Any
 #: vLLM's worker, in a rank's process.
 VllmWorker = Any
 
+ALIGNMENT = 64
+"""Alignment of parameters in the memory file, bytes."""
 SHARED_MEMORY_DIR = "/dev/shm/"
 PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class StoredParameter:
+    """Position of a parameter in the memory file; `offset` in bytes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
 
 
 class WorkerWeightLoader:
@@ -46,13 +59,9 @@ class WorkerWeightLoader:
         """
         file = os.memfd_create("weights")
         try:
+            stored = list(self._write_tensors(file, tensors))
             path = f"/proc/{os.getpid()}/fd/{file}"
-            sources, written = dict[str, str](), dict[str, Tensor]()
-            for name, tensor in iter_stored_tensors(self._model_path, tensors):
-                sources[name] = min(self._tied_names.get(name, {name}))
-                written.setdefault(sources[name], tensor.detach().cpu().contiguous())
-            save_file(written, path)
-            self._engine.collective_rpc(reload_from_file, args=(path, sources))
+            self._engine.collective_rpc(reload_from_file, args=(path, stored))
             return os.fstat(file).st_size, LoadVerification()
         finally:
             os.close(file)
@@ -61,12 +70,36 @@ class WorkerWeightLoader:
         """Return None: other processes cannot write into the ranks' memory."""
         return
 
+    def _write_tensors(self, file: int, tensors: Mapping[str, Tensor]) -> Iterator[StoredParameter]:
+        offsets: dict[frozenset[str], int] = {}
+        with os.fdopen(os.dup(file), "wb") as out:
+            for name, tensor in iter_stored_tensors(self._model_path, tensors):
+                names = self._tied_names.get(name, frozenset([name]))
+                if names not in offsets:
+                    out.seek(-out.tell() % ALIGNMENT, os.SEEK_CUR)
+                    offsets[names] = out.tell()
+                    flat = tensor.detach().cpu().contiguous().flatten()
+                    out.write(flat.view(torch.uint8).numpy().data)
+                yield StoredParameter(name, tensor.dtype, tuple(tensor.shape), offsets[names])
 
-def reload_from_file(worker: VllmWorker, path: str, sources: Mapping[str, str]) -> None:
-    """Load tensors by name; `sources` are their names in the safetensors file."""
-    with safe_open(path, framework="pt") as file:
-        tensors = ((name, file.get_tensor(source)) for name, source in sources.items())
-        worker.reload_weights(weights_iterator=tensors)
+
+def reload_from_file(worker: VllmWorker, path: str, stored: Iterable[StoredParameter]) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        # ACCESS_COPY: torch warns about read-only memory.
+        memory = mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(file)
+    worker.reload_weights(weights_iterator=_read_tensors(memory, stored))
+
+
+def _read_tensors(
+    memory: mmap.mmap, stored: Iterable[StoredParameter]
+) -> Iterator[tuple[str, Tensor]]:
+    for parameter in stored:
+        count = torch.Size(parameter.shape).numel()
+        flat = torch.frombuffer(memory, dtype=parameter.dtype, count=count, offset=parameter.offset)
+        yield parameter.name, flat.view(parameter.shape)
 
 
 def end_workers_with_engine(engine: VllmEngine) -> None:
