@@ -21,11 +21,10 @@ from tests.toy import write_toy
 
 
 async def test_the_filter_of_a_run_judges_a_group_by_its_included_rollouts(tmp_path: Path):
-    words = ["filter.kind=equal_rewards", "algorithm.mask_truncated=true"]
-    words += ["algorithm.count_truncated=false"]
+    words = ["filter.kind=equal_rewards"]
     config = load_config(write_toy(tmp_path) / "recipe.yaml", words, skips_dry_run=True)
     tokenizer = load_tokenizer(config.model.path)
-    ends = {"7": FinishReason.STOP, "8": FinishReason.STOP, "9": FinishReason.LENGTH}
+    ends = {"7": FinishReason.STOP, "8": FinishReason.STOP, "9": FinishReason.TIMEOUT}
     rollouts = [
         make_rollout([4], tokenizer(text).input_ids, finish_reason=reason)
         for text, reason in ends.items()
@@ -36,4 +35,4 @@ async def test_the_filter_of_a_run_judges_a_group_by_its_included_rollouts(tmp_p
     scorer = await RealEngineFactory().make_scorer(config, 64, REWARD_CALL.role)
     (verdict,) = await scorer.stages[REWARD_CALL.stage]([group])
     await scorer.close()
-    assert isinstance(verdict, FilteredGroup), "the only right answer was cut off"
+    assert isinstance(verdict, FilteredGroup), "the only right answer came too late"
