@@ -21,7 +21,8 @@ from tests.toy import write_toy
 
 
 async def test_the_filter_of_a_run_judges_a_group_by_its_included_rollouts(tmp_path: Path):
-    words = ["filter.kind=equal_rewards"]
+    (tmp_path / "episodes.py").write_text("class Episodes: ...")
+    words = ["filter.kind=equal_rewards", f"environment.path={tmp_path}/episodes.py"]
     config = load_config(write_toy(tmp_path) / "recipe.yaml", words, skips_dry_run=True)
     tokenizer = load_tokenizer(config.model.path)
     ends = {"7": FinishReason.STOP, "8": FinishReason.STOP, "9": FinishReason.TIMEOUT}
