@@ -7,9 +7,8 @@ PYTHON ?= python3 python3.11 python3.12
 FITS := import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
 # More for pytest, as in: make test ARGS="tests/buffer -x"
 ARGS ?=
-# Parallel test processes. More for test-all, where more tests wait for other processes.
-PROCESSES ?= 2
-test-all: PROCESSES := $(if $(filter file,$(origin PROCESSES)),3,$(PROCESSES))
+# Parallel test processes: one more than two cores, since tests wait for processes of their own.
+PROCESSES ?= 3
 # Seed of the kills (which actor, when), as in: make test-chaos SEED=3 ARGS="--only shard"
 SEED ?= 0
 
