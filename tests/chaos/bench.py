@@ -109,7 +109,6 @@ class Bench:
             "run.dir": self.folder / "runs",
             "run.name": name,
             "run.steps": STEPS,
-            "run.debug": "true",
             "pipeline.groups_per_step": GROUPS_PER_STEP,
             "checkpoint.every": 2,
             "checkpoint.keep": 1,
