@@ -77,7 +77,7 @@ ROLES: Mapping[str, Role] = {
         heals=False,
         points={
             "before_take": FaultPoint("it requests groups to train", 6),
-            "after_take": FaultPoint("it has leased groups to train", 6),
+            "after_take": FaultPoint("it has leased groups to train", 3),
             "mid_compute": FaultPoint("a micro-batch is trained", 10, (0.0, 0.005, AT_THE_END_S)),
             "mid_put": FaultPoint("a step is in the run log, and its groups are in the shards", 5),
             "mid_checkpoint": FaultPoint("a checkpoint is renamed", 2, (0.0, AT_THE_END_S)),
