@@ -47,20 +47,12 @@ class StepSnapshot:
 
 DRAIN_EVERY_S = 0.2
 """Minimum interval between two drains of the actors; faster steps share a drain."""
-DRAIN_TIMEOUT_S = 10.0
-"""Longest time by which a hung actor delays the metrics row of a step; its report is then lost."""
+DRAIN_TIMEOUT_S = 3.0
+"""Longest time by which a slow actor delays the metrics row of a step."""
+LAST_DRAIN_TIMEOUT_S = 10.0
+"""Longest wait for a slow actor's rollouts before a checkpoint and at the end of the run."""
 MAX_PENDING_STEPS = 4
 """Training steps whose number of recorded groups is kept until the groups are trained."""
-
-
-async def drain_actor(name: str, actor: Any) -> ActorReport:
-    """Collect the report of an actor; return an empty report if the actor is dead or hung."""
-    reply, call_name = actor.collect_report.remote(), f"{name}.collect_report"
-    try:
-        report: ActorReport = await await_reply(reply, call_name, DRAIN_TIMEOUT_S)
-    except (ActorLostError, DeadlineError):
-        return ActorReport(name, (), process_time={})
-    return report
 
 
 class StepReporter:
@@ -81,6 +73,10 @@ class StepReporter:
         self._spans: dict[str, list[Span]] = {role.role: [] for role in roles}
         self._recorded: dict[str, RecordedGroup] = {}
         self._advantages: dict[str, dict[int, float]] = {}
+        #: Calls of actors that did not answer a drain in time, by name; a later drain takes them.
+        self._open_calls: dict[str, asyncio.Task[ActorReport]] = {}
+        #: Uids of trained steps whose rollouts are not posted yet, since a call is open.
+        self._unposted: dict[int, list[str]] = {}
         self._counts: Counter[str] = Counter()
         self._memory_peaks: dict[str, float] = {}
         self._core_meters = {name: CoreMeter() for name in ("machine", "stages", "queue")}
@@ -119,24 +115,31 @@ class StepReporter:
             spans = self._record_reports(reports)
             for snapshot in snapshots:
                 self._post_step(snapshot, spans)
+                self._post_rollouts()
                 self._snapshots.task_done()
                 spans = []
 
     async def wait_until_idle(self) -> None:
-        """Wait until every queued step is reported."""
+        """Wait until every queued step is reported, with the rollouts of slow actors."""
         joining = asyncio.create_task(self._snapshots.join())
         await asyncio.wait({joining, self._reporting}, return_when=asyncio.FIRST_COMPLETED)
         if not joining.done():
             joining.cancel()
             self._reporting.result()
+        if self._open_calls:
+            await asyncio.wait(self._open_calls.values(), timeout=LAST_DRAIN_TIMEOUT_S)
+            self._record_reports(await self._drain_actors())
+        self._post_rollouts(is_last=True)
 
     async def finish_reporting(self) -> None:
         """Wait until all queued steps are reported, then stop reporting."""
         await self.wait_until_idle()
         self._reporting.cancel()
+        for call in self._open_calls.values():
+            call.cancel()
 
     def _post_step(self, snapshot: StepSnapshot, spans: Sequence[Span]) -> None:
-        """Send a step's metrics row to the driver, spans for the trace, and recorded groups."""
+        """Compute the metrics row of a step and send it to the driver, with spans for the trace."""
         outcome = snapshot.outcome
         # If the wall clock is set back, the step's length is tiny instead of negative.
         end_s = max(outcome.ended_at, self._window_start + 1e-3)
@@ -164,9 +167,20 @@ class StepReporter:
         self._driver_events.post_report(
             StepReport(outcome.version + 1, row, spans, outcome.is_repeated)
         )
-        step, uids = outcome.version + 1, [group.uid for group in outcome.groups]
-        if recorded := self._pop_recorded(step, uids):
-            self._driver_events.post_report(RolloutReport(step, recorded))
+        self._unposted[outcome.version + 1] = [group.uid for group in outcome.groups]
+
+    def _post_rollouts(self, *, is_last: bool = False) -> None:
+        """Send the recorded groups of each trained step to the driver, once no call is open.
+
+        is_last: do not wait for open calls.
+        """
+        is_late = len(self._unposted) > MAX_PENDING_STEPS
+        if self._open_calls and not is_late and not is_last:
+            return
+        for step, uids in self._unposted.items():
+            if recorded := self._pop_recorded(step, uids):
+                self._driver_events.post_report(RolloutReport(step, recorded))
+        self._unposted = {}
         for pending in (self._recorded, self._advantages):
             for uid in list(pending)[: -self._max_pending]:
                 del pending[uid]
@@ -189,9 +203,35 @@ class StepReporter:
 
     async def _drain_actors(self) -> dict[str, list[ActorReport]]:
         """Collect by role what each actor did since its last report."""
-        reports = [asyncio.gather(*map(drain_actor, r.names, r.actors)) for r in self._roles]
-        roles = [role.role for role in self._roles]
-        return dict(zip(roles, await asyncio.gather(*reports), strict=True))
+        tasks = {
+            role.role: [
+                asyncio.ensure_future(self._drain_actor(name, actor))
+                for name, actor in zip(role.names, role.actors, strict=True)
+            ]
+            for role in self._roles
+        }
+        names = {name for role in self._roles for name in role.names}
+        for name in self._open_calls.keys() - names:  # a replica that has left
+            self._open_calls.pop(name).cancel()
+        return {role: list(await asyncio.gather(*role_tasks)) for role, role_tasks in tasks.items()}
+
+    async def _drain_actor(self, name: str, actor: Any) -> ActorReport:
+        """Collect the report of an actor; return an empty report if the actor is dead or slow.
+
+        A slow actor's report is left to the next drain, since the actor forgets what it has
+        reported.
+        """
+        call = self._open_calls.pop(name, None) or asyncio.ensure_future(
+            await_reply(actor.collect_report.remote(), f"{name}.collect_report")
+        )
+        await asyncio.wait({call}, timeout=DRAIN_TIMEOUT_S)
+        if not call.done():
+            self._open_calls[name] = call
+            return ActorReport(name, (), process_time={})
+        try:
+            return call.result()
+        except (ActorLostError, DeadlineError):
+            return ActorReport(name, (), process_time={})
 
     def _measure_cores(
         self, reports: Mapping[str, Sequence[ActorReport]], *, shards_s: float

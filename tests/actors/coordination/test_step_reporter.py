@@ -20,6 +20,7 @@ from streamrl.actors.coordination.role_actors import RoleActors
 from streamrl.actors.coordination.step_reporter import (
     DRAIN_EVERY_S,
     DRAIN_TIMEOUT_S,
+    LAST_DRAIN_TIMEOUT_S,
     StepReporter,
     StepSnapshot,
 )
@@ -251,9 +252,65 @@ async def test_a_hung_actor_delays_a_report_only_briefly():
     run.generator.collect_report = Hung()  # type: ignore[assignment]
     run.reporter.add_step(snapshot(0, ended_at=2.0))
     began = asyncio.get_running_loop().time()
+    await run.reporter._snapshots.join()
+    assert asyncio.get_running_loop().time() - began <= DRAIN_TIMEOUT_S + DRAIN_EVERY_S
     (report,) = await run.finish()
     assert report.row["idle/train"] == pytest.approx(0.5)
-    assert asyncio.get_running_loop().time() - began <= DRAIN_TIMEOUT_S + DRAIN_EVERY_S
+    waited_s = asyncio.get_running_loop().time() - began
+    assert waited_s <= 2 * DRAIN_TIMEOUT_S + DRAIN_EVERY_S + LAST_DRAIN_TIMEOUT_S
+
+
+class Slow:
+    """Method that replies to each call after `delay_s`, with what happened before the reply."""
+
+    def __init__(self, worker: Worker, delay_s: float) -> None:
+        self.worker = worker
+        self.delay_s = delay_s
+
+    async def remote(self) -> ActorReport:
+        await asyncio.sleep(self.delay_s)
+        report = await self.worker.remote()
+        self.worker.recorded, self.worker.advantages = [], {}
+        return report
+
+
+@pytest.mark.parametrize("slow_name", ["generator", "rank"])
+@pytest.mark.parametrize("later_steps", [0, 3])
+@in_virtual_time
+async def test_rollouts_of_a_slow_actor_are_reported_once_it_answers(
+    slow_name: str, later_steps: int
+):
+    run = Reported()
+    slow: Worker = vars(run)[slow_name]
+    slow.collect_report = Slow(slow, 3 * DRAIN_TIMEOUT_S)  # type: ignore[assignment]
+    run.generator.recorded = [make_group(uid) for uid in "abcd"]
+    run.rank.advantages = {uid: {0: 0.5} for uid in "abcd"}
+    for version, uid in enumerate("abcd"[: 1 + later_steps]):
+        run.reporter.add_step(snapshot(version, ended_at=version + 1.0, uid=uid))
+        await asyncio.sleep(2 * DRAIN_TIMEOUT_S)
+    steps, recorded = await run.finish_all()
+    assert [report.step for report in steps] == [*range(1, 2 + later_steps)]
+    assert {step: [g.uid for g in groups] for step, groups in recorded.items()} == {
+        step: [uid] for step, uid in enumerate("abcd"[: 1 + later_steps], start=1)
+    }
+    rollouts = [group.rollouts[0] for groups in recorded.values() for group in groups]
+    assert [rollout.advantage for rollout in rollouts] == [0.5] * len(steps)
+
+
+@in_virtual_time
+async def test_a_slow_replica_that_leaves_holds_no_rollouts_back():
+    run, leaving = Reported(), Worker("generator-1")
+    leaving.collect_report = Hung()  # type: ignore[assignment]
+    run.roles[0].add_replica("generator-1", leaving)
+    run.generator.recorded = [make_group("a")]
+    run.reporter.add_step(snapshot(0, ended_at=1.0, uid="a"))
+    await asyncio.sleep(2 * DRAIN_TIMEOUT_S)
+    run.roles[0].remove_replica("generator-1")
+    run.reporter.add_step(snapshot(1, ended_at=2.0, uid="b"))
+    await asyncio.sleep(2 * DRAIN_TIMEOUT_S)
+    reports = await run.feed.read_after(0, 1.0)
+    assert [report.step for report in reports if isinstance(report, RolloutReport)] == [1]
+    await run.finish_all()
 
 
 class Hung:
