@@ -5,7 +5,7 @@
                ServiceOutageError    nobody answers: all callers wait, one at a time tries again
 
 An outage is never the fault of the item in hand. Its holder waits, with its lease, and the run ends
-if the outage lasts too long (pipeline.outage_s).
+if the outage lasts too long (PipelineConfig.outage_s).
 """
 
 import asyncio
@@ -32,7 +32,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0
 """Pauses between two tries of a service that does not answer: the first, doubled up to the longest.
 """
 MAX_OUTAGE_S = 14400.0
-"""Longest outage that a caller waits for; pipeline.outage_s ends a run earlier, in good order."""
+"""Longest outage that a caller waits for; PipelineConfig.outage_s ends a run earlier."""
 PING_TIMEOUT_S = 10.0
 MAX_LONE_FAILURES = 8
 """Failures of an item, while the service answered others in between or with an error of its own,

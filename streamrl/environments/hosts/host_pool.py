@@ -34,6 +34,7 @@ from streamrl.messages import Prompt
 from streamrl.user_code.pool.pool import (
     START_TIMEOUT_S,
     PoolSettings,
+    SharedTimeoutError,
     Worker,
     WorkerCrashError,
     WorkerError,
@@ -107,7 +108,7 @@ class EnvironmentHostPool(WorkerPool):
             response: HostResponse = await self.request(
                 host, request, timeout_s + REACTION_TIMEOUT_S
             )
-        except WorkerTimeoutError:
+        except (WorkerTimeoutError, SharedTimeoutError):
             raise EpisodeTimeoutError(
                 f"{name}: no result in {timeout_s:g} s, and the environment's process does not"
                 " react: async methods must not block the event loop"

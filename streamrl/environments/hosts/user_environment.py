@@ -67,8 +67,7 @@ class EpisodeCalls:
     """Runs methods of an episode's object without blocking the event loop.
 
     All sync calls have the same thread: connections, event loops and contexts may be bound to
-    theirs. Another thread serves a call that comes while the thread is busy: a parallel call of the
-    same turn, or one after a call that hangs.
+    theirs. Another thread serves a call that comes while the thread is busy with one that hangs.
     """
 
     def __init__(self, host_calls: HostCalls) -> None:

@@ -29,7 +29,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
-from streamrl.errors import ConfigError
 from streamrl.user_code.pool.background_tasks import BackgroundTasks
 from streamrl.user_code.pool.proc_stats import ProcessTable
 from streamrl.user_code.pool.process import ProcessExitedError, WorkerProcess
@@ -70,6 +69,10 @@ class WorkerMemoryError(WorkerError):
 
 class SharedWorkerError(WorkerCrashError):
     """The worker ended while it ran several calls; the faulty call is unknown."""
+
+
+class SharedTimeoutError(SharedWorkerError):
+    """The worker did not react to the deadline of a call, one of several in it."""
 
 
 class PoolProcess(Protocol):
@@ -210,14 +213,14 @@ class ProcessPool(Generic[ProcessT]):
         exclusive = exclusive and self._has_slots
         async with self._claiming_exclusively if exclusive else self._claiming:
             num_given_up = self._num_given_up
-            if self._num_failed_starts >= MAX_FAILED_STARTS and not self.processes:
-                # The reason may be gone since then: try again for the new claim.
-                self._num_failed_starts = 0
             while not (free := self._find_free(exclusive=exclusive)):
                 if self._is_closed:
                     raise WorkerCrashError(f"the processes of {self._name} are closed")
                 if self._num_given_up > num_given_up:
                     raise self._make_start_error(self._start_error)
+                if self._num_failed_starts >= MAX_FAILED_STARTS:
+                    # The reason may be gone since then: try again for this claim.
+                    self._num_failed_starts = 0
                 self._start_missing()
                 await self._changed.wait()
             claimed = min(free, key=lambda process: (process.num_hanging, process.num_claims))
@@ -294,7 +297,7 @@ class ProcessPool(Generic[ProcessT]):
         """Add a process in the background; record a failure for the claims that wait for one."""
         try:
             await self._add_process()
-        except (ConfigError, ProcessExitedError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - claims would wait for ever
             self._start_error = str(error)
             self._num_failed_starts += 1
             self._num_given_up += self._num_failed_starts == MAX_FAILED_STARTS
@@ -327,8 +330,14 @@ class ProcessPool(Generic[ProcessT]):
 
     def _remove(self, process: PooledProcess[ProcessT]) -> None:
         self.processes.remove(process)
-        self._tasks.spawn(process.process.kill())
+        self._tasks.spawn(self._end(process.process))
         self._start_missing()
+
+    async def _end(self, process: ProcessT) -> None:
+        try:
+            await process.kill()
+        except Exception:  # noqa: BLE001 - nobody waits for it
+            _log.exception("ending a process of %s failed", self._name)
 
     def _notify_waiters(self) -> None:
         self._changed.set()
@@ -415,7 +424,7 @@ class WorkerPool(ProcessPool[WorkerProcess]):
             if await self._cancel_request(worker, call_id):
                 self.kill_counts["timeout"] += 1
             elif worker.was_shared:
-                raise SharedWorkerError("a call in it did not react to its deadline") from None
+                raise SharedTimeoutError("a call in it did not react to its deadline") from None
             raise WorkerTimeoutError(f"no result in {timeout_s:g} s") from None
         except ProcessExitedError:
             self._kill(worker, "crash")

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from streamrl.environments.adapters.openenv import OpenEnvEnvironment
 from streamrl.environments.config import EnvironmentConfig
@@ -136,6 +137,9 @@ async def test_a_row_has_a_seed_and_data_of_the_reset_of_its_own(connect, tmp_pa
     assert await environment.reset(own, seed=7) == "down9"
     with pytest.raises(ConfigError, match=r"extra_info.environment_options.url: a row may have re"):
         await environment.reset(make_row(url="ws://elsewhere"), seed=7)
+    easy = replace(make_row(), extra_info={"environment_options": "easy"})
+    with pytest.raises(ConfigError, match=r"environment_options='easy': must map options"):
+        await environment.reset(easy, seed=7)
 
 
 @pytest.mark.parametrize(

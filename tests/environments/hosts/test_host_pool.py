@@ -200,9 +200,12 @@ async def test_a_host_with_many_hanging_calls_is_killed(sync_pool, monkeypatch):
 async def test_a_blocked_event_loop_is_found(start_pool, monkeypatch):
     monkeypatch.setattr(host_pool, "REACTION_TIMEOUT_S", 0.5)
     pool = await start_pool(processes=1, turn_timeout_s=1.0)
-    async with open_session(pool) as (session, _):
+    async with open_session(pool) as (session, _), open_session(pool) as (other, _):
+        waiting = asyncio.create_task(step(other, "await 600"))
         with pytest.raises(EpisodeTimeoutError, match=r"async methods must not block the event"):
             await step(session, "block 600")
+        with pytest.raises(EpisodeError):
+            await waiting
     async with open_session(pool) as (session, pid):
         assert await step(session, "") == str(pid)
     assert pool.kill_counts == Counter(timeout=1)

@@ -290,3 +290,23 @@ async def test_the_monitor_survives_errors(pool, monkeypatch):
     monkeypatch.setattr(workers._process_table, "measure_tree_memory", memory_of_tree)
     with pytest.raises(WorkerMemoryError):
         await workers.call(("leak", None))
+
+
+async def test_a_claim_does_not_wait_for_ever_after_failed_starts(pool, monkeypatch):
+    """Starts fail in the background while the only worker is busy; later they work again."""
+    workers = pool(timeout_s=1.0)
+    start = workers._start_process
+    await workers.start()
+
+    async def fail():
+        raise OSError("no process")
+
+    workers._start_process = fail
+    hanging = asyncio.create_task(workers.call(("hang", 0)))
+    while workers._num_failed_starts < pool_module.MAX_FAILED_STARTS:
+        await asyncio.sleep(0.01)
+    later = asyncio.create_task(workers.call(("square", 3)))
+    workers._start_process = start
+    assert await asyncio.wait_for(later, 20.0) == 9
+    with pytest.raises(WorkerTimeoutError):
+        await hanging
