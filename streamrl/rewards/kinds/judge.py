@@ -83,11 +83,15 @@ class ChatClient:
         Warns when waiting starts. Raises ConfigError if the server does not respond within
         STARTUP_TIMEOUT_S, rejects the request, or does not serve the model.
         """
+
+        def read_names(reply: Any) -> set[str]:
+            return {str(model["id"]) for model in reply["data"]}
+
         clock = asyncio.get_running_loop().time
         started, note = clock(), ""
         while True:
             try:
-                models = await self._request_json("GET", "/models", lambda body: body["data"])
+                names = await self._request_json("GET", "/models", read_names)
                 break
             except (RewardInfraError, ServiceOutageError) as error:
                 if clock() - started > STARTUP_TIMEOUT_S:
@@ -101,7 +105,6 @@ class ChatClient:
                 note = f"{self._url}: ready after {clock() - started:.0f} s"
             except RewardError as error:
                 raise ConfigError(f"rewards.url={error} (GET {self._url}/models)") from None
-        names = {str(model["id"]) for model in models}
         if names and self._model not in names:
             raise ConfigError(
                 f"rewards.model={self._model}: {self._url} has {', '.join(sorted(names)[:10])}"
@@ -122,7 +125,10 @@ class ChatClient:
 
         def read_choice(reply: Any) -> tuple[str, bool]:
             choice = reply["choices"][0]
-            return choice["message"]["content"] or "", choice.get("finish_reason") == "length"
+            content = choice["message"]["content"] or ""
+            if not isinstance(content, str):
+                raise TypeError(f"content is {type(content).__name__}, not text")
+            return content, choice.get("finish_reason") == "length"
 
         async def complete() -> tuple[str, bool]:
             async with self._slots:
@@ -164,7 +170,7 @@ class ChatClient:
 
     def _to_reward_error(self, response: httpx.Response, *, is_start: bool) -> StreamError:
         status, reason = response.status_code, response.text
-        with contextlib.suppress(ValueError, LookupError, TypeError):
+        with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
             reply = response.json()
             reason = reply.get("error", reply)["message"]
         message = self._redact_message(f"{status}: {reason or response.reason_phrase}")

@@ -264,6 +264,11 @@ def make_json_response(content_type="application/json", status=200, **body):
         (lambda: make_json_response(choices=[{"index": 0}]), "invalid response: .*message"),
         (lambda: make_json_response(detail="hello"), "invalid response: .*choices"),
         (
+            lambda: make_json_response(choices=[{"message": {"content": ["Score: 1"]}}]),
+            "invalid response: TypeError: content is list, not text",
+        ),
+        (lambda: web.Response(text='["busy"]', status=409), r'409: \["busy"\]'),
+        (
             lambda: make_json_response(
                 choices=[{"message": {"content": None}, "finish_reason": "length"}]
             ),
