@@ -1,6 +1,6 @@
 """Calls that a regular expression of the user finds."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import regex
@@ -35,11 +35,8 @@ def make_pattern_finder(pattern: str) -> Callable[[MarkedTurn], Iterator[Written
         )
 
     def find_calls(turn: MarkedTurn) -> Iterator[WrittenCall]:
-        if NAME_GROUP not in compiled.groupindex and len(turn.tools) > 1:
-            raise ConfigError(
-                f"{place}: without a group {NAME_GROUP}, the environment must have one tool, not"
-                f" {len(turn.tools)}"
-            )
+        if turn.tools and NAME_GROUP not in compiled.groupindex:
+            _check_groups(compiled.groupindex, turn.tools, place=place)
         try:
             # concurrent=True releases the GIL during the search.
             for found in compiled.finditer(
@@ -53,9 +50,32 @@ def make_pattern_finder(pattern: str) -> Callable[[MarkedTurn], Iterator[Written
     return find_calls
 
 
+def _check_groups(groups: Iterable[str], tools: Mapping[str, ToolSchema], *, place: str) -> None:
+    """Raise ConfigError unless the groups are the arguments of the only tool.
+
+    No call of another pattern could ever be right.
+    """
+    if len(tools) != 1:
+        raise ConfigError(
+            f"{place}: without a group {NAME_GROUP}, the environment must have one tool, not"
+            f" {len(tools)}"
+        )
+    ((name, tool),) = tools.items()
+    parameters = tool["function"].get("parameters") or {}
+    unknown = {*groups} - parameters.get("properties", {}).keys()
+    missing = {*parameters.get("required", ())} - {*groups}
+    is_closed = parameters.get("additionalProperties", False) is False
+    if ARGUMENTS_GROUP not in groups and ((unknown and is_closed) or missing):
+        raise ConfigError(
+            f"{place}: the groups {', '.join(groups)} are not the arguments of {name}, which has"
+            f" {', '.join(parameters.get('properties', {}))}"
+        )
+
+
 def _read_match(turn: MarkedTurn, found: "regex.Match[str]") -> WrittenCall:
     texts = {key: turn.spell(text) for key, text in found.groupdict().items() if text is not None}
-    name = texts.pop(NAME_GROUP, "") or next(iter(turn.tools), "")
+    has_name = NAME_GROUP in found.re.groupindex
+    name = texts.pop(NAME_GROUP, "") if has_name else next(iter(turn.tools), "")
     start, end = found.span()
     if ARGUMENTS_GROUP in texts:
         try:

@@ -57,8 +57,6 @@ class McpSession:
 
     The scopes of anyio in the package `mcp` may be left only by the task that entered them.
     Therefore a task of its own enters and leaves them; calls come from any task.
-
-    was_given_up: a call was cancelled, and the server's process is being stopped.
     """
 
     def __init__(self, config: ToolConfig) -> None:
@@ -68,7 +66,8 @@ class McpSession:
         self._closing = asyncio.Event()
         self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._failure, self._refusal, self._is_out = "", 0, False
-        self.was_given_up = False
+        self._pidfd: int | None = None
+        self._is_killed = False
         self._calls = BackgroundTasks()
         self._owner = asyncio.create_task(self._keep_open())
 
@@ -93,6 +92,7 @@ class McpSession:
         try:
             async with Client(self._connect(), cache=None) as client:
                 self._client = client
+                self._watch_process()
                 self._opened.set_result(None)
                 await self._closing.wait()
                 self._kill_process()
@@ -105,15 +105,29 @@ class McpSession:
         finally:
             self._kill_process()
 
-    def _kill_process(self) -> None:
-        """Kill the process group of a command; the package would wait 2 s, and for its leader only.
+    def _read_pid(self) -> int | None:
+        """Return the pid of a command; the file is shared with it, so that a seek would harm."""
+        line = os.pread(self._stderr.fileno(), MAX_ERROR_BYTES, 0).partition(b"\n")[0]
+        return int(line) if line else None
 
-        The file is shared with the process: a seek would move where it writes.
-        """
-        pid = os.pread(self._stderr.fileno(), MAX_ERROR_BYTES, 0).partition(b"\n")[0]
-        if pid:
+    def _watch_process(self) -> None:
+        """Kill the process group of a command once its leader ends, while its number is its own."""
+        if pid := self._read_pid():
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(int(pid), signal.SIGKILL)
+                self._pidfd = os.pidfd_open(pid)
+                asyncio.get_running_loop().add_reader(self._pidfd, self._kill_process)
+
+    def _kill_process(self) -> None:
+        """Kill the process group of a command; the package would wait 2 s for its leader only."""
+        pid = None if self._is_killed else self._read_pid()
+        self._is_killed = True
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        if self._pidfd is not None:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
 
     @asynccontextmanager
     async def _connect(self) -> AsyncIterator[Any]:
@@ -365,14 +379,8 @@ class McpEpisode:
         except asyncio.CancelledError:
             # It might go on with the call, and the next one would wait behind it.
             if not self.url and self._starting is starting:
-                session.was_given_up = True
                 self._closing.spawn(session.close())
                 self._starting = asyncio.create_task(self._source.start_session())
-            raise
-        except EpisodeError:
-            if session.was_given_up:
-                # Another call of the same turn has timed out, which is the policy's doing.
-                return ToolAnswer(RESTARTED, CallOutcome.TOOL_ERROR)
             raise
 
     async def close(self) -> None:

@@ -319,6 +319,22 @@ def test_a_pattern_without_name_calls_the_only_tool(marker_tokenizer: Any, encod
         call_format.parse(encode("(1+2)"), [ADD, SAY])
 
 
+@pytest.mark.parametrize("pattern", [r"(?P<first>\d)\+(?P<b>\d)", r"(?P<a>\d)\+"])
+def test_a_pattern_that_could_never_match_the_tool_is_refused(
+    marker_tokenizer: Any, encode: Encode, pattern: str
+):
+    call_format = make_call_format("regex", marker_tokenizer, pattern=pattern)
+    with pytest.raises(ConfigError, match=r"environment.call_pattern=.*: .* has a, b"):
+        call_format.parse(encode("1+2"), [ADD])
+
+
+def test_an_empty_name_in_a_match_names_no_tool(marker_tokenizer: Any, encode: Encode):
+    pattern = r"(?P<name>\w*): (?P<arguments>\{.*\})"
+    call_format = make_call_format("regex", marker_tokenizer, pattern=pattern)
+    (call,) = call_format.parse(encode(': {"a": 1, "b": 2}'), [ADD]).calls
+    assert (call.name, call.outcome) != ("add", CallOutcome.OK)
+
+
 @pytest.mark.parametrize("name", ["hermes", "regex"])
 def test_without_tools_a_call_is_text(name: str, marker_tokenizer: Any, encode: Encode):
     turn = 'so <tool_call>{"name": "add", "arguments": {}}</tool_call> or (1+2)'

@@ -180,11 +180,8 @@ async def test_a_call_that_is_given_up_does_not_delay_the_next(open_episode):
     episode = await open_episode(make_source())
     first = await read(episode, "count")
     slow = asyncio.create_task(episode.call("sleep", {"seconds": 600}))
-    other = asyncio.create_task(episode.call("count", {}))
-    # The server reads calls one after the other: the second one waits behind the first.
     await asyncio.sleep(0.1)
     slow.cancel()
-    assert await other == ToolAnswer(RESTARTED, CallOutcome.TOOL_ERROR)
     assert slow.cancelled() or await asyncio.wait({slow})
     assert episode.timeout_note == RESTARTED
     count, pid = (await read(episode, "count")).split()
