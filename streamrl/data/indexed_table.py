@@ -192,10 +192,12 @@ def _open_text_table(path: str) -> TextTable:
     unit = "line"
     if kind in DELIMITERS:
         unit = "row"
-        unpacked = _unpack_into_cache(unpacked, f"{kind}.jsonl", _unpack_csv, DELIMITERS[kind])
+        unpacked = _unpack_into_cache(
+            unpacked, f"{kind}.jsonl", _unpack_csv, DELIMITERS[kind], name=path
+        )
     elif kind == ".json" and _holds_array(unpacked):
         unit = "row"
-        unpacked = _unpack_into_cache(unpacked, ".jsonl", _unpack_array)
+        unpacked = _unpack_into_cache(unpacked, ".jsonl", _unpack_array, name=path)
     starts, sizes, numbers = array("q"), array("i"), array("q")
     with open_regular_file(unpacked) as file:
         stamp = _get_file_stamp(file)
@@ -459,14 +461,15 @@ def get_cache_dir() -> Path:
 
 
 def _unpack_into_cache(
-    path: str, suffix: str, unpack: Callable[..., None], *arguments: object
+    path: str, suffix: str, unpack: Callable[..., None], *arguments: object, name: str = ""
 ) -> str:
     """Unpack a data file into `get_cache_dir()`, unless that has it, and return the new path.
 
     The name there is the hash of the content and `suffix`; `unpack` (path, open file, *arguments)
-    writes it. Raises ConfigError if the cache cannot be written.
+    writes it. name: the user's file, if `path` is an unpacked form of it. Raises ConfigError if the
+    cache cannot be written.
     """
-    with _wrap_open_errors(path):
+    with _wrap_open_errors(name or path):
         final = get_cache_dir() / f"{hash_files([path])}{suffix}"
         if final.is_file():
             return str(final)
@@ -480,7 +483,7 @@ def _unpack_into_cache(
             if error.errno is None or error.filename == path:  # of the packed file
                 raise
             raise ConfigError(
-                f"{path}: cannot be unpacked into {final.parent}: {error.strerror or error}"
+                f"{name or path}: cannot be unpacked into {final.parent}: {error.strerror or error}"
                 " (set HF_DATASETS_CACHE to choose another folder)"
             ) from error
         finally:

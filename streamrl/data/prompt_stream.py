@@ -112,7 +112,7 @@ class PromptStream(Iterator[Prompt]):
                 self._source = self._iter_prompts(last)
             try:
                 self._prefetched.append(next(self._source))
-            except DataError:
+            except BaseException:
                 self._source = None  # an error ends a generator
                 raise
 

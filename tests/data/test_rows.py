@@ -341,3 +341,9 @@ def test_an_endless_row_is_refused_quickly(tmp_path, extension, kind):
         # The noise is one row, refused on reading.
         (bad, *_) = table.read_rows([0])
         raise bad[2]
+
+
+def test_an_error_in_a_compressed_file_names_that_file(tmp_path):
+    path = tmp_path / "rows.csv.gz"
+    path.write_bytes(gzip.compress(b"prompt,ground_truth\n1+1,2\n2+2\n"))
+    assert "row 2" in refusal(path)
