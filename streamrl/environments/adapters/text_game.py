@@ -23,13 +23,17 @@ _LOCK = threading.Lock()
 
 
 def load_option_function(
-    reference: str, *, option: str, parameters: Sequence[str]
+    reference: str,
+    *,
+    option: str,
+    parameters: Sequence[str],
+    lets_through: type[Exception] | None = None,
 ) -> Callable[..., Any]:
     """Return the user's function that an option names as file.py:function.
 
-    parameters: names of the positional arguments of its calls. A ValueError of the function is its
-    caller's; any other exception becomes an EpisodeError with the user's line. Raises ConfigError
-    if the function cannot be loaded or has other parameters.
+    parameters: names of the positional arguments of its calls. lets_through: exception of the
+    function that its caller handles; any other becomes an EpisodeError with the user's line. Raises
+    ConfigError if the function cannot be loaded or has other parameters.
     """
     setting = f"environment.options.{option}"
     code = _load_function(reference, setting)
@@ -39,10 +43,10 @@ def load_option_function(
     def call(*arguments: Any) -> Any:
         try:
             return code.function(*arguments)
-        except ValueError:
-            raise
         # SystemExit too: a user's function may call exit().
         except (Exception, SystemExit) as error:
+            if lets_through and isinstance(error, lets_through):
+                raise
             raise EpisodeError(f"{setting}={code.describe_error(error)}") from error
 
     return call
@@ -63,7 +67,11 @@ def merge_row_options(
     ConfigError for any other option.
     """
     merged = dict(options)
-    for name, value in dict(row.extra_info.get(ROW_KEY, {})).items():
+    own = row.extra_info.get(ROW_KEY, {})
+    if not isinstance(own, Mapping):
+        place = f"{describe_prompt(row)}: extra_info.{ROW_KEY}={own!r:.100}"
+        raise ConfigError(f"{place}: must map options to values")
+    for name, value in own.items():
         if name not in allowed:
             place = f"{describe_prompt(row)}: extra_info.{ROW_KEY}.{name}"
             raise ConfigError(f"{place}: a row may have {', '.join(allowed)}")
@@ -131,7 +139,10 @@ class TextGame(ABC):
             self._describe = lambda seen: describe(seen, self._game)
         if actions:
             self._action_function = load_option_function(
-                actions, option="actions", parameters=("text", "game")
+                actions,
+                option="actions",
+                parameters=("text", "game"),
+                lets_through=ValueError,
             )
 
     def reset(self, row: Prompt, seed: int) -> str:

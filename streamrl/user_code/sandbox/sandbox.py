@@ -84,6 +84,8 @@ class Sandbox:
         Raises ConfigError if this machine cannot isolate programs (unless `allow_unsafe`), lacks
         the tools of a language, or does not start a jail.
         """
+        if jails is not None and jails < 1:
+            raise ConfigError(f"sandbox.jails={jails}: must be at least 1")
         check_language_tools(languages)
         jail_spec, warning = await choose_isolation(limits, allow_unsafe=allow_unsafe)
         sandbox = cls(jail_spec, jails or len(os.sched_getaffinity(0)), languages)
