@@ -53,7 +53,7 @@ async def test_a_weight_load_that_fails_half_way_fails_pending_and_later_calls(t
         with pytest.raises(WeightsError, match=r"version 1 was not loaded: the engine of .* died"):
             await engine.load_weights(broken, 1)
         errors = await running
-        # Calls fail at once, not after generator.request_timeout_s.
+        # Calls fail at once, not after request_timeout_s.
         assert time.monotonic() - start < GeneratorConfig().request_timeout_s / 10
         assert [type(error) for error in errors] == [GenerationError] * 8
         with pytest.raises(GenerationError, match="died: NotImplementedError: Cannot copy out"):

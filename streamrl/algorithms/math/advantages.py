@@ -46,6 +46,8 @@ def group_relative_advantages(
     elif scale == "mean":
         mean = groups.group_mean(values)
         centered = torch.where(mean > 0, centered / (mean + eps), 0.0)
+    elif scale != "none":
+        raise ValueError(f"scale={scale!r}: must be std, batch, mean or none")
     single_values = values / (1 + eps) if scale == "std" else values
     filled = _fill_single_rollouts(centered, single_values, groups, single)
     return filled.to(_get_result_dtype(scores))

@@ -37,7 +37,7 @@ def kl_estimate(logprobs: "Tensor", ref_logprobs: "Tensor", kind: str) -> "Tenso
     is the gradient of the KL divergence (k2+ equals k2). The gradient of k1 is 0 in expectation,
     and that of k3 belongs to a different divergence.
 
-    Source: Schulman 2020, "Approximating KL divergence".
+    Source: Schulman 2020, "Approximating KL divergence". Raises ValueError on an unknown kind.
     """
     x = logprobs - ref_logprobs
     if kind.endswith("+"):
@@ -52,6 +52,8 @@ def _estimate_kl(x: "Tensor", kind: str) -> "Tensor":
         return x.square() / 2
     if kind == "k3":
         return _ratio_minus_one(-x) + x
+    if kind not in ("k1", "abs"):
+        raise ValueError(f"kl kind {kind!r}: no such estimator")
     return x.abs() if kind == "abs" else x
 
 

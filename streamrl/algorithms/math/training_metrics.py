@@ -24,21 +24,24 @@ def compute_loss_denominator(
     *,
     num_tokens: float,
     num_sequences: float,
-    num_groups: float = 0,
-    max_length: int = 0,
+    num_groups: float,
+    max_length: int,
 ) -> float:
     """Return the divisor of the sum of `aggregate_loss_sum` over a whole update.
 
     Counts are over all micro-batches and ranks of the update: counted tokens, and rollouts and
     groups with counted tokens. `max_length`, the longest possible completion, divides with
     seq-mean-token-sum-norm (Liu et al. 2025, Dr. GRPO); a constant, because the padded width would
-    make the loss depend on the micro-batches.
+    make the loss depend on the micro-batches. Raises KeyError on an unknown mode.
     """
-    if mode == "token-mean":
-        return float(num_tokens)
-    if mode == "prompt-mean":
-        return float(num_groups)
-    return float(num_sequences * (max_length if mode == "seq-mean-token-sum-norm" else 1))
+    denominators = {
+        "token-mean": num_tokens,
+        "prompt-mean": num_groups,
+        "seq-mean-token-sum": num_sequences,
+        "seq-mean-token-mean": num_sequences,
+        "seq-mean-token-sum-norm": num_sequences * max_length,
+    }
+    return float(denominators[mode])
 
 
 def summarize_policy(sums: Mapping[str, float], denominator: float) -> dict[str, float]:
