@@ -34,8 +34,6 @@ from streamrl.files.atomic_write import NO_SPACE, fsync_path
 MAX_POST_DELAY_S = 0.05
 """Longest delay of `append_nowait` records, which share the next write, s."""
 _MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
-SEGMENT_MB = 64
-"""Size after which a journal starts a new segment, MB, unless `max_mb` is smaller."""
 
 
 @dataclass
@@ -51,10 +49,8 @@ class JournalConfig:
     fsync: bool = True
     max_mb: ClassVar[int] = 4096
     """Growth of the journals since the last checkpoint that triggers an early checkpoint, MB."""
-
-    @property
-    def segment_bytes(self) -> int:
-        return min(SEGMENT_MB, self.max_mb) << 20
+    segment_mb: ClassVar[int] = 64
+    """Size after which a journal starts a new segment, MB."""
 
 
 def _write_all(descriptor: int, buffers: list[memoryview]) -> None:
@@ -102,7 +98,7 @@ class _JournalWriter:
 
     def __init__(self, folder: Path, config: JournalConfig, first: int) -> None:
         self._folder = folder
-        self._max_segment_bytes = config.segment_bytes
+        self._max_segment_bytes = config.segment_mb << 20
         self.descriptor, self._end_offset = -1, 0
         self._can_sync = config.fsync
         self.is_dirty, self.fsync_total_s = False, 0.0

@@ -26,19 +26,6 @@ def compute_credit_limit(version: int, *, depth: int, groups_per_step: int) -> i
     return (depth + version + 1) * groups_per_step
 
 
-def check_capacity(capacity_groups: int, *, depth: int, groups_per_step: int) -> None:
-    """Raise ConfigError if the queue cannot hold the groups that the depth keeps in flight.
-
-    A smaller queue deadlocks: the trainer waits for groups that are never admitted.
-    """
-    needed = (depth + 1) * groups_per_step
-    if capacity_groups < needed:
-        raise ConfigError(
-            f"queue.capacity_groups={capacity_groups}: must be at least {needed}"
-            f" = (pipeline.depth {depth} + 1) * pipeline.groups_per_step {groups_per_step}"
-        )
-
-
 BLOB_OVERHEAD_BYTES = 2048
 """Upper bound of a safetensors header per stage: names and dtypes of its columns."""
 TEXT_BYTES_PER_TOKEN = 6
@@ -174,7 +161,6 @@ class AdmissionController:
         version: int = 0,
         oversampling: OversamplingController | None = None,
     ) -> None:
-        check_capacity(capacity_groups, depth=depth, groups_per_step=groups_per_step)
         self.ledger = ledger
         self.oversampling = oversampling or OversamplingController()
         self.version = version

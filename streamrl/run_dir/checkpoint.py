@@ -44,7 +44,7 @@ SIZES_ONLY_FORMAT = 3
 _NO_DIGEST = "0" * 16
 """Text in place of the hash of state.json while that hash is computed."""
 MAX_STATE_BYTES = 1024 * MIB
-"""Bound on the size of state.json, which with run.debug holds the uid of every prompt so far."""
+"""Bound on the size of state.json."""
 RUN_LOG_FOLDER = "books"
 LAYOUT_FILE = "layout.json"
 _STEP_FOLDER_PATTERN = re.compile(r"step_(\d{6,})")

@@ -421,6 +421,9 @@ class SharedDeviceLease:
             await work.suspend()
         except BaseException:
             self._state = LeaseState.HELD  # `hold` releases them with the last piece of work
+            if not self._num_users:
+                self._state = LeaseState.RELEASED
+                await self._arbiter.release(self._holder)
             raise
         self._state = LeaseState.SUSPENDED
         await self._arbiter.release(self._holder)

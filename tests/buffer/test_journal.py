@@ -278,7 +278,7 @@ async def worker(journal, name):
         os.write(1, f"{name} {i}\\n".encode())
 
 async def main():
-    JournalConfig.max_mb = 1
+    JournalConfig.segment_mb = 1
     config = JournalConfig(fsync=bool(sys.argv[2]))
     journal = Journal(Path(sys.argv[1]), config)
     await asyncio.gather(*(worker(journal, f"{journal.segment}-{n}") for n in range(4)))

@@ -209,7 +209,7 @@ async def test_rotate_separates_earlier_from_later_records(tmp_path: Path):
 async def test_full_segment_is_followed_by_a_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(JournalConfig, "max_mb", 1)
+    monkeypatch.setattr(JournalConfig, "segment_mb", 1)
     journal = open_journal(tmp_path)
     for i in range(6):
         await journal.append([note(i, bytes(400_000))])
@@ -223,7 +223,7 @@ async def test_full_segment_is_followed_by_a_new_one(
 async def test_full_segment_is_fsynced_before_the_next_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsyncs: list[str]
 ):
-    monkeypatch.setattr(JournalConfig, "max_mb", 1)
+    monkeypatch.setattr(JournalConfig, "segment_mb", 1)
     journal = open_journal(tmp_path)
     await journal.append([note(0, bytes(1 << 20))], sync=False)
     assert "00000001.journal" not in fsyncs

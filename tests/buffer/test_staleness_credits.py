@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from streamrl.buffer import AdmissionController, Ledger
 from streamrl.buffer.staleness_credits import (
-    check_capacity,
     check_shard_bytes,
     compute_credit_limit,
 )
@@ -117,13 +116,6 @@ def test_resumed_run_continues_at_its_version():
         ledger, depth=1, groups_per_step=4, capacity_groups=8, total_groups=16, version=2
     )
     assert (admission.num_credits, admission.is_finished) == (4, False)
-
-
-def test_capacity_that_would_deadlock_raises_with_the_calculation():
-    message = r"capacity_groups=7: must be at least 8 = \(pipeline.depth 1 \+ 1\) \* .*step 4$"
-    with pytest.raises(ConfigError, match=message):
-        check_capacity(7, depth=1, groups_per_step=4)
-    check_capacity(8, depth=1, groups_per_step=4)
 
 
 def test_shard_too_small_for_a_step_raises_with_the_calculation():

@@ -27,6 +27,33 @@ async def test_holders_take_turns_without_overlap():
 
 
 @in_virtual_time
+async def test_pool_is_held_until_the_last_work_ends():
+    arbiter = DeviceArbiter(timeout_s=100.0)
+    generator_lease = SharedDeviceLease(arbiter, "generator-0")
+
+    async def work(seconds: float) -> None:
+        async with generator_lease.hold("generate"):
+            await asyncio.sleep(seconds)
+
+    running = asyncio.gather(work(1.0), work(7.0))
+    await asyncio.sleep(0.5)
+    async with SharedDeviceLease(arbiter, "trainer").hold("train"):
+        acquired_at = asyncio.get_running_loop().time()
+    await running
+    assert acquired_at == pytest.approx(7.0)
+
+
+@in_virtual_time
+async def test_failed_work_releases_the_pool():
+    arbiter = DeviceArbiter(timeout_s=3.0)
+    with pytest.raises(RuntimeError, match="boom"):
+        async with SharedDeviceLease(arbiter, "a").hold("stage"):
+            raise RuntimeError("boom")
+    async with SharedDeviceLease(arbiter, "b").hold("stage"):
+        pass
+
+
+@in_virtual_time
 async def test_lease_deadline_names_the_holder():
     arbiter = DeviceArbiter(timeout_s=3.0)
     await arbiter.acquire("generator-0")

@@ -84,7 +84,7 @@ class RunPersistence:
     def is_due(self, version: int, journal_bytes: int) -> bool:
         """Return whether to write a checkpoint at this version.
 
-        True at the configured step interval, and when the journals exceed queue.journal.max_mb.
+        True at the configured step interval, and when the journals exceed JournalConfig.max_mb.
         """
         every = self._config.checkpoint.every
         is_large = journal_bytes > self._config.queue.journal.max_mb << 20

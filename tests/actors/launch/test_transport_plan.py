@@ -159,7 +159,7 @@ def test_the_reason_names_copies_that_exceed_rays_object_store(
     needed: str,
 ):
     """A version is 313.6 kB. The queue has half of the smallest store."""
-    config = config_of(model_path, tmp_path, *overrides, "queue.store_share=0.5")
+    config = config_of(model_path, tmp_path, *overrides)
     monkeypatch.setattr(transport_plan, "get_object_store_bytes", lambda: [200.0, 100.0])
     reason = plan_transport(config, demands_of(config), token="t").reason
     assert f"Ray may spill to disk: needs {needed}." in reason
