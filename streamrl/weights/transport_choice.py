@@ -124,9 +124,10 @@ def _choose_on_device(config: WeightsConfig, facts: TransportFacts) -> tuple[str
             f" placement share GPUs ({facts.num_nodes} nodes, {facts.num_gpus} GPUs). Remove"
             " weights.on_device"
         )
-    return COLLECTIVE, (
-        "weights: collective between devices (publisher and readers have one each, which holds one"
-        " more copy of the weights)"
+    where = "GPUs" if facts.num_gpus else "processes (no GPUs: buckets are in host memory)"
+    return (
+        COLLECTIVE,
+        f"weights: collective between {where}; each holds one more copy of the weights",
     )
 
 

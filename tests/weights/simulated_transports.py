@@ -1,6 +1,6 @@
 """Transports of `weights.on_device` on the simulated GPU, with both ends in this process.
 
-Only the work of NCCL and of CUDA IPC is replaced: sending, and opening another process's memory.
+Only the work of NCCL is replaced: sending.
 """
 
 import queue

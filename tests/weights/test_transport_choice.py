@@ -71,8 +71,7 @@ def test_auto_on_a_device_broadcasts_between_gpus(num_nodes: int):
         WeightsConfig(on_device=True), replace(OWN_GPUS, num_nodes=num_nodes)
     ) == (
         "collective",
-        "weights: collective between devices (publisher and readers have one each, which holds one"
-        " more copy of the weights)",
+        "weights: collective between GPUs; each holds one more copy of the weights",
     )
 
 
