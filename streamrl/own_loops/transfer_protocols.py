@@ -78,13 +78,15 @@ class TransferProtocol:
         A method may return several (a prompt gives a group of rollouts). Totals may match although
         single ranks are wrong.
         """
+        if not self.keeps_rows:
+            return
         multiples = {
             len(answer) / len(value)
             for arguments, answer in zip(calls, answers, strict=True)
             for value in arguments or ()
             if isinstance(value, BatchRef) and len(value) and isinstance(answer, BatchRef)
         }
-        if self.keeps_rows and (len(multiples) > 1 or any(m < 1 or m % 1 for m in multiples)):
+        if len(multiples) > 1 or any(m < 1 or m % 1 for m in multiples):
             per_row = ", ".join(f"{multiple:g}" for multiple in sorted(multiples))
             raise ValueError(
                 f"{per_row} rows returned per input row: must be a whole number, the same on every"

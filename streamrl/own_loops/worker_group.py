@@ -328,6 +328,11 @@ class WorkerGroup:
         values = tuple(map(unwrap_reply, arguments))
         with self._name_call(method):
             calls = self._methods[method].distribute(self._mesh, values)
+            if len(calls) != len(self._hosts):
+                raise ValueError(
+                    f"the protocol distributed {len(calls)} calls to {len(self._hosts)} ranks: must"
+                    " be arguments or None for each"
+                )
         replies = {
             rank: self._hosts[rank].call_method.options(num_returns=2).remote(method, call)
             for rank, call in enumerate(calls)

@@ -328,6 +328,10 @@ class Served(Doubler):
     def last(self):
         return self._context.rank
 
+    @transfers(TransferProtocol(lambda mesh, values: [()], lambda mesh, found: found))
+    def miscounted(self):
+        return 1
+
     @transfers("ONE_TO_ALL")
     def environment(self, name):
         return os.environ.get(name)
@@ -350,6 +354,8 @@ def test_serving_layout_and_custom_protocol_differ_from_training(pool: ResourceP
     served = group.serve(batch).load()
     assert (served["x"].tolist(), served["rank"].tolist()) == ([0, 2, 4], [0, 0, 1])
     assert group.last().get() == 1
+    with pytest.raises(ValueError, match=r"miscounted: .* distributed 1 calls to 2 ranks"):
+        group.miscounted()
     assert group.environment("SPECIAL").get() == ["yes", "yes"]
     assert group.environment("OMP_NUM_THREADS").get() == ["1", "1"]
     # A death is reported before a timeout.
