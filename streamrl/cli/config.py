@@ -24,6 +24,7 @@ from streamrl.algorithms.config import load_specs
 from streamrl.algorithms.table import DEFAULT_SETTINGS
 from streamrl.cli.arguments.config_args import read_config
 from streamrl.config.run_config import RunConfig
+from streamrl.engines.trainer_config import CriticConfig, TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import suggest_nearest
 from streamrl.rewards.group_filter import FILTER_KINDS
@@ -75,6 +76,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print what the options ask for. Raises ConfigError for an unknown name."""
     words = arguments.names
+    for option, default, applies in (
+        ("path", "", arguments.algorithms),
+        ("markdown", False, not arguments.graph),
+        ("mermaid", False, arguments.graph),
+        ("steps", 1, arguments.graph),
+    ):
+        if vars(arguments)[option] != default and not applies:
+            raise ConfigError(f"config --{option}: has no effect here; see streamrl config --help")
     if arguments.graph:
         if not words:
             raise ConfigError("config --graph: name a config file or a run directory")
@@ -88,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         text = format_kinds(kinds) if arguments.markdown else describe_kinds(kinds)
     elif arguments.algorithms:
         known = {**ALGORITHMS, **(load_specs(arguments.path) if arguments.path else {})}
-        specs = _select(known, name and name.lower(), "algorithm")
+        specs = _select(known, name if name in known else name and name.lower(), "algorithm")
         if arguments.markdown:
             text = format_algorithms(specs.values())
         else:
@@ -204,12 +213,14 @@ def _select_keys(name: str | None) -> list[ConfigKey]:
     keys = list(list_config_keys())
     if name is None:
         return keys
-    # A separate critic has the keys of the trainer.
-    prefix = re.compile(rf"{re.escape(name.removeprefix('critic.'))}(?:$|[.\[])")
-    exact = re.compile(rf"{re.escape(name)}(?:$|[.\[])")
-    if matches := [key for key in keys if exact.match(key.name)]:
-        return matches
-    if matches := [key for key in keys if prefix.match(key.name) and name.startswith("critic.")]:
+    if name.startswith("critic.trainer."):
+        # A separate critic has the keys of the trainer, some with defaults of its own.
+        own = {f"critic.trainer.{key}": value for key, value in CriticConfig().trainer.items()}
+        for key in list_config_keys(TrainerConfig, "critic.trainer."):
+            default = format_yaml(own[key.name]) if key.name in own else key.default
+            keys.append(dataclasses.replace(key, default=default))
+    prefix = re.compile(rf"{re.escape(name)}(?:$|[.\[])")
+    if matches := [key for key in keys if prefix.match(key.name)]:
         return matches
     names = {key.name for key in keys} | {key.section for key in keys}
     close = difflib.get_close_matches(name, names, n=1)

@@ -129,6 +129,11 @@ def _print_line(text: str) -> None:
 
 HUMAN = "human"
 DEFAULT_ROWS = 4
+PLAY_OPTIONS = {
+    **dict.fromkeys(("row", "prompt", "truth", "max_turns")),
+    **{"policy": HUMAN, "seed": 0},
+}
+"""Options, with their defaults, that `--check` does not use."""
 PERSON_PROMPT = "you> "
 HINT = "One line is one turn; a backslash at its end continues it. Ctrl-D ends the episode."
 
@@ -152,7 +157,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rows",
         type=int,
-        default=DEFAULT_ROWS,
         metavar="N",
         help=f"rows of --check; without a file, rows without text (default: {DEFAULT_ROWS})",
     )
@@ -176,7 +180,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    unused = PLAY_OPTIONS if arguments.check else {"rows": None}
+    for name, default in unused.items():
+        if vars(arguments)[name] != default:
+            with_check = "with" if arguments.check else "without"
+            raise ConfigError(f"--{name.replace('_', '-')}: has no effect {with_check} --check")
     if arguments.check:
+        arguments.rows = DEFAULT_ROWS if arguments.rows is None else arguments.rows
         return run_check(arguments)
     _check_row_arguments(arguments)
     try:

@@ -85,8 +85,10 @@ REMOVED_SETTINGS: Mapping[str, object] = {
     "pipeline.outage_s": 1800.0,
     "environment.tools[].memory_mib": 512,
     "environment.tools[].cpu_s": 60.0,
+    "environment.tools[].share": False,
     "environment.named.*.tools[].memory_mib": 512,
     "environment.named.*.tools[].cpu_s": 60.0,
+    "environment.named.*.tools[].share": False,
     "environment.call_timeout_s": 30.0,
     "environment.parallel_calls": 1,
     "environment.max_reply_chars": 2000,
@@ -113,6 +115,16 @@ the names of a mapping.
 """
 
 
+REPLACEMENTS = {
+    "data.prompt_key": "set prompt_key per file, beside its path",
+    "environment.call_timeout_s": "half of environment.turn_timeout_s holds now",
+    "queue.journal.fsync_s": "use queue.journal.fsync, true or false",
+    "trainer.warmup_ratio": "use trainer.warmup_steps",
+    "critic.trainer.warmup_ratio": "use critic.trainer.warmup_steps",
+}
+"""What takes the place of a removed key, where no constant does."""
+
+
 def drop_removed_settings(raw: Any) -> Any:
     """Return settings as read without the keys of REMOVED_SETTINGS.
 
@@ -123,9 +135,8 @@ def drop_removed_settings(raw: Any) -> Any:
         *parents, name = key.replace("[]", ".*").split(".")
         for section in _iter_sections(raw, parents):
             if (given := section.pop(name, value)) != value:
-                raise ConfigError(
-                    f"{key}={given!r}: no longer a setting; {value!r} holds now. Remove it"
-                )
+                instead = REPLACEMENTS.get(key, f"{value!r} holds now. Remove it")
+                raise ConfigError(f"{key}={given!r}: no longer a setting; {instead}")
     return raw
 
 
@@ -383,8 +394,9 @@ def parse_settings(settings: DictConfig, *, source: str) -> RunConfig:
 
 def _build_sections(kind: type[ConfigT], settings: DictConfig, *, source: str) -> ConfigT:
     """Return the sections with checked keys, types and values. source: for errors."""
-    raw = drop_removed_settings(_fold_kind_options(OmegaConf.to_container(settings)))
+    raw = _fold_kind_options(OmegaConf.to_container(settings))
     try:
+        raw = drop_removed_settings(raw)
         prepared = prepare_settings(raw, kind, "", _suggest_key)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None

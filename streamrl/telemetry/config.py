@@ -25,6 +25,8 @@ class WandbConfig:
 
     def __post_init__(self) -> None:
         check_rules(self, "telemetry.wandb.")
+        if self.mode != "disabled" and not self.project:
+            raise ConfigError("telemetry.wandb.project=: must not be empty")
 
 
 @dataclass

@@ -49,7 +49,8 @@ def test_a_named_key_or_section_is_printed(capsys: pytest.CaptureFixture[str]):
     names = [line.split(":")[0] for line in text.splitlines() if line[:1] != " "]
     assert {name.split(".")[0] for name in names if name} == {"rewards[]"}
     assert read_output(capsys, "filter.low").startswith("filter.low: float [0.0]\n")
-    assert read_output(capsys, "critic.trainer.lr").startswith("trainer.lr: float [1.0e-06]\n")
+    text = read_output(capsys, "critic.trainer.lr")
+    assert text.startswith("critic.trainer.lr: float [1.0e-05]\n")
 
 
 def test_every_kind_is_printed_with_its_options(capsys):
@@ -253,6 +254,9 @@ def test_mermaid_escapes_every_label():
         (["trainer.lrr"], "trainer.lrr: no such config key; the nearest key is trainer.lr"),
         (["--rewards", "rgex"], "rgex: no such kind of reward; the nearest kind is regex"),
         (["--algorithms", "gpo"], "gpo: no such algorithm; the nearest algorithm is gspo"),
+        (["critic.run.steps"], "critic.run.steps: no such config key"),
+        (["--rewards", "--path", "x.py"], "config --path: has no effect here"),
+        (["--algorithms", "--steps", "3"], "config --steps: has no effect here"),
         (["--algorithms", "--path", "no.py"], "algorithm.path=no.py: no such file"),
         (["run", "trainer"], "config: one name at a time, not run trainer"),
         (["--graph"], "config --graph: name a config file or a run directory"),

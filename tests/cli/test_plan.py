@@ -199,7 +199,7 @@ def test_unused_devices_and_run_cost_are_reported(capsys: pytest.CaptureFixture[
 
 SHARED_CRITIC = [
     str(CONFIGS / "ppo_arithmetic.yaml"),
-    *("critic={shared_coef: 0.5}", "algorithm.correction.count_rejected=true"),
+    "critic={shared_coef: 0.5}",
     *("generator.max_new_tokens=1024", "pipeline.groups_per_step=64"),
     *("--model", "llama-7b", "--prompt-tokens", "1024", "--proposals", "0"),
 ]

@@ -134,6 +134,8 @@ def test_an_environment_that_raises_fails_the_command_with_its_line(play):
         (["guess.py", "--row", "-1"], "--row=-1: must be at least 0"),
         (["guess.py", "--data", "rows.jsonl", "--row", "2"], "rows.jsonl: has no row 2"),
         (["guess.py", "--truth", "1"], "--truth=1: needs --prompt"),
+        (["guess.py", "--rows", "2"], "--rows: has no effect without --check"),
+        (["guess.py", "--check", "--max-turns", "2"], "--max-turns: has no effect with --check"),
         (["guess.py", "--split", "x"], "--split=x has no effect"),
         (["guess.py", "--prompt", "x", "--row", "0"], "--prompt: gives the row itself"),
         (["guess.py", "--max-turns", "0"], "environment.max_turns=0: must be at least 1"),

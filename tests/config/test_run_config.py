@@ -352,13 +352,15 @@ def test_every_declared_rule_refuses_the_values_beside_it():
 
 def test_a_removed_key_is_ignored_with_the_value_that_holds_and_refused_with_another(recipe: Path):
     """Run directories of earlier versions name all keys."""
-    tools = "environment={tools: [{kind: python, memory_mib: 512}]}"
+    tools = "environment={tools: [{kind: python, memory_mib: 512, share: false}]}"
     config = load_config(recipe, ["queue.capacity_groups=null", "telemetry.trace=true", tools])
     assert config.environment.tools[0].kind == "python"
     with pytest.raises(ConfigError, match=r"queue.store_share=0.9: no longer a setting; 0.5 hol"):
         load_config(recipe, ["queue.store_share=0.9"])
     with pytest.raises(ConfigError, match=r"tools\[\].cpu_s=5: no longer a setting; 60.0 holds"):
         load_config(recipe, ["environment={tools: [{kind: python, cpu_s: 5}]}"])
+    with pytest.raises(ConfigError, match=r"recipe.*: data.prompt_key='question': .*; set prompt_"):
+        load_config(recipe, ["data.prompt_key=question"])
 
 
 def test_critic_settings_are_not_checked_without_a_critic(recipe: Path):

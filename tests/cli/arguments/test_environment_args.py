@@ -1,4 +1,4 @@
-"""Environment and rows that `play` and `environment check` use."""
+"""Environment and rows that `play` uses, with `--check` or without."""
 
 import argparse
 import json
