@@ -131,6 +131,17 @@ def test_modules_that_pages_name_exist():
     assert not missing, "\n".join(missing)
 
 
+def test_tests_that_pages_name_exist():
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    missing = [
+        f"{page.relative_to(ROOT)}: {name}"
+        for page in PAGES
+        for name in re.findall(r"`(test_\w+)`", page.read_text())
+        if f"def {name}(" not in tests
+    ]
+    assert not missing, "\n".join(missing)
+
+
 def test_the_walks_name_existing_files_and_count_them():
     text = (ROOT / "docs" / "architecture.md").read_text()
     walk = text.split("## The way of a prompt, and of a version\n")[1].split("\n## ")[0]
