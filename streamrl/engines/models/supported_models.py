@@ -175,12 +175,16 @@ def _explain_vllm_mismatch(family: str, settings: Mapping[str, Any], stored: Ten
     unprefixed = next((name for name in stored if name.startswith("layers.")), "")
     top_k = settings.get("num_experts_per_tok")
     experts = next(filter(None, map(settings.get, EXPERT_COUNT_KEYS)), None)
+    biased = next((name for name in stored if name.endswith("self_attn.o_proj.bias")), "")
     rules = {
         "max_window_layers: vLLM takes a sliding window for all layers or none": (
             family in ("qwen2", "qwen3") and len(layer_types) > 1 and has_window
         ),
         "use_sliding_window=true: vLLM leaves the window of this family out": (
             family in ("qwen2_moe", "qwen3_moe") and has_window
+        ),
+        "tie_word_embeddings=false: vLLM has no separate head for this family": (
+            family == "gemma2" and not settings.get("tie_word_embeddings")
         ),
         f"num_experts_per_tok={top_k}: must be from 1 to the number of experts, {experts}": bool(
             experts and top_k is not None and not 0 < top_k <= experts
@@ -192,6 +196,9 @@ def _explain_vllm_mismatch(family: str, settings: Mapping[str, Any], stored: Ten
             unprefixed
         ),
         f"clip_qkv={clip_qkv}: vLLM does not clip": family == "olmoe" and bool(clip_qkv),
+        f"attention_bias=true: vLLM has no parameter for {biased}": (
+            family in ("qwen3", "qwen3_moe") and bool(biased)
+        ),
     }
     return next((text for text, applies in rules.items() if applies), "")
 

@@ -150,6 +150,7 @@ ROPE = {"rope_type": "default", "rope_theta": 1e4}
             "max_window_layers: ",
         ),
         ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window=true: "),
+        ("gemma2", {"tie_word_embeddings": False}, "tie_word_embeddings=false: "),
         ("olmoe", {"clip_qkv": 1.0}, "clip_qkv=1.0: "),
         ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok=9: must be from 1 to"),
         ("llama", {"num_key_value_heads": 3}, "num_key_value_heads=3: must divide num_attention"),
@@ -163,6 +164,15 @@ def test_settings_of_config_json_are_rejected(
     change(tmp_path, **settings)
     with pytest.raises(ConfigError, match=words):
         check_model_support(path, "auto")
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_a_bias_that_vllm_has_no_parameter_for_is_rejected(tmp_path: Path, family: str):
+    path = write(tmp_path, family, attention_bias=True)
+    words = "attention_bias=true: vLLM has no parameter for model.layers.0.self_attn.o_proj.bias"
+    with pytest.raises(ConfigError, match=words):
+        check_model_support(path, "auto")
+    check_model_support(path, "auto", key="critic.path", is_served=False)
 
 
 @pytest.mark.parametrize(
