@@ -337,6 +337,7 @@ async def load_version(
         num_interrupted=loaded.num_interrupted,
         logprob_diff=difference,
         copied_bytes=fetched.copied_bytes + loaded.copied_bytes,
+        warnings=loaded.verification.warnings,
     )
 
 

@@ -58,6 +58,7 @@ class PullTurns:
 MAX_NAMED_PARAMETERS = 3  # in an error message
 LOAD_REFUSED = "weights_refused"
 FALLBACK_USED = "weights_detour"
+NOT_LOADED = "weights_not_loaded"
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,13 @@ class LoadVerification:
     """Comparison of a model's parameters with the published ones after a version was loaded.
 
     num_compared: parameters that could be compared; 0 if none. differing_names: checkpoint names of
-    parameters whose values differ.
+    parameters whose values differ. warnings: the engine's own warnings about weights that it did
+    not load.
     """
 
     num_compared: int = 0
     differing_names: Sequence[str] = ()
+    warnings: Sequence[str] = ()
 
     def raise_on_difference(self, holder: str) -> None:
         """Raise LogprobCheckError if a loaded parameter differs from its published value.
@@ -81,9 +84,10 @@ class LoadVerification:
             names = ", ".join(
                 self.differing_names[:MAX_NAMED_PARAMETERS]
             ) + f" and {num_more} more" * bool(num_more)
+            engine_warnings = f"; vLLM says: {'; '.join(self.warnings)}" if self.warnings else ""
             raise LogprobCheckError(
                 f"{holder} holds parameters that differ from the published ones: {names}."
-                " Training would use wrong log-probabilities"
+                f" Training would use wrong log-probabilities{engine_warnings}"
             )
 
 
@@ -165,6 +169,7 @@ class PullStats:
     - fallback_reason: why the fallback transport was used; empty if not used.
     - copied_bytes: bytes copied within processes, from the trainer's to the served tensors; NaN if
       unknown.
+    - warnings: the engine's warnings about weights that it did not load.
     """
 
     pull_s: float = 0.0
@@ -174,6 +179,7 @@ class PullStats:
     logprob_diff: float = math.nan
     fallback_reason: str = ""
     copied_bytes: float = math.nan
+    warnings: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -227,9 +233,9 @@ class WeightRegistry:
     ) -> None:
         """Create a registry.
 
-        `on_fault(kind, reader, fault)` is called for every failed pull (kind LOAD_REFUSED) and for
-        every pull through the fallback transport (FALLBACK_USED). `broadcast_tree` limits which
-        nodes pull at a time.
+        `on_fault(kind, reader, fault)` is called for every failed pull (kind LOAD_REFUSED), every
+        pull through the fallback transport (FALLBACK_USED), and weights that an engine did not load
+        (NOT_LOADED). `broadcast_tree` limits which nodes pull at a time.
         """
         self._keep_versions = keep_versions
         self._on_fault = on_fault
@@ -319,6 +325,8 @@ class WeightRegistry:
                 self._on_fault(
                     FALLBACK_USED, reader, WeightFault(state.version, state.pull.fallback_reason)
                 )
+            for warning in state.pull.warnings:
+                self._on_fault(NOT_LOADED, reader, WeightFault(state.version, warning))
         if state.fault is not None:
             self._num_faults += 1
             self._on_fault(LOAD_REFUSED, reader, state.fault)

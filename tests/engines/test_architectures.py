@@ -252,6 +252,7 @@ async def test_the_generator_equals_the_trainers_model_initially_and_after_updat
             model.load_state_dict(buffers, strict=False)
             loaded = await engine.load_weights(weights_of(model), version)
             assert loaded.verification.num_compared and not loaded.verification.differing_names
+            assert not loaded.verification.warnings
             await check_logprobs(engine, model, f"{architecture}, with version {version},")
         if architecture in WITHOUT_LORA:
             return

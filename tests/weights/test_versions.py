@@ -15,6 +15,7 @@ from streamrl.weights.broadcast_tree import BroadcastTree
 from streamrl.weights.manifest import WeightBucket
 from streamrl.weights.versions import (
     FALLBACK_USED,
+    NOT_LOADED,
     PullStats,
     ReaderState,
     SyncStats,
@@ -112,18 +113,20 @@ def test_a_node_with_a_failed_reader_does_not_serve_others():
     run_virtual(scenario())
 
 
-def test_a_fallback_is_not_a_fault():
+def test_fallbacks_and_engine_warnings_are_reported_without_being_faults():
     reported: list[tuple[str, str, WeightFault]] = []
 
     async def scenario() -> None:
         registry = WeightRegistry(keep_versions=2, on_fault=lambda *args: reported.append(args))
-        pull = PullStats(fallback_reason="the broadcast came too late")
+        warnings = ("FusedMoE: Failed to load weights",)
+        pull = PullStats(fallback_reason="the broadcast came too late", warnings=warnings)
         await registry.wait_for_newer("generator-0", ReaderState(4, pull), wait_s=0.0)
         assert registry.drain_stats().num_faults == 0
 
     run_virtual(scenario())
     assert reported == [
-        (FALLBACK_USED, "generator-0", WeightFault(4, "the broadcast came too late"))
+        (FALLBACK_USED, "generator-0", WeightFault(4, "the broadcast came too late")),
+        (NOT_LOADED, "generator-0", WeightFault(4, "FusedMoE: Failed to load weights")),
     ]
 
 

@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from streamrl.distributed.devices import has_local_gpu, synchronize_stream
 from streamrl.engines.generator_config import GeneratorConfig, SamplingSettings, make_engine_args
 from streamrl.engines.memory.peak_memory import release_freed_memory
 from streamrl.engines.models.forward import load_skeleton
+from streamrl.engines.vllm.load_check import LoadWarningHandler
 from streamrl.engines.vllm.rank_groups import RankGroup
 from streamrl.engines.vllm.stop_conditions import StopConditions
 from streamrl.engines.vllm.weight_loader import (
@@ -48,6 +49,8 @@ VllmEngine = Any
 VllmWorker = Any
 
 _ENGINE_LOCK = threading.Lock()
+#: Shared, since a process has at most one engine.
+LOAD_WARNINGS = LoadWarningHandler()
 
 
 @dataclass(frozen=True)
@@ -204,10 +207,10 @@ def make_engine_config(spec: EngineSpec) -> Any:
 def _make_engine_args(spec: EngineSpec) -> Any:
     if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
         raise RuntimeError("make_vllm_env() must be in the environment before vLLM is imported")
-    # VLLM_CONFIGURE_LOGGING=0 keeps vLLM from configuring logging: its errors go to stderr.
+    # VLLM_CONFIGURE_LOGGING=0 keeps vLLM from configuring logging, so configure its logger here.
     logger = logging.getLogger("vllm")
-    logger.setLevel(logging.ERROR)
-    logger.handlers, logger.propagate = [], False
+    logger.setLevel(logging.WARNING)
+    logger.handlers, logger.propagate = [LOAD_WARNINGS], False
     with warnings.catch_warnings():
         # Raised by vLLM's own imports; users cannot act on these.
         warnings.simplefilter("ignore", FutureWarning)
@@ -361,6 +364,7 @@ def load_weights(
         # Preempts running rollouts, which are then prefilled with the new weights, and drops all
         # cached prefixes.
         engine.reset_prefix_cache(reset_running_requests=True)
+    verification = replace(verification, warnings=LOAD_WARNINGS.drain_warnings())
     return WeightLoadStats(time.monotonic() - start_s, interrupted, copied_bytes, verification)
 
 

@@ -9,6 +9,7 @@ Some layers change values while loading. To find them, the constructor compares 
 with the model that vLLM has just read from it, and excludes layers that differ.
 """
 
+import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,16 @@ CHUNK_ELEMENTS = 2**22
 SUM_TOLERANCE = 1e-9
 """Relative tolerance of float64 sums in different orders."""
 LAYER_PATTERN = re.compile(r"\.(\d+)\.")
+WARNING_LOGGERS = ("vllm.model_executor.model_loader", "vllm.model_executor.models")
+"""Loggers of vLLM that warn about weights they did not load."""
+WARNING_PATTERN = re.compile(r"weight|parameter|tensor|checkpoint|loaded", re.IGNORECASE)
+"""Selects the warnings about weights among all warnings of WARNING_LOGGERS."""
+HARMLESS_WARNINGS = re.compile(
+    r"\w*RotaryEmbedding: Failed to load weights"
+    r"|Attempted to load weight \S+ with dtype \S+ into parameter with dtype "
+)
+"""Warnings of vLLM on GPUs at every load: rotary embeddings have no weights, only tables that are
+computed; and a published tensor is cast to the dtype of its parameter."""
 
 
 @dataclass(frozen=True)
@@ -182,3 +193,28 @@ def _parse_layer(name: str) -> str:
     """Return the layer number in a parameter's name; "" for parameters outside of layers."""
     match = LAYER_PATTERN.search(name)
     return match[1] if match else ""
+
+
+class LoadWarningHandler(logging.Handler):
+    """Collects vLLM's warnings about weights; passes its errors on to stderr."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.ERROR and logging.lastResort is not None:
+            logging.lastResort.handle(record)
+        elif record.name.startswith(WARNING_LOGGERS):
+            message = " ".join(record.getMessage().split())
+            if WARNING_PATTERN.search(message) and not HARMLESS_WARNINGS.match(message):
+                self._messages.append(message)
+
+    def drain_warnings(self) -> tuple[str, ...]:
+        """Return the distinct warnings since the last call, each with its number of repetitions."""
+        messages, self._messages = self._messages, []
+        counts = {message: messages.count(message) for message in dict.fromkeys(messages)}
+        return tuple(
+            message if count == 1 else f"{message} ({count} times)"
+            for message, count in counts.items()
+        )

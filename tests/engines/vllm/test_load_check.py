@@ -1,5 +1,6 @@
 """Fingerprints of parameters detect missing ones in any layout of an engine."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from streamrl.engines.vllm.load_check import LoadCheck
+from streamrl.engines.vllm.load_check import LoadCheck, LoadWarningHandler
 from streamrl.errors import LogprobCheckError
 
 MERGED = {"qkv": ["q", "k", "v"]}
@@ -132,3 +133,26 @@ def test_the_error_names_the_parameters():
     named = r"generator-0 holds parameters that differ .* and \d+ more\. Training"
     with pytest.raises(LogprobCheckError, match=named):
         arrival.raise_on_difference("generator-0")
+
+
+def test_load_warnings_are_collected_and_counted():
+    handler = LoadWarningHandler()
+    logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    other_logger = logging.getLogger("vllm.config.model")
+    for vllm_logger in (logger, other_logger):
+        vllm_logger.addHandler(handler)
+    try:
+        for _ in range(3):
+            logger.warning("%s: Failed to load weights", "FusedMoE")
+        # On GPUs, at every load of a model that is right.
+        logger.warning("%s: Failed to load weights", "RotaryEmbedding")
+        logger.warning(
+            "Attempted to load weight %s with dtype %s into parameter with dtype %s",
+            *("norm.weight", torch.float32, torch.bfloat16),
+        )
+        other_logger.warning("a warning of something else")
+    finally:
+        for vllm_logger in (logger, other_logger):
+            vllm_logger.removeHandler(handler)
+    assert handler.drain_warnings() == ("FusedMoE: Failed to load weights (3 times)",)
+    assert handler.drain_warnings() == ()
