@@ -192,6 +192,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/engines/training/test_optimizer_offload.py",
     ),
     Mutant(
+        "engines/training/model_trainer.py",
+        "with self._allow_slow_ranks(SAVE_TIMEOUT_S), keep_heap_compact():",
+        "with keep_heap_compact():",
+        "tests/engines/training/test_model_trainer.py -k save_for_longer",
+    ),
+    Mutant(
         "engines/models/packed_rows.py",
         "return seen.triu(1 - sliding_window)[None, None]",
         "return seen.triu(-sliding_window)[None, None]",

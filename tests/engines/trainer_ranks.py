@@ -8,6 +8,7 @@ import contextlib
 import os
 import random
 import socket
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -61,6 +62,7 @@ VALUED: dict[str, Columns] = {
 """GROUPS with the values of a critic that predicts 0.1 everywhere."""
 NARROW = "narrow"
 LORA: dict[str, Any] = {"lora_rank": 2, "lora_alpha": 3.0}
+LATE_SAVE_S = 3.0
 EQUAL_SCORES: dict[str, Columns] = {
     uid: {**columns, "scores": np.ones_like(columns["scores"])} for uid, columns in GROUPS.items()
 }
@@ -491,6 +493,15 @@ def row(job: RankJob, layout: Layout, name: str) -> None:
     train_row(job, layout, name)
 
 
+def save_late(job: RankJob, layout: Layout) -> None:
+    """Let rank 1 save the model after the timeout of a collective, as after a slow disk."""
+    trainer = job.trainer(layout, collective_timeout_s=LATE_SAVE_S)
+    time.sleep(2 * LATE_SAVE_S * job.rank)
+    trainer.save_model(job.folder / f"{layout.label}-late")
+    trainer.close()
+    job.results[f"late/{layout.label}"] = (job.folder / f"{layout.label}-late").is_dir()
+
+
 CASES: dict[str, Callable[..., None]] = {
     case.__name__: case
     for case in (
@@ -503,7 +514,7 @@ CASES: dict[str, Callable[..., None]] = {
         ),
         *(lora_updates, save_and_resume, skipped_updates),
         *(resume_from_one_rank, master_weights),
-        *(recomputed_updates, other_settings, row),
+        *(recomputed_updates, other_settings, row, save_late),
     )
 }
 

@@ -354,6 +354,11 @@ def test_a_non_finite_gradient_raises_and_skips_the_update(results, layout):
         assert case["unchanged"]
 
 
+@parametrize_layouts("save_late", on=[Layout("torch", 3, 2)])
+def test_a_rank_may_save_for_longer_than_a_collective_may_take(results, layout):
+    assert results[f"late/{layout.label}"] == [True, True]
+
+
 @parametrize_layouts("recomputed_updates", on=PAIRS, quick=[SHARDED])
 def test_recomputing_activations_does_not_change_the_update(results, expected, layout):
     for case in results[f"recomputed/{layout.label}"]:
