@@ -198,6 +198,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/engines/training/test_model_trainer.py -k save_for_longer",
     ),
     Mutant(
+        "engines/training/model_trainer.py",
+        "buffers[name], shards[name] = tensor.to(self._dtypes[name]), shard",
+        "buffers[name], shards[name] = tensor, shard",
+        "tests/engines/vllm/test_rank_groups.py -k casts_shards",
+    ),
+    Mutant(
         "engines/models/packed_rows.py",
         "return seen.triu(1 - sliding_window)[None, None]",
         "return seen.triu(-sliding_window)[None, None]",

@@ -6,7 +6,7 @@ The same generators serve a sequence of trainers with different meshes.
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,14 @@ from streamrl.engines.generation.generation_engine import GenerationEngine
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.model_trainer import WeightResharder, make_backend
+from streamrl.engines.training.training_backend import TrainingBackend
 from streamrl.engines.vllm.engine import EngineSpec
 from streamrl.engines.vllm.follower_rank import FollowerRank
 from streamrl.engines.vllm.rank_groups import RankGroup, make_rank_group
 from streamrl.errors import GenerationError
 from streamrl.resharding.boxes import count_elements, subtract_boxes
 from streamrl.resharding.executors import ReshardingStats
+from streamrl.resharding.layouts import TensorShard
 from streamrl.resharding.storage import ShardStorage
 from tests.engines import tiny_qwen
 from tests.engines.tiny_qwen import fill, save
@@ -44,6 +46,8 @@ MESHES: dict[str, dict[str, Any]] = {
     "whole": {},
     **{f"zero {stage}": {"backend": "deepspeed", "zero_stage": stage} for stage in range(4)},
 }
+CAST_MESH = "zero 3"
+"""Mesh whose shards are also served in another dtype."""
 SEQUENCE = np.array([3, 14, 15, 9, 26, 5, 35, 8, 9, 7], np.int32)
 LR = 1e-2
 Switch = Callable[[int], ReshardingStats | None]
@@ -127,6 +131,7 @@ async def run_meshes(path: str, rank_group: RankGroup, meshes: Sequence[str]) ->
         switch = partial(WeightResharder(60.0).run, backend, storage)
         results[mesh] = {
             "is_off": await is_resharding_off(backend, storage),
+            "is_cast": mesh == CAST_MESH and await casts_shards(backend, storage),
             "updates": [],
             "model_bytes": sum(tensor.nbytes for _, tensor in backend.full_state()),
             "served_bytes": sum(view.nbytes for _, _, view in storage),
@@ -161,6 +166,25 @@ async def is_resharding_off(backend: Any, storage: ShardStorage) -> bool:
     """Return whether resharding is off on all ranks if the storage of one cannot be written."""
     served = storage if dist.get_rank() else None
     return await asyncio.to_thread(WeightResharder(60.0).run, backend, served, 0) is None
+
+
+class HalvedShards(TrainingBackend):
+    """Shards of a backend, in bfloat16."""
+
+    def __init__(self, backend: TrainingBackend) -> None:
+        self._backend = backend
+
+    def iter_shards(self) -> Iterator[tuple[str, torch.Tensor, TensorShard]]:
+        for name, tensor, shard in self._backend.iter_shards():
+            yield name, tensor.bfloat16(), shard
+
+
+async def casts_shards(backend: TrainingBackend, storage: ShardStorage) -> bool:
+    """Return whether a generator serves bfloat16 shards of a trainer in its own dtype."""
+    halved = HalvedShards(backend)
+    assert await asyncio.to_thread(WeightResharder(60.0).run, halved, storage, 0) is not None
+    full_state = await asyncio.to_thread(lambda: dict(backend.full_state()))
+    return all(torch.equal(view, full_state[name].bfloat16().float()) for name, _, view in storage)
 
 
 def count_aliased_bytes(served_tensors: Iterable[torch.Tensor], backend: Any) -> dict[str, int]:

@@ -13,6 +13,7 @@ from streamrl.resharding.plans import NodeTopology
 from tests import forked
 from tests.engines.conftest import list_cases, param_of_ranks
 from tests.engines.rank_group_ranks import (
+    CAST_MESH,
     ODD_VOCABULARY,
     RANKS,
     UPDATES,
@@ -168,6 +169,14 @@ def test_a_rank_receives_only_the_elements_it_lacks_once(
             assert update["received_bytes"] == mesh_results["lacking_bytes"]
         # Each half is trained by the rank that serves it, or by both.
         assert bool(mesh_results["lacking_bytes"]) is ((name, mesh) not in NOTHING_LACKING)
+
+
+@pytest.mark.ranks(Run("each alone"))
+def test_resharding_casts_shards_of_another_dtype_on_the_source_rank(
+    results: dict[str, list[Any]],
+):
+    for rank in results["each alone"][:-1]:
+        assert rank["meshes"][CAST_MESH]["is_cast"]
 
 
 @pytest.mark.slow
