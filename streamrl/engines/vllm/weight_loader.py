@@ -484,7 +484,7 @@ def _match_split(
         try:
             component = FusedComponent(shape[dim], heads if number else None)
             (box,) = TensorSpec(name, shape, (0,), dim, (component,)).split_tensor(*rank)
-        except ValueError:
+        except (ValueError, IndexError):  # IndexError: vLLM's parameter has more dimensions
             return None
         size = box.shape[dim]
         if start + size > local.shape[dim]:

@@ -114,6 +114,8 @@ def test_target_views_write_into_own_memory_also_after_a_view():
         ({"q": (8, 3), "k": (2, 3)}, (8, 3), 0, 1, None),
         ({"q": (8, 4)}, (4, 3), 0, None, None),
         ({"q": (7, 3)}, (4, 3), 0, None, None),
+        # vLLM's parameter has more dimensions than the checkpoint's.
+        ({"q": (8, 4)}, (4, 1, 4), 2, None, None),
     ],
 )
 def test_a_rank_of_two_has_its_part_of_each_checkpoint_parameter(
