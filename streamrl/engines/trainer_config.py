@@ -116,10 +116,6 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         check_rules(self, f"{self.section}.")
-        if [0 <= beta < 1 for beta in self.betas] != [True, True]:
-            raise ConfigError(
-                f"{self.section}.betas={self.betas}: must be two numbers from 0 to below 1"
-            )
         check_conflicts(
             self, (*self._list_memory_conflicts(), *self._list_conflicts()), f"{self.section}."
         )
