@@ -439,7 +439,8 @@ def _make_critic_trainer(trainer: TrainerConfig, changes: Mapping[str, Any]) -> 
     section = CriticTrainerConfig.section
     raw = prepare_settings(dict(changes), CriticTrainerConfig, section)
     try:
-        merged = merge_settings(CriticTrainerConfig, {**vars(trainer), **raw}, location=section)
+        inherited = {**vars(trainer), **raw}
+        merged = merge_settings(CriticTrainerConfig, inherited, location=f"{section}.")
     except ConfigError as error:
         raise ConfigError(f"{error}; it inherits unset keys from trainer") from None
     assert isinstance(merged, TrainerConfig)
