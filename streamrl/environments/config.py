@@ -15,32 +15,28 @@ CLASS_KIND = "class"
 _ADAPTERS = "streamrl.environments.adapters"
 ADAPTER_CLASSES: Mapping[str, str] = {
     "gymnasium": f"{_ADAPTERS}.gymnasium:GymnasiumEnvironment",
-    "textarena": f"{_ADAPTERS}.textarena:TextArenaEnvironment",
-    "textworld": f"{_ADAPTERS}.textworld:TextWorldEnvironment",
     "openenv": f"{_ADAPTERS}.openenv:OpenEnvEnvironment",
 }
 """Class of each further kind, as module:Class."""
 PATH_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "gymnasium": ("actions", "observation"),
-    "textarena": ("actions", "observation", "opponent"),
-    "textworld": ("actions", "observation", "game"),
     "openenv": ("observation",),
 }
 """Options of each kind whose text is a path or file.py:function."""
 # An adapter is a class with `reset` and `step`, like a user's. Its constructor takes
-# `environment.options` as keyword arguments and runs once per episode. A classmethod
-# `check_options(**options)`, called once when a host process loads the class, may raise
-# ConfigError: for a package that is not installed, with the extra to install, or a value that it
-# refuses. Adapters import their package inside functions, which run in host processes only.
+# `environment.options` as keyword arguments and runs once per episode, and once when a host process
+# loads the class. It may raise ConfigError: for a package that is not installed, with the extra to
+# install, or a value that it refuses. Adapters import their package inside functions, which run in
+# host processes only.
 #
 # An adapter whose server may have tools also has an async classmethod `list_tools(**options)`,
 # called once before the run, and `call_tool(name, arguments)`, which returns a ToolAnswer. If
 # schemas are listed, `call_tool` answers the policy's calls, and `step` is not used.
-OPTIONS_CHECK = "check_options"
-"""Name of the classmethod by which an adapter checks its options."""
 LIST_TOOLS, CALL_TOOL = "list_tools", "call_tool"
 """Names of the methods of an adapter whose server may have tools."""
 ENVIRONMENT_KINDS = (CLASS_KIND, *ADAPTER_CLASSES)
+EXAMPLE_KINDS = ("textarena", "textworld")
+"""Former kinds, which are classes in examples/text_games now."""
 
 SECTION = "environment"
 _NAME = re.compile(r"[\w-]+")
@@ -93,6 +89,11 @@ class EnvironmentSpec:
 
         section: config section of the spec, for errors.
         """
+        if self.kind in EXAMPLE_KINDS:
+            raise ConfigError(
+                f"{section}.kind={self.kind}: no such kind any more; name the class of"
+                f" examples/text_games/{self.kind}_game.py in {section}.path"
+            )
         if self.kind not in ENVIRONMENT_KINDS:
             hint = suggest_nearest(self.kind, ENVIRONMENT_KINDS, noun="kind")
             raise ConfigError(f"{section}.kind={self.kind}: no such kind of environment; {hint}")

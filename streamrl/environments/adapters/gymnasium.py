@@ -3,15 +3,21 @@
 import importlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from streamrl.environments.adapters.text_game import ROW_KEY, TextGame
+from streamrl.environments.adapters.options import (
+    ROW_KEY,
+    load_option_function,
+    merge_row_options,
+)
+from streamrl.environments.interface import Reply, Turn
 from streamrl.errors import ConfigError
 from streamrl.files.optional_package import import_optional
+from streamrl.messages import Prompt
 
 COLOURED = re.compile(r"\x1b\[([0-9;]*[1-9][0-9;]*)m(.*?)\x1b\[0*m", re.DOTALL)
 CONTROL_SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
@@ -50,18 +56,20 @@ TEXT_RENDER_MODE = "ansi"
 INTEGER = re.compile(r"(?<![\w.])-?\d+(?!\w|\.\d)")
 
 
-class GymnasiumEnvironment(TextGame):
+class GymnasiumEnvironment:
     """Environment of Gymnasium, with a reward per turn; it ends terminated or truncated.
 
     id: name in the registry, or module:name for one that the module registers at its import.
     make: keyword arguments of gymnasium.make.
-    actions: names of actions with their values, or a function as file.py:function. By default an
-        action is an integer of a Discrete space. The last one in a reply counts.
-    observation: function as file.py:function. By default the text of `render_mode="ansi"` where the
-        environment has this mode, otherwise the observation as JSON.
+    actions: names of actions with their values, or a function as file.py:function that returns the
+        action of a text and a game, or raises ValueError with what to tell the policy. By default
+        an action is an integer of a Discrete space. The last one in a reply counts.
+    observation: function as file.py:function that returns the text of an observation and a game. By
+        default the text of `render_mode="ansi"` where the environment has this mode, otherwise the
+        observation as JSON.
+    instructions: text before the first observation.
+    seed: seed of the game; None: that of the environment.
     """
-
-    row_options = ("id", "make", "seed")
 
     def __init__(
         self,
@@ -73,44 +81,58 @@ class GymnasiumEnvironment(TextGame):
         instructions: str = "",
         seed: int | None = None,
     ) -> None:
+        import_package("gymnasium")
+        self._options = {"id": id, "make": make or {}, "seed": seed}
+        self._instructions = instructions
+        self._game: Any = None
         self._actions: Mapping[str, Any] = {}
+        self._action_function: Callable[..., Any] | None = None
         if not isinstance(actions, str):
             self._actions = {str(name).lower(): value for name, value in actions.items()}
-            actions = ""
-        super().__init__(
-            {"id": id, "make": make or {}, "seed": seed},
-            observation=observation,
-            actions=actions,
-            instructions=instructions,
-        )
+        elif actions:
+            self._action_function = load_option_function(
+                actions, option="actions", parameters=("text", "game"), lets_through=ValueError
+            )
+        self._describe: Callable[..., str] = _format_observation
+        if observation:
+            self._describe = load_option_function(
+                observation, option="observation", parameters=("observation", "game")
+            )
 
-    @classmethod
-    def check_options(cls, **options: Any) -> None:
-        import_package("gymnasium")
-        cls(**options)
+    def reset(self, row: Prompt, seed: int) -> str:
+        options = merge_row_options(row, seed, self._options, allowed=("id", "make", "seed"))
+        self._make_game(options["id"], options["make"])
+        observation, _ = self._game.reset(seed=options["seed"])
+        texts = [self._instructions, self._describe(observation, self._game)]
+        return "\n\n".join(filter(None, texts))
+
+    def step(self, reply: Reply) -> Turn:
+        """Play the reply's action; answer a reply without one by what is wrong with it."""
+        try:
+            action = self._read_action(reply.text)
+        except ValueError as error:
+            return Turn(str(error))
+        observation, reward, terminated, truncated, _ = self._game.step(action)
+        is_over = bool(terminated or truncated)
+        text = "" if is_over else self._describe(observation, self._game)
+        return Turn(text, float(reward), is_over)
 
     def close(self) -> None:
         if self._game is not None:
             self._game.close()
 
-    def _start(self, options: Mapping[str, Any]) -> Any:
+    def _make_game(self, name: str, settings: Mapping[str, Any]) -> None:
         gymnasium = import_package("gymnasium")
-        name = options["id"]
         if ":" in name and name != self._options["id"]:
             raise ConfigError(f"extra_info.{ROW_KEY}.id={name}: a row names no module")
         try:
             spec, has_text = _find_spec(name)
-            settings = {"disable_env_checker": True, **options["make"]}
-            if has_text:
-                settings.setdefault("render_mode", TEXT_RENDER_MODE)
-            self._game = gymnasium.make(spec, **settings)
+            defaults = {"render_mode": TEXT_RENDER_MODE} if has_text else {}
+            self._game = gymnasium.make(
+                spec, **{"disable_env_checker": True, **defaults, **settings}
+            )
         except gymnasium.error.Error as error:
             raise ConfigError(f"environment.options.id={name}: {error}") from error
-        self._check_actions(name)
-        observation, _ = self._game.reset(seed=options["seed"])
-        return observation
-
-    def _check_actions(self, name: str) -> None:
         space = self._game.action_space
         for action, value in self._actions.items():
             if not space.contains(_to_action(value, space)):
@@ -125,31 +147,21 @@ class GymnasiumEnvironment(TextGame):
                 " actions with their values, or write file.py:function"
             )
 
-    def _play(self, action: Any) -> tuple[Any, float, bool]:
-        observation, reward, terminated, truncated, _ = self._game.step(action)
-        return observation, float(reward), bool(terminated or truncated)
-
-    def _format_observation(self, observation: Any) -> str:
-        if self._game.render_mode == TEXT_RENDER_MODE:
-            return mark_colours(self._game.render()).strip("\n")
-        return json.dumps(_to_plain(observation), ensure_ascii=False)
-
     def _read_action(self, text: str) -> Any:
-        action = super()._read_action(text)
-        if not self._game.action_space.contains(action):
-            raise ValueError(f"{action} is not a legal action.{self._describe_legal_actions()}")
-        return action
-
-    def _parse_action(self, text: str) -> Any:
-        space = self._game.action_space
-        if self._actions:
+        """Return the action of a reply. Raises ValueError with what to tell the policy."""
+        space, action = self._game.action_space, None
+        if self._action_function:
+            action = self._action_function(text, self._game)
+        elif self._actions:
             names = "|".join(re.escape(name) for name in sorted(self._actions, key=len)[::-1])
-            found = re.findall(rf"(?<!\w)(?:{names})(?!\w)", text.lower())
-            if found:
-                return _to_action(self._actions[found[-1]], space)
+            if found := re.findall(rf"(?<!\w)(?:{names})(?!\w)", text.lower()):
+                action = _to_action(self._actions[found[-1]], space)
         elif found := INTEGER.findall(text):
-            return int(found[-1])
-        raise ValueError(f"No action was found.{self._describe_legal_actions()}")
+            action = int(found[-1])
+        if action is None or not space.contains(action):
+            problem = "No action was found" if action is None else f"{action} is not a legal action"
+            raise ValueError(f"{problem}.{self._describe_legal_actions()}")
+        return action
 
     def _describe_legal_actions(self) -> str:
         space = self._game.action_space
@@ -159,6 +171,12 @@ class GymnasiumEnvironment(TextGame):
             return ""
         first = int(space.start)
         return f" Reply with an integer from {first} to {first + int(space.n) - 1}."
+
+
+def _format_observation(observation: Any, game: Any) -> str:
+    if game.render_mode == TEXT_RENDER_MODE:
+        return mark_colours(game.render()).strip("\n")
+    return json.dumps(_to_plain(observation), ensure_ascii=False)
 
 
 def _find_spec(name: str) -> tuple[Any, bool]:

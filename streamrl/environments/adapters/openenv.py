@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from streamrl.environments.adapters.text_game import load_option_function, merge_row_options
+from streamrl.environments.adapters.options import load_option_function, merge_row_options
 from streamrl.environments.interface import CallOutcome, Reply, ToolSchema, Turn
 from streamrl.environments.tool_calls.json_calls import check_encodable, parse_json_at
 from streamrl.environments.tool_calls.reply_text import replace_surrogates
@@ -75,6 +75,7 @@ class OpenEnvEnvironment:
         seed: int | None = None,
         wait_s: float = 50.0,
     ) -> None:
+        import_package("websockets.asyncio.client")
         address = urlsplit(url)
         if address.scheme not in ("ws", "wss") or not address.hostname:
             raise ConfigError(
@@ -97,11 +98,6 @@ class OpenEnvEnvironment:
         self._connection: Any = None
         self._num_unread, self._turn = 0, asyncio.Lock()
         self._is_done = False
-
-    @classmethod
-    def check_options(cls, **options: Any) -> None:
-        import_package("websockets.asyncio.client")
-        cls(**options)
 
     @classmethod
     async def list_tools(cls, **options: Any) -> Sequence[ToolSchema]:

@@ -22,7 +22,6 @@ from typing import Any
 from streamrl.environments.config import (
     ADAPTER_CLASSES,
     CLASS_KIND,
-    OPTIONS_CHECK,
     SECTION,
     EnvironmentSpec,
 )
@@ -80,11 +79,9 @@ def load_user_class(spec: EnvironmentSpec, *, section: str = SECTION) -> UserCla
     constructor = make_file_function(file, class_object.__name__, class_object, label=label)
     _check_options(constructor, spec.options, section)
     is_adapter = spec.kind != CLASS_KIND
-    if is_adapter and OPTIONS_CHECK in vars(class_object):
-        getattr(class_object, OPTIONS_CHECK)(**spec.options)
-    methods = _find_methods(class_object, file, label)
     if is_adapter:
-        methods.pop(OPTIONS_CHECK, None)
+        class_object(**spec.options)
+    methods = _find_methods(class_object, file, label)
     other = ("reset", *POSITIONAL_ARGUMENTS)
     tools = [name for name in methods if name not in other and not is_adapter]
     if "step" in methods and spec.tools:

@@ -52,8 +52,6 @@ async def test_a_group_plays_gymnasium_through_hosts_and_driver():
     ("kind", "options", "module"),
     [
         ("gymnasium", {"id": "FrozenLake-v1"}, "gymnasium"),
-        ("textarena", {"id": "TicTacToe-v0"}, "textarena"),
-        ("textworld", {"game": "game.z8"}, "textworld"),
         ("openenv", {"url": "ws://localhost/ws"}, "websockets.asyncio.client"),
     ],
 )
@@ -75,10 +73,10 @@ def test_an_option_that_an_adapter_does_not_take_is_refused(kind):
 def test_paths_in_options_become_absolute(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     config = EnvironmentConfig(
-        kind="textworld", options={"game": "a.z8", "actions": "b.py:f", "observation": ""}
+        kind="gymnasium", options={"id": "a", "actions": "b.py:f", "observation": ""}
     )
     config.make_paths_absolute()
-    expected = {"game": f"{tmp_path}/a.z8", "actions": f"{tmp_path}/b.py:f", "observation": ""}
+    expected = {"id": "a", "actions": f"{tmp_path}/b.py:f", "observation": ""}
     assert config.options == expected
 
 

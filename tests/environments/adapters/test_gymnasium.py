@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from streamrl.environments.adapters.gymnasium import GymnasiumEnvironment
+from streamrl.environments.adapters.gymnasium import GymnasiumEnvironment, mark_colours
 from streamrl.environments.interface import Turn
 from streamrl.errors import ConfigError, EpisodeError
 from tests.environments.adapters.rows import make_row, play
@@ -20,7 +20,6 @@ def make_lake(**options):
         "actions": DIRECTIONS,
         **options,
     }
-    GymnasiumEnvironment.check_options(**settings)
     return GymnasiumEnvironment(**settings)
 
 
@@ -68,7 +67,7 @@ def test_a_row_may_have_options_of_its_own():
     row = make_row(make={"map_name": "8x8"}, seed=1)
     assert lake.reset(row, 0).startswith("[S]FFFFFFF\n")
     play(lake, "down")
-    with pytest.raises(ConfigError, match=r"options.actions: a row may have id, make, seed$"):
+    with pytest.raises(ConfigError, match=r"'mine.py:f'.* values; a row may have id, make, seed$"):
         make_lake().reset(make_row(actions="mine.py:f"), 0)
     with pytest.raises(ConfigError, match=r"id=os:Lake-v1: a row names no module"):
         make_lake().reset(make_row(id="os:Lake-v1"), 0)
@@ -113,3 +112,17 @@ def test_unusable_options_are_refused(options, words):
     lake = make_lake(**options)
     with pytest.raises(ConfigError, match=f"^environment.options.{words}"):
         lake.reset(make_row(), 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("\x1b[41mS\x1b[0mFF", "[S]FF"),
+        ("|\x1b[35mR\x1b[0m: |\x1b[43m \x1b[0m", "|[magenta:R]: |[yellow: ]"),
+        ("\x1b[1mtitle\x1b[0m", "[title]"),
+        ("\x1b[2J\x1b[1;1Hplain\x1b[0m", "plain"),
+        ("no codes [x]", "no codes [x]"),
+    ],
+)
+def test_colours_become_marks_and_other_sequences_go(text, expected):
+    assert mark_colours(text) == expected

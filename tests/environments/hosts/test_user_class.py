@@ -159,10 +159,7 @@ def adapter_kind(monkeypatch):
     """Kind whose class refuses the option size=0."""
 
     class Boxed:
-        def __init__(self, size=1): ...
-
-        @classmethod
-        def check_options(cls, size=1):
+        def __init__(self, size=1):
             if size == 0:
                 raise ConfigError("environment.options.size=0: must be above 0")
 

@@ -1,0 +1,58 @@
+"""Text games: the classes play a game of each package to its end, as a host process loads them."""
+
+import random
+import re
+import tarfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from streamrl.environments.config import EnvironmentConfig
+from streamrl.environments.hosts.user_class import load_user_class
+from streamrl.environments.interface import Reply, Turn
+from streamrl.errors import ConfigError
+from tests.environments.adapters.rows import make_row, play
+
+FOLDER = Path("examples/text_games")
+
+
+def make_game(file, **options):
+    config = EnvironmentConfig(path=str(FOLDER / file), options=options)
+    loaded = load_user_class(config)
+    return loaded.class_object(**loaded.options)
+
+
+@pytest.mark.parametrize("player", [0, 1])
+def test_tictactoe_is_played_to_its_reward(player):
+    config = yaml.safe_load((FOLDER / "README.md").read_text().split("```")[1][len("yaml\n") :])
+    game = make_game("textarena_game.py", **config["environment"]["options"], player=player)
+    observation, turn, rng = game.reset(make_row(), 3), Turn(), random.Random(3)
+    assert f"You are Player {player} in Tic Tac Toe" in observation
+    while not turn.done:
+        assert turn.reward == 0
+        moves = re.findall(r"\[\d\]", observation.rpartition("Available Moves")[2])
+        turn = game.step(Reply(rng.choice(moves)))
+        observation = turn.observation
+    assert turn.reward in (-1, 0, 1)
+
+
+# TextWorld turns this warning off at its import, pytest on again; Jericho knows other games.
+@pytest.mark.filterwarnings("ignore:Game '.*' is not fully supported")
+def test_the_walkthrough_of_an_adventure_wins_its_full_score(tmp_path):
+    with tarfile.open(Path(__file__).with_name("textworld_house.tar.xz")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    game = make_game("textworld_game.py", game=str(tmp_path / "house.z8"))
+    assert game.reset(make_row(), 0).endswith("going east, that entranceway is unblocked.")
+    refused = Turn("Reply with a command of the game.")
+    assert play(game, "", "quit", "\\help", "tw-print state") == [refused] * 4
+    turns = play(game, *(game.oracle(None, None) for _ in range(4)))
+    assert [turn.reward for turn in turns] == [0.0, 0.5, 0.0, 0.5]
+    assert [turn.done for turn in turns] == [False, False, False, True]
+    game.close()
+
+
+@pytest.mark.parametrize("kind", ["textarena", "textworld"])
+def test_the_former_kinds_name_their_examples(kind):
+    with pytest.raises(ConfigError, match=rf"kind={kind}: .* {FOLDER}/{kind}_game.py in"):
+        EnvironmentConfig(kind=kind)
