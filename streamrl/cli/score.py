@@ -111,7 +111,6 @@ def _choose_data_file(arguments: argparse.Namespace, config: RunConfig) -> DataF
     default = DataFile(arguments.rows)
     names = ("prompt_key", "label_key", "split")
     options = {name: vars(arguments)[name] for name in names if vars(arguments)[name] is not None}
-    # Rows without a file are named as they are in messages: reasoning_gym:chain_sum.
     named = files.get(arguments.rows) or files.get(str(Path(arguments.rows).absolute()), default)
     return replace(named, **options)
 

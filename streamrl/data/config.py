@@ -1,15 +1,11 @@
-"""Config section `data`: prompt files or tasks of a package, reading options, limits of prompts."""
+"""Config section `data`: prompt files, reading options, limits of prompts."""
 
 import dataclasses
-import itertools
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
-
-from omegaconf import MISSING
 
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import (
@@ -17,80 +13,18 @@ from streamrl.files.typed_settings import (
     check_rules,
     one_of,
     read_settings,
-    suggest_nearest,
 )
 from streamrl.user_code.python_module import split_reference
 
 MODEL_TEMPLATE, PLAIN_TEMPLATE = "model", "plain"
 """Template names that are not files: the model's chat template, and joining by newlines."""
-REASONING_GYM = "reasoning_gym"
-"""Kind of data, extra, module, and key of `extra_info` under which a row names its task."""
-COMPOSITE = "composite"
-"""Dataset of reasoning-gym that mixes others by weight."""
-FILE_KIND = "file"
-DATA_KINDS = (FILE_KIND, REASONING_GYM)
 _LONG_PROMPT_ACTIONS = ("error", "skip", "truncate")
-
-
-@dataclass(frozen=True)
-class ReasoningGymTasks:
-    """Tasks of a dataset of reasoning-gym. Task i is made from seed + i alone.
-
-    dataset: name of the dataset, such as chain_sum.
-    size: number of tasks.
-    seed: seed of the first task. The tasks of two seeds overlap unless they are `size` apart.
-    options: settings of the dataset. Those of `composite` are `datasets`, a list of mappings with
-        name, weight and config.
-    system: system message before each task; empty: none.
-    environment: environment of the tasks, in a run with several.
-    """
-
-    dataset: str = MISSING
-    size: int = MISSING
-    seed: int = 0
-    options: dict[str, Any] = field(default_factory=dict)
-    system: str = ""
-    environment: str = ""
-
-    def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ConfigError(f"size={self.size}: must be 1 or more")
-        if self.seed < 0:
-            raise ConfigError(f"seed={self.seed}: must be 0 or more")
-        for name in ("seed", "size"):
-            if name in self.options:
-                raise ConfigError(f"options.{name}: give {name} beside dataset, not as an option")
-        if self.dataset == COMPOSITE:
-            for member in self.options.get("datasets") or [None]:
-                if not isinstance(member, dict) or {*member} != {"name", "weight", "config"}:
-                    raise ConfigError(
-                        "options.datasets: must be a list of mappings with name, weight and config"
-                    )
-
-    @property
-    def seed_ranges(self) -> list[tuple[str, range]]:
-        """Seeds of all tasks by dataset; a member of a composite has seeds of its own."""
-        if self.dataset != COMPOSITE:
-            return [(self.dataset, range(self.seed, self.seed + self.size))]
-        members = enumerate(self.options["datasets"], start=self.seed + 1)
-        firsts = [(member["name"], member["config"].get("seed", seed)) for seed, member in members]
-        return [(name, range(first, first + self.size)) for name, first in firsts]
-
-    def to_text(self) -> str:
-        """Return all that a task depends on besides its index, as JSON; see `from_text`."""
-        facts = (self.dataset, self.size, self.seed, self.options)
-        return json.dumps(facts)
-
-    @classmethod
-    def from_text(cls, text: str) -> "ReasoningGymTasks":
-        return cls(*json.loads(text))
 
 
 @dataclass(frozen=True)
 class FileSettings:
     """Entry of `data.train` or `data.eval`: a prompt file with its reading options.
 
-    kind: file, or reasoning_gym: tasks that this package makes, in place of a file.
     path: .jsonl or .parquet file, directory of parquet shards, or Hugging Face dataset on disk.
     weight: weight in the stream, relative to the other files; null: proportional to its rows.
     split: split to read from a dataset or shard directory with several.
@@ -110,7 +44,6 @@ class FileSettings:
     template: str = MODEL_TEMPLATE
     filter: str = ""
     name: str = ""
-    kind: str = FILE_KIND
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -129,19 +62,14 @@ class DataFile(FileSettings):
 
     key: setting that names the file, for errors, e.g. data.train[0].
     template_arguments: data.chat_template_kwargs.
-    tasks: tasks of kind reasoning_gym; the path is then their name in messages.
     """
 
     key: str = "data"
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
-    tasks: ReasoningGymTasks | None = None
 
 
 FILE_KEYS = tuple(setting.name for setting in dataclasses.fields(FileSettings))
 """Keys that a user may set for a file."""
-TASK_KEYS = tuple(setting.name for setting in dataclasses.fields(ReasoningGymTasks))
-COMMON_KEYS = ("kind", "weight", "template", "filter", "name")
-"""Keys that a user may also set for tasks."""
 
 
 @dataclass
@@ -149,8 +77,7 @@ class DataConfig:
     """Prompt files, and the treatment of prompts that are too long.
 
     train: training prompts: a file, a mapping of DataFile's keys (path, weight, split, prompt_key,
-        label_key, template, filter, name; of kind reasoning_gym: dataset, size, seed, options,
-        system, environment), or a list of files and mappings.
+        label_key, template, filter, name), or a list of files and mappings.
     eval: evaluation prompts in the same form, without weights; may be empty.
     pretrain: file of texts (column `text`) for algorithm.ptx_coef; may be empty.
     shuffle: train in a new order every epoch (true), or in file order (false).
@@ -172,7 +99,6 @@ class DataConfig:
         check_rules(self, "data.")
         check_stream_weights(self.train_files, key="data.train")
         check_eval_files(self.eval_files, key="data.eval")
-        check_separate_tasks(self.train_files, self.eval_files)
 
     @property
     def train_files(self) -> tuple[DataFile, ...]:
@@ -260,25 +186,6 @@ def check_eval_files(files: Sequence[DataFile], *, key: str) -> None:
         names.append(file.name)
 
 
-def check_separate_tasks(train: Sequence[DataFile], evaluation: Sequence[DataFile]) -> None:
-    """Raise ConfigError if tasks of an evaluation are among those of training.
-
-    Seed and index determine a task through their sum, so seeds that only differ are not enough.
-    """
-    for file, other in itertools.product(evaluation, train):
-        if file.tasks is None or other.tasks is None:
-            continue
-        pairs = itertools.product(file.tasks.seed_ranges, other.tasks.seed_ranges)
-        for (name, seeds), (other_name, other_seeds) in pairs:
-            overlap = range(max(seeds[0], other_seeds[0]), min(seeds[-1], other_seeds[-1]) + 1)
-            if name == other_name and overlap:
-                raise ConfigError(
-                    f"{file.key}.seed={file.tasks.seed}: {len(overlap)} tasks of {name} are also in"
-                    f" {other.key}, as task i is made from seed + i; seeds must be as far apart as"
-                    " the size"
-                )
-
-
 def make_paths_absolute(value: Any) -> Any:
     if isinstance(value, str) and value:
         return str(Path(value).absolute())
@@ -305,26 +212,12 @@ def _parse_data_file(entry: Any, key: str) -> DataFile:
             f"{key}={entry!r}: must be a path, a mapping of {', '.join(FILE_KEYS)}, or a"
             f" list of these"
         )
-    kind = entry.get("kind") or FILE_KIND
-    if kind not in DATA_KINDS:
-        raise ConfigError(f"{key}.kind={kind}: must be one of {', '.join(DATA_KINDS)}")
-    if kind == REASONING_GYM:
-        return _parse_tasks(entry, key)
+    if "kind" in entry:
+        raise ConfigError(
+            f"{key}.kind={entry['kind']}: no longer a key, every entry is a file;"
+            " examples/reasoning_gym writes the tasks of that package to one"
+        )
     settings = read_settings(FileSettings, entry, section=key)
     stem = Path(settings.path).stem + (f"_{settings.split}" if settings.split else "")
     file = DataFile(**vars(settings), key=key)
     return replace(file, name=file.name or stem)
-
-
-def _parse_tasks(entry: Mapping[str, Any], key: str) -> DataFile:
-    own = {name: value for name, value in entry.items() if name in TASK_KEYS}
-    common = {name: value for name, value in entry.items() if name not in TASK_KEYS}
-    for name, value in common.items():
-        if name not in COMMON_KEYS:
-            hint = suggest_nearest(name, (*COMMON_KEYS, *TASK_KEYS))
-            raise ConfigError(f"{key}.{name}={value!r}: unknown; {hint}")
-    tasks = read_settings(ReasoningGymTasks, own, section=key)
-    label = f"{REASONING_GYM}:{tasks.dataset}"
-    settings = read_settings(FileSettings, {**common, "path": label}, section=key)
-    file = DataFile(**vars(settings), tasks=tasks, key=key)
-    return replace(file, name=file.name or tasks.dataset)

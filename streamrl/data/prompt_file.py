@@ -24,7 +24,6 @@ from streamrl.data.chat_template import (
 )
 from streamrl.data.config import MODEL_TEMPLATE, PLAIN_TEMPLATE, DataFile
 from streamrl.data.indexed_table import IndexedTable, open_table
-from streamrl.data.reasoning_gym_table import ReasoningGymTable
 from streamrl.data.rows import BadRow, DataRow, parse_record
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import MAX_LINE_BYTES, open_regular_file
@@ -40,7 +39,6 @@ PromptFilter = Callable[[Prompt, str], bool]
 """Takes a prompt and its location for errors; returns whether to keep the prompt."""
 RENDER_BATCH_ROWS = 512
 """Rows per batch of a sequential read and per tokenizer call."""
-RowTable = IndexedTable | ReasoningGymTable
 _render_lock = threading.Lock()
 """Serializes rendering: neither tokenizers nor user filters are thread-safe."""
 
@@ -84,14 +82,7 @@ class ClassifiedRow:
     problem: ConfigError | None = None
 
 
-def open_rows(file: DataFile) -> RowTable:
-    """Open the rows of an entry. Raises ConfigError for data that cannot be used."""
-    if file.tasks is not None:
-        return ReasoningGymTable(file.tasks, path=file.path, key=file.key)
-    return open_table(file.path, file.split)
-
-
-def iterate_records(table: RowTable) -> Iterator[tuple[str, int, Any]]:
+def iterate_records(table: IndexedTable) -> Iterator[tuple[str, int, Any]]:
     """Yield (location, index, record) of each row of a table in order."""
     for start in range(0, len(table), RENDER_BATCH_ROWS):
         yield from table.read_rows(range(start, min(start + RENDER_BATCH_ROWS, len(table))))
@@ -99,7 +90,7 @@ def iterate_records(table: RowTable) -> Iterator[tuple[str, int, Any]]:
 
 def load_data_rows(file: DataFile) -> Iterator[DataRow]:
     """Yield the rows of an entry in order. Raises ConfigError at the first bad row."""
-    for location, index, record in iterate_records(open_rows(file)):
+    for location, index, record in iterate_records(open_table(file.path, file.split)):
         row = parse_record(
             record, location, index, prompt_key=file.prompt_key, label_key=file.label_key
         )
@@ -139,11 +130,11 @@ class PromptFile:
         limits: PromptLimits,
         *,
         first: int = 0,
-        table: RowTable | None = None,
+        table: IndexedTable | None = None,
     ) -> None:
         self.file = file
         self.limits = limits
-        self.table = open_rows(file) if table is None else table
+        self.table = open_table(file.path, file.split) if table is None else table
         self.indices = first + self.table.get_indices()
         self._first_index = first
         self._tokenizer = tokenizer

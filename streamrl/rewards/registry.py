@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from streamrl.data.config import REASONING_GYM
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import read_settings, suggest_nearest
 from streamrl.rewards.interface.config import RewardConfig
@@ -17,7 +16,6 @@ from streamrl.rewards.kinds.code import CodeOptions, CodeReward
 from streamrl.rewards.kinds.function import FunctionOptions, FunctionReward
 from streamrl.rewards.kinds.judge import JudgeOptions, JudgeReward
 from streamrl.rewards.kinds.model import ModelOptions, ModelReward
-from streamrl.rewards.kinds.reasoning_gym import ReasoningGymOptions, ReasoningGymReward
 from streamrl.rewards.kinds.rules import (
     ENVIRONMENT_KIND,
     AutoReward,
@@ -124,15 +122,11 @@ REWARD_KINDS: Mapping[str, RewardKind] = {
         EmptyRewardOptions,
         lambda spec: EnvironmentReward(),
     ),
-    REASONING_GYM: RewardKind(
-        "score from the dataset of reasoning-gym that made the row",
-        ReasoningGymOptions,
-        ReasoningGymReward,
-    ),
     "judge": RewardKind(
         "score from a language model behind an OpenAI-compatible server", JudgeOptions, JudgeReward
     ),
 }
+REMOVED_KINDS = {"reasoning_gym": "examples/reasoning_gym has it as a function"}
 # Metrics of the combined score use these names: reward/mean, cost/std.
 _RESERVED_NAMES = ("mean", "std")
 ENTRY_KEYS = frozenset(key.name for key in dataclasses.fields(RewardConfig))
@@ -203,7 +197,7 @@ def _build_reward(config: RewardConfig, context: RewardContext) -> Reward:
 
 def _read_options(config: RewardConfig) -> Any:
     if config.kind not in REWARD_KINDS:
-        hint = suggest_nearest(config.kind, REWARD_KINDS, "kind")
+        hint = REMOVED_KINDS.get(config.kind) or suggest_nearest(config.kind, REWARD_KINDS, "kind")
         raise ConfigError(
             f"rewards.kind={config.kind}: no such kind; {hint}; a reward of your own is kind"
             " function, with `path`"

@@ -29,18 +29,6 @@ PPO_ODD = ["pipeline.groups_per_step=129", "algorithm.mini_batches=3", "critic.w
 _CUSTOM = ["algorithm.path=examples/custom_algorithm/median.py", "algorithm.name=median_grpo"]
 _STEPS = 12
 _SHORT_DECAY = "trainer.lr_schedule_options.num_decay_steps=15"
-_TASKS = {
-    "kind": "reasoning_gym",
-    "dataset": "chain_sum",
-    "size": 2000,
-    "options": {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1},
-    # The model knows sums as 7+5-3 only.
-    "template": "tests/e2e/chain_sum.jinja",
-}
-_REASONING_GYM = [
-    f"data.train={json.dumps(_TASKS)}",
-    r"rewards=[{kind: reasoning_gym, pattern: '(?:^|=)(-?\d+)$', replicas: 1}]",
-]
 RECIPES = {
     "colocated": ("grpo_arithmetic_colocated.yaml", ["run.steps=30"]),
     "grpo_code": ("grpo_code.yaml", [f"run.steps={_STEPS}"]),
@@ -53,7 +41,6 @@ RECIPES = {
     "safe_rlhf": ("safe_rlhf_toy.yaml", ["run.steps=26", "pipeline.groups_per_step=128"]),
     "shared_critic": ("ppo_arithmetic.yaml", ["critic={shared_coef: 0.5}", f"run.steps={_STEPS}"]),
     "custom": ("grpo_arithmetic.yaml", [*_CUSTOM, f"run.steps={_STEPS}"]),
-    "reasoning_gym": ("grpo_arithmetic.yaml", [*_REASONING_GYM, f"run.steps={_STEPS}"]),
 } | {
     path.stem.removesuffix("_arithmetic"): (path.name, [f"run.steps={_STEPS}"])
     for path in sorted(CONFIGS.glob("*_arithmetic.yaml"))

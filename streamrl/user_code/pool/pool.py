@@ -22,7 +22,6 @@ import itertools
 import logging
 import math
 import statistics
-import threading
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -464,61 +463,3 @@ class WorkerPool(ProcessPool[WorkerProcess]):
             worker.is_straggler = True
             worker.process.lower_priority()
             self.check(worker)
-
-
-IDLE_TIMEOUT_S = 30.0
-"""Time without a call after which the process ends; the next call starts another."""
-
-
-class BlockingWorker:
-    """A worker process that starts with the first call and runs one call at a time.
-
-    target, payload: see WorkerPool. timeout_s: deadline of a call. The process dies with this one.
-    Calls may come from any thread: an event loop in a thread of its own holds the process.
-    """
-
-    def __init__(self, target: str, payload: Any, *, timeout_s: float) -> None:
-        self._make_pool = partial(
-            WorkerPool, target, target, payload, PoolSettings(1, timeout_s=timeout_s)
-        )
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._pool: WorkerPool | None = None
-        self._idle: asyncio.TimerHandle | None = None
-        self._tasks = BackgroundTasks()
-
-    def call(self, request: Any) -> Any:
-        """Run a request in the worker and return the handler's result.
-
-        Raises ConfigError if loading the handler does, and WorkerError.
-        """
-        with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, daemon=True).start()
-            return asyncio.run_coroutine_threadsafe(self._call(request), self._loop).result()
-
-    async def _call(self, request: Any) -> Any:
-        if self._idle is not None:
-            self._idle.cancel()
-        if self._pool is None:
-            pool = self._make_pool()
-            await pool.start()
-            self._pool = pool
-        try:
-            return await self._pool.call(request)
-        finally:
-            self._idle = asyncio.get_running_loop().call_later(
-                IDLE_TIMEOUT_S, lambda: self._tasks.spawn(self._end())
-            )
-
-    def close(self) -> None:
-        """End the process; a later call starts another."""
-        with self._lock:
-            if self._loop is not None:
-                asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
-
-    async def _end(self) -> None:
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            await pool.close()

@@ -55,6 +55,14 @@ async def wait_until_exited(pids, *, within_s=15.0):
         await asyncio.sleep(0.02)
 
 
+async def test_workers_hash_text_alike(pool):
+    hashes = set()
+    for workers in (pool(), pool()):
+        await workers.start()
+        hashes.add(await workers.call(("hash_text", "word")))
+    assert len(hashes) == 1
+
+
 async def test_failures_name_their_cause_and_other_calls_succeed(pool):
     workers = pool(timeout_s=8.0, memory_bytes=256 << 20)
     await workers.start()

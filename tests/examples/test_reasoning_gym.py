@@ -1,0 +1,51 @@
+"""Example of tasks from reasoning-gym: rows, and the reward that judges their answers."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from examples.reasoning_gym.make_rows import main
+from streamrl.data.config import DataConfig
+from streamrl.data.prompt_file import load_data_rows, make_prompt
+from streamrl.errors import ConfigError, RewardError
+from streamrl.rewards.interface.config import RewardConfig
+from streamrl.rewards.registry import build_rewards
+from tests.rewards.judged import started_rewards
+
+
+def test_the_datasets_judge_scores_the_answers_to_its_rows(tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    main(["chain_sum", str(path), "--size=2", "--seed=7", "--system=Add."])
+    (file,) = DataConfig(train=str(path)).train_files
+    prompt, other = (make_prompt(row, [0]) for row in load_data_rows(file))
+    assert [message["content"] for message in prompt.messages] == [
+        "Add.",
+        "State the final answer to the following arithmetic problem: 60 + 93 - 16 + 19 =",
+    ]
+    options = {
+        "path": "examples/reasoning_gym/reward.py",
+        "function": "compute_score",
+        "kwargs": {"pattern": "<answer>(.*?)</answer>"},
+        "replicas": 1,
+        "attempts": 1,
+    }
+
+    async def score() -> list[float]:
+        async with started_rewards(RewardConfig("function", options=options)) as rewards:
+            completions = ["well, <answer> 156 </answer>", "<answer>x</answer>", "156"]
+            columns = await rewards.score(prompt, completions)
+            moved = replace(prompt, ground_truth=other.ground_truth)
+            with pytest.raises(RewardError, match="task 0 of chain_sum is another now"):
+                await rewards.score(moved, completions)
+            return list(columns["scores"])
+
+    assert asyncio.run(score()) == [1.0, 0.0, 0.0]
+
+
+def test_the_former_kinds_name_the_example():
+    with pytest.raises(ConfigError, match=r"rewards\[0\]\.kind=reasoning_gym: .*examples/reas"):
+        build_rewards([RewardConfig("reasoning_gym")])
+    with pytest.raises(ConfigError, match=r"data\.train\.kind=reasoning_gym: .*examples/reason"):
+        DataConfig(train={"kind": "reasoning_gym", "dataset": "chain_sum", "size": 3})
