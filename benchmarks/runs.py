@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.command import ROOT, run_command
 from streamrl.actors.engine_factory import RealEngineFactory
-from streamrl.cli.train import train
+from streamrl.cli.run_setup.training import train
 from streamrl.config.run_config import RunConfig, load_config
 
 RECIPE = ROOT / "configs" / "grpo_arithmetic.yaml"

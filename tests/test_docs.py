@@ -8,8 +8,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from streamrl.algorithms import ALGORITHMS
-from streamrl.cli.config import format_algorithms, format_kinds, list_builtin_kinds
+from streamrl.cli.main import main
 from streamrl.config.run_config import build_config
 from streamrl.rewards.interface.reward import RewardContext
 from streamrl.rewards.registry import build_rewards
@@ -31,16 +30,20 @@ def test_the_metrics_page_has_the_table_of_metrics():
     assert "\n".join(lines) + "\n" in (ROOT / "docs" / "metrics.md").read_text()
 
 
-def test_the_algorithms_page_has_the_table_of_algorithms():
-    assert format_algorithms(ALGORITHMS.values()) in (ROOT / "docs" / "algorithms.md").read_text()
+@pytest.mark.parametrize(
+    ("page", "options"),
+    [("config", []), ("rewards", ["--rewards"]), ("algorithms", ["--algorithms"])],
+)
+def test_a_page_has_the_tables_that_the_command_prints(
+    capsys: pytest.CaptureFixture[str], page: str, options: list[str]
+):
+    """Regenerate a page's tables with `streamrl config [--rewards|--algorithms] --markdown`."""
+    assert main(["config", *options, "--markdown"]) == 0
+    assert capsys.readouterr().out in read_page(page)
 
 
-def test_the_rewards_page_has_the_tables_of_kinds_and_verdicts():
-    page = (ROOT / "docs" / "rewards.md").read_text()
-    assert format_kinds(list_builtin_kinds()) in page, (
-        "streamrl config --rewards --markdown prints it"
-    )
-    verdicts_section = page.split("## Verdicts")[1]
+def test_the_rewards_page_has_the_table_of_verdicts():
+    verdicts_section = read_page("rewards").split("## Verdicts")[1]
     assert re.findall(r"^\| `(\w+)`", verdicts_section, flags=re.MULTILINE) == [
         outcome.value for outcome in RewardOutcome
     ]

@@ -221,7 +221,7 @@ def test_driver_checks_a_model_without_its_model_class(tmp_path: Path):
     path = save(tiny_model(tied=True, seed=0, kv_heads=2), tmp_path)
     program = f"""
         import streamrl.actors.launch.driver
-        import streamrl.cli.train
+        import streamrl.cli.run_setup.training
         import streamrl.config.preflight
         from streamrl.data.chat_template import load_tokenizer, load_vocab_size
         from streamrl.engines.trainer_config import TrainerConfig

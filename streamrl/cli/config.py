@@ -1,6 +1,7 @@
 """`streamrl config`: keys of a config, reward kinds, algorithms, and the model calls of a config.
 
-Meanings and defaults come from the dataclasses of the settings.
+Meanings and defaults come from the dataclasses of the settings. Each listing is a table, printed as
+paragraphs or, for the pages of the docs, as markdown.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from omegaconf import MISSING
@@ -29,7 +30,7 @@ from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import suggest_nearest
 from streamrl.rewards.group_filter import FILTER_KINDS
 from streamrl.rewards.interface.config import RewardConfig
-from streamrl.rewards.registry import REWARD_KINDS
+from streamrl.rewards.registry import REWARD_KINDS, RewardKind
 from streamrl.telemetry.drawing.graph_text import DataflowGraph, render_mermaid, render_text
 
 MAX_STEPS = 100  # more steps make an illegible graph
@@ -93,19 +94,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"config: one name at a time, not {' '.join(words)}")
     name = words[0] if words else None
     if arguments.rewards:
-        kinds = _select(list_builtin_kinds(), name, "kind of reward")
-        text = format_kinds(kinds) if arguments.markdown else describe_kinds(kinds)
+        tables = list_kinds(_select(REWARD_KINDS, name, "kind of reward"))
     elif arguments.algorithms:
         known = {**ALGORITHMS, **(load_specs(arguments.path) if arguments.path else {})}
         specs = _select(known, name if name in known else name and name.lower(), "algorithm")
-        if arguments.markdown:
-            text = format_algorithms(specs.values())
-        else:
-            text = "\n\n".join(map(describe_algorithm, specs.values())) + "\n"
+        tables = [list_algorithms(specs.values())]
     else:
-        keys = _select_keys(name)
-        text = (format_keys(keys) if arguments.markdown else "\n\n".join(map(str, keys))) + "\n"
-    print(text, end="")
+        tables = list_keys(_select_keys(name))
+    render = format_markdown if arguments.markdown else format_text
+    print("\n".join(map(render, tables)), end="")
     return 0
 
 
@@ -151,11 +148,60 @@ def _list_notes(config: RunConfig) -> list[str]:
     return notes
 
 
-# Config keys
+# Tables
 
 
 @dataclass(frozen=True)
-class ConfigKey:
+class Table:
+    """Cells of a listing, a row per key, kind or algorithm; the first cell of a row names it."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+
+
+def format_text(table: Table) -> str:
+    """Return a paragraph per row: its name, then a line for each other cell that is not empty."""
+    width = max(map(len, table.header))
+    text = ""
+    for row in table.rows:
+        text += f"\n{row[0]}\n"
+        for name, cell in zip(table.header[1:], row[1:], strict=True):
+            text += f"  {name:<{width}}  {cell}\n" if cell else ""
+    return text.removeprefix("\n")
+
+
+CODE_COLUMNS = ("key", "kind", "option", "name", "default")
+"""Columns whose cells markdown shows as code."""
+
+
+def format_markdown(table: Table) -> str:
+    quotes = [_format_code if name in CODE_COLUMNS else escape_cell for name in table.header]
+    rows = ([quote(cell) for quote, cell in zip(quotes, row, strict=True)] for row in table.rows)
+    lines = [table.header, ["---"] * len(table.header), *rows]
+    title = f"## {table.title}\n\n" if table.title else ""
+    return title + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _format_code(text: str) -> str:
+    """Quote text as markdown code in a table cell.
+
+    The fence is one backtick longer than the longest run of backticks in the text.
+    """
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence, space = "`" * (longest + 1), " " if longest else ""
+    return fence + space + text.replace("|", "\\|") + space + fence
+
+
+def escape_cell(text: str) -> str:
+    """Escape characters that would end a cell of a markdown table or begin an HTML tag."""
+    return text.replace("|", "\\|").replace("<", "\\<")
+
+
+# Config keys
+
+
+class ConfigKey(NamedTuple):
     """Key of the run's config as users write it, such as `trainer.lr`, with type and meaning.
 
     Keys of list entries contain brackets, such as `rewards[].kind`.
@@ -169,9 +215,6 @@ class ConfigKey:
     @property
     def section(self) -> str:
         return re.split(r"[.\[]", self.name)[0]
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.type} [{self.default}]\n  {self.meaning}".rstrip()
 
 
 INLINE_OPTIONS = ("filter.options", "rewards[].options")
@@ -205,7 +248,7 @@ def list_config_keys(settings: type = RunConfig, prefix: str = "") -> Iterator[C
         if name == "filter.options":
             for kind, filter_kind in FILTER_KINDS.items():
                 for key in list_config_keys(filter_kind.options_type, "filter."):
-                    yield dataclasses.replace(key, meaning=f"only kind {kind}: {key.meaning}")
+                    yield key._replace(meaning=f"only kind {kind}: {key.meaning}")
 
 
 def _select_keys(name: str | None) -> list[ConfigKey]:
@@ -218,7 +261,7 @@ def _select_keys(name: str | None) -> list[ConfigKey]:
         own = {f"critic.trainer.{key}": value for key, value in CriticConfig().trainer.items()}
         for key in list_config_keys(TrainerConfig, "critic.trainer."):
             default = format_yaml(own[key.name]) if key.name in own else key.default
-            keys.append(dataclasses.replace(key, default=default))
+            keys.append(key._replace(default=default))
     prefix = re.compile(rf"{re.escape(name)}(?:$|[.\[])")
     if matches := [key for key in keys if prefix.match(key.name)]:
         return matches
@@ -244,136 +287,59 @@ def _format_type(hint: Any) -> str:
     return {"str": "text", "bool": "true or false"}.get(hint.__name__, hint.__name__)
 
 
-def format_keys(keys: Sequence[ConfigKey]) -> str:
-    """Format config keys as markdown: a section with a table per config section."""
-    parts = []
-    for section in dict.fromkeys(key.section for key in keys):
-        rows = [
-            (format_code(key.name), key.type, format_code(key.default), escape_cell(key.meaning))
-            for key in keys
-            if key.section == section
-        ]
-        parts.append(f"## {section}\n\n{_make_table(('key', 'type', 'default', 'meaning'), rows)}")
-    return "\n".join(parts).rstrip()
-
-
-def _make_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+def list_keys(keys: Sequence[ConfigKey]) -> list[Table]:
+    """Return a table per config section of these keys."""
+    sections = dict.fromkeys(key.section for key in keys)
+    return [
+        Table(
+            ("key", "type", "default", "meaning"),
+            [key for key in keys if key.section == section],
+            title=section,
+        )
+        for section in sections
+    ]
 
 
 # Reward kinds
 
 
-@dataclass(frozen=True)
-class RewardOption:
-    """Key of a reward entry in the config: its default as YAML (or REQUIRED), and its meaning."""
-
-    default: str
-    meaning: str
-
-
-@dataclass(frozen=True)
-class RewardKindEntry:
-    """Kind of reward in the printed list: one-line summary, and options by name."""
-
-    summary: str
-    options: Mapping[str, RewardOption]
-
-
-def list_builtin_kinds() -> dict[str, RewardKindEntry]:
-    return {
-        name: RewardKindEntry(kind.summary, read_options(kind.options_type))
-        for name, kind in REWARD_KINDS.items()
-    }
-
-
-def read_options(settings: type) -> dict[str, RewardOption]:
-    """Return the options in a dataclass of reward settings, with their defaults and meanings.
-
-    Options of the class itself precede inherited options.
-    """
-    fields = {field.name: field for field in dataclasses.fields(settings)}
-    return {
-        name: RewardOption(format_default(fields[name]), meaning)
-        for name, meaning in read_meanings(settings).items()
-        if name in fields
-    }
-
-
-def describe_kinds(kinds: Mapping[str, RewardKindEntry]) -> str:
-    """Return a paragraph per kind: its summary, and a line per option."""
-    parts = []
-    for name, entry in kinds.items():
-        width = max(map(len, entry.options), default=0)
-        options = (
-            f"  {key:<{width}}  {option.meaning} [{option.default}]\n"
-            for key, option in entry.options.items()
-        )
-        parts.append(f"{name}: {entry.summary}\n{''.join(options)}")
-    return "\n".join(parts)
-
-
-def format_kinds(kinds: Mapping[str, RewardKindEntry]) -> str:
-    """Format reward kinds as markdown: a table of kinds and a table of options.
-
-    Options common to all kinds come first.
-    """
-    users: dict[tuple[str, RewardOption], list[str]] = {
-        (key, option): ["all"]
-        for key, option in read_options(RewardConfig).items()
-        if key not in ("kind", "options")
+def list_kinds(kinds: Mapping[str, RewardKind]) -> list[Table]:
+    """Return a table of reward kinds and a table of their options; options of all come first."""
+    users = {
+        option: ["all"]
+        for option in list_config_keys(RewardConfig)
+        if option.name not in ("kind", "options")
     }
     rows = []
-    for name, entry in kinds.items():
-        keys = ", ".join(f"`{key}`" for key in entry.options)
-        rows.append((f"`{name}`", escape_cell(entry.summary), keys))
-        for key, option in entry.options.items():
-            users.setdefault((key, option), []).append(f"`{name}`")
-    options = [
-        (f"`{key}`", ", ".join(names), format_code(option.default), escape_cell(option.meaning))
-        for (key, option), names in users.items()
+    for name, kind in kinds.items():
+        options = list(list_config_keys(kind.options_type))
+        rows.append((name, kind.summary, ", ".join(option.name for option in options)))
+        for option in options:
+            users.setdefault(option, []).append(name)
+    return [
+        Table(("kind", "what it is", "options"), rows),
+        Table(
+            ("option", "type", "default", "meaning", "of"),
+            [(*option, ", ".join(names)) for option, names in users.items()],
+        ),
     ]
-    table = _make_table(("kind", "what it is", "options"), rows)
-    return f"{table}\n{_make_table(('option', 'of', 'default', 'meaning'), options)}"
 
 
 # Algorithms
 
-_SCOPE_TEXTS = {
-    "group": "group: micro-batches train as their groups arrive",
-    "step": "step: training waits for all groups of a step",
-}
 _YAML_WORDS = {"None": "null", "True": "true", "False": "false"}
 
 
-def describe_algorithm(spec: Algorithm) -> str:
-    defaults = {**DEFAULT_SETTINGS, **spec.defaults}
-    lines = {
-        "needs": f"{', '.join(spec.columns)}; groups of {spec.min_group_size} or more",
-        "functions": _format_functions(spec),
-        "scope": _SCOPE_TEXTS[_choose_scope(spec)],
-        "defaults": _format_settings(defaults),
-        "params": _format_settings(spec.params),
-        "dials": _format_settings({name: dial.__name__ for name, dial in spec.dials.items()}),
-    }
-    shown = [f"  {name:<10} {text}" for name, text in lines.items() if text]
-    return "\n".join([f"{spec.name}: {spec.paper}", *shown])
-
-
-def format_algorithms(specs: Iterable[Algorithm]) -> str:
-    """Format algorithm specs as a markdown table.
-
-    The column "own defaults" shows only settings that deviate from DEFAULT_SETTINGS.
-    """
+def list_algorithms(specs: Iterable[Algorithm]) -> Table:
+    """Return the table of algorithm specs, and the defaults of settings that a row leaves out."""
     rows = []
     for spec in specs:
         changed = {k: v for k, v in spec.defaults.items() if v != DEFAULT_SETTINGS.get(k)}
         own = _format_settings({**changed, **spec.params})
         columns, scope = ", ".join(spec.columns), _choose_scope(spec)
-        rows.append((f"`{spec.name}`", columns, _format_functions(spec), scope, own, spec.paper))
-    header = ("name", "columns", "advantages, loss", "scope", "own defaults", "paper")
-    return _make_table(header, rows)
+        rows.append((spec.name, columns, _format_functions(spec), scope, own, spec.paper))
+    rows.append(("others", "", "", "", _format_settings(DEFAULT_SETTINGS), "defaults of any row"))
+    return Table(("name", "columns", "advantages, loss", "scope", "defaults", "paper"), rows)
 
 
 def _choose_scope(spec: Algorithm) -> str:
@@ -440,18 +406,3 @@ def format_default(field: "dataclasses.Field[Any]") -> str:
 def format_yaml(value: Any) -> str:
     # PyYAML ends a bare scalar with a "..." line.
     return yaml.safe_dump(value, default_flow_style=True, width=math.inf).split("\n")[0]
-
-
-def format_code(text: str) -> str:
-    """Quote text as markdown code in a table cell.
-
-    The fence is one backtick longer than the longest run of backticks in the text.
-    """
-    longest = max(map(len, re.findall("`+", text)), default=0)
-    fence, space = "`" * (longest + 1), " " if longest else ""
-    return fence + space + text.replace("|", "\\|") + space + fence
-
-
-def escape_cell(text: str) -> str:
-    """Escape characters that would end a cell of a markdown table or begin an HTML tag."""
-    return text.replace("|", "\\|").replace("<", "\\<")

@@ -10,14 +10,16 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from itertools import takewhile
 from typing import NoReturn
 
 from streamrl import __version__
+from streamrl.actors.launch.fork_server import start_fork_server
 from streamrl.cli.run_setup.signals import interrupt_on_signals
 from streamrl.errors import ConfigError, StreamError
 from streamrl.files.printable_text import make_printable
+from streamrl.telemetry.progress_line import show_progress
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 COMMANDS = {
@@ -87,12 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if command in FORKING_COMMANDS and not {"-h", "--help"} & set(arguments):
         # Start first: the server imports the workers' libraries in parallel with this process.
-        from streamrl.actors.launch.fork_server import start_fork_server
-
         start_fork_server()
     try:
         try:
-            with _show_loading(command):
+            # Only --help and --version name no command.
+            with show_progress("loading") if command else nullcontext():
                 parser = build_parser(command)
             parsed = _parse_arguments(parser, arguments)
             code = int(parsed.run(parsed))
@@ -114,15 +115,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     except OSError as error:
         return _explain_os_error(error)
-
-
-def _show_loading(command: str | None) -> AbstractContextManager[object]:
-    """Show that a command imports its libraries; only --help and --version name no command."""
-    if command is None:
-        return nullcontext()
-    from streamrl.telemetry.progress_line import show_progress
-
-    return show_progress("loading")
 
 
 def _parse_arguments(
@@ -173,7 +165,3 @@ def _print_error(message: str, code: int) -> int:
     sys.stdout.flush()
     print(f"streamrl: {make_printable(message)}", file=sys.stderr)
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

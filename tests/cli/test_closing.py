@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from streamrl.cli.train import _close_sinks_at_exit
+from streamrl.cli.run_setup.training import _close_sinks_at_exit
 from streamrl.errors import DiskError, RewardError
 from streamrl.telemetry.sink_group import SinkGroup
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from streamrl.actors.engine_factory import RealEngineFactory
 from streamrl.buffer.micro_batch_schedule import RolloutIndex
-from streamrl.cli.train import train
+from streamrl.cli.run_setup.training import train
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.dataflow import POLICY
 from streamrl.messages import Columns, columns_to_rollouts

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from streamrl.actors.engine_factory import RealEngineFactory
-from streamrl.cli.train import train
+from streamrl.cli.run_setup.training import train
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.messages import Array
 from streamrl.weights import WeightManifest

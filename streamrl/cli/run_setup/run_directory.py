@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from streamrl.cli.run_setup.resume import RunDirClaim, claim_new_run, is_fork
+from streamrl.config.resume_checks import repartition_queue
 from streamrl.config.run_config import RunConfig, dump_config
 from streamrl.errors import ConfigError
 from streamrl.files.atomic_write import write_atomic
@@ -107,7 +108,5 @@ def _make_run_dir(
 
 def _repartition_queue(config: RunConfig, resume: ResumePoint, layout: QueueLayout) -> None:
     """Spread the groups in journals over the configured number of shards, if it changed."""
-    from streamrl.config.resume_checks import repartition_queue
-
     if config.queue.journal.enabled and layout.shards != config.queue.shards:
         repartition_queue(resume, layout, config.queue.shards)
