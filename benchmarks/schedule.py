@@ -83,7 +83,7 @@ class PlannedRun:
 
     def costs(self, problem: PlacementProblem) -> CostModel:
         """Return cost constants with engines that sample this many rollouts at a time."""
-        constants = replace(CostConstants(), max_running=self.max_running, keeps_served=True)
+        constants = replace(CostConstants(), max_running=self.max_running)
         return CostModel(problem, constants)
 
 

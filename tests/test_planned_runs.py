@@ -182,7 +182,7 @@ def test_train_accepts_every_placement_that_a_plan_may_choose(name: str, bound: 
     problem = build_planner_problem(config, cluster, PlannerRequest(5, lengths=FixedLength(12)))
     costs = CostModel(
         problem,
-        build_run_constants(config, CostConstants(), on_gpu=True),
+        build_run_constants(config, CostConstants()),
         refuse=make_run_refusal(config, problem),
     )
     choices = ParallelismChoices(
@@ -270,7 +270,7 @@ def test_planner_refuses_every_placement_that_train_refuses(
         build_planner_problem(config, cluster, PlannerRequest(5)),
         prepare_run(config),
     )
-    constants = build_run_constants(config, CostConstants(), on_gpu=not cluster.is_cpu)
+    constants = build_run_constants(config, CostConstants())
     plain, rules = CostModel(problem, constants), make_split_rules(config, problem)
     refuse = make_run_refusal(config, problem)
     costs = CostModel(problem, constants, refuse=refuse).approximate_costs

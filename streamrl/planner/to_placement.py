@@ -42,6 +42,7 @@ from streamrl.placement.config import MIN_POOL_FRACTION, MIXED, PlacementConfig
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.placement.pools import POOL_STRATEGIES, RolePool, has_colocated_actor, lay_out_slots
+from streamrl.planner.costs.cost_model import make_trainer_sizes
 from streamrl.planner.problem.problem import PlacementProblem
 from streamrl.planner.search.hybridflow import SplitRules
 from streamrl.planner.to_planner_problem import CRITIC_ROLES
@@ -409,19 +410,10 @@ def _apply_sizes(
     roles: assignment of devices by role.
     """
 
-    def make_trainer_sizes(role: str, assignment: CallAssignment) -> dict[str, Any]:
-        tp_size = assignment.grid.tp_size
-        return {
-            "world_size": assignment.mesh.size,
-            "tensor_parallel": tp_size,
-            "zero_stage": assignment.zero_stage,
-            "backend": "torch" if tp_size > 1 else config.get_trainer_config(role).backend,
-        }
-
     generator, policy = roles[GENERATE_CALL.role], roles[POLICY]
     sections: dict[str, Any] = {
         "pipeline": replace(config.pipeline, max_staleness=max_staleness, depth=None),
-        "trainer": replace(config.trainer, **make_trainer_sizes(POLICY, policy)),
+        "trainer": replace(config.trainer, **make_trainer_sizes(config.trainer, policy)),
         "generator": replace(
             config.generator,
             replicas=generator.grid.dp_size,
@@ -434,7 +426,7 @@ def _apply_sizes(
         sections["reference"] = replace(config.reference, replicas=roles[EMA_REFERENCE].mesh.size)
     critic: dict[str, Any] = {}
     if critics := [role for role in CRITIC_ROLES if role in roles]:
-        sizes = make_trainer_sizes(critics[0], roles[critics[0]])
+        sizes = make_trainer_sizes(config.get_trainer_config(critics[0]), roles[critics[0]])
         critic["trainer"] = {**config.critic.trainer, **sizes}
     if value_models := [roles[role].mesh.size for role in VALUE_ROLES if role in roles]:
         critic["replicas"] = value_models[0]

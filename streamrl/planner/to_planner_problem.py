@@ -2,21 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from streamrl.config.run_config import RunConfig
 from streamrl.data.chat_template import load_vocab_size
 from streamrl.data.prompt_file import LazyTokenizer, PromptLimits, load_prompts
 from streamrl.data.training_files import open_training_files
 from streamrl.dataflow import COST_CRITIC, CRITIC, POLICY, REWARD_ROLES, CallKind
-from streamrl.engines.activation_sizes import CHUNK_TOKENS, GATED_LAYER_VALUES
 from streamrl.engines.models.model_shapes import ModelShape, add_adapter_params, load_model_shape
-from streamrl.engines.trainer_config import LIVE_ELEMENTS, OFFLOAD
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_model_length
 from streamrl.placement.clusters import Cluster
 from streamrl.planner.costs.constants import CostConstants
-from streamrl.planner.problem.problem import PlacementProblem, RunOptions
+from streamrl.planner.problem.problem import PlacementProblem, RunMemory, RunOptions
 from streamrl.planner.problem.workload import (
     SINGLE_TURN,
     FixedLength,
@@ -28,7 +25,6 @@ from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.kinds.model import ModelOptions
 
 CRITIC_ROLES = (CRITIC, COST_CRITIC)
-FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -77,6 +73,11 @@ def build_planner_problem(
         _build_run_options(config),
         _compute_score_tokens(config),
         (generator.kv_cache_mb or 0) << 20,
+        RunMemory(
+            {role: config.get_trainer_config(role) for role in config.dataflow.trained_roles},
+            scores_from_host=config.scorer.offload,
+            versions_on_device=config.weights.on_device,
+        ),
     )
 
 
@@ -181,52 +182,13 @@ def measure_prompt_tokens(config: RunConfig) -> tuple[float, int]:
     return opened.mean_prompt_tokens, longest
 
 
-def build_run_constants(
-    config: RunConfig, constants: CostConstants, *, on_gpu: bool
-) -> CostConstants:
-    """Return cost constants adapted to a run's settings and to streamrl's own use of memory.
-
-    In a colocated run the generator's weights and KV cache stay on the device while others compute;
-    on a GPU the served weights are a separate copy. Training in bfloat16 takes the memory
-    that was measured on a GPU (docs/gpus.md).
-    """
-    has_offload = on_gpu and config.trainer.gradient_checkpointing == OFFLOAD
-    constants = _add_measured_memory(config, constants, on_gpu=on_gpu)
+def build_run_constants(config: RunConfig, constants: CostConstants) -> CostConstants:
+    """Return cost constants with the settings of a run."""
     return replace(
         constants,
         max_running=config.generator.max_concurrent_rollouts,
         recompute=bool(config.trainer.gradient_checkpointing),
-        updates_on_host=on_gpu and config.trainer.offload_optimizer,
-        scores_from_host=on_gpu and config.scorer.offload,
-        versions_on_device=on_gpu and config.weights.on_device,
-        checkpoint_bytes=constants.checkpoint_bytes * (not has_offload),
-        keeps_served=True,
-        aliases_served=not on_gpu,
-        keeps_kv=True,
     )
-
-
-def _add_measured_memory(
-    config: RunConfig, constants: CostConstants, *, on_gpu: bool
-) -> CostConstants:
-    """Return constants with the memory of streamrl's trainers where they have the defaults."""
-    weight_bytes = constants.weight_bytes
-    measured: dict[str, Any] = {
-        "mlp_bytes": GATED_LAYER_VALUES[1] * weight_bytes,
-        "logit_tokens": CHUNK_TOKENS,
-    }
-    if on_gpu:
-        measured["head_gradient_bytes"] = FLOAT32_BYTES + weight_bytes
-        # Of AdamW: square roots of second moments.
-        measured["update_bytes"] = FLOAT32_BYTES
-    if on_gpu and config.trainer.backend == "deepspeed":
-        measured["raw_gradient_bytes"] = weight_bytes
-        measured["gathered_params"] = LIVE_ELEMENTS
-    defaults = vars(CostConstants())
-    changes = {
-        name: value for name, value in measured.items() if vars(constants)[name] == defaults[name]
-    }
-    return replace(constants, **changes)
 
 
 def _build_run_options(config: RunConfig) -> RunOptions:

@@ -36,7 +36,7 @@ def plan_memory(name: str, cluster: str, *overrides: str) -> tuple[str, float]:
     model = Path(config.model.path).name.lower()
     request = PlannerRequest(200, models={"policy": model})
     problem = build_planner_problem(config, Cluster.from_text(cluster), request)
-    costs = CostModel(problem, build_run_constants(config, CostConstants(), on_gpu=True))
+    costs = CostModel(problem, build_run_constants(config, CostConstants()))
     placement = build_run_placement(config, problem.models)
     if problem_found := costs.explain_infeasible(placement):
         return problem_found, 0.0

@@ -133,7 +133,7 @@ class PlannerInputs:
         except ConfigError as error:
             hint = "set their lengths with --prompt-tokens and --lengths"
             raise ConfigError(f"{error}; {hint}") from None
-        return problem, build_run_constants(config, self.constants, on_gpu=not cluster.is_cpu)
+        return problem, build_run_constants(config, self.constants)
 
 
 def read_planner_inputs(arguments: argparse.Namespace, config: RunConfig) -> PlannerInputs:

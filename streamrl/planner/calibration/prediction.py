@@ -122,9 +122,7 @@ class PlannedRun:
         On CPU, memory and compute terms of a decode step run at full speed; the fit attributes any
         slowness to the overhead of a step.
         """
-        constants = build_run_constants(
-            self.config, self.default_constants, on_gpu=not self.is_on_cpu
-        )
+        constants = build_run_constants(self.config, self.default_constants)
         if self.is_on_cpu:
             constants = replace(constants, decode_flops_fraction=1.0, decode_memory_fraction=1.0)
         return constants

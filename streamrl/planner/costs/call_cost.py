@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 from streamrl.engines.models.model_shapes import BF16_BYTES, ModelShape
+from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.placement.clusters import Cluster, DeviceSpec
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment
@@ -19,6 +20,7 @@ from streamrl.planner.costs.constants import (
     STAGE_MICRO_BATCHES,
     CostConstants,
 )
+from streamrl.planner.problem.problem import RunMemory
 from streamrl.planner.problem.workload import Workload
 from streamrl.resharding.grids import RankGrid
 from streamrl.resharding.tensor_specs import ModelSpec, TensorSpec, split_stages_evenly
@@ -264,13 +266,20 @@ EXPERT_ALL_TO_ALLS = 2
 
 @dataclass(frozen=True)
 class CallCost:
-    """Cost factors of a model on the devices of its assignment, for the workload of a step."""
+    """Cost factors of a model on the devices of its assignment, for the workload of a step.
+
+    run_memory: see `PlacementProblem`.
+    trainer: settings of a trainer of this size; None for other calls, and for layouts that streamrl
+      does not train.
+    """
 
     shape: ModelShape
     assignment: CallAssignment
     workload: Workload
     cluster: Cluster
     constants: CostConstants
+    run_memory: RunMemory | None = None
+    trainer: TrainerConfig | None = None
 
     @property
     def pp_size(self) -> int:
@@ -306,6 +315,22 @@ class CallCost:
         return build_parallel_groups(
             self.cluster, assignment.mesh, assignment.grid, self.constants, assignment.ep_size
         )
+
+    @property
+    def on_gpu(self) -> bool:
+        return not self.cluster.is_cpu
+
+    @property
+    def updates_on_host(self) -> bool:
+        """Whether the optimizer's state stays in host memory.
+
+        The state is read and written as fast as the link between device and host.
+        """
+        return self.on_gpu and self.trainer is not None and self.trainer.offload_optimizer
+
+    @property
+    def scores_from_host(self) -> bool:
+        return self.on_gpu and self.run_memory is not None and self.run_memory.scores_from_host
 
     @property
     def ep_size(self) -> int:

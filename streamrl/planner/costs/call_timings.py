@@ -134,7 +134,7 @@ def estimate_score_timing(cost: CallCost, loading_s: float = 0.0) -> ScoreTiming
         + cost.expert_overhead_s
         + cost.parallel_groups.pipeline.send_latency_s
     )
-    if constants.scores_from_host:
+    if cost.scores_from_host:
         begin_s += cost.device_params * constants.served_bytes * cost.host_byte_s
     compute = cost.compute_s(cost.forward_token_flops, constants.forward_flops_fraction)
     return ScoreTiming(
@@ -253,6 +253,6 @@ def _compute_optimizer_s(cost: CallCost) -> float:
     is_shared = cost.assignment.zero_stage >= SHARDS_OPTIMIZER
     params = cost.sharded_params if is_shared else cost.device_params
     params *= cost.shape.trained_fraction
-    if constants.updates_on_host:
+    if cost.updates_on_host:
         return params * num_bytes * cost.host_byte_s
     return params * num_bytes / (cost.memory_bytes_per_s * OPTIMIZER_MEMORY_FRACTION)

@@ -46,12 +46,6 @@ class CostConstants:
     decode_flops_fraction: a decode step.
     half_width: width at which half of the fraction is reached.
     recompute: whether the backward pass repeats the forward pass (activation checkpointing).
-    updates_on_host: whether the optimizer's state stays in host memory, which is read and written
-      as fast as the link between device and host.
-    scores_from_host: whether weights of models that score stay in host memory, and pass to the
-      device in every forward pass.
-    versions_on_device: whether a trainer holds the version it sends in device memory, and a
-      follower on other devices the version it loads.
 
     Memory and links.
     decode_memory_fraction: achieved fraction of memory bandwidth when a decode step reads weights
@@ -95,30 +89,15 @@ class CostConstants:
     offloads_weights: offload the weights of trained models, and free their gradients; drop the
       weights of forward-only models, which need not move back.
 
-    Bytes.
+    Bytes. Those of training give the memory of other systems; that of streamrl's trainers comes
+    from `engines/memory`, the model by which a run checks its workers.
     weight_bytes, gradient_bytes, optimizer_bytes: per trained parameter; optimizer_bytes include
       master weights.
-    raw_gradient_bytes: per trained parameter, of gradients that ZeRO stage 1 keeps besides their
-      sums.
-    head_gradient_bytes: per parameter of the output head, of its gradient, from ZeRO stage 2 on.
-    update_bytes: per parameter that a device updates, while it does.
-    gathered_params: parameters that ZeRO stage 3 keeps gathered, at least those of two layers.
     reduced_bytes: per gradient element in a reduction.
     activation_bytes: per token, layer and element of the hidden width.
-    mlp_bytes: per token, layer and element by which an MLP is wider than 1.5 hidden widths. With
-      activation checkpointing only of experts and with tensor parallelism: other MLPs compute in
-      chunks.
-    checkpoint_bytes: per token, layer and element of the hidden width, with activation
-      checkpointing.
     logit_bytes: per token and vocabulary entry.
-    logit_tokens: maximum tokens whose logits exist at the same time.
     served_bytes: per weight of a forward-only model.
     kv_bytes: per element of the KV cache.
-    keeps_served: whether weights that follow a trainer on the same devices stay during training;
-      otherwise each version fills them again.
-    aliases_served: whether such weights alias the trainer's memory where layouts coincide;
-      otherwise they are a copy.
-    keeps_kv: whether the KV cache stays while other calls train on its devices.
     memory_reserve_fraction: fraction of a device's memory kept for libraries and fragmentation.
     """
 
@@ -127,9 +106,6 @@ class CostConstants:
     decode_flops_fraction: float = 0.5
     half_width: float = 256.0
     recompute: bool = True
-    updates_on_host: bool = False
-    scores_from_host: bool = False
-    versions_on_device: bool = False
 
     decode_memory_fraction: float = 0.7
     link_fraction: float = 0.7
@@ -171,21 +147,11 @@ class CostConstants:
     weight_bytes: int = 2
     gradient_bytes: int = 4
     optimizer_bytes: int = 12
-    raw_gradient_bytes: int = 0
-    head_gradient_bytes: int = 0
-    update_bytes: int = 0
-    gathered_params: int = 0
     reduced_bytes: int = 4
     activation_bytes: float = 34.0
-    mlp_bytes: float = 0.0
-    checkpoint_bytes: float = 2.0
     logit_bytes: float = 8.0
-    logit_tokens: int = 1_000_000_000
     served_bytes: int = 2
     kv_bytes: int = 2
-    keeps_served: bool = False
-    aliases_served: bool = True
-    keeps_kv: bool = False
     memory_reserve_fraction: float = 0.15
 
     def __post_init__(self) -> None:
@@ -225,14 +191,17 @@ def get_bounds(name: str) -> tuple[float, float]:
         return (0.0 if may_be_zero else 1e-6), 1.0
     if name.endswith("_s"):
         return 0.0, MAX_SECONDS
-    return float(name in ("max_running", "score_tokens", "logit_tokens")), MAX_COUNT
+    return float(name in ("max_running", "score_tokens")), MAX_COUNT
 
 
 REMOVED_CONSTANTS = {
     *("optimizer_memory_fraction", "host_fraction", "zero_exposed_fraction"),
     *("expert_rows", "stage_micro_batches", "column_bytes"),
+    *("updates_on_host", "scores_from_host", "versions_on_device", "raw_gradient_bytes"),
+    *("head_gradient_bytes", "update_bytes", "gathered_params", "mlp_bytes", "checkpoint_bytes"),
+    *("logit_tokens", "keeps_served", "aliases_served", "keeps_kv"),
 }
-"""Constants in files of earlier versions that are fixed numbers now."""
+"""Constants in files of earlier versions: fixed numbers now, or settings of the run."""
 
 CPU_CONSTANTS = CostConstants(
     train_flops_fraction=0.3,
@@ -247,6 +216,5 @@ CPU_CONSTANTS = CostConstants(
     reduced_bytes=4,
     served_bytes=4,
     kv_bytes=4,
-    keeps_served=True,
 )
 """Default constants of CPU devices: higher latencies, and float32 throughout."""

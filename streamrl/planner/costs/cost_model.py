@@ -4,9 +4,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, cached_property
+from typing import Any
 
 from streamrl.dataflow import EMA_REFERENCE, POLICY, CallKind, ModelCall
 from streamrl.engines.models.model_shapes import ModelShape
+from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.errors import ConfigError
 from streamrl.placement.clusters import DeviceSpec
 from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.planner.costs.call_cost import CallCost, count_stage_params
@@ -277,12 +280,16 @@ class CostModel:
         return workload
 
     def _make_call_cost(self, stage: str, assignment: CallAssignment) -> CallCost:
+        run, role = self.problem.run_memory, self._call_by_stage[stage].role
+        is_trained = run is not None and self._call_by_stage[stage].kind is CallKind.TRAIN
         return CallCost(
             self._get_model_shape(stage),
             assignment,
             self._call_workload(stage),
             self.problem.cluster,
-            self._role_constants.get(self._call_by_stage[stage].role, self.constants),
+            self._role_constants.get(role, self.constants),
+            run,
+            _size_trainer(run.trainers[role], assignment) if run and is_trained else None,
         )
 
     def _compute_score_timing(
@@ -345,7 +352,8 @@ class CostModel:
             footprints[stage] = self._call_footprint(
                 stage, assignment, trainer, offload_idle=offload_idle
             )
-        if self.constants.versions_on_device:
+        run = self.problem.run_memory
+        if run and run.versions_on_device and not self.problem.cluster.is_cpu:
             footprints = self._add_versions(footprints, placement)
         trained = self._find_source_stage(self._call_by_stage[self._generate_stage])
         if trained in footprints and self._generate_stage in footprints:
@@ -354,7 +362,9 @@ class CostModel:
                 self._call_cost(trained, placement.assignments[trained]),
                 placement.assignments[self._generate_stage],
             )
-        return DeviceMemory(placement, footprints, self.problem.cluster, self.constants)
+        return DeviceMemory(
+            placement, footprints, self.problem.cluster, self.constants, keeps_kv=run is not None
+        )
 
     def _add_versions(
         self, footprints: dict[str, CallFootprint], placement: Placement
@@ -406,12 +416,14 @@ class CostModel:
                 tokens,
             )
         memory = CallMemory(compute_serving_weight_bytes(cost), 0.0)
-        if trainer is not None and self.constants.aliases_served:
+        if trainer is not None and not _has_served_copy(cost):
+            # The weights alias the trainer's memory where layouts coincide; the rest stays in runs,
+            # and is filled with each version in other systems.
             filled_bytes = float(self.estimate_transfer(shape, trainer, assignment).extra_bytes)
-            is_resident = self.constants.keeps_served
+            is_resident = cost.run_memory is not None
             memory = CallMemory(filled_bytes, 0.0) if is_resident else CallMemory(0.0, filled_bytes)
         if call.kind is CallKind.SCORE:
-            if self.constants.scores_from_host:
+            if cost.scores_from_host:
                 memory = CallMemory(compute_layer_weight_bytes(cost), 0.0)
             elif offload_idle and self.constants.offloads_weights:
                 memory = CallMemory(0.0, memory.peak_bytes)
@@ -434,6 +446,32 @@ class CostModel:
         )
 
 
+def _size_trainer(trainer: TrainerConfig, assignment: CallAssignment) -> TrainerConfig | None:
+    """Return the settings of a trainer for an assignment; None if streamrl does not train so."""
+    if assignment.grid.pp_size > 1 or assignment.ep_size > 1:
+        return None
+    try:
+        return replace(trainer, **make_trainer_sizes(trainer, assignment))
+    except ConfigError:
+        return None
+
+
+def make_trainer_sizes(trainer: TrainerConfig, assignment: CallAssignment) -> dict[str, Any]:
+    """Return the changed settings of a trainer with an assignment's devices and parallelism."""
+    tp_size = assignment.grid.tp_size
+    return {
+        "world_size": assignment.mesh.size,
+        "tensor_parallel": tp_size,
+        "zero_stage": assignment.zero_stage,
+        "backend": "torch" if tp_size > 1 else trainer.backend,
+    }
+
+
+def _has_served_copy(cost: CallCost) -> bool:
+    """Return whether weights that follow a trainer on the same devices are a copy, as on GPUs."""
+    return cost.run_memory is not None and cost.on_gpu
+
+
 def _add_gathered_experts(
     trained: CallFootprint, cost: CallCost, generator: CallAssignment
 ) -> CallFootprint:
@@ -443,7 +481,7 @@ def _add_gathered_experts(
     """
     trainer, constants = cost.assignment, cost.constants
     is_sharded = trainer.zero_stage >= SHARDS_PARAMETERS or trainer.grid.tp_size > 1
-    is_gathered = cost.shape.experts and is_sharded and not constants.aliases_served
+    is_gathered = cost.shape.experts and is_sharded and _has_served_copy(cost)
     if not is_gathered or generator.mesh != trainer.mesh:
         return trained
     whole = constants.served_bytes * cost.shape.num_params

@@ -2,8 +2,8 @@
 
 A call holds resident bytes, and active bytes only while it computes. A device holds the resident
 bytes of all its calls, and the active bytes of one call, as calls take turns. The KV cache gets the
-rest, or the size that the run sets. The KV cache is released during training unless
-`CostConstants.keeps_kv` is set, and stays during scoring.
+rest, or the size that the run sets. The KV cache stays during scoring, in streamrl's runs also
+during training; other systems release it then.
 """
 
 import math
@@ -12,6 +12,14 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from streamrl.dataflow import CallKind
+from streamrl.engines.activation_sizes import CHUNK_TOKENS
+from streamrl.engines.memory.training_memory import (
+    FLOAT32_BYTES,
+    TrainingSizes,
+    estimate_training_memory,
+)
+from streamrl.engines.models.model_shapes import BF16_BYTES
+from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.placement.clusters import GB, Cluster, DeviceSpec
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Placement
@@ -30,25 +38,33 @@ from streamrl.planner.problem.problem import CallMemory
 
 GATHERED_LAYERS = 2
 """With ZeRO stage 3, one layer computes while the next is gathered."""
-NARROW_MLP = 1.5
-"""Width of an MLP, in hidden widths, whose activations `activation_bytes` includes."""
 KV_BLOCK_TOKENS = 128
 """Tokens of a KV cache block of vLLM on a CPU; blocks on a GPU are smaller."""
 
 
 @dataclass(frozen=True)
 class TrainStateBytes:
-    """Bytes per device of a trained model: weights, gradients, optimizer state, and what an
-    update needs besides.
+    """Bytes per device of a trained model: weights, gradients, optimizer state, and what the worse
+    of micro-batches and updates needs besides.
     """
 
     weights: float
     gradients: float
     optimizer: float
-    update: float
+    active: float
 
     @classmethod
     def from_call_cost(cls, cost: CallCost) -> "TrainStateBytes":
+        """Return the bytes of a call; of streamrl's trainers by the memory model of a run."""
+        if cost.trainer is not None:
+            held = estimate_training_memory(
+                build_training_sizes(cost, cost.trainer),
+                cost.trainer,
+                tokens=math.ceil(find_max_train_tokens(cost)),
+                on_gpu=cost.on_gpu,
+            )
+            used = max(held.activations, held.update_buffers)
+            return cls(held.weights, held.gradients, held.optimizer, used)
         constants, stage = cost.constants, cost.assignment.zero_stage
         trained_fraction = cost.shape.trained_fraction
 
@@ -57,20 +73,15 @@ class TrainStateBytes:
 
         # Adapters are held beside the frozen weights.
         copies = 1 + trained_fraction if cost.shape.adapter_params else 1
-        gradient, optimizer = constants.gradient_bytes, constants.optimizer_bytes
-        update = constants.update_bytes
-        if constants.updates_on_host:
-            # As DeepSpeed: before stage 3 gradients leave in the backward pass, and an update holds
-            # two float32 copies of the shard.
-            is_whole = stage < SHARDS_PARAMETERS
-            gradient, optimizer, update = gradient * (not is_whole), 0, 2 * update * is_whole
-        if stage == SHARDS_OPTIMIZER and cost.tp_size == 1:
-            gradient += constants.raw_gradient_bytes
+        active = _compute_activation_bytes(cost)
+        if stage >= SHARDS_PARAMETERS and cost.dp_size > 1:
+            gathered = GATHERED_LAYERS * cost.device_params * cost.pp_size / cost.shape.layers
+            active += gathered * constants.weight_bytes
         return cls(
             share(constants.weight_bytes * copies, SHARDS_PARAMETERS),
-            share(gradient * trained_fraction, SHARDS_GRADIENTS),
-            share(optimizer * trained_fraction, SHARDS_OPTIMIZER),
-            share(update * trained_fraction, SHARDS_OPTIMIZER),
+            share(constants.gradient_bytes * trained_fraction, SHARDS_GRADIENTS),
+            share(constants.optimizer_bytes * trained_fraction, SHARDS_OPTIMIZER),
+            active,
         )
 
     @property
@@ -86,6 +97,28 @@ class TrainStateBytes:
         return self.total_bytes - gradients - self.offloaded_bytes(constants)
 
 
+def build_training_sizes(cost: CallCost, trainer: TrainerConfig) -> TrainingSizes:
+    """Return the sizes of a model that streamrl's `trainer` splits over tensor-parallel ranks."""
+    shape, ranks, adapters = cost.shape, cost.tp_size, cost.shape.adapter_params
+    outside = shape.embedding_params // ranks
+    widest = max(shape.intermediate * max(1, shape.experts), shape.dense_intermediate)
+    is_float32 = trainer.dtype == "float32" or not trainer.has_master_weights
+    return TrainingSizes(
+        params=shape.num_params + adapters,
+        trained=adapters or shape.num_params,
+        rank_params=cost.device_params + adapters,
+        layer_params=(cost.device_params - outside) // shape.layers,
+        root_params=outside,
+        largest_param=shape.hidden * max(shape.vocab, widest) // ranks,
+        layers=shape.layers,
+        hidden=shape.hidden,
+        mlp_width=shape.token_mlp_width // ranks,
+        head_rows=1 if shape.has_scalar_head else shape.vocab // ranks,
+        has_chunked_mlps=ranks == 1 and not shape.experts,
+        itemsize=FLOAT32_BYTES if is_float32 or not cost.on_gpu else BF16_BYTES,
+    )
+
+
 def train_memory(cost: CallCost, *, offload_idle: bool = False) -> CallMemory:
     """Return a training call's memory per device: its state and the activations of micro-batches.
 
@@ -93,15 +126,7 @@ def train_memory(cost: CallCost, *, offload_idle: bool = False) -> CallMemory:
     """
     state = TrainStateBytes.from_call_cost(cost)
     resident = state.compute_resident_bytes(cost.constants) if offload_idle else state.total_bytes
-    activations = _compute_activation_bytes(cost)
-    if cost.assignment.zero_stage >= SHARDS_GRADIENTS:
-        # Reduced in buckets, gradients never exist as a whole, except for that of the head.
-        activations += _count_head_params(cost) * cost.constants.head_gradient_bytes
-    if cost.assignment.zero_stage >= SHARDS_PARAMETERS and cost.dp_size > 1:
-        layers = GATHERED_LAYERS * cost.device_params * cost.pp_size / cost.shape.layers
-        gathered = max(layers, min(cost.device_params, cost.constants.gathered_params))
-        activations += gathered * cost.constants.weight_bytes
-    return CallMemory(resident, max(activations, state.update) + state.total_bytes - resident)
+    return CallMemory(resident, state.active + state.total_bytes - resident)
 
 
 def _compute_activation_bytes(cost: CallCost) -> float:
@@ -112,21 +137,11 @@ def _compute_activation_bytes(cost: CallCost) -> float:
     constants, shape = cost.constants, cost.shape
     micro_batches, tokens = count_rank_micro_batches(cost), find_max_train_tokens(cost)
     layers = shape.layers / cost.pp_size * min(cost.pp_size, micro_batches)
-    width, layer = tokens * shape.hidden, _compute_layer_bytes(cost, tokens)
+    width = tokens * shape.hidden
+    layer, logits = width * constants.activation_bytes / cost.tp_size, _logit_bytes(cost, tokens)
     if constants.recompute:
-        return (
-            layers * width * constants.checkpoint_bytes + layer + _compute_logit_bytes(cost, tokens)
-        )
-    return layers * layer + _compute_logit_bytes(cost, tokens)
-
-
-def _compute_layer_bytes(cost: CallCost, tokens: float) -> float:
-    constants, shape = cost.constants, cost.shape
-    values = shape.hidden * constants.activation_bytes
-    if not constants.recompute or shape.experts or cost.tp_size > 1:
-        wider = max(0.0, shape.token_mlp_width - NARROW_MLP * shape.hidden)
-        values += wider * constants.mlp_bytes
-    return tokens * values / cost.tp_size
+        return layers * width * constants.weight_bytes + layer + logits
+    return layers * layer + logits
 
 
 def find_max_train_tokens(cost: CallCost) -> float:
@@ -136,22 +151,17 @@ def find_max_train_tokens(cost: CallCost) -> float:
     return min(tokens, cost.workload.micro_batch_tokens)
 
 
-def _count_head_params(cost: CallCost) -> float:
-    """Return the trained parameters of the output head on a device."""
-    is_trained = not (cost.shape.adapter_params or cost.shape.has_scalar_head)
-    return cost.shape.hidden * cost.shape.vocab / cost.tp_size * is_trained
-
-
-def _compute_logit_bytes(cost: CallCost, tokens: float) -> float:
+def _logit_bytes(cost: CallCost, tokens: float) -> float:
     entries = 1 if cost.shape.has_scalar_head else cost.shape.vocab / cost.tp_size
-    return min(tokens, cost.constants.logit_tokens) * entries * cost.constants.logit_bytes
+    return tokens * entries * cost.constants.logit_bytes
 
 
 def score_active_bytes(cost: CallCost) -> float:
     """Return bytes to compute a scoring batch: the activations of a layer, and the logits."""
     tokens = find_max_score_tokens(cost)
     layer = tokens * cost.shape.hidden * cost.constants.activation_bytes / cost.tp_size
-    return layer + _compute_logit_bytes(cost, tokens)
+    # Runs compute logits in chunks.
+    return layer + _logit_bytes(cost, min(tokens, CHUNK_TOKENS) if cost.run_memory else tokens)
 
 
 def find_max_score_tokens(cost: CallCost) -> float:
@@ -251,12 +261,16 @@ class MemoryItem:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory of all calls of a placement, added up per device."""
+    """Memory of all calls of a placement, added up per device.
+
+    keeps_kv: whether the KV cache stays while other calls train on its devices.
+    """
 
     placement: Placement
     footprints: Mapping[str, CallFootprint]
     cluster: Cluster
     constants: CostConstants
+    keeps_kv: bool
 
     def compute_kv_capacity_bytes(self, stage: str) -> float:
         """Return the bytes left for a generating stage's KV cache on its fullest device.
@@ -294,7 +308,7 @@ class DeviceMemory:
         for stage, footprint in self.footprints.items():
             resident = 0.0 if footprint.weights_key in seen else footprint.memory.resident_bytes
             active = footprint.memory.active_bytes
-            if footprint.kind is CallKind.GENERATE and self.constants.keeps_kv:
+            if footprint.kind is CallKind.GENERATE and self.keeps_kv:
                 resident += self.compute_kv_cache_bytes(stage)
             elif footprint.kind is CallKind.GENERATE:
                 active += self.compute_kv_cache_bytes(stage)
@@ -333,7 +347,7 @@ class DeviceMemory:
     def _kinds_beside_kv(self) -> Sequence[CallKind]:
         """Kinds of calls that compute while a generator holds its KV cache."""
         kinds = (CallKind.SCORE, CallKind.TRAIN)
-        return kinds if self.constants.keeps_kv else kinds[:1]
+        return kinds if self.keeps_kv else kinds[:1]
 
     def _find_max_active_bytes(self, device_range: DeviceRange, kinds: Sequence[CallKind]) -> float:
         footprints = (self.footprints[stage] for stage in device_range.stages)

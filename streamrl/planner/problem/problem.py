@@ -7,6 +7,7 @@ from typing import Protocol
 
 from streamrl.dataflow import CallKind, Dataflow
 from streamrl.engines.models.model_shapes import ModelShape
+from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.config import DEFAULT_SLICE_S
@@ -47,12 +48,29 @@ class RunOptions:
 
 
 @dataclass(frozen=True)
+class RunMemory:
+    """Settings of a run of streamrl that decide on its memory.
+
+    trainers: settings of each trained role, by role; a placement sets their sizes.
+    scores_from_host: weights of models that score stay in host memory (scorer.offload), and pass to
+      the device in every forward pass.
+    versions_on_device: a trainer holds the version it sends in device memory, and a follower on
+      other devices the version it loads (weights.on_device).
+    """
+
+    trainers: Mapping[str, TrainerConfig]
+    scores_from_host: bool = False
+    versions_on_device: bool = False
+
+
+@dataclass(frozen=True)
 class PlacementProblem:
     """Run for which to find a placement: calls, models, workload of a step, cluster and options.
 
     models: by role; a rule-based reward has no model and takes no devices.
     score_tokens: by role, maximum tokens of a scoring batch where the run's config sets a maximum.
     kv_cache_bytes: size of the KV cache per generating device; 0 takes the memory left over.
+    run_memory: of a run of streamrl; None for another system, whose memory the cost constants give.
     """
 
     dataflow: Dataflow
@@ -62,6 +80,7 @@ class PlacementProblem:
     run_options: RunOptions = field(default_factory=RunOptions)
     score_tokens: Mapping[str, int] = field(default_factory=dict)
     kv_cache_bytes: int = 0
+    run_memory: RunMemory | None = None
 
     def __post_init__(self) -> None:
         for call in self.dataflow.calls:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.engines.memory.memory_model import TransientMemory, estimate_transient_memory
+from streamrl.engines.memory.training_memory import TransientMemory, estimate_transient_memory
 from streamrl.engines.trainer_config import TrainerConfig
 
 MB = 1_000_000
@@ -16,7 +16,10 @@ TRAINED, LARGEST = 200 * MB, 10 * MB
 
 def estimate_memory(*, on_gpu: bool = False, **settings: Any) -> TransientMemory:
     trainer = TrainerConfig(**{"dtype": "float32", **settings})
-    return estimate_transient_memory(trainer, trained=TRAINED, largest=LARGEST, on_gpu=on_gpu)
+    itemsize = 2 if trainer.dtype == "bfloat16" else 4
+    return estimate_transient_memory(
+        trainer, trained=TRAINED, largest=LARGEST, itemsize=itemsize, on_gpu=on_gpu
+    )
 
 
 def test_torch_adamw_takes_roots_of_one_parameter_on_a_cpu_and_of_all_on_a_gpu():
@@ -71,6 +74,7 @@ def test_more_ranks_never_need_more_memory_each(
             TrainerConfig(zero_stage=stage, dtype=dtype, world_size=size),
             trained=trained,
             largest=trained,
+            itemsize=2 if dtype == "bfloat16" else 4,
             on_gpu=on_gpu,
         )
         for size in (world_size, world_size + 1)

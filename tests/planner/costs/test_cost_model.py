@@ -175,17 +175,15 @@ def test_indivisible_model_is_explained():
 
 def test_served_weights_alias_trained_weights():
     # An eighth of the model is on the rank already, half of the model is served; the rest is filled
-    # at each version, or stays.
+    # at each version.
     filled_bytes = 13.48e9 * (1 / 2 - 1 / 8)
     problem = make_ppo_problem("llama-7b", A100)
     placement = colocate(problem, "1-8-2", "1-2-8")
-    resident, kv_tokens = [], []
-    for keeps in (False, True):
-        model = CostModel(problem, CostConstants(keeps_served=keeps))
-        resident.append(model.predict_memory(placement)["generate"].resident_bytes)
-        kv_tokens.append(model.predict_timings(placement).generator.kv_tokens)
-    assert resident == [0.0, pytest.approx(filled_bytes, rel=0.01)]
-    assert kv_tokens[0] == pytest.approx(kv_tokens[1])
+    model = CostModel(problem)
+    memory = model.predict_memory(placement)["generate"]
+    assert memory.resident_bytes == 0
+    filled = memory.active_bytes - model.compute_kv_cache_bytes(placement)
+    assert filled == pytest.approx(filled_bytes, rel=0.01)
 
 
 def test_kv_cache_gets_the_memory_left_over():

@@ -6,12 +6,13 @@ import pytest
 
 from streamrl.dataflow import build_dataflow
 from streamrl.engines.models.model_shapes import MODEL_SHAPES
+from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.placement.clusters import DEVICES, GB, Cluster
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.planner.costs.constants import OPTIMIZER_MEMORY_FRACTION, CostConstants
 from streamrl.planner.costs.cost_model import CostModel
-from streamrl.planner.problem.problem import PlacementProblem
+from streamrl.planner.problem.problem import PlacementProblem, RunMemory
 from streamrl.planner.problem.workload import FixedLength, Workload
 from streamrl.resharding.grids import RankGrid
 
@@ -38,6 +39,13 @@ def make_placement(reference: int = 0) -> Placement:
     )
 
 
+def make_run_problem(
+    trainer: TrainerConfig, *, versions_on_device: bool = False
+) -> PlacementProblem:
+    run = RunMemory({"policy": trainer}, versions_on_device=versions_on_device)
+    return replace(PROBLEM, run_memory=run, kv_cache_bytes=1)
+
+
 def test_trained_state_moves_from_and_to_the_host_once_a_step():
     steps = [
         CostModel(PROBLEM, constants).predict_timings(make_placement()).train["policy"].step_s
@@ -50,7 +58,8 @@ def test_trained_state_moves_from_and_to_the_host_once_a_step():
 
 def test_an_optimizer_on_the_host_takes_no_device_memory_and_updates_over_the_link():
     plain, on_host = (
-        CostModel(PROBLEM, replace(RESIDENT, updates_on_host=on_host)) for on_host in (False, True)
+        CostModel(make_run_problem(TrainerConfig(offload_optimizer=on_host)), RESIDENT)
+        for on_host in (False, True)
     )
     updates = [
         m.predict_timings(make_placement()).train["policy"].update_s for m in (plain, on_host)
@@ -61,19 +70,21 @@ def test_an_optimizer_on_the_host_takes_no_device_memory_and_updates_over_the_li
     num_bytes = (2 * 12 + 4 + 2) * params
     assert updates[1] - updates[0] == pytest.approx(num_bytes / HOST - num_bytes / memory)
     held = [m.predict_memory(make_placement())["train"].resident_bytes for m in (plain, on_host)]
-    # Gradients leave as well, of all parameters: stage 1 shards only the optimizer.
-    assert held[0] - held[1] == pytest.approx(12 * params + 4 * SHAPE.num_params)
+    # Gradients in float32 and bfloat16 leave as well, of all parameters: stage 1 shards only the
+    # optimizer. Its bucket is small.
+    assert held[0] - held[1] == pytest.approx(12 * params + 6 * SHAPE.num_params, rel=0.01)
 
 
 def test_versions_on_devices_take_memory_of_those_who_send_and_load_them():
-    constants = [replace(RESIDENT, versions_on_device=on_device) for on_device in (False, True)]
+    problems = [
+        make_run_problem(TrainerConfig(), versions_on_device=on_device)
+        for on_device in (False, True)
+    ]
     node = CallAssignment(Mesh(0, 8), RankGrid(1, 1, 8))
     other = replace(node, mesh=Mesh(8, 8))
     for generators, sent in ((node, 0), (other, 2 * SHAPE.num_params)):
         placement = Placement({"train": node, "generate": generators, "reference": node})
-        without, with_versions = (
-            CostModel(PROBLEM, each).predict_memory(placement) for each in constants
-        )
+        without, with_versions = (CostModel(each).predict_memory(placement) for each in problems)
         more = {
             stage: (
                 with_versions[stage].resident_bytes - without[stage].resident_bytes,

@@ -7,25 +7,28 @@ import pytest
 
 from streamrl.dataflow import build_dataflow
 from streamrl.engines.models.model_shapes import MODEL_SHAPES
+from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.placement.clusters import GB, Cluster
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
-from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.costs.cost_model import CostModel
-from streamrl.planner.problem.problem import PlacementProblem
+from streamrl.planner.problem.problem import PlacementProblem, RunMemory
 from streamrl.planner.problem.workload import FixedLength, Workload
 from streamrl.resharding.grids import RankGrid
 
 GRPO = build_dataflow(("scores", "ref_logprobs", "generator_logprobs"))
 SHAPE = MODEL_SHAPES["llama-7b"]
 WORK = Workload(256, 8, 512, FixedLength(512), micro_batch_tokens=8192)
-RUN = CostConstants(keeps_served=True, aliases_served=False, keeps_kv=True)
-"""Constants of streamrl's runs on GPUs."""
+RUN = RunMemory({"policy": TrainerConfig(gradient_checkpointing=True)})
 
 
 def make_problem(**changes: object) -> PlacementProblem:
     base = PlacementProblem(
-        GRPO, {"policy": SHAPE, "reference": SHAPE}, WORK, Cluster.from_text("8xA100")
+        GRPO,
+        {"policy": SHAPE, "reference": SHAPE},
+        WORK,
+        Cluster.from_text("8xA100"),
+        run_memory=RUN,
     )
     return replace(base, **changes)  # type: ignore[arg-type]
 
@@ -38,7 +41,7 @@ def make_colocated(devices: int = 8) -> Placement:
 def test_training_memory_follows_the_micro_batch_limit():
     # 256 groups are 33 micro-batches of a replica, the last of which is small.
     costs = [
-        CostModel(make_problem(workload=replace(WORK, micro_batch_tokens=tokens)), RUN)
+        CostModel(make_problem(run_memory=None, workload=replace(WORK, micro_batch_tokens=tokens)))
         for tokens in (8192, 8192 + 512, 2 * 8192)
     ]
     active = [item.predict_memory(make_colocated())["train"].active_bytes for item in costs]
@@ -49,28 +52,22 @@ def test_training_memory_follows_the_micro_batch_limit():
 
 
 def test_gpu_runs_copy_served_weights_and_keep_the_kv_cache():
-    by_constants = {}
-    for name, constants in (("run", RUN), ("shared", CostConstants(keeps_served=True))):
-        model, placement = CostModel(make_problem(), constants), make_colocated()
-        memory = model.predict_memory(placement)["generate"]
-        by_constants[name] = (memory, model.compute_kv_capacity_bytes(placement))
-    copy = 2 * SHAPE.num_params
-    assert by_constants["run"][0].resident_bytes > by_constants["shared"][0].resident_bytes
-    expected = pytest.approx(copy + by_constants["run"][1], rel=0.01)
-    assert by_constants["run"][0].resident_bytes == expected
-    # Training takes more than scoring, so less is left for the KV cache.
-    assert by_constants["run"][1] < by_constants["shared"][1]
+    placement, copy = make_colocated(), 2 * SHAPE.num_params
+    run, other = (CostModel(make_problem(run_memory=each)) for each in (RUN, None))
+    expected = pytest.approx(copy + run.compute_kv_capacity_bytes(placement), rel=0.01)
+    assert run.predict_memory(placement)["generate"].resident_bytes == expected
+    assert other.predict_memory(placement)["generate"].resident_bytes == 0
 
 
 def test_kv_cache_of_the_run_is_used_as_set():
     kv_bytes = 4 << 30
-    costs = CostModel(make_problem(kv_cache_bytes=kv_bytes), RUN)
+    costs = CostModel(make_problem(kv_cache_bytes=kv_bytes))
     assert costs.explain_infeasible(make_colocated()) == ""
     assert costs.compute_kv_capacity_bytes(make_colocated()) == kv_bytes
     assert costs.compute_kv_cache_bytes(make_colocated()) == kv_bytes
     tokens = costs.predict_timings(make_colocated()).generator.kv_tokens
     assert tokens == pytest.approx(kv_bytes / SHAPE.count_kv_bytes_per_token())
-    too_large = CostModel(make_problem(kv_cache_bytes=70 << 30), RUN).explain_infeasible(
+    too_large = CostModel(make_problem(kv_cache_bytes=70 << 30)).explain_infeasible(
         make_colocated()
     )
     assert "generate 75.2 for keys and values," in too_large
@@ -79,7 +76,7 @@ def test_kv_cache_of_the_run_is_used_as_set():
 def test_shortage_message_sums_to_the_needed_memory():
     large = {"policy": MODEL_SHAPES["llama-34b"], "reference": MODEL_SHAPES["llama-34b"]}
     large_problem = make_problem(models=large, score_tokens={"reference": 8192})
-    reason = CostModel(large_problem, RUN).explain_infeasible(make_colocated())
+    reason = CostModel(large_problem).explain_infeasible(make_colocated())
     match = re.fullmatch(
         r"devices 0-7: needs (\S+) GB per A100; (\S+) of 80.0 GB usable, (\S+) GB short:"
         r" resident (.*); active (.*)",

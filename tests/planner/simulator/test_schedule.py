@@ -49,7 +49,7 @@ def errors(
     models = {"policy": MODEL, "reference": MODEL}
     run_options = RunOptions(publish_every=publish_every)
     problem = PlacementProblem(flow, models, workload, Cluster.from_text("8xA100"), run_options)
-    constants = replace(CostConstants(), max_running=32, keeps_served=True, decode_group_s=group_s)
+    constants = replace(CostConstants(), max_running=32, decode_group_s=group_s)
     costs = CostModel(problem, constants)
     estimator = PlacementEstimator(problem, costs)
     errors_by_placement = {}
