@@ -1,10 +1,9 @@
 """Cost of a large data set: `python -m benchmarks.data` prints one JSON object.
 
-The benchmark generates rows as JSONL, parquet, a JSON array, CSV and packed JSONL. A separate
-process per format measures:
+The benchmark generates rows as JSONL and parquet. A separate process per format measures:
 
-- seconds until the driver has checked the run, and once more with packed files unpacked and in the
-  page cache;
+- seconds until the driver has checked the run, and once more with parquet unpacked and in the page
+  cache;
 - memory of that check, without libraries;
 - bytes of the data stream sent to the coordinator;
 - seconds to the coordinator's first 64 prompts, and prompts per second after these.
@@ -13,8 +12,6 @@ For the first format, also the rows per second of `data check`.
 """
 
 import argparse
-import csv
-import gzip
 import json
 import os
 import pickle
@@ -36,7 +33,7 @@ from benchmarks.command import (
 )
 from benchmarks.random_model import write_model
 
-FORMATS = ("jsonl", "parquet", "json", "csv", "jsonl.gz")
+FORMATS = ("jsonl", "parquet")
 FIRST, MORE = 64, 2048
 LONGEST_S = 600.0
 BATCH = 10_000
@@ -56,7 +53,7 @@ def make_parser() -> BenchmarkParser:
     parser = BenchmarkParser("data", __doc__)
     parser.add_argument("--rows", type=at_least(1), default=1_000_000)
     parser.add_argument("--formats", choices=FORMATS, nargs="+", default=list(FORMATS))
-    parser.set_quick(rows=20_000, formats=["jsonl", "parquet"])
+    parser.set_quick(rows=20_000)
     return parser
 
 
@@ -94,21 +91,8 @@ def make_rows(count: int) -> Iterator[Row]:
 
 
 def write_jsonl(path: Path, rows: Iterator[Row]) -> None:
-    with gzip.open(path, "wt") if path.suffix == ".gz" else path.open("w") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-
-
-def write_json(path: Path, rows: Iterator[Row]) -> None:
     with path.open("w") as file:
-        file.writelines(f"{',' if i else '['}\n{json.dumps(row)}" for i, row in enumerate(rows))
-        file.write("\n]\n")
-
-
-def write_csv(path: Path, rows: Iterator[Row]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["id", "data_source", "prompt", "answer"])
-        writer.writeheader()
-        writer.writerows(rows)
+        file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def write_parquet(path: Path, rows: Iterator[Row]) -> None:
@@ -125,9 +109,6 @@ def write_parquet(path: Path, rows: Iterator[Row]) -> None:
 
 WRITERS: dict[str, Callable[[Path, Iterator[Row]], None]] = {
     "jsonl": write_jsonl,
-    "jsonl.gz": write_jsonl,
-    "json": write_json,
-    "csv": write_csv,
     "parquet": write_parquet,
 }
 

@@ -27,7 +27,7 @@ APT_TIMEOUT_S = 60
 
 SMOKE_CHECK = """
 import deepspeed, peft, ray, torch
-import datasets, math_verify, omegaconf, pandas, rich.live, tensordict, wandb
+import math_verify, omegaconf, pandas, rich.live, tensordict, wandb
 from transformers import Qwen2ForCausalLM
 from vllm import LLM
 built_for = "cpu" if torch.version.cuda is None else "gpu"

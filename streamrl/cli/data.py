@@ -179,7 +179,7 @@ def add_file_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--filter", metavar="FILE:FUNCTION", help="Python function that selects prompts"
     )
-    parser.add_argument("--split", metavar="NAME", help="split to read from a dataset with several")
+    parser.add_argument("--split", metavar="NAME", help="split of a directory with several")
 
 
 def parse_named_files(

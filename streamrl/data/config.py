@@ -25,9 +25,9 @@ _LONG_PROMPT_ACTIONS = ("error", "skip", "truncate")
 class FileSettings:
     """Entry of `data.train` or `data.eval`: a prompt file with its reading options.
 
-    path: .jsonl or .parquet file, directory of parquet shards, or Hugging Face dataset on disk.
+    path: .jsonl or .parquet file, or directory of parquet shards.
     weight: weight in the stream, relative to the other files; null: proportional to its rows.
-    split: split to read from a dataset or shard directory with several.
+    split: split to read from a shard directory with several.
     prompt_key: column with the prompt, chat messages or text.
     label_key: column with the ground truth; empty: ground_truth, or reward_model.ground_truth.
     template: conversion of chat messages to text: model (the model's template), plain (contents

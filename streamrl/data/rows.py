@@ -3,7 +3,7 @@
 Known columns: the prompt (chat messages, or text as one user message), `data_source`,
 `environment` (its name, if the run has several), `reward_model.ground_truth` (or top-level
 `ground_truth`, or the column of `label_key`), `tools` and `chat_template_kwargs` (arguments of the
-chat template), `extra_info`. Objects and messages may be JSON text, as in CSV files. All further
+chat template), `extra_info`. Objects and messages may be JSON text. All further
 columns go into extra_info under their names, where rewards find them; so do the columns of
 `label_key` and of the template. The row's own extra_info wins.
 

@@ -1,18 +1,13 @@
 """All formats yield the same rows; splits are named explicitly."""
 
 import json
-import os
 import pickle
-import re
-import shutil
 from uuid import UUID
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset, DatasetDict
-from datasets.table import InMemoryTable
 
 from streamrl.data import indexed_table
 from streamrl.errors import ConfigError
@@ -43,13 +38,6 @@ def expected(tmp_path_factory):
     path = tmp_path_factory.mktemp("jsonl") / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return read_fields(path)
-
-
-def test_a_saved_dataset_yields_the_rows_of_the_jsonl_file(tmp_path, expected):
-    Dataset.from_list(ROWS).save_to_disk(tmp_path / "rows", num_shards=2)
-    assert read_fields(tmp_path / "rows") == expected
-    row = next(load_rows(str(tmp_path / "rows")))
-    assert row.location == f"{tmp_path / 'rows'} row 1"
 
 
 def test_shards_are_one_file_in_the_order_of_their_names(tmp_path, expected):
@@ -88,17 +76,14 @@ def test_each_row_has_the_columns_and_types_of_its_shard(tmp_path, kind, value):
 
 
 def test_a_split_is_selected_by_name(tmp_path, expected):
-    splits = {"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS[:2])}
-    DatasetDict(splits).save_to_disk(tmp_path / "both")
     shard(tmp_path / "shards" / "train-00000-of-00002.parquet", ROWS[:7])
     shard(tmp_path / "shards" / "train-00001-of-00002.parquet", ROWS[7:])
     shard(tmp_path / "shards" / "test-00000-of-00001.parquet", ROWS[:2])
-    for name in ("both", "shards"):
-        assert read_fields(tmp_path / name, "train") == expected
-        assert read_fields(tmp_path / name, "test") == expected[:2]
-        for split, words in (("", "split: missing"), ("tset", "split=tset: no such")):
-            with pytest.raises(ConfigError, match=rf"{words}.*the splits are test, train"):
-                read_fields(tmp_path / name, split)
+    assert read_fields(tmp_path / "shards", "train") == expected
+    assert read_fields(tmp_path / "shards", "test") == expected[:2]
+    for split, words in (("", "split: missing"), ("tset", "split=tset: no such")):
+        with pytest.raises(ConfigError, match=rf"{words}.*the splits are test, train"):
+            read_fields(tmp_path / "shards", split)
 
 
 def test_a_split_is_part_of_a_shards_name(tmp_path, expected):
@@ -111,25 +96,15 @@ def test_a_split_is_part_of_a_shards_name(tmp_path, expected):
 
 
 def test_a_split_of_data_without_splits_is_refused(tmp_path):
-    Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
-    shard(tmp_path / "shards" / "a.parquet", ROWS)
-    shard(tmp_path / "shards" / "file.parquet", ROWS)
+    shard(tmp_path / "a.parquet", ROWS)
+    (tmp_path / "rows.jsonl").write_text("{}")
     for name, words in (
-        ("one", "the data has no splits"),
-        ("shards/file.parquet", "the data has no splits"),
-        ("shards", "the splits are none"),
+        ("a.parquet", "only a directory has splits"),
+        ("rows.jsonl", "only a directory has splits"),
+        ("", "the splits are none"),
     ):
         with pytest.raises(ConfigError, match=words):
             read_fields(tmp_path / name, "train")
-
-
-def test_a_directory_without_data_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="neither a Hugging Face dataset nor"):
-        read_fields(tmp_path)
-    (tmp_path / "dataset_info.json").write_text("{")
-    with pytest.raises(ConfigError, match=rf"^{tmp_path}: cannot be read") as caught:
-        read_fields(tmp_path)
-    assert "\n" not in str(caught.value)
 
 
 ZONE = pa.timestamp("us", tz="Mars/Base")
@@ -153,19 +128,14 @@ def test_a_value_unrepresentable_in_python_makes_a_bad_row(tmp_path, kind, good,
     rows = {"prompt": pa.array(["1", "2", "3"]), "x": pa.array([good, bad, good], kind)}
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table(rows), path)
-    paths = [path]
-    if kind is not PAIRS:  # an extension type unknown to `datasets`
-        paths.append(tmp_path / "saved")
-        Dataset(InMemoryTable(pa.table(rows))).save_to_disk(paths[1])
-    for data_path in paths:
-        opened = indexed_table.open_table(str(data_path))
-        for indices in (range(3), [2, 1, 0]):
-            records = {index: record for _, index, record in opened.read_rows(indices)}
-            assert [records[i]["prompt"] for i in (0, 2)] == ["1", "3"]
-            assert isinstance(records[1], ConfigError)
-        with pytest.raises(ConfigError, match=f"^{data_path} row 2: column 'x' of .*: ") as caught:
-            read_fields(data_path)
-        assert "\n" not in str(caught.value)
+    opened = indexed_table.open_table(str(path))
+    for indices in (range(3), [2, 1, 0]):
+        records = {index: record for _, index, record in opened.read_rows(indices)}
+        assert [records[i]["prompt"] for i in (0, 2)] == ["1", "3"]
+        assert isinstance(records[1], ConfigError)
+    with pytest.raises(ConfigError, match=f"^{path} row 2: ") as caught:
+        read_fields(path)
+    assert "\n" not in str(caught.value)
 
 
 def tensors():
@@ -213,54 +183,3 @@ def test_large_parquet_is_not_loaded_into_memory(tmp_path, rows, size, is_consta
     assert (record["prompt"], len(record["x"]) // 7) == (str(rows - 1), size // 7)
     assert pool.max_memory() < 60 << 20
     assert len(pickle.dumps(opened)) < 1000
-
-
-DEEP = pytest.param("[" * 100_000, id="deep")
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    path = tmp_path_factory.mktemp("saved")
-    Dataset.from_list(ROWS).save_to_disk(path / "one")
-    DatasetDict({"train": Dataset.from_list(ROWS)}).save_to_disk(path / "several")
-    return path
-
-
-@pytest.mark.parametrize("name", ["state.json", "dataset_dict.json"])
-@pytest.mark.parametrize("text", [DEEP, "[]", "{", "\xff", '{"a": 1, "a": 1}', None])
-def test_a_dataset_without_valid_metadata_is_refused_in_one_line(tmp_path, saved, name, text):
-    folder, split = ("several", "train") if name == "dataset_dict.json" else ("one", "")
-    shutil.copytree(saved / folder, tmp_path / folder)
-    file = tmp_path / folder / name
-    if text is None:
-        os.truncate(file, 10 << 30)
-    else:
-        file.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ConfigError, match=rf"^{tmp_path / folder}: cannot be read: ") as caught:
-        read_fields(tmp_path / folder, split)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("../fifo", "'../fifo' must be a file in the same folder"),
-        ("/dev/zero", "'/dev/zero' must be a file in the same folder"),
-        ("..", "'..' must be a file in the same folder"),
-        ("fifo", "one: cannot be read: not a regular file"),
-        ("link", "one: cannot be read: not a regular file"),
-        ("gone", "one: cannot be read: No such file"),
-        ("state.json", "one: cannot be read: "),
-    ],
-)
-def test_a_dataset_with_files_outside_its_folder_is_refused(tmp_path, saved, name, words):
-    shutil.copytree(saved / "one", tmp_path / "one")
-    for fifo in (tmp_path / "fifo", tmp_path / "one" / "fifo"):
-        os.mkfifo(fifo)
-    (tmp_path / "one" / "link").symlink_to("/dev/zero")
-    file = tmp_path / "one" / "state.json"
-    state = {**json.loads(file.read_text()), "_data_files": [{"filename": name}]}
-    file.write_text(json.dumps(state))
-    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
-        read_fields(tmp_path / "one")
-    assert "\n" not in str(caught.value)

@@ -1,5 +1,3 @@
-import csv
-import gzip
 import json
 import os
 
@@ -123,7 +121,7 @@ def test_blank_lines_and_a_bom_are_skipped_but_counted(tmp_path):
             '{"prompt": "a", "x": ' + "[" * 200 + "]" * 200 + "}",
             "line 2: not JSON: nested more than",
         ),
-        ("[1]", "line 2: must be a JSON object, got list"),
+        ('[{"prompt": "a"}]', "line 2: must be a JSON object, got list"),
         ("null", "line 2: must be a JSON object, got null or missing"),
         ('{"question": "x", "answer": 1}', "no column 'prompt' (prompt_key); the columns are"),
         ("{}", "the columns are: none"),
@@ -179,27 +177,20 @@ def test_a_malformed_or_truncated_parquet_file_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
 def test_a_missing_file_and_a_directory_are_refused(tmp_path, name):
-    assert "No such file" in refusal(tmp_path / name)
+    assert "cannot be read: No such file" in refusal(tmp_path / name)
     (tmp_path / name).mkdir()
-    assert "cannot be read" in refusal(tmp_path / name)
+    assert "directory" in refusal(tmp_path / name)
 
 
 def test_an_unknown_extension_lists_the_supported_ones(tmp_path):
-    assert "must be one of .parquet, .jsonl, .ndjson, .json" in refusal(tmp_path / "rows.txt")
-    assert "must be one of" in refusal(tmp_path / "rows.parquet.gz")
+    for name in ("rows.txt", "rows.csv", "rows.jsonl.gz"):
+        assert "must be one of .jsonl, .ndjson, .json, .parquet" in refusal(tmp_path / name)
 
 
-@pytest.mark.parametrize(
-    "name", ["R.JSONL", "r.ndjson", "r.NDJSON.gz", "r.Json", "r.json.GZ", "R.CSV", "r.Tsv.Gz"]
-)
-def test_extensions_are_case_insensitive(tmp_path, name):
-    text = '{"prompt": "2+3="}\n'
-    if name.lower().startswith(("r.csv", "r.tsv")):
-        text = "prompt\n2+3=\n"
-    content = text.encode()
-    path = tmp_path / name
-    path.write_bytes(gzip.compress(content) if name.lower().endswith(".gz") else content)
-    assert [row.messages[0]["content"] for row in rows_of(path)] == ["2+3="]
+@pytest.mark.parametrize("name", ["R.JSONL", "r.ndjson", "r.Json"])
+def test_jsonl_may_have_any_of_its_extensions(tmp_path, name):
+    (tmp_path / name).write_text('{"prompt": "2+3="}\n')
+    assert [row.messages[0]["content"] for row in rows_of(tmp_path / name)] == ["2+3="]
 
 
 def test_an_empty_file_is_refused(tmp_path):
@@ -210,33 +201,7 @@ def test_an_empty_file_is_refused(tmp_path):
     assert refusal(tmp_path / "rows.parquet").endswith("contains no rows")
 
 
-def test_csv_values_are_text_and_rows_must_match_the_header(tmp_path):
-    path = tmp_path / "rows.csv"
-    path.write_text('prompt,ground_truth,level\n"a, ""b""\nc",007,\n\nd,5,1\n')
-    first, second = rows_of(path)
-    assert (first.messages[0]["content"], first.ground_truth, first.extra_info) == (
-        'a, "b"\nc',
-        "007",
-        {},
-    )
-    assert (second.location, second.index, second.extra_info) == (
-        f"{path} row 2",
-        1,
-        {"level": "1"},
-    )
-    path.write_text("prompt,ground_truth\na,1\nb\n")
-    assert refusal(path).endswith("row 2: has 1 fields, the header has 2")
-    path.write_text("prompt,prompt\na,b\n")
-    assert refusal(path).endswith("column 'prompt': must occur only once")
-
-
-def write_cells(path, *rows):
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",")
-        writer.writerows([list(rows[0]), *(row.values() for row in rows)])
-
-
-@pytest.mark.parametrize("name", ["rows.csv", "rows.tsv", "rows.jsonl", "rows.parquet"])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
 def test_object_columns_may_be_json_text_in_every_format(tmp_path, write_rows, name):
     objects = {
         "reward_model": {"style": "rule", "ground_truth": "5", "none": None},
@@ -249,10 +214,8 @@ def test_object_columns_may_be_json_text_in_every_format(tmp_path, write_rows, n
     path = tmp_path / name
     if name == "rows.jsonl":
         write_rows(row)
-    elif name == "rows.parquet":
-        pq.write_table(pa.Table.from_pylist([row]), path)
     else:
-        write_cells(path, row)
+        pq.write_table(pa.Table.from_pylist([row]), path)
     (parsed,) = rows_of(path)
     assert {**vars(parsed), "location": ""} == {**vars(expected), "location": ""}
     assert parsed.ground_truth == "5"
@@ -270,59 +233,29 @@ def test_a_blank_text_is_a_missing_object(write_rows):
     assert ([*row.tools], row.extra_info, row.template_arguments) == ([], {}, {})
 
 
-@pytest.mark.parametrize("name", ["rows.csv", "rows.tsv"])
-def test_a_text_prompt_may_be_chat_messages_in_json(tmp_path, write_rows, name):
+def test_a_text_prompt_may_be_chat_messages_in_json(write_rows):
     chat = json.dumps([*CHAT, {"role": "assistant", "content": None, "tool_calls": []}])
     texts = ["[1, 2]", "[]", "[not json", '[{"a": 1}]', '{"role": "user", "content": "a"}', "5"]
-    path = tmp_path / name
-    write_cells(path, *({"question": text, "other": chat} for text in (chat, *texts)))
-    first, *text_rows = rows_of(path, prompt_key="question")
+    rows = ({"question": text, "other": chat} for text in (chat, *texts))
+    first, *text_rows = rows_of(write_rows(*rows), prompt_key="question")
     assert first.is_chat
     assert [message["role"] for message in first.messages] == ["user", "assistant"]
     assert first.extra_info == {"other": chat}
     assert [row.messages[0]["content"] for row in text_rows] == texts
     assert not any(row.is_chat for row in text_rows)
-    row, plain = rows_of(write_rows({"prompt": chat}, {"prompt": texts[3]}))
-    assert (row.messages, row.is_chat) == (first.messages, True)
-    assert (plain.messages[0]["content"], plain.is_chat) == (texts[3], False)
 
 
-def test_malformed_chat_messages_in_text_are_refused(tmp_path):
-    path = tmp_path / "rows.csv"
+def test_malformed_chat_messages_in_text_are_refused(write_rows):
     for chat, words in (
         (str(CHAT), "looks like chat messages, which must be JSON: Expecting"),
         (json.dumps(CHAT)[:-1], "looks like chat messages, which must be JSON: Expecting"),
         ('[{"role": "user"}]', "content of message 1 of prompt must be text"),
         ('[{"role": "user", "content": "a"}, {"content": "b"}]', "message 2 of prompt"),
     ):
-        write_cells(path, {"prompt": chat})
-        assert words in refusal(path)
+        assert words in refusal(write_rows({"prompt": chat}))
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ('[{"prompt": "a"}', "truncated"),
-        ('[{"prompt": "a"} {"prompt": "b"}]', "expected ',' or ']' (byte 17)"),
-        ("[]", "contains no rows"),
-        ("[" * 100_000, "not a JSON array of objects: maximum recursion depth"),
-        ('[{"prompt": "a"}, ]', "trailing comma in array (byte 18)"),
-        ('[{"prompt": "a"}]\n[{"prompt": "b"}]', "trailing characters (byte 19)"),
-    ],
-)
-def test_a_malformed_array_is_refused(tmp_path, text, words):
-    path = tmp_path / "rows.json"
-    path.write_text(text)
-    assert words in refusal(path)
-
-
-def test_whitespace_around_array_elements_is_ignored(tmp_path):
-    path = tmp_path / "rows.json"
-    path.write_text('[ {"prompt": "a"} ,\n{"prompt":\r\n"b"}\t]\r\n' + " " * 20 + "\n")
-    assert [row.messages[0]["content"] for row in rows_of(path)] == ["a", "b"]
-
-
-@pytest.mark.parametrize("extension", [".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz"])
+@pytest.mark.parametrize("extension", [".jsonl", ".parquet"])
 @pytest.mark.parametrize("kind", ["fifo", "device", "sparse", "noise"])
 def test_an_endless_row_is_refused_quickly(tmp_path, extension, kind):
     path = tmp_path / f"rows{extension}"
@@ -341,9 +274,3 @@ def test_an_endless_row_is_refused_quickly(tmp_path, extension, kind):
         # The noise is one row, refused on reading.
         (bad, *_) = table.read_rows([0])
         raise bad[2]
-
-
-def test_an_error_in_a_compressed_file_names_that_file(tmp_path):
-    path = tmp_path / "rows.csv.gz"
-    path.write_bytes(gzip.compress(b"prompt,ground_truth\n1+1,2\n2+2\n"))
-    assert "row 2" in refusal(path)

@@ -1,7 +1,5 @@
 """Files too large to classify before a run: sampled first, then read on demand."""
 
-import csv
-import gzip
 import json
 import pickle
 from collections.abc import Sequence
@@ -11,7 +9,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset
 
 from streamrl.data import indexed_table as table
 from streamrl.data import training_files
@@ -68,22 +65,11 @@ def test_every_format_yields_the_same_prompts_in_any_order(tokenizer, write_rows
         {"prompt": f"{i} {'é' * (i % 7)}\n", "ground_truth": str(i), "source": "é"}
         for i in range(50)
     ]
-    paths = [Path(write_rows(*rows))]
-    json_path = tmp_path / "array.json"
-    json_path.write_text(json.dumps(rows, indent=1, ensure_ascii=False))
-    csv_path = tmp_path / "rows.csv"
-    with csv_path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-    paths += [json_path, csv_path]
-    for path in list(paths):
-        compressed = path.with_name(path.name + ".gz")
-        compressed.write_bytes(gzip.compress(path.read_bytes()))
-        paths.append(compressed)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=7)
-    Dataset.from_list(rows).save_to_disk(tmp_path / "dataset", num_shards=2)
-    paths += [tmp_path / "rows.parquet", tmp_path / "dataset"]
+    (tmp_path / "shards").mkdir()
+    for i, part in enumerate((rows[:20], rows[20:])):
+        pq.write_table(pa.Table.from_pylist(part), tmp_path / "shards" / f"{i}.parquet")
+    paths = [write_rows(*rows), tmp_path / "rows.parquet", tmp_path / "shards"]
     first: Sequence[Any] | None = None
     for path in paths:
         # The coordinator process opens files like this.
@@ -108,9 +94,7 @@ def test_an_open_table_pickles(write_rows, tmp_path, monkeypatch):
     rows = numbered(30)
     path = write_rows(*rows)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "mapped.parquet")
-    compressed = tmp_path / "rows.jsonl.gz"
-    compressed.write_bytes(gzip.compress(Path(path).read_bytes()))
-    for name in (path, tmp_path / "mapped.parquet", compressed):
+    for name in (path, tmp_path / "mapped.parquet"):
         opened_table = table.open_table(str(name))
         unpickled = pickle.loads(pickle.dumps(opened_table))
         assert [record for _, _, record in unpickled.read_rows([29, 0, 7])] == [
@@ -119,21 +103,18 @@ def test_an_open_table_pickles(write_rows, tmp_path, monkeypatch):
             rows[7],
         ]
     # Unpacked once, named by the hash of the content.
-    cached = sorted(table.get_cache_dir().iterdir())
-    assert sorted(file.suffix for file in cached) == [".arrows", ".jsonl"]
-    times = [file.stat().st_mtime_ns for file in cached]
-    for name in (tmp_path / "mapped.parquet", compressed):
-        table.open_table(str(name))
-    assert [file.stat().st_mtime_ns for file in cached] == times
+    (cached,) = table.get_cache_dir().iterdir()
+    before = cached.stat().st_mtime_ns
+    table.open_table(str(tmp_path / "mapped.parquet"))
+    assert cached.stat().st_mtime_ns == before
 
 
-def test_an_unpacking_error_names_the_cache_folder(write_rows, tmp_path, monkeypatch):
-    compressed = tmp_path / "rows.jsonl.gz"
-    compressed.write_bytes(gzip.compress(Path(write_rows(*numbered(3))).read_bytes()))
+def test_an_unpacking_error_names_the_cache_folder(tmp_path, monkeypatch):
+    pq.write_table(pa.Table.from_pylist(numbered(3)), tmp_path / "rows.parquet")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match=r"gz: cannot be unpacked into .*set HF_DATASETS_CACHE"):
-        table.open_table(str(compressed))
+    with pytest.raises(ConfigError, match=r"cannot be unpacked into .*set HF_DATASETS_CACHE"):
+        table.open_table(str(tmp_path / "rows.parquet"))
 
 
 def test_bad_rows_are_refused_in_the_sample_and_skipped_when_drawn(tokenizer, tmp_path):
