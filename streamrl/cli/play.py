@@ -4,10 +4,11 @@ import argparse
 import asyncio
 import contextlib
 import json
+import logging
 import math
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -19,14 +20,18 @@ from streamrl.cli.arguments.environment_args import (
     add_environment_arguments,
     choose_data_file,
     choose_environment,
-    load_recipe,
     make_text_prompt,
     read_prompts,
 )
-from streamrl.cli.environment_check import run_check
 from streamrl.cli.evaluate import resolve_subject, start_engine
-from streamrl.config.run_config import ConfigSections
+from streamrl.config.run_config import ConfigSections, load_sections
+from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.environments.config import EnvironmentConfig
+from streamrl.environments.episodes.check_environment import (
+    EnvironmentProbe,
+    FindingStatus,
+    check_model,
+)
 from streamrl.environments.episodes.decode_slots import DecodeSlots
 from streamrl.environments.episodes.driver import EpisodeDriver, EpisodeLimits
 from streamrl.environments.episodes.start_driver import choose_call_format, load_turn_renderer
@@ -43,7 +48,6 @@ from streamrl.environments.interface import (
     Message,
     Reply,
     ResetResult,
-    ToolCall,
     ToolSchema,
 )
 from streamrl.environments.tool_calls.tool_schema import format_tool
@@ -51,13 +55,13 @@ from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_model_length
 from streamrl.files.printable_text import make_printable
 from streamrl.messages import FinishReason, Prompt
-from streamrl.telemetry.progress_line import show_progress
+from streamrl.telemetry.progress_line import ProgressLine, show_progress
 
 CALL_HINT = 'Call a tool as name(argument="value"); any other text answers and ends the episode.'
 
 
 class EpisodeTranscript:
-    """Printer of what an episode's environment sees and answers (`EpisodeObserver`).
+    """Printer of what an episode's environment sees and answers.
 
     has_person: the policy is a person, who needs no echo of the own turns.
     """
@@ -66,7 +70,7 @@ class EpisodeTranscript:
         self._has_person = has_person
         self._num_steps = 0
 
-    def see(self, operation: HostOperation, arguments: Any, result: Any, seconds: float) -> None:
+    def see(self, operation: HostOperation, arguments: Any, result: Any) -> None:
         if operation is HostOperation.RESET:
             self._print_start(arguments[0], result)
         elif operation is HostOperation.STEP:
@@ -93,7 +97,9 @@ class EpisodeTranscript:
             if reply.text or not reply.calls:
                 _print_line(f"policy> {reply.text}")
             for call in reply.calls:
-                _print_line(f"policy> {format_call(call)}")
+                values = {k: json.dumps(v, ensure_ascii=False) for k, v in call.arguments.items()}
+                written = ", ".join(f"{name}={value}" for name, value in values.items())
+                _print_line(f"policy> {call.name}({written})")
         for call, outcome in zip_longest(reply.calls, step.outcomes):
             _print_line(f"  call {call.name or '?'}: {outcome or call.outcome}")
         if step.reward:
@@ -101,26 +107,13 @@ class EpisodeTranscript:
         _print_messages(() if step.done else step.messages)
 
 
-def format_call(call: ToolCall) -> str:
-    arguments = (f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in call.arguments.items())
-    return f"{call.name}({', '.join(arguments)})"
-
-
-def format_end(end: TextEnd) -> str:
-    rewards = ", ".join(f"{reward:g}" for reward in end.rewards)
-    reason = end.reason.name.lower()
-    return f"end: {reason} after turn {len(end.rewards)}; rewards {rewards}; score {end.score:g}"
-
-
 def _print_messages(messages: Sequence[Message]) -> None:
     for message in messages:
-        name = message.get("name") if message["role"] == "tool" else None
-        _print_line(f"{' '.join(filter(None, (message['role'], name)))}> {_read_text(message)}")
-
-
-def _read_text(message: Message) -> str:
-    content = message["content"]
-    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+        label, content = str(message["role"]), message["content"]
+        if label == "tool" and message.get("name"):
+            label += f" {message['name']}"
+        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+        _print_line(f"{label}> {text}")
 
 
 def _print_line(text: str) -> None:
@@ -134,6 +127,7 @@ PLAY_OPTIONS = {
     **{"policy": HUMAN, "seed": 0},
 }
 """Options, with their defaults, that `--check` does not use."""
+CHECK_OPTIONS = {"rows": None}
 PERSON_PROMPT = "you> "
 HINT = "One line is one turn; a backslash at its end continues it. Ctrl-D ends the episode."
 
@@ -180,24 +174,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    unused = PLAY_OPTIONS if arguments.check else {"rows": None}
-    for name, default in unused.items():
+    with_check = "with" if arguments.check else "without"
+    for name, default in (PLAY_OPTIONS if arguments.check else CHECK_OPTIONS).items():
         if vars(arguments)[name] != default:
-            with_check = "with" if arguments.check else "without"
-            raise ConfigError(f"--{name.replace('_', '-')}: has no effect {with_check} --check")
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag}: has no effect {with_check} --check")
+    recipe = load_sections(arguments.config) if arguments.config else None
     if arguments.check:
-        arguments.rows = DEFAULT_ROWS if arguments.rows is None else arguments.rows
-        return run_check(arguments)
+        return _run_check(arguments, recipe)
     _check_row_arguments(arguments)
+    play = _play_model if Path(arguments.policy).is_dir() else _play_text
     try:
-        end = asyncio.run(_play(arguments))
+        end = asyncio.run(play(arguments, recipe))
     except EOFError:
         print("\nended before the environment did: no score")
         return 0
     except TurnInterruptedError:
         print()
         raise KeyboardInterrupt from None
-    print(format_end(end))
+    rewards = ", ".join(f"{reward:g}" for reward in end.rewards)
+    reason = end.reason.name.lower()
+    print(f"end: {reason} after turn {len(end.rewards)}; rewards {rewards}; score {end.score:g}")
     return 0
 
 
@@ -208,14 +205,6 @@ def _check_row_arguments(arguments: argparse.Namespace) -> None:
         raise ConfigError("--prompt: gives the row itself; remove --data and --row")
     if arguments.truth is not None and arguments.prompt is None:
         raise ConfigError(f"--truth={arguments.truth}: needs --prompt")
-
-
-async def _play(arguments: argparse.Namespace) -> TextEnd:
-    with show_progress("reading config"):
-        recipe = load_recipe(arguments.config)
-    is_model = Path(arguments.policy).is_dir()
-    play = _play_model if is_model else _play_text
-    return await play(arguments, recipe)
 
 
 async def _play_text(arguments: argparse.Namespace, recipe: ConfigSections | None) -> TextEnd:
@@ -304,7 +293,7 @@ class PrintedHosts:
 
     def open_session(self, prompt: Prompt, *, seed: int) -> HostedSession:
         session = self.pool.open_session(prompt, seed=seed)
-        session.observer = EpisodeTranscript(has_person=self.has_person)
+        session.observe = EpisodeTranscript(has_person=self.has_person).see
         return session
 
     async def close(self) -> None:
@@ -348,3 +337,57 @@ def _read_line(label: str) -> str:
     if not sys.stdin.isatty():
         print(line)  # no terminal has shown it
     return line
+
+
+def _run_check(arguments: argparse.Namespace, recipe: ConfigSections | None) -> int:
+    """Print each finding as it comes; return exit code 1 if a check failed, else 0."""
+    arguments.rows = DEFAULT_ROWS if arguments.rows is None else arguments.rows
+    if arguments.rows < 1:
+        raise ConfigError(f"--rows={arguments.rows}: must be at least 1")
+    # A failing close is a finding.
+    logging.getLogger("streamrl.environments").setLevel(logging.ERROR)
+    with show_progress("checking the environment") as progress:
+        return int(asyncio.run(_print_findings(arguments, recipe, progress)))
+
+
+async def _print_findings(
+    arguments: argparse.Namespace, recipe: ConfigSections | None, progress: ProgressLine
+) -> bool:
+    """Check an environment and, with a recipe's model, its texts; return whether a check failed."""
+    renderer = None
+    if recipe and recipe.model.path:
+        renderer = load_turn_renderer(recipe.data, recipe.model.path)
+    render_prompt = renderer.render_prompt if renderer else render_messages
+    config, prompts = _choose_rows(arguments, recipe, render_prompt)
+    generator = recipe.generator if recipe else GeneratorConfig()
+    num_open = config.open_episodes or generator.max_concurrent_rollouts
+    checks = [EnvironmentProbe(config, prompts, open_episodes=num_open).run()]
+    if renderer:
+        checks.append(check_model(config, renderer, prompts))
+    has_failed = False
+    for check in checks:
+        async with aclosing(check) as findings:
+            async for status, subject, text in findings:
+                progress.print_line(f"{status:<4}  {subject:<11}  {text}")
+                has_failed |= status is FindingStatus.FAIL
+    return has_failed
+
+
+def _choose_rows(
+    arguments: argparse.Namespace, recipe: ConfigSections | None, render_prompt: RenderPrompt
+) -> tuple[EnvironmentConfig, list[Prompt]]:
+    """Return the environment to check, by default that of the file's first row, and its rows."""
+    settings = recipe.environment if recipe else EnvironmentConfig()
+    file = choose_data_file(arguments, recipe)
+    if not file:
+        prompts = [
+            make_text_prompt("", None, render_prompt, index=i) for i in range(arguments.rows)
+        ]
+        return choose_environment(arguments, settings, prompts[0]), prompts
+    (first,) = read_prompts(file, render_prompt, first=0, count=1)
+    config = choose_environment(arguments, settings, first)
+    name, _ = config.single
+    prompts = read_prompts(
+        file, render_prompt, first=0, count=arguments.rows, environment=name or None
+    )
+    return config, prompts

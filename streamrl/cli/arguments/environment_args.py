@@ -4,11 +4,10 @@ import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
-from streamrl.config.run_config import ConfigSections, load_sections
+from streamrl.config.run_config import ConfigSections
 from streamrl.data.config import DataFile
 from streamrl.data.prompt_file import check_row_environment, load_data_rows, make_prompt
 from streamrl.environments.config import CLASS_KIND, EnvironmentConfig
@@ -50,11 +49,6 @@ def add_environment_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--label-key", metavar="COLUMN", help="ground truth column")
     parser.add_argument("--split", metavar="NAME", help="split to read from a dataset with several")
-
-
-def load_recipe(path: Path | None) -> ConfigSections | None:
-    """Read the file of --config, which need not be the whole config of a run."""
-    return None if path is None else load_sections(path)
 
 
 def choose_environment(

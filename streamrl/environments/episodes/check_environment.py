@@ -1,8 +1,15 @@
-"""Checks of a run's environments before the run: class, chat template, room for the first turn."""
+"""Checks of environments: before a run, and with episodes of policies that are no model."""
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+import random
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import partial
+from itertools import zip_longest
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from streamrl.data.config import DataConfig
 from streamrl.environments.config import EnvironmentConfig, get_environment_section
@@ -12,15 +19,22 @@ from streamrl.environments.episodes.driver import (
     wait_before_retry,
 )
 from streamrl.environments.episodes.start_driver import choose_call_format, load_turn_renderer
+from streamrl.environments.episodes.text_episode import (
+    Policy,
+    PolicyReply,
+    TextEnd,
+    play_text_episode,
+)
 from streamrl.environments.hosts.host_pool import EnvironmentHostPool
-from streamrl.environments.hosts.host_protocol import EnvironmentDescription
-from streamrl.environments.interface import ResetResult, ToolSchema
-from streamrl.environments.rendering.conformance import check_template, describe_treatment
+from streamrl.environments.hosts.host_protocol import EnvironmentDescription, HostOperation
+from streamrl.environments.interface import CallOutcome, Message, ToolSchema
+from streamrl.environments.rendering.conformance import check_template
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
 from streamrl.environments.tool_calls.call_formats import REGEX_FORMAT
-from streamrl.environments.tool_calls.tool_schema import get_tool_name
+from streamrl.environments.tool_calls.tool_schema import format_tool, get_tool_name
 from streamrl.errors import ConfigError, EpisodeError
 from streamrl.messages import Prompt, describe_prompt
+from streamrl.user_code.checks import format_value
 
 
 def check_environments(
@@ -32,11 +46,7 @@ def check_environments(
     fails at its reset `attempts` times, and a prompt that leaves no room for a turn.
     """
     renderer = load_turn_renderer(data, model_path)
-    report = check_template(renderer)
-    notes = [
-        f"chat template, {kind}: {difference}. {describe_treatment(config.max_samples)}"
-        for kind, difference in report.differences.items()
-    ]
+    notes = check_template(renderer).list_notes(config.max_samples)
     return [*notes, *asyncio.run(_check_classes(config, renderer, prompts))]
 
 
@@ -48,7 +58,7 @@ async def _check_classes(
     tools: list[ToolSchema] = []
     for name in config.specs:
         own_prompts = [prompt for prompt in prompts if prompt.environment == name]
-        description = await _check_class(config.select(name), renderer, own_prompts)
+        description = await check_class(config.select(name), renderer, own_prompts)
         notes.append(description.note)
         if not own_prompts:
             notes.append(f"{get_environment_section(name)}: no row that was checked names it")
@@ -63,10 +73,10 @@ async def _check_classes(
     return [note for note in notes if note]
 
 
-async def _check_class(
+async def check_class(
     config: EnvironmentConfig, renderer: TurnRenderer, prompts: Sequence[Prompt]
 ) -> EnvironmentDescription:
-    """Check a single environment."""
+    """Check a single environment with a model's template. Raises ConfigError."""
     name, spec = config.single
     hosts = EnvironmentHostPool(replace(config, processes=1))
     try:
@@ -74,6 +84,9 @@ async def _check_class(
         tools = hosts.description.tools
         # Parsing checks that the format can name each of the tools.
         choose_call_format(config, renderer, tools).parse([], tools)
+        if tools:
+            # Raises for a template in which the result of a call cannot follow a turn.
+            renderer.render_bridge([], [{"role": "tool", "content": "result"}], is_cut=True)
         for prompt in prompts:
             await _check_reset(config, hosts, renderer, prompt)
         return hosts.description
@@ -87,7 +100,20 @@ async def _check_class(
 async def _check_reset(
     config: EnvironmentConfig, hosts: EnvironmentHostPool, renderer: TurnRenderer, prompt: Prompt
 ) -> None:
-    start = await _reset_with_retries(config, hosts, prompt)
+    """Reset an episode, as often as a run would, and check that it leaves room for a turn."""
+    start = None
+    for attempt in range(1, config.attempts + 1):
+        session = hosts.open_session(prompt, seed=make_environment_seed(0, prompt.uid))
+        try:
+            start = await session.reset()
+            break
+        except EpisodeError:
+            if attempt == config.attempts:
+                raise
+        finally:
+            await session.close()
+        await wait_before_retry(attempt)
+    assert start is not None
     _, token_ids = render_start(renderer, prompt, start)
     added = len(token_ids) - len(prompt.token_ids)
     if added >= config.max_tokens:
@@ -97,18 +123,319 @@ async def _check_reset(
         )
 
 
-async def _reset_with_retries(
-    config: EnvironmentConfig, hosts: EnvironmentHostPool, prompt: Prompt
-) -> ResetResult:
-    """Reset an episode, as often as a run would. Raises the EpisodeError of the last attempt."""
-    for attempt in range(1, config.attempts + 1):
-        session = hosts.open_session(prompt, seed=make_environment_seed(0, prompt.uid))
+class FindingStatus(StrEnum):
+    """Status of a finding; FAIL: a run with this environment would drop groups or train wrongly."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+class Finding(NamedTuple):
+    """Result of one check of an environment.
+
+    subject: aspect that was checked. text: what was found and, unless it is OK, what to do.
+    """
+
+    status: FindingStatus
+    subject: str
+    text: str
+
+
+report_ok = partial(Finding, FindingStatus.OK)
+report_warning = partial(Finding, FindingStatus.WARN)
+report_failure = partial(Finding, FindingStatus.FAIL)
+
+SILENT, RANDOM, ORACLE = "silent", "random", "oracle"
+FRAGMENTS = (
+    *("0", "-1", "3.5", "1e999", "nan", "yes", "the", "\n", "\\", '"', "%s", "<|im_end|>"),
+    *("</tool_call>", "{", "]", "```", "\\boxed{}", "\u4f60", "\U0001f600"),
+)
+"""Pieces of random text: what parsers of replies stumble over."""
+MAX_FRAGMENTS = 12
+CALL_RATE = 0.8
+"""Share of a random policy's turns with calls, in an environment with tools."""
+NUMBER_RATE = 0.25
+"""Share of random texts that are a number, as games of numbers expect."""
+
+
+async def stay_silent(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> PolicyReply:
+    """Return an empty turn."""
+    return ""
+
+
+def make_random_policy(seed: int) -> Policy:
+    """Return a policy whose turns depend on `seed` and the number of the turn only."""
+
+    async def policy(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> PolicyReply:
+        rng = random.Random(f"{seed}/{len(messages)}")
+        if tools and rng.random() < CALL_RATE:
+            tool = rng.choice(tools)
+            function = {"name": get_tool_name(tool), "arguments": sample_arguments(tool, rng)}
+            return {"content": "", "tool_calls": [{"function": function}]}
+        return sample_text(rng)
+
+    return policy
+
+
+def sample_text(rng: random.Random) -> str:
+    if rng.random() < NUMBER_RATE:
+        return str(rng.randrange(100))
+    return " ".join(rng.choices(FRAGMENTS, k=rng.randint(1, MAX_FRAGMENTS)))
+
+
+def sample_arguments(tool: ToolSchema, rng: random.Random) -> dict[str, Any]:
+    """Return random arguments, which match a tool's schema as far as its types tell."""
+    parameters = tool["function"].get("parameters") or {}
+    return {
+        name: sample_value(schema, rng)
+        for name, schema in parameters.get("properties", {}).items()
+        if name in parameters.get("required", ()) or rng.random() < 1 / 2
+    }
+
+
+def sample_value(schema: Any, rng: random.Random) -> Any:
+    """Return a random value of a JSON schema's type, or one of its enumerated values."""
+    schema = rng.choice(schema["anyOf"]) if "anyOf" in schema else schema
+    if "enum" in schema:
+        return rng.choice(schema["enum"])
+    scalars: dict[str, Any] = {
+        "integer": rng.choice((0, 1, -1, rng.randrange(100), 2**63)),
+        "number": rng.choice((0.0, -1.5, rng.random(), 1e300)),
+        "boolean": rng.random() < 1 / 2,
+        "null": None,
+        "array": [],
+        "object": {},
+    }
+    return scalars.get(str(schema.get("type")), sample_text(rng))
+
+
+@dataclass
+class EpisodeRecord:
+    """Record of an episode, filled while it runs.
+
+    seed: that of the environment. events: all that the episode showed, by name. num_raised: calls
+    of tools that raised. end: None without one. error: failure of the environment; "" without one.
+    """
+
+    prompt: Prompt
+    policy: str
+    seed: int
+    events: list[tuple[str, Any]] = field(default_factory=list)
+    num_turns: int = 0
+    num_raised: int = 0
+    end: TextEnd | None = None
+    error: str = ""
+
+    def see(self, operation: HostOperation, arguments: Any, result: Any) -> None:
+        """Receive an answer of the environment."""
+        if operation is HostOperation.RESET:
+            self.events.append(("first observation", list(result.messages)))
+        elif operation is HostOperation.STEP:
+            (reply,) = arguments
+            self.num_turns += 1
+            self.num_raised += list(result.outcomes).count(CallOutcome.TOOL_ERROR)
+            seen = {
+                "reply": (reply.text, list(reply.calls)),
+                "observation": list(result.messages),
+                "reward": result.reward,
+                "end": result.done,
+                "outcomes of calls": list(result.outcomes),
+            }
+            self.events += [(f"turn {self.num_turns}: {name}", seen[name]) for name in seen]
+        elif operation is HostOperation.SCORE:
+            self.events.append(("score", result))
+
+
+def find_first_difference(first: EpisodeRecord, second: EpisodeRecord) -> str:
+    """Return how the second episode failed or first differs, with its turn from 1; else ""."""
+    if second.error:
+        return second.error
+    for one, other in zip_longest(first.events, second.events, fillvalue=("end", None)):
+        if one != other:
+            return f"{one[0]}: {format_value(one[1])}, then {format_value(other[1])}"
+    return ""
+
+
+FULL_SCORE = 1.0
+"""Score of a solved episode, where no oracle shows it."""
+NUM_TOGETHER, NUM_ISOLATED = 32, 8
+"""Episodes that are played side by side; with a process each, fewer."""
+
+
+class EnvironmentProbe:
+    """Checks of an environment against its hosts; `run` yields findings as they come.
+
+    prompts: rows of the episodes. open_episodes: episodes that a generator keeps open.
+    """
+
+    def __init__(
+        self, config: EnvironmentConfig, prompts: Sequence[Prompt], *, open_episodes: int
+    ) -> None:
+        self._config = config
+        self._prompts = prompts
+        most = NUM_ISOLATED if config.isolate else NUM_TOGETHER
+        self._num_together = min(most, open_episodes)
+        self._hosts = EnvironmentHostPool(replace(config, processes=1))
+
+    async def run(self) -> AsyncGenerator[Finding, None]:
+        """Yield findings. Raises ConfigError for a class that cannot be used, and EpisodeError if
+        its process does not start."""
         try:
-            return await session.reset()
-        except EpisodeError:
-            if attempt == config.attempts:
-                raise
+            await self._hosts.start()
+            description = self._hosts.description
+            for finding in describe_class(description):
+                yield finding
+            records = []
+            for policy in (SILENT, RANDOM, *([ORACLE] if description.has_oracle else [])):
+                played = [
+                    await self._play(policy, prompt, make_environment_seed(0, prompt.uid))
+                    for prompt in self._prompts
+                ]
+                yield describe_episodes(policy, played)
+                records += [record for record in played if not record.error]
+            for finding in judge_scores(records):
+                yield finding
+            if not records:
+                yield report_warning("repeat", "not compared: no episode came to its end")
+                return
+            repeated = await self._compare_repeated(records)
+            yield repeated
+            if repeated.status is FindingStatus.OK:
+                yield await self._compare_together(records)
+        finally:
+            await self._hosts.close()
+
+    async def _play(self, policy: str, prompt: Prompt, seed: int) -> EpisodeRecord:
+        """Run an episode to its end; a failure of the environment is part of the record."""
+        record = EpisodeRecord(prompt, policy, seed)
+        session = self._hosts.open_session(prompt, seed=seed)
+        session.observe = record.see
+
+        async def ask_oracle(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
+            return await session.ask_oracle(messages)
+
+        functions: dict[str, Policy] = {
+            SILENT: stay_silent,
+            RANDOM: make_random_policy(make_environment_seed(1, prompt.uid)),
+            ORACLE: ask_oracle,
+        }
+        timeout_s = self._config.episode_timeout_s
+        try:
+            record.end = await play_text_episode(
+                self._config, session, prompt, functions[policy], timeout_s=timeout_s
+            )
+        except EpisodeError as error:
+            record.error = str(error)
         finally:
             await session.close()
-        await wait_before_retry(attempt)
-    raise AssertionError("attempts is at least 1")
+        record.error = record.error or session.close_error
+        return record
+
+    async def _compare_repeated(self, records: Sequence[EpisodeRecord]) -> Finding:
+        """Play each episode a second time, alone."""
+        for first in records:
+            second = await self._play(first.policy, first.prompt, first.seed)
+            if difference := find_first_difference(first, second):
+                return report_failure(
+                    "same seed",
+                    f"{first.policy} policy, {describe_prompt(first.prompt)}: two episodes differ:"
+                    f" {difference}; take all randomness from random.Random(seed) of"
+                    " reset(row, seed), or a group compares different tasks",
+                )
+        return report_ok("same seed", f"{len(records)} episodes are equal when they are repeated")
+
+    async def _compare_together(self, alone: Sequence[EpisodeRecord]) -> Finding:
+        """Play episodes side by side, several of each, and compare them with those played alone."""
+        chosen = alone[:: math.ceil(2 * len(alone) / self._num_together)]
+        firsts = [*chosen] * max(1, self._num_together // len(chosen))
+        seconds = await asyncio.gather(*(self._play(r.policy, r.prompt, r.seed) for r in firsts))
+        pairs = zip(firsts, map(find_first_difference, firsts, seconds), strict=True)
+        different = [(first, difference) for first, difference in pairs if difference]
+        if not different:
+            return report_ok("together", f"{len(firsts)} episodes side by side are as alone")
+        advice = (
+            "a process shares global variables, attributes of classes, the generators of random and"
+            " numpy.random, os.environ and the working directory among its episodes: keep all state"
+            " in the object, draw from random.Random(seed), or set environment.isolate"
+        )
+        if self._config.isolate:
+            advice = "each has a process: they share files, ports or a service; give each its own"
+        first, difference = different[0]
+        return report_failure(
+            "together",
+            f"{len(different)} of {len(firsts)} episodes side by side are not as alone:"
+            f" {first.policy} policy, {describe_prompt(first.prompt)}: {difference}; {advice}",
+        )
+
+
+def describe_class(description: EnvironmentDescription) -> Iterator[Finding]:
+    """Yield the shape of the class, its tools, and advice if it can score nothing."""
+    score = "score(episode)" if description.has_score else "the sum of the turns' rewards"
+    shape = "tools" if description.tools else "step(reply)"
+    yield report_ok("class", f"{description.place}: {shape}, scored by {score}")
+    for tool in description.tools:
+        yield report_ok("tool", format_tool(tool))
+    if description.note:
+        yield report_warning("score", description.note)
+
+
+def describe_episodes(policy: str, records: Sequence[EpisodeRecord]) -> Finding:
+    """Report a policy's episodes: turns, scores and ends, or the first failure."""
+    if failed := [record for record in records if record.error]:
+        first = failed[0]
+        return report_failure(
+            policy,
+            f"{len(failed)} of {len(records)} episodes failed, {describe_prompt(first.prompt)}"
+            f" after {first.num_turns} turns: {first.error}; answer a bad reply by an observation"
+            " or a low reward: a run repeats such episodes, then drops their group",
+        )
+    turns = fmean(record.num_turns for record in records)
+    ends = [record.end for record in records if record.end]
+    scores = [end.score for end in ends]
+    reasons = ", ".join(sorted({end.reason.name.lower() for end in ends}))
+    num_raised = sum(record.num_raised for record in records)
+    errors = f"; {num_raised} calls raised" if num_raised else ""
+    return report_ok(
+        policy,
+        f"{len(records)} episodes, {turns:.1f} turns, scores {min(scores):g} to {max(scores):g},"
+        f" ends: {reasons}{errors}",
+    )
+
+
+def judge_scores(records: Sequence[EpisodeRecord]) -> Iterator[Finding]:
+    """Yield a warning for each policy without sense that gets the full score, and a weak oracle."""
+    scores: dict[str, list[float]] = {}
+    for record in records:
+        if record.end:
+            scores.setdefault(record.policy, []).append(record.end.score)
+    # Luck solves a task now and then: means are compared, not the best episode.
+    means = {policy: fmean(given) for policy, given in scores.items()}
+    full = max(scores.get(ORACLE, [FULL_SCORE]))
+    oracle = means.pop(ORACLE, math.inf)
+    for policy, mean in means.items():
+        if mean >= full:
+            yield report_warning(
+                "score",
+                f"gives {mean:g} to nonsense: the {policy} policy gets it on average; a run would"
+                " teach this",
+            )
+    if oracle <= (most := max(means.values(), default=0.0)):
+        yield report_warning(
+            "score",
+            f"the oracle's mean is {oracle:g}, no more than the mean of a policy without"
+            f" sense, {most:g}; check oracle and score",
+        )
+
+
+async def check_model(
+    config: EnvironmentConfig, renderer: TurnRenderer, prompts: Sequence[Prompt]
+) -> AsyncGenerator[Finding, None]:
+    """Yield what a run with the model's chat template would refuse or note."""
+    try:
+        for note in check_template(renderer).list_notes(config.max_samples):
+            yield report_ok("template", note)
+        await check_class(config, renderer, prompts)
+        yield report_ok("model", f"{renderer.template.name}: turns, calls and rows can be rendered")
+    except ConfigError as error:
+        yield report_failure("model", str(error))

@@ -20,7 +20,6 @@ from streamrl.environments.hosts.host_protocol import (
     HostRequest,
     HostResponse,
 )
-from streamrl.environments.hosts.shared_state import digest_shared_state
 from streamrl.environments.hosts.user_class import UserClass, load_user_class
 from streamrl.environments.hosts.user_environment import (
     CANCEL_TIMEOUT_S,
@@ -191,7 +190,6 @@ class EnvironmentHost:
         self._calls = HostCalls()
         self._sessions: dict[int, UserEnvironment] = {}
         self._running: dict[int, asyncio.Task[Any]] = {}
-        self._watched: dict[int, dict[str, str]] = {}
 
     async def __call__(self, request: HostRequest) -> HostResponse:
         try:
@@ -218,13 +216,6 @@ class EnvironmentHost:
         session_id, arguments = request.session_id, request.arguments
         if request.operation is HostOperation.DESCRIBE:
             return await self._describe()
-        if request.operation is HostOperation.WATCH:
-            state = digest_shared_state(self._class.class_object)
-            before = self._watched.pop(session_id, None)
-            if before is None:
-                self._watched[session_id] = state
-                return ()
-            return sorted(name for name in before if state.get(name) != before[name])
         if request.operation is HostOperation.CLOSE:
             return await self._close_session(session_id)
         if request.operation is HostOperation.RESET:

@@ -10,9 +10,8 @@ until the call returns, and a further host is started.
 import itertools
 import logging
 import math
-import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.hosts.host_protocol import (
@@ -130,21 +129,15 @@ class EnvironmentHostPool(WorkerPool):
         return response.result
 
 
-class EpisodeObserver(Protocol):
-    """Observer of an episode."""
-
-    def see(self, operation: HostOperation, arguments: Any, result: Any, seconds: float) -> None:
-        """Receive an answer of the environment and the time that it took."""
-        ...
+ObserveAnswer = Callable[[HostOperation, Any, Any], None]
+"""Receives an operation of an episode, its arguments and the environment's answer."""
 
 
 class HostedSession:
     """Session of a user's environment in a host process (EnvironmentSession).
 
-    observer: receives each answer. is_watched: find what the episode changes of the state that all
-    of its process share; then no other one may be open.
-    close_error: failure of the user's `close`; "" if it has not failed. changes: names of the state
-    that a watched episode has changed.
+    observe: receives each answer. close_error: failure of the user's `close`; "" if it has not
+    failed.
     """
 
     def __init__(
@@ -155,16 +148,12 @@ class HostedSession:
         self._prompt = prompt
         self._seed = seed
         self._host: Worker | None = None
-        self.observer: EpisodeObserver | None = None
-        self.is_watched = False
+        self.observe: ObserveAnswer = lambda operation, arguments, result: None
         self.close_error = ""
-        self.changes: Sequence[str] = ()
 
     async def reset(self) -> ResetResult:
         """Wait for a host, and reset a new environment object in it."""
         self._host = await self._pool.claim_host()
-        if self.is_watched:
-            await self._call(HostOperation.WATCH)
         found = self._pool.description
         # Only the first host has asked the server.
         arguments = self._prompt, self._seed, found.tools if found.serves_tools else ()
@@ -184,17 +173,6 @@ class HostedSession:
         reply: str = await self._call(HostOperation.ORACLE, messages)
         return reply
 
-    @property
-    def host_pid(self) -> int:
-        """Pid of the root of the process tree in which the session is open."""
-        assert self._host is not None, "call reset first"
-        return self._host.process.pid
-
-    async def kill_host(self) -> None:
-        """Kill the process in which the session is open; its episodes fail as after a crash."""
-        assert self._host is not None, "call reset first"
-        await self._host.process.kill()
-
     async def close(self) -> None:
         """Close the environment and give up a call that still runs. A failure is only logged."""
         host = self._host
@@ -202,8 +180,6 @@ class HostedSession:
             return
         try:
             if not host.has_ended:
-                if self.is_watched:
-                    self.changes = await self._call(HostOperation.WATCH)
                 await self._call(HostOperation.CLOSE)
         except EpisodeError as error:
             self.close_error = str(error)
@@ -216,8 +192,7 @@ class HostedSession:
         assert self._host is not None, "call reset first"
         is_close = operation is HostOperation.CLOSE
         timeout_s = CLOSE_TIMEOUT_S if is_close else self._pool.turn_timeout_s
-        request, started = HostRequest(operation, self._id, arguments), time.monotonic()
+        request = HostRequest(operation, self._id, arguments)
         result = await self._pool.call_host(self._host, request, timeout_s)
-        if self.observer is not None:
-            self.observer.see(operation, arguments, result, time.monotonic() - started)
+        self.observe(operation, arguments, result)
         return result

@@ -33,7 +33,6 @@ class EnvironmentDescription:
     has_score: the class has `score`; otherwise the score is the sum of the turns' rewards, which
         for tools is 0.
     has_oracle: the class has `oracle`, a policy that solves it, for `streamrl play --check`.
-    takes_seed: `reset` takes the seed of the group.
     serves_tools: the tools are those of an adapter's server, which rewards calls.
     """
 
@@ -43,7 +42,6 @@ class EnvironmentDescription:
     tools: Sequence[ToolSchema] = ()
     has_score: bool = False
     has_oracle: bool = False
-    takes_seed: bool = False
     serves_tools: bool = False
 
     @property
@@ -68,15 +66,12 @@ class HostOperation(Enum):
     STEP = "step"
     SCORE = "score"
     ORACLE = "oracle"
-    WATCH = "watch"
     CLOSE = "close"
 
 
 @dataclass(frozen=True)
 class HostRequest:
     """Operation on a session.
-
-    WATCH before RESET and before CLOSE returns the names of the shared state that changed between.
 
     arguments: of RESET prompt, seed and the tools that a server has listed, if any; of STEP the
         Reply, of SCORE the EpisodeSummary, of ORACLE the messages of the episode.

@@ -108,7 +108,6 @@ def load_user_class(spec: EnvironmentSpec, *, section: str = SECTION) -> UserCla
         tools=tuple(make_tool_schema(methods[name].function) for name in tools),
         has_score="score" in methods,
         has_oracle="oracle" in methods,
-        takes_seed="seed" in reset_arguments,
     )
     return UserClass(
         class_object,

@@ -8,7 +8,7 @@ the stream keeps what the policy sampled. The report names the first token of ea
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING
@@ -45,20 +45,24 @@ LOOK_UP: ToolSchema = {
 class ConformanceReport:
     """Comparison of a template with the streams of several kinds of conversation.
 
-    kinds: all kinds. differences: the first different token of each kind whose stream is not the
-    rendering. unsupported: why the template does not take conversations of a kind.
+    differences: the first different token of each kind whose stream is not the rendering.
+    unsupported: why the template does not take conversations of a kind.
     """
 
-    kinds: Collection[str]
     differences: Mapping[str, str]
     unsupported: Mapping[str, str]
 
-
-def describe_treatment(max_samples: int) -> str:
-    """Return what becomes of differences, given the most samples of an episode."""
-    if max_samples == 1:
-        return KEPT
-    return f"{REWRITTEN} After environment.max_samples={max_samples}, turns are appended."
+    def list_notes(self, max_samples: int) -> list[str]:
+        """Return each difference, and what becomes of it, given the most samples of an episode."""
+        treatment = KEPT
+        if max_samples > 1:
+            treatment = (
+                f"{REWRITTEN} After environment.max_samples={max_samples}, turns are appended."
+            )
+        return [
+            f"chat template, {kind}: {difference}. {treatment}"
+            for kind, difference in self.differences.items()
+        ]
 
 
 def check_template(renderer: TurnRenderer) -> ConformanceReport:
@@ -87,7 +91,7 @@ def check_template(renderer: TurnRenderer) -> ConformanceReport:
             if kind == USER_MESSAGES:
                 raise
             unsupported[kind] = str(error)
-    return ConformanceReport(conversations.keys(), differences, unsupported)
+    return ConformanceReport(differences, unsupported)
 
 
 def make_conversations(special_text: str) -> dict[str, list[Message]]:

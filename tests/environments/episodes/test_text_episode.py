@@ -3,7 +3,7 @@
 import pytest
 
 from streamrl.environments.config import EnvironmentConfig
-from streamrl.environments.episodes.environment_probe import stay_silent
+from streamrl.environments.episodes.check_environment import stay_silent
 from streamrl.environments.episodes.text_episode import parse_turn, play_text_episode
 from streamrl.environments.interface import CallOutcome, EnvironmentStep, ResetResult
 from streamrl.environments.tool_calls.tool_schema import make_tool_schema

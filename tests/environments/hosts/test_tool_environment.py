@@ -20,7 +20,7 @@ from streamrl.environments.tool_config import ToolConfig
 from streamrl.errors import ConfigError
 from streamrl.messages import Prompt
 from tests.descendants import descendants
-from tests.environments.hosts.open_session import OpenSession
+from tests.environments.hosts.open_session import OpenSession, get_host_pid
 from tests.environments.hosts.user_files import GUESS
 from tests.environments.tool_sources.test_mcp_tools import RawHttpServer
 
@@ -200,7 +200,7 @@ async def test_a_host_that_is_killed_leaves_neither_jails_nor_servers():
         assert texts[0] == "1\n"
         pids = [int(pid) for pid in texts[1].split()]
         assert all(map(psutil.pid_exists, pids))
-        children = psutil.Process(session.host_pid).children()
+        children = psutil.Process(get_host_pid(session)).children()
         min(children, key=psutil.Process.create_time).kill()
         async with asyncio.timeout(30):
             while any(map(psutil.pid_exists, pids)):

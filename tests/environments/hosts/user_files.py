@@ -129,16 +129,16 @@ class Leaning:
     def step(self, reply):
         return Turn(ANSWER)
 """
-ANSWERS = {
-    "random.random()": "the generator of random",
-    "np.random.random()": "the generator of numpy.random",
-    "os.environ['MY_SEED']": "os.environ",
-    "os.getcwd() == self.folder": "the working directory",
-    "CURRENT['seed']": "the variable CURRENT",
-    "self.seed_of_all": "the variable Leaning.seed_of_all",
-    "FILE.read_text()": "",
-}
-"""Expressions of the leaning environment with the name of the state on which each depends."""
+ANSWERS = (
+    *(
+        "random.random()",
+        "np.random.random()",
+        "os.environ['MY_SEED']",
+        "os.getcwd() == self.folder",
+    ),
+    *("CURRENT['seed']", "self.seed_of_all", "FILE.read_text()"),
+)
+"""Expressions of the leaning environment, each of which depends on state that episodes share."""
 
 
 def make_leaning(folder, *answers):
