@@ -1,10 +1,10 @@
 """Throughput of the experience queue: `python -m benchmarks.queue` prints one JSON object.
 
-Producers put groups of 1 KiB, 64 KiB and 1 MiB; scorers lease these and commit one more column; a
-trainer leases complete groups and removes them. Every worker is a process; the clock runs from the
-first put to the last removal. Variants: 1, 2 and 4 shards, without a journal and with a journal
-that is synced at every group commit. For comparison, on the same flow: Ray's queue, TransferQueue,
-and memcpy as the limit (see benchmarks/queue_peers.py).
+Producers admit prompts, lease them and commit groups of 1 KiB, 64 KiB and 1 MiB; scorers lease
+these and commit one more column; a trainer leases complete groups and removes them. Every worker is
+a process; the clock runs from the first admission to the last removal. Variants: 1, 2 and 4 shards,
+without a journal and with a journal that is synced at every group commit. For comparison, on the
+same flow: Ray's queue, TransferQueue, and memcpy as the limit (see benchmarks/queue_peers.py).
 
 All variants are measured in turn, round by round, so that a change of the machine's speed affects
 all of them. Results are medians over the rounds. `ratios` are medians of the per-round ratios, ours
@@ -58,7 +58,7 @@ from streamrl.buffer import (
     StageSchema,
 )
 from streamrl.errors import ConfigError
-from streamrl.messages import ROLLOUT_COLUMNS, Experience, Prompt, make_uid
+from streamrl.messages import ROLLOUT_COLUMNS, Experience, Prompt, make_uid, parse_uid
 from streamrl.placement.config import PlacementConfig
 from streamrl.stream.device_lease import DedicatedDeviceLease
 from streamrl.stream.protocols import StageContext
@@ -205,9 +205,10 @@ def stream_queue(
         for stage, count in makers.items()
     }
     try:
-        scoring = [scorer.score.remote() for scorer in members["score"]]
-        run_flow(members, scoring, range(num_groups, num_groups + 8 * batch))
-        rate = num_groups / run_flow(members, scoring, range(num_groups))
+        working = [scorer.score.remote() for scorer in members["score"]]
+        working += [producer.generate.remote() for producer in members["put"]]
+        run_flow(members, working, range(num_groups, num_groups + 8 * batch))
+        rate = num_groups / run_flow(members, working, range(num_groups))
     finally:
         for actor in (*chain(*members.values()), *(face.actor for face in faces)):
             ray.kill(actor)
@@ -215,14 +216,14 @@ def stream_queue(
     return {"groups_per_s": rate, "mb_per_s": rate * size / 1e6}
 
 
-def run_flow(members: dict[str, list[Any]], scoring: Sequence[Any], numbers: range) -> float:
-    """Run the flow once; return the seconds from the first put to the last removal."""
+def run_flow(members: dict[str, list[Any]], working: Sequence[Any], numbers: range) -> float:
+    """Run the flow once; return the seconds from the first admission to the last removal."""
     (trainer,), producers = members["train"], members["put"]
     trained = trainer.train.remote(len(numbers))
     starts = [p.put.remote(numbers[i :: len(producers)]) for i, p in enumerate(producers)]
     description = f"the flow of {len(numbers)} groups"
     (end, arrived), *started = wait_for_all(
-        [trained, *starts], description, timeout_s=FLOW_S, beside=scoring
+        [trained, *starts], description, timeout_s=FLOW_S, beside=working
     )
     if sorted(arrived) != list(numbers):
         raise BenchmarkError(f"{description}: {len(arrived)} arrived, or others")
@@ -239,16 +240,24 @@ class FlowMember:
         self._batch = batch
 
     async def put(self, numbers: Sequence[int]) -> float:
-        """Put the groups with these numbers; return the start time."""
+        """Put the prompts with these numbers; return the start time."""
         start = time.monotonic()
         for first in range(0, len(numbers), self._batch):
-            some = numbers[first : first + self._batch]
-            columns = set_numbers(self._groups, some)
-            prompts = [Prompt(make_uid(0, n), columns[0]["lengths"]) for n in some]
-            await self._queue.add_groups(
-                list(zip(prompts, columns, strict=True)), 0, stage="generate"
-            )
+            uids = [make_uid(0, number) for number in numbers[first : first + self._batch]]
+            prompts = [Prompt(uid, self._groups[0]["lengths"]) for uid in uids]
+            await self._queue.admit_prompts(prompts, 0)
         return start
+
+    async def generate(self) -> None:
+        """Commit rollouts for prompts until the actor is killed, as a generator of a run does."""
+        while True:
+            leased = await self._queue.lease_groups(
+                "generate", max_groups=self._batch, columns=(), wait_s=WAIT_S
+            )
+            numbers = [parse_uid(experience.uid)[1] for experience in leased]
+            columns = set_numbers(self._groups[: len(numbers)], numbers)
+            leases = [experience.lease for experience in leased]
+            await self._queue.commit_columns(list(zip(leases, columns, strict=True)))
 
     async def score(self) -> None:
         """Score groups until the actor is killed, as a scorer of a run does."""

@@ -5,9 +5,8 @@ import itertools
 import math
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
@@ -39,47 +38,6 @@ from streamrl.messages import (
     check_samples,
     measure_columns,
 )
-
-
-class HeldLeases:
-    """Active leases of a client. The coordinator holds those of all groups that are ready to train.
-
-    shortest_s: shortest duration of a lease granted since the client last held none; infinite for
-    leases that never expire.
-    """
-
-    def __init__(self) -> None:
-        self._by_uid: dict[str, dict[int, GroupLease]] = {}
-        self.shortest_s = math.inf
-
-    def __bool__(self) -> bool:
-        return bool(self._by_uid)
-
-    def __contains__(self, lease: GroupLease) -> bool:
-        return lease.token in self._by_uid.get(lease.uid, ())
-
-    def add_leases(self, leases: Iterable[GroupLease]) -> None:
-        for lease in leases:
-            self._by_uid.setdefault(lease.uid, {})[lease.token] = lease
-            self.shortest_s = min(self.shortest_s, lease.expires_at - lease.granted_at)
-
-    def remove_lease(self, lease: GroupLease) -> None:
-        """Forget a lease, if the client holds it."""
-        tokens = self._by_uid.get(lease.uid, {})
-        tokens.pop(lease.token, None)
-        if not tokens:
-            self.remove_groups([lease.uid])
-
-    def remove_groups(self, uids: Iterable[str]) -> None:
-        """Forget all leases of groups."""
-        for uid in uids:
-            self._by_uid.pop(uid, None)
-        if not self._by_uid:
-            self.shortest_s = math.inf
-
-    def list_leases(self) -> list[GroupLease]:
-        return [lease for tokens in self._by_uid.values() for lease in tokens.values()]
-
 
 P = ParamSpec("P")
 E = TypeVar("E")
@@ -127,10 +85,13 @@ class ExperienceQueue:
         self._read_positions: dict[str, list[int]] = {}
         """Of each column and shard, what `find_uids_with` has read."""
         self._pending_grants: dict[str, deque[LeaseGrant]] = {}
-        self._held_leases = HeldLeases()
+        self._held_leases: dict[GroupLease, None] = {}
+        """Active leases. The coordinator holds those of all groups that are ready to train."""
+        self._shortest_lease_s = math.inf
+        """Shortest duration of a lease granted since the client last held none."""
         self._renewed_at = 0.0
         self._renewal: asyncio.Future[list[GroupLease]] | None = None
-        self._lost_leases: dict[tuple[str, int], GroupLease] = {}
+        self._lost_leases: dict[GroupLease, None] = {}
 
     def get_shard_index(self, uid: str) -> int:
         return get_shard_index(uid, len(self.shards))
@@ -151,46 +112,10 @@ class ExperienceQueue:
         Raises DeadlineError if a shard admits no prompt within `wait_s`; some prompts may be in the
         queue then. Pass an infinite `wait_s` only if the consumer of these groups has a deadline.
         """
-        rows = [(_encode_entry(prompt, version),) for prompt in prompts]
-        await self._enter_groups(QueueShard.admit_prompts, rows, wait_s, on_entered)
-
-    async def add_groups(
-        self,
-        groups: Sequence[tuple[Prompt, Columns]],
-        version: int,
-        *,
-        stage: str,
-        wait_s: float = CAPACITY_WAIT_S,
-    ) -> None:
-        """Insert prompts together with their columns of `stage`, computed outside the stream.
-
-        Waits for capacity and raises DeadlineError like `admit_prompts`. After the return, groups
-        survive the death of this process and of the shard; until then the columns must not change.
-        Raises ContractError for columns that differ from the declaration of `stage`.
-        """
-        rows = [
-            (
-                _encode_entry(prompt, version),
-                _make_commit(GroupLease(0, prompt.uid, stage, 0, 0.0), columns),
-            )
-            for prompt, columns in groups
-        ]
-        await self._enter_groups(QueueShard.add_groups, rows, wait_s)
-
-    async def _enter_groups(
-        self,
-        method: Callable[..., Coroutine[Any, Any, list[str]]],
-        rows: Sequence[tuple[Any, ...]],
-        wait_s: float,
-        on_entered: Callable[[Collection[str]], None] = lambda uids: None,
-    ) -> None:
-        """Insert groups by a method of the shards that returns the uids that found capacity.
-
-        rows: of each group, its item of each list that the method takes.
-        """
+        entries = [(prompt.uid, encode_prompt(prompt), version) for prompt in prompts]
         await _gather_all(
-            _enter_batches(partial(shard.call, method), batch, wait_s, on_entered)
-            for shard, batch in self._select_owners(rows)
+            _admit_entries(shard, batch, wait_s, on_entered)
+            for shard, batch in self._select_owners(entries)
         )
 
     async def lease_groups(
@@ -205,7 +130,8 @@ class ExperienceQueue:
 
         Columns are read-only views of a whole reply or object-store buffer, which stays alive as
         long as any view: copy columns that you keep. Also renews active leases when renewal is
-        due. Raises ContractError for columns outside the stage's `needs`.
+        due. All calls for a stage want the same `columns`. Raises ContractError for columns outside
+        the stage's `needs`.
 
         One request per shard stays pending across calls, so that repeated calls never lease twice;
         grants from several shards wait in `_pending_grants` for the next call.
@@ -222,11 +148,7 @@ class ExperienceQueue:
             request = LeaseRequest(stage, self._holder, max_groups, tuple(columns))
             await self._await_grants(request, deadline - _read_loop_time())
         grants = [pending.popleft() for _ in range(min(max_groups, len(pending)))]
-        try:
-            return await self._open_grants(grants, columns)
-        except BaseException:
-            pending.extendleft(reversed(grants))  # leases are active; do not lose them
-            raise
+        return [_make_experience(grant, columns) for grant in grants]
 
     async def _renew_if_due(self, wait_s: float) -> bool:
         """Renew the active leases if that is due; return False if it takes longer than `wait_s`."""
@@ -237,25 +159,8 @@ class ExperienceQueue:
             if not self._renewal.done():
                 return False
             renewal, self._renewal = self._renewal, None
-            self._lost_leases.update((_get_lease_key(lease), lease) for lease in renewal.result())
+            self._lost_leases |= dict.fromkeys(renewal.result())
         return True
-
-    async def _open_grants(
-        self, grants: Sequence[LeaseGrant], columns: Sequence[str]
-    ) -> list[Experience]:
-        """Decode granted groups; read columns that a grant does not contain from the shards."""
-        decoded = [_decode_blobs(grant.blobs) for grant in grants]
-        # A pending grant may answer an earlier call for fewer columns; read the missing columns.
-        incomplete = [
-            grant.lease.uid
-            for grant, grant_columns in zip(grants, decoded, strict=True)
-            if not (grant.outcome or all(name in grant_columns for name in columns))
-        ]
-        reread = await self.read_columns(incomplete, columns) if incomplete else {}
-        return [
-            _make_experience(grant, reread.get(grant.lease.uid, grant_columns), columns)
-            for grant, grant_columns in zip(grants, decoded, strict=True)
-        ]
 
     async def _await_grants(self, wanted: LeaseRequest, wait_s: float) -> None:
         """Send a lease request to every shard; wait until the first shard replies, or for `wait_s`.
@@ -296,7 +201,11 @@ class ExperienceQueue:
         grants = await shard.call(QueueShard.lease_groups, request, wait_s=LEASE_REQUEST_WAIT_S)
         if not self._held_leases:
             self._renewed_at = _read_loop_time()
-        self._held_leases.add_leases(grant.lease for grant in grants)
+            self._shortest_lease_s = math.inf
+        for lease in (grant.lease for grant in grants):
+            self._held_leases[lease] = None
+            duration_s = lease.expires_at - lease.granted_at
+            self._shortest_lease_s = min(self._shortest_lease_s, duration_s)
         return grants
 
     async def commit_columns(self, entries: Sequence[tuple[GroupLease, Columns]]) -> list[str]:
@@ -334,11 +243,11 @@ class ExperienceQueue:
         """Renew all active leases of this client; return the leases lost since the last call."""
         newly_lost = await self._renew_active()
         lost, self._lost_leases = self._lost_leases, {}
-        return [*lost.values(), *newly_lost]
+        return [*lost, *newly_lost]
 
     async def _renew_active(self) -> list[GroupLease]:
         self._renewed_at = _read_loop_time()
-        lost = await self._call_owners(QueueShard.renew_leases, self._held_leases.list_leases())
+        lost = await self._call_owners(QueueShard.renew_leases, list(self._held_leases))
         newly_lost = list(chain.from_iterable(lost))
         self._forget_leases(newly_lost)
         for pending in self._pending_grants.values():
@@ -353,10 +262,9 @@ class ExperienceQueue:
 
         A third of the shortest lease's duration, at most `max_renew_interval_s`.
         """
-        return min(
-            self._held_leases.shortest_s / 3,
-            self._max_renew_interval_s if self._held_leases else math.inf,
-        )
+        if not self._held_leases:
+            return math.inf
+        return min(self._shortest_lease_s / 3, self._max_renew_interval_s)
 
     async def read_columns(self, uids: Iterable[str], columns: Sequence[str]) -> dict[str, Columns]:
         """Read columns of groups by uid, without a lease.
@@ -395,7 +303,7 @@ class ExperienceQueue:
         version: policy version that is in training from now on.
         """
         await self._call_owners(QueueShard.remove_groups, uids, version)
-        self._held_leases.remove_groups(uids)
+        self._forget_groups(uids)
 
     async def end_step(self, uids: Sequence[str], version: int) -> ShardStats:
         """Remove the groups of a finished training step; return statistics of the step, all shards.
@@ -407,7 +315,7 @@ class ExperienceQueue:
             shard.call(QueueShard.end_step, batch, version)
             for shard, batch in zip(self.shards, self._route_entries(uids), strict=True)
         )
-        self._held_leases.remove_groups(uids)
+        self._forget_groups(uids)
         return merge_stats(stats)
 
     async def get_stats(self) -> ShardStats:
@@ -445,8 +353,12 @@ class ExperienceQueue:
 
     def _forget_leases(self, leases: Iterable[GroupLease]) -> None:
         for lease in leases:
-            self._held_leases.remove_lease(lease)
-            self._lost_leases.pop(_get_lease_key(lease), None)
+            self._held_leases.pop(lease, None)
+            self._lost_leases.pop(lease, None)
+
+    def _forget_groups(self, uids: Iterable[str]) -> None:
+        removed = set(uids)
+        self._forget_leases([lease for lease in self._held_leases if lease.uid in removed])
 
     async def _call_owners(
         self,
@@ -514,25 +426,24 @@ async def _gather_first(calls: Iterable[Coroutine[Any, Any, list[T]]]) -> list[T
             future.cancel()
 
 
-async def _enter_batches(
-    enter: Callable[..., Awaitable[list[str]]],
-    rows: list[tuple[Any, ...]],
+async def _admit_entries(
+    shard: ShardProxy,
+    entries: Sequence[tuple[str, bytes, int]],
     wait_s: float,
     on_entered: Callable[[Collection[str]], None],
 ) -> None:
-    """Insert groups into one shard, as many at a time as it has capacity for, until all are in.
+    """Admit entries of one shard, as many at a time as it has capacity for, until all are in.
 
-    enter: inserts what fits and returns its uids. Raises DeadlineError if nothing gets in for
-    `wait_s`.
+    Raises DeadlineError if nothing gets in for `wait_s`.
     """
-    waiting, limit = deque(rows), len(rows)
+    waiting, limit = deque(entries), len(entries)
     deadline = _read_loop_time() + wait_s
     while waiting:
         remaining_s = deadline - _read_loop_time()
         batch = [waiting.popleft() for _ in range(min(limit, len(waiting)))]
-        columns = map(list, zip(*batch, strict=True))
+        request_s = min(remaining_s, CAPACITY_WAIT_S)
         try:
-            entered = set(await enter(*columns, wait_s=min(remaining_s, CAPACITY_WAIT_S)))
+            entered = set(await shard.call(QueueShard.admit_prompts, batch, wait_s=request_s))
         except DeadlineError:
             if remaining_s <= CAPACITY_WAIT_S:
                 raise
@@ -540,21 +451,13 @@ async def _enter_batches(
         else:
             deadline = _read_loop_time() + wait_s
         on_entered(entered)
-        waiting.extendleft(reversed([row for row in batch if _get_uid(row) not in entered]))
+        waiting.extendleft(reversed([entry for entry in batch if entry[0] not in entered]))
         # A nearly full shard admits few at a time: do not send it all others again and again.
         limit = max(1, 2 * len(entered))
 
 
 def _read_loop_time() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _get_lease_key(lease: GroupLease) -> tuple[str, int]:
-    return lease.uid, lease.token
-
-
-def _encode_entry(prompt: Prompt, version: int) -> tuple[str, bytes, int]:
-    return prompt.uid, encode_prompt(prompt), version
 
 
 def _make_commit(lease: GroupLease, columns: Columns) -> ColumnCommit:
@@ -567,12 +470,12 @@ def _make_commit(lease: GroupLease, columns: Columns) -> ColumnCommit:
     return ColumnCommit(lease, encode_columns(columns), sizes, info)
 
 
-def _make_experience(grant: LeaseGrant, decoded: Columns, columns: Sequence[str]) -> Experience:
+def _make_experience(grant: LeaseGrant, columns: Sequence[str]) -> Experience:
     return Experience(
         lease=grant.lease,
         admitted_version=grant.admitted_version,
         prompt=None if grant.prompt is None else decode_prompt(grant.prompt),
-        columns={} if grant.outcome else {name: decoded[name] for name in columns},
+        columns={} if grant.outcome else _select_columns(grant.blobs, columns),
         info=grant.info,
         ready_version=grant.ready_version,
         outcome=grant.outcome,

@@ -14,8 +14,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from streamrl.buffer import group as transitions
 from streamrl.buffer.config import QueueConfig, ShardCapacity, StageSchema
 from streamrl.buffer.encoding import (
@@ -43,25 +41,16 @@ from streamrl.messages import (
     get_column_spec,
 )
 
-
-class PendingAdmission(msgspec.Struct, frozen=True, eq=False):
-    """A group to be inserted into a shard.
-
-    `records`: journal records of the admission and, for a group with columns, of a commit. `blob`:
-    the columns of that commit.
-    """
-
-    uid: str
-    records: Sequence[JournalRecord]
-    blob: Blob = b""
+PromptEntry = tuple[str, bytes, int]
+"""A prompt to be admitted: uid, encoded prompt, version."""
 
 
 class CapacityLimiter:
     """Keeps a shard within its capacity. Times: s of the event loop.
 
     A group reserves at least `reserved_group_bytes` until its columns are complete, and its actual
-    size after that. So admission is the only operation that waits for capacity. `enter` inserts
-    groups into the shard.
+    size after that. So admission is the only operation that waits for capacity. `insert` inserts
+    prompts into the shard.
     """
 
     def __init__(
@@ -69,91 +58,76 @@ class CapacityLimiter:
         state: ShardState,
         capacity: ShardCapacity,
         *,
-        enter: Callable[[Sequence[PendingAdmission]], Awaitable[None]],
+        insert: Callable[[Sequence[PromptEntry]], Awaitable[None]],
     ) -> None:
         self._state = state
         self._capacity = capacity
-        self._insert_groups = enter
-        self._pending_bytes: dict[str, int] = {}
-        self._reserved_bytes = 0
+        self._insert_prompts = insert
+        self._pending_uids: set[str] = set()
+        self._group_bytes = 0
+        """Bytes reserved for the groups in the shard."""
         self._num_inserts = 0
         self._capacity_freed = asyncio.Event()
 
-    async def admit_groups(
-        self, admissions: Sequence[PendingAdmission], deadline: float
-    ) -> list[str]:
-        """Admit as many groups as fit, at least one; return the uids that are admitted by now.
+    async def admit_prompts(self, entries: Sequence[PromptEntry], deadline: float) -> list[str]:
+        """Admit as many prompts as fit, at least one; return the uids that are admitted by now.
 
         Uids of a retried call count as admitted, also if they are removed by now. Returns as soon
-        as some groups are admitted. Raises DeadlineError if no group fits by `deadline`.
+        as some prompts are admitted. Raises DeadlineError if no prompt fits by `deadline`.
         """
-        least_bytes = min(map(self._measure_admission, admissions), default=0)
-        while not (admitted := self._list_admitted(admissions)):
-            batch = self._reserve_capacity(admissions)
+        while not (admitted := [uid for uid, *_ in entries if self._state.has_seen(uid)]):
+            batch = self._reserve_capacity(entries)
             if batch:
                 try:
-                    await self._insert_groups(batch)
+                    await self._insert_prompts(batch)
                 finally:
-                    for admission in batch:
-                        self._reserved_bytes -= self._pending_bytes.pop(admission.uid)
+                    self._pending_uids.difference_update(uid for uid, *_ in batch)
                     self._num_inserts += 1
                     self._capacity_freed.set()
             else:
-                await self._wait_for_capacity(least_bytes, deadline, admissions[0].uid)
+                await self._wait_for_capacity(deadline, entries[0][0])
         return admitted
 
-    def _list_admitted(self, admissions: Sequence[PendingAdmission]) -> list[str]:
-        return [a.uid for a in admissions if self._state.has_seen(a.uid)]
-
-    def _measure_admission(self, admission: PendingAdmission) -> int:
-        """Return the bytes to reserve for an admission."""
-        # Capped, so that a group larger than the shard can enter an empty one.
-        size = min(count_blob_bytes(admission.blob), self._capacity.max_bytes)
-        return int(max(size, self._capacity.reserved_group_bytes, 1))
-
-    def _reserve_capacity(self, admissions: Sequence[PendingAdmission]) -> list[PendingAdmission]:
-        """Reserve capacity for as many admissions as fit now; return these admissions."""
+    def _reserve_capacity(self, entries: Sequence[PromptEntry]) -> list[PromptEntry]:
+        """Reserve capacity for as many prompts as fit now; return these prompts."""
         batch = []
-        for admission in admissions:
-            num_bytes = self._measure_admission(admission)
-            if admission.uid not in self._pending_bytes and self._has_capacity(num_bytes):
-                self._pending_bytes[admission.uid] = num_bytes
-                self._reserved_bytes += num_bytes
-                batch.append(admission)
+        for entry in entries:
+            if entry[0] not in self._pending_uids and self._has_capacity():
+                self._pending_uids.add(entry[0])
+                batch.append(entry)
         return batch
 
     def update_reservation(self, group: GroupState) -> None:
         """Adjust the bytes reserved for a group after its columns changed or it was removed."""
-        self._reserved_bytes -= group.reserved_bytes
-        group.reserved_bytes = (
-            self._compute_required_bytes(group) if group.uid in self._state.groups else 0
-        )
-        self._reserved_bytes += group.reserved_bytes
+        self._group_bytes -= group.reserved_bytes
+        group.reserved_bytes = group.num_bytes if group.uid in self._state.groups else 0
+        if group.uid in self._state.groups and not self._state.is_complete(group):
+            group.reserved_bytes = max(group.num_bytes, self._capacity.reserved_group_bytes)
+        self._group_bytes += group.reserved_bytes
         self._capacity_freed.set()
 
-    def _compute_required_bytes(self, group: GroupState) -> int:
-        """Return the bytes to reserve for a group: its size, at least a minimum until complete."""
-        if self._state.is_complete(group):
-            return group.num_bytes
-        return max(group.num_bytes, self._capacity.reserved_group_bytes)
+    @property
+    def _reserved_bytes(self) -> int:
+        pending_bytes = len(self._pending_uids) * self._capacity.reserved_group_bytes
+        return self._group_bytes + pending_bytes
 
-    def _has_capacity(self, num_bytes: int) -> bool:
-        has_bytes = self._reserved_bytes + num_bytes <= self._capacity.max_bytes
-        return (
-            has_bytes
-            and len(self._state.groups) + len(self._pending_bytes) < self._capacity.max_groups
-        )
+    def _has_capacity(self) -> bool:
+        num_groups = len(self._state.groups) + len(self._pending_uids)
+        # At least a byte, so that a shard with max_bytes is full at some time.
+        needed = max(self._capacity.reserved_group_bytes, 1)
+        has_bytes = self._reserved_bytes + needed <= self._capacity.max_bytes
+        return has_bytes and num_groups < self._capacity.max_groups
 
-    async def _wait_for_capacity(self, num_bytes: int, deadline: float, uid: str) -> None:
-        """Wait until a group of `num_bytes` may fit, or until groups of another call are in."""
+    async def _wait_for_capacity(self, deadline: float, uid: str) -> None:
+        """Wait until a prompt may fit, or until the prompts of another call are in."""
         num_inserts = self._num_inserts
         try:
             async with asyncio.timeout_at(deadline):
                 while True:
                     self._capacity_freed.clear()
                     await self._capacity_freed.wait()
-                    # After an insert, the groups of a repeated call may be in the shard.
-                    if self._num_inserts != num_inserts or self._has_capacity(num_bytes):
+                    # After an insert, the prompts of a repeated call may be in the shard.
+                    if self._num_inserts != num_inserts or self._has_capacity():
                         return
         except TimeoutError:
             uids, capacity = list(self._state.groups), self._capacity
@@ -365,7 +339,7 @@ class QueueShard:
         self._column_histories: dict[str, ColumnHistory] = {}
         self._release_counts: Counter[str] = Counter()
         self._latest_requests: dict[tuple[str, str], object] = {}
-        self._capacity_limiter = CapacityLimiter(state, capacity, enter=self._insert_groups)
+        self._capacity_limiter = CapacityLimiter(state, capacity, insert=self._insert_prompts)
         self._stats_recorder = ShardStatsRecorder(state, self._log, self._clock())
         number, forgets = state.incarnation + 1, state.is_damaged
         opening = transitions.make_open_record(session, number, forgets=forgets)
@@ -379,65 +353,17 @@ class QueueShard:
 
     # Calls of the stages and ranks.
 
-    async def admit_prompts(
-        self, entries: Sequence[tuple[str, bytes, int]], *, wait_s: float
-    ) -> list[str]:
+    async def admit_prompts(self, entries: Sequence[PromptEntry], *, wait_s: float) -> list[str]:
         """Admit entries (uid, encoded prompt, version); return the uids that are in the shard.
 
         Admits as many entries as fit, at least one. Raises DeadlineError if no entry fits within
         `wait_s`. Uids admitted earlier in this session count as admitted and are not inserted
         again.
         """
-        admissions = [
-            PendingAdmission(entry[0], [transitions.make_admit_record(*entry)]) for entry in entries
-        ]
-        return await self._capacity_limiter.admit_groups(admissions, self._clock() + wait_s)
+        return await self._capacity_limiter.admit_prompts(entries, self._clock() + wait_s)
 
-    async def add_groups(
-        self,
-        entries: Sequence[tuple[str, bytes, int]],
-        commits: Sequence[ColumnCommit],
-        *,
-        wait_s: float,
-    ) -> list[str]:
-        """Admit groups that come with the columns of one stage; return the uids in the shard.
-
-        entries: (uid, encoded prompt, version) of each group.
-        commits: the columns of each group, in the same order.
-
-        Waits for capacity and raises DeadlineError like `admit_prompts`.
-        """
-        groups = {commit.lease.uid: self._state.groups.get(commit.lease.uid) for commit in commits}
-        for commit in commits:
-            self._contract.check_commit(commit, _get_group_info(commit, groups[commit.lease.uid]))
-        if any(groups.values()):
-            # Retry of an insert: a predecessor died in the middle, or the reply was lost.
-            # Commit what is missing, and return only after the earlier records are durable.
-            uncommitted = [
-                commit
-                for commit in commits
-                if _start_commit(self._state, commit, groups[commit.lease.uid])
-            ]
-            await self._accept_commits(uncommitted)
-            await self._log.append([])
-        admissions = [
-            PendingAdmission(
-                entry[0],
-                [transitions.make_admit_record(*entry), _to_commit_record(self._state, commit)],
-                commit.blob,
-            )
-            for entry, commit in zip(entries, commits, strict=True)
-        ]
-        return await self._capacity_limiter.admit_groups(admissions, self._clock() + wait_s)
-
-    async def _insert_groups(self, admissions: Sequence[PendingAdmission]) -> None:
-        """Store the columns of admitted groups, then journal and apply their records."""
-        data: list[Any] = []
-        for admission in admissions:
-            data += [None, self._store(admission.blob)] if admission.blob else [None]
-        await self._write_records(
-            [record for admission in admissions for record in admission.records], data
-        )
+    async def _insert_prompts(self, entries: Sequence[PromptEntry]) -> None:
+        await self._write_records([transitions.make_admit_record(*entry) for entry in entries])
 
     async def lease_groups(self, request: LeaseRequest, *, wait_s: float) -> list[LeaseGrant]:
         """Lease groups that are ready for a stage, earliest admission first.
@@ -665,8 +591,10 @@ class QueueShard:
 
     # Transitions: journal a record and apply its effect.
 
-    async def _write_records(self, records: Sequence[JournalRecord], data: Sequence[Any]) -> None:
-        """Journal records, then apply them. data: stored blob of each record, or None."""
+    async def _write_records(
+        self, records: Sequence[JournalRecord], data: Sequence[Any] = ()
+    ) -> None:
+        """Journal records, then apply them. data: stored blob of each record, if any."""
         await self._log.append(records)
         self._apply_records(*records, data=data)
 

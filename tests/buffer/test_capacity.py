@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 
 from streamrl.buffer import QueueShard, ShardCapacity, group
-from streamrl.buffer.encoding import ColumnCommit, encode_columns
+from streamrl.buffer.encoding import encode_columns
 from streamrl.errors import ConfigError, DeadlineError
-from streamrl.messages import GroupLease
 from tests.buffer.shards import (
     STAGES,
     WORK,
     admit,
-    commit,
     do,
     entry,
     finish,
@@ -173,32 +171,6 @@ async def test_commit_never_waits_and_stays_within_reservations(shard: QueueShar
     await finish(shard)
     assert asyncio.get_running_loop().time() == 0.0
     assert (await shard.get_stats()).num_bytes == 3 * WHOLE_BYTES
-
-
-def generated(uids: str) -> tuple[list[tuple[str, bytes, int]], list[ColumnCommit]]:
-    """Return prompts and rollouts of groups to add."""
-    leases = [GroupLease(0, uid, "generate", 0, 0.0) for uid in uids]
-    return [entry(uid) for uid in uids], [commit(lease, WORK["generate"]) for lease in leases]
-
-
-@on_shard(bounds=ShardCapacity(100, 3 * GENERATED_BYTES + 1), log=MemoryLog())
-async def test_add_groups_reserves_its_column_bytes_before_insertion(shard: QueueShard):
-    first = asyncio.create_task(shard.add_groups(*generated("ab"), wait_s=1.0))
-    await asyncio.sleep(0)  # the first call is being written
-    assert await shard.add_groups(*generated("cde"), wait_s=1.0) == ["c"]
-    assert await first == ["a", "b"]
-    assert (await shard.get_stats()).num_bytes == 3 * GENERATED_BYTES
-    with pytest.raises(DeadlineError, match="full shard"):
-        await shard.add_groups(*generated("de"), wait_s=1.0)
-    await shard.remove_groups(["a", "b"], 1)
-    assert await shard.add_groups(*generated("de"), wait_s=1.0) == ["d", "e"]
-
-
-@on_shard(bounds=ShardCapacity(100, 10), log=MemoryLog())
-async def test_group_larger_than_the_shard_enters_an_empty_shard(shard: QueueShard):
-    assert await shard.add_groups(*generated("ab"), wait_s=1.0) == ["a"]
-    with pytest.raises(DeadlineError, match="full shard"):
-        await shard.add_groups(*generated("b"), wait_s=1.0)
 
 
 @pytest.mark.parametrize(

@@ -132,18 +132,6 @@ async def test_stats_are_summed_over_shards():
     assert stats.counts == {"redelivered": 0, "refused": 0}
 
 
-@in_virtual_time
-async def test_add_groups_inserts_prompts_with_columns():
-    queue = queue_of(2)
-    new_groups = [(prompt(uid), rollouts(version=2)) for uid in UIDS]
-    await queue.add_groups(new_groups, 2, stage="generate")
-    assert not await take_all(queue, "generate")
-    leased = await take_all(queue, "reward", ("policy_version",))
-    assert sorted(group.uid for group in leased) == sorted(UIDS)
-    assert all(group.columns["policy_version"].max() == 2 for group in leased)
-    assert all(group.prompt is not None and group.prompt.uid == group.uid for group in leased)
-
-
 # Finished groups
 
 
@@ -187,9 +175,6 @@ async def test_invalid_version_raises_and_changes_nothing(version: object):
     before = list(shard.log.records)
     with pytest.raises(ContractError, match="version"):
         await queue.admit_prompts([prompt("0:1:0")], version)  # type: ignore[arg-type]
-    with pytest.raises(ContractError, match="version"):
-        groups = [(prompt("0:1:0"), rollouts())]
-        await queue.add_groups(groups, version, stage="generate")  # type: ignore[arg-type]
     with pytest.raises(ContractError, match="version"):
         await queue.remove_groups(["0:0:0"], version)  # type: ignore[arg-type]
     assert shard.log.records == before

@@ -7,9 +7,9 @@ import weakref
 import pytest
 
 from streamrl.buffer import ExperienceQueue
-from streamrl.errors import DeadlineError, StreamError
+from streamrl.errors import DeadlineError
 from streamrl.messages import FilteredGroup
-from tests.buffer.clients import UIDS, do, finish, lease, local_shards, queue_of, take_all
+from tests.buffer.clients import UIDS, finish, lease, local_shards, queue_of, take_all
 from tests.buffer.shards import prompt, rollouts
 from tests.fake_shards import CALL_S
 from tests.virtual_time import in_virtual_time
@@ -133,37 +133,6 @@ async def test_coordinator_does_not_renew_and_forgets_removed_groups():
 
 
 # Pending grants
-
-
-@in_virtual_time
-async def test_grant_for_other_columns_is_not_lost():
-    queue = queue_of(1)
-    assert not await lease(queue, "train", columns=("scores",), wait_s=0.05)
-    await queue.admit_prompts([prompt("0:0:0")], 0)
-    await finish(queue)
-    await asyncio.sleep(1.0)  # the first request is answered while no call waits
-    columns = ("scores", "token_ids")
-    (group,) = await lease(queue, "train", columns=columns)
-    assert group.columns.keys() == set(columns)
-    assert group.columns["token_ids"].tolist() == rollouts()["token_ids"].tolist()
-
-
-@in_virtual_time
-async def test_grants_that_fail_to_decode_stay_for_the_next_call():
-    queue = queue_of(2)
-    await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
-    await do(queue, "generate", rollouts())
-    columns = ("token_ids",)
-    (first,) = await lease(queue, "reward", columns=columns)
-    await asyncio.sleep(1.0)  # the other shard has granted a group as well
-    with pytest.raises(StreamError, match=r"no \['nope'\] are in the queue"):
-        await lease(queue, "reward", columns=("nope",))
-    (second,) = await lease(queue, "reward", columns=columns)
-    holders = await queue.locate_groups([first.uid, second.uid])
-    assert all(phrase.startswith("held by me") for phrase in holders.values())
-    unleased_uids = set(UIDS) - {first.uid, second.uid}
-    phrases = (await queue.locate_groups(sorted(unleased_uids))).values()
-    assert not any(phrase.startswith("held") for phrase in phrases)
 
 
 @in_virtual_time

@@ -6,22 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from msgspec.structs import replace
 
 from streamrl.buffer import QueueShard
-from streamrl.buffer.encoding import ColumnCommit, encode_columns
 from streamrl.buffer.group import ShardState
 from streamrl.buffer.segment_file import JournalRecord
 from streamrl.errors import ContractError, DeadlineError, JournalError
-from streamrl.messages import Columns, FilteredGroup, GroupLease, GroupOutcome, measure_columns
+from streamrl.messages import Columns, FilteredGroup, GroupOutcome
 from tests.buffer.shards import (
     REFERENCE,
     SCORES,
     WITH_A_GREEDY_ONE,
     admit,
-    commit,
     do,
-    entry,
     make_shard,
     on_shard,
     put,
@@ -205,66 +201,12 @@ async def test_journal_error_is_raised_by_the_commit():
     assert not await take(shard, "reward")
 
 
-# Groups added with columns
-
-
-def make_commit(uid: str, columns: Columns) -> ColumnCommit:
-    return commit(GroupLease(0, uid, "generate", 0, 0.0), columns)
-
-
-@on_shard()
-async def test_add_groups_makes_columns_available(shard: QueueShard):
-    for _ in range(2):
-        await shard.add_groups([entry("a", 2)], [make_commit("a", rollouts(version=2))], wait_s=1.0)
-    assert not await take(shard, "generate")
-    (scoring,) = await take(shard, "reward", ("policy_version",))
-    assert scoring.columns["policy_version"].max() == 2
-    await put(shard, (scoring.lease, SCORES))
-    await do(shard, "reference")
-    (training,) = await take(shard, "train")
-    assert (training.admitted_version, training.ready_version) == (2, 2)
-
-
-@on_shard(log=MemoryLog())
-async def test_half_inserted_group_is_completed_once(shard: QueueShard):
-    await admit(shard, "a", "b")
-    await asyncio.gather(
-        *(
-            shard.add_groups([entry("a")], [make_commit("a", rollouts())], wait_s=1.0)
-            for _ in range(2)
-        )
-    )
-    assert (await shard.get_stats()).num_bytes == len(encode_columns(rollouts()))
-    (lease,) = (group.lease for group in await take(shard, "generate"))
-    late = shard.add_groups([entry("b")], [make_commit("b", rollouts(version=9))], wait_s=1.0)
-    refused, _ = await asyncio.gather(put(shard, (lease, rollouts(version=1))), late)
-    assert refused == []
-    scoring = await take(shard, "reward", ("policy_version",))
-    assert [group.columns["policy_version"].max() for group in scoring] == [0, 1]
-
-
-@in_virtual_time
-async def test_retried_add_groups_returns_after_the_first_write_is_durable():
-    log = MemoryLog(write_s=0.1)
-    shard = make_shard(log=log)
-    await admit(shard, "a")
-    inserting = [entry("a")], [make_commit("a", rollouts())]
-    first = asyncio.create_task(shard.add_groups(*inserting, wait_s=1.0))
-    await asyncio.sleep(0.01)  # the shard is writing, and the caller has lost the connection
-    assert await shard.add_groups(*inserting, wait_s=1.0) == ["a"]
-    assert "put" in [record.meta["kind"] for record in log.records]
-    await first
-
-
 @on_shard()
 async def test_unknown_stages_and_columns_of_a_request_are_refused(shard: QueueShard):
     with pytest.raises(ContractError, match="unknown stage nope: this queue has generate, reward"):
         await take(shard, "nope")
     with pytest.raises(ContractError, match=r"stage generate requests \['scores'\]: not among"):
         await take(shard, "generate", ("scores",))
-    early = commit(GroupLease(0, "b", "reward", 0, 0), SCORES)
-    with pytest.raises(ContractError, match="before its rollouts"):
-        await shard.add_groups([entry("b")], [early], wait_s=1)
 
 
 @pytest.mark.parametrize(
@@ -291,23 +233,14 @@ async def test_rollouts_that_violate_the_contract_are_refused(
     assert await put(shard, (group.lease, rollouts())) == []
 
 
-@on_shard()
-async def test_add_groups_with_invalid_columns_inserts_nothing(shard: QueueShard):
-    columns = {**rollouts(), "loss_mask": np.ones(3, np.bool_)}
-    bad = replace(make_commit("b", rollouts()), column_sizes=measure_columns(columns))
-    with pytest.raises(ValueError, match=r"loss_mask: bool\[3\], wanted bool\[10\]"):
-        await shard.add_groups(
-            [entry("a"), entry("b")], [make_commit("a", rollouts()), bad], wait_s=1.0
-        )
-    assert (await shard.get_stats()).uids == ()
-
-
 @on_shard(book=ShardState(WITH_A_GREEDY_ONE))
 async def test_group_columns_may_be_committed_before_rollouts(shard: QueueShard):
     greedy: Columns = {"greedy_ids": np.array([7, 8], np.int32)}
     baseline: Columns = {"baseline_scores": np.ones(2, np.float32)}
     await admit(shard, "a")
     (greedy_group,) = await take(shard, "greedy")
+    with pytest.raises(ContractError, match="before its rollouts"):
+        await put(shard, (greedy_group.lease, {**greedy, "reward/a": np.ones(2, np.float32)}))
     assert await put(shard, (greedy_group.lease, greedy)) == []
     assert await take(shard, "baseline", wait_s=0.0) == []
     (sampled,) = await take(shard, "generate")
