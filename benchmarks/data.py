@@ -147,14 +147,15 @@ def _start(folder: str, path: str) -> None:
 def _check(folder: str, path: str) -> None:
     """Read every row as `streamrl data check` does."""
     from streamrl.cli.data import validate_file
-    from streamrl.data.chat_template import load_tokenizer, load_vocab_size
+    from streamrl.data.chat_template import load_tokenizer
     from streamrl.data.config import parse_data_files
     from streamrl.data.prompt_file import PromptLimits
+    from streamrl.files.hf_config import read_vocab_size
 
     model = f"{folder}/model"
     entry = {"path": path, "label_key": "answer"}
     (file,) = parse_data_files(entry, key="FILE")
-    tokenizer, limits = load_tokenizer(model), PromptLimits(256, load_vocab_size(model))
+    tokenizer, limits = load_tokenizer(model), PromptLimits(256, read_vocab_size(model))
     before_mb, began = _peak_mb(), time.perf_counter()
     report = validate_file(file, tokenizer, limits)
     seconds = time.perf_counter() - began

@@ -14,11 +14,11 @@ import xxhash
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.config.run_config import RunConfig, load_config
-from streamrl.data.chat_template import load_tokenizer, load_vocab_size
+from streamrl.data.chat_template import load_tokenizer
 from streamrl.data.config import MODEL_TEMPLATE, PLAIN_TEMPLATE, DataConfig, DataFile
 from streamrl.data.prompt_file import ClassifiedRow, PromptFile, PromptLimits, RowStatus
 from streamrl.errors import ConfigError
-from streamrl.files.hf_config import read_model_length
+from streamrl.files.hf_config import read_model_length, read_vocab_size
 from streamrl.telemetry.progress_line import ProgressLine, show_progress
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ def _make_limits(
         key=recipe.completion_limit_key if recipe else "generator.max_new_tokens",
     )
     environments = tuple(recipe.environment.specs) if recipe else None
-    return PromptLimits(most, load_vocab_size(model), data.on_long_prompt, environments)
+    return PromptLimits(most, read_vocab_size(model), data.on_long_prompt, environments)
 
 
 def describe_file(report: FileReport, limits: PromptLimits) -> list[str]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.data import add_file_arguments, parse_named_files
 from streamrl.config.run_config import load_config
-from streamrl.data.chat_template import load_tokenizer, load_vocab_size
+from streamrl.data.chat_template import load_tokenizer
 from streamrl.data.config import DataConfig, DataFile, check_eval_files
 from streamrl.data.prompt_file import PromptLimits, load_prompts
 from streamrl.engines.generator_config import GeneratorConfig
@@ -26,7 +26,7 @@ from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.episodes.driver import make_environment_seed
 from streamrl.environments.episodes.start_driver import start_episode_driver
 from streamrl.errors import ConfigError
-from streamrl.files.hf_config import make_trusted_env, read_model_length
+from streamrl.files.hf_config import make_trusted_env, read_model_length, read_vocab_size
 from streamrl.messages import Columns, Prompt, rollouts_to_columns
 from streamrl.rewards.interface.completion import decode_rollouts
 from streamrl.rewards.interface.config import RewardConfig
@@ -232,7 +232,7 @@ async def _evaluate_files(
     )
     limits = PromptLimits(
         limit,
-        load_vocab_size(model),
+        read_vocab_size(model),
         subject.data.on_long_prompt,
         tuple(subject.environment.specs),
     )

@@ -15,7 +15,6 @@ from streamrl.buffer.staleness_credits import bound_group_bytes, check_shard_byt
 from streamrl.config.cross_checks import count_trained_steps
 from streamrl.config.role_counts import assign_slots, count_actors, with_placement_mode
 from streamrl.config.run_config import RunConfig
-from streamrl.data.chat_template import load_vocab_size
 from streamrl.data.pretrain_texts import load_texts
 from streamrl.data.prompt_file import LazyTokenizer, LoadedFile, PromptLimits, load_prompts
 from streamrl.data.prompt_stream import PromptStream
@@ -56,6 +55,7 @@ from streamrl.files.hf_config import (
     read_model_config,
     read_model_length,
     read_stored_shapes,
+    read_vocab_size,
 )
 from streamrl.messages import Prompt
 from streamrl.placement.resource_demand import SHARED_SLOTS, PlacementOption, ResourceDemand
@@ -175,7 +175,7 @@ def _open_prompt_files(
     )
     left_tokens = config.pipeline.micro_batch_tokens - max_new_tokens
     tokenizer, environments = LazyTokenizer(config.model.path), tuple(config.environment.specs)
-    vocab_size = load_vocab_size(config.model.path)
+    vocab_size = read_vocab_size(config.model.path)
     limits = PromptLimits(limit, vocab_size, data.on_long_prompt, environments)
     train = open_training_files(
         data.train_files,
@@ -434,7 +434,7 @@ def _note_frozen_experts(path: str, trainer: TrainerConfig, section: str) -> lis
 
 def _check_stop_tokens(config: RunConfig) -> None:
     """Raise ConfigError if generator.stop_token_ids exceeds the vocabulary of the model."""
-    vocab_size = load_vocab_size(config.model.path)
+    vocab_size = read_vocab_size(config.model.path)
     for token_id in config.generator.stop_token_ids:
         if token_id >= vocab_size:
             raise ConfigError(

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import TemplateSyntaxError, meta
+
 from streamrl.data.config import MODEL_TEMPLATE, PLAIN_TEMPLATE
-from streamrl.data.guarded_text import CODE, TemplateEncoder, get_template_encoder
+from streamrl.data.guarded_text import CODE, TemplateEncoder, find_difference, get_template_encoder
 from streamrl.data.rows import DataRow
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_small_text
@@ -20,7 +22,6 @@ from streamrl.files.hf_config import (
     is_trusted,
     make_untrusted_error,
     read_eos_token_ids,
-    read_model_config,
 )
 
 if TYPE_CHECKING:
@@ -45,18 +46,18 @@ def load_tokenizer(model_path: str) -> "PreTrainedTokenizerBase":
     class loses the pre-tokenizer, Llama's loses all spaces of a byte-level tokenizer. Other
     directories go through AutoTokenizer, which imports torch.
     """
-    _check_model_directory(model_path)
+    import transformers
+
+    check_regular_files(Path(model_path))
     # Without a vocabulary file transformers silently creates an empty tokenizer.
     if not any(path for name in VOCABULARY_FILES for path in Path(model_path).glob(name)):
         raise ConfigError(f"{model_path}: contains no tokenizer (tokenizer.json or similar)")
     try:
         if _has_complete_tokenizer_json(Path(model_path)):
-            from transformers import PreTrainedTokenizerFast
-
-            return PreTrainedTokenizerFast.from_pretrained(model_path, local_files_only=True)
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(
+            return transformers.PreTrainedTokenizerFast.from_pretrained(
+                model_path, local_files_only=True
+            )
+        return transformers.AutoTokenizer.from_pretrained(
             model_path, local_files_only=True, trust_remote_code=is_trusted(model_path)
         )
     # The tokenizers library raises bare Exception for a damaged tokenizer.json.
@@ -88,15 +89,6 @@ def _is_byte_level(content: Mapping[str, Any]) -> bool:
     """Return whether a parsed tokenizer.json maps bytes to characters before splitting (GPT-2)."""
     steps = content.get("decoder") or {}
     return any(step.get("type") == "ByteLevel" for step in (steps, *steps.get("decoders", ())))
-
-
-def load_vocab_size(model_path: str) -> int:
-    """Return the vocabulary size in a model directory's config.json. Raises ConfigError."""
-    _check_model_directory(model_path)
-    try:
-        return int(read_model_config(model_path).get_text_config().vocab_size)
-    except (ValueError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{model_path}: invalid config.json: {_format_error(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -179,23 +171,17 @@ def load_chat_template(
         ) from error
     sources = {source} if tools_source is None else {source, tools_source}
     for text in sources:
-        _check_template_syntax(text, f"{setting}={name}")
+        try:
+            _list_template_variables(text)
+        # Deep nesting overflows the stack of the parser.
+        except (TemplateSyntaxError, RecursionError) as error:
+            line = f":{error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
+            problem = f"{setting}={name}{line}: {_format_error(error)}"
+            raise ConfigError(problem) from error
     # Any row may have tools or not, so accept arguments of either template; rendering checks each
     # row against the template it uses.
     _check_template_arguments("data.chat_template_kwargs", arguments, sources, f"{setting}={name}")
     return ChatTemplate(source, label, arguments, tools_source, ends)
-
-
-def _check_template_syntax(source: str, label: str) -> None:
-    from jinja2 import TemplateSyntaxError
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    try:
-        # Without conversations this only compiles, with transformers' own extensions and sandbox.
-        render_jinja_template([], chat_template=source)
-    except Exception as error:
-        line = f":{error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
-        raise ConfigError(f"{label}{line}: {_format_error(error)}") from error
 
 
 def _check_template_arguments(
@@ -231,8 +217,10 @@ def _check_conversation_arguments(conversation: Conversation, template: ChatTemp
 
 @functools.lru_cache(maxsize=16)
 def _list_template_variables(*sources: str) -> frozenset[str]:
-    """Return the arguments that jinja templates use: variables that they read and do not set."""
-    from jinja2 import meta
+    """Return the arguments that jinja templates use: variables that they read and do not set.
+
+    Raises TemplateSyntaxError.
+    """
     from transformers.utils import chat_template_utils
 
     variables: set[str] = set()
@@ -320,21 +308,13 @@ def _check_round_trip(
     for (row, piece), text in zip(pieces, decoded, strict=True):
         expected, actual = (unicodedata.normalize("NFC", t) for t in (piece, str(text)))
         if actual.removeprefix(" ") != expected.removeprefix(" "):
-            before, after = _cut_to_difference(expected, actual)
+            start = max(0, find_difference(expected, actual) - 12)
+            before, after = (t[start : start + 24] for t in (expected, actual))
             raise ConfigError(
                 f"{row.location}: the model's tokenizer changes the text: {before!r} decodes to"
                 f" {after!r}. Either tokenizer.json does not match tokenizer_config.json, or the"
                 " vocabulary lacks these characters"
             )
-
-
-def _cut_to_difference(expected: str, actual: str) -> tuple[str, str]:
-    width = 12  # characters on either side
-    pairs = zip(expected, actual, strict=False)
-    shorter = min(len(expected), len(actual))
-    index = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
-    start = max(0, index - width)
-    return expected[start : index + width], actual[start : index + width]
 
 
 def render_text(
@@ -440,16 +420,6 @@ def _takes_text_arguments(tokenizer: "PreTrainedTokenizerBase", source: str) -> 
     except ConfigError as error:
         return isinstance(error.__cause__, TypeError)
     return "{'word'" in text
-
-
-def _check_model_directory(model_path: str) -> None:
-    path = Path(model_path)
-    if not path.is_dir():
-        fact = "is not a directory" if path.exists() else "does not exist"
-        raise ConfigError(f"{model_path}: {fact}; the model must be a directory on this machine")
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"{model_path}: not a model directory: config.json is missing")
-    check_regular_files(path)
 
 
 def _format_error(error: Exception) -> str:

@@ -1,7 +1,6 @@
 """Config section `data`: prompt files, reading options, limits of prompts."""
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Annotated, Any
 
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import (
+    above,
     at_least,
     check_rules,
     one_of,
@@ -18,6 +18,7 @@ from streamrl.user_code.python_module import split_reference
 
 MODEL_TEMPLATE, PLAIN_TEMPLATE = "model", "plain"
 """Template names that are not files: the model's chat template, and joining by newlines."""
+MAX_WEIGHT = 1e9
 _LONG_PROMPT_ACTIONS = ("error", "skip", "truncate")
 
 
@@ -37,7 +38,7 @@ class FileSettings:
     """
 
     path: str = ""
-    weight: float | None = None
+    weight: Annotated[float | None, above(0, MAX_WEIGHT)] = None
     split: str = ""
     prompt_key: str = "prompt"
     label_key: str = ""
@@ -48,8 +49,7 @@ class FileSettings:
     def __post_init__(self) -> None:
         if not self.path:
             raise ConfigError("path: missing; it names a file of prompts")
-        if self.weight is not None and not 0 < self.weight < math.inf:
-            raise ConfigError(f"weight={self.weight:g}: must be a number above 0")
+        check_rules(self)
         if "/" in self.name or not self.name.isprintable():
             raise ConfigError(f"name={self.name!r}: must be printable, without a slash")
         if self.filter:

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
 from streamrl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 CODE = "\ud800"
@@ -121,6 +121,12 @@ def _break(marker: str) -> str:
     return marker[0] + CODE + marker[1:] if len(marker) > 1 else CODE + CODE + marker
 
 
+def find_difference(first: str, second: str) -> int:
+    """Return the index of the first character in which two texts differ."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
 class TemplateEncoder:
     """Encoder of what a chat template renders; made by `get_template_encoder`.
 
@@ -173,8 +179,7 @@ class TemplateEncoder:
 
     def find_split(self, first: str, second: str) -> int:
         """Return where two renderings part, before the control token in which they do."""
-        pairs = enumerate(zip(first, second, strict=False))
-        split = next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+        split = find_difference(first, second)
         markers = self._guard.pattern.finditer(second)
         return next((m.start() for m in markers if m.start() < split < m.end()), split)
 
@@ -257,8 +262,6 @@ class TemplateEncoder:
     @functools.cached_property
     def _plain_backend(self) -> "Tokenizer":
         """Copy of the tokenizer that knows control tokens by their private spelling alone."""
-        from tokenizers import Tokenizer
-
         if not self._tokenizer.is_fast:
             raise ConfigError(
                 f"{self._tokenizer.name_or_path}: {type(self._tokenizer).__name__} cannot encode"

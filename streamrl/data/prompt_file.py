@@ -24,11 +24,10 @@ from streamrl.data.chat_template import (
 )
 from streamrl.data.config import MODEL_TEMPLATE, PLAIN_TEMPLATE, DataFile
 from streamrl.data.indexed_table import IndexedTable, open_table
-from streamrl.data.rows import BadRow, DataRow, parse_record
+from streamrl.data.rows import DataRow, parse_record
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import MAX_LINE_BYTES, open_regular_file
 from streamrl.files.hf_config import is_trusted, make_trusted_env
-from streamrl.files.typed_settings import suggest_nearest
 from streamrl.messages import Prompt, make_uid
 from streamrl.user_code.python_module import load_referenced_function
 
@@ -94,8 +93,8 @@ def load_data_rows(file: DataFile) -> Iterator[DataRow]:
         row = parse_record(
             record, location, index, prompt_key=file.prompt_key, label_key=file.label_key
         )
-        if isinstance(row, BadRow):
-            raise row.problem
+        if isinstance(row, ConfigError):
+            raise row
         yield row
 
 
@@ -150,19 +149,17 @@ class PromptFile:
         Raises DataError if rows are unreadable, and ConfigError for an unusable template or filter.
         """
         keys = {"prompt_key": self.file.prompt_key, "label_key": self.file.label_key}
-        parsed = [
-            parse_record(record, location, index, **keys)
-            for location, index, record in self.table.read_rows(rows)
-        ]
+        read = self.table.read_rows(rows)
+        parsed = [parse_record(record, place, index, **keys) for place, index, record in read]
         with _render_lock:
             template, keep = self._load_template_and_filter()
             valid = [row for row in parsed if isinstance(row, DataRow)]
             rendered = iter(_render_token_ids(self._tokenizer(), valid, template))
             return [
-                ClassifiedRow(RowStatus.BAD, row.index, problem=row.problem)
-                if isinstance(row, BadRow)
+                ClassifiedRow(RowStatus.BAD, index, problem=row)
+                if isinstance(row, ConfigError)
                 else self._classify_row(row, next(rendered), keep)
-                for row in parsed
+                for (_, index, _), row in zip(read, parsed, strict=True)
             ]
 
     def _load_template_and_filter(self) -> tuple[ChatTemplate, PromptFilter]:
@@ -280,22 +277,13 @@ def check_row_environment(prompt: Prompt, environments: Sequence[str]) -> None:
 
     environments: names of the run's environments, as of `PromptLimits`.
     """
-    name = prompt.environment
-    if name in (environments or ("",)):
-        return
-    if not name:
+    if prompt.environment not in (environments or ("",)):
+        names = ", ".join(filter(None, environments))
+        rule = f"must be one of {names}" if names else "the run has none with a name"
         raise ConfigError(
-            f"{prompt.row_location}: names no environment; its column 'environment' must be one of"
-            f" {', '.join(environments)}"
+            f"{prompt.row_location}: column environment={prompt.environment}: {rule}"
+            " (environment.named)"
         )
-    label = f"{prompt.row_location}: environment={name}"
-    if not any(environments):
-        raise ConfigError(
-            f"{label}: the run has no environment with a name; set environment.named.{name}, or"
-            " remove the column"
-        )
-    hint = suggest_nearest(name, environments, noun="environment")
-    raise ConfigError(f"{label}: no such environment in environment.named; {hint}")
 
 
 def load_prompt_filter(reference: str, *, setting: str) -> PromptFilter:

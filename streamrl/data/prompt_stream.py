@@ -204,12 +204,7 @@ class PromptStream(Iterator[Prompt]):
                     f" {state[name]} in the "
                     f"checkpoint and is {now} now; restore it, or start a new run"
                 )
-        drawn, given = tuple(state["drawn"]), tuple(state["given"])
-        is_valid = [0 <= n <= m for n, m in zip(given, drawn, strict=False)]
-        num_files = len(self._data.stream_files)
-        if not all(is_valid) or not len(drawn) == len(given) == num_files:
-            raise ValueError(f"{drawn} rows drawn from {num_files} files, {given} prompts obtained")
-        self._set_position(StreamPosition(drawn, given))
+        self._set_position(StreamPosition(tuple(state["drawn"]), tuple(state["given"])))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_source": None, "_prefetched": deque()}

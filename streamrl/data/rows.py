@@ -67,25 +67,17 @@ class DataRow:
     environment: str = ""
 
 
-@dataclass(frozen=True)
-class BadRow:
-    """Row of a data file that cannot be used, with its index and the error."""
-
-    index: int
-    problem: ConfigError
-
-
 def parse_record(
     record: Any, location: str, index: int, *, prompt_key: str, label_key: str
-) -> DataRow | BadRow:
-    """Convert a record, or the ConfigError of an unreadable one, to a row or a bad row."""
+) -> DataRow | ConfigError:
+    """Convert a record to a row; a row that cannot be read or used is its ConfigError."""
     if isinstance(record, ConfigError):
-        return BadRow(index, record)
+        return record
     try:
         check_depth(record)
         return _parse_row(record, location, index, prompt_key=prompt_key, label_key=label_key)
     except ValueError as error:
-        return BadRow(index, ConfigError(f"{location}: {error}"))
+        return ConfigError(f"{location}: {error}")
 
 
 def _parse_row(

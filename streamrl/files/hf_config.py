@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from safetensors import SafetensorError, safe_open
+
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import MIB, read_small_json, read_small_text, wrap_file_errors
 
@@ -31,12 +33,18 @@ PRESCALED_ROPE_TYPES = ("default", "llama3", "longrope", "su", "dynamic")
 scale dynamically by the current length (transformers) or the maximum length (vLLM)."""
 
 
-def _get_config_error_types() -> tuple[type[Exception], ...]:
-    """Return the exceptions that transformers raises for a malformed config."""
-    from huggingface_hub.errors import StrictDataclassError
-
-    errors = (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError)
-    return (*errors, RecursionError, StrictDataclassError)
+@contextmanager
+def wrap_config_errors(path: str) -> Iterator[None]:
+    """Convert any error of reading config.json to ConfigError: transformers raises many types."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise make_untrusted_error(path, error) or ConfigError(
+            f"{path}: config.json: {reason}"
+        ) from error
 
 
 def make_trusted_env(*paths: str) -> dict[str, str]:
@@ -58,31 +66,25 @@ def read_model_config(path: str, **changes: Any) -> "PreTrainedConfig":
     """
     from transformers import AutoConfig
 
-    if not Path(path).is_dir():
-        raise ConfigError(f"{path}: no such directory")
     check_regular_files(Path(path))
     num_layers = read_num_layers(Path(path))
     if num_layers > MAX_LAYERS:
         raise ConfigError(
             f"{path}: config.json has {num_layers} layers: must be at most {MAX_LAYERS}"
         )
-    try:
-        with _skip_model_classes():
-            return AutoConfig.from_pretrained(
-                path, local_files_only=True, trust_remote_code=is_trusted(path), **changes
-            )
-    except _get_config_error_types() as error:
-        reason = " ".join(str(error).split())
-        raise make_untrusted_error(path, error) or ConfigError(
-            f"{path}: config.json: {reason}"
-        ) from None
+    with wrap_config_errors(path), _skip_model_classes():
+        return AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=is_trusted(path), **changes
+        )
 
 
 def check_regular_files(path: Path) -> None:
-    """Raise ConfigError if a model directory contains a FIFO, a device or a huge file.
+    """Raise ConfigError without a directory, or if it contains a FIFO, a device or a huge file.
 
     Libraries would read such files forever.
     """
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such directory; a model is a directory on this machine")
     with wrap_file_errors(path):
         files = sorted(path.iterdir())
     for file in files:
@@ -115,50 +117,40 @@ def read_model_length(path: str, *, limit: int | None) -> int:
 
     Raises ConfigError for a malformed config, or a `limit` above the context length.
     """
-    try:
-        config = read_model_config(path)
-    except ConfigError as error:
-        raise ConfigError(f"model.path={error}") from None
-    try:
-        tokens = compute_max_positions(config)
-    except _get_config_error_types() as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"model.path={path}: config.json: {reason}") from None
-    _check_generation_config(Path(path), int(config.get_text_config().vocab_size))
+    with wrap_config_errors(path):
+        tokens = compute_max_positions(read_model_config(path))
+    # vLLM refuses or ignores other ids.
+    token_ids, vocab_size = read_eos_token_ids(Path(path)), read_vocab_size(path)
+    if not all(isinstance(token_id, int) and 0 <= token_id < vocab_size for token_id in token_ids):
+        raise ConfigError(
+            f"{path}: {GENERATION_CONFIG}: eos_token_id={token_ids}: must be token ids below the"
+            f" vocabulary size {vocab_size}"
+        )
     if limit is not None and limit > tokens:
         raise ConfigError(f"model.max_length={limit}: the model takes at most {tokens} tokens")
     return tokens if limit is None else limit
 
 
-def _check_generation_config(path: Path, vocab_size: int) -> None:
-    """Raise ConfigError for defaults in generation_config.json that vLLM refuses or ignores."""
-    token_ids = read_eos_token_ids(path)
-    if not all(isinstance(token_id, int) and 0 <= token_id < vocab_size for token_id in token_ids):
-        raise ConfigError(
-            f"model.path={path}: {GENERATION_CONFIG}: eos_token_id={token_ids}: must be token"
-            f" ids below the vocabulary size {vocab_size}"
-        )
+def read_vocab_size(path: str) -> int:
+    """Read the vocabulary size in a model directory's config.json. Raises ConfigError."""
+    with wrap_config_errors(path):
+        return int(read_model_config(path).get_text_config().vocab_size)
 
 
 def read_eos_token_ids(path: Path) -> list[int]:
-    """Return the EOS token ids in a model's generation_config.json; [] if it names none.
+    """Read the EOS token ids in a model's generation_config.json; [] if it names none.
 
-    Warnings of transformers, as about a temperature under greedy decoding, do not matter here.
     Raises ConfigError for an unreadable file.
     """
-    if not (path / GENERATION_CONFIG).is_file():
+    file = path / GENERATION_CONFIG
+    if not file.is_file():
         return []
-    from transformers import GenerationConfig
-
-    try:
-        with silence_transformers():
-            eos_token_id = GenerationConfig.from_pretrained(
-                path, local_files_only=True
-            ).eos_token_id
-    except _get_config_error_types() as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"model.path={path}: {GENERATION_CONFIG}: {reason}") from None
-    token_ids = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
+    with wrap_file_errors(file):
+        settings = read_small_json(file)
+        if not isinstance(settings, dict):
+            raise ValueError("not a JSON object")
+    token_ids = settings.get("eos_token_id")
+    token_ids = token_ids if isinstance(token_ids, list) else [token_ids]
     return [token_id for token_id in token_ids if token_id is not None]
 
 
@@ -245,10 +237,6 @@ def read_stored_tensors(path: Path, key: str) -> dict[str, StoredTensor]:
     key: setting that names the directory, for errors. Raises ConfigError for missing files or
     malformed headers.
     """
-    from safetensors import SafetensorError, safe_open
-
-    if not path.is_dir():
-        raise ConfigError(f"{key}={path}: no such directory")
     check_regular_files(path)
     files = list_weight_files(path)
     if not files:
@@ -267,22 +255,6 @@ def read_stored_tensors(path: Path, key: str) -> dict[str, StoredTensor]:
 
 def read_stored_shapes(path: Path, key: str) -> dict[str, tuple[int, ...]]:
     return {name: tensor.shape for name, tensor in read_stored_tensors(path, key).items()}
-
-
-@contextmanager
-def silence_transformers() -> Iterator[None]:
-    """Suppress log messages and progress bars of transformers in the block."""
-    from transformers.utils import logging
-
-    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if has_bars:
-            logging.enable_progress_bar()
 
 
 @contextmanager

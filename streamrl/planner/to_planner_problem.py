@@ -4,13 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from streamrl.config.run_config import RunConfig
-from streamrl.data.chat_template import load_vocab_size
 from streamrl.data.prompt_file import LazyTokenizer, PromptLimits, load_prompts
 from streamrl.data.training_files import open_training_files
 from streamrl.dataflow import COST_CRITIC, CRITIC, POLICY, REWARD_ROLES, CallKind
 from streamrl.engines.models.model_shapes import ModelShape, add_adapter_params, load_model_shape
 from streamrl.errors import ConfigError
-from streamrl.files.hf_config import read_model_length
+from streamrl.files.hf_config import read_model_length, read_vocab_size
 from streamrl.placement.clusters import Cluster
 from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.problem.problem import PlacementProblem, RunMemory, RunOptions
@@ -166,7 +165,7 @@ def measure_prompt_tokens(config: RunConfig) -> tuple[float, int]:
             key=config.completion_limit_key,
         )
         data, tokenizer = config.data, LazyTokenizer(config.model.path)
-        vocab_size, environments = load_vocab_size(config.model.path), config.environment.specs
+        vocab_size, environments = read_vocab_size(config.model.path), config.environment.specs
         limits = PromptLimits(limit, vocab_size, data.on_long_prompt, tuple(environments))
         opened = open_training_files(data.train_files, tokenizer, limits)
         evaluation = load_prompts(

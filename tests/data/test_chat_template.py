@@ -9,12 +9,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from streamrl.data.chat_template import (
     load_chat_template,
     load_tokenizer,
-    load_vocab_size,
     render_prompts,
 )
 from streamrl.data.config import DataFile
 from streamrl.data.prompt_file import PromptFile, PromptLimits
 from streamrl.errors import ConfigError
+from streamrl.files.hf_config import read_vocab_size
 from tests.data_rows import load_rows
 
 CHAT = [
@@ -123,25 +123,20 @@ def test_other_families_load_through_auto_tokenizer(tmp_path, family):
     assert tokenizer.backend_tokenizer.to_str() == reference.backend_tokenizer.to_str()
 
 
-@pytest.mark.parametrize("load", [load_tokenizer, load_vocab_size])
+@pytest.mark.parametrize("load", [load_tokenizer, read_vocab_size])
 def test_a_path_that_is_not_a_model_directory_is_named(load, tmp_path):
     file = tmp_path / "model.txt"
     file.write_text("")
-    for path, words in (
-        (tmp_path / "none", "does not exist"),
-        (file, "is not a directory"),
-        (tmp_path, "config.json is missing"),
-    ):
-        with pytest.raises(ConfigError, match=words) as caught:
+    for path in (tmp_path / "none", file):
+        with pytest.raises(ConfigError, match=f"^{path}: no such directory"):
             load(str(path))
-        assert str(caught.value).startswith(str(path))
 
 
 @pytest.mark.parametrize(
     ("files", "load"),
     [
-        ({"config.json": "{"}, load_vocab_size),
-        ({"config.json": "{}"}, load_vocab_size),
+        ({"config.json": "{"}, read_vocab_size),
+        ({"config.json": "{}"}, read_vocab_size),
         ({"config.json": '{"model_type": "llama"}'}, load_tokenizer),
         ({"config.json": '{"model_type": "qwen2"}'}, load_tokenizer),
         ({"config.json": '{"model_type": "llama"}', "tokenizer.json": "{}"}, load_tokenizer),
@@ -160,7 +155,7 @@ def test_a_damaged_model_directory_is_refused_in_one_line(files, load, tmp_path)
 def test_a_nested_text_config_gives_the_vocabulary_size(tmp_path):
     config = {"model_type": "qwen2_vl", "text_config": {"vocab_size": 77}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert load_vocab_size(str(tmp_path)) == 77
+    assert read_vocab_size(str(tmp_path)) == 77
 
 
 #: Families of published models with a byte-level tokenizer.json.

@@ -45,7 +45,7 @@ def test_each_file_has_its_own_options():
             "data.train[1].wieght=1: unknown; the nearest key is w",
         ),
         ({"path": ["a"]}, "data.train.path=['a']: must be text"),
-        ({"path": "a", "weight": 0}, "data.train.weight=0: must be a number above 0"),
+        ({"path": "a", "weight": 0}, "data.train.weight=0.0: must be above 0"),
         ({"path": "a", "weight": "x"}, "data.train.weight='x': must be a number"),
         (["a", {"path": "b", "weight": 1}], "data.train[0].weight: missing; give all files"),
         ({"path": "a", "name": "x/y"}, "data.train.name='x/y': must be printable"),

@@ -284,10 +284,3 @@ def test_resume_on_other_data_or_in_another_order_is_refused(size, settings, wor
     other = stream_of(prompts(size), **{"seed": 1, "mix": mix if size == 6 else [], **settings})
     with pytest.raises(ConfigError, match=words):
         other.load_state_dict(state)
-
-
-@pytest.mark.parametrize("drawn", [[], [1, 1], [-1]])
-def test_a_position_outside_the_data_is_refused(drawn):
-    state = {**stream_of(prompts(5), seed=1).state_dict(), "drawn": drawn}
-    with pytest.raises(ValueError, match="rows drawn from 1 files"):
-        stream_of(prompts(5), seed=1).load_state_dict(state)

@@ -100,8 +100,8 @@ def test_gemma_3_states_positions_after_scaling():
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ('{"max_new_tokens": -1}', "max_new_tokens"),
-        ('{"eos', "not a valid JSON file"),
+        ('{"eos', "Unterminated string"),
+        ("[]", "not a JSON object"),
         ('{"eos_token_id": "x"}', "eos_token_id=['x']: must be token ids"),
         ('{"eos_token_id": 10000000}', "must be token ids below"),
     ],

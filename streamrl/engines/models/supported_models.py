@@ -7,11 +7,13 @@ run catch further differences. Families: docs/models.md.
 import importlib.util
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 from streamrl.engines.dtypes import resolve_trainer_dtype
 from streamrl.engines.models.forward import (
@@ -33,7 +35,6 @@ from streamrl.files.hf_config import (
     read_num_layers,
     read_stored_shapes,
     read_stored_tensors,
-    silence_transformers,
 )
 
 TensorShapes = Mapping[str, tuple[int, ...]]
@@ -127,6 +128,20 @@ def check_packed_rows(path: str, attention: str, *, setting: str) -> None:
     """Raise ConfigError if rows of a model cannot be packed, which `setting` needs."""
     if reason := _explain_forward(path, attention)[0]:
         raise ConfigError(f"{setting}: needs packed rows, but {path} is padded: {reason}")
+
+
+@contextmanager
+def silence_transformers() -> Iterator[None]:
+    """Suppress log messages and progress bars of transformers in the block."""
+    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bars:
+            logging.enable_progress_bar()
 
 
 def _explain_forward(path: str, attention: str) -> tuple[str, str]:

@@ -52,11 +52,11 @@ def test_a_file_of_the_command_line_has_no_options_of_the_config():
         (TWO, {"name": "gues"}, "--environment=gues: not in environment.named .* nearest .* guess"),
         (ONE, {"name": "guess"}, "--environment=guess: not in environment.named of --config"),
         (TWO, {"location": ""}, "give --environment NAME, one of guess, other"),
-        (TWO, {}, "rows.jsonl line 1: names no environment; .* one of guess, other"),
+        (TWO, {}, "rows.jsonl line 1: column environment=: .* one of guess, other"),
         (
             ONE,
             {"row": "guess"},
-            "rows.jsonl line 1: environment=guess: the run has no environment",
+            "rows.jsonl line 1: column environment=guess: the run has none",
         ),
     ],
 )
