@@ -395,9 +395,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "rewards/group_filter.py",
-        "if low < mean < high",
-        "if low <= mean <= high",
-        "tests/rewards/test_group_filter.py -k mean_outside",
+        "if len(scores) == 1 or not has_equal_scores(scores.min(), scores.max()):",
+        "if not has_equal_scores(scores.min(), scores.max()):",
+        "tests/rewards/test_group_filter.py -k two_or_more_rollouts",
     ),
     Mutant(
         "rewards/kinds/judge.py",

@@ -28,7 +28,6 @@ from streamrl.config.run_config import RunConfig
 from streamrl.engines.trainer_config import CriticConfig, TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import suggest_nearest
-from streamrl.rewards.group_filter import FILTER_KINDS
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.registry import REWARD_KINDS, RewardKind
 from streamrl.telemetry.drawing.graph_text import DataflowGraph, render_mermaid, render_text
@@ -217,8 +216,8 @@ class ConfigKey(NamedTuple):
         return re.split(r"[.\[]", self.name)[0]
 
 
-INLINE_OPTIONS = ("filter.options", "rewards[].options")
-"""Mappings whose keys users write beside `kind`."""
+INLINE_OPTIONS = "rewards[].options"
+"""Mapping whose keys users write beside `kind`."""
 SAME_KEYS = {
     "costs": "entries like those of `rewards`, for constrained algorithms",
     "environment.named": "",
@@ -236,7 +235,7 @@ def list_config_keys(settings: type = RunConfig, prefix: str = "") -> Iterator[C
     for field in dataclasses.fields(settings):
         name, hint = f"{prefix}{field.name}", hints[field.name]
         entry = next((a for a in typing.get_args(hint) if dataclasses.is_dataclass(a)), None)
-        if name in INLINE_OPTIONS:
+        if name == INLINE_OPTIONS:
             pass
         elif dataclasses.is_dataclass(hint):
             yield from list_config_keys(typing.cast(type, hint), f"{name}.")
@@ -245,10 +244,6 @@ def list_config_keys(settings: type = RunConfig, prefix: str = "") -> Iterator[C
         else:
             meaning = SAME_KEYS.get(name) or meanings.get(field.name, "")
             yield ConfigKey(name, _format_type(hint), format_default(field), meaning)
-        if name == "filter.options":
-            for kind, filter_kind in FILTER_KINDS.items():
-                for key in list_config_keys(filter_kind.options_type, "filter."):
-                    yield key._replace(meaning=f"only kind {kind}: {key.meaning}")
 
 
 def _select_keys(name: str | None) -> list[ConfigKey]:

@@ -97,6 +97,7 @@ REMOVED_SETTINGS: Mapping[str, object] = {
     "environment.min_episodes": None,
     "environment.on_timeout": "mask",
     "scorer.combine": "",
+    "filter.options": {},
     "trainer.warmup_ratio": 0.0,
     "critic.trainer.warmup_ratio": 0.0,
     "queue.capacity_groups": None,
@@ -116,6 +117,7 @@ the names of a mapping.
 
 
 REPLACEMENTS = {
+    "filter.options": "write its keys in the section filter",
     "data.prompt_key": "set prompt_key per file, beside its path",
     "environment.call_timeout_s": "half of environment.turn_timeout_s holds now",
     "queue.journal.fsync_s": "use queue.journal.fsync, true or false",
@@ -412,26 +414,22 @@ def _build_sections(kind: type[ConfigT], settings: DictConfig, *, source: str) -
 
 
 def _fold_kind_options(raw: Any) -> Any:
-    """Move options that depend on the kind of a reward, cost or filter under the key `options`.
+    """Move options that depend on the kind of a reward or cost under the key `options`.
 
     Users write such options beside `kind`.
     """
-    fields = {key: set(get_fields(kind)) for key, kind in _OPTION_SECTIONS.items()}
-    folded = dict(raw)
-    for key in folded.keys() & fields.keys():
-        value = folded[key]
-        if isinstance(value, list):
+    fields, folded = set(get_fields(RewardConfig)), dict(raw)
+    for key in _OPTION_SECTIONS:
+        if isinstance(entries := folded.get(key), list):
             folded[key] = [
-                fold_options(entry, fields[key]) if isinstance(entry, dict) else entry
-                for entry in value
+                fold_options(entry, fields) if isinstance(entry, dict) else entry
+                for entry in entries
             ]
-        elif isinstance(value, dict):
-            folded[key] = fold_options(value, fields[key])
     return folded
 
 
-#: Sections with options that depend on their kind.
-_OPTION_SECTIONS = {"rewards": RewardConfig, "costs": RewardConfig, "filter": FilterConfig}
+#: Lists of entries with options that depend on their kind.
+_OPTION_SECTIONS = ("rewards", "costs")
 
 
 def _make_critic_trainer(trainer: TrainerConfig, changes: Mapping[str, Any]) -> TrainerConfig:
@@ -464,7 +462,7 @@ def _iter_leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
     """Yield (full key, value) for all scalars in nested settings."""
     if isinstance(value, dict):
         for name, inner in value.items():
-            # The options of a reward or a filter are written beside its fixed keys.
+            # The options of a reward are written beside its fixed keys.
             is_inline = name == "options" and key.partition("[")[0] in _OPTION_SECTIONS
             inner_key = key if is_inline else f"{key}.{name}"
             yield from _iter_leaves(inner, inner_key.removeprefix("."))
@@ -486,10 +484,11 @@ def _make_paths_absolute(config: ConfigSections) -> None:
         config.critic.path = str(Path(config.critic.path).absolute())
     for key in ("train", "eval", "pretrain"):
         setattr(config.data, key, make_paths_absolute(vars(config.data)[key]))
-    owners = [*config.rewards, *config.costs]
-    for options in (*(owner.options for owner in owners), config.filter.options):
-        if path := options.get("path"):
-            options["path"] = str(Path(str(path)).absolute())
+    for entry in (*config.rewards, *config.costs):
+        if path := entry.options.get("path"):
+            entry.options["path"] = str(Path(str(path)).absolute())
+    if config.filter.path:
+        config.filter.path = str(Path(config.filter.path).absolute())
     for spec in config.environment.specs.values():
         spec.make_paths_absolute()
     if config.algorithm.path:

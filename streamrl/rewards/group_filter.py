@@ -5,17 +5,15 @@ arXiv 2503.14476, section 3.2) rejects such groups and samples other prompts ins
 """
 
 import math
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
-from omegaconf import MISSING
 
 from streamrl.algorithms.math.masks import has_equal_scores
-from streamrl.errors import ConfigError, RewardError
-from streamrl.files.typed_settings import at_least, check_rules, read_settings
+from streamrl.errors import RewardError
+from streamrl.files.typed_settings import at_least, check_conflicts, check_rules, one_of
 from streamrl.messages import COMPONENT_PREFIX, Columns, Prompt, describe_prompt
 from streamrl.user_code.checks import format_value
 from streamrl.user_code.python_module import load_function
@@ -29,46 +27,36 @@ FILTER_PARAMETERS = ("prompt", "scores", "rewards")
 class FilterConfig:
     """Config section `filter`: which scored groups to reject and replace (dynamic sampling).
 
-    kind: none; equal_rewards: reject groups with equal rewards; mean_outside: reject groups with a
-        mean reward outside the open interval (low, high); function: a user's function decides.
+    kind: none; equal_rewards: reject groups with equal rewards; function: a function of yours
+        decides.
     max_filter_rounds: end the run with an error once a single step has filtered this many steps'
         worth of groups.
     oversample: prompts admitted per group of a step before the filter has decided, at most 32;
         auto: the recent number of scored groups per accepted group.
-    options: options of the kind: low and high, or path and function; may also be given directly
-        in the section.
+    path: Python file of kind function.
+    function: name of the function in that file.
     """
 
-    kind: str = "none"
+    kind: Annotated[str, one_of("none", "equal_rewards", "function")] = "none"
     max_filter_rounds: Annotated[int, at_least(1)] = 10
     oversample: int | float | str = 1
-    options: dict[str, Any] = field(default_factory=dict)
+    path: str = ""
+    function: str = ""
 
     def __post_init__(self) -> None:
-        if self.kind not in FILTER_KINDS:
-            options = ", ".join(FILTER_KINDS)
-            raise ConfigError(f"filter.kind={self.kind}: must be one of {options}")
-        if self.kind == "none" and self.options:
-            raise ConfigError(
-                f"filter.{next(iter(self.options))} has no effect with filter.kind=none;"
-                " mean_outside takes low and high, function takes path and function"
-            )
-        read_settings(FILTER_KINDS[self.kind].options_type, self.options, section="filter")
         check_rules(self, "filter.")
-        self._check_oversample()
-
-    def _check_oversample(self) -> None:
-        value = self.oversample
-        is_number = not isinstance(value, str) and math.isfinite(value) and value >= 1
-        if value != AUTO_OVERSAMPLE and not is_number:
-            raise ConfigError(
-                f"filter.oversample={value}: must be a number of at least 1, or {AUTO_OVERSAMPLE}"
-            )
-        if value != 1 and not self.is_enabled:
-            raise ConfigError(
-                f"filter.oversample={value} has no effect with filter.kind=none: every sampled"
-                " group is trained"
-            )
+        is_function, factor = self.kind == "function", self.oversample
+        is_number = not isinstance(factor, str) and 1 <= factor < math.inf
+        no_effect = f"has no effect with filter.kind={self.kind}"
+        name_rule = "missing" if is_function else no_effect
+        factor_rule = f"must be a number of at least 1, or {AUTO_OVERSAMPLE}"
+        conflicts = (
+            (bool(self.path) != is_function, "path", name_rule),
+            (bool(self.function) != is_function, "function", name_rule),
+            (not is_number and factor != AUTO_OVERSAMPLE, "oversample", factor_rule),
+            (not self.is_enabled and factor != 1, "oversample", no_effect),
+        )
+        check_conflicts(self, conflicts, "filter.")
 
     @property
     def is_enabled(self) -> bool:
@@ -78,42 +66,6 @@ class FilterConfig:
     def oversample_factor(self) -> float | None:
         """Prompts admitted per trained group; None for auto."""
         return None if isinstance(self.oversample, str) else float(self.oversample)
-
-
-@dataclass
-class EmptyFilterOptions:
-    """Options of filter kinds without options: none, equal_rewards."""
-
-
-@dataclass
-class MeanOutsideOptions:
-    """Options of filter kind `mean_outside`.
-
-    low: lower end of the interval, exclusive.
-    high: upper end of the interval, exclusive.
-    """
-
-    low: float = 0.0
-    high: float = 1.0
-
-    def __post_init__(self) -> None:
-        for key in ("low", "high"):
-            if not math.isfinite(vars(self)[key]):
-                raise ConfigError(f"{key}={vars(self)[key]}: must be finite")
-        if self.low >= self.high:
-            raise ConfigError(f"low={self.low}: must be below high={self.high}")
-
-
-@dataclass
-class FunctionFilterOptions:
-    """Options of filter kind `function`.
-
-    path: the Python file.
-    function: name of the function in that file.
-    """
-
-    path: str = MISSING
-    function: str = MISSING
 
 
 GroupFilter = Callable[[Prompt, Columns], str | None]
@@ -134,30 +86,15 @@ def reject_equal_rewards(prompt: Prompt, columns: Columns) -> str | None:
     return f"all {len(scores)} rewards are {np.float32(scores.min()):zg}"
 
 
-def make_mean_filter(options: MeanOutsideOptions) -> GroupFilter:
-    low, high = options.low, options.high
-
-    def reject_mean_outside(prompt: Prompt, columns: Columns) -> str | None:
-        # fmean sums exactly: the result does not depend on the order of the rollouts.
-        mean = statistics.fmean(columns["scores"].tolist())
-        return (
-            None
-            if low < mean < high
-            else f"mean reward {mean:zg} is not inside ({low:zg}, {high:zg})"
-        )
-
-    return reject_mean_outside
-
-
-def make_function_filter(options: FunctionFilterOptions) -> GroupFilter:
+def make_function_filter(path: str, function: str) -> GroupFilter:
     """Return the filter that rejects groups for which the user's function returns False.
 
     The function is `keep(prompt, scores, rewards)` with any subset of these parameters. scores: a
     float per rollout. rewards: a list of floats per named reward, None where that reward abstains.
     The call runs in the caller's thread without a deadline: no models, no network.
     """
-    label = f"filter.function={options.function}"
-    code = load_function(options.path, options.function, setting="filter.path", label=label)
+    label = f"filter.function={function}"
+    code = load_function(path, function, setting="filter.path", label=label)
     code.check_not_async()
     parameters = code.select_arguments(FILTER_PARAMETERS)
 
@@ -184,22 +121,6 @@ def make_function_filter(options: FunctionFilterOptions) -> GroupFilter:
     return reject_unkept
 
 
-@dataclass(frozen=True)
-class FilterKind:
-    """A filter kind: function that builds the filter from its options, and type of the options."""
-
-    create_filter: Callable[[Any], GroupFilter]
-    options_type: type
-
-
-FILTER_KINDS: Mapping[str, FilterKind] = {
-    "none": FilterKind(lambda _: accept_group, EmptyFilterOptions),
-    "equal_rewards": FilterKind(lambda _: reject_equal_rewards, EmptyFilterOptions),
-    "mean_outside": FilterKind(make_mean_filter, MeanOutsideOptions),
-    "function": FilterKind(make_function_filter, FunctionFilterOptions),
-}
-
-
 def build_group_filter(config: FilterConfig, excluded_reasons: Sequence[int] = ()) -> GroupFilter:
     """Build the filter of a run. Raises ConfigError for an unusable file or function.
 
@@ -207,10 +128,12 @@ def build_group_filter(config: FilterConfig, excluded_reasons: Sequence[int] = (
     finish reasons of the others. It rejects a group of several of which at most one is included,
     and so none can be compared.
     """
-    kind = FILTER_KINDS[config.kind]
-    options: Any = read_settings(kind.options_type, config.options, section="filter")
-    judge_group = kind.create_filter(options)
-    if not (config.is_enabled and excluded_reasons):
+    if not config.is_enabled:
+        return accept_group
+    judge_group: GroupFilter = reject_equal_rewards
+    if config.kind == "function":
+        judge_group = make_function_filter(config.path, config.function)
+    if not excluded_reasons:
         return judge_group
 
     def judge_included(prompt: Prompt, columns: Columns) -> str | None:

@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from streamrl.errors import ConfigError
@@ -18,8 +17,8 @@ from streamrl.rewards.kinds.judge import JudgeOptions, JudgeReward
 from streamrl.rewards.kinds.model import ModelOptions, ModelReward
 from streamrl.rewards.kinds.rules import (
     ENVIRONMENT_KIND,
+    SYMBOLIC,
     AutoReward,
-    ChoiceOptions,
     DapoOptions,
     EmptyRewardOptions,
     EnvironmentReward,
@@ -29,11 +28,11 @@ from streamrl.rewards.kinds.rules import (
     RegexOptions,
     SymbolicOptions,
     SymbolicReward,
-    TagsOptions,
     build_exact_reward,
+    build_length_reward,
+    build_matcher_reward,
     build_numeric_reward,
     build_regex_reward,
-    build_rule_reward,
 )
 from streamrl.rewards.reward_set import (
     REWARDS,
@@ -57,42 +56,35 @@ class RewardKind:
     can_use_devices: bool = False
 
 
-_RULES: Mapping[str, tuple[str, type]] = {
-    "gsm8k": ("GSM8K: 1 if the number after #### equals the ground truth", Gsm8kOptions),
-    "math": (
-        r"MATH: 1 if the last \boxed{} equals the ground truth in normal form",
-        EmptyRewardOptions,
-    ),
-    "dapo_math": (
-        "DAPO: 1 if the text after the last Answer: equals the ground truth, else -1",
-        DapoOptions,
-    ),
-    "choice": ("1 if the chosen letter equals the ground truth", ChoiceOptions),
-    "tags": ("1 if tags such as <think> and <answer> are in order", TagsOptions),
-    "length": ("1 if the length is within bounds, falling to 0 outside", LengthOptions),
-}
-"""Summary and options of the kinds that are a matcher of their name."""
 REWARD_KINDS: Mapping[str, RewardKind] = {
     "exact": RewardKind(
-        "1 if the answer equals the ground truth as text",
-        PatternOptions,
-        lambda spec: build_exact_reward(spec.options),
+        "1 if the answer equals the ground truth as text", PatternOptions, build_exact_reward
     ),
     "numeric": RewardKind(
-        "1 if the answer equals the ground truth as a number",
-        PatternOptions,
-        lambda spec: build_numeric_reward(spec.options),
+        "1 if the answer equals the ground truth as a number", PatternOptions, build_numeric_reward
     ),
     "regex": RewardKind(
-        "1 if a pattern matches in the completion",
-        RegexOptions,
-        lambda spec: build_regex_reward(spec.options),
+        "1 if a pattern matches in the completion", RegexOptions, build_regex_reward
     ),
-    **{
-        name: RewardKind(summary, options_type, partial(build_rule_reward, name))
-        for name, (summary, options_type) in _RULES.items()
-    },
-    "symbolic": RewardKind(
+    "length": RewardKind(
+        "1 if the length is within bounds, falling to 0 outside", LengthOptions, build_length_reward
+    ),
+    "gsm8k": RewardKind(
+        "GSM8K: 1 if the number after #### equals the ground truth",
+        Gsm8kOptions,
+        lambda spec: build_matcher_reward("gsm8k", spec.options),
+    ),
+    "math": RewardKind(
+        r"MATH: 1 if the last \boxed{} equals the ground truth in normal form",
+        EmptyRewardOptions,
+        lambda spec: build_matcher_reward("math"),
+    ),
+    "dapo_math": RewardKind(
+        "DAPO: 1 if the text after the last Answer: equals the ground truth, else -1",
+        DapoOptions,
+        lambda spec: build_matcher_reward("dapo_math", spec.options),
+    ),
+    SYMBOLIC: RewardKind(
         "1 if the answer equals the ground truth as mathematics (math-verify)",
         SymbolicOptions,
         SymbolicReward,
@@ -126,7 +118,11 @@ REWARD_KINDS: Mapping[str, RewardKind] = {
         "score from a language model behind an OpenAI-compatible server", JudgeOptions, JudgeReward
     ),
 }
-REMOVED_KINDS = {"reasoning_gym": "examples/reasoning_gym has it as a function"}
+REMOVED_KINDS = {
+    "reasoning_gym": "examples/reasoning_gym has it as a function",
+    "choice": r"use kind exact with pattern: (?i:answer)(?: is|:)[\s*(]*([A-J])\b",
+    "tags": r"use kind regex with pattern: (?s)\A<think>.+</think>\s*<answer>.+</answer>\Z",
+}
 # Metrics of the combined score use these names: reward/mean, cost/std.
 _RESERVED_NAMES = ("mean", "std")
 ENTRY_KEYS = frozenset(key.name for key in dataclasses.fields(RewardConfig))

@@ -39,7 +39,6 @@ def test_a_named_key_or_section_is_printed(capsys: pytest.CaptureFixture[str]):
     assert read_output(capsys, "trainer.lr").startswith(lr)
     text = read_output(capsys, "rewards")
     assert all(name.startswith("rewards[].") for name in re.findall(r"^\S+", text, re.MULTILINE))
-    assert "filter.low\n  type     float\n  default  0.0\n" in read_output(capsys, "filter.low")
     assert "\n  default  1.0e-05\n" in read_output(capsys, "critic.trainer.lr")
 
 

@@ -1,10 +1,8 @@
-import math
 import textwrap
-from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.errors import ConfigError, RewardError
@@ -37,7 +35,7 @@ def filter_from(tmp_path):
     def make(source, name="keep"):
         path = tmp_path / "filter.py"
         path.write_text(textwrap.dedent(source))
-        return FilterConfig("function", options={"path": str(path), "function": name})
+        return FilterConfig("function", path=str(path), function=name)
 
     return make
 
@@ -57,44 +55,15 @@ def test_equal_rewards_rejects_groups_of_two_or_more_rollouts(scores, words):
     assert reason(EQUAL, scores) == words
 
 
-@given(
-    st.data(),
-    groups,
-    st.sampled_from([EQUAL, FilterConfig("mean_outside", options={"low": -1, "high": 1})]),
-)
-def test_the_filter_is_invariant_to_the_order_of_rollouts(data, scores, config):
-    assert reason(config, data.draw(st.permutations(scores))) == reason(config, scores)
-
-
-@pytest.mark.parametrize(
-    ("scores", "low", "high", "words"),
-    [
-        ([1, 1, 1, 1], 0, 1, "mean reward 1 is not inside (0, 1)"),
-        ([1, 0, 0, 0], 0, 1, None),
-        ([1, 0, 0, 0], 0.25, 0.75, "mean reward 0.25 is not inside (0.25, 0.75)"),
-        ([1, 1, 1, 0], 0.25, 0.75, "mean reward 0.75 is not inside (0.25, 0.75)"),
-        ([1], 0, 1, "mean reward 1 is not inside (0, 1)"),
-    ],
-)
-def test_mean_outside_accepts_means_inside_the_open_interval(scores, low, high, words):
-    assert reason(FilterConfig("mean_outside", options={"low": low, "high": high}), scores) == words
-
-
-@given(groups, st.floats(-1000, 1000), st.floats(-1000, 1000))
-def test_the_mean_is_a_float64(scores, low, high):
-    assume(low < high)
-    # fmean rounds the exact sum once, then divides.
-    mean = float(sum(Fraction(score) for score in scores)) / len(scores)
-    is_accepted = (
-        reason(FilterConfig("mean_outside", options={"low": low, "high": high}), scores) is None
-    )
-    assert is_accepted == (low < mean < high)
+@given(st.data(), groups)
+def test_the_filter_is_invariant_to_the_order_of_rollouts(data, scores):
+    assert reason(EQUAL, data.draw(st.permutations(scores))) == reason(EQUAL, scores)
 
 
 @pytest.mark.parametrize(("scores", "kept"), [([1, 0], True), ([0, 0], False)])
 def test_a_user_function_decides_which_groups_are_accepted(filter_from, scores, kept):
     config = filter_from("def keep(scores): return max(scores) > 0")
-    expected = None if kept else f"keep in {config.options['path']} returned False"
+    expected = None if kept else f"keep in {config.path} returned False"
     assert reason(config, scores) == expected
 
 
@@ -166,26 +135,14 @@ def test_an_unusable_function_is_refused(filter_from, source, words):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("settings", "words"),
     [
-        (
-            {"kind": "foo"},
-            "filter.kind=foo: must be one of none, equal_rewards, mean_outside, function",
-        ),
-        ({"low": math.nan}, "filter.low=nan: must be finite"),
-        ({"low": 0.5, "high": 0.5}, "filter.low=0.5: must be below high=0.5"),
-        ({"kind": "function", "function": "keep"}, "filter.path: missing"),
-        (
-            {"kind": "none", "path": "a.py"},
-            "filter.path has no effect with filter.kind=none;"
-            " mean_outside takes low and high, function takes path and function",
-        ),
-        ({"path": "a.py"}, "filter.path='a.py': unknown; the keys are low, high"),
+        ({"kind": "foo"}, "filter.kind=foo: must be one of none, equal_rewards, function"),
+        ({"kind": "function", "function": "keep"}, "filter.path=: missing"),
+        ({"path": "a.py"}, "filter.path=a.py: has no effect with filter.kind=none"),
     ],
 )
-def test_invalid_settings_are_refused_in_one_line(options, words):
-    field_names = {"kind", "max_filter_rounds"}
-    settings = {"kind": "mean_outside", **{k: v for k, v in options.items() if k in field_names}}
+def test_invalid_settings_are_refused_in_one_line(settings, words):
     with pytest.raises(ConfigError) as caught:
-        FilterConfig(**settings, options={k: v for k, v in options.items() if k not in field_names})
+        FilterConfig(**settings)
     assert str(caught.value) == words

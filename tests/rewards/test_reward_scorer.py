@@ -8,7 +8,7 @@ from streamrl.errors import RewardError
 from streamrl.messages import Experience, FilteredGroup, GroupLease, Prompt
 from streamrl.messages import rollouts_to_columns as columns_of
 from streamrl.rewards.group_filter import accept_group
-from streamrl.rewards.interface.reward import Reward
+from streamrl.rewards.interface.reward import Reward, RewardSpec
 from streamrl.rewards.kinds.rules import RegexOptions, build_regex_reward
 from streamrl.rewards.reward_scorer import RewardScorer, score_costs
 from streamrl.rewards.reward_set import COSTS, RewardComponent, RewardSet
@@ -43,7 +43,7 @@ GREEDY = experience({"greedy_ids": np.array([3, 1], np.int32), "lengths": np.arr
 
 
 def contains(pattern):
-    return build_regex_reward(RegexOptions(pattern))
+    return build_regex_reward(RewardSpec("has", RegexOptions(pattern)))
 
 
 def one_reward(reward, **settings):

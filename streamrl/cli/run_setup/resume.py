@@ -99,7 +99,7 @@ def _check_replaceable(config: RunConfig) -> None:
     inputs |= {f"data.train[{i}]": file.path for i, file in enumerate(config.data.train_files)}
     inputs |= {f"data.eval[{i}]": file.path for i, file in enumerate(config.data.eval_files)}
     inputs |= {"critic.path": config.critic.path, "algorithm.path": config.algorithm.path}
-    inputs |= {"filter.path": config.filter.options.get("path", "")}
+    inputs |= {"filter.path": config.filter.path}
     for section, entries in (("rewards", config.rewards), ("costs", config.costs)):
         for i, entry in enumerate(entries):
             inputs[f"{section}[{i}].path"] = str(entry.options.get("path", ""))

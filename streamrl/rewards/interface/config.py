@@ -1,6 +1,6 @@
 """Config sections `rewards`, `scorer` and `sandbox`."""
 
-from collections.abc import Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -69,18 +69,15 @@ class SandboxConfig:
     allow_unsafe: bool = False
 
 
-def fold_options(entry: dict[str, Any], keys: Iterator[str] | set[str]) -> dict[str, Any]:
+def fold_options(entry: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
     """Move options written directly in a config entry into the entry's dict "options".
 
     keys: keys of the entry itself, which stay. Example with key `kind`: {kind: regex, pattern: x}
         becomes {kind: regex, options: {pattern: x}}.
     """
-    entry_keys = set(keys)
-    inline_options = {key: value for key, value in entry.items() if key not in entry_keys}
-    if not inline_options:
-        return entry
+    inline_options = {key: value for key, value in entry.items() if key not in keys}
     options = entry.get("options", {})
-    if not isinstance(options, dict):
+    if not inline_options or not isinstance(options, dict):
         return entry
-    rest = {key: value for key, value in entry.items() if key in entry_keys}
+    rest = {key: value for key, value in entry.items() if key in keys}
     return {**rest, "options": {**options, **inline_options}}

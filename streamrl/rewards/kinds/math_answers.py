@@ -1,21 +1,16 @@
-r"""Matchers of mathematical answers: math, dapo_math, gsm8k, symbolic.
+r"""Matchers of mathematical answers: math, dapo_math, gsm8k; ground truths of symbolic.
 
 math compares the last \boxed{} in normalized LaTeX: normal form of Hendrycks et al. 2021
 (arXiv 2103.03874). dapo_math is the rule of Yu et al. 2025 (arXiv 2503.14476), with the normal form
 of Lewkowycz et al. 2022 (Minerva, arXiv 2206.14858, appendix D). gsm8k compares the last number,
 for the dataset of Cobbe et al. 2021 (arXiv 2110.14168). All three have the scores of verl;
 docs/rewards_reference.md lists the differences.
-
-symbolic compares with math-verify, so x+1 equals 1+x. math-verify may run forever (it evaluates
-10^{10^{10}}). Its timeout uses signals, which work in the main thread only, and is disabled here:
-call this matcher in a process that can be killed.
 """
 
-import logging
 import re
 from typing import Any
 
-from streamrl.errors import ConfigError, RewardError
+from streamrl.errors import RewardError
 from streamrl.rewards.interface.answers import (
     make_missing_answer_result,
     parse_truth_text,
@@ -197,7 +192,7 @@ def _find_dapo_box(text: str) -> str | None:
     return extract_braced("{" + rest) if separator else None
 
 
-METHODS = ("strict", "flexible")
+GSM8K_METHODS = ("strict", "flexible")
 _MARKED_NUMBER = re.compile(r"#### (-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?[0-9.,]+")
 
@@ -206,11 +201,8 @@ def judge_gsm8k(completion: str, truth: Any, *, method: str = "strict") -> Rewar
     """Score 1 if the completion's number equals the truth as text without commas, else 0.
 
     method: strict takes the last number after "#### "; flexible takes the last number anywhere,
-        without a trailing full stop. Raises RewardError for an unusable truth and ConfigError for
-        an unknown method.
+        without a trailing full stop. Raises RewardError for an unusable truth.
     """
-    if method not in METHODS:
-        raise ConfigError(f"rewards.method={method}: must be one of {', '.join(METHODS)}")
     expected = validate_gsm8k_truth(truth)
     end = completion[-WINDOW_CHARS:]
     if method == "strict":
@@ -253,39 +245,3 @@ def validate_symbolic_truth(truth: Any) -> str:
             " exact, or judge"
         )
     return text
-
-
-def judge_symbolic(completion: str, truth: Any) -> RewardResult:
-    r"""Score 1 if the last answer of the completion equals the truth, else 0.
-
-    truth: LaTeX, with or without $ or \boxed{}, or a number. Precedence in the completion:
-    \boxed{}, "the answer is", other LaTeX, bare numbers. Raises RewardError if math-verify cannot
-    parse the truth.
-    """
-    # Imported here: the import takes more than 0.5 s.
-    from math_verify import verify
-
-    text = validate_symbolic_truth(truth)
-    expected = _parse_math(text if "$" in text or "\\boxed" in text else f"\\boxed{{{text}}}")
-    if not expected:
-        raise RewardError(f"ground_truth cannot be parsed by math-verify: {truth!r}")
-    parsed = _parse_math(completion)
-    if not parsed:
-        return make_missing_answer_result("mathematics that math-verify can read")
-    right = bool(verify(expected, parsed, timeout_seconds=None))
-    return RewardResult.from_correctness(right, _format_answer(parsed))
-
-
-def _parse_math(text: str) -> list[Any]:
-    from math_verify import parse
-
-    # Silence its warning about the disabled timeout; the worker pool enforces a deadline.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    return list(parse(text, parsing_timeout=None))
-
-
-def _format_answer(parsed: list[Any]) -> str:
-    try:
-        return str(parsed[0])
-    except ValueError:  # more digits than sys.get_int_max_str_digits()
-        return str(parsed[-1])

@@ -1,19 +1,19 @@
 """Kinds that judge by a rule: patterns, answer matchers, the score of the environment."""
 
 import asyncio
-import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from omegaconf import MISSING
 
 from streamrl.errors import RewardError
+from streamrl.files.typed_settings import at_least, check_conflicts, check_rules, one_of
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.answers import AnswerPattern, parse_truth_text
 from streamrl.rewards.interface.completion import Completion
@@ -24,8 +24,8 @@ from streamrl.rewards.interface.reward import (
     RuleReward,
     WorkerOptions,
 )
-from streamrl.rewards.kinds import form, math_answers
-from streamrl.rewards.kinds.form import LETTERS
+from streamrl.rewards.kinds import math_answers
+from streamrl.rewards.kinds.math_answers import GSM8K_METHODS
 from streamrl.user_code.reward_result import RewardResult
 
 
@@ -34,30 +34,21 @@ class AnswerMatcher:
     """Scores a completion against a ground truth.
 
     judge_completion: (completion, truth, **options) -> RewardResult. Raises RewardError for an
-        unusable truth and ConfigError for a wrong option; never raises because of the completion.
-    validate_truth: raises RewardError for an unusable truth; by default, every truth is usable.
-    may_hang: some completions take unbounded time, so the matcher must run in a process that can be
-        killed. Other matchers take time linear in the length of the completion.
+        unusable truth; never raises because of the completion, in time linear in its length.
+    validate_truth: raises RewardError for an unusable truth.
     """
 
     judge_completion: Callable[..., RewardResult]
-    validate_truth: Callable[..., object] = lambda truth: None
-    may_hang: bool = False
+    validate_truth: Callable[[Any], object]
 
 
 MATCHERS: Mapping[str, AnswerMatcher] = {
     "gsm8k": AnswerMatcher(math_answers.judge_gsm8k, math_answers.validate_gsm8k_truth),
     "math": AnswerMatcher(math_answers.judge_math, math_answers.validate_math_truth),
     "dapo_math": AnswerMatcher(math_answers.judge_dapo_math, math_answers.validate_dapo_math_truth),
-    "symbolic": AnswerMatcher(
-        math_answers.judge_symbolic, math_answers.validate_symbolic_truth, may_hang=True
-    ),
-    "choice": AnswerMatcher(form.judge_choice, form.validate_choice_truth),
-    "tags": AnswerMatcher(form.judge_tags),
-    "length": AnswerMatcher(form.judge_length),
 }
-#: Matcher by pattern of the row's data_source (fnmatch); the first matching pattern counts.
-MATCHER_BY_SOURCE: Mapping[str, str] = {
+SYMBOLIC = "symbolic"
+KIND_BY_SOURCE: Mapping[str, str] = {
     "openai/gsm8k": "gsm8k",
     "lighteval/MATH": "math",
     "DigitalLearningGmbH/MATH-lighteval": "math",
@@ -66,17 +57,18 @@ MATCHER_BY_SOURCE: Mapping[str, str] = {
     "math_dapo": "dapo_math",
     "math_dapo_reasoning": "dapo_math",
     "aime*": "dapo_math",
-    "numina_*": "symbolic",
+    "numina_*": SYMBOLIC,
 }
+"""Matcher or SYMBOLIC by pattern of the row's data_source (fnmatch); the first match counts."""
 
 
-def find_matcher(data_source: str) -> AnswerMatcher:
-    """Return the default matcher of a data_source. Raises RewardError without a default."""
-    for source, name in MATCHER_BY_SOURCE.items():
+def find_kind(data_source: str) -> str:
+    """Return the default rule of a data_source. Raises RewardError without a default."""
+    for source, kind in KIND_BY_SOURCE.items():
         if fnmatchcase(data_source, source):
-            return MATCHERS[name]
+            return kind
     raise RewardError(
-        f"data_source {data_source!r} has no default rule; known: {', '.join(MATCHER_BY_SOURCE)}"
+        f"data_source {data_source!r} has no default rule; known: {', '.join(KIND_BY_SOURCE)}"
     )
 
 
@@ -107,12 +99,12 @@ class RegexOptions:
     pattern: str = MISSING
 
 
-def build_exact_reward(options: PatternOptions) -> RuleReward:
+def build_exact_reward(spec: RewardSpec[PatternOptions]) -> RuleReward:
     """Build a reward that compares answer and ground truth as stripped texts.
 
     A completion without a match is wrong. The ground truth is nonempty text or an int.
     """
-    pattern = AnswerPattern(options.pattern)
+    pattern = AnswerPattern(spec.options.pattern)
 
     def judge(completion: str, truth: Any) -> RewardResult:
         answer = pattern.find_answer(completion)
@@ -121,30 +113,29 @@ def build_exact_reward(options: PatternOptions) -> RuleReward:
     return RuleReward(judge, parse_truth_text)
 
 
-def build_numeric_reward(options: PatternOptions) -> RuleReward:
+def build_numeric_reward(spec: RewardSpec[PatternOptions]) -> RuleReward:
     """Build a reward that compares answer and ground truth as exact numbers.
 
     0.5, .50, 1/2 and 5e-1 are equal, as are 1,000 and 1000. The whole completion, or the whole
     match of `pattern`, must be a number; a number inside prose is wrong. The ground truth is such a
     text, an int or a float. The float 0.1 means the decimal 0.1, not its binary value.
     """
-    pattern = AnswerPattern(options.pattern)
+    pattern = AnswerPattern(spec.options.pattern)
 
     def judge(completion: str, truth: Any) -> RewardResult:
-        answer = pattern.find_answer(completion)
-        number = None if answer is None else parse_number(answer)
+        number = parse_number(pattern.find_answer(completion) or "")
         passes = number is not None and number == _parse_truth(truth)
         return RewardResult.from_correctness(passes, None if number is None else str(number))
 
     return RuleReward(judge, _parse_truth)
 
 
-def build_regex_reward(options: RegexOptions) -> RuleReward:
+def build_regex_reward(spec: RewardSpec[RegexOptions]) -> RuleReward:
     r"""Build a reward that scores 1 if `pattern` matches anywhere in the completion.
 
     \A and \Z in the pattern anchor it at both ends.
     """
-    pattern = AnswerPattern(options.pattern)
+    pattern = AnswerPattern(spec.options.pattern)
     return RuleReward(lambda text, truth: RewardResult.from_correctness(pattern.has_match(text)))
 
 
@@ -169,6 +160,43 @@ def _parse_truth(truth: Any) -> Fraction:
 
 
 @dataclass
+class LengthOptions:
+    """Options of kind length.
+
+    unit: words or characters.
+    least: shortest length with score 1.
+    most: longest length with score 1.
+    tolerance: distance outside these bounds within which the score falls to 0.
+    """
+
+    unit: Annotated[str, one_of("words", "characters")] = "words"
+    least: Annotated[int, at_least(0)] = 0
+    most: float = math.inf
+    tolerance: Annotated[int, at_least(0)] = 0
+
+    def __post_init__(self) -> None:
+        check_rules(self)
+        check_conflicts(self, [(self.most < self.least, "most", "must be at least `least`")])
+
+
+def build_length_reward(spec: RewardSpec[LengthOptions]) -> RuleReward:
+    """Build a reward that scores 1 for a length within [least, most].
+
+    A length outside by n scores max(0, 1 - n / tolerance), or 0 without tolerance.
+    """
+    options = spec.options
+
+    def judge(completion: str, truth: Any) -> RewardResult:
+        length = len(completion.split() if options.unit == "words" else completion)
+        beyond = max(options.least - length, length - options.most, 0)
+        score = max(0.0, 1 - beyond / options.tolerance) if options.tolerance else float(not beyond)
+        detail = f"{length} {options.unit}"
+        return RewardResult.from_correctness(not beyond, score=score, detail=detail)
+
+    return RuleReward(judge)
+
+
+@dataclass
 class EmptyRewardOptions:
     """Options of reward kinds without options."""
 
@@ -180,7 +208,10 @@ class Gsm8kOptions:
     method: strict: the number after "#### "; flexible: the last number.
     """
 
-    method: str = "strict"
+    method: Annotated[str, one_of(*GSM8K_METHODS)] = "strict"
+
+    def __post_init__(self) -> None:
+        check_rules(self)
 
 
 @dataclass
@@ -194,44 +225,6 @@ class DapoOptions:
 
 
 @dataclass
-class ChoiceOptions:
-    """Options of kind choice.
-
-    letters: the choices.
-    """
-
-    letters: str = LETTERS
-
-
-@dataclass
-class TagsOptions:
-    """Options of kind tags.
-
-    tags: tags that must be opened and closed once, in this order, with content.
-    nothing_outside: allow only whitespace outside the tags.
-    """
-
-    tags: list[str] = field(default_factory=lambda: ["think", "answer"])
-    nothing_outside: bool = True
-
-
-@dataclass
-class LengthOptions:
-    """Options of kind length.
-
-    unit: words or characters.
-    least: shortest length with score 1.
-    most: longest length with score 1.
-    tolerance: distance outside these bounds within which the score falls to 0.
-    """
-
-    unit: str = "words"
-    least: int = 0
-    most: float = math.inf
-    tolerance: int = 0
-
-
-@dataclass
 class SymbolicOptions(WorkerOptions):
     """Options of kind symbolic, and of kind auto for data sources with the symbolic matcher.
 
@@ -242,53 +235,39 @@ class SymbolicOptions(WorkerOptions):
     memory_gib: float = 1.0
 
 
-def build_rule_reward(name: str, spec: RewardSpec[Any]) -> RuleReward:
-    """Build the reward of the matcher called `name`. Raises ConfigError for a wrong option."""
-    rule, options = MATCHERS[name], dataclasses.asdict(spec.options)
-    # A trial call raises ConfigError for wrong options. Every matcher accepts this truth.
-    rule.judge_completion("", "A" if name == "choice" else "0", **options)
-    check = partial(rule.validate_truth, **options) if name == "choice" else rule.validate_truth
-    return RuleReward(partial(rule.judge_completion, **options), check)
+def build_matcher_reward(name: str, options: Any = None) -> RuleReward:
+    """Build the reward of the matcher `name`, whose options are the arguments of its judge."""
+    matcher = MATCHERS[name]
+    judge = partial(matcher.judge_completion, **vars(options) if options else {})
+    return RuleReward(judge, matcher.validate_truth)
 
 
 class SymbolicReward(CompletionWorkerReward):
     """Scores completions with math-verify: parsing one may take forever or all memory."""
 
     def __init__(self, spec: RewardSpec[SymbolicOptions]) -> None:
-        super().__init__("streamrl.rewards.kinds.rules:make_symbolic_handler", None, spec)
+        super().__init__("streamrl.rewards.kinds.symbolic:make_symbolic_handler", None, spec)
 
     def validate_prompt(self, prompt: Prompt) -> None:
-        MATCHERS["symbolic"].validate_truth(prompt.ground_truth)
+        math_answers.validate_symbolic_truth(prompt.ground_truth)
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
         truth = prompt.ground_truth
         return await asyncio.gather(*(self.judge_completion((truth, text)) for text in completions))
 
 
-def make_symbolic_handler(_: None) -> Callable[[Any], RewardResult]:
-    """Return the handler of a worker of SymbolicReward: (truth, completion) to RewardResult."""
-    # Imported here so that the slow import does not count toward the first call's deadline.
-    import math_verify  # noqa: F401
-
-    judge = MATCHERS["symbolic"].judge_completion
-
-    def handle_request(request: tuple[Any, str]) -> RewardResult:
-        truth, completion = request
-        return judge(completion, truth)
-
-    return handle_request
-
-
 class AutoReward(Reward):
-    """Scores each prompt with the default matcher of its data_source."""
+    """Scores each prompt with the default rule of its data_source."""
 
     def __init__(self, spec: RewardSpec[SymbolicOptions]) -> None:
         super().__init__()
         self._symbolic_reward = SymbolicReward(spec)
+        self._rewards: dict[str, Reward] = {name: build_matcher_reward(name) for name in MATCHERS}
+        self._rewards[SYMBOLIC] = self._symbolic_reward
         self.kill_counts = self._symbolic_reward.kill_counts
 
     def validate_prompt(self, prompt: Prompt) -> None:
-        find_matcher(prompt.data_source).validate_truth(prompt.ground_truth)
+        self._rewards[find_kind(prompt.data_source)].validate_prompt(prompt)
 
     async def start(self) -> None:
         await self._symbolic_reward.start()
@@ -297,12 +276,7 @@ class AutoReward(Reward):
         await self._symbolic_reward.close()
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
-        rule = find_matcher(prompt.data_source)
-        if rule.may_hang:
-            return await self._symbolic_reward.score(prompt, completions)
-        return await RuleReward(rule.judge_completion, rule.validate_truth).score(
-            prompt, completions
-        )
+        return await self._rewards[find_kind(prompt.data_source)].score(prompt, completions)
 
 
 ENVIRONMENT_KIND = "environment"

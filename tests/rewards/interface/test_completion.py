@@ -14,6 +14,7 @@ from streamrl.rewards.interface.completion import (
     decode_rollouts,
     encode_conversations,
 )
+from streamrl.rewards.interface.reward import RewardSpec
 from streamrl.rewards.kinds.rules import EnvironmentReward, RegexOptions, build_regex_reward
 from streamrl.rewards.reward_set import RewardComponent, RewardSet
 
@@ -132,7 +133,7 @@ def test_a_rollout_without_an_environment_is_one_turn():
     [("last_turn", [0, 0, 0]), ("sampled", [0, 0, 0]), ("conversation", [1, 0, 0])],
 )
 async def test_a_rule_does_not_reward_the_words_of_a_tool(part, scores):
-    reward = build_regex_reward(RegexOptions("=10"))
+    reward = build_regex_reward(RewardSpec("sum", RegexOptions("=10")))
     rewards = RewardSet([RewardComponent("sum", 1.0, False, reward, part)])
     result = await rewards.judge_group(PROMPT, decode_rollouts(CodePoints(), COLUMNS))
     assert result.totals.tolist() == scores

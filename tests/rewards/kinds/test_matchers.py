@@ -12,12 +12,17 @@ from hypothesis import strategies as st
 from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.config import RewardConfig
-from streamrl.rewards.kinds import form, math_answers
-from streamrl.rewards.kinds.rules import MATCHER_BY_SOURCE, MATCHERS, find_matcher
+from streamrl.rewards.kinds import math_answers
+from streamrl.rewards.kinds.rules import KIND_BY_SOURCE, MATCHERS, find_kind
+from streamrl.rewards.kinds.symbolic import judge_symbolic
 from streamrl.rewards.registry import build_rewards
 from streamrl.user_code.reward_result import RewardOutcome, RewardResult
 from tests.rewards.judged import judge
 from tests.rewards.kinds.answers import ANSWERS, RULES
+
+
+def prompt(truth, source=""):
+    return Prompt("0:0:0", np.array([1], np.int32), ground_truth=truth, data_source=source)
 
 
 @pytest.mark.parametrize("letter", RULES)
@@ -106,89 +111,17 @@ def test_dapo_math_normalizes_answers_like_minerva(text, form):
     assert math_answers.normalize_answer(text) == form
 
 
-NAMED = [
-    *("B", "b", "(B)", "**B**", " B. ", "$B$", "B. Paris", "(b) Paris", "B: it is warm", "A\nB"),
-    *("The answer is B", "The answer is B.", "The answer is (B), because A is wrong."),
-    *("the correct answer is: **B**", "Answer: B", "ANSWER: (B) Paris", "**Answer:** B"),
-    *("The answer is option B", "The answer is $\\boxed{B}$.", "\\boxed{B}", "\\boxed{b}"),
-    *("\\boxed{(B)}", "\\boxed{\\text{B}}", "\\boxed{\\textbf{(B)}}", "\\boxed{\\text{(B) }7}"),
-    *("\\boxed{B. Paris}", "The answer is A. No, wait: the answer is B."),
-    *("\\boxed{A} and then \\boxed{B}", "\\boxed{A}, so the answer is B"),
-    *("The answer is A, so \\boxed{B}", "A\n\nThe answer is B", "The answer is B\n\nA"),
-    "Let me think.\n\nB",
-]
-UNNAMED = [
-    *("A dog barks.", "I think so.", "The answer is a matter of taste", "The answer is not B"),
-    *("The answer is Bob", "The answers are B", "A. London\nB. Paris", "Paris", "Z"),
-    *("\\boxed{7}", ""),
-]
-
-
-@pytest.mark.parametrize("completion", [*NAMED, *UNNAMED])
-def test_the_last_letter_named_as_the_answer_counts(completion):
-    result = form.judge_choice(completion, "B")
-    assert result.answer == (None if completion in UNNAMED else "B")
-    assert result.score == (completion in NAMED)
-
-
-def test_only_the_configured_letters_count():
-    assert form.judge_choice("The answer is E", "A", letters="ABCD").answer is None
-    assert form.judge_choice("The answer is A\nE", "A", letters="ABCD").score == 1
-
-
-@pytest.mark.parametrize("truth", ["B", "b", "(B)", " B "])
-def test_a_ground_truth_is_a_letter(truth):
-    assert form.validate_choice_truth(truth) == "B"
-    assert form.judge_choice("B", truth).score == 1
-
-
-@pytest.mark.parametrize("truth", ["", "Paris", "E", "AB", 1, None, True])
-def test_a_ground_truth_outside_the_letters_is_refused(truth):
-    with pytest.raises(RewardError, match="ground_truth must be"):
-        form.validate_choice_truth(truth, letters="ABCD")
-
-
-GOOD = "<think>2 + 3</think>\n<answer>5</answer>"
-SWAPPED = "not in the order <think> </think> <answer> </answer>"
-
-
-@pytest.mark.parametrize(
-    ("completion", "detail"),
-    [
-        (GOOD, ""),
-        (f"So: {GOOD}", "text before <think>"),
-        (GOOD.replace("\n", " so "), "text before <answer>"),
-        (f"{GOOD}.", "text after </answer>"),
-        (GOOD + GOOD, "<think> 2 times"),
-        ("<answer>5</answer><think>2 + 3</think>", SWAPPED),
-        ("<think><answer>5</answer></think>", SWAPPED),
-        ("<think> \n</think><answer>5</answer>", "<think> is empty"),
-        ("<think>2 + 3</think><answer>5", "</answer> 0 times"),
-    ],
-)
-def test_every_tag_occurs_once_in_order_with_content(completion, detail):
-    result = form.judge_tags(completion)
-    assert result.detail == detail
-    assert result.score == (detail == "")
-
-
-def test_text_outside_the_tags_can_be_allowed():
-    assert form.judge_tags(f"So: {GOOD}.", nothing_outside=False).score == 1
-    assert form.judge_tags("<answer>5</answer>", tags=["answer"]).score == 1
-
-
 @pytest.mark.parametrize(
     ("num_words", "score"),
     [(0, 0.0), (6, 0.0), (7, 0.25), (9, 0.75), (10, 1.0), (20, 1.0), (21, 0.75), (24, 0.0)],
 )
-def test_the_score_falls_linearly_outside_the_length_bounds(num_words, score):
-    result = form.judge_length("word " * num_words, least=10, most=20, tolerance=4)
-    assert result.score == score
-    assert result.outcome is (RewardOutcome.PASS if score == 1 else RewardOutcome.WRONG)
+async def test_the_score_falls_linearly_outside_the_length_bounds(num_words, score):
+    options = {"least": 10, "most": 20, "tolerance": 4}
+    config = RewardConfig("length", options=options)
+    outcome = "pass" if score == 1 else "wrong"
+    assert await judge(config, prompt(None), "word " * num_words) == [(score, outcome)]
 
 
-TRUTHS = {"choice": "B"}
-QUICK = [name for name, rule in MATCHERS.items() if not rule.may_hang]
 PIECES = [
     *("\\boxed{", "\\boxed ", "{", "}", "#### ", "Answer: ", "answer is ", "B", "1", ",", ".", "="),
     *("\\frac", "\\sqrt", "\\text{ ", "$", "/", "-", " ", "\n", "<think>", "</think>", "\\", "("),
@@ -196,7 +129,7 @@ PIECES = [
 
 
 def judge_34(name, completion):
-    return MATCHERS[name].judge_completion(completion, TRUTHS.get(name, "34"))
+    return MATCHERS[name].judge_completion(completion, "34")
 
 
 @pytest.mark.parametrize(
@@ -209,17 +142,17 @@ def judge_34(name, completion):
         ("numina_olympiads", "symbolic"),
     ],
 )
-def test_a_data_source_selects_its_matcher(source, name):
-    assert find_matcher(source) is MATCHERS[name]
+def test_a_data_source_selects_its_rule(source, name):
+    assert find_kind(source) == name
 
 
 @pytest.mark.parametrize("source", ["", "codecontests", "AIME", "openai/gsm8k2", "math_other"])
 def test_an_unknown_data_source_is_named(source):
     with pytest.raises(RewardError, match=f"data_source {source!r} has no default rule; known:"):
-        find_matcher(source)
+        find_kind(source)
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", MATCHERS)
 @given(completion=st.text() | st.lists(st.sampled_from(PIECES), max_size=30).map("".join))
 def test_matchers_accept_any_completion(name, completion):
     result = judge_34(name, completion)
@@ -228,7 +161,7 @@ def test_matchers_accept_any_completion(name, completion):
     assert -1 <= result.score <= 1
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", MATCHERS)
 def test_a_completion_of_a_million_characters_takes_less_than_a_second(name):
     for piece in PIECES:
         half = piece * (500_000 // len(piece))
@@ -242,7 +175,7 @@ def test_the_reference_names_every_rule_option_and_source():
     options = {
         name for rule in MATCHERS.values() for name in signature(rule.judge_completion).parameters
     }
-    for name in {*MATCHERS, *MATCHER_BY_SOURCE, *options} - {"completion", "truth"}:
+    for name in {*MATCHERS, *KIND_BY_SOURCE, *options} - {"completion", "truth"}:
         assert f"`{name}`" in page
 
 
@@ -264,28 +197,24 @@ def test_the_reference_names_every_rule_option_and_source():
     ],
 )
 def test_answers_are_compared_as_mathematics(completion, truth, score):
-    assert math_answers.judge_symbolic(completion, truth).score == score
+    assert judge_symbolic(completion, truth).score == score
 
 
 def test_an_integer_too_long_to_print_is_scored():
-    assert math_answers.judge_symbolic(r"\boxed{10^{5000}}", "7").score == 0
-    assert math_answers.judge_symbolic(r"\boxed{10^{5000}}", r"10^{5000}").score == 1
+    assert judge_symbolic(r"\boxed{10^{5000}}", "7").score == 0
+    assert judge_symbolic(r"\boxed{10^{5000}}", r"10^{5000}").score == 1
 
 
 def test_a_ground_truth_that_cannot_be_parsed_is_an_error():
     with pytest.raises(RewardError, match="cannot be parsed by math-verify: "):
-        math_answers.judge_symbolic("7", r"\boxed{}")
+        judge_symbolic("7", r"\boxed{}")
     with pytest.raises(RewardError, match="must be an answer as text or an int"):
         math_answers.validate_symbolic_truth(None)
     for prose in ("the cat sat", r"\boxed{\text{The set of all even numbers}}"):
         with pytest.raises(RewardError, match="ground_truth is prose"):
-            math_answers.judge_symbolic(prose, prose)
+            judge_symbolic(prose, prose)
     for mathematics in (r"\frac{\sin x}{\cos x}+\sqrt{2}", r"3 \text{ cm}", "12 dollars", "x or y"):
         assert math_answers.validate_symbolic_truth(mathematics) == mathematics
-
-
-def prompt(truth, source=""):
-    return Prompt("0:0:0", np.array([1], np.int32), ground_truth=truth, data_source=source)
 
 
 @pytest.mark.parametrize(
@@ -295,8 +224,6 @@ def prompt(truth, source=""):
         ("gsm8k", {"method": "flexible"}, "12", "it is 12", "it is 13", 0.0),
         ("math", {}, "\\frac{1}{2}", "thus \\boxed{\\frac12}", "\\boxed{2}", 0.0),
         ("dapo_math", {}, "34", "Answer: 34", "Answer: 35", -1.0),
-        ("choice", {}, "B", "The answer is (B).", "The answer is (C).", 0.0),
-        ("tags", {"tags": ["a"]}, None, "<a>x</a>", "<a></a>", 0.0),
         ("length", {"most": 2, "tolerance": 1}, None, "two words", "these are three", 0.0),
     ],
 )
@@ -310,8 +237,8 @@ async def test_rules_are_kinds_with_their_options(kind, options, truth, right, w
     ("kind", "options", "words"),
     [
         ("gsm8k", {"method": "loose"}, r"rewards\[0\].method=loose: must be one of"),
-        ("choice", {"letters": "ab"}, r"rewards\[0\].letters=ab"),
-        ("tags", {"tags": []}, r"rewards\[0\].tags="),
+        ("length", {"least": 3, "most": 2}, r"rewards\[0\].most=2"),
+        ("choice", {}, r"rewards\[0\].kind=choice: no such kind; use kind exact with pattern: "),
         ("length", {"unit": "tokens"}, r"rewards\[0\].unit=tokens"),
     ],
 )

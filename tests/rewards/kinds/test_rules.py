@@ -10,17 +10,19 @@ from hypothesis import strategies as st
 from streamrl.config.run_config import load_config
 from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import Prompt
-from streamrl.rewards.kinds.rules import (
-    PatternOptions,
-    RegexOptions,
-    build_exact_reward,
-    build_numeric_reward,
-    build_regex_reward,
-    parse_number,
-)
+from streamrl.rewards.interface.reward import RewardSpec
+from streamrl.rewards.kinds.rules import parse_number
+from streamrl.rewards.registry import REWARD_KINDS
 from streamrl.user_code.reward_result import RewardOutcome
 
-EXACT, NUMERIC = build_exact_reward(PatternOptions()), build_numeric_reward(PatternOptions())
+
+def build(kind, **options):
+    return REWARD_KINDS[kind].create_reward(
+        RewardSpec(kind, REWARD_KINDS[kind].options_type(**options))
+    )
+
+
+EXACT, NUMERIC = build("exact"), build("numeric")
 
 
 def prompt(ground_truth=None):
@@ -35,20 +37,14 @@ async def score_one(reward, completion, ground_truth=None):
 
 @pytest.mark.parametrize(
     ("completion", "ground_truth"),
-    [("42", "42"), ("  42\n", "42 "), ("42", 42), ("two words", "two words")],
-)
-async def test_exact_ignores_surrounding_whitespace(completion, ground_truth):
-    assert await score_one(EXACT, completion, ground_truth) == 1
-
-
-@pytest.mark.parametrize(
-    ("completion", "ground_truth"),
     [
+        *(("42", "42"), ("  42\n", "42 "), ("42", 42), ("two words", "two words")),
         *(("42.0", "42"), ("the answer is 42", "42"), ("Yes", "yes"), ("", "42")),
     ],
 )
-async def test_exact_refuses_other_text(completion, ground_truth):
-    assert await score_one(EXACT, completion, ground_truth) == 0
+async def test_exact_compares_text_without_surrounding_whitespace(completion, ground_truth):
+    is_equal = completion.strip() == str(ground_truth).strip()
+    assert await score_one(EXACT, completion, ground_truth) == is_equal
 
 
 EQUAL = [
@@ -85,18 +81,18 @@ def test_parse_number_accepts_any_text(text):
 
 
 async def test_the_answer_is_the_last_match_of_the_pattern():
-    reward = build_numeric_reward(PatternOptions("#### (.*)"))
+    reward = build("numeric", pattern="#### (.*)")
     assert await score_one(reward, "#### 3\nno, wait\n#### 1,000 ", "1000") == 1.0
     assert await score_one(reward, "1000", "1000") == 0.0
-    words = build_exact_reward(PatternOptions(r"[a-z]+"))
+    words = build("exact", pattern=r"[a-z]+")
     assert await score_one(words, "ANSWER: one two!", "two") == 1.0
 
 
 async def test_regex_rewards_the_form():
-    reward = build_regex_reward(RegexOptions(r"(?s)\A<think>.*</think>\s*<answer>.*</answer>\Z"))
+    reward = build("regex", pattern=r"(?s)\A<think>.*</think>\s*<answer>.*</answer>\Z")
     assert await score_one(reward, "<think>\n2+3\n</think> <answer>5</answer>") == 1.0
     assert await score_one(reward, "so: <think></think><answer>5</answer>") == 0.0
-    anywhere = build_regex_reward(RegexOptions("5|6"))
+    anywhere = build("regex", pattern="5|6")
     assert await score_one(anywhere, "it is 6") == 1.0
 
 
@@ -106,11 +102,7 @@ async def test_regex_rewards_the_form():
 )
 async def test_a_search_timeout_affects_only_its_completion(rule):
     pattern = r"(?:5|55)+[yz]"
-    reward = {
-        "regex": lambda: build_regex_reward(RegexOptions(pattern)),
-        "exact": lambda: build_exact_reward(PatternOptions(pattern)),
-        "numeric": lambda: build_numeric_reward(PatternOptions(f"({pattern[:-4]})[yz]")),
-    }[rule]()
+    reward = build(rule, pattern=f"({pattern[:-4]})[yz]" if rule == "numeric" else pattern)
     truth = "5" if rule == "numeric" else "5y"
     slow, right = await reward.score(prompt(truth), ["5" * 40 + "!", "5y"])
     assert (slow.score, slow.outcome, slow.answer) == (0.0, RewardOutcome.TIMEOUT, None)
@@ -120,7 +112,7 @@ async def test_a_search_timeout_affects_only_its_completion(rule):
 
 def test_an_invalid_pattern_is_refused_at_start():
     with pytest.raises(ConfigError, match=r"rewards.pattern=\(: "):
-        build_regex_reward(RegexOptions("("))
+        build("regex", pattern="(")
 
 
 @pytest.mark.parametrize("ground_truth", [None, 1.5, True, ["42"], {"target": "42"}, "", " \n"])
@@ -154,6 +146,6 @@ async def test_numeric_refuses_a_ground_truth_without_a_number(ground_truth):
 )
 async def test_the_dapo_recipe_extracts_answers_in_common_formats(completion):
     (config,) = load_config(Path("configs/dapo_qwen2.5_32b_math.yaml")).rewards
-    reward = build_numeric_reward(PatternOptions(**config.options))
+    reward = build("numeric", **config.options)
     assert await score_one(reward, completion, "34") == 1.0
     assert await score_one(reward, completion, "12") == 0.0
