@@ -309,7 +309,7 @@ TENSOR_PARALLEL = ["trainer.tensor_parallel=2", "trainer.world_size=2", "--worke
             ["--config", "configs/grpo_arithmetic.yaml"],
             "algorithm.name=grpo: this is a loop of ppo",
         ),
-        (["filter.kind=mean_outside"], "filter.kind=mean_outside: an own loop filters no"),
+        (["filter.kind=equal_rewards"], "filter.kind=equal_rewards: an own loop filters no"),
         (["environment.path=/a.py"], "environment.path=/a.py: an own loop samples single turns"),
         (["reference.every=2"], "reference.every=2: an own loop has a fixed reference"),
         (["generator.tensor_parallel=2"], "generator.tensor_parallel=2: an own loop has"),
