@@ -567,6 +567,19 @@ def sum_over_samples(column: Array, samples: Array) -> Array:
     return sums
 
 
+SCORE_TOLERANCE = 1e-6
+"""Some float32 roundings: ten times 0.1 exceeds 1 by 1.2e-7."""
+
+
+def has_equal_scores(lowest: Any, highest: Any) -> Any:
+    """Return whether scores from `lowest` to `highest` differ by no more than float32 rounding.
+
+    One rule for the group filter and for the baselines of a group. Takes numbers, arrays or
+    tensors: highest - lowest <= 1e-6 (1 + |highest|).
+    """
+    return highest - lowest <= SCORE_TOLERANCE * (1 + abs(highest))
+
+
 def check_samples(columns: Columns) -> None:
     """Raise ContractError unless episodes are numbered from 0, their samples next to each other."""
     if EPISODE_COLUMN not in columns:

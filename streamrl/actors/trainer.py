@@ -132,10 +132,13 @@ class TrainerActor(PingableActor):
         self._ema_reference = EmaReference(self._config.reference.decay)
         self._reference_version = -1
         # Only rank 0 publishes: its model, unless shared in place, and the EMA reference.
-        path = self._config.get_model_path(self._role)
+        path = self._config.get_model_path(POLICY)
         roles = [self._role] if rank == 0 and self._shared_weights is None else []
         roles += [EMA_REFERENCE] if self._has_reference else []
-        self._writers = {role: context.transport.make_writer(role, path) for role in roles}
+        self._writers = {
+            role: context.transport.make_writer(role, path if role == POLICY else "")
+            for role in roles
+        }
         if resume_dir is not None:
             await self._run_in_thread(self._trainer.load_training_state, resume_dir)
             if self._has_reference:

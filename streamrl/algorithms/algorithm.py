@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from streamrl.algorithms.math.training_metrics import compute_loss_denominator
 from streamrl.errors import AlgorithmError
+from streamrl.files.python_module import format_failure
 from streamrl.messages import (
     COLUMN_SPECS,
     COMPONENT_PREFIX,
@@ -20,7 +21,6 @@ from streamrl.messages import (
     TRUNCATIONS,
     FinishReason,
 )
-from streamrl.user_code.python_module import format_failure
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from streamrl.algorithms.algorithm import Algorithm, AlgorithmSettings
 from streamrl.algorithms.table import ALGORITHMS, DEFAULT_SETTINGS
 from streamrl.errors import ConfigError
+from streamrl.files.python_module import import_file
 from streamrl.files.typed_settings import (
     Conflict,
     above,
@@ -19,7 +20,6 @@ from streamrl.files.typed_settings import (
     one_of,
     suggest_nearest,
 )
-from streamrl.user_code.python_module import import_file
 
 _SPEC_SETTINGS = (
     "clip_low",

@@ -4,11 +4,11 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import numpy as np
 
 from streamrl.buffer.ledger import Ledger
-from streamrl.dataflow import Dataflow
 from streamrl.errors import ConfigError
 from streamrl.messages import ColumnAxis, get_column_spec
 
@@ -33,10 +33,16 @@ TEXT_BYTES_PER_TOKEN = 6
 
 
 def bound_group_bytes(
-    dataflow: Dataflow, components: Sequence[str], *, rollouts: int, tokens: int, turns: int = 1
+    stage_columns: Sequence[Sequence[str]],
+    components: Sequence[str],
+    *,
+    rollouts: int,
+    tokens: int,
+    turns: int = 1,
 ) -> int:
     """Return the largest size of one group's columns in the queue, bytes.
 
+    stage_columns: names of the columns that each stage commits.
     components: names of the reward component columns.
     rollouts: number of rollouts per group.
     tokens: most tokens of a rollout, prompt included.
@@ -49,10 +55,9 @@ def bound_group_bytes(
         ColumnAxis.GROUP: tokens,
         ColumnAxis.TEXT: rollouts * tokens * TEXT_BYTES_PER_TOKEN,
     }
-    produced = [name for call in dataflow.calls for name in call.produces]
-    specs = [get_column_spec(name) for name in (*produced, *components)]
+    specs = [get_column_spec(name) for name in chain(*stage_columns, components)]
     sizes = [np.dtype(spec.dtype).itemsize * entries[spec.axis] for spec in specs]
-    return sum(sizes) + BLOB_OVERHEAD_BYTES * len(dataflow.calls)
+    return sum(sizes) + BLOB_OVERHEAD_BYTES * len(stage_columns)
 
 
 def check_shard_bytes(

@@ -24,6 +24,7 @@ from streamrl.data.indexed_table import iter_json_lines, parse_json_row
 from streamrl.data.prompt_file import load_data_rows, make_prompt
 from streamrl.errors import ConfigError, RewardError
 from streamrl.files.bounded_read import open_regular_file
+from streamrl.files.python_module import split_reference
 from streamrl.messages import Prompt, parse_uid
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.interface.reward import RewardContext
@@ -31,7 +32,6 @@ from streamrl.rewards.registry import build_rewards
 from streamrl.rewards.reward_scorer import describe_completion
 from streamrl.rewards.reward_set import COSTS, RewardSet
 from streamrl.telemetry.progress_line import ProgressLine, show_progress
-from streamrl.user_code.python_module import split_reference
 from streamrl.user_code.reward_result import RewardOutcome
 
 EXIT_FAILED = 1

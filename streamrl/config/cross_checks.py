@@ -281,7 +281,7 @@ def _iter_sizeless_conflicts(config: "RunConfig", max_staleness: int) -> Iterato
 def check_algorithm(config: "RunConfig") -> None:
     """Raise ConfigError if the algorithm fails on a synthetic step or ignores a setting."""
     # Imports torch, which takes a second.
-    from streamrl.algorithms.dry_run import dry_run_algorithm, find_read_settings
+    from streamrl.config.algorithm_dry_run import dry_run_algorithm, find_read_settings
 
     try:
         dry_run_algorithm(config.algorithm.spec, config.algorithm_settings)

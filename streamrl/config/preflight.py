@@ -377,7 +377,7 @@ def check_worker_memory(config: RunConfig, *, on_gpu: bool) -> WorkerMemory | No
 def compute_max_group_bytes(config: RunConfig, prepared: PreparedRun) -> int:
     """Return the bytes of the largest group that the run can store in the queue."""
     return bound_group_bytes(
-        prepared.dataflow,
+        [call.produces for call in prepared.dataflow.calls],
         prepared.component_columns,
         rollouts=config.algorithm.group_size * config.environment.max_rollouts_per_episode,
         tokens=prepared.max_length,

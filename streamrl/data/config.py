@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from streamrl.errors import ConfigError
+from streamrl.files.python_module import split_reference
 from streamrl.files.typed_settings import (
     above,
     at_least,
@@ -14,7 +15,6 @@ from streamrl.files.typed_settings import (
     one_of,
     read_settings,
 )
-from streamrl.user_code.python_module import split_reference
 
 MODEL_TEMPLATE, PLAIN_TEMPLATE = "model", "plain"
 """Template names that are not files: the model's chat template, and joining by newlines."""

@@ -28,8 +28,8 @@ from streamrl.data.rows import DataRow, parse_record
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import MAX_LINE_BYTES, open_regular_file
 from streamrl.files.hf_config import is_trusted, make_trusted_env
+from streamrl.files.python_module import load_referenced_function
 from streamrl.messages import Prompt, make_uid
-from streamrl.user_code.python_module import load_referenced_function
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -150,7 +150,7 @@ def configure_for_cluster(config: RunConfig, cluster: Cluster, *, longest_tokens
     components = [COMPONENT_PREFIX + reward.component_name for reward in config.rewards]
     components += [COST_PREFIX + cost.component_name for cost in config.costs]
     group_bytes = bound_group_bytes(
-        config.dataflow,
+        [call.produces for call in config.dataflow.calls],
         components,
         rollouts=config.algorithm.group_size * config.environment.max_rollouts_per_episode,
         tokens=longest_tokens,

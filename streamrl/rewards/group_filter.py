@@ -11,12 +11,10 @@ from typing import Annotated
 
 import numpy as np
 
-from streamrl.algorithms.math.masks import has_equal_scores
 from streamrl.errors import RewardError
 from streamrl.files.typed_settings import at_least, check_conflicts, check_rules, one_of
-from streamrl.messages import COMPONENT_PREFIX, Columns, Prompt, describe_prompt
+from streamrl.messages import COMPONENT_PREFIX, Columns, Prompt, describe_prompt, has_equal_scores
 from streamrl.user_code.checks import format_value
-from streamrl.user_code.python_module import load_function
 
 AUTO_OVERSAMPLE = "auto"
 #: Parameters that a user's filter function may declare.

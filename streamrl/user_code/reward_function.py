@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from streamrl.errors import ConfigError, RewardError
+from streamrl.files.python_module import FileFunction, load_function
 from streamrl.messages import Prompt
 from streamrl.user_code.checks import format_value, to_finite_float
-from streamrl.user_code.python_module import FileFunction, load_function
 from streamrl.user_code.reward_result import RewardOutcome, RewardResult
 from streamrl.user_code.service_gate import Outage, is_outage
 

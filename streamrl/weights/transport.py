@@ -119,7 +119,11 @@ class TransportSpec:
     on_device: bool = False
 
     def make_writer(self, role: str, model_path: str) -> TransportWriter:
-        """Make the writer with which rank 0 of a trained role publishes weights."""
+        """Make the writer with which rank 0 of a trained role publishes weights.
+
+        model_path: model directory whose config and tokenizer files the versions need, because
+        other programs may load them; "" for none.
+        """
         return load_transport(self.name).make_writer(self, role, model_path)
 
     def make_reader(self, role: str, reader: str) -> TransportReader:

@@ -13,8 +13,8 @@ from streamrl.algorithms import (
     list_required_columns,
 )
 from streamrl.algorithms.bindings import group_relative
-from streamrl.algorithms.dry_run import dry_run_algorithm
 from streamrl.algorithms.table import variant
+from streamrl.config.algorithm_dry_run import dry_run_algorithm
 from streamrl.config.run_config import load_config
 from streamrl.dataflow import build_dataflow
 from streamrl.errors import ConfigError

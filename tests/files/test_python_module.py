@@ -6,8 +6,8 @@ import signal
 import pytest
 
 from streamrl.errors import ConfigError
-from streamrl.user_code import python_module
-from streamrl.user_code.python_module import import_file, load_function, load_referenced_function
+from streamrl.files import python_module
+from streamrl.files.python_module import import_file, load_function, load_referenced_function
 
 
 def test_a_hanging_import_times_out_with_its_line(tmp_path, monkeypatch):

@@ -9,7 +9,8 @@ Statistics use float64; results have the dtype of the input.
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.math.masks import apply_mask, has_equal_scores
+from streamrl.algorithms.math.masks import apply_mask
+from streamrl.messages import has_equal_scores
 
 
 def _get_result_dtype(scores: Tensor) -> torch.dtype:

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from streamrl.algorithms.math.masks import has_equal_scores
 from streamrl.buffer.micro_batch_schedule import RolloutIndex
 from streamrl.messages import (
     TRUNCATIONS,
     Columns,
     count_samples,
     find_first_samples,
+    has_equal_scores,
     is_component_column,
     split_token_column,
     sum_over_samples,

@@ -5,8 +5,8 @@ from functools import cache
 from typing import Any
 
 from streamrl.errors import ConfigError, EpisodeError
+from streamrl.files.python_module import FileFunction, load_referenced_function
 from streamrl.messages import Prompt, describe_prompt
-from streamrl.user_code.python_module import FileFunction, load_referenced_function
 
 ROW_KEY = "environment_options"
 """Key of `extra_info` under which a row has options of its own."""

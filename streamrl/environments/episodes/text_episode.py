@@ -25,9 +25,9 @@ from streamrl.environments.tool_calls.json_calls import read_call_object
 from streamrl.environments.tool_calls.marked_turn import WrittenCall
 from streamrl.environments.tool_calls.tool_schema import get_tool_name
 from streamrl.errors import ConfigError
+from streamrl.files.python_module import load_referenced_function
 from streamrl.messages import Array, FinishReason, Prompt
 from streamrl.user_code.checks import format_value
-from streamrl.user_code.python_module import load_referenced_function
 
 PolicyReply = str | Message
 """Text of a turn, or an assistant message: content, and tool_calls in OpenAI's form."""

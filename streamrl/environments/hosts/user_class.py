@@ -28,8 +28,8 @@ from streamrl.environments.config import (
 from streamrl.environments.hosts.host_protocol import EnvironmentDescription, EnvironmentShape
 from streamrl.environments.tool_calls.tool_schema import make_tool_schema
 from streamrl.errors import ConfigError
+from streamrl.files.python_module import FileFunction, load_referenced_class, make_file_function
 from streamrl.files.typed_settings import suggest_nearest
-from streamrl.user_code.python_module import FileFunction, load_referenced_class, make_file_function
 
 RESET_PARAMETERS = ("row", "seed")
 """Parameters that `reset` may declare."""

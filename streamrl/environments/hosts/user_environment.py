@@ -28,10 +28,10 @@ from streamrl.environments.interface import (
 )
 from streamrl.environments.tool_calls.reply_text import replace_surrogates
 from streamrl.files.bounded_read import MIB
+from streamrl.files.python_module import FileFunction
 from streamrl.messages import Prompt
 from streamrl.user_code.checks import format_value, to_finite_float
 from streamrl.user_code.pool.worker import exit_if_forked
-from streamrl.user_code.python_module import FileFunction
 
 MAX_RUNNING_CALLS = 256
 """Concurrent sync calls of a host; further calls wait. With thousands of threads that all want the

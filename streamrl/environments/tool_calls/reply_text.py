@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from streamrl.user_code.python_module import format_failure
+from streamrl.files.python_module import format_failure
 
 
 def format_tool_result(value: Any) -> str:

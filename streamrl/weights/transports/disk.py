@@ -22,7 +22,6 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from streamrl.dataflow import POLICY
 from streamrl.errors import WeightsError
 from streamrl.files.atomic_write import sync_and_rename
 from streamrl.files.bounded_read import MIB, read_small_text
@@ -260,8 +259,7 @@ def _remove_path(path: Path) -> None:
 
 
 def make_writer(spec: TransportSpec, role: str, model_path: str) -> DiskWriter:
-    # Other programs may load the policy, so add its config and tokenizer files.
-    model_dir = Path(model_path) if role == POLICY else None
+    model_dir = Path(model_path) if model_path else None
     directory = spec.run_dir / "weights" / role
     return DiskWriter(directory, keep_versions=spec.keep_versions, model_dir=model_dir)
 

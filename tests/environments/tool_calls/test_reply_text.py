@@ -12,7 +12,7 @@ from streamrl.environments.tool_calls.reply_text import (
     format_tool_error,
     format_tool_result,
 )
-from streamrl.user_code.python_module import import_file
+from streamrl.files.python_module import import_file
 
 
 @pytest.mark.parametrize(
