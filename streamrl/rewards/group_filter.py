@@ -12,6 +12,7 @@ from typing import Annotated
 import numpy as np
 
 from streamrl.errors import RewardError
+from streamrl.files.python_module import load_function
 from streamrl.files.typed_settings import at_least, check_conflicts, check_rules, one_of
 from streamrl.messages import COMPONENT_PREFIX, Columns, Prompt, describe_prompt, has_equal_scores
 from streamrl.user_code.checks import format_value
