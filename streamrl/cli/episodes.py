@@ -8,14 +8,11 @@ import json
 import math
 import os
 from collections.abc import Iterator, Sequence
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.output.output_files import check_html_file, write_output_file
@@ -36,53 +33,35 @@ from streamrl.telemetry.rollout_log import (
     read_recorded_groups,
 )
 
-MIN_COLUMN_WIDTH = 56
-_STYLES = {PROMPT: "dim", SAMPLED: "", "observation": "yellow"}
 
-
-def print_groups(console: Console, groups: Sequence[RecordedGroup]) -> None:
-    """Print groups; on a terminal, as many rollouts side by side as its width allows.
-
-    Output to a file or pipe keeps its lines unbroken.
-    """
-    num_columns = max(1, console.width // MIN_COLUMN_WIDTH) if console.is_terminal else 1
+def print_groups(groups: Sequence[RecordedGroup]) -> None:
     for number, group in enumerate(groups):
-        blocks = [
-            list(_describe_rollout(group, rollout, i))
-            for i, rollout in enumerate(group.rollouts, start=1)
-        ]
-        rows = [
-            _arrange_row(blocks[i : i + num_columns], num_columns)
-            for i in range(0, len(blocks), num_columns)
-        ]
-        gap = [Text()] if number else []
-        console.print(
-            Group(*gap, *_describe_group(group), *rows), soft_wrap=not console.is_terminal
-        )
+        if number:
+            print()
+        for line in _describe_group(group):
+            print(make_printable(line))
 
 
-def _arrange_row(blocks: Sequence[Sequence[Text]], num_columns: int) -> RenderableType:
-    if num_columns == 1:
-        return Group(Text(), *blocks[0])
-    table = Table.grid(padding=(0, 2, 0, 0), expand=True)
-    for _ in range(num_columns):
-        table.add_column(ratio=1, overflow="fold")
-    table.add_row(*(Group(*block) for block in blocks))
-    return Group(Text(), table)
-
-
-def _describe_group(group: RecordedGroup) -> Iterator[Text]:
+def _describe_group(group: RecordedGroup) -> Iterator[str]:
     mean = f"mean score {group.mean_score:.3g}"
     size = _count(len(group.rollouts), "rollout")
     environment = f", environment {group.environment}" if group.environment else ""
-    title = f"step {group.step}, uid {group.uid}{environment}: {size}, {mean}"
-    yield Text(make_printable(title), style="bold")
+    yield f"step {group.step}, uid {group.uid}{environment}: {size}, {mean}"
     if group.ground_truth not in (None, ""):
-        yield Text(make_printable(f"ground truth: {group.ground_truth}"))
+        yield f"ground truth: {group.ground_truth}"
     prompt = _find_common_prompt(group)
     if prompt is not None:
-        yield Text("prompt", style="bold")
-        yield _indent(prompt, _STYLES[PROMPT])
+        yield "prompt"
+        yield _indent(prompt)
+    for number, rollout in enumerate(group.rollouts, start=1):
+        yield ""
+        relative = rollout.score - group.mean_score
+        facts = "".join(f", {fact}" for fact in _list_facts(rollout))
+        yield (
+            f"rollout {number} of {len(group.rollouts)}: score {rollout.score:.3g}"
+            f" (relative {relative:+.3g}){facts}"
+        )
+        yield from _describe_turns(rollout, has_prompt=prompt is None)
 
 
 def _find_common_prompt(group: RecordedGroup) -> str | None:
@@ -94,25 +73,16 @@ def _find_common_prompt(group: RecordedGroup) -> str | None:
     return next(iter(rendered), messages) or None
 
 
-def _describe_rollout(
-    group: RecordedGroup, rollout: RecordedRollout, number: int
-) -> Iterator[Text]:
-    relative = rollout.score - group.mean_score
-    style = "green" if relative > 0 else "red" if relative < 0 else ""
-    yield Text.assemble(
-        (f"rollout {number} of {len(group.rollouts)}: ", "bold"),
-        (f"score {rollout.score:.3g} (relative {relative:+.3g})", style),
-        make_printable("".join(f", {fact}" for fact in _list_facts(rollout))),
-    )
-    turn_numbers = count(1)
+def _describe_turns(rollout: RecordedRollout, *, has_prompt: bool) -> Iterator[str]:
+    numbers = count(1)
     for index, turn in enumerate(rollout.visible_turns):
-        is_shown_above = index == 0 and turn.source == PROMPT and _find_common_prompt(group)
-        if turn.source == SCAFFOLD or is_shown_above:
+        is_prompt = turn.source == PROMPT
+        if turn.source == SCAFFOLD or (is_prompt and not (index or has_prompt)):
             continue
-        if index and turn.source == PROMPT:
-            yield Text("new sample: the chat template rewrites earlier turns", style="bold")
-        yield Text(make_printable(_describe_turn(turn, turn_numbers)), style="bold")
-        yield _indent(turn.text, _STYLES.get(turn.source, ""))
+        if index and is_prompt:
+            yield "new sample: the chat template rewrites earlier turns"
+        yield _describe_turn(turn, numbers)
+        yield _indent(turn.text)
 
 
 def _list_facts(rollout: RecordedRollout) -> Iterator[str]:
@@ -148,9 +118,8 @@ def _format_versions(oldest: int, newest: int) -> str:
     return f"version {newest}" if oldest == newest else f"versions {oldest} to {newest}"
 
 
-def _indent(text: str, style: str) -> Text:
-    lines = make_printable(text).rstrip("\n").split("\n")
-    return Text("\n".join(f"  {line}" for line in lines), style=style)
+def _indent(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.rstrip("\n").split("\n"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -193,7 +162,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.json:
         print(json.dumps(groups_to_json(groups)))
     else:
-        print_groups(Console(highlight=False), groups)
+        print_groups(groups)
     return 0
 
 
@@ -207,33 +176,25 @@ def _select_groups(arguments: argparse.Namespace) -> list[RecordedGroup]:
         raise ConfigError(
             f"{run_dir}: no {ROLLOUTS_FOLDER}/: telemetry.rollouts.every=0, or no step has ended"
         )
-    if arguments.uid is not None:
-        return [_find_group(run_dir, steps, arguments.uid)]
-    if arguments.step is not None:
-        if arguments.step not in steps:
-            nearest = min(steps, key=lambda step: abs(step - arguments.step))
-            raise ConfigError(
-                f"--step {arguments.step}: no recorded rollouts; {len(steps)} steps from"
-                f" {steps[0]} to {steps[-1]} have some, the nearest is {nearest}"
-            )
-        steps = [arguments.step]
-    elif arguments.last < 1:
+    if arguments.last < 1:
         raise ConfigError(f"--last {arguments.last}: must be at least 1")
-    return [
-        group for step in steps[-arguments.last :] for group in read_recorded_groups(run_dir, step)
-    ]
-
-
-def _find_group(run_dir: Path, steps: list[int], uid: str) -> RecordedGroup:
-    """Return a group by uid, which at most one training step has."""
-    for step in reversed(steps):
-        for group in read_recorded_groups(run_dir, step):
-            if group.uid == uid:
-                return group
-    raise ConfigError(
-        f"--uid {uid}: not recorded: {ROLLOUTS_FOLDER}/ has {len(steps)} steps, and"
-        f" `streamrl episodes {run_dir} --last {len(steps)}` shows all"
+    steps_to_read = steps[-arguments.last :]
+    if arguments.step is not None:
+        steps_to_read = [step for step in steps if step == arguments.step]
+    if arguments.uid is not None:
+        steps_to_read = steps[::-1]
+    groups: Iterator[RecordedGroup] = (
+        group for step in steps_to_read for group in read_recorded_groups(run_dir, step)
     )
+    if arguments.uid is not None:
+        groups = islice((group for group in groups if group.uid == arguments.uid), 1)
+    chosen = [*groups]
+    if not chosen:
+        raise ConfigError(
+            f"{run_dir}: no such rollouts are recorded; {ROLLOUTS_FOLDER}/ has {len(steps)} steps"
+            f" from {steps[0]} to {steps[-1]}"
+        )
+    return chosen
 
 
 def _sort_by_score(groups: list[RecordedGroup]) -> list[RecordedGroup]:

@@ -7,12 +7,10 @@ import json
 import logging
 import math
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import replace
 from itertools import zip_longest
-from pathlib import Path
-from typing import Any
 
 from streamrl.cli.arguments.arg_types import parse_nonempty
 from streamrl.cli.arguments.environment_args import (
@@ -23,7 +21,6 @@ from streamrl.cli.arguments.environment_args import (
     make_text_prompt,
     read_prompts,
 )
-from streamrl.cli.evaluate import resolve_subject, start_engine
 from streamrl.config.run_config import ConfigSections, load_sections
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.environments.config import EnvironmentConfig
@@ -32,17 +29,14 @@ from streamrl.environments.episodes.check_environment import (
     FindingStatus,
     check_model,
 )
-from streamrl.environments.episodes.decode_slots import DecodeSlots
-from streamrl.environments.episodes.driver import EpisodeDriver, EpisodeLimits
-from streamrl.environments.episodes.start_driver import choose_call_format, load_turn_renderer
+from streamrl.environments.episodes.start_driver import load_turn_renderer
 from streamrl.environments.episodes.text_episode import (
     TextEnd,
     load_policy,
     play_text_episode,
     render_messages,
 )
-from streamrl.environments.hosts.host_pool import EnvironmentHostPool, HostedSession
-from streamrl.environments.hosts.host_protocol import HostOperation
+from streamrl.environments.hosts.host_pool import EnvironmentHostPool
 from streamrl.environments.interface import (
     EnvironmentStep,
     Message,
@@ -52,36 +46,23 @@ from streamrl.environments.interface import (
 )
 from streamrl.environments.tool_calls.tool_schema import format_tool
 from streamrl.errors import ConfigError
-from streamrl.files.hf_config import read_model_length
 from streamrl.files.printable_text import make_printable
-from streamrl.messages import FinishReason, Prompt
+from streamrl.messages import Prompt
 from streamrl.telemetry.progress_line import ProgressLine, show_progress
 
 CALL_HINT = 'Call a tool as name(argument="value"); any other text answers and ends the episode.'
 
 
 class EpisodeTranscript:
-    """Printer of what an episode's environment sees and answers.
+    """Printer of what an episode's environment sees and answers (`EpisodeObserver`).
 
     has_person: the policy is a person, who needs no echo of the own turns.
     """
 
     def __init__(self, *, has_person: bool) -> None:
         self._has_person = has_person
-        self._num_steps = 0
 
-    def see(self, operation: HostOperation, arguments: Any, result: Any) -> None:
-        if operation is HostOperation.RESET:
-            self._print_start(arguments[0], result)
-        elif operation is HostOperation.STEP:
-            self._print_step(arguments[0], result)
-        elif operation is HostOperation.SCORE:
-            turns = [m for m in arguments[0].messages if m["role"] == "assistant"]
-            # The environment does not see a turn that was cut at a limit.
-            for turn in turns[self._num_steps :]:
-                _print_line(f"policy> {turn['content']}")
-
-    def _print_start(self, prompt: Prompt, start: ResetResult) -> None:
+    def see_start(self, prompt: Prompt, start: ResetResult) -> None:
         if start.tools:
             _print_line("tools:")
             for tool in start.tools:
@@ -91,8 +72,7 @@ class EpisodeTranscript:
         _print_messages([m for m in prompt.messages if m["content"]])
         _print_messages(start.messages)
 
-    def _print_step(self, reply: Reply, step: EnvironmentStep) -> None:
-        self._num_steps += 1
+    def see_turn(self, reply: Reply, step: EnvironmentStep) -> None:
         if not self._has_person:
             if reply.text or not reply.calls:
                 _print_line(f"policy> {reply.text}")
@@ -123,7 +103,7 @@ def _print_line(text: str) -> None:
 HUMAN = "human"
 DEFAULT_ROWS = 4
 PLAY_OPTIONS = {
-    **dict.fromkeys(("row", "prompt", "truth", "max_turns")),
+    **dict.fromkeys(("row", "prompt", "truth")),
     **{"policy": HUMAN, "seed": 0},
 }
 """Options, with their defaults, that `--check` does not use."""
@@ -162,14 +142,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=HUMAN,
         type=parse_nonempty,
         metavar="POLICY",
-        help="human (the default), FILE.py:FUNCTION called with messages and tools, or a model:"
-        " its directory, a checkpoint or a run",
+        help="human (the default), or FILE.py:FUNCTION called with messages and tools",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seed of environment and model (default 0)"
-    )
-    parser.add_argument(
-        "--max-turns", type=int, metavar="N", help="most turns (default: environment.max_turns)"
+        "--seed", type=int, default=0, metavar="N", help="seed of the environment (default 0)"
     )
 
 
@@ -183,9 +159,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.check:
         return _run_check(arguments, recipe)
     _check_row_arguments(arguments)
-    play = _play_model if Path(arguments.policy).is_dir() else _play_text
     try:
-        end = asyncio.run(play(arguments, recipe))
+        end = asyncio.run(_play(arguments, recipe))
     except EOFError:
         print("\nended before the environment did: no score")
         return 0
@@ -207,111 +182,44 @@ def _check_row_arguments(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--truth={arguments.truth}: needs --prompt")
 
 
-async def _play_text(arguments: argparse.Namespace, recipe: ConfigSections | None) -> TextEnd:
+async def _play(arguments: argparse.Namespace, recipe: ConfigSections | None) -> TextEnd:
+    """Play an episode in a process of the environment, and print it."""
     settings = recipe.environment if recipe else EnvironmentConfig()
-    prompt = _read_row(arguments, recipe, render_messages)
-    config = choose_environment(arguments, settings, prompt, max_turns=arguments.max_turns)
+    prompt = _read_row(arguments, recipe)
+    config = choose_environment(arguments, settings, prompt)
     is_human = arguments.policy == HUMAN
     policy = ask_person if is_human else load_policy(arguments.policy, setting="--policy")
-    async with _open_hosts(config, is_human=is_human) as hosts:
-        # A person may think for as long as they like.
-        timeout_s = math.inf if is_human else config.episode_timeout_s
+    hosts = EnvironmentHostPool(replace(config, processes=1))
+    try:
+        with show_progress("starting the environment"):
+            await hosts.start()
+        if is_human:
+            print(HINT)
         session = hosts.open_session(prompt, seed=arguments.seed)
         try:
-            return await play_text_episode(config, session, prompt, policy, timeout_s=timeout_s)
+            return await play_text_episode(
+                config,
+                session,
+                prompt,
+                policy,
+                observer=EpisodeTranscript(has_person=is_human),
+                # A person may think for as long as they like.
+                timeout_s=math.inf if is_human else config.episode_timeout_s,
+            )
         finally:
             await session.close()
+    finally:
+        await hosts.close()
 
 
-async def _play_model(arguments: argparse.Namespace, recipe: ConfigSections | None) -> TextEnd:
-    with show_progress("loading the tokenizer"):
-        subject = resolve_subject(Path(arguments.policy), arguments.config)
-        model = str(subject.model_dir)
-        renderer = load_turn_renderer(subject.data, model)
-        prompt = _read_row(arguments, recipe, renderer.render_prompt)
-    config = choose_environment(
-        arguments, subject.environment, prompt, max_turns=arguments.max_turns
-    )
-    longest = len(prompt.token_ids) + config.max_tokens
-    model_length = read_model_length(model, limit=None)
-    if longest > model_length:
-        raise ConfigError(
-            f"environment.max_tokens={config.max_tokens}: with the row's {len(prompt.token_ids)}"
-            f" tokens it exceeds the model's context of {model_length}; lower it in --config"
-        )
-    async with _open_hosts(config, is_human=False) as hosts:
-        call_format = choose_call_format(config, renderer, hosts.pool.description.tools)
-        with show_progress("loading the model"):
-            engine = await start_engine(subject, arguments.seed, longest)
-        try:
-            driver = EpisodeDriver(
-                engine,
-                hosts,
-                renderer,
-                call_format,
-                limits=EpisodeLimits(
-                    config.max_turns,
-                    subject.generator.max_new_tokens,
-                    config.max_tokens,
-                    config.episode_timeout_s,
-                ),
-                slots=DecodeSlots(1),
-                attempts=1,
-            )
-            seed = arguments.seed
-            columns = await driver.run_group(
-                prompt,
-                seeds=[seed],
-                environment_seed=seed,
-                compute=lambda **facts: nullcontext({}),
-            )
-        finally:
-            await engine.close()
-    reason = FinishReason(int(columns["finish_reason"][0]))
-    score = float(columns["environment_scores"][0])
-    return TextEnd(reason, columns["turn_rewards"].tolist(), score)
-
-
-def _read_row(
-    arguments: argparse.Namespace, recipe: ConfigSections | None, render_prompt: RenderPrompt
-) -> Prompt:
+def _read_row(arguments: argparse.Namespace, recipe: ConfigSections | None) -> Prompt:
     """Return the row of --prompt, else that of the prompt file, else one without text."""
     if arguments.prompt is None and (file := choose_data_file(arguments, recipe)):
-        (prompt,) = read_prompts(file, render_prompt, first=arguments.row or 0, count=1)
+        (prompt,) = read_prompts(file, render_messages, first=arguments.row or 0, count=1)
         return prompt
     if arguments.row is not None:
         raise ConfigError(f"--row={arguments.row}: needs a prompt file; give --data")
-    return make_text_prompt(arguments.prompt or "", arguments.truth, render_prompt)
-
-
-@dataclass
-class PrintedHosts:
-    """Pool of the environment whose episodes are printed (`EnvironmentHosts`)."""
-
-    pool: EnvironmentHostPool
-    has_person: bool
-
-    def open_session(self, prompt: Prompt, *, seed: int) -> HostedSession:
-        session = self.pool.open_session(prompt, seed=seed)
-        session.observe = EpisodeTranscript(has_person=self.has_person).see
-        return session
-
-    async def close(self) -> None:
-        await self.pool.close()
-
-
-@asynccontextmanager
-async def _open_hosts(config: EnvironmentConfig, *, is_human: bool) -> AsyncIterator[PrintedHosts]:
-    """Start a process of the environment; yield hosts that print what the environment answers."""
-    pool = EnvironmentHostPool(replace(config, processes=1))
-    try:
-        with show_progress("starting the environment"):
-            await pool.start()
-        if is_human:
-            print(HINT)
-        yield PrintedHosts(pool, is_human)
-    finally:
-        await pool.close()
+    return make_text_prompt(arguments.prompt or "", arguments.truth, render_messages)
 
 
 async def ask_person(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:

@@ -82,7 +82,7 @@ def test_an_interrupt_while_typing_ends_the_episode(play, monkeypatch):
     assert (code, error) == (130, "streamrl: interrupted\n")
 
 
-def test_a_function_plays_up_to_the_limit_of_turns(play):
+def test_a_function_plays_up_to_the_limit_of_turns(play, tmp_path):
     words = (
         "calculator.py",
         "--prompt",
@@ -96,7 +96,8 @@ def test_a_function_plays_up_to_the_limit_of_turns(play):
     assert code == 0
     assert "policy> multiply(a=17, b=23)\n  call multiply: ok\ntool multiply> 391\n" in out
     assert out.endswith("policy> 391\nend: stop after turn 2; rewards 0, 0; score 1\n")
-    _, out, _ = play(*words, "--max-turns", "1")
+    (tmp_path / "short.yaml").write_text("environment: {max_turns: 1}")
+    _, out, _ = play(*words, "--config", "short.yaml")
     assert out.endswith("end: turns after turn 1; rewards 0; score 0\n")
 
 
@@ -135,10 +136,9 @@ def test_an_environment_that_raises_fails_the_command_with_its_line(play):
         (["guess.py", "--data", "rows.jsonl", "--row", "2"], "rows.jsonl: has no row 2"),
         (["guess.py", "--truth", "1"], "--truth=1: needs --prompt"),
         (["guess.py", "--rows", "2"], "--rows: has no effect without --check"),
-        (["guess.py", "--check", "--max-turns", "2"], "--max-turns: has no effect with --check"),
+        (["guess.py", "--check", "--seed", "2"], "--seed: has no effect with --check"),
         (["guess.py", "--split", "x"], "--split=x has no effect"),
         (["guess.py", "--prompt", "x", "--row", "0"], "--prompt: gives the row itself"),
-        (["guess.py", "--max-turns", "0"], "environment.max_turns=0: must be at least 1"),
         (["guess.py", "--policy", "policies.py:none"], "--policy=policies.py:none: not in"),
         (["guess.py", "--policy", "policies.py:unnamed"], "write it as unnamed(messages, tools)"),
         (["guess.py", "--policy", "policies.py:number"], "returned 3; a policy returns text"),

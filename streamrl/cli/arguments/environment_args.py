@@ -4,7 +4,6 @@ import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
-from typing import Any
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.config.run_config import ConfigSections
@@ -52,19 +51,17 @@ def add_environment_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def choose_environment(
-    arguments: argparse.Namespace, recipe: EnvironmentConfig, prompt: Prompt, **settings: Any
+    arguments: argparse.Namespace, recipe: EnvironmentConfig, prompt: Prompt
 ) -> EnvironmentConfig:
     """Return settings of the environment of ENVIRONMENT, else of --environment, else of the prompt.
 
-    settings: values that replace the recipe's, unless they are None. Raises ConfigError if no
-    environment is named, or the recipe lacks it.
+    Raises ConfigError if no environment is named, or the recipe lacks it.
     """
     path, name = arguments.environment, arguments.environment_name
-    given = {key: value for key, value in settings.items() if value is not None}
     if path is not None:
         if name is not None:
             raise ConfigError(f"--environment={name} has no effect: ENVIRONMENT={path} is given")
-        return replace(recipe, path=path, kind=CLASS_KIND, options={}, tools=[], named={}, **given)
+        return replace(recipe, path=path, kind=CLASS_KIND, options={}, tools=[], named={})
     if not recipe.is_enabled:
         raise ConfigError("give ENVIRONMENT, as file.py:Class, or a --config with environment.path")
     names = tuple(recipe.specs)
@@ -76,7 +73,7 @@ def choose_environment(
     if name is None:
         check_row_environment(prompt, names)
         name = prompt.environment
-    return replace(recipe.select(name), **given)
+    return recipe.select(name)
 
 
 def choose_data_file(

@@ -26,8 +26,15 @@ from streamrl.environments.episodes.text_episode import (
     play_text_episode,
 )
 from streamrl.environments.hosts.host_pool import EnvironmentHostPool
-from streamrl.environments.hosts.host_protocol import EnvironmentDescription, HostOperation
-from streamrl.environments.interface import CallOutcome, Message, ToolSchema
+from streamrl.environments.hosts.host_protocol import EnvironmentDescription
+from streamrl.environments.interface import (
+    CallOutcome,
+    EnvironmentStep,
+    Message,
+    Reply,
+    ResetResult,
+    ToolSchema,
+)
 from streamrl.environments.rendering.conformance import check_template
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
 from streamrl.environments.tool_calls.call_formats import REGEX_FORMAT
@@ -212,7 +219,7 @@ def sample_value(schema: Any, rng: random.Random) -> Any:
 
 @dataclass
 class EpisodeRecord:
-    """Record of an episode, filled while it runs.
+    """Record of an episode, filled while it runs (`EpisodeObserver`).
 
     seed: that of the environment. events: all that the episode showed, by name. num_raised: calls
     of tools that raised. end: None without one. error: failure of the environment; "" without one.
@@ -227,24 +234,20 @@ class EpisodeRecord:
     end: TextEnd | None = None
     error: str = ""
 
-    def see(self, operation: HostOperation, arguments: Any, result: Any) -> None:
-        """Receive an answer of the environment."""
-        if operation is HostOperation.RESET:
-            self.events.append(("first observation", list(result.messages)))
-        elif operation is HostOperation.STEP:
-            (reply,) = arguments
-            self.num_turns += 1
-            self.num_raised += list(result.outcomes).count(CallOutcome.TOOL_ERROR)
-            seen = {
-                "reply": (reply.text, list(reply.calls)),
-                "observation": list(result.messages),
-                "reward": result.reward,
-                "end": result.done,
-                "outcomes of calls": list(result.outcomes),
-            }
-            self.events += [(f"turn {self.num_turns}: {name}", seen[name]) for name in seen]
-        elif operation is HostOperation.SCORE:
-            self.events.append(("score", result))
+    def see_start(self, prompt: Prompt, start: ResetResult) -> None:
+        self.events.append(("first observation", list(start.messages)))
+
+    def see_turn(self, reply: Reply, step: EnvironmentStep) -> None:
+        self.num_turns += 1
+        self.num_raised += list(step.outcomes).count(CallOutcome.TOOL_ERROR)
+        seen = {
+            "reply": (reply.text, list(reply.calls)),
+            "observation": list(step.messages),
+            "reward": step.reward,
+            "end": step.done,
+            "outcomes of calls": list(step.outcomes),
+        }
+        self.events += [(f"turn {self.num_turns}: {name}", seen[name]) for name in seen]
 
 
 def find_first_difference(first: EpisodeRecord, second: EpisodeRecord) -> str:
@@ -310,7 +313,6 @@ class EnvironmentProbe:
         """Run an episode to its end; a failure of the environment is part of the record."""
         record = EpisodeRecord(prompt, policy, seed)
         session = self._hosts.open_session(prompt, seed=seed)
-        session.observe = record.see
 
         async def ask_oracle(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
             return await session.ask_oracle(messages)
@@ -323,8 +325,14 @@ class EnvironmentProbe:
         timeout_s = self._config.episode_timeout_s
         try:
             record.end = await play_text_episode(
-                self._config, session, prompt, functions[policy], timeout_s=timeout_s
+                self._config,
+                session,
+                prompt,
+                functions[policy],
+                observer=record,
+                timeout_s=timeout_s,
             )
+            record.events.append(("score", record.end.score))
         except EpisodeError as error:
             record.error = str(error)
         finally:

@@ -1,4 +1,4 @@
-"""Driver of episodes: one loop for training, evaluation and the play of models.
+"""Driver of episodes: one loop for training and evaluation.
 
     reset -> [ sample a turn -> parse -> step -> append the observation ] ... -> score
 

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -14,9 +14,11 @@ from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.episodes.driver import open_conversation, translate_template_errors
 from streamrl.environments.interface import (
     EnvironmentSession,
+    EnvironmentStep,
     EpisodeSummary,
     Message,
     Reply,
+    ResetResult,
     ToolSchema,
 )
 from streamrl.environments.rendering.turn_renderer import clean_observation
@@ -50,12 +52,21 @@ class TextEnd(NamedTuple):
     score: float
 
 
+class EpisodeObserver(Protocol):
+    """Observer of an episode."""
+
+    def see_start(self, prompt: Prompt, start: ResetResult) -> None: ...
+
+    def see_turn(self, reply: Reply, step: EnvironmentStep) -> None: ...
+
+
 async def play_text_episode(
     config: EnvironmentConfig,
     session: EnvironmentSession,
     prompt: Prompt,
     policy: Policy,
     *,
+    observer: EpisodeObserver,
     timeout_s: float,
 ) -> TextEnd:
     """Run an episode whose turns a policy writes, without limits of tokens.
@@ -64,6 +75,7 @@ async def play_text_episode(
     observation that no chat template could show.
     """
     start = await session.reset()
+    observer.see_start(prompt, start)
     rewards: list[float] = []
     with translate_template_errors(prompt):
         shown = clean_observation(start.messages) if start.messages else []
@@ -77,6 +89,7 @@ async def play_text_episode(
                 reply = parse_turn(turn, start.tools)
                 messages.append(make_assistant_message(reply))
                 step = await session.step(reply)
+                observer.see_turn(reply, step)
                 rewards.append(step.reward)
                 if step.done:
                     reason = FinishReason.STOP

@@ -10,7 +10,7 @@ until the call returns, and a further host is started.
 import itertools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from streamrl.environments.config import EnvironmentConfig
@@ -129,15 +129,10 @@ class EnvironmentHostPool(WorkerPool):
         return response.result
 
 
-ObserveAnswer = Callable[[HostOperation, Any, Any], None]
-"""Receives an operation of an episode, its arguments and the environment's answer."""
-
-
 class HostedSession:
     """Session of a user's environment in a host process (EnvironmentSession).
 
-    observe: receives each answer. close_error: failure of the user's `close`; "" if it has not
-    failed.
+    close_error: failure of the user's `close`; "" if it has not failed.
     """
 
     def __init__(
@@ -148,7 +143,6 @@ class HostedSession:
         self._prompt = prompt
         self._seed = seed
         self._host: Worker | None = None
-        self.observe: ObserveAnswer = lambda operation, arguments, result: None
         self.close_error = ""
 
     async def reset(self) -> ResetResult:
@@ -193,6 +187,4 @@ class HostedSession:
         is_close = operation is HostOperation.CLOSE
         timeout_s = CLOSE_TIMEOUT_S if is_close else self._pool.turn_timeout_s
         request = HostRequest(operation, self._id, arguments)
-        result = await self._pool.call_host(self._host, request, timeout_s)
-        self.observe(operation, arguments, result)
-        return result
+        return await self._pool.call_host(self._host, request, timeout_s)

@@ -21,7 +21,7 @@ TWO = EnvironmentConfig(
 def choose(recipe, *, row="", path=None, name=None, location="rows.jsonl line 1"):
     arguments = argparse.Namespace(environment=path, environment_name=name)
     prompt = Prompt("0:0:0", np.zeros(1, np.int32), row_location=location, environment=row)
-    return choose_environment(arguments, recipe, prompt, max_turns=2)
+    return choose_environment(arguments, recipe, prompt)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def choose(recipe, *, row="", path=None, name=None, location="rows.jsonl line 1"
 def test_a_file_goes_before_a_name_and_a_name_before_the_row(recipe, words, expected):
     config = choose(recipe, **words)
     name, spec = config.single
-    assert (name, spec.path, config.max_turns) == (*expected, 2)
+    assert (name, spec.path) == expected
 
 
 def test_a_file_of_the_command_line_has_no_options_of_the_config():

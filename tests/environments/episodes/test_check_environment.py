@@ -21,7 +21,6 @@ from streamrl.environments.episodes.check_environment import (
     make_random_policy,
 )
 from streamrl.environments.episodes.text_episode import TextEnd, parse_turn
-from streamrl.environments.hosts.host_protocol import HostOperation
 from streamrl.environments.interface import CallOutcome, EnvironmentStep, Message, Reply
 from streamrl.environments.tool_calls.tool_schema import make_tool_schema
 from streamrl.messages import FinishReason, Prompt
@@ -134,8 +133,8 @@ def make_record(policy="silent", *, score=0.0, rewards=(0.0,)):
     record = EpisodeRecord(PROMPTS[0], policy, 0, end=end)
     for reward in rewards:
         step = EnvironmentStep([{"role": "user", "content": "y"}], reward)
-        record.see(HostOperation.STEP, [Reply("x")], step)
-    record.see(HostOperation.SCORE, [], score)
+        record.see_turn(Reply("x"), step)
+    record.events.append(("score", score))
     return record
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from streamrl.environments.config import EnvironmentConfig
-from streamrl.environments.episodes.check_environment import stay_silent
+from streamrl.environments.episodes.check_environment import EpisodeRecord, stay_silent
 from streamrl.environments.episodes.text_episode import parse_turn, play_text_episode
 from streamrl.environments.interface import CallOutcome, EnvironmentStep, ResetResult
 from streamrl.environments.tool_calls.tool_schema import make_tool_schema
@@ -29,7 +29,8 @@ async def play(policy, steps, **settings):
     start = ResetResult([{"role": "user", "content": "go"}], TOOLS)
     session = ScriptedSession(steps, start, final_score=0.5)
     config = EnvironmentConfig("mine.py", **settings)
-    return await play_text_episode(config, session, PROMPT, policy, timeout_s=10.0)
+    record = EpisodeRecord(PROMPT, "", 0)
+    return await play_text_episode(config, session, PROMPT, policy, observer=record, timeout_s=10.0)
 
 
 @in_virtual_time
