@@ -12,7 +12,6 @@ from itertools import chain
 from pathlib import Path
 
 from streamrl.buffer.staleness_credits import bound_group_bytes, check_shard_bytes
-from streamrl.config.cross_checks import count_trained_steps
 from streamrl.config.role_counts import assign_slots, count_actors, with_placement_mode
 from streamrl.config.run_config import RunConfig
 from streamrl.data.pretrain_texts import load_texts
@@ -29,19 +28,9 @@ from streamrl.dataflow import (
     ModelCall,
 )
 from streamrl.distributed.devices import has_local_gpu
-from streamrl.engines.memory.memory_model import estimate_worker_memory
 from streamrl.engines.memory.worker_memory import WorkerMemory
-from streamrl.engines.models.lora import check_lora_targets
-from streamrl.engines.models.supported_models import (
-    check_model_support,
-    check_packed_rows,
-    describe_forward,
-    describe_untrained_layers,
-)
 from streamrl.engines.models.tensor_parallel_support import (
     check_generator_split,
-    check_head_split,
-    check_tensor_parallel,
     explain_unloadable_split,
     has_experts,
 )
@@ -137,7 +126,6 @@ def prepare_run(
     max_length = max(train.max_prompt_tokens, *lengths, 0) + config.max_completion_tokens
     _check_micro_batch(config, max_length)
     notes += [_check_trained_model(config, role) for role in config.dataflow.trained_roles]
-    notes.append(describe_untrained_layers(config.model.path))
     check_generator_split(config.model.path, config.generator.tensor_parallel)
     if not config.placement.address:  # The devices of a cluster are unknown until Ray is connected.
         check_worker_memory(config, on_gpu=has_local_gpu())
@@ -206,15 +194,10 @@ def _check_trained_model(config: RunConfig, role: str) -> list[str]:
     section = "trainer" if is_policy else "critic.trainer"
     key = "model.path" if is_policy or not config.critic.path else "critic.path"
     path, trainer = config.get_model_path(role), config.get_trainer_config(role)
-    check_model_support(path, trainer.attention, section=section, key=key, is_served=is_policy)
-    check_lora_targets(path, trainer, section=section)
-    trainer.compute_lr(0, count_trained_steps(config, role))  # raises for a bad schedule
-    check_tensor_parallel(path, trainer, section=section)
-    if trainer.sequence_parallel > 1:
-        check_head_split(path, trainer, section=section)
-        setting = f"{section}.sequence_parallel={trainer.sequence_parallel}"
-        check_packed_rows(path, trainer.attention, setting=setting)
-    notes = describe_forward(path, trainer, config.pipeline.micro_batch_tokens, key=key)
+    # The modules load model classes, which no other check needs.
+    from streamrl.engines.models.supported_models import check_trained_model
+
+    notes = check_trained_model(path, trainer, section=section, key=key, is_served=is_policy)
     return [*notes, *_note_frozen_experts(path, trainer, section)]
 
 
@@ -357,6 +340,8 @@ def check_worker_memory(config: RunConfig, *, on_gpu: bool) -> WorkerMemory | No
     budget_mb, generator = config.placement.memory_mb, config.generator
     if not config.placement.is_hybrid:
         return None
+    from streamrl.engines.memory.memory_model import estimate_worker_memory
+
     memory = estimate_worker_memory(
         config.model.path,
         config.trainer,

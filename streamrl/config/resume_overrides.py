@@ -12,7 +12,7 @@ from streamrl.files.file_proofs import compute_digest
 from streamrl.files.typed_settings import Conflict, check_conflicts, get_setting
 from streamrl.run_dir.checkpoint import Checkpoint
 
-FIXED_TRAINER_SETTINGS = ("lora_rank", "lora_alpha", "lora_targets")
+FIXED_TRAINER_SETTINGS = ("lora_rank", "lora_alpha")
 """Trainer settings that determine the parameters in a checkpoint."""
 
 FIXED_SETTINGS = (

@@ -100,6 +100,10 @@ REMOVED_SETTINGS: Mapping[str, object] = {
     "filter.options": {},
     "trainer.warmup_ratio": 0.0,
     "critic.trainer.warmup_ratio": 0.0,
+    "trainer.lr_schedule_options": {},
+    "critic.trainer.lr_schedule_options": {},
+    "trainer.lora_targets": [],
+    "critic.trainer.lora_targets": [],
     "queue.capacity_groups": None,
     "queue.store_share": 0.5,
     "queue.max_drop_rounds": 10,
@@ -123,6 +127,8 @@ REPLACEMENTS = {
     "queue.journal.fsync_s": "use queue.journal.fsync, true or false",
     "trainer.warmup_ratio": "use trainer.warmup_steps",
     "critic.trainer.warmup_ratio": "use critic.trainer.warmup_steps",
+    "trainer.lr_schedule_options": "use trainer.lr_min and trainer.lr_decay_steps",
+    "critic.trainer.lr_schedule_options": "use lr_min and lr_decay_steps",
 }
 """What takes the place of a removed key, where no constant does."""
 

@@ -1,10 +1,10 @@
 """Config sections `trainer` and `critic`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import cos, pi
 from typing import Annotated, Any, ClassVar
 
-from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import (
     Conflict,
     above,
@@ -16,28 +16,8 @@ from streamrl.files.typed_settings import (
 
 TRAINER_BACKENDS = ("deepspeed", "torch")
 TRAINER_DTYPES = ("auto", "float32", "bfloat16")
-ATTENTION_IMPLEMENTATIONS = {
-    "auto": None,
-    "eager": "eager",
-    "sdpa": "sdpa",
-    "flex": "flex_attention",
-    "flash": "flash_attention_2",
-}
-"""transformers' name of each value of trainer.attention; None lets transformers choose."""
-DECAY_SCHEDULES = {
-    "linear": ("polynomial", "lr_end"),
-    "cosine": ("cosine_with_min_lr", "min_lr"),
-    "polynomial": ("polynomial", "lr_end"),
-    "cosine_with_min_lr": ("cosine_with_min_lr", "min_lr"),
-    "cosine_warmup_with_min_lr": ("cosine_warmup_with_min_lr", "min_lr"),
-    "warmup_stable_decay": ("warmup_stable_decay", "min_lr_ratio"),
-}
-"""Schedules that may end above 0: transformers' name, and its argument for the final rate."""
-LR_SCHEDULES = (
-    *("constant", "constant_with_warmup", "inverse_sqrt", "cosine_with_restarts"),
-    *DECAY_SCHEDULES,
-)
-"""Names of transformers' schedules except reduce_lr_on_plateau, which needs an evaluation loss."""
+ATTENTION_SETTINGS = ("auto", "eager")
+LR_SCHEDULES = ("constant", "linear", "cosine")
 BUCKET_ELEMENTS = 50_000_000
 """DeepSpeed's reduce bucket, allocated in full even for small models: a tenth of its default."""
 LIVE_ELEMENTS = 1_000_000_000
@@ -72,16 +52,15 @@ class TrainerConfig:
     zero_stage: Annotated[int, at_least(0, 3)] = 1
     #: Peak learning rate.
     lr: Annotated[float, above(0)] = 1e-6
-    #: Schedule by its name in transformers' `get_scheduler`, over all training steps of the run.
-    #: constant also supports the warm-up below.
+    #: Learning rate after the warm-up, over all training steps of the run: constant, or falling to
+    #: lr_min on a line or half a cosine.
     lr_schedule: Annotated[str, one_of(*LR_SCHEDULES)] = "constant"
-    #: Warm-up steps. constant reaches lr in the last of these steps; transformers' schedules start
-    #: at 0 in the first.
+    #: Warm-up steps, over which the rate rises on a line; the last of them has lr.
     warmup_steps: Annotated[int, at_least(0)] = 0
-    #: Final learning rate of a decaying schedule; null for transformers' default.
+    #: Final learning rate of a falling schedule; null is 0.
     lr_min: Annotated[float | None, at_least(0)] = None
-    #: Further arguments of transformers' schedule, such as num_cycles or num_decay_steps.
-    lr_schedule_options: dict[str, Any] = field(default_factory=dict)
+    #: Last training steps of the run, in which the rate falls; null is all after the warm-up.
+    lr_decay_steps: Annotated[int | None, at_least(1)] = None
     #: Weight decay of AdamW.
     weight_decay: Annotated[float, at_least(0)] = 0.0
     #: Betas of AdamW.
@@ -91,17 +70,13 @@ class TrainerConfig:
     #: float32, bfloat16 (with float32 master weights) or auto. auto is bfloat16 on GPUs if the
     #: backend keeps master weights, float32 otherwise.
     dtype: Annotated[str, one_of(*TRAINER_DTYPES)] = "auto"
-    #: Attention implementation: eager, sdpa, flex, flash (needs flash-attn) or auto. auto leaves
-    #: the choice to transformers, except for models with attention logit soft-capping: flex on
-    #: GPUs, eager on CPUs.
-    attention: Annotated[str, one_of(*ATTENTION_IMPLEMENTATIONS)] = "auto"
-    #: Rank of the LoRA adapters; 0 trains the full model.
+    #: auto leaves the implementation of attention to transformers, except for models with attention
+    #: logit soft-capping: flex attention on GPUs, eager on CPUs. eager pads rows.
+    attention: Annotated[str, one_of(*ATTENTION_SETTINGS)] = "auto"
+    #: Rank of the LoRA adapters of all linear layers but the output head; 0 trains the full model.
     lora_rank: Annotated[int, at_least(0)] = 0
     #: LoRA scaling: adapters are scaled by lora_alpha / lora_rank.
     lora_alpha: Annotated[float, above(0)] = 16.0
-    #: Linear layers with an adapter, by the ends of their names, such as q_proj; empty means all
-    #: but the output head.
-    lora_targets: list[str] = field(default_factory=list)
     #: CPU threads of a rank.
     threads: Annotated[int, at_least(1)] = 1
     #: Recompute activations in the backward pass: less memory, more time. offload also keeps the
@@ -148,25 +123,13 @@ class TrainerConfig:
         has_two_betas = [0 <= beta < 1 for beta in self.betas] == [True, True]
         yield not has_two_betas, "betas", "must be two numbers from 0 to below 1"
         yield (
-            self.lora_targets and not self.lora_rank,
-            "lora_targets",
-            "needs lora_rank above 0",
-        )
-        yield (
-            self.lr_schedule_options and self.lr_schedule == "constant",
-            "lr_schedule_options",
-            f"{setting} has no options; remove them",
-        )
-        yield (
             self.lr_min is not None and self.lr_min >= self.lr,
             "lr_min",
             f"must be below lr={self.lr}",
         )
-        yield (
-            self.lr_min is not None and self.lr_schedule not in DECAY_SCHEDULES,
-            "lr_min",
-            f"{setting} does not decay to a minimum; {', '.join(DECAY_SCHEDULES)} do",
-        )
+        for name in ("lr_min", "lr_decay_steps"):
+            falls = self.lr_schedule != "constant"
+            yield vars(self)[name] is not None and not falls, name, f"{setting} does not fall"
         is_split, world = self.tensor_parallel > 1, f"world_size={self.world_size}"
         yield (
             is_split and self.backend != "torch",
@@ -225,34 +188,18 @@ class TrainerConfig:
     def compute_lr(self, step: int, num_steps: int | None = None) -> float:
         """Return the learning rate of a training step, counted from 0.
 
-        `num_steps` is the number of steps of the run, for schedules that depend on it. Raises
-        ConfigError for options that transformers' schedule does not accept.
+        `num_steps` is the number of steps of the run, from which a falling schedule counts back.
         """
+        peak = self.lr * min(1.0, (step + 1) / max(1, self.warmup_steps))
         if self.lr_schedule == "constant":
-            return self.lr * min(1.0, (step + 1) / max(1, self.warmup_steps))
-        return self.lr * self._make_lr_schedule(num_steps)(step)
-
-    def _make_lr_schedule(self, num_steps: int | None) -> Callable[[int], float]:
-        """Return the factor of the learning rate as a function of the training step."""
-        import torch
-        from transformers import get_scheduler
-
-        name, options = self.lr_schedule, dict(self.lr_schedule_options)
-        if self.lr_min is not None:
-            name, key = DECAY_SCHEDULES[name]
-            options[key] = self.lr_min / self.lr if key.endswith("ratio") else self.lr_min
-        # get_scheduler needs an optimizer to read and set its learning rate; this one is a dummy.
-        optimizer = torch.optim.SGD([torch.zeros(1)], lr=self.lr)
-        try:
-            scheduler = get_scheduler(name, optimizer, self.warmup_steps, num_steps, options)
-            factor: Callable[[int], float] = scheduler.lr_lambdas[0]
-            factor(0)
-        except (TypeError, ValueError, ZeroDivisionError) as error:
-            raise ConfigError(
-                f"{self.section}.lr_schedule={self.lr_schedule}: {error}; see lr_min and"
-                " lr_schedule_options"
-            ) from None
-        return factor
+            return peak
+        assert num_steps is not None, "a falling schedule depends on the number of steps"
+        steps_left = max(1, num_steps - self.warmup_steps)
+        decay_steps = min(self.lr_decay_steps or steps_left, steps_left)
+        progress = min(1.0, max(0.0, 1 - (num_steps - step) / decay_steps))
+        share = 1 - progress if self.lr_schedule == "linear" else (1 + cos(pi * progress)) / 2
+        lr_min = self.lr_min or 0.0
+        return min(peak, lr_min + (self.lr - lr_min) * share)
 
 
 @dataclass

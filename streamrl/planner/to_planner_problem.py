@@ -132,9 +132,7 @@ def _with_trained_adapters(config: RunConfig, role: str, shape: ModelShape) -> M
     """Add LoRA adapters to a model's shape if the run trains adapters for this role."""
     if role not in config.dataflow.trained_roles:
         return shape
-    trainer = config.get_trainer_config(role)
-    setting = "trainer.lora_targets" if role == POLICY else "critic.trainer.lora_targets"
-    return add_adapter_params(shape, trainer.lora_rank, trainer.lora_targets, setting=setting)
+    return add_adapter_params(shape, config.get_trainer_config(role).lora_rank)
 
 
 def _load_model_shape(model: str, role: str) -> ModelShape:

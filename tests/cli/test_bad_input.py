@@ -100,10 +100,6 @@ def read_files(folder: Path) -> dict[Path, bytes]:
         (["model.max_length=4096"], ["model.max_length=4096", "at most 128"]),
         (["rewards=[{kind: function, path: no.py, function: f}]"], ["no.py"]),
         (
-            ["trainer.lora_rank=1", "trainer.lora_targets=[q_prj]"],
-            ["trainer.lora_targets=['q_prj']", "must name a linear layer", "q_proj"],
-        ),
-        (
             ["trainer.backend=torch", "trainer.world_size=4", "trainer.tensor_parallel=4"],
             ["trainer.tensor_parallel=4: must divide the model's num_attention_heads=2"],
         ),

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from streamrl.algorithms.config import AlgorithmConfig
 from streamrl.buffer.encoding import encode_columns
 from streamrl.config.preflight import (
     PROCESS_GIB,
@@ -296,14 +295,3 @@ def test_preflight_refuses_rows_that_do_not_suit_the_environments(
 ):
     with pytest.raises(ConfigError, match=message):
         prepare_named(environment, *rows)
-
-
-def test_a_learning_rate_error_of_the_critic_names_the_critic(run: tuple[RunConfig, PreparedRun]):
-    trainer = replace(run[0].trainer, lr=1e-3, lr_schedule="polynomial")
-    trainer = replace(trainer, lr_schedule_options={"lr_end": 1e-4})
-    config = replace(run[0], trainer=trainer)
-    prepare_run(config)
-    ppo = replace(config, algorithm=AlgorithmConfig("ppo"))
-    message = r"^critic\.trainer\.lr_schedule=polynomial: .*lr_min and lr_schedule_options"
-    with pytest.raises(ConfigError, match=message):
-        prepare_run(ppo)

@@ -323,7 +323,7 @@ def test_an_invalid_setting_is_one_line_with_key_value_and_rule(
     assert "\n" not in str(error.value)
 
 
-FALLING = ["trainer.lr=1e-3", "trainer.lr_schedule=cosine_with_min_lr", "trainer.lr_min=1e-4"]
+FALLING = ["trainer.lr=1e-3", "trainer.lr_schedule=cosine", "trainer.lr_min=1e-4"]
 
 
 def iter_rules(kind: type) -> Iterator[tuple[type, str, Bounds | OneOf]]:

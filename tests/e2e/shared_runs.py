@@ -28,7 +28,7 @@ PPO_ODD = ["pipeline.groups_per_step=129", "algorithm.mini_batches=3", "critic.w
 
 _CUSTOM = ["algorithm.path=examples/custom_algorithm/median.py", "algorithm.name=median_grpo"]
 _STEPS = 12
-_SHORT_DECAY = "trainer.lr_schedule_options.num_decay_steps=15"
+_SHORT_DECAY = "trainer.lr_decay_steps=15"
 RECIPES = {
     "colocated": ("grpo_arithmetic_colocated.yaml", ["run.steps=30"]),
     "grpo_code": ("grpo_code.yaml", [f"run.steps={_STEPS}"]),

@@ -23,7 +23,6 @@ from streamrl.engines.models.forward import (
     load_skeleton,
 )
 from streamrl.engines.models.lora import find_lora_layers
-from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.model_trainer import write_hf_model
 from streamrl.files.hf_config import read_stored_shapes
 from streamrl.weights.config import EXACT_LOGPROB_LIMIT
@@ -203,7 +202,7 @@ async def check_logprobs(engine: GenerationEngine, model: PreTrainedModel, conte
 
 def publish_adapters(model: PreTrainedModel, folder: str) -> dict[str, torch.Tensor]:
     """Return published adapters for every layer that LoRA targets."""
-    layers = find_lora_layers(load_skeleton(folder), TrainerConfig(lora_rank=RANK))
+    layers = find_lora_layers(load_skeleton(folder))
     generator = torch.Generator().manual_seed(3)
     published = {LORA_SCALE: torch.tensor(0.5)}
     for name in layers:

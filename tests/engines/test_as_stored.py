@@ -31,7 +31,7 @@ def test_recomputed_buffers_are_not_loaded(tmp_path: Path):
         f"{prefix}rotary_emb.inv_freq": torch.zeros(4),
     }
     save_file({**load_file(tmp_path / FILE), **buffers}, tmp_path / FILE)
-    check_model_support(path, "auto")
+    check_model_support(path)
     assert list_loaded_tensors(path).keys() == before
 
 
@@ -48,7 +48,7 @@ def test_stacked_experts_are_loaded_one_by_one(tmp_path: Path, family: str):
     stacked = load_model(path, dtype=torch.float32).state_dict()
     save_file({n: tensor.clone() for n, tensor in stacked.items()}, tmp_path / FILE)
     assert load_file(tmp_path / FILE).keys() != separate.keys()
-    check_model_support(path, "auto")
+    check_model_support(path)
     loaded = list_loaded_tensors(path)
     assert loaded.keys() == separate.keys()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in separate.items())

@@ -17,7 +17,6 @@ from streamrl.actors.coordination.driver_events import DriverReport, EventReport
 from streamrl.actors.engine_factory import RealEngineFactory
 from streamrl.actors.launch.actor_registry import ActorRegistry
 from streamrl.actors.launch.elastic import PendingStarts, ReplicaScaler
-from streamrl.actors.launch.transport_plan import plan_transport
 from streamrl.actors.liveness import LivenessMonitor, name_unresponsive
 from streamrl.actors.queue_shard import create_shards
 from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, fetch_reply, has_died
@@ -358,6 +357,9 @@ class RunSession:
         shards = create_shards(
             self._make_shard_plans(), self._registry.create_actor, run_dir=run_dir
         )
+        # Loads model classes, as late as possible.
+        from streamrl.actors.launch.transport_plan import plan_transport
+
         self._transport = plan_transport(
             self._config, self._registry.demands, token=uuid.uuid4().hex[:12]
         )

@@ -15,23 +15,22 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from streamrl.engines.models.chunked_head import compute_chunk_gradients
 from streamrl.engines.models.forward import iter_layers
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 CHUNK_TOKENS = 4096
 """Tokens for which the activations of an MLP exist at the same time."""
 
 
-def checkpoint_layers(module: "PreTrainedModel", *, offload: bool, chunk_mlps: bool) -> None:
+def checkpoint_layers(module: PreTrainedModel, *, offload: bool, chunk_mlps: bool) -> None:
     """Make the backward pass recompute the activations of each decoder layer.
 
     offload: keep the inputs of the layers in pinned host memory; needs a GPU. chunk_mlps: run MLPs
@@ -47,7 +46,6 @@ def checkpoint_layers(module: "PreTrainedModel", *, offload: bool, chunk_mlps: b
 
 def _checkpoint_without_noise(module: nn.Module) -> None:
     """Show training mode to the call of each layer, which then checkpoints, not to its forward."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
 
     def leave_training(layer: nn.Module, *_: Any) -> None:
         layer.training = False
@@ -63,13 +61,13 @@ def _checkpoint_without_noise(module: nn.Module) -> None:
             layer.register_forward_hook(enter_training, always_call=True)
 
 
-def run_mlps_in_chunks(module: "PreTrainedModel") -> None:
+def run_mlps_in_chunks(module: PreTrainedModel) -> None:
     """Let the activations of an MLP exist for `CHUNK_TOKENS` tokens at a time, where possible."""
     for mlp in iter_tokenwise_mlps(module):
         vars(mlp)["forward"] = functools.partial(_run_in_chunks, mlp, mlp.forward)
 
 
-def iter_tokenwise_mlps(module: "PreTrainedModel") -> Iterator[nn.Module]:
+def iter_tokenwise_mlps(module: PreTrainedModel) -> Iterator[nn.Module]:
     """Yield the MLPs of decoder layers that map each token by itself, with linear layers only.
 
     Mixtures of experts hold their experts in other parameters or in lists. BLOOM's MLP adds the

@@ -15,11 +15,13 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from streamrl.algorithms.math.losses import entropy_from_logits
 from streamrl.engines.activation_sizes import CHUNK_TOKENS
@@ -30,10 +32,6 @@ from streamrl.engines.models.tensor_parallel import (
     VocabularyRows,
     find_head_name,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 EntropyMode = Literal["none", "value", "gradient"]
 ChunkScorer = Callable[[Tensor, Tensor], Tensor]
@@ -51,28 +49,19 @@ class NextTokenScores(NamedTuple):
     state_values: Tensor | None
 
 
-@functools.cache
-def define_output_class() -> type[Any]:
-    """Define the output class of a scoring forward pass; lazily, since transformers imports slowly.
+@dataclass
+class ScoringOutput(ModelOutput):
+    """Logits [B, T, V], or logprobs and entropies [2, B, T]; values [B, T, 1] of a second head.
 
-    A ModelOutput is a dataclass and a dict: FSDP registers its gradient hooks on dataclass fields,
-    DeepSpeed on dict entries.
+    The scores are one tensor, because DeepSpeed's ZeRO 3 runs a hook for each tensor with a
+    gradient and all ranks must run as many, whether their entropies have one or not. A ModelOutput
+    is a dataclass and a dict: FSDP registers its gradient hooks on dataclass fields, DeepSpeed on
+    dict entries.
     """
-    from transformers.utils import ModelOutput
 
-    @dataclass
-    class ScoringOutput(ModelOutput):
-        """Logits [B, T, V], or logprobs and entropies [2, B, T]; values [B, T, 1] of a second head.
-
-        The scores are one tensor, because DeepSpeed's ZeRO 3 runs a hook for each tensor with a
-        gradient and all ranks must run as many, whether their entropies have one or not.
-        """
-
-        logits: Tensor | None = None
-        scores: Tensor | None = None
-        state_values: Tensor | None = None
-
-    return ScoringOutput
+    logits: Tensor | None = None
+    scores: Tensor | None = None
+    state_values: Tensor | None = None
 
 
 def run_scoring_forward(
@@ -145,7 +134,7 @@ def _replace_head(
         return output[0].detach()[..., None]
 
     def return_scores(_: nn.Module, __: Any, ___: Any) -> Any:
-        return define_output_class()(scores=scores.pop())
+        return ScoringOutput(scores=scores.pop())
 
     handles = [
         head.register_forward_hook(take_scores),
@@ -163,7 +152,7 @@ def _replace_head(
             handle.remove()
 
 
-def mark_whole_logits(module: "PreTrainedModel") -> None:
+def mark_whole_logits(module: PreTrainedModel) -> None:
     """Note in a causal model why only logits of all tokens at once can score them, if so.
 
     Tries on two tokens what a chunk of tokens takes, so the parameters must be whole.
@@ -171,7 +160,7 @@ def mark_whole_logits(module: "PreTrainedModel") -> None:
     vars(module)[WHOLE_LOGITS] = _explain_whole_logits(module)
 
 
-def _explain_whole_logits(module: "PreTrainedModel") -> str:
+def _explain_whole_logits(module: PreTrainedModel) -> str:
     name = find_head_name(module)
     if name is None:
         return "transformers knows no output head of this class apart from its base"

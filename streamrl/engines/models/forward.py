@@ -2,30 +2,28 @@
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils.logging import disable_progress_bar
 
 from streamrl.distributed.devices import get_local_device, has_local_gpu
 from streamrl.engines.models.chunked_head import (
     EntropyMode,
     NextTokenScores,
-    define_output_class,
+    ScoringOutput,
     mark_whole_logits,
     run_scoring_forward,
 )
 from streamrl.engines.models.packed_rows import RowLayout, enable_packing
-from streamrl.engines.trainer_config import ATTENTION_IMPLEMENTATIONS
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import is_trusted, read_model_config
 from streamrl.weights.pinned_memory import copy_to_pinned
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-
-FLEX_ATTENTION = ATTENTION_IMPLEMENTATIONS["flex"]
+FLEX_ATTENTION = "flex_attention"
 NEXTN_LAYERS_KEY = "num_nextn_predict_layers"
 """Key in config.json of the number of multi-token prediction layers."""
 VALUE_HEADS = ("score.", "classifier.")
@@ -36,7 +34,7 @@ VALUE_HEADS = ("score.", "classifier.")
 class ModelLoadOptions:
     """Options that make transformers compute the same as vLLM with the same weights.
 
-    attention: a key of ATTENTION_IMPLEMENTATIONS. max_length: length of the longest rollout in
+    attention: trainer.attention. max_length: length of the longest rollout in
     tokens, prompt included, by which vLLM selects LongRoPE factors. With max_length None,
     transformers selects the factors by the length of each batch. keeps_layers_on_host: on a GPU,
     leave the weights of decoder layers in host memory; for forward passes only.
@@ -66,7 +64,7 @@ def load_model(
     dtype: torch.dtype,
     options: ModelLoadOptions = DEFAULT_OPTIONS,
     on_meta: bool = False,
-) -> "PreTrainedModel":
+) -> PreTrainedModel:
     """Load the causal language model of a Hugging Face directory, in evaluation mode.
 
     Trainers stay in it: with dropout or a router's noise, the trained policy would differ from the
@@ -74,8 +72,6 @@ def load_model(
     for `StoredWeights`; others are computed as usual. Raises ConfigError if parameters are missing
     or misshapen; transformers would initialize them randomly.
     """
-    from transformers import AutoModelForCausalLM
-
     config = read_model_config(path)
     model, missing = _load_pretrained(AutoModelForCausalLM, path, config, dtype, options, on_meta)
     _check_complete(path, missing)
@@ -83,10 +79,8 @@ def load_model(
     return _move_to_local_device(model, options)
 
 
-def load_skeleton(path: str) -> "PreTrainedModel":
+def load_skeleton(path: str) -> PreTrainedModel:
     """Build the causal language model of a directory on the meta device, without weights."""
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             read_model_config(path), trust_remote_code=is_trusted(path)
@@ -95,10 +89,8 @@ def load_skeleton(path: str) -> "PreTrainedModel":
     return model
 
 
-def load_value_skeleton(path: str) -> "PreTrainedModel":
+def load_value_skeleton(path: str) -> PreTrainedModel:
     """Build a critic's model on the meta device: that of `load_value_model`, without weights."""
-    from transformers import AutoModelForTokenClassification
-
     with torch.device("meta"):
         return AutoModelForTokenClassification.from_config(
             read_model_config(path, num_labels=1), trust_remote_code=is_trusted(path)
@@ -114,8 +106,6 @@ def _load_pretrained(
     on_meta: bool,
 ) -> tuple[Any, list[str]]:
     """Load a model; return it and its missing parameters."""
-    from transformers.utils.logging import disable_progress_bar
-
     disable_progress_bar()
     if vars(config.get_text_config()).get(NEXTN_LAYERS_KEY):
         # transformers does not implement these layers and omits them from checkpoints.
@@ -178,7 +168,7 @@ def choose_attention(config: Any, setting: str) -> str | None:
     if setting == "auto" and softcap:
         # transformers' other implementations silently ignore soft-capping.
         return FLEX_ATTENTION if has_local_gpu() else "eager"
-    return ATTENTION_IMPLEMENTATIONS[setting]
+    return None if setting == "auto" else setting
 
 
 def _force_prefill_kernel(
@@ -194,8 +184,6 @@ def _force_prefill_kernel(
 
 def _fix_longrope_factors(model: Any, max_length: int | None) -> None:
     """Select LongRoPE's factors by the longest rollout, as vLLM does, not by each batch."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     for module in model.modules():
         if vars(module).get("rope_type") != "longrope" or max_length is None:
             continue
@@ -218,14 +206,12 @@ def load_value_model(
     dtype: torch.dtype,
     options: ModelLoadOptions = DEFAULT_OPTIONS,
     on_meta: bool = False,
-) -> "PreTrainedModel":
+) -> PreTrainedModel:
     """Load a critic: the directory's model with a value head (a scalar per token) as its only head.
 
     If the directory is a critic's checkpoint, its value head is loaded; otherwise the head starts
     at 0, so a new critic predicts 0. `on_meta` and ConfigError are those of `load_model`.
     """
-    from transformers import AutoModelForTokenClassification
-
     config = read_model_config(path, num_labels=1)
     model, missing = _load_pretrained(
         AutoModelForTokenClassification, path, config, dtype, options, on_meta
@@ -288,13 +274,13 @@ def shift_right(values: Tensor, attention_mask: Tensor) -> Tensor:
     return torch.where(attention_mask, shifted, 0.0)
 
 
-def iter_layers(module: "PreTrainedModel") -> Iterator[nn.Module]:
+def iter_layers(module: PreTrainedModel) -> Iterator[nn.Module]:
     """Yield the layers of a model; none of a family that does not name their class."""
     layer_classes = set(module._no_split_modules or ())
     return (layer for layer in module.modules() if type(layer).__name__ in layer_classes)
 
 
-def keep_layers_on_host(model: "PreTrainedModel") -> None:
+def keep_layers_on_host(model: PreTrainedModel) -> None:
     """Pin the weights of the layers of a model on the CPU; move all else to the local device.
 
     Raises ConfigError for a family whose layers transformers does not name.
@@ -347,13 +333,12 @@ def load_two_headed_model(
     dtype: torch.dtype,
     options: ModelLoadOptions = DEFAULT_OPTIONS,
     on_meta: bool = False,
-) -> "PreTrainedModel":
+) -> PreTrainedModel:
     """Load a directory's causal language model and add a value head initialized to 0.
 
     The value head's parameters have the same names as those of a separate critic. `on_meta` and
     ConfigError are those of `load_model`.
     """
-    make_output = define_output_class()
     model = load_model(path, dtype=dtype, options=options, on_meta=on_meta)
     add_value_head(model, dtype=dtype, device=get_local_device())
     with torch.no_grad():
@@ -366,7 +351,7 @@ def load_two_headed_model(
 
     def add_values(module: Any, _: Any, output: Any) -> Any:
         results = {name: output.get(name) for name in ("logits", "scores")}
-        return make_output(**results, state_values=module.score(hidden_states.pop()))
+        return ScoringOutput(**results, state_values=module.score(hidden_states.pop()))
 
     # The output head's input is the last hidden state in every family, whatever its modules' names.
     model.get_output_embeddings().register_forward_pre_hook(save_hidden)
@@ -375,7 +360,7 @@ def load_two_headed_model(
 
 
 def add_value_head(
-    model: "PreTrainedModel", *, dtype: torch.dtype, device: torch.device | None = None
+    model: PreTrainedModel, *, dtype: torch.dtype, device: torch.device | None = None
 ) -> None:
     """Add a randomly initialized value head, a scalar per token, on `device` or the model's."""
     width = model.config.get_text_config().hidden_size

@@ -7,18 +7,19 @@ of all rows as a single row, [1, N], whose positions restart with each row.
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.nn.attention import varlen
 from torch.nn.functional import pad
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from streamrl.errors import ConfigError, StreamError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class SequenceGroup:
@@ -221,7 +222,7 @@ def unwrap_engine(model: Callable[..., Any]) -> Any:
     return model.module if hasattr(model, "module") else model
 
 
-def explain_padding(model_class: "type[PreTrainedModel]", config: Any, attention: str) -> str:
+def explain_padding(model_class: type[PreTrainedModel], config: Any, attention: str) -> str:
     """Explain why rows of a model cannot be packed; "" if they can.
 
     `attention` is transformers' name of the model's attention function.
@@ -245,17 +246,15 @@ def explain_padding(model_class: "type[PreTrainedModel]", config: Any, attention
     return next((reason for reason, applies in rules.items() if applies), "")
 
 
-def enable_packing(model: "PreTrainedModel") -> None:
+def enable_packing(model: PreTrainedModel) -> None:
     """Make `RowLayout` pack rows of the model, unless `explain_padding` has a reason against it."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     if not explain_padding(type(model), model.config, model.config._attn_implementation):
         AttentionInterface.register(PACKED_ATTENTION, attend_packed_rows)
         AttentionMaskInterface.register(PACKED_ATTENTION, _make_mask)
         model.set_attn_implementation(PACKED_ATTENTION)
 
 
-def share_tokens(model: "PreTrainedModel", group: SequenceGroup) -> None:
+def share_tokens(model: PreTrainedModel, group: SequenceGroup) -> None:
     """Make the ranks of a group share the tokens of each forward pass of the model.
 
     Raises ConfigError if the model's rows cannot be packed.
@@ -271,8 +270,6 @@ def share_tokens(model: "PreTrainedModel", group: SequenceGroup) -> None:
 
 def _make_mask(**kwargs: Any) -> Tensor | None:
     """Return transformers' mask for sdpa; None for packed rows, whose attention needs none."""
-    from transformers.masking_utils import sdpa_mask
-
     return None if _IS_PACKED.get() else sdpa_mask(**kwargs)
 
 
@@ -291,8 +288,6 @@ def attend_packed_rows(
     Without `packed_rows` this is transformers' function for sdpa. query, key, value: [B, heads, T,
     size]. Collective if ranks share the tokens.
     """
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     if packed_rows is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     packed_rows.is_used = True
@@ -337,14 +332,12 @@ def _run_kernel(
     **_: Any,
 ) -> Tensor:
     """Attend within all rows with torch's flash attention for rows of different lengths."""
-    from torch.nn.attention.varlen import varlen_attn
-
     size, value_size = query.shape[-1], value.shape[-1]
     longest = max(packed_rows.lengths)
     query, key, value = (
         x[0].transpose(0, 1) for x in (query, key, pad(value, (0, size - value_size)))
     )
-    output: Any = varlen_attn(
+    output: Any = varlen.varlen_attn(
         query,
         key,
         value,

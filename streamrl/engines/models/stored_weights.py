@@ -10,16 +10,22 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 
 from streamrl.files.hf_config import list_weight_files
 from streamrl.resharding.boxes import TensorBox
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 COMPARED_ROWS = 4096
 """Rows that are in memory at a time while two stored embeddings are compared."""
@@ -63,7 +69,7 @@ class StoredWeights:
     Create it before the model is changed: it finds the tensors by the names of transformers' class.
     """
 
-    def __init__(self, model: "PreTrainedModel", path: str) -> None:
+    def __init__(self, model: PreTrainedModel, path: str) -> None:
         self._model = model
         self._slices = _open_slices(path)
         _tie_equal_weights(model, self._slices)
@@ -117,8 +123,6 @@ class StoredWeights:
 
 def _open_slices(path: str) -> dict[str, Any]:
     """Return safetensors' slices of a directory by tensor name; nothing is read or mapped yet."""
-    from safetensors import safe_open
-
     slices: dict[str, Any] = {}
     for file in list_weight_files(Path(path)):
         # A mapped file would count as the process's memory, page by page.
@@ -128,20 +132,12 @@ def _open_slices(path: str) -> dict[str, Any]:
 
 
 def _plan_transforms(
-    model: "PreTrainedModel", tensors: dict[str, Any], slices: dict[str, Any]
+    model: PreTrainedModel, tensors: dict[str, Any], slices: dict[str, Any]
 ) -> dict[str, tuple[Any, list[tuple[str, str]]]]:
     """Return transformers' transform of every tensor of the model and its (pattern, stored name).
 
     Names are matched as in transformers' `convert_and_load_state_dict_in_model`.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
-
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -159,8 +155,6 @@ def _plan_transforms(
 
 
 def _is_renaming(transform: Any) -> bool:
-    from transformers.core_model_loading import WeightRenaming
-
     return isinstance(transform, WeightRenaming)
 
 
@@ -174,7 +168,7 @@ def find_owners(model: nn.Module) -> dict[int, tuple[tuple[nn.Module, str], ...]
     return owners
 
 
-def _tie_equal_weights(model: "PreTrainedModel", slices: dict[str, Any]) -> None:
+def _tie_equal_weights(model: PreTrainedModel, slices: dict[str, Any]) -> None:
     """Tie weights that the config ties and the files store twice, if the two are equal.
 
     transformers compares them while loading, but cannot on the meta device.

@@ -6,20 +6,27 @@ the ranks: the first matrix of a pair by its outputs (column parallel), the seco
 rank has some of them, and tokens travel to the rank of their experts (expert parallelism).
 Embeddings and output heads are split by the vocabulary if its size allows.
 Norms, routers and value heads are replicated.
-
-DTensor's import is slow, so it happens in the functions that split layers.
 """
 
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.functional import linear
+from transformers import PreTrainedModel
+from transformers.distributed.tensor_parallel import (
+    ALL_PARALLEL_STYLES,
+    _use_local_dtensor_params,
+    apply_expert_parallelism,
+    apply_tensor_parallelism,
+)
 
 from streamrl.engines.models.tensor_parallel_support import (
     COLUMN_STYLE,
@@ -33,23 +40,14 @@ from streamrl.engines.models.tensor_parallel_support import (
 )
 from streamrl.errors import ConfigError
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from transformers import PreTrainedModel
 
-
-def parallelize_layers(module: "PreTrainedModel", mesh: "DeviceMesh") -> None:
+def parallelize_layers(module: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Replace the parameters of `iter_split_params` by DTensors over the mesh.
 
     Inputs and outputs of a layer, and their gradients, stay replicated. The gradients of
     `list_shared_norms` are each rank's part, to be summed over the mesh. Raises ConfigError if the
     plan does not name the model's layers.
     """
-    from transformers.distributed.tensor_parallel import (
-        apply_expert_parallelism,
-        apply_tensor_parallelism,
-    )
-
     if next(_iter_layer_params(module), None) is None:
         name = type(module).__name__
         raise ConfigError(f"trainer.tensor_parallel={mesh.size()}: no layer of {name} is split")
@@ -66,7 +64,7 @@ def parallelize_layers(module: "PreTrainedModel", mesh: "DeviceMesh") -> None:
     split_vocabulary(module, mesh)
 
 
-def list_shared_norms(module: "PreTrainedModel") -> list[str]:
+def list_shared_norms(module: PreTrainedModel) -> list[str]:
     """Return the names of parameters that all ranks have, each of which sees its own heads only.
 
     Raises ConfigError for a norm with weights of its own for each head.
@@ -88,7 +86,7 @@ def _is_unplanned_norm(plan: Mapping[str, str], parameter_name: str) -> bool:
     return norm in QUERY_KEY_NORMS and _find_style(plan, queries) == COLUMN_STYLE
 
 
-def _share_inputs(module: "PreTrainedModel", mesh: "DeviceMesh", plan: Mapping[str, str]) -> None:
+def _share_inputs(module: PreTrainedModel, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
     """Make matrices of a layer with the same input, such as q, k and v, share its DTensor.
 
     Autograd then sums the input's gradients before a single all-reduce.
@@ -106,15 +104,13 @@ def _share_inputs(module: "PreTrainedModel", mesh: "DeviceMesh", plan: Mapping[s
 class _SharedInput:
     """Wraps an input of several modules once; forgets it after the last of them."""
 
-    def __init__(self, mesh: "DeviceMesh", num_users: int) -> None:
+    def __init__(self, mesh: DeviceMesh, num_users: int) -> None:
         self._mesh, self._num_users = mesh, num_users
         self._input: Tensor | None = None
         self._wrapped: Any = None
         self._uses = 0
 
     def replace_input(self, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Any, ...]:
-        from torch.distributed.tensor import DTensor, Replicate
-
         if self._input is not args[0]:
             self._input, self._uses = args[0], 0
             self._wrapped = DTensor.from_local(args[0], self._mesh, [Replicate()], run_check=False)
@@ -124,7 +120,7 @@ class _SharedInput:
         return (wrapped, *args[1:])
 
 
-def iter_split_params(module: "PreTrainedModel", ranks: int) -> Iterator[tuple[nn.Parameter, int]]:
+def iter_split_params(module: PreTrainedModel, ranks: int) -> Iterator[tuple[nn.Parameter, int]]:
     """Yield the parameters that tensor-parallel ranks split, with the dimension that is cut.
 
     The parameters must be whole. Tied ones are yielded once.
@@ -133,7 +129,7 @@ def iter_split_params(module: "PreTrainedModel", ranks: int) -> Iterator[tuple[n
     yield from ((parameter, 0) for parameter in list_vocabulary_params(module, ranks))
 
 
-def _iter_layer_params(module: "PreTrainedModel") -> Iterator[tuple[nn.Parameter, int]]:
+def _iter_layer_params(module: PreTrainedModel) -> Iterator[tuple[nn.Parameter, int]]:
     plan = _get_plan_by_name(module)
     for name, parameter in module.named_parameters():
         style = _find_style(plan, name)
@@ -145,7 +141,7 @@ def _iter_layer_params(module: "PreTrainedModel") -> Iterator[tuple[nn.Parameter
             yield parameter, 0
 
 
-def _get_plan_by_name(module: "PreTrainedModel") -> dict[str, str]:
+def _get_plan_by_name(module: PreTrainedModel) -> dict[str, str]:
     """Return the split plan of a model by names from the model on, with * for numbers."""
     prefix = f"{module.base_model_prefix}." if module.base_model is not module else ""
     return {f"{prefix}{name}": style for name, style in get_split_plan(module.config).items()}
@@ -172,7 +168,7 @@ MIN_SHIFTED_LOGIT = -1e30
 class VocabularyRows:
     """The rows of the vocabulary that a rank of the mesh has, `size` from `start` on."""
 
-    def __init__(self, mesh: "DeviceMesh", vocabulary: int) -> None:
+    def __init__(self, mesh: DeviceMesh, vocabulary: int) -> None:
         self._mesh = mesh
         self.size = vocabulary // mesh.size()
         self.start = self.size * mesh.get_local_rank()
@@ -187,8 +183,6 @@ class VocabularyRows:
 
     def share_inputs(self, inputs: Tensor) -> Tensor:
         """Return the head's inputs, equal on all ranks, so that their gradients are summed."""
-        from torch.distributed.tensor import DTensor, Partial, Replicate
-
         shared = DTensor.from_local(inputs, self._mesh, [Replicate()], run_check=False)
         return shared.to_local(grad_placements=[Partial()])
 
@@ -208,9 +202,6 @@ class VocabularyRows:
         The embedding's own forward, which may scale, runs on the local rows. DTensor's lookup
         would compute the gradient of all rows on each rank.
         """
-        from torch.distributed.tensor import DTensor, Partial, Replicate
-        from transformers.distributed.tensor_parallel import _use_local_dtensor_params
-
         if embedding.padding_idx is not None:
             padding_row = embedding.padding_idx - self.start
             embedding.padding_idx = padding_row if 0 <= padding_row < self.size else None
@@ -274,7 +265,7 @@ class VocabularyParallelScores(torch.autograd.Function):
         return grad, None, None, None
 
 
-def list_vocabulary_layers(module: "PreTrainedModel", ranks: int) -> list[nn.Embedding | nn.Linear]:
+def list_vocabulary_layers(module: PreTrainedModel, ranks: int) -> list[nn.Embedding | nn.Linear]:
     """Return the embedding and output head if their rows can be split over `ranks`.
 
     Without a head that can be split, the embedding alone, unless the two are tied.
@@ -294,13 +285,13 @@ def list_vocabulary_layers(module: "PreTrainedModel", ranks: int) -> list[nn.Emb
     return layers
 
 
-def list_vocabulary_params(module: "PreTrainedModel", ranks: int) -> list[nn.Parameter]:
+def list_vocabulary_params(module: PreTrainedModel, ranks: int) -> list[nn.Parameter]:
     """Return the parameters of `list_vocabulary_layers`, tied ones once."""
     layers = list_vocabulary_layers(module, ranks)
     return list({id(p): p for layer in layers for p in layer.parameters()}.values())
 
 
-def find_head_name(module: "PreTrainedModel") -> str | None:
+def find_head_name(module: PreTrainedModel) -> str | None:
     """Return the output head's name in a causal model; None if scoring needs whole logits.
 
     The latter are models of which transformers knows no head or no base, or of WHOLE_LOGITS.
@@ -312,11 +303,8 @@ def find_head_name(module: "PreTrainedModel") -> str | None:
     return None if module.base_model is module else name
 
 
-def split_vocabulary(module: "PreTrainedModel", mesh: "DeviceMesh") -> None:
+def split_vocabulary(module: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Replace parameters of `list_vocabulary_layers` by DTensors over the mesh; keep ties."""
-    from torch.distributed.tensor import Shard, distribute_tensor
-    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
-
     split: dict[int, nn.Parameter] = {}
     for layer in list_vocabulary_layers(module, mesh.size()):
         rows = VocabularyRows(mesh, len(layer.weight))

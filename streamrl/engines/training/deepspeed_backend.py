@@ -19,24 +19,20 @@ import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from streamrl.distributed.devices import get_local_device, has_local_gpu
 from streamrl.engines.checkpoint.sharded_state import ParameterFragment
 from streamrl.engines.models.activation_checkpointing import iter_chunked_mlps
 from streamrl.engines.models.stored_weights import StoredWeights
-from streamrl.engines.trainer_config import BUCKET_ELEMENTS
+from streamrl.engines.trainer_config import BUCKET_ELEMENTS, TrainerConfig
 from streamrl.engines.training.training_backend import TrainingBackend, make_siblings_contiguous
 from streamrl.resharding.layouts import TensorShard, create_whole_shard
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from streamrl.engines.trainer_config import TrainerConfig
 
 
 class DeepSpeedBackend(TrainingBackend):
@@ -212,7 +208,7 @@ class DeepSpeedBackend(TrainingBackend):
         self._deepspeed.comm.destroy_process_group()
 
 
-def make_deepspeed_config(module: "PreTrainedModel", config: "TrainerConfig") -> dict[str, Any]:
+def make_deepspeed_config(module: "PreTrainedModel", config: TrainerConfig) -> dict[str, Any]:
     """Return the configuration of deepspeed.initialize for the model and ZeRO stage."""
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,

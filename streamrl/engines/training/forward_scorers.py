@@ -1,12 +1,13 @@
 """Forward-only scoring of finished rollouts: reference logprobs and critic values."""
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from streamrl.buffer.micro_batch_schedule import pack_rollouts
 from streamrl.distributed.devices import get_local_device
@@ -26,16 +27,13 @@ from streamrl.engines.training.collate import build_batch, find_token_slice
 from streamrl.messages import Array, Columns
 from streamrl.weights.parameters import ParameterSet, build_full_weights
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 class _Scorer:
     """Computes a column of tokens under a model, in micro-batches of bounded tokens."""
 
     def __init__(
         self,
-        load: Callable[..., "PreTrainedModel"],
+        load: Callable[..., PreTrainedModel],
         model_path: str,
         *,
         micro_batch_tokens: int,

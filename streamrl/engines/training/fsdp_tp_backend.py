@@ -22,7 +22,6 @@ no master weights.
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -33,6 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Cut
 from torch.distributed.tensor.placement_types import _StridedShard as StridedCut
 from torch.nn import Parameter
+from transformers import PreTrainedModel
 
 from streamrl.distributed.devices import get_local_device
 from streamrl.engines.checkpoint.sharded_state import (
@@ -43,16 +43,11 @@ from streamrl.engines.dtypes import resolve_trainer_dtype
 from streamrl.engines.models.forward import iter_layers
 from streamrl.engines.models.stored_weights import StoredWeights
 from streamrl.engines.models.tensor_parallel import list_shared_norms, parallelize_layers
-from streamrl.engines.trainer_config import PARAMETER_SHARDING_STAGE
+from streamrl.engines.trainer_config import PARAMETER_SHARDING_STAGE, TrainerConfig
 from streamrl.engines.training.training_backend import TrainingBackend
 from streamrl.resharding.layouts import TensorShard, create_tensor_shard
 from streamrl.resharding.storage import ShardStorage
 from streamrl.resharding.tensor_specs import TensorSpec
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from streamrl.engines.trainer_config import TrainerConfig
 
 DP_DIM, TP_DIM = "data", "tensor"
 CLIP_EPSILON = 1e-6
@@ -254,7 +249,7 @@ def _get_local_tensor(parameter: Tensor) -> Tensor:
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
-def _copy_local_params(module: "PreTrainedModel") -> None:
+def _copy_local_params(module: PreTrainedModel) -> None:
     """Copy this rank's parameters out of the memory of the whole model."""
     for parameter in module.parameters():
         local = _get_local_tensor(parameter)

@@ -25,14 +25,13 @@ import json
 import math
 import shutil
 import socket
-import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +39,13 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from tensordict import TensorDict
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
 
 from streamrl.algorithms import AlgorithmSettings
 from streamrl.algorithms.math.correction import second_moment_limit
@@ -72,10 +78,8 @@ from streamrl.engines.models.activation_checkpointing import checkpoint_layers
 from streamrl.engines.models.forward import compute_token_logprobs, compute_token_values
 from streamrl.engines.models.lora import add_lora_adapters
 from streamrl.engines.models.packed_rows import (
-    RowLayout,
     join_sequence_group,
     share_tokens,
-    unwrap_engine,
 )
 from streamrl.engines.models.stored_weights import StoredWeights
 from streamrl.engines.trainer_config import OFFLOAD, SAVE_TIMEOUT_S, TrainerConfig
@@ -93,7 +97,7 @@ from streamrl.engines.training.pretraining import PretrainingLoss
 from streamrl.engines.training.rollout_sums import sum_rollouts
 from streamrl.engines.training.tasks import PolicyTask, TrainingTask
 from streamrl.engines.training.training_backend import TrainingBackend, make_siblings_contiguous
-from streamrl.errors import CheckpointError, ConfigError, DeadlineError, StreamError, WeightsError
+from streamrl.errors import CheckpointError, DeadlineError, StreamError, WeightsError
 from streamrl.files.atomic_write import wrap_checkpoint_errors, write_atomic
 from streamrl.files.hf_config import GENERATION_CONFIG, WEIGHTS_FILE, WEIGHTS_INDEX
 from streamrl.messages import EPISODE_COLUMN, Array, Columns
@@ -107,12 +111,6 @@ from streamrl.resharding.plans import NodeTopology
 from streamrl.resharding.storage import ShardStorage, create_from_buffers
 from streamrl.resharding.tensor_specs import ModelSpec, TensorSpec
 from streamrl.weights.parameters import LORA_SCALE, ParameterSet, build_full_weights
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from streamrl.engines.trainer_config import TrainerConfig
-    from streamrl.engines.training.training_backend import TrainingBackend
 
 MAX_FILE_BYTES = 256 << 20
 """Size at which the next weight file starts; bounds the memory that writing takes."""
@@ -156,13 +154,6 @@ def _restore_layout(
 
     Tensors that make up a stored one, such as the parts of a fused matrix, wait for each other.
     """
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        rename_source_key,
-        revert_weight_conversion,
-    )
-
     loaded_by: list[Any] = vars(module).get("_weight_conversions") or []
     reverse = [conversion.reverse_transform() for conversion in reversed(loaded_by)]
     renamings = [entry for entry in reverse if isinstance(entry, WeightRenaming)]
@@ -224,7 +215,7 @@ def _write_weights(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> No
 
 
 @contextmanager
-def _reset_generation_config(module: "PreTrainedModel") -> Iterator[None]:
+def _reset_generation_config(module: PreTrainedModel) -> Iterator[None]:
     if not module.can_generate():
         yield
         return
@@ -349,7 +340,7 @@ def _merge_served_specs(ranks: Sequence[_RankShards]) -> ModelSpec:
 
 
 def _describe_adapters(config: TrainerConfig) -> str:
-    settings = ("lora_rank", "lora_alpha", "lora_targets") if config.lora_rank else ()
+    settings = ("lora_rank", "lora_alpha") if config.lora_rank else ()
     return " ".join(f"{name}={vars(config)[name]}" for name in settings)
 
 
@@ -359,7 +350,7 @@ class TorchBackend(TrainingBackend):
     `step` sums the accumulated gradients over ranks and divides.
     """
 
-    def __init__(self, module: "PreTrainedModel", config: "TrainerConfig") -> None:
+    def __init__(self, module: "PreTrainedModel", config: TrainerConfig) -> None:
         make_siblings_contiguous(module)
         super().__init__(module, config)
         self.optimizer = self._make_optimizer(p for p in module.parameters() if p.requires_grad)
@@ -470,52 +461,6 @@ def _gather(value: Any) -> list[Any]:
     return values
 
 
-NUM_TOKENS = 32
-MAX_RELATIVE_DIFFERENCE = 1e-3
-"""Mean difference of two passes over the mean logit. Equal operations give equal bits; the bound is
-for kernels of a GPU that have no deterministic variant."""
-
-
-def check_repeatable(model: Callable[..., Any], *, section: str) -> None:
-    """Raise ConfigError unless two forward passes, in the mode of updates, agree.
-
-    `model` is a transformers model or a DeepSpeed engine of one; `section` names it in the error.
-    Dropout, a router's noise and skipped layers make passes differ. Collective.
-    """
-    module = unwrap_engine(model)
-    size = module.config.get_text_config().vocab_size
-    ids = (torch.arange(NUM_TOKENS, device=get_local_device()) * 7 % size)[None]
-    mask = torch.ones_like(ids, dtype=torch.bool)
-
-    def run() -> Tensor:
-        with torch.no_grad():
-            logits: Tensor = RowLayout(model, ids, mask).run_model().logits
-        return logits.float()
-
-    with _deterministic_kernels():
-        first, second = run(), run()
-        limit = MAX_RELATIVE_DIFFERENCE * first.abs().mean()
-        # NaN is for the checks of values to report.
-        if not (first - second).abs().mean() > limit:
-            return
-    raise ConfigError(
-        f"the {section}'s model gives other logits each time that it computes the same tokens, in"
-        f" evaluation mode, too: {type(module).__name__} adds noise, which rollouts would not have"
-    )
-
-
-@contextmanager
-def _deterministic_kernels() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(before)
-
-
 class ModelTrainer:
     """A rank of a trainer. All ranks must call the same methods in the same order, except `close`.
 
@@ -553,7 +498,6 @@ class ModelTrainer:
         self._resharder = WeightResharder(config.collective_timeout_s)
         with self._allow_slow_ranks(LOAD_TIMEOUT_S), keep_heap_compact():
             self._backend = self._load_model()
-            check_repeatable(self._backend.forward, section=task.name)
         self._advantages: dict[str, dict[int, float]] = {}
         self._optimizer_offload = OptimizerOffload(
             self._backend.iter_optimizer_state,
@@ -863,7 +807,8 @@ class ModelTrainer:
         self._optimizer_offload.restore_state()
         progress, backend = read_progress(directory), self._backend
         adapters = _describe_adapters(self._config)
-        if progress.adapters != adapters:
+        # Earlier versions named the layers, too: all of them.
+        if progress.adapters.removesuffix(" lora_targets=[]") != adapters:
             texts = [text or "no adapters" for text in (progress.adapters, adapters)]
             raise CheckpointError(f"{directory} was written with {texts[0]}, not {texts[1]}")
         with self._limit_wait("loading"):

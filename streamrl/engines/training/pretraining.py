@@ -5,18 +5,16 @@ The loss keeps the policy from forgetting abilities that are not rewarded.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from streamrl.buffer.micro_batch_schedule import pack_rollouts
 from streamrl.data.pretrain_texts import TextStream
 from streamrl.distributed.devices import get_local_device
 from streamrl.engines.models.forward import compute_token_logprobs
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class PretrainingLoss:
     """
 
     texts: TextStream
-    tokenizer: "PreTrainedTokenizerBase"
+    tokenizer: PreTrainedTokenizerBase
     coef: float
     num_texts: int
     max_tokens: int

@@ -3,11 +3,12 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from streamrl.algorithms import (
     Algorithm,
@@ -33,9 +34,6 @@ from streamrl.engines.models.forward import (
 )
 from streamrl.engines.training.collate import TOKEN_COLUMNS
 from streamrl.messages import EPISODE_COLUMN
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class SampleJoiner:
@@ -105,7 +103,7 @@ class TrainingTask(ABC):
     def token_columns(self) -> tuple[str, ...]: ...
 
     @abstractmethod
-    def load_model(self, dtype: torch.dtype, *, on_meta: bool = False) -> "PreTrainedModel":
+    def load_model(self, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
         """Load the model; with `on_meta` without the weights that its directory stores."""
 
     @abstractmethod
@@ -147,7 +145,7 @@ class PolicyTask(TrainingTask):
         needed = list_required_columns(self.spec, self.settings)
         return tuple(name for name in TOKEN_COLUMNS if name in needed)
 
-    def load_model(self, dtype: torch.dtype, *, on_meta: bool = False) -> "PreTrainedModel":
+    def load_model(self, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
         return load_model(self.model_path, dtype=dtype, options=self.options, on_meta=on_meta)
 
     def score_batch(
@@ -223,7 +221,7 @@ class TwoHeadedTask(PolicyTask):
     def token_columns(self) -> tuple[str, ...]:
         return (*super().token_columns, "values")
 
-    def load_model(self, dtype: torch.dtype, *, on_meta: bool = False) -> "PreTrainedModel":
+    def load_model(self, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
         return load_two_headed_model(
             self.model_path, dtype=dtype, options=self.options, on_meta=on_meta
         )
@@ -267,7 +265,7 @@ class CriticTask(TrainingTask):
     def token_columns(self) -> tuple[str, ...]:
         return ("token_ids", "loss_mask", CRITIC_COLUMNS[self.name][0])
 
-    def load_model(self, dtype: torch.dtype, *, on_meta: bool = False) -> "PreTrainedModel":
+    def load_model(self, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
         return load_value_model(self.model_path, dtype=dtype, options=self.options, on_meta=on_meta)
 
     def compute_loss(

@@ -6,23 +6,20 @@ A backend overrides what it shards. The updates of all backends are tested again
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from streamrl.distributed.process_group import leave_process_group
 from streamrl.engines.checkpoint.sharded_state import ParameterFragment
+from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.optimizer_offload import iter_optimizer_tensors
 from streamrl.resharding.layouts import TensorShard, create_whole_shard
 from streamrl.resharding.storage import ShardStorage
 from streamrl.weights.parameters import group_for_fusion, order_for_fusion
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from streamrl.engines.trainer_config import TrainerConfig
 
 
 class TrainingBackend:
@@ -36,7 +33,7 @@ class TrainingBackend:
 
     optimizer: torch.optim.Optimizer
 
-    def __init__(self, module: "PreTrainedModel", config: "TrainerConfig") -> None:
+    def __init__(self, module: "PreTrainedModel", config: TrainerConfig) -> None:
         self.module = module
         self.forward: Callable[..., Any] = module
         self._config = config

@@ -75,10 +75,6 @@ PPO = ["algorithm.name=ppo", "critic.replicas=3"]
         (["trainer.dtype=bfloat16"], {"policy": (2 * WHOLE, 1)}),
         (["trainer.dtype=auto", "trainer.backend=torch"], {"policy": (4 * WHOLE, 1)}),
         (["trainer.lora_rank=4"], {"policy": (4 * 4 * ENDS, 1)}),
-        (
-            ["trainer.lora_rank=4", "trainer.lora_targets=[q_proj]"],
-            {"policy": (4 * 4 * 2 * 128, 1)},
-        ),
         (MOVING, {"policy": (4 * WHOLE, 1), "reference": (4 * WHOLE, 1)}),
         (
             [*MOVING, "trainer.dtype=bfloat16"],

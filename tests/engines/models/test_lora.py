@@ -16,12 +16,10 @@ from streamrl.engines.models.forward import (
 )
 from streamrl.engines.models.lora import (
     add_lora_adapters,
-    check_lora_targets,
     count_trained_params,
     find_lora_layers,
 )
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.errors import ConfigError
 from streamrl.weights.parameters import (
     LORA_A_SUFFIX,
     LORA_B_SUFFIX,
@@ -126,8 +124,8 @@ def test_resume_continues_as_if_uninterrupted(results, layout):
 @parametrize_layouts("lora_updates", on=SEVERAL, quick=QUICK)
 def test_the_state_of_other_adapters_is_rejected(results, layout):
     for case in results[f"lora/{layout.label}"]:
-        assert "lora_rank=2 lora_alpha=3.0 lora_targets=[], not lora_rank=" in case["refusal"]
-        assert case["refusal"].endswith("lora_rank=2 lora_alpha=4.0 lora_targets=[]")
+        assert "lora_rank=2 lora_alpha=3.0, not lora_rank=" in case["refusal"]
+        assert case["refusal"].endswith("lora_rank=2 lora_alpha=4.0")
 
 
 @parametrize_layouts("lora_updates", on=SEVERAL, quick=QUICK)
@@ -158,9 +156,8 @@ def adapted(one_kv_head_path, config):
     return module, {**trained, LORA_SCALE: scale}
 
 
-@pytest.mark.parametrize("targets", [[], ["q_proj", "mlp.down_proj"]])
-def test_the_merged_model_has_the_logprobs_of_the_adapted_one(one_kv_head_path, targets):
-    config = TrainerConfig(lora_rank=4, lora_alpha=6.0, lora_targets=targets)
+def test_the_merged_model_has_the_logprobs_of_the_adapted_one(one_kv_head_path):
+    config = TrainerConfig(lora_rank=4, lora_alpha=6.0)
     module, published = adapted(one_kv_head_path, config)
     merged = load_model(one_kv_head_path, dtype=torch.float32)
     parameters = ParameterSet.from_module(merged)
@@ -179,9 +176,8 @@ def test_the_merged_model_has_the_logprobs_of_the_adapted_one(one_kv_head_path, 
     torch.testing.assert_close(logprobs(merged), logprobs(module), atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("targets", [[], ["q_proj", "mlp.down_proj"]])
-def test_trained_elements_are_counted_on_the_meta_device(one_kv_head_path, targets):
-    config = TrainerConfig(lora_rank=4, lora_targets=targets)
+def test_trained_elements_are_counted_on_the_meta_device(one_kv_head_path):
+    config = TrainerConfig(lora_rank=4)
     _, published = adapted(one_kv_head_path, config)
     adapters = sum(tensor.numel() for tensor in keep_adapters(published).values())
     assert count_trained_params(load_skeleton(one_kv_head_path), config) == adapters
@@ -191,25 +187,7 @@ def test_trained_elements_are_counted_on_the_meta_device(one_kv_head_path, targe
     assert count_trained_params(load_skeleton(one_kv_head_path), TrainerConfig()) == all_elements
 
 
-def test_lora_targets_match_the_ends_of_names_and_exclude_heads(one_kv_head_path):
-    policy = load_model(one_kv_head_path, dtype=torch.float32)
-    critic = load_value_model(one_kv_head_path, dtype=torch.float32)
-    for module in (policy, critic):
-        assert set(find_lora_layers(module, TrainerConfig(lora_rank=1))) == LAYERS.keys()
-    config = TrainerConfig(lora_rank=1, lora_targets=["1.self_attn.q_proj", "up_proj"])
-    assert find_lora_layers(policy, config) == [
-        "model.layers.0.mlp.up_proj",
-        "model.layers.1.self_attn.q_proj",
-        "model.layers.1.mlp.up_proj",
-    ]
-
-
-@pytest.mark.parametrize("target", ["q_prj", "lm_head", "norm", "proj"])
-def test_an_unknown_lora_target_is_rejected_in_one_line(one_kv_head_path, target):
-    config = TrainerConfig(lora_rank=1, lora_targets=["q_proj", target])
-    with pytest.raises(ConfigError) as refusal:
-        check_lora_targets(one_kv_head_path, config, section="critic.trainer")
-    assert str(refusal.value) == (
-        f"critic.trainer.lora_targets=['q_proj', '{target}']: {target} must name a linear layer of"
-        " the model, which has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
-    )
+def test_all_linear_layers_but_the_heads_get_adapters(one_kv_head_path):
+    for load in (load_model, load_value_model):
+        module = load(one_kv_head_path, dtype=torch.float32)
+        assert set(find_lora_layers(module)) == LAYERS.keys()

@@ -11,7 +11,11 @@ from transformers import (
     Qwen2Config,
 )
 
-from streamrl.engines.models.model_shapes import MODEL_SHAPES, load_model_shape
+from streamrl.engines.models.model_shapes import (
+    MODEL_SHAPES,
+    add_adapter_params,
+    load_model_shape,
+)
 from streamrl.errors import ConfigError
 
 
@@ -92,3 +96,13 @@ def test_impossible_sizes_are_refused(settings: dict[str, object], message: str,
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match=message):
         load_model_shape(str(tmp_path))
+
+
+def test_adapters_add_two_matrices_per_layer():
+    llama = MODEL_SHAPES["llama-7b"]
+    attention, mlp = 4 * (4096 + 4096), 3 * (4096 + 11008)
+    expected = 16 * 32 * (attention + mlp)
+    assert add_adapter_params(llama, 16).adapter_params == expected
+    # A critic's head is trained as a whole.
+    assert add_adapter_params(llama.to_critic(), 16).adapter_params == expected + 4096
+    assert add_adapter_params(add_adapter_params(llama, 16), 0) == llama

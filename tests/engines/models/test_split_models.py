@@ -10,12 +10,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from streamrl.engines.models.supported_models import check_packed_rows
 from streamrl.engines.models.tensor_parallel_support import check_head_split, check_tensor_parallel
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from tests import forked
-from tests.engines.models.test_chunked_head import make_model
 from tests.engines.split_model_ranks import (
     LR,
     MICRO_BATCHES,
@@ -172,14 +170,6 @@ def test_heads_that_ranks_cannot_share_are_rejected(
     config = TrainerConfig(backend="torch", world_size=4, **trainer)
     with pytest.raises(ConfigError, match=re.escape(message)):
         check_head_split(str(tmp_path), config, section="trainer")
-
-
-def test_tokens_of_padded_rows_cannot_be_shared(tmp_path: Path):
-    model = make_model("gptj")
-    model.save_pretrained(tmp_path)
-    setting = "trainer.sequence_parallel=2"
-    with pytest.raises(ConfigError, match=f"{setting}: needs packed rows, but .* is padded"):
-        check_packed_rows(str(tmp_path), "auto", setting=setting)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 from streamrl.algorithms import summarize_policy
 from streamrl.data.pretrain_texts import TextStream
 from streamrl.engines.models.forward import load_value_model
-from streamrl.engines.trainer_config import DECAY_SCHEDULES, LR_SCHEDULES, TrainerConfig
+from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from tests.engines.conftest import (
     GATHERED,
@@ -407,41 +408,31 @@ def test_the_warm_up_is_linear():
 
 
 STEPS = 10
-OPTIONS = {"warmup_stable_decay": {"num_decay_steps": 3}, "cosine_with_restarts": {"num_cycles": 2}}
 
 
-# constant has a warm-up of its own.
-@pytest.mark.parametrize("name", sorted({*LR_SCHEDULES} - {"constant"}))
-def test_lr_schedules_equal_those_of_transformers_at_any_resumed_step(name):
-    options: dict[str, Any] = {"min_lr": 1.0} if "min_lr" in name else {**OPTIONS.get(name, {})}
-    config = TrainerConfig(lr=8.0, lr_schedule=name, warmup_steps=2, lr_schedule_options=options)
-    stepped = torch.optim.SGD([torch.zeros(1)], lr=8.0)
-    schedule = get_scheduler(name, stepped, 2, STEPS, options)
-    rates = []
-    for _ in range(STEPS):
-        rates.append(stepped.param_groups[0]["lr"])
-        stepped.step()
-        schedule.step()
-    assert [config.compute_lr(step, STEPS) for step in range(STEPS)] == pytest.approx(rates)
-    assert config.compute_lr(7, STEPS) == pytest.approx(rates[7]), "as after a resume"
-    assert len(set(rates)) > 2
-
-
-# The omitted schedule ends a step early or late in transformers.
-@pytest.mark.parametrize("name", sorted(DECAY_SCHEDULES.keys() - {"cosine_warmup_with_min_lr"}))
-def test_a_decaying_schedule_ends_at_lr_min(name):
-    options = OPTIONS.get(name, {})
-    config = TrainerConfig(lr=8.0, lr_min=2.0, lr_schedule=name, lr_schedule_options=options)
+@pytest.mark.parametrize(
+    ("settings", "name", "options"),
+    [
+        ({"lr_schedule": "linear"}, "linear", {}),
+        ({"lr_schedule": "linear", "lr_min": 2.0}, "polynomial", {"lr_end": 2.0}),
+        ({"lr_schedule": "cosine"}, "cosine", {}),
+        ({"lr_schedule": "cosine", "lr_min": 2.0}, "cosine_with_min_lr", {"min_lr": 2.0}),
+        (
+            {"lr_schedule": "cosine", "lr_min": 2.0, "lr_decay_steps": 3},
+            "warmup_stable_decay",
+            {"min_lr_ratio": 0.25, "num_decay_steps": 3},
+        ),
+    ],
+)
+def test_falling_schedules_equal_those_of_transformers(settings, name, options):
+    schedule = get_scheduler(name, torch.optim.SGD([torch.zeros(1)], lr=8.0), 0, STEPS, options)
+    expected = [8.0 * schedule.lr_lambdas[0](step) for step in range(STEPS + 1)]
+    config = TrainerConfig(lr=8.0, **settings)
     rates = [config.compute_lr(step, STEPS) for step in range(STEPS + 1)]
-    assert rates[0] == pytest.approx(8.0)
-    assert rates[-1] == min(rates) == pytest.approx(2.0)
-    assert rates == sorted(rates, reverse=True)
-
-
-@pytest.mark.parametrize("name", ["warmup_stable_decay", "cosine_with_min_lr"])
-def test_a_schedule_without_a_required_option_is_rejected_before_the_first_step(name):
-    with pytest.raises(ConfigError, match=f"trainer.lr_schedule={name}: "):
-        TrainerConfig(lr_schedule=name).compute_lr(0, STEPS)
+    assert rates == pytest.approx(expected)
+    assert rates[0] == 8.0 and rates[-1] == pytest.approx(config.lr_min or 0.0)
+    warm = [replace(config, warmup_steps=2).compute_lr(step, STEPS) for step in (0, 1, STEPS)]
+    assert warm == pytest.approx([4.0, 8.0, rates[-1]])
 
 
 SPLIT_RANKS = {"tensor_parallel": 2, "backend": "torch"}
@@ -450,9 +441,9 @@ SPLIT_RANKS = {"tensor_parallel": 2, "backend": "torch"}
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lr_min": 1e-7}, "lr_min=1e-07: lr_schedule=constant does not decay"),
+        ({"lr_min": 1e-7}, "lr_min=1e-07: lr_schedule=constant does not fall"),
         ({"lr_min": 1.0, "lr_schedule": "cosine"}, "lr_min=1.0: must be below lr=1e-06"),
-        ({"lr_schedule_options": {"a": 1}}, "lr_schedule_options={'a': 1}: lr_schedule=constant"),
+        ({"lr_decay_steps": 2}, "lr_decay_steps=2: lr_schedule=constant does not fall"),
         ({"tensor_parallel": 2, "world_size": 2}, "tensor_parallel=2: needs backend=torch"),
         ({**SPLIT_RANKS, "world_size": 3}, "tensor_parallel=2: must divide world_size=3"),
         (
@@ -460,7 +451,6 @@ SPLIT_RANKS = {"tensor_parallel": 2, "backend": "torch"}
             "tensor_parallel=2: does not support LoRA; lora_rank must be 0",
         ),
         ({"betas": [0.9]}, "betas=[0.9]: must be two numbers from 0 to below 1"),
-        ({"lora_targets": ["q_proj"]}, "lora_targets=['q_proj']: needs lora_rank above 0"),
         ({"dtype": "bfloat16", "zero_stage": 0}, "dtype=bfloat16: needs master weights, which"),
     ],
 )
