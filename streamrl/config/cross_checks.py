@@ -34,9 +34,6 @@ MODEL_FREE_CALLS = (GENERATE_CALL, REWARD_CALL, COST_CALL)
 def check_consistency(config: "RunConfig") -> None:
     """Run all checks across config sections. Raises ConfigError at the first contradiction."""
     check_conflicts(config, _iter_conflicts(config))
-    for name, reason in _iter_missing(config):
-        raise ConfigError(f"{name}: {reason}")
-    _check_pools(config)
     if config.environment.is_enabled:
         config.data.shared_template  # noqa: B018 - raises if the files differ
 
@@ -53,6 +50,8 @@ def _iter_conflicts(config: "RunConfig") -> Iterator[Conflict]:
         yield from _iter_colocation_conflicts(config)
     if config.environment.is_enabled:
         yield from _iter_episode_conflicts(config)
+    yield from _iter_score_conflicts(config)
+    yield from _iter_pool_conflicts(config)
 
 
 def _iter_size_conflicts(config: "RunConfig") -> Iterator[Conflict]:
@@ -181,41 +180,39 @@ def _iter_episode_conflicts(config: "RunConfig") -> Iterator[Conflict]:
     )
 
 
-def _iter_missing(config: "RunConfig") -> Iterator[tuple[str, str]]:
-    """Yield (section, reason) of entries that are missing, or that nothing uses."""
+def _iter_score_conflicts(config: "RunConfig") -> Iterator[Conflict]:
+    """Yield the rules on costs, and on rewards that an environment gives."""
     name, needs_costs = config.algorithm.name, "costs" in config.algorithm.spec.columns
-    if needs_costs and not config.costs:
-        yield "costs", f"empty; {name} needs at least one entry, written like a reward"
-    if config.costs and not needs_costs:
-        yield "costs", f"{name} uses none; to only log a score, add a reward of weight 0"
+    yield needs_costs and not config.costs, "costs", f"{name} needs one, written like a reward"
+    yield (
+        config.costs and not needs_costs,
+        "algorithm.name",
+        "uses no costs; to only log a score, add a reward of weight 0",
+    )
     specs = config.environment.specs.values()
-    for i, reward in enumerate(config.rewards):
-        setting = f"rewards[{i}].kind={ENVIRONMENT_KIND}"
-        if reward.kind == ENVIRONMENT_KIND and not specs:
-            yield setting, "needs environment.path, the file of the environment"
-        elif reward.kind == ENVIRONMENT_KIND and not any(spec.has_class for spec in specs):
-            yield (
-                setting,
-                "gives every episode 0, as environment.tools alone scores nothing; choose other"
-                " rewards, or add environment.path with score(episode)",
-            )
+    yield (
+        any(entry.kind == ENVIRONMENT_KIND for entry in config.rewards)
+        and not any(spec.has_class for spec in specs),
+        "environment.path",
+        "a reward of kind environment needs a class with score(episode); tools alone score nothing",
+    )
 
 
-def _check_pools(config: "RunConfig") -> None:
-    """Check the roles in placement.pools, and the split of a generator that shares devices."""
-    roles, tp_size = config.dataflow.calls_by_role, config.generator.tensor_parallel
-    is_shared = any("generator" in pool for pool in config.placement.shared_pools)
-    if tp_size > 1 and is_shared and not config.placement.is_hybrid:
-        raise ConfigError(
-            f"generator.tensor_parallel={tp_size}: needs dedicated devices, or those of a trainer's"
-            f" ranks; with placement.mode={config.placement.mode} a generator shares one device"
-        )
-    for i, pool in enumerate(config.placement.pools):
-        if unknown := [role for role in pool if role not in roles]:
-            raise ConfigError(
-                f"placement.pools[{i}].{unknown[0]}: {config.algorithm.name} has no such role here;"
-                f" the roles are {', '.join(roles)}"
-            )
+def _iter_pool_conflicts(config: "RunConfig") -> Iterator[Conflict]:
+    """Yield the rules on placement.pools, and on the split of a generator that shares devices."""
+    roles, placement = config.dataflow.calls_by_role, config.placement
+    is_shared = any("generator" in pool for pool in placement.shared_pools)
+    yield (
+        config.generator.tensor_parallel > 1 and is_shared and not placement.is_hybrid,
+        "generator.tensor_parallel",
+        "needs dedicated devices, or those of a trainer's ranks; with"
+        f" placement.mode={placement.mode} a generator shares one device",
+    )
+    yield (
+        {role for pool in placement.pools for role in pool} - roles.keys(),
+        "placement.pools",
+        f"the roles of {config.algorithm.name} here are {', '.join(roles)}",
+    )
 
 
 def find_colocation_conflict(config: "RunConfig") -> str:

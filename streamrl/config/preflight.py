@@ -4,7 +4,6 @@
 """
 
 import asyncio
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +45,7 @@ from streamrl.files.hf_config import (
     read_stored_shapes,
     read_vocab_size,
 )
+from streamrl.files.typed_settings import check_conflicts
 from streamrl.messages import Prompt
 from streamrl.placement.resource_demand import SHARED_SLOTS, PlacementOption, ResourceDemand
 from streamrl.rewards.group_filter import build_group_filter
@@ -94,9 +94,7 @@ def prepare_run(
     rewards = build_rewards(config.rewards, context)
     costs = [build_rewards(config.costs, context, score_spec=COSTS)] if config.costs else []
     build_group_filter(config.filter)
-    _check_model_dirs(config)
-    model_tokens = read_model_length(config.model.path, limit=config.model.max_length)
-    _check_stop_tokens(config)
+    model_tokens = _check_model_files(config)
     notes = [asyncio.run(reward_set.run_preflight()) for reward_set in (rewards, *costs)]
     first_prompts: dict[str, Prompt] = {}
 
@@ -178,11 +176,20 @@ def _open_prompt_files(
     return train, evaluation
 
 
-def _check_model_dirs(config: RunConfig) -> None:
-    """Raise ConfigError if a model comes from a checkpoint and has changed since then."""
+def _check_model_files(config: RunConfig) -> int:
+    """Return the context length of the policy's model.
+
+    Raises ConfigError for a model of a checkpoint that has changed since, or unknown stop tokens.
+    """
     for key, path in (("model.path", config.model.path), ("critic.path", config.critic.path)):
         if path:
             check_model_dir(Path(path), f"{key}=")
+    model_tokens = read_model_length(config.model.path, limit=config.model.max_length)
+    vocab_size = read_vocab_size(config.model.path)
+    exceeds = any(token_id >= vocab_size for token_id in config.generator.stop_token_ids)
+    rule = f"the vocabulary has ids below {vocab_size}"
+    check_conflicts(config, [(exceeds, "generator.stop_token_ids", rule)])
+    return model_tokens
 
 
 def _check_trained_model(config: RunConfig, role: str) -> list[str]:
@@ -399,32 +406,13 @@ def _note_frozen_experts(path: str, trainer: TrainerConfig, section: str) -> lis
     LoRA adapts Linear modules; the weights of routed experts belong to none. path: model directory.
     section: config section of the trainer.
     """
-    if not trainer.lora_rank:
+    shapes = read_stored_shapes(Path(path), "model.path") if trainer.lora_rank else {}
+    if not any(
+        ".experts." in name or len(shape) == NUM_EXPERT_AXES for name, shape in shapes.items()
+    ):
         return []
-    shapes = read_stored_shapes(Path(path), "model.path")
-    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-    frozen = sum(
-        size
-        for name, size in sizes.items()
-        if ".experts." in name or len(shapes[name]) == NUM_EXPERT_AXES
-    )
-    if not frozen:
-        return []
-    return [
-        f"{section}.lora_rank={trainer.lora_rank}: routed experts,"
-        f" {frozen / sum(sizes.values()):.0%} of the model's weights, get no adapters and stay"
-        " frozen"
-    ]
-
-
-def _check_stop_tokens(config: RunConfig) -> None:
-    """Raise ConfigError if generator.stop_token_ids exceeds the vocabulary of the model."""
-    vocab_size = read_vocab_size(config.model.path)
-    for token_id in config.generator.stop_token_ids:
-        if token_id >= vocab_size:
-            raise ConfigError(
-                f"generator.stop_token_ids: {token_id}: the vocabulary has ids below {vocab_size}"
-            )
+    setting = f"{section}.lora_rank={trainer.lora_rank}"
+    return [f"{setting}: routed experts get no adapters and stay frozen"]
 
 
 def _check_micro_batch(config: RunConfig, max_length: int) -> None:
@@ -432,17 +420,15 @@ def _check_micro_batch(config: RunConfig, max_length: int) -> None:
 
     The samples of an episode are in the same micro-batch.
     """
-    budget, max_new_tokens = config.pipeline.micro_batch_tokens, config.max_completion_tokens
     samples = config.environment.max_rollouts_per_episode
-    if budget < samples * max_length:
-        count = (
-            "one rollout" if samples == 1 else f"environment.max_samples={samples} samples, each"
-        )
-        raise ConfigError(
-            f"pipeline.micro_batch_tokens={budget}: must fit {count} of {max_length} tokens"
-            f" = longest prompt {max_length - max_new_tokens}"
-            f" + {config.completion_limit_key} {max_new_tokens}"
-        )
+    max_new_tokens = config.max_completion_tokens
+    exceeds = config.pipeline.micro_batch_tokens < samples * max_length
+    count = "one rollout" if samples == 1 else f"environment.max_samples={samples} samples, each"
+    rule = (
+        f"must fit {count} of {max_length} tokens = longest prompt {max_length - max_new_tokens}"
+        f" + {config.completion_limit_key} {max_new_tokens}"
+    )
+    check_conflicts(config, [(exceeds, "pipeline.micro_batch_tokens", rule)])
 
 
 def _collect_notes(

@@ -178,35 +178,15 @@ def _check_metric_rows(run_dir: Path) -> None:
 
     A resume reads both files, and its first new step cuts the rows from there on.
     """
-    for name in (METRICS_FILE, EVENTS_FILE):
-        path = run_dir / name
-        if path.exists() and not path.is_file():
-            raise ConfigError(f"{path}: not a regular file")
-        try:
-            lines = read_jsonl(path)
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"--resume: {error}") from None
-        for number, line in enumerate(lines, start=1):
-            if problem := _find_line_problem(line, name):
-                raise ConfigError(f"--resume: {path}:{number}: {problem}")
-
-
-def _find_line_problem(line: object, name: str) -> str:
-    """Return why a parsed line of metrics.jsonl or events.jsonl is invalid, or "".
-
-    name: name of the file.
-    """
-    if not isinstance(line, dict):
-        return "not a JSON object"
-    if name == EVENTS_FILE:
-        return "" if {"time", "event"} <= line.keys() else "an event without its time or name"
-    if not isinstance(line.get("step"), int):
-        return "a row without an integer step"
-    try:
-        parse_metrics_row(line)
-    except ValueError as error:
-        return str(error)
-    return "" if "time" in line else "a row without time"
+    for name, key in ((METRICS_FILE, "step"), (EVENTS_FILE, "event")):
+        for number, line in enumerate(read_jsonl(run_dir / name), start=1):
+            place = f"--resume: {run_dir / name}:{number}"
+            if not isinstance(line, dict) or not {"time", key} <= line.keys():
+                raise ConfigError(f"{place}: must be a JSON object with time and {key}")
+            try:
+                parse_metrics_row(line if name == METRICS_FILE else {})
+            except ValueError as error:
+                raise ConfigError(f"{place}: {error}") from None
 
 
 def repartition_queue(resume: ResumePoint, layout: QueueLayout, shards: int) -> None:

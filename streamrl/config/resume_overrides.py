@@ -50,11 +50,24 @@ def check_overrides(stored: RunConfig, config: RunConfig, checkpoint: Checkpoint
     stored: config saved with the run. config: the same with overrides. checkpoint: None if the run
     was killed before its first.
     """
-    _check_fixed_settings(stored, config)
+    for section, role in (("trainer", POLICY), ("critic.trainer", CRITIC)):
+        if role in stored.dataflow.trained_roles and role in config.dataflow.trained_roles:
+            old, new = (vars(c.get_trainer_config(role)) for c in (stored, config))
+            rows = _iter_changes(FIXED_TRAINER_SETTINGS, old, new)
+            check_conflicts(new, rows, f"{section}.")
+    check_conflicts(config, _iter_changes(FIXED_SETTINGS, stored, config))
+    check_conflicts(config, _iter_lost_state(stored, config))
     if checkpoint is not None:
         roles = [call.role for call in config.dataflow.select_calls(CallKind.TRAIN)]
         _check_role_files(checkpoint, roles)
-        _check_ema_reference(checkpoint, config.reference.every)
+        state = checkpoint.get_role_dirs(POLICY)[1]
+        was_saved = (state / REFERENCE_FILE).is_file()
+        rule = (
+            f"a resumed run must keep it {'above' if was_saved else 'at'} 0, as {checkpoint.path}"
+        )
+        check_conflicts(
+            config, [(bool(config.reference.every) != was_saved, "reference.every", rule)]
+        )
 
 
 def _check_role_files(checkpoint: Checkpoint, roles: Sequence[str]) -> None:
@@ -65,52 +78,6 @@ def _check_role_files(checkpoint: Checkpoint, roles: Sequence[str]) -> None:
             raise ConfigError(f"--resume {checkpoint.path}: {location}/ is missing or empty")
 
 
-def _check_ema_reference(checkpoint: Checkpoint, every: int) -> None:
-    """Raise ConfigError unless the resumed run has an EMA reference exactly if the checkpoint has.
-
-    every: reference.every of the resumed run; above 0 with an EMA reference.
-    """
-    state = checkpoint.get_role_dirs(POLICY)[1]
-    was_saved = (state / REFERENCE_FILE).is_file()
-    if was_saved and not every:
-        raise ConfigError(
-            f"reference.every={every}: {checkpoint.path} has an EMA reference; a resumed run must"
-            " keep reference.every above 0"
-        )
-    if every and not was_saved:
-        raise ConfigError(
-            f"reference.every={every}: {checkpoint.path} has no EMA reference; a resumed run must"
-            " keep reference.every=0"
-        )
-
-
-def _check_fixed_settings(stored: RunConfig, config: RunConfig) -> None:
-    """Raise ConfigError if an override changes a setting on which the checkpoint's state depends.
-
-    stored: config saved with the run. config: the same with overrides.
-    """
-    for section, role in (("trainer", POLICY), ("critic.trainer", CRITIC)):
-        if role in stored.dataflow.trained_roles and role in config.dataflow.trained_roles:
-            old, new = (vars(c.get_trainer_config(role)) for c in (stored, config))
-            rows = _iter_changes(FIXED_TRAINER_SETTINGS, old, new)
-            check_conflicts(new, rows, f"{section}.")
-    check_conflicts(config, _iter_changes(FIXED_SETTINGS, stored, config))
-    _check_kind_of_rollouts(stored, config)
-    old_params, new_params = (
-        AdaptiveParams(c.algorithm.spec, c.algorithm_settings).values for c in (stored, config)
-    )
-    for name in old_params.keys() & new_params.keys():
-        if new_params[name] != old_params[name]:
-            key = f"params.{name}" if name in stored.algorithm_settings.params else name
-            raise ConfigError(
-                f"algorithm.{key}={new_params[name]}: this value adapts during training and is"
-                " restored from the checkpoint; it cannot be set on resume"
-            )
-    before, now = stored.pipeline.max_staleness, config.pipeline.max_staleness
-    rule = f"a resumed run has prompts in flight for {before}; the bound may only grow"
-    check_conflicts(config, [(now < before, "pipeline.max_staleness", rule)])
-
-
 def _iter_changes(keys: Sequence[str], old: Any, new: Any) -> Iterator[Conflict]:
     """Yield the rule that a resumed run keeps these settings."""
     for key in keys:
@@ -118,25 +85,34 @@ def _iter_changes(keys: Sequence[str], old: Any, new: Any) -> Iterator[Conflict]
         yield get_setting(new, key) != before, key, f"a resumed run must keep {before}"
 
 
-def _check_kind_of_rollouts(stored: RunConfig, config: RunConfig) -> None:
-    """Raise ConfigError if groups in the queue would not suit the environments.
-
-    An override may add an environment to several, but not to none.
-    """
-    old, new = stored.environment, config.environment
-    both_enabled = old.is_enabled and new.is_enabled
-    if both_enabled and (old.max_samples > 1) != (new.max_samples > 1):
-        rule = "keep 1" if old.max_samples == 1 else "stay above 1"
-        raise ConfigError(
-            f"environment.max_samples={new.max_samples}: must {rule} in a resumed run: groups in"
-            " its queue would not have the same columns"
+def _iter_lost_state(stored: RunConfig, config: RunConfig) -> Iterator[Conflict]:
+    """Yield the rules on settings that the state of the run or its queue rules out."""
+    old_params, new_params = (
+        AdaptiveParams(c.algorithm.spec, c.algorithm_settings).values for c in (stored, config)
+    )
+    for name in old_params.keys() & new_params.keys():
+        is_param = name in stored.algorithm_settings.params
+        yield (
+            new_params[name] != old_params[name],
+            "algorithm.params" if is_param else f"algorithm.{name}",
+            f"{name} adapts during training, and the checkpoint restores it; it cannot be set",
         )
-    if old.is_enabled == new.is_enabled and old.specs.keys() <= new.specs.keys():
-        return
-    groups = "have no episodes"
-    if old.is_enabled:
-        groups = f"name {', '.join(old.named)}" if old.named else "have episodes without a name"
-    raise ConfigError(
-        f"{new.settings_text}: a resumed run must keep {old.settings_text}: groups in its queue"
-        f" {groups}"
+    before = stored.pipeline.max_staleness
+    yield (
+        config.pipeline.max_staleness < before,
+        "pipeline.max_staleness",
+        f"a resumed run has prompts in flight for {before}; the bound may only grow",
+    )
+    old, new = stored.environment, config.environment
+    yield (
+        (old.max_samples > 1) != (new.max_samples > 1),
+        "environment.max_samples",
+        f"a resumed run must keep it {'above' if old.max_samples > 1 else 'at'} 1, as groups in its"
+        " queue have the columns for that",
+    )
+    # An override may add an environment to several, but not to none.
+    yield (
+        old.is_enabled != new.is_enabled or not old.specs.keys() <= new.specs.keys(),
+        "environment.path",
+        f"a resumed run must keep {old.settings_text}, as groups in its queue were sampled so",
     )

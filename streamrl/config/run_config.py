@@ -7,10 +7,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args, get_origin
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf._utils import split_key
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
@@ -24,7 +23,6 @@ from streamrl.config.cross_checks import (
     check_consistency,
     find_colocation_conflict,
 )
-from streamrl.config.run_settings import ModelConfig, RunSettings
 from streamrl.data.config import FILE_KEYS, DataConfig, make_paths_absolute
 from streamrl.dataflow import CRITIC, POLICY, Dataflow, build_dataflow
 from streamrl.engines.generator_config import GeneratorConfig
@@ -38,6 +36,8 @@ from streamrl.environments.config import EnvironmentConfig
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_small_yaml
 from streamrl.files.typed_settings import (
+    at_least,
+    check_rules,
     describe_read_error,
     get_fields,
     merge_settings,
@@ -55,7 +55,7 @@ from streamrl.rewards.interface.config import (
 from streamrl.rewards.registry import check_options
 from streamrl.rewards.reward_set import COSTS, REWARDS
 from streamrl.run_dir.checkpoint import CheckpointConfig
-from streamrl.stream.evaluation.config import EvaluationConfig
+from streamrl.stream.evaluation.config import MAX_SEED, EvaluationConfig
 from streamrl.stream.run_state import PipelineConfig
 from streamrl.telemetry.config import TelemetryConfig
 from streamrl.weights import WeightsConfig
@@ -175,9 +175,8 @@ def _suggest_key(key: str, section: Any) -> str:
     if close := difflib.get_close_matches(name, siblings, n=1):
         return f"the nearest key is {f'{parent}.{close[0]}'.removeprefix('.')}"
     elsewhere = [other for other in _iter_keys(RunConfig) if other.rpartition(".")[2] == name]
-    if close := difflib.get_close_matches(key, elsewhere, n=1, cutoff=0.0):
-        return f"the nearest key is {close[0]}"
-    return suggest_nearest(name, siblings)
+    close = difflib.get_close_matches(key, elsewhere, n=1, cutoff=0.0)
+    return f"the nearest key is {close[0]}" if close else suggest_nearest(name, siblings)
 
 
 def _iter_keys(kind: Any, prefix: str = "") -> Iterator[str]:
@@ -189,7 +188,60 @@ def _iter_keys(kind: Any, prefix: str = "") -> Iterator[str]:
             yield from _iter_keys(item, f"{prefix}{name}.")
 
 
-SectionT = TypeVar("SectionT")
+MAX_NAME_BYTES = 200
+
+
+@dataclass
+class RunSettings:
+    """General settings of the run.
+
+    name: name of the run directory, dir/name.
+    dir: parent folder of run directories.
+    seed: seed of the prompt order and of every rollout.
+    steps: training steps in total, including those before a resume.
+    overwrite: replace an existing run directory of the same name.
+    max_restarts: restarts of each generator or scorer after it dies.
+    silent_s: seconds without an answer after which a process counts as dead. Generators, scorers
+        and shards are then killed and restarted; others are only reported. Set
+        it above the longest load of a model, during which a process cannot answer.
+    """
+
+    name: str = "run"
+    dir: str = "runs"
+    seed: Annotated[int, at_least(0, MAX_SEED)] = 0
+    steps: Annotated[int, at_least(1)] = 100
+    overwrite: bool = False
+    max_restarts: Annotated[int, at_least(0)] = 3
+    silent_s: Annotated[float, at_least(1)] = 120.0
+
+    def __post_init__(self) -> None:
+        check_rules(self, "run.")
+        is_plain = self.name not in ("", ".", "..") and "/" not in self.name
+        if not is_plain or not self.name.isprintable() or len(self.name.encode()) > MAX_NAME_BYTES:
+            raise ConfigError(
+                f"run.name={self.name!r}: must be a plain folder name of at most"
+                f" {MAX_NAME_BYTES} bytes"
+            )
+
+
+@dataclass
+class ModelConfig:
+    """Starting point of the policy.
+
+    path: Hugging Face model directory.
+    max_length: maximum tokens of prompt plus completion; null takes the model's own limit.
+    trust_remote_code: run Python files that the directory (or the critic's) contains for its model
+        or tokenizer (auto_map). Without trust_remote_code such a directory is refused.
+    """
+
+    path: str = ""
+    max_length: Annotated[int | None, at_least(2)] = None
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        check_rules(self, "model.")
+
+
 ConfigT = TypeVar("ConfigT", bound="ConfigSections")
 
 
@@ -219,16 +271,12 @@ class ConfigSections:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
-    def __post_init__(self) -> None:
-        _check_values(config_to_dict(self), "")
-
 
 @dataclass
 class RunConfig(ConfigSections):
     """Settings of a run: complete, and consistent across the config sections."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not self.model.path:
             raise ConfigError("model.path: missing; it names a Hugging Face model directory")
         if not self.data.train:
@@ -371,25 +419,16 @@ def build_config(
     return config
 
 
-def with_settings(section: SectionT, settings: Mapping[str, Any]) -> SectionT:
-    """Return a config, a section of it or a mapping of overrides with changed settings.
+def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
+    """Return a config with changed settings, new values by dotted key.
 
-    settings: new values by dotted key. A single replacement avoids checking half-changed sections.
     The algorithm must stay the same, because its dry run is not repeated. Raises ConfigError if the
     result is inconsistent.
     """
-    values: dict[str, Any] = {}
-    nested: dict[str, dict[str, Any]] = {}
+    changed = OmegaConf.create(config_to_dict(config))
     for key, value in settings.items():
-        name, dot, rest = key.partition(".")
-        if dot:
-            nested.setdefault(name, {})[rest] = value
-        else:
-            values[name] = value
-    if isinstance(section, dict):
-        return cast(SectionT, {**section, **values})
-    values |= {name: with_settings(vars(section)[name], sub) for name, sub in nested.items()}
-    return cast(SectionT, dataclasses.replace(cast(Any, section), **values))
+        OmegaConf.update(changed, key, value, merge=False, force_add=True)
+    return parse_settings(changed, source="config")
 
 
 def parse_settings(settings: DictConfig, *, source: str) -> RunConfig:
@@ -408,13 +447,7 @@ def _build_sections(kind: type[ConfigT], settings: DictConfig, *, source: str) -
         prepared = prepare_settings(raw, kind, "", _suggest_key)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
-    try:
-        config = merge_settings(kind, prepared, location=f"{source}: ")
-        OmegaConf.structured(config)  # merge does not validate values inside lists
-    except ConfigError:
-        raise
-    except (OmegaConfBaseException, TypeError, ValueError) as error:
-        raise ConfigError(f"{source}: {' '.join(str(error).split())}") from None
+    config = merge_settings(kind, prepared, location=f"{source}: ")
     assert isinstance(config, kind)
     return config
 
@@ -425,17 +458,10 @@ def _fold_kind_options(raw: Any) -> Any:
     Users write such options beside `kind`.
     """
     fields, folded = set(get_fields(RewardConfig)), dict(raw)
-    for key in _OPTION_SECTIONS:
+    for key in ("rewards", "costs"):
         if isinstance(entries := folded.get(key), list):
-            folded[key] = [
-                fold_options(entry, fields) if isinstance(entry, dict) else entry
-                for entry in entries
-            ]
+            folded[key] = [fold_options(e, fields) if isinstance(e, dict) else e for e in entries]
     return folded
-
-
-#: Lists of entries with options that depend on their kind.
-_OPTION_SECTIONS = ("rewards", "costs")
 
 
 def _make_critic_trainer(trainer: TrainerConfig, changes: Mapping[str, Any]) -> TrainerConfig:
@@ -448,35 +474,7 @@ def _make_critic_trainer(trainer: TrainerConfig, changes: Mapping[str, Any]) -> 
     except ConfigError as error:
         raise ConfigError(f"{error}; it inherits unset keys from trainer") from None
     assert isinstance(merged, TrainerConfig)
-    _check_values(vars(merged), section)
     return merged
-
-
-def _check_values(settings: Any, key: str) -> None:
-    """Raise ConfigError if nested settings contain a non-finite number, or text with a zero byte.
-
-    key: key of the settings, for the error.
-    """
-    for full_key, value in _iter_leaves(settings, key):
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{full_key}={value}: must be a finite number")
-        if isinstance(value, str) and "\0" in value:
-            raise ConfigError(f"{full_key}={value!r}: must not contain a zero byte")
-
-
-def _iter_leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield (full key, value) for all scalars in nested settings."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            # The options of a reward are written beside its fixed keys.
-            is_inline = name == "options" and key.partition("[")[0] in _OPTION_SECTIONS
-            inner_key = key if is_inline else f"{key}.{name}"
-            yield from _iter_leaves(inner, inner_key.removeprefix("."))
-    elif isinstance(value, list):
-        for i, inner in enumerate(value):
-            yield from _iter_leaves(inner, f"{key}[{i}]")
-    else:
-        yield key, value
 
 
 def _make_paths_absolute(config: ConfigSections) -> None:
@@ -484,21 +482,21 @@ def _make_paths_absolute(config: ConfigSections) -> None:
 
     Actors and later resumes may run in another working directory.
     """
-    if config.model.path:
-        config.model.path = str(Path(config.model.path).absolute())
-    if config.critic.path:
-        config.critic.path = str(Path(config.critic.path).absolute())
     for key in ("train", "eval", "pretrain"):
         setattr(config.data, key, make_paths_absolute(vars(config.data)[key]))
-    for entry in (*config.rewards, *config.costs):
-        if path := entry.options.get("path"):
-            entry.options["path"] = str(Path(str(path)).absolute())
-    if config.filter.path:
-        config.filter.path = str(Path(config.filter.path).absolute())
+    for _, settings in iter_path_sections(config):
+        if path := settings.get("path"):
+            settings["path"] = str(Path(str(path)).absolute())
     for spec in config.environment.specs.values():
         spec.make_paths_absolute()
-    if config.algorithm.path:
-        config.algorithm.path = str(Path(config.algorithm.path).absolute())
+
+
+def iter_path_sections(config: ConfigSections) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the sections and list entries whose key `path` names an input, by their key."""
+    for name in ("model", "critic", "algorithm", "filter"):
+        yield name, vars(vars(config)[name])
+    for name, entries in (("rewards", config.rewards), ("costs", config.costs)):
+        yield from ((f"{name}[{i}]", entry.options) for i, entry in enumerate(entries))
 
 
 def dump_config(config: RunConfig) -> str:
@@ -551,27 +549,8 @@ def _apply_override(settings: DictConfig, override: str) -> None:
         raise ConfigError(
             f"{override!r:.200}: the value is not YAML ({reason}); quote a text with signs"
         ) from None
-    _check_list_indices(settings, key, override)
     try:
         OmegaConf.update(settings, key, raw["value"], merge=False, force_add=True)
-    except OmegaConfBaseException as error:
-        reason = str(error.msg or error).splitlines()[0]
-        raise ConfigError(f"{override!r:.200}: {reason}") from None
-
-
-def _check_list_indices(settings: DictConfig, key: str, override: str) -> None:
-    """Raise ConfigError if a dotted key names an entry that a list in the settings lacks."""
-    node: Any = settings
-    names = split_key(key)
-    for i, name in enumerate(names):
-        if isinstance(node, ListConfig):
-            if not (name.isdecimal() and int(name) < len(node)):
-                lists, last = ".".join(names[:i]), len(node) - 1
-                known = f"entries 0 to {last}" if last > 0 else "entry 0" if last == 0 else "none"
-                raise ConfigError(
-                    f"{override!r:.200}: {lists} has no entry {name}: it has {known}. Set the"
-                    f" whole list with {lists}=[...]"
-                )
-            node = node._get_node(int(name))
-        else:
-            node = node._get_node(name) if isinstance(node, DictConfig) else None
+    except (OmegaConfBaseException, TypeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{override!r:.200}: {reason}; set a whole list as in x=[...]") from None

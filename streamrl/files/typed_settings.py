@@ -70,10 +70,10 @@ def suggest_sibling(key: str, kind: Any) -> str:
 
 
 def prepare_settings(raw: Any, hint: Any, key: str = "", suggest: KeyHint = suggest_sibling) -> Any:
-    """Check the keys and types of values as read, and return them with "" for null texts.
+    """Check the keys and types of values as read, and return them converted to their types.
 
-    YAML reads `key=` and `key:` as null. hint: type of the values. key: their key, for errors.
-    Raises ConfigError. An interpolation passes.
+    YAML reads `key=` and `key:` as null, which becomes "" for a text. hint: type of the values.
+    key: their key, for errors. Raises ConfigError. An interpolation passes.
     """
     if dataclasses.is_dataclass(hint):
         return _prepare_section(raw, hint, key, suggest)
@@ -96,8 +96,7 @@ def prepare_settings(raw: Any, hint: Any, key: str = "", suggest: KeyHint = sugg
         }
     if hint is str and raw is None:
         return ""
-    _check_scalar(key, raw, get_args(hint) or (hint,))
-    return raw
+    return _convert_scalar(key, raw, get_args(hint) or (hint,))
 
 
 def _prepare_section(raw: Any, kind: Any, key: str, suggest: KeyHint) -> dict[str, Any]:
@@ -113,24 +112,34 @@ def _prepare_section(raw: Any, kind: Any, key: str, suggest: KeyHint) -> dict[st
     return prepared
 
 
-def _check_scalar(key: str, value: Any, kinds: Sequence[Any]) -> None:
-    """Raise ConfigError unless OmegaConf converts a value to one of these types; skip others."""
+def _convert_scalar(key: str, value: Any, kinds: Sequence[Any]) -> Any:
+    """Return a value converted to the one of these types that is not null; any other type passes.
+
+    Raises ConfigError, also for a number that is not finite and for text with a zero byte.
+    """
+    if TYPE_RULES.keys() >= {*kinds} and not (value is None and NoneType in kinds):
+        types = [kind for kind in kinds if kind is not NoneType]
+        if type(value) not in types:
+            value = _convert_type(key, value, kinds, types)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{key}={value}: must be a finite number")
+    if isinstance(value, str) and "\0" in value:
+        raise ConfigError(f"{key}={value!r}: must not contain a zero byte")
+    return value
+
+
+def _convert_type(key: str, value: Any, kinds: Sequence[Any], types: Sequence[Any]) -> Any:
+    """Convert a value as OmegaConf does; a setting of several types takes none of another type."""
     from omegaconf import BooleanNode, FloatNode, IntegerNode, StringNode
     from omegaconf.errors import OmegaConfBaseException
 
     nodes: dict[Any, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
-    if not TYPE_RULES.keys() >= set(kinds) or (value is None and NoneType in kinds):
-        return
-    if isinstance(value, bool) and str in kinds and bool not in kinds:
+    if isinstance(value, bool) and str in kinds:
         words = "on, yes and true" if value else "off, no and false"
         raise ConfigError(f"{key}={value}: must be text; YAML reads unquoted {words} as a boolean")
-    # A setting of several types takes a value as it is.
-    is_exact = len({*kinds} - {NoneType}) > 1
-    for kind in nodes.keys() & set(kinds):
+    if len(types) == 1:
         with contextlib.suppress(OmegaConfBaseException, OverflowError):
-            nodes[kind](value, is_optional=False)
-            if not is_exact or type(value) in kinds:
-                return
+            return nodes[types[0]](value, is_optional=False)._value()
     rule = " or ".join(TYPE_RULES[kind] for kind in kinds)
     raise ConfigError(f"{key}={value!r:.200}: must be {rule}")
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from streamrl.actors.shared_weights import SharedWeights
 from streamrl.actors.trainer import RendezvousInfo, TrainerActor
 from streamrl.algorithms import AlgorithmConfig
-from streamrl.config.run_config import RunConfig
-from streamrl.config.run_settings import ModelConfig
+from streamrl.config.run_config import ModelConfig, RunConfig
 from streamrl.data.config import DataConfig
 from streamrl.dataflow import EMA_REFERENCE, POLICY, CallKind, ModelCall
 from streamrl.distributed import devices

@@ -39,8 +39,7 @@ from streamrl.buffer import (
     StageSchema,
 )
 from streamrl.config.preflight import PreparedRun
-from streamrl.config.run_config import RunConfig
-from streamrl.config.run_settings import ModelConfig
+from streamrl.config.run_config import ModelConfig, RunConfig
 from streamrl.data.config import DataConfig
 from streamrl.dataflow import POLICY
 from streamrl.engines.generator_config import GeneratorConfig

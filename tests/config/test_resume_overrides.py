@@ -42,46 +42,22 @@ def test_a_resumed_run_may_change_environments_and_add_a_named_one(resume, befor
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        (
-            NONE,
-            GUESS,
-            "environment.named.guess.path=/a.py: a resumed run must keep environment={}: groups in"
-            " its queue have no episodes",
-        ),
+        (NONE, GUESS, "environment.path=: a resumed run must keep environment={}, as groups"),
         (
             ONE,
             [*ONE, "environment.max_samples=2"],
-            "environment.max_samples=2: must keep 1 in a resumed run: groups in its queue would not"
-            " have the same columns",
+            "max_samples=2: a resumed run must keep it at 1",
         ),
-        (
-            [*ONE, "environment.max_samples=2"],
-            ONE,
-            "environment.max_samples=1: must stay above 1 in a resumed run: groups in its queue"
-            " would not have the same columns",
-        ),
-        (
-            ONE,
-            NONE,
-            "environment={}: a resumed run must keep environment.path=/a.py: groups in its queue"
-            " have episodes without a name",
-        ),
+        ([*ONE, "environment.max_samples=2"], ONE, "max_samples=1: .* must keep it above 1"),
+        (ONE, NONE, "environment.path=: a resumed run must keep environment.path=/a.py, as groups"),
         (
             ONE,
             GUESS,
-            "environment.named.guess.path=/a.py: a resumed run must keep environment.path=/a.py:"
-            " groups in its queue have episodes without a name",
+            "environment.path=: a resumed run must keep environment.path=/a.py, as groups",
         ),
-        (
-            TWO,
-            GUESS,
-            "environment.named.guess.path=/a.py: a resumed run must keep"
-            " environment.named.guess.path=/a.py, environment.named.other.path=/b.py: groups in its"
-            " queue name guess, other",
-        ),
+        (TWO, GUESS, "must keep environment.named.guess.path=/a.py, environment.named.other.path="),
     ],
 )
 def test_a_resumed_run_keeps_the_environments_that_its_queue_needs(resume, before, after, message):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=message):
         resume(before, after)
-    assert str(caught.value) == message

@@ -80,8 +80,8 @@ def test_any_key_can_be_overridden(recipe: Path):
 
 def test_a_list_entry_can_be_overridden_by_index(recipe: Path):
     assert load_config(recipe, ["rewards[0].weight=2"]).rewards[0].weight == 2.0
-    for index in ("[5]", ".7", ".-1", ".x"):
-        with pytest.raises(ConfigError, match=r"rewards has no entry .* it has entry 0\. Set "):
+    for index in ("[5]", ".7", ".x"):
+        with pytest.raises(ConfigError, match=r"^'rewards.*ndex .*; set a whole list as in x="):
             load_config(recipe, [f"rewards{index}.weight=2"])
 
 
@@ -197,7 +197,7 @@ def test_a_value_of_a_wrong_type_is_one_line_with_key_and_value(recipe: Path):
             "data.filter=a.py:b",
             "data.filter='a.py:b': unknown; set it per file, as in data.train={path",
         ),
-        ("rewards=[{kind: exact, timeout_s: .inf}]", r"rewards\[0\].timeout_s=inf: must be a fin"),
+        ("rewards=[{kind: exact, timeout_s: .inf}]", r"rewards\[0\].*timeout_s=inf: must be a fin"),
         ("rewards=[{kind: exact, wieght: 2}]", r"rewards\[0\].wieght=2: .*nearest key is weight"),
         ("trainer.lr=fast", "trainer.lr='fast': must be a number, as in"),
         ("placement.pools=[{policy: 1}, 3]", r"placement.pools\[1\]=3: must be a mapping"),
@@ -251,8 +251,8 @@ def test_a_value_of_a_wrong_type_is_one_line_with_key_and_value(recipe: Path):
             "critic.shared_coef=0.5",
             "critic.shared_coef=0.5: has no effect: grpo has no critic. Remove",
         ),
-        ("costs=[{kind: exact}]", "costs: grpo uses none"),
-        ("algorithm.name=safe_rlhf", "costs: empty; safe_rlhf needs at least one"),
+        ("costs=[{kind: exact}]", "algorithm.name=grpo: uses no costs"),
+        ("algorithm.name=safe_rlhf", r"costs=\[\]: safe_rlhf needs one"),
         ("algorithm.ptx_coef=0.1", "algorithm.ptx_coef=0.1: with data.pretrain=; a pretrain"),
         ("data.pretrain=x.jsonl", "algorithm.ptx_coef=0.0: with data.pretrain=x.jsonl; a"),
         ("algorithm.params={tau: 1}", "algorithm.params.tau=1: unknown; params of grpo: none"),
@@ -265,7 +265,7 @@ def test_a_value_of_a_wrong_type_is_one_line_with_key_and_value(recipe: Path):
             "oversample=1000000000.0: must be at most 32$",
         ),
         ("environment.call_pattern=x", "call_pattern: needs environment.call_format=regex, not a"),
-        ("rewards=[{kind: environment}]", r"rewards\[0\].kind=environment: needs environment.path"),
+        ("rewards=[{kind: environment}]", "environment.path=: a reward of kind environment needs"),
         ("environment.kind=gym", "environment.kind=gym: no such kind of environment; .* class"),
         ("environment.options.size=4", "environment.options: needs environment.path, the file"),
         (
@@ -452,7 +452,7 @@ def test_tools_are_read_with_absolute_files_and_need_rewards_of_their_own(
     assert (python.kind, mcp.env) == ("python", ["KEY"])
     assert mcp.command == ["python", str(tmp_path / "server.py")]
     assert config.environment.is_enabled and config.environment.specs == {"": config.environment}
-    with pytest.raises(ConfigError, match=r"rewards\[0\].kind=environment: gives every episode 0"):
+    with pytest.raises(ConfigError, match="environment.path=: .*; tools alone score nothing"):
         load_config(recipe, [*overrides, "rewards=[{kind: environment}]"])
     named = load_config(recipe, ["environment.named.a.tools=[{kind: python}]"]).environment
     assert [tool.kind for tool in named.select("a").single[1].tools] == ["python"]

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from streamrl.config.resume_overrides import check_overrides
-from streamrl.config.run_config import RunConfig, load_config
-from streamrl.config.run_settings import RunSettings
+from streamrl.config.run_config import RunConfig, RunSettings, iter_path_sections, load_config
 from streamrl.errors import ConfigError
 from streamrl.run_dir.checkpoint import (
     ResumePoint,
@@ -95,14 +94,11 @@ def _check_replaceable(config: RunConfig) -> None:
             f"run.overwrite=true: {folder} is not a run directory; delete it yourself or choose"
             " another run.name"
         )
-    inputs = {"model.path": config.model.path, "data.pretrain": config.data.pretrain}
+    sections = dict(iter_path_sections(config))
+    inputs = {f"{key}.path": settings.get("path", "") for key, settings in sections.items()}
+    inputs["data.pretrain"] = config.data.pretrain
     inputs |= {f"data.train[{i}]": file.path for i, file in enumerate(config.data.train_files)}
     inputs |= {f"data.eval[{i}]": file.path for i, file in enumerate(config.data.eval_files)}
-    inputs |= {"critic.path": config.critic.path, "algorithm.path": config.algorithm.path}
-    inputs |= {"filter.path": config.filter.path}
-    for section, entries in (("rewards", config.rewards), ("costs", config.costs)):
-        for i, entry in enumerate(entries):
-            inputs[f"{section}[{i}].path"] = str(entry.options.get("path", ""))
     for key, path in inputs.items():
         if path and folder.resolve() in Path(path).resolve().parents:
             raise ConfigError(

@@ -10,8 +10,7 @@ import pytest
 
 from streamrl.actors.coordination.evaluator import RunEvaluator
 from streamrl.actors.coordination.role_actors import RoleActors
-from streamrl.config.run_config import RunConfig
-from streamrl.config.run_settings import ModelConfig, RunSettings
+from streamrl.config.run_config import ModelConfig, RunConfig, RunSettings
 from streamrl.data.config import DataConfig
 from streamrl.dataflow import GENERATE_CALL, REWARD_CALL
 from streamrl.engines.generator_config import GeneratorConfig

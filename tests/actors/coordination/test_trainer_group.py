@@ -10,8 +10,7 @@ from streamrl.actors.coordination.trainer_group import TrainerGroup
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.algorithms.config import CorrectionConfig
 from streamrl.buffer.micro_batch_schedule import ScheduledRound
-from streamrl.config.run_config import RunConfig
-from streamrl.config.run_settings import ModelConfig
+from streamrl.config.run_config import ModelConfig, RunConfig
 from streamrl.data.config import DataConfig
 from streamrl.dataflow import POLICY
 from streamrl.engines.trainer_config import TrainerConfig
