@@ -452,7 +452,7 @@ def test_tools_are_read_with_absolute_files_and_need_rewards_of_their_own(
     assert (python.kind, mcp.env) == ("python", ["KEY"])
     assert mcp.command == ["python", str(tmp_path / "server.py")]
     assert config.environment.is_enabled and config.environment.specs == {"": config.environment}
-    with pytest.raises(ConfigError, match="environment.path=: .*; tools alone score nothing"):
+    with pytest.raises(ConfigError, match=r"environment\.path=: .*; tools alone score nothing"):
         load_config(recipe, [*overrides, "rewards=[{kind: environment}]"])
     named = load_config(recipe, ["environment.named.a.tools=[{kind: python}]"]).environment
     assert [tool.kind for tool in named.select("a").single[1].tools] == ["python"]
