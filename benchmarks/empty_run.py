@@ -15,7 +15,7 @@ from collections.abc import (
     Sequence,
 )
 from contextvars import Context, ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import coroutine
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -68,7 +68,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 COORDINATOR, QUEUE, WEIGHTS, REPLICAS = "coordinator", "queue", "weights", "replicas"
 CURRENT_PART: ContextVar[str] = ContextVar("part", default=REPLICAS)
-GENERATORS_PER_NODE = 8
 COMPLETION_TOKENS = 8
 
 
@@ -286,11 +285,9 @@ class ManifestChannel:
 
     coordinator: Any
     reader: str
-    node: str
     pull_s: float
 
     async def wait_for_newer(self, state: ReaderState, *, wait_s: float) -> WeightManifest | None:
-        state = replace(state, node=self.node)
         call = self.coordinator.wait_for_manifest.remote(POLICY, self.reader, state, wait_s)
         manifest: WeightManifest | None = await await_reply(call, "wait_for_manifest")
         return manifest
@@ -326,7 +323,6 @@ class EmptyReplica:
         channel = ManifestChannel(
             self._context.coordinator,
             self._name,
-            f"node-{self._index // GENERATORS_PER_NODE}",
             shape.pull_s,
         )
         limit = ConcurrencyLimit(shape.slots * shape.rollouts, shape.rollouts)
@@ -385,17 +381,15 @@ def make_context(
             name="store",
             reason="empty engines",
             token="",
-            run_dir=run_dir,
             keep_versions=2,
             cluster=RAY_ACCESS,
-            copies_per_node=True,
         ),
     )
 
 
 def make_start() -> RunStart:
     prompts: Any = EndlessPrompts()
-    return RunStart(prompts, {}, None, publisher_node="node-0")
+    return RunStart(prompts, {}, None)
 
 
 def get_stages(config: RunConfig) -> dict[str, StageSchema]:

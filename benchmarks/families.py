@@ -28,7 +28,7 @@ from streamrl.engines.models.forward import (
 )
 from streamrl.messages import Array
 from streamrl.weights.config import ROUNDED_LOGPROB_LIMIT
-from streamrl.weights.logprob_check import (
+from streamrl.weights.versions import (
     CHECKED_QUANTILE,
     QUANTILE_FACTOR,
     SPREAD_SHARE,

@@ -85,9 +85,8 @@ def measure_size(millions: int, arguments: argparse.Namespace) -> dict[str, Any]
             results[transport] = {}
             for number in arguments.generators:
                 some = dict(list(readers.items())[:number])
-                disk = f"{folder}/{transport}-{number}"
                 fetch_reply(
-                    publisher.set_transport.remote(transport, list(some), disk),
+                    publisher.set_transport.remote(transport, list(some)),
                     "publisher.set_transport",
                 )
                 changes = [reader.set_transport.remote(transport) for reader in some.values()]

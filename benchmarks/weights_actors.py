@@ -5,7 +5,6 @@ import contextlib
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,10 +31,10 @@ CONFIG = WeightsConfig()
 MODEL = "model"
 
 
-def make_spec(transport: str, folder: Path) -> TransportSpec:
-    """Return the settings of both ends of a transport; versions on disk go into `folder`."""
+def make_spec(transport: str) -> TransportSpec:
+    """Return the settings of both ends of a transport."""
     keep, limits = CONFIG.keep_versions, {MODEL: sys.maxsize}
-    return TransportSpec(transport, "", "benchmark", folder, keep, RAY_ACCESS, max_bytes=limits)
+    return TransportSpec(transport, "", "benchmark", keep, RAY_ACCESS, max_bytes=limits)
 
 
 class BenchmarkPublisher:
@@ -51,10 +50,10 @@ class BenchmarkPublisher:
     def num_bytes(self) -> int:
         return self._bytes
 
-    def set_transport(self, transport: str, readers: list[str], folder: str) -> None:
+    def set_transport(self, transport: str, readers: list[str]) -> None:
         """Publish through this transport from now on."""
         self.end()
-        self._outlet = make_spec(transport, Path(folder)).make_writer(MODEL, "")
+        self._outlet = make_spec(transport).make_writer(MODEL)
         self._outlet.set_readers(readers)
 
     def publish(self, version: int) -> tuple[WeightManifest, float, float]:
@@ -101,7 +100,7 @@ class BenchmarkGenerator:
         """Read through this transport from now on."""
         if self._inlet is not None:
             self._inlet.close()
-        self._inlet = make_spec(transport, Path()).make_reader(MODEL, self._name)
+        self._inlet = make_spec(transport).make_reader(MODEL, self._name)
 
     async def pull(self, manifest: WeightManifest) -> dict[str, float]:
         """Fetch, verify and load a version; return the seconds of each, and of the pause."""

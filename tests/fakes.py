@@ -38,8 +38,7 @@ from streamrl.stream.protocols import (
 from streamrl.stream.stage_worker import StageResult
 from streamrl.user_code.service_gate import request_service
 from streamrl.weights import WeightLoadStats, WeightManifest
-from streamrl.weights.logprob_check import LogprobCheck
-from streamrl.weights.versions import ReaderState, WeightRegistry
+from streamrl.weights.versions import LogprobCheck, ReaderState, WeightRegistry
 
 STREAMED = UpdatePlan()
 PROBE = LogprobCheck([np.array([1, 2, 3], np.int32)], [np.full(3, -1.0, np.float32)], limit=0.5)

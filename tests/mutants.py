@@ -137,10 +137,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/weights/test_buckets.py",
     ),
     Mutant(
-        "weights/logprob_check.py",
+        "weights/versions.py",
         "if not (mean <= limit and quantile <= QUANTILE_FACTOR * limit):",
         "if mean > limit or quantile > QUANTILE_FACTOR * limit:",
-        "tests/weights/test_logprob_check.py",
+        "tests/weights/test_versions.py -k first_token",
     ),
     Mutant(
         "weights/transports/shared_memory.py",

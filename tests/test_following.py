@@ -28,9 +28,9 @@ from streamrl.stream.protocols import FetchedWeights, StageContext
 from streamrl.stream.weight_publisher import WeightPublisher
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import ServedVersion, WeightLoadStats, WeightManifest
-from streamrl.weights.logprob_check import LogprobCheck
 from streamrl.weights.versions import (
     LOAD_REFUSED,
+    LogprobCheck,
     ReaderState,
     WeightFault,
     WeightRegistry,

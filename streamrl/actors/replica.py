@@ -6,10 +6,7 @@ Replicas join and leave during a run. They hold no state that a restart would lo
 import asyncio
 import os
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
 from typing import Any
-
-import ray
 
 from streamrl.actors.actor_context import ActorContext
 from streamrl.actors.liveness import PingableActor
@@ -47,11 +44,10 @@ class RemoteWeightChannel:
         self._transport_reader: TransportReader | None = None
         if shared_weights is None:
             self._transport_reader = context.transport.make_reader(role, reader)
-        self._node = ray.get_runtime_context().get_node_id()
 
     async def wait_for_newer(self, state: ReaderState, *, wait_s: float) -> WeightManifest | None:
         reply = self._coordinator.wait_for_manifest.remote(
-            self._role, self._reader_name, replace(state, node=self._node), wait_s
+            self._role, self._reader_name, state, wait_s
         )
         manifest = await await_reply(
             reply, "coordinator.wait_for_manifest", wait_s + CALL_TIMEOUT_S

@@ -14,8 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ray
-
 from streamrl.actors.actor_context import ActorContext, ActorReport
 from streamrl.actors.liveness import PingableActor
 from streamrl.actors.shared_weights import SharedWeights
@@ -31,8 +29,7 @@ from streamrl.files.file_proofs import FileProof, list_files, prove_files
 from streamrl.messages import Columns
 from streamrl.run_dir.crash_stacks import record_crash_stacks
 from streamrl.weights import WeightManifest
-from streamrl.weights.config import DISK
-from streamrl.weights.logprob_check import LogprobCheck, make_check_sequences
+from streamrl.weights.versions import LogprobCheck, make_check_sequences
 
 RANK_FILE = re.compile(r"_\d{5}[._]")
 """Part of the names of checkpoint files that one rank writes; rank 0 writes the others."""
@@ -95,9 +92,6 @@ class TrainerActor(PingableActor):
         """Return the address and a free port of this node, where the ranks of the model meet."""
         return find_rendezvous()
 
-    async def get_node_id(self) -> str:
-        return str(ray.get_runtime_context().get_node_id())
-
     async def start(
         self, context: ActorContext, rank: int, rendezvous: RendezvousInfo, resume_dir: Path | None
     ) -> None:
@@ -132,13 +126,9 @@ class TrainerActor(PingableActor):
         self._ema_reference = EmaReference(self._config.reference.decay)
         self._reference_version = -1
         # Only rank 0 publishes: its model, unless shared in place, and the EMA reference.
-        path = self._config.get_model_path(POLICY)
         roles = [self._role] if rank == 0 and self._shared_weights is None else []
         roles += [EMA_REFERENCE] if self._has_reference else []
-        self._writers = {
-            role: context.transport.make_writer(role, path if role == POLICY else "")
-            for role in roles
-        }
+        self._writers = {role: context.transport.make_writer(role) for role in roles}
         if resume_dir is not None:
             await self._run_in_thread(self._trainer.load_training_state, resume_dir)
             if self._has_reference:
@@ -300,10 +290,7 @@ class TrainerActor(PingableActor):
     def _send_model(self, version: int, readers: Sequence[str]) -> WeightManifest | None:
         if self._shared_weights is not None:
             return self._shared_weights.publish_version(version)
-        # Other programs load a policy from disk and do not know adapters: write merged weights.
-        is_whole = self._role == POLICY and self._config.weights.transport == DISK
-        tensors = self._trainer.merged_state() if is_whole else self._trainer.full_state()
-        return self._send_tensors(self._role, iter(tensors), version, readers)
+        return self._send_tensors(self._role, iter(self._trainer.full_state()), version, readers)
 
     def _send_reference(self, version: int, readers: Sequence[str]) -> WeightManifest | None:
         model = iter(self._trainer.full_state())

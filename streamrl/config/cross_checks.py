@@ -22,7 +22,7 @@ from streamrl.engines.trainer_config import CriticConfig
 from streamrl.errors import AlgorithmError, ConfigError
 from streamrl.files.typed_settings import Conflict, check_conflicts
 from streamrl.rewards.kinds.rules import ENVIRONMENT_KIND
-from streamrl.weights.config import AUTO, DISK
+from streamrl.weights.config import AUTO
 
 if TYPE_CHECKING:
     from streamrl.config.run_config import RunConfig
@@ -112,12 +112,6 @@ def _iter_critic_conflicts(config: "RunConfig") -> Iterator[Conflict]:
         f"{config.algorithm.name} has {' and '.join(critics)}; only a single value critic can share"
         " the policy's model",
     )
-    yield (
-        shares and config.weights.transport == DISK,
-        "weights.transport",
-        "published versions must be plain models, and with"
-        f" critic.shared_coef={config.critic.shared_coef} the policy has a value head",
-    )
 
 
 def _iter_model_conflicts(config: "RunConfig") -> Iterator[Conflict]:
@@ -134,13 +128,6 @@ def _iter_model_conflicts(config: "RunConfig") -> Iterator[Conflict]:
         "reference.decay",
         "averaging LoRA factors does not average the models; with"
         f" trainer.lora_rank={config.trainer.lora_rank} reference.decay must be 0",
-    )
-    tp_size = config.generator.tensor_parallel
-    yield (
-        config.weights.on_device and tp_size > 1,
-        "weights.on_device",
-        f"has no effect: with generator.tensor_parallel={tp_size} versions reach a generator's"
-        " ranks through host memory. Remove weights.on_device",
     )
     without_model = {*config.dataflow.trained_roles, *(c.role for c in MODEL_FREE_CALLS)}
     reward_models = [entry for entry in (*config.rewards, *config.costs) if entry.kind == "model"]

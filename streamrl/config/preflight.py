@@ -296,7 +296,7 @@ def list_resource_demands(
         is_scorer = role not in (*config.dataflow.trained_roles, GENERATE_CALL.role)
         calls = prepared.dataflow.calls_by_role[role]
         copies = int(not on_gpu or (config.scorer.offload and is_scorer))
-        copies += _receives_on_host(config, calls, on_gpu=on_gpu)
+        copies += _receives_on_host(config, calls)
         demands.append(
             ResourceDemand(
                 calls,
@@ -312,12 +312,12 @@ def list_resource_demands(
     return [*_iter_slot_demands(config, demands), *demands] if is_shared else demands
 
 
-def _receives_on_host(config: RunConfig, calls: Sequence[ModelCall], *, on_gpu: bool) -> bool:
+def _receives_on_host(config: RunConfig, calls: Sequence[ModelCall]) -> bool:
     """Return whether an actor receives whole versions of a model into host memory of its own.
 
     So it does by the collective transport. False where `weights.transport` lets the cluster decide.
     """
-    if config.weights.transport != COLLECTIVE or (on_gpu and config.weights.on_device):
+    if config.weights.transport != COLLECTIVE:
         return False
     roles = {call.followed_role for call in calls if call.followed_role}
     trained = {POLICY if role == EMA_REFERENCE else role for role in roles}

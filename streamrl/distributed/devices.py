@@ -85,34 +85,10 @@ def has_gpu_context() -> bool:
     return sys.modules.get("torch") is not None and _get_gpu_module().is_initialized()
 
 
-_num_releases = 0
-"""Calls of `release_cached_gpu_memory`."""
-
-
 def release_cached_gpu_memory() -> None:
     """Return memory that torch caches to the GPU."""
-    global _num_releases
     if has_gpu_context():
         _get_gpu_module().empty_cache()
-        _num_releases += 1
-
-
-def count_cache_releases() -> int:
-    """Return how often torch has returned its cached GPU memory, by itself or when asked to."""
-    if not has_local_gpu():
-        return 0
-    return _num_releases + int(_get_gpu_module().memory_stats().get("num_alloc_retries", 0))
-
-
-def measure_gpu_memory() -> tuple[int, int] | None:
-    """Return the free and the total bytes of this process's GPU; None without a GPU.
-
-    Memory that torch caches counts as used.
-    """
-    if not has_local_gpu():
-        return None
-    free_bytes, total_bytes = _get_gpu_module().mem_get_info()
-    return free_bytes, total_bytes
 
 
 def drain_peak_gpu_bytes() -> int | None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import compute_max_positions, is_trusted, read_model_config
 from streamrl.files.typed_settings import above, at_least, check_rules, one_of
-from streamrl.weights.logprob_check import NUM_SEQUENCES
+from streamrl.weights.versions import NUM_SEQUENCES
 
 GENERATOR_DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_MB_ON_CPU = 64

@@ -66,8 +66,8 @@ from streamrl.stream.step_metrics import average_metrics, compute_score_metrics
 from streamrl.stream.train_step import ReadyRounds, RoundRunner, make_scheduler
 from streamrl.weights import WeightManifest
 from streamrl.weights.buckets import publish_gathered, unpack_tensors
-from streamrl.weights.logprob_check import is_logprob_check_due
 from streamrl.weights.transports.object_store import ObjectStoreReader, ObjectStoreWriter
+from streamrl.weights.versions import is_logprob_check_due
 
 
 def set_world_size(config: RunConfig, ranks: int) -> RunConfig:

@@ -48,7 +48,6 @@ from streamrl.planner.search.hybridflow import SplitRules
 from streamrl.planner.to_planner_problem import CRITIC_ROLES
 from streamrl.resharding.grids import RankGrid
 from streamrl.weights.config import SHARED_MEMORY
-from streamrl.weights.transport_choice import describe_node_obstacle
 
 VALUE_ROLES = ("value", "cost_value")
 EQUALLY_SIZED_ROLES = (REWARD_ROLES, CRITIC_ROLES, VALUE_ROLES)
@@ -286,9 +285,8 @@ def _explain_refused_mode(
     config: RunConfig, problem: PlacementProblem, pools: PlacementConfig, max_staleness: int
 ) -> str:
     """Return why a run refuses a placement mode on the cluster of the problem, or ""."""
-    node_obstacle = describe_node_obstacle(problem.cluster.num_nodes)
-    if node_obstacle and config.weights.transport == SHARED_MEMORY:
-        return f"weights.transport={SHARED_MEMORY}: {node_obstacle}"
+    if (nodes := problem.cluster.num_nodes) > 1 and config.weights.transport == SHARED_MEMORY:
+        return f"weights.transport={SHARED_MEMORY}: needs one node; the cluster has {nodes}"
     if not pools.is_hybrid:
         return ""
     # Without a model directory (a size by name) assume an architecture that vLLM supports.

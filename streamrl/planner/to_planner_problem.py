@@ -75,7 +75,6 @@ def build_planner_problem(
         RunMemory(
             {role: config.get_trainer_config(role) for role in config.dataflow.trained_roles},
             scores_from_host=config.scorer.offload,
-            versions_on_device=config.weights.on_device,
         ),
     )
 

@@ -1,19 +1,11 @@
 """Buckets of a version: their memory and checksums; packing, verifying and viewing their tensors.
 
-Memory is a numpy array on the host or a torch tensor on a device. XXH3 hashes host memory only.
-Bytes of a device have a polynomial checksum, which the device computes and the host can repeat: the
-sum of the bucket's 32-bit words, each times its own power of k, modulo 2^64. As k = 5 modulo 8, a
-changed word always changes the sum, and so do two swapped words that differ, in buckets of up to
-4 GB.
-
 Everything streams: packing holds the copy of a single bucket, and the caller may gather parameters
 one by one and free each before the next. A thread hashes written bytes while the caller copies the
 next ones; XXH3 releases the GIL, so hashing on a second core is nearly free.
 """
 
-import contextlib
 import os
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -23,132 +15,22 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from torch import Tensor
-from torch.nn import functional
 
-from streamrl.distributed.devices import (
-    count_cache_releases,
-    measure_gpu_memory,
-    synchronize_device,
-)
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
-from streamrl.weights.manifest import (
-    DTYPE_BYTES,
-    BucketMemory,
-    TensorSlot,
-    WeightBucket,
-    WeightManifest,
-    compute_checksum,
-)
 from streamrl.weights.parameters import as_tensor
-from streamrl.weights.pinned_memory import allocate_pinned
 from streamrl.weights.transport import TransportWriter
-
-DEVICE_CHECKSUM_PREFIX = "poly-"
-"""Beginning of checksums that a device has computed."""
-CHECKSUM_BASE = 0xD1342543DE82EF95
-"""k of the polynomial; 5 modulo 8. Source: Steele and Vigna, arXiv 2001.05304."""
-CHECKSUM_CHUNK_WORDS = 1 << 21
-"""Words per step, whose temporaries take 16 bytes per word."""
-WORD_BYTES = 4
-RESERVED_SHARE = 0.05
-"""Share of a GPU's memory that versions of the weights leave free, for whatever grows meanwhile."""
-
-
-class StagingDevice:
-    """Device for the buffers of one version at a time, used for versions that it has room for.
-
-    The buffers of a version must be freed before the next one: their memory, which torch caches,
-    counts as free until torch returns its cache. Without a `device` all versions are on the host.
-    """
-
-    def __init__(self, device: torch.device | None) -> None:
-        self._device = device
-        self._cached_bytes = self._num_releases = 0
-
-    def choose_device(self, num_bytes: int) -> torch.device | None:
-        """Return the device for the buffers of a version of `num_bytes`; None if it has no room."""
-        if self._device is None:
-            return None
-        if (num_releases := count_cache_releases()) != self._num_releases:
-            # Others have the memory of the earlier versions now.
-            self._cached_bytes, self._num_releases = 0, num_releases
-        if not has_device_room(num_bytes - self._cached_bytes):
-            return None
-        self._cached_bytes = max(self._cached_bytes, num_bytes)
-        return self._device
-
-
-def has_device_room(num_bytes: int) -> bool:
-    """Return whether the GPU keeps its reserve with `num_bytes` more; always True without a GPU."""
-    memory = measure_gpu_memory()
-    return memory is None or memory[0] - num_bytes >= RESERVED_SHARE * memory[1]
-
-
-def allocate_staging(num_bytes: int, device: torch.device | None) -> BucketMemory:
-    """Return uint8 [num_bytes] of any contents: on the device if it has memory, else pinned."""
-    if device is not None:
-        with contextlib.suppress(torch.OutOfMemoryError):
-            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    return allocate_pinned(num_bytes)
-
-
-def copy_to_host(memory: BucketMemory) -> Array:
-    """Return the memory as an array; copies what is on a device."""
-    return memory.cpu().numpy() if isinstance(memory, Tensor) else memory
-
-
-def lend_tensor(tensor: Tensor) -> Tensor:
-    """Return a view of `tensor` that, like all views of it, keeps the tensor alive.
-
-    It is released once the GPU has finished the work queued by then, which may still read it.
-    """
-    # DLPack makes another storage for the same memory, which all views of the result share.
-    lent = torch.from_dlpack(tensor)
-    release = weakref.finalize(lent.untyped_storage(), _wait_for_device, tensor)
-    release.atexit = False
-    return lent
-
-
-def _wait_for_device(tensor: Tensor) -> None:
-    synchronize_device()
-
-
-def compute_checksum_like(checksum: str, data: BucketMemory) -> str:
-    """Return the checksum of `data`, of the kind of `checksum`."""
-    if checksum.startswith(DEVICE_CHECKSUM_PREFIX):
-        return compute_device_checksum(as_tensor(data))
-    return compute_checksum(copy_to_host(data))
-
-
-def compute_device_checksum(data: Tensor) -> str:
-    """Return the polynomial checksum of `data`, uint8 [n], with its prefix.
-
-    One number is copied to the host, which waits for what the device was writing to `data`.
-    """
-    powers = torch.full(
-        (min(CHECKSUM_CHUNK_WORDS, -(-data.numel() // WORD_BYTES)),),
-        _to_int64(CHECKSUM_BASE),
-        dtype=torch.int64,
-        device=data.device,
-    ).cumprod(0)
-    chunk_power = _to_int64(pow(CHECKSUM_BASE, CHECKSUM_CHUNK_WORDS, 1 << 64))
-    total = powers.new_zeros(())
-    for piece in data.split(CHECKSUM_CHUNK_WORDS * WORD_BYTES):
-        missing = -piece.numel() % WORD_BYTES
-        words = (functional.pad(piece, (0, missing)) if missing else piece).view(torch.int32)
-        total = total * chunk_power + (words * powers[: len(words)]).sum()
-    return f"{DEVICE_CHECKSUM_PREFIX}{(int(total) + data.numel()) % (1 << 64):016x}"
-
-
-def _to_int64(number: int) -> int:
-    """Return the signed 64-bit integer with the bits of an unsigned one."""
-    return int(np.uint64(number).astype(np.int64))
-
+from streamrl.weights.versions import TensorSlot, WeightBucket, WeightManifest
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
-TORCH_DTYPES = {name: getattr(torch, name) for name in DTYPE_BYTES}
+TORCH_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.float8_e4m3fn, torch.float8_e5m2),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
+}
 """Supported dtypes by name. Manifests store names because numpy has no bfloat16."""
 ALIGNMENT_BYTES = 64
 """Tensors start at multiples of this, so that any dtype can be viewed in place."""
@@ -168,8 +50,8 @@ def pack_buckets(
     *,
     version: int,
     bucket_bytes: int,
-    allocate: Callable[[int], BucketMemory] = allocate_host_buffer,
-) -> Iterator[tuple[WeightBucket, BucketMemory]]:
+    allocate: Callable[[int], Array] = allocate_host_buffer,
+) -> Iterator[tuple[WeightBucket, Array]]:
     """Yield each bucket of a version with its bytes, uint8 [num_bytes].
 
     `bucket_bytes`: largest size of a bucket; a larger tensor gets a bucket of its own. `allocate`
@@ -183,7 +65,7 @@ def pack_buckets(
     names: set[str] = set()
     slots: list[TensorSlot] = []
     end = 0
-    data: BucketMemory = np.empty(0, np.uint8)
+    data: Array = np.empty(0, np.uint8)
     with RunningChecksum() as checksum:
         for name, tensor in named_tensors:
             if name in names:
@@ -319,12 +201,9 @@ def _get_dtype_name(name: str, tensor: torch.Tensor, version: int) -> str:
 
 
 def _copy_to_slot(
-    tensor: torch.Tensor, slot: TensorSlot, data: BucketMemory, checksum: RunningChecksum
+    tensor: torch.Tensor, slot: TensorSlot, data: Array, checksum: RunningChecksum
 ) -> None:
     """Copy a tensor into its slot, in pieces if it is large, so that hashing runs in parallel."""
-    if isinstance(data, torch.Tensor):
-        view_tensor(data, slot).copy_(tensor)
-        return
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         view_tensor(data, slot).copy_(tensor)
         checksum.hash_written(data, slot.end)
@@ -339,23 +218,17 @@ def _copy_to_slot(
 
 
 def _finish_bucket(
-    slots: list[TensorSlot], data: BucketMemory, checksum: RunningChecksum
-) -> tuple[WeightBucket, BucketMemory]:
+    slots: list[TensorSlot], data: Array, checksum: RunningChecksum
+) -> tuple[WeightBucket, Array]:
     """Return the description of a filled bucket, with its checksum, and its bytes."""
     data = data[: slots[-1].end]
-    if isinstance(data, torch.Tensor):
-        hashed = compute_device_checksum(data)
-    else:
-        hashed = checksum.finish_bucket(data)
-    return WeightBucket(tuple(slots), data.nbytes, hashed), data
+    return WeightBucket(tuple(slots), data.nbytes, checksum.finish_bucket(data)), data
 
 
-def unpack_tensors(
-    manifest: WeightManifest, arrays: Sequence[BucketMemory]
-) -> dict[str, torch.Tensor]:
+def unpack_tensors(manifest: WeightManifest, arrays: Sequence[Array]) -> dict[str, torch.Tensor]:
     """Verify the buckets of a version, and return its tensors by name as views of the buckets.
 
-    `arrays`: bytes of each bucket, uint8 [num_bytes], on the host or a device. The views are
+    `arrays`: bytes of each bucket, uint8 [num_bytes]. The views are
     read-only if the arrays are, which torch cannot enforce: copy before writing. Raises
     WeightsError with version, bucket and reason if the number of buckets, a size or a checksum is
     wrong, or a bucket does not contain its tensors.
@@ -366,14 +239,7 @@ def unpack_tensors(
             f"weights version {manifest.version}: received {len(arrays)} buckets,"
             f" expected {num_buckets}"
         )
-    faults = [
-        _find_size_fault(bucket, data)
-        for bucket, data in zip(manifest.buckets, arrays, strict=True)
-    ]
-    if not any(faults):
-        expected = [bucket.checksum for bucket in manifest.buckets]
-        pairs = zip(manifest.buckets, compute_checksums(arrays, expected), strict=True)
-        faults = [_find_checksum_fault(bucket, checksum) for bucket, checksum in pairs]
+    faults = map(_find_fault, manifest.buckets, arrays, compute_checksums(arrays))
     for index, fault in enumerate(faults):
         if fault:
             location = f"weights version {manifest.version}, bucket {index} of {num_buckets}"
@@ -385,36 +251,33 @@ def unpack_tensors(
     }
 
 
-def _find_size_fault(bucket: WeightBucket, data: BucketMemory) -> str | None:
-    """Return why a bucket's dtype, size or slots are wrong, or None."""
-    if data.dtype not in (np.uint8, torch.uint8) or data.shape != (bucket.num_bytes,):
+def _find_fault(bucket: WeightBucket, data: Array, checksum: str) -> str | None:
+    """Return why the dtype, size, slots or checksum of a bucket are wrong, or None."""
+    if data.dtype != np.uint8 or data.shape != (bucket.num_bytes,):
         return f"is {data.dtype}{list(data.shape)}, expected uint8[{bucket.num_bytes}]"
     for slot in bucket.slots:
         if slot.end > bucket.num_bytes:
             return f"{slot.name} ends at byte {slot.end}, the bucket at {bucket.num_bytes}"
-    return None
-
-
-def _find_checksum_fault(bucket: WeightBucket, checksum: str) -> str | None:
-    """Return why a bucket's checksum is wrong, or None."""
     if checksum == bucket.checksum:
         return None
     return f"checksum is {checksum}, expected {bucket.checksum}"
 
 
-def view_tensor(data: BucketMemory, slot: TensorSlot) -> torch.Tensor:
+def view_tensor(data: Array, slot: TensorSlot) -> torch.Tensor:
     """Return the tensor of a slot as a view of its bucket's bytes; `data` may be read-only."""
     raw = as_tensor(data[slot.offset : slot.end])
     return raw.view(TORCH_DTYPES[slot.dtype]).view(slot.shape)
 
 
-def compute_checksums(arrays: Sequence[BucketMemory], expected: Sequence[str]) -> list[str]:
-    """Return the checksum of each array, of the kind of the expected one.
+def compute_checksum(data: Array) -> str:
+    """Return the XXH3 hash (64 bits, hex) of a contiguous array's bytes."""
+    return xxhash.xxh3_64_hexdigest(data.data)
 
-    Several threads hash if the arrays are large.
-    """
+
+def compute_checksums(arrays: Sequence[Array]) -> list[str]:
+    """Return the checksum of each array. Several threads hash if the arrays are large."""
     num_threads = min(len(arrays), os.cpu_count() or 1, MAX_HASH_THREADS)
     if num_threads <= 1 or sum(array.nbytes for array in arrays) < HASH_CHUNK_BYTES:
-        return list(map(compute_checksum_like, expected, arrays))
+        return list(map(compute_checksum, arrays))
     with ThreadPoolExecutor(num_threads, "checksum") as threads:
-        return list(threads.map(compute_checksum_like, expected, arrays))
+        return list(threads.map(compute_checksum, arrays))

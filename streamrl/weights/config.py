@@ -15,15 +15,18 @@ AUTO = "auto"
 OBJECT_STORE = "store"
 SHARED_MEMORY = "shared_memory"
 COLLECTIVE = "collective"
-DISK = "disk"
 TRANSPORT_MODULES = {
     OBJECT_STORE: "object_store",
     SHARED_MEMORY: "shared_memory",
     COLLECTIVE: "collective",
-    DISK: "disk",
 }
 """Module of `weights/transports` by the value of `weights.transport` that selects it."""
 TRANSPORTS = (AUTO, *TRANSPORT_MODULES)
+TRANSPORT_LABELS = {
+    OBJECT_STORE: "object store",
+    SHARED_MEMORY: "shared memory",
+    COLLECTIVE: "collective",
+}
 ON_UPDATE_MODES = ("interrupt", "drain")
 KV_CACHE_MODES = ("recompute", "keep")
 EXACT_LOGPROB_LIMIT = 3e-4
@@ -39,14 +42,9 @@ class WeightsConfig:
     keep_versions: ClassVar[int] = 2
     """Newest versions that the publisher keeps for readers that are still pulling."""
     #: Transport of the weights: store (Ray's object store), shared_memory (single node), collective
-    #: (broadcast to all followers), disk (a directory per version, readable by other engines), or
-    #: auto: shared memory on a single node, collective on several whose processes have a GPU each,
-    #: the store otherwise; the run prints its choice.
+    #: (broadcast to all followers), or auto: shared memory on a single node, collective on several
+    #: whose processes have a GPU each, the store otherwise; the run prints its choice.
     transport: Annotated[str, one_of(*TRANSPORTS)] = AUTO
-    #: Keep the buckets of collective on the device that the models compute on: a version then goes
-    #: from GPU to GPU without host memory, except for the first one, and takes GPU memory while it
-    #: is sent and loaded. Needs a GPU for each process. Has not run on a GPU.
-    on_device: bool = False
     #: Training steps per published version; generators keep the last published version in between.
     publish_every: Annotated[int, at_least(1)] = 1
     #: Effect of a new version on running rollouts: interrupt continues them under the new weights;
@@ -65,14 +63,7 @@ class WeightsConfig:
 
     def __post_init__(self) -> None:
         check_rules(self, "weights.")
-        has_buckets_on_device = self.transport in (AUTO, COLLECTIVE)
         conflicts = (
-            (
-                self.on_device and not has_buckets_on_device,
-                "on_device",
-                f"has no effect: weights.transport={self.transport} goes through host memory."
-                " Remove one of them, or choose collective.",
-            ),
             (
                 self.probe_limit is not None and not self.probe_every,
                 "probe_limit",

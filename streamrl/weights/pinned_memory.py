@@ -17,7 +17,6 @@ from torch import Tensor
 from streamrl.distributed.devices import (
     has_local_gpu,
     pin_host_memory,
-    synchronize_device,
     unpin_host_memory,
 )
 from streamrl.messages import Array
@@ -51,15 +50,6 @@ def copy_to_pinned(tensor: Tensor) -> Tensor:
     """Return a contiguous copy of a tensor in the memory of `allocate_pinned`."""
     memory = torch.from_numpy(allocate_pinned(tensor.nbytes))
     return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-
-
-def release_free_blocks() -> None:
-    """Unpin and free the blocks that no array uses, once the GPU has finished its copies."""
-    synchronize_device()
-    for blocks in list(FREE_BLOCKS.values()):
-        while blocks:
-            block = blocks.pop()
-            unpin_host_memory(_get_address(block))
 
 
 def _get_address(block: mmap.mmap) -> int:

@@ -9,12 +9,11 @@ transport lies between.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from streamrl.messages import Array
 from streamrl.weights.config import TRANSPORT_MODULES
-from streamrl.weights.manifest import BucketMemory, WeightBucket, WeightManifest
+from streamrl.weights.versions import WeightBucket, WeightManifest
 
 MIN_BYTES_PER_S = 100e6
 """Slowest network that deadlines of a transfer allow for: about gigabit Ethernet."""
@@ -34,11 +33,11 @@ class TransportWriter:
     def begin_version(self, version: int) -> None:
         """Start writing `version`, to which the buckets committed next belong."""
 
-    def allocate_buffer(self, num_bytes: int) -> BucketMemory:
+    def allocate_buffer(self, num_bytes: int) -> Array:
         """Return memory for the next bucket: uint8 [num_bytes or more], writable, any contents."""
         raise NotImplementedError
 
-    def commit_bucket(self, bucket: WeightBucket, data: BucketMemory) -> Any:
+    def commit_bucket(self, bucket: WeightBucket, data: Array) -> Any:
         """Hand a filled bucket to the transport; return its picklable handle for readers.
 
         `data`, uint8 [bucket.num_bytes], is the beginning of the last allocated buffer. A writer
@@ -63,7 +62,7 @@ class TransportReader:
     bytes_fetched: int = 0
     fallback_reason: str | None = None
 
-    def fetch_buckets(self, manifest: WeightManifest) -> Sequence[BucketMemory]:
+    def fetch_buckets(self, manifest: WeightManifest) -> Sequence[Array]:
         """Return the buckets of a version, uint8 [num_bytes] each, read-only and not verified.
 
         The bytes stay valid for the lifetime of the arrays and of their views. Raises WeightsError
@@ -100,31 +99,22 @@ class TransportSpec:
     keep_versions: versions that a writer keeps for slow followers.
     copied_roles: roles whose versions must not depend on being published again, which is possible
     only until the next training step.
-    copies_per_node: as in `Transport`.
     max_bytes: limit of shared memory by published role, bytes.
     node: node id that all publishers and followers must share; empty if any node will do.
-    on_device: buckets are on the device that the models compute on (`weights.on_device`).
     """
 
     name: str
     reason: str
     token: str
-    run_dir: Path
     keep_versions: int
     cluster: ClusterAccess
     copied_roles: frozenset[str] = frozenset()
-    copies_per_node: bool = False
     max_bytes: Mapping[str, int] = field(default_factory=dict)
     node: str = ""
-    on_device: bool = False
 
-    def make_writer(self, role: str, model_path: str) -> TransportWriter:
-        """Make the writer with which rank 0 of a trained role publishes weights.
-
-        model_path: model directory whose config and tokenizer files the versions need, because
-        other programs may load them; "" for none.
-        """
-        return load_transport(self.name).make_writer(self, role, model_path)
+    def make_writer(self, role: str) -> TransportWriter:
+        """Make the writer with which rank 0 of a trained role publishes weights."""
+        return load_transport(self.name).make_writer(self, role)
 
     def make_reader(self, role: str, reader: str) -> TransportReader:
         """Make the reader with which the actor `reader` fetches the weights of a role."""
@@ -139,15 +129,12 @@ class TransportSpec:
 class Transport:
     """Both ends of a transport: each module of `weights/transports` has one, TRANSPORT.
 
-    make_writer(spec, role, model_path), make_reader(spec, role, reader), clean_up(spec): as in
+    make_writer(spec, role), make_reader(spec, role, reader), clean_up(spec): as in
     `TransportSpec`.
-    copies_per_node: nodes that have fetched a version serve it to others, in the order of a
-    BroadcastTree.
     """
 
-    make_writer: Callable[[TransportSpec, str, str], TransportWriter]
+    make_writer: Callable[[TransportSpec, str], TransportWriter]
     make_reader: Callable[[TransportSpec, str, str], TransportReader]
-    copies_per_node: bool = False
     clean_up: Callable[[TransportSpec], None] = lambda spec: None
 
 

@@ -1,58 +1,150 @@
-"""Versions of the weights: the newest one, the one that each follower serves, and what they cost.
+"""Versions of the weights: manifests, the newest version, and the one that each follower serves.
 
-The publisher adds versions to a registry; a follower loads them and serves one at a time.
+A version travels in buckets: runs of bytes, each large enough to amortize the cost per object and
+small enough that a copy fits anywhere. The publisher adds the manifest of a version to a registry;
+a follower loads versions and serves one at a time.
+
+Checksums prove that the bytes arrived. The logprob check proves that the bytes became the model: no
+layer was left out, swapped, or read in a wrong layout.
 """
 
 import asyncio
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from streamrl.errors import LogprobCheckError, WeightsError
-from streamrl.weights.broadcast_tree import BroadcastTree
-from streamrl.weights.manifest import WeightManifest
+from streamrl.messages import Array
+
+SEQUENCE_LENGTHS = (64, 64, 64, 512)
+"""Tokens per sequence, capped by the rollout length. The last is longer than the attention windows
+that are common in small models.
+"""
+NUM_SEQUENCES = len(SEQUENCE_LENGTHS)
+SAME_PARAMETERS_HINT = (
+    ". Their parameters were compared and are equal, so the computation differs: check"
+    " attention (trainer.attention), positions, experts and dtype (generator.dtype)"
+)
+CHECKED_QUANTILE, QUANTILE_FACTOR, SPREAD_SHARE = 0.9, 2.5, 0.3
+"""Limits by measurement: docs/models.md. Rounding to bfloat16 reaches two thirds of them."""
+NUM_INITIAL_CHECKS = 3
+"""Publishes checked at the start of a run: the model as loaded, and the first updates, which change
+every trained parameter.
+"""
 
 
-class PullTurns:
-    """Queue of nodes, each with its waiting readers; the readers of a node wake together."""
+def is_logprob_check_due(count: int, *, every: int) -> bool:
+    """Return True if the logprob check follows publish number `count`, counted from 0.
 
-    def __init__(self) -> None:
-        self._waiting: OrderedDict[str, set[asyncio.Future[None]]] = OrderedDict()
-        self._woken_nodes: set[str] = set()
-        """Woken nodes of which no reader has run yet: each is about to use a free turn."""
+    The first three publishes are checked, then every `every`-th; `every` 0 disables the check.
+    """
+    return bool(every) and (count < NUM_INITIAL_CHECKS or count % every == 0)
 
-    async def wait_for_turn(self, node: str, *, until_s: float) -> None:
-        """Wait until the node is woken, or until `until_s` (event loop time)."""
-        future = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(node, set()).add(future)
-        try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(until_s):
-                    await future
-        finally:
-            readers = self._waiting.get(node, set())
-            readers.discard(future)
-            self._woken_nodes.discard(node)
-            if node in self._waiting and not readers:
-                del self._waiting[node]
 
-    def wake_nodes(self, num_turns: int) -> None:
-        """Wake the first nodes, one for each free turn; nodes that are awake already count."""
-        while self._waiting and len(self._woken_nodes) < num_turns:
-            self._wake_first_node()
+@dataclass(frozen=True, eq=False)
+class LogprobCheck:
+    """Sequences of token ids, int32 [T] each, and the trainer's logprob per token, float32 [T].
 
-    def wake_all(self) -> None:
-        while self._waiting:
-            self._wake_first_node()
+    limit: nats by which the tokens may differ on average; 90 % may differ by QUANTILE_FACTOR times
+    as much, and a few by more: where rounding flips the choice of an expert. Where logprobs are
+    spread by more than 1 / SPREAD_SHARE nats, logits are large, and rounding and limit grow with
+    them. The first token of a sequence has no logprob: a one-token sequence compares nothing.
+    """
 
-    def _wake_first_node(self) -> None:
-        node, readers = self._waiting.popitem(last=False)
-        self._woken_nodes.add(node)
-        for future in readers:
-            if not future.done():
-                future.set_result(None)
+    sequences: Sequence[Array]
+    logprobs: Sequence[Array]
+    limit: float
+
+    def compare_logprobs(
+        self, logprobs: Sequence[Array], follower: str, *, same_parameters: bool = False
+    ) -> float:
+        """Return the largest difference, in nats, between a follower's logprobs and the trainer's.
+
+        `logprobs`: the follower's, an array for each sequence. `follower` names the model in the
+        error; `same_parameters`: its parameters are known to equal the trainer's. Raises
+        LogprobCheckError if the differences exceed `limit` or one is NaN.
+        """
+        pairs = zip(self.logprobs, logprobs, strict=True)
+        differences = np.concatenate([np.abs(ours[1:] - theirs[1:]) for ours, theirs in pairs])
+        if not differences.size:
+            return 0.0
+        spread = np.concatenate([ours[1:] for ours in self.logprobs]).std()
+        limit = self.limit * max(1.0, SPREAD_SHARE * float(spread))
+        mean, quantile = differences.mean(), np.quantile(differences, CHECKED_QUANTILE)
+        # A NaN exceeds every limit.
+        if not (mean <= limit and quantile <= QUANTILE_FACTOR * limit):
+            raise LogprobCheckError(
+                f"{follower} gives log-probabilities that differ from the trainer's by {mean:.3g}"
+                f" nats on average, and by {quantile:.3g} or more in a tenth of the tokens: with"
+                f" weights.probe_limit={self.limit:g} these may be {limit:.3g} and"
+                f" {QUANTILE_FACTOR * limit:.3g}. Generator and trainer do not compute the same"
+                " model, so training would be wrong"
+                f"{SAME_PARAMETERS_HINT if same_parameters else ''}"
+            )
+        return float(differences.max())
+
+
+def make_check_sequences(*, vocab_size: int, max_length: int) -> list[Array]:
+    """Return the token sequences of the logprob check: random, the same for every version.
+
+    `max_length`: longest rollout in tokens.
+    """
+    rng = np.random.default_rng(0)
+    lengths = [min(length, max_length - 1) for length in SEQUENCE_LENGTHS]
+    return [rng.integers(0, vocab_size, length, np.int32) for length in lengths]
+
+
+@dataclass(frozen=True)
+class TensorSlot:
+    """Place of a tensor in a bucket: `num_bytes` bytes from byte `offset` on; and its metadata."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+    @property
+    def end(self) -> int:
+        """First byte after the tensor."""
+        return self.offset + self.num_bytes
+
+
+@dataclass(frozen=True)
+class WeightBucket:
+    """Contents of a bucket: its tensors' slots, its size, and the checksum of all its bytes.
+
+    Gaps between slots are zeros.
+    """
+
+    slots: tuple[TensorSlot, ...]
+    num_bytes: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class WeightManifest:
+    """Buckets of a version and, for each bucket, the transport's handle by which readers fetch it.
+
+    If `logprob_check` is set, followers compare their log-probabilities with the trainer's.
+    """
+
+    version: int
+    buckets: tuple[WeightBucket, ...]
+    handles: tuple[Any, ...]
+    logprob_check: LogprobCheck | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.handles) != len(self.buckets):
+            raise ValueError(f"{len(self.handles)} handles for {len(self.buckets)} buckets")
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that one pull of this version moves."""
+        return sum(bucket.num_bytes for bucket in self.buckets)
 
 
 MAX_NAMED_PARAMETERS = 3  # in an error message
@@ -192,7 +284,7 @@ class WeightFault:
 
 @dataclass(frozen=True)
 class ReaderState:
-    """State that a reader reports: the version it serves and its node.
+    """State that a reader reports: the version it serves.
 
     pull, fault: statistics of the last pull and reason of the last failed pull, each reported once.
     """
@@ -200,7 +292,6 @@ class ReaderState:
     version: int
     pull: PullStats | None = None
     fault: WeightFault | None = None
-    node: str = ""
 
 
 @dataclass(frozen=True)
@@ -229,20 +320,17 @@ class WeightRegistry:
         *,
         keep_versions: int,
         on_fault: Callable[[str, str, WeightFault], None] = lambda kind, reader, fault: None,
-        broadcast_tree: BroadcastTree | None = None,
     ) -> None:
         """Create a registry.
 
         `on_fault(kind, reader, fault)` is called for every failed pull (kind LOAD_REFUSED), every
         pull through the fallback transport (FALLBACK_USED), and weights that an engine did not load
-        (NOT_LOADED). `broadcast_tree` limits which nodes pull at a time.
+        (NOT_LOADED).
         """
         self._keep_versions = keep_versions
         self._on_fault = on_fault
-        self._broadcast_tree = broadcast_tree
         self._manifests: list[WeightManifest] = []
         self._version_published = asyncio.Event()
-        self._pull_turns = PullTurns()
         self._reader_versions: dict[str, int] = {}
         self._publish_durations_s: list[float] = []
         self._pulls: list[PullStats] = []
@@ -267,11 +355,8 @@ class WeightRegistry:
             raise WeightsError(f"version {manifest.version} was published after {self.version}")
         older = [m for m in self._manifests if m.version < manifest.version]
         self._manifests = [*older, manifest][-self._keep_versions :]
-        if self._broadcast_tree is not None:
-            self._broadcast_tree.num_bytes = manifest.num_bytes
         self._publish_durations_s.append(publish_s)
         self._version_published.set()
-        self._pull_turns.wake_all()
 
     def count_fault(self) -> None:
         """Count a failed attempt to publish, for the metrics."""
@@ -282,8 +367,7 @@ class WeightRegistry:
     ) -> WeightManifest | None:
         """Wait up to `wait_s` for a version newer than the reader's; return its manifest or None.
 
-        Records `state`, the reader's report, for the statistics first. The broadcast tree may delay
-        the pull.
+        Records `state`, the reader's report, for the statistics first.
         """
         self._record_state(reader, state)
         try:
@@ -291,33 +375,16 @@ class WeightRegistry:
                 while self.version <= state.version:
                     self._version_published.clear()
                     await self._version_published.wait()
-                if reader in self._reader_versions:  # a reader that died must take no turn
-                    await self._start_pull(state.node)
         except TimeoutError:
             return None
         return self._manifests[-1] if reader in self._reader_versions else None
-
-    async def _start_pull(self, node: str) -> None:
-        """Wait until the broadcast tree lets a reader on a node pull the newest version."""
-        tree, clock = self._broadcast_tree, asyncio.get_running_loop().time
-        try:
-            while tree is not None and not tree.try_start_pull(node, self.version, clock()):
-                await self._pull_turns.wait_for_turn(node, until_s=tree.find_next_deadline())
-        finally:
-            self._wake_waiting_nodes()  # this reader may have left after it was woken
-
-    def _wake_waiting_nodes(self) -> None:
-        """Wake as many waiting nodes as may start a pull now."""
-        if self._broadcast_tree is not None:
-            now_s = asyncio.get_running_loop().time()
-            self._pull_turns.wake_nodes(self._broadcast_tree.count_free_slots(now_s))
 
     def remove_reader(self, reader: str) -> None:
         """Forget a reader that left, so that the version lag no longer includes it."""
         self._reader_versions.pop(reader, None)
 
     def _record_state(self, reader: str, state: ReaderState) -> None:
-        """Record a reader's version and pull, report its faults, and update the broadcast tree."""
+        """Record a reader's version and pull, and report its faults."""
         self._reader_versions[reader] = state.version
         if state.pull is not None:
             self._pulls.append(state.pull)
@@ -330,11 +397,6 @@ class WeightRegistry:
         if state.fault is not None:
             self._num_faults += 1
             self._on_fault(LOAD_REFUSED, reader, state.fault)
-        if self._broadcast_tree is not None and state.fault is not None:
-            self._broadcast_tree.remove_node(state.node)
-        elif self._broadcast_tree is not None:
-            self._broadcast_tree.mark_pulled(state.node, state.version)
-        self._wake_waiting_nodes()
 
     def drain_stats(self) -> SyncStats:
         """Return the statistics of publishes and pulls since the last call."""

@@ -27,7 +27,6 @@ from streamrl.rewards.interface.config import RewardConfig
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightBucket, WeightManifest
 from streamrl.weights.buckets import unpack_tensors
-from streamrl.weights.manifest import BucketMemory
 from tests.weights.local_transport import LocalReader, LocalWriter
 
 
@@ -179,7 +178,7 @@ class FailingWriter(LocalWriter):
 
     failures = 0
 
-    def commit_bucket(self, bucket: WeightBucket, data: BucketMemory) -> Any:
+    def commit_bucket(self, bucket: WeightBucket, data: Any) -> Any:
         if self.failures:
             self.failures -= 1
             raise WeightsError("the disk is full")
@@ -200,7 +199,7 @@ async def start_actor(
         reference=ReferenceConfig(every=1, decay=0.5),
     )
     published = {POLICY: LocalWriter(), EMA_REFERENCE: LocalWriter(), **(writers or {})}
-    context.transport = SimpleNamespace(make_writer=lambda role, path: published[role])
+    context.transport = SimpleNamespace(make_writer=lambda role: published[role])
     actor = TrainerActor()
     await actor.start(context, number, RENDEZVOUS, resume_dir)
     return actor

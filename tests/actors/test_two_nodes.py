@@ -50,7 +50,7 @@ from streamrl.placement.config import PlacementConfig
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.weights import WeightManifest
 from streamrl.weights.buckets import publish_version, unpack_tensors
-from streamrl.weights.config import COLLECTIVE, DISK, OBJECT_STORE
+from streamrl.weights.config import COLLECTIVE, OBJECT_STORE
 from streamrl.weights.transport import TransportSpec
 from tests.e2e.launched import MARK, marked
 
@@ -332,7 +332,7 @@ class Publisher:
     """Publisher side of a transport."""
 
     def open(self, spec: TransportSpec) -> None:
-        self._outlet = spec.make_writer(POLICY, "")
+        self._outlet = spec.make_writer(POLICY)
 
     def publish(self, version: int, readers: list[str]) -> WeightManifest:
         self._outlet.set_readers(readers)
@@ -357,7 +357,7 @@ class Reader:
         return is_equal and tensors.keys() == expected.keys(), self._inlet.fallback_reason
 
 
-def test_versions_reach_readers_on_both_nodes(nodes: Nodes, tmp_path: Path):
+def test_versions_reach_readers_on_both_nodes(nodes: Nodes):
     names = ["generator-0", "generator-1"]
     strategies = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes.ids]
     make_publisher: Any = ray.remote(Publisher)
@@ -368,8 +368,8 @@ def test_versions_reach_readers_on_both_nodes(nodes: Nodes, tmp_path: Path):
         for strategy, name in zip(strategies, names, strict=True)
     ]
     assert [node_of(reader) for reader in readers] == list(nodes.ids)
-    for transport in (OBJECT_STORE, COLLECTIVE, DISK):
-        spec = TransportSpec(transport, "", "run", tmp_path / transport, 2, RAY_ACCESS)
+    for transport in (OBJECT_STORE, COLLECTIVE):
+        spec = TransportSpec(transport, "", "run", 2, RAY_ACCESS)
         ray.get([actor.open.remote(spec) for actor in (publisher, *readers)], timeout=60.0)
         for version in range(3):
             manifest = ray.get(publisher.publish.remote(version, names), timeout=60.0)

@@ -337,7 +337,6 @@ def test_an_inconsistent_row_is_refused(changes, message):
         ("grpo", ["algorithm.correction.reject_high=2"], "has no effect with reject=none"),
         ("gdpo", ["algorithm.overlong_buffer=4"], "normalizes every reward separately"),
         ("gdpo", ["algorithm.kl_in=reward", *KL], "kl_coef=0.1: gdpo normalizes every reward"),
-        ("ppo", [SHARED, "weights.transport=disk"], "critic.shared_coef=1.0 the policy has a"),
     ],
 )
 def test_settings_incompatible_with_a_row_are_refused_at_config_load(name, overrides, message):

@@ -93,7 +93,6 @@ def test_an_object_store_too_small_for_a_step_is_refused_with_the_arithmetic(
             True,
             {"generator": 1, "reference": 2, "trainer": 0},
         ),
-        (["weights.transport=collective", "weights.on_device=true"], True, {"generator": 0}),
         (["weights.transport=collective", "trainer.lora_rank=4"], True, {"generator": 0}),
     ],
 )

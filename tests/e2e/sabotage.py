@@ -63,14 +63,13 @@ class Sabotage(RealEngineFactory):
 
 def tamper(life: int) -> None:
     """Patch the reader of weights with the faults of the generator's first or second process."""
-    from streamrl.weights.buckets import copy_to_host
     from streamrl.weights.transports.shared_memory import SharedMemoryReader
 
     honest = SharedMemoryReader.fetch_buckets
     fetched: list[Sequence[Array]] = []
 
     def fetch(inlet: SharedMemoryReader, manifest: WeightManifest) -> Sequence[Array]:
-        buckets = list(map(copy_to_host, honest(inlet, manifest)))
+        buckets = list(honest(inlet, manifest))
         fetched.append([array.copy() for array in buckets])
         number = len(fetched)
         if life == 1 and number == 3:

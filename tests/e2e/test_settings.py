@@ -20,7 +20,7 @@ SETTINGS = {
         *("reference.every=2", "reference.decay=0.5", "evaluation.at_end=false"),
     ],
     "adapters": [
-        *(*PROBED, "trainer.lora_rank=4", "weights.transport=disk", "weights.on_update=drain")
+        *(*PROBED, "trainer.lora_rank=4", "weights.transport=store", "weights.on_update=drain")
     ],
     "cast": [*COLOCATED, "run.steps=2", "generator.dtype=bfloat16"],
     "filtered": [
@@ -28,7 +28,6 @@ SETTINGS = {
         *("algorithm.name=ppo", "algorithm.kl_coef=0.01", "pipeline.max_staleness=0"),
         "filter={kind: function, function: keep, max_filter_rounds: 100, oversample: auto}",
         f"filter.path={Path(__file__).with_name('keep_tenth.py')}",
-        "weights.on_device=true",
     ],
     "sharded": [
         *COLOCATED,
@@ -69,24 +68,18 @@ def test_every_other_version_is_broadcast_and_the_reference_follows(runs: RunsIn
     assert metrics[-1]["policy/kl_ref"] > 1e-4
 
 
-def test_lora_versions_on_disk_load_with_transformers(runs: RunsInTurn, toy: Path):
-    import torch
+def test_adapters_are_merged_in_the_generator_and_in_the_saved_model(runs: RunsInTurn, toy: Path):
     from transformers import AutoModelForCausalLM
 
     run = runs.wait("adapters")
     check_probes(run)
     assert not any(row["weights/interrupted"] for row in run.rows)
-    version, saved, base = (
+    saved, base = (
         AutoModelForCausalLM.from_pretrained(folder).state_dict()
-        for folder in (
-            run.run_dir / "weights" / "policy" / "latest",
-            run.run_dir / "checkpoints" / "step_000006" / "model",
-            toy / "model",
-        )
+        for folder in (run.run_dir / "checkpoints" / "step_000006" / "model", toy / "model")
     )
-    assert version.keys() == saved.keys() == base.keys()
-    assert all(torch.equal(version[name], saved[name]) for name in saved)
-    assert not all(torch.equal(version[name], base[name]) for name in base)
+    assert saved.keys() == base.keys()
+    assert not all(saved[name].equal(base[name]) for name in base)
 
 
 def test_a_generator_of_another_dtype_copies_each_version_whole(runs: RunsInTurn, toy: Path):

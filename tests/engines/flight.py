@@ -18,7 +18,8 @@ from streamrl.engines.vllm import engine as vllm_engine
 from streamrl.engines.vllm.engine import EngineSpec
 from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.messages import Rollout
-from streamrl.weights import WeightLoadStats, logprob_check
+from streamrl.weights import WeightLoadStats
+from streamrl.weights.versions import NUM_SEQUENCES
 from tests.engines.tiny_qwen import MAX_LENGTH, prompt, weights_of
 
 
@@ -133,9 +134,7 @@ SHORT = prompt(5, 14, 6, 18)
 LONG = prompt(*(4 + i * i % 57 for i in range(300)))
 CONCURRENT = 64
 # The engine adds slots for a logprob check.
-WIDE = GeneratorConfig(
-    max_new_tokens=150, max_concurrent_rollouts=CONCURRENT - logprob_check.NUM_SEQUENCES
-)
+WIDE = GeneratorConfig(max_new_tokens=150, max_concurrent_rollouts=CONCURRENT - NUM_SEQUENCES)
 """Settings of the engine that most tests share."""
 POLICIES: Mapping[str, dict[str, Any]] = {
     "keep": {"should_keep_kv": True},

@@ -43,11 +43,7 @@ from streamrl.engines.training.tasks import PolicyTask, TrainingTask, TwoHeadedT
 from streamrl.messages import Columns
 from streamrl.weights.buckets import publish_version, unpack_tensors
 from tests.simulated_gpu import CPU, GPU, GPU_0, GpuModule, SimulatedGpu, use_simulated_gpu
-from tests.weights.simulated_transports import (
-    TransportEnds,
-    make_collective_ends,
-    make_host_ends,
-)
+from tests.weights.local_transport import LocalReader, LocalWriter
 
 Measurements = dict[str, Any]
 Groups = Mapping[str, Columns]
@@ -192,29 +188,23 @@ def compare_scores(path: str, groups: Groups) -> Measurements:
     return {"difference": max(differences), **{n: offloaded[n] for n in ("layers", "others")}}
 
 
-def publish_and_pull(
-    kind: str,
-    path: str,
-    groups: Groups,
-    make_ends: Callable[[], AbstractContextManager[TransportEnds]] = make_host_ends,
-) -> Measurements:
+def publish_and_pull(kind: str, path: str, groups: Groups) -> Measurements:
     """Publish a trainer's weights, load them into a scorer, compare its parameters.
 
     The copies are those of the third version: until then memory on the host may be given up.
     """
     trainer = make_trainer(kind, path, groups)
     scorer = LogprobScorer(path, temperature=1.0, micro_batch_tokens=128, dtype="float32")
-    with make_ends() as (writer, reader):
-        for version in range(3):
-            train_step(trainer, groups)
-            before, bytes_before = SimulatedGpu.host_copies, SimulatedGpu.host_bytes
-            waits_before = GpuModule.num_waits
-            manifest = publish_version(
-                trainer.full_state(), version=version, bucket_bytes=1 << 14, writer=writer
-            )
-            published, waits = SimulatedGpu.host_copies, GpuModule.num_waits - waits_before
-            scorer.load_weights(unpack_tensors(manifest, reader.fetch_buckets(manifest)))
-            assert reader.fallback_reason is None
+    writer, reader = LocalWriter(), LocalReader()
+    for version in range(3):
+        train_step(trainer, groups)
+        before, bytes_before = SimulatedGpu.host_copies, SimulatedGpu.host_bytes
+        waits_before = GpuModule.num_waits
+        manifest = publish_version(
+            trainer.full_state(), version=version, bucket_bytes=1 << 14, writer=writer
+        )
+        published, waits = SimulatedGpu.host_copies, GpuModule.num_waits - waits_before
+        scorer.load_weights(unpack_tensors(manifest, reader.fetch_buckets(manifest)))
     pulled, host_bytes = SimulatedGpu.host_copies, SimulatedGpu.host_bytes - bytes_before
     names = {slot.name for bucket in manifest.buckets for slot in bucket.slots}
     state = {name: tensor.cpu() for name, tensor in trainer.merged_state()}
@@ -285,9 +275,6 @@ def run_all(path: str) -> Measurements:
             for kind in ("lora", "two heads")
         },
         "weights/policy": partial(publish_and_pull, "policy", path, groups),
-        "weights/collective": partial(
-            publish_and_pull, "policy", path, groups, make_collective_ends
-        ),
         "resharding": partial(reshard, path, groups),
     }
     results = {name: describe_result(area) for name, area in areas.items()}

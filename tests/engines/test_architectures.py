@@ -26,8 +26,8 @@ from streamrl.engines.models.lora import find_lora_layers
 from streamrl.engines.training.model_trainer import write_hf_model
 from streamrl.files.hf_config import read_stored_shapes
 from streamrl.weights.config import EXACT_LOGPROB_LIMIT
-from streamrl.weights.logprob_check import LogprobCheck, make_check_sequences
 from streamrl.weights.parameters import LORA_A_SUFFIX, LORA_B_SUFFIX, LORA_SCALE
+from streamrl.weights.versions import LogprobCheck, make_check_sequences
 from tests.engines.flight import start_engine
 from tests.engines.tiny_qwen import MAX_LENGTH, save, weights_of
 

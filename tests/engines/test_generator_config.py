@@ -6,7 +6,7 @@ import pytest
 
 from streamrl.engines.generator_config import GeneratorConfig, make_engine_args
 from streamrl.engines.vllm.environment import make_vllm_env
-from streamrl.weights.logprob_check import NUM_SEQUENCES
+from streamrl.weights.versions import NUM_SEQUENCES
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,8 @@ from streamrl.messages import (
     columns_to_rollouts,
 )
 from streamrl.weights.buckets import publish_version, unpack_tensors
-from streamrl.weights.logprob_check import NUM_SEQUENCES
 from streamrl.weights.parameters import order_for_fusion
+from streamrl.weights.versions import NUM_SEQUENCES
 from tests.engines.flight import LONG, SHORT, Engines, Flight, sampled_versions
 from tests.engines.tiny_qwen import (
     MAX_LENGTH,

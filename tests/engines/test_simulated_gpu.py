@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.weights.simulated_transports import HEADER_BYTES
-
 KINDS = ("lora", "two heads")
 
 
@@ -58,18 +56,12 @@ def test_the_sums_of_a_micro_batch_reach_the_cpu_in_one_copy(kind: str, areas: d
     assert areas[f"training/{kind}"]["host_copies"] == [2, 2]
 
 
-@pytest.mark.parametrize(
-    ("transport", "host_bytes"),
-    [("policy", None), ("collective", HEADER_BYTES)],
-)
-def test_published_weights_are_copied_once_and_loaded_on_the_gpu(
-    transport: str, host_bytes: int | None, areas: dict[str, Any]
-):
-    weights = areas[f"weights/{transport}"]
+def test_published_weights_are_copied_once_and_loaded_on_the_gpu(areas: dict[str, Any]):
+    weights = areas["weights/policy"]
     assert weights["difference"] == 0 and weights["devices"] == ["simgpu"]
-    assert weights["pull_copies"] == 0 or host_bytes is not None
-    assert weights["publish_copies"] == (weights["tensors"] if host_bytes is None else 0)
-    assert weights["host_bytes"] == (weights["tensor_bytes"] if host_bytes is None else host_bytes)
+    assert weights["pull_copies"] == 0
+    assert weights["publish_copies"] == weights["tensors"]
+    assert weights["host_bytes"] == weights["tensor_bytes"]
     assert weights["publish_waits"] == 0, "no other stream of the GPU is waited for"
 
 

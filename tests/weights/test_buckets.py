@@ -14,25 +14,21 @@ from streamrl.errors import WeightsError
 from streamrl.messages import Array
 from streamrl.weights import (
     TensorSlot,
-    TransportWriter,
     WeightBucket,
     WeightManifest,
     buckets,
 )
 from streamrl.weights.buckets import (
     ALIGNMENT_BYTES,
-    CHECKSUM_BASE,
     TORCH_DTYPES,
     RunningChecksum,
-    allocate_staging,
-    compute_device_checksum,
+    compute_checksum,
     pack_buckets,
     publish_version,
     unpack_tensors,
     view_tensor,
 )
-from streamrl.weights.manifest import BucketMemory, compute_checksum
-from tests.weights.local_transport import LocalDeviceWriter, LocalWriter
+from tests.weights.local_transport import LocalWriter
 
 CPU = torch.device("cpu")
 FLOATS = ("float32", "bfloat16", "float16", "float64")
@@ -70,17 +66,16 @@ def publish_and_receive(
         max_size=12,
     ),
     st.integers(1, 600),
-    st.sampled_from([LocalWriter(), LocalDeviceWriter(CPU)]),
 )
 def test_round_trip_of_any_tensors_with_any_bucket_size(
-    kinds: list[tuple[str, tuple[int, ...]]], bucket_bytes: int, writer: TransportWriter
+    kinds: list[tuple[str, tuple[int, ...]]], bucket_bytes: int
 ):
     tensors = {
         f"t{i}": torch.full(shape, i % 2).to(TORCH_DTYPES[dtype])
         for i, (dtype, shape) in enumerate(kinds)
     }
-    manifest = publish_version(tensors.items(), version=4, bucket_bytes=bucket_bytes, writer=writer)
-    unpacked = unpack_tensors(manifest, manifest.handles)
+    manifest, arrays = publish_and_receive(tensors, bucket_bytes=bucket_bytes)
+    unpacked = unpack_tensors(manifest, arrays)
     assert unpacked.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert unpacked[name].dtype == tensor.dtype
@@ -96,11 +91,11 @@ def test_unpacking_copies_nothing():
 
 
 def test_packing_holds_a_single_bucket_at_a_time():
-    alive: list[weakref.ref[BucketMemory]] = []
+    alive: list[weakref.ref[Array]] = []
     max_buckets = 0
 
     class Counting(LocalWriter):
-        def commit_bucket(self, bucket: WeightBucket, data: BucketMemory) -> int:
+        def commit_bucket(self, bucket: WeightBucket, data: Array) -> int:
             nonlocal max_buckets
             alive.append(weakref.ref(data))
             max_buckets = max(max_buckets, sum(ref() is not None for ref in alive))
@@ -245,70 +240,6 @@ def test_hashing_in_pieces_gives_the_checksum_of_the_bucket(ends: list[list[int]
             for end in np.cumsum(sizes, dtype=int).tolist():
                 running.hash_written(data, end)
             assert running.finish_bucket(data) == compute_checksum(data)
-
-
-def test_a_bucket_for_which_a_device_has_no_memory_is_on_the_host(monkeypatch: pytest.MonkeyPatch):
-    def run_out(*_: object, **__: object) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    device = torch.device("cpu")
-    assert isinstance(allocate_staging(9, device), torch.Tensor)
-    with monkeypatch.context() as patch:
-        patch.setattr(buckets, "allocate_pinned", lambda num_bytes: np.zeros(num_bytes, np.uint8))
-        patch.setattr(torch, "empty", run_out)
-        memory = allocate_staging(9, device)
-    assert isinstance(memory, np.ndarray) and memory.nbytes == 9
-
-
-def hash_on_device(data: bytes, *, chunk_words: int = 3) -> str:
-    """Return the device's checksum of these bytes, computed in small steps."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets, "CHECKSUM_CHUNK_WORDS", chunk_words)
-        return compute_device_checksum(torch.tensor(list(data), dtype=torch.uint8))
-
-
-def test_a_device_checksum_is_a_polynomial_of_the_words():
-    k = CHECKSUM_BASE
-    data = (5).to_bytes(4, "little") + (-1).to_bytes(4, "little", signed=True) + bytes([2])
-    first = (5 * k + -1 * k**2 + 2 * k**3 + 9) % 2**64
-    assert hash_on_device(data) == f"poly-{first:016x}"
-    # Earlier steps are multiplied by k to the size of a step.
-    second = ((5 * k + -1 * k**2) * k**2 + 2 * k + 9) % 2**64
-    assert hash_on_device(data, chunk_words=2) == f"poly-{second:016x}"
-
-
-@given(st.binary(min_size=1, max_size=60), st.integers(0, 2**12))
-def test_a_device_checksum_finds_every_flipped_bit(data: bytes, flipped: int):
-    number = int.from_bytes(data, "big") ^ 1 << flipped % (8 * len(data))
-    assert hash_on_device(data) != hash_on_device(number.to_bytes(len(data), "big"))
-
-
-WORDS = st.one_of(st.binary(min_size=4, max_size=4), st.sampled_from([bytes(4), b"\0\0\0\x80"]))
-
-
-@given(st.lists(st.binary(min_size=8, max_size=8), min_size=2, max_size=6, unique=True))
-def test_a_device_checksum_finds_swapped_blocks_and_another_size(blocks: list[bytes]):
-    whole = b"".join(blocks)
-    hashed = hash_on_device(whole)
-    assert hash_on_device(b"".join(blocks[::-1])) != hashed
-    assert hash_on_device(b"".join([*blocks[1:], blocks[0]])) != hashed
-    assert hash_on_device(whole + bytes(1)) != hashed
-    assert hash_on_device(whole[:-1]) != hashed
-
-
-def test_a_bucket_of_a_device_is_verified_on_the_host_too():
-    tensors = some_tensors()
-    manifest = publish_version(
-        tensors.items(), version=4, bucket_bytes=200, writer=LocalDeviceWriter(CPU)
-    )
-    arrays = [tensor.numpy().copy() for tensor in manifest.handles]
-    for received in (manifest.handles, arrays, [manifest.handles[0], *arrays[1:]]):
-        unpacked = unpack_tensors(manifest, received)
-        assert all(torch.equal(unpacked[name], tensor) for name, tensor in tensors.items())
-    for received in (manifest.handles, arrays):
-        received[1][17] ^= 4
-        with pytest.raises(WeightsError, match=r"bucket 1 of 3: checksum is poly-\w+, expected"):
-            unpack_tensors(manifest, received)
 
 
 def test_a_tensor_larger_than_a_hash_chunk_is_copied_completely():

@@ -15,7 +15,7 @@ from streamrl.distributed import devices
 from streamrl.engines.training.optimizer_offload import offload_to_host
 from streamrl.messages import Array
 from streamrl.weights import WeightManifest, pinned_memory
-from streamrl.weights.buckets import copy_to_host, publish_version, unpack_tensors
+from streamrl.weights.buckets import publish_version, unpack_tensors
 from streamrl.weights.pinned_memory import allocate_pinned, copy_to_pinned
 from streamrl.weights.transports import shared_memory
 from streamrl.weights.transports.shared_memory import (
@@ -55,7 +55,6 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInCuda]:
     for module in (devices, shared_memory, pinned_memory):
         monkeypatch.setattr(module, "has_local_gpu", lambda: True)
     monkeypatch.setattr(pinned_memory, "FREE_BLOCKS", defaultdict(list))
-    monkeypatch.setattr(pinned_memory, "synchronize_device", lambda: None)
     yield cuda
     gc.collect()
     kept = [size for size, blocks in pinned_memory.FREE_BLOCKS.items() for _ in blocks]
@@ -78,7 +77,7 @@ def test_both_ends_copy_from_pinned_memory_and_pin_each_segment_once(
         pins = []
         for version in range(8):
             manifest = publish(writer, version)
-            buckets = list(map(copy_to_host, reader.fetch_buckets(manifest)))
+            buckets = reader.fetch_buckets(manifest)
             assert all(cuda.holds(data) and not data.flags.writeable for data in buckets)
             tensors = unpack_tensors(manifest, buckets)
             assert all(torch.all(tensors[f"t{i}"] == version + i) for i in range(3))
@@ -86,9 +85,7 @@ def test_both_ends_copy_from_pinned_memory_and_pin_each_segment_once(
             pins.append(cuda.num_pins)
         assert pins[3:] == pins[3:4] * 5, "segments that are used again stay pinned"
         writer.begin_version(8)
-        assert cuda.holds(copy_to_host(writer.allocate_buffer(4000))), (
-            "the trainer writes to pinned memory"
-        )
+        assert cuda.holds(writer.allocate_buffer(4000)), "the trainer writes to pinned memory"
     finally:
         reader.close()
         writer.close()
@@ -100,7 +97,7 @@ def test_fetched_buckets_stay_pinned_and_locked_until_the_arrays_are_gone(
     writer = SharedMemoryWriter("pinned", LocalWriter(), keep_versions=1, directory=tmp_path)
     reader = SharedMemoryReader("policy", LocalReader())
     manifest = publish(writer, 0)
-    held = copy_to_host(reader.fetch_buckets(manifest)[0])
+    held = reader.fetch_buckets(manifest)[0]
     for version in range(1, 5):
         reader.fetch_buckets(publish(writer, version))
     writer.close()

@@ -1,28 +1,20 @@
 """Every transport of the table: both ends, made from the settings of a run."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
 from streamrl.weights.buckets import publish_version, unpack_tensors
-from streamrl.weights.config import COLLECTIVE, TRANSPORT_MODULES
+from streamrl.weights.config import TRANSPORT_MODULES
 from streamrl.weights.transport import ClusterAccess, TransportSpec
 
 LOCAL = ClusterAccess(np.copy, lambda handles, subject, timeout_s: handles, lambda: "127.0.0.1")
 
 
-@pytest.mark.parametrize(
-    ("name", "on_device"),
-    [(name, False) for name in TRANSPORT_MODULES] + [(COLLECTIVE, True)],
-)
-def test_a_version_travels_by_every_transport(name: str, on_device: bool, tmp_path: Path):
-    limits = {"critic": 1 << 20}
-    spec = TransportSpec(
-        name, "", "travel", tmp_path, 2, LOCAL, max_bytes=limits, on_device=on_device
-    )
-    writer, reader = spec.make_writer("critic", ""), spec.make_reader("critic", "critic-0")
+@pytest.mark.parametrize("name", TRANSPORT_MODULES)
+def test_a_version_travels_by_every_transport(name: str):
+    spec = TransportSpec(name, "", "travel", 2, LOCAL, max_bytes={"critic": 1 << 20})
+    writer, reader = spec.make_writer("critic"), spec.make_reader("critic", "critic-0")
     try:
         for version in range(3):
             tensors = {"a": torch.arange(100.0) + version, "b": torch.ones(7, 3)}

@@ -4,28 +4,27 @@ import asyncio
 import gc
 import math
 import weakref
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 
-from streamrl.errors import WeightsError
+from streamrl.errors import LogprobCheckError, WeightsError
 from streamrl.planner.simulator.virtual_loop import run_virtual
 from streamrl.weights import ServedVersion, WeightManifest
-from streamrl.weights.broadcast_tree import BroadcastTree
-from streamrl.weights.manifest import WeightBucket
 from streamrl.weights.versions import (
     FALLBACK_USED,
     NOT_LOADED,
+    LogprobCheck,
     PullStats,
     ReaderState,
     SyncStats,
+    WeightBucket,
     WeightFault,
     WeightRegistry,
     compute_weight_metrics,
+    make_check_sequences,
 )
-from tests.operations import count_lines
-
-SEQUENCES = [np.array([3, 1, 4], np.int32), np.array([1, 5], np.int32)]
 
 
 def make_manifest(version: int) -> WeightManifest:
@@ -67,50 +66,6 @@ def test_the_last_versions_stay_for_readers_in_the_middle_of_a_pull():
     assert list_kept() == [1, 2]
     publish(2)
     assert list_kept() == [1, 3], "a version published again replaces itself, not the one before"
-
-
-def test_nodes_pull_in_turns_and_a_failed_node_is_skipped():
-    async def scenario() -> None:
-        registry = WeightRegistry(keep_versions=2, broadcast_tree=BroadcastTree("node-0", fanout=1))
-        registry.add_manifest(make_manifest(0))
-
-        async def ask(node: str, version: int, fault: str = "") -> WeightManifest | None:
-            state = ReaderState(
-                version, PullStats(), WeightFault(0, fault) if fault else None, node
-            )
-            return await registry.wait_for_newer(f"reader-{node}", state, wait_s=1.0)
-
-        assert await ask("node-1", -1) is not None
-        assert await ask("node-2", -1) is None, "a node serves one pull at a time (fanout=1)"
-        assert await ask("node-1", -1, fault="connection lost") is not None
-        assert await ask("node-1", 0) is None, "node-1 has version 0; no newer version exists"
-        responses = await asyncio.gather(ask("node-2", -1), ask("node-3", -1))
-        assert all(response is not None for response in responses), (
-            "two ready nodes serve a pull each"
-        )
-
-    run_virtual(scenario())
-
-
-def test_a_node_with_a_failed_reader_does_not_serve_others():
-    async def scenario() -> None:
-        registry = WeightRegistry(keep_versions=2, broadcast_tree=BroadcastTree("node-0", fanout=1))
-        registry.add_manifest(make_manifest(0))
-
-        async def ask(
-            reader: str, node: str, version: int, fault: str = ""
-        ) -> WeightManifest | None:
-            state = ReaderState(version, fault=WeightFault(0, fault) if fault else None, node=node)
-            return await registry.wait_for_newer(reader, state, wait_s=1.0)
-
-        assert await ask("generator-0", "node-1", -1) is not None
-        assert await ask("generator-0", "node-1", 0) is None, (
-            "node-1 has version 0: two nodes serve"
-        )
-        assert await ask("generator-1", "node-1", -1, fault="connection lost") is not None
-        assert await ask("generator-2", "node-2", -1) is None, "node-0, the only one, serves node-1"
-
-    run_virtual(scenario())
 
 
 def test_fallbacks_and_engine_warnings_are_reported_without_being_faults():
@@ -210,52 +165,75 @@ async def test_a_version_never_goes_backwards(version: int):
     assert served.version == 3
 
 
-def test_a_node_waits_for_its_turn_without_asking_again_and_again():
-    async def count(nodes: int) -> float:
-        registry = WeightRegistry(keep_versions=2, broadcast_tree=BroadcastTree("node-0"))
-
-        async def follow(node: str) -> None:
-            reader = f"generator-{node}"
-            assert await registry.wait_for_newer(reader, ReaderState(-1, node=node), wait_s=900.0)
-            await asyncio.sleep(5.0)
-            await registry.wait_for_newer(reader, ReaderState(0, node=node), wait_s=0.0)
-
-        followers = [asyncio.create_task(follow(f"node-{i + 1}")) for i in range(nodes)]
-        await asyncio.sleep(1.0)
-        with count_lines() as counted:
-            registry.add_manifest(make_manifest(0))
-            await asyncio.gather(*followers)
-        return counted.lines / nodes
-
-    few, many = run_virtual(count(8)), run_virtual(count(128))
-    assert many <= 2 * few, f"{few} lines per node with 8 nodes, {many} with 128"
-
-
-def test_a_waiting_node_pulls_once_the_pull_before_it_is_past_its_deadline():
+def test_a_reader_that_was_removed_gets_no_version():
     async def scenario() -> None:
-        tree = BroadcastTree("node-0", fanout=1, deadline_s=60.0)
-        registry = WeightRegistry(keep_versions=2, broadcast_tree=tree)
-        registry.add_manifest(make_manifest(0))
-        for node in ("node-1", "node-2"):
-            state = ReaderState(-1, node=node)
-            assert await registry.wait_for_newer(f"reader-{node}", state, wait_s=100.0)
-        assert asyncio.get_running_loop().time() == pytest.approx(60.0)
-
-    run_virtual(scenario())
-
-
-def test_a_reader_that_was_removed_takes_no_turn():
-    async def scenario() -> None:
-        tree = BroadcastTree("node-0", fanout=1)
-        registry = WeightRegistry(keep_versions=2, broadcast_tree=tree)
-        dead = asyncio.create_task(
-            registry.wait_for_newer("dead", ReaderState(-1, node="node-1"), wait_s=20.0)
-        )
+        registry = WeightRegistry(keep_versions=2)
+        dead = asyncio.create_task(registry.wait_for_newer("dead", ReaderState(-1), wait_s=20.0))
         await asyncio.sleep(1.0)
         registry.remove_reader("dead")
         registry.add_manifest(make_manifest(0))
         assert await dead is None
-        state = ReaderState(-1, node="node-2")
-        assert await registry.wait_for_newer("alive", state, wait_s=1.0)
+        assert await registry.wait_for_newer("alive", ReaderState(-1), wait_s=1.0)
 
     run_virtual(scenario())
+
+
+def test_the_first_token_is_ignored_and_nan_fails():
+    logprobs = [np.array([0, -1, -2], np.float32)]
+    check = LogprobCheck([np.array([3, 1, 4], np.int32)], logprobs, limit=0.1)
+    assert check.compare_logprobs([np.array([9, -1, -2.0625], np.float32)], "generator-0") == 0.0625
+    with pytest.raises(LogprobCheckError, match="by nan nats"):
+        check.compare_logprobs([np.array([0, math.nan, -2], np.float32)], "generator-0")
+
+
+def make_difference(*parts: tuple[int, float]) -> LogprobCheck:
+    """Make a check whose follower, with zeros, differs by the given nats in so many tokens."""
+    values = np.concatenate([np.zeros(1), *(np.full(count, nats) for count, nats in parts)])
+    return LogprobCheck([np.zeros(len(values), np.int32)], [values], limit=0.1)
+
+
+@pytest.mark.parametrize(
+    ("parts", "passes"),
+    [
+        ([(1000, 0.09)], True),
+        ([(1000, 0.11)], False),  # the mean
+        ([(985, 0.01), (15, 5.0)], True),  # flipped experts
+        ([(960, 0.01), (40, 5.0)], False),
+        ([(850, 0.0), (150, 0.3)], False),  # the quantile
+        ([(500, 20.0), (500, 40.0)], False),
+    ],
+)
+def test_limits_hold_for_the_mean_and_for_nine_tokens_in_ten(
+    parts: list[tuple[int, float]], passes: bool
+):
+    check = make_difference(*parts)
+    zeros = [np.zeros_like(check.logprobs[0])]
+    with nullcontext() if passes else pytest.raises(LogprobCheckError, match=r"probe_limit=0\.1"):
+        check.compare_logprobs(zeros, "generator-0")
+
+
+@pytest.mark.parametrize(("nats", "passes"), [(0.29, True), (0.31, False)])
+def test_the_limit_grows_with_the_spread_of_the_logprobs(nats: float, passes: bool):
+    # A standard deviation of 10 nats: rounding of large logits may be three times the limit.
+    values = np.array([0.0, *[-5.0, -25.0] * 50])
+    check = LogprobCheck([np.zeros(len(values), np.int32)], [values], limit=0.1)
+    with nullcontext() if passes else pytest.raises(LogprobCheckError, match=r"may be 0\.3 and"):
+        check.compare_logprobs([values + nats], "generator-0")
+
+
+def test_one_token_sequences_compare_nothing_and_pass():
+    sequences = make_check_sequences(vocab_size=50, max_length=2)
+    assert {len(ids) for ids in sequences} == {1}
+    logprobs = [np.zeros(1, np.float32)] * len(sequences)
+    assert (
+        LogprobCheck(sequences, logprobs, limit=0.1).compare_logprobs(logprobs, "generator-0")
+        == 0.0
+    )
+
+
+def test_check_sequences_are_reproducible_and_fit_the_model():
+    sequences = make_check_sequences(vocab_size=50, max_length=20)
+    repeated = make_check_sequences(vocab_size=50, max_length=20)
+    assert all(np.array_equal(a, b) for a, b in zip(sequences, repeated, strict=True))
+    assert {len(ids) for ids in sequences} == {19}
+    assert all(ids.min() >= 0 and ids.max() < 50 for ids in sequences)

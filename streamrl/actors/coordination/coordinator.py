@@ -54,7 +54,6 @@ from streamrl.telemetry.metric_names import CHECKPOINT_TIME, EVALUATE_TIME, WAIT
 from streamrl.telemetry.progress import WorkStatus
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightManifest
-from streamrl.weights.broadcast_tree import BroadcastTree
 from streamrl.weights.versions import (
     LOAD_REFUSED,
     ReaderState,
@@ -73,14 +72,12 @@ class RunStart:
 
     state: contents of the checkpoint's state.json; None for a new run.
     checkpoint: path of the checkpoint; empty for a new run.
-    publisher_node: node id of the policy's rank 0, the root of the broadcast tree.
     """
 
     prompts: PromptStream
     eval_prompts: Mapping[str, Sequence[Prompt]]
     state: Mapping[str, Any] | None
     checkpoint: str = ""
-    publisher_node: str = ""
 
 
 @dataclass(frozen=True)
@@ -119,11 +116,9 @@ class CoordinatorActor(PingableActor):
         run_log = await self._persistence.open_run_log(self._prompts)
         self._adaptive_params = AdaptiveParams(config.algorithm.spec, config.algorithm_settings)
         self._adaptive_params.load_state_dict(start.state["dials"] if start.state else {})
-        self._transport = context.transport
         self._progress_clock = ProgressClock()
         self._arbiter = make_arbiter(config, self._progress_clock)
         self._lease = make_lease(config, self._arbiter, TRAINER_PHASE, TRAINER_PHASE)
-        self._publisher_node = start.publisher_node
         self._driver_events.post_event("note", text=context.transport.reason)
         self._trainers = {
             role.role: TrainerGroup(role, config) for role in roles if role.kind is CallKind.TRAIN
@@ -212,11 +207,8 @@ class CoordinatorActor(PingableActor):
                 if refusals[fault.version] % REFUSALS_PER_RESEND == 0:
                     self._run_state.publisher.resend_version(role, fault.version)
 
-        keep_versions = self._config.weights.keep_versions
-        has_tree = self._transport.copies_per_node
-        broadcast_tree = BroadcastTree(self._publisher_node) if has_tree else None
         return WeightRegistry(
-            keep_versions=keep_versions, on_fault=handle_fault, broadcast_tree=broadcast_tree
+            keep_versions=self._config.weights.keep_versions, on_fault=handle_fault
         )
 
     def _post_fault(self, kind: str, actor: str, fault: WeightFault) -> None:

@@ -14,7 +14,7 @@ from streamrl.engines.trainer_config import SAVE_TIMEOUT_S
 from streamrl.run_dir.checkpoint import CheckpointWriter
 from streamrl.stream.train_step import add_metric_sums
 from streamrl.weights import WeightManifest
-from streamrl.weights.logprob_check import is_logprob_check_due
+from streamrl.weights.versions import is_logprob_check_due
 
 
 class ParallelTrainer:

@@ -435,11 +435,6 @@ class ActorRegistry:
         with contextlib.suppress(ActorLostError):
             fetch_reply(self.actors[name].crash_process.remote(), f"{name}.crash_process")
 
-    def find_node(self, role: str) -> str:
-        """Return the node id of a trained role's rank 0."""
-        reply = self.roles[role].actors[0].get_node_id.remote()
-        return str(fetch_reply(reply, f"{role}.get_node_id"))
-
     def close(self) -> None:
         for actor in self.actors.values():
             _kill_actor(actor)

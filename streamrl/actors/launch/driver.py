@@ -23,7 +23,7 @@ from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, fetch_reply, has
 from streamrl.buffer import ShardCapacity, ShardFiles, ShardPlan, StageSchema
 from streamrl.config.preflight import PreparedRun, compute_max_group_bytes
 from streamrl.config.run_config import RunConfig
-from streamrl.dataflow import POLICY, CallKind
+from streamrl.dataflow import CallKind
 from streamrl.engines.memory.worker_memory import WorkerMemory
 from streamrl.errors import (
     ActorError,
@@ -164,7 +164,6 @@ class RunSession:
             eval_prompts=self._prepared.eval_prompts,
             state=checkpoint.state if checkpoint else None,
             checkpoint=str(checkpoint.path) if checkpoint else "",
-            publisher_node=registry.find_node(POLICY),
         )
         status("publishing the first weights")
         roles = list(registry.roles.values())

@@ -22,7 +22,7 @@ from streamrl.engines.vllm.engine import EngineSpec, make_engine_config
 from streamrl.errors import WeightsError
 from streamrl.files.hf_config import read_model_config
 from streamrl.weights.config import EXACT_LOGPROB_LIMIT, ROUNDED_LOGPROB_LIMIT
-from streamrl.weights.logprob_check import LogprobCheck, make_check_sequences
+from streamrl.weights.versions import LogprobCheck, make_check_sequences
 
 MAX_REASON = 500
 

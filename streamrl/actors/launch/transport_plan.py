@@ -1,7 +1,8 @@
 """Choice of the transport by which the weights of a run travel, from its models and cluster."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import ray
@@ -16,15 +17,17 @@ from streamrl.engines.memory.memory_model import has_shared_weights
 from streamrl.engines.models.forward import add_value_head, load_skeleton, load_value_skeleton
 from streamrl.engines.models.lora import count_trained_params
 from streamrl.engines.vllm.rank_groups import assign_rank_groups
+from streamrl.errors import ConfigError
 from streamrl.placement.resource_demand import ResourceDemand
-from streamrl.weights.config import SHARED_MEMORY
-from streamrl.weights.transport import TransportSpec, load_transport
-from streamrl.weights.transport_choice import (
-    PublishedModel,
-    TransportFacts,
-    choose_transport,
-    divide_shared_memory,
+from streamrl.weights.config import (
+    AUTO,
+    COLLECTIVE,
+    OBJECT_STORE,
+    SHARED_MEMORY,
+    TRANSPORT_LABELS,
+    WeightsConfig,
 )
+from streamrl.weights.transport import TransportSpec
 from streamrl.weights.transports.shared_memory import (
     get_free_bytes,
     get_total_bytes,
@@ -39,6 +42,131 @@ FROM_RANKS_REASON = "weights: into the generator of each rank, which lacks what 
 WITHIN_PROCESS_REASON = "weights: within each process, to a generator that has a copy of its own"
 
 
+@dataclass(frozen=True)
+class PublishedModel:
+    """A published model: role, bytes per version, and number of readers."""
+
+    role: str
+    num_bytes: int
+    num_readers: int
+
+
+@dataclass(frozen=True)
+class TransportFacts:
+    """Facts about a cluster and a run that decide the transport.
+
+    num_nodes: nodes that may hold publishers or readers.
+    max_staleness: largest staleness of a trained token, in versions.
+    shm_bytes: bytes of /dev/shm on the publishers' node that versions may take: what is free, less
+      what Ray's object store may still claim.
+    node_store_bytes: size of the smallest object store of a node.
+    queue_bytes: bytes of a node's object store that the queue may fill.
+    copied_roles: roles of which the collective transport copies every version to the object store.
+    has_gpus, shares_gpus: models compute on GPUs; several processes of the run use the same GPU.
+    """
+
+    num_nodes: int
+    models: tuple[PublishedModel, ...]
+    max_staleness: int
+    shm_bytes: int
+    node_store_bytes: float
+    queue_bytes: int = 0
+    copied_roles: frozenset[str] = frozenset()
+    has_gpus: bool = False
+    shares_gpus: bool = False
+
+    def count_versions(self, model: PublishedModel, config: WeightsConfig) -> int:
+        """Return the most versions of a model that exist at once in shared memory.
+
+        These are the versions kept, the one being written, and those that readers still hold: one
+        each, of at most max_staleness + 1 versions, as a reader further behind samples tokens that
+        are too stale to train.
+        """
+        return config.keep_versions + 1 + min(model.num_readers, self.max_staleness + 1)
+
+
+def choose_transport(config: WeightsConfig, facts: TransportFacts) -> tuple[str, str]:
+    """Return the configured transport, or for auto the fastest that is possible.
+
+    Also returns the reason, a line for the user. Raises ConfigError, with the arithmetic, if the
+    configured transport is impossible.
+    """
+    counts = {model: facts.count_versions(model, config) for model in facts.models}
+    num_bytes, terms = _sum_versions(counts)
+    needed = f"needs {terms}; /dev/shm has {_format_size(facts.shm_bytes)} for it"
+    if facts.num_nodes > 1:
+        obstacle = f"needs one node; publisher and readers are on {facts.num_nodes}"
+    else:
+        obstacle = needed if num_bytes > facts.shm_bytes else ""
+    if config.transport == SHARED_MEMORY and obstacle:
+        raise ConfigError(f"weights.transport={SHARED_MEMORY}: {obstacle}")
+    if config.transport == COLLECTIVE and facts.shares_gpus:
+        raise ConfigError(
+            "weights.transport=collective: NCCL needs a GPU for each process, but processes of this"
+            " placement share GPUs: remove weights.transport, or choose store"
+        )
+    if config.transport != AUTO:
+        name, reason = config.transport, "set by weights.transport"
+    elif facts.num_nodes > 1 and facts.has_gpus and not facts.shares_gpus:
+        name = COLLECTIVE
+        reason = f"publisher and readers have a GPU each, on {facts.num_nodes} nodes"
+    elif obstacle:
+        name, reason = OBJECT_STORE, f"{TRANSPORT_LABELS[SHARED_MEMORY]} {obstacle}"
+    else:
+        name, reason = SHARED_MEMORY, f"publisher and readers are on one node; {needed}"
+    note = _describe_spilling(config, facts, name)
+    return name, f"weights: {TRANSPORT_LABELS[name]} ({reason}){note}"
+
+
+def _describe_spilling(config: WeightsConfig, facts: TransportFacts, transport: str) -> str:
+    """Return a sum if versions and the queue may exceed a node's object store; else empty.
+
+    The collective transport copies a version of every model to the store when readers change.
+    """
+    stored = {
+        model: config.keep_versions + 1
+        if transport == OBJECT_STORE or model.role in facts.copied_roles
+        else 1
+        for model in facts.models
+        if transport != SHARED_MEMORY
+    }
+    num_bytes, terms = _sum_versions(stored)
+    if not stored or num_bytes + facts.queue_bytes <= facts.node_store_bytes:
+        return ""
+    return (
+        f"; Ray may spill to disk: needs {terms}, and {_format_size(facts.queue_bytes)} for the"
+        f" queue; a node's object store has {_format_size(facts.node_store_bytes)}: raise"
+        " placement.object_store_mb, or `ray start --object-store-memory` of a cluster"
+    )
+
+
+def _sum_versions(counts: Mapping[PublishedModel, int]) -> tuple[int, str]:
+    """Return the bytes of so many versions of each model, and the sum as text."""
+    num_bytes = sum(model.num_bytes * count for model, count in counts.items())
+    terms = " + ".join(
+        f"{count} x {_format_size(model.num_bytes)} of {model.role}"
+        for model, count in counts.items()
+    )
+    return num_bytes, f"{_format_size(num_bytes)} = {terms}"
+
+
+def divide_shared_memory(config: WeightsConfig, facts: TransportFacts) -> dict[str, int]:
+    """Return the bytes of shared memory that each published model may use, by role.
+
+    The available bytes are divided in proportion to the models' peak needs.
+    """
+    needs = {m.role: facts.count_versions(m, config) * m.num_bytes for m in facts.models}
+    total = sum(needs.values())
+    return {role: facts.shm_bytes * need // total for role, need in needs.items()}
+
+
+def _format_size(num_bytes: float) -> str:
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return f"{num_bytes:g} bytes"
+
+
 def plan_transport(
     config: RunConfig, demands: Sequence[ResourceDemand], *, token: str
 ) -> TransportSpec:
@@ -51,38 +179,35 @@ def plan_transport(
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     # Segments of killed runs count as free memory.
     remove_stale_segments()
-    node_store_bytes = int(min(get_object_store_bytes()))
-    copied_roles = _list_copied_roles(config)
+    store_bytes = get_object_store_bytes()
+    # A store in /dev/shm is a sparse file that grows on write and never shrinks. Its current usage
+    # is unknown, so its whole size counts. A store larger than /dev/shm must lie elsewhere.
+    claimed_bytes = int(sum(store_bytes)) if sum(store_bytes) <= get_total_bytes() else 0
     facts = TransportFacts(
         num_nodes=len(nodes),
         models=_list_published_models(config, demands),
         max_staleness=config.pipeline.max_staleness,
-        shm_free_bytes=get_free_bytes(),
-        object_store_bytes=_get_store_bytes(),
-        num_gpus=sum(demand.requested_gpus for demand in demands),
+        shm_bytes=max(0, get_free_bytes() - claimed_bytes),
+        node_store_bytes=min(store_bytes),
+        queue_bytes=int(config.queue.store_share * min(store_bytes)),
+        copied_roles=_list_copied_roles(config),
+        has_gpus=any(demand.gpus for demand in demands),
         shares_gpus=any(demand.gpus and demand.is_in_shared_slot for demand in demands),
-        copied_roles=copied_roles,
-        node_store_bytes=node_store_bytes,
-        queue_bytes=int(config.queue.store_share * node_store_bytes),
     )
     name, reason = choose_transport(config.weights, facts)
     if config.placement.is_hybrid:
         others = f"; others: {reason.removeprefix('weights: ')}" if facts.models else ""
-        on_gpu = any(demand.gpus for demand in demands)
-        reason = _describe_hybrid_transport(config, on_gpu=on_gpu) + others
+        reason = _describe_hybrid_transport(config, on_gpu=facts.has_gpus) + others
     is_shared_memory = name == SHARED_MEMORY
     return TransportSpec(
         name,
         reason,
         token,
-        config.run_dir.absolute(),
         config.weights.keep_versions,
         RAY_ACCESS,
-        copied_roles=copied_roles,
-        copies_per_node=load_transport(name).copies_per_node,
+        copied_roles=facts.copied_roles,
         max_bytes=divide_shared_memory(config.weights, facts) if is_shared_memory else {},
         node=nodes[0] if is_shared_memory else "",
-        on_device=config.weights.on_device,
     )
 
 
@@ -140,13 +265,3 @@ def _load_role_skeleton(config: RunConfig, role: str) -> "PreTrainedModel":
     if config.critic.shared_coef is not None:
         add_value_head(module, dtype=resolve_trainer_dtype(config.trainer))
     return module
-
-
-def _get_store_bytes() -> int:
-    """Return how many bytes of /dev/shm Ray's object store may still use.
-
-    The store is a sparse file that grows on write and never shrinks. Its current usage is unknown,
-    so its whole size counts. A store larger than /dev/shm must lie elsewhere and counts as 0.
-    """
-    size = int(sum(get_object_store_bytes()))
-    return size if size <= get_total_bytes() else 0

@@ -37,8 +37,8 @@ from streamrl.resharding.boxes import TensorBox
 from streamrl.resharding.storage import ShardStorage
 from streamrl.resharding.tensor_specs import FusedComponent, TensorSpec
 from streamrl.weights import LoadVerification
-from streamrl.weights.logprob_check import NUM_INITIAL_CHECKS
 from streamrl.weights.parameters import MergedWeights, ParameterSet, load_stored_weights
+from streamrl.weights.versions import NUM_INITIAL_CHECKS
 
 #: vLLM's LLMEngine.
 VllmEngine = Any

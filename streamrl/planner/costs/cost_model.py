@@ -352,9 +352,6 @@ class CostModel:
             footprints[stage] = self._call_footprint(
                 stage, assignment, trainer, offload_idle=offload_idle
             )
-        run = self.problem.run_memory
-        if run and run.versions_on_device and not self.problem.cluster.is_cpu:
-            footprints = self._add_versions(footprints, placement)
         trained = self._find_source_stage(self._call_by_stage[self._generate_stage])
         if trained in footprints and self._generate_stage in footprints:
             footprints[trained] = _add_gathered_experts(
@@ -363,31 +360,12 @@ class CostModel:
                 placement.assignments[self._generate_stage],
             )
         return DeviceMemory(
-            placement, footprints, self.problem.cluster, self.constants, keeps_kv=run is not None
+            placement,
+            footprints,
+            self.problem.cluster,
+            self.constants,
+            keeps_kv=self.problem.run_memory is not None,
         )
-
-    def _add_versions(
-        self, footprints: dict[str, CallFootprint], placement: Placement
-    ) -> dict[str, CallFootprint]:
-        """Add the versions that trainers send, and that followers on other devices load.
-
-        Only a trainer's first rank sends; its bytes count for all devices of the trainer.
-        """
-        added, sent_roles = dict(footprints), set[str]()
-        for stage, assignment in placement.assignments.items():
-            call = self._call_by_stage[stage]
-            source_stage, shape = self._find_source_stage(call), self._get_model_shape(stage)
-            source = placement.assignments.get(source_stage)
-            if source is None or source.mesh == assignment.mesh:
-                continue
-            is_ema = call.followed_role == EMA_REFERENCE
-            itemsize = EMA_BYTES if is_ema else self.constants.weight_bytes
-            version = itemsize * shape.num_params * shape.trained_fraction
-            added[stage] = added[stage].with_more(CallMemory(0.0, version))
-            if call.followed_role not in sent_roles:
-                sent_roles.add(call.followed_role)
-                added[source_stage] = added[source_stage].with_more(CallMemory(version, 0.0))
-        return added
 
     def _compute_footprint(
         self,

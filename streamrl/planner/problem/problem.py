@@ -54,13 +54,10 @@ class RunMemory:
     trainers: settings of each trained role, by role; a placement sets their sizes.
     scores_from_host: weights of models that score stay in host memory (scorer.offload), and pass to
       the device in every forward pass.
-    versions_on_device: a trainer holds the version it sends in device memory, and a follower on
-      other devices the version it loads (weights.on_device).
     """
 
     trainers: Mapping[str, TrainerConfig]
     scores_from_host: bool = False
-    versions_on_device: bool = False
 
 
 @dataclass(frozen=True)

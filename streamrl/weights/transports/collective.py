@@ -1,10 +1,8 @@
 """Collective transport: the publisher broadcasts a version once to all members of a group.
 
 The writer copies buckets into staging buffers and a background thread sends them while training
-continues. Buffers are in pinned host memory, or with `on_device` on the device that sends and
-receives, if it has room for the version. There they are freed once they are sent or loaded, as
-training and sampling need the memory. A version also goes through a fallback transport if readers
-may need it: readers that are not members, arrive late, or took part in a failed broadcast.
+continues. Buffers are in pinned host memory. A version also goes through a fallback transport if
+readers may need it: readers that are not members, arrive late, or took part in a failed broadcast.
 The publisher decides before each version whether all members are ready.
 
 If the last version reached the same readers, the copy for the fallback is left out. A reader that
@@ -42,17 +40,15 @@ from torch import Tensor
 from streamrl.distributed.devices import (
     GPU,
     NCCL_ENV,
-    get_current_gpu_stream,
     get_local_device,
     make_gpu_stream,
     use_gpu_stream,
 )
 from streamrl.distributed.process_group import serve_tcp_store
 from streamrl.errors import VersionNotStoredError, WeightsError
-from streamrl.weights.buckets import StagingDevice, allocate_staging, lend_tensor
-from streamrl.weights.manifest import BucketMemory, WeightBucket, WeightManifest
+from streamrl.messages import Array
 from streamrl.weights.parameters import as_tensor
-from streamrl.weights.pinned_memory import release_free_blocks
+from streamrl.weights.pinned_memory import allocate_pinned
 from streamrl.weights.transport import (
     Transport,
     TransportReader,
@@ -61,6 +57,7 @@ from streamrl.weights.transport import (
     estimate_send_s,
 )
 from streamrl.weights.transports import object_store
+from streamrl.weights.versions import WeightBucket, WeightManifest
 
 PUBLISHER_RANK = 0
 STORE_POLL_S = 0.002
@@ -155,16 +152,8 @@ class BroadcastGroup:
         make_group = make_nccl_group if device.type == GPU else make_gloo_group
         self._group = make_group(prefix_store, rank, size, deadline)
 
-    def wait_for_current_stream(self) -> None:
-        """Let the next broadcasts write to memory that this thread has just allocated.
-
-        The GPU work that used the memory before may still be queued on this thread's stream.
-        """
-        if self._stream is not None:
-            self._stream.wait_stream(get_current_gpu_stream())
-
     def broadcast_buckets(
-        self, buckets: Iterable[BucketMemory], timeout_s: float, whole: SharedDeadline
+        self, buckets: Iterable[Array], timeout_s: float, whole: SharedDeadline
     ) -> None:
         """Broadcast buckets in turn, each in `timeout_s` and its transfer time, all until `whole`.
 
@@ -177,8 +166,7 @@ class BroadcastGroup:
     def broadcast_tensor(self, tensor: Tensor, deadline: SharedDeadline) -> None:
         """Broadcast the publisher's `tensor` into the members' `tensor` of the same shape.
 
-        Tensors in host memory travel through a copy on the group's device. The publisher's tensor
-        must be complete, the members' free of queued work (`wait_for_current_stream`).
+        Tensors in host memory travel through a copy on the group's device.
         """
         with use_gpu_stream(self._stream):
             device_tensor = tensor
@@ -390,7 +378,6 @@ class CollectiveWriter(TransportWriter):
         host: str,
         timeout_s: float,
         device: torch.device = CPU_DEVICE,
-        on_device: bool = False,
         always_copies: bool = True,
     ) -> None:
         self._fallback = fallback
@@ -398,9 +385,6 @@ class CollectiveWriter(TransportWriter):
         self._is_copied = True
         self._timeout_s = timeout_s
         self._device = device
-        self._staging_device = StagingDevice(device if on_device else None)
-        self._version_device: torch.device | None = None
-        self._version_bytes = 0
         self._store = serve_readers(host, timeout_s)
         self._epoch = GroupEpoch(0, host, self._store.port, ())
         self._readers: tuple[str, ...] = ()
@@ -409,7 +393,7 @@ class CollectiveWriter(TransportWriter):
         self._send_executor = ThreadPoolExecutor(1, "broadcast")
         self._pending_send: Future[None] | None = None
         self._version = self._committed_version = -1
-        self._staging_buffers: list[BucketMemory] = []
+        self._staging_buffers: list[Array] = []
         self._handles: list[CollectiveHandle] = []
         self._send_deadline = SharedDeadline(0.0)
         self._abort_reason = ""
@@ -450,20 +434,19 @@ class CollectiveWriter(TransportWriter):
         self._is_copied = self._always_copies or not has_reached_all
         self._version = version
         self._handles = []
-        self._choose_device()
         if self._is_copied:
             self._fallback.begin_version(version)
 
-    def allocate_buffer(self, num_bytes: int) -> BucketMemory:
+    def allocate_buffer(self, num_bytes: int) -> Array:
         """Return a staging buffer of `num_bytes`; bucket i of every version reuses buffer i."""
-        index, device = len(self._handles), self._version_device
+        index = len(self._handles)
         if index == len(self._staging_buffers):
-            self._staging_buffers.append(allocate_staging(num_bytes, device))
+            self._staging_buffers.append(allocate_pinned(num_bytes))
         if self._staging_buffers[index].nbytes < num_bytes:
-            self._staging_buffers[index] = allocate_staging(num_bytes, device)
+            self._staging_buffers[index] = allocate_pinned(num_bytes)
         return self._staging_buffers[index][:num_bytes]
 
-    def commit_bucket(self, bucket: WeightBucket, data: BucketMemory) -> CollectiveHandle:
+    def commit_bucket(self, bucket: WeightBucket, data: Array) -> CollectiveHandle:
         """Commit a copy of the bucket to the fallback if readers may need it.
 
         `commit_version` starts the broadcast.
@@ -474,14 +457,11 @@ class CollectiveWriter(TransportWriter):
         return handle
 
     def commit_version(self, manifest: WeightManifest) -> None:
-        """Start the broadcast of the version in a thread, which frees buffers on the device."""
+        """Start the broadcast of the version in a thread."""
         if self._is_copied:
             self._fallback.commit_version(_make_fallback_manifest(manifest))
         pairs = zip(self._staging_buffers, manifest.buckets, strict=False)
         buckets = [data[: bucket.num_bytes] for data, bucket in pairs]
-        self._version_bytes = sum(data.nbytes for data in self._staging_buffers)
-        if self._version_device is not None:
-            self._staging_buffers = []
         self._committed_version = manifest.version
         self.send_failure = None
         self._abort_reason = ""
@@ -500,25 +480,8 @@ class CollectiveWriter(TransportWriter):
             self._group = None
             self._fallback.close()
 
-    def _choose_device(self) -> None:
-        """Choose the memory of the version's buffers.
-
-        The first one, of unknown size, is on the host. Before the first update the optimizer's
-        memory is not allocated yet, so the device seems to have room.
-        """
-        if self._version_device is not None:
-            self._staging_buffers = []  # of a version that was not committed
-        size = self._version_bytes
-        self._version_device = self._staging_device.choose_device(size) if size else None
-        if self._version_device is not None and self._staging_buffers:
-            self._staging_buffers = []
-            release_free_blocks()
-
-    def _send_version(self, version: int, buckets: list[BucketMemory]) -> None:
-        """Wait for the members and broadcast the version; store an error in `send_failure`.
-
-        Empties `buckets`, so that they are freed.
-        """
+    def _send_version(self, version: int, buckets: Sequence[Array]) -> None:
+        """Wait for the members and broadcast the version; store an error in `send_failure`."""
         epoch, whole = self._epoch, self._send_deadline
         try:
             has_group = self._group is not None
@@ -540,11 +503,8 @@ class CollectiveWriter(TransportWriter):
             self._group.verify_header((epoch.number, version), deadline)
             self._group.broadcast_buckets(buckets, self._timeout_s, whole)
         except (RuntimeError, WeightsError) as error:
-            # Without the error itself, whose traceback keeps the buckets alive.
             members, cause = ", ".join(epoch.members), self._abort_reason or str(error)
             self.send_failure = f"weights version {version} was not sent to {members}: {cause}"
-        finally:
-            buckets.clear()
 
     def _delete_old_keys(self, epoch: GroupEpoch, version: int) -> None:
         """Delete the keys of all but the last NUM_KEPT_VERSIONS versions from the TCPStore."""
@@ -596,20 +556,18 @@ class CollectiveReader(TransportReader):
         *,
         timeout_s: float,
         device: torch.device = CPU_DEVICE,
-        on_device: bool = False,
     ) -> None:
         self._name = name
         self._fallback = fallback
         self._timeout_s = timeout_s
         self._device = device
-        self._staging_device = StagingDevice(device if on_device else None)
         self._address: tuple[str, int] | None = None
         self._store: dist.TCPStore | None = None
         self._epoch: GroupEpoch | None = None
         self._group: BroadcastGroup | None = None
-        self._receive_buffers: list[BucketMemory] = []
+        self._receive_buffers: list[Array] = []
 
-    def fetch_buckets(self, manifest: WeightManifest) -> Sequence[BucketMemory]:
+    def fetch_buckets(self, manifest: WeightManifest) -> Sequence[Array]:
         """Receive the version's buckets from the broadcast, or if that fails from the fallback."""
         self.fallback_reason = None
         self.bytes_fetched += manifest.num_bytes
@@ -666,20 +624,15 @@ class CollectiveReader(TransportReader):
         epoch: GroupEpoch,
         manifest: WeightManifest,
         deadline: SharedDeadline,
-    ) -> list[BucketMemory]:
+    ) -> list[Array]:
         """Take part in the broadcast of a version and return its buckets, read-only."""
         version = manifest.version
         if self._name not in epoch.members:
             raise WeightsError(f"{self._name} is not a member of group epoch {epoch.number}")
         if self._epoch != epoch:
             self._epoch, self._group = epoch, None
-        sizes = [bucket.num_bytes for bucket in manifest.buckets]
-        device = self._staging_device.choose_device(manifest.num_bytes)
-        # Kept until the next version if the broadcast fails, which may go on writing to them. On a
-        # device, where memory may be short, before the others wait for this member.
+        # Kept until the next version if the broadcast fails, which may go on writing to them.
         arrays = self._receive_buffers = []
-        if device is not None:
-            arrays += [allocate_staging(size, device) for size in sizes]
         announce_member(store, epoch, version, self._name, has_group=self._group is not None)
         connect_deadline = SharedDeadline(self._timeout_s, deadline)
         wait_for_go_ahead(store, epoch, version, connect_deadline)
@@ -687,30 +640,23 @@ class CollectiveReader(TransportReader):
             rank = epoch.members.index(self._name) + 1
             self._group = BroadcastGroup(store, epoch, rank, self._device, connect_deadline)
         self._group.verify_header((epoch.number, version), connect_deadline)
-        if device is not None:
-            self._group.wait_for_current_stream()
-        buckets = arrays if device is not None else _allocate_in_turn(sizes, arrays)
-        self._group.broadcast_buckets(buckets, self._timeout_s, deadline)
+        self._group.broadcast_buckets(
+            _allocate_in_turn(manifest.buckets, arrays), self._timeout_s, deadline
+        )
         self._receive_buffers = []
-        return [_finish_received(data) for data in arrays]
+        for data in arrays:
+            data.flags.writeable = False
+        return arrays
 
 
-def _allocate_in_turn(sizes: Sequence[int], arrays: list[BucketMemory]) -> Iterator[BucketMemory]:
+def _allocate_in_turn(buckets: Sequence[WeightBucket], arrays: list[Array]) -> Iterator[Array]:
     """Yield host memory for each bucket, and append it to `arrays`.
 
     All of it at once would take a minute to pin for a large model, and the others would wait.
     """
-    for size in sizes:
-        arrays.append(allocate_staging(size, None))
+    for bucket in buckets:
+        arrays.append(allocate_pinned(bucket.num_bytes))
         yield arrays[-1]
-
-
-def _finish_received(data: BucketMemory) -> BucketMemory:
-    """Return received bytes for readers: an array read-only, a tensor as lent to them."""
-    if isinstance(data, torch.Tensor):
-        return lend_tensor(data)
-    data.flags.writeable = False
-    return data
 
 
 def _make_fallback_manifest(manifest: WeightManifest) -> WeightManifest:
@@ -723,13 +669,12 @@ def _make_return_key(name: str) -> str:
     return f"back/{name}"
 
 
-def make_writer(spec: TransportSpec, role: str, model_path: str) -> CollectiveWriter:
+def make_writer(spec: TransportSpec, role: str) -> CollectiveWriter:
     return CollectiveWriter(
-        object_store.make_writer(spec, role, model_path),
+        object_store.make_writer(spec, role),
         host=spec.cluster.get_address(),
         timeout_s=TIMEOUT_S,
         device=get_local_device(),
-        on_device=spec.on_device,
         always_copies=role in spec.copied_roles,
     )
 
@@ -740,7 +685,6 @@ def make_reader(spec: TransportSpec, role: str, reader: str) -> CollectiveReader
         object_store.make_reader(spec, role, reader),
         timeout_s=TIMEOUT_S,
         device=get_local_device(),
-        on_device=spec.on_device,
     )
 
 

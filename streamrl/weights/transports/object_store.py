@@ -12,9 +12,6 @@ import numpy as np
 
 from streamrl.errors import ActorError, ActorLostError, DeadlineError, WeightsError
 from streamrl.messages import Array
-from streamrl.weights.broadcast_tree import FANOUT
-from streamrl.weights.buckets import copy_to_host
-from streamrl.weights.manifest import BucketMemory, WeightBucket, WeightManifest
 from streamrl.weights.transport import (
     Transport,
     TransportReader,
@@ -22,9 +19,12 @@ from streamrl.weights.transport import (
     TransportWriter,
     estimate_send_s,
 )
+from streamrl.weights.versions import WeightBucket, WeightManifest
 
 FETCH_TIMEOUT_S = 120.0
 """Timeout of fetching a version beyond its transfer time."""
+NODES_AT_ONCE = 8
+"""Nodes that may fetch a version from the same node at once."""
 
 
 class ObjectStoreWriter(TransportWriter):
@@ -40,15 +40,15 @@ class ObjectStoreWriter(TransportWriter):
             self._staging_buffer = np.zeros(num_bytes, np.uint8)
         return self._staging_buffer
 
-    def commit_bucket(self, bucket: WeightBucket, data: BucketMemory) -> Any:
-        return self._put_object(copy_to_host(data))
+    def commit_bucket(self, bucket: WeightBucket, data: Array) -> Any:
+        return self._put_object(data)
 
 
 class ObjectStoreReader(TransportReader):
     """Reader's end: maps the buckets of a version from the object store of its node.
 
     `name` names the model in errors. A version takes at most FETCH_TIMEOUT_S and its transfer time,
-    as one of FANOUT nodes that fetch it from the same node.
+    as one of NODES_AT_ONCE nodes that fetch it from the same node.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ObjectStoreReader(TransportReader):
 
     def fetch_buckets(self, manifest: WeightManifest) -> Sequence[Array]:
         subject = f"buckets of {self._name} version {manifest.version}"
-        timeout_s = FETCH_TIMEOUT_S + estimate_send_s(FANOUT * manifest.num_bytes)
+        timeout_s = FETCH_TIMEOUT_S + estimate_send_s(NODES_AT_ONCE * manifest.num_bytes)
         try:
             arrays = self._fetch_objects(list(manifest.handles), subject, timeout_s)
         except (ActorLostError, ActorError, DeadlineError) as error:
@@ -68,7 +68,7 @@ class ObjectStoreReader(TransportReader):
         return arrays
 
 
-def make_writer(spec: TransportSpec, role: str, model_path: str) -> ObjectStoreWriter:
+def make_writer(spec: TransportSpec, role: str) -> ObjectStoreWriter:
     return ObjectStoreWriter(spec.cluster.put_object)
 
 
@@ -76,4 +76,4 @@ def make_reader(spec: TransportSpec, role: str, reader: str) -> ObjectStoreReade
     return ObjectStoreReader(role, spec.cluster.fetch_objects)
 
 
-TRANSPORT = Transport(make_writer, make_reader, copies_per_node=True)
+TRANSPORT = Transport(make_writer, make_reader)

@@ -30,11 +30,10 @@ import numpy as np
 from streamrl.distributed.devices import has_local_gpu, pin_host_memory, unpin_host_memory
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
-from streamrl.weights.buckets import copy_to_host
-from streamrl.weights.manifest import BucketMemory, WeightBucket, WeightManifest
 from streamrl.weights.pinned_memory import PinnedFiles
 from streamrl.weights.transport import Transport, TransportReader, TransportSpec, TransportWriter
 from streamrl.weights.transports import object_store
+from streamrl.weights.versions import WeightBucket, WeightManifest
 
 HEADER_BYTES = mmap.PAGESIZE
 _HEADER_STRUCT = struct.Struct("<qq")  # version, bucket
@@ -221,7 +220,7 @@ class SharedMemoryWriter(TransportWriter):
             self._staging_buffer = np.zeros(num_bytes, np.uint8)
         return self._staging_buffer[:num_bytes]
 
-    def commit_bucket(self, bucket: WeightBucket, data: BucketMemory) -> Any:
+    def commit_bucket(self, bucket: WeightBucket, data: Array) -> Any:
         """Make a bucket readable and return its SegmentHandle.
 
         Without free shared memory, sends the bucket by the fallback transport and returns the
@@ -234,7 +233,7 @@ class SharedMemoryWriter(TransportWriter):
             if segment is None:
                 self._require_free_memory(data.nbytes)
                 return self._fallback.commit_bucket(bucket, data)
-            segment.view_bytes(data.nbytes)[:] = copy_to_host(data)
+            segment.view_bytes(data.nbytes)[:] = data
         segment.write_header(self._version, index)
         segment.unlock()
         self._committed_segments[index] = segment
@@ -359,7 +358,7 @@ class SharedMemoryReader(TransportReader):
         self._fallback = fallback
         self._pinned_files = PinnedFiles()
 
-    def fetch_buckets(self, manifest: WeightManifest) -> Sequence[BucketMemory]:
+    def fetch_buckets(self, manifest: WeightManifest) -> Sequence[Array]:
         """Map a version's buckets in shared memory, not overwritten while the arrays live."""
         self.fallback_reason = None
         pairs = zip(manifest.handles, manifest.buckets, strict=True)
@@ -469,10 +468,10 @@ def claim_name_prefix(directory: Path, token: str) -> tuple[str, int]:
         os.close(fd)
 
 
-def make_writer(spec: TransportSpec, role: str, model_path: str) -> SharedMemoryWriter:
+def make_writer(spec: TransportSpec, role: str) -> SharedMemoryWriter:
     return SharedMemoryWriter(
         f"{spec.token}-{role}",
-        object_store.make_writer(spec, role, model_path),
+        object_store.make_writer(spec, role),
         keep_versions=spec.keep_versions,
         max_bytes=spec.max_bytes[role],
     )

@@ -1,5 +1,7 @@
 """Transport plan: published models, memory, nodes."""
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +9,18 @@ import pytest
 import ray
 
 from streamrl.actors.launch import transport_plan
-from streamrl.actors.launch.transport_plan import plan_transport
+from streamrl.actors.launch.transport_plan import (
+    PublishedModel,
+    TransportFacts,
+    choose_transport,
+    divide_shared_memory,
+    plan_transport,
+)
 from streamrl.config.preflight import PreparedRun, list_resource_demands
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.errors import ConfigError
 from streamrl.placement.resource_demand import ResourceDemand
+from streamrl.weights import WeightsConfig
 from tests.engines.tiny_qwen import save, tiny_model
 
 WHOLE = 78_400
@@ -109,22 +118,14 @@ def test_shared_memory_binds_all_actors_to_a_node_and_divides_its_memory(
 ):
     config = config_of(model_path, tmp_path, "weights.transport=shared_memory")
     travel = plan_transport(config, demands_of(config), token="t")
-    assert travel.node == "abc" and not travel.on_device
-    assert travel.max_bytes == {"policy": 40 * MB}
-    assert not travel.copies_per_node
+    assert travel.node == "abc" and travel.max_bytes == {"policy": 40 * MB}
 
 
-@pytest.mark.parametrize(
-    ("transport", "passes_on"),
-    [("store", True), ("collective", False), ("disk", False)],
-)
-def test_other_transports_bind_no_node_and_some_pass_versions_on_between_nodes(
-    model_path: str, tmp_path: Path, transport: str, passes_on: bool
-):
+@pytest.mark.parametrize("transport", ["store", "collective"])
+def test_other_transports_bind_no_node(model_path: str, tmp_path: Path, transport: str):
     config = config_of(model_path, tmp_path, f"weights.transport={transport}")
     travel = plan_transport(config, demands_of(config), token="t")
-    assert (travel.node, travel.max_bytes) == ("", {})
-    assert travel.copies_per_node is passes_on
+    assert (travel.name, travel.node, travel.max_bytes) == (transport, "", {})
 
 
 def test_a_ray_store_that_fills_dev_shm_rules_out_shared_memory(
@@ -132,33 +133,107 @@ def test_a_ray_store_that_fills_dev_shm_rules_out_shared_memory(
 ):
     config = config_of(model_path, tmp_path, "weights.transport=shared_memory")
     monkeypatch.setattr(transport_plan, "get_object_store_bytes", lambda: [99.0 * MB])
-    with pytest.raises(ConfigError, match=r"/dev/shm has 1.0 MB = 100.0 MB free - 99.0 MB for Ray"):
+    with pytest.raises(ConfigError, match=r"/dev/shm has 1\.0 MB for it"):
         plan_transport(config, demands_of(config), token="t")
     # A store larger than /dev/shm is outside it.
     monkeypatch.setattr(transport_plan, "get_object_store_bytes", lambda: [201.0 * MB])
     assert plan_transport(config, demands_of(config), token="t").max_bytes == {"policy": 100 * MB}
 
 
+MODEL_32B = PublishedModel("policy", num_bytes=61 * 10**9, num_readers=4)
+CRITIC = PublishedModel("critic", num_bytes=10**9, num_readers=1)
+ONE_NODE = TransportFacts(1, (MODEL_32B, CRITIC), 0, shm_bytes=10**12, node_store_bytes=10**12)
+TWO_NODES = replace(ONE_NODE, num_nodes=2)
+ON_GPUS = replace(TWO_NODES, has_gpus=True)
+NEEDED = "needs 248.0 GB = 4 x 61.0 GB of policy + 4 x 1.0 GB of critic; /dev/shm has"
+
+
 @pytest.mark.parametrize(
-    ("overrides", "needed"),
+    ("facts", "transport", "reason"),
     [
-        (["weights.transport=store"], "940"),
-        (["weights.transport=collective", "weights.publish_every=2"], "940"),
-        (["weights.transport=collective"], "313"),
+        (
+            ONE_NODE,
+            "shared_memory",
+            f"shared memory (publisher and readers are on one node; {NEEDED} 1000.0 GB for it)",
+        ),
+        (replace(ONE_NODE, has_gpus=True), "shared_memory", "shared memory (publisher and"),
+        (
+            replace(ONE_NODE, shm_bytes=248 * 10**9 - 1),
+            "store",
+            f"object store (shared memory {NEEDED} 248.0 GB for it)",
+        ),
+        (
+            TWO_NODES,
+            "store",
+            "object store (shared memory needs one node; publisher and readers are on 2)",
+        ),
+        (ON_GPUS, "collective", "collective (publisher and readers have a GPU each, on 2 nodes)"),
+        (replace(ON_GPUS, shares_gpus=True), "store", "object store (shared memory needs one"),
     ],
 )
-def test_the_reason_names_copies_that_exceed_rays_object_store(
-    model_path: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    overrides: list[str],
-    needed: str,
+def test_auto_chooses_the_fastest_possible_transport(
+    facts: TransportFacts, transport: str, reason: str
 ):
-    """A version is 313.6 kB. The queue has half of the smallest store."""
-    config = config_of(model_path, tmp_path, *overrides)
-    monkeypatch.setattr(transport_plan, "get_object_store_bytes", lambda: [200.0, 100.0])
-    reason = plan_transport(config, demands_of(config), token="t").reason
-    assert f"Ray may spill to disk: needs {needed}." in reason
-    assert "313.6 kB of policy + 50 bytes of the queue; a node's object store has" in reason
-    monkeypatch.setattr(transport_plan, "get_object_store_bytes", lambda: [200.0 * MB, 2.0 * MB])
-    assert "spill" not in plan_transport(config, demands_of(config), token="t").reason
+    chosen, line = choose_transport(WeightsConfig(), facts)
+    assert chosen == transport and line.startswith(f"weights: {reason}")
+
+
+@pytest.mark.parametrize(
+    ("transport", "facts", "error"),
+    [
+        ("shared_memory", TWO_NODES, "needs one node; publisher and readers are on 2"),
+        ("shared_memory", replace(ONE_NODE, shm_bytes=64), f"{NEEDED} 64 bytes for it"),
+        ("collective", replace(ON_GPUS, shares_gpus=True), "NCCL needs a GPU for each process"),
+    ],
+)
+def test_an_impossible_transport_is_refused_with_the_reason(
+    transport: str, facts: TransportFacts, error: str
+):
+    with pytest.raises(ConfigError, match=re.escape(f"weights.transport={transport}: {error}")):
+        choose_transport(WeightsConfig(transport=transport), facts)
+
+
+@pytest.mark.parametrize(
+    ("transport", "copied_roles", "needed_gb"),
+    [
+        ("collective", {"policy", "critic"}, 3 * 61 + 3 + 95),
+        ("collective", {"policy"}, 3 * 61 + 1 + 95),
+        ("collective", {"reference"}, 61 + 1 + 95),
+        ("store", {"policy"}, 3 * 61 + 3 + 95),
+        ("shared_memory", {"policy"}, 0),
+    ],
+)
+def test_versions_and_a_queue_that_exceed_rays_object_store_are_named(
+    transport: str, copied_roles: set[str], needed_gb: int
+):
+    def find_note(store_bytes: int) -> str:
+        facts = replace(
+            ONE_NODE,
+            queue_bytes=95 * 10**9,
+            copied_roles=frozenset(copied_roles),
+            node_store_bytes=store_bytes,
+        )
+        line = choose_transport(WeightsConfig(transport=transport), facts)[1]
+        return line.partition("; Ray may spill to disk: ")[2]
+
+    assert not find_note(needed_gb * 10**9)
+    note = find_note(needed_gb * 10**9 - 1)
+    assert (f"needs {needed_gb - 95}.0 GB = " in note) is bool(needed_gb)
+
+
+@pytest.mark.parametrize(
+    ("readers", "max_staleness", "read"), [(1, 5, 1), (4, 0, 1), (4, 1, 2), (4, 9, 4), (0, 3, 0)]
+)
+def test_lagging_versions_are_bounded_by_readers_and_max_staleness(
+    readers: int, max_staleness: int, read: int
+):
+    model = PublishedModel("policy", 100, readers)
+    assert replace(ONE_NODE, max_staleness=max_staleness).count_versions(
+        model, WeightsConfig()
+    ) == (3 + read)
+
+
+def test_published_models_share_the_memory_by_need():
+    models = (PublishedModel("policy", 100, num_readers=2), PublishedModel("critic", 50, 1))
+    facts = replace(ONE_NODE, models=models, max_staleness=1, shm_bytes=1400)
+    assert divide_shared_memory(WeightsConfig(), facts) == {"policy": 1000, "critic": 400}

@@ -10,7 +10,7 @@ import pytest
 
 from streamrl.config.run_config import load_config
 from streamrl.engines.models.model_shapes import MODEL_SHAPES, ModelShape
-from streamrl.weights.logprob_check import NUM_SEQUENCES
+from streamrl.weights.versions import NUM_SEQUENCES
 
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))

@@ -39,10 +39,8 @@ def make_placement(reference: int = 0) -> Placement:
     )
 
 
-def make_run_problem(
-    trainer: TrainerConfig, *, versions_on_device: bool = False
-) -> PlacementProblem:
-    run = RunMemory({"policy": trainer}, versions_on_device=versions_on_device)
+def make_run_problem(trainer: TrainerConfig) -> PlacementProblem:
+    run = RunMemory({"policy": trainer})
     return replace(PROBLEM, run_memory=run, kv_cache_bytes=1)
 
 
@@ -73,28 +71,6 @@ def test_an_optimizer_on_the_host_takes_no_device_memory_and_updates_over_the_li
     # Gradients in float32 and bfloat16 leave as well, of all parameters: stage 1 shards only the
     # optimizer. Its bucket is small.
     assert held[0] - held[1] == pytest.approx(12 * params + 6 * SHAPE.num_params, rel=0.01)
-
-
-def test_versions_on_devices_take_memory_of_those_who_send_and_load_them():
-    problems = [
-        make_run_problem(TrainerConfig(), versions_on_device=on_device)
-        for on_device in (False, True)
-    ]
-    node = CallAssignment(Mesh(0, 8), RankGrid(1, 1, 8))
-    other = replace(node, mesh=Mesh(8, 8))
-    for generators, sent in ((node, 0), (other, 2 * SHAPE.num_params)):
-        placement = Placement({"train": node, "generate": generators, "reference": node})
-        without, with_versions = (CostModel(each).predict_memory(placement) for each in problems)
-        more = {
-            stage: (
-                with_versions[stage].resident_bytes - without[stage].resident_bytes,
-                with_versions[stage].active_bytes - without[stage].active_bytes,
-            )
-            for stage in placement.assignments
-        }
-        assert more["train"] == (sent, 0)
-        assert more["generate"] == (0, sent)
-        assert more["reference"] == (0, 0)
 
 
 def test_scoring_weights_load_from_the_host_once_a_step():

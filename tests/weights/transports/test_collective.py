@@ -3,7 +3,6 @@
 import os
 import threading
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,16 +10,14 @@ from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
-from streamrl.weights import WeightBucket, WeightManifest, buckets, transport
+from streamrl.weights import WeightManifest, transport
 from streamrl.weights.buckets import publish_version, unpack_tensors
-from streamrl.weights.parameters import as_tensor
 from streamrl.weights.transports import collective
 from streamrl.weights.transports.collective import (
     CollectiveReader,
@@ -48,7 +45,7 @@ def is_version(tensors: dict[str, torch.Tensor], version: int) -> bool:
     )
 
 
-def follow_manifests(pipe: Connection, name: str, on_device: bool) -> None:
+def follow_manifests(pipe: Connection, name: str) -> None:
     """Fetch each received manifest; reply with (tensors are right, fallback reason).
 
     A number beside a manifest makes the process die before that bucket.
@@ -57,7 +54,6 @@ def follow_manifests(pipe: Connection, name: str, on_device: bool) -> None:
         name,
         SharedMemoryReader("policy", LocalReader()),
         timeout_s=TIMEOUT_S,
-        on_device=on_device,
     )
     pipe.send("ready")
     while True:
@@ -87,12 +83,10 @@ def die_before_bucket(bucket: int) -> None:
 class Reader:
     """A reader in its own process."""
 
-    def __init__(self, name: str, *, on_device: bool) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
         self._pipe, child_end = forked.context().Pipe()
-        self.process = forked.context().Process(
-            target=follow_manifests, args=(child_end, name, on_device)
-        )
+        self.process = forked.context().Process(target=follow_manifests, args=(child_end, name))
         self.process.start()
         child_end.close()
 
@@ -117,19 +111,17 @@ class Reader:
 class Broadcasting:
     """A publisher in this process and readers in others."""
 
-    def __init__(self, *, on_device: bool) -> None:
-        self.on_device = on_device
+    def __init__(self) -> None:
         self.writer = CollectiveWriter(
             SharedMemoryWriter("broadcast", LocalWriter(), keep_versions=2),
             host="127.0.0.1",
             timeout_s=TIMEOUT_S,
-            on_device=on_device,
         )
         self.readers: list[Reader] = []
         self.version = -1
 
     def add(self, *names: str) -> None:
-        readers = [Reader(name, on_device=self.on_device) for name in names]
+        readers = [Reader(name) for name in names]
         for reader in readers:
             reader.wait_until_ready()
         self.readers += readers
@@ -158,24 +150,14 @@ class Broadcasting:
         self.writer.close()
 
 
-BOTH_MEMORIES = pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
-
-
 @pytest.fixture
-def on_device() -> bool:
-    """Return whether buffers are on a device, for which the CPU stands in."""
-    return False
-
-
-@pytest.fixture
-def cluster(on_device: bool) -> Iterator[Broadcasting]:
-    publisher = Broadcasting(on_device=on_device)
+def cluster() -> Iterator[Broadcasting]:
+    publisher = Broadcasting()
     yield publisher
     publisher.end()
 
 
 @pytest.mark.slow
-@BOTH_MEMORIES
 def test_versions_reach_all_members_and_newcomers_join_the_next_epoch(cluster: Broadcasting):
     cluster.add("a", "b")
     for _ in range(3):
@@ -187,7 +169,7 @@ def test_versions_reach_all_members_and_newcomers_join_the_next_epoch(cluster: B
     for reader in cluster.readers:
         reader.pull(manifest)
     assert [reader.outcome() for reader in cluster.readers] == [(True, None)] * 3
-    early = Reader("d", on_device=cluster.on_device)
+    early = Reader("d")
     early.wait_until_ready()
     try:
         early.pull(manifest)
@@ -202,23 +184,19 @@ def test_versions_reach_all_members_and_newcomers_join_the_next_epoch(cluster: B
     assert cluster.writer.send_failure is None
 
 
-@BOTH_MEMORIES
-def test_versions_that_all_readers_receive_are_not_copied_to_the_fallback(on_device: bool):
-    writer = CollectiveWriter(
-        LocalWriter(), host="127.0.0.1", timeout_s=8, on_device=on_device, always_copies=False
-    )
-    member = CollectiveReader("a", LocalReader(), timeout_s=8, on_device=on_device)
+def test_versions_that_all_readers_receive_are_not_copied_to_the_fallback():
+    writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=8, always_copies=False)
+    member = CollectiveReader("a", LocalReader(), timeout_s=8)
     writer.set_readers(["a"])
     copies = []
     for version in range(4):
         manifest = publish(writer, version)
         received = member.fetch_buckets(manifest)
-        assert isinstance(received[0], torch.Tensor) is on_device
         assert is_version(unpack_tensors(manifest, received), version)
         assert member.fallback_reason is None
         copies.append(manifest.handles[0].fallback_handle is not None)
     assert copies == [True, False, False, False]
-    newcomer = CollectiveReader("b", LocalReader(), timeout_s=8, on_device=on_device)
+    newcomer = CollectiveReader("b", LocalReader(), timeout_s=8)
     with pytest.raises(WeightsError, match="weights version 3 went to its readers only"):
         newcomer.fetch_buckets(manifest)
     # Two refused loads make the coordinator publish the version again.
@@ -233,7 +211,6 @@ def test_versions_that_all_readers_receive_are_not_copied_to_the_fallback(on_dev
 
 
 @pytest.mark.slow
-@BOTH_MEMORIES
 def test_a_member_that_dies_during_a_broadcast_costs_the_others_only_a_deadline(
     cluster: Broadcasting,
 ):
@@ -374,82 +351,6 @@ def test_a_broadcasts_deadline_grows_with_its_bytes(
     writer.close()
     assert (writer.send_failure is None) is arrives
     collective_reader.close()
-
-
-def test_the_others_do_not_wait_for_a_reader_without_memory(monkeypatch: pytest.MonkeyPatch):
-    def run_out(*_: object) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=2)
-    reader = CollectiveReader("a", LocalReader(), timeout_s=2, on_device=True)
-    writer.set_readers(["a"])
-    manifest = publish(writer, 0)
-    with monkeypatch.context() as patch:
-        patch.setattr(collective, "allocate_staging", run_out)
-        fetched = reader.fetch_buckets(manifest)
-    assert is_version(unpack_tensors(manifest, fetched), 0)
-    assert reader.fallback_reason == "weights version 0 was not sent: CUDA out of memory"
-    writer.begin_version(1)
-    assert writer.send_failure == "weights version 0 was not sent to a: timed out waiting for a"
-    assert publish_and_fetch(writer, reader, 1)
-    writer.close()
-    reader.close()
-
-
-class FakeGpuMemory:
-    """Memory of a GPU with 1 GB, of which others use a part."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.free_bytes, self.num_releases = 10**9, 0
-        monkeypatch.setattr(buckets, "measure_gpu_memory", lambda: (self.free_bytes, 10**9))
-        monkeypatch.setattr(buckets, "count_cache_releases", lambda: self.num_releases)
-
-
-@pytest.mark.parametrize("names", [["a"], []])
-def test_versions_are_on_the_device_only_while_they_are_sent(
-    names: list[str], monkeypatch: pytest.MonkeyPatch
-):
-    """Before the first update nobody knows how much memory training needs."""
-    FakeGpuMemory(monkeypatch)
-    writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=1, on_device=True)
-    writer.set_readers(names)
-    kinds = []
-    for version in range(3):
-        writer.begin_version(version)
-        data = writer.allocate_buffer(100)
-        kinds.append(type(data))
-        memory = weakref.ref(as_tensor(data).untyped_storage())
-        bucket = WeightBucket((), 100, "")
-        handle = writer.commit_bucket(bucket, data)
-        del data
-        writer.commit_version(WeightManifest(version, (bucket,), (handle,)))
-        writer._wait_for_send()
-        assert version == 0 or memory() is None
-    assert kinds == [np.ndarray, torch.Tensor, torch.Tensor]
-    writer.close()
-
-
-def test_a_device_without_room_for_a_version_and_a_reserve_gets_none_of_its_buckets(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    memory = FakeGpuMemory(monkeypatch)
-    writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=8, on_device=True)
-    reader = CollectiveReader("a", LocalReader(), timeout_s=8, on_device=True)
-    writer.set_readers(["a"])
-    sent = 4 * 1_200_000
-    kinds = []
-    for version, free_bytes in enumerate([10**9, 5 * 10**7 + sent, 5 * 10**7 + sent - 1, 10**9]):
-        memory.free_bytes, memory.num_releases = free_bytes, version
-        manifest = publish(writer, version)
-        received = reader.fetch_buckets(manifest)
-        assert reader.fallback_reason is None
-        assert is_version(unpack_tensors(manifest, received), version)
-        is_sent_by_device = {bucket.checksum.startswith("poly") for bucket in manifest.buckets}
-        kinds.append((is_sent_by_device, {isinstance(data, torch.Tensor) for data in received}))
-    both, neither = ({True}, {True}), ({False}, {False})
-    assert kinds == [({False}, {True}), both, neither, both]
-    writer.close()
-    reader.close()
 
 
 @contextmanager
