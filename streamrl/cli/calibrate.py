@@ -31,7 +31,7 @@ from streamrl.planner.costs.constants import CostConstants, get_bounds
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import PlacementProblem
 from streamrl.planner.problem.stage_timings import ScoreTiming, StageTimings
-from streamrl.telemetry.progress_line import show_progress
+from streamrl.telemetry.progress import show_progress
 
 SOLVER_ROUNDS = 3
 """Rounds of solving for all constants: some coefficients depend on two constants."""

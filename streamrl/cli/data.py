@@ -19,7 +19,7 @@ from streamrl.data.config import MODEL_TEMPLATE, PLAIN_TEMPLATE, DataConfig, Dat
 from streamrl.data.prompt_file import ClassifiedRow, PromptFile, PromptLimits, RowStatus
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_model_length, read_vocab_size
-from streamrl.telemetry.progress_line import ProgressLine, show_progress
+from streamrl.telemetry.progress import ProgressLine, show_progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from streamrl.distributed.devices import list_gpu_names
 from streamrl.engines.vllm.environment import MODEL_RUNNERS
-from streamrl.telemetry.progress_line import show_progress
+from streamrl.telemetry.progress import show_progress
 
 PACKAGES = ("torch", "ray", "deepspeed", "transformers", "wandb")
 GIB = 1 << 30

@@ -20,7 +20,7 @@ from streamrl.errors import ConfigError
 from streamrl.files.printable_text import make_printable
 from streamrl.planner.calibration.run_trace import describe_missing_run
 from streamrl.telemetry.drawing.episode_page import groups_to_json, render_page
-from streamrl.telemetry.progress_line import show_progress
+from streamrl.telemetry.progress import show_progress
 from streamrl.telemetry.rollout_log import (
     PROMPT,
     ROLLOUTS_FOLDER,

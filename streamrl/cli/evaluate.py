@@ -38,7 +38,7 @@ from streamrl.stream.evaluation.config import EvaluationConfig
 from streamrl.stream.evaluation.metrics import ConfidenceInterval, EvaluationResult
 from streamrl.stream.evaluation.sample_and_score import GenerateFn, SampledPrompt, evaluate_policy
 from streamrl.telemetry.metric_names import to_json_value
-from streamrl.telemetry.progress_line import ProgressLine, show_progress
+from streamrl.telemetry.progress import ProgressLine, show_progress
 
 if TYPE_CHECKING:
     from streamrl.engines.generation.generation_engine import GenerationEngine

@@ -19,7 +19,7 @@ from streamrl.actors.launch.fork_server import start_fork_server
 from streamrl.cli.run_setup.signals import interrupt_on_signals
 from streamrl.errors import ConfigError, StreamError
 from streamrl.files.printable_text import make_printable
-from streamrl.telemetry.progress_line import show_progress
+from streamrl.telemetry.progress import show_progress
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 COMMANDS = {

@@ -63,7 +63,7 @@ from streamrl.planner.to_placement import (
     make_run_refusal,
     make_split_rules,
 )
-from streamrl.telemetry.progress_line import ProgressLine, show_progress
+from streamrl.telemetry.progress import ProgressLine, show_progress
 
 MICRO_BATCH_FRACTIONS = 16
 """Micro-batch sizes are tried in steps of this fraction of the configured size."""

@@ -48,7 +48,7 @@ from streamrl.environments.tool_calls.tool_schema import format_tool
 from streamrl.errors import ConfigError
 from streamrl.files.printable_text import make_printable
 from streamrl.messages import Prompt
-from streamrl.telemetry.progress_line import ProgressLine, show_progress
+from streamrl.telemetry.progress import ProgressLine, show_progress
 
 CALL_HINT = 'Call a tool as name(argument="value"); any other text answers and ends the episode.'
 

@@ -28,7 +28,7 @@ from streamrl.planner.calibration.run_trace import RunTrace, describe_missing_ru
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
 from streamrl.telemetry.page.page import RunPage
 from streamrl.telemetry.page.run_record import RunReader
-from streamrl.telemetry.progress_line import show_progress
+from streamrl.telemetry.progress import show_progress
 from streamrl.telemetry.sinks import EVENTS_FILE
 
 LogEntry = Mapping[str, Any]

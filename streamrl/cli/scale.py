@@ -14,7 +14,7 @@ from streamrl.run_dir.control_requests import (
     START_MARGIN_S,
     request_scale,
 )
-from streamrl.telemetry.progress_line import show_progress
+from streamrl.telemetry.progress import show_progress
 
 OPTION_ROLES = {facts.label: role for role, facts in SERVING_ROLES.items()}
 """Role that each option scales."""

@@ -33,7 +33,7 @@ from streamrl.planner.simulator.quick_run import choose_num_steps, estimate_simu
 from streamrl.planner.simulator.results import SimulationResult
 from streamrl.planner.simulator.simulation import run_simulation
 from streamrl.planner.to_placement import build_run_placement
-from streamrl.telemetry.progress_line import ProgressLine, show_progress
+from streamrl.telemetry.progress import ProgressLine, show_progress
 from streamrl.telemetry.sinks import check_no_run
 
 DEFAULT_STEPS = 20

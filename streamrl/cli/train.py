@@ -6,7 +6,7 @@ from streamrl.actors.engine_factory import RealEngineFactory
 from streamrl.cli.arguments.arg_types import parse_path
 from streamrl.cli.main import EXIT_INTERRUPTED
 from streamrl.cli.run_setup.resume import RunDirClaim, begin_run, resume_run
-from streamrl.telemetry.progress_line import show_progress
+from streamrl.telemetry.progress import show_progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

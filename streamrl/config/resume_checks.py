@@ -36,8 +36,9 @@ from streamrl.run_dir.checkpoint import (
     suggest_whole_checkpoint,
 )
 from streamrl.run_dir.run_lock import check_links
+from streamrl.telemetry.chrome_trace import check_trace
 from streamrl.telemetry.metric_names import parse_metrics_row
-from streamrl.telemetry.sinks import EVENTS_FILE, METRICS_FILE
+from streamrl.telemetry.sinks import EVENTS_FILE, METRICS_FILE, load_run_id
 
 
 def load_run_log(run_dir: Path, state: Mapping[str, Any] | None) -> RecoveredRunLog:
@@ -75,8 +76,6 @@ def check_resume(
     layout: shard folders of the run. prompts: prompt stream at the checkpoint; its position stays
     unchanged.
     """
-    from streamrl.telemetry.sink_group import check_resumable_sinks
-
     check_links(resume.run_dir)
     location = f"--resume {resume.checkpoint.path if resume.checkpoint else resume.run_dir}"
     try:
@@ -85,7 +84,9 @@ def check_resume(
         if config.queue.journal.enabled:
             _check_queue(resume, layout, config, prompts)
         _check_metric_rows(resume.run_dir)
-        check_resumable_sinks(config.telemetry, resume.run_dir)
+        if config.telemetry.wandb.is_enabled:
+            load_run_id(resume.run_dir)
+        check_trace(resume.run_dir)
     except (CheckpointError, DataError, JournalError, LedgerError) as error:
         if (
             resume.checkpoint is None

@@ -113,6 +113,7 @@ REMOVED_SETTINGS: Mapping[str, object] = {
     "telemetry.rollouts.max_gib": 1.0,
     "telemetry.wandb.entity": "",
     "telemetry.trace": True,
+    "telemetry.sinks": ["jsonl", "wandb"],
 }
 """Keys of earlier versions, with the value that holds now.
 
@@ -123,6 +124,7 @@ the names of a mapping.
 
 REPLACEMENTS = {
     "filter.options": "write its keys in the section filter",
+    "telemetry.sinks": "metrics.jsonl is always written; telemetry.wandb.mode turns wandb off",
     "data.prompt_key": "set prompt_key per file, beside its path",
     "environment.call_timeout_s": "half of environment.turn_timeout_s holds now",
     "queue.journal.fsync_s": "use queue.journal.fsync, true or false",

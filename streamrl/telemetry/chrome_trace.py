@@ -20,7 +20,7 @@ from typing import Any
 from streamrl.files.atomic_write import open_new_file, wrap_disk_errors
 from streamrl.files.bounded_read import open_regular_file, parse_json, read_lines, wrap_file_errors
 from streamrl.telemetry.metric_names import Histogram, MetricsRow, to_json_value
-from streamrl.telemetry.sinks import EventFields, to_json_fields
+from streamrl.telemetry.sinks import EventFields, MetricsSink, to_json_fields
 from streamrl.telemetry.spans import Span
 
 TRACE_FILE = "trace.json"
@@ -47,7 +47,7 @@ RECENT_TRACE_BYTES = 4_000_000
 """Spans of the latest steps: about 15,000."""
 
 
-class TraceSink:
+class TraceSink(MetricsSink):
     """Sink that writes spans, steps, events and a few metrics to trace.json.
 
     Spans are grouped by process and lane; steps and events are instant events; metrics are

@@ -4,12 +4,10 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from streamrl.errors import ConfigError
-from streamrl.files.typed_settings import at_least, check_rules, one_of, suggest_nearest
+from streamrl.files.typed_settings import at_least, check_rules, one_of
 
 WANDB_MODES = ("offline", "online", "disabled")
 CONSOLE_MODES = ("auto", "live", "plain", "none")
-JSONL, WANDB, TENSORBOARD = "jsonl", "wandb", "tensorboard"
-SINKS = (JSONL, WANDB, TENSORBOARD)
 
 
 @dataclass
@@ -25,8 +23,12 @@ class WandbConfig:
 
     def __post_init__(self) -> None:
         check_rules(self, "telemetry.wandb.")
-        if self.mode != "disabled" and not self.project:
+        if self.is_enabled and not self.project:
             raise ConfigError("telemetry.wandb.project=: must not be empty")
+
+    @property
+    def is_enabled(self) -> bool:
+        return self.mode != "disabled"
 
 
 @dataclass
@@ -52,33 +54,17 @@ class RolloutConfig:
 
 @dataclass
 class TelemetryConfig:
-    """Outputs of a run.
+    """Outputs of a run, besides metrics.jsonl, events.jsonl and trace.json.
 
-    sinks: where metrics and events go: jsonl (metrics.jsonl and events.jsonl, which resuming and
-        all commands read), wandb, tensorboard.
     rollouts: which rollouts are recorded.
     wandb: settings for Weights & Biases.
     console: live (a view that redraws), plain (a line per step), none, or auto, which is live on a
         terminal and plain elsewhere.
     """
 
-    sinks: list[str] = field(default_factory=lambda: [JSONL, WANDB])
     rollouts: RolloutConfig = field(default_factory=RolloutConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     console: Annotated[str, one_of(*CONSOLE_MODES)] = "auto"
 
     def __post_init__(self) -> None:
         check_rules(self, "telemetry.")
-        for sink in self.sinks:
-            if sink not in SINKS:
-                hint = suggest_nearest(sink, SINKS, noun="sink")
-                raise ConfigError(f"telemetry.sinks={sink}: no such sink; {hint}")
-        if JSONL not in self.sinks:
-            raise ConfigError(
-                f"telemetry.sinks={','.join(self.sinks)}: must contain {JSONL}, which resuming and"
-                " `streamrl report` read"
-            )
-
-    @property
-    def uses_wandb(self) -> bool:
-        return WANDB in self.sinks and self.wandb.mode != "disabled"

@@ -6,10 +6,13 @@ Both consoles print evaluations and events in the same way.
 import atexit
 import itertools
 import math
+import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -20,22 +23,18 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrl.files.printable_text import make_printable
-from streamrl.telemetry.metric_names import MetricsRow
+from streamrl.telemetry.metric_names import IDLE_PREFIX, Histogram, MetricsRow
 from streamrl.telemetry.progress import (
-    DEPTH_PREFIX,
-    FILTER_COST_METRICS,
-    IDLE_PREFIX,
+    ACCENT,
+    BAR_WIDTH,
     PRINT_EVERY_S,
-    RunInfo,
-    RunProgress,
     WorkStatus,
+    build_status_row,
     format_duration,
-    format_fields,
     format_number,
-    render_sparkline,
+    make_spinner,
 )
-from streamrl.telemetry.progress_line import ACCENT, build_status_row, make_spinner
-from streamrl.telemetry.sinks import EVENTS_FILE, EventFields
+from streamrl.telemetry.sinks import EVENTS_FILE, EventFields, MetricsSink
 
 EVENTS_PER_STEP = 3
 EVENTS_EVERY_S = 30.0
@@ -44,10 +43,138 @@ FILE_ONLY_FIELDS = {"objective", "layout", "goes_back"}
 SHOWN_EVALS = ("mean_at_k", "pass_at_1")
 """Evaluations with a line in the view: the first that the run has."""
 REFRESHES_PER_S = 4
-SPARKLINE_WIDTH = _BAR_WIDTH = 20
-_HEADER_EVERY = 25
+DEPTH_PREFIX, EVAL_PREFIX = "queue/depth/", "eval/"
+FILTER_COST_METRICS = ("filter/generate_s", "filter/score_s")
+SPARKLINE_BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+_RECENT_STEPS = 10
 _LABEL_WIDTH = 11
-_GAP = "  "
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """Facts about a run that are known before its first step.
+
+    num_steps: steps of the whole run.
+    max_staleness: in versions.
+    resume_step: last step of the checkpoint of a resumed run, else None.
+    has_filter: whether a group filter is configured.
+    compares_rollouts: whether the algorithm learns from differences within a group alone.
+    """
+
+    name: str
+    run_dir: Path
+    num_steps: int
+    max_staleness: int
+    resume_step: int | None = None
+    has_filter: bool = False
+    compares_rollouts: bool = False
+
+
+@dataclass
+class RunProgress:
+    """Latest metrics of a run, and its rewards and evaluations so far.
+
+    evals: values of each evaluation, by name without `eval/`.
+    recent_step_s: latest step times, in seconds.
+    """
+
+    run_info: RunInfo
+    step: int = 0
+    latest_values: dict[str, float] = field(default_factory=dict)
+    rewards: list[float] = field(default_factory=list)
+    evals: dict[str, list[float]] = field(default_factory=dict)
+    stages: list[str] = field(default_factory=list)
+    num_tokens: float = 0.0
+    recent_step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
+
+    def __post_init__(self) -> None:
+        self.step = self.run_info.resume_step or 0
+
+    def add_row(self, step: int, row: MetricsRow) -> dict[str, float]:
+        """Add the metrics row of a step; return the row's evaluations by name, without `eval/`.
+
+        Confidence intervals and evaluations of a subset of the prompts go to the other sinks only.
+        """
+        numbers = {n: float(v) for n, v in row.items() if not isinstance(v, Histogram)}
+        self.step = step
+        self.latest_values.update(numbers)
+        reward = numbers.get("reward/mean", math.nan)
+        if math.isfinite(reward):
+            self.rewards.append(reward)
+        step_s = numbers.get("time/step_s", math.nan)
+        if math.isfinite(step_s):
+            self.recent_step_s.append(step_s)
+            tokens = numbers.get("throughput/tokens_per_s", 0.0) * step_s
+            self.num_tokens += tokens if math.isfinite(tokens) else 0.0
+        self._collect_stages(numbers)
+        evals = {
+            name: value
+            for name, value in select_prefix(numbers, EVAL_PREFIX).items()
+            if "/" not in name
+        }
+        for name, value in evals.items():
+            self.evals.setdefault(name, []).append(value)
+        return evals
+
+    def _collect_stages(self, numbers: Mapping[str, float]) -> None:
+        # idle/ before queue/depth/, so that generate, which has no queue, comes first.
+        for prefix in (IDLE_PREFIX, DEPTH_PREFIX):
+            for stage in select_prefix(numbers, prefix):
+                if stage not in self.stages:
+                    self.stages.append(stage)
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether a trained step has been added; evaluations of the base model come before."""
+        return bool(self.recent_step_s)
+
+    def get(self, name: str) -> float:
+        """Return the latest value of a metric; NaN without a value."""
+        return self.latest_values.get(name, math.nan)
+
+    def format(self, name: str, digits: int = 3) -> str:
+        """Return the latest value of a metric in few characters."""
+        return format_number(self.get(name), digits)
+
+    def estimate_remaining_s(self, since_step_s: float = 0.0) -> float:
+        """Estimate the seconds until the last step ends, from the median of recent step times.
+
+        `since_step_s` is the time since the latest step ended. NaN before the first step.
+        """
+        if not self.recent_step_s:
+            return math.nan
+        steps_left = max(self.run_info.num_steps - self.step, 0)
+        total_s = steps_left * statistics.median(self.recent_step_s)
+        return max(total_s - since_step_s, 0.0)
+
+
+def select_prefix(numbers: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """Return the values whose names start with a prefix, by the rest of the name."""
+    return {n.removeprefix(prefix): v for n, v in numbers.items() if n.startswith(prefix)}
+
+
+def render_sparkline(values: Sequence[float], width: int) -> str:
+    """Render a series as a line of at most `width` block characters.
+
+    A longer series is cut into equal pieces, of which the means are shown. The lowest value is the
+    lowest block; a constant series is drawn at the bottom.
+    """
+    count = min(len(values), max(width, 0))
+    cuts = [i * len(values) // count for i in range(count + 1)] if count else [0]
+    means = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(cuts)]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    # Divided first: the inverse of a tiny range would be infinite.
+    shares = [(mean - low) / (high - low) if high > low else 0.0 for mean in means]
+    return "".join(SPARKLINE_BLOCKS[round(s * (len(SPARKLINE_BLOCKS) - 1))] for s in shares)
+
+
+def format_fields(fields: Iterable[tuple[str, object]]) -> str:
+    """Format names and values in one line: "step=3 cause=timeout"; floats with three digits.
+
+    A field `text` is shown without its name.
+    """
+    texts = ((name, f"{v:.3f}" if isinstance(v, float) else str(v)) for name, v in fields)
+    return "  ".join(text if name == "text" else f"{name}={text}" for name, text in texts)
 
 
 @dataclass
@@ -59,7 +186,7 @@ class _EventCounter:
     last_printed_s: float = 0.0
 
 
-class RunConsole:
+class RunConsole(MetricsSink):
     """Console sink that prints evaluations, events and the summary; a subclass displays the steps.
 
     Events of one name can be too many to print. A line is printed for the first EVENTS_PER_STEP
@@ -84,15 +211,14 @@ class RunConsole:
         for step, row in rows:
             self.progress.add_row(step, row)
 
-    def show_status(self, status: WorkStatus) -> None:
-        """Show the work that a run waits for, such as "starting"; empty text removes the status."""
-
     def log_step(self, step: int, row: MetricsRow) -> None:
         self._print_omitted_events()
         evals = self.add_row(step, row)
         if evals:
             self.print_line("eval", format_fields([("step", step), *evals.items()]), style="green")
         self.show_progress()
+
+    show_repeated_step = log_step
 
     def add_row(self, step: int, row: MetricsRow) -> Mapping[str, float]:
         return self.progress.add_row(step, row)
@@ -169,12 +295,8 @@ def format_share(value: float) -> str:
 
 
 class PlainConsole(RunConsole):
-    """Console that prints an aligned line per step, and the header every _HEADER_EVERY steps.
+    """Console that prints a line per step, in ASCII."""
 
-    The output is ASCII. Columns beyond the console's width are left out.
-    """
-
-    _steps_shown = 0
     _last_status = ""
     _status_due_at = 0.0
 
@@ -195,80 +317,30 @@ class PlainConsole(RunConsole):
         self._last_status = status.text
 
     def show_progress(self) -> None:
-        if self.progress.step == 0:
-            return
-        columns = _select_columns(_build_columns(self.progress), self.console.width)
-        lines = _format_columns(columns)
-        for line in lines if self._steps_shown % _HEADER_EVERY == 0 else lines[-1:]:
-            self.console.print(Text(line), no_wrap=True, overflow="crop")
-        self._steps_shown += 1
+        if self.progress.step > 0:
+            self.console.print(Text(_format_step(self.progress)), soft_wrap=True)
 
 
-@dataclass(frozen=True)
-class _Column:
-    """Column of the plain console. group: heading over several columns; "" for a column alone.
-
-    rank: columns of the highest rank are the first to be left out where the line is too long.
-    """
-
-    group: str
-    header: str
-    value: str
-    rank: int = 0
-    min_width: int = 0
-
-    @property
-    def width(self) -> int:
-        return max(len(self.header), len(self.value), self.min_width)
-
-
-def _build_columns(progress: RunProgress) -> list[_Column]:
-    num_steps = str(progress.run_info.num_steps)
-    depths = {stage: progress.get(DEPTH_PREFIX + stage) for stage in progress.stages}
-    columns = [
-        _Column("", "step", f"{progress.step}/{num_steps}", min_width=2 * len(num_steps) + 1),
-        _Column("", "reward", progress.format("reward/mean"), min_width=7),
-        _Column("staleness", "mean", progress.format("staleness/mean", 1)),
-        _Column("staleness", "max", progress.format("staleness/max", 0)),
+def _format_step(progress: RunProgress) -> str:
+    """Format the latest step in a line."""
+    get, run_info = progress.format, progress.run_info
+    parts = [
+        f" step {progress.step}/{run_info.num_steps}",
+        f"reward {get('reward/mean')}",
+        f"staleness {get('staleness/mean', 1)}, at most {get('staleness/max', 0)}",
+        f"{get('time/step_s', 1)} s",
+        f"{format_duration(progress.estimate_remaining_s())} left",
+        f"{get('throughput/tokens_per_s', 0)} tokens/s",
     ]
-    if progress.run_info.has_filter:
-        fraction, seconds = format_filter_stats(progress)
-        columns.append(_Column("filtered", "groups", fraction))
-        columns.append(_Column("filtered", "cost", seconds, min_width=6))
-    columns += [
-        _Column("groups waiting for", stage, format_number(depth, 0), 1)
-        for stage, depth in depths.items()
-        if math.isfinite(depth)
-    ]
-    columns += [
-        _Column("busy", stage, format_share(1.0 - progress.get(IDLE_PREFIX + stage)), 2)
+    if run_info.has_filter:
+        parts.insert(3, "filtered {}, {}".format(*format_filter_stats(progress)))
+    waiting = [
+        f"{stage} {format_number(depth, 0)}"
         for stage in progress.stages
+        if math.isfinite(depth := progress.get(DEPTH_PREFIX + stage))
     ]
-    left = format_duration(progress.estimate_remaining_s())
-    columns.append(_Column("", "tokens/s", progress.format("throughput/tokens_per_s", 0), 3))
-    columns.append(_Column("", "s/step", progress.format("time/step_s", 1)))
-    return [*columns, _Column("", "left", left, min_width=7)]
-
-
-def _select_columns(columns: list[_Column], width: int) -> list[_Column]:
-    """Return the columns that fit a line; those of the highest rank are left out first."""
-    for rank in (3, 2, 1):
-        if max(map(len, _format_columns(columns))) > width:
-            columns = [column for column in columns if column.rank != rank]
-    return columns
-
-
-def _format_columns(columns: list[_Column]) -> list[str]:
-    """Return the lines of a step: groups over their columns, headers and values."""
-    groups = []
-    for group, members in itertools.groupby(columns, key=lambda column: column.group):
-        widths = [column.width for column in members]
-        if group:
-            widths = [sum(widths) + len(_GAP) * (len(widths) - 1)]
-        groups += [f"{group:<{width}}" for width in widths]
-    headers = [f"{column.header:>{column.width}}" for column in columns]
-    values = [f"{column.value:>{column.width}}" for column in columns]
-    return [f" {_GAP.join(cells)}".rstrip() for cells in (groups, headers, values)]
+    busy = [f"{s} {format_share(1.0 - progress.get(IDLE_PREFIX + s))}" for s in progress.stages]
+    return "  ".join([*parts, f"waiting: {', '.join(waiting)}", f"busy: {', '.join(busy)}"])
 
 
 class LiveConsole(RunConsole):
@@ -355,7 +427,7 @@ def _build_metrics_grid(progress: RunProgress) -> RenderableType:
     grid = Table.grid(padding=(0, 2, 0, 0), expand=True)
     grid.add_column(style="dim", no_wrap=True, min_width=_LABEL_WIDTH)
     grid.add_column(style="bold", no_wrap=True, min_width=6, justify="right")
-    grid.add_column(no_wrap=True, width=_BAR_WIDTH)
+    grid.add_column(no_wrap=True, width=BAR_WIDTH)
     grid.add_column(no_wrap=True, ratio=1, style="dim")
     grid.add_row(" reward", progress.format("reward/mean"), *_draw_trend(progress.rewards))
     for name in [name for name in SHOWN_EVALS if name in progress.evals][:1]:
@@ -379,7 +451,7 @@ def _build_metrics_grid(progress: RunProgress) -> RenderableType:
 
 def _draw_trend(values: Sequence[float]) -> tuple[Text, str]:
     """Return a sparkline and the first value of a series."""
-    line = Text(render_sparkline(values, SPARKLINE_WIDTH), style=ACCENT)
+    line = Text(render_sparkline(values, BAR_WIDTH), style=ACCENT)
     return line, f"from {format_number(values[0])}" if values else ""
 
 
@@ -393,7 +465,7 @@ def _build_stages_grid(progress: RunProgress) -> RenderableType:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="dim", no_wrap=True, min_width=_LABEL_WIDTH)
     grid.add_column(no_wrap=True, min_width=7, justify="right")
-    grid.add_column(width=_BAR_WIDTH)
+    grid.add_column(width=BAR_WIDTH)
     grid.add_column(no_wrap=True, justify="right", min_width=4)
     grid.add_row(" stage", Text("waiting", style="dim"), Text("busy", style="dim"), "")
     for stage in progress.stages:

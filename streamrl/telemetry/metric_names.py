@@ -17,6 +17,7 @@ from typing import Any
 
 MAX_BINS = 512
 STALENESS_HISTOGRAM = "staleness/histogram"
+IDLE_PREFIX = "idle/"
 WAIT_METRICS = EVALUATE_TIME, CHECKPOINT_TIME = "time/evaluate_s", "time/checkpoint_s"
 """Seconds of a step in which training waited; without a value in other steps."""
 

@@ -1,26 +1,40 @@
-"""Progress of a run for the console, computed from metrics rows, and formats of numbers and time.
+"""Progress of a command's work on standard error: a bar, or a spinner where the total is unknown.
 
-Functions return plain values and strings, ASCII except for `render_sparkline`.
+    with show_progress("checking rows", total=len(rows), unit="rows") as progress:
+        for row in rows:
+            check(row)
+            progress.advance()
+
+On a terminal the line appears after SHOW_AFTER_S and disappears at the end. Elsewhere long work
+prints plain lines. A thread draws, so counting costs an addition.
 """
 
-import itertools
 import math
-import statistics
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TypeVar
 
-from streamrl.telemetry.metric_names import Histogram, MetricsRow
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
 
-DEPTH_PREFIX, IDLE_PREFIX, EVAL_PREFIX = "queue/depth/", "idle/", "eval/"
-FILTER_COST_METRICS = ("filter/generate_s", "filter/score_s")
-SPARKLINE_BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+from streamrl.files.printable_text import make_printable
+
 SHOW_AFTER_S = 2.0
 """Time that work has to take until a terminal shows it."""
-PRINT_EVERY_S = 30.0
-"""Time between two lines about the same work, where output is no terminal."""
-_RECENT_STEPS = 10
+PRINT_AFTER_S, PRINT_EVERY_S = 10.0, 30.0
+"""Time of the first line about work where output is no terminal, and between further ones."""
+REFRESH_S = 0.25
+ACCENT = "cyan"
+BAR_WIDTH = 20
+_Item = TypeVar("_Item")
 
 
 @dataclass
@@ -62,122 +76,143 @@ class WorkStatus:
         return ": ".join(filter(None, (self.text, self.count_text)))
 
 
-@dataclass(frozen=True)
-class RunInfo:
-    """Facts about a run that are known before its first step.
+class ProgressLine:
+    """Line on standard error about work of the caller, drawn between `start` and `close`.
 
-    num_steps: steps of the whole run.
-    max_staleness: in versions.
-    resume_step: last step of the checkpoint of a resumed run, else None.
-    has_filter: whether a group filter is configured.
-    compares_rollouts: whether the algorithm learns from differences within a group alone.
+    A line that is not started draws nothing. mode: a value of telemetry.console; "plain" prints
+    plain lines on a terminal too, "none" nothing.
     """
 
-    name: str
-    run_dir: Path
-    num_steps: int
-    max_staleness: int
-    resume_step: int | None = None
-    has_filter: bool = False
-    compares_rollouts: bool = False
+    def __init__(
+        self,
+        status: WorkStatus | None = None,
+        *,
+        mode: str = "auto",
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._status = status or WorkStatus("")
+        self._is_enabled = mode != "none"
+        self._console = console or Console(stderr=True, highlight=False)
+        # FORCE_COLOR makes rich take a file for a terminal.
+        can_redraw = self._console.file.isatty() and not self._console.is_dumb_terminal
+        self._is_plain = mode == "plain" or not can_redraw
+        self._delay_s = PRINT_AFTER_S if self._is_plain else SHOW_AFTER_S
+        self._clock = clock
+        self._phase_started_at = clock()
+        self._due_at = clock() + self._delay_s
+        self._is_hidden = False
+        # Lock order: this lock, then rich's. `render` takes none, as rich calls it under its own.
+        self._lock = threading.Lock()
+        self._spinner = make_spinner(self._console)
+        self._live = Live(
+            console=self._console,
+            get_renderable=self.render,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+        )
+        self._has_ended = threading.Event()
+
+    def start(self) -> None:
+        if self._is_enabled:
+            threading.Thread(target=self._draw, name="progress", daemon=True).start()
+
+    def close(self) -> None:
+        """Remove the line and restore the terminal. A second call has no effect."""
+        self._has_ended.set()
+        self._hide()
+
+    def describe(self, text: str, total: int | None = None, unit: str = "") -> None:
+        """Begin the next phase of the work, of `total` units."""
+        now = self._clock()
+        self._status, self._phase_started_at = WorkStatus(text, total, unit), now
+        self._due_at = min(self._due_at, now + self._delay_s)
+
+    def advance(self, count: int = 1) -> None:
+        self._status.advance(count)
+
+    def track(self, items: Iterable[_Item], total: int) -> Iterator[_Item]:
+        """Yield `items`, and count them."""
+        self._status.total = total
+        for item in items:
+            yield item
+            self.advance()
+
+    def print_line(self, text: str) -> None:
+        """Print a line on standard output; if that is a terminal, hide the progress meanwhile."""
+        with self.paused() if sys.stdout.isatty() else nullcontext():
+            sys.stdout.write(f"{text}\n")
+            sys.stdout.flush()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Hide the line while the block prints to the terminal; it is due again some time later."""
+        self._hide()
+        try:
+            yield
+        finally:
+            self._due_at = self._clock() + self._delay_s
+            self._is_hidden = self._has_ended.is_set()
+
+    def refresh(self) -> None:
+        """Show the line if it is due, with the current counts."""
+        with self._lock:
+            now = self._clock()
+            self._status.elapsed_s = now - self._phase_started_at
+            if self._is_hidden or now < self._due_at:
+                return
+            if self._is_plain:
+                self._due_at = now + PRINT_EVERY_S
+                text = f"streamrl: {self._status.description}, {self._status.time_text}"
+                print(make_printable(text), file=self._console.file, flush=True)
+            else:
+                self._live.start()
+                self._live.refresh()
+
+    def render(self) -> RenderableType:
+        return build_status_row(self._status, self._spinner)
+
+    def _draw(self) -> None:
+        while not self._has_ended.wait(REFRESH_S):
+            self.refresh()
+
+    def _hide(self) -> None:
+        with self._lock:
+            self._is_hidden = True
+            self._live.stop()
 
 
-@dataclass
-class RunProgress:
-    """Latest metrics of a run, and its rewards and evaluations so far.
-
-    evals: values of each evaluation, by name without `eval/`.
-    recent_step_s: latest step times, in seconds.
-    """
-
-    run_info: RunInfo
-    step: int = 0
-    latest_values: dict[str, float] = field(default_factory=dict)
-    rewards: list[float] = field(default_factory=list)
-    evals: dict[str, list[float]] = field(default_factory=dict)
-    stages: list[str] = field(default_factory=list)
-    num_tokens: float = 0.0
-    recent_step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
-
-    def __post_init__(self) -> None:
-        self.step = self.run_info.resume_step or 0
-
-    def add_row(self, step: int, row: MetricsRow) -> dict[str, float]:
-        """Add the metrics row of a step; return the row's evaluations by name, without `eval/`.
-
-        Confidence intervals and evaluations of a subset of the prompts go to the other sinks only.
-        """
-        numbers = {n: float(v) for n, v in row.items() if not isinstance(v, Histogram)}
-        self.step = step
-        self.latest_values.update(numbers)
-        reward = numbers.get("reward/mean", math.nan)
-        if math.isfinite(reward):
-            self.rewards.append(reward)
-        step_s = numbers.get("time/step_s", math.nan)
-        if math.isfinite(step_s):
-            self.recent_step_s.append(step_s)
-            tokens = numbers.get("throughput/tokens_per_s", 0.0) * step_s
-            self.num_tokens += tokens if math.isfinite(tokens) else 0.0
-        self._collect_stages(numbers)
-        evals = {
-            name: value
-            for name, value in select_prefix(numbers, EVAL_PREFIX).items()
-            if "/" not in name
-        }
-        for name, value in evals.items():
-            self.evals.setdefault(name, []).append(value)
-        return evals
-
-    def _collect_stages(self, numbers: Mapping[str, float]) -> None:
-        # idle/ before queue/depth/, so that generate, which has no queue, comes first.
-        for prefix in (IDLE_PREFIX, DEPTH_PREFIX):
-            for stage in select_prefix(numbers, prefix):
-                if stage not in self.stages:
-                    self.stages.append(stage)
-
-    @property
-    def has_steps(self) -> bool:
-        """Whether a trained step has been added; evaluations of the base model come before."""
-        return bool(self.recent_step_s)
-
-    def get(self, name: str) -> float:
-        """Return the latest value of a metric; NaN without a value."""
-        return self.latest_values.get(name, math.nan)
-
-    def format(self, name: str, digits: int = 3) -> str:
-        """Return the latest value of a metric in few characters."""
-        return format_number(self.get(name), digits)
-
-    def estimate_remaining_s(self, since_step_s: float = 0.0) -> float:
-        """Estimate the seconds until the last step ends, from the median of recent step times.
-
-        `since_step_s` is the time since the latest step ended. NaN before the first step.
-        """
-        if not self.recent_step_s:
-            return math.nan
-        steps_left = max(self.run_info.num_steps - self.step, 0)
-        total_s = steps_left * statistics.median(self.recent_step_s)
-        return max(total_s - since_step_s, 0.0)
+@contextmanager
+def show_progress(
+    text: str, total: int | None = None, unit: str = "", *, mode: str = "auto"
+) -> Iterator[ProgressLine]:
+    """Show the progress of the block once it takes long. mode: a value of telemetry.console."""
+    line = ProgressLine(WorkStatus(text, total, unit), mode=mode)
+    try:
+        line.start()
+        yield line
+    finally:
+        line.close()
 
 
-def select_prefix(numbers: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """Return the values whose names start with a prefix, by the rest of the name."""
-    return {n.removeprefix(prefix): v for n, v in numbers.items() if n.startswith(prefix)}
+def make_spinner(console: Console) -> Spinner:
+    return Spinner("dots" if console.encoding.startswith("utf") else "line", style=ACCENT)
 
 
-def render_sparkline(values: Sequence[float], width: int) -> str:
-    """Render a series as a line of at most `width` block characters.
-
-    A longer series is cut into equal pieces, of which the means are shown. The lowest value is the
-    lowest block; a constant series is drawn at the bottom.
-    """
-    count = min(len(values), max(width, 0))
-    cuts = [i * len(values) // count for i in range(count + 1)] if count else [0]
-    means = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(cuts)]
-    low, high = min(means, default=0.0), max(means, default=0.0)
-    # Divided first: the inverse of a tiny range would be infinite.
-    shares = [(mean - low) / (high - low) if high > low else 0.0 for mean in means]
-    return "".join(SPARKLINE_BLOCKS[round(s * (len(SPARKLINE_BLOCKS) - 1))] for s in shares)
+def build_status_row(status: WorkStatus, spinner: Spinner) -> RenderableType:
+    """Build a line of a terminal: text, a bar if the total is known, counts, time left or spent."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    cells: list[RenderableType] = [Text(make_printable(status.text), overflow="ellipsis")]
+    if status.total:
+        done = min(status.completed, status.total)
+        cells.append(ProgressBar(status.total, done, width=BAR_WIDTH, complete_style=ACCENT))
+    cells += [Text(text) for text in (status.count_text, status.time_text) if text]
+    for _ in cells:
+        grid.add_column(no_wrap=True, style="dim")
+    grid.add_row(*cells)
+    spinner.update(text=grid)
+    return spinner
 
 
 def format_number(value: float, digits: int = 3) -> str:
@@ -197,12 +232,3 @@ def format_duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def format_fields(fields: Iterable[tuple[str, object]]) -> str:
-    """Format names and values in one line: "step=3 cause=timeout"; floats with three digits.
-
-    A field `text` is shown without its name.
-    """
-    texts = ((name, f"{v:.3f}" if isinstance(v, float) else str(v)) for name, v in fields)
-    return "  ".join(text if name == "text" else f"{name}={text}" for name, text in texts)

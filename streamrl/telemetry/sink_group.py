@@ -1,24 +1,22 @@
 """All sinks of a run as a single object, created from the telemetry section of the config."""
 
-import json
-import math
+import contextlib
+import importlib
 import os
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
-from streamrl.files.atomic_write import wrap_disk_errors
 from streamrl.files.bounded_read import iter_jsonl
-from streamrl.files.optional_package import import_optional
 from streamrl.telemetry.alerts import ALERT_EVENT, AlertWatch
-from streamrl.telemetry.chrome_trace import MAX_TRACE_BYTES, TraceSink, check_trace
-from streamrl.telemetry.config import TENSORBOARD, TelemetryConfig
-from streamrl.telemetry.console import LiveConsole, PlainConsole, RunConsole
-from streamrl.telemetry.metric_names import Histogram, MetricsRow, parse_metrics_row, validate_row
-from streamrl.telemetry.progress import RunInfo, WorkStatus
+from streamrl.telemetry.chrome_trace import MAX_TRACE_BYTES, TraceSink
+from streamrl.telemetry.config import TelemetryConfig, WandbConfig
+from streamrl.telemetry.console import LiveConsole, PlainConsole, RunConsole, RunInfo
+from streamrl.telemetry.metric_names import MetricsRow, parse_metrics_row, validate_row
+from streamrl.telemetry.progress import WorkStatus
 from streamrl.telemetry.rollout_log import RecordedGroup
 from streamrl.telemetry.sinks import (
     BASE_EVALUATION,
@@ -28,85 +26,9 @@ from streamrl.telemetry.sinks import (
     EventFieldValue,
     JsonlSink,
     MetricsSink,
+    load_run_id,
 )
 from streamrl.telemetry.spans import Span
-from streamrl.telemetry.wandb_sink import WandbSink, load_run_id
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
-FOLDER = "tensorboard"
-FLUSH_EVERY_S = 30
-
-
-class TensorboardSink:
-    """Sink that writes the metrics of every step to `tensorboard/` of the run directory.
-
-    is_resumed: the run goes on from a checkpoint; TensorBoard hides the steps of earlier processes
-    from the first that is logged anew.
-    """
-
-    def __init__(self, run_dir: Path, *, is_resumed: bool = False) -> None:
-        self._folder = run_dir / FOLDER
-        self._should_purge = is_resumed
-        self._writer: SummaryWriter | None = None
-        self._step = 0
-
-    def start(self, config: Mapping[str, Any]) -> None:
-        """Open the event file. Raises ConfigError without the package, and DiskError."""
-        import_optional("tensorboard", setting="telemetry.sinks=tensorboard", extra="tensorboard")
-        self._writer = self._open_writer()
-        text = json.dumps(config, indent=2, default=str)
-        self._writer.add_text("config", f"```json\n{text}\n```", self._step)
-
-    def _open_writer(self, purge_step: int | None = None) -> "SummaryWriter":
-        from torch.utils.tensorboard import SummaryWriter
-
-        with wrap_disk_errors(self._folder):
-            return SummaryWriter(str(self._folder), purge_step=purge_step, flush_secs=FLUSH_EVERY_S)
-
-    def log_step(self, step: int, row: MetricsRow) -> None:
-        """Write the values of a step; metrics without a value are left out."""
-        assert self._writer is not None, "the sink is not started"
-        if self._should_purge:
-            self._writer.close()  # type: ignore[no-untyped-call]
-            self._writer, self._should_purge = self._open_writer(step), False
-        self._step = step
-        with wrap_disk_errors(self._folder):
-            for name, value in row.items():
-                if isinstance(value, Histogram):
-                    self._write_histogram(name, value, step)
-                elif math.isfinite(value):
-                    self._writer.add_scalar(name, float(value), step)
-
-    def _write_histogram(self, name: str, histogram: Histogram, step: int) -> None:
-        assert self._writer is not None
-        counts, lows = histogram.counts, histogram.edges[:-1]
-        values = list(zip(lows, counts, strict=True))
-        self._writer.add_histogram_raw(  # type: ignore[no-untyped-call]
-            name,
-            min=lows[0],
-            max=max((low for low, count in values if count), default=lows[0]),
-            num=sum(counts),
-            sum=sum(low * count for low, count in values),
-            sum_squares=sum(low * low * count for low, count in values),
-            bucket_limits=list(histogram.edges[1:]),
-            bucket_counts=list(counts),
-            global_step=step,
-        )
-
-    def log_event(self, name: str, fields: EventFields) -> None:
-        assert self._writer is not None, "the sink is not started"
-        text = "  \n".join(f"{key}: {value}" for key, value in fields.items())
-        with wrap_disk_errors(self._folder):
-            self._writer.add_text(f"events/{name}", text or name, self._step)
-
-    def close(self, summary: EventFields) -> None:
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            with wrap_disk_errors(self._folder):
-                writer.close()  # type: ignore[no-untyped-call]
-
 
 LOG_WIDTH = 160
 """Columns of plain lines in a file or pipe."""
@@ -119,16 +41,9 @@ class SinkGroup:
         self,
         sinks: Sequence[MetricsSink],
         *,
-        console: RunConsole | None = None,
-        trace: TraceSink | None = None,
         alert_watch: AlertWatch | None = None,
     ) -> None:
-        # Sinks start in this order and close in reverse. The console starts first, so its summary
-        # is printed last. The trace starts last, because it replaces the trace of an earlier run:
-        # until then another sink may have refused to start over that run.
-        self.sinks: list[MetricsSink] = [s for s in (console, *sinks, trace) if s is not None]
-        self.console = console
-        self._trace_sink = trace
+        self.sinks = sinks
         self._alert_watch = alert_watch
         self._last_step = -1
         self._open_sinks = ExitStack()
@@ -158,29 +73,26 @@ class SinkGroup:
             self.log_event(ALERT_EVENT, {"step": step, "text": text})
 
     def show_repeated_step(self, step: int, row: MetricsRow) -> None:
-        """Show a step whose recorded row stands on the console, and log it nowhere."""
+        """Show a step whose recorded row stands, and log it nowhere."""
         self._last_step = step
-        if self.console is not None:
-            self.console.log_step(step, row)
+        for sink in self.sinks:
+            sink.show_repeated_step(step, row)
 
     def log_event(self, name: str, fields: EventFields) -> None:
         for sink in self.sinks:
             sink.log_event(name, fields)
 
     def log_rollouts(self, step: int, groups: Sequence[RecordedGroup]) -> None:
-        """Forward recorded rollouts to wandb, the only sink with tables."""
         for sink in self.sinks:
-            if isinstance(sink, WandbSink):
-                sink.log_rollouts(step, groups)
+            sink.log_rollouts(step, groups)
 
-    def write_spans(self, spans: Iterable[Span]) -> None:
-        if self._trace_sink is not None:
-            self._trace_sink.write_spans(spans)
+    def write_spans(self, spans: Sequence[Span]) -> None:
+        for sink in self.sinks:
+            sink.write_spans(spans)
 
     def show_status(self, status: WorkStatus) -> None:
-        """Show the work that a run waits for on the console; empty text removes the status."""
-        if self.console is not None:
-            self.console.show_status(status)
+        for sink in self.sinks:
+            sink.show_status(status)
 
     def close(self, summary: EventFields) -> None:
         """Close all sinks, the console last, even if some fail. A second call has no effect."""
@@ -192,28 +104,31 @@ def make_sink_group(
     config: TelemetryConfig, run_info: RunInfo, *, console: Console | None = None
 ) -> SinkGroup:
     """Create the sinks of a telemetry config; `console` defaults to standard output."""
-    resumed = run_info.resume_step is not None
-    sinks: list[MetricsSink] = [JsonlSink(run_info.run_dir, is_resumed=resumed)]
-    if config.uses_wandb:
-        resume_id = load_run_id(run_info.run_dir) if resumed else None
-        sinks.append(
-            WandbSink(run_info.run_dir, config.wandb, run_name=run_info.name, resume_id=resume_id)
-        )
-    if TENSORBOARD in config.sinks:
-        sinks.append(TensorboardSink(run_info.run_dir, is_resumed=resumed))
-    return SinkGroup(
-        sinks,
-        console=make_console(config.console, run_info, console),
-        trace=TraceSink(run_info.run_dir, resume=resumed, most_bytes=MAX_TRACE_BYTES),
-        alert_watch=AlertWatch(run_info.compares_rollouts),
-    )
+    run_dir, is_resumed = run_info.run_dir, run_info.resume_step is not None
+    # Sinks start in this order and close in reverse. The console starts first, so its summary is
+    # printed last. The trace starts last, because it replaces the trace of an earlier run: until
+    # then another sink may have refused to start over that run.
+    view = make_console(config.console, run_info, console)
+    sinks: list[MetricsSink] = [] if view is None else [view]
+    sinks.append(JsonlSink(run_dir, is_resumed=is_resumed))
+    if config.wandb.is_enabled:
+        from streamrl.telemetry.wandb_sink import WandbSink
+
+        resume_id = load_run_id(run_dir) if is_resumed else None
+        sinks.append(WandbSink(run_dir, config.wandb, run_name=run_info.name, resume_id=resume_id))
+    sinks.append(TraceSink(run_dir, resume=is_resumed, most_bytes=MAX_TRACE_BYTES))
+    return SinkGroup(sinks, alert_watch=AlertWatch(run_info.compares_rollouts))
 
 
-def check_resumable_sinks(config: TelemetryConfig, run_dir: Path) -> None:
-    """Raise ConfigError if a resumed run cannot continue its trace or its wandb run."""
-    if config.uses_wandb:
-        load_run_id(run_dir)
-    check_trace(run_dir)
+def preload_wandb(config: WandbConfig) -> None:
+    """Start to import wandb in a background thread, if the config uses wandb."""
+
+    def load() -> None:
+        with contextlib.suppress(ImportError):  # `make_sink_group` raises it
+            importlib.import_module("wandb")
+
+    if config.is_enabled:
+        threading.Thread(target=load, name="import wandb").start()
 
 
 def make_console(kind: str, run_info: RunInfo, console: Console | None = None) -> RunConsole | None:

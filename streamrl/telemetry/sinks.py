@@ -1,21 +1,29 @@
-"""Sink protocol for metrics and events, and the JSONL files of the run directory."""
+"""Base class of the sinks for metrics and events, and the JSONL files of the run directory."""
 
 import json
+import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from numbers import Real
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from streamrl.errors import ConfigError
 from streamrl.files.atomic_write import wrap_disk_errors, write_atomic
-from streamrl.files.bounded_read import read_jsonl
+from streamrl.files.bounded_read import read_jsonl, read_small_text, wrap_file_errors
 from streamrl.telemetry.alerts import ALERT_EVENT
 from streamrl.telemetry.metric_names import MetricsRow, to_json_value
 
+if TYPE_CHECKING:
+    from streamrl.telemetry.progress import WorkStatus
+    from streamrl.telemetry.rollout_log import RecordedGroup
+    from streamrl.telemetry.spans import Span
+
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
+RUN_ID_FILE = "wandb/run_id.txt"
+_RUN_ID_PATTERN = re.compile(r"[\w.-]{1,128}", re.ASCII)
 BASE_EVALUATION = "base_evaluation"
 ALERT_EVENTS = (ALERT_EVENT, "stall", "outage", "silent", "died", "crashed", "failed")
 """Events that trackers send as alerts at once; metrics rows arrive only at the end of a step."""
@@ -25,8 +33,11 @@ EventFieldValue = str | int | float | bool
 EventFields = Mapping[str, EventFieldValue]
 
 
-class MetricsSink(Protocol):
-    """Protocol of a receiver of telemetry: `start`, then steps and events, then `close`."""
+class MetricsSink:
+    """Receiver of telemetry: `start`, then steps and events, then `close`.
+
+    A sink takes what it shows or stores, and ignores the rest.
+    """
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Open the sink's outputs; `config` is the run's complete configuration."""
@@ -34,11 +45,38 @@ class MetricsSink(Protocol):
     def log_step(self, step: int, row: MetricsRow) -> None:
         """Log the metrics row of a training step."""
 
+    def show_repeated_step(self, step: int, row: MetricsRow) -> None:
+        """Show a step that a resumed run repeats, and whose recorded row stands."""
+
     def log_event(self, name: str, fields: EventFields) -> None:
         """Log an event between steps, such as a start, a crash, a drop or a stall."""
 
+    def log_rollouts(self, step: int, groups: "Sequence[RecordedGroup]") -> None:
+        """Log the recorded rollouts of a training step."""
+
+    def write_spans(self, spans: "Iterable[Span]") -> None:
+        """Write the closed spans of a drain; a later drain returns the open spans again."""
+
+    def show_status(self, status: "WorkStatus") -> None:
+        """Show the work that a run waits for, such as "starting"; empty text removes the status."""
+
     def close(self, summary: EventFields) -> None:
         """Write pending output and end the sink; `summary` holds facts about the whole run."""
+
+
+def load_run_id(run_dir: Path) -> str | None:
+    """Return the wandb id of the run in this directory; None without any.
+
+    Raises ConfigError if the file with the id is unreadable or invalid.
+    """
+    path = run_dir / RUN_ID_FILE
+    if not path.exists():
+        return None
+    with wrap_file_errors(path):
+        run_id = read_small_text(path).strip()
+    if not _RUN_ID_PATTERN.fullmatch(run_id):
+        raise ConfigError(f"{path}: {run_id[:40]!r}: must be letters, digits, '.', '-' and '_'")
+    return run_id
 
 
 def check_no_run(run_dir: Path) -> None:
@@ -47,7 +85,7 @@ def check_no_run(run_dir: Path) -> None:
         raise ConfigError(f"{run_dir} already holds a run: resume it or name another")
 
 
-class JsonlSink:
+class JsonlSink(MetricsSink):
     """Sink that writes `metrics.jsonl` and `events.jsonl`, and flushes each line.
 
     A row is {"step": int, "time": epoch seconds, <name>: value, ...}; NaN and infinities are null.

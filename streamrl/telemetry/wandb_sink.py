@@ -5,70 +5,37 @@ The configuration overrides WANDB_MODE and similar variables; WANDB_API_KEY, WAN
 WANDB_ENTITY still apply.
 """
 
-import contextlib
-import importlib
 import logging
 import math
-import re
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import psutil
+import wandb
+from wandb.sdk.mailbox import HandleAbandonedError, MailboxClosedError
 
 from streamrl.errors import ConfigError
 from streamrl.files.atomic_write import wrap_disk_errors, write_atomic
-from streamrl.files.bounded_read import read_small_text, wrap_file_errors
 from streamrl.telemetry.config import WandbConfig
 from streamrl.telemetry.metric_names import Histogram, MetricsRow
 from streamrl.telemetry.rollout_log import RecordedGroup, make_row
-from streamrl.telemetry.sinks import ALERT_EVENTS, EventFields
+from streamrl.telemetry.sinks import ALERT_EVENTS, RUN_ID_FILE, EventFields, MetricsSink
 
-if TYPE_CHECKING:
-    import wandb
-
-RUN_ID_FILE = "run_id.txt"
 ROLLOUTS_TABLE = "rollouts"
 """Key under which a run logs its tables of rollouts."""
 FINISH_TIMEOUT_S = 10.0
 _GRACE_PERIOD_S = 2.0
 _INIT_TIMEOUT_S = 30.0
 _SERVICE_NAME = "wandb-core"
-_RUN_ID_PATTERN = re.compile(r"[\w.-]{1,128}", re.ASCII)
 _log = logging.getLogger(__name__)
 TABLE_EVERY = 10
 """Steps between two tables of rollouts."""
 MAX_TABLE_ROWS, MAX_TABLE_TEXT = 64, 2000
 """Rows of a table of rollouts, and characters of a text in it: 256 KB at most."""
-
-
-def load_run_id(run_dir: Path) -> str | None:
-    """Return the wandb id of the run in this directory; None without any.
-
-    Raises ConfigError if the file with the id is unreadable or invalid.
-    """
-    path = run_dir / "wandb" / RUN_ID_FILE
-    if not path.exists():
-        return None
-    with wrap_file_errors(path):
-        run_id = read_small_text(path).strip()
-    if not _RUN_ID_PATTERN.fullmatch(run_id):
-        raise ConfigError(f"{path}: {run_id[:40]!r}: must be letters, digits, '.', '-' and '_'")
-    return run_id
-
-
-def preload_wandb(config: WandbConfig) -> None:
-    """Start to import wandb in a background thread, if the config uses wandb."""
-
-    def load() -> None:
-        with contextlib.suppress(ImportError):  # `WandbSink.start` reports it
-            importlib.import_module("wandb")
-
-    if config.mode != "disabled":
-        threading.Thread(target=load, name="import wandb").start()
 
 
 def shorten_text(value: Any) -> Any:
@@ -79,7 +46,7 @@ def shorten_text(value: Any) -> Any:
     return f"{value[:half]} ... {value[-half:]}"
 
 
-class WandbSink:
+class WandbSink(MetricsSink):
     """Sink that logs every metrics row to a wandb run, and ALERT_EVENTS as alerts.
 
     With `resume_id` (see `load_run_id`) the rows continue that run. Online, wandb ignores a step
@@ -107,7 +74,7 @@ class WandbSink:
     def start(self, config: Mapping[str, Any]) -> None:
         """Start the wandb run and store the run's configuration in it.
 
-        Raises ConfigError if wandb is missing, fails to start, or is online without an account.
+        Raises ConfigError if wandb fails to start, or is online without an account.
         Raises DiskError if its files cannot be written.
         """
         mode = self._config.mode
@@ -118,8 +85,6 @@ class WandbSink:
             self._run = self._init_run(config)
         except ConfigError:
             raise
-        except ImportError as error:
-            raise ConfigError(f"telemetry.wandb.mode={mode}: cannot import wandb") from error
         # wandb raises many errors from private modules that derive from Exception alone.
         except Exception as error:
             raise ConfigError(
@@ -127,14 +92,12 @@ class WandbSink:
                 f"{type(error).__name__}: {' '.join(str(error).split())}; "
                 "telemetry.wandb.mode=disabled runs without it"
             ) from error
-        path = directory / RUN_ID_FILE
+        path = self._run_dir / RUN_ID_FILE
         with wrap_disk_errors(path):
             write_atomic(path, self._run_id + "\n")
 
     def _init_run(self, config: Mapping[str, Any]) -> "wandb.Run":
         """Start the wandb run. Raises ConfigError if mode is online and no account is set up."""
-        import wandb
-
         # Otherwise wandb imports pandas (1 s) to check that a histogram is not a data frame.
         wandb.util.pd_available = False
         # Saves a second of imports for job inputs of wandb's launcher.
@@ -174,16 +137,7 @@ class WandbSink:
         )
 
     def log_step(self, step: int, row: MetricsRow) -> None:
-        """Log the metrics row under the number of the training step.
-
-        If wandb's service dies, log a warning once and continue without wandb; metrics.jsonl holds
-        every row.
-        """
-        import wandb
-
-        assert self._run is not None, "wandb is not started"
-        if self._has_failed:
-            return
+        """Log the metrics row under the number of the training step."""
         values = {
             name: wandb.Histogram(np_histogram=(np.asarray(value.counts), np.asarray(value.edges)))
             if isinstance(value, Histogram)
@@ -192,10 +146,7 @@ class WandbSink:
             # A metric without a value, as the critic's in GRPO, would get an empty panel.
             if isinstance(value, Histogram) or math.isfinite(value)
         }
-        try:
-            self._run.log(values, step=step)
-        except OSError as error:
-            self._disable_sink(error)
+        self._send(lambda run: run.log(values, step=step))
 
     def log_rollouts(self, step: int, groups: Sequence[RecordedGroup]) -> None:
         """Log a table of recorded rollouts under each TABLE_EVERY-th step.
@@ -204,34 +155,34 @@ class WandbSink:
         MAX_TABLE_TEXT. Late rollouts come under the latest step, since wandb drops rows of earlier
         steps.
         """
-        import wandb
-
-        if not groups or step % TABLE_EVERY or self._run is None or self._has_failed:
+        if not groups or step % TABLE_EVERY:
             return
         rows = [make_row(group, i) for group in groups for i in range(len(group.rollouts))]
         rows = rows[:MAX_TABLE_ROWS]
         names = list(dict.fromkeys(name for row in rows for name in row if name != "turns"))
         data = [[shorten_text(row.get(name)) for name in names] for row in rows]
         table = wandb.Table(columns=[*names], data=data)
-        try:
-            self._run.log({ROLLOUTS_TABLE: table}, step=max(step, self._run.step))
-        except OSError as error:
-            self._disable_sink(error)
+        self._send(lambda run: run.log({ROLLOUTS_TABLE: table}, step=max(step, run.step)))
 
-    def _disable_sink(self, error: OSError) -> None:
-        """Log a warning and send nothing more to wandb."""
-        _log.warning("wandb died (%s); metrics now go to metrics.jsonl only", error)
-        self._has_failed = True
+    def _send(self, send: "Callable[[wandb.Run], None]") -> None:
+        """Send something to the wandb run.
+
+        If wandb's service dies, log a warning once and continue without wandb; metrics.jsonl holds
+        every row.
+        """
+        if self._run is None or self._has_failed:
+            return
+        try:
+            send(self._run)
+        except OSError as error:
+            _log.warning("wandb died (%s); metrics now go to metrics.jsonl only", error)
+            self._has_failed = True
 
     def log_event(self, name: str, fields: EventFields) -> None:
         """Send an event of ALERT_EVENTS as an alert; ignore all other events."""
-        if name not in ALERT_EVENTS or self._run is None or self._has_failed:
-            return
         text = ", ".join(f"{key}={value}" for key, value in fields.items())
-        try:
-            self._run.alert(title=name, text=text, level="WARN", wait_duration=0)
-        except OSError as error:
-            self._disable_sink(error)
+        if name in ALERT_EVENTS:
+            self._send(lambda run: run.alert(title=name, text=text, level="WARN", wait_duration=0))
 
     def close(self, summary: EventFields) -> None:
         """Write the summary and finish the wandb run, within `finish_s` plus a few seconds.
@@ -259,9 +210,6 @@ class WandbSink:
 
 def _finish_run(run: "wandb.Run", summary: EventFields) -> None:
     """Write the summary, and finish the run and wandb's service, so that no process remains."""
-    import wandb
-    from wandb.sdk.mailbox import HandleAbandonedError, MailboxClosedError
-
     try:
         try:
             run.summary.update(dict(summary))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from streamrl.cli.main import main
-from streamrl.telemetry import progress_line
+from streamrl.telemetry import progress as progress_line
 from streamrl.telemetry.progress import WorkStatus
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"

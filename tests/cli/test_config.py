@@ -12,11 +12,10 @@ from streamrl.algorithms import ALGORITHMS
 from streamrl.cli.config import list_config_keys
 from streamrl.cli.main import main
 from streamrl.config.run_config import load_config
-from streamrl.dataflow import POLICY, CallKind, Dataflow, ModelCall
+from streamrl.dataflow import CallKind, Dataflow, ModelCall
 from streamrl.files.typed_settings import read_settings
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.registry import REWARD_KINDS
-from streamrl.telemetry.drawing.graph_text import DataflowGraph, render_mermaid
 
 ROOT = Path(__file__).parents[2]
 PPO = str(ROOT / "configs" / "ppo_arithmetic.yaml")
@@ -187,50 +186,6 @@ def test_neither_model_nor_data_nor_runtime_is_loaded(tmp_path: Path):
     words = [sys.executable, "-c", code, "config", "--graph", str(config)]
     process = subprocess.run(words, capture_output=True, text=True, check=True)
     assert process.stdout.splitlines()[-1] == "0 []"
-
-
-GRPO_MERMAID = """\
----
-title: "grpo: 3 stages, versions at most 1 behind"
----
-flowchart LR
-  n0["generate<br/>generator"]:::generate
-  n1["reward<br/>reward"]:::score
-  n2["train<br/>policy"]:::train
-  n0 -->|"{sampled}"| n1
-  n0 -->|"{sampled}"| n2
-  n1 -->|"scores"| n2
-  n2 -.->|"version of policy"| n0
-  linkStyle 0,1,2 stroke:#475569
-  linkStyle 3 stroke:#7c3aed
-  classDef generate fill:#dbeafe,stroke:#1d4ed8,color:#0f172a
-  classDef score fill:#dcfce7,stroke:#15803d,color:#0f172a
-  classDef train fill:#ffedd5,stroke:#c2410c,color:#0f172a
-""".replace("{sampled}", SAMPLED.replace(", ", "<br/>"))
-
-
-def test_mermaid_has_every_stage_and_edge(capsys):
-    assert read_graph(capsys, GRPO, "--mermaid") == GRPO_MERMAID
-
-
-def test_mermaid_of_several_steps_has_a_subgraph_per_step(capsys):
-    text = read_graph(capsys, GRPO, "--mermaid", "--steps", "3")
-    assert [line for line in text.splitlines() if line.startswith("  subgraph")] == [
-        f'  subgraph s{i}["step {i + 1}"]' for i in range(3)
-    ]
-    assert text.count("\n  end\n") == 3
-    assert '  n0["generate[1]<br/>generator"]:::generate\n' in text
-    assert {line for line in text.splitlines() if "-.->" in line} == {
-        "  n2 -.-> n5",
-        "  n5 -.-> n8",
-        '  n2 -.->|"version of policy"| n6',
-    }
-
-
-def test_mermaid_escapes_every_label():
-    flow = Dataflow([ModelCall('a "b" #1 <c>', POLICY, CallKind.TRAIN, (), ())])
-    text = render_mermaid(DataflowGraph.from_dataflow(flow, name="own", steps=1, max_staleness=0))
-    assert 'n0["a #quot;b#quot; #35;1 #lt;c><br/>policy"]' in text
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from streamrl.telemetry.console import RunInfo
 from streamrl.telemetry.metric_names import METRICS, STALENESS_HISTOGRAM, Histogram
-from streamrl.telemetry.progress import RunInfo
 
 STAGES = ("generate", "reward", "reference", "train")
 

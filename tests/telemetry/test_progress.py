@@ -4,14 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.telemetry.progress import (
-    SPARKLINE_BLOCKS,
-    RunProgress,
-    WorkStatus,
-    format_duration,
-    format_number,
-    render_sparkline,
-)
+from streamrl.telemetry.console import SPARKLINE_BLOCKS, RunProgress, render_sparkline
+from streamrl.telemetry.progress import WorkStatus, format_duration, format_number
 from tests.telemetry.rows import STAGES, full_row, make_run_info
 
 

@@ -11,8 +11,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from streamrl.telemetry.progress import WorkStatus
-from streamrl.telemetry.progress_line import ProgressLine
+from streamrl.telemetry.progress import ProgressLine, WorkStatus
 from tests.virtual_time import ManualClock
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -135,12 +134,12 @@ def test_only_printed_lines_go_to_standard_output(capsys, monkeypatch):
 def test_an_interrupt_erases_the_line_before_the_error():
     code = (
         "import signal, sys, time\n"
-        "from streamrl.telemetry import progress_line\n"
+        "from streamrl.telemetry import progress\n"
         # A shell's background jobs inherit that it is ignored.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "progress_line.SHOW_AFTER_S = 0.0\n"
+        "progress.SHOW_AFTER_S = 0.0\n"
         "try:\n"
-        "    with progress_line.show_progress('checking rows'):\n"
+        "    with progress.show_progress('checking rows'):\n"
         "        time.sleep(60)\n"
         "except KeyboardInterrupt:\n"
         "    print('interrupted', file=sys.stderr)\n"

@@ -11,11 +11,12 @@ from streamrl.telemetry.config import TelemetryConfig, WandbConfig
 from streamrl.telemetry.console import LiveConsole, PlainConsole
 from streamrl.telemetry.progress import WorkStatus
 from streamrl.telemetry.sink_group import SinkGroup, make_console, make_sink_group
+from streamrl.telemetry.sinks import MetricsSink
 from streamrl.telemetry.spans import Span
 from tests.telemetry.rows import full_row, make_run_info
 
 
-class RecordingSink:
+class RecordingSink(MetricsSink):
     """Sink that records its calls and fails on request."""
 
     def __init__(self, name, log, fails_at=""):

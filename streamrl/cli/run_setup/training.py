@@ -45,13 +45,12 @@ from streamrl.files.atomic_write import NO_SPACE
 from streamrl.run_dir.checkpoint import Checkpoint, QueueLayout, ResumePoint, list_checkpoints
 from streamrl.run_dir.crash_stacks import CrashRecord
 from streamrl.run_dir.discarded import forget_discarded
-from streamrl.telemetry.progress import RunInfo, WorkStatus
-from streamrl.telemetry.progress_line import ProgressLine
+from streamrl.telemetry.console import RunInfo
+from streamrl.telemetry.progress import ProgressLine, WorkStatus
 from streamrl.telemetry.recorded_rows import GOES_BACK, START_EVENT, RecordedRows
 from streamrl.telemetry.rollout_log import RolloutLog
-from streamrl.telemetry.sink_group import SinkGroup, make_sink_group
+from streamrl.telemetry.sink_group import SinkGroup, make_sink_group, preload_wandb
 from streamrl.telemetry.sinks import EventFields
-from streamrl.telemetry.wandb_sink import preload_wandb
 
 
 def train(

@@ -1,1 +1,0 @@
-"""Dataflow graphs as text, DOT and Mermaid."""

@@ -13,9 +13,8 @@ import numpy as np
 import yaml
 
 from streamrl.messages import Array
-from streamrl.telemetry.metric_names import CHECKPOINT_TIME, EVALUATE_TIME
+from streamrl.telemetry.metric_names import CHECKPOINT_TIME, EVALUATE_TIME, IDLE_PREFIX
 from streamrl.telemetry.page.run_record import RunRecord
-from streamrl.telemetry.progress import IDLE_PREFIX
 from streamrl.telemetry.sinks import ALERT_EVENTS, QUIET_EVENTS
 from streamrl.telemetry.spans import Span
 
@@ -25,7 +24,6 @@ PALETTE = (
 )  # fmt: skip
 """Colors of stages, or of runs that are compared: Tableau's, as in Vega."""
 ALARM_COLOR = "#e45756"
-LEDGER_COLORS = {"trained": "#54a24b", "filtered": "#eeca3b", "in flight": "#9ecae9"}
 ALARMING_EVENTS = frozenset({*ALERT_EVENTS, "drop"})
 MAX_EVENTS = 400
 """Most events in a chart; the latest are shown."""
@@ -194,25 +192,7 @@ def draw_step_time(chart: Chart, run: RunRecord) -> Chart:
     return replace(chart, traces=traces)
 
 
-# Heat maps and flows.
-
-
-def make_heat_map(
-    run: RunRecord, rows: Sequence[Any], table: Array, *colors: str, **more: Any
-) -> Trace:
-    """Return a heat map of fractions [rows, S] over the steps of a run."""
-    return {
-        "type": "heatmap",
-        "x": run.steps.tolist(),
-        "y": list(rows),
-        "z": [list_values(values) for values in table],
-        "zmin": 0,
-        "zmax": 1,
-        "colorscale": [[i / (len(colors) - 1), color] for i, color in enumerate(colors)],
-        "colorbar": {"tickformat": ".0%", "thickness": 12},
-        "text": [run.step_labels] * len(rows),
-        **more,
-    }
+# Staleness.
 
 
 def draw_staleness(chart: Chart, run: RunRecord) -> Chart:
@@ -223,52 +203,22 @@ def draw_staleness(chart: Chart, run: RunRecord) -> Chart:
     totals = counts.sum(axis=1, keepdims=True)
     shares = np.divide(counts, totals, out=np.full(counts.shape, math.nan), where=totals > 0)
     hover = "%{text}, %{y} versions old: %{z:.1%} of the tokens<extra></extra>"
-    heat = make_heat_map(
-        run, range(counts.shape[1]), shares.T.round(4), "#f7fbff", "#08519c", hovertemplate=hover
-    )
+    heat = {
+        "type": "heatmap",
+        "name": "tokens",
+        "x": run.steps.tolist(),
+        "y": list(range(counts.shape[1])),
+        "z": [list_values(values) for values in shares.T.round(4)],
+        "zmin": 0,
+        "zmax": 1,
+        "colorscale": [[0, "#f7fbff"], [1, "#08519c"]],
+        "colorbar": {"tickformat": ".0%", "thickness": 12},
+        "text": [run.step_labels] * counts.shape[1],
+        "hovertemplate": hover,
+    }
     mean = make_run_line(run, "mean", run.get_column("staleness/mean"), color="#f58518")
     largest = make_run_line(run, "largest", run.get_column("staleness/max"), color="#e45756")
-    return replace(chart, traces=[{**heat, "name": "tokens"}, mean, largest])
-
-
-def draw_idle(chart: Chart, run: RunRecord) -> Chart:
-    """Draw the idle fraction of each stage as a heat map."""
-    names = run.select_names(IDLE_PREFIX)
-    if not names:
-        return chart
-    stages = [name.removeprefix(IDLE_PREFIX) for name in names]
-    table = np.array([run.get_column(name) for name in names])
-    hover = "%{y}, %{text}: %{z:.1%} idle<extra></extra>"
-    colors = ("#ffffcc", "#feb24c", "#b10026")
-    return replace(chart, traces=[make_heat_map(run, stages, table, *colors, hovertemplate=hover)])
-
-
-def draw_ledger(chart: Chart, run: RunRecord) -> Chart:
-    """Draw what became of the admitted prompts as a flow."""
-    last = run.rows[-1] if run.rows else {}
-    drops = {f"dropped: {name.removeprefix('drops/')}": name for name in run.select_names("drops/")}
-    names = {"trained": "ledger/trained", "filtered": "ledger/filtered", **drops}
-    names["in flight"] = "ledger/in_flight"
-    flows = {label: last[name] for label, name in names.items() if last.get(name)}
-    if not flows:
-        return chart
-    colors = [LEDGER_COLORS.get(label, ALARM_COLOR) for label in flows]
-    labels = [f"{label} ({value})" for label, value in flows.items()]
-    node = {
-        "label": [f"admitted ({last.get('ledger/admitted')})", *labels],
-        "color": ["#4c78a8", *colors],
-        "pad": 18,
-        "hovertemplate": "%{label}<extra></extra>",
-    }
-    link = {
-        "source": [0] * len(flows),
-        "target": list(range(1, len(flows) + 1)),
-        "value": list(flows.values()),
-        # Plotly's own color suits an opaque background; the page's is transparent.
-        "color": [f"{color}66" for color in colors],
-        "hovertemplate": "%{value} groups<extra></extra>",
-    }
-    return replace(chart, traces=[{"type": "sankey", "node": node, "link": link}])
+    return replace(chart, traces=[heat, mean, largest])
 
 
 # Events.
@@ -401,9 +351,7 @@ def _describe_span(span: Span) -> str:
 
 DRAWERS: Mapping[str, Callable[[Chart, RunRecord], Chart]] = {
     "staleness": draw_staleness,
-    "idle": draw_idle,
     "step_time": draw_step_time,
-    "ledger": draw_ledger,
     "events": draw_events,
     "timeline": draw_timeline,
 }

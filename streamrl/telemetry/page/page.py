@@ -30,10 +30,10 @@ from streamrl.telemetry.drawing.episode_page import (
     groups_to_json,
     read_rollout_view,
 )
-from streamrl.telemetry.metric_names import WAIT_METRICS
+from streamrl.telemetry.metric_names import IDLE_PREFIX, WAIT_METRICS
 from streamrl.telemetry.page.charts import draw_run_charts, draw_shared_charts
 from streamrl.telemetry.page.run_record import RunReader, RunRecord
-from streamrl.telemetry.progress import IDLE_PREFIX, format_duration, format_number
+from streamrl.telemetry.progress import format_duration, format_number
 from streamrl.telemetry.rollout_log import (
     ROLLOUTS_FOLDER,
     list_recorded_steps,
