@@ -32,7 +32,6 @@ from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.plan_report import (
     PlanReport,
     SimulatedPoint,
-    describe_open_episodes,
     describe_unused_mode,
     format_count,
 )
@@ -263,12 +262,7 @@ def _plan(
     report = PlanReport(config, problem, planned, kept, [*refused, *lost], own_bound, fixes)
     if report.best_row is not None:
         placement = report.best_point.candidate.placement
-        timing = costs.predict_timings(placement).generator
-        advice = [
-            *describe_unused_mode(config, placement),
-            *describe_open_episodes(problem, timing, placement.max_staleness),
-        ]
-        report = replace(report, advice=advice)
+        report = replace(report, advice=describe_unused_mode(config, placement))
     settings = _write_files(arguments, report, costs) if report.best_row is not None else {}
     return report, settings
 

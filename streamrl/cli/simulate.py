@@ -20,7 +20,6 @@ from streamrl.files.typed_settings import describe_read_error
 from streamrl.placement.placements import Placement
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.plan_report import (
-    describe_open_episodes,
     describe_problem,
     format_count,
     format_percent,
@@ -109,8 +108,7 @@ def _simulate(arguments: argparse.Namespace, progress: ProgressLine) -> str:
     if arguments.json:
         return json.dumps(to_json(result))
     head = [describe_problem(config, problem), str(placement), ""]
-    advice = describe_open_episodes(problem, timings.generator, placement.max_staleness)
-    return "\n".join([*head, *describe_simulation(result), *advice])
+    return "\n".join([*head, *describe_simulation(result)])
 
 
 def _read_placement(path: Path) -> Placement:

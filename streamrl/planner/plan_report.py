@@ -1,7 +1,6 @@
 """Report of `streamrl plan`, as text and JSON."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -11,7 +10,6 @@ from streamrl.config.run_config import RunConfig
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Placement
 from streamrl.planner.problem.problem import PlacementEstimate, PlacementProblem
-from streamrl.planner.problem.stage_timings import GeneratorTiming
 from streamrl.planner.search.planner import (
     BoundOptimum,
     ExcludedBound,
@@ -20,7 +18,6 @@ from streamrl.planner.search.planner import (
     compare_to_winner,
 )
 from streamrl.planner.simulator.results import SimulationResult
-from streamrl.planner.steady_state.call_durations import GenerationModel
 from streamrl.planner.to_placement import find_pools
 
 MAX_DIGITS = 16  # significant decimal digits of a float
@@ -77,13 +74,11 @@ SimulatedPoint = tuple[BoundOptimum, SimulationResult]
 
 def describe_problem(config: RunConfig, problem: PlacementProblem) -> str:
     """Describe a planner problem: a line of algorithm, cluster and models; the work of a step."""
-    workload, turns = problem.workload, problem.workload.turns
-    episodes = (
-        f"; {turns.mean_turns:.3g} turns with {turns.mean_observed_tokens:.0f} observed tokens and"
-        f" {turns.mean_environment_s:.3g} s of environment"
-        if turns.has_environment
-        else ""
-    )
+    workload = problem.workload
+    if config.environment.is_enabled:
+        episodes = "; an episode counts as one completion, without the time of its environment"
+    else:
+        episodes = ""
     models = ", ".join(f"{role} {shape.name}" for role, shape in problem.models.items())
     return (
         f"{config.algorithm.name} on {problem.cluster} ({problem.cluster.num_devices}"
@@ -97,30 +92,6 @@ def describe_problem(config: RunConfig, problem: PlacementProblem) -> str:
             else ""
         )
     )
-
-
-def describe_open_episodes(
-    problem: PlacementProblem, timing: GeneratorTiming, max_staleness: int
-) -> list[str]:
-    """Return a line if more open episodes would keep more decode slots busy.
-
-    timing: of the generators of a placement with this staleness bound.
-    """
-    workload, options = problem.workload, problem.run_options
-    if not workload.turns.has_environment:
-        return []
-    episodes = GenerationModel(workload).describe_open_episodes(timing)
-    steps = options.get_max_steps_ahead(max_staleness) + 1
-    max_open = options.open_episodes or timing.max_running
-    useful = min(episodes.needed, steps * workload.num_rollouts / timing.replicas)
-    if max_open >= useful:
-        return []
-    return [
-        f"open episodes: with {max_open} per generator, {episodes.find_running(max_open):.3g} of"
-        f" {episodes.slots:.3g} decode slots are busy;"
-        f" environment.open_episodes={math.ceil(useful)} keep"
-        f" {episodes.find_running(useful):.3g} busy"
-    ]
 
 
 def describe_unused_mode(config: RunConfig, placement: Placement) -> list[str]:

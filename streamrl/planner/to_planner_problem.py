@@ -14,10 +14,8 @@ from streamrl.placement.clusters import Cluster
 from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.problem.problem import PlacementProblem, RunMemory, RunOptions
 from streamrl.planner.problem.workload import (
-    SINGLE_TURN,
     FixedLength,
     LengthDistribution,
-    TurnDistribution,
     Workload,
 )
 from streamrl.rewards.interface.config import RewardConfig
@@ -33,7 +31,7 @@ class PlannerRequest:
     prompt_tokens: mean prompt length. models: model names by role, overriding the config's.
     lengths: sampled tokens of a rollout; None: generator.max_new_tokens for all. filtered_fraction:
     share of sampled groups that dynamic sampling rejects. max_prompt_tokens: longest prompt; None:
-    the mean. turns: turns of the rollouts, which must suit `lengths`.
+    the mean.
     """
 
     prompt_tokens: float
@@ -41,7 +39,6 @@ class PlannerRequest:
     lengths: LengthDistribution | None = None
     filtered_fraction: float = 0.0
     max_prompt_tokens: int | None = None
-    turns: TurnDistribution = SINGLE_TURN
 
 
 def build_planner_problem(
@@ -62,7 +59,6 @@ def build_planner_problem(
         settings.scope == "step" or settings.num_updates > 1,
         request.filtered_fraction,
         (longest_prompt, config.max_completion_tokens),
-        request.turns,
     )
     return PlacementProblem(
         config.dataflow,
@@ -197,5 +193,4 @@ def _build_run_options(config: RunConfig) -> RunOptions:
         # A fixed reference has no updates; 1 is neutral.
         reference_every=config.reference.every or 1,
         oversample=config.filter.oversample_factor,
-        open_episodes=config.environment.open_episodes,
     )

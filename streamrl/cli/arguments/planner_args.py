@@ -19,14 +19,10 @@ from streamrl.planner.calibration.run_trace import load_run_trace
 from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.problem.problem import PlacementProblem
 from streamrl.planner.problem.workload import (
-    SINGLE_TURN,
     EmpiricalLengths,
-    EnvironmentTime,
     FixedLength,
     LengthDistribution,
     LognormalLengths,
-    TurnDistribution,
-    TurnParameters,
     Workload,
 )
 from streamrl.planner.to_planner_problem import (
@@ -41,12 +37,9 @@ MAX_LENGTHS_BYTES = 16 * MIB
 HOUR_S = 3600.0
 MAX_MEDIAN = 1_000_000_000
 LENGTHS_HELP = (
-    "completion lengths, of a turn in a run with an environment: fixed:TOKENS,"
-    " lognormal:MEDIAN:SIGMA, a file of numbers, or a run directory (default: every completion has"
-    " generator.max_new_tokens tokens)"
+    "completion lengths: fixed:TOKENS, lognormal:MEDIAN:SIGMA, a file of numbers, or a run"
+    " directory (default: every completion has as many tokens as the config allows)"
 )
-Rollouts = tuple[LengthDistribution | None, TurnDistribution]
-"""Sampled tokens of a rollout, and its turns."""
 
 
 def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,25 +68,6 @@ def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
         help="mean prompt length in tokens (default: measured on data.train)",
     )
     parser.add_argument("--lengths", type=parse_nonempty, metavar="SPEC", help=LENGTHS_HELP)
-    parser.add_argument(
-        "--turns",
-        type=parse_nonempty,
-        metavar="SPEC",
-        help="turns of an episode: fixed:N, lognormal:MEDIAN:SIGMA or a file of numbers (default:"
-        " environment.max_turns)",
-    )
-    parser.add_argument(
-        "--observed-tokens",
-        type=int,
-        metavar="N",
-        help="tokens between two turns, of the environment and the chat template (0)",
-    )
-    parser.add_argument(
-        "--environment-s",
-        type=parse_nonempty,
-        metavar="SPEC",
-        help="seconds of the environment after a turn: fixed:S or lognormal:MEDIAN:SIGMA (fixed:0)",
-    )
     parser.add_argument(
         "--filtered",
         type=float,
@@ -147,7 +121,9 @@ def read_planner_inputs(arguments: argparse.Namespace, config: RunConfig) -> Pla
     constants = CostConstants.from_cluster(cluster)
     if arguments.constants is not None:
         constants = CostConstants.from_yaml(arguments.constants, constants)
-    lengths, turns = read_rollouts(arguments, config)
+    lengths = None
+    if arguments.lengths is not None:
+        lengths = read_lengths(arguments.lengths, config)
     filtered = arguments.filtered
     if filtered and config.filter.kind == "none":
         raise ConfigError(
@@ -159,7 +135,7 @@ def read_planner_inputs(arguments: argparse.Namespace, config: RunConfig) -> Pla
     if mean is None:
         mean, longest = measure_prompt_tokens(config)
     models = read_models(config, arguments.model)
-    request = PlannerRequest(mean, models, lengths, filtered, longest, turns)
+    request = PlannerRequest(mean, models, lengths, filtered, longest)
     return PlannerInputs(cluster, request, constants)
 
 
@@ -209,106 +185,25 @@ def read_models(config: RunConfig, words: list[str]) -> dict[str, str]:
     return models
 
 
-def read_rollouts(arguments: argparse.Namespace, config: RunConfig) -> Rollouts:
-    """Return the sampled tokens of a rollout and its turns. Raises ConfigError.
-
-    Without an environment rollouts have a single turn, and None stands for the default lengths.
-    """
-    spec, limit = arguments.lengths, config.generator.max_new_tokens
-    turn_options = {
-        "--turns": arguments.turns,
-        "--observed-tokens": arguments.observed_tokens,
-        "--environment-s": arguments.environment_s,
-    }
-    given = [f"{option} {value}" for option, value in turn_options.items() if value is not None]
-    if not config.environment.is_enabled:
-        if given:
-            raise ConfigError(
-                f"{given[0]} has no effect: the run has no environment. Remove it, or set"
-                " environment.path"
-            )
-        return (None if spec is None else read_lengths(spec, limit)), SINGLE_TURN
-    if spec is not None and os.path.isdir(spec):
-        if given:
-            raise ConfigError(
-                f"{given[0]}: not together with --lengths {spec}: the episodes of that run have"
-                " their own turns. Remove it"
-            )
-        recorded = load_run_trace(Path(spec)).episode_turns
-        if recorded is None:
-            raise ConfigError(f"--lengths {spec}: the run has no episodes; this one has")
-        return recorded.lengths, recorded
-    observed_tokens, max_turns = arguments.observed_tokens or 0, config.environment.max_turns
-    num_turns: LengthDistribution = FixedLength(max_turns)
-    if arguments.turns is not None:
-        num_turns = _parse_lengths(arguments.turns, max_turns, "--turns")
-        location = f"--turns {arguments.turns}: {num_turns.max_tokens} turns"
-        _check_longest(num_turns, max_turns, location, "environment.max_turns")
-    lengths = FixedLength(limit) if spec is None else read_lengths(spec, limit)
-    if observed_tokens < 0:
-        raise ConfigError(f"--observed-tokens {observed_tokens}: must be 0 or more")
-    turns = TurnParameters(
-        num_turns,
-        lengths,
-        observed_tokens,
-        _read_environment_time(arguments.environment_s, config.environment.turn_timeout_s),
-        config.environment.max_tokens,
-    ).draw_episodes()
-    return turns.lengths, turns
-
-
-def _check_longest(lengths: LengthDistribution, limit: int, location: str, key: str) -> None:
-    """Raise ConfigError, which begins with `location`, for lengths above the config's limit."""
-    if lengths.max_tokens > limit:
-        raise ConfigError(f"{location}: must be at most {key}={limit}")
-
-
-def _read_environment_time(text: str | None, limit_s: float) -> EnvironmentTime:
-    """Parse the value of --environment-s; None: 0 s.
-
-    limit_s: environment.turn_timeout_s, the longest time.
-    """
-    if text is None:
-        return EnvironmentTime(0.0)
-    kind, *words = text.split(":")
-    try:
-        values = [float(word) for word in words]
-    except ValueError:
-        values = []
-    if (kind, len(values)) not in (("fixed", 1), ("lognormal", 2)):
-        raise ConfigError(
-            f"--environment-s {text}: must be fixed:SECONDS or lognormal:MEDIAN:SIGMA, in numbers"
-        )
-    median_s, sigma = (*values, 0.0)[:2]
-    if median_s > limit_s:
-        raise ConfigError(
-            f"--environment-s {text}: must be at most environment.turn_timeout_s={limit_s:g}"
-        )
-    try:
-        return EnvironmentTime(median_s, sigma, limit_s)
-    except ConfigError as error:
-        raise ConfigError(f"--environment-s {text}: {error}") from None
-
-
-def read_lengths(text: str, limit: int) -> LengthDistribution:
+def read_lengths(text: str, config: RunConfig) -> LengthDistribution:
     """Parse the value of --lengths, the distribution of completion lengths in tokens.
 
-    limit: longest completion, generator.max_new_tokens. Raises ConfigError for a malformed value or
-    a length above `limit`.
+    Raises ConfigError for a malformed value or a length above the config's limit.
     """
-    path = Path(text)
-    lengths: LengthDistribution
-    if os.path.isdir(path):
-        lengths = load_run_trace(path).lengths
-    else:
-        lengths = _parse_lengths(text, limit, "--lengths")
-    location = f"--lengths {text}: {lengths.max_tokens} tokens"
-    _check_longest(lengths, limit, location, "generator.max_new_tokens")
+    path, limit = Path(text), config.max_completion_tokens
+    is_run = os.path.isdir(path)
+    lengths = load_run_trace(path).lengths if is_run else _parse_lengths(text, limit)
+    if lengths.max_tokens > limit:
+        raise ConfigError(
+            f"--lengths {text}: {lengths.max_tokens} tokens: must be at most"
+            f" {config.completion_limit_key}={limit}"
+        )
     return lengths
 
 
-def _parse_lengths(text: str, limit: int, option: str) -> LengthDistribution:
-    """Parse fixed:N, lognormal:MEDIAN:SIGMA or a file of numbers, the value of an option."""
+def _parse_lengths(text: str, limit: int) -> LengthDistribution:
+    """Parse fixed:N, lognormal:MEDIAN:SIGMA or a file of numbers."""
+    option = "--lengths"
     kind, *numbers = text.split(":")
     if kind in ("fixed", "lognormal") and not os.path.exists(text):
         try:

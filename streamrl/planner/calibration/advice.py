@@ -13,7 +13,12 @@ from streamrl.dataflow import CRITIC, SERVING_ROLES
 from streamrl.errors import ConfigError
 from streamrl.placement.clusters import Cluster
 from streamrl.planner.calibration.fit_timings import fit_timings
-from streamrl.planner.calibration.prediction import PlannedRun, SteadyMetrics, predict_metrics
+from streamrl.planner.calibration.prediction import (
+    PlannedRun,
+    SteadyMetrics,
+    count_generators,
+    predict_metrics,
+)
 from streamrl.planner.calibration.run_trace import RunTrace, load_run_trace
 from streamrl.planner.problem.stage_timings import StageTimings
 from streamrl.rewards.group_filter import AUTO_OVERSAMPLE
@@ -72,7 +77,7 @@ def recommend_settings(
     timings = fit_timings(trace, planned_run.base_timings).timings
     simulated = predict_metrics(planned_run, timings)
     options = []
-    alternatives = [*list_alternatives(trace.config), *_list_open_episodes(trace)]
+    alternatives = list(list_alternatives(trace.config))
     for description, settings in track(alternatives, len(alternatives)):
         metrics = _simulate_settings(trace, settings, timings, cluster)
         if metrics is not None:
@@ -128,22 +133,12 @@ def measure_episodes(trace: RunTrace) -> dict[str, float] | None:
         return None
     names = "turns calls sampled_tokens environment_s decode_frac wait_frac environment_frac"
     load = {name: average_metric(trace, f"episode/{name}") or 0.0 for name in names.split()}
-    generators = {group.process for group in trace.engine_requests}
     groups = (config.pipeline.max_steps_ahead + 1) * config.pipeline.groups_per_step
-    in_flight = groups * config.algorithm.group_size / len(generators)
+    in_flight = groups * config.algorithm.group_size / count_generators(config)
     slots = config.generator.max_concurrent_rollouts
     wanted = slots * (1 + load["environment_frac"] / load["decode_frac"])
     load |= {"max_open": config.max_open_rollouts, "needed_open": math.ceil(min(wanted, in_flight))}
     return load
-
-
-def _list_open_episodes(trace: RunTrace) -> Iterator[Alternative]:
-    load = measure_episodes(trace)
-    if load is not None and load["max_open"] < load["needed_open"]:
-        yield (
-            "open episodes for all decode slots",
-            {"environment.open_episodes": load["needed_open"]},
-        )
 
 
 def list_alternatives(config: RunConfig) -> Iterator[Alternative]:

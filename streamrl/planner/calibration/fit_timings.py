@@ -2,8 +2,7 @@
 
 Linear fits are robust: a few outliers have little effect. Spans show when a group was sampled, but
 not its single decode steps. So the fit replays the groups through the simulator's engine model and
-searches the coefficients for which each group finishes when it did. A turn of an episode is a group
-of one rollout.
+searches the coefficients for which each group finishes when it did.
 """
 
 import statistics
@@ -19,7 +18,7 @@ import numpy as np
 from streamrl.config.role_counts import count_actors
 from streamrl.dataflow import FILTER_COLUMN, GENERATE_CALL, GREEDY_CALL, POLICY, CallKind, ModelCall
 from streamrl.messages import Array
-from streamrl.planner.calibration.run_trace import GeneratedGroup, RunTrace, split_gaps
+from streamrl.planner.calibration.run_trace import GeneratedGroup, RunTrace
 from streamrl.planner.problem.stage_timings import (
     GeneratorTiming,
     ScoreTiming,
@@ -177,7 +176,6 @@ class DecodeReplay:
 
     complete_mask: whether all concurrent groups of a group are in the replay, so that it counts.
     load_times: when the replica loaded versions.
-    cached_tokens: prompt tokens of each group in the prefix cache.
     """
 
     begin_times: Array
@@ -186,7 +184,6 @@ class DecodeReplay:
     lengths: Sequence[Sequence[int]]
     complete_mask: Array
     load_times: Array
-    cached_tokens: Sequence[int]
 
     @classmethod
     def from_process(
@@ -211,7 +208,6 @@ class DecodeReplay:
             [group.lengths for group in groups],
             np.array([group.start_s >= alone_s for group in groups]),
             clock.read_at(np.array([load for load in loads if start_s < load < end_s])),
-            [group.cached_tokens for group in groups],
         )
 
     def replay_groups(self, timing: GeneratorTiming, *, pause_s: float) -> Array:
@@ -235,9 +231,7 @@ class DecodeReplay:
                 advance(loads[0])
                 engine.load_version(0, pause_s, loads.popleft())
             advance(begin)
-            cached = (self.cached_tokens[key], engine.version)
-            prompt_tokens, lengths = self.prompt_tokens[key], self.lengths[key]
-            engine.add_group(key, prompt_tokens, lengths, begin, cached=cached)
+            engine.add_group(key, self.prompt_tokens[key], self.lengths[key], begin)
         for load in loads:
             advance(load)
             engine.load_version(0, pause_s, load)
@@ -251,14 +245,13 @@ class DecodeReplay:
         The last three include concurrent groups.
         """
         steps = np.array([max(lengths) for lengths in self.lengths])
-        prefilled = np.array(self.prompt_tokens) - np.array(self.cached_tokens)
         # Of the groups so far, ordered by begin, those that have ended do not run any more.
         by_end = np.argsort(self.end_times)
         num_ended = np.searchsorted(self.end_times[by_end], self.begin_times, side="right")
         groups = np.arange(1, len(steps) + 1) - num_ended
         sizes = np.array([len(lengths) for lengths in self.lengths])
         rollouts = np.cumsum(sizes) - np.append(0, np.cumsum(sizes[by_end]))[num_ended]
-        work = [steps, rollouts * steps, rollouts * prefilled, groups]
+        work = [steps, rollouts * steps, rollouts * np.array(self.prompt_tokens), groups]
         medians: Array = np.median(work, axis=1)
         return medians
 
@@ -386,7 +379,7 @@ class _TimingFitter:
 
     def _fit_generator(self) -> GeneratorTiming:
         by_process = defaultdict(list)
-        for group in self._trace.engine_requests:
+        for group in self._trace.generated_groups:
             by_process[group.process].append(group)
         pulls = self._select_spans(GENERATE_CALL.role, "pull")
         replays = [
@@ -415,8 +408,7 @@ class _TimingFitter:
             if group.stage == GENERATE_CALL.stage:
                 num_released = bisect_right(release_times, group.start_s)
                 released_s = release_times[num_released - 1] if num_released else 0.0
-                ready_s = max(group.admitted_s, released_s) + group.reset_s
-                delays.append(max(0.0, group.start_s - ready_s))
+                delays.append(max(0.0, group.start_s - max(group.admitted_s, released_s)))
         return sorted(delays)[: max(1, round(SHARED_UNDELAYED_FRACTION * len(delays)))]
 
     def _list_release_times(self) -> list[float]:
@@ -619,4 +611,10 @@ def _group_overlapping(spans: Iterable[Span]) -> Iterable[list[Span]]:
     for span in sorted(spans, key=lambda span: span.start_s):
         by_process[span.process].append(span)
     for process_spans in by_process.values():
-        yield from split_gaps(process_spans)
+        batches, end_s = [process_spans[:1]], process_spans[0].end_s
+        for span in process_spans[1:]:
+            if span.start_s >= end_s:
+                batches.append([])
+            batches[-1].append(span)
+            end_s = max(end_s, span.end_s)
+        yield from batches

@@ -15,7 +15,6 @@ from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import PlacementProblem
 from streamrl.planner.problem.stage_timings import GeneratorTiming, StageTimings
-from streamrl.planner.problem.workload import SINGLE_TURN
 from streamrl.planner.simulator.results import SimulationResult
 from streamrl.planner.simulator.simulation import run_simulation
 from streamrl.planner.to_placement import build_run_placement
@@ -93,7 +92,6 @@ class PlannedRun:
             trace.mean_prompt_tokens,
             lengths=trace.lengths,
             filtered_fraction=trace.filtered_fraction,
-            turns=trace.episode_turns or SINGLE_TURN,
         )
         roles = build_planner_problem(config, cluster or Cluster.from_text("1xCPU"), request).models
         placement = build_run_placement(config, roles)
@@ -154,17 +152,23 @@ class PlannedRun:
         return replace(generator, kv_tokens=(kv_cache_mb << 20) / token_bytes)
 
 
+def count_generators(config: RunConfig) -> int:
+    if config.placement.is_hybrid:
+        _, workers = count_actors(config)[GENERATE_CALL.role]
+        return workers // config.generator.tensor_parallel
+    return config.generator.replicas
+
+
 def apply_replica_counts(timings: StageTimings, config: RunConfig) -> StageTimings:
     counts = {role: count for role, (_, count) in count_actors(config).items()}
     generator = config.generator
-    replicas = generator.replicas
-    if config.placement.is_hybrid:
-        replicas = counts[GENERATE_CALL.role] // generator.tensor_parallel
     roles = {call.stage: call.role for call in config.dataflow.calls}
     return replace(
         timings,
         generator=replace(
-            timings.generator, replicas=replicas, max_running=generator.max_concurrent_rollouts
+            timings.generator,
+            replicas=count_generators(config),
+            max_running=generator.max_concurrent_rollouts,
         ),
         score={
             stage: replace(timing, replicas=counts[roles[stage]], batch=config.scorer.max_groups)

@@ -1,21 +1,19 @@
 """Trace of a finished run as plain data: steps, spans of each process, and generated groups.
 
 Sources in the run directory: config.yaml, metrics.jsonl, events.jsonl, trace.json and the run log.
-A span of a generator is that of a whole group, or, in a run with an environment, of a turn of an
-episode.
+A span of a generator is that of a whole group. In a run with an environment it is that of a turn;
+turns are not read.
 """
 
 import math
 import os
 import statistics
-from bisect import bisect_right, insort
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from streamrl.buffer.run_log import TrainedStep, read_log
 from streamrl.buffer.segment_file import JournalRecord, list_segments
@@ -25,7 +23,7 @@ from streamrl.config.run_config import RunConfig, load_config
 from streamrl.dataflow import GENERATE_CALL
 from streamrl.errors import ConfigError, JournalError
 from streamrl.files.bounded_read import iter_jsonl
-from streamrl.planner.problem.workload import EmpiricalLengths, EpisodeTurns, EpisodeWork, TurnWork
+from streamrl.planner.problem.workload import EmpiricalLengths
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
 from streamrl.telemetry.chrome_trace import TRACE_FILE, read_spans
 from streamrl.telemetry.sinks import EVENTS_FILE, METRICS_FILE
@@ -37,16 +35,13 @@ Admissions = Mapping[str, tuple[float, int]]
 
 @dataclass(frozen=True)
 class GeneratedGroup:
-    """A group of a finished run, or a turn of it: when it was sampled, and the tokens.
+    """A group of a finished run: when it was sampled, and the tokens.
 
-    intervals: start and end of sampling; several if sampling was paused. Those of a group of
-        episodes include the time of their environment.
+    intervals: start and end of sampling; several if sampling was paused.
     prompt_tokens: tokens before the first sampled token.
     lengths: sampled tokens of each rollout.
     admitted_s, admitted_version: time of admission, and the oldest version that may sample the
         group.
-    cached_tokens: prompt tokens in the prefix cache.
-    reset_s: seconds of the environment before the first turn.
     """
 
     process: str
@@ -57,8 +52,6 @@ class GeneratedGroup:
     lengths: tuple[int, ...]
     admitted_s: float
     admitted_version: int
-    cached_tokens: int = 0
-    reset_s: float = 0.0
 
     @property
     def start_s(self) -> float:
@@ -69,207 +62,30 @@ class GeneratedGroup:
         return self.intervals[-1][1]
 
 
-Work = TypeVar("Work", GeneratedGroup, Span)
-
-
-def split_gaps(works: Iterable[Work]) -> Iterator[list[Work]]:
-    """Yield the works of a process, ordered by start, between moments at which it had none."""
-    overlapping: list[Work] = []
-    end_s = float("-inf")
-    for work in works:
-        if overlapping and work.start_s >= end_s:
-            yield overlapping
-            overlapping = []
-        overlapping.append(work)
-        end_s = max(end_s, work.end_s)
-    if overlapping:
-        yield overlapping
-
-
-def _iter_ended_parts(
-    spans: Sequence[Span], key_names: Sequence[str], last_fact: str
-) -> Iterator[tuple[Span, tuple[tuple[float, float], ...]]]:
-    """Yield the last span of each work that ended, and the intervals of all its spans.
-
-    Works differ in their process, name or facts of `key_names`. Sampling that is paused has several
-    spans, of which only the last has the fact `last_fact`.
-    """
-    intervals: dict[tuple[object, ...], list[tuple[float, float]]] = defaultdict(list)
-    for span in sorted(spans, key=lambda span: span.end_s):
-        if all(name in span.args for name in key_names):
-            key = (span.process, span.name, *(span.args[name] for name in key_names))
-            intervals[key].append((span.start_s, span.end_s))
-            if span.args.get(last_fact):
-                yield span, tuple(intervals.pop(key))
-
-
 def collect_groups(
     spans: Sequence[Span], admitted: Admissions, *, since: float
 ) -> list[GeneratedGroup]:
-    """Return the completely sampled groups that begin at `since` or later, by begin."""
-    groups = [
-        GeneratedGroup(
-            span.process,
-            span.name,
-            str(span.args["uid"]),
-            intervals,
-            int(span.args["prompt"]),
-            tuple(int(tokens) for tokens in str(span.args["lengths"]).split()),
-            *admitted.get(str(span.args["uid"]), (intervals[0][0], 0)),
-        )
-        for span, intervals in _iter_ended_parts(spans, ("uid", "prompt"), "lengths")
-        if intervals[0][0] >= since
-    ]
+    """Return the completely sampled groups that begin at `since` or later, by begin.
+
+    Sampling that is paused has several spans, of which only the last has lengths.
+    """
+    intervals: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
+    groups = []
+    for span in sorted(spans, key=lambda span: span.end_s):
+        if not {"uid", "prompt"} <= span.args.keys():
+            continue
+        uid = str(span.args["uid"])
+        key = (span.process, span.name, uid)
+        intervals[key].append((span.start_s, span.end_s))
+        if not span.args.get("lengths"):
+            continue
+        sampled = tuple(intervals.pop(key))
+        if sampled[0][0] >= since:
+            lengths = tuple(int(tokens) for tokens in str(span.args["lengths"]).split())
+            admission = admitted.get(uid, (sampled[0][0], 0))
+            prompt_tokens = int(span.args["prompt"])
+            groups.append(GeneratedGroup(*key, sampled, prompt_tokens, lengths, *admission))
     return sorted(groups, key=lambda group: group.start_s)
-
-
-@dataclass(frozen=True)
-class SampledTurn(GeneratedGroup):
-    """Turn of an episode in a trace, as a group of one rollout.
-
-    prompt_tokens: tokens before the turn.
-    episode: number of the episode within its group.
-    environment_s: seconds that the environment took in the episode so far.
-    """
-
-    episode: int = 0
-    turn: int = 0
-    environment_s: float = 0.0
-
-    @property
-    def tokens(self) -> int:
-        return self.lengths[0]
-
-    @property
-    def key(self) -> tuple[str, str, int]:
-        """Process, uid and number of the episode."""
-        return self.process, self.uid, self.episode
-
-
-@dataclass(frozen=True)
-class RecordedEpisodes:
-    """Episodes of a run by group, each as its turns in order.
-
-    final_s: mean seconds of the environment after the last turn.
-    """
-
-    groups: Sequence[Sequence[Sequence[SampledTurn]]]
-    final_s: float
-
-    @classmethod
-    def from_turns(
-        cls,
-        turns: Sequence[SampledTurn],
-        *,
-        ended: Collection[str],
-        group_size: int,
-        environment_s: float,
-    ) -> "RecordedEpisodes":
-        """Collect the whole groups among turns.
-
-        ended: uids of the groups that ended. environment_s: mean seconds of the environment in an
-            episode, from its reset to its score.
-        """
-        by_uid: dict[str, list[Sequence[SampledTurn]]] = defaultdict(list)
-        for (_, uid, _), episode in split_episodes(turns).items():
-            if uid in ended and episode[0].turn == 0:
-                by_uid[uid].append(episode)
-        groups = [episodes for episodes in by_uid.values() if len(episodes) == group_size]
-        last_turns = [episode[-1] for episodes in groups for episode in episodes]
-        recorded_s = sum(turn.environment_s for turn in last_turns) / max(1, len(last_turns))
-        return cls(groups, max(0.0, environment_s - recorded_s))
-
-    def list_groups(self) -> list[GeneratedGroup]:
-        """Return the groups, each from its first turn until its environment is done, by begin."""
-        groups = []
-        for episodes in self.groups:
-            first = min((episode[0] for episode in episodes), key=lambda turn: turn.start_s)
-            end_s = max(episode[-1].end_s for episode in episodes) + self.final_s
-            groups.append(
-                GeneratedGroup(
-                    first.process,
-                    first.stage,
-                    first.uid,
-                    ((first.start_s, end_s),),
-                    first.prompt_tokens,
-                    tuple(sum(turn.tokens for turn in episode) for episode in episodes),
-                    first.admitted_s,
-                    first.admitted_version,
-                    reset_s=first.environment_s,
-                )
-            )
-        return sorted(groups, key=lambda group: group.start_s)
-
-    def list_works(self) -> tuple[EpisodeWork, ...]:
-        return tuple(
-            EpisodeWork(tuple(_to_works(episode)), self.final_s)
-            for episodes in self.groups
-            for episode in episodes
-        )
-
-
-def _to_works(episode: Sequence[SampledTurn]) -> Iterable[TurnWork]:
-    """Yield the work of each turn; what precedes the first turn is part of the prompt."""
-    first = episode[0]
-    yield TurnWork(first.environment_s, 0, first.tokens)
-    for before, turn in pairwise(episode):
-        # A context that was rewritten may be shorter than the last one.
-        observed_tokens = max(0, turn.prompt_tokens - before.prompt_tokens - before.tokens)
-        seconds = turn.environment_s - before.environment_s
-        yield TurnWork(seconds, observed_tokens, turn.tokens)
-
-
-def collect_turns(
-    spans: Sequence[Span], admitted: Admissions, *, since: float
-) -> list[SampledTurn]:
-    """Return the completely sampled turns that begin at `since` or later, by begin.
-
-    The tokens of the turn before are cached, unless its process loaded a version since.
-    """
-    turns = [
-        SampledTurn(
-            span.process,
-            span.name,
-            str(span.args["uid"]),
-            intervals,
-            int(span.args["context"]),
-            (int(span.args["tokens"]),),
-            *admitted.get(str(span.args["uid"]), (intervals[0][0], 0)),
-            episode=int(span.args["episode"]),
-            turn=int(span.args["turn"]),
-            environment_s=float(span.args["environment_s"]),
-        )
-        for span, intervals in _iter_ended_parts(spans, ("uid", "episode", "turn"), "tokens")
-        if intervals[0][0] >= since
-    ]
-    loads = {span.process: list[float]() for span in spans}
-    for span in spans:
-        if span.name == "pull":
-            insort(loads[span.process], span.end_s)
-    latest: dict[tuple[str, str, int], SampledTurn] = {}
-    for i, turn in enumerate(sorted(turns, key=lambda turn: turn.start_s)):
-        before, pulled = latest.get(turn.key), loads[turn.process]
-        cached_tokens = 0
-        if turn.turn and before is not None:
-            has_loaded = bisect_right(pulled, before.end_s) < bisect_right(pulled, turn.start_s)
-            cached_tokens = 0 if has_loaded else before.prompt_tokens + before.tokens
-        latest[turn.key] = turns[i] = replace(turn, cached_tokens=cached_tokens)
-    return turns
-
-
-def split_episodes(
-    turns: Sequence[SampledTurn],
-) -> Mapping[tuple[str, str, int], Sequence[SampledTurn]]:
-    """Return the turns of each episode by process, uid and number.
-
-    Only the turns of its last attempt count.
-    """
-    episodes: dict[tuple[str, str, int], list[SampledTurn]] = {}
-    for turn in turns:
-        if turn.turn == 0 or turn.key not in episodes:
-            episodes[turn.key] = []
-        episodes[turn.key].append(turn)
-    return episodes
 
 
 ENGINE_WARM_UP_STEPS = 2
@@ -302,9 +118,8 @@ class RunTrace:
     cores: CPU cores of the run's machine; 0 if the run used GPUs or several nodes.
     steps: steady steps only; `excluded_steps` counts all others by reason.
     spans: of the whole run, by time.
-    generated_groups: groups that begin after the start of the first of `steps`.
-    engine_requests: what the engines sampled at once: these groups, or the turns of episodes.
-    episode_turns: turns of the rollouts of `generated_groups`; None without an environment.
+    generated_groups: groups that begin after the start of the first of `steps`; none in a run with
+        an environment.
     """
 
     run_dir: Path
@@ -314,8 +129,6 @@ class RunTrace:
     excluded_steps: Mapping[str, int]
     spans: Sequence[Span]
     generated_groups: Sequence[GeneratedGroup]
-    engine_requests: Sequence[GeneratedGroup]
-    episode_turns: EpisodeTurns | None
 
     @cached_property
     def spans_by_process(self) -> Mapping[str, Sequence[Span]]:
@@ -338,7 +151,13 @@ class RunTrace:
 
     @property
     def _trained_groups(self) -> Sequence[GeneratedGroup]:
-        return [group for group in self.generated_groups if group.stage == GENERATE_CALL.stage]
+        groups = [group for group in self.generated_groups if group.stage == GENERATE_CALL.stage]
+        if not groups:
+            raise ConfigError(
+                f"{self.run_dir}: {TRACE_FILE} has no sampled groups with lengths: the run has an"
+                " environment, or the file is truncated or of an older version"
+            )
+        return groups
 
     @property
     def median_step_s(self) -> float:
@@ -399,54 +218,12 @@ def load_run_trace(run_dir: Path) -> RunTrace:
             + (f"; left out: {reasons}" if reasons else "")
         )
     _check_rows(config, steps, run_dir / METRICS_FILE)
-    if config.environment.is_enabled:
-        groups, requests, turns = _read_episodes(config, steps, spans, run_log, location)
-    else:
-        groups = collect_groups(spans, run_log.admissions, since=steps[0].start_s)
-        requests, turns = groups, None
-    if not groups:
-        raise ConfigError(
-            f"{location}: {TRACE_FILE} has no generate spans with lengths: the file is truncated"
-            " or of an older version"
-        )
+    groups = collect_groups(spans, run_log.admissions, since=steps[0].start_s)
     machine_event = _read_machine_event(run_dir, location)
     has_one_cpu_machine = not machine_event["on_gpu"] and machine_event["nodes"] == 1
     cores = int(machine_event["cores"]) if has_one_cpu_machine else 0
     placed_config = with_placement_mode(config, machine_event["placement"])
-    return RunTrace(run_dir, placed_config, cores, steps, excluded, spans, groups, requests, turns)
-
-
-def _read_episodes(
-    config: RunConfig,
-    steps: Sequence[MeasuredStep],
-    spans: Sequence[Span],
-    run_log: "_RunLogIndex",
-    location: str,
-) -> tuple[list[GeneratedGroup], Sequence[GeneratedGroup], EpisodeTurns]:
-    """Return the groups, the turns as groups of one rollout, and the turns of the groups' episodes.
-
-    Raises ConfigError, naming the `location`, without a whole group or the environment's time.
-    """
-    environment_s = _average_present([step.row.get("episode/environment_s") for step in steps])
-    if environment_s is None:
-        raise ConfigError(f"{location}: {METRICS_FILE} has no episode/environment_s")
-    turns = collect_turns(spans, run_log.admissions, since=steps[0].start_s)
-    episodes = RecordedEpisodes.from_turns(
-        turns,
-        ended=run_log.ended,
-        group_size=config.algorithm.group_size,
-        environment_s=environment_s,
-    )
-    if not episodes.groups:
-        raise ConfigError(
-            f"{location}: {TRACE_FILE} has no group whose {config.algorithm.group_size} episodes"
-            " are recorded from the first turn on"
-        )
-    return (
-        episodes.list_groups(),
-        turns,
-        EpisodeTurns(episodes.list_works()),
-    )
+    return RunTrace(run_dir, placed_config, cores, steps, excluded, spans, groups)
 
 
 def describe_missing_run(run_dir: Path) -> str:
@@ -454,11 +231,6 @@ def describe_missing_run(run_dir: Path) -> str:
     if os.path.isdir(run_dir):
         return "holds no config.yaml"
     return "not a directory" if os.path.exists(run_dir) else "no such directory"
-
-
-def _average_present(values: Sequence[float | None]) -> float | None:
-    present = [value for value in values if value is not None]
-    return statistics.fmean(present) if present else None
 
 
 def _load_run_config(run_dir: Path, location: str) -> RunConfig:
@@ -528,7 +300,6 @@ class _RunLogIndex:
     trained_steps: by version, the step, the time of its record, and the number of steps since the
         last start of the run; the last MAX_LOGGED_STEPS.
     admissions: by uid, time and version.
-    ended: uids of groups that were trained, or sampled and then ended otherwise.
     left_out: number of earlier steps, by the number of steps since a start of the run, at most
         MAX_LOGGED_STEPS.
     """
@@ -536,7 +307,6 @@ class _RunLogIndex:
     since_s: float
     trained_steps: dict[int, tuple[TrainedStep, float, int]] = field(default_factory=dict)
     admissions: dict[str, tuple[float, int]] = field(default_factory=dict)
-    ended: set[str] = field(default_factory=set)
     left_out: Counter[int] = field(default_factory=Counter)
     _since_start: int = 0
 
@@ -552,8 +322,6 @@ class _RunLogIndex:
                 self._add_step(record)
             case "end" if float(meta["time"]) < self.since_s:
                 self.admissions.pop(meta["uid"], None)
-            case "end" if meta["filtered"]:
-                self.ended.add(meta["uid"])
 
     def _add_step(self, record: JournalRecord) -> None:
         meta, steps = record.meta, self.trained_steps
@@ -564,7 +332,6 @@ class _RunLogIndex:
                 self.admissions.pop(uid, None)
         else:
             steps[meta["version"]] = TrainedStep.from_record(record), time_s, number
-            self.ended.update(meta["uids"])
             if len(steps) <= MAX_LOGGED_STEPS:
                 return
             _, _, number = steps.pop(next(iter(steps)))

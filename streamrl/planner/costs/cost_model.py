@@ -222,10 +222,7 @@ class CostModel:
     ) -> float:
         """Return seconds until the first of `cuts` is complete; `kv_bytes` is per device."""
         timing = estimate_generator_timing(self._call_cost(stage, assignment), kv_bytes)
-        generation = self._generation_model(stage)
-        open_episodes = self.problem.run_options.open_episodes
-        timing = generation.add_environment_time(timing, open_episodes, 0)
-        return generation.find_completions_s(timing, cuts)[0]
+        return self._generation_model(stage).find_completions_s(timing, cuts)[0]
 
     def _make_generation_model(self, stage: str) -> GenerationModel:
         return GenerationModel(self._call_workload(stage).sampled_workload)

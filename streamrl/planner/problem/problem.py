@@ -21,8 +21,7 @@ class RunOptions:
     """Settings of a run's config that affect its speed.
 
     They are pipeline.depth, pipeline.on_stale, placement.slice_s, weights.publish_every,
-    reference.every (of an EMA reference), filter.oversample (None for auto) and
-    environment.open_episodes (None for as many as a generator samples at a time).
+    reference.every (of an EMA reference) and filter.oversample (None for auto).
 
     The planner replaces `depth` by the staleness bound of the placement that it evaluates.
     """
@@ -33,7 +32,6 @@ class RunOptions:
     publish_every: int = 1
     reference_every: int = 1
     oversample: float | None = 1.0
-    open_episodes: int | None = None
 
     def get_max_steps_ahead(self, max_staleness: int) -> int:
         return max_staleness if self.depth is None else self.depth

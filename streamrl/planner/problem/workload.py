@@ -1,12 +1,10 @@
-"""Workload of a training step: number, lengths and turns of rollouts, number of updates."""
+"""Workload of a training step: number and lengths of rollouts, number of updates."""
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from statistics import NormalDist, fmean
-from typing import NamedTuple
+from statistics import NormalDist
 
 import numpy as np
 
@@ -149,160 +147,20 @@ quantiles `parts` (0 to 1), float64 with the shape of `parts`.
 """
 
 
-class TurnWork(NamedTuple):
-    """Work of a turn.
-
-    environment_s: seconds of the environment before the turn: its reset, or its answer to the last
-        turn.
-    observed_tokens: tokens that the environment and the chat template write before the turn.
-    sampled_tokens: tokens that the policy samples.
-    """
-
-    environment_s: float
-    observed_tokens: int
-    sampled_tokens: int
-
-
-class EpisodeWork(NamedTuple):
-    """Work of an episode: its turns, then `final_s` seconds of the environment.
-
-    The final seconds are those of the answer to the last turn and of the score.
-    """
-
-    turns: tuple[TurnWork, ...]
-    final_s: float = 0.0
-
-    @property
-    def sampled_tokens(self) -> int:
-        return sum(turn.sampled_tokens for turn in self.turns)
-
-    @property
-    def observed_tokens(self) -> int:
-        return sum(turn.observed_tokens for turn in self.turns)
-
-    @property
-    def environment_s(self) -> float:
-        return sum(turn.environment_s for turn in self.turns) + self.final_s
-
-
-@dataclass(frozen=True)
-class SingleTurn:
-    """Rollouts without an environment: all tokens are sampled in one turn."""
-
-    has_environment = False
-    mean_turns = 1.0
-    mean_observed_tokens = 0.0
-    mean_environment_s = 0.0
-
-    def draw_episode(self, sampled_tokens: int, rng: np.random.Generator) -> EpisodeWork:
-        return EpisodeWork((TurnWork(0.0, 0, sampled_tokens),))
-
-    def add_observed_tokens(self, lengths: LengthDistribution) -> LengthDistribution:
-        return lengths
-
-
-SINGLE_TURN = SingleTurn()
-
-
-NUM_EPISODES = 4096
-"""Episodes drawn to represent distributions of turns, tokens and seconds."""
-
-
-@dataclass(frozen=True)
-class EnvironmentTime:
-    """Lognormal seconds of an environment's answer, at most `limit_s`; constant if `sigma` is 0."""
-
-    median_s: float
-    sigma: float = 0.0
-    limit_s: float = math.inf
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.median_s < math.inf or not 0 <= self.sigma <= MAX_SIGMA:
-            raise ConfigError(
-                f"environment time: {self.median_s:g}:{self.sigma:g}: the median must be at least"
-                f" 0 and finite, sigma from 0 to {MAX_SIGMA}"
-            )
-
-    def sample(self, count: int, rng: np.random.Generator) -> Array:
-        """Return `count` random times, s, float64 [count]."""
-        times = self.median_s * np.exp(self.sigma * rng.standard_normal(count))
-        return np.asarray(np.minimum(times, self.limit_s))
-
-
-@dataclass(frozen=True)
-class EpisodeTurns:
-    """Turns of rollouts as those of equally likely `episodes`.
-
-    A rollout of so many sampled tokens has the turns of a random episode of as many. So `lengths`
-    of a workload must hold only lengths of these episodes; `lengths` of this class does.
-    """
-
-    episodes: tuple[EpisodeWork, ...]
-
-    has_environment = True
-
-    @cached_property
-    def lengths(self) -> EmpiricalLengths:
-        """Distribution of the sampled tokens of an episode."""
-        return EmpiricalLengths.from_samples([e.sampled_tokens for e in self.episodes])
-
-    @cached_property
-    def mean_turns(self) -> float:
-        return fmean(len(episode.turns) for episode in self.episodes)
-
-    @cached_property
-    def mean_observed_tokens(self) -> float:
-        return fmean(episode.observed_tokens for episode in self.episodes)
-
-    @cached_property
-    def mean_environment_s(self) -> float:
-        return fmean(episode.environment_s for episode in self.episodes)
-
-    @cached_property
-    def _episodes_by_tokens(self) -> Mapping[int, Sequence[EpisodeWork]]:
-        by_tokens = defaultdict(list)
-        for episode in self.episodes:
-            by_tokens[episode.sampled_tokens].append(episode)
-        return by_tokens
-
-    def draw_episode(self, sampled_tokens: int, rng: np.random.Generator) -> EpisodeWork:
-        episodes = self._episodes_by_tokens[sampled_tokens]
-        return episodes[int(rng.integers(len(episodes)))]
-
-    @cached_property
-    def _completion_lengths(self) -> EmpiricalLengths:
-        return EmpiricalLengths.from_samples(
-            [episode.sampled_tokens + episode.observed_tokens for episode in self.episodes]
-        )
-
-    def add_observed_tokens(self, lengths: LengthDistribution) -> LengthDistribution:
-        return self._completion_lengths
-
-
-TurnDistribution = SingleTurn | EpisodeTurns
-"""Division of the sampled tokens of a rollout into turns.
-
-has_environment: whether an environment answers the turns. Otherwise the rollouts of a group are
-    sampled together, as one request. `draw_episode` returns a random rollout in which the policy
-    samples so many tokens; `add_observed_tokens` the distribution of sampled and observed tokens.
-"""
-
-
 @dataclass(frozen=True)
 class Workload:
     """Work of a training step.
 
     groups_per_step, group_size: as in a run's config.
     prompt_tokens: mean length of a prompt.
-    lengths: distribution of the sampled tokens of a rollout, in all of its turns.
+    lengths: distribution of the tokens after the prompt of a rollout.
     epochs, mini_batches: passes over each rollout, and updates per epoch.
     micro_batch_tokens: maximum tokens of a rank's micro-batch.
     requires_whole_step: whether training waits for all groups of a step, as streamrl does with
       several updates.
     filtered_fraction: fraction of sampled groups that a filter rejects and the run replaces.
     longest_rollout: (prompt, completion) tokens of the longest rollout that engines and
-      micro-batches must hold; None takes the mean prompt and the longest of `completion_lengths`.
-    turns: turns of a rollout, with observations and the time of the environment between them.
+      micro-batches must hold; None takes the mean prompt and the longest of `lengths`.
     """
 
     groups_per_step: int
@@ -315,7 +173,6 @@ class Workload:
     requires_whole_step: bool = False
     filtered_fraction: float = 0.0
     longest_rollout: tuple[int, int] | None = None
-    turns: TurnDistribution = SINGLE_TURN
 
     def __post_init__(self) -> None:
         if not 0 <= self.filtered_fraction <= MAX_FILTERED_FRACTION:
@@ -339,7 +196,7 @@ class Workload:
         """
         prompt, longest = self.longest_rollout or (
             self.rounded_prompt_tokens,
-            self.completion_lengths.max_tokens,
+            self.lengths.max_tokens,
         )
         if self.micro_batch_tokens < prompt + longest:
             raise ConfigError(
@@ -354,13 +211,8 @@ class Workload:
     @property
     def max_rollout_tokens(self) -> int:
         """Tokens of the longest possible rollout, prompt included."""
-        longest = (self.rounded_prompt_tokens, self.completion_lengths.max_tokens)
+        longest = (self.rounded_prompt_tokens, self.lengths.max_tokens)
         return sum(self.longest_rollout or longest)
-
-    @cached_property
-    def completion_lengths(self) -> LengthDistribution:
-        """Distribution of the tokens after the prompt of a rollout, sampled and observed."""
-        return self.turns.add_observed_tokens(self.lengths)
 
     @property
     def num_rollouts(self) -> int:
@@ -389,58 +241,8 @@ class Workload:
 
     @property
     def rollout_tokens(self) -> float:
-        return self.prompt_tokens + self.completion_lengths.mean
-
-    @property
-    def context_tokens(self) -> float:
-        """Mean tokens of a rollout that are not sampled, over the time in which it is sampled."""
-        return self.prompt_tokens + self.turns.mean_observed_tokens / 2
+        return self.prompt_tokens + self.lengths.mean
 
     @property
     def num_tokens(self) -> float:
         return self.num_rollouts * self.rollout_tokens
-
-
-@dataclass(frozen=True)
-class TurnParameters:
-    """Independent distributions of an episode's turns, and the limits of the run.
-
-    turns: number of turns. turn_lengths: sampled tokens of a turn. observed_tokens: tokens between
-    two turns. environment: seconds after each turn. max_tokens: most tokens after the prompt.
-    """
-
-    turns: LengthDistribution
-    turn_lengths: LengthDistribution
-    observed_tokens: int
-    environment: EnvironmentTime
-    max_tokens: int
-
-    def draw_episodes(self) -> EpisodeTurns:
-        """Return random episodes, the same for the same parameters; one if all are equal."""
-        rng = np.random.default_rng(0)
-        num_turns = self.turns.sample(NUM_EPISODES, rng)
-        firsts = np.cumsum(num_turns) - num_turns
-        total = int(num_turns.sum())
-        tokens = self.turn_lengths.sample(total, rng).tolist()
-        seconds = self.environment.sample(total, rng).tolist()
-        episodes = tuple(
-            self._make_episode(tokens[first : first + count], seconds[first : first + count])
-            for first, count in zip(firsts.tolist(), num_turns.tolist(), strict=True)
-        )
-        return EpisodeTurns(episodes if len(set(episodes)) > 1 else episodes[:1])
-
-    def _make_episode(self, tokens: Sequence[int], seconds: Sequence[float]) -> EpisodeWork:
-        """Return the episode of these turns, cut where it would exceed `max_tokens`."""
-        turns = tuple(self._cut_turns(tokens, seconds))
-        return EpisodeWork(turns, seconds[len(turns) - 1])
-
-    def _cut_turns(self, tokens: Sequence[int], seconds: Sequence[float]) -> Iterator[TurnWork]:
-        free_tokens = self.max_tokens
-        for i, sampled_tokens in enumerate(tokens):
-            observed_tokens = self.observed_tokens if i else 0
-            free_tokens -= observed_tokens
-            if free_tokens < 1:
-                return
-            turn_tokens = min(sampled_tokens, free_tokens)
-            free_tokens -= turn_tokens
-            yield TurnWork(seconds[i - 1] if i else 0.0, observed_tokens, turn_tokens)

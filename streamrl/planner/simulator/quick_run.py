@@ -90,7 +90,7 @@ def estimate_simulation_s(workload: Workload, *, lead: int = 0, steps: int | Non
     steps = choose_num_steps(workload.groups_per_step, lead) if steps is None else steps
     slowdown = math.sqrt(max(1.0, workload.groups_per_step / SLOWDOWN_GROUPS))
     rollouts = steps * workload.num_rollouts / (1 - workload.filtered_fraction)
-    return rollouts * workload.turns.mean_turns * ROLLOUT_COST_S * slowdown
+    return rollouts * ROLLOUT_COST_S * slowdown
 
 
 def choose_num_steps(groups_per_step: int, lead: int) -> int:

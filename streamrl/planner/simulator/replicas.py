@@ -1,22 +1,14 @@
-"""Simulated generators, scorers and trainers, and what they share: leases, versions, spans.
-
-An episode is a loop through a generator's engine and its environment:
-
-    seconds of the environment -> a turn in the engine, with slot and lease -> ... -> final seconds
-
-The environment takes no slot of the engine and no lease: its seconds are a mere delay.
-"""
+"""Simulated generators, scorers and trainers, and what they share: leases, versions, spans."""
 
 import asyncio
 import heapq
-import itertools
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from streamrl.buffer.micro_batch_schedule import Round, ScheduledRound, UpdatePlan
 from streamrl.dataflow import EMA_REFERENCE, GREEDY_CALL, Dataflow, ModelCall
@@ -41,8 +33,8 @@ from streamrl.weights.versions import WeightRegistry
 
 SpanArgs = Mapping[str, SpanArgValue]
 NO_SPAN_ARGS: SpanArgs = {}
-LAST_FACTS = ("lengths", "tokens")
-"""Facts that a process knows at the end of its work."""
+LAST_FACT = "lengths"
+"""Fact that a generator knows at the end of its work."""
 
 
 class ProcessRecorder:
@@ -70,11 +62,11 @@ class ProcessRecorder:
     def pause_spans(self, names: Collection[str]) -> None:
         """End all open spans of these names; `resume_spans` begins them again.
 
-        The ended part has no LAST_FACTS: only the last part of a work carries them.
+        The ended part has no LAST_FACT: only the last part of a work carries it.
         """
         now, self._paused_names = self._clock.time(), names
         self.closed_spans += [
-            (name, lane, since, now, {k: "" if k in LAST_FACTS else v for k, v in args.items()})
+            (name, lane, since, now, {k: "" if k == LAST_FACT else v for k, v in args.items()})
             for lane, (name, since, args) in self._open_spans.items()
             if name in names
         ]
@@ -288,7 +280,6 @@ class SimulationContext:
     """Objects that all simulated processes of a run share.
 
     registries: weight registries by followed role.
-    max_open_rollouts: most rollouts that a generator works on, those in their environment included.
     """
 
     timings: StageTimings
@@ -298,71 +289,16 @@ class SimulationContext:
     recordings: ProcessRecordings
     reference: ReferenceConfig
     registries: Mapping[str, SimulatedWeightRegistry]
-    max_open_rollouts: int
 
 
 @dataclass(eq=False, slots=True)
 class GroupWork:
-    """A group that a generator samples for a stage.
-
-    priority: number of the group, in the order in which sampling begins.
-    num_open: requests of the group that have not ended.
-    tokens_by_version: tokens sampled in turns that have ended.
-    """
+    """A group that a generator samples for a stage, in lane `lane` of its spans."""
 
     group: SimulatedGroup
     stage: str
-    priority: int = 0
-    num_open: int = 0
-    tokens_by_version: Counter[int] = field(default_factory=Counter)
-
-
-class RequestTurn(NamedTuple):
-    """Turn of a request: as `TurnWork`, with the sampled tokens of each rollout."""
-
-    environment_s: float
-    observed_tokens: int
-    lengths: Sequence[int]
-
-
-@dataclass(eq=False, slots=True)
-class SampleRequest:
-    """Rollouts of a group that are sampled together, turn by turn.
-
-    They are a single episode, or, without an environment, all rollouts of the group.
-
-    index: number of the request within the group.
-    final_s: seconds of the environment after the last turn.
-    turn: number of turns that have ended.
-    context: tokens of the rollout so far, prompt included.
-    environment_s: seconds of the environment so far.
-    version: version of the engine at the end of the last turn, to which cached tokens belong.
-    lane: that of the span of the turn that is sampled.
-    """
-
-    work: GroupWork
-    index: int
-    turns: Sequence[RequestTurn]
-    final_s: float
-    context: int
-    turn: int = 0
-    environment_s: float = 0.0
-    version: int = -1
+    lengths: Sequence[int] = ()
     lane: int = -1
-
-    @property
-    def next_turn(self) -> RequestTurn:
-        return self.turns[self.turn]
-
-    @property
-    def ends_with_turn(self) -> bool:
-        """Whether the rollouts end together with the turn that is sampled."""
-        return self.turn + 1 == len(self.turns) and not self.final_s
-
-    def end_turn(self, version: int) -> None:
-        turn = self.next_turn
-        self.context += turn.observed_tokens + turn.lengths[0]
-        self.turn, self.version = self.turn + 1, version
 
 
 class SimulatedGenerator:
@@ -385,8 +321,8 @@ class SimulatedGenerator:
         timing = context.timings.generator
         self._begin_s = timing.begin_s
         stages, group_size = [call.stage for call in calls], context.completions.group_size
-        self._slots = split_slots(context.max_open_rollouts, stages, group_size=group_size)
-        self._engine: SimulatedEngine[SampleRequest] = SimulatedEngine(
+        self._slots = split_slots(timing.max_running, stages, group_size=group_size)
+        self._engine: SimulatedEngine[GroupWork] = SimulatedEngine(
             timing, list(self._slots.values())
         )
         self._generator_pool, lease = pool, pool.lease
@@ -399,8 +335,7 @@ class SimulatedGenerator:
             self._recorder,
         )
         self._awaiting_version: list[GroupWork] = []
-        self._ready_requests: list[SampleRequest] = []
-        self._priorities = itertools.count()
+        self._ready_works: list[GroupWork] = []
         self._clock = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
@@ -432,79 +367,22 @@ class SimulatedGenerator:
         ]
         ready = [work for work in works if work.group.admitted_version <= loaded_version]
         if ready:
-            self._await_environment(
-                [request for work in ready for request in self._open_requests(work)]
-            )
-
-    def _open_requests(self, work: GroupWork) -> Iterator[SampleRequest]:
-        """Yield the requests of a group, whose sampling begins."""
-        completions, uid = self._context.completions, work.group.uid
-        work.priority, prompt_tokens = next(self._priorities), completions.prompt_tokens
-        if not completions.has_environment:
-            greedy = work.stage == GREEDY_CALL.stage
-            lengths = (
-                [completions.get_greedy_length(uid)] if greedy else completions.get_lengths(uid)
-            )
-            work.num_open = 1
-            yield SampleRequest(work, 0, [RequestTurn(0.0, 0, lengths)], 0.0, prompt_tokens)
-            return
-        episodes = completions.get_episodes(uid)
-        work.num_open = len(episodes)
-        for index, episode in enumerate(episodes):
-            turns = [
-                RequestTurn(turn.environment_s, turn.observed_tokens, [turn.sampled_tokens])
-                for turn in episode.turns
-            ]
-            yield SampleRequest(work, index, turns, episode.final_s, prompt_tokens)
-
-    def _await_environment(self, requests: Sequence[SampleRequest]) -> None:
-        """Start the next turn of each request once its environment has answered."""
-        answered = []
-        for request in requests:
-            seconds = request.next_turn.environment_s
-            request.environment_s += seconds
-            if seconds:
-                self._clock.call_later(seconds, self._start_turns, [request])
-            else:
-                answered.append(request)
-        if answered:
-            self._start_turns(answered)
-
-    def _start_turns(self, requests: Sequence[SampleRequest]) -> None:
-        self._ready_requests += requests
-        self._device_hold.begin_work(len(requests))
+            self._ready_works += ready
+            self._device_hold.begin_work(len(ready))
 
     def _start_sampling(self) -> None:
-        now, ready_requests = self._clock.time(), self._ready_requests
-        self._ready_requests = []
-        for request in ready_requests:
-            work, turn = request.work, request.next_turn
-            request.lane = self._recorder.begin_span(work.stage, self._make_span_args(request))
-            self._engine.add_group(
-                request,
-                request.context + turn.observed_tokens,
-                turn.lengths,
-                now,
-                self._slots[work.stage] if request.ends_with_turn else None,
-                priority=work.priority,
-                cached=(request.context, request.version) if request.turn else (0.0, -1),
-            )
+        now, works = self._clock.time(), self._ready_works
+        self._ready_works, completions = [], self._context.completions
+        for work in works:
+            uid, prompt_tokens = work.group.uid, completions.prompt_tokens
+            work.lengths = completions.get_lengths(uid)
+            if work.stage == GREEDY_CALL.stage:
+                work.lengths = [completions.get_greedy_length(uid)]
+            text = " ".join(map(str, work.lengths))
+            facts: SpanArgs = {"uid": uid, "prompt": prompt_tokens, LAST_FACT: text}
+            work.lane = self._recorder.begin_span(work.stage, facts)
+            self._engine.add_group(work, prompt_tokens, work.lengths, now, self._slots[work.stage])
         self._update_timer()
-
-    def _make_span_args(self, request: SampleRequest) -> dict[str, SpanArgValue]:
-        """Return the facts that a real generator records with a group, or with a turn."""
-        uid, turn = request.work.group.uid, request.next_turn
-        if not self._context.completions.has_environment:
-            text = " ".join(map(str, turn.lengths))
-            return {"uid": uid, "prompt": request.context, "lengths": text}
-        return {
-            "uid": uid,
-            "episode": request.index,
-            "turn": request.turn,
-            "context": request.context + turn.observed_tokens,
-            "environment_s": request.environment_s,
-            "tokens": turn.lengths[0],
-        }
 
     # Called by the weight puller (VersionFollower).
 
@@ -551,64 +429,36 @@ class SimulatedGenerator:
         at, self._timer_at = self._timer_at, math.inf
         done = self._engine.advance_to(at)
         self._update_timer()
-        self._finish_turns(done)
+        self._finish_groups(done)
 
-    def _finish_turns(self, done: Sequence[RunningGroup[SampleRequest]]) -> None:
-        ended = []
-        for sampling in done:
-            request = sampling.key
-            self._recorder.end_span(request.lane)
-            request.work.tokens_by_version.update(sampling.tokens_by_version)
-            request.end_turn(self._engine.version)
-            if request.turn < len(request.turns):
-                self._await_environment([request])
-            elif request.final_s:
-                self._clock.call_later(request.final_s, self._end_episode, request)
-            else:
-                ended.append(request)
-            self._device_hold.end_work()
-        self._end_requests(ended)
-        self._request_groups()
-
-    def _end_episode(self, request: SampleRequest) -> None:
-        """End an episode after the final seconds of its environment; return its slot."""
-        self._slots[request.work.stage].free_slots += 1
-        self._end_requests([request])
-        self._request_groups()
-
-    def _end_requests(self, requests: Sequence[SampleRequest]) -> None:
-        """Commit the groups whose last request has ended."""
+    def _finish_groups(self, done: Sequence[RunningGroup[GroupWork]]) -> None:
+        """Commit sampled groups, and request others for their slots."""
         finished: dict[str, list[SimulatedGroup]] = {}
-        for request in requests:
-            work = request.work
-            work.num_open -= 1
-            if not work.num_open:
-                self._set_group_info(work)
-                finished.setdefault(work.stage, []).append(work.group)
+        for sampling in done:
+            work = sampling.key
+            self._recorder.end_span(work.lane)
+            self._set_group_info(work, sampling.tokens_by_version)
+            finished.setdefault(work.stage, []).append(work.group)
+            self._device_hold.end_work()
         for stage, groups in finished.items():
             self._context.queue.commit_groups(stage, groups)
+        self._request_groups()
 
     def _request_groups(self) -> None:
         for stage, slots in self._slots.items():
             if slots.free_slots > 0:
                 self._context.queue.request_groups(stage, self)
 
-    def _set_group_info(self, work: GroupWork) -> None:
+    def _set_group_info(self, work: GroupWork, tokens_by_version: Mapping[int, int]) -> None:
         """Record a sampled group for later stages."""
         completions, group = self._context.completions, work.group
         if work.stage == GREEDY_CALL.stage:
-            group.greedy_tokens = completions.prompt_tokens + completions.get_greedy_length(
-                group.uid
-            )
+            group.greedy_tokens = completions.prompt_tokens + work.lengths[0]
         else:
-            versions = tuple(sorted(work.tokens_by_version.items()))
-            num_sampled = sum(completions.get_lengths(group.uid))
             rollout_tokens = tuple(completions.get_rollout_tokens(group.uid))
+            versions = tuple(sorted(tokens_by_version.items()))
             group.is_filtered = completions.is_filtered(group.uid)
-            num_turns = 0
-            if completions.has_environment:
-                num_turns = sum(len(e.turns) for e in completions.get_episodes(group.uid))
-            group.info = GroupInfo(rollout_tokens, num_sampled, versions, num_turns)
+            group.info = GroupInfo(rollout_tokens, sum(work.lengths), versions)
 
 
 async def sleep_until(when: float) -> None:

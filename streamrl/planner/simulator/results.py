@@ -201,9 +201,8 @@ class SimulationResult:
         end_s: float,
     ) -> MetricsRow:
         prompt_tokens = self.workload.rounded_prompt_tokens
-        # In a run with an environment they include the tokens that it wrote.
         lengths = [n - prompt_tokens for group in outcome.groups for n in group.info.lengths]
-        max_tokens = self.workload.completion_lengths.max_tokens
+        max_tokens = self.workload.lengths.max_tokens
         metrics = {
             "weights/version": float(outcome.version + 1),
             **dict.fromkeys(_UNSIMULATED_METRICS, NAN),

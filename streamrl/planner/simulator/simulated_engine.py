@@ -37,18 +37,12 @@ class RunningGroup(Generic[K]):
 
     slots: the pool to which finished rollouts return their slots.
     num_waiting: rollouts without a slot in the engine.
-    priority: waiting rollouts of lower numbers start first.
-    cached_tokens: tokens of the prefix cache with which each rollout starts, while the engine still
-        has the version `cached_version`.
     last_slot, end_step: slot and last decode step of the running rollout that ends last.
     """
 
     key: K
     slots: ConcurrencyLimit
     num_waiting: int
-    priority: int = 0
-    cached_tokens: float = 0.0
-    cached_version: int = -1
     tokens_by_version: dict[int, int] = field(default_factory=dict)
     last_slot: int = -1
     end_step: int = -1
@@ -62,18 +56,15 @@ creates millions of them, and they sort without a key.
 """
 _WaitingRollout = tuple[RunningGroup[K], float, int]
 """A rollout without a slot: group, tokens before the next sampled token, tokens still to sample."""
-_PREEMPTED = -1
-"""Priority of a group with a preempted rollout, which keeps its place at the head of the queue."""
 
 
 class SimulatedEngine(Generic[K]):
     """Continuous batching of a generator's rollouts; the caller identifies each group by a key.
 
-    A waiting rollout starts, in order of priority, when fewer than `max_running` run and the KV
+    A waiting rollout starts, in order of arrival, when fewer than `max_running` run and the KV
     cache has room for its tokens plus one more token of every running rollout. When the cache is
     full, the newest rollout is preempted: it moves to the head of the waiting queue, and its tokens
-    are prefilled again. A turn of an episode is a group of one rollout, whose earlier tokens the
-    prefix cache may hold. The cache of a version is never used by another.
+    are prefilled again.
     """
 
     def __init__(
@@ -150,36 +141,22 @@ class SimulatedEngine(Generic[K]):
         if slots.free_slots <= 0:
             self._plan = None
 
-    def add_group(  # noqa: PLR0913
+    def add_group(
         self,
         key: K,
         prompt_tokens: float,
         lengths: Sequence[int],
         now: float,
         slots: ConcurrencyLimit | None = None,
-        *,
-        priority: int = 0,
-        cached: tuple[float, int] = (0.0, -1),
     ) -> None:
         """Add a group with a completion of each of these lengths after a prompt, all in tokens.
 
-        Each finished rollout returns a slot to `slots`. priority: lower numbers start first, equal
-            ones in order of arrival. cached: prompt tokens in the prefix cache, and their version.
+        Each finished rollout returns a slot to `slots`.
         """
         self._finish_current_step(now)
-        group = RunningGroup(
-            key, slots or ConcurrencyLimit(0), len(lengths), priority, cached[0], cached[1]
-        )
-        self._plan, waiting = None, self._waiting
-        first = len(waiting)
-        while first and waiting[first - 1][0].priority > priority:
-            first -= 1
-        rollouts = [(group, prompt_tokens, tokens) for tokens in lengths]
-        if first == len(waiting):
-            waiting.extend(rollouts)
-        else:
-            for rollout in reversed(rollouts):
-                waiting.insert(first, rollout)
+        group = RunningGroup(key, slots or ConcurrencyLimit(0), len(lengths))
+        self._plan = None
+        self._waiting.extend((group, prompt_tokens, tokens) for tokens in lengths)
         self._start_waiting()
 
     def advance_to(self, now: float) -> list[RunningGroup[K]]:
@@ -360,7 +337,7 @@ class SimulatedEngine(Generic[K]):
             return
         waiting, running, step = self._waiting, self._running, self.decode_steps
         max_running, kv_tokens = self._timing.max_running, self._timing.kv_tokens
-        count, resident, version = len(running), self.resident_tokens, self.version
+        count, resident = len(running), self.resident_tokens
         last_slot, prefill_tokens = self._last_slot, 0.0
         while waiting and count < max_running:
             group, context, tokens = waiting[0]
@@ -376,8 +353,7 @@ class SimulatedEngine(Generic[K]):
                 group.end_step, group.last_slot = end, last_slot
             running.append((end, last_slot, group, step, context))
             resident += context
-            is_cached = group.cached_version == version
-            prefill_tokens += context - group.cached_tokens if is_cached else context
+            prefill_tokens += context
         if last_slot > self._last_slot:
             running.sort()
             self.resident_tokens, self._last_slot = resident, last_slot
@@ -397,7 +373,6 @@ class SimulatedEngine(Generic[K]):
             context += self.decode_steps - start
             self.resident_tokens -= context
             group.num_waiting += 1
-            group.priority, group.cached_tokens = _PREEMPTED, 0.0
             self._waiting.appendleft((group, context, end - self.decode_steps))
             self.num_preempted += 1
             self._plan = None

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from streamrl.messages import Prompt, make_uid, parse_uid
-from streamrl.planner.problem.workload import EpisodeWork, Workload
+from streamrl.planner.problem.workload import Workload
 
 _BLOCK_SIZE = 256
 """Number of consecutive prompts for which completion lengths are drawn together."""
@@ -38,7 +38,7 @@ class SimulatedPrompts:
 
 
 class CompletionLengths:
-    """Completion lengths of each prompt, in tokens, and the turns of its rollouts.
+    """Completion lengths of each prompt, in tokens.
 
     Simulations with the same seed draw the same lengths, whatever the order of requests.
     """
@@ -46,34 +46,19 @@ class CompletionLengths:
     def __init__(self, workload: Workload, seed: int) -> None:
         self.prompt_tokens = workload.rounded_prompt_tokens
         self.group_size = workload.group_size
-        self.has_environment = workload.turns.has_environment
         self._lengths = workload.lengths
-        self._turns = workload.turns
         self._filtered_fraction = workload.filtered_fraction
         self._seed = seed
         self._length_blocks: dict[int, list[list[int]]] = {}
         self._filtered_flags: dict[int, list[bool]] = {}
         self._lengths_by_uid: dict[str, list[int]] = {}
-        self._episodes_by_uid: dict[str, list[EpisodeWork]] = {}
         self._rollout_tokens_by_uid: dict[str, list[int]] = {}
 
-    def get_episodes(self, uid: str) -> Sequence[EpisodeWork]:
-        """Return the turns of each rollout of a prompt."""
-        episodes = self._episodes_by_uid.get(uid)
-        if episodes is None:
-            rng = np.random.default_rng((self._seed, *parse_uid(uid)[:2], 2))
-            episodes = [self._turns.draw_episode(n, rng) for n in self.get_lengths(uid)]
-            self._episodes_by_uid[uid] = episodes
-        return episodes
-
     def get_rollout_tokens(self, uid: str) -> Sequence[int]:
-        """Return the tokens of each rollout of a prompt: prompt, sampled and observed."""
+        """Return the tokens of each rollout of a prompt, the prompt's included."""
         tokens = self._rollout_tokens_by_uid.get(uid)
         if tokens is None:
-            lengths = self.get_lengths(uid)
-            if self.has_environment:
-                lengths = [e.sampled_tokens + e.observed_tokens for e in self.get_episodes(uid)]
-            tokens = [self.prompt_tokens + length for length in lengths]
+            tokens = [self.prompt_tokens + length for length in self.get_lengths(uid)]
             self._rollout_tokens_by_uid[uid] = tokens
         return tokens
 

@@ -172,7 +172,6 @@ class SimulatedRun:
             ProcessRecordings(),
             scenario.reference_config,
             {},
-            scenario.run_options.open_episodes or timings.generator.max_running,
         )
         self._clock = asyncio.get_running_loop()
 
@@ -343,7 +342,7 @@ def check_workload(workload: Workload, timings: StageTimings, steps: int) -> Non
     if steps < 1:
         raise ConfigError(f"steps={steps}: must be at least 1")
     workload.check_micro_batch_tokens()
-    longest = workload.rounded_prompt_tokens + workload.completion_lengths.max_tokens
+    longest = workload.rounded_prompt_tokens + workload.lengths.max_tokens
     if timings.generator.kv_tokens < longest:
         raise ConfigError(
             f"timings.generator.kv_tokens={timings.generator.kv_tokens:g}: must be at least"

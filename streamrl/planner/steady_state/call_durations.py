@@ -2,20 +2,12 @@
 
 Generation is continuous batching (`continuous_batching.py`). Completion lengths are the quantiles
 of their distribution in a fixed order, plus the expected longest rollout of a step.
-
-Environment time of episodes, as part of a generator's timing.
-
-An episode takes no slot of the engine while its environment works. It advances by a sampled token
-in s(b) + e seconds: a decode step with b running rollouts, and its environment's time per sampled
-token. By Little's law, b = M s(b) / (s(b) + e) of M open episodes run. So a generator with M open
-episodes is one with M running rollouts whose decode steps take e longer, and in which each rollout
-costs only the share b / M of the reads and computations of a running one.
 """
 
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 
 import numpy as np
@@ -37,89 +29,6 @@ from streamrl.planner.steady_state.stragglers import (
     estimate_slowest_replica_factor,
     sample_loads,
 )
-
-BISECTIONS = 40
-
-
-@dataclass(frozen=True)
-class OpenEpisodes:
-    """Episodes of a workload on a generator replica.
-
-    timing: with the time to prefill observations, spread over the sampled tokens.
-    slots: rollouts that the replica samples at a time.
-    context_tokens: mean tokens of a running rollout.
-    token_environment_s: seconds of the environment per sampled token.
-    """
-
-    timing: GeneratorTiming
-    slots: float
-    context_tokens: float
-    token_environment_s: float
-
-    @classmethod
-    def from_workload(
-        cls, timing: GeneratorTiming, workload: Workload, *, mean_length: float, mean_age: float
-    ) -> "OpenEpisodes":
-        """Describe the episodes of a workload.
-
-        mean_length: mean sampled tokens. mean_age: tokens sampled so far, mean over the time of a
-            rollout.
-        """
-        turns = workload.turns
-        # The other half of the observations is part of `context_tokens`, prefilled at the start.
-        observed_per_token = turns.mean_observed_tokens / 2 / mean_length
-        rollout_s = timing.rollout_s + observed_per_token * timing.prefill_token_s
-        context = workload.context_tokens + mean_age
-        slots = max(1.0, min(float(timing.max_running), timing.kv_tokens / context))
-        return cls(
-            replace(timing, rollout_s=rollout_s),
-            slots,
-            context,
-            turns.mean_environment_s / mean_length,
-        )
-
-    def count_open(self, running: float) -> float:
-        """Return how many open episodes keep so many rollouts running."""
-        if not self.token_environment_s:
-            return running
-        step_s = self.timing.decode_step_s(running, running * self.context_tokens)
-        return running * (1 + self.token_environment_s / step_s)
-
-    @property
-    def needed(self) -> float:
-        """Open episodes that fill all slots."""
-        return self.count_open(self.slots)
-
-    def find_running(self, open_episodes: float) -> float:
-        """Return how many rollouts run, at most `slots`, while so many episodes are open."""
-        if open_episodes >= self.needed:
-            return self.slots
-        low, high = 0.0, min(self.slots, open_episodes)
-        for _ in range(BISECTIONS):
-            middle = (low + high) / 2
-            if self.count_open(middle) < open_episodes:
-                low = middle
-            else:
-                high = middle
-        return high
-
-    def make_timing(self, open_episodes: float, max_open: float) -> GeneratorTiming:
-        """Return the timing in which an open episode counts as a running rollout.
-
-        open_episodes: episodes that the replica has. max_open: most that it keeps open.
-        """
-        running = self.find_running(min(open_episodes, max_open))
-        timing, share = self.timing, running / self.count_open(running)
-        return replace(
-            timing,
-            max_running=max(1, round(min(max_open, timing.max_running * self.needed / self.slots))),
-            kv_tokens=timing.kv_tokens / share,
-            kv_token_s=timing.kv_token_s * share,
-            compute_rollout_s=timing.compute_rollout_s * share,
-            step_s=timing.step_s + self.token_environment_s,
-            rollout_s=timing.rollout_s * share,
-        )
-
 
 MAX_ROLLOUTS = 256
 """Most simulated rollouts that start together on a replica; each may stand for several."""
@@ -165,26 +74,8 @@ class GenerationModel:
 
     def count_slots(self, timing: GeneratorTiming) -> float:
         """Return the mean number of rollouts that fit into a replica at a time, at least 1."""
-        fitting = timing.kv_tokens / (self.workload.context_tokens + self._mean_age)
+        fitting = timing.kv_tokens / (self.workload.prompt_tokens + self._mean_age)
         return max(1.0, min(float(timing.max_running), fitting))
-
-    def describe_open_episodes(self, timing: GeneratorTiming) -> OpenEpisodes:
-        return OpenEpisodes.from_workload(
-            timing, self.workload, mean_length=self._mean_length, mean_age=self._mean_age
-        )
-
-    def add_environment_time(
-        self, timing: GeneratorTiming, open_episodes: int | None, steps_ahead: int
-    ) -> GeneratorTiming:
-        """Return a timing in which open episodes count as running rollouts.
-
-        All other methods take such a timing; without an environment it equals `timing`.
-        open_episodes: most open episodes of a replica; None: those that it samples at a time.
-        """
-        max_open = float(open_episodes or timing.max_running)
-        return self.describe_open_episodes(timing).make_timing(
-            (steps_ahead + 1) * self._count_replica_rollouts(timing), max_open
-        )
 
     def _count_replica_rollouts(self, timing: GeneratorTiming) -> float:
         """Return the rollouts of a step on each replica."""
@@ -298,7 +189,7 @@ class GenerationModel:
             edges, overhead_s = [*edges, end], [*overhead_s, 0.0]
             running, resident = (
                 [*running, 1.0],
-                [*resident, self.workload.context_tokens + undelayed_end],
+                [*resident, self.workload.prompt_tokens + undelayed_end],
             )
         rollouts = self.count_max_replica_groups(timing.replicas) * self.rollouts_per_group
         slots = self.count_slots(timing)
@@ -322,9 +213,9 @@ class GenerationModel:
         """
         replica_rollouts = self._count_replica_rollouts(timing)
         running = max(1.0, min(self.count_slots(timing), (steps_ahead + 1) * replica_rollouts))
-        resident = running * (self.workload.context_tokens + self._mean_age)
+        resident = running * (self.workload.prompt_tokens + self._mean_age)
         step_s = timing.decode_step_s(running, resident)
-        overhead_s = self.workload.context_tokens * timing.prefill_token_s
+        overhead_s = self.workload.prompt_tokens * timing.prefill_token_s
         overhead_s += timing.group_s / self.rollouts_per_group
         return replica_rollouts * (self._mean_length * step_s / running + overhead_s)
 
@@ -358,7 +249,7 @@ class GenerationModel:
         simulated_groups = max(
             1, min(groups, min(MAX_ROLLOUTS, max_start_rollouts) // self.rollouts_per_group)
         )
-        scale, prompt = groups / simulated_groups, self.workload.context_tokens
+        scale, prompt = groups / simulated_groups, self.workload.prompt_tokens
         slots = min(float(max_running), token_capacity / (prompt + self._mean_age))
         return [
             schedule_replica(
@@ -490,7 +381,7 @@ def pack_mini_batch(workload: Workload, dp_size: int) -> tuple[int, float]:
     if dp_size not in workload.packing_cache:
         rollouts = math.ceil(workload.num_rollouts / workload.mini_batches)
         ranks = (np.arange(rollouts) + 0.5) / rollouts
-        completions = workload.completion_lengths.quantiles(ranks)
+        completions = workload.lengths.quantiles(ranks)
         lengths = np.rint(workload.prompt_tokens + completions).astype(int).tolist()
         budget = max(int(workload.micro_batch_tokens), *lengths)
         packer = MicroBatchPacker(world_size=dp_size, micro_batch_tokens=budget)

@@ -10,7 +10,7 @@ rollouts of several steps (`overlapping_steps.py`).
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from streamrl.placement.clusters import Cluster
@@ -272,10 +272,6 @@ class PlacementEstimator:
 
     def _make_job_graph(self, placement: Placement) -> JobGraph:
         problem, timings = self.problem, self.costs.predict_timings(placement)
-        generator = self.select_generation(placement).add_environment_time(
-            timings.generator, problem.run_options.open_episodes, placement.max_staleness
-        )
-        timings = replace(timings, generator=generator)
         return JobGraph(self.call_graph, problem.workload, placement, timings, problem.run_options)
 
     def estimate(self, placement: Placement) -> PlacementEstimate:

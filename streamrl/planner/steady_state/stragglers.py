@@ -72,7 +72,7 @@ def sample_loads(workload: Workload, per_group: int, replicas: int) -> ReplicaLo
     counts = sample_chain_lengths(workload.filtered_fraction, count * groups, rng)
     lengths = workload.lengths.sample(int(counts.sum()) * per_group, rng).astype(np.float64)
     group_lengths = lengths.reshape(-1, per_group)
-    read = group_lengths * workload.context_tokens + group_lengths**2 / 2
+    read = group_lengths * workload.prompt_tokens + group_lengths**2 / 2
     firsts = np.cumsum(counts) - counts
     rounds = -(-groups // replicas)
 

@@ -11,7 +11,6 @@ from streamrl.buffer.run_log import TrainedStep
 from streamrl.buffer.segment_file import JournalRecord
 from streamrl.config.run_config import RunConfig, config_to_dict, dump_config, load_config
 from streamrl.dataflow import POLICY
-from streamrl.planner.problem.problem import RunOptions
 from streamrl.planner.problem.stage_timings import (
     GeneratorTiming,
     ScoreTiming,
@@ -19,7 +18,7 @@ from streamrl.planner.problem.stage_timings import (
     TrainTiming,
     WeightsTiming,
 )
-from streamrl.planner.problem.workload import SINGLE_TURN, EmpiricalLengths, EpisodeTurns, Workload
+from streamrl.planner.problem.workload import EmpiricalLengths, Workload
 from streamrl.planner.simulator.results import SimulationResult
 from streamrl.planner.simulator.simulation import run_simulation
 from streamrl.planner.to_placement import build_run_placement
@@ -69,27 +68,20 @@ def recipe(folder: Path, *overrides: str) -> RunConfig:
 
 
 def play(
-    config: RunConfig,
-    timings: StageTimings = TRUE,
-    *,
-    steps: int = 16,
-    seed: int = 0,
-    episodes: EpisodeTurns | None = None,
+    config: RunConfig, timings: StageTimings = TRUE, *, steps: int = 16, seed: int = 0
 ) -> SimulationResult:
-    """Simulate a run of this config with these timings, and with these episodes if any."""
+    """Simulate a run of this config with these timings."""
     workload = Workload(
         config.pipeline.groups_per_step,
         config.algorithm.group_size,
         7,
-        LENGTHS if episodes is None else episodes.lengths,
+        LENGTHS,
         config.algorithm_settings.epochs,
         config.algorithm_settings.mini_batches,
         config.pipeline.micro_batch_tokens,
         config.algorithm_settings.scope == "step",
-        turns=episodes or SINGLE_TURN,
     )
     placement = build_run_placement(config, ["policy", "critic"])
-    options = RunOptions(open_episodes=config.environment.open_episodes)
     return run_simulation(
         config.dataflow,
         placement,
@@ -97,7 +89,6 @@ def play(
         workload,
         steps=steps,
         seed=seed,
-        run_options=options,
     )
 
 

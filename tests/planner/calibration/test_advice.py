@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.errors import ConfigError
 from streamrl.planner.calibration.advice import (
     SettingsAdvice,
     describe_run,
@@ -55,6 +56,27 @@ def test_a_training_bound_run_gains_from_a_trainer_replica_only(
     assert change(advice, "one more trainer replica") < -0.3
     assert change(advice, "one more generator") == pytest.approx(0, abs=0.05)
     assert "trainer.world_size=2" in advice.options[0].settings
+
+
+def test_a_run_of_episodes_has_too_few_open_and_is_not_simulated(tmp_path: Path):
+    environment = f"environment={{path: {tmp_path}/game.py, max_turns: 3, open_episodes: 4}}"
+    words = ("rewards=[{kind: environment}]", "pipeline.max_staleness=0")
+    sizes = ("pipeline.groups_per_step=4", "generator.max_concurrent_rollouts=4")
+    config = recipe(tmp_path, environment, *words, *sizes)
+    shares = {"decode_frac": 0.2, "wait_frac": 0.1, "environment_frac": 0.7, "turns": 2.0}
+    metrics = {f"episode/{name}": value for name, value in shares.items()}
+    run_dir = write_run(tmp_path / "run", config, play(config, steps=10), metrics)
+    # Spans of turns have other facts than those of groups.
+    trace = replace(load_run_trace(run_dir), generated_groups=[])
+    all_lines = describe_run(trace)
+    first = next(n for n, line in enumerate(all_lines) if line.startswith("episodes"))
+    lines = all_lines[first : first + 2]
+    assert lines[0].startswith("episodes    2 turns, 0 calls")
+    assert "20% sampling, 10% waiting for a slot or the devices, 70% waiting for" in lines[0]
+    # 4 * (1 + 0.7 / 0.2) = 18, but a step has 16 episodes.
+    assert "environment.open_episodes=16 keep more of its 4 decode slots" in lines[1]
+    with pytest.raises(ConfigError, match="no sampled groups with lengths: the run has an envi"):
+        recommend_settings(trace)
 
 
 def test_a_generation_bound_run_is_recognized(tmp_path: Path):

@@ -20,7 +20,7 @@ def make_replay() -> DecodeReplay:
     lengths = [rng.choice([2, 4, 6, 7, 8, 12], 8).tolist() for _ in range(128)]
     begins = 10.0 * np.repeat(np.arange(4), 32)
     none: Array = np.array([], np.float64)
-    replay = DecodeReplay(begins, begins, [5] * 128, lengths, begins >= 0, none, [0] * 128)
+    replay = DecodeReplay(begins, begins, [5] * 128, lengths, begins >= 0, none)
     return replace(replay, end_times=replay.replay_groups(TRUE, pause_s=0.0))
 
 

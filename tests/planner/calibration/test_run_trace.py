@@ -145,4 +145,4 @@ def test_spans_without_lengths_are_an_error(run_dir: Path):
     trace = run_dir / "trace.json"
     trace.write_text(trace.read_text().replace('"lengths"', '"sizes"'))
     with pytest.raises(ConfigError, match="truncated or of an older version"):
-        load_run_trace(run_dir)
+        load_run_trace(run_dir).lengths  # noqa: B018
