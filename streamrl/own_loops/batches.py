@@ -61,7 +61,7 @@ class BatchRef:
     def __or__(self, other: "BatchRef") -> "BatchRef":
         """Return the batch with the columns of both batches, which have the same rows.
 
-        Raises ValueError if both have a column; `replace` replaces it.
+        Raises ValueError if both have a column; `drop` takes it out of one.
         """
         if not isinstance(other, BatchRef):
             return NotImplemented
@@ -69,23 +69,9 @@ class BatchRef:
             raise ValueError(f"columns {', '.join(duplicates)} are in both of the joined batches")
         return BatchRef({**self.columns, **other.columns})
 
-    def replace(self, other: Any) -> Any:
-        """Return the batch with the columns of `other` in the place of its own of these names.
-
-        The result is a pending reply if `other` is.
-        """
-        if not isinstance(other, BatchRef):
-            return other.replace_in(self)
-        self._check_names("replace", other.columns)
-        return BatchRef({**self.columns, **other.columns})
-
     def drop(self, *names: str) -> "BatchRef":
         self._check_names("drop", names)
         return BatchRef({name: self.columns[name] for name in self.columns if name not in names})
-
-    def select(self, *names: str) -> "BatchRef":
-        self._check_names("select", names)
-        return BatchRef({name: self.columns[name] for name in names})
 
     def rename(self, new_names: Mapping[str, str]) -> "BatchRef":
         """Return the batch with columns renamed from the keys of `new_names` to its values."""

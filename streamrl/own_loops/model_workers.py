@@ -23,14 +23,13 @@ from streamrl.actors.coordination.trainer_group import ParallelTrainer
 from streamrl.actors.engine_factory import RealEngineFactory
 from streamrl.actors.shared_weights import SharedWeights
 from streamrl.actors.trainer import make_logprob_check
-from streamrl.actors.transport.ray_calls import RAY_ACCESS
 from streamrl.algorithms import summarize_policy
 from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.algorithms.math.training_metrics import summarize_critic
 from streamrl.buffer.micro_batch_schedule import MicroBatch, Round, ScheduledRound
 from streamrl.config.preflight import check_worker_memory
 from streamrl.config.role_counts import with_placement_mode
-from streamrl.config.run_config import RunConfig
+from streamrl.config.run_config import RunConfig, with_settings
 from streamrl.dataflow import (
     CRITIC,
     CRITIC_BY_COLUMN,
@@ -49,6 +48,7 @@ from streamrl.engines.memory.worker_memory import WorkerMemory
 from streamrl.engines.training.collate import derive_columns
 from streamrl.engines.training.rollout_sums import sum_rollouts
 from streamrl.errors import ConfigError, StreamError
+from streamrl.files.typed_settings import Conflict, check_conflicts
 from streamrl.messages import (
     COLUMN_SPECS,
     Array,
@@ -65,8 +65,6 @@ from streamrl.stream.protocols import TrainStepResult
 from streamrl.stream.step_metrics import average_metrics, compute_score_metrics
 from streamrl.stream.train_step import ReadyRounds, RoundRunner, make_scheduler
 from streamrl.weights import WeightManifest
-from streamrl.weights.buckets import publish_gathered, unpack_tensors
-from streamrl.weights.transports.object_store import ObjectStoreReader, ObjectStoreWriter
 from streamrl.weights.versions import is_logprob_check_due
 
 
@@ -75,10 +73,10 @@ def set_world_size(config: RunConfig, ranks: int) -> RunConfig:
 
     Sets the critic's world size too if the config has one.
     """
-    trainer, critic = replace(config.trainer, world_size=ranks), config.critic
-    if "world_size" in critic.trainer:
-        critic = replace(critic, trainer={**critic.trainer, "world_size": ranks})
-    return replace(config, trainer=trainer, critic=critic)
+    settings = {"trainer.world_size": ranks}
+    if "world_size" in config.critic.trainer:
+        settings["critic.trainer.world_size"] = ranks
+    return with_settings(config, settings)
 
 
 def make_loop_config(config: RunConfig, ranks: int) -> RunConfig:
@@ -86,23 +84,16 @@ def make_loop_config(config: RunConfig, ranks: int) -> RunConfig:
 
     Raises ConfigError for settings that have no effect in an own loop or are not supported there.
     """
-    mode, tensor_parallel = config.placement.mode, config.generator.tensor_parallel
-    every = config.reference.every
-    fixed_settings = (
-        ("filter.kind", config.filter.kind, "none", "filters no groups"),
-        ("reference.every", every, 0, "has a fixed reference"),
-        ("generator.tensor_parallel", tensor_parallel, 1, "has a whole generator in each worker"),
-    )
-    for key, value, required, reason in fixed_settings:
-        if value != required:
-            raise ConfigError(f"{key}={value}: an own loop {reason}; must be {required}")
-    if config.environment.is_enabled:
-        raise ConfigError(f"{config.environment.settings_text}: an own loop samples single turns")
-    if mode not in ("auto", "colocated"):
-        raise ConfigError(
-            f"placement.mode={mode}: in an own loop the policy's workers both train and"
-            " generate; must be auto or colocated"
-        )
+    is_split = config.generator.tensor_parallel > 1
+    is_placed = config.placement.mode not in ("auto", "colocated")
+    conflicts: list[Conflict] = [
+        (config.filter.is_enabled, "filter.kind", "an own loop filters no groups"),
+        (config.reference.every, "reference.every", "an own loop has a fixed reference"),
+        (is_split, "generator.tensor_parallel", "an own loop generates with whole models"),
+        (config.environment.is_enabled, "environment.path", "an own loop samples single turns"),
+        (is_placed, "placement.mode", "an own loop trains and generates in the same workers"),
+    ]
+    check_conflicts(config, conflicts)
     return with_placement_mode(set_world_size(config, ranks), "colocated")
 
 
@@ -257,18 +248,6 @@ class TrainedWorker:
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = context.address, str(context.port)
         self._trainer = RankTrainer(role, config, max_length, context.rank)
         self._version = 0
-
-    @transfers("TO_ALL_FROM_FIRST")
-    def publish_weights(self) -> WeightManifest | None:
-        """Store the current weights in Ray's object store, for `load_weights` of a ScorerWorker."""
-        model, is_first = self._trainer.model, self._context.rank == 0
-        return publish_gathered(
-            model.full_state(),
-            version=self._version,
-            bucket_bytes=self._config.weights.bucket_bytes,
-            writer=ObjectStoreWriter(RAY_ACCESS.put_object) if is_first else None,
-            is_collective=model.has_sharded_params,
-        )
 
     async def _train_batch(
         self, batch: Batch, adaptive_params: Mapping[str, float]
@@ -452,7 +431,7 @@ class ScorerWorker:
     """Worker that scores groups in a role as a scorer of the stream does.
 
     role: reward, cost, reference, value or cost_value. The last three have a model of their own,
-    which starts as the policy or the critic of the config; `load_weights` changes its weights.
+    the policy or the critic that the config starts from.
     """
 
     def __init__(
@@ -480,16 +459,6 @@ class ScorerWorker:
         for call in calls:
             scored |= self._score_stage(call, batch)
         return scored
-
-    @transfers("ONE_TO_ALL")
-    def load_weights(self, weights: WeightManifest) -> None:
-        """Load the weights that `publish_weights` of a trained worker returned."""
-        follower = self._scorer.follower
-        if follower is None:
-            raise ConfigError(f"load_weights: a {self._role} scorer has no model of its own")
-        reader = ObjectStoreReader(self._role, RAY_ACCESS.fetch_objects)
-        tensors = unpack_tensors(weights, reader.fetch_buckets(weights))
-        self._loop.run(_await_result(follower.load_weights(tensors, weights.version)))
 
     def _score_stage(self, call: ModelCall, batch: Batch) -> dict[str, list[Array]]:
         if self._scorer.follower is None:

@@ -40,14 +40,12 @@ class WorkerContext:
     """Rank of a worker in its group and address of the group; first argument of its constructor.
 
     address, port: rendezvous at rank 0, for torch.distributed.
-    slot: index of the worker's slot in the resource pool.
     """
 
     rank: int
     mesh: WorkerMesh
     address: str
     port: int
-    slot: int
 
     @property
     def size(self) -> int:
@@ -87,11 +85,8 @@ class TransferProtocol:
             if isinstance(value, BatchRef) and len(value) and isinstance(answer, BatchRef)
         }
         if len(multiples) > 1 or any(m < 1 or m % 1 for m in multiples):
-            per_row = ", ".join(f"{multiple:g}" for multiple in sorted(multiples))
-            raise ValueError(
-                f"{per_row} rows returned per input row: must be a whole number, the same on every"
-                " rank"
-            )
+            rule = "must be a whole number, the same on every rank"
+            raise ValueError(f"{sorted(multiples)} rows returned per input row: {rule}")
 
 
 def split_rows(get_assignment: SelectLayout) -> TransferProtocol:

@@ -41,8 +41,6 @@ class ResourcePool:
 
     cpus, gpus: resources of a slot.
     groups: how many worker groups may share a slot, each with an equal fraction.
-    strategy: Ray's placement strategy: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD.
-
     Raises ConfigError if the resources are not free within timeout_s.
     """
 
@@ -53,7 +51,6 @@ class ResourcePool:
         cpus: float = 1.0,
         gpus: float = 0.0,
         groups: int = 4,
-        strategy: str = "PACK",
         timeout_s: float = 60.0,
     ) -> None:
         if min(slots, groups) < 1 or min(cpus, gpus) < 0 or max(cpus, gpus) == 0:
@@ -67,7 +64,7 @@ class ResourcePool:
         self._used_shares = [0] * slots
         bundle = {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
         bundles = [bundle] * slots
-        self._placement = reserve_bundles(bundles, strategy=strategy, timeout_s=timeout_s)
+        self._placement = reserve_bundles(bundles, timeout_s=timeout_s)
         self._bundles = order_bundles(self._placement, bundles)
         self.is_closed = False
 
@@ -125,13 +122,12 @@ class WorkerHost:
         worker: type,
         rank: int,
         mesh: WorkerMesh,
-        slot: int,
         rendezvous: tuple[str, int],
         arguments: Sequence[Any],
     ) -> WorkerFailure | None:
         """Construct the worker of a rank; return its error, if any."""
         try:
-            self._worker = worker(WorkerContext(rank, mesh, *rendezvous, slot), *arguments)
+            self._worker = worker(WorkerContext(rank, mesh, *rendezvous), *arguments)
         except Exception as error:  # noqa: BLE001
             return WorkerFailure.from_exception(error)
         return None
@@ -176,8 +172,7 @@ def fetch_rows(batch: BatchRef) -> dict[str, Any]:
 class WorkerGroupReply:
     """Reply of a worker group's call, usable as an argument of further calls before it arrives.
 
-    `a | b` is the batch with the columns of both; replace, drop, select and rename are those of a
-    BatchRef.
+    `a | b` is the batch with the columns of both; drop and rename are those of a BatchRef.
     """
 
     def __init__(self, collect: Callable[[], Any]) -> None:
@@ -204,18 +199,8 @@ class WorkerGroupReply:
     def __ror__(self, other: BatchRef) -> "WorkerGroupReply":
         return WorkerGroupReply(lambda: _require_batch(other) | _require_batch(self))
 
-    def replace(self, other: "WorkerGroupReply | BatchRef") -> "WorkerGroupReply":
-        return WorkerGroupReply(lambda: _require_batch(self).replace(_require_batch(other)))
-
-    def replace_in(self, batch: BatchRef) -> "WorkerGroupReply":
-        """Return `batch.replace(self)`, without waiting for this reply."""
-        return WorkerGroupReply(lambda: batch.replace(_require_batch(self)))
-
     def drop(self, *names: str) -> "WorkerGroupReply":
         return WorkerGroupReply(lambda: _require_batch(self).drop(*names))
-
-    def select(self, *names: str) -> "WorkerGroupReply":
-        return WorkerGroupReply(lambda: _require_batch(self).select(*names))
 
     def rename(self, new_names: Mapping[str, str]) -> "WorkerGroupReply":
         return WorkerGroupReply(lambda: _require_batch(self).rename(new_names))
@@ -238,7 +223,7 @@ def _require_batch(value: Any) -> BatchRef:
 
 
 class WorkerGroup:
-    """Workers of a class on a pool, a worker per slot from `first_slot` on.
+    """Workers of a class on a pool, a worker in each of its first slots.
 
     worker: class whose constructor takes a WorkerContext and then `arguments`. Its methods with
     `@transfers` become methods of the group.
@@ -257,7 +242,6 @@ class WorkerGroup:
         worker: type,
         *arguments: Any,
         mesh: WorkerMesh,
-        first_slot: int = 0,
         env: Mapping[str, str] | None = None,
         timeout_s: float = GROUP_CALL_TIMEOUT_S,
     ) -> None:
@@ -269,12 +253,8 @@ class WorkerGroup:
                 f"{self._name}.{method}: WorkerGroup itself has a method of this name; rename the"
                 " worker's"
             )
-        slots = range(first_slot, first_slot + mesh.size)
-        if first_slot < 0 or slots.stop > pool.slots:
-            raise ConfigError(
-                f"{self._name}: {mesh.size} ranks from slot {first_slot} on; the pool has"
-                f" {pool.slots} slots"
-            )
+        if mesh.size > pool.slots:
+            raise ConfigError(f"{self._name}: {mesh.size} ranks; the pool has {pool.slots} slots")
         self._pool = pool
         self._slots: list[int] = []
         self._hosts: list[Any] = []
@@ -283,7 +263,7 @@ class WorkerGroup:
         make_host: Any = ray.remote(WorkerHost)
         runtime_env = {"env_vars": {"OMP_NUM_THREADS": "1", **(env or {})}}
         try:
-            for slot in slots:
+            for slot in range(mesh.size):
                 options = pool.acquire_slot(slot)
                 self._slots.append(slot)
                 self._hosts.append(make_host.options(runtime_env=runtime_env, **options).remote())
@@ -292,8 +272,8 @@ class WorkerGroup:
             raise
         rendezvous = self._hosts[0].find_rendezvous.remote()
         self._build_replies: list[Any] | None = [
-            host.build_worker.remote(worker, rank, mesh, slot, rendezvous, arguments)
-            for rank, (slot, host) in enumerate(zip(slots, self._hosts, strict=True))
+            host.build_worker.remote(worker, rank, mesh, rendezvous, arguments)
+            for rank, host in enumerate(self._hosts)
         ]
 
     def wait_until_ready(self) -> None:

@@ -221,25 +221,22 @@ def test_columns_of_two_batches_are_sliced_together():
         join_batches([make_batch(1, "x"), make_batch(1, "y")])
 
 
-def test_columns_are_replaced_dropped_selected_and_renamed():
-    stored = {1: {"x": [1, 2], "y": [3, 4]}, 2: {"y": [5, 6]}}
-    first, second = (BatchRef.from_stored(i, columns, 2) for i, columns in stored.items())
+def test_columns_are_dropped_and_renamed():
+    stored = {1: {"x": [1, 2], "y": [3, 4]}}
+    first = BatchRef.from_stored(1, stored[1], 2)
 
     def resolved(ref: BatchRef) -> dict[str, Any]:
         return ref.resolve_columns(stored)
 
-    assert resolved(first.replace(second)) == {"x": [1, 2], "y": [5, 6]}
-    assert resolved(first.drop("x")) == resolved(first.select("y")) == {"y": [3, 4]}
+    assert resolved(first.drop("x")) == {"y": [3, 4]}
     renamed = first.rename({"x": "y", "y": "z"})
     assert resolved(renamed) == {"y": [1, 2], "z": [3, 4]}
     assert resolved(join_batches([renamed, renamed]).slice_rows(1, 3))["y"] == [2, 1]
     for call, message in (
-        (lambda: second.replace(first), "replace: the batch has no column x; its columns: y"),
         (lambda: first.drop("z", "a"), "drop: the batch has no column a, z; its columns: x, y"),
-        (lambda: first.select("z"), "select: the batch has no column z"),
         (lambda: first.rename({"z": "x"}), "rename: the batch has no column z"),
         (lambda: first.rename({"x": "y"}), "rename: two columns would be named y"),
-        (lambda: second.drop("y"), "a batch must have at least one column"),
+        (lambda: first.drop("x", "y"), "a batch must have at least one column"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
