@@ -31,9 +31,8 @@ from streamrl.actors.transport.ray_calls import RAY_ACCESS, await_reply
 from streamrl.buffer import ExperienceQueue, QueueShard, ShardCapacity, StageSchema
 from streamrl.buffer.encoding import join_pieces
 from streamrl.buffer.group import ShardState
-from streamrl.buffer.journal import RecordLog
+from streamrl.buffer.journal import JournalRecord, RecordLog, encode_record
 from streamrl.buffer.micro_batch_schedule import MicroBatch
-from streamrl.buffer.segment_file import JournalRecord, encode_record
 from streamrl.config.run_config import RunConfig
 from streamrl.data.prompt_stream import SkippedRows
 from streamrl.dataflow import GENERATE_CALL, POLICY, REWARD_CALL, CallKind, ModelCall

@@ -9,8 +9,7 @@ from msgspec.structs import replace
 from streamrl.buffer import QueueConfig, QueueShard, ShardCapacity, StageSchema
 from streamrl.buffer.encoding import ColumnCommit, count_blob_bytes, join_pieces
 from streamrl.buffer.group import ShardState
-from streamrl.buffer.journal import RecordLog
-from streamrl.buffer.segment_file import JournalRecord
+from streamrl.buffer.journal import JournalRecord, RecordLog
 
 CALL_S = 0.001
 RETRY_S = 0.2

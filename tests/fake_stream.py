@@ -23,9 +23,9 @@ from streamrl.buffer import (
     StageSchema,
     StepAssembler,
 )
-from streamrl.buffer.leases import OverdueLease
 from streamrl.buffer.micro_batch_schedule import UpdatePlan
 from streamrl.buffer.run_log import recover_run_log
+from streamrl.buffer.shard import OverdueLease
 from streamrl.buffer.staleness_credits import MAX_FACTOR, OversamplingController
 from streamrl.dataflow import (
     CRITIC,

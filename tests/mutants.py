@@ -32,7 +32,7 @@ class Mutant(NamedTuple):
 MUTANTS: tuple[Mutant, ...] = (
     # algorithms
     Mutant(
-        "algorithms/math/kl.py",
+        "algorithms/math/tokens.py",
         "return _ratio_minus_one(-x) + x",
         "return (-x).exp() - 1 + x",
         "tests/algorithms/math/test_kl.py",
@@ -75,7 +75,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/buffer/test_step_assembler.py",
     ),
     Mutant(
-        "buffer/leases.py",
+        "buffer/shard.py",
         "if active.expires_at > now:  # renewed",
         "if active.expires_at > math.inf:  # renewed",
         "tests/buffer/test_leases.py",
@@ -93,13 +93,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/buffer/test_journal.py",
     ),
     Mutant(
-        "buffer/segment_file.py",
+        "buffer/journal.py",
         "if check != _compute_body_checksum(fields, meta, (payload,), offset):",
         "if not check:",
         "tests/buffer/test_segment_file.py",
     ),
     Mutant(
-        "buffer/ledger.py",
+        "buffer/run_log.py",
         "if lost or unknown:",
         "if lost:",
         "tests/buffer/test_ledger.py",

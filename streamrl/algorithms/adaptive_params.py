@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 
 from streamrl.algorithms.algorithm import Algorithm, AlgorithmSettings
-from streamrl.algorithms.math.kl import adapt_kl_coef
+from streamrl.algorithms.math.tokens import adapt_kl_coef
 
 
 class AdaptiveParams:

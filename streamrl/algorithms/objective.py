@@ -24,9 +24,8 @@ from streamrl.algorithms.math.correction import (
     off_policy_sequence_mask,
     rejection_mask,
 )
-from streamrl.algorithms.math.kl import kl_estimate
 from streamrl.algorithms.math.losses import aggregate_loss_sum, critic_token_losses
-from streamrl.algorithms.math.masks import apply_mask, masked_row_sum
+from streamrl.algorithms.math.tokens import apply_mask, kl_estimate, masked_row_sum
 from streamrl.algorithms.math.training_metrics import SHARED_CRITIC_PREFIX
 from streamrl.errors import AlgorithmError
 

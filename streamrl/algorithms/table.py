@@ -1,16 +1,305 @@
 """The algorithm table: each row has required columns, advantages, token loss and defaults.
 
 A new algorithm takes one or two functions, a row and a test. A null in `AlgorithmConfig` takes the
-row's default; a default that the row lacks comes from DEFAULT_SETTINGS.
+row's default; a default that the row lacks comes from DEFAULT_SETTINGS. The functions of the rows
+pass a run's columns and settings to the formulas in `math/`, which have shapes and sources.
 """
 
-import dataclasses
+import hashlib
+import importlib
 import math
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from streamrl.algorithms import bindings as functions
-from streamrl.algorithms.algorithm import Algorithm
+from streamrl.algorithms.adaptive_params import adapt_multiplier
+from streamrl.algorithms.algorithm import (
+    Algorithm,
+    AlgorithmSettings,
+    ColumnTensors,
+    LossAndClipped,
+    TokenLossInput,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from streamrl.algorithms.math import advantages as adv
+    from streamrl.algorithms.math import losses
+    from streamrl.algorithms.math import tokens as token_math
+else:
+
+    class LazyModule:
+        """Module that is imported when an attribute is first read.
+
+        The coordinator, the CLI and the planner read rows and compute nothing; importing torch
+        would add 2.5 s to their start.
+        """
+
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def __getattr__(self, attribute: str) -> Any:
+            return vars(importlib.import_module(self._name))[attribute]
+
+    torch = LazyModule("torch")
+    adv = LazyModule("streamrl.algorithms.math.advantages")
+    losses = LazyModule("streamrl.algorithms.math.losses")
+    token_math = LazyModule("streamrl.algorithms.math.tokens")
+
+# Advantages: (columns, group ids [B], settings) -> [B] or [B, T].
+
+
+def group_relative(columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings) -> "Tensor":
+    return adv.group_relative_advantages(
+        columns["scores"], ids, **_get_scaling(settings), single=settings.single_rollout
+    )
+
+
+def leave_one_out(columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings) -> "Tensor":
+    return adv.leave_one_out_advantages(columns["scores"], ids, single=settings.single_rollout)
+
+
+def length_weighted_baseline(
+    columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings
+) -> "Tensor":
+    return adv.length_weighted_advantages(
+        columns["scores"], ids, columns["num_tokens"], single=settings.single_rollout
+    )
+
+
+def best_of_group(columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings) -> "Tensor":
+    return adv.best_of_group_advantages(columns["scores"], ids, **_get_scaling(settings))
+
+
+def _get_scaling(settings: AlgorithmSettings) -> dict[str, Any]:
+    """Return the arguments that say how advantages are divided."""
+    return {"scale": settings.advantage_scale}
+
+
+def gpg(columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings) -> "Tensor":
+    return adv.gpg_advantages(columns["scores"], ids, single=settings.single_rollout)
+
+
+def reward_to_go(columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings) -> "Tensor":
+    return adv.reward_to_go(columns["token_rewards"], columns["loss_mask"], gamma=settings.gamma)
+
+
+def generalized_advantages(
+    columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings
+) -> "Tensor":
+    return _compute_gae(columns, settings)[0]
+
+
+def returns(columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings) -> "Tensor":
+    """Return the critic's targets: advantages before whitening, plus the critic's values."""
+    return _compute_gae(columns, settings)[1]
+
+
+def _compute_gae(columns: ColumnTensors, settings: AlgorithmSettings) -> tuple["Tensor", "Tensor"]:
+    """Return advantages and returns of generalized advantage estimation, both [B, T]."""
+    return adv.generalized_advantages(
+        columns["token_rewards"],
+        columns["values"],
+        columns["loss_mask"],
+        gamma=settings.gamma,
+        lam=settings.params["lam"],
+    )
+
+
+def greedy_baseline(columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings) -> "Tensor":
+    return adv.greedy_baseline_advantages(
+        reward_to_go(columns, ids, settings), columns["baseline_scores"][:, None]
+    )
+
+
+def constrained_advantages(
+    columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings
+) -> "Tensor":
+    """Return Safe RLHF's advantages; the multiplier of the costs is an adaptive parameter."""
+    return adv.lagrangian_advantages(
+        _compute_gae(_clip_rewards(columns, settings), settings)[0],
+        _compute_gae(_clip_costs(columns, settings), settings)[0],
+        multiplier=settings.params["lagrange"],
+    )
+
+
+def clipped_returns(columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings) -> "Tensor":
+    return returns(_clip_rewards(columns, settings), ids, settings)
+
+
+def cost_returns(columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings) -> "Tensor":
+    return returns(_clip_costs(columns, settings), ids, settings)
+
+
+def _clip_rewards(columns: ColumnTensors, settings: AlgorithmSettings) -> ColumnTensors:
+    """Return `columns` with clipped token rewards."""
+    clip = settings.params["token_clip"]
+    return {**columns, "token_rewards": columns["token_rewards"].clamp(-clip, clip)}
+
+
+def _clip_costs(columns: ColumnTensors, settings: AlgorithmSettings) -> ColumnTensors:
+    """Return `columns` with the clipped token costs and their values in place of the rewards'."""
+    clip = settings.params["token_clip"]
+    costs = columns["token_costs"].clamp(-clip, clip)
+    return {**columns, "token_rewards": costs, "values": columns["cost_values"]}
+
+
+def decoupled_rewards(
+    columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings
+) -> "Tensor":
+    weights = settings.reward_weights
+    return adv.decoupled_reward_advantages(
+        torch.stack([columns[f"reward/{name}"] for name in weights], -1),
+        ids,
+        weights=torch.tensor(list(weights.values()), dtype=torch.float64),
+    )
+
+
+def covariance_band(columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings) -> "Tensor":
+    """Return the tokens that Clip-Cov leaves out: random ones of large covariance, bool [B, T].
+
+    The random numbers depend only on the rollouts, so all ranks choose the same tokens.
+    """
+    logprobs = columns["generator_logprobs"]
+    return losses.covariance_band_mask(
+        logprobs,
+        columns["advantages"],
+        columns["loss_mask"],
+        low=settings.params["covariance_low"],
+        high=settings.params["covariance_high"],
+        fraction=settings.params["covariance_fraction"],
+        draws=_draw_from_tokens(logprobs, columns["loss_mask"]),
+    )
+
+
+def _draw_from_tokens(logprobs: "Tensor", mask: "Tensor") -> "Tensor":
+    """Return random numbers in [0, 1) per token, seeded by the rollout's own logprobs: [B, T].
+
+    All ranks draw equal numbers for a rollout, whatever other rollouts the batch has.
+    """
+    draws = torch.zeros(mask.shape)
+    for row, row_mask, row_draws in zip(logprobs, mask, draws, strict=True):
+        digest = hashlib.blake2b(row[row_mask].float().numpy().tobytes(), digest_size=7).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+        row_draws[row_mask] = torch.rand(int(row_mask.sum()), generator=generator)
+    return draws
+
+
+def covariance_top(columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings) -> "Tensor":
+    """Return the tokens that KL-Cov penalizes: those of largest covariance, bool [B, T]."""
+    return losses.covariance_top_mask(
+        columns["generator_logprobs"],
+        columns["advantages"],
+        columns["loss_mask"],
+        fraction=settings.params["covariance_fraction"],
+    )
+
+
+# Adaptive parameters: (value, means of the step, settings) -> value.
+
+
+def cost_multiplier(value: float, means: Mapping[str, float], settings: AlgorithmSettings) -> float:
+    """Return Safe RLHF's next cost multiplier: larger if the mean cost exceeds its limit."""
+    return adapt_multiplier(
+        value,
+        means["cost"],
+        limit=settings.params["cost_limit"],
+        lr=settings.params["lagrange_lr"],
+        largest=settings.params["lagrange_max"],
+    )
+
+
+# Token losses: (tokens, settings) -> loss and mask of clipped gradients, both [B, T].
+
+
+def clipped_surrogate(tokens: TokenLossInput, settings: AlgorithmSettings) -> LossAndClipped:
+    clips = _get_clips(settings)
+    loss = losses.clipped_surrogate_loss(
+        tokens.log_ratio, tokens.advantages, **clips, dual_clip=settings.dual_clip
+    )
+    return loss, losses.outside_clip_mask(tokens.log_ratio, tokens.advantages, **clips)
+
+
+def sequence_clipped_surrogate(
+    tokens: TokenLossInput, settings: AlgorithmSettings
+) -> LossAndClipped:
+    clips = _get_clips(settings)
+    loss = losses.sequence_clipped_surrogate_loss(
+        tokens.log_ratio, tokens.advantages, tokens.loss_mask, **clips
+    )
+    mean = token_math.masked_row_mean(tokens.log_ratio.detach(), tokens.loss_mask)
+    return loss, losses.outside_clip_mask(mean, tokens.advantages, **clips)
+
+
+def clipped_importance(tokens: TokenLossInput, settings: AlgorithmSettings) -> LossAndClipped:
+    loss = losses.clipped_importance_loss(
+        tokens.log_ratio, tokens.advantages, logprobs=tokens.logprobs, **_get_clips(settings)
+    )
+    return loss, _clip_nothing(tokens)
+
+
+def geometric_mean(tokens: TokenLossInput, settings: AlgorithmSettings) -> LossAndClipped:
+    x, a = tokens.log_ratio, tokens.advantages
+    loss = losses.geometric_mean_loss(x, a, tokens.loss_mask, **_get_clips(settings))
+    too_high = (a > 0) & (x > settings.clip_high)
+    return loss, too_high | ((a < 0) & (x < -settings.clip_low))
+
+
+def soft_adaptive(tokens: TokenLossInput, settings: AlgorithmSettings) -> LossAndClipped:
+    loss = losses.soft_adaptive_loss(tokens.log_ratio, tokens.advantages, **settings.params)
+    return loss, _clip_nothing(tokens)
+
+
+def covariance_clip(tokens: TokenLossInput, settings: AlgorithmSettings) -> LossAndClipped:
+    clips, chosen = _get_clips(settings), tokens.derived["chosen"]
+    loss = losses.covariance_clip_loss(tokens.log_ratio, tokens.advantages, chosen=chosen, **clips)
+    return loss, losses.outside_clip_mask(tokens.log_ratio, tokens.advantages, **clips) | chosen
+
+
+def covariance_kl(tokens: TokenLossInput, settings: AlgorithmSettings) -> LossAndClipped:
+    chosen, coef = tokens.derived["chosen"], settings.params["covariance_coef"]
+    loss = losses.covariance_kl_loss(tokens.log_ratio, tokens.advantages, chosen=chosen, coef=coef)
+    return loss, _clip_nothing(tokens)
+
+
+def variation_masked(tokens: TokenLossInput, settings: AlgorithmSettings) -> LossAndClipped:
+    return _divergence_masked(tokens, settings, "tv")
+
+
+def divergence_masked(tokens: TokenLossInput, settings: AlgorithmSettings) -> LossAndClipped:
+    return _divergence_masked(tokens, settings, "kl")
+
+
+def _divergence_masked(
+    tokens: TokenLossInput, settings: AlgorithmSettings, kind: str
+) -> LossAndClipped:
+    """Return the loss of DPPO-TV (`kind` "tv") or DPPO-KL ("kl"), and the mask of masked tokens."""
+    loss = losses.divergence_masked_loss(
+        tokens.log_ratio,
+        tokens.advantages,
+        logprobs=tokens.logprobs,
+        kind=kind,
+        low=settings.clip_low,
+        high=settings.clip_high,
+        cap=settings.params["ratio_cap"],
+    )
+    return loss, (loss == 0) & (tokens.advantages != 0)
+
+
+def score_function(tokens: TokenLossInput, settings: AlgorithmSettings) -> LossAndClipped:
+    return losses.score_function_loss(tokens.logprobs, tokens.advantages), _clip_nothing(tokens)
+
+
+def _get_clips(settings: AlgorithmSettings) -> dict[str, float]:
+    return {"clip_low": settings.clip_low, "clip_high": settings.clip_high}
+
+
+def _clip_nothing(tokens: TokenLossInput) -> "Tensor":
+    """Return the mask of a loss that clips no gradient: all false."""
+    return torch.zeros_like(tokens.loss_mask)
+
 
 DEFAULT_SETTINGS: Mapping[str, Any] = {
     "clip_low": 0.2,
@@ -32,8 +321,8 @@ GRPO = Algorithm(
     name="grpo",
     paper="Shao et al. 2024, DeepSeekMath, arXiv:2402.03300",
     columns=SCORE_COLUMNS,
-    advantages=functions.group_relative,
-    token_loss=functions.clipped_surrogate,
+    advantages=group_relative,
+    token_loss=clipped_surrogate,
     # The paper's mean over rollouts of the mean over their tokens.
     defaults={"loss_aggregation": "seq-mean-token-mean", "advantage_scale": "std"},
     min_group_size=2,
@@ -43,7 +332,7 @@ GRPO = Algorithm(
 def variant(name: str, paper: str, base: Algorithm = GRPO, **changes: Any) -> Algorithm:
     """Return a copy of algorithm `base` with changed fields; `defaults` extend those of `base`."""
     defaults = {**base.defaults, **changes.pop("defaults", {})}
-    return dataclasses.replace(base, name=name, paper=paper, defaults=defaults, **changes)
+    return replace(base, name=name, paper=paper, defaults=defaults, **changes)
 
 
 ALGORITHM_SPECS = (
@@ -51,9 +340,9 @@ ALGORITHM_SPECS = (
         name="ppo",
         paper="Schulman et al. 2017, PPO, arXiv:1707.06347",
         columns=(*SCORE_COLUMNS, "values"),
-        advantages=functions.generalized_advantages,
-        token_loss=functions.clipped_surrogate,
-        derived={"returns": functions.returns},
+        advantages=generalized_advantages,
+        token_loss=clipped_surrogate,
+        derived={"returns": returns},
         defaults={"whiten_advantages": True, **KL_IN_REWARD},
         params={"lam": 0.95},
         limits={"lam": FRACTION_LIMITS},
@@ -72,26 +361,26 @@ ALGORITHM_SPECS = (
     variant(
         "gspo",
         "Zheng et al. 2025, GSPO, arXiv:2507.18071",
-        token_loss=functions.sequence_clipped_surrogate,
+        token_loss=sequence_clipped_surrogate,
         defaults={"clip_low": 3e-4, "clip_high": 4e-4},
     ),
     variant(
         "cispo",
         "MiniMax 2025, MiniMax-M1, arXiv:2506.13585",
-        token_loss=functions.clipped_importance,
+        token_loss=clipped_importance,
         # The paper bounds the weight from above alone: 1 - clip_low is 0.
         defaults={"clip_low": 1.0, "clip_high": 4.0, "loss_aggregation": "token-mean"},
     ),
     variant(
         "gmpo",
         "Zhao et al. 2025, GMPO, arXiv:2507.20673",
-        token_loss=functions.geometric_mean,
+        token_loss=geometric_mean,
         defaults={"clip_low": 0.4, "clip_high": 0.4},
     ),
     variant(
         "sapo",
         "Gao et al. 2025, SAPO, arXiv:2511.20347",
-        token_loss=functions.soft_adaptive,
+        token_loss=soft_adaptive,
         params={"temperature_positive": 1.0, "temperature_negative": 1.05},
         limits={"temperature_positive": POSITIVE_LIMITS, "temperature_negative": POSITIVE_LIMITS},
     ),
@@ -99,8 +388,8 @@ ALGORITHM_SPECS = (
         "clip_cov",
         "Cui et al. 2025, The Entropy Mechanism, arXiv:2505.22617",
         columns=(*SCORE_COLUMNS, "generator_logprobs"),
-        token_loss=functions.covariance_clip,
-        derived={"chosen": functions.covariance_band},
+        token_loss=covariance_clip,
+        derived={"chosen": covariance_band},
         defaults={"loss_aggregation": "token-mean"},
         params={"covariance_fraction": 2e-4, "covariance_low": 1.0, "covariance_high": 5.0},
         limits={"covariance_fraction": FRACTION_LIMITS},
@@ -110,8 +399,8 @@ ALGORITHM_SPECS = (
         "kl_cov",
         "Cui et al. 2025, The Entropy Mechanism, arXiv:2505.22617",
         columns=(*SCORE_COLUMNS, "generator_logprobs"),
-        token_loss=functions.covariance_kl,
-        derived={"chosen": functions.covariance_top},
+        token_loss=covariance_kl,
+        derived={"chosen": covariance_top},
         defaults={"loss_aggregation": "token-mean"},
         params={"covariance_fraction": 2e-4, "covariance_coef": 1.0},
         limits={"covariance_fraction": FRACTION_LIMITS, "covariance_coef": NON_NEGATIVE_LIMITS},
@@ -120,7 +409,7 @@ ALGORITHM_SPECS = (
     variant(
         "dppo_tv",
         "Qi et al. 2026, DPPO, arXiv:2602.04879",
-        token_loss=functions.variation_masked,
+        token_loss=variation_masked,
         defaults={"loss_aggregation": "token-mean"},
         params={"ratio_cap": 20.0},
         limits={"ratio_cap": (1.0, math.inf)},
@@ -128,7 +417,7 @@ ALGORITHM_SPECS = (
     variant(
         "dppo_kl",
         "Qi et al. 2026, DPPO, arXiv:2602.04879",
-        token_loss=functions.divergence_masked,
+        token_loss=divergence_masked,
         defaults={"loss_aggregation": "token-mean"},
         params={"ratio_cap": 20.0},
         limits={"ratio_cap": (1.0, math.inf)},
@@ -141,7 +430,7 @@ ALGORITHM_SPECS = (
     variant(
         "rloo",
         "Ahmadian et al. 2024, RLOO, arXiv:2402.14740",
-        advantages=functions.leave_one_out,
+        advantages=leave_one_out,
         # The paper uses REINFORCE. PPO's loss has the same gradient on-policy and stays bounded
         # off-policy.
         defaults={
@@ -154,7 +443,7 @@ ALGORITHM_SPECS = (
         "remax",
         "Li et al. 2024, ReMax, arXiv:2310.10505",
         columns=(*SCORE_COLUMNS, "baseline_scores"),
-        advantages=functions.greedy_baseline,
+        advantages=greedy_baseline,
         defaults={
             "loss_aggregation": "seq-mean-token-sum",
             "advantage_scale": "none",
@@ -166,10 +455,10 @@ ALGORITHM_SPECS = (
         name="safe_rlhf",
         paper="Dai et al. 2024, Safe RLHF, arXiv:2310.12773",
         columns=(*SCORE_COLUMNS, "costs", "values", "cost_values"),
-        advantages=functions.constrained_advantages,
-        token_loss=functions.clipped_surrogate,
-        derived={"returns": functions.clipped_returns, "cost_returns": functions.cost_returns},
-        dials={"lagrange": functions.cost_multiplier},
+        advantages=constrained_advantages,
+        token_loss=clipped_surrogate,
+        derived={"returns": clipped_returns, "cost_returns": cost_returns},
+        dials={"lagrange": cost_multiplier},
         defaults=KL_IN_REWARD,
         params={
             "lam": 0.95,
@@ -190,20 +479,20 @@ ALGORITHM_SPECS = (
     variant(
         "opo",
         "Hao et al. 2025, OPO, arXiv:2505.23585",
-        advantages=functions.length_weighted_baseline,
+        advantages=length_weighted_baseline,
         defaults={"advantage_scale": "none", "loss_aggregation": "token-mean"},
     ),
     variant(
         "pass_at_k",
         "Tang et al. 2025, Optimizing for Inference Time Objectives, arXiv:2503.19595",
-        advantages=functions.best_of_group,
+        advantages=best_of_group,
         defaults={"loss_aggregation": "token-mean"},
     ),
     variant(
         "gpg",
         "Chu et al. 2025, GPG, arXiv:2504.02546",
-        advantages=functions.gpg,
-        token_loss=functions.score_function,
+        advantages=gpg,
+        token_loss=score_function,
         defaults={"advantage_scale": "none", "loss_aggregation": "token-mean"},
         scope="step",
     ),
@@ -211,13 +500,13 @@ ALGORITHM_SPECS = (
         "gdpo",
         "Liu et al. 2026, GDPO, arXiv:2601.05242",
         columns=(*SCORE_COLUMNS, "reward/*"),
-        advantages=functions.decoupled_rewards,
+        advantages=decoupled_rewards,
         defaults={"whiten_advantages": True, "loss_aggregation": "token-mean"},
     ),
     variant(
         "reinforce_pp",
         "Hu et al. 2025, REINFORCE++, arXiv:2501.03262",
-        advantages=functions.reward_to_go,
+        advantages=reward_to_go,
         defaults={
             "advantage_scale": "none",
             "whiten_advantages": True,

@@ -3,10 +3,8 @@
 from streamrl.buffer.client import ExperienceQueue
 from streamrl.buffer.config import QueueConfig, ShardCapacity, StageSchema
 from streamrl.buffer.durable_shard import DurableShard, ShardFiles, ShardPlan
-from streamrl.buffer.ledger import Ledger
-from streamrl.buffer.run_log import RunLog
-from streamrl.buffer.shard import QueueShard
-from streamrl.buffer.shard_stats import ShardStats
+from streamrl.buffer.run_log import Ledger, RunLog
+from streamrl.buffer.shard import QueueShard, ShardStats
 from streamrl.buffer.staleness_credits import AdmissionController
 from streamrl.buffer.step_assembler import StepAssembler
 

@@ -21,9 +21,7 @@ from streamrl.buffer.encoding import (
     encode_prompt,
     get_shard_index,
 )
-from streamrl.buffer.leases import LeaseRequest, OverdueLease
-from streamrl.buffer.shard import QueueShard
-from streamrl.buffer.shard_stats import ShardStats, merge_stats
+from streamrl.buffer.shard import LeaseRequest, OverdueLease, QueueShard, ShardStats, merge_stats
 from streamrl.errors import ContractError, DeadlineError, StreamError
 from streamrl.messages import (
     ROLLOUT_COLUMNS,

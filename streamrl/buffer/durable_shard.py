@@ -31,9 +31,9 @@ from streamrl.buffer.group import (
     make_seal_record,
     read_blob,
 )
-from streamrl.buffer.journal import Journal
-from streamrl.buffer.segment_file import (
+from streamrl.buffer.journal import (
     CorruptRecord,
+    Journal,
     JournalRecord,
     SegmentWriter,
     check_first_segment,

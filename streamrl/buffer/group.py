@@ -17,7 +17,7 @@ import msgspec
 
 from streamrl.buffer.config import StageSchema
 from streamrl.buffer.encoding import Blob, count_blob_bytes, join_pieces
-from streamrl.buffer.segment_file import JournalRecord, RecordPosition, read_record
+from streamrl.buffer.journal import JournalRecord, RecordPosition, read_record
 from streamrl.errors import ContractError
 from streamrl.messages import GroupInfo, GroupLease, GroupOutcome
 

@@ -8,7 +8,7 @@ from itertools import chain
 
 import numpy as np
 
-from streamrl.buffer.ledger import Ledger
+from streamrl.buffer.run_log import Ledger
 from streamrl.errors import ConfigError
 from streamrl.messages import ColumnAxis, get_column_spec
 

@@ -3,10 +3,10 @@
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, TypeVar
 
+from streamrl.buffer.run_log import TrainedGroup
 from streamrl.buffer.staleness_credits import OversamplingController
 from streamrl.errors import StaleGroupError
 from streamrl.messages import Experience, GroupInfo
@@ -59,18 +59,6 @@ class VersionBuckets(Generic[T]):
 
     def list_uids(self) -> list[str]:
         return [uid for version in sorted(self._buckets) for uid in self._buckets[version]]
-
-
-@dataclass(frozen=True)
-class TrainedGroup:
-    """A group that a training step trained.
-
-    ready_version: version that was in training when the group became ready.
-    """
-
-    uid: str
-    info: GroupInfo
-    ready_version: int
 
 
 class StepAssembler:

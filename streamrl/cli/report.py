@@ -12,8 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from streamrl.buffer.ledger import LedgerAudit, audit_run_log
-from streamrl.buffer.run_log import read_history
+from streamrl.buffer.run_log import LedgerAudit, audit_run_log, read_history
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.arguments.config_args import add_run_cluster_argument, read_run_cluster
 from streamrl.cli.output.output_files import check_html_file, write_output_file

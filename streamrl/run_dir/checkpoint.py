@@ -22,7 +22,7 @@ from typing import Annotated, Any, NotRequired, TypedDict, cast
 from msgspec import ValidationError, convert
 
 from streamrl.buffer.durable_shard import SnapshotBase
-from streamrl.buffer.segment_file import check_first_segment, delete_segments_from
+from streamrl.buffer.journal import check_first_segment, delete_segments_from
 from streamrl.dataflow import POLICY
 from streamrl.errors import CheckpointError, ConfigError, JournalError
 from streamrl.files.atomic_write import sync_and_rename, wrap_checkpoint_errors, write_atomic

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from streamrl.buffer import ExperienceQueue, ShardStats
-from streamrl.buffer.ledger import LedgerCounts
 from streamrl.buffer.micro_batch_schedule import Round, ScheduledRound, UpdatePlan
-from streamrl.buffer.step_assembler import TrainedGroup
+from streamrl.buffer.run_log import LedgerCounts, TrainedGroup
 from streamrl.messages import Array, Columns, GroupInfo, Prompt
 from streamrl.telemetry.spans import SpanArgValue, SpanRecorder
 from streamrl.weights import WeightLoadStats, WeightManifest

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar
 
 from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.buffer import AdmissionController, ExperienceQueue, RunLog, StepAssembler
-from streamrl.buffer.leases import OverdueLease
+from streamrl.buffer.shard import OverdueLease
 from streamrl.buffer.staleness_credits import OversamplingController
 from streamrl.dataflow import FILTER_COLUMN
 from streamrl.errors import ConfigError, DropLimitError, FilterLimitError, ServiceOutageError

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-from streamrl.buffer.ledger import LedgerCounts
-from streamrl.buffer.shard_stats import ShardStats
-from streamrl.buffer.step_assembler import TrainedGroup
+from streamrl.buffer.run_log import LedgerCounts, TrainedGroup
+from streamrl.buffer.shard import ShardStats
 from streamrl.dataflow import GENERATE_CALL, REWARD_CALL
 from streamrl.messages import GroupInfo
 from streamrl.stream.protocols import FilterTally

@@ -26,7 +26,7 @@ from streamrl.buffer import (
 )
 from streamrl.buffer.durable_shard import SnapshotBase, recover_state
 from streamrl.buffer.encoding import LARGE_BLOB_BYTES
-from streamrl.buffer.segment_file import list_segments
+from streamrl.buffer.journal import list_segments
 from streamrl.errors import ActorLostError, ContractError
 from streamrl.messages import ROLLOUT_COLUMNS, Columns, Prompt
 

@@ -12,8 +12,7 @@ from streamrl.algorithms import (
     list_derivation_columns,
     list_required_columns,
 )
-from streamrl.algorithms.bindings import group_relative
-from streamrl.algorithms.table import variant
+from streamrl.algorithms.table import group_relative, variant
 from streamrl.config.algorithm_dry_run import dry_run_algorithm
 from streamrl.config.run_config import load_config
 from streamrl.dataflow import build_dataflow
@@ -186,7 +185,7 @@ def test_a_custom_row_is_loaded_from_a_file(tmp_path: Path):
         ("x = 1\n", "contains no Algorithm"),
         (
             "from functools import partial\n"
-            "from streamrl.algorithms.bindings import group_relative\n"
+            "from streamrl.algorithms.table import group_relative\n"
             "from streamrl.algorithms.table import GRPO, variant\n"
             "OWN = variant('own', 'x', GRPO, advantages=partial(group_relative))\n",
             "own.py:4: ValueError: algorithm own: functools.partial(",
@@ -326,7 +325,7 @@ def test_an_inconsistent_row_is_refused(changes, message):
         ("grpo", ["critic.warmup_alone=3"], "warmup_alone=3: has no effect: grpo has no critic"),
         ("ppo", [SHARED, "critic.trainer.lr=1e-3"], "'lr': 0.001}: needs a separate critic"),
         ("safe_rlhf", ["costs=[{kind: exact}]", SHARED], "only a single value critic"),
-        ("ppo", ["critic.trainer.lr=nan"], "critic.trainer.lr=nan: must be above 0"),
+        ("ppo", ["critic.trainer.lr=nan"], "critic.trainer.lr=nan: must be a finite number"),
         ("clip_cov", ["algorithm.params.covariance_low=6"], r"\(6, 5.0\): low must be below high"),
         ("GRPPO", [], "the nearest algorithm is grpo"),
         (

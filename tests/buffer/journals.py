@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.buffer.encoding import Blob
-from streamrl.buffer.journal import Journal, JournalConfig
-from streamrl.buffer.segment_file import (
+from streamrl.buffer.journal import (
     CorruptRecord,
+    Journal,
+    JournalConfig,
     JournalRecord,
     RecordPosition,
     replay_segments,

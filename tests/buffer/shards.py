@@ -12,7 +12,7 @@ from streamrl.buffer import QueueConfig, QueueShard, ShardCapacity, StageSchema
 from streamrl.buffer.encoding import ColumnCommit, decode_columns, encode_columns
 from streamrl.buffer.group import ShardState
 from streamrl.buffer.journal import RecordLog
-from streamrl.buffer.leases import LeaseRequest
+from streamrl.buffer.shard import LeaseRequest
 from streamrl.messages import (
     ROLLOUT_COLUMNS,
     Columns,

@@ -9,7 +9,7 @@ import pytest
 
 from streamrl.buffer import ExperienceQueue, QueueShard
 from streamrl.buffer.encoding import LARGE_BLOB_BYTES
-from streamrl.buffer.leases import OverdueLease
+from streamrl.buffer.shard import OverdueLease
 from streamrl.errors import ContractError, DeadlineError
 from streamrl.messages import Columns
 from tests.buffer.clients import UIDS, do, local_shards, queue_of, take_all

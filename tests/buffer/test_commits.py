@@ -9,7 +9,7 @@ import pytest
 
 from streamrl.buffer import QueueShard
 from streamrl.buffer.group import ShardState
-from streamrl.buffer.segment_file import JournalRecord
+from streamrl.buffer.journal import JournalRecord
 from streamrl.errors import ContractError, DeadlineError, JournalError
 from streamrl.messages import Columns, FilteredGroup, GroupOutcome
 from tests.buffer.shards import (

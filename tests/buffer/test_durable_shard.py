@@ -18,7 +18,7 @@ from streamrl.buffer import (
 )
 from streamrl.buffer.durable_shard import SnapshotBase, open_shard
 from streamrl.buffer.encoding import Blob, decode_columns, join_pieces
-from streamrl.buffer.segment_file import delete_segments_from, get_segment_path, list_segments
+from streamrl.buffer.journal import delete_segments_from, get_segment_path, list_segments
 from streamrl.errors import JournalError, StreamError
 from streamrl.run_dir.checkpoint import CheckpointState, CheckpointWriter, find_snapshot
 from tests.buffer.shards import STAGES, WITH_A_GREEDY_ONE, admit, do, finish, put, rollouts, take

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.buffer.segment_file import (
+from streamrl.buffer.journal import (
     CorruptRecord,
     get_segment_path,
     read_record,

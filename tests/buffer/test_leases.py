@@ -7,7 +7,7 @@ import weakref
 import pytest
 
 from streamrl.buffer import QueueShard, ShardCapacity
-from streamrl.buffer.leases import MIN_COMPACT_SIZE, OverdueLease
+from streamrl.buffer.shard import MIN_COMPACT_SIZE, OverdueLease
 from streamrl.messages import GroupOutcome
 from tests.buffer.shards import SCORES, STAGES, admit, do, make_shard, on_shard, put, rollouts, take
 from tests.fake_shards import MemoryLog, recover

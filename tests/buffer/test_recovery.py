@@ -18,9 +18,11 @@ from streamrl.buffer.durable_shard import (
 )
 from streamrl.buffer.encoding import decode_columns, join_pieces
 from streamrl.buffer.group import ShardState, StageColumns, read_blob
-from streamrl.buffer.journal import Journal, JournalConfig, RecordLog
-from streamrl.buffer.segment_file import (
+from streamrl.buffer.journal import (
     CorruptRecord,
+    Journal,
+    JournalConfig,
+    RecordLog,
     get_segment_path,
     list_segments,
     replay_segments,

@@ -16,8 +16,7 @@ from streamrl.buffer.durable_shard import (
 )
 from streamrl.buffer.encoding import get_shard_index, join_pieces
 from streamrl.buffer.group import ShardState, StageColumns, make_finish_record, read_blob
-from streamrl.buffer.journal import Journal, JournalConfig
-from streamrl.buffer.segment_file import get_segment_path
+from streamrl.buffer.journal import Journal, JournalConfig, get_segment_path
 from streamrl.messages import GroupOutcome
 from tests.buffer.shards import STAGES, admit, make_shard, put, rollouts, take
 

@@ -12,17 +12,16 @@ from hypothesis import strategies as st
 
 from streamrl.buffer import Ledger, RunLog
 from streamrl.buffer.encoding import join_pieces
-from streamrl.buffer.journal import Journal, JournalConfig
+from streamrl.buffer.journal import Journal, JournalConfig, JournalRecord, get_segment_path
 from streamrl.buffer.micro_batch_schedule import StepSchedule
 from streamrl.buffer.run_log import (
+    TrainedGroup,
     TrainedStep,
     check_checkpoint,
     read_history,
     read_log,
     recover_run_log,
 )
-from streamrl.buffer.segment_file import JournalRecord, get_segment_path
-from streamrl.buffer.step_assembler import TrainedGroup
 from streamrl.errors import JournalError, LedgerError
 from streamrl.messages import GroupInfo, GroupOutcome, make_uid, parse_uid
 from tests.fake_shards import MemoryLog

@@ -7,7 +7,7 @@ import pytest
 from streamrl.buffer import QueueShard
 from streamrl.buffer.encoding import count_blob_bytes, decode_columns, encode_columns
 from streamrl.buffer.group import ShardState
-from streamrl.buffer.leases import LeaseRequest
+from streamrl.buffer.shard import LeaseRequest
 from streamrl.errors import ContractError
 from streamrl.messages import Columns, FinishReason, GroupLease, rollouts_to_columns
 from tests.buffer.shards import WITH_A_GREEDY_ONE, admit, commit, on_shard, rollouts, take

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.buffer import segment_file
+from streamrl.buffer import journal as journal_module
 from streamrl.buffer.encoding import Blob, join_pieces
-from streamrl.buffer.journal import Journal, JournalConfig
-from streamrl.buffer.segment_file import (
+from streamrl.buffer.journal import (
     CorruptRecord,
+    Journal,
+    JournalConfig,
     JournalRecord,
     get_segment_path,
     list_segments,
@@ -160,12 +161,12 @@ async def test_replay_finds_the_next_record_at_any_distance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     journal = open_journal(tmp_path)
-    positions = await journal.append([note(0, segment_file.MAGIC * 50), note(1)])
+    positions = await journal.append([note(0, journal_module.MAGIC * 50), note(1)])
     await journal.close()
     path = get_segment_path(tmp_path, 1)
     path.write_bytes(flip(path.read_bytes(), 0))
-    for chunk in range(len(segment_file.MAGIC), 40):
-        monkeypatch.setattr(segment_file, "_SEARCH_BYTES", chunk)
+    for chunk in range(len(journal_module.MAGIC), 40):
+        monkeypatch.setattr(journal_module, "_SEARCH_BYTES", chunk)
         bad, *later = replay_segments(tmp_path)
         ((position, record),) = intact(later)
         assert isinstance(bad, CorruptRecord)
@@ -185,9 +186,9 @@ async def test_records_inside_a_payload_are_not_replayed(tmp_path: Path):
 
 
 async def test_unknown_format_version_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(segment_file, "FORMAT_VERSION", 2)
+    monkeypatch.setattr(journal_module, "FORMAT_VERSION", 2)
     await write_journal(tmp_path, range(1))
-    monkeypatch.setattr(segment_file, "FORMAT_VERSION", 1)
+    monkeypatch.setattr(journal_module, "FORMAT_VERSION", 1)
     with pytest.raises(JournalError, match=r"00000001\.journal: format 2, this streamrl reads 1"):
         read_numbers(tmp_path)
 

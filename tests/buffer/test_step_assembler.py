@@ -3,8 +3,8 @@
 import pytest
 
 from streamrl.buffer import StepAssembler
+from streamrl.buffer.run_log import TrainedGroup
 from streamrl.buffer.staleness_credits import OversamplingController
-from streamrl.buffer.step_assembler import TrainedGroup
 from streamrl.errors import StaleGroupError
 from streamrl.messages import Experience, GroupInfo, GroupLease
 

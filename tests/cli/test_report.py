@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 from streamrl.buffer import Ledger, RunLog
-from streamrl.buffer.journal import Journal, JournalConfig
+from streamrl.buffer.journal import Journal, JournalConfig, get_segment_path, list_segments
 from streamrl.buffer.micro_batch_schedule import StepSchedule
-from streamrl.buffer.run_log import TrainedStep
-from streamrl.buffer.segment_file import get_segment_path, list_segments
-from streamrl.buffer.step_assembler import TrainedGroup
+from streamrl.buffer.run_log import TrainedGroup, TrainedStep
 from streamrl.cli.main import main
 from streamrl.messages import GroupInfo, GroupOutcome
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir

@@ -15,7 +15,7 @@ import pytest
 
 from streamrl.buffer import StageSchema
 from streamrl.buffer.durable_shard import recover_state
-from streamrl.buffer.segment_file import (
+from streamrl.buffer.journal import (
     CorruptRecord,
     JournalRecord,
     get_segment_path,

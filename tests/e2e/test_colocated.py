@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.buffer.ledger import audit_run_log
-from streamrl.buffer.run_log import read_history
+from streamrl.buffer.run_log import audit_run_log, read_history
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
 from tests.e2e.launched import Launched, events, rows
 from tests.toy import write_toy

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.buffer.ledger import audit_run_log
-from streamrl.buffer.run_log import read_history
+from streamrl.buffer.run_log import audit_run_log, read_history
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
 from tests.e2e.launched import Launched, events, rows
 

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.buffer import segment_file
-from streamrl.buffer.ledger import audit_run_log
-from streamrl.buffer.run_log import read_history
-from streamrl.buffer.segment_file import CorruptRecord
+from streamrl.buffer import journal as journal_module
+from streamrl.buffer.journal import CorruptRecord
+from streamrl.buffer.run_log import audit_run_log, read_history
 from streamrl.config.run_config import load_config
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, find_resume_point, get_journal_dir
 from tests.e2e.launched import Launched, rows
@@ -44,9 +43,9 @@ def test_journals_and_checkpoint_of_an_earlier_version_are_read(old_run: Path):
 
     for name in ("shard-0", "shard-1"):
         folder = get_journal_dir(old_run, name)
-        numbers = segment_file.list_segments(folder)
-        paths = [segment_file.get_segment_path(folder, number) for number in numbers]
-        entries = [entry for path in paths for entry in segment_file.read_segment(path)]
+        numbers = journal_module.list_segments(folder)
+        paths = [journal_module.get_segment_path(folder, number) for number in numbers]
+        entries = [entry for path in paths for entry in journal_module.read_segment(path)]
         assert not any(isinstance(entry, CorruptRecord) for entry in entries)
         kinds = {entry[1].meta["kind"] for entry in entries if isinstance(entry, tuple)}
         assert {"lease", "put", "leave"} <= kinds

@@ -17,9 +17,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from streamrl.buffer.ledger import audit_run_log
-from streamrl.buffer.run_log import read_history
-from streamrl.buffer.segment_file import get_segment_path, list_segments, read_segment
+from streamrl.buffer.journal import get_segment_path, list_segments, read_segment
+from streamrl.buffer.run_log import audit_run_log, read_history
 from streamrl.cli.main import main
 from streamrl.run_dir.checkpoint import (
     RUN_LOG_FOLDER,
@@ -253,7 +252,7 @@ RANK_STATE = "trainer/state_00000_000.safetensors"
 
 def _hostile_prompt(run_dir: Path) -> None:
     from streamrl.buffer.group import make_admit_record
-    from streamrl.buffer.segment_file import write_segment
+    from streamrl.buffer.journal import write_segment
 
     folder = get_journal_dir(run_dir, "shard-0")
     record = make_admit_record("0:99:0", pickle.dumps(Hostile(run_dir.with_name("harmed"))), 0)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
-from streamrl.algorithms.math import advantages, correction, kl, losses
+from streamrl.algorithms.math import advantages, correction, losses, tokens
 from tests.algorithms.aggregate import aggregate_loss
 from tests.parity.case import EQUAL, Batch, ParityCase
 from tests.parity.stub_trainers import (
@@ -33,7 +33,7 @@ def our_surrogate(batch: Batch) -> Tensor:
 
 
 def our_divergence(batch: Batch) -> Tensor:
-    return BETA * kl.kl_estimate(batch.logprobs, batch.ref_logprobs, "k3")
+    return BETA * tokens.kl_estimate(batch.logprobs, batch.ref_logprobs, "k3")
 
 
 def reduce_loss(batch: Batch, token_loss: Tensor, loss_type: str) -> Tensor:
@@ -156,7 +156,7 @@ CASES = [
         for loss_type in ("grpo", "bnpo", "dapo", "dr_grpo")
     ),
     loss_case(
-        "kl.kl_estimate, k3, in the loss",
+        "tokens.kl_estimate, k3, in the loss",
         "beta",
         lambda b: our_surrogate(b) + our_divergence(b),
         grpo(loss_type="grpo", use_bias_correction_kl=False),
@@ -164,9 +164,9 @@ CASES = [
         note="up to 10; TRL has no limit",
     ),
     loss_case(
-        "kl.kl_estimate, k3, times the ratio",
+        "tokens.kl_estimate, k3, times the ratio",
         "beta, use_bias_correction_kl",
-        lambda b: our_surrogate(b) + kl.probability_ratio(b.log_ratio) * our_divergence(b),
+        lambda b: our_surrogate(b) + tokens.probability_ratio(b.log_ratio) * our_divergence(b),
         grpo(loss_type="grpo"),
         beta=BETA,
         note="up to 10; TRL has no limit",

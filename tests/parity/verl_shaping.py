@@ -11,7 +11,7 @@ from verl.trainer.ppo import core_algos
 from verl.workers.reward_manager.dapo import DAPORewardManager
 
 from streamrl.algorithms.config import KL_KINDS
-from streamrl.algorithms.math import advantages, kl
+from streamrl.algorithms.math import advantages, tokens
 from tests.parity.case import Batch, ParityCase
 from tests.parity.verl_advantages import outcome_rewards
 
@@ -21,9 +21,9 @@ BUFFER, FACTOR = 9, 0.7
 def divergence(kind: str) -> ParityCase:
     """Make a case of a KL estimate near the reference; far away verl caps k3 at 10."""
     return ParityCase(
-        f"kl.kl_estimate, {kind}",
+        f"tokens.kl_estimate, {kind}",
         "kl_penalty",
-        lambda b: kl.kl_estimate(b.logprobs, b.ref_logprobs, kind),
+        lambda b: tokens.kl_estimate(b.logprobs, b.ref_logprobs, kind),
         lambda b: core_algos.kl_penalty(b.logprobs, b.ref_logprobs, kind),
         wrt="logprobs",
     )
@@ -38,7 +38,7 @@ def verl_kl_coefs(batch: Batch) -> Tensor:
 
 
 def our_kl_coefs(batch: Batch) -> Tensor:
-    adapt = partial(kl.adapt_kl_coef, target=0.5, num_rollouts=1600)
+    adapt = partial(tokens.adapt_kl_coef, target=0.5, num_rollouts=1600)
     coefs = [adapt(0.1, divergence) for divergence in batch.scores.tolist()]
     return torch.tensor(coefs, dtype=torch.float64)
 

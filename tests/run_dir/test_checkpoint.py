@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from streamrl.buffer.durable_shard import SnapshotBase
-from streamrl.buffer.segment_file import get_segment_path, list_segments
+from streamrl.buffer.journal import get_segment_path, list_segments
 from streamrl.dataflow import POLICY
 from streamrl.errors import ConfigError, NoSpaceError
 from streamrl.files.file_proofs import prove_files

@@ -19,7 +19,7 @@ from streamrl.buffer import (
     ShardCapacity,
     StepAssembler,
 )
-from streamrl.buffer.segment_file import JournalRecord
+from streamrl.buffer.journal import JournalRecord
 from streamrl.buffer.staleness_credits import OversamplingController, compute_credit_limit
 from streamrl.dataflow import POLICY
 from streamrl.errors import DropLimitError, FilterLimitError, StaleGroupError

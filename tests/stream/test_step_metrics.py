@@ -4,9 +4,8 @@ import math
 
 import pytest
 
-from streamrl.buffer.ledger import LedgerCounts
-from streamrl.buffer.shard_stats import ShardStats
-from streamrl.buffer.step_assembler import TrainedGroup
+from streamrl.buffer.run_log import LedgerCounts, TrainedGroup
+from streamrl.buffer.shard import ShardStats
 from streamrl.messages import GroupInfo
 from streamrl.stream.protocols import FilterTally
 from streamrl.stream.step_metrics import StageActivity, StepFacts, compute_step_metrics

@@ -29,7 +29,7 @@ from streamrl.actors.liveness import PingableActor
 from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S
 from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.buffer import AdmissionController, ExperienceQueue, RunLog, StepAssembler
-from streamrl.buffer.leases import OverdueLease
+from streamrl.buffer.shard import OverdueLease
 from streamrl.buffer.staleness_credits import OversamplingController
 from streamrl.data.prompt_stream import PromptStream
 from streamrl.dataflow import EMA_REFERENCE, GENERATE_CALL, POLICY, REWARD_CALL, CallKind

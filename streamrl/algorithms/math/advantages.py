@@ -9,7 +9,7 @@ Statistics use float64; results have the dtype of the input.
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.math.masks import apply_mask
+from streamrl.algorithms.math.tokens import apply_mask
 from streamrl.messages import has_equal_scores
 
 

@@ -14,8 +14,13 @@ Weights and masks have no gradient; outside `loss_mask` they are 0 and false, wh
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.math.kl import LOG_RATIO_LIMIT, probability_ratio
-from streamrl.algorithms.math.masks import apply_mask, masked_row_mean, masked_row_sum
+from streamrl.algorithms.math.tokens import (
+    LOG_RATIO_LIMIT,
+    apply_mask,
+    masked_row_mean,
+    masked_row_sum,
+    probability_ratio,
+)
 from streamrl.algorithms.math.training_metrics import (
     LOG_BIN_WIDTH,
     MIN_LOG_RATIO,

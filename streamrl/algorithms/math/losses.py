@@ -15,8 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.math.kl import probability_ratio
-from streamrl.algorithms.math.masks import apply_mask, masked_row_mean
+from streamrl.algorithms.math.tokens import apply_mask, masked_row_mean, probability_ratio
 
 
 def outside_clip_mask(

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Mapping
 
-from streamrl.algorithms.math.kl import LOG_RATIO_LIMIT
+from streamrl.algorithms.math.tokens import LOG_RATIO_LIMIT
 
 NUM_BINS_PER_SIDE = 40
 MIN_LOG_RATIO = 1e-3

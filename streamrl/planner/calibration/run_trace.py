@@ -15,9 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from streamrl.buffer.run_log import TrainedStep, read_log
-from streamrl.buffer.segment_file import JournalRecord, list_segments
-from streamrl.buffer.step_assembler import TrainedGroup
+from streamrl.buffer.journal import JournalRecord, list_segments
+from streamrl.buffer.run_log import TrainedGroup, TrainedStep, read_log
 from streamrl.config.role_counts import with_placement_mode
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.dataflow import GENERATE_CALL

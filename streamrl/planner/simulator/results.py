@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from statistics import median
 
-from streamrl.buffer.ledger import LedgerCounts
+from streamrl.buffer.run_log import LedgerCounts
 from streamrl.dataflow import CallKind, Dataflow
 from streamrl.planner.problem.workload import Workload
 from streamrl.stream.protocols import StepResult

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from streamrl.buffer import ShardStats
 from streamrl.buffer.encoding import FinishedGroup
-from streamrl.buffer.shard_stats import DepthMeter
+from streamrl.buffer.shard import DepthMeter
 from streamrl.dataflow import FILTER_COLUMN, CallKind, Dataflow
 from streamrl.messages import Experience, GroupInfo, GroupLease, GroupOutcome, Prompt
 

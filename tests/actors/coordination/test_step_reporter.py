@@ -24,9 +24,8 @@ from streamrl.actors.coordination.step_reporter import (
     StepReporter,
     StepSnapshot,
 )
-from streamrl.buffer.ledger import LedgerCounts
-from streamrl.buffer.shard_stats import ShardStats
-from streamrl.buffer.step_assembler import TrainedGroup
+from streamrl.buffer.run_log import LedgerCounts, TrainedGroup
+from streamrl.buffer.shard import ShardStats
 from streamrl.config.run_config import load_config
 from streamrl.dataflow import build_dataflow
 from streamrl.errors import DeadlineError

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from streamrl.algorithms.config import LOSS_AGGREGATIONS
 from streamrl.algorithms.math import losses
-from streamrl.algorithms.math.kl import kl_estimate
-from streamrl.algorithms.math.masks import apply_mask
+from streamrl.algorithms.math.tokens import apply_mask, kl_estimate
 from tests.algorithms import ragged
 from tests.algorithms.aggregate import aggregate_loss
 from tests.algorithms.ragged import BATCHES, Batch

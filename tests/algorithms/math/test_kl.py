@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.algorithms.config import KL_KINDS
-from streamrl.algorithms.math.kl import adapt_kl_coef, kl_estimate
+from streamrl.algorithms.math.tokens import adapt_kl_coef, kl_estimate
 from tests.algorithms.ragged import gradient
 
 STRAIGHT_THROUGH = [kind for kind in KL_KINDS if kind.endswith("+")]

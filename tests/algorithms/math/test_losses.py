@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.algorithms.config import LOSS_AGGREGATIONS
-from streamrl.algorithms.math.kl import probability_ratio
 from streamrl.algorithms.math.losses import (
     aggregate_loss_sum,
     clipped_surrogate_loss,
     entropy_from_logits,
     outside_clip_mask,
 )
+from streamrl.algorithms.math.tokens import probability_ratio
 from streamrl.algorithms.math.training_metrics import compute_loss_denominator
 from tests.algorithms import ragged
 from tests.algorithms.aggregate import aggregate_loss

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from streamrl.algorithms.math.masks import apply_mask, masked_row_mean, masked_row_sum
+from streamrl.algorithms.math.tokens import apply_mask, masked_row_mean, masked_row_sum
 from tests.algorithms import ragged
 
 NAN = math.nan

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from streamrl.algorithms.math import losses
-from streamrl.algorithms.math.masks import apply_mask
+from streamrl.algorithms.math.tokens import apply_mask
 from tests.algorithms import ragged
 from tests.algorithms.aggregate import aggregate_loss
 

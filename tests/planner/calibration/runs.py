@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from streamrl.buffer.journal import Journal, JournalConfig
+from streamrl.buffer.journal import Journal, JournalConfig, JournalRecord
 from streamrl.buffer.run_log import TrainedStep
-from streamrl.buffer.segment_file import JournalRecord
 from streamrl.config.run_config import RunConfig, config_to_dict, dump_config, load_config
 from streamrl.dataflow import POLICY
 from streamrl.planner.problem.stage_timings import (

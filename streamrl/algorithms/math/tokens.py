@@ -1,9 +1,28 @@
-"""Ratios of probabilities, estimators of the KL divergence, and the adaptive KL coefficient."""
+"""Basics of token maths: masked reductions, ratios of probabilities, the KL divergence.
+
+Reductions are safe for NaN outside the mask.
+"""
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def apply_mask(values: "Tensor", mask: "Tensor") -> "Tensor":
+    """Return `values` inside the mask, 0 outside; unlike a product, this drops NaN."""
+    return values.where(mask, 0.0)
+
+
+def masked_row_sum(values: "Tensor", mask: "Tensor") -> "Tensor":
+    """Return each row's sum over the mask: [B, T] -> [B, 1]."""
+    return apply_mask(values, mask).sum(-1, keepdim=True)
+
+
+def masked_row_mean(values: "Tensor", mask: "Tensor") -> "Tensor":
+    """Return each row's mean over the mask, 0 if the row's mask is empty: [B, T] -> [B, 1]."""
+    return masked_row_sum(values, mask) / mask.sum(-1, keepdim=True).clamp(min=1)
+
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratio from which `probability_ratio` is linear: float32 holds sums of squares up to there."""
