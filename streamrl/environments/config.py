@@ -18,11 +18,6 @@ ADAPTER_CLASSES: Mapping[str, str] = {
     "openenv": f"{_ADAPTERS}.openenv:OpenEnvEnvironment",
 }
 """Class of each further kind, as module:Class."""
-PATH_OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "gymnasium": ("actions", "observation"),
-    "openenv": ("observation",),
-}
-"""Options of each kind whose text is a path or file.py:function."""
 # An adapter is a class with `reset` and `step`, like a user's. Its constructor takes
 # `environment.options` as keyword arguments and runs once per episode, and once when a host process
 # loads the class. It may raise ConfigError: for a package that is not installed, with the extra to
@@ -78,9 +73,6 @@ class EnvironmentSpec:
     def make_paths_absolute(self) -> None:
         if self.path:
             self.path = str(Path(self.path).absolute())
-        for name in PATH_OPTIONS.get(self.kind, ()):
-            if (text := self.options.get(name)) and isinstance(text, str):
-                self.options[name] = str(Path(text).expanduser().absolute())
         for tool in self.tools:
             tool.make_command_absolute()
 

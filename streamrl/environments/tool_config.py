@@ -5,17 +5,14 @@ from pathlib import Path
 from typing import ClassVar
 
 from streamrl.errors import ConfigError
-from streamrl.files.typed_settings import suggest_nearest
 
 PYTHON, MCP = "python", "mcp"
-TOOL_KINDS = (PYTHON, MCP)
 TOOLS_SECTION = "environment.tools"
-KEYS_BY_FORM = {
-    "kind python": ("kind",),
-    "a command": ("kind", "command", "env", "only"),
-    "a url": ("kind", "url", "headers_env", "only"),
+FORMS = {
+    PYTHON: ({"kind"},),
+    MCP: ({"kind", "command", "env", "only"}, {"kind", "url", "headers_env", "only"}),
 }
-"""Settings that an entry may have, by what it describes."""
+"""Settings of the entries of each kind."""
 
 
 @dataclass
@@ -45,31 +42,18 @@ class ToolConfig:
     """CPU time of a process of an episode's Python session, s."""
 
     def __post_init__(self) -> None:
-        if self.kind not in TOOL_KINDS:
-            hint = suggest_nearest(self.kind, TOOL_KINDS, noun="kind")
-            raise ConfigError(f"{TOOLS_SECTION}.kind={self.kind}: no such kind of tools; {hint}")
-        form = "kind python" if self.kind == PYTHON else self._find_server_form()
-        for spec in fields(self):
-            value = vars(self)[spec.name]
-            if spec.name not in KEYS_BY_FORM[form] and value not in (spec.default, [], {}):
-                allowed = ", ".join(KEYS_BY_FORM[form])
-                raise ConfigError(
-                    f"{TOOLS_SECTION}.{spec.name}={value}: has no effect with {form}, whose"
-                    f" settings are {allowed}"
-                )
+        given = {field.name for field in fields(self) if vars(self)[field.name]}
+        has_server = bool(self.command) != bool(self.url) or self.kind == PYTHON
+        if not (has_server and any(given <= form for form in FORMS.get(self.kind, ()))):
+            raise ConfigError(
+                f"{TOOLS_SECTION}: an entry is kind: python, or kind: mcp with command (and env,"
+                " only) or url (and headers_env, only); this one has"
+                f" {', '.join(f'{key}={vars(self)[key]}' for key in sorted(given)) or 'nothing'}"
+            )
         if self.url and not self.url.startswith(("http://", "https://")):
             raise ConfigError(
                 f"{TOOLS_SECTION}.url={self.url}: must begin with http:// or https://"
             )
-
-    def _find_server_form(self) -> str:
-        if bool(self.command) == bool(self.url):
-            given = "both command and url" if self.url else "neither command nor url"
-            raise ConfigError(
-                f"{TOOLS_SECTION}: an entry of kind {MCP} has {given}; give command, which starts a"
-                " server, or url, the address of one"
-            )
-        return "a command" if self.command else "a url"
 
     def make_command_absolute(self) -> None:
         """Make the parts of `command` that name files absolute, in place.

@@ -12,16 +12,14 @@ from streamrl.errors import ConfigError
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
-        ({"kind": "pyton"}, "kind=pyton: no such kind of tools; the nearest kind is python"),
-        ({"kind": "mcp"}, "kind mcp has neither command nor url; give command"),
-        ({"kind": "mcp", "command": ["a"], "url": "http://a"}, "has both command and url"),
-        ({"kind": "mcp", "url": "a.org"}, "url=a.org: must begin with http:// or https://"),
-        ({"kind": "python", "only": ["a"]}, "only=.*: has no effect with kind python, whose"),
-        (
-            {"kind": "mcp", "url": "http://a", "env": ["A"]},
-            "env=.*: has no effect with a url, whose settings are kind, url, headers_env",
-        ),
-        ({"kind": "mcp", "command": ["a"], "headers_env": {"A": "B"}}, "no effect with a command"),
+        ({}, ": an entry is kind: python, or kind: mcp with command .*; this one has nothing"),
+        ({"kind": "pyton"}, "this one has kind=pyton"),
+        ({"kind": "mcp"}, "this one has kind=mcp"),
+        ({"kind": "mcp", "command": ["a"], "url": "http://a"}, "command=.*, kind=mcp, url="),
+        ({"kind": "mcp", "url": "a.org"}, ".url=a.org: must begin with http:// or https://"),
+        ({"kind": "python", "only": ["a"]}, "this one has kind=python, only="),
+        ({"kind": "mcp", "url": "http://a", "env": ["A"]}, "this one has env=.*, kind=mcp, url="),
+        ({"kind": "mcp", "command": ["a"], "headers_env": {"A": "B"}}, "headers_env="),
     ],
 )
 def test_contradictions_in_an_entry_are_refused(settings, error):

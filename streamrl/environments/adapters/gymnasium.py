@@ -1,19 +1,14 @@
 """Adapter of Gymnasium: environments of its registry as games in text."""
 
-import importlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from streamrl.environments.adapters.options import (
-    ROW_KEY,
-    load_option_function,
-    merge_row_options,
-)
+from streamrl.environments.adapters.options import ROW_KEY, merge_row_options
 from streamrl.environments.interface import Reply, Turn
 from streamrl.errors import ConfigError
 from streamrl.files.optional_package import import_optional
@@ -30,10 +25,10 @@ def mark_colours(text: str) -> str:
     Colours may be all that shows a state, such as the place of a player on a map. If the text has
     several colours, the brackets name them: [red:S].
     """
-    colours = {_name_colour(codes) for codes, _ in COLOURED.findall(text)}
+    has_several = len({_name_colour(codes) for codes, _ in COLOURED.findall(text)}) > 1
 
     def mark(match: re.Match[str]) -> str:
-        name = f"{_name_colour(match[1])}:" if len(colours) > 1 else ""
+        name = f"{_name_colour(match[1])}:" if has_several else ""
         return f"[{name}{match[2]}]"
 
     return CONTROL_SEQUENCE.sub("", COLOURED.sub(mark, text))
@@ -45,10 +40,8 @@ def _name_colour(codes: str) -> str:
     codes: its parameters, such as 41;1: 30 to 37 and 90 to 97 set the colour of the characters, 40
     to 47 and 100 to 107 that of the background.
     """
-    for code in (int(code) for code in codes.split(";") if code):
-        if code // 10 in (3, 4, 9, 10) and code % 10 < len(COLOUR_NAMES):
-            return COLOUR_NAMES[code % 10]
-    return "bold"
+    found = re.search(r"\b(?:3|4|9|10)([0-7])\b", codes)
+    return COLOUR_NAMES[int(found[1])] if found else "bold"
 
 
 import_package = partial(import_optional, setting="environment.kind=gymnasium", extra="gymnasium")
@@ -61,14 +54,13 @@ class GymnasiumEnvironment:
 
     id: name in the registry, or module:name for one that the module registers at its import.
     make: keyword arguments of gymnasium.make.
-    actions: names of actions with their values, or a function as file.py:function that returns the
-        action of a text and a game, or raises ValueError with what to tell the policy. By default
-        an action is an integer of a Discrete space. The last one in a reply counts.
-    observation: function as file.py:function that returns the text of an observation and a game. By
-        default the text of `render_mode="ansi"` where the environment has this mode, otherwise the
-        observation as JSON.
+    actions: names of actions with their values. By default an action is an integer of a Discrete
+        space. The last one in a reply counts.
     instructions: text before the first observation.
     seed: seed of the game; None: that of the environment.
+
+    An observation is the text of `render_mode="ansi"` where the environment has this mode,
+    otherwise JSON.
     """
 
     def __init__(
@@ -76,124 +68,81 @@ class GymnasiumEnvironment:
         *,
         id: str,
         make: Mapping[str, Any] | None = None,
-        actions: Mapping[str, Any] | str = "",
-        observation: str = "",
+        actions: Mapping[str, Any] | None = None,
         instructions: str = "",
         seed: int | None = None,
     ) -> None:
         import_package("gymnasium")
         self._options = {"id": id, "make": make or {}, "seed": seed}
+        self._actions = {str(name).lower(): value for name, value in (actions or {}).items()}
         self._instructions = instructions
         self._game: Any = None
-        self._actions: Mapping[str, Any] = {}
-        self._action_function: Callable[..., Any] | None = None
-        if not isinstance(actions, str):
-            self._actions = {str(name).lower(): value for name, value in actions.items()}
-        elif actions:
-            self._action_function = load_option_function(
-                actions, option="actions", parameters=("text", "game"), lets_through=ValueError
-            )
-        self._describe: Callable[..., str] = _format_observation
-        if observation:
-            self._describe = load_option_function(
-                observation, option="observation", parameters=("observation", "game")
-            )
 
     def reset(self, row: Prompt, seed: int) -> str:
         options = merge_row_options(row, seed, self._options, allowed=("id", "make", "seed"))
-        self._make_game(options["id"], options["make"])
+        if ":" in options["id"] and options["id"] != self._options["id"]:
+            raise ConfigError(f"extra_info.{ROW_KEY}.id={options['id']}: a row names no module")
+        self._game = self._make_game(options["id"], options["make"])
         observation, _ = self._game.reset(seed=options["seed"])
-        texts = [self._instructions, self._describe(observation, self._game)]
+        texts = [self._instructions, self._format_observation(observation)]
         return "\n\n".join(filter(None, texts))
 
     def step(self, reply: Reply) -> Turn:
-        """Play the reply's action; answer a reply without one by what is wrong with it."""
-        try:
-            action = self._read_action(reply.text)
-        except ValueError as error:
-            return Turn(str(error))
+        """Play the reply's action; answer a reply without one by what is legal."""
+        action = self._find_action(reply.text)
+        if action is None or not self._game.action_space.contains(action):
+            problem = "No action was found" if action is None else f"{action} is not a legal action"
+            return Turn(f"{problem}. Reply with {self._describe_legal_actions()}.")
         observation, reward, terminated, truncated, _ = self._game.step(action)
         is_over = bool(terminated or truncated)
-        text = "" if is_over else self._describe(observation, self._game)
+        text = "" if is_over else self._format_observation(observation)
         return Turn(text, float(reward), is_over)
 
     def close(self) -> None:
         if self._game is not None:
             self._game.close()
 
-    def _make_game(self, name: str, settings: Mapping[str, Any]) -> None:
+    def _make_game(self, name: str, settings: Mapping[str, Any]) -> Any:
         gymnasium = import_package("gymnasium")
-        if ":" in name and name != self._options["id"]:
-            raise ConfigError(f"extra_info.{ROW_KEY}.id={name}: a row names no module")
+        settings = {"disable_env_checker": True, **settings}
         try:
-            spec, has_text = _find_spec(name)
-            defaults = {"render_mode": TEXT_RENDER_MODE} if has_text else {}
-            self._game = gymnasium.make(
-                spec, **{"disable_env_checker": True, **defaults, **settings}
-            )
+            game = gymnasium.make(name, **settings)
+            has_text = TEXT_RENDER_MODE in game.metadata.get("render_modes", ())
+            if has_text and "render_mode" not in settings:
+                game.close()
+                game = gymnasium.make(name, render_mode=TEXT_RENDER_MODE, **settings)
         except gymnasium.error.Error as error:
             raise ConfigError(f"environment.options.id={name}: {error}") from error
-        space = self._game.action_space
-        for action, value in self._actions.items():
-            if not space.contains(_to_action(value, space)):
-                raise ConfigError(
-                    f"environment.options.actions.{action}={value}: not in the action space"
-                    f" {space} of {name}"
-                )
+        space = game.action_space
         is_discrete = isinstance(space, import_package("gymnasium.spaces").Discrete)
-        if not (self._actions or self._action_function or is_discrete):
+        unknown = [n for n, v in self._actions.items() if not space.contains(_to_action(v, space))]
+        if unknown or not (self._actions or is_discrete):
+            problem = f"{', '.join(unknown)} not in it" if unknown else "name actions with values"
             raise ConfigError(
-                f"environment.options.actions: {name} has the action space {space}; name its"
-                " actions with their values, or write file.py:function"
+                f"environment.options.actions: {name} has the action space {space}; {problem}"
             )
+        return game
 
-    def _read_action(self, text: str) -> Any:
-        """Return the action of a reply. Raises ValueError with what to tell the policy."""
-        space, action = self._game.action_space, None
-        if self._action_function:
-            action = self._action_function(text, self._game)
-        elif self._actions:
-            names = "|".join(re.escape(name) for name in sorted(self._actions, key=len)[::-1])
-            if found := re.findall(rf"(?<!\w)(?:{names})(?!\w)", text.lower()):
-                action = _to_action(self._actions[found[-1]], space)
-        elif found := INTEGER.findall(text):
-            action = int(found[-1])
-        if action is None or not space.contains(action):
-            problem = "No action was found" if action is None else f"{action} is not a legal action"
-            raise ValueError(f"{problem}.{self._describe_legal_actions()}")
-        return action
+    def _find_action(self, text: str) -> Any:
+        """Return the last action that a text names; None if there is none."""
+        if not self._actions:
+            numbers = INTEGER.findall(text)
+            return int(numbers[-1]) if numbers else None
+        names = "|".join(re.escape(name) for name in sorted(self._actions, key=len)[::-1])
+        found = re.findall(rf"(?<!\w)(?:{names})(?!\w)", text.lower())
+        return _to_action(self._actions[found[-1]], self._game.action_space) if found else None
 
     def _describe_legal_actions(self) -> str:
-        space = self._game.action_space
         if self._actions:
-            return f" Reply with one of: {', '.join(self._actions)}."
-        if self._action_function:
-            return ""
+            return f"one of: {', '.join(self._actions)}"
+        space = self._game.action_space
         first = int(space.start)
-        return f" Reply with an integer from {first} to {first + int(space.n) - 1}."
+        return f"an integer from {first} to {first + int(space.n) - 1}"
 
-
-def _format_observation(observation: Any, game: Any) -> str:
-    if game.render_mode == TEXT_RENDER_MODE:
-        return mark_colours(game.render()).strip("\n")
-    return json.dumps(_to_plain(observation), ensure_ascii=False)
-
-
-def _find_spec(name: str) -> tuple[Any, bool]:
-    """Return the EnvSpec of a name or module:name, and whether it renders text.
-
-    Importing the module registers the name.
-    """
-    module, _, name = name.rpartition(":")
-    if module:
-        importlib.import_module(module)
-    spec = import_package("gymnasium").spec(name)
-    creator = spec.entry_point
-    if isinstance(creator, str):
-        creator = import_package("gymnasium.envs.registration").load_env_creator(creator)
-    # A function that makes the environment has no metadata.
-    modes = creator.metadata.get("render_modes", ()) if hasattr(creator, "metadata") else ()
-    return spec, TEXT_RENDER_MODE in modes
+    def _format_observation(self, observation: Any) -> str:
+        if self._game.render_mode == TEXT_RENDER_MODE:
+            return mark_colours(self._game.render()).strip("\n")
+        return json.dumps(_to_plain(observation), ensure_ascii=False)
 
 
 def _to_action(value: Any, space: Any) -> Any:

@@ -17,17 +17,17 @@ import asyncio
 import contextlib
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from streamrl.environments.adapters.options import load_option_function, merge_row_options
+from streamrl.environments.adapters.options import merge_row_options
 from streamrl.environments.interface import CallOutcome, Reply, ToolSchema, Turn
 from streamrl.environments.tool_calls.json_calls import check_encodable, parse_json_at
 from streamrl.environments.tool_calls.reply_text import replace_surrogates
 from streamrl.environments.tool_calls.tool_schema import check_tool_schema
-from streamrl.environments.tool_sources.tool_source import ToolAnswer
+from streamrl.environments.tool_sources.tool_sources import ToolAnswer
 from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError
 from streamrl.files.bounded_read import MIB
 from streamrl.files.optional_package import import_optional
@@ -54,9 +54,9 @@ class OpenEnvEnvironment:
     action: {field: NAME}: the reply's text is the field NAME of the action. {json: true}: the first
         JSON object of the reply is the action. By default calls of the server's tools are the
         actions; without tools it is {field: message}.
-    observation: {field: NAME}: the policy reads the field NAME of an observation. A text is a
-        function(observation) as file.py:function. By default the policy reads the only field, if it
-        has text, otherwise all fields as JSON; `metadata` is not for the policy.
+    observation: {field: NAME}: the policy reads the field NAME of an observation. By default it
+        reads the only field, if it has text, otherwise all fields as JSON; `metadata` is not for
+        the policy.
     reset: further data of the reset message, such as a task.
     wait_s: longest wait for a server at capacity, s. Below environment.turn_timeout_s.
 
@@ -69,7 +69,7 @@ class OpenEnvEnvironment:
         *,
         url: str,
         action: Mapping[str, Any] | None = None,
-        observation: Mapping[str, Any] | str = "",
+        observation: Mapping[str, Any] | None = None,
         instructions: str = "",
         reset: Mapping[str, Any] | None = None,
         seed: int | None = None,
@@ -84,14 +84,8 @@ class OpenEnvEnvironment:
         self._url = url
         self._host, self._port = address.hostname, address.port
         action = {"field": "message"} if action is None else action
-        self._field = "" if action == {"json": True} else _read_field("action", action)
-        self._describe: Callable[..., Any] = _format_observation
-        if isinstance(observation, Mapping):
-            self._describe = partial(self._show_field, _read_field("observation", observation))
-        elif observation:
-            self._describe = load_option_function(
-                observation, option="observation", parameters=("observation",)
-            )
+        self._action_field = "" if action == {"json": True} else _read_field("action", action)
+        self._shown_field = _read_field("observation", observation) if observation else ""
         self._instructions = instructions
         self._options = {"reset": reset or {}, "seed": seed}
         self._wait_s = wait_s
@@ -126,7 +120,7 @@ class OpenEnvEnvironment:
         options = merge_row_options(row, seed, self._options, allowed=("reset", "seed"))
         data = {"seed": options["seed"], **options["reset"]}
         result = self._read_result(await self._open({"type": "reset", "data": data}))
-        texts = [self._instructions, self._describe(result["observation"])]
+        texts = [self._instructions, self._format_observation(result["observation"])]
         return "\n\n".join(filter(None, texts)) or None
 
     async def step(self, reply: Reply) -> Turn:
@@ -159,7 +153,7 @@ class OpenEnvEnvironment:
                 raise EpisodeError(f"{self._url}: {error.get('message')}")
             outcome, text = CallOutcome.TOOL_ERROR, f"error: {error.get('message')}"
         else:
-            text = "" if self._is_done else self._describe(observation)
+            text = "" if self._is_done else self._format_observation(observation)
         return ToolAnswer(replace_surrogates(text), outcome, reward=reward, done=self._is_done)
 
     async def close(self) -> None:
@@ -249,31 +243,29 @@ class OpenEnvEnvironment:
 
     def _read_action(self, text: str) -> Mapping[str, Any]:
         """Return the action of a reply. Raises ValueError if it must be an object and is none."""
-        if self._field:
-            return {self._field: text}
+        if self._action_field:
+            return {self._action_field: text}
         if "{" not in text:
             raise ValueError("there is none")
         action, _ = parse_json_at(text, text.find("{"))
         check_encodable(action)
         return action  # type: ignore[no-any-return]
 
-    def _show_field(self, name: str, observation: Mapping[str, Any]) -> str:
-        if name not in observation:
-            raise EpisodeError(
-                f"environment.options.observation={name}: {self._url} sent"
-                f" {', '.join(observation) or 'no fields'}"
-            )
-        return _format_value(observation[name])
-
-
-def _format_observation(observation: Mapping[str, Any]) -> str:
-    """Return the content of a tool's result, the only text, or all fields as JSON."""
-    value: Any = {name: entry for name, entry in observation.items() if name != "metadata"}
-    if value.keys() == CALL_FIELDS:
-        return _format_value(_read_content(value["result"]))
-    if len(value) == 1 and isinstance(only := next(iter(value.values())), str):
-        return only
-    return _format_value(value)
+    def _format_observation(self, observation: Mapping[str, Any]) -> str:
+        """Return the chosen field, a tool's result, the only text, or all fields as JSON."""
+        value: Any = {name: entry for name, entry in observation.items() if name != "metadata"}
+        if self._shown_field:
+            if self._shown_field not in observation:
+                raise EpisodeError(
+                    f"environment.options.observation={self._shown_field}: {self._url} sent"
+                    f" {', '.join(observation) or 'no fields'}"
+                )
+            value = observation[self._shown_field]
+        elif value.keys() == CALL_FIELDS:
+            value = _read_content(value["result"])
+        elif len(value) == 1 and isinstance(only := next(iter(value.values())), str):
+            value = only
+        return _format_value(value)
 
 
 def _format_value(value: Any) -> str:

@@ -1,50 +1,13 @@
-"""Options of adapters: functions of the user, and those that a row may have of its own."""
+"""Options of adapters that a row may have of its own."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from streamrl.errors import ConfigError, EpisodeError
-from streamrl.files.python_module import FileFunction, load_referenced_function
+from streamrl.errors import ConfigError
 from streamrl.messages import Prompt, describe_prompt
 
 ROW_KEY = "environment_options"
 """Key of `extra_info` under which a row has options of its own."""
-
-
-def load_option_function(
-    reference: str,
-    *,
-    option: str,
-    parameters: Sequence[str],
-    lets_through: type[Exception] | None = None,
-) -> Callable[..., Any]:
-    """Return the user's function that an option names as file.py:function.
-
-    parameters: names of the positional arguments of its calls. lets_through: exception of the
-    function that its caller handles; any other becomes an EpisodeError with the user's line. Raises
-    ConfigError if the function cannot be loaded or has other parameters.
-    """
-    setting = f"environment.options.{option}"
-    code = _load_function(reference, setting)
-    code.check_not_async()
-    code.check_positional(parameters)
-
-    def call(*arguments: Any) -> Any:
-        try:
-            return code.function(*arguments)
-        # SystemExit too: a user's function may call exit().
-        except (Exception, SystemExit) as error:
-            if lets_through and isinstance(error, lets_through):
-                raise
-            raise EpisodeError(f"{setting}={code.describe_error(error)}") from error
-
-    return call
-
-
-@cache
-def _load_function(reference: str, setting: str) -> FileFunction:
-    return load_referenced_function(reference, setting=setting)
 
 
 def merge_row_options(

@@ -7,7 +7,9 @@ reply.calls[0].name, reply.calls[0].arguments, reply.calls[0].outcome
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import regex
 
 from streamrl.environments.interface import CallOutcome, Message, Reply, ToolCall, ToolSchema
 from streamrl.environments.tool_calls.harmony_calls import HARMONY_MARKERS, find_harmony_calls
@@ -16,6 +18,8 @@ from streamrl.environments.tool_calls.json_calls import (
     OPENING,
     check_encodable,
     find_hermes_calls,
+    parse_json,
+    read_arguments_object,
 )
 from streamrl.environments.tool_calls.marked_turn import (
     MarkedTurn,
@@ -23,16 +27,20 @@ from streamrl.environments.tool_calls.marked_turn import (
     ScaffoldSpan,
     WrittenCall,
 )
-from streamrl.environments.tool_calls.pattern_calls import make_pattern_finder
 from streamrl.environments.tool_calls.reply_text import make_call_id
 from streamrl.environments.tool_calls.served_calls import (
     ServedParser,
     ShownCall,
     list_served_formats,
 )
-from streamrl.environments.tool_calls.tool_schema import get_tool_name, validate_arguments
+from streamrl.environments.tool_calls.tool_schema import (
+    get_tool_name,
+    is_valid_argument,
+    validate_arguments,
+)
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import suggest_nearest
+from streamrl.rewards.interface.answers import SEARCH_TIMEOUT_S
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -132,6 +140,91 @@ def _read_text(turn: MarkedTurn, spans: Sequence[WrittenCall | ScaffoldSpan]) ->
     parts.append(turn.text[end:])
     stripped = [turn.spell_text(part).strip() for part in parts]
     return "\n".join(part for part in stripped if part)
+
+
+NAME_GROUP, ARGUMENTS_GROUP = "name", "arguments"
+PYTHON_WORDS = {"True": True, "False": False, "None": None}
+
+
+def make_pattern_finder(pattern: str) -> Callable[[MarkedTurn], Iterator[WrittenCall]]:
+    """Return a function that finds the calls that match a regular expression.
+
+    The groups `name` and `arguments` (a JSON object) hold the call. Without a group `name`, the
+    environment must have one tool; without a group `arguments`, every other named group is an
+    argument, converted to the type in the schema. Raises ConfigError for an invalid pattern.
+    """
+    place = f"environment.call_pattern={pattern}"
+    try:
+        compiled = regex.compile(pattern)
+    except regex.error as error:
+        raise ConfigError(f"{place}: {error}") from None
+    if not compiled.groupindex:
+        raise ConfigError(
+            f"{place}: has no named groups; name a group after each argument, or write"
+            f" (?P<{NAME_GROUP}>...) and (?P<{ARGUMENTS_GROUP}>...)"
+        )
+
+    def find_calls(turn: MarkedTurn) -> Iterator[WrittenCall]:
+        if turn.tools and NAME_GROUP not in compiled.groupindex:
+            _check_groups(compiled.groupindex, turn.tools, place=place)
+        try:
+            # concurrent=True releases the GIL during the search.
+            for found in compiled.finditer(
+                turn.text, turn.start, timeout=SEARCH_TIMEOUT_S, concurrent=True
+            ):
+                yield _read_match(turn, found)
+        except TimeoutError:
+            end = len(turn.text)
+            yield WrittenCall(end, end, error="searching the turn for calls took too long")
+
+    return find_calls
+
+
+def _check_groups(groups: Iterable[str], tools: Mapping[str, ToolSchema], *, place: str) -> None:
+    """Raise ConfigError unless the groups are the arguments of the only tool.
+
+    No call of another pattern could ever be right.
+    """
+    parameters = next(iter(tools.values()))["function"].get("parameters") or {}
+    is_closed = parameters.get("additionalProperties", False) is False
+    unknown = {*groups} - parameters.get("properties", {}).keys() if is_closed else set()
+    missing = {*parameters.get("required", ())} - {*groups}
+    has_arguments = ARGUMENTS_GROUP in groups or not (unknown or missing)
+    if len(tools) != 1 or not has_arguments:
+        raise ConfigError(
+            f"{place}: without a group {NAME_GROUP} the environment must have one tool, and the"
+            f" groups must be its arguments, not {', '.join(groups)}"
+        )
+
+
+def _read_match(turn: MarkedTurn, found: "regex.Match[str]") -> WrittenCall:
+    texts = {key: turn.spell(text) for key, text in found.groupdict().items() if text is not None}
+    has_name = NAME_GROUP in found.re.groupindex
+    name = texts.pop(NAME_GROUP, "") if has_name else next(iter(turn.tools), "")
+    start, end = found.span()
+    if ARGUMENTS_GROUP in texts:
+        try:
+            arguments = read_arguments_object(parse_json(texts[ARGUMENTS_GROUP]), "the call")
+        except ValueError as error:
+            return WrittenCall(start, end, name, error=str(error))
+    else:
+        tool = turn.tools.get(name)
+        arguments = {key: _read_argument(tool, key, text) for key, text in texts.items()}
+    return WrittenCall(start, end, name, arguments)
+
+
+def _read_argument(tool: ToolSchema | None, name: str, text: str) -> Any:
+    """Return a text as JSON, or as Python writes it, if the tool's schema accepts that.
+
+    Otherwise the text stays, as does a quoted string: the quotes belong to it.
+    """
+    try:
+        value = PYTHON_WORDS[text] if text in PYTHON_WORDS else parse_json(text)
+    except ValueError:
+        return text
+    if tool is None or isinstance(value, str) or not is_valid_argument(tool, name, value):
+        return text
+    return value
 
 
 def make_call_format(

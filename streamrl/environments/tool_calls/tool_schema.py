@@ -8,7 +8,7 @@ import inspect
 import json
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from inspect import Parameter
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, cast, get_args, get_origin
 from typing import get_type_hints as resolve_annotations
@@ -26,8 +26,7 @@ MAX_PROBLEMS = 3
 """Most problems of one call that are reported to the policy."""
 MAX_MESSAGE_CHARS = 120
 """Most characters of a problem: it may repeat a long value."""
-_SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Example|Examples):\s*$")
-_DESCRIBED_NAME = re.compile(r"^\s*(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
+_ARGS = re.compile(r"^(?:Args|Arguments|Parameters): *\n((?: +.*\n|\n)*)", re.MULTILINE)
 
 
 def make_tool_schema(function: Callable[..., Any]) -> ToolSchema:
@@ -105,25 +104,18 @@ def _is_json_type(annotation: Any) -> bool:
 
 def _read_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
     """Return the first paragraph of a docstring, and the descriptions in its Args section."""
-    first: list[str] = []
-    descriptions: dict[str, str] = {}
-    section, name, indent = "", "", 0
-    for line in (inspect.getdoc(function) or "").strip().split("\n"):
-        if header := _SECTION.match(line):
-            section = header[1]
-        elif not section and line.strip():
-            first.append(line.strip())
-        elif not section:
-            section = "(further paragraphs)"
-        elif section in ("Args", "Arguments", "Parameters") and line.strip():
-            depth = len(line) - len(line.lstrip())
-            described = _DESCRIBED_NAME.match(line)
-            if described and (not name or depth <= indent):
-                name, indent = described[1], depth
-                descriptions[name] = described[2].strip()
-            elif name:
-                descriptions[name] = f"{descriptions[name]} {line.strip()}".strip()
-    return " ".join(first), descriptions
+    text = f"{inspect.getdoc(function)}\n"
+    first = _ARGS.sub("", text).partition("\n\n")[0]
+    section = "".join(_ARGS.findall(text))
+    indent = section[: len(section) - len(section.lstrip(" "))]
+    # A description goes on in lines that are indented further than its name.
+    entry = rf"^{indent}(\w+)(?:\s*\([^)]*\))?:(.*(?:\n{indent} .*)*)"
+    entries = re.findall(entry, section, re.MULTILINE)
+    return _join_words(first), {name: _join_words(words) for name, words in entries}
+
+
+def _join_words(text: str) -> str:
+    return " ".join(text.split())
 
 
 def get_tool_name(tool: ToolSchema) -> str:
@@ -161,22 +153,13 @@ def _check_references(parameters: Mapping[str, Any], label: str) -> None:
 
     resource = DRAFT202012.create_resource(parameters)
     resolver = Registry().with_resource("", resource).resolver()
-    for reference in _list_references(parameters):
+    for reference in re.findall(r'"\$ref": "([^"]*)"', json.dumps(parameters)):
         try:
             resolver.lookup(reference)
         except Unresolvable:
             raise ConfigError(
                 f"{label}: $ref {reference}: must lead to a definition in the same schema"
             ) from None
-
-
-def _list_references(schema: Any) -> Iterator[str]:
-    if isinstance(schema, Mapping):
-        if isinstance(schema.get("$ref"), str):
-            yield schema["$ref"]
-        schema = list(schema.values())
-    for part in schema if isinstance(schema, list) else ():
-        yield from _list_references(part)
 
 
 def validate_arguments(tool: ToolSchema, arguments: Mapping[str, Any]) -> str:
@@ -235,24 +218,10 @@ def _describe_problem(error: "ValidationError") -> str:
 def format_tool(tool: ToolSchema) -> str:
     """Return a tool as `search(query: string, limit: integer = 3): Search the web.`"""
     function = tool["function"]
-    parameters = function.get("parameters") or {}
-    required = parameters.get("required", ())
+    parameters = _get_parameters(tool)
     written = []
     for name, schema in parameters.get("properties", {}).items():
-        text = f"{name}: {_name_type(schema)}"
-        if name not in required:
-            default = schema.get("default") if isinstance(schema, Mapping) else None
-            text += f" = {json.dumps(default, ensure_ascii=False)}"
-        written.append(text)
+        facts = schema if isinstance(schema, Mapping) else {}
+        default = "" if name in parameters.get("required", ()) else f" = {facts.get('default')}"
+        written.append(f"{name}: {facts.get('type', 'any')}{default}")
     return f"{function['name']}({', '.join(written)}): {function.get('description', '')}".rstrip()
-
-
-def _name_type(schema: Any) -> str:
-    if not isinstance(schema, Mapping):
-        return "any"
-    if "enum" in schema:
-        return " | ".join(json.dumps(value, ensure_ascii=False) for value in schema["enum"])
-    if "anyOf" in schema:
-        return " | ".join(_name_type(branch) for branch in schema["anyOf"])
-    kind = schema.get("type", "any")
-    return " | ".join(kind) if isinstance(kind, list) else str(kind)

@@ -17,7 +17,7 @@ from streamrl.environments.interface import CallOutcome, ToolSchema
 from streamrl.environments.tool_calls.reply_text import format_tool_result
 from streamrl.environments.tool_calls.tool_schema import check_tool_schema, get_tool_name
 from streamrl.environments.tool_config import ToolConfig
-from streamrl.environments.tool_sources.tool_source import ToolAnswer
+from streamrl.environments.tool_sources.tool_sources import ToolAnswer
 from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError
 from streamrl.files.typed_settings import suggest_nearest
 from streamrl.user_code.pool.background_tasks import BackgroundTasks

@@ -70,16 +70,6 @@ def test_an_option_that_an_adapter_does_not_take_is_refused(kind):
         load_user_class(EnvironmentConfig(kind=kind, options={"idd": "x"}))
 
 
-def test_paths_in_options_become_absolute(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    config = EnvironmentConfig(
-        kind="gymnasium", options={"id": "a", "actions": "b.py:f", "observation": ""}
-    )
-    config.make_paths_absolute()
-    expected = {"id": "a", "actions": f"{tmp_path}/b.py:f", "observation": ""}
-    assert config.options == expected
-
-
 def test_the_examples_of_the_docs_can_be_loaded():
     page = (Path(__file__).parents[3] / "docs" / "environments.md").read_text()
     section = page.partition("\n## Adapters\n")[2].partition("\n## ")[0]

@@ -128,13 +128,11 @@ async def test_a_reply_is_a_json_object_where_the_action_is_one(connect):
     assert turn.observation.startswith("Invalid action: message: ")
 
 
-async def test_a_row_has_a_seed_and_data_of_the_reset_of_its_own(connect, tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text("def describe(seen): return seen['hint'] + seen['total']")
-    environment = connect(observation=f"{path}:describe", reset={"hint": "up"})
-    assert await environment.reset(make_row(), seed=7) == "up7"
+async def test_a_row_has_a_seed_and_data_of_the_reset_of_its_own(connect):
+    environment = connect(observation=None, reset={"hint": "up"})
+    assert await environment.reset(make_row(), seed=7) == '{"total": "7", "hint": "up"}'
     own = make_row(seed=9, reset={"hint": "down"})
-    assert await environment.reset(own, seed=7) == "down9"
+    assert await environment.reset(own, seed=7) == '{"total": "9", "hint": "down"}'
     with pytest.raises(ConfigError, match=r"environment_options=.*url.*; a row may have re"):
         await environment.reset(make_row(url="ws://elsewhere"), seed=7)
     easy = replace(make_row(), extra_info={"environment_options": "easy"})

@@ -315,7 +315,7 @@ def test_a_pattern_without_name_calls_the_only_tool(marker_tokenizer: Any, encod
     )
     (call,) = call_format.parse(encode("(1+x)"), [ADD]).calls
     assert call.outcome is CallOutcome.WRONG_ARGUMENTS
-    with pytest.raises(ConfigError, match="must have one tool, not 2"):
+    with pytest.raises(ConfigError, match="must have one tool"):
         call_format.parse(encode("(1+2)"), [ADD, SAY])
 
 
@@ -324,7 +324,9 @@ def test_a_pattern_that_could_never_match_the_tool_is_refused(
     marker_tokenizer: Any, encode: Encode, pattern: str
 ):
     call_format = make_call_format("regex", marker_tokenizer, pattern=pattern)
-    with pytest.raises(ConfigError, match=r"environment.call_pattern=.*: .* has a, b"):
+    with pytest.raises(
+        ConfigError, match=r"environment.call_pattern=.*: .* must be its arguments, not "
+    ):
         call_format.parse(encode("1+2"), [ADD])
 
 
@@ -346,7 +348,7 @@ def test_without_tools_a_call_is_text(name: str, marker_tokenizer: Any, encode: 
 def test_a_pattern_that_backtracks_has_a_deadline(
     marker_tokenizer: Any, encode: Encode, monkeypatch: pytest.MonkeyPatch
 ):
-    module = "streamrl.environments.tool_calls.pattern_calls.SEARCH_TIMEOUT_S"
+    module = "streamrl.environments.tool_calls.call_formats.SEARCH_TIMEOUT_S"
     monkeypatch.setattr(module, 0.01)
     call_format = make_call_format("regex", marker_tokenizer, pattern=r"(?P<a>(x+x+)+)(?P<b>y)")
     reply = call_format.parse(encode("x" * 5000), [ADD])

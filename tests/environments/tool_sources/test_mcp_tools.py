@@ -14,14 +14,14 @@ from typing import ClassVar
 import psutil
 import pytest
 
+from streamrl.environments.hosts import environment_host
 from streamrl.environments.interface import CallOutcome
 from streamrl.environments.tool_calls.call_formats import check_call
 from streamrl.environments.tool_calls.marked_turn import WrittenCall
 from streamrl.environments.tool_calls.tool_schema import get_tool_name
 from streamrl.environments.tool_config import ToolConfig
-from streamrl.environments.tool_sources import tool_sources
 from streamrl.environments.tool_sources.mcp_tools import RESTARTED, McpTools
-from streamrl.environments.tool_sources.tool_source import ToolAnswer
+from streamrl.environments.tool_sources.tool_sources import ToolAnswer
 from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError
 from tests.descendants import descendants
 from tests.environments.tool_sources import raw_mcp_server
@@ -306,7 +306,7 @@ async def test_only_chooses_tools_of_a_server_by_name():
 
 async def test_the_same_name_twice_is_refused():
     entries = [ToolConfig("mcp", command=RAW_SERVER, only=["say"]) for _ in range(2)]
-    sources = tool_sources.ToolSources(entries, (), max_reply_chars=9)
+    sources = environment_host.ToolSources(entries, (), max_reply_chars=9)
     with pytest.raises(ConfigError, match=r"has a tool say, as has .*; rename one") as caught:
         await sources.list_tools(in_time())
     assert "\n" not in str(caught.value)
