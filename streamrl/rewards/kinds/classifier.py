@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 class ClassifierFiles:
     """Metadata of a directory with a sequence-classification model.
 
-    labels: label names; a single label for a scalar reward model.
     max_tokens: longest input, None if the config does not limit the length.
     pad_id: id of the padding token, None if the model has no padding token.
     weight_bytes: size of the stored weights.
@@ -33,7 +32,6 @@ class ClassifierFiles:
     path: str
     config: Any
     tokenizer: "PreTrainedTokenizerBase"
-    labels: tuple[str, ...]
     max_tokens: int | None
     pad_id: int | None
     weight_bytes: int
@@ -50,6 +48,10 @@ def read_classifier(path: str) -> ClassifierFiles:
     except ConfigError as error:
         raise ConfigError(f"rewards.path={error}") from None
     _check_head(path, config)
+    if config.num_labels != 1:
+        raise _make_config_error(
+            path, f"the model has {config.num_labels} labels, a reward model has one"
+        )
     settings = config.get_text_config().to_dict()
     vocab_size, pad_id = settings["vocab_size"], settings.get("pad_token_id")
     max_id = max(tokenizer.get_vocab().values())
@@ -63,7 +65,6 @@ def read_classifier(path: str) -> ClassifierFiles:
         path=path,
         config=config,
         tokenizer=tokenizer,
-        labels=tuple(config.id2label[i] for i in range(config.num_labels)),
         max_tokens=settings.get("max_position_embeddings"),
         # Some configs have an invalid id such as -1.
         pad_id=pad_id if pad_id in range(vocab_size) else None,
@@ -109,14 +110,9 @@ class SequenceClassifier:
     """
 
     def __init__(
-        self,
-        files: ClassifierFiles,
-        *,
-        dtype: str,
-        threads: int,
-        keeps_layers_on_host: bool = False,
+        self, files: ClassifierFiles, *, dtype: str, keeps_layers_on_host: bool = False
     ) -> None:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(1)
         disable_progress_bar()
         config = files.config
         if "use_cache" in config.to_dict():
@@ -143,8 +139,8 @@ class SequenceClassifier:
             self._model.to(self._device)
         self._pad_id = files.pad_id or 0
 
-    def compute_logits(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return logits [rows][labels] of rows of token ids. Raises RewardMemoryError."""
+    def compute_logits(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        """Return the logit of each row of token ids. Raises RewardMemoryError."""
         lengths = torch.tensor([len(row) for row in rows])
         mask = torch.arange(int(lengths.max())) < lengths[:, None]
         ids = torch.full(mask.shape, self._pad_id)
@@ -155,7 +151,7 @@ class SequenceClassifier:
                 output = self._model(
                     input_ids=ids.to(device), attention_mask=mask.long().to(device)
                 )
-                logits: list[list[float]] = output.logits.float().tolist()
+                logits: list[float] = output.logits[:, 0].float().tolist()
         except torch.OutOfMemoryError as error:
             shape = f"{len(rows)} texts of up to {int(lengths.max())} tokens"
             raise RewardMemoryError(f"{shape}: {str(error).splitlines()[0]}") from error

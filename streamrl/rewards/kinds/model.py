@@ -25,11 +25,10 @@ from streamrl.rewards.interface.reward import RetryOptions, Reward, RewardSpec, 
 from streamrl.user_code.reward_result import RewardResult
 
 if TYPE_CHECKING:
-    from streamrl.rewards.kinds.classifier import ClassifierFiles, SequenceClassifier
+    pass
 
 
 TokenRow = Sequence[int]
-RowLogits = Sequence[float]
 
 
 def plan_batches(lengths: Sequence[int], max_tokens: int, max_rows: int) -> list[list[int]]:
@@ -52,13 +51,13 @@ class MicroBatcher:
     """Batches the token rows of concurrent callers for forward passes of a reward model.
 
     Batches run in sequence; rows that arrive meanwhile wait and are batched together next.
-    compute: returns the logits of each row of a batch.
+    compute: returns the logit of each row of a batch.
     max_tokens, max_rows: limits of a batch; tokens include padding.
     """
 
     def __init__(
         self,
-        compute: Callable[[Sequence[TokenRow]], Awaitable[Sequence[RowLogits]]],
+        compute: Callable[[Sequence[TokenRow]], Awaitable[Sequence[float]]],
         *,
         max_tokens: int,
         max_rows: int,
@@ -66,28 +65,25 @@ class MicroBatcher:
         self._compute = compute
         self._max_tokens = max_tokens
         self._max_rows = max_rows
-        self._pending_rows: list[tuple[TokenRow, asyncio.Future[RowLogits]]] = []
+        self._rows: list[tuple[TokenRow, asyncio.Future[float]]] = []
         self._batch_task: asyncio.Task[None] | None = None
-        self._open_futures: set[asyncio.Future[RowLogits]] = set()
 
-    async def compute_rows(self, rows: Sequence[TokenRow]) -> list[RowLogits]:
-        """Return the logits of each nonempty row of token ids. Raises the errors of `compute`."""
+    async def compute_rows(self, rows: Sequence[TokenRow]) -> list[float]:
+        """Return the logit of each nonempty row of token ids. Raises the errors of `compute`."""
         loop = asyncio.get_running_loop()
         futures = [loop.create_future() for _ in rows]
-        self._pending_rows += zip(rows, futures, strict=True)
-        self._open_futures.update(futures)
+        self._rows += zip(rows, futures, strict=True)
         if self._batch_task is None or self._batch_task.done():
             self._batch_task = asyncio.create_task(self._run_batches())
         try:
             return await asyncio.gather(*futures)
         finally:
-            self._open_futures.difference_update(futures)
             for future in futures:
                 future.cancel()
 
     async def _run_batches(self) -> None:
-        while self._pending_rows:
-            waiting, self._pending_rows = self._pending_rows, []
+        while waiting := [(row, future) for row, future in self._rows if not future.done()]:
+            self._rows = waiting.copy()
             lengths = [len(row) for row, _ in waiting]
             for indices in plan_batches(lengths, self._max_tokens, self._max_rows):
                 # Skip rows whose caller was cancelled or failed with an earlier batch.
@@ -95,9 +91,7 @@ class MicroBatcher:
                 if batch:
                     await self._run_batch(batch)
 
-    async def _run_batch(
-        self, batch: Sequence[tuple[TokenRow, "asyncio.Future[RowLogits]"]]
-    ) -> None:
+    async def _run_batch(self, batch: Sequence[tuple[TokenRow, "asyncio.Future[float]"]]) -> None:
         # return_exceptions: any error, CancelledError included, goes to the waiting callers.
         (logits,) = await asyncio.gather(
             self._compute([row for row, _ in batch]), return_exceptions=True
@@ -113,49 +107,32 @@ class MicroBatcher:
     def close(self) -> None:
         if self._batch_task is not None:
             self._batch_task.cancel()
-        for future in self._open_futures:
+        for _, future in self._rows:
             future.cancel()
 
 
 T = TypeVar("T")
-
-DTYPES = ("auto", "float32", "bfloat16")
-LONG_TEXT_POLICIES = ("error", "truncate")
 
 
 @dataclass
 class ModelOptions(RetryOptions):
     """Options of kind model; timeout_s is the deadline of one forward pass.
 
-    path: directory of a sequence-classification model and its tokenizer.
-    label: label with the score as its probability, by name or index; for models with several
-        labels.
+    path: directory of a sequence-classification model with one label, and its tokenizer.
     sigmoid: apply the logistic function to the logit: scores between 0 and 1.
-    pass_score: lowest score that passes; null: 0 for a logit, 0.5 for a probability.
-    max_length: limit of prompt and completion, tokens; null: the limit of the model, the tokenizer
-        and batch_tokens.
-    on_long_text: longer texts: error, or truncate (keep the end).
+    pass_score: lowest score that passes; null: 0 for a logit, 0.5 with sigmoid.
+    on_long_text: texts longer than model, tokenizer or batch_tokens allow: error, or truncate (keep
+        the end).
     batch_tokens: limit of a forward pass including padding, tokens.
     dtype: auto (bfloat16 on a GPU, else float32), float32 or bfloat16.
-    threads: CPU threads of the model.
     """
 
     path: str = MISSING
-    label: str = ""
     sigmoid: bool = False
     pass_score: float | None = None
-    max_length: Annotated[int | None, at_least(1)] = None
-    on_long_text: Annotated[str, one_of(*LONG_TEXT_POLICIES)] = "error"
+    on_long_text: Annotated[str, one_of("error", "truncate")] = "error"
     batch_tokens: Annotated[int, at_least(1)] = 16384
-    dtype: Annotated[str, one_of(*DTYPES)] = "auto"
-    threads: Annotated[int, at_least(1)] = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.max_length is not None and self.max_length > self.batch_tokens:
-            raise ConfigError(
-                f"max_length={self.max_length}: must be at most batch_tokens={self.batch_tokens}"
-            )
+    dtype: Annotated[str, one_of("auto", "float32", "bfloat16")] = "auto"
 
 
 class ModelReward(Reward):
@@ -165,25 +142,22 @@ class ModelReward(Reward):
     whole conversation of an episode. For a model without a template: the contents before the
     completion joined by newlines, then the completion.
 
-    Raises ConfigError unless option `path` is the directory of a complete classification model, and
-    for a label or max_length that the model does not have.
+    Raises ConfigError unless option `path` is the directory of a complete classification model.
     """
 
     def __init__(self, spec: RewardSpec[ModelOptions]) -> None:
-        from streamrl.rewards.kinds.classifier import read_classifier
+        from streamrl.rewards.kinds.classifier import SequenceClassifier, read_classifier
 
         super().__init__()
         options = spec.options
         self._options = options
         self._files = files = read_classifier(options.path)
-        self._label_index = _find_label_index(options, files.labels)
-        self._max_length = _resolve_max_length(options, files)
-        self._keeps_layers_on_host = spec.context.scorer.offload
-        self._timeout_s = options.timeout_s or spec.context.scorer.timeout_s
-        is_logit = len(files.labels) == 1 and not options.sigmoid
-        default_pass_score = 0.0 if is_logit else 0.5
-        self._pass_score = default_pass_score if options.pass_score is None else options.pass_score
         self._tokenizer = files.tokenizer
+        limits = (files.max_tokens, files.tokenizer.model_max_length, options.batch_tokens)
+        self._max_length = min(limit for limit in limits if limit)
+        self._timeout_s = options.timeout_s or spec.context.scorer.timeout_s
+        default_pass_score = 0.5 if options.sigmoid else 0.0
+        self._pass_score = default_pass_score if options.pass_score is None else options.pass_score
         self._template = load_chat_template(MODEL_TEMPLATE, files.tokenizer)
         self._encoder = self._template.get_encoder(files.tokenizer)
         # A chat template already contains the special tokens.
@@ -192,6 +166,12 @@ class ModelReward(Reward):
         self._model_thread = ThreadPoolExecutor(1)
         # Separate, so that texts are tokenized for the next batch during a forward pass.
         self._tokenizer_thread = ThreadPoolExecutor(1)
+        self._load_model = partial(
+            SequenceClassifier,
+            files,
+            dtype=options.dtype,
+            keeps_layers_on_host=spec.context.scorer.offload,
+        )
         self._model: SequenceClassifier | None = None
         self._batcher = MicroBatcher(
             self._compute_logits,
@@ -211,17 +191,8 @@ class ModelReward(Reward):
         return ""
 
     async def start(self) -> None:
-        from streamrl.rewards.kinds.classifier import SequenceClassifier
-
-        options, loop = self._options, asyncio.get_running_loop()
-        load = partial(
-            SequenceClassifier,
-            self._files,
-            dtype=options.dtype,
-            threads=options.threads,
-            keeps_layers_on_host=self._keeps_layers_on_host,
-        )
-        self._model = await loop.run_in_executor(self._model_thread, load)
+        loop = asyncio.get_running_loop()
+        self._model = await loop.run_in_executor(self._model_thread, self._load_model)
 
     async def score_completions(
         self, prompt: Prompt, completions: Sequence[Completion], part: str
@@ -240,7 +211,7 @@ class ModelReward(Reward):
             self._tokenizer_thread, lambda: self._tokenize_texts(texts)
         )
         logits = await self._batcher.compute_rows(rows)
-        return [self._to_result(row, i) for i, row in enumerate(logits)]
+        return [self._to_result(logit, i) for i, logit in enumerate(logits)]
 
     def _render_text(self, messages: list[dict[str, Any]]) -> str:
         """Render messages to text, in which none of them writes a control token."""
@@ -268,7 +239,7 @@ class ModelReward(Reward):
                 )
         return rows
 
-    async def _compute_logits(self, rows: Sequence[TokenRow]) -> Sequence[RowLogits]:
+    async def _compute_logits(self, rows: Sequence[TokenRow]) -> Sequence[float]:
         model = self._model
         assert model is not None
         return await self._run_with_timeout(self._model_thread, lambda: model.compute_logits(rows))
@@ -280,10 +251,11 @@ class ModelReward(Reward):
         except TimeoutError:
             raise RewardTimeoutError(f"the model took more than {self._timeout_s:g} s") from None
 
-    def _to_result(self, logits: RowLogits, index: int) -> RewardResult:
-        if not all(math.isfinite(logit) for logit in logits):
-            raise RewardError(f"{self._files.path} gives {list(logits)} for completion {index}")
-        score = logits_to_score(logits, self._label_index, sigmoid=self._options.sigmoid)
+    def _to_result(self, logit: float, index: int) -> RewardResult:
+        if not math.isfinite(logit):
+            raise RewardError(f"{self._files.path} gives {logit} for completion {index}")
+        # tanh form: exp(-logit) would overflow for very negative logits.
+        score = 0.5 * (1.0 + math.tanh(0.5 * logit)) if self._options.sigmoid else logit
         return RewardResult.from_correctness(score >= self._pass_score, score=score)
 
     async def close(self) -> None:
@@ -291,45 +263,3 @@ class ModelReward(Reward):
         for thread in (self._model_thread, self._tokenizer_thread):
             thread.shutdown(wait=False, cancel_futures=True)
         self._model = None
-
-
-def logits_to_score(logits: RowLogits, label: int, *, sigmoid: bool) -> float:
-    """Convert the logits of a text to its score.
-
-    The score is the logit of a model with a single label, else the softmax probability of `label`,
-    an index. sigmoid: return the logistic function of the label's logit instead (multi-label
-    models).
-    """
-    if sigmoid:
-        # tanh form: exp(-logit) would overflow for very negative logits.
-        return 0.5 * (1.0 + math.tanh(0.5 * logits[label]))
-    if len(logits) == 1:
-        return logits[0]
-    highest = max(logits)
-    return math.exp(logits[label] - highest) / sum(math.exp(logit - highest) for logit in logits)
-
-
-def _find_label_index(options: ModelOptions, labels: Sequence[str]) -> int:
-    label_indices = {
-        **{str(i): i for i in range(len(labels))},
-        **{name: i for i, name in enumerate(labels)},
-    }
-    if options.label in label_indices:
-        return label_indices[options.label]
-    if options.label or len(labels) > 1:
-        raise ConfigError(
-            f"rewards.label={options.label}: must be one of the model's {len(labels)} labels,"
-            f" {', '.join(labels[:10])}"
-        )
-    return 0
-
-
-def _resolve_max_length(options: ModelOptions, files: "ClassifierFiles") -> int:
-    limit = files.max_tokens or options.batch_tokens
-    if options.max_length is None:
-        return int(min(limit, files.tokenizer.model_max_length, options.batch_tokens))
-    if options.max_length > limit:
-        raise ConfigError(
-            f"rewards.max_length={options.max_length}: {files.path} takes at most {limit} tokens"
-        )
-    return options.max_length

@@ -27,7 +27,7 @@ class FakeCompute:
         await self.released.wait()
         if [13] in rows:
             raise ValueError("thirteen")
-        return [[float(sum(row))] for row in rows]
+        return [float(sum(row)) for row in rows]
 
 
 async def test_rows_that_arrive_during_a_batch_share_the_next():
@@ -39,7 +39,7 @@ async def test_rows_that_arrive_during_a_batch_share_the_next():
         await asyncio.sleep(0)
         await asyncio.sleep(0)
     compute.released.set()
-    assert await asyncio.gather(*calls) == [[[1.0], [2.0]], [[3.0]], [[8.0]]]
+    assert await asyncio.gather(*calls) == [[1.0, 2.0], [3.0], [8.0]]
     assert compute.batches == [[(1,), (2,)], [(3,), (4, 4)]]
 
 
@@ -50,7 +50,7 @@ async def test_an_error_reaches_only_the_callers_of_its_batch():
     results = await asyncio.gather(
         *(batcher.compute_rows([[n]]) for n in (5, 13, 6)), return_exceptions=True
     )
-    assert results[0] == [[5.0]] and results[2] == [[6.0]]
+    assert results[0] == [5.0] and results[2] == [6.0]
     assert isinstance(results[1], ValueError)
 
 
@@ -65,7 +65,7 @@ async def test_rows_of_cancelled_callers_are_not_computed():
     with pytest.raises(asyncio.CancelledError):
         await second
     compute.released.set()
-    assert await first == [[1.0]]
+    assert await first == [1.0]
     assert compute.batches == [[(1,)]]
 
 
