@@ -44,7 +44,7 @@ from streamrl.actors.actor_context import ActorContext, ActorReport
 from streamrl.actors.coordination.coordinator import CoordinatorActor
 from streamrl.actors.coordination.driver_events import StepReport
 from streamrl.actors.coordination.role_actors import RoleActors
-from streamrl.actors.launch.ray_cluster import connect_cluster, disaggregated_only
+from streamrl.actors.launch.ray_cluster import connect_cluster
 from streamrl.actors.queue_shard import create_shards
 from streamrl.actors.transport.ray_calls import fetch_reply
 from streamrl.buffer import ShardCapacity, ShardFiles, ShardPlan
@@ -205,7 +205,7 @@ def measure_ray(arguments: argparse.Namespace) -> dict[str, Any]:
         train_s=0.0,
     )
     with (
-        connect_cluster(PlacementConfig(object_store_mb=256), disaggregated_only),
+        connect_cluster(PlacementConfig(object_store_mb=256)),
         tempfile.TemporaryDirectory() as folder,
     ):
         call_s, calls_per_s = measure_calls()
@@ -218,7 +218,6 @@ def measure_ray(arguments: argparse.Namespace) -> dict[str, Any]:
         "rollouts_per_group": arguments.rollouts,
         "steps": len(rows),
         "groups_per_s": groups_per_s,
-        "coordinator_and_shard_cores": statistics.median(row["cpu/queue"] for row in rows),
         "call_s": call_s,
         "calls_per_s": calls_per_s,
         "group_over_call": 1 / groups_per_s / call_s,

@@ -22,7 +22,7 @@ from benchmarks.command import BenchmarkParser, at_least, report_progress, run_b
 from benchmarks.runs import RECIPE, compute_medians, load_quiet, make_arithmetic, train_run
 from benchmarks.timed_engines import TimedEngines
 from streamrl.actors.engine_factory import RealEngineFactory
-from streamrl.actors.launch.ray_cluster import connect_cluster, disaggregated_only
+from streamrl.actors.launch.ray_cluster import connect_cluster
 from streamrl.actors.transport.ray_calls import fetch_reply
 from streamrl.placement.config import PlacementConfig
 
@@ -121,7 +121,7 @@ def name_bound(bound: int) -> str:
 
 def measure_call(count: int = 500) -> float:
     """Return the median round trip of a call to an idle Ray actor, in seconds."""
-    with connect_cluster(PlacementConfig(), disaggregated_only):
+    with connect_cluster(PlacementConfig()):
         actor = start_actor(EchoActor)
         seconds = []
         for _ in range(count):

@@ -47,7 +47,7 @@ from benchmarks.queue_peers import (
     set_numbers,
 )
 from streamrl import pipeline
-from streamrl.actors.launch.ray_cluster import connect_cluster, disaggregated_only
+from streamrl.actors.launch.ray_cluster import connect_cluster
 from streamrl.actors.queue_shard import RemoteShard, create_shards
 from streamrl.buffer import (
     ExperienceQueue,
@@ -113,7 +113,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 f"--share={arguments.share} --batch={arguments.batch}: {count} groups of {size}"
                 f" bytes; must be 8 or more, and whole batches for each worker, {round_of} at once"
             )
-    with connect_cluster(PlacementConfig(cpus=8, object_store_mb=2048), disaggregated_only):
+    with connect_cluster(PlacementConfig(cpus=8, object_store_mb=2048)):
         return {f"{size} bytes": measure_size(size, arguments) for size in arguments.sizes}
 
 

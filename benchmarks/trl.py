@@ -45,12 +45,12 @@ from benchmarks.command import (
     report_progress,
     run_benchmark,
 )
+from benchmarks.core_meter import CoreMeter, read_machine_time
 from benchmarks.process_tree import ProcessTree
 from benchmarks.runs import QUIET, make_arithmetic
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_jsonl
-from streamrl.telemetry.cpu_usage import CoreMeter, read_machine_time
 from streamrl.telemetry.sinks import METRICS_FILE
 
 PARITY_PYTHON = ROOT / ".venv-parity" / "bin" / "python"

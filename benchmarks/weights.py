@@ -25,7 +25,7 @@ from benchmarks.actors import start_actor, wait_for_all
 from benchmarks.command import BenchmarkParser, at_least, report_progress, run_benchmark
 from benchmarks.random_model import SHAPES, write_model
 from benchmarks.weights_actors import BenchmarkGenerator, BenchmarkPublisher
-from streamrl.actors.launch.ray_cluster import connect_cluster, disaggregated_only
+from streamrl.actors.launch.ray_cluster import connect_cluster
 from streamrl.actors.transport.ray_calls import fetch_reply
 from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.placement.config import PlacementConfig
@@ -69,7 +69,7 @@ def measure_size(millions: int, arguments: argparse.Namespace) -> dict[str, Any]
     """Measure all transports and numbers of generators for one model size."""
     store_mb = OTHERS_MB + STORE_VERSIONS * 4 * millions
     placement = PlacementConfig(cpus=8, object_store_mb=store_mb)
-    with tempfile.TemporaryDirectory() as folder, connect_cluster(placement, disaggregated_only):
+    with tempfile.TemporaryDirectory() as folder, connect_cluster(placement):
         model = write_model(millions, Path(folder) / "model")
         publisher = start_actor(BenchmarkPublisher, millions, num_cpus=1)
         env = {"env_vars": make_vllm_env("cpu")}

@@ -69,7 +69,7 @@ def test_a_step_of_deepspeed_loads_no_compiler(tmp_path: Path):
     assert find_loaded_modules(program, "deepspeed", "torch._inductor.compile_fx") == ["deepspeed"]
 
 
-ACTORS = ("coordination.coordinator", "generator", "scorer", "queue_shard", "trainer")
+ACTORS = ("coordination.coordinator", "generator", "replica", "queue_shard", "trainer")
 NO_TORCH = (
     # A process with an actor handle loads the actor's class.
     *(f"streamrl.actors.{name}" for name in (*ACTORS, "colocated", "engine_factory")),
@@ -137,7 +137,7 @@ def test_coordinator_reads_a_config_without_torch(tmp_path: Path):
 def test_rule_based_rewards_load_no_torch(tmp_path: Path):
     path = save(tiny_model(tied=True, seed=0), tmp_path)
     program = f"""
-        import streamrl.actors.scorer
+        import streamrl.actors.replica
         from streamrl.data.chat_template import load_tokenizer
         from streamrl.rewards.interface.config import RewardConfig, ScorerConfig
         from streamrl.rewards.interface.reward import RewardContext

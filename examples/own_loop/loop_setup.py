@@ -11,7 +11,7 @@ from pathlib import Path
 
 from streamrl.actors.launch.actor_registry import make_hybrid_env
 from streamrl.actors.launch.fork_server import start_fork_server
-from streamrl.actors.launch.ray_cluster import connect_cluster, disaggregated_only
+from streamrl.actors.launch.ray_cluster import connect_cluster
 from streamrl.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, OneLineParser
 from streamrl.cli.run_setup.signals import interrupt_on_signals
 from streamrl.config.preflight import check_worker_memory, prepare_run
@@ -101,7 +101,7 @@ def make_loop_setup(config: RunConfig, workers: int) -> Iterator[LoopSetup]:
     get_tensor_parallel(config, workers)
     prepared = prepare_run(make_loop_config(config, workers))
     placement = replace(config.placement, cpus=config.placement.cpus or workers)
-    with connect_cluster(placement, disaggregated_only) as cluster:
+    with connect_cluster(placement) as cluster:
         pool = ResourcePool(workers, gpus=float(cluster.has_gpus), groups=MAX_GROUPS)
         yield LoopSetup(config, pool, prepared.prompts, prepared.max_length, cluster.has_gpus)
 

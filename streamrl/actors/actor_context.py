@@ -28,7 +28,6 @@ from streamrl.stream.device_lease import (
     SuspendableWork,
 )
 from streamrl.stream.protocols import DeviceLease, StageContext
-from streamrl.telemetry.cpu_usage import read_process_time
 from streamrl.telemetry.rollout_log import RecordedGroup
 from streamrl.telemetry.spans import Span, SpanRecorder
 from streamrl.weights.transport import TransportSpec
@@ -98,13 +97,12 @@ class ActorContext:
 
 @dataclass(frozen=True)
 class ActorReport:
-    """Activity of an actor since its last report: spans, rollouts, counts, memory, CPU time.
+    """Activity of an actor since its last report: spans, rollouts, counts, memory.
 
     recorded: scored groups for `rollouts/`.
     advantages: of trained rollouts, by uid and row in the group: mean over the trained tokens.
     counts: numbers that are summed over the actors for the metrics of a step.
     peaks_mb: memory peak by phase, MiB.
-    process_time: CPU seconds of the process so far; several actors may share a process.
     """
 
     process: str
@@ -113,7 +111,6 @@ class ActorReport:
     advantages: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     counts: Mapping[str, float] = field(default_factory=dict)
     peaks_mb: Mapping[str, float] = field(default_factory=dict)
-    process_time: Mapping[str, float] = field(default_factory=read_process_time)
 
 
 def map_phase_slots(config: RunConfig) -> dict[str, set[int]]:

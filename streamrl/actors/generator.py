@@ -1,6 +1,6 @@
 """Generator replica: an actor that samples rollouts and follows the weights of the policy."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -160,10 +160,6 @@ class GeneratorActor(ReplicaActor):
         """Hold the device lease without a span: evaluation is not work of the stage."""
         async with self._stages[0].device_lease.hold("evaluate"):
             yield {}
-
-    async def count_tokens(self) -> Mapping[str, int]:
-        """Return the tokens so far of the engine's unfinished rollouts; {} before the start."""
-        return {} if self._generator is None else await self._generator.count_tokens()
 
     async def describe_waits(self) -> str:
         """Return what the open episodes wait for; "" if none waits for its environment."""

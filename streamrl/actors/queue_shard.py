@@ -1,4 +1,7 @@
-"""Actor that hosts a shard of the experience queue, and the proxy that calls it."""
+"""Actor that hosts a shard of the experience queue, and the proxy that calls it.
+
+Small blobs of columns travel in messages, large ones as objects in Ray's store.
+"""
 
 import asyncio
 import math
@@ -10,16 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import msgspec
 import ray
 
 from streamrl.actors.liveness import PingableActor
-from streamrl.actors.transport.blob_store import (
-    has_stored_blobs,
-    is_large,
-    resolve_reply_blobs,
-    store_blob,
+from streamrl.actors.transport.ray_calls import (
+    CALL_TIMEOUT_S,
+    await_reply,
+    fetch_objects,
+    fetch_reply,
 )
-from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, await_reply, fetch_reply
 from streamrl.actors.transport.rpc import RpcConnection, RpcEndpoint, RpcServer
 from streamrl.buffer import QueueConfig, QueueShard, ShardCapacity, StageSchema
 from streamrl.buffer.durable_shard import (
@@ -29,7 +32,18 @@ from streamrl.buffer.durable_shard import (
     ShardPlan,
     open_shard,
 )
-from streamrl.buffer.encoding import ColumnCommit
+from streamrl.buffer.encoding import (
+    LARGE_BLOB_BYTES,
+    Blob,
+    ColumnBlobs,
+    ColumnCommit,
+    LeaseGrant,
+    count_blob_bytes,
+    from_message,
+    join_pieces,
+    split_pieces,
+    to_message,
+)
 from streamrl.errors import ActorLostError
 from streamrl.run_dir.crash_stacks import record_crash_stacks
 
@@ -40,6 +54,79 @@ MAX_SHARD_RESTARTS = 10
 RECONNECT_S = 60.0
 """Longest wait for a dead or unreachable shard to come back."""
 RETRY_INTERVAL_S = 0.2
+INLINE_BYTES = LARGE_BLOB_BYTES
+"""Largest blob that a shard stores itself and sends inside messages. Ray inlines objects up to the
+same size, because an object costs as much as many copies of this many bytes.
+"""
+
+
+@dataclass(frozen=True)
+class ObjectStoreBlob:
+    """Large blob as a reference to an object in Ray's store, which the shard owns.
+
+    The object is a list of the blob's pieces.
+    """
+
+    object_ref: ray.ObjectRef
+
+
+def is_large(blob: Blob) -> bool:
+    """Return whether a blob is too large for messages and goes to Ray's object store."""
+    return count_blob_bytes(blob) > INLINE_BYTES
+
+
+def store_blob(blob: Blob) -> Any:
+    """Return the form in which a shard keeps a blob: bytes, or an ObjectStoreBlob if large."""
+    if is_large(blob):
+        return ObjectStoreBlob(ray.put(to_message(split_pieces(blob))))
+    return to_message(join_pieces(blob))
+
+
+def list_blobs(item: Any) -> tuple[Any, ...]:
+    """Return the blobs that an item of a shard's reply holds; () if it holds none."""
+    if isinstance(item, LeaseGrant):
+        return (*item.blobs, *item.partial_rollouts)
+    return item if isinstance(item, ColumnBlobs) else ()
+
+
+def has_stored_blobs(reply: Any) -> bool:
+    """Return whether a shard's reply holds references to objects in Ray's store."""
+    return isinstance(reply, list) and any(
+        isinstance(blob, ObjectStoreBlob) for item in reply for blob in list_blobs(item)
+    )
+
+
+async def resolve_reply_blobs(reply: Any) -> Any:
+    """Return a shard's reply with its large blobs fetched from Ray's object store."""
+    if not (isinstance(reply, list) and any(map(list_blobs, reply))):
+        return reply
+    resolved = await resolve_blobs([list_blobs(item) for item in reply])
+    return [_replace_blobs(item, blobs) for item, blobs in zip(reply, resolved, strict=True)]
+
+
+async def resolve_blobs(groups: Sequence[Sequence[Any]]) -> list[tuple[Blob, ...]]:
+    """Fetch the large blobs of each group from Ray's object store, as views.
+
+    groups: blobs of each group, as `store_blob` returns them. Small blobs are returned unchanged.
+    """
+    stored = [
+        blob.object_ref for blobs in groups for blob in blobs if isinstance(blob, ObjectStoreBlob)
+    ]
+    objects = iter(await fetch_objects(stored, "columns of groups") if stored else [])
+    return [
+        tuple([from_message(next(objects) if isinstance(b, ObjectStoreBlob) else b) for b in blobs])
+        for blobs in groups
+    ]
+
+
+def _replace_blobs(item: Any, blobs: tuple[Blob, ...]) -> Any:
+    """Return an item of a reply with these blobs in place of its stored ones."""
+    if not isinstance(item, LeaseGrant):
+        return blobs
+    if all(old is new for old, new in zip(list_blobs(item), blobs, strict=True)):
+        return item
+    count = len(item.blobs)
+    return msgspec.structs.replace(item, blobs=blobs[:count], partial_rollouts=blobs[count:])
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Base of generator and scorer actors: run the loops of stages, and follow a model's weights.
+"""Scorer actors, and the base of all replicas: run stage loops, and follow a model's weights.
 
 Replicas join and leave during a run. They hold no state that a restart would lose.
 """
@@ -8,15 +8,19 @@ import os
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from streamrl.actors.actor_context import ActorContext
+from streamrl.actors.actor_context import ActorContext, ActorReport
+from streamrl.actors.engine_factory import HostedScorer
 from streamrl.actors.liveness import PingableActor
 from streamrl.actors.shared_weights import SharedWeights
 from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, await_reply
-from streamrl.dataflow import ModelCall
-from streamrl.pipeline import follow_weights
+from streamrl.dataflow import EMA_REFERENCE, REWARD_CALL, ModelCall
+from streamrl.errors import ActorLostError
+from streamrl.messages import Experience
+from streamrl.pipeline import ScoringLimits, follow_weights, score_groups
 from streamrl.run_dir.crash_stacks import record_crash_stacks
 from streamrl.stream.device_lease import SuspendableWork
 from streamrl.stream.protocols import FetchedWeights, FollowerProtocol, StageContext
+from streamrl.stream.stage_worker import StageResult
 from streamrl.user_code.service_gate import Outage, list_outages
 from streamrl.weights import ServedVersion, TransportReader, WeightManifest
 from streamrl.weights.versions import ReaderState
@@ -156,3 +160,50 @@ class ReplicaActor(PingableActor):
         """
         served = self._served_version
         return -1 if served is None else await served.wait_for_version(0)
+
+
+class ScorerActor(ReplicaActor):
+    """Actor that hosts a role's models or reward workers and runs the loops of its stages."""
+
+    def __init__(self) -> None:
+        self._scorer: HostedScorer | None = None
+
+    async def start(self, context: ActorContext, replica: int, calls: Sequence[ModelCall]) -> None:
+        self._config = context.config
+        self._calls = calls
+        role, follows = calls[0].role, calls[0].followed_role
+        due = (
+            self._config.reference.find_reference_version
+            if follows == EMA_REFERENCE
+            else find_policy_version
+        )
+        self._join_stream(context, calls, f"{role}-{replica}", follows=follows, due=due)
+        self._scorer = await context.engines.make_scorer(context.config, context.max_length, role)
+
+    async def run(self) -> None:
+        """Lease groups, score them and commit the results until the run ends or a drain begins."""
+        scorer, batch = self._scorer, self._config.scorer.max_groups
+        assert scorer is not None
+        loops = []
+        for stage, call in zip(self._stages, self._calls, strict=True):
+            limits = ScoringLimits(call.needs, 2 * batch, batch)
+            loops.append(
+                score_groups(stage, scorer.stages[stage.name], limits, served=self._served_version)
+            )
+        try:
+            await self._run_loops(loops, scorer.follower)
+        finally:
+            await scorer.close()
+
+    async def score(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
+        """Score the rewards of an evaluation, whose groups are not in the queue."""
+        if self._scorer is None:
+            raise ActorLostError("this scorer died and has not restarted yet")
+        return await self._scorer.stages[REWARD_CALL.stage](experiences)
+
+    async def collect_report(self) -> ActorReport:
+        if self._scorer is None:
+            return ActorReport("", ())
+        spans = self._stages[0].spans
+        recorded, counts = self._scorer.drain_recorded(), self._scorer.drain_counts()
+        return ActorReport(spans.process, spans.drain_spans(), recorded, counts=counts)

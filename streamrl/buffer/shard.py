@@ -10,7 +10,6 @@ import asyncio
 import heapq
 import itertools
 import math
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -264,7 +263,6 @@ class ShardStats:
     `counts`: redelivered leases, and refused commits for groups that have not ended, since the last
     step.
     `fsync_s`: time spent in fsync since the last step.
-    `cpu_s`: CPU time of the process since its start.
     """
 
     depth: Mapping[str, float]
@@ -274,7 +272,6 @@ class ShardStats:
     counts: Mapping[str, int]
     journal_bytes: int = 0
     fsync_s: float = 0.0
-    cpu_s: float = 0.0
 
 
 def merge_stats(shard_stats: Sequence[ShardStats]) -> ShardStats:
@@ -288,7 +285,6 @@ def merge_stats(shard_stats: Sequence[ShardStats]) -> ShardStats:
         },
         journal_bytes=sum(stats.journal_bytes for stats in shard_stats),
         fsync_s=sum(stats.fsync_s for stats in shard_stats),
-        cpu_s=sum(stats.cpu_s for stats in shard_stats),
     )
 
 
@@ -354,7 +350,6 @@ class ShardStatsRecorder:
             counts={name: self.counts[name] for name in LEASE_COUNTERS},
             journal_bytes=self._log.num_bytes,
             fsync_s=self._fsync_s,
-            cpu_s=time.process_time(),
         )
 
     def end_step(self, version: int, now: float) -> ShardStats:

@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError
 from streamrl.actors.colocated import HybridActor, HybridActorHandle
 from streamrl.actors.coordination.coordinator import CoordinatorActor
 from streamrl.actors.coordination.role_actors import RoleActors
-from streamrl.actors.launch.actor_registry import ACTOR_CLASSES, ActorRegistry
+from streamrl.actors.launch.actor_registry import ACTOR_CLASSES, ActorRegistry, ActorRestarts
 from streamrl.actors.launch.driver import RunSession
 from streamrl.actors.liveness import (
     LivenessMonitor,
@@ -179,9 +179,10 @@ def test_an_irreplaceable_silent_process_is_reported_once_and_not_killed(
     registry.actors = {"coordinator": waiting, "trainer-0": stopped, "generator-0": waiting}
     for role, name in ((POLICY, "trainer-0"), (GENERATE_CALL.role, "generator-0")):
         registry.roles[role] = RoleActors([calls[role]], [name], [registry.actors[name]])
-    registry.restarts.register_actor("generator-0", nothing)
-    session._irreplaceable = registry.restarts.select_irreplaceable(registry.processes)
-    assert sorted(session._irreplaceable) == ["coordinator", "trainer-0"]
+    registry.restarts["generator-0"] = ActorRestarts(nothing, 3)
+    processes_by_name = dict(registry.processes)
+    del processes_by_name["generator-0"]
+    session._irreplaceable = processes_by_name
     events: list[Any] = []
     clock = ManualClock()
     session._liveness = LivenessMonitor(config.run.silent_s, clock=clock)

@@ -180,11 +180,11 @@ def two_nodes(patch: pytest.MonkeyPatch) -> Iterator[Nodes]:
 
 CONNECT = """
 import os, sys
-from streamrl.actors.launch.ray_cluster import connect_cluster, disaggregated_only
+from streamrl.actors.launch.ray_cluster import connect_cluster
 from streamrl.errors import ConfigError
 from streamrl.placement.config import PlacementConfig
 try:
-    with connect_cluster(PlacementConfig(address=sys.argv[1]), disaggregated_only) as cluster:
+    with connect_cluster(PlacementConfig(address=sys.argv[1])) as cluster:
         print(os.environ.get("RAY_AUTH_MODE"), cluster.machine_facts["nodes"])
 except ConfigError as error:
     print(error)
@@ -230,9 +230,9 @@ def test_actors_with_weights_stay_on_the_node_of_shared_memory_after_scaling_and
 
         condition = "on the node whose memory weights travel through"
         assert registry.describe_demand("generator").startswith(
-            f"asks for 1 CPU slots {condition}; "
+            f"asks for 1 CPU slots and 0 GPUs {condition}; "
         )
-        assert registry.describe_demand("reward").startswith("asks for 1 CPU slots; ")
+        assert registry.describe_demand("reward").startswith("asks for 1 CPU slots and 0 GPUs; ")
 
         actor = registry.actors[generator]
         pid = ray.get(actor.__ray_call__.remote(lambda _: psutil.Process().pid))
@@ -307,7 +307,7 @@ def test_placement_is_all_or_nothing_if_a_model_has_no_room_on_the_node(
     registry = make_registry(ranks=2)
     lacking = f"no room for 2 slots of 1 CPU each on the node {second_node} in 2 s"
     words = f"^critic.trainer.world_size=2: {lacking}"
-    with pytest.raises(ConfigError, match=words + r"; free in all: \S+ of 16 CPU$"):
+    with pytest.raises(ConfigError, match=words + r"; free: \S+ of 16 CPU$"):
         registry.create_roles(second_node, print)
     registry.close()
     release_placement_groups(reserved)

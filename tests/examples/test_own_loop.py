@@ -18,7 +18,7 @@ from examples.own_loop.ppo import ppo
 from examples.own_loop.remax import remax
 from examples.own_loop.safe_rlhf import safe_rlhf
 from streamrl.actors.launch.fork_server import start_fork_server, stop_fork_server
-from streamrl.actors.launch.ray_cluster import connect_cluster, disaggregated_only
+from streamrl.actors.launch.ray_cluster import connect_cluster
 from streamrl.cli.main import EXIT_BAD_INPUT, EXIT_INTERRUPTED
 from streamrl.config.preflight import check_worker_memory, prepare_run
 from streamrl.config.run_config import RunConfig, load_config
@@ -54,7 +54,7 @@ LEARNED = ("loss/policy", "loss/value", "policy/grad_norm", "critic/grad_norm", 
 def pool() -> Iterator[ResourcePool]:
     make_builds([PPO])
     start_fork_server()
-    with connect_cluster(PlacementConfig(cpus=SLOTS, object_store_mb=200), disaggregated_only):
+    with connect_cluster(PlacementConfig(cpus=SLOTS, object_store_mb=200)):
         yield ResourcePool(SLOTS, groups=8)
     stop_fork_server()
 

@@ -130,7 +130,6 @@ class CoordinatorActor(PingableActor):
             config,
             self._role_actors[GENERATE_CALL.role],
             self._role_actors[REWARD_CALL.role],
-            self._progress_clock,
         )
         self._checkpoint, self._saved_version = start.checkpoint, version
         # Seconds for which training waited since the previous step ended, by metric.

@@ -4,7 +4,6 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import msgspec
@@ -30,7 +29,6 @@ from streamrl.stream.step_metrics import (
     average_metrics,
     compute_step_metrics,
 )
-from streamrl.telemetry.cpu_usage import CoreMeter, read_machine_time, read_process_time
 from streamrl.telemetry.metric_names import validate_row
 from streamrl.telemetry.rollout_log import RecordedGroup
 from streamrl.telemetry.spans import Span
@@ -79,8 +77,6 @@ class StepReporter:
         self._unposted: dict[int, list[str]] = {}
         self._counts: Counter[str] = Counter()
         self._memory_peaks: dict[str, float] = {}
-        self._core_meters = {name: CoreMeter() for name in ("machine", "stages", "queue")}
-        self._busy_cores: dict[str, float] = {}
         pipeline = config.pipeline
         self._max_pending = (MAX_PENDING_STEPS + pipeline.max_staleness) * pipeline.groups_per_step
         self._drained_at = 0.0
@@ -110,9 +106,7 @@ class StepReporter:
             self._drained_at = clock()
             while not self._snapshots.empty():
                 snapshots.append(self._snapshots.get_nowait())
-            reports = await self._drain_actors()
-            self._measure_cores(reports, shards_s=snapshots[-1].outcome.queue_stats.cpu_s)
-            spans = self._record_reports(reports)
+            spans = self._record_reports(await self._drain_actors())
             for snapshot in snapshots:
                 self._post_step(snapshot, spans)
                 self._post_rollouts()
@@ -227,29 +221,11 @@ class StepReporter:
         await asyncio.wait({call}, timeout=DRAIN_TIMEOUT_S)
         if not call.done():
             self._open_calls[name] = call
-            return ActorReport(name, (), process_time={})
+            return ActorReport(name, ())
         try:
             return call.result()
         except (ActorLostError, DeadlineError):
-            return ActorReport(name, (), process_time={})
-
-    def _measure_cores(
-        self, reports: Mapping[str, Sequence[ActorReport]], *, shards_s: float
-    ) -> None:
-        """Compute the CPU cores that machine, stages and queue used since the last call.
-
-        shards_s: CPU seconds of all shards so far.
-        """
-        times: dict[str, dict[str, float]] = {
-            "machine": read_machine_time(),
-            "stages": {},
-            "queue": {**read_process_time(), "shards": shards_s},
-        }
-        for report in chain.from_iterable(reports.values()):
-            times["stages"] |= report.process_time
-        now = asyncio.get_running_loop().time()
-        for name, meter in self._core_meters.items():
-            self._busy_cores[f"cpu/{name}"] = meter.measure_cores(times[name], now)
+            return ActorReport(name, ())
 
     def _record_reports(self, reports: Mapping[str, Sequence[ActorReport]]) -> list[Span]:
         """Store the actors' spans, rollouts and counts; return the spans that have ended.
@@ -312,5 +288,4 @@ class StepReporter:
             metrics |= average_metrics(results[role].update_metrics)
         counts, self._counts = sums_to_means(self._counts), Counter()
         peaks, self._memory_peaks = self._memory_peaks, {}
-        measured = {**counts, **peaks, **self._busy_cores}
-        return {**metrics, **measured, **snapshot.weights, **snapshot.evaluation}
+        return {**metrics, **counts, **peaks, **snapshot.weights, **snapshot.evaluation}

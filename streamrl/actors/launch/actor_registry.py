@@ -31,7 +31,7 @@ from streamrl.actors.launch.placement_groups import (
 )
 from streamrl.actors.launch.ray_cluster import GIB
 from streamrl.actors.queue_shard import MAX_SHARD_RESTARTS, RemoteShard
-from streamrl.actors.scorer import ScorerActor
+from streamrl.actors.replica import ScorerActor
 from streamrl.actors.trainer import RendezvousInfo, TrainerActor
 from streamrl.actors.transport.ray_calls import fetch_reply
 from streamrl.config.preflight import PreparedRun, list_resource_demands
@@ -81,59 +81,34 @@ ACTOR_CLASSES = {
 
 @dataclass
 class ActorRestarts:
-    """Restarts of an actor: their limit, the deaths so far, and the call that initializes it."""
+    """Restarts that Ray makes of an actor: their limit, the deaths so far, and what follows one.
+
+    start: sends the call that initializes the restarted process, once that process exists.
+    setting: config key of the limit; empty without one.
+    """
 
     start: Callable[[], Any]
     limit: int
+    setting: str = ""
     num_deaths: int = 0
 
+    @property
+    def can_restart(self) -> bool:
+        return self.num_deaths < self.limit
 
-class RestartPolicy:
-    """Actors that Ray restarts: how often, and the call that initializes the new process."""
+    def restart(self) -> Any:
+        """Count a death and initialize the restarted process; return the pending reply."""
+        self.num_deaths += 1
+        return self.start()
 
-    def __init__(self, max_restarts: int) -> None:
-        self._max_restarts = max_restarts
-        self._actors: dict[str, ActorRestarts] = {}
-
-    def register_actor(
-        self, name: str, start: Callable[[], Any], *, max_restarts: int | None = None
-    ) -> None:
-        """Register an actor that Ray restarts.
-
-        start: sends the call that initializes the restarted process, once that process exists.
-        max_restarts: limit for this actor; run.max_restarts by default.
-        """
-        limit = self._max_restarts if max_restarts is None else max_restarts
-        self._actors[name] = ActorRestarts(start, limit)
-
-    def forget_actor(self, name: str) -> None:
-        self._actors.pop(name, None)
-
-    def is_restartable(self, name: str) -> bool:
-        return name in self._actors
-
-    def select_irreplaceable(self, processes: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the processes that Ray does not restart, by name."""
-        return {name: actor for name, actor in processes.items() if name not in self._actors}
-
-    def can_restart(self, name: str) -> bool:
-        return name in self._actors and self._actors[name].num_deaths < self._actors[name].limit
-
-    def describe_restarts(self, name: str, *, has_died_again: bool = False) -> str:
-        """Describe how often an actor was restarted, as the end of an error; empty if never.
+    def describe(self, name: str, *, has_died_again: bool = False) -> str:
+        """Describe how often the actor was restarted, as the end of an error; empty if never.
 
         has_died_again: it died in its restart, which Ray then repeats until the limit.
         """
-        if (actor := self._actors.get(name)) is None:
-            return ""
-        number = actor.limit if has_died_again else actor.num_deaths
-        rule = " (run.max_restarts)" if actor.limit == self._max_restarts else ""
-        return f"; {name} was restarted {number} of {actor.limit} times{rule}" if number else ""
-
-    def restart_actor(self, name: str) -> Any:
-        """Count a death and initialize the restarted process; return the pending reply."""
-        self._actors[name].num_deaths += 1
-        return self._actors[name].start()
+        number = self.limit if has_died_again else self.num_deaths
+        rule = f" ({self.setting})" if self.setting else ""
+        return f"; {name} was restarted {number} of {self.limit} times{rule}" if number else ""
 
 
 class ActorRegistry:
@@ -147,7 +122,8 @@ class ActorRegistry:
         }
         self._reserved_slots = ReservedSlots()
         self._weights_node = ""
-        self.restarts = RestartPolicy(config.run.max_restarts)
+        #: Actors that Ray restarts.
+        self.restarts: dict[str, ActorRestarts] = {}
         self._context: ActorContext | None = None
         self.actors: dict[str, Any] = {}
         self.roles: dict[str, RoleActors] = {}
@@ -359,13 +335,12 @@ class ActorRegistry:
     def describe_demand(self, role: str) -> str:
         """Return text for an error: resources that a replica needs and those that are free."""
         demand, free = self._demands[role], ray.available_resources()
-        requested = f"{demand.cpus} CPU slots"
-        requested += f" and {demand.gpus} GPUs" if demand.gpus else ""
-        if self._is_node_bound(demand):
-            requested += " on the node whose memory weights travel through"
-        available = f"{free.get('CPU', 0):g} CPU slots"
-        available += f" and {free.get('GPU', 0):g} GPUs" if demand.gpus else ""
-        return f"asks for {requested}; {available} are free"
+        where = " on the node whose memory weights travel through"
+        return (
+            f"asks for {demand.cpus} CPU slots and {demand.gpus} GPUs"
+            f"{where if self._is_node_bound(demand) else ''};"
+            f" {free.get('CPU', 0):g} and {free.get('GPU', 0):g} are free"
+        )
 
     def start_replica(self, name: str, role: str) -> Any:
         """Send `start` to a new replica; return the pending reply."""
@@ -403,10 +378,7 @@ class ActorRegistry:
 
     @staticmethod
     def fetch_reply(reply: Any, name: str) -> Any:
-        """Return the value of a reply of actor `name`; raises the error of the actor.
-
-        Raises ActorLostError if the actor died.
-        """
+        """Return the value of a reply of actor `name`; raises the errors of `await_reply`."""
         return fetch_reply(reply, name)
 
     def _notify_coordinator(self, method: str, *arguments: Any) -> None:
@@ -415,7 +387,7 @@ class ActorRegistry:
         fetch_reply(reply, f"coordinator.{method}")
 
     def kill_actor(self, name: str) -> None:
-        self.restarts.forget_actor(name)
+        self.restarts.pop(name, None)
         _kill_actor(self.actors.pop(name))
 
     # Deaths.
@@ -425,9 +397,7 @@ class ActorRegistry:
         for shard in shards:
             if shard.is_restartable:
                 reopen = shard.actor.open_shard.options(max_task_retries=-1)
-                self.restarts.register_actor(
-                    shard.name, reopen.remote, max_restarts=MAX_SHARD_RESTARTS
-                )
+                self.restarts[shard.name] = ActorRestarts(reopen.remote, MAX_SHARD_RESTARTS)
         return {shard.actor.run.remote(): shard.name for shard in shards}
 
     def crash_actor(self, name: str) -> None:
@@ -465,8 +435,10 @@ class ActorRegistry:
     def _register_restart(self, name: str, index: int, role: RoleActors) -> None:
         # Retries make the call wait for the restarted process.
         restart = self.actors[name].start.options(max_task_retries=-1)
-        self.restarts.register_actor(
-            name, partial(restart.remote, self._context, index, role.calls)
+        self.restarts[name] = ActorRestarts(
+            partial(restart.remote, self._context, index, role.calls),
+            self._config.run.max_restarts,
+            "run.max_restarts",
         )
 
 

@@ -178,7 +178,11 @@ class RunSession:
         self._loop_replies[coordinator.run.remote()] = "coordinator"
         self._shard_names = {shard.name for shard in context.shards}
         self._loop_replies |= registry.watch_shards(context.shards)
-        self._irreplaceable = registry.restarts.select_irreplaceable(registry.processes)
+        self._irreplaceable = {
+            name: actor
+            for name, actor in registry.processes.items()
+            if name not in registry.restarts
+        }
         self._request_inbox.open()
         status("")
         return corrupt
@@ -252,8 +256,8 @@ class RunSession:
         Raises ActorError if an unresponsive actor has no restarts left.
         """
         running = self._loop_replies.values() if restart else ()
-        names = filter(self._registry.restarts.is_restartable, running)
-        actors = {name: self._registry.actors[name] for name in names}
+        restarts = self._registry.restarts
+        actors = {name: self._registry.actors[name] for name in running if name in restarts}
         for name in self._liveness.ping_actors({**self._irreplaceable, **actors}):
             reason = f"{name} has not answered for {self._config.run.silent_s:g} s (run.silent_s)"
             if name not in actors:
@@ -265,7 +269,7 @@ class RunSession:
                 )
                 handle(EventReport("silent", {"actor": name, "reason": explanation}))
                 continue
-            if not self._registry.restarts.can_restart(name):
+            if not restarts[name].can_restart:
                 raise ActorError(f"{reason} and has no restarts left")
             handle(
                 EventReport(
@@ -317,7 +321,8 @@ class RunSession:
         is_dead = isinstance(error, ActorLostError) and has_died(reply)
         # The process may live, but its weights or its engine are broken.
         is_lost = isinstance(error, WeightsError | GenerationError)
-        if not self._registry.restarts.can_restart(name) or not (is_dead or is_lost):
+        restarts = self._registry.restarts.get(name)
+        if not (restarts and restarts.can_restart and (is_dead or is_lost)):
             raise self._add_restarts(error, name) from error.__cause__
         if not is_dead:
             self._registry.crash_actor(name)
@@ -326,8 +331,9 @@ class RunSession:
     def _add_restarts(
         self, error: StreamError, name: str, has_died_again: bool = False
     ) -> StreamError:
-        restarts = self._registry.restarts.describe_restarts(name, has_died_again=has_died_again)
-        return type(error)(f"{error}{restarts}")
+        restarts = self._registry.restarts.get(name)
+        text = restarts.describe(name, has_died_again=has_died_again) if restarts else ""
+        return type(error)(f"{error}{text}")
 
     def _restart_actor(
         self, name: str, reason: str, handle: Callable[[DriverReport], None]
@@ -341,7 +347,7 @@ class RunSession:
                 self._registry.actors["coordinator"].handle_actor_death.remote(name),
                 "coordinator.handle_actor_death",
             )
-        self._pending_starts.add_actor(self._registry.restarts.restart_actor(name), name)
+        self._pending_starts.add_actor(self._registry.restarts[name].restart(), name)
 
     def close(self) -> None:
         self._scaler.close()

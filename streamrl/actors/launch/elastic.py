@@ -32,11 +32,6 @@ POLL_INTERVAL_S = 0.2
 ReportHandler = Callable[[DriverReport], None]
 
 
-def get_role_label(role: str) -> str:
-    """Return the name of a role in answers to scale requests."""
-    return SERVING_ROLES[role].label if role in SERVING_ROLES else role
-
-
 @dataclass(frozen=True)
 class PendingReply:
     """Next step of a replica that joins or leaves: the milestone that its reply marks.
@@ -65,7 +60,7 @@ class ScaleChange:
         Example: `generators: 2 -> 3 (generator-2 joined, serving version 17)`.
         """
         details = "; ".join(self.outcomes[role]) or "nothing to do"
-        return f"{get_role_label(role)}: {self.counts_before[role]} -> {now} ({details})"
+        return f"{SERVING_ROLES[role].label}: {self.counts_before[role]} -> {now} ({details})"
 
 
 class PendingStarts:
@@ -233,15 +228,12 @@ class ReplicaScaler:
     def _check_scalable(self, role: str) -> None:
         """Raise ConfigError for a role without replicas, and for generators of hybrid workers."""
         serving = [
-            name
+            SERVING_ROLES[name].label
             for name, role_actors in self._registry.roles.items()
             if role_actors.kind in RESTARTABLE_KINDS
         ]
-        if role not in serving:
-            labels = ", ".join(map(get_role_label, serving))
-            raise ConfigError(
-                f"this run has no {get_role_label(role)} to scale; scalable: {labels}"
-            )
+        if role not in self._registry.roles or role not in SERVING_ROLES:
+            raise ConfigError(f"this run has no {role} to scale; scalable: {', '.join(serving)}")
         if self._placement.is_hybrid and role == GENERATE_CALL.role:
             ranks = len(self._registry.roles[POLICY].names)
             raise ConfigError(

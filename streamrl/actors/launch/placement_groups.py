@@ -135,14 +135,15 @@ def _make_capacity_error(bundles: Sequence[Bundle], node: str, timeout_s: float)
     """Make the error of a failed reservation: resources needed, and those free on the cluster."""
     free, total = ray.available_resources(), ray.cluster_resources()
     names = dict.fromkeys(name for bundle in bundles for name in bundle)
-    free_text = ", ".join(f"{free.get(k, 0):g} of {total.get(k, 0):g} {k}" for k in names)
+    free_text = ", ".join(
+        f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}" for name in names
+    )
     kinds = Counter(
         " and ".join(f"{amount:g} {name}" for name, amount in bundle.items()) for bundle in bundles
     )
     slots = " and ".join(f"{count} slots of {kind} each" for kind, count in kinds.items())
     where = f" on the node {node}" if node else ""
-    free_in = "free in all" if node else "free"
-    return ConfigError(f"no room for {slots}{where} in {timeout_s:g} s; {free_in}: {free_text}")
+    return ConfigError(f"no room for {slots}{where} in {timeout_s:g} s; free: {free_text}")
 
 
 @dataclass

@@ -74,17 +74,14 @@ def read_processor_name() -> str:
     return names[0] if names else platform.machine()
 
 
-def disaggregated_only(on_gpu: bool) -> Mapping[str, PlacementOption]:
-    """Return disaggregated placement as the only option, with no actors that need devices.
-
-    For commands that connect to Ray but start no actors of a run.
-    """
+def list_no_actors(on_gpu: bool) -> Mapping[str, PlacementOption]:
+    """Return disaggregated placement as the only option, without actors that need devices."""
     return {"disaggregated": ()}
 
 
 @contextlib.contextmanager
 def connect_cluster(
-    placement: PlacementConfig, make_options: PlacementOptionsFactory
+    placement: PlacementConfig, make_options: PlacementOptionsFactory = list_no_actors
 ) -> Iterator[RayContext]:
     """Context that connects to a Ray cluster or starts a local instance.
 

@@ -16,7 +16,6 @@ from streamrl.engines.dtypes import resolve_trainer_dtype
 from streamrl.engines.memory.memory_model import has_shared_weights
 from streamrl.engines.models.forward import add_value_head, load_skeleton, load_value_skeleton
 from streamrl.engines.models.lora import count_trained_params
-from streamrl.engines.vllm.rank_groups import assign_rank_groups
 from streamrl.errors import ConfigError
 from streamrl.placement.resource_demand import ResourceDemand
 from streamrl.weights.config import (
@@ -36,10 +35,6 @@ from streamrl.weights.transports.shared_memory import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-IN_PLACE_REASON = "weights: in place, as the trainer and the generator of a rank share them"
-FROM_RANKS_REASON = "weights: into the generator of each rank, which lacks what other ranks keep"
-WITHIN_PROCESS_REASON = "weights: within each process, to a generator that has a copy of its own"
 
 
 @dataclass(frozen=True)
@@ -219,14 +214,9 @@ def _list_copied_roles(config: RunConfig) -> frozenset[str]:
 
 def _describe_hybrid_transport(config: RunConfig, *, on_gpu: bool) -> str:
     """Return a line about how weights reach the generator in the trainer's own process."""
-    if config.generator.tensor_parallel > 1:
-        groups = assign_rank_groups(config.trainer, config.generator.tensor_parallel)
-        ranks = ", ".join("-".join(map(str, group)) for group in groups)
-        return f"weights: each rank fills its shard of its group's generator; ranks {ranks}"
-    if config.trainer.has_sharded_params:
-        return FROM_RANKS_REASON
-    shares = has_shared_weights(config.trainer, config.generator, on_gpu=on_gpu)
-    return IN_PLACE_REASON if shares else WITHIN_PROCESS_REASON
+    if has_shared_weights(config.trainer, config.generator, on_gpu=on_gpu):
+        return "weights: in place, as the trainer and the generator of a rank share them"
+    return "weights: into the generator of each rank, which has a copy of its own"
 
 
 def _list_published_models(

@@ -462,15 +462,6 @@ class GenerationEngine:
             if any(rollout.loss_mask.any() for rollout in rollouts)
         }
 
-    async def count_tokens(self) -> dict[str, int]:
-        """Return the number of sampled tokens of each unfinished rollout, by its vLLM id.
-
-        Two results differ if the engine has made progress between them. Raises as
-        `collect_partial_rollouts` does.
-        """
-        counts = await self._await_reply(self._thread.count_tokens(), "progress")
-        return select_progress(counts, None)
-
     async def compute_logprobs(self, sequences: Sequence[Array]) -> list[Array]:
         """Compute the logprobs of all tokens of sequences, int32 [T] each, with the served weights.
 

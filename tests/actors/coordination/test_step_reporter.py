@@ -1,11 +1,9 @@
 """Step reports: spans belong to the right step, however fast steps follow."""
 
 import asyncio
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -58,7 +56,6 @@ class Worker:
         self.drains: list[float] = []
         self.recorded: list[RecordedGroup] = []
         self.advantages: dict[str, dict[int, float]] = {}
-        self.process_time = {name: 0.0}
         self.collect_report = self
 
     async def remote(self) -> ActorReport:
@@ -70,7 +67,6 @@ class Worker:
             spans,
             self.recorded,
             self.advantages,
-            process_time=self.process_time,
         )
 
     async def work(self, seconds: float) -> None:
@@ -172,21 +168,6 @@ async def test_a_replica_counts_from_joining_until_leaving():
     first, second = await run.finish()
     assert [first.row["idle/generate"], second.row["idle/generate"]] == pytest.approx([0.5] * 2)
     assert (len(joined_worker.drains), len(run.generator.drains)) == (1, 2)
-
-
-@in_virtual_time
-async def test_busy_cores_count_each_process_of_the_stages_once():
-    run = Reported()
-    # Both actors share a process, whose CPU time counts once.
-    run.generator.process_time = run.rank.process_time = {"both": 5.0}
-    run.reporter.add_step(snapshot(0, ended_at=1.0))
-    await asyncio.sleep(2.0)
-    run.generator.process_time = run.rank.process_time = {"both": 6.5}
-    run.reporter.add_step(snapshot(1, ended_at=2.0))
-    first, second = [dict[str, Any](report.row) for report in await run.finish()]
-    assert math.isnan(first["cpu/stages"])
-    assert second["cpu/stages"] == pytest.approx(1.5 / (2.0 - DRAIN_EVERY_S))
-    assert second["cpu/machine"] >= 0.0 and second["cpu/queue"] >= 0.0
 
 
 def make_group(uid: str, *, rows: Sequence[int] = (0,)) -> RecordedGroup:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from streamrl.actors.launch import driver
-from streamrl.actors.launch.actor_registry import RestartPolicy
+from streamrl.actors.launch.actor_registry import ActorRestarts
 from streamrl.actors.launch.driver import RunSession
 from streamrl.actors.launch.elastic import PendingStarts
 from streamrl.errors import (
@@ -24,13 +24,12 @@ class FakeSession(RunSession):
     def __init__(self) -> None:
         self.crashed: list[str] = []
         self.restarted: list[tuple[str, str]] = []
-        restarts = RestartPolicy(2)
-        restarts.register_actor("generator-0", lambda: "started")
+        restarts = {"generator-0": ActorRestarts(lambda: "started", 2, "run.max_restarts")}
         self._registry: Any = SimpleNamespace(restarts=restarts, crash_actor=self.crashed.append)
 
     def _restart_actor(self, name: str, reason: str, handle: Any) -> None:
         self.restarted.append((name, reason))
-        self._registry.restarts.restart_actor(name)
+        self._registry.restarts[name].restart()
 
 
 @pytest.mark.parametrize("kind", [GenerationError, WeightsError])

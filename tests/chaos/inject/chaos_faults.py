@@ -210,7 +210,7 @@ called_shard = contextvars.ContextVar("called_shard", default="")
 """Name of the shard of the current remote call."""
 
 
-def patch_blob_store(fault, module):
+def patch_stored_blobs(fault, module):
     """Kill a shard whose response a reader has, before the reader fetches the shard's columns."""
     if fault.stored:
         module.INLINE_BYTES = 0
@@ -235,6 +235,8 @@ def patch_blob_store(fault, module):
 
 
 def patch_remote_shard(fault, module):
+    patch_stored_blobs(fault, module)
+
     async def ask(original, self, method, *arguments, **named):
         called_shard.set(self.name)
         work = functools.partial(original, self, method, *arguments, **named)
@@ -403,7 +405,6 @@ def patch_metrics_sink(fault, module):
 PATCHES = {
     "streamrl.telemetry.sinks": patch_metrics_sink,
     "streamrl.buffer.client": patch_queue_client,
-    "streamrl.actors.transport.blob_store": patch_blob_store,
     "streamrl.actors.queue_shard": patch_remote_shard,
     "streamrl.actors.replica": patch_weight_channel,
     "streamrl.engines.generation.generation_engine": patch_generation_engine,

@@ -1,20 +1,14 @@
-"""Number of busy cores, of a machine as a whole and of a run's processes."""
+"""Number of busy cores, of a machine as a whole."""
 
 import math
 import os
 import platform
-import time
 from collections.abc import Mapping
 
 import psutil
 
 IDLE_TIME_FIELDS = frozenset({"idle", "iowait", "guest", "guest_nice"})
 """Fields of psutil.cpu_times that are no work; guest times are already part of user and nice."""
-
-
-def read_process_time() -> dict[str, float]:
-    """Return this process's CPU seconds, by a name unique among hosts and processes."""
-    return {f"{platform.node()}:{os.getpid()}": time.process_time()}
 
 
 def read_machine_time() -> dict[str, float]:
