@@ -5,7 +5,7 @@ import json
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,53 +26,25 @@ if TYPE_CHECKING:
 
 MAX_KEPT_PROBLEMS = 1000
 """Bad rows per file whose messages are kept; further rows are only counted."""
-
-
-@dataclass(frozen=True)
-class PromptLengths:
-    """Distribution of the prompt lengths in a file, in tokens."""
-
-    min: int
-    median: int
-    p95: int
-    max: int
-
-    @classmethod
-    def from_lengths(cls, lengths: Sequence[int]) -> "PromptLengths":
-        """Summarize at least one prompt length; median and p95 are lengths found in the data."""
-        low, median, p95, high = np.quantile(lengths, [0, 0.5, 0.95, 1], method="nearest").tolist()
-        return cls(low, median, p95, high)
-
-    def to_text(self, limit: int) -> str:
-        return (
-            f"{self.min} to {self.max} tokens, median {self.median}, 95 % up to {self.p95}"
-            f" (limit {limit})"
-        )
-
-
-@dataclass(frozen=True)
-class RowProblem:
-    """Error message about a bad row; `row` counts from 1."""
-
-    row: int
-    text: str
+LENGTH_QUANTILES = {"min": 0.0, "median": 0.5, "p95": 0.95, "max": 1.0}
 
 
 @dataclass
 class FileReport:
     """Result of validating a data file: counts over its rows, and problems of bad rows.
 
-    status_counts: rows by status in a run. lengths: prompts before truncation, without bad rows.
-    Other counts cover usable prompts; a duplicate has the tokens of an earlier prompt.
+    status_counts: rows by status in a run. lengths: LENGTH_QUANTILES of the prompts before
+    truncation, without bad rows. problems: errors of at most MAX_KEPT_PROBLEMS bad rows. Other
+    counts cover usable prompts; a duplicate has the tokens of an earlier prompt.
     """
 
     path: str
     status_counts: Counter[RowStatus] = field(default_factory=Counter)
     sources: Counter[str] = field(default_factory=Counter)
-    lengths: PromptLengths | None = None
+    lengths: dict[str, int] = field(default_factory=dict)
     num_without_ground_truth: int = 0
     num_duplicates: int = 0
-    problems: list[RowProblem] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:
@@ -111,14 +83,16 @@ def validate_file(
         _add_row(report, row, seen)
         if row.problem is None:
             lengths.append(row.num_tokens)
-    report.lengths = PromptLengths.from_lengths(lengths) if lengths else None
+    if lengths:
+        quantiles = np.quantile(lengths, list(LENGTH_QUANTILES.values()), method="nearest")
+        report.lengths = dict(zip(LENGTH_QUANTILES, quantiles.tolist(), strict=True))
     return report
 
 
 def _add_row(report: FileReport, row: ClassifiedRow, seen: set[bytes]) -> None:
     report.status_counts[row.status] += 1
     if row.problem is not None and len(report.problems) < MAX_KEPT_PROBLEMS:
-        report.problems.append(RowProblem(row.index + 1, str(row.problem)))
+        report.problems.append(str(row.problem))
     if row.prompt is not None:
         report.sources[row.prompt.data_source] += 1
         report.num_without_ground_truth += row.prompt.ground_truth is None
@@ -151,17 +125,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="YAML file with the model, files and limits to use",
     )
     add_file_arguments(parser)
-    parser.add_argument(
-        "--max-prompt-tokens",
-        type=int,
-        metavar="N",
-        help="longest prompt (default: the config's, or one token less than the model's context)",
-    )
-    parser.add_argument(
-        "--on-long-prompt",
-        metavar="ACTION",
-        help="error, skip or truncate (default: the config's, or error)",
-    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -228,7 +191,7 @@ def _validate_files(
     model = arguments.model or (recipe and recipe.model.path)
     if model is None:
         raise ConfigError("data check: give --model or --config; tokens are counted with its model")
-    limits = _make_limits(arguments, recipe, str(model))
+    limits = _make_limits(recipe, str(model))
     tokenizer, reports = load_tokenizer(str(model)), []
     for file in files:
         progress.describe(f"checking {Path(file.path).name}", unit="rows")
@@ -236,13 +199,9 @@ def _validate_files(
     return str(model), limits, reports
 
 
-def _make_limits(
-    arguments: argparse.Namespace, recipe: RunConfig | None, model: str
-) -> PromptLimits:
+def _make_limits(recipe: RunConfig | None, model: str) -> PromptLimits:
     """Return a prompt's limits; by default it may be one token shorter than the context."""
-    names = ("on_long_prompt", "max_prompt_tokens")
-    options = {name: vars(arguments)[name] for name in names if vars(arguments)[name] is not None}
-    data = replace(recipe.data if recipe else DataConfig(), **options)
+    data = recipe.data if recipe else DataConfig()
     most = data.compute_prompt_limit(
         model_tokens=read_model_length(model, limit=recipe.model.max_length if recipe else None),
         max_new_tokens=recipe.max_completion_tokens if recipe else 1,
@@ -258,7 +217,9 @@ def describe_file(report: FileReport, limits: PromptLimits) -> list[str]:
     lines = [f"{report.path}: {report.num_rows} rows, {used} of them usable"]
     facts: dict[str, Any] = {
         "sources": ", ".join(f"{name or '(none)'} {n}" for name, n in report.sources.items()),
-        "prompts": report.lengths and report.lengths.to_text(limits.max_tokens),
+        "prompts": report.lengths
+        and "{min} to {max} tokens, median {median}, 95 % up to {p95}".format_map(report.lengths)
+        + f" (limit {limits.max_tokens})",
         "skipped": report.status_counts[RowStatus.TOO_LONG]
         and f"{report.status_counts[RowStatus.TOO_LONG]} too long",
         "truncated": report.status_counts[RowStatus.TRUNCATED],
@@ -268,7 +229,7 @@ def describe_file(report: FileReport, limits: PromptLimits) -> list[str]:
         "bad rows": report.num_bad,
     }
     lines += [f"  {name:<16} {value}" for name, value in facts.items() if value]
-    lines += [f"    {problem.text}" for problem in report.problems[:MAX_SHOWN_ROWS]]
+    lines += [f"    {problem}" for problem in report.problems[:MAX_SHOWN_ROWS]]
     if report.num_bad > MAX_SHOWN_ROWS:
         lines.append(f"    and {report.num_bad - MAX_SHOWN_ROWS} more")
     return lines

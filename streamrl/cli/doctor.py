@@ -23,7 +23,6 @@ MIN_GPU_SHARED_MEMORY_GIB = 1
 """Docker's default of 64 MB holds no published weights."""
 MIN_DRIVERS = {12: 525, 13: 580}
 """Oldest NVIDIA driver by major version of the CUDA that torch is built for."""
-NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 DEVICES = Path("/dev")
 SHARED_MEMORY = Path("/dev/shm")
@@ -38,7 +37,7 @@ class MachineInfo:
     sandbox: why the sandbox for generated code is unavailable; empty if available.
     driver: version of the NVIDIA driver; empty without one, and if CUDA_VISIBLE_DEVICES hides all
     GPUs. cuda: version of CUDA that torch is built for; empty for the CPU build. compiler: path of
-    the C compiler. headers: path of Python.h. nccl: version. Each is empty if missing.
+    the C compiler. headers: path of Python.h. Each is empty if missing.
     gpu_error: error of torch while it listed the GPUs; empty if it could.
     """
 
@@ -54,7 +53,6 @@ class MachineInfo:
     cuda: str = ""
     compiler: str = ""
     headers: str = ""
-    nccl: str = ""
     gpu_error: str = ""
 
 
@@ -93,7 +91,6 @@ def inspect_machine() -> MachineInfo:
         cuda=_read_torch_cuda(),
         compiler=shutil.which(os.environ.get("CC") or "gcc") or shutil.which("cc") or "",
         headers=_find_headers(),
-        nccl=next(filter(None, map(_get_version, NCCL_PACKAGES)), ""),
         gpu_error=gpu_error,
     )
 
@@ -210,8 +207,6 @@ def _find_gpu_problems(machine: MachineInfo) -> list[str]:
             f"{machine.shared_memory_gib:.2f} GiB of /dev/shm: published weights need the size of"
             " the model: docker run --shm-size=32g, or in Kubernetes an emptyDir of medium Memory"
         )
-    if len(machine.gpus) > 1 and not machine.nccl:
-        problems.append("NCCL, by which GPUs exchange tensors, is missing: make install DEVICE=gpu")
     return problems
 
 
@@ -233,8 +228,7 @@ def describe_machine(machine: MachineInfo, problems: list[str]) -> list[str]:
     ]
     if machine.driver or machine.cuda:
         lines += [
-            f"driver      {machine.driver or 'none'}, torch for CUDA {machine.cuda or 'none'},"
-            f" NCCL {machine.nccl or 'missing'}",
+            f"driver      {machine.driver or 'none'}, torch for CUDA {machine.cuda or 'none'}",
             f"compiler    {machine.compiler or 'missing'}, Python.h"
             f" {'found' if machine.headers else 'missing'}",
         ]

@@ -19,7 +19,7 @@ from typing import Any
 
 from streamrl.files.atomic_write import open_new_file, wrap_disk_errors
 from streamrl.files.bounded_read import open_regular_file, parse_json, read_lines, wrap_file_errors
-from streamrl.telemetry.metric_names import Histogram, MetricsRow, to_json_value
+from streamrl.telemetry.metric_names import MetricsRow
 from streamrl.telemetry.sinks import EventFields, MetricsSink, to_json_fields
 from streamrl.telemetry.spans import Span
 
@@ -30,13 +30,6 @@ MAX_TRACE_BYTES = 512_000_000
 
 Perfetto still opens this size, about 2 million groups.
 """
-COUNTER_METRICS = (
-    "queue/depth/",
-    "staleness/mean",
-    "staleness/max",
-    "weights/version",
-    "reward/mean",
-)
 _RUN_PROCESS = "run"
 _LANES_PER_PROCESS = 1000
 _OPENING, _CLOSING = b"[\n", b"\n]\n"
@@ -48,12 +41,12 @@ RECENT_TRACE_BYTES = 4_000_000
 
 
 class TraceSink(MetricsSink):
-    """Sink that writes spans, steps, events and a few metrics to trace.json.
+    """Sink that writes spans, steps and events to trace.json.
 
-    Spans are grouped by process and lane; steps and events are instant events; metrics are
-    counters. Times are microseconds since the epoch. With `resume`, new events are appended to the
-    existing file; otherwise a new file replaces it. Both files together take at most `most_bytes`,
-    plus one write. Raises DiskError with the file's name if writing fails.
+    Spans are grouped by process and lane; steps and events are instant events. Times are
+    microseconds since the epoch. With `resume`, new events are appended to the existing file;
+    otherwise a new file replaces it. Both files together take at most `most_bytes`, plus one write.
+    Raises DiskError with the file's name if writing fails.
     """
 
     def __init__(
@@ -115,14 +108,8 @@ class TraceSink(MetricsSink):
         self._append_events(events)
 
     def log_step(self, step: int, row: MetricsRow) -> None:
-        """Write the end of a step as an instant event across all processes, and COUNTER_METRICS."""
-        events = [self._make_instant_event(f"step {step}", "g", {})]
-        for name, value in row.items():
-            if name.startswith(COUNTER_METRICS) and not isinstance(value, Histogram):
-                number = to_json_value(value)
-                if number is not None:
-                    events.append(self._make_run_event("C", name, {"args": {"value": number}}))
-        self._append_events(events)
+        """Write the end of a step as an instant event across all processes."""
+        self._append_events([self._make_instant_event(f"step {step}", "g", {})])
 
     def log_event(self, name: str, fields: EventFields) -> None:
         self._append_events([self._make_instant_event(name, "p", fields)])
@@ -161,13 +148,9 @@ class TraceSink(MetricsSink):
         return {"ph": "X", "name": span.name, **ids, **times, "args": to_json_fields(span.args)}
 
     def _make_instant_event(self, name: str, scope: str, args: EventFields) -> dict[str, Any]:
-        """Return a mark in the trace; scope "g" is global, "p" a process."""
-        return self._make_run_event("i", name, {"s": scope, "args": to_json_fields(args)})
-
-    def _make_run_event(self, phase: str, name: str, more: Mapping[str, Any]) -> dict[str, Any]:
-        """Return an event of type `phase`, at the present time, in the row of the run itself."""
-        ids = self._get_thread_ids(_RUN_PROCESS, 0)
-        return {"ph": phase, "name": name, **ids, "ts": _to_microseconds(self._clock()), **more}
+        """Return a mark in the trace at the present time; scope "g" is global, "p" a process."""
+        ids, ts = self._get_thread_ids(_RUN_PROCESS, 0), _to_microseconds(self._clock())
+        return {"ph": "i", "name": name, **ids, "ts": ts, "s": scope, "args": to_json_fields(args)}
 
     def _append_events(self, events: list[dict[str, Any]]) -> None:
         """Write events over the closing bracket of the file, and a new closing bracket."""

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from streamrl.files.atomic_write import wrap_disk_errors, write_atomic
 from streamrl.files.bounded_read import open_regular_file, parse_json, wrap_file_errors
@@ -159,36 +161,23 @@ class RolloutLog:
 
 def _encode_groups(groups: Sequence[RecordedGroup]) -> bytes:
     """Return groups as a parquet file with a row per rollout."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     rows = [make_row(group, i) for group in groups for i in range(len(group.rollouts))]
     names = dict.fromkeys(name for row in rows for name in row)
-    floats = [name for name in names if name.startswith((_SCORE_PREFIX, _NUMBER_PREFIX))]
-    types = {**_COLUMN_TYPES, **dict.fromkeys(floats, "double")}
-    columns = {
-        name: pa.array(
-            [row.get(name) for row in rows], pa.type_for_alias(types.get(name, "string"))
-        )
-        for name in names
-    }
+    kinds = {name: name[: name.find("/") + 1] or name for name in names}
+    types = [(name, _COLUMN_TYPES.get(kind, pa.string())) for name, kind in kinds.items()]
     buffer = io.BytesIO()
-    pq.write_table(pa.table(columns), buffer, compression="zstd")
+    pq.write_table(pa.Table.from_pylist(rows, pa.schema(types)), buffer, compression="zstd")
     return buffer.getvalue()
 
 
 _SCORE_PREFIX, _VERDICT_PREFIX, _NUMBER_PREFIX = "score/", "verdict/", "number/"
 _COLUMN_TYPES = {
-    "step": "int64",
-    "rollout": "int32",
-    "score": "double",
-    "advantage": "double",
-    "environment_score": "double",
-    "tokens": "int32",
-    "version_min": "int64",
-    "version_max": "int64",
+    **dict.fromkeys(("step", "version_min", "version_max"), pa.int64()),
+    **dict.fromkeys(("rollout", "tokens"), pa.int32()),
+    **dict.fromkeys(("score", "advantage", "environment_score"), pa.float64()),
+    **dict.fromkeys((_SCORE_PREFIX, _NUMBER_PREFIX), pa.float64()),
 }
-"""Types of the columns that are not text."""
+"""Types of the columns that are not text, by name or prefix."""
 
 
 def make_row(group: RecordedGroup, index: int) -> dict[str, Any]:
@@ -243,36 +232,24 @@ def read_recorded_groups(run_dir: Path, step: int) -> list[RecordedGroup]:
     path = _list_step_files(run_dir / ROLLOUTS_FOLDER).get(step)
     if path is None:
         return []
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     with wrap_file_errors(path), open_regular_file(path) as file:
         try:
             groups: dict[str, dict[str, Any]] = {}
             for row in pq.read_table(file).to_pylist():
-                group = groups.setdefault(row["uid"], _read_group_fields(row))
+                texts = {name: parse_json(row[name]) for name in ("prompt", "ground_truth")}
+                group = groups.setdefault(row["uid"], {**row, **texts, "rollouts": []})
                 group["rollouts"].append(_read_rollout_fields(row))
             return [msgspec.convert(group, RecordedGroup) for group in groups.values()]
         except (pa.ArrowException, KeyError, TypeError, msgspec.ValidationError) as error:
             raise ValueError(f"not recorded rollouts: {error}") from None
 
 
-def _read_group_fields(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        **{name: row[name] for name in ("step", "uid", "environment")},
-        "prompt": parse_json(row["prompt"]),
-        "ground_truth": parse_json(row["ground_truth"]),
-        "rollouts": [],
-    }
-
-
 def _read_rollout_fields(row: Mapping[str, Any]) -> dict[str, Any]:
     versions = [row["version_min"], row["version_max"]]
     verdicts = select_prefixed(row, _VERDICT_PREFIX)
     scores = select_prefixed(row, _SCORE_PREFIX)
-    names = ("completion", "score", "advantage", "tokens", "finish_reason", "environment_score")
     return {
-        **{name: row[name] for name in names},
+        **row,
         "turns": parse_json(row["turns"]),
         "versions": [version for version in versions if version is not None],
         # A component that abstained has a verdict without a score.

@@ -46,11 +46,6 @@ def test_a_name_that_is_not_in_the_contract_raises(name):
         validate_row({name: 1.0})
 
 
-def test_the_error_for_a_wrong_name_suggests_the_right_one():
-    with pytest.raises(ValueError, match="did you mean staleness/mean"):
-        validate_row({"staleness/meam": 1.0})
-
-
 def test_a_full_row_passes_and_misses_nothing():
     validate_row(full_row(3))
     assert find_missing_metrics(full_row(3)) == []
@@ -77,8 +72,6 @@ def test_a_histogram_metric_rejects_numbers():
     [
         ((0, 1), (1, 2), "wanted one more"),
         ((0,), (), "wanted one more"),
-        ((0, 1, 1), (1, 2), "do not ascend"),
-        ((0, 1, 2), (1, -2), "is negative"),
         (tuple(range(MAX_BINS + 2)), (1,) * (MAX_BINS + 1), "1 to 512 bins"),
     ],
 )

@@ -325,12 +325,6 @@ def draw_timeline(chart: Chart, run: RunRecord) -> Chart:
         }
         traces.append(trace)
     shapes = [make_vertical_line(time_s, "#888888") for time_s in (bounds - start_s).tolist()]
-    waits = run.get_column(EVALUATE_TIME)[-len(bounds) + 1 :]
-    for time_s, wait_s in zip((bounds[:-1] - start_s).tolist(), waits.tolist(), strict=True):
-        if wait_s > 0:
-            shape = {**make_vertical_line(time_s, ""), "type": "rect", "x1": time_s + wait_s}
-            shape |= {"fillcolor": "#888888", "opacity": 0.15, "line": {"width": 0}}
-            shapes.append(shape)
     num_steps = len(bounds) - 1
     processes = sorted({span.process for span in shown}, reverse=True)
     return replace(

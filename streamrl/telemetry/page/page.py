@@ -21,6 +21,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
+from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
 from streamrl.errors import ConfigError
 from streamrl.telemetry.chrome_trace import TRACE_FILE
@@ -30,7 +31,7 @@ from streamrl.telemetry.drawing.episode_page import (
     groups_to_json,
     read_rollout_view,
 )
-from streamrl.telemetry.metric_names import IDLE_PREFIX, WAIT_METRICS
+from streamrl.telemetry.metric_names import IDLE_PREFIX
 from streamrl.telemetry.page.charts import draw_run_charts, draw_shared_charts
 from streamrl.telemetry.page.run_record import RunReader, RunRecord
 from streamrl.telemetry.progress import format_duration, format_number
@@ -93,12 +94,9 @@ class RunPage:
     def _describe_run(self, run: RunRecord, with_rollouts: bool) -> dict[str, Any]:
         steps = list_recorded_steps(run.run_dir)
         rollouts = collect_rollouts(run.run_dir, steps) if with_rollouts else {}
-        left_out = len(steps) - len(rollouts) if with_rollouts else 0
-        note = (
-            f"Of {len(steps)} recorded steps, the last {len(rollouts)} are in this file."
-            if left_out
-            else ""
-        )
+        note = "" if steps else "This run has recorded no rollouts."
+        if with_rollouts and len(steps) > len(rollouts):
+            note = f"Of {len(steps)} recorded steps, the last {len(rollouts)} are in this file."
         return {
             "name": run.name,
             "state": describe_state(run),
@@ -108,7 +106,7 @@ class RunPage:
             "config": run.config_text,
             "rollouts": rollouts,
             "rolloutSteps": list(rollouts) if with_rollouts else steps,
-            "rolloutsNote": note if steps else "This run has recorded no rollouts.",
+            "rolloutsNote": note,
         }
 
     def describe_rollouts(self, run_name: str, step: int) -> dict[str, Any] | None:
@@ -133,13 +131,11 @@ class RunPage:
 
 
 def load_plotly_script() -> str:
-    from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
-
     return str(get_plotlyjs()).replace("</script", "<\\/script")
 
 
 def name_runs(run_dirs: Sequence[Path]) -> list[str]:
-    """Return the folder names of runs, with as many parents as tell them apart.
+    """Return the folder names of runs, or their paths if names are equal.
 
     Raises ConfigError for a run that is given twice.
     """
@@ -147,11 +143,8 @@ def name_runs(run_dirs: Sequence[Path]) -> list[str]:
     for path, given in zip(paths, run_dirs, strict=True):
         if paths.count(path) > 1:
             raise ConfigError(f"{given}: given twice; name each run once")
-    for count in range(1, max(len(path.parts) for path in paths) + 1):
-        names = ["/".join(path.parts[-count:]) for path in paths]
-        if len(set(names)) == len(names):
-            break
-    return names
+    names = [path.name for path in paths]
+    return names if len({*names}) == len(names) else list(map(str, paths))
 
 
 def collect_rollouts(run_dir: Path, steps: Sequence[int]) -> dict[str, list[Any]]:
@@ -192,14 +185,10 @@ def list_tiles(run: RunRecord) -> list[tuple[str, str]]:
             change = f"{format_number(values[0])} \u2192 {format_number(values[-1])}"
             tiles.append((f"evaluation, {name}", change))
             break
-    _, unscored = run.get_evaluations("eval/unscored")
-    if unscored and unscored[-1]:
-        tiles.append(("evaluated rollouts without a score", format_number(unscored[-1], 0)))
     staleness = run.get_column("staleness/max")
     tiles.append(("largest staleness", format_number(float(staleness.max()), 0)))
     tiles.append(("tokens/s", format_number(last.get("throughput/tokens_per_s") or math.nan, 0)))
-    total_s = run.totals.get("time/step_s", 0.0)
-    tiles.append(("time", format_duration(total_s)))
+    tiles.append(("time", format_duration(run.total_s)))
     idle = {
         name.removeprefix(IDLE_PREFIX): float(run.get_column(name)[-20:].mean())
         for name in run.select_names(IDLE_PREFIX)
@@ -207,9 +196,6 @@ def list_tiles(run: RunRecord) -> list[tuple[str, str]]:
     if idle:
         stage = min(idle, key=lambda name: idle[name])
         tiles.append(("busiest stage", f"{stage}, {1 - idle[stage]:.0%}"))
-    waited_s = sum(run.totals.get(name, 0.0) for name in WAIT_METRICS)
-    if waited_s:
-        tiles.append(("evaluations, checkpoints", f"{waited_s / total_s:.0%} of the time"))
     dropped = last.get("ledger/dropped")
     if dropped:
         tiles.append(("groups dropped", str(dropped)))

@@ -7,11 +7,10 @@ The run may be under way, killed, resumed or finished.
 """
 
 import itertools
-import json
 import math
 import os
 import statistics
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,7 +29,7 @@ from streamrl.files.bounded_read import (
 )
 from streamrl.messages import Array
 from streamrl.telemetry.chrome_trace import TRACE_FILE, read_recent_spans
-from streamrl.telemetry.metric_names import EVALUATE_TIME, STALENESS_HISTOGRAM, WAIT_METRICS
+from streamrl.telemetry.metric_names import EVALUATE_TIME, STALENESS_HISTOGRAM
 from streamrl.telemetry.sinks import BASE_EVALUATION, EVENTS_FILE, METRICS_FILE
 from streamrl.telemetry.spans import Span
 
@@ -39,7 +38,6 @@ MAX_BINS = 400
 """Bins of steps between the first and the latest of a run; a screen has about as many columns."""
 LATEST_ROWS = 100
 LATEST_EVENTS = 4000
-TOTALED_METRICS = ("time/step_s", *WAIT_METRICS)
 LARGEST_METRICS = ("staleness/max", "memory/")
 """Metrics, and prefixes of metrics, of which several steps show the largest value."""
 LAST_METRICS = ("ledger/", "drops/")
@@ -61,7 +59,7 @@ class JsonlTail:
     def read(self, forget_rows: Callable[[], None]) -> Iterator[dict[str, Any]]:
         """Yield the new lines; call `forget_rows` before lines that replace those of earlier calls.
 
-        Raises ConfigError with file and position for a line that is not a JSON object.
+        Raises ConfigError with the file for a line that is not a JSON object.
         """
         if not self._path.exists():
             return
@@ -81,17 +79,10 @@ class JsonlTail:
                     break
                 self._offset += len(line)
                 if line.strip():
-                    yield _parse_row(line, self._offset - len(line))
-
-
-def _parse_row(line: bytes, offset: int) -> dict[str, Any]:
-    try:
-        row = parse_json(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"after byte {offset}: not JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"after byte {offset}: not a JSON object")
-    return row
+                    row = parse_json(line)
+                    if not isinstance(row, dict):
+                        raise ValueError("a line is not a JSON object")
+                    yield row
 
 
 @dataclass
@@ -103,7 +94,7 @@ class RowBins:
     """
 
     size: int = 1
-    totals: Counter[str] = field(default_factory=Counter)
+    total_s: float = 0.0
     _last_step: int = -1
     _first: list[Mapping[str, Any]] = field(default_factory=list)
     _bins: list[Mapping[str, Any]] = field(default_factory=list)
@@ -114,7 +105,7 @@ class RowBins:
         if row["step"] <= self._last_step:
             return
         self._last_step = row["step"]
-        self.totals.update({name: row.get(name) or 0.0 for name in TOTALED_METRICS})
+        self.total_s += row.get("time/step_s") or 0.0
         (self._latest if self._first else self._first).append(row)
         if len(self._latest) < LATEST_ROWS + self.size:
             return
@@ -153,7 +144,7 @@ class RunRecord:
     """Metrics and events of a run, as far as they are written.
 
     name: title on the page. rows: metrics rows by trained step, ascending, as `RowBins` lists them.
-    events: in the order of time, of a long run the latest. totals: sums of TOTALED_METRICS.
+    events: in the order of time, of a long run the latest. total_s: time of all steps.
     """
 
     name: str
@@ -161,7 +152,7 @@ class RunRecord:
     config_text: str
     rows: Sequence[Mapping[str, Any]] = ()
     events: Sequence[Mapping[str, Any]] = ()
-    totals: Mapping[str, float] = field(default_factory=dict)
+    total_s: float = 0.0
 
     @cached_property
     def steps(self) -> Array:
@@ -283,7 +274,7 @@ class RunReader:
             self._config_text,
             self._bins.list_rows(),
             (*self._base, *self._events),
-            self._bins.totals,
+            self._bins.total_s,
         )
 
     def _forget_rows(self) -> None:

@@ -155,7 +155,7 @@ def test_runs_of_the_same_folder_name_are_told_apart(folder: Path, tmp_path: Pat
     other = write_run(tmp_path / "elsewhere" / "run", num_steps=2)
     page = make_page(folder, other)
     names = [run["name"] for run in page.describe()["runs"]]
-    assert names == [f"{tmp_path.name}/run", "elsewhere/run"]
+    assert names == [str(folder), str(other)]
     assert [run["tiles"][0]["value"] for run in page.describe()["runs"]] == ["6", "2"]
     groups = page.describe_rollouts(names[0], 2)
     assert groups and groups["groups"]
