@@ -335,7 +335,7 @@ def test_an_infeasible_plan_reports_the_reason_and_alternatives(
     assert "colocated: infeasible: placement.mode=colocated: vLLM serves this model with" in output
     assert "any one of these would let it fit:\n  --cluster 2xH100" in output
     assert main(["plan", *words, "weights.transport=shared_memory", "--cluster", "2x1xH100"]) == 1
-    assert "weights.transport=shared_memory: needs one node; publisher and readers are on 2" in (
+    assert "weights.transport=shared_memory: needs one node; the cluster has 2" in (
         capsys.readouterr().out
     )
 

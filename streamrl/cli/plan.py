@@ -7,10 +7,8 @@ then runs the best placements of each staleness bound and decides.
 import argparse
 import json
 import re
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
@@ -27,19 +25,16 @@ from streamrl.engines.trainer_config import OFFLOAD
 from streamrl.errors import ConfigError
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.placements import MAX_STALENESS
-from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.plan_report import (
     PlanReport,
     SimulatedPoint,
-    describe_unused_mode,
     format_count,
 )
 from streamrl.planner.problem.problem import PlacementCosts, PlacementProblem
 from streamrl.planner.search.hybridflow import (
     ParallelismChoices,
     SplitRules,
-    allow_any_split,
     can_fit,
 )
 from streamrl.planner.search.planner import (
@@ -49,7 +44,6 @@ from streamrl.planner.search.planner import (
     plan_placement,
 )
 from streamrl.planner.simulator.quick_run import (
-    estimate_quick_run_s,
     estimate_simulation_s,
     run_quick_simulation,
     split_workload,
@@ -64,8 +58,8 @@ from streamrl.planner.to_placement import (
 )
 from streamrl.telemetry.progress import ProgressLine, show_progress
 
-MICRO_BATCH_FRACTIONS = 16
-"""Micro-batch sizes are tried in steps of this fraction of the configured size."""
+MICRO_BATCH_DIVISORS = (2, 4, 8, 16)
+"""Divisors of the configured micro-batch size to try."""
 CLUSTER_MULTIPLES = (2, 3, 4, 8)
 """Multiples of the number of devices to try."""
 MAX_DEVICES = 512
@@ -93,22 +87,20 @@ def suggest_fixes(
             ParallelismChoices(PlacementEstimator(problem, costs.approximate_costs), rules=rules)
         )
 
-    longest = make_inputs(config, cluster)[0].workload.max_rollout_tokens
-    full = config.pipeline.micro_batch_tokens
-    smaller = [full * k // MICRO_BATCH_FRACTIONS for k in range(1, MICRO_BATCH_FRACTIONS)]
-    smaller = [size for size in smaller if size >= longest]
-    fixes = [settings for settings in _iter_lossless_settings(config) if fits(settings)]
-    fixes += _find_largest_fit({}, smaller, fits)
-    checkpointed = {"trainer.gradient_checkpointing": True}
-    if not fixes and not config.trainer.gradient_checkpointing:
-        fixes += _find_largest_fit(checkpointed, smaller, fits)
-    adapters = {"trainer.lora_rank": LORA_RANK}
+    checkpointing = OFFLOAD if config.trainer.gradient_checkpointing else True
+    tokens, key = config.pipeline.micro_batch_tokens, "pipeline.micro_batch_tokens"
+    smaller = ({key: tokens // divisor} for divisor in MICRO_BATCH_DIVISORS)
+    lossless: list[SettingValues] = [
+        {"trainer.gradient_checkpointing": checkpointing},
+        {"trainer.offload_optimizer": True},
+        {"generator.kv_cache_mb": None},
+    ]
+    fixes = [s for s in lossless if with_settings(config, s) != config and fits(s)]
+    fixes += [s for s in smaller if fits(s)][:1]
+    adapters: SettingValues = {"trainer.lora_rank": LORA_RANK}
     if not fixes and not config.trainer.lora_rank and fits(adapters):
         fixes.append(adapters)
-    overrides = [
-        ", ".join(f"{key}={format_yaml(value)}" for key, value in settings.items())
-        for settings in fixes
-    ]
+    overrides = [f"{key}={format_yaml(value)}" for fix in fixes for key, value in fix.items()]
     larger_clusters = (
         _scale_cluster(cluster, times)
         for times in CLUSTER_MULTIPLES
@@ -116,31 +108,6 @@ def suggest_fixes(
     )
     sufficient = next((larger for larger in larger_clusters if fits({}, larger)), None)
     return overrides + ([f"--cluster {sufficient}"] if sufficient else [])
-
-
-def _iter_lossless_settings(config: RunConfig) -> Iterator[SettingValues]:
-    """Yield changed settings that save memory, cost time and leave the learned model unchanged."""
-    if not config.trainer.gradient_checkpointing:
-        yield {"trainer.gradient_checkpointing": True}
-    elif config.trainer.gradient_checkpointing != OFFLOAD:
-        yield {"trainer.gradient_checkpointing": OFFLOAD}
-    if not config.trainer.offload_optimizer:
-        yield {"trainer.offload_optimizer": True}
-    if config.generator.kv_cache_mb is not None:
-        yield {"generator.kv_cache_mb": None}
-
-
-def _find_largest_fit(
-    base: SettingValues, sizes: Sequence[int], fits: Callable[[SettingValues], bool]
-) -> list[SettingValues]:
-    """Return a list with the settings of the largest micro-batch that fits; empty if none fits.
-
-    sizes: in tokens, ascending. Memory grows with the size, so a binary search finds the limit.
-    """
-    key = "pipeline.micro_batch_tokens"
-    candidates: list[SettingValues] = [{**base, key: tokens} for tokens in sizes]
-    num_fitting = bisect_left(candidates, True, key=lambda settings: not fits(settings))
-    return candidates[num_fitting - 1 : num_fitting] if num_fitting else []
 
 
 def _scale_cluster(cluster: Cluster, times: int) -> Cluster:
@@ -156,6 +123,11 @@ def _scale_cluster(cluster: Cluster, times: int) -> Cluster:
 
 
 MAX_PROPOSALS = 100_000
+UNPLACED = (
+    *("placement.mode=disaggregated", "placement.pools=[]", "placement.memory_mb=null"),
+    "pipeline.depth=null",
+)
+"""Settings of a run to plan: the plan places it, and generates as far ahead as a bound allows."""
 DEFAULT_BOUNDS = "0,1,2,4"
 
 
@@ -172,12 +144,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="bounds to choose from, e.g. 0,1,4 (default: the config's own, compared with"
         f" {DEFAULT_BOUNDS})",
-    )
-    parser.add_argument(
-        "--pipeline",
-        action="store_true",
-        help="also plan layouts that streamrl cannot run: pipeline parallelism, and scoring models"
-        " sharded over devices",
     )
     parser.add_argument(
         "--proposals",
@@ -227,28 +193,22 @@ def _plan(
     simulation_s = sum(estimate_simulation_s(share, lead=bound) for bound in bounds)
     check_simulation_time(simulation_s, problem.workload, prefix="")
 
-    def make_costs(
-        config: RunConfig, problem: PlacementProblem, constants: CostConstants
-    ) -> CostModel:
-        if arguments.pipeline:
-            return CostModel(problem, constants)
+    def make_costs(problem: PlacementProblem) -> CostModel:
         return CostModel(problem, constants, refuse=make_run_refusal(config, problem))
-
-    def make_rules(config: RunConfig, problem: PlacementProblem) -> SplitRules:
-        return allow_any_split if arguments.pipeline else make_split_rules(config, problem)
 
     def make_inputs(config: RunConfig, cluster: Cluster) -> PlanningInputs:
         problem, constants = inputs.build_problem(config, cluster)
-        return problem, make_costs(config, problem, constants), make_rules(config, problem)
+        costs = CostModel(problem, constants, refuse=make_run_refusal(config, problem))
+        return problem, costs, make_split_rules(config, problem)
 
-    costs = make_costs(config, problem, constants)
+    costs = make_costs(problem)
     progress.describe("searching", unit="placements")
     planned = plan_placement(
         problem,
-        lambda part: costs if part is problem else make_costs(config, part, constants),
+        lambda part: costs if part is problem else make_costs(part),
         max_staleness=bounds,
         seed=arguments.seed,
-        rules=make_rules(config, problem),
+        rules=make_split_rules(config, problem),
         proposals=arguments.proposals,
         run_bound=own_bound,
         on_estimated=progress.advance,
@@ -260,9 +220,6 @@ def _plan(
     progress.describe("comparing")
     fixes = suggest_fixes(config, inputs.cluster, make_inputs) if not kept else []
     report = PlanReport(config, problem, planned, kept, [*refused, *lost], own_bound, fixes)
-    if report.best_row is not None:
-        placement = report.best_point.candidate.placement
-        report = replace(report, advice=describe_unused_mode(config, placement))
     settings = _write_files(arguments, report, costs) if report.best_row is not None else {}
     return report, settings
 
@@ -299,59 +256,29 @@ def read_staleness_request(
 
     The tuple contains the config, the config's own max_staleness (None if --max-staleness is
     given), the bounds that the other settings allow, and the excluded bounds with their reasons.
-    Raises ConfigError for an invalid bound.
+    Raises ConfigError if the config is invalid with each of the bounds.
     """
-    path, overrides = arguments.config, arguments.overrides
+    path, overrides, own_bound = arguments.config, arguments.overrides, None
     if arguments.max_staleness is not None:
         bounds = parse_bounds(arguments.max_staleness)
-        config = read_bounded_config(path, overrides, bounds)
-        return config, None, *split_allowed_bounds(config, bounds)
-    own_bound = read_config(path, overrides).pipeline.max_staleness
-    if own_bound > MAX_STALENESS:
-        raise ConfigError(
-            f"pipeline.max_staleness={own_bound}: the planner supports at most {MAX_STALENESS}"
-        )
-    config = read_bounded_config(path, overrides, [own_bound])
-    allowed, refused = split_allowed_bounds(
-        config, sorted({own_bound, *parse_bounds(DEFAULT_BOUNDS)})
-    )
-    return config, own_bound, allowed, refused
-
-
-def read_bounded_config(path: Path, overrides: Sequence[str], bounds: Sequence[int]) -> RunConfig:
-    """Load the config under the first of the staleness bounds that its other settings allow.
-
-    Resets pipeline.depth, so that the run generates as far ahead as the bound allows. Raises
-    ConfigError if the config allows none of the bounds.
-    """
-    last_error = ConfigError("no bounds")
+    else:
+        own_bound = read_config(path, overrides).pipeline.max_staleness
+        if own_bound > MAX_STALENESS:
+            raise ConfigError(
+                f"pipeline.max_staleness={own_bound}: the planner supports at most {MAX_STALENESS}"
+            )
+        bounds = sorted({own_bound, *parse_bounds(DEFAULT_BOUNDS)})
+    configs, refused = {}, []
     for bound in bounds:
-        bound_overrides = [f"pipeline.max_staleness={bound}", "pipeline.depth=null"]
+        settings = (*overrides, *UNPLACED, f"pipeline.max_staleness={bound}")
         try:
-            return read_config(path, [*overrides, *bound_overrides])
-        except ConfigError as error:
-            last_error = error
-    raise last_error
-
-
-def split_allowed_bounds(
-    config: RunConfig, bounds: Sequence[int]
-) -> tuple[list[int], list[ExcludedBound]]:
-    """Split staleness bounds into allowed bounds and excluded bounds with their reasons.
-
-    A bound is allowed if a disaggregated run with the config's other settings accepts the bound.
-    """
-    anywhere = replace(config.placement, mode="disaggregated", pools=[], memory_mb=None)
-    allowed, refused = [], []
-    for bound in bounds:
-        pipeline = replace(config.pipeline, max_staleness=bound)
-        try:
-            replace(config, pipeline=pipeline, placement=anywhere)
+            configs[bound] = read_config(path, settings)
         except ConfigError as error:
             refused.append(ExcludedBound(bound, str(error)))
-        else:
-            allowed.append(bound)
-    return allowed, refused
+    if not configs:
+        raise ConfigError(refused[0].why)
+    config = configs.get(bounds[0] if own_bound is None else own_bound)
+    return config or next(iter(configs.values())), own_bound, list(configs), refused
 
 
 def _simulate_front(
@@ -362,13 +289,7 @@ def _simulate_front(
     on_simulated: Callable[[], None],
 ) -> list[SimulatedPoint]:
     """Simulate the placement of each bound. on_simulated: called after each point."""
-    workload = problem.workload
     placements = [point.candidate.placement for point in front]
-    seconds = [
-        estimate_quick_run_s(costs.predict_timings(p), workload, p.max_staleness)
-        for p in placements
-    ]
-    check_simulation_time(sum(seconds), workload, prefix="")
     results: list[SimulatedPoint] = []
     for point, placement in zip(front, placements, strict=True):
         # Several bounds may have the same placement.
@@ -380,7 +301,7 @@ def _simulate_front(
                 problem.dataflow,
                 placement,
                 costs.predict_timings(placement),
-                workload,
+                problem.workload,
                 seed=seed,
                 run_options=problem.run_options,
             )

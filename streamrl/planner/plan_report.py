@@ -3,12 +3,9 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 from streamrl.config.run_config import RunConfig
-from streamrl.placement.meshes import Mesh
-from streamrl.placement.placements import Placement
 from streamrl.planner.problem.problem import PlacementEstimate, PlacementProblem
 from streamrl.planner.search.planner import (
     BoundOptimum,
@@ -18,9 +15,6 @@ from streamrl.planner.search.planner import (
     compare_to_winner,
 )
 from streamrl.planner.simulator.results import SimulationResult
-from streamrl.planner.to_placement import find_pools
-
-MAX_DIGITS = 16  # significant decimal digits of a float
 
 
 def format_table(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
@@ -55,12 +49,6 @@ def format_percent(fraction: float) -> str:
     return f"{fraction:.0%}"
 
 
-def format_inner_percent(fraction: float) -> str:
-    """Format a fraction in (0, 1) as percent, with enough digits to differ from 0% and 100%."""
-    texts = (f"{fraction:.{digits}%}" for digits in range(MAX_DIGITS))
-    return next((text for text in texts if float(text[:-1]) not in (0, 100)), f"{fraction:.3g}")
-
-
 GB = 1e9
 
 NO_FIX_TEXT = (
@@ -87,24 +75,11 @@ def describe_problem(config: RunConfig, problem: PlacementProblem) -> str:
         f" {workload.prompt_tokens:.0f} tokens, completions of {workload.lengths.mean:.0f} (at most"
         f" {workload.lengths.max_tokens}){episodes}, {workload.num_updates} updates"
         + (
-            f"; {format_inner_percent(workload.filtered_fraction)} of all groups are filtered"
+            f"; {100 * workload.filtered_fraction:.3g}% of all groups are filtered"
             if workload.filtered_fraction
             else ""
         )
     )
-
-
-def describe_unused_mode(config: RunConfig, placement: Placement) -> list[str]:
-    """Return a line if the config sets a placement mode other than the planned placement's."""
-    own, planned = config.placement, find_pools(config.dataflow, placement)
-    if own.mode == "auto" or (
-        planned is not None and (own.mode, own.pools) == (planned.mode, planned.pools)
-    ):
-        return []
-    return [
-        f"placement.mode={own.mode} is not used: plan chooses the placement; `streamrl simulate`"
-        " estimates the config's own"
-    ]
 
 
 @dataclass(frozen=True)
@@ -114,7 +89,7 @@ class PlanReport:
     front: points of the Pareto front of throughput over staleness bound. lost_bounds: bounds that
     the run's settings forbid, or whose simulation is no faster than a lower bound's. own_bound:
     max_staleness of the run's config, None with --max-staleness. fixes: changes that would let the
-    run fit; only filled if no placement fits. advice: lines on the best placement.
+    run fit; only filled if no placement fits.
     """
 
     config: RunConfig
@@ -124,7 +99,6 @@ class PlanReport:
     lost_bounds: Sequence[ExcludedBound]
     own_bound: int | None = None
     fixes: Sequence[str] = ()
-    advice: Sequence[str] = ()
 
     @property
     def absent_bounds(self) -> list[ExcludedBound]:
@@ -151,17 +125,11 @@ class PlanReport:
         return self.best_row[0]
 
     @property
-    def unused_devices(self) -> list[Mesh]:
-        used = {
-            device
-            for assignment in self.best_point.candidate.placement.assignments.values()
-            for device in assignment.mesh.devices
-        }
-        free = [device for device in range(self.problem.cluster.num_devices) if device not in used]
-        # Consecutive numbers have a constant difference to their index.
-        runs = groupby(enumerate(free), key=lambda pair: pair[1] - pair[0])
-        ranges = [[device for _, device in run] for _, run in runs]
-        return [Mesh(devices[0], len(devices)) for devices in ranges]
+    def num_unused(self) -> int:
+        """Number of devices that the best placement does not use."""
+        assignments = self.best_point.candidate.placement.assignments.values()
+        used = {device for assignment in assignments for device in assignment.mesh.devices}
+        return self.problem.cluster.num_devices - len(used)
 
     def to_text(self, settings: Mapping[str, Any], *, explain: bool) -> str:
         """Format the report as text.
@@ -179,7 +147,7 @@ class PlanReport:
         )
         lines += [f"  written with {_format_settings(settings)}"] if settings else []
         lines += ["", *self._describe_others()] if explain and self.best_row is not None else []
-        notes = [*self.advice, *self._describe_trade_offs(), *self._describe_absences()]
+        notes = [*self._describe_trade_offs(), *self._describe_absences()]
         return "\n".join([*lines, "", *notes] if notes else lines)
 
     def _describe_no_fit(self) -> list[str]:
@@ -200,10 +168,8 @@ class PlanReport:
             for stage, assignment in point.candidate.placement.assignments.items()
         ]
         size = self.problem.cluster.num_devices
-        if self.unused_devices:
-            names = ", ".join(map(str, self.unused_devices))
-            spare = sum(mesh.size for mesh in self.unused_devices)
-            lines.append(f"  devices {names} are unused: {spare} of {size}")
+        if self.num_unused:
+            lines.append(f"  {self.num_unused} of {size} devices are unused")
         hours = self._compute_hours(result)
         unit = "core-hours" if self.problem.cluster.is_cpu else "GPU-hours"
         return [
@@ -281,13 +247,12 @@ class PlanReport:
             "cluster": str(self.problem.cluster),
             "devices": self.problem.cluster.num_devices,
             "best": None if self.best_row is None else self._point_to_json(*self.best_row),
-            "unused": [] if self.best_row is None else [str(mesh) for mesh in self.unused_devices],
+            "unused": None if self.best_row is None else self.num_unused,
             "settings": dict(settings),
             "front": front,
             "absent": [vars(bound) for bound in self.absent_bounds],
             "candidates": [_candidate_to_json(c) for c in self.plan.candidates],
             "remedies": list(self.fixes),
-            "advice": list(self.advice),
         }
 
     def _point_to_json(self, point: BoundOptimum, result: SimulationResult) -> dict[str, Any]:

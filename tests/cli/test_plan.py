@@ -147,21 +147,6 @@ def test_a_plan_ignores_the_runs_own_depth(capsys: pytest.CaptureFixture[str]):
     assert plain == deep
 
 
-@pytest.mark.parametrize(
-    ("mode", "is_used"), [("auto", True), ("colocated", True), ("disaggregated", False)]
-)
-def test_a_plan_says_that_it_does_not_use_the_configs_placement_mode(
-    mode: str, is_used: bool, capsys: pytest.CaptureFixture[str]
-):
-    words = ["plan", *TINY, *FEW, "--cluster", "1xH100", "--max-staleness", "0"]
-    words.append(f"placement.mode={mode}")
-    plan = json.loads(run(capsys, *words, "--json")[1])
-    assert plan["best"]["kind"] == "colocated"
-    note = f"placement.mode={mode} is not used: plan chooses the placement"
-    assert [line.startswith(note) for line in plan["advice"]] == ([] if is_used else [True])
-    assert (note in run(capsys, *words)[1]) == (not is_used)
-
-
 def test_the_predicted_training_time_matches_the_simulator(capsys: pytest.CaptureFixture[str]):
     # On one device the stages take turns.
     words = [*SMALL, "--cluster", "1xH100", "--max-staleness", "0,1,2", "--json"]
@@ -186,14 +171,12 @@ def test_unused_devices_and_run_cost_are_reported(capsys: pytest.CaptureFixture[
         for call in plan["best"]["placement"]["calls"].values()
         for device in Mesh.from_text(call["devices"]).devices
     }
-    spare = [device for device in range(8) if device not in used]
-    assert spare
-    assert [d for mesh in plan["unused"] for d in Mesh.from_text(mesh).devices] == spare
+    assert plan["unused"] == 8 - len(used) > 0
     hours = plan["best"]["simulated"]["step_s"]
     assert plan["best"]["run_hours"] == pytest.approx(hours)
     assert plan["best"]["run_device_hours"] == pytest.approx(8 * hours)
     text = run(capsys, "plan", *TINY, "--cluster", "8xH100", *few)[1]
-    assert f"devices {', '.join(plan['unused'])} are unused: {len(spare)} of 8\n" in text
+    assert f"{plan['unused']} of 8 devices are unused\n" in text
     assert f"run.steps=3600: {hours:.3g} h, {8 * hours:.3g} GPU-hours\n" in text
 
 

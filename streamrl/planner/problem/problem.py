@@ -1,7 +1,7 @@
 """Input and output of the planner: problem, options of the run, cost protocol and estimate."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -107,15 +107,6 @@ class CallMemory:
 
 
 @dataclass(frozen=True)
-class DeviceInterval:
-    """Interval in which a stage had its devices, in seconds."""
-
-    stage: str
-    start_s: float
-    end_s: float
-
-
-@dataclass(frozen=True)
 class PlacementEstimate:
     """Steady-state estimate of a placement.
 
@@ -124,8 +115,6 @@ class PlacementEstimate:
     idle: by stage, the fraction of a step in which the stage does not compute.
     device_idle: idle fraction of all devices of the cluster, used or not.
     memory_bytes, free_bytes: used and free memory of the device with the least free memory.
-    timeline: intervals in which stages have devices, in one period.
-    staleness_mean: mean staleness of a trained token, in versions.
     infeasible_reason: empty for a feasible placement; otherwise step_s is infinite and all other
       figures are NaN.
     """
@@ -136,8 +125,6 @@ class PlacementEstimate:
     device_idle: float = math.nan
     memory_bytes: float = math.nan
     free_bytes: float = math.nan
-    staleness_mean: float = math.nan
-    timeline: Sequence[DeviceInterval] = ()
     infeasible_reason: str = ""
 
     @classmethod

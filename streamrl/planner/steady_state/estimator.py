@@ -12,13 +12,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.planner.problem.problem import (
     CallMemory,
-    DeviceInterval,
     PlacementCosts,
     PlacementEstimate,
     PlacementProblem,
@@ -39,6 +39,14 @@ from streamrl.planner.steady_state.jobs import (
 from streamrl.planner.steady_state.list_scheduler import ListScheduler, StepJob, UnrolledSchedule
 
 TimeSpan = tuple[float, float]
+
+
+class DeviceInterval(NamedTuple):
+    """Interval in which a stage had its devices, in seconds."""
+
+    stage: str
+    start_s: float
+    end_s: float
 
 
 @dataclass(frozen=True)
@@ -75,14 +83,11 @@ class SteadyState:
         return self.schedule.ends_s[first] if first >= 0 else self.end_s - self.schedule.period_s
 
     def list_intervals(self) -> list[DeviceInterval]:
-        """Return the busy intervals of all stages in the last period, in order.
+        """Return the busy intervals of all stages in the measured steps, in order of their start.
 
-        Times are seconds from the start of the period.
+        Times are seconds from the start of these steps.
         """
-        return self._list_intervals_since(self.end_s - self.schedule.period_s)
-
-    def _list_intervals_since(self, start_s: float) -> list[DeviceInterval]:
-        """Return busy intervals from `start_s` to `end_s`; times are relative to `start_s`."""
+        start_s = self.start_s
         spans = [
             (self.jobs[busy.job].stage, busy.start_s, busy.end_s)
             for busy in self.schedule.busy_intervals
@@ -137,58 +142,9 @@ class SteadyState:
     @cached_property
     def _busy_s(self) -> dict[str, float]:
         busy = {job.stage: 0.0 for job in self.jobs}
-        for interval in self._list_intervals_since(self.start_s):
+        for interval in self.list_intervals():
             busy[interval.stage] += interval.end_s - interval.start_s
         return busy
-
-    def compute_mean_staleness(self) -> float:
-        """Return the mean staleness of trained tokens, in versions.
-
-        Tokens sampled between two pulls have the older version.
-        """
-        if not self._is_overlapped:
-            return 0.0
-        pull_job = self.jobs[self.generate_job].dependencies[0].job
-        last = len(self.schedule.ends_s) - 1
-        interval = self.jobs[pull_job].step_interval
-        arrived: dict[int, float] = {}
-        for (job, pulled), at in self.schedule.done_s.items():
-            if job == pull_job and pulled >= self.max_steps_ahead:
-                # The pull for a step delivers version step - max_steps_ahead, rounded up to the
-                # publish interval.
-                version = -((self.max_steps_ahead - pulled) // interval) * interval
-                arrived[version] = min(at, arrived.get(version, at))
-        staleness = [
-            _compute_mean_versions_behind(
-                (self.schedule.started_s[self.generate_job, step], at),
-                step,
-                arrived,
-                self.max_steps_ahead,
-            )
-            for step in range(max(0, last - self.max_steps_ahead), last + 1)
-            for at in self.schedule.results_s[step]
-        ]
-        return sum(staleness) / len(staleness)
-
-
-def _compute_mean_versions_behind(
-    span: TimeSpan, step: int, arrived: dict[int, float], most: int
-) -> float:
-    """Return how many versions the generators' weights are behind `step`, as a mean over `span`.
-
-    arrived: time at which each version arrived in the generators. most: the most versions behind.
-    """
-    start, end = span
-    total, at, staleness = 0.0, start, float(most)
-    for version in range(step - most + 1, step + 1):
-        moment = arrived.get(version, end)
-        # The version arrives after the span or never; later versions may still arrive in time.
-        if moment >= end:
-            continue
-        total += max(0.0, moment - at) * staleness
-        at, staleness = max(at, moment), float(step - version)
-    total += (end - at) * staleness
-    return total / (end - start) if end > start else staleness
 
 
 def _find_free_intervals(busy: Iterable[TimeSpan], within: TimeSpan) -> list[TimeSpan]:
@@ -278,12 +234,8 @@ class PlacementEstimator:
         reason = self.costs.explain_infeasible(placement)
         if reason:
             return PlacementEstimate.make_infeasible(reason)
-        jobs, schedule = self.schedule_jobs(placement)
-        step_s = schedule.period_s
-        generate = jobs.job_by_stage[self.call_graph.generate_call.stage]
-        steady = SteadyState(
-            jobs.jobs, generate, jobs.meshes, jobs.overlaps, schedule, placement.max_staleness
-        )
+        steady = self.find_steady_state(placement)
+        step_s = steady.schedule.period_s
         cluster, workload = self.problem.cluster, self.problem.workload
         _, used_bytes, free_bytes = find_fullest_device(
             self.costs.predict_memory(placement), placement, cluster
@@ -295,8 +247,13 @@ class PlacementEstimator:
             steady.compute_device_idle_fraction(cluster),
             used_bytes,
             free_bytes,
-            steady.compute_mean_staleness(),
-            steady.list_intervals(),
+        )
+
+    def find_steady_state(self, placement: Placement) -> SteadyState:
+        jobs, schedule = self.schedule_jobs(placement)
+        generate = jobs.job_by_stage[self.call_graph.generate_call.stage]
+        return SteadyState(
+            jobs.jobs, generate, jobs.meshes, jobs.overlaps, schedule, placement.max_staleness
         )
 
     def schedule_jobs(self, placement: Placement) -> tuple[JobGraph, UnrolledSchedule]:

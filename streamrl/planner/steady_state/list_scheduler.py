@@ -101,7 +101,6 @@ class UnrolledSchedule:
     period_s: mean time of the last `period_steps` steps.
     ends_s: end of each step.
     started_s, done_s: by (job, step), start of the job and time of its last result.
-    results_s: by step, times of the results of generation ahead.
     """
 
     period_s: float = 0.0
@@ -110,7 +109,6 @@ class UnrolledSchedule:
     busy_intervals: list[BusyInterval] = field(default_factory=list)
     started_s: dict[tuple[int, int], float] = field(default_factory=dict)
     done_s: dict[tuple[int, int], float] = field(default_factory=dict)
-    results_s: dict[int, list[float]] = field(default_factory=dict)
 
 
 _Dependents = list[tuple[int, int, float]]
@@ -268,7 +266,6 @@ class ListScheduler:
 
     def _finish_result(self, result: CompletionEvent) -> None:
         schedule, at, step = self._schedule, result.at_s, result.step
-        schedule.results_s.setdefault(step, []).append(at)
         part_graph, j = self._part_graph, self._generation_job
         self._release_dependents(
             part_graph.after_result[step % part_graph.cycle_steps][j][result.result_index],
