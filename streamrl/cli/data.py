@@ -33,8 +33,8 @@ LENGTH_QUANTILES = {"min": 0.0, "median": 0.5, "p95": 0.95, "max": 1.0}
 class FileReport:
     """Result of validating a data file: counts over its rows, and problems of bad rows.
 
-    status_counts: rows by status in a run. lengths: LENGTH_QUANTILES of the prompts before
-    truncation, without bad rows. problems: errors of at most MAX_KEPT_PROBLEMS bad rows. Other
+    status_counts: rows by status in a run. lengths: LENGTH_QUANTILES of the prompts
+    without bad rows. problems: errors of at most MAX_KEPT_PROBLEMS bad rows. Other
     counts cover usable prompts; a duplicate has the tokens of an earlier prompt.
     """
 
@@ -213,7 +213,7 @@ def _make_limits(recipe: RunConfig | None, model: str) -> PromptLimits:
 
 def describe_file(report: FileReport, limits: PromptLimits) -> list[str]:
     """Format the report on a prompt file: rows by status, prompt lengths, messages on bad rows."""
-    used = report.status_counts[RowStatus.KEPT] + report.status_counts[RowStatus.TRUNCATED]
+    used = report.status_counts[RowStatus.KEPT]
     lines = [f"{report.path}: {report.num_rows} rows, {used} of them usable"]
     facts: dict[str, Any] = {
         "sources": ", ".join(f"{name or '(none)'} {n}" for name, n in report.sources.items()),
@@ -222,7 +222,6 @@ def describe_file(report: FileReport, limits: PromptLimits) -> list[str]:
         + f" (limit {limits.max_tokens})",
         "skipped": report.status_counts[RowStatus.TOO_LONG]
         and f"{report.status_counts[RowStatus.TOO_LONG]} too long",
-        "truncated": report.status_counts[RowStatus.TRUNCATED],
         "filtered": report.status_counts[RowStatus.FILTERED],
         "no ground truth": report.num_without_ground_truth,
         "duplicates": report.num_duplicates,

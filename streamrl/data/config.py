@@ -19,7 +19,7 @@ from streamrl.files.typed_settings import (
 MODEL_TEMPLATE, PLAIN_TEMPLATE = "model", "plain"
 """Template names that are not files: the model's chat template, and joining by newlines."""
 MAX_WEIGHT = 1e9
-_LONG_PROMPT_ACTIONS = ("error", "skip", "truncate")
+_LONG_PROMPT_ACTIONS = ("error", "skip")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class DataConfig:
     pretrain: file of texts (column `text`) for algorithm.ptx_coef; may be empty.
     shuffle: train in a new order every epoch (true), or in file order (false).
     max_prompt_tokens: limit of a rendered prompt; null: all tokens that the completion leaves.
-    on_long_prompt: action on a longer prompt: error, skip the row, or truncate (keep the end).
+    on_long_prompt: action on a longer prompt: error, or skip the row.
     chat_template_kwargs: extra arguments of chat templates, e.g. enable_thinking: false; a column
         of the same name in a row wins.
     """

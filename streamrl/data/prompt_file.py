@@ -14,7 +14,6 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from msgspec.structs import replace
 
 from streamrl.data.chat_template import (
     ChatTemplate,
@@ -46,7 +45,7 @@ _render_lock = threading.Lock()
 class PromptLimits:
     """Limits of a prompt: length in tokens, size of the vocabulary, action on a longer prompt.
 
-    on_long: "error", "skip" or "truncate". environments: names of the run's environments, ("",) for
+    on_long: "error" or "skip". environments: names of the run's environments, ("",) for
     a single one without a name, () for a run without any; None accepts all names.
     """
 
@@ -57,10 +56,9 @@ class PromptLimits:
 
 
 class RowStatus(Enum):
-    """Use that a run makes of a data row: kept, truncated, skipped, or refused as bad."""
+    """Use that a run makes of a data row: kept, skipped, or refused as bad."""
 
     KEPT = "kept"
-    TRUNCATED = "truncated"
     TOO_LONG = "too long"
     FILTERED = "filtered"
     BAD = "bad"
@@ -70,8 +68,8 @@ class RowStatus(Enum):
 class ClassifiedRow:
     """Row of a data file with its status, and its prompt or problem.
 
-    index: row number in the file, from 0. num_tokens: prompt length before truncation, 0 without a
-    rendered prompt. prompt: set if the row is used. problem: set if the row is bad.
+    index: row number in the file, from 0. num_tokens: prompt length, 0 without a rendered prompt.
+    prompt: set if the row is used. problem: set if the row is bad.
     """
 
     status: RowStatus
@@ -185,9 +183,7 @@ class PromptFile:
             status = _choose_status(prompt, keep, self.limits)
         except ConfigError as problem:
             return ClassifiedRow(RowStatus.BAD, row.index, len(token_ids), problem=problem)
-        if status is RowStatus.TRUNCATED:
-            prompt = replace(prompt, token_ids=prompt.token_ids[-self.limits.max_tokens :])
-        is_used = status in (RowStatus.KEPT, RowStatus.TRUNCATED)
+        is_used = status is RowStatus.KEPT
         return ClassifiedRow(status, row.index, len(token_ids), prompt if is_used else None)
 
     def __iter__(self) -> Iterator[ClassifiedRow]:
@@ -267,9 +263,9 @@ def _choose_status(prompt: Prompt, keep: PromptFilter, limits: PromptLimits) -> 
     if limits.on_long == "error":
         raise ConfigError(
             f"{location}: the prompt has {length} tokens, the limit is {limits.max_tokens} "
-            "(data.on_long_prompt=skip or truncate accepts it)"
+            "(data.on_long_prompt=skip skips it)"
         )
-    return RowStatus.TRUNCATED if limits.on_long == "truncate" else RowStatus.TOO_LONG
+    return RowStatus.TOO_LONG
 
 
 def check_row_environment(prompt: Prompt, environments: Sequence[str]) -> None:
@@ -338,15 +334,11 @@ class LoadedFile:
 def describe_unused_rows(
     file: DataFile, counts: Mapping[RowStatus, int], suffix: str = ""
 ) -> list[str]:
-    """Return a line per reason why rows were skipped or truncated: count, reason and `suffix`."""
-    texts = {
-        RowStatus.TOO_LONG: "skipped, too long",
-        RowStatus.TRUNCATED: "truncated",
-        RowStatus.FILTERED: f"filtered by {file.filter}",
-    }
+    """Return a line per reason why rows were skipped: count, reason and `suffix`."""
+    reasons = {RowStatus.TOO_LONG: "too long", RowStatus.FILTERED: f"filtered by {file.filter}"}
     return [
-        f"{file.path}: {counts[status]} prompts {text}{suffix}"
-        for status, text in texts.items()
+        f"{file.path}: {counts[status]} prompts skipped, {reason}{suffix}"
+        for status, reason in reasons.items()
         if counts[status]
     ]
 

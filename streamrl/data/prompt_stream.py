@@ -150,7 +150,7 @@ class PromptStream(Iterator[Prompt]):
                     break
 
     def take_skipped(self) -> "SkippedRows":
-        """Return counts of the rows skipped or truncated since the last call, and reset them."""
+        """Return counts of the rows skipped since the last call, and reset them."""
         skipped, self._skipped = self._skipped, SkippedRows()
         return skipped
 
@@ -221,7 +221,7 @@ _IDENTITY_TEXTS = {
 
 
 class SkippedRows:
-    """Counts of data rows that the prompt stream skipped or truncated, by status.
+    """Counts of data rows that the prompt stream skipped, by status.
 
     problems: messages of the first bad rows, with locations.
     """

@@ -11,6 +11,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -158,15 +159,15 @@ def open_training_files(
         opened.append(PromptFile(file, tokenizer, limits, first=first))
         first = int(opened[-1].indices[-1]) + 1
     digests = tuple(hashlib.blake2b(digest_size=8) for _ in range(2))
-    classified = []
+    classify = partial(
+        _classify_file, inspect=inspect, digests=digests, max_sampled_tokens=max_sampled_tokens
+    )
+    classified: list[TrainingFile] = []
     for prompts in opened:
-        sample = _RowSample(prompts, inspect, digests)
-        sample.classify_rows(*choose_rows(prompts))
-        if not sample.kept and not sample.is_complete:
-            # No sampled row is usable; search the whole file for one.
-            sample = _RowSample(prompts, inspect, digests)
-            sample.classify_rows(*choose_rows(prompts, math.inf))
-        classified.append(sample.to_training_file(max_sampled_tokens))
+        sampled = classify(prompts, *choose_rows(prompts))
+        # If no sampled row is usable, search the whole file for one.
+        complete = None if sampled else classify(prompts, *choose_rows(prompts, math.inf))
+        classified += filter(None, (sampled, complete))
     fingerprint = COLUMNS_MARK.join(digest.hexdigest() for digest in digests)
     if not all(file.is_fully_classified for file in classified):
         # The sampled rows do not identify the data, so hash all content and settings.
@@ -177,57 +178,51 @@ def open_training_files(
     return TrainingFiles(tuple(classified), fingerprint)
 
 
-class _RowSample:
-    """Rows of a file that are classified before a run.
+def _classify_file(
+    file: PromptFile,
+    rows: NDArray[np.int64],
+    is_typical: NDArray[np.bool_],
+    *,
+    inspect: PromptInspector,
+    digests: "Sequence[hashlib.blake2b]",
+    max_sampled_tokens: float | None,
+) -> TrainingFile | None:
+    """Render and check rows of a file before a run; return None if none of them is usable.
 
-    digests: hashes to which they are added, of prompts and of all other columns.
-    kept: uid indices of usable rows. lengths: tokens of their prompts. typical: lengths without
-    those of rows that were chosen for their length, which would bias the mean.
+    is_typical: rows that were not chosen for their length, which would bias the mean. digests:
+    hashes to which the rows are added, of prompts and of all other columns. Raises ConfigError for
+    the first bad row, or if the whole file has no usable one.
     """
-
-    def __init__(
-        self, file: PromptFile, inspect: PromptInspector, digests: "Sequence[hashlib.blake2b]"
-    ) -> None:
-        self._file = file
-        self._inspect = inspect
-        self._digests = digests
-        self._counts = Counter[RowStatus]()
-        self.kept, self._lengths, self._typical = array("q"), array("i"), array("i")
-
-    @property
-    def is_complete(self) -> bool:
-        return self._counts.total() == len(self._file.table)
-
-    def classify_rows(self, rows: NDArray[np.int64], is_typical: NDArray[np.bool_]) -> None:
-        """Render and check rows. Raises ConfigError for the first bad row."""
-        for start in range(0, len(rows), RENDER_BATCH_ROWS):
-            part = slice(start, start + RENDER_BATCH_ROWS)
-            batch = self._file.classify_rows(rows[part].tolist())
-            if problem := next(filter(None, (row.problem for row in batch)), None):
-                raise problem
-            self._inspect([row.prompt for row in batch if row.prompt is not None])
-            for row, is_row_typical in zip(batch, is_typical[part], strict=True):
-                self._counts[row.status] += 1
-                if row.prompt is not None:
-                    self.kept.append(parse_uid(row.prompt.uid)[1])
-                    self._lengths.append(len(row.prompt.token_ids))
-                    if is_row_typical:
-                        self._typical.append(len(row.prompt.token_ids))
-                    hash_prompt(self._digests[0], self._digests[1], row.prompt)
-
-    def to_training_file(self, max_sampled_tokens: float | None) -> TrainingFile:
-        file, limits = self._file, self._file.limits
-        if not self.kept:
-            raise make_no_prompt_error(file.file, self._counts, limits)
-        longest, mean = max(self._lengths), fmean(self._typical or self._lengths)
-        if self.is_complete:
-            return TrainingFile(file, np.array(self.kept), True, self._counts, longest, mean)
-        limit = limits.max_tokens
-        if max_sampled_tokens is not None:
-            with_margin = int(min(math.ceil(longest * LENGTH_MARGIN), max_sampled_tokens))
-            limit = min(limit, max(longest, with_margin))
-        limited = file.with_limits(replace(limits, max_tokens=limit))
-        return TrainingFile(limited, limited.indices, False, self._counts, longest, mean)
+    counts, kept = Counter[RowStatus](), array("q")
+    lengths, typical = array("i"), array("i")
+    for start in range(0, len(rows), RENDER_BATCH_ROWS):
+        part = slice(start, start + RENDER_BATCH_ROWS)
+        batch = file.classify_rows(rows[part].tolist())
+        if problem := next(filter(None, (row.problem for row in batch)), None):
+            raise problem
+        inspect([row.prompt for row in batch if row.prompt is not None])
+        for row, is_row_typical in zip(batch, is_typical[part], strict=True):
+            counts[row.status] += 1
+            if row.prompt is not None:
+                kept.append(parse_uid(row.prompt.uid)[1])
+                lengths.append(row.num_tokens)
+                if is_row_typical:
+                    typical.append(row.num_tokens)
+                hash_prompt(digests[0], digests[1], row.prompt)
+    is_complete, limits = len(rows) == len(file.table), file.limits
+    if not kept:
+        if is_complete:
+            raise make_no_prompt_error(file.file, counts, limits)
+        return None
+    longest, mean = max(lengths), fmean(typical or lengths)
+    if is_complete:
+        return TrainingFile(file, np.array(kept), True, counts, longest, mean)
+    limit = limits.max_tokens
+    if max_sampled_tokens is not None:
+        with_margin = int(min(math.ceil(longest * LENGTH_MARGIN), max_sampled_tokens))
+        limit = min(limit, max(longest, with_margin))
+    limited = file.with_limits(replace(limits, max_tokens=limit))
+    return TrainingFile(limited, limited.indices, False, counts, longest, mean)
 
 
 def choose_rows(

@@ -160,7 +160,7 @@ def test_filtered_rows_are_counted(tokenizer, write_rows, keep):
     train = {"path": rows, "filter": f"{keep}:short"}
     (file,) = load_files(tokenizer, train)  # the filter drops the long row before the length check
     assert [prompt.uid for prompt in file.prompts] == ["0:0:0", "0:2:0"]
-    assert file.notes == [f"{rows}: 1 prompts filtered by {keep}:short"]
+    assert file.notes == [f"{rows}: 1 prompts skipped, filtered by {keep}:short"]
 
 
 @pytest.mark.parametrize(

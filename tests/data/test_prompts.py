@@ -15,10 +15,6 @@ def load(*files, tokenizer, limit=20, vocab_size=300, on_long="error"):
     return loaded
 
 
-def count_by_status(loaded):
-    return {status.value: count for status, count in loaded.status_counts.items()}
-
-
 def test_prompts_carry_the_row_and_int32_tokens(tokenizer, write_rows):
     path = write_rows(
         {"prompt": "abc", "data_source": "letters", "ground_truth": "d", "extra_info": {"n": 3}}
@@ -79,14 +75,6 @@ def test_a_longer_prompt_is_an_error_with_row_and_length(tokenizer, write_rows):
     assert str(caught.value).startswith(
         f"{path} line 2: the prompt has 21 tokens, the limit is 20 "
     )
-
-
-def test_longer_prompts_can_be_truncated_to_their_last_tokens(tokenizer, write_rows):
-    path = write_rows({"prompt": "0123456789abcdefghij"}, {"prompt": "a"})
-    loaded = load(path, tokenizer=tokenizer, limit=5, on_long="truncate")
-    assert tokenizer.decode(loaded.prompts[0].token_ids) == "hij</s><assistant>"
-    assert count_by_status(loaded) == {"truncated": 1, "kept": 1}
-    assert loaded.notes == [f"{path}: 1 prompts truncated"]
 
 
 def test_a_file_of_long_prompts_only_is_refused(tokenizer, write_rows):

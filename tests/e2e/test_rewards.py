@@ -61,7 +61,7 @@ def test_a_run_uses_a_users_judge_function_filter_and_template(tmp_path: Path):
         run.finish()
     run_dir = toy / "runs" / "own"
     notes = " ".join(event["text"] for event in events(run_dir, "note"))
-    assert f"50 prompts filtered by {toy}/own.py:even" in notes
+    assert f"50 prompts skipped, filtered by {toy}/own.py:even" in notes
     metrics = rows(run_dir)
     assert len(metrics) == 3
     for row in metrics:
