@@ -35,13 +35,15 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.command import BenchmarkError, BenchmarkParser, at_least, run_benchmark
-from benchmarks.shard_memory import allocate_overlapping, allocate_storage
+from benchmarks.shard_memory import allocate_overlapping, allocate_storage, count_memory_bytes
 from benchmarks.table_2 import (
+    PlanReport,
     compute_table_2,
     count_link_bytes,
     peak_fraction,
     received_fraction,
     redundant_fraction,
+    report_plan,
 )
 from streamrl.errors import ConfigError
 from streamrl.resharding.executors import (
@@ -57,7 +59,6 @@ from streamrl.resharding.grouping import (
 )
 from streamrl.resharding.layouts import ModelLayout, create_layout, partition_zero3
 from streamrl.resharding.plans import (
-    BytesReport,
     CopyPlan,
     GatherPlan,
     NodeTopology,
@@ -75,6 +76,8 @@ EDGES = (128, 64, 32, 16, 8, 4, 2)
 """Edge of the smallest piece of a matrix: the largest that fits is used."""
 DEADLINE_S = 300.0
 VERSION = 1
+FULL_GATHER = "full_gather"
+"""Pattern in which ranks keep their training shards beside the gathered model."""
 
 
 @dataclass(frozen=True)
@@ -96,15 +99,13 @@ class LayoutSwitch:
         everyone = [list(range(self.train.num_ranks))]
         plans: dict[str, CopyPlan | GatherPlan] = {
             "point_to_point": plan_copies(self.held, target, self.cluster),
-            "full_gather": plan_gather(
-                partitioned, target, self.cluster, everyone, keeps_copy=True
-            ),
+            FULL_GATHER: plan_gather(partitioned, target, everyone),
         }
         if self.grouping != "overlap":
             replicas = self.train.assign_ranks().group_ranks("dp_rank")
             zero = self.grouping == "zero"
             groups = list_micro_dp_groups(self.train, self.serving) if zero else replicas
-            plans["in_groups"] = plan_gather(self.held, target, self.cluster, groups)
+            plans["in_groups"] = plan_gather(self.held, target, groups)
         return plans
 
 
@@ -267,10 +268,14 @@ def execute_patterns(
     """Execute every pattern; return the groups and the results."""
     bucket_bytes = int(arguments.bucket_mb * 2**20)
     with tempfile.TemporaryDirectory() as folder:
-        work = partial(measure_rank, plans, bucket_bytes, arguments.rounds)
+        reports = {
+            way: report_plan(plan, switch.cluster, keeps_copy=way == FULL_GATHER)
+            for way, plan in plans.items()
+        }
+        work = partial(measure_rank, plans, reports, bucket_bytes, arguments.rounds)
         ranks = run_ranks(work, switch.train.num_ranks, Path(folder))
     train, serving = switch.train.assign_ranks(), switch.serving
-    exact = plans["point_to_point"].report_bytes()
+    exact = reports["point_to_point"]
     return {
         "train": str(switch.train),
         "generate": str(switch.generate),
@@ -293,9 +298,9 @@ def execute_patterns(
         ],
         "ways": {
             way: summarize_pattern(
-                plan.report_bytes(), [seen[way] for seen in ranks], get_table_2_row(switch, way)
+                reports[way], [seen[way] for seen in ranks], get_table_2_row(switch, way)
             )
-            for way, plan in plans.items()
+            for way in plans
         },
     }
 
@@ -312,7 +317,7 @@ def get_table_2_row(switch: LayoutSwitch, way: str) -> dict[str, str] | None:
 
 
 def summarize_pattern(
-    report: BytesReport, seen: Sequence[dict[str, Any]], table: dict[str, str] | None
+    report: PlanReport, seen: Sequence[dict[str, Any]], table: dict[str, str] | None
 ) -> dict[str, Any]:
     """Return the cost of a pattern from the plan's report and the ranks' measurements."""
 
@@ -332,10 +337,9 @@ def summarize_pattern(
         "over_network_of_M": str(Fraction(count_link_bytes(report, "network"), report.model_bytes)),
         "copied_of_M": of_model([row["copied_bytes"] for row in seen]),
         "peak_in_one_piece_of_M": [str(peak_fraction(report, rank)) for rank in report.rank_bytes],
-        "peak_of_M": of_model([row["peak_bytes"] for row in seen]),
-        "planned_peak_of_M": of_model([row["planned_peak_bytes"] for row in seen]),
+        "peak_of_M": of_model([row["memory_bytes"] + row["buffer_bytes"] for row in seen]),
+        "planned_peak_of_M": of_model([row["planned_bytes"] + row["buffer_bytes"] for row in seen]),
         "redundant_of_M": [str(redundant_fraction(report, rank)) for rank in report.rank_bytes],
-        "buckets": max(row["rounds"] for row in seen),
         "seconds": statistics.median(slowest),
         "all_gather_seconds": statistics.median(peers) if moves else None,
         "over_all_gather": round(statistics.median(ratios), 2) if moves else None,
@@ -383,17 +387,30 @@ def _run_rank(work: Callable[[], Any], rank: int, count: int, folder: Path) -> N
 
 
 def measure_rank(
-    plans: Mapping[str, CopyPlan | GatherPlan], bucket_bytes: int, rounds: int
+    plans: Mapping[str, CopyPlan | GatherPlan],
+    reports: Mapping[str, PlanReport],
+    bucket_bytes: int,
+    rounds: int,
 ) -> dict[str, dict[str, Any]]:
     """Measure every pattern on this rank."""
     model = next(iter(plans.values())).target.model
     generator = torch.Generator().manual_seed(0)
     whole = {spec.name: torch.randn(spec.shape, generator=generator) for spec in model.tensors}
-    return {way: measure_pattern(plan, whole, bucket_bytes, rounds) for way, plan in plans.items()}
+    rank = dist.get_rank()
+    return {
+        way: measure_pattern(plan, whole, bucket_bytes, rounds, keeps_copy=way == FULL_GATHER)
+        | {"planned_bytes": reports[way].rank_bytes[rank].memory_bytes}
+        for way, plan in plans.items()
+    }
 
 
 def measure_pattern(
-    plan: CopyPlan | GatherPlan, whole: dict[str, torch.Tensor], bucket_bytes: int, rounds: int
+    plan: CopyPlan | GatherPlan,
+    whole: dict[str, torch.Tensor],
+    bucket_bytes: int,
+    rounds: int,
+    *,
+    keeps_copy: bool,
 ) -> dict[str, Any]:
     """Execute a pattern, compare with the unsplit model, and time it beside an all-gather."""
     rank = dist.get_rank()
@@ -403,7 +420,7 @@ def measure_pattern(
     else:
         executor = GroupGatherExecutor(plan, bucket_bytes=bucket_bytes)
     dtypes = {name: tensor.dtype for name, tensor in whole.items()}
-    source, target = _allocate_shards(plan, rank, dtypes)
+    source, target = _allocate_shards(plan, rank, dtypes, keeps_copy=keeps_copy)
     seconds, peers = [], []
     exact = True
     for _ in range(rounds + 1):
@@ -413,10 +430,11 @@ def measure_pattern(
             view.copy_(whole[name][box.slices])
         source.version = VERSION
         dist.barrier()
+        start_s = time.perf_counter()
         moved = executor.run(source, target)
+        seconds.append(time.perf_counter() - start_s)
         exact = exact and target.version == VERSION
         exact = exact and all(v.equal(whole[name][box.slices]) for name, box, v in target)
-        seconds.append(moved.seconds)
         peers.append(_time_all_gather(moved.received_bytes))
     return {
         **asdict(moved),
@@ -424,16 +442,16 @@ def measure_pattern(
         "seconds": seconds[1:],
         "peer_seconds": peers[1:],
         "bit_exact": exact,
-        "planned_peak_bytes": plan.report_bytes().rank_bytes[rank].memory_bytes
-        + executor.buffer_bytes,
+        "memory_bytes": count_memory_bytes(source, target),
+        "buffer_bytes": executor.buffer_bytes,
     }
 
 
 def _allocate_shards(
-    plan: CopyPlan | GatherPlan, rank: int, dtypes: dict[str, torch.dtype]
+    plan: CopyPlan | GatherPlan, rank: int, dtypes: dict[str, torch.dtype], *, keeps_copy: bool
 ) -> tuple[ShardStorage, ShardStorage]:
     """Allocate the shards of both layouts, in one buffer where the plan shares memory."""
-    if isinstance(plan, GatherPlan) and plan.keeps_copy:
+    if keeps_copy:
         return allocate_storage(plan.source, rank, dtypes), allocate_storage(
             plan.target, rank, dtypes
         )

@@ -99,3 +99,13 @@ def create_from_storage(layout: ModelLayout, rank: int, host: ShardStorage) -> S
         except KeyError as error:
             raise ValueError(f"rank {rank} cannot share its memory: {error.args[0]}") from None
     return ShardStorage(views, version=host.version)
+
+
+def count_memory_bytes(*storages: ShardStorage) -> int:
+    """Return the bytes of all buffers behind the storages, each buffer once."""
+    buffers = {}
+    for storage in storages:
+        for _, _, view in storage:
+            buffer = view.untyped_storage()
+            buffers[buffer.data_ptr()] = buffer.nbytes()
+    return sum(buffers.values())

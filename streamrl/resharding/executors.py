@@ -33,7 +33,7 @@ from streamrl.resharding.plans import (
     plan_copies,
     plan_gather,
 )
-from streamrl.resharding.storage import ShardStorage, count_memory_bytes, narrow_view
+from streamrl.resharding.storage import ShardStorage, narrow_view
 
 #: Bucket size with which all transfers of a plan form a single round.
 UNBOUNDED_BYTES = 1 << 62
@@ -182,26 +182,15 @@ NO_VERSION = -1  # sent by ranks whose source storage has no version
 
 @dataclass
 class ReshardingStats:
-    """Transfers of one rank, added up while an executor moves a version once.
+    """Bytes of one rank, added up while an executor moves a version once.
 
     received_bytes, sent_bytes: from and to other ranks, counted per receiver. copied_bytes: within
-    this rank's memory. peak_bytes: source and target buffers plus staging. rounds: rounds of
-    transfers, each of which waits for other ranks.
+    this rank's memory.
     """
 
-    version: int
     received_bytes: int = 0
     sent_bytes: int = 0
     copied_bytes: int = 0
-    peak_bytes: int = 0
-    rounds: int = 0
-    seconds: float = 0.0
-
-    def add_round(self, *, received: int, sent: int, staging: int) -> None:
-        self.received_bytes += received
-        self.sent_bytes += sent
-        self.peak_bytes = max(self.peak_bytes, staging)
-        self.rounds += 1
 
 
 @dataclass(frozen=True)
@@ -272,14 +261,10 @@ class ReshardingExecutor(ABC):
         Raises WeightsError if ranks hold different versions or none, or a rank does not respond
         within timeout_s.
         """
-        start_s = time.perf_counter()
-        stats = ReshardingStats(self._agree_on_version(source))
+        stats, version = ReshardingStats(), self._agree_on_version(source)
         target.version = None
         self._move_weights(source, target, stats)
-        target.version = stats.version
-        # So far the peak is that of the staging memory.
-        stats.peak_bytes += count_memory_bytes(source, target)
-        stats.seconds = time.perf_counter() - start_s
+        target.version = version
         return stats
 
     @abstractmethod
@@ -335,8 +320,7 @@ class PointToPointExecutor(ReshardingExecutor):
             c.named_box for c in plan.copies if c.source == c.destination == self._rank
         ]
         self._rounds = []
-        limit = validate_bucket_bytes(bucket_bytes, self._packer.itemsizes)
-        for copies in plan_copy_rounds(plan.copies, self._packer.itemsizes, limit):
+        for copies in plan_copy_rounds(plan.copies, self._packer.itemsizes, bucket_bytes):
             sends = self._group_by_peer(
                 (c.destination, c.named_box) for c in copies if c.source == self._rank
             )
@@ -383,9 +367,8 @@ class PointToPointExecutor(ReshardingExecutor):
                 self._wait_for_work(work, sorted({*send_buffers, *receive_buffers}), "weights")
             for peer, buffer in receive_buffers.items():
                 self._packer.unpack_boxes(buffer, receives[peer], target)
-            sent = sum(buffer.nbytes for buffer in send_buffers.values())
-            received = sum(buffer.nbytes for buffer in receive_buffers.values())
-            stats.add_round(received=received, sent=sent, staging=sent + received)
+            stats.sent_bytes += sum(buffer.nbytes for buffer in send_buffers.values())
+            stats.received_bytes += sum(buffer.nbytes for buffer in receive_buffers.values())
 
     def _group_by_peer(
         self, transfers: Iterable[tuple[int, NamedBox]]
@@ -413,8 +396,6 @@ class GroupGatherExecutor(ReshardingExecutor):
         self, plan: GatherPlan, *, bucket_bytes: int = UNBOUNDED_BYTES, timeout_s: float = 60.0
     ) -> None:
         super().__init__(plan, timeout_s=timeout_s)
-        max_group_size = max(map(len, plan.groups), default=1)
-        limit = validate_bucket_bytes(bucket_bytes, self._packer.itemsizes, ranks=max_group_size)
         self._group_ranks: tuple[int, ...] = ()
         for group in plan.groups:
             process_group = dist.new_group(list(group), timeout=timedelta(seconds=timeout_s))
@@ -423,7 +404,7 @@ class GroupGatherExecutor(ReshardingExecutor):
         contributions = [plan.contributions[rank] for rank in self._group_ranks]
         self._rounds: list[GatherRound] = []
         if len(self._group_ranks) > 1:
-            self._rounds = plan_gather_rounds(contributions, self._packer.itemsizes, limit)
+            self._rounds = plan_gather_rounds(contributions, self._packer.itemsizes, bucket_bytes)
         self.buffer_bytes = max((round_.buffer_bytes for round_ in self._rounds), default=0)
 
     def _move_weights(
@@ -460,9 +441,9 @@ class GroupGatherExecutor(ReshardingExecutor):
             for index, contribution in enumerate(contributions):
                 if index != own_index:
                     self._packer.unpack_boxes(contribution, round_.contributions[index], target)
-            received = sum(round_.contribution_bytes) - round_.contribution_bytes[own_index]
-            sent = round_.contribution_bytes[own_index] * (len(self._group_ranks) - 1)
-            stats.add_round(received=received, sent=sent, staging=buffer.nbytes)
+            own_bytes = round_.contribution_bytes[own_index]
+            stats.received_bytes += sum(round_.contribution_bytes) - own_bytes
+            stats.sent_bytes += own_bytes * (len(self._group_ranks) - 1)
 
     def _all_gather(self, gathered: torch.Tensor, contribution: torch.Tensor) -> None:
         work = dist.all_gather_single(gathered, contribution, group=self._group, async_op=True)
@@ -495,7 +476,7 @@ def create_least_bytes_executor(
     in copies, of the bytes that all ranks send in a gather.
     """
     copies = plan_copies(source, target, cluster)
-    gather = plan_gather(source, target, cluster, [source.ranks])
+    gather = plan_gather(source, target, [source.ranks])
     if is_gather_least_bytes(copies, gather):
         return GroupGatherExecutor(gather, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
     return PointToPointExecutor(copies, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
@@ -506,10 +487,11 @@ def is_gather_least_bytes(copies: CopyPlan, gather: GatherPlan) -> bool:
 
     `copies` must be the plan that moves the fewest bytes.
     """
-    copy_report, gather_report = copies.report_bytes(), gather.report_bytes()
+    needed, sent = copies.report_bytes(), gather.count_sent_bytes()
     return all(
-        copy_report.rank_bytes[rank].received_bytes == counts.received_bytes
-        for rank, counts in gather_report.rank_bytes.items()
+        needed[rank].received_bytes == sum(sent[peer] for peer in group) - sent[rank]
+        for group in gather.groups
+        for rank in group
     )
 
 
@@ -526,20 +508,6 @@ def get_collective_device() -> torch.device:
     """
     is_nccl = dist.get_backend() == dist.Backend.NCCL
     return get_local_device() if is_nccl else torch.device("cpu")
-
-
-def validate_bucket_bytes(
-    bucket_bytes: int, itemsizes: Mapping[str, int], *, ranks: int = 1
-) -> int:
-    """Return `bucket_bytes`; raise ValueError if a bucket cannot hold an element of each rank.
-
-    Resharding sends tensors in buckets. ranks: ranks that share a bucket. itemsizes: bytes per
-    element, by tensor name.
-    """
-    min_bytes = ranks * max(itemsizes.values())
-    if bucket_bytes < min_bytes:
-        raise ValueError(f"buckets of {bucket_bytes} bytes: must be at least {min_bytes}")
-    return bucket_bytes
 
 
 def _copy_tensor(target: torch.Tensor, source: torch.Tensor) -> int:

@@ -35,10 +35,6 @@ class GenerationSizes:
     micro_dp_size: int
     dp_size: int
 
-    def __post_init__(self) -> None:
-        if min(self.pp_size, self.tp_size, self.micro_dp_size, self.dp_size) < 1:
-            raise ValueError(f"generation {self}: must be at least 1 in each")
-
     @property
     def num_ranks(self) -> int:
         return self.pp_size * self.tp_size * self.micro_dp_size * self.dp_size

@@ -48,16 +48,12 @@ class RankBytes:
     """Bytes that a resharding plan moves to and from a rank, and that the rank holds.
 
     received_by_link, sent_by_link: by kind of link; `local` counts data that stays in place, in
-    both. peak_bytes: model bytes held at once, each element once, if everything moves in a single
-    round (as in the paper, arXiv:2409.19256). redundant_bytes: training weights that do not lie
-    inside the generation weights and are kept beside them. memory_bytes: both layouts, sharing
-    memory for tensors that are nested; an executor's buffers are extra.
+    both. memory_bytes: both layouts, sharing memory for tensors that are nested; an executor's
+    buffers are extra.
     """
 
     received_by_link: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LINK_KINDS, 0))
     sent_by_link: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LINK_KINDS, 0))
-    peak_bytes: int = 0
-    redundant_bytes: int = 0
     memory_bytes: int = 0
 
     @property
@@ -69,14 +65,6 @@ class RankBytes:
     def sent_bytes(self) -> int:
         """Bytes sent to other ranks, counted per receiver."""
         return self.sent_by_link["node"] + self.sent_by_link["network"]
-
-
-@dataclass(frozen=True)
-class BytesReport:
-    """Bytes of a resharding plan for every rank, and of the whole model."""
-
-    model_bytes: int
-    rank_bytes: Mapping[int, RankBytes]
 
 
 def count_transfers(
@@ -360,8 +348,8 @@ class CopyPlan:
                         if (source == rank) is stays:
                             yield BoxCopy((tensor, box), source, rank)
 
-    def report_bytes(self) -> BytesReport:
-        """Count the bytes that each rank sends, receives and holds if these copies are made."""
+    def report_bytes(self) -> dict[int, RankBytes]:
+        """Return the bytes that each rank sends, receives and holds if these copies are made."""
         ranks = _count_held_bytes(self.source, self.target)
         sizes = _get_itemsizes(self.target)
         for moves, tensors in _group_by_identity(self.moves):
@@ -371,7 +359,7 @@ class CopyPlan:
                 for box, source in sources:
                     amounts[source] += box.numel * element_bytes
                 count_transfers(ranks, self.cluster, amounts, set(receivers))
-        return BytesReport(self.target.model.num_bytes, ranks)
+        return ranks
 
 
 @dataclass(frozen=True)
@@ -379,33 +367,21 @@ class GatherPlan:
     """Plan in which the ranks of each group exchange all the weights that they hold.
 
     contributions: boxes that each rank sends; data that several ranks of a group hold is sent by
-    one of them. keeps_copy: ranks keep their contribution beside the result, instead of a view.
+    one of them.
     """
 
     source: ModelLayout
     target: ModelLayout
-    cluster: NodeTopology
     groups: tuple[tuple[int, ...], ...]
     contributions: Mapping[int, tuple[NamedBox, ...]]
-    keeps_copy: bool = False
 
-    def report_bytes(self) -> BytesReport:
-        """Count the bytes that each rank sends, receives and holds.
-
-        Each rank receives the contributions of all others in its group.
-        """
-        ranks = _count_held_bytes(self.source, self.target, keeps_copy=self.keeps_copy)
+    def count_sent_bytes(self) -> dict[int, int]:
+        """Return the bytes that each rank sends to every other rank of its group."""
         sizes = _get_itemsizes(self.target)
-        for group in self.groups:
-            amounts = {
-                rank: sum(box.numel * sizes[tensor] for tensor, box in self.contributions[rank])
-                for rank in group
-            }
-            count_transfers(ranks, self.cluster, amounts, set(group))
-            for rank in group:
-                # The gathered data includes all that the rank needs.
-                ranks[rank].peak_bytes = sum(amounts.values())
-        return BytesReport(self.target.model.num_bytes, ranks)
+        return {
+            rank: sum(box.numel * sizes[tensor] for tensor, box in boxes)
+            for rank, boxes in self.contributions.items()
+        }
 
 
 def plan_copies(source: ModelLayout, target: ModelLayout, cluster: NodeTopology) -> CopyPlan:
@@ -444,26 +420,14 @@ def plan_copies(source: ModelLayout, target: ModelLayout, cluster: NodeTopology)
 
 
 def plan_gather(
-    source: ModelLayout,
-    target: ModelLayout,
-    cluster: NodeTopology,
-    groups: Sequence[Sequence[int]],
-    *,
-    keeps_copy: bool = False,
+    source: ModelLayout, target: ModelLayout, groups: Sequence[Sequence[int]]
 ) -> GatherPlan:
     """Return the plan in which the ranks of each group exchange all the weights that they hold.
 
-    keeps_copy: ranks keep their source shards beside the result, instead of a view. Raises
-    ValueError if a group does not hold all that its ranks need, or a rank is not in exactly one
-    group.
+    Raises ValueError if a group does not hold all that its ranks need.
     """
     sizes = _get_itemsizes(target)
     patterns = find_patterns(source, target)
-    group_counts = Counter(rank for group in groups for rank in group)
-    misplaced = [rank for rank in {*group_counts, *target.shards} if group_counts[rank] != 1]
-    if misplaced:
-        rank = min(misplaced)
-        raise ValueError(f"rank {rank}: is in {group_counts[rank]} groups, must be in exactly one")
     contributions: dict[int, list[NamedBox]] = {rank: [] for group in groups for rank in group}
     sent_bytes: Counter[int] = Counter()
     for group in groups:
@@ -480,10 +444,8 @@ def plan_gather(
     return GatherPlan(
         source,
         target,
-        cluster,
         tuple(tuple(group) for group in groups),
         {rank: tuple(boxes) for rank, boxes in contributions.items()},
-        keeps_copy,
     )
 
 
@@ -555,28 +517,18 @@ def _choose_source(
     return min(holders, key=lambda r: (cluster.get_link(r, rank) == "network", sent[r], r))
 
 
-def _count_held_bytes(
-    source: ModelLayout, target: ModelLayout, *, keeps_copy: bool = False
-) -> dict[int, RankBytes]:
+def _count_held_bytes(source: ModelLayout, target: ModelLayout) -> dict[int, RankBytes]:
     """Return the bytes that every rank holds of both layouts, before any transfer is counted."""
     ranks = {rank: RankBytes() for rank in sorted({*source.ranks, *target.ranks})}
     for pattern in find_patterns(source, target):
         for (source_boxes, target_boxes), pattern_ranks in pattern.ranks_by_boxes.items():
-            num_redundant = count_elements(subtract_boxes(source_boxes, target_boxes))
-            num_memory = count_elements(source_boxes) + count_elements(target_boxes)
-            if not keeps_copy and (
-                is_nested(source_boxes, target_boxes) or is_nested(target_boxes, source_boxes)
-            ):
-                num_memory = max(count_elements(source_boxes), count_elements(target_boxes))
+            sizes = (count_elements(source_boxes), count_elements(target_boxes))
+            shares_memory = is_nested(source_boxes, target_boxes) or is_nested(
+                target_boxes, source_boxes
+            )
+            num_elements = max(sizes) if shares_memory else sum(sizes)
             for rank in pattern_ranks:
-                counts = ranks[rank]
-                counts.peak_bytes += (
-                    num_redundant + count_elements(target_boxes)
-                ) * pattern.element_bytes
-                counts.redundant_bytes += (
-                    count_elements(source_boxes) if keeps_copy else num_redundant
-                ) * pattern.element_bytes
-                counts.memory_bytes += num_memory * pattern.element_bytes
+                ranks[rank].memory_bytes += num_elements * pattern.element_bytes
     return ranks
 
 

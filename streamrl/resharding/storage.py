@@ -86,13 +86,3 @@ def create_from_buffers(
         },
         version=version,
     )
-
-
-def count_memory_bytes(*storages: ShardStorage) -> int:
-    """Return the bytes of all buffers behind the storages, each buffer once."""
-    buffers = {}
-    for storage in storages:
-        for _, _, view in storage:
-            buffer = view.untyped_storage()
-            buffers[buffer.data_ptr()] = buffer.nbytes()
-    return sum(buffers.values())

@@ -12,8 +12,6 @@ from itertools import pairwise
 
 from streamrl.resharding.boxes import TensorBox
 
-ITEMSIZES = (1, 2, 4, 8, 16)
-
 
 @dataclass(frozen=True)
 class FusedComponent:
@@ -65,20 +63,6 @@ class TensorSpec:
     split_dim: int | None = None
     components: tuple[FusedComponent, ...] = ()
     itemsize: int = 4
-
-    def __post_init__(self) -> None:
-        if any(size < 1 for size in self.shape):
-            raise ValueError(f"{self.name}: shape {self.shape} has no elements")
-        if self.itemsize not in ITEMSIZES:
-            raise ValueError(f"{self.name}: itemsize {self.itemsize} is none of {ITEMSIZES}")
-        if self.split_dim is None:
-            if self.components:
-                raise ValueError(f"{self.name}: components need a split_dim")
-            return
-        if not 0 <= self.split_dim < len(self.shape):
-            raise ValueError(f"{self.name}: split_dim {self.split_dim} of shape {self.shape}")
-        if self.components and sum(c.size for c in self.components) != self.shape[self.split_dim]:
-            raise ValueError(f"{self.name}: components do not fill dimension {self.split_dim}")
 
     @property
     def numel(self) -> int:

@@ -9,7 +9,7 @@ from benchmarks.resharding import (
     list_micro_dp_groups,
     parse_generation_sizes,
 )
-from benchmarks.table_2 import received_fraction, redundant_fraction
+from benchmarks.table_2 import received_fraction, redundant_fraction, report_plan
 from streamrl.resharding.grids import RankCoordinates, RankGrid
 from streamrl.resharding.grouping import (
     GenerationSizes,
@@ -101,14 +101,15 @@ def test_zero_redundancy_for_all_dividing_sizes_and_overlap_keeps_as_much(
     model = even(grid.pp_size, size=840)
     training_layout = create_layout(model, grid.assign_ranks())
     served = create_layout(model, assign_zero_redundancy(grid, sizes))
-    report = plan_copies(training_layout, served, NodeTopology()).report_bytes()
+    report = report_plan(plan_copies(training_layout, served, NodeTopology()), NodeTopology())
     expected = (sizes.micro_dp_size - 1) / grid.ranks_per_replica
     assert all(
         received_fraction(report, rank) == pytest.approx(expected) for rank in report.rank_bytes
     )
     assert all(redundant_fraction(report, rank) == 0 for rank in report.rank_bytes)
     overlap_layout = create_layout(model, assign_max_overlap(training_layout, sizes))
-    best = plan_copies(training_layout, overlap_layout, NodeTopology()).report_bytes()
+    best_plan = plan_copies(training_layout, overlap_layout, NodeTopology())
+    best = report_plan(best_plan, NodeTopology())
     assert sum(received_fraction(best, rank) for rank in best.rank_bytes) == sum(
         received_fraction(report, rank) for rank in report.rank_bytes
     )
@@ -129,12 +130,12 @@ def test_zero_redundancy_where_stages_differ_by_a_position(
     served = create_layout(model, serving)
     for plan in (
         plan_copies(training_layout, served, NodeTopology()),
-        plan_gather(training_layout, served, NodeTopology(), list_micro_dp_groups(grid, serving)),
+        plan_gather(training_layout, served, list_micro_dp_groups(grid, serving)),
     ):
-        report = plan.report_bytes()
+        report = report_plan(plan, NodeTopology())
         for rank in report.rank_bytes:
             assert redundant_fraction(report, rank) == 0
-            assert report.rank_bytes[rank].peak_bytes == served.count_bytes(rank)
+            assert report.peak_bytes[rank] == served.count_bytes(rank)
 
 
 @given(SIZES, SIZES, SIZES, st.randoms(use_true_random=False))
@@ -152,7 +153,7 @@ def test_overlap_keeps_at_least_as_much_as_any_assignment(
         report = plan_copies(
             training_layout, create_layout(model, assignment), NodeTopology()
         ).report_bytes()
-        return sum(counts.received_by_link["local"] for counts in report.rank_bytes.values())
+        return sum(counts.received_by_link["local"] for counts in report.values())
 
     best = assign_max_overlap(training_layout, sizes)
     coordinates = list(best.coordinates)
@@ -165,10 +166,8 @@ def test_with_more_tensor_ranks_than_in_training_neighbors_stay_together():
     grid = RankGrid.from_text("1-2-4")
     training_layout = create_layout(even(2), grid.assign_ranks())
     serving = assign_max_overlap(training_layout, GenerationSizes(1, 4, 2, 1))
-    report = plan_copies(
-        training_layout, create_layout(even(2), serving), NodeTopology()
-    ).report_bytes()
-    assert all(received_fraction(report, rank) == 0 for rank in report.rank_bytes)
+    plan = plan_copies(training_layout, create_layout(even(2), serving), NodeTopology())
+    assert not any(counts.received_bytes for counts in plan.report_bytes().values())
     assert [sorted(group) for group in serving.list_tp_groups()] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 

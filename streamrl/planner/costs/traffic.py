@@ -8,7 +8,7 @@ the cluster. Two reductions keep planning fast at any size without changing the 
 """
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from math import gcd, lcm
 
@@ -25,7 +25,7 @@ from streamrl.resharding.grouping import (
     assign_zero_redundancy,
 )
 from streamrl.resharding.layouts import ModelLayout, create_layout, partition_zero3
-from streamrl.resharding.plans import BytesReport, CopyPlan, NodeTopology, plan_copies
+from streamrl.resharding.plans import CopyPlan, NodeTopology, RankBytes, plan_copies
 from streamrl.resharding.tensor_specs import ModelSpec, split_stages_evenly
 
 SHARDS_PARAMETERS = 3
@@ -113,13 +113,13 @@ class WeightTraffic:
             shape, source, target, self._nodes, self._constants.served_bytes
         ).build_plan(full=full)
 
-    def report_duration_s(self, report: BytesReport) -> float:
+    def report_duration_s(self, report: Mapping[int, RankBytes]) -> float:
         """Return the transfer time, s: the longest of any device's links and of any node's network.
 
         Links and network run at full speed in both directions at once.
         """
         longest = 0.0
-        for device, counts in report.rank_bytes.items():
+        for device, counts in report.items():
             link_bytes = max(counts.received_by_link["node"], counts.sent_by_link["node"])
             longest = max(longest, link_bytes * self._link_byte_s[device])
         for node, num_bytes in _count_network_bytes_by_node(report, self._nodes).items():
@@ -138,7 +138,7 @@ class WeightTraffic:
         )
         return TransferCost(
             self.report_duration_s(report),
-            max(counts.received_bytes for counts in report.rank_bytes.values()),
+            max(counts.received_bytes for counts in report.values()),
             _find_max_extra_bytes(plan, report) if is_aliased else copy_bytes,
         )
 
@@ -409,21 +409,23 @@ def _list_place_stages(num_places: int, stages: int) -> list[int]:
     return [stage for stage, count in enumerate(counts) for _ in range(count)]
 
 
-def _find_max_extra_bytes(plan: CopyPlan, report: BytesReport) -> int:
+def _find_max_extra_bytes(plan: CopyPlan, report: Mapping[int, RankBytes]) -> int:
     source_bytes: dict[int, int] = {}
     for rank, shards in plan.source.shards.items():
         if id(shards) not in source_bytes:
             source_bytes[id(shards)] = plan.source.count_bytes(rank)
     return max(
         counts.memory_bytes - source_bytes[id(plan.source.shards[rank])]
-        for rank, counts in report.rank_bytes.items()
+        for rank, counts in report.items()
     )
 
 
-def _count_network_bytes_by_node(report: BytesReport, nodes: NodeTopology) -> Counter[int]:
+def _count_network_bytes_by_node(
+    report: Mapping[int, RankBytes], nodes: NodeTopology
+) -> Counter[int]:
     received: Counter[int] = Counter()
     sent: Counter[int] = Counter()
-    for device, counts in report.rank_bytes.items():
+    for device, counts in report.items():
         received[nodes.get_node(device)] += counts.received_by_link["network"]
         sent[nodes.get_node(device)] += counts.sent_by_link["network"]
     return received | sent

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from benchmarks.table_2 import compute_table_2
+from benchmarks.table_2 import compute_table_2, report_plan
 from streamrl.engines.models.model_shapes import MODEL_SHAPES, ModelShape
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.meshes import Mesh
@@ -44,7 +44,8 @@ def transfer(
 )
 def test_transfer_on_shared_devices_matches_table_2(train: str, follow: str):
     source, target = make_assignment(train), make_assignment(follow)
-    report = make_traffic().plan_transfer(SMALL, source, target).report_bytes()
+    plan = make_traffic().plan_transfer(SMALL, source, target)
+    report = report_plan(plan, plan.cluster)
     expected = compute_table_2(
         *(source.grid.pp_size, source.grid.tp_size, source.grid.dp_size),
         serving_stages=target.grid.pp_size,
@@ -53,10 +54,10 @@ def test_transfer_on_shared_devices_matches_table_2(train: str, follow: str):
     # Norms are whole on all ranks; the rest of the model divides evenly.
     norms = (2 * 6 + 1) * 64 * 2
     split_bytes = report.model_bytes - norms
-    for counts in report.rank_bytes.values():
+    for rank, counts in report.rank_bytes.items():
         assert Fraction(counts.received_bytes) == expected.received * split_bytes
-        assert Fraction(counts.peak_bytes) == expected.peak * split_bytes + norms
-        assert counts.redundant_bytes == expected.redundant
+        assert Fraction(report.peak_bytes[rank]) == expected.peak * split_bytes + norms
+        assert report.redundant_bytes[rank] == expected.redundant
 
 
 def test_equal_layouts_transfer_nothing():
@@ -78,19 +79,15 @@ def check_equal_transfers(
     merged = traffic.plan_transfer(SMALL, source, target).report_bytes()
     full = traffic.plan_transfer(SMALL, source, target, full=True).report_bytes()
     if source.mesh != target.mesh or is_nested(source.grid, target.grid):
-        for rank, counts in merged.rank_bytes.items():
-            assert counts.received_by_link == full.rank_bytes[rank].received_by_link
-            assert counts.memory_bytes == full.rank_bytes[rank].memory_bytes
+        for rank, counts in merged.items():
+            assert counts.received_by_link == full[rank].received_by_link
+            assert counts.memory_bytes == full[rank].memory_bytes
     # Otherwise ranks are assigned by largest overlap, and several assignments may be equally good.
     for total in (lambda c: c.received_by_link["local"], lambda c: c.received_bytes):
-        planned, complete = (
-            list(map(total, report.rank_bytes.values())) for report in (merged, full)
-        )
+        planned, complete = (list(map(total, report.values())) for report in (merged, full))
         # The plan covers one of several equal parts.
         assert sum(planned) * len(complete) == sum(complete) * len(planned)
-    largest = [
-        max(c.received_bytes for c in report.rank_bytes.values()) for report in (merged, full)
-    ]
+    largest = [max(c.received_bytes for c in report.values()) for report in (merged, full)]
     assert largest[0] == pytest.approx(largest[1], rel=0.02)
     # Senders may be chosen differently; none then sends much more.
     assert traffic.report_duration_s(merged) == pytest.approx(
