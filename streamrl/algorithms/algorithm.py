@@ -189,22 +189,11 @@ class Algorithm:
             raise ValueError(
                 f"algorithm {self.name}: derived {sorted(reserved)} is a reserved name"
             )
-        self._validate_params()
-
-    def _validate_params(self) -> None:
         for kind, names in {"dials": self.dials, "limits": self.limits}.items():
             if unknown := names.keys() - self.params.keys():
                 raise ValueError(
                     f"algorithm {self.name}: {kind} {sorted(unknown)} are not in params"
                 )
-        for name, value in self.params.items():
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not math.isfinite(value):
-                raise ValueError(f"algorithm {self.name}: params {name}={value!r} is not a number")
-            low, high = self.limits.get(name, (value, value))
-            if not low <= value <= high:
-                limits = f"limits {low}, {high}"
-                raise ValueError(f"algorithm {self.name}: {name}={value} is outside its {limits}")
 
     def call_function(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call one of this algorithm's functions and return its result.

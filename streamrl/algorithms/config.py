@@ -201,7 +201,7 @@ class AlgorithmConfig:
 
     def _check_params(self) -> None:
         defaults = self.spec.params
-        for key, value in self.params.items():
+        for key, value in {**defaults, **self.params}.items():
             if key not in defaults:
                 names = ", ".join(defaults) or "none"
                 raise ConfigError(

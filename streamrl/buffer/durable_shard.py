@@ -9,7 +9,6 @@ shard.
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from streamrl.buffer.group import (
     GroupState,
     RecordLocation,
     ShardState,
+    StageColumns,
     make_admit_record,
     make_commit_record,
     make_finish_record,
@@ -35,7 +35,6 @@ from streamrl.buffer.journal import (
     CorruptRecord,
     Journal,
     JournalRecord,
-    SegmentWriter,
     check_first_segment,
     get_segment_path,
     replay_segments,
@@ -45,7 +44,7 @@ from streamrl.buffer.shard import QueueShard
 from streamrl.errors import JournalError
 from streamrl.files.atomic_write import wrap_checkpoint_errors
 from streamrl.files.file_proofs import FileProof, list_files, prove_files
-from streamrl.messages import GroupLease
+from streamrl.messages import GroupInfo, GroupLease
 
 SNAPSHOT_FILE = "00000000.journal"
 
@@ -137,23 +136,21 @@ def _list_state_records(state: ShardState) -> Iterator[JournalRecord]:
     yield make_open_record(state.session, state.incarnation)
     yield make_remove_record([], state.version)
     for group in sorted(state.groups.values(), key=lambda group: group.admission_order):
-        yield make_admit_record(group.uid, group.prompt, group.admitted_version)
         yield from _list_group_records(group)
     yield make_seal_record()
 
 
 def _list_group_records(group: GroupState) -> Iterator[JournalRecord]:
-    """Yield the journal records that reproduce a group after its admission.
+    """Yield the journal records that reproduce a group.
 
-    These are its commits, failed attempts, leases and, if it was filtered or dropped, its end.
+    These are its admission, commits, failed attempts, leases and, if it was filtered or dropped,
+    its end.
     """
-    for stage, columns in group.stage_columns.items():
-        assert group.info is not None
-        lease = GroupLease(0, group.uid, stage, 0, 0.0)
-        version = group.admitted_version if group.ready_version is None else group.ready_version
-        yield make_commit_record(
-            lease, read_blob(columns), names=columns.column_names, info=group.info, version=version
-        )
+    yield make_admit_record(group.uid, group.prompt, group.admitted_version)
+    version = group.admitted_version if group.ready_version is None else group.ready_version
+    yield from _list_commit_records(
+        group.uid, group.stage_columns, info=group.info, version=version
+    )
     for stage, count in group.failures.items():
         for _ in range(count):
             yield make_nack_record(GroupLease(0, group.uid, stage, 0, 0.0), failed=True)
@@ -163,6 +160,14 @@ def _list_group_records(group: GroupState) -> Iterator[JournalRecord]:
         lease = active.lease
         grants = [(group.uid, lease.token, lease.attempt)]
         yield make_lease_record(stage, lease.holder, request=active.request_id, grants=grants)
+
+
+def _list_commit_records(
+    uid: str, stage_columns: Mapping[str, StageColumns], *, info: GroupInfo | None, version: int
+) -> Iterator[JournalRecord]:
+    for stage, columns in stage_columns.items():
+        lease, names = GroupLease(0, uid, stage, 0, 0.0), columns.column_names
+        yield make_commit_record(lease, read_blob(columns), names=names, info=info, version=version)
 
 
 @dataclass(frozen=True)
@@ -255,59 +260,39 @@ METHOD_TIMEOUTS_S: Mapping[Callable[..., Any], float] = {DurableShard.write_snap
 """Deadlines of the shard methods that may run longer than other calls, seconds."""
 
 
-_SINGLE_UID_KINDS = ("admit", "put", "back", "end")
+def repartition_shards(states: Sequence[ShardState], targets: Sequence[Path]) -> None:
+    """Distribute the groups of old shards over the journals of new shards.
 
-
-def repartition_journals(
-    sources: Sequence[tuple[Path, SnapshotBase]], targets: Sequence[Path]
-) -> None:
-    """Distribute the groups in the journals of old shards over the journals of new shards.
-
-    sources: journal folder and snapshot of each old shard.
+    states: of the old shards, recovered from their files.
     targets: journal folder of each new shard; must not exist.
 
-    Leaves out damaged records, as opening a shard does, and leases, which are void in a resumed
-    run. Raises JournalError for unreadable files, and OSError.
+    Raises JournalError for unreadable files, and OSError.
     """
-    with ExitStack() as open_files:
-        files = []
-        for target in targets:
-            target.mkdir(parents=True)
-            files.append(open_files.enter_context(SegmentWriter(get_segment_path(target, 1))))
-        for journal, base in sources:
-            check_first_segment(journal, base.first_segment)
-            incarnation, is_damaged = 0, False
-            for record in _read_records(journal, base):
-                if isinstance(record, CorruptRecord):
-                    is_damaged = True
-                    continue
-                incarnation = max(incarnation, record.meta.get("incarnation", 0))
-                for shard, shard_record in _split_record(record, len(files)):
-                    files[shard].write(shard_record)
-            if is_damaged:
-                for file in files:
-                    file.write(make_open_record("", incarnation, forgets=True))
+    for shard, target in enumerate(targets):
+        target.mkdir(parents=True)
+        is_owned = partial(_is_owned, shard=shard, count=len(targets))
+        write_segment(get_segment_path(target, 1), _list_owned_records(states, is_owned))
 
 
-def _read_records(journal: Path, base: SnapshotBase) -> Iterator[JournalRecord | CorruptRecord]:
-    """Yield all records of a shard: those of its snapshot, then those of its journal."""
-    folders = [(base.folder, 0)] if base.folder is not None else []
-    for folder, first in (*folders, (journal, base.first_segment)):
-        for item in replay_segments(folder, first=first):
-            yield item if isinstance(item, CorruptRecord) else item[1]
+def _is_owned(uid: str, *, shard: int, count: int) -> bool:
+    return get_shard_index(uid, count) == shard
 
 
-def _split_record(record: JournalRecord, count: int) -> Iterator[tuple[int, JournalRecord]]:
-    """Yield (index of a new shard, record for its journal) from the record of an old shard.
-
-    count: number of new shards. Divides records of several groups; leaves out leases.
-    """
-    meta = record.meta
-    if meta["kind"] in _SINGLE_UID_KINDS:
-        yield get_shard_index(meta["uid"], count), record
-    elif meta["kind"] == "leave":
-        for shard in range(count):
-            uids = [uid for uid in meta["uids"] if get_shard_index(uid, count) == shard]
-            yield shard, make_remove_record(uids, meta["version"])
-    elif meta["kind"] == "open":
-        yield from ((shard, record) for shard in range(count))
+def _list_owned_records(
+    states: Sequence[ShardState], is_owned: Callable[[str], bool]
+) -> Iterator[JournalRecord]:
+    """Yield the journal records of a new shard, which owns some of the groups of old shards."""
+    # The largest incarnation, so that no lease token is drawn again.
+    yield make_open_record("", max(state.incarnation for state in states))
+    for state in states:
+        # Columns of trained groups, whose training step may be repeated; their prompts are gone.
+        for uid, stage_columns in state.retired_groups.items():
+            if is_owned(uid):
+                yield make_admit_record(uid, b"", 0)
+                yield from _list_commit_records(uid, stage_columns, info=None, version=0)
+                yield make_remove_record([uid], 0)
+        for group in state.groups.values():
+            if is_owned(group.uid):
+                group.leases.clear()  # void in a resumed run
+                yield from _list_group_records(group)
+    yield make_remove_record([], max(state.version for state in states))

@@ -272,39 +272,20 @@ def wrap_journal_errors(path: Path) -> AbstractContextManager[None]:
     return wrap_os_errors(f"journal {path}", JournalError)
 
 
-class SegmentWriter:
-    """Context that writes records into one segment file and fsyncs the file on leaving.
-
-    Replaces an existing file. Raises OSError.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._offset = path, 0
-
-    def __enter__(self) -> "SegmentWriter":
-        self._file = open(open_new_file(self._path), "wb")
-        return self
-
-    def write(self, record: JournalRecord) -> None:
-        frame = encode_record(record)
-        meta, pieces = frame
-        self._offset += self._file.write(
-            join_pieces((encode_header(frame, self._offset), meta, *pieces))
-        )
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        with self._file:
-            if kind is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-        if kind is None:
-            fsync_path(self._path.parent)
-
-
 def write_segment(path: Path, records: Iterable[JournalRecord]) -> None:
-    with SegmentWriter(path) as file:
+    """Write records into one segment file, in place of an existing one, and fsync it.
+
+    Raises OSError.
+    """
+    offset = 0
+    with open(open_new_file(path), "wb") as file:
         for record in records:
-            file.write(record)
+            frame = encode_record(record)
+            meta, pieces = frame
+            offset += file.write(join_pieces((encode_header(frame, offset), meta, *pieces)))
+        file.flush()
+        os.fsync(file.fileno())
+    fsync_path(path.parent)
 
 
 MAX_POST_DELAY_S = 0.05

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.buffer import Ledger, StageSchema
-from streamrl.buffer.durable_shard import recover_state, repartition_journals
+from streamrl.buffer.durable_shard import recover_state, repartition_shards
 from streamrl.buffer.encoding import decode_prompt, get_shard_index
 from streamrl.buffer.group import ShardState
 from streamrl.buffer.run_log import (
@@ -139,9 +139,7 @@ def _check_queue(
         steps = run_log.steps_to_replay.values()
     elif state is not None:
         Ledger.from_state(state["ledger"])
-    schemas = {
-        call.stage: StageSchema(call.needs, call.produces) for call in config.dataflow.queue_calls
-    }
+    schemas = _make_stage_schemas(config.dataflow)
     shards = [_read_shard(resume, name, schemas) for name in layout.shard_names]
     trained = {
         column for call in config.dataflow.select_calls(CallKind.TRAIN) for column in call.needs
@@ -157,6 +155,10 @@ def _check_queue(
                     f" {', '.join(lost)} of its group {group.uid}; resume from an older checkpoint;"
                     " with run.name=NEW the checkpoint alone is resumed"
                 )
+
+
+def _make_stage_schemas(dataflow: Dataflow) -> dict[str, StageSchema]:
+    return {call.stage: StageSchema(call.needs, call.produces) for call in dataflow.queue_calls}
 
 
 def _read_shard(resume: ResumePoint, name: str, schemas: Mapping[str, StageSchema]) -> ShardState:
@@ -190,17 +192,14 @@ def _check_metric_rows(run_dir: Path) -> None:
                 raise ConfigError(f"{place}: {error}") from None
 
 
-def repartition_queue(resume: ResumePoint, layout: QueueLayout, shards: int) -> None:
-    """Redistribute the groups in a run's journals over another number of queue shards.
+def repartition_queue(config: RunConfig, resume: ResumePoint, layout: QueueLayout) -> None:
+    """Redistribute the groups in a run's journals over the configured number of queue shards.
 
     layout: present shard folders, which stay valid until one rename makes the new layout current.
     Raises OSError and JournalError.
     """
-    new = QueueLayout(shards, find_next_generation(resume.run_dir))
+    new = QueueLayout(config.queue.shards, find_next_generation(resume.run_dir))
     folders = [get_journal_dir(resume.run_dir, name) for name in new.shard_names]
-    old = [
-        (get_journal_dir(resume.run_dir, name), resume.find_snapshot(name))
-        for name in layout.shard_names
-    ]
-    repartition_journals(old, folders)
+    schemas = _make_stage_schemas(config.dataflow)
+    repartition_shards([_read_shard(resume, name, schemas) for name in layout.shard_names], folders)
     new.write(resume.run_dir)

@@ -17,9 +17,9 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, TypedDict, cast
+from typing import Annotated, Any, NotRequired, TypedDict
 
-from msgspec import ValidationError, convert
+from msgspec import Meta, ValidationError, convert
 
 from streamrl.buffer.durable_shard import SnapshotBase
 from streamrl.buffer.journal import check_first_segment, delete_segments_from
@@ -49,6 +49,10 @@ RUN_LOG_FOLDER = "books"
 LAYOUT_FILE = "layout.json"
 _STEP_FOLDER_PATTERN = re.compile(r"step_(\d{6,})")
 _SHARD_FOLDER_PATTERN = re.compile(r"shard-(\d{1,6})(?:\.(\d{1,6}))?")
+_Count = Annotated[int, Meta(ge=0)]
+_JournalFolder = Annotated[
+    str, Meta(pattern=f"^(?:{RUN_LOG_FOLDER}|{_SHARD_FOLDER_PATTERN.pattern})$")
+]
 
 
 class CheckpointState(TypedDict):
@@ -59,12 +63,12 @@ class CheckpointState(TypedDict):
         scores depend on. Scores under different settings are not compared.
     """
 
-    version: int
+    version: _Count
     ledger: Mapping[str, Any]
     prompts: Mapping[str, Any]
     dials: Mapping[str, float]
-    cuts: Mapping[str, int]
-    evaluation: NotRequired[Mapping[str, float]]
+    cuts: Mapping[_JournalFolder, _Count]
+    evaluation: NotRequired[Mapping[str, int | float]]
 
 
 @dataclass
@@ -228,29 +232,19 @@ def read_checkpoint(folder: Path, *, key: str = "--resume ") -> Checkpoint:
     key: option or setting that names the folder, for errors.
     """
     location = f"{key}{folder}/state.json"
-    state = _read_state(folder / "state.json", location)
-    missing = sorted({*CheckpointState.__required_keys__, "files"} - state.keys())
-    if missing:
-        raise ConfigError(f"{location}: missing keys: {', '.join(missing)}")
-    if problem := _find_version_problem(state["version"], folder):
-        raise ConfigError(f"{location}: version {state['version']!r}: {problem}")
-    for name in ("ledger", "prompts", "dials", "cuts", "files", "evaluation"):
-        if not isinstance(state.get(name, {}), dict):
-            raise ConfigError(f"{location}: {name}: must be a mapping")
-    if not all(map(_is_count, state["cuts"].values())):
-        raise ConfigError(f"{location}: cuts: must be whole numbers")
-    if not all(
-        name == RUN_LOG_FOLDER or _SHARD_FOLDER_PATTERN.fullmatch(name) for name in state["cuts"]
-    ):
-        raise ConfigError(f"{location}: cuts: keys must be shard folders and {RUN_LOG_FOLDER}")
-    files = state["files"]
-    if state["format"] == SIZES_ONLY_FORMAT:
-        files = {name: (size, "") for name, size in files.items()}
+    fields = _read_state(folder / "state.json", location)
+    if fields["format"] == SIZES_ONLY_FORMAT and isinstance(fields.get("files"), dict):
+        fields["files"] = {name: (size, "") for name, size in fields["files"].items()}
     try:
-        proofs = convert(files, dict[str, FileProof])
+        state = convert(fields, CheckpointState)
+        proofs = convert(fields.get("files"), dict[str, FileProof])
     except ValidationError as error:
-        raise ConfigError(f"{location}: files: {error}") from None
-    return Checkpoint(folder, cast(CheckpointState, state), proofs)
+        raise ConfigError(f"{location}: {error}") from None
+    if _STEP_FOLDER_PATTERN.fullmatch(folder.name) and _parse_step(folder) != state["version"]:
+        raise ConfigError(
+            f"{location}: version {state['version']} does not match the folder name {folder.name}"
+        )
+    return Checkpoint(folder, state, proofs)
 
 
 def _read_state(path: Path, location: str) -> dict[str, Any]:
@@ -268,18 +262,6 @@ def _read_state(path: Path, location: str) -> dict[str, Any]:
     if has_hash and compute_digest(text.replace(digest, _NO_DIGEST, 1).encode()) != digest:
         raise ConfigError(f"{location}: has changed since it was written (hash)")
     return dict(state)
-
-
-def _find_version_problem(version: object, folder: Path) -> str:
-    """Return text that says why a checkpoint's version is invalid; empty if valid."""
-    if not _is_count(version):
-        return "must be a whole number, 0 or more"
-    is_other = _STEP_FOLDER_PATTERN.fullmatch(folder.name) and _parse_step(folder) != version
-    return f"does not match the folder name {folder.name}" if is_other else ""
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def check_files(checkpoint: Checkpoint, part: str = "", *, key: str = "--resume ") -> None:
@@ -344,8 +326,8 @@ class QueueLayout:
     When a run continues with another number of shards, its folders get a new generation.
     """
 
-    shards: int
-    generation: int = 0
+    shards: Annotated[int, Meta(ge=1)]
+    generation: _Count = 0
 
     @property
     def shard_names(self) -> list[str]:
@@ -366,13 +348,9 @@ def read_layout(run_dir: Path, *, shards: int) -> QueueLayout:
     if not path.exists():
         return QueueLayout(shards)
     try:
-        fields = read_small_json(path)
-        layout = QueueLayout(fields["shards"], fields["generation"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{path}: {error!r}: cannot be read") from None
-    if not (_is_count(layout.shards) and layout.shards and _is_count(layout.generation)):
-        raise ConfigError(f"{path}: shards and generation must be whole numbers")
-    return layout
+        return convert(read_small_json(path), QueueLayout)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {describe_read_error(error)}") from None
 
 
 def _get_snapshot_layout(checkpoint: Checkpoint, *, shards: int) -> QueueLayout:

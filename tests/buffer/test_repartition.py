@@ -11,7 +11,7 @@ from streamrl.buffer import QueueShard, ShardCapacity
 from streamrl.buffer.durable_shard import (
     SnapshotBase,
     recover_state,
-    repartition_journals,
+    repartition_shards,
     write_snapshot,
 )
 from streamrl.buffer.encoding import get_shard_index, join_pieces
@@ -74,10 +74,10 @@ def test_repartition_moves_every_group_to_the_shard_of_its_hash(
         shard_uids = [uid for uid in UIDS if get_shard_index(uid, shards_before) == index]
         journal = tmp_path / f"shard-{index}"
         base = asyncio.run(live(journal, tmp_path / f"queue-{index}", shard_uids))
-        sources.append((journal, base))
-        before |= facts(recover_state(STAGES, journal, base)[0])
+        sources.append(recover_state(STAGES, journal, base)[0])
+        before |= facts(sources[-1])
     targets = [tmp_path / f"shard-{index}.1" for index in range(shards_after)]
-    repartition_journals(sources, targets)
+    repartition_shards(sources, targets)
     after: dict[str, Any] = {}
     for index, target in enumerate(targets):
         state, corrupt = recover_state(STAGES, target, SnapshotBase())
@@ -96,7 +96,7 @@ def test_repartition_moves_every_group_to_the_shard_of_its_hash(
     assert any(name.startswith("removed") for name in after)
 
 
-def test_repartition_skips_damaged_records(tmp_path: Path):
+def test_repartition_leaves_out_damaged_records(tmp_path: Path):
     base = asyncio.run(live(tmp_path / "shard-0", tmp_path / "queue", UIDS))
     path = get_segment_path(tmp_path / "shard-0", base.first_segment)
     data = bytearray(path.read_bytes())
@@ -104,6 +104,6 @@ def test_repartition_skips_damaged_records(tmp_path: Path):
     path.write_bytes(data)
     expected, corrupt = recover_state(STAGES, tmp_path / "shard-0", base)
     assert len(corrupt) == 1
-    repartition_journals([(tmp_path / "shard-0", base)], [tmp_path / "a", tmp_path / "b"])
+    repartition_shards([expected], [tmp_path / "a", tmp_path / "b"])
     states = [recover_state(STAGES, tmp_path / name, SnapshotBase())[0] for name in ("a", "b")]
     assert facts(states[0]) | facts(states[1]) == facts(expected)

@@ -165,21 +165,18 @@ def generalized_advantages(
     *,
     gamma: float,
     lam: float,
-    bootstrap_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return generalized advantage estimates and returns, both [B, T].
 
     delta_t = r_t + gamma V_next - V_t, A_t = delta_t + gamma lam A_next, returns A + V. "next" is
     the next token inside the mask: tokens of tools and environments are skipped, and rewards on
-    them are ignored. After the last token V is `bootstrap_values` [B], default 0; a truncated
-    rollout may need another value. For whitening use `masked_whiten`. Source: Schulman et al. 2016
-    (GAE), equation 16.
+    them are ignored. After the last token V is 0. For whitening use `masked_whiten`. Source:
+    Schulman et al. 2016 (GAE), equation 16.
     """
     rewards = apply_mask(token_rewards.double(), loss_mask)
     estimates = apply_mask(values.double(), loss_mask)
     advantages = torch.zeros_like(rewards)
-    next_advantage = rewards.new_zeros(len(rewards))
-    next_value = next_advantage if bootstrap_values is None else bootstrap_values.double()
+    next_advantage = next_value = rewards.new_zeros(len(rewards))
     for t in reversed(range(rewards.shape[1])):
         is_counted = loss_mask[:, t]
         delta = rewards[:, t] + gamma * next_value - estimates[:, t]

@@ -109,4 +109,4 @@ def _make_run_dir(
 def _repartition_queue(config: RunConfig, resume: ResumePoint, layout: QueueLayout) -> None:
     """Spread the groups in journals over the configured number of shards, if it changed."""
     if config.queue.journal.enabled and layout.shards != config.queue.shards:
-        repartition_queue(resume, layout, config.queue.shards)
+        repartition_queue(config, resume, layout)

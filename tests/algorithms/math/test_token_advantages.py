@@ -1,6 +1,5 @@
 """Advantages per token, from token rewards and values."""
 
-import itertools
 import math
 from typing import Any
 
@@ -29,15 +28,6 @@ def test_gae_by_hand_skips_tool_tokens():
     torch.testing.assert_close(returns, torch.tensor([[2.62, 0.0, 2.0, 0.0]]))
 
 
-def test_gae_of_a_truncated_rollout_uses_the_bootstrap_value():
-    # Deltas: 2 + 0.9 * 3 - 1 = 3.7 and 1.4; the first advantage 1.4 + 0.72 * 3.7.
-    advantages, returns = generalized_advantages(
-        REWARDS, VALUES, TURNS, bootstrap_values=torch.tensor([3.0]), **DISCOUNT
-    )
-    torch.testing.assert_close(advantages, torch.tensor([[4.064, 0.0, 3.7, 0.0]]))
-    torch.testing.assert_close(returns, torch.tensor([[4.564, 0.0, 4.7, 0.0]]))
-
-
 def test_rewards_to_go_by_hand_skip_tool_tokens():
     returns = reward_to_go(REWARDS, TURNS, gamma=0.9)
     torch.testing.assert_close(returns, torch.tensor([[2.8, 0.0, 2.0, 0.0]]))
@@ -50,11 +40,9 @@ def test_whitening_by_hand():
     torch.testing.assert_close(masked_whiten(x, mask), torch.tensor([[-1.0, 0.0], [0.0, 1.0]]))
 
 
-def compute_gae_of_row(
-    row: dict[str, list[float]], last: float, gamma: float, lam: float
-) -> list[float]:
+def compute_gae_of_row(row: dict[str, list[float]], gamma: float, lam: float) -> list[float]:
     """Return the sum of discounted deltas, each written out."""
-    rewards, values = row["token_rewards"], [*row["values"], last]
+    rewards, values = row["token_rewards"], [*row["values"], 0.0]
     deltas = [r + gamma * values[t + 1] - values[t] for t, r in enumerate(rewards)]
     return [
         math.fsum((gamma * lam) ** (s - t) * deltas[s] for s in range(t, len(deltas)))
@@ -70,20 +58,18 @@ def compute_returns_of_row(row: dict[str, list[float]], gamma: float) -> list[fl
     ]
 
 
-def gae(batch: Batch, gamma: float = 0.9, lam: float = 0.8, bootstrap: bool = True):
+def gae(batch: Batch, gamma: float = 0.9, lam: float = 0.8):
     columns = (batch[name] for name in ("token_rewards", "values", "loss_mask"))
-    last = batch["scores"] if bootstrap else None
-    return generalized_advantages(*columns, gamma=gamma, lam=lam, bootstrap_values=last)
+    return generalized_advantages(*columns, gamma=gamma, lam=lam)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_gae_equals_the_reference_in_python_loops(dtype):
-    for seed, bootstrap in itertools.product(range(8), (False, True)):
+    for seed in range(8):
         batch = ragged.make_batch(seed, dtype)
         mask, rows = batch["loss_mask"], ragged.list_counted_rows(batch)
-        advantages, returns = gae(batch, bootstrap=bootstrap)
-        last = [row["scores"][0] if bootstrap else 0.0 for row in rows]
-        sums = [compute_gae_of_row(row, x, 0.9, 0.8) for row, x in zip(rows, last, strict=True)]
+        advantages, returns = gae(batch)
+        sums = [compute_gae_of_row(row, 0.9, 0.8) for row in rows]
         expected = ragged.place_on_tokens(sums, mask)
         ragged.assert_equals_reference(advantages, expected, dtype)
         values = ragged.place_on_tokens([row["values"] for row in rows], mask)
@@ -130,7 +116,7 @@ def test_long_sums_are_accurate_in_float32():
 
 @given(batch=BATCHES)
 def test_gae_with_lam_0_is_the_one_step_td_error(batch):
-    advantages, _ = gae(batch, lam=0.0, bootstrap=False)
+    advantages, _ = gae(batch, lam=0.0)
     errors = []
     for row in ragged.list_counted_rows(batch):
         tokens = zip(row["token_rewards"], row["values"], [*row["values"][1:], 0.0], strict=False)
