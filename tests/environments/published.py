@@ -71,4 +71,4 @@ def load_published(name):
     )
     end_token_ids = tokenizer.convert_tokens_to_ids(ends)
     template = ChatTemplate(source, name)
-    return TurnRenderer.from_template(tokenizer, template, end_token_ids=end_token_ids)
+    return TurnRenderer(tokenizer, template, end_token_ids=end_token_ids)

@@ -26,7 +26,7 @@ SHORT_RECIPE = DemonstrationRecipe(
 def make_renderer() -> TurnRenderer:
     """Return the renderer of the tasks' base models."""
     tokenizer = make_tokenizer(chat_template=TURNS_TEMPLATE)
-    return TurnRenderer.from_template(tokenizer, load_chat_template("model", tokenizer))
+    return TurnRenderer(tokenizer, load_chat_template("model", tokenizer))
 
 
 def check_demonstrations(

@@ -38,7 +38,11 @@ from streamrl.environments.interface import (
 from streamrl.environments.rendering.conformance import check_template
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
 from streamrl.environments.tool_calls.call_formats import REGEX_FORMAT
-from streamrl.environments.tool_calls.tool_schema import format_tool, get_tool_name
+from streamrl.environments.tool_calls.tool_schema import (
+    format_tool,
+    get_parameters,
+    get_tool_name,
+)
 from streamrl.errors import ConfigError, EpisodeError
 from streamrl.messages import Prompt, describe_prompt
 from streamrl.user_code.checks import format_value
@@ -193,7 +197,7 @@ def sample_text(rng: random.Random) -> str:
 
 def sample_arguments(tool: ToolSchema, rng: random.Random) -> dict[str, Any]:
     """Return random arguments, which match a tool's schema as far as its types tell."""
-    parameters = tool["function"].get("parameters") or {}
+    parameters = get_parameters(tool)
     return {
         name: sample_value(schema, rng)
         for name, schema in parameters.get("properties", {}).items()

@@ -27,8 +27,10 @@ _TURN_OUTCOMES = {
     CallOutcome.TOOL_ERROR: TurnOutcome.TOOL_ERROR,
     CallOutcome.TIMED_OUT: TurnOutcome.TIMED_OUT,
 }
-_CONTEXT_TOKENS = 8
-"""Tokens shown before and after the first difference of two prefixes."""
+
+
+SHOWN_TOKENS = 8
+"""Tokens shown from the first difference of two prefixes."""
 
 
 def find_turn_outcome(outcomes: Sequence[CallOutcome]) -> TurnOutcome:
@@ -167,7 +169,14 @@ class EpisodeTokens:
         """
         start = len(self.token_ids)
         if not np.array_equal(sampled.token_ids[:start], self.token_ids):
-            raise EpisodeError(_describe_difference(self.token_ids, sampled.token_ids[:start]))
+            sent, got = self.token_ids.tolist(), sampled.token_ids[:start].tolist()
+            pairs = enumerate(zip(sent, got, strict=False))
+            first = next((i for i, (one, other) in pairs if one != other), len(got))
+            shown = slice(first, first + SHOWN_TOKENS)
+            raise EpisodeError(
+                f"the sampled turn does not continue the episode: token {first} of {start} differs;"
+                f" sent {sent[shown]}, got {got[shown]}"
+            )
         self._append(sampled, start, TokenSource.SAMPLED)
         self._turn_ends.append(len(self.token_ids))
         return self.token_ids[start:]
@@ -217,15 +226,3 @@ def _count_common_tail(first: Array, second: Array) -> int:
     size = min(len(first), len(second))
     differs = np.flatnonzero(first[len(first) - size :] != second[len(second) - size :])
     return size - 1 - int(differs.max(initial=-1))
-
-
-def _describe_difference(expected: Array, actual: Array) -> str:
-    length = min(len(expected), len(actual))
-    differs = np.flatnonzero(expected[:length] != actual[:length])
-    first = int(differs[0]) if len(differs) else length
-    window = slice(max(0, first - _CONTEXT_TOKENS), first + _CONTEXT_TOKENS)
-    return (
-        f"the sampled turn does not continue the episode: token {first} of {len(expected)} differs;"
-        f" sent {expected[window].tolist()}, got {actual[window].tolist()} from token"
-        f" {window.start}"
-    )

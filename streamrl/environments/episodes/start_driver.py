@@ -71,7 +71,7 @@ def load_turn_renderer(data: DataConfig, model_path: str) -> TurnRenderer:
         data.shared_template, tokenizer, arguments=data.chat_template_kwargs
     )
     end_token_ids = read_eos_token_ids(Path(model_path))
-    return TurnRenderer.from_template(tokenizer, template, end_token_ids=end_token_ids)
+    return TurnRenderer(tokenizer, template, end_token_ids=end_token_ids)
 
 
 def choose_call_format(

@@ -44,7 +44,6 @@ from streamrl.environments.tool_calls.reply_text import (
 )
 from streamrl.environments.tool_calls.tool_schema import get_tool_name
 from streamrl.environments.tool_config import PYTHON, ToolConfig
-from streamrl.environments.tool_sources.mcp_tools import McpTools
 from streamrl.environments.tool_sources.tool_sources import (
     PythonTools,
     ToolAnswer,
@@ -69,12 +68,7 @@ class ToolSources:
         *,
         max_reply_chars: int,
     ) -> None:
-        self._sources: list[ToolSource] = [
-            PythonTools(config, kept_chars=max_reply_chars)
-            if config.kind == PYTHON
-            else McpTools(config)
-            for config in configs
-        ]
+        self._sources = [_make_source(config, max_reply_chars) for config in configs]
         self._own_tools = own_tools
         self._tools_by_source: list[Sequence[ToolSchema]] | None = None
         self._listing = asyncio.Lock()
@@ -131,6 +125,19 @@ class ToolSources:
                         tasks.create_task(open_source(source, tools))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
+
+
+def _make_source(config: ToolConfig, max_reply_chars: int) -> ToolSource:
+    if config.kind == PYTHON:
+        return PythonTools(config, kept_chars=max_reply_chars)
+    try:
+        # Here, because the package takes more than a second to import.
+        from streamrl.environments.tool_sources.mcp_tools import McpTools
+    except ImportError as error:
+        raise ConfigError(
+            f"{config.label}: needs the package mcp ({error}): pip install 'streamrl[mcp]'"
+        ) from error
+    return McpTools(config)
 
 
 class ToolEnvironment(UserEnvironment):

@@ -29,7 +29,6 @@ from streamrl.environments.hosts.host_protocol import EnvironmentDescription, En
 from streamrl.environments.tool_calls.tool_schema import make_tool_schema
 from streamrl.errors import ConfigError
 from streamrl.files.python_module import FileFunction, load_referenced_class, make_file_function
-from streamrl.files.typed_settings import suggest_nearest
 
 RESET_PARAMETERS = ("row", "seed")
 """Parameters that `reset` may declare."""
@@ -155,19 +154,10 @@ def _find_methods(class_object: type, file: str, label: str) -> dict[str, FileFu
 
 def _check_options(constructor: FileFunction, options: Mapping[str, Any], section: str) -> None:
     """Raise ConfigError for an option that is missing, or that the constructor does not take."""
-    named = [name for name in constructor.parameters if name in constructor.keyword_names]
-    owner = f"{constructor.name} in {constructor.file}"
-    for name, value in options.items():
-        if name not in named and not constructor.has_var_keyword:
-            hint = suggest_nearest(name, named, noun="parameter")
-            raise ConfigError(
-                f"{section}.options.{name}={value!r}: {owner} has no such parameter; {hint}"
-            )
-    given = options.keys() & {*named}
-    required = constructor.required_names - given
-    missing = [name for name in constructor.parameters if name in required]
-    if missing:
+    try:
+        inspect.Signature([*constructor.parameters.values()]).bind(**options)
+    except TypeError as error:
         raise ConfigError(
-            f"{section}.options: {', '.join(missing)} missing: {owner} has parameters"
-            f" ({constructor.signature_text}); set each required one in {section}.options"
-        )
+            f"{section}.options: {error}: {constructor.name} in {constructor.file} has parameters"
+            f" ({constructor.signature_text})"
+        ) from None

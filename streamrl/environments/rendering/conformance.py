@@ -1,6 +1,6 @@
 """Comparison of appended streams with whole renderings of the same conversations.
 
-    report = check_template(TurnRenderer.from_template(tokenizer, template))
+    report = check_template(TurnRenderer(tokenizer, template))
     report.differences["thoughts"]
 
 A template that rewrites earlier turns, by dropping thoughts or trimming whitespace, is no error:

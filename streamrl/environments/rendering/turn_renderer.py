@@ -58,20 +58,28 @@ class TurnRenderer:
     Control tokens come from the template alone (`TemplateEncoder`). Without a template,
     observations are preceded by a newline, and nothing closes or opens a turn.
 
-    end_token_ids: tokens that end a turn. generation_config.json of the model may name more of them
-    than its tokenizer. Methods may run in several threads.
+    end_token_ids: tokens that end a turn, as in generation_config.json, besides the tokenizer's EOS
+    and the token by which the template closes a turn. Raises ConfigError if no bridges can be
+    derived from the template. Methods may run in several threads.
     """
 
     def __init__(
         self,
         tokenizer: "PreTrainedTokenizerBase",
         template: ChatTemplate,
-        end_token_ids: frozenset[int],
+        *,
+        end_token_ids: Sequence[int] = (),
     ) -> None:
+        if not tokenizer.is_fast:
+            raise ConfigError(
+                f"{tokenizer.name_or_path}: {type(tokenizer).__name__} does not tell which"
+                " characters a token stands for; environments need a tokenizer with tokenizer.json"
+            )
+        given = {*end_token_ids, tokenizer.eos_token_id} - {None}
         self.tokenizer = tokenizer
         self.template = template
         self.encoder = template.get_encoder(tokenizer)
-        end_texts = [decode(tokenizer, [token]) for token in sorted(end_token_ids)]
+        end_texts = [decode(tokenizer, [token]) for token in sorted(given)]
         self._writer = BridgeWriter(tokenizer, template, end_texts)
         self._tools_writer = self._writer
         if template.tools_source and template.tools_source != template.source:
@@ -88,9 +96,9 @@ class TurnRenderer:
         self.closing_ids = [] if closing is None else bridge.token_ids[: closing + 1].tolist()
         """Tokens by which the template closes a turn; [] if it does so by text, or not at all."""
         texts = {*self._writer.end_texts, *self._tools_writer.end_texts}
-        ends = {*self.encoder.find_ids(texts), *self.closing_ids[-1:], *end_token_ids}
+        ends = {*self.encoder.find_ids(texts), *self.closing_ids[-1:]}
         inner = self.encoder.find_ids(self._writer.inner_markers | self._tools_writer.inner_markers)
-        self.end_token_ids = frozenset(end_token_ids.union(ends.difference(inner)))
+        self.end_token_ids = frozenset(given | (ends - inner))
         """Tokens that end a turn: as given, and those by which the template ends a whole turn."""
         self.early_ends = [decode(tokenizer, [i]) for i in sorted(inner & self.end_token_ids)]
         """Given tokens that would end a turn within a thought, or before its second call."""
@@ -100,28 +108,6 @@ class TurnRenderer:
                 f"{template.name}: opens the policy's turn with {decode(tokenizer, [last])}, which"
                 " ends it; the template must leave the turn open, as with add_generation_prompt"
             )
-
-    @classmethod
-    def from_template(
-        cls,
-        tokenizer: "PreTrainedTokenizerBase",
-        template: ChatTemplate,
-        *,
-        end_token_ids: Sequence[int] = (),
-    ) -> "TurnRenderer":
-        """Derive the bridges from a template. Raises ConfigError if that is impossible.
-
-        end_token_ids: tokens that end a turn, as in generation_config.json, besides the tokenizer's
-        EOS and the token by which the template closes a turn.
-        """
-        if not tokenizer.is_fast:
-            raise ConfigError(
-                f"{tokenizer.name_or_path}: {type(tokenizer).__name__} does not tell which"
-                " characters a token stands for; environments need a tokenizer with tokenizer.json"
-            )
-        eos = tokenizer.eos_token_id
-        own = () if eos is None else (int(eos),)
-        return cls(tokenizer, template, frozenset((*own, *end_token_ids)))
 
     @property
     def can_render_tools(self) -> bool:

@@ -28,16 +28,13 @@ from streamrl.environments.tool_calls.marked_turn import (
     WrittenCall,
 )
 from streamrl.environments.tool_calls.reply_text import make_call_id
+from streamrl.environments.tool_calls.schema_check import is_valid_argument, validate_arguments
 from streamrl.environments.tool_calls.served_calls import (
     ServedParser,
     ShownCall,
     list_served_formats,
 )
-from streamrl.environments.tool_calls.tool_schema import (
-    get_tool_name,
-    is_valid_argument,
-    validate_arguments,
-)
+from streamrl.environments.tool_calls.tool_schema import get_parameters, get_tool_name
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import suggest_nearest
 from streamrl.rewards.interface.answers import SEARCH_TIMEOUT_S
@@ -185,7 +182,7 @@ def _check_groups(groups: Iterable[str], tools: Mapping[str, ToolSchema], *, pla
 
     No call of another pattern could ever be right.
     """
-    parameters = next(iter(tools.values()))["function"].get("parameters") or {}
+    parameters = get_parameters(next(iter(tools.values())))
     is_closed = parameters.get("additionalProperties", False) is False
     unknown = {*groups} - parameters.get("properties", {}).keys() if is_closed else set()
     missing = {*parameters.get("required", ())} - {*groups}

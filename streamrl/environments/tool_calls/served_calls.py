@@ -32,14 +32,19 @@ MAX_OPENINGS = 256
 
 
 @functools.cache
-def list_served_formats() -> tuple[str, ...]:
-    """Return the names of vLLM's parsers."""
+def get_parser_manager() -> Any:
+    """Return vLLM's registry of parsers, which log no errors of the policy."""
     from vllm.tool_parsers import ToolParserManager
 
     # They log a traceback for each call that a policy gets wrong.
     logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
     logging.getLogger("vllm.parser").setLevel(logging.CRITICAL)
-    return tuple(n for n in ToolParserManager.list_registered() if n not in UNUSABLE)
+    return ToolParserManager
+
+
+def list_served_formats() -> list[str]:
+    """Return the names of vLLM's parsers."""
+    return [name for name in get_parser_manager().list_registered() if name not in UNUSABLE]
 
 
 class ShownCall(NamedTuple):
@@ -95,11 +100,10 @@ class ServedParser:
 
     def _construct_parser(self, tools: str) -> tuple[Any, Any]:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-        from vllm.tool_parsers import ToolParserManager
 
         messages = [{"role": "user", "content": ""}]
         request = ChatCompletionRequest(messages=messages, tools=json.loads(tools) or None)
-        parser_class = ToolParserManager.get_tool_parser(self._name)
+        parser_class = get_parser_manager().get_tool_parser(self._name)
         return parser_class(self._tokenizer, request.tools), request
 
     def __call__(self, turn: MarkedTurn) -> Iterator[WrittenCall | ScaffoldSpan]:

@@ -11,22 +11,30 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import httpx2
+from mcp import Client, MCPError, StdioServerParameters, stdio_client
+from mcp.client.streamable_http import streamable_http_client
+from mcp_types import (
+    CONNECTION_CLOSED,
+    CallToolResult,
+    EmbeddedResource,
+    TextContent,
+    TextResourceContents,
+    Tool,
+)
 
 from streamrl.environments.interface import CallOutcome, ToolSchema
 from streamrl.environments.tool_calls.reply_text import format_tool_result
-from streamrl.environments.tool_calls.tool_schema import check_tool_schema, get_tool_name
+from streamrl.environments.tool_calls.schema_check import check_tool_schema
+from streamrl.environments.tool_calls.tool_schema import get_tool_name
 from streamrl.environments.tool_config import ToolConfig
 from streamrl.environments.tool_sources.tool_sources import ToolAnswer
 from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError
 from streamrl.files.typed_settings import suggest_nearest
 from streamrl.user_code.pool.background_tasks import BackgroundTasks
 from streamrl.user_code.service_gate import UNAVAILABLE_STATUSES, is_outage
-
-if TYPE_CHECKING:
-    import httpx2
-    from mcp import Client
-    from mcp_types import CallToolResult, Tool
 
 CONNECT_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 300.0
@@ -87,8 +95,6 @@ class McpSession:
         return session
 
     async def _keep_open(self) -> None:
-        from mcp import Client
-
         try:
             async with Client(self._connect(), cache=None) as client:
                 self._client = client
@@ -132,10 +138,6 @@ class McpSession:
     @asynccontextmanager
     async def _connect(self) -> AsyncIterator[Any]:
         """Yield streams for messages from the server and to it."""
-        import httpx2
-        from mcp import StdioServerParameters, stdio_client
-        from mcp.client.streamable_http import streamable_http_client
-
         config = self._config
         if config.command:
             names = ("LANG", *config.env)
@@ -163,7 +165,7 @@ class McpSession:
         has_lost_session = self._opened.done() and self._refusal == HTTPStatus.NOT_FOUND
         return is_outage(error) or self._refusal in UNAVAILABLE_STATUSES or has_lost_session
 
-    async def _check_response(self, response: "httpx2.Response") -> None:
+    async def _check_response(self, response: httpx2.Response) -> None:
         """End the session if the server refuses a request, as after it has lost the session.
 
         The package would report that like an error of the tool. Only with status 400 may a server
@@ -181,8 +183,6 @@ class McpSession:
 
     async def list_tools(self) -> Sequence[ToolSchema]:
         """Return the schemas of the server's tools. Raises EpisodeError."""
-        from mcp import MCPError
-
         assert self._client is not None
         tools: list[Tool] = []
         cursor = None
@@ -198,8 +198,6 @@ class McpSession:
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
         """Call a tool. Raises EpisodeError if the server ends, or breaks the protocol."""
-        from mcp import MCPError
-
         if self._owner.done():
             raise await self._make_error("ended")
         assert self._client is not None
@@ -215,9 +213,6 @@ class McpSession:
 
         Raises MCPError, if the server answers with an error, and EpisodeError.
         """
-        from mcp import MCPError
-        from mcp_types import CONNECTION_CLOSED
-
         answering = self._calls.spawn(request)
         try:
             await asyncio.wait({answering, self._owner}, return_when=asyncio.FIRST_COMPLETED)
@@ -258,23 +253,21 @@ class McpSession:
             await asyncio.wait({owner}, timeout=CLOSE_TIMEOUT_S)
 
 
-def _make_schema(tool: "Tool") -> ToolSchema:
+def _make_schema(tool: Tool) -> ToolSchema:
     described = {"name": tool.name, "parameters": tool.input_schema}
     if tool.description:
         described["description"] = tool.description
     return {"type": "function", "function": described}
 
 
-def format_content(result: "CallToolResult") -> str:
+def format_content(result: CallToolResult) -> str:
     """Return the content of a result as text; content that is no text is named."""
     if not result.content and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(_format_blocks(result))
 
 
-def _format_blocks(result: "CallToolResult") -> Iterator[str]:
-    from mcp_types import EmbeddedResource, TextContent, TextResourceContents
-
+def _format_blocks(result: CallToolResult) -> Iterator[str]:
     for block in result.content:
         if isinstance(block, TextContent):
             yield block.text
@@ -287,19 +280,9 @@ def _format_blocks(result: "CallToolResult") -> Iterator[str]:
 
 
 class McpTools:
-    """Source of the tools of a server (ToolSource); each episode has a session of its own.
-
-    Construction raises ConfigError without the package `mcp`.
-    """
+    """Source of the tools of a server (ToolSource); each episode has a session of its own."""
 
     def __init__(self, config: ToolConfig) -> None:
-        try:
-            # Here, because the import takes 1 s, for which no episode should wait.
-            import mcp  # noqa: F401
-        except ImportError as error:
-            raise ConfigError(
-                f"{config.label}: needs the package mcp ({error}): pip install 'streamrl[mcp]'"
-            ) from error
         # It logs a traceback for each line of a server that is no message.
         logging.getLogger("mcp.client.stdio").setLevel(logging.CRITICAL)
         self.label = config.label

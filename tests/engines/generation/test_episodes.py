@@ -155,7 +155,7 @@ async def runner(
     model.save_pretrained(folder)
     bpe_tokenizer.save_pretrained(folder)
     template = load_chat_template(str(TEMPLATE), bpe_tokenizer)
-    renderer = TurnRenderer.from_template(bpe_tokenizer, template)
+    renderer = TurnRenderer(bpe_tokenizer, template)
     async with start_flight(folder, "recompute", WIDE) as flight:
         await flight.load(model)
         yield EpisodeRunner(flight, renderer)

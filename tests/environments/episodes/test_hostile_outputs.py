@@ -69,9 +69,7 @@ class WrittenTurns:
 
 @pytest.fixture(scope="module")
 def renderer(bpe_tokenizer):
-    return TurnRenderer.from_template(
-        bpe_tokenizer, load_chat_template(str(TEMPLATE), bpe_tokenizer)
-    )
+    return TurnRenderer(bpe_tokenizer, load_chat_template(str(TEMPLATE), bpe_tokenizer))
 
 
 @pytest.fixture

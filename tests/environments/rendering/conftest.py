@@ -30,10 +30,10 @@ def load_renderer(make_bpe_tokenizer):
             from examples.toy_models.small_qwen2 import make_tokenizer
 
             tokenizer = make_tokenizer()
-            return TurnRenderer.from_template(tokenizer, load_chat_template("model", tokenizer))
+            return TurnRenderer(tokenizer, load_chat_template("model", tokenizer))
         tokenizer = make_bpe_tokenizer(*TOKENS.get(name, ("<eos>", "<bos>")))
         source = "plain" if name == "plain" else str(TEMPLATES / f"{name}.jinja")
-        return TurnRenderer.from_template(tokenizer, load_chat_template(source, tokenizer))
+        return TurnRenderer(tokenizer, load_chat_template(source, tokenizer))
 
     return load
 
@@ -46,6 +46,6 @@ def make_renderer(make_bpe_tokenizer):
         tokenizer = make_bpe_tokenizer(eos_token, "<bos>")
         ends = [tokenizer.convert_tokens_to_ids(t) for t in settings.pop("end_tokens", ())]
         template = ChatTemplate(source, name, **settings)
-        return TurnRenderer.from_template(tokenizer, template, end_token_ids=ends)
+        return TurnRenderer(tokenizer, template, end_token_ids=ends)
 
     return make

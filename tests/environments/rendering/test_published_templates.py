@@ -91,12 +91,12 @@ def test_a_whole_turn_passes_its_own_stop_tokens(name):
 def test_a_token_within_a_turn_is_no_end_of_it():
     renderer = load_published("gptoss")
     tokenizer, source = renderer.tokenizer, renderer.template
-    alone = TurnRenderer.from_template(tokenizer, source)
+    alone = TurnRenderer(tokenizer, source)
     ends = tokenizer.convert_ids_to_tokens(sorted(alone.end_token_ids))
     assert set(ends) == {"<|return|>", "<|call|>"}
     early = tokenizer.convert_tokens_to_ids(["<|end|>"])
     with pytest.raises(ConfigError, match=r"gptoss: writes <\|end\|> within a turn"):
-        check_template(TurnRenderer.from_template(tokenizer, source, end_token_ids=early))
+        check_template(TurnRenderer(tokenizer, source, end_token_ids=early))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -185,7 +185,7 @@ def test_a_bridge_appends_only_what_the_policy_did_not_write(load_renderer):
 def test_a_token_of_the_generation_config_ends_a_turn(load_renderer):
     known = load_renderer("qwen2_5")
     end = get_id(known, "<|endoftext|>")
-    renderer = TurnRenderer.from_template(known.tokenizer, known.template, end_token_ids=[end])
+    renderer = TurnRenderer(known.tokenizer, known.template, end_token_ids=[end])
     assert renderer.end_token_ids == {end, renderer.closing_ids[-1]}
     bridge = renderer.render_bridge([5, end], [make_user("hi")], is_cut=False)
     assert show(renderer, bridge)[0].startswith("\n<|im_start|>user")
@@ -414,7 +414,7 @@ def test_a_tokenizer_without_offsets_is_refused():
     tokenizer = CharacterTokenizer()
     template = load_chat_template("plain", tokenizer)
     with pytest.raises(ConfigError, match=r"CharacterTokenizer .*tokenizer\.json"):
-        TurnRenderer.from_template(tokenizer, template)
+        TurnRenderer(tokenizer, template)
 
 
 THOUGHT = "<think>\nLet me see.\n</think>\n\n"

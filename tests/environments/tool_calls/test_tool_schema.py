@@ -6,11 +6,8 @@ from typing import Any, Literal
 
 import pytest
 
-from streamrl.environments.tool_calls.tool_schema import (
-    check_tool_schema,
-    make_tool_schema,
-    validate_arguments,
-)
+from streamrl.environments.tool_calls.schema_check import check_tool_schema, validate_arguments
+from streamrl.environments.tool_calls.tool_schema import make_tool_schema
 from streamrl.errors import ConfigError
 
 

@@ -292,8 +292,9 @@ async def test_what_a_machine_lacks_is_a_config_error(monkeypatch):
     with pytest.raises(ConfigError, match=r"headers_env: .* NO_TOKEN are not set, or empty$"):
         await McpTools(remote).check()
     monkeypatch.setitem(sys.modules, "mcp", None)
+    monkeypatch.delitem(sys.modules, "streamrl.environments.tool_sources.mcp_tools")
     with pytest.raises(ConfigError, match=r"needs the package mcp .*: pip install 'streamrl\[mcp"):
-        make_source()
+        environment_host.ToolSources([remote], (), max_reply_chars=9)
 
 
 async def test_only_chooses_tools_of_a_server_by_name():
