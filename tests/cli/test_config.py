@@ -13,7 +13,6 @@ from streamrl.cli.config import list_config_keys
 from streamrl.cli.main import main
 from streamrl.config.run_config import load_config
 from streamrl.dataflow import CallKind, Dataflow, ModelCall
-from streamrl.files.typed_settings import read_settings
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.registry import REWARD_KINDS
 
@@ -58,7 +57,7 @@ def test_every_option_has_a_meaning_and_its_effective_default(kind):
     assert [option.name for option in options if not option.meaning] == []
     if all(option.default != "required" for option in options):
         defaults = {option.name: yaml.safe_load(option.default) for option in options}
-        assert read_settings(settings, defaults, section="rewards") == settings()
+        assert settings(**defaults) == settings()
 
 
 def test_markdown_cells_are_escaped(capsys):
