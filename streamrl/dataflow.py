@@ -6,7 +6,7 @@ This module is pure: executors read the declaration; nothing here runs anything.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, StrEnum
+from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
@@ -19,18 +19,6 @@ class CallKind(Enum):
     GENERATE = "generate"
     SCORE = "score"
     TRAIN = "train"
-
-
-class EdgeKind(StrEnum):
-    """Kind of an edge in the graph of `Dataflow.unroll_steps`: the reason why a stage waits."""
-
-    DATA = "data"
-    VERSION = "version"
-    ORDER = "order"
-
-
-StepNode = tuple[int, str]
-"""(step counted from 0, stage)."""
 
 
 @dataclass(frozen=True)
@@ -246,40 +234,6 @@ class Dataflow:
             if call.followed_role
             and all(holds[s] != holds[call.stage] for s in nx.ancestors(graph, call.stage))
         ]
-
-    def unroll_steps(self, steps: int, max_staleness: int) -> "nx.DiGraph[StepNode]":
-        """Return a graph of `steps` steps with nodes (step, stage) and edges for every wait.
-
-        Each node has its `call`; the `kind` of an edge is an `EdgeKind`:
-
-        - DATA, within a step, with the `columns` that flow.
-        - VERSION, with the followed `role`: the first call of a following role at step i waits
-          for the training at step i - 1 - max_staleness.
-        - ORDER: training at step i waits for training of the same role at step i - 1.
-
-        So every call at step i sees version i - max_staleness or newer. Example with
-        max_staleness=1: generation at step 2 waits for training at step 0, not at step 1.
-
-        Raises ValueError for steps < 1 or max_staleness < 0.
-        """
-        if steps < 1:
-            raise ValueError(f"steps={steps}: must be at least 1")
-        if max_staleness < 0:
-            raise ValueError(f"max_staleness={max_staleness}: must be 0 or more")
-        graph: nx.DiGraph[StepNode] = nx.DiGraph()
-        calls, flow, versions = self.ordered_calls, self.graph, self.version_edges
-        for step in range(steps):
-            graph.add_nodes_from(((step, call.stage), {"call": call}) for call in calls)
-            for a, b in flow.edges:
-                columns = flow.edges[a, b]["columns"]
-                graph.add_edge((step, a), (step, b), kind=EdgeKind.DATA, columns=columns)
-            for call in self._trainers.values() if step else ():
-                graph.add_edge((step - 1, call.stage), (step, call.stage), kind=EdgeKind.ORDER)
-            trained_step = step - 1 - max_staleness
-            for source, call in versions if trained_step >= 0 else ():
-                nodes = (trained_step, source.stage), (step, call.stage)
-                graph.add_edge(*nodes, kind=EdgeKind.VERSION, role=call.followed_role)
-        return graph
 
 
 def _get_publishing_role(followed: str) -> str:

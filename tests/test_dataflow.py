@@ -16,7 +16,6 @@ from streamrl.dataflow import (
     REWARD_CALL,
     CallKind,
     Dataflow,
-    EdgeKind,
     ModelCall,
     build_dataflow,
 )
@@ -196,34 +195,6 @@ def test_only_the_first_call_of_a_role_waits_for_the_version():
     assert [call for _, call in flow.version_edges] == [first, beside]
 
 
-def test_grpo_unrolled_over_three_steps_with_staleness_one():
-    graph = flow_of("grpo_arithmetic").unroll_steps(3, 1)
-    assert set(graph) == {(i, s) for i in range(3) for s in ("generate", "reward", "train")}
-    edges_by_kind: dict[EdgeKind, set[object]] = {kind: set() for kind in EdgeKind}
-    for a, b in graph.edges:
-        edges_by_kind[graph.edges[a, b]["kind"]].add((a, b))
-    assert edges_by_kind[EdgeKind.DATA] == {((i, a), (i, b)) for i in range(3) for a, b in GRPO}
-    assert edges_by_kind[EdgeKind.ORDER] == {((i, "train"), (i + 1, "train")) for i in range(2)}
-    assert edges_by_kind[EdgeKind.VERSION] == {((0, "train"), (2, "generate"))}
-    assert graph.edges[(0, "train"), (2, "generate")]["role"] == POLICY
-    assert graph.edges[(2, "reward"), (2, "train")] == {"kind": "data", "columns": ["scores"]}
-    assert graph.nodes[2, "generate"]["call"] == GENERATE_CALL
-
-
-@pytest.mark.parametrize(
-    ("steps", "max_staleness", "line"),
-    [(0, 0, "steps=0: must be at least 1"), (1, -1, "max_staleness=-1: must be 0 or more")],
-)
-def test_unroll_rejects_zero_steps_and_negative_staleness(
-    steps: int, max_staleness: int, line: str
-):
-    with pytest.raises(ValueError, match=f"^{line}$"):
-        flow_of("grpo_arithmetic").unroll_steps(steps, max_staleness)
-
-
-RECIPES = {recipe: flow_of(recipe) for recipe in GOLDEN}
-
-
 @st.composite
 def dataflows(draw: st.DrawFn) -> Dataflow:
     """Draw stages that need columns of earlier stages; some follow trained roles."""
@@ -244,36 +215,32 @@ def dataflows(draw: st.DrawFn) -> Dataflow:
     return Dataflow(draw(st.permutations(calls)))
 
 
+def unroll_steps(flow: Dataflow, steps: int, max_staleness: int) -> "nx.DiGraph[tuple[int, str]]":
+    """Return the waits of some steps: data within a step, training in order, versions in time."""
+    waits: nx.DiGraph[tuple[int, str]] = nx.DiGraph()
+    for i in range(steps):
+        waits.add_nodes_from((i, stage) for stage in flow.stages)
+        waits.add_edges_from(((i, a), (i, b)) for a, b in flow.graph.edges)
+        trained = [call.stage for call in flow.select_calls(CallKind.TRAIN)]
+        waits.add_edges_from(((i - 1, stage), (i, stage)) for stage in trained if i)
+        waits.add_edges_from(
+            ((i - 1 - max_staleness, trainer.stage), (i, call.stage))
+            for trainer, call in flow.version_edges
+            if i > max_staleness
+        )
+    return waits
+
+
 @given(dataflows(), st.integers(1, 7), st.integers(0, 8))
 def test_no_call_uses_a_version_beyond_max_staleness(
     flow: Dataflow, steps: int, max_staleness: int
 ):
-    graph = flow.unroll_steps(steps, max_staleness)
-    assert nx.is_directed_acyclic_graph(graph)
-    for step, stage in graph:
-        call = graph.nodes[step, stage]["call"]
-        before = nx.ancestors(graph, (step, stage))
-        if call.followed_role:
+    waits = unroll_steps(flow, steps, max_staleness)
+    assert nx.is_directed_acyclic_graph(waits)
+    followed = {call.stage: call.followed_role for call in flow.calls}
+    for step, stage in waits:
+        before = nx.ancestors(waits, (step, stage))
+        if role := followed[stage]:
             # Training at step v makes version v + 1.
-            trained = [i for i, name in before if name == f"train_{call.followed_role}"]
-            version = max(trained, default=-1) + 1
-            assert step - version <= max_staleness
-        if call.kind is CallKind.TRAIN and step:
-            assert (step - 1, stage) in before
-        assert all(earlier <= step for earlier, _ in before)
-
-
-@given(dataflows(), st.integers(1, 5), st.integers(0, 5))
-def test_larger_max_staleness_only_removes_edges(flow: Dataflow, steps: int, max_staleness: int):
-    single_step = flow.unroll_steps(1, max_staleness)
-    assert {(a, b) for (_, a), (_, b) in single_step.edges} == set(flow.graph.edges)
-    tight, loose = (flow.unroll_steps(steps, bound) for bound in (max_staleness, max_staleness + 1))
-    other_edges = [set(g.edges) - _of_kind(g, EdgeKind.VERSION) for g in (tight, loose)]
-    assert other_edges[0] == other_edges[1]
-    assert len(_of_kind(loose, EdgeKind.VERSION)) <= len(_of_kind(tight, EdgeKind.VERSION))
-    for node in tight:
-        assert nx.ancestors(loose, node) <= nx.ancestors(tight, node)
-
-
-def _of_kind(graph: "nx.DiGraph[tuple[int, str]]", kind: EdgeKind) -> set[object]:
-    return {(a, b) for a, b in graph.edges if graph.edges[a, b]["kind"] == kind}
+            trained = [i for i, name in before if name == f"train_{role}"]
+            assert step - (max(trained, default=-1) + 1) <= max_staleness

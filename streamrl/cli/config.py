@@ -25,14 +25,11 @@ from streamrl.algorithms.config import load_specs
 from streamrl.algorithms.table import DEFAULT_SETTINGS
 from streamrl.cli.arguments.config_args import read_config
 from streamrl.config.run_config import RunConfig
-from streamrl.dataflow import Dataflow, ModelCall
 from streamrl.engines.trainer_config import CriticConfig, TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import suggest_nearest
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.registry import REWARD_KINDS, RewardKind
-
-MAX_STEPS = 100  # more steps make an illegible graph
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,9 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--path", default="", metavar="FILE", help="Python file with algorithms of yours"
     )
     parser.add_argument("--markdown", action="store_true", help="print markdown tables")
-    parser.add_argument(
-        "--steps", type=int, default=1, metavar="N", help="training steps of the graph (1)"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -76,14 +70,13 @@ def run(arguments: argparse.Namespace) -> int:
     for option, default, applies in (
         ("path", "", arguments.algorithms),
         ("markdown", False, not arguments.graph),
-        ("steps", 1, arguments.graph),
     ):
         if vars(arguments)[option] != default and not applies:
             raise ConfigError(f"config --{option}: has no effect here; see streamrl config --help")
     if arguments.graph:
         if not words:
             raise ConfigError("config --graph: name a config file or a run directory")
-        print(show_graph(arguments, Path(words[0]), words[1:]), end="")
+        print(show_graph(read_config(Path(words[0]), words[1:])), end="")
         return 0
     if len(words) > 1:
         raise ConfigError(f"config: one name at a time, not {' '.join(words)}")
@@ -114,48 +107,32 @@ def _select(entries: Mapping[str, EntryT], name: str | None, noun: str) -> Mappi
     return {name: entries[name]}
 
 
-def show_graph(arguments: argparse.Namespace, path: Path, overrides: Sequence[str]) -> str:
-    """Return the model calls of a config, and the columns between them."""
-    if not 1 <= arguments.steps <= MAX_STEPS:
-        raise ConfigError(f"--steps {arguments.steps}: must be from 1 to {MAX_STEPS}")
-    config = read_config(path, overrides)
-    lookahead = min(config.pipeline.max_steps_ahead, config.pipeline.max_staleness)
-    size = f"{len(config.dataflow.calls)} stages, versions at most {lookahead} behind"
-    lines = [f"{config.algorithm.name}: {size}", ""]
-    lines += format_graph(config.dataflow, steps=arguments.steps, max_staleness=lookahead)
-    return "\n".join([*lines, *(f"note: {note}" for note in _list_notes(config))]) + "\n"
+def show_graph(config: RunConfig) -> str:
+    """Return the model calls of a config in flow order, then the columns between them.
 
-
-def format_graph(flow: Dataflow, *, steps: int, max_staleness: int) -> list[str]:
-    """Format a dataflow, unrolled over `steps` steps: stages in flow order, then edges.
-
-    Steps are counted from 1, as in a run. Over several steps, a version edge leads from training to
-    the step that waits for the version; with a single step, back to the stage that follows the
-    trained model.
+    A version edge leads from training back to the stage that follows the trained model.
     """
-    graph = flow.unroll_steps(steps, max_staleness)
-    nodes: list[ModelCall] = [graph.nodes[node]["call"] for node in graph]
-    calls = {call.stage: call for call in nodes}
-    width = max(len(stage) for stage in (*calls, "  produces")) + 2
-    lines = []
-    for call in calls.values():
+    flow = config.dataflow
+    lookahead = min(config.pipeline.max_steps_ahead, config.pipeline.max_staleness)
+    size = f"{len(flow.calls)} stages, versions at most {lookahead} behind"
+    lines = [f"{config.algorithm.name}: {size}", ""]
+    width = max(len(stage) for stage in (*flow.stages, "  produces")) + 2
+    for call in flow.ordered_calls:
         lines.append(f"{call.stage:<{width}}{call.kind.value}, role {call.role}")
         needs, produces = ", ".join(call.needs) or "prompts only", ", ".join(call.produces)
         facts = {"needs": needs, "produces": produces, "follows": call.followed_role}
         lines += [f"  {name:<{width - 2}}{fact}" for name, fact in facts.items() if fact]
-    edges = []
-    for source, target, facts in graph.edges(data=True):
-        columns = ", ".join(dict.fromkeys(facts.get("columns", ())))
-        version = f"version of {facts['role']}" if "role" in facts else ""
-        names = [stage if steps == 1 else f"{stage}[{i + 1}]" for i, stage in (source, target)]
-        edges.append((" -> ".join(names), version or columns or "one step after the other"))
-    later = f"{max_staleness + 1} step{'s' if max_staleness else ''} later"
-    for trainer, call in flow.version_edges if steps == 1 else ():
-        ends_of_version = f"{trainer.stage} -> {call.stage}"
-        edges.append((ends_of_version, f"version of {call.followed_role}, {later}"))
-    widest = max((len(ends) for ends, _ in edges), default=0)
-    lines += ["", "edges" if steps == 1 else f"edges of {steps} steps"]
-    return [*lines, *(f"  {ends:<{widest}}  {text}" for ends, text in edges)]
+    graph = flow.graph
+    edges = {
+        f"{source} -> {target}": ", ".join(dict.fromkeys(graph.edges[source, target]["columns"]))
+        for source, target in graph.edges
+    }
+    later = f"{lookahead + 1} step{'s' if lookahead else ''} later"
+    for trainer, call in flow.version_edges:
+        edges[f"{trainer.stage} -> {call.stage}"] = f"version of {call.followed_role}, {later}"
+    widest = max(map(len, edges), default=0)
+    lines += ["", "edges", *(f"  {ends:<{widest}}  {text}" for ends, text in edges.items())]
+    return "\n".join([*lines, *(f"note: {note}" for note in _list_notes(config))]) + "\n"
 
 
 def _list_notes(config: RunConfig) -> list[str]:

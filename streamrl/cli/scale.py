@@ -30,12 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="N",
             help=f"scale to N {noun}",
         )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        metavar="S",
-        help="seconds to wait for the run's answer (default: the longest time a start may take)",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -47,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         if count < 1:
             raise ConfigError(f"--{option.replace('_', '-')} {count}: must be 1 or more")
     with show_progress(f"waiting for {arguments.run_dir}"):
-        timeout_s = _choose_timeout_s(arguments.run_dir, counts, arguments.timeout)
+        timeout_s = compute_timeout_s(arguments.run_dir, counts)
         wanted = {OPTION_ROLES[option]: count for option, count in counts.items()}
         answer = request_scale(arguments.run_dir, wanted, timeout_s=timeout_s)
     if not answer.is_done:
@@ -56,21 +50,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _choose_timeout_s(run_dir: Path, counts: Mapping[str, int], timeout_s: float | None) -> float:
-    """Return the seconds to wait for an answer: --timeout, or the longest start and leave.
+def compute_timeout_s(run_dir: Path, counts: Mapping[str, int]) -> float:
+    """Return the seconds to wait for an answer: the longest that starts and leaves may take.
 
     counts: replicas by option name. Raises ConfigError if the run or a role does not exist.
     """
-    if not (run_dir / "config.yaml").is_file():
-        rule = "holds no config.yaml" if run_dir.is_dir() else "no such directory"
-        raise ConfigError(f"scale {run_dir}: not a run: {rule}")
     config = load_config(run_dir / "config.yaml", skips_dry_run=True)
     for option in counts:
         if OPTION_ROLES[option] not in config.dataflow.calls_by_role:
             raise ConfigError(
                 f"--{option.replace('_', '-')}: this run has no {OPTION_ROLES[option]}"
             )
-    if timeout_s is not None:
-        return timeout_s
     start_s = config.generator.start_timeout_s + START_MARGIN_S
     return PLACE_TIMEOUT_S + start_s + config.pipeline.stall_s + LEAVE_TIMEOUT_S

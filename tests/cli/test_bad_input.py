@@ -354,7 +354,7 @@ def test_a_damaged_checkpoint_is_refused_and_changes_no_file(
         (["evaluate", "nowhere", "--data", "x.jsonl"], "neither a model directory"),
         (["scale"], "RUN"),
         (["scale", "nowhere"], "name a role to scale"),
-        (["scale", "nowhere", "--generators", "2"], "nowhere: not a run: no such directory"),
+        (["scale", "nowhere", "--generators", "2"], "nowhere/config.yaml: No such file"),
         (["scale", "nowhere", "--generators", "0"], "--generators 0: must be 1 or more"),
         (["scale", "nowhere", "--trainers", "2"], "--trainers"),
         (["dance"], "invalid choice"),
