@@ -10,19 +10,18 @@ import time
 import warnings
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.data import add_file_arguments, parse_named_files
-from streamrl.config.run_config import load_config
+from streamrl.config.run_config import ConfigSections, load_sections
 from streamrl.data.chat_template import load_tokenizer
-from streamrl.data.config import DataConfig, DataFile, check_eval_files
+from streamrl.data.config import DataFile
 from streamrl.data.prompt_file import PromptLimits, load_prompts
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.vllm.environment import make_vllm_env
-from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.episodes.driver import make_environment_seed
 from streamrl.environments.episodes.start_driver import start_episode_driver
 from streamrl.errors import ConfigError
@@ -58,21 +57,16 @@ SAMPLING_OPTIONS: Mapping[str, tuple[type, str, str]] = {
 
 @dataclass(frozen=True)
 class EvaluationSubject:
-    """Model to evaluate, with the rewards and settings of its run or of a recipe."""
+    """Model to evaluate, with the settings of its run or of a recipe."""
 
     model_dir: Path
-    rewards: Sequence[RewardConfig]
-    generator: GeneratorConfig
-    data: DataConfig
-    reward_context: RewardContext
-    evaluation: EvaluationConfig
-    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    config: ConfigSections
 
     @property
     def max_completion_tokens(self) -> int:
         """Most tokens that follow the prompt of a row."""
-        environment = self.environment
-        return environment.max_tokens if environment.is_enabled else self.generator.max_new_tokens
+        environment, generator = self.config.environment, self.config.generator
+        return environment.max_tokens if environment.is_enabled else generator.max_new_tokens
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,21 +119,21 @@ def _evaluate(
     arguments: argparse.Namespace, progress: ProgressLine
 ) -> tuple[EvaluationResult, EvaluationSubject, float]:
     """Evaluate the model of the command line; return the seconds that this took, too."""
-    subject = resolve_subject(
-        arguments.model,
-        arguments.config,
-        reward=arguments.reward,
-        max_new_tokens=arguments.max_new_tokens,
-    )
-    config = choose_sampling(arguments, subject.evaluation)
-    named = parse_named_files(arguments, arguments.data, subject.data)
+    subject = load_subject(arguments.model, arguments.config)
+    config = subject.config
+    if arguments.reward is not None:
+        config.rewards = [RewardConfig(kind=arguments.reward)]
+    if arguments.max_new_tokens is not None:
+        config.generator = replace(config.generator, max_new_tokens=arguments.max_new_tokens)
+    config.evaluation = choose_sampling(arguments, config.evaluation)
+    named = parse_named_files(arguments, arguments.data, config.data)
     # The command line cannot name files, and base names may collide (test.parquet in two folders).
-    files = tuple(replace(file, name=file.path) for file in named) or subject.data.eval_files
+    files = {file.path: file for file in named}
+    files = files or {file.name: file for file in config.data.eval_files}
     if not files:
         raise ConfigError("evaluate: give prompt files with --data, or data.eval in the recipe")
-    check_eval_files(files, key="--data")
     started = time.monotonic()
-    result = asyncio.run(_evaluate_files(subject, files, config, progress))
+    result = asyncio.run(_evaluate_files(subject, files, progress))
     return result, subject, time.monotonic() - started
 
 
@@ -148,18 +142,12 @@ def choose_sampling(arguments: argparse.Namespace, config: EvaluationConfig) -> 
     return replace(config, **{name: value for name, value in options.items() if value is not None})
 
 
-def resolve_subject(
-    path: Path,
-    recipe: Path | None,
-    *,
-    reward: str | None = None,
-    max_new_tokens: int | None = None,
-) -> EvaluationSubject:
+def load_subject(path: Path, recipe: Path | None) -> EvaluationSubject:
     """Find the model to evaluate and its settings.
 
     path: model directory, checkpoint, or run directory, whose newest checkpoint counts. recipe:
-    config file with the settings; None: those of the run, else defaults. reward, max_new_tokens:
-    replace the settings' own. Raises ConfigError.
+    config file or run directory with the settings; None: those of the run, else defaults. Raises
+    ConfigError.
     """
     if not (path / "config.json").is_file():
         if not (path / "state.json").is_file() and not (path / "checkpoints").is_dir():
@@ -169,82 +157,51 @@ def resolve_subject(
         resume = find_resume_point(path)
         if resume.checkpoint is None:
             raise ConfigError(f"{path}: the run has no checkpoint yet")
-        path, recipe = resume.checkpoint.model_dir, recipe or resume.run_dir / "config.yaml"
+        path, recipe = resume.checkpoint.model_dir, recipe or resume.run_dir
+    config = load_sections(recipe)
     if recipe is None:
-        model_length = read_model_length(str(path), limit=None)
-        default = min(256, model_length // 2)
-        environment = EnvironmentConfig()
-        environment.max_tokens = min(environment.max_tokens, model_length // 2)
-        rewards = [RewardConfig(kind="exact")]
-        generator = GeneratorConfig(max_new_tokens=default)
-        subject = EvaluationSubject(
-            path,
-            rewards,
-            generator,
-            DataConfig(),
-            RewardContext(),
-            EvaluationConfig(),
-            environment,
-        )
-    else:
-        config = load_config(recipe)
-        if config.model.trust_remote_code:
-            os.environ.update(make_trusted_env(str(path)))
-        generator = GeneratorConfig(
-            max_new_tokens=config.generator.max_new_tokens,
-            stop=config.generator.stop,
-            stop_token_ids=config.generator.stop_token_ids,
-        )
-        context = RewardContext(config.scorer, config.sandbox)
-        subject = EvaluationSubject(
-            path,
-            config.rewards,
-            generator,
-            config.data,
-            context,
-            config.evaluation,
-            config.environment,
-        )
-    if reward is not None:
-        subject = replace(subject, rewards=[RewardConfig(kind=reward)])
-    if max_new_tokens is not None:
-        generator = replace(subject.generator, max_new_tokens=max_new_tokens)
-        subject = replace(subject, generator=generator)
-    return subject
+        config.rewards = [RewardConfig(kind="exact")]
+        config.generator.max_new_tokens = min(256, read_model_length(str(path), limit=None) // 2)
+    elif config.model.trust_remote_code:
+        os.environ.update(make_trusted_env(str(path)))
+    # The engine of a run may be split over devices; this one is a process without options.
+    config.generator = GeneratorConfig(
+        max_new_tokens=config.generator.max_new_tokens,
+        stop=config.generator.stop,
+        stop_token_ids=config.generator.stop_token_ids,
+    )
+    return EvaluationSubject(path, config)
 
 
 async def _evaluate_files(
-    subject: EvaluationSubject,
-    files: Sequence[DataFile],
-    config: EvaluationConfig,
-    progress: ProgressLine,
+    subject: EvaluationSubject, files: Mapping[str, DataFile], progress: ProgressLine
 ) -> EvaluationResult:
     from streamrl.engines.models.supported_models import check_weight_files
 
-    rewards = build_rewards(subject.rewards, subject.reward_context)
-    model = str(subject.model_dir)
+    config, model = subject.config, str(subject.model_dir)
+    rewards = build_rewards(config.rewards, RewardContext(config.scorer, config.sandbox))
     check_model_dir(subject.model_dir, "evaluate ")
     check_weight_files(model, "model.path")
     tokenizer = load_tokenizer(model)
-    limit = subject.data.compute_prompt_limit(
+    limit = config.data.compute_prompt_limit(
         model_tokens=read_model_length(model, limit=None),
         max_new_tokens=subject.max_completion_tokens,
     )
     limits = PromptLimits(
         limit,
         read_vocab_size(model),
-        subject.data.on_long_prompt,
-        tuple(subject.environment.specs),
+        config.data.on_long_prompt,
+        tuple(config.environment.specs),
     )
-    loaded = load_prompts(files, tokenizer, limits, max_prompts=config.limit)
+    loaded = load_prompts([*files.values()], tokenizer, limits, max_prompts=config.evaluation.limit)
     for note in await rewards.run_preflight():
         print(f"streamrl: {note}", file=sys.stderr)
-    prompts = {file.file.name: file.prompts for file in loaded}
+    prompts = {name: file.prompts for name, file in zip(files, loaded, strict=True)}
     for file_prompts in prompts.values():
         rewards.check_prompts(file_prompts)
     progress.describe("loading the model")
     longest = max(len(prompt.token_ids) for group in prompts.values() for prompt in group)
-    engine = await start_engine(subject, config.seed, longest + subject.max_completion_tokens)
+    engine = await start_engine(subject, longest + subject.max_completion_tokens)
 
     async def score(prompt: Prompt, rollouts: Columns) -> Columns:
         result = await rewards.judge_group(prompt, decode_rollouts(tokenizer, rollouts))
@@ -253,9 +210,11 @@ async def _evaluate_files(
 
     try:
         await rewards.start()
-        async with _open_sampler(subject, engine, config) as generate:
+        async with _open_sampler(subject, engine) as generate:
             progress.describe("evaluating", sum(map(len, prompts.values())), "prompts")
-            return await evaluate_policy(prompts, generate=generate, score=score, config=config)
+            return await evaluate_policy(
+                prompts, generate=generate, score=score, config=config.evaluation
+            )
     finally:
         await rewards.close()
         await engine.close()
@@ -263,33 +222,34 @@ async def _evaluate_files(
 
 @asynccontextmanager
 async def _open_sampler(
-    subject: EvaluationSubject, engine: "GenerationEngine", config: EvaluationConfig
+    subject: EvaluationSubject, engine: "GenerationEngine"
 ) -> AsyncIterator[GenerateFn]:
     """Yield the function that samples the rollouts of a prompt: completions, or episodes."""
+    config, sampling = subject.config, subject.config.evaluation.sampling
 
     async def generate(prompt: Prompt, seeds: Sequence[int]) -> SampledPrompt:
-        rollouts = await engine.generate(prompt.token_ids, seeds=seeds, sampling=config.sampling)
+        rollouts = await engine.generate(prompt.token_ids, seeds=seeds, sampling=sampling)
         return SampledPrompt(rollouts_to_columns(rollouts))
 
-    if not subject.environment.is_enabled:
+    if not config.environment.is_enabled:
         yield generate
         return
     driver = await start_episode_driver(
-        subject.environment,
-        subject.data,
+        config.environment,
+        config.data,
         engine,
         model_path=str(subject.model_dir),
-        max_turn_tokens=subject.generator.max_new_tokens,
-        num_slots=subject.generator.max_concurrent_rollouts,
+        max_turn_tokens=config.generator.max_new_tokens,
+        num_slots=config.generator.max_concurrent_rollouts,
     )
 
     async def run_episodes(prompt: Prompt, seeds: Sequence[int]) -> SampledPrompt:
         episodes = await driver.run_evaluation(
             prompt,
             seeds=seeds,
-            environment_seed=make_environment_seed(config.seed, prompt.uid),
+            environment_seed=make_environment_seed(config.evaluation.seed, prompt.uid),
             compute=lambda **facts: nullcontext({}),
-            sampling=config.sampling,
+            sampling=sampling,
         )
         return SampledPrompt(*episodes)
 
@@ -299,9 +259,7 @@ async def _open_sampler(
         await driver.close()
 
 
-async def start_engine(
-    subject: EvaluationSubject, seed: int, max_length: int
-) -> "GenerationEngine":
+async def start_engine(subject: EvaluationSubject, max_length: int) -> "GenerationEngine":
     """Start vLLM in this process; `max_length` limits the tokens of prompt plus completion."""
     from streamrl.distributed.devices import has_local_gpu
     from streamrl.engines.generation.generation_engine import GenerationEngine
@@ -313,8 +271,9 @@ async def start_engine(
     logging.getLogger("vllm").setLevel(logging.ERROR)
     # vLLM reads the environment on import, which happens inside GenerationEngine.start.
     os.environ.update(make_vllm_env("cuda" if has_local_gpu() else "cpu", threads=threads))
-    config = replace(subject.generator, threads=threads)
-    spec = EngineSpec(str(subject.model_dir), config, max_length, seed)
+    config = subject.config
+    generator = replace(config.generator, threads=threads)
+    spec = EngineSpec(str(subject.model_dir), generator, max_length, config.evaluation.seed)
     engine = await GenerationEngine.start(spec)
     await engine.use_model_dir(0)
     return engine
@@ -323,7 +282,8 @@ async def start_engine(
 def _print_result(
     result: EvaluationResult, subject: EvaluationSubject, seconds: float, *, as_json: bool
 ) -> None:
-    model, rewards = subject.model_dir, [reward.kind for reward in subject.rewards]
+    model, config = subject.model_dir, subject.config
+    rewards = [reward.kind for reward in config.rewards]
     if as_json:
         fields = {"model": str(model), "rewards": rewards, "seconds": seconds}
         fields |= {"unscored": result.num_unscored}
@@ -333,9 +293,8 @@ def _print_result(
         print(json.dumps(fields))
         return
     print(f"{model}: {result.num_prompts} prompts x {result.samples} samples in {seconds:.1f} s")
-    print(
-        f"  scored by {', '.join(rewards)}; at most {subject.generator.max_new_tokens} new tokens"
-    )
+    longest = config.generator.max_new_tokens
+    print(f"  scored by {', '.join(rewards)}; at most {longest} new tokens")
     intervals = _collect_intervals(result)
     for name, value in _collect_scores(result).items():
         interval = intervals.get(name)

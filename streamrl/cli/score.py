@@ -7,23 +7,21 @@ import json
 import statistics
 import sys
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
-from omegaconf import OmegaConf
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
-from streamrl.cli.arguments.config_args import read_config
-from streamrl.config.run_config import RunConfig, build_config
+from streamrl.config.run_config import ConfigSections, load_sections
 from streamrl.data.config import DataFile
-from streamrl.data.indexed_table import iter_json_lines, parse_json_row
-from streamrl.data.prompt_file import load_data_rows, make_prompt
+from streamrl.data.indexed_table import open_table
+from streamrl.data.prompt_file import iterate_records, load_data_rows, make_prompt
 from streamrl.errors import ConfigError, RewardError
-from streamrl.files.bounded_read import open_regular_file
 from streamrl.files.python_module import split_reference
 from streamrl.messages import Prompt, parse_uid
 from streamrl.rewards.interface.config import RewardConfig
@@ -31,6 +29,7 @@ from streamrl.rewards.interface.reward import RewardContext
 from streamrl.rewards.registry import build_rewards
 from streamrl.rewards.reward_scorer import describe_completion
 from streamrl.rewards.reward_set import COSTS, RewardSet
+from streamrl.stream.evaluation.sample_and_score import map_concurrently
 from streamrl.telemetry.progress import ProgressLine, show_progress
 from streamrl.user_code.reward_result import RewardOutcome
 
@@ -105,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_FAILED if any(line["score"] is None for line in lines) else 0
 
 
-def _choose_data_file(arguments: argparse.Namespace, config: RunConfig) -> DataFile:
+def _choose_data_file(arguments: argparse.Namespace, config: ConfigSections) -> DataFile:
     """Return the named prompt file; options come from the command line, else the recipe."""
     files = {file.path: file for file in (*config.data.train_files, *config.data.eval_files)}
     default = DataFile(arguments.rows)
@@ -117,18 +116,13 @@ def _choose_data_file(arguments: argparse.Namespace, config: RunConfig) -> DataF
 
 def _load_score_config(
     recipe: Path | None, rewards: Sequence[str], overrides: Sequence[str]
-) -> RunConfig:
+) -> ConfigSections:
     """Load the recipe, or default settings; `rewards` of --reward replace its rewards."""
+    if recipe is None and not rewards:
+        raise ConfigError("score: give --reward (see `streamrl config --rewards`) or --config")
     entries = ", ".join(_make_reward_entry(reward) for reward in rewards)
     named = [f"rewards=[{entries}]"] if rewards else []
-    changes = [*named, *overrides]
-    if recipe is not None:
-        return read_config(recipe, changes)
-    if not rewards:
-        raise ConfigError("score: give --reward (see `streamrl config --rewards`) or --config")
-    # RunConfig requires these two keys; scoring reads neither.
-    placeholders = OmegaConf.create({"model": {"path": "."}, "data": {"train": "."}})
-    return build_config(placeholders, changes, source="score")
+    return load_sections(recipe, [*named, *overrides], command="score")
 
 
 def _make_reward_entry(reward: str) -> str:
@@ -151,70 +145,53 @@ class CompletionGroup:
     completions: Sequence[str]
 
 
+class CompletionRecord(msgspec.Struct):
+    """Line of a completion file: number of a prompt row, from 0, and a completion of it."""
+
+    index: int
+    completion: str
+
+
 def read_completion_groups(file: DataFile, completions: str) -> list[CompletionGroup]:
     """Read a completion file and group its completions by prompt row, in order of first appearance.
 
     file: prompt file with the rows. completions: path of the JSONL completion file. Raises
     ConfigError, with file and line, for a malformed record or an index without a row.
     """
-    records = list(_read_completions(completions))
-    rows = load_data_rows(file)
-    wanted = {index for _, index, _ in records}
+    records = list(_read_records(completions))
+    wanted = {record.index for _, record in records}
     # Rewards read only the messages, so one dummy token will do.
-    prompts = {row.index: make_prompt(row, [0]) for row in rows if row.index in wanted}
-    lines_by_index: dict[int, list[int]] = {}
-    for line, (where, index, _) in enumerate(records):
-        if index not in prompts:
+    prompts = {
+        row.index: make_prompt(row, [0]) for row in load_data_rows(file) if row.index in wanted
+    }
+    lines_by_index: defaultdict[int, list[int]] = defaultdict(list)
+    for line, (where, record) in enumerate(records):
+        if record.index not in prompts:
             raise ConfigError(
-                f"{where}: index={index}: {file.path} has no such row; rows count from 0"
+                f"{where}: index={record.index}: {file.path} has no such row; rows count from 0"
             )
-        lines_by_index.setdefault(index, []).append(line)
+        lines_by_index[record.index].append(line)
     return [
-        CompletionGroup(prompts[index], lines, [records[line][2] for line in lines])
+        CompletionGroup(prompts[index], lines, [records[line][1].completion for line in lines])
         for index, lines in lines_by_index.items()
     ]
 
 
-def _read_completions(path: str) -> Iterator[tuple[str, int, str]]:
-    """Yield (location for errors, row index, completion text) of each line of a completion file."""
-    is_empty = True
-    try:
-        with open_regular_file(path) as file:
-            for index, _, line in iter_json_lines(file):
-                is_empty, where = False, f"{path} line {index + 1}"
-                record = parse_json_row(line, where)
-                if isinstance(record, ConfigError):
-                    raise record
-                yield (where, *_parse_completion(record, where))
-    except OSError as error:
-        raise ConfigError(f"--completions {path}: cannot be read: {error.strerror}") from None
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"--completions {path}: {error}") from None
-    if is_empty:
-        raise ConfigError(f"--completions {path}: the file contains no completions")
-
-
-def _parse_completion(record: Any, where: str) -> tuple[int, str]:
-    if not isinstance(record, dict):
-        kind_name = "null" if record is None else type(record).__name__
-        raise ConfigError(f"{where}: expected a JSON object, got {kind_name}")
-    for key, kind, rule in (
-        ("index", int, "the number of a row, from 0"),
-        ("completion", str, "text"),
-    ):
-        if key not in record:
-            raise ConfigError(f"{where}: no key {key!r}; the keys are: {', '.join(record) or '-'}")
-        if not isinstance(record[key], kind) or isinstance(record[key], bool):
-            raise ConfigError(f"{where}: {key}={json.dumps(record[key])}: must be {rule}")
-    return record["index"], record["completion"]
+def _read_records(path: str) -> Iterator[tuple[str, CompletionRecord]]:
+    """Yield each record of a completion file, with its location for errors."""
+    for where, _, row in iterate_records(open_table(path)):
+        if isinstance(row, ConfigError):
+            raise row
+        try:
+            yield where, msgspec.convert(row, CompletionRecord)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{where}: {error}") from None
 
 
 async def _score_groups(
     reward_sets: Sequence[RewardSet],
     groups: Sequence[CompletionGroup],
-    config: RunConfig,
+    config: ConfigSections,
     progress: ProgressLine,
 ) -> list[ScoreLine]:
     """Score all groups; print each line once all earlier lines of the file are known."""
@@ -237,29 +214,11 @@ async def _score_groups(
             await reward_set.start()
         num_completions = sum(len(group.completions) for group in groups)
         progress.describe("scoring", num_completions, "completions")
-        await score_concurrently(score_and_print, groups, max_concurrent=config.scorer.max_groups)
+        await map_concurrently(score_and_print, groups, most=config.scorer.max_groups)
     finally:
         for reward_set in reward_sets:
             await reward_set.close()
     return lines
-
-
-async def score_concurrently(
-    score: Callable[[Any], Awaitable[None]], groups: Sequence[Any], *, max_concurrent: int
-) -> None:
-    """Score at most `max_concurrent` groups at a time. Rewards enforce their own timeouts."""
-    slots = asyncio.Semaphore(max_concurrent)
-
-    async def score_in_slot(group: Any) -> None:
-        async with slots:
-            await score(group)
-
-    tasks = [asyncio.create_task(score_in_slot(group)) for group in groups]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:  # after the first error the others would go on
-            task.cancel()
 
 
 async def score_group(
@@ -321,7 +280,6 @@ def combine_verdicts(verdicts: Mapping[str, str], configs: Sequence[RewardConfig
     if unusual:
         return unusual[0]
     counts = {reward.component_name for reward in configs if reward.weight or reward.gate}
-
     counted = [outcome for name, outcome in judged.items() if name in counts]
     return PASS if all(outcome == PASS for outcome in counted or judged.values()) else WRONG
 
@@ -338,62 +296,45 @@ def format_score_summary(
     completions by outcome and killed processes by cause, from `RewardSet.drain_counts`. seconds:
     duration of the command.
     """
-    scored = [line for line in lines if line["score"] is not None]
-    rows = {
-        f"{len(lines)} completions": f"in {seconds:.1f} s: "
-        + _format_counts(line["verdict"] for line in lines)
-    }
-    if scored:
-        rows["score"] = f"mean {_format_mean(line['score'] for line in scored)}"
-        for name in scored[0]["components"]:
-            scores = (line["components"][name] for line in scored)
-            mean = _format_mean(score for score in scores if score is not None)
-            rows[f"reward/{name}"] = f"mean {mean}: " + _format_counts(
-                line["verdicts"][name] for line in scored
-            )
-            rows |= _summarize_numbers(
-                name, [line.get("numbers", {}).get(name, {}) for line in scored]
-            )
-        if "cost" in scored[0]:
-            rows["cost"] = f"mean {_format_mean(line['cost'] for line in scored)}"
-            for name in scored[0]["costs"]:
-                scores = (line["costs"][name] for line in scored)
-                rows[f"cost/{name}"] = (
-                    f"mean {_format_mean(score for score in scores if score is not None)}"
-                )
-    if len(set(sources)) > 1:
-        rows |= _summarize_sources(lines, sources)
+    verdicts = _format_counts(line["verdict"] for line in lines)
+    rows = {f"{len(lines)} completions": f"in {seconds:.1f} s: {verdicts}"}
+    columns: defaultdict[str, list[float | None]] = defaultdict(list)
+    outcomes: defaultdict[str, list[str]] = defaultdict(list)
+    for line in lines:
+        for name, number in _list_numbers(line):
+            columns[name].append(number)
+        for name, verdict in line["verdicts"].items():
+            outcomes[f"reward/{name}"].append(verdict)
+    for name, column in columns.items():
+        words = f": {_format_counts(outcomes[name])}" if name in outcomes else ""
+        rows[name] = f"mean {_format_mean(column)}{words}"
+    for source in dict.fromkeys(sources) if len(set(sources)) > 1 else ():
+        subset = [line for line, name in zip(lines, sources, strict=True) if name == source]
+        words = _format_counts(line["verdict"] for line in subset)
+        mean = _format_mean(line["score"] for line in subset)
+        rows[f"source {source or '(none)'}"] = f"mean {mean}: {words}"
     rows["seconds"] = _format_seconds(lines)
     kills = {cause: count for cause, count in counts.items() if cause.startswith("scorer/")}
     rows |= {cause: f"{count} processes" for cause, count in kills.items()}
-    failed = [line for line in lines if line["score"] is None]
-    if failed:
+    if failed := [line for line in lines if line["score"] is None]:
         causes = _format_counts(line["cause"] for line in failed)
         rows["not scored"] = f"{causes}; first: {failed[0]['error']}"
     width = max(map(len, rows))
     return [f"{name:<{width}}  {text}" for name, text in rows.items()]
 
 
-def _summarize_numbers(component: str, records: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    """Return the mean of each extra number of a component; `records` has one per completion."""
-    names = dict.fromkeys(name for record in records for name in record)
-    return {
-        f"reward/{component}/{name}": f"mean"
-        f" {_format_mean(record[name] for record in records if name in record)}"
-        for name in names
-    }
-
-
-def _summarize_sources(
-    lines: Sequence[Mapping[str, Any]], sources: Sequence[str]
-) -> dict[str, str]:
-    rows = {}
-    for source in dict.fromkeys(sources):
-        subset = [line for line, name in zip(lines, sources, strict=True) if name == source]
-        scored = [line["score"] for line in subset if line["score"] is not None]
-        words = _format_counts(line["verdict"] for line in subset)
-        rows[f"source {source or '(none)'}"] = f"mean {_format_mean(scored)}: {words}"
-    return rows
+def _list_numbers(line: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
+    """Yield name and value of each number of a scored completion; None where a reward abstains."""
+    if line["score"] is None:
+        return
+    yield "score", line["score"]
+    for name, score in line["components"].items():
+        yield f"reward/{name}", score
+        for key, number in line.get("numbers", {}).get(name, {}).items():
+            yield f"reward/{name}/{key}", number
+    if "cost" in line:
+        yield "cost", line["cost"]
+        yield from ((f"cost/{name}", cost) for name, cost in line["costs"].items())
 
 
 def _format_seconds(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -407,8 +348,8 @@ def _format_seconds(lines: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _format_mean(values: Iterable[float]) -> str:
-    items = list(values)
+def _format_mean(values: Iterable[float | None]) -> str:
+    items = [value for value in values if value is not None]
     return f"{statistics.fmean(items):.4f}" if items else "none"
 
 

@@ -395,12 +395,20 @@ def load_config(
     )
 
 
-def load_sections(path: Path) -> ConfigSections:
-    """Read the config sections of a YAML file, which may leave out what a run needs.
+def load_sections(
+    path: Path | None, overrides: Sequence[str] = (), *, command: str = ""
+) -> ConfigSections:
+    """Read the sections of a YAML file or run directory, which may leave out what a run needs.
 
-    Raises a one-line ConfigError as `load_config` does, without the checks across sections.
+    path: None: the defaults. command: named in errors without a path. Raises a one-line ConfigError
+    as `load_config` does, without the checks across sections.
     """
-    sections = _build_sections(ConfigSections, _read_config_file(path), source=str(path))
+    if path is not None and path.is_dir():
+        path = path / "config.yaml"
+    settings = OmegaConf.create({}) if path is None else _read_config_file(path)
+    for override in overrides:
+        _apply_override(settings, override)
+    sections = _build_sections(ConfigSections, settings, source=str(path or command))
     _make_paths_absolute(sections)
     return sections
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from streamrl.cli.main import main
-from streamrl.cli.score import combine_verdicts, score_concurrently
+from streamrl.cli.score import combine_verdicts
 from streamrl.messages import (
     Experience,
     FinishReason,
@@ -220,35 +220,16 @@ def test_the_verdict_depends_on_weighted_components(verdicts, verdict):
     assert combine_verdicts(dict(zip("abc", verdicts.split(), strict=True)), configs) == verdict
 
 
-async def test_the_number_of_concurrent_groups_is_bounded():
-    concurrency = [0]
-    scored: list[int] = []
-
-    async def judge(number):
-        concurrency.append(concurrency[-1] + 1)
-        await asyncio.sleep(0.001 * (number % 3))
-        concurrency.append(concurrency[-1] - 1)
-        scored.append(number)
-
-    await score_concurrently(judge, range(20), max_concurrent=4)
-    assert max(concurrency) == 4
-    assert sorted(scored) == list(range(20))
-
-
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ("", "--completions {}: the file contains no completions"),
-        ("\n\n", "--completions {}: the file contains no completions"),
+        ("\n\n", "{}: contains no rows"),
         ('{"index": 0, "completion": "5"}\n{"index": ', "{} line 2: not JSON: Expecting value"),
-        ('\n["5"]', "{} line 2: expected a JSON object, got list"),
-        ("null", "{} line 1: expected a JSON object, got null"),
-        ('{"index": 0, "text": "5"}', "{} line 1: no key 'completion'; the keys are: index, text"),
-        ('{"completion": "5"}', "{} line 1: no key 'index'; the keys are: completion"),
-        ("{}", "{} line 1: no key 'index'; the keys are: -"),
-        ('{"index": "0", "completion": ""}', '{} line 1: index="0": must be the number of a row'),
-        ('{"index": true, "completion": ""}', "{} line 1: index=true: must be the number of a row"),
-        ('{"index": 0, "completion": null}', "{} line 1: completion=null: must be text"),
+        ('\n["5"]', "{} line 2: Expected `object`, got `array`"),
+        ('{"index": 0, "text": "5"}', "{} line 1: Object missing required field `completion`"),
+        ('{"index": "0", "completion": ""}', "{} line 1: Expected `int`, got `str` - at `$.index`"),
+        ('{"index": true, "completion": ""}', "{} line 1: Expected `int`, got `bool`"),
+        ('{"index": 0, "completion": null}', "{} line 1: Expected `str`, got `null`"),
         ('{"index": 2, "completion": ""}', "{} line 1: index=2: "),
         ('{"index": -1, "completion": ""}', "{} line 1: index=-1: "),
     ],
@@ -342,19 +323,3 @@ def test_ctrl_c_prints_finished_lines_and_leaves_no_process(tmp_path, reward_fil
     assert [json.loads(line)["score"] for line in out.splitlines()] == [1.0]
     assert int(pid_file.read_text()) in [child.pid for child in descendants]
     assert not [child for child in descendants if child.is_running()]
-
-
-async def test_the_first_error_ends_the_scoring_of_all_groups():
-    ended = []
-
-    async def score(group: str) -> None:
-        try:
-            await asyncio.sleep(0.0 if group == "broken" else 60.0)
-            raise OSError(group)
-        finally:
-            ended.append(group)
-
-    with pytest.raises(OSError, match="broken"):
-        await score_concurrently(score, ["a", "broken", "b"], max_concurrent=3)
-    await asyncio.sleep(0)
-    assert sorted(ended) == ["a", "b", "broken"]

@@ -31,7 +31,7 @@ class Launched:
         *,
         inherits: Mapping[str, str] = os.environ,
         cwd: Path | None = None,
-        module: str = "streamrl.cli.main",
+        module: str = "streamrl.cli",
     ) -> None:
         self._mark = uuid.uuid4().hex
         self._log = folder / f"output-{self._mark[:8]}.txt"

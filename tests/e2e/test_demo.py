@@ -25,7 +25,7 @@ def test_demo_learns_within_max_staleness_and_improves_on_held_out_prompts(demo:
 
 @pytest.mark.slow
 def test_evaluate_scores_the_demos_checkpoint_on_a_file(demo: Ended):
-    command = [sys.executable, "-m", "streamrl.cli.main", "evaluate", str(demo.run_dir)]
+    command = [sys.executable, "-m", "streamrl.cli", "evaluate", str(demo.run_dir)]
     command += ["--data", f"{BUILD}/eval.jsonl", "--samples", "2"]
     output = subprocess.check_output(command, text=True, timeout=300)
     assert "pass@1" in output and "mean@2" in output

@@ -12,7 +12,7 @@ from streamrl.cli.main import main
 
 
 def evaluate(*words: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "streamrl.cli.main", "evaluate", *words]
+    command = [sys.executable, "-m", "streamrl.cli", "evaluate", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
 
 

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from streamrl.messages import (
 )
 from streamrl.stream.evaluation.config import EvaluationConfig
 from streamrl.stream.evaluation.metrics import EvaluationResult, compute_evaluation_result
+
+ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,27 @@ class SampledPrompt:
     failure: str = ""
 
 
+async def map_concurrently(
+    function: Callable[[ItemT], Awaitable[ResultT]], items: Sequence[ItemT], *, most: int
+) -> list[ResultT]:
+    """Await the function for every item, at most `most` at a time; return the results in order.
+
+    Raises the first error; the other calls are cancelled.
+    """
+    slots = asyncio.Semaphore(most)
+
+    async def run(item: ItemT) -> ResultT:
+        async with slots:
+            return await function(item)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(run(item)) for item in items]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
 GenerateFn = Callable[[Prompt, Sequence[int]], Awaitable[SampledPrompt]]
 ScoreFn = Callable[[Prompt, Columns], Awaitable[Columns]]
 
@@ -130,7 +154,6 @@ async def evaluate_policy(
     chosen = [(name, prompt) for name, file in prompts.items() for prompt in file[: config.limit]]
     if not chosen:
         raise ValueError("evaluation: no prompts")
-    slots = asyncio.Semaphore(config.concurrency)
 
     async def sample_prompt(prompt: Prompt) -> _PromptScores:
         seeds = make_rollout_seeds(config.seed, prompt.uid, config.samples)
@@ -139,18 +162,14 @@ async def evaluate_policy(
         return _to_prompt_scores(scores, prompt, sampled)
 
     async def sample_or_error(prompt: Prompt) -> _PromptScores | RewardError | EpisodeError:
-        async with slots:
-            try:
-                return await sample_prompt(prompt)
-            except (RewardError, EpisodeError) as error:
-                return error
+        try:
+            return await sample_prompt(prompt)
+        except (RewardError, EpisodeError) as error:
+            return error
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(sample_or_error(prompt)) for _, prompt in chosen]
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return _summarize_outcomes(chosen, [task.result() for task in tasks], config)
+    prompts_in_order = [prompt for _, prompt in chosen]
+    outcomes = await map_concurrently(sample_or_error, prompts_in_order, most=config.concurrency)
+    return _summarize_outcomes(chosen, outcomes, config)
 
 
 def _to_prompt_scores(columns: Columns, prompt: Prompt, sampled: SampledPrompt) -> _PromptScores:
