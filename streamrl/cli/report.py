@@ -14,16 +14,12 @@ from typing import Any
 
 from streamrl.buffer.run_log import LedgerAudit, audit_run_log, read_history
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
-from streamrl.cli.arguments.config_args import add_run_cluster_argument, read_run_cluster
 from streamrl.cli.output.output_files import check_html_file, write_output_file
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_jsonl
 from streamrl.messages import parse_uid
-from streamrl.placement.clusters import Cluster
 from streamrl.planner.calibration import advice
-from streamrl.planner.calibration.advice import SettingsAdvice, recommend_settings
-from streamrl.planner.calibration.prediction import PlannedRun
-from streamrl.planner.calibration.run_trace import RunTrace, describe_missing_run, load_run_trace
+from streamrl.planner.calibration.run_trace import describe_missing_run, load_run_trace
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
 from streamrl.telemetry.page.page import RunPage
 from streamrl.telemetry.page.run_record import RunReader
@@ -37,7 +33,7 @@ MAX_SHOWN_UIDS = 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        "streamrl report RUN [--what-if [--cluster FILE|8xH100]] [--json]\n"
+        "streamrl report RUN [--json]\n"
         "       streamrl report RUN [RUN ...] --html FILE\n"
         "       streamrl report --ledger RUN [--uid UID] [--json]"
     )
@@ -54,12 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write a page of charts, which needs neither network nor server; several runs overlay",
     )
-    parser.add_argument(
-        "--what-if",
-        action="store_true",
-        help="simulate other settings and report their effect (takes some seconds)",
-    )
-    add_run_cluster_argument(parser, "; requires --what-if")
     parser.add_argument(
         "--ledger",
         type=parse_path,
@@ -105,14 +95,10 @@ def _check_options(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             "report: name a RUN to find its bottleneck, or --ledger RUN to audit its run log"
         )
-    if arguments.html is not None and (arguments.ledger or arguments.what_if or arguments.json):
+    if arguments.html is not None and (arguments.ledger or arguments.json):
         raise ConfigError("report: --html needs RUN, and no other option")
     if len(arguments.run_dirs) > 1 and arguments.html is None:
         raise ConfigError(f"report: {len(arguments.run_dirs)} runs: several need --html FILE")
-    if arguments.what_if and not arguments.run_dirs:
-        raise ConfigError("report: --what-if needs RUN")
-    if arguments.cluster and not arguments.what_if:
-        raise ConfigError("report: --cluster needs RUN --what-if")
     if arguments.uid is not None and arguments.ledger is None:
         raise ConfigError("report: --uid needs --ledger RUN")
 
@@ -131,28 +117,11 @@ def _write_page(arguments: argparse.Namespace) -> int:
 def _print_run_report(arguments: argparse.Namespace) -> int:
     with show_progress(f"reading {arguments.run_dirs[0]}"):
         measured = load_run_trace(arguments.run_dirs[0])
-        cluster = read_run_cluster(arguments)
-        if arguments.what_if:
-            # Raises ConfigError for a cluster that the run does not fit, before any output.
-            PlannedRun.from_trace(measured, measured.config, cluster)
     if arguments.json:
-        result = advice.report_to_json(measured)
-        if arguments.what_if:
-            result |= advice.advice_to_json(_simulate_settings(measured, cluster))
-        print(json.dumps(result))
-        return 0
-    print("\n".join(advice.describe_run(measured)), flush=True)
-    if not arguments.what_if:
-        print("add --what-if to simulate other settings (takes some seconds)")
-        return 0
-    simulated = _simulate_settings(measured, cluster)
-    print("\n".join(advice.describe_advice(measured, simulated)))
+        print(json.dumps(advice.report_to_json(measured)))
+    else:
+        print("\n".join(advice.describe_run(measured)))
     return 0
-
-
-def _simulate_settings(measured: RunTrace, cluster: Cluster | None) -> SettingsAdvice:
-    with show_progress("simulating", unit="settings") as progress:
-        return recommend_settings(measured, cluster, track=progress.track)
 
 
 def trace_uid(uid: str, entries: Iterable[LogEntry], events: Iterable[LogEntry]) -> list[LogEntry]:

@@ -12,7 +12,6 @@ from streamrl.cli.arguments.planner_args import (
     check_simulation_time,
     read_planner_inputs,
 )
-from streamrl.cli.output.output_files import check_output_dir
 from streamrl.config.run_config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_small_json
@@ -33,7 +32,6 @@ from streamrl.planner.simulator.results import SimulationResult
 from streamrl.planner.simulator.simulation import run_simulation
 from streamrl.planner.to_placement import build_run_placement
 from streamrl.telemetry.progress import ProgressLine, show_progress
-from streamrl.telemetry.sinks import check_no_run
 
 DEFAULT_STEPS = 20
 MAX_STEPS = 10_000
@@ -54,21 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"training steps ({DEFAULT_STEPS}, or more if generation runs far ahead)",
     )
-    parser.add_argument(
-        *("-o", "--output"),
-        type=parse_path,
-        metavar="DIR",
-        help="write trace.json and metrics.jsonl to DIR, in a run's format",
-    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.steps is not None and not 1 <= arguments.steps <= MAX_STEPS:
         raise ConfigError(f"--steps {arguments.steps}: must be from 1 to {MAX_STEPS}")
-    if arguments.output is not None:
-        check_output_dir("-o", arguments.output)
-        check_no_run(arguments.output)
     with show_progress("reading config and data") as progress:
         text = _simulate(arguments, progress)
     print(text)
@@ -76,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _simulate(arguments: argparse.Namespace, progress: ProgressLine) -> str:
-    """Simulate the placement and write the files asked for; return the output."""
+    """Simulate the placement; return the output."""
     chosen = _read_placement(arguments.placement) if arguments.placement is not None else None
     config = read_config(arguments.config, arguments.overrides)
     problem, constants = read_planner_inputs(arguments, config).build_problem(config)
@@ -102,9 +91,6 @@ def _simulate(arguments: argparse.Namespace, progress: ProgressLine) -> str:
         run_options=problem.run_options,
         on_step=progress.advance,
     )
-    if arguments.output is not None:
-        progress.describe(f"writing {arguments.output}")
-        result.write_run_files(arguments.output)
     if arguments.json:
         return json.dumps(to_json(result))
     head = [describe_problem(config, problem), str(placement), ""]
@@ -144,12 +130,12 @@ def describe_simulation(result: SimulationResult) -> list[str]:
         f"{age}: {tokens / result.tokens_by_staleness.total():.0%}"
         for age, tokens in sorted(result.tokens_by_staleness.items())
     )
-    cool_down = f", the last {result.cool_down_steps} without new prompts"
+    notes = f"{result.warm_up_steps} of them warm-up"
+    if result.cool_down_steps:
+        notes += f", the last {result.cool_down_steps} without new prompts"
     lines = [
-        f"step        {format_seconds(result.mean_step_s)} s, median"
-        f" {format_seconds(result.median_step_s)} s"
-        f" ({len(result.step_ends)} steps, {result.warm_up_steps} of them"
-        f" warm-up{cool_down if result.cool_down_steps else ''})",
+        f"step        {format_seconds(result.mean_step_s)} s"
+        f" ({len(result.step_ends)} steps, {notes})",
         f"throughput  {format_count(result.tokens_per_s)} tokens/s",
         f"staleness   {result.staleness_mean:.2f} on average, at most {result.staleness_max}"
         f" ({ages})",
@@ -172,7 +158,6 @@ def _compute_mean_depth(result: SimulationResult, stage: str) -> float:
 def to_json(result: SimulationResult) -> dict[str, Any]:
     return {
         **simulation_to_json(result),
-        "step_s_median": result.median_step_s,
         "staleness": {
             str(age): tokens for age, tokens in sorted(result.tokens_by_staleness.items())
         },

@@ -29,13 +29,12 @@ def read_config(path: Path, overrides: Sequence[str]) -> RunConfig:
     return load_config(source, overrides)
 
 
-def add_run_cluster_argument(parser: argparse.ArgumentParser, rule: str = "") -> None:
-    """Declare --cluster; `rule` ends its help."""
+def add_run_cluster_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cluster",
         type=parse_nonempty,
         metavar="FILE|8xH100",
-        help="cluster that the run used; not needed for the CPU cores of one machine" + rule,
+        help="cluster that the run used; not needed for the CPU cores of one machine",
     )
 
 

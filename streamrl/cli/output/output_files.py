@@ -41,19 +41,6 @@ def check_html_file(path: Path) -> Path:
     return target
 
 
-def check_output_dir(option: str, path: Path) -> None:
-    """Raise ConfigError unless `path` is a folder or can be created as a folder.
-
-    option: command-line option that the error names.
-    """
-    target = Path(os.path.realpath(path))
-    existing = next(path for path in (target, *target.parents) if os.path.lexists(path))
-    if not existing.is_dir():
-        raise ConfigError(f"{option} {path}: {os.strerror(errno.ENOTDIR)}")
-    missing = target.relative_to(existing).parts
-    _check_creatable(option, path, existing, [target, *(existing / name for name in missing)])
-
-
 def _check_creatable(option: str, path: Path, folder: Path, names: Sequence[Path]) -> None:
     """Raise ConfigError unless `folder` is writable and its file system accepts the paths."""
     try:

@@ -1,91 +1,17 @@
-"""Advice on a run: its bottleneck, and the effect of other settings by calibrated simulation."""
+"""Advice on a run: its bottleneck, and what its filter, episodes and stale groups cost."""
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from streamrl.config.role_counts import count_actors
-from streamrl.config.run_config import RunConfig, with_settings
-from streamrl.dataflow import CRITIC, SERVING_ROLES
 from streamrl.errors import ConfigError
-from streamrl.placement.clusters import Cluster
-from streamrl.planner.calibration.fit_timings import fit_timings
 from streamrl.planner.calibration.prediction import (
-    PlannedRun,
     SteadyMetrics,
     count_generators,
-    predict_metrics,
 )
 from streamrl.planner.calibration.run_trace import RunTrace, load_run_trace
-from streamrl.planner.problem.stage_timings import StageTimings
-from streamrl.rewards.group_filter import AUTO_OVERSAMPLE
-
-MIN_ERROR = 0.02
-"""Minimum relative error of the step time that advice assumes for the simulator."""
-Alternative = tuple[str, Mapping[str, Any]]
-"""Description of other settings for a run, and the settings by dotted key."""
-
-
-@dataclass(frozen=True)
-class SettingsOption:
-    """Alternative settings for a run, with simulated metrics.
-
-    settings: overrides of the config, as key=value.
-    step_s_change: relative to the simulated step time of the run as it is.
-    """
-
-    description: str
-    settings: tuple[str, ...]
-    metrics: SteadyMetrics
-    step_s_change: float
-
-
-@dataclass(frozen=True)
-class SettingsAdvice:
-    """Measured and simulated metrics of a run, and other settings for it, fastest first."""
-
-    measured_metrics: SteadyMetrics
-    simulated_metrics: SteadyMetrics
-    options: Sequence[SettingsOption]
-
-    @property
-    def simulation_error(self) -> float:
-        return self.simulated_metrics.step_s / self.measured_metrics.step_s - 1
-
-    @property
-    def min_change(self) -> float:
-        return max(abs(self.simulation_error), MIN_ERROR)
-
-
-def recommend_settings(
-    trace: RunTrace,
-    cluster: Cluster | None = None,
-    *,
-    track: Callable[[Iterable[Alternative], int], Iterable[Alternative]] = lambda items, total: (
-        items
-    ),
-) -> SettingsAdvice:
-    """Simulate a run with its own settings and with `list_alternatives`, there or on `cluster`.
-
-    track: wraps the alternatives, for a progress bar; its second argument is their number. Raises
-    ConfigError if the run is too short or incomplete.
-    """
-    planned_run = PlannedRun.from_trace(trace, trace.config, cluster)
-    timings = fit_timings(trace, planned_run.base_timings).timings
-    simulated = predict_metrics(planned_run, timings)
-    options = []
-    alternatives = list(list_alternatives(trace.config))
-    for description, settings in track(alternatives, len(alternatives)):
-        metrics = _simulate_settings(trace, settings, timings, cluster)
-        if metrics is not None:
-            change = metrics.step_s / simulated.step_s - 1
-            overrides = tuple(f"{k}={'null' if v is None else v}" for k, v in settings.items())
-            options.append(SettingsOption(description, overrides, metrics, change))
-    options.sort(key=lambda option: option.metrics.step_s)
-    return SettingsAdvice(SteadyMetrics.from_run(trace), simulated, options)
 
 
 def average_metric(trace: RunTrace, name: str, default: float | None = None) -> float | None:
@@ -141,93 +67,6 @@ def measure_episodes(trace: RunTrace) -> dict[str, float] | None:
     return load
 
 
-def list_alternatives(config: RunConfig) -> Iterator[Alternative]:
-    """Yield alternatives to a config, each as a description and the settings to change.
-
-    They are a further replica, other device splits, oversampling and other staleness bounds.
-    """
-    keys = _list_replica_settings(config)
-    for description, (key, count, unit) in keys.items():
-        yield f"one more {description}", {key: count + unit}
-    yield from _list_device_splits(config)
-    if config.filter.is_enabled and config.filter.oversample_factor is not None:
-        yield "oversample to replace filtered groups", {"filter.oversample": AUTO_OVERSAMPLE}
-    bound = config.pipeline.max_staleness
-    for staleness in (bound - 1, bound + 1, bound + 2):
-        if staleness >= 0:
-            settings = {"pipeline.max_staleness": staleness, "pipeline.depth": None}
-            yield f"max_staleness={staleness}", settings
-
-
-def _list_replica_settings(config: RunConfig) -> Mapping[str, tuple[str, int, int]]:
-    """Return, by kind of replica: config key, value, and the increase of the value per replica."""
-    roles = config.dataflow.calls_by_role
-    settings = {}
-    for role, (key, count) in count_actors(config).items():
-        if role in SERVING_ROLES and key == SERVING_ROLES[role].replicas:
-            section = key.removesuffix(".replicas")
-            settings["value replica" if section == "critic" else section] = (key, count, 1)
-    trainer = config.trainer
-    settings["trainer replica"] = (
-        "trainer.world_size",
-        trainer.world_size,
-        trainer.ranks_per_batch,
-    )
-    if CRITIC in roles:
-        critic_trainer = config.get_trainer_config(CRITIC)
-        settings["critic replica"] = (
-            "critic.trainer.world_size",
-            critic_trainer.world_size,
-            critic_trainer.ranks_per_batch,
-        )
-    return settings
-
-
-def _list_device_splits(config: RunConfig) -> Iterator[Alternative]:
-    generator, trainer = config.generator, config.trainer
-    if config.placement.shared_pools:
-        if config.placement.is_hybrid and trainer.world_size > 1:
-            half = trainer.world_size // 2
-            yield (
-                "separate devices for generators and policy",
-                {
-                    "placement.mode": "disaggregated",
-                    "placement.pools": [],
-                    "placement.memory_mb": None,
-                    "generator.replicas": trainer.world_size - half,
-                    "trainer.world_size": half,
-                },
-            )
-        return
-    if max(generator.tensor_parallel, trainer.ranks_per_batch) > 1:
-        return
-    devices = generator.replicas + trainer.world_size
-    for description, replicas in (
-        ("one device moved from policy to generators", generator.replicas + 1),
-        ("one device moved from generators to policy", generator.replicas - 1),
-    ):
-        if 0 < replicas < devices:
-            yield (
-                description,
-                {"generator.replicas": replicas, "trainer.world_size": devices - replicas},
-            )
-    yield (
-        "generators and policy on the same devices",
-        {"placement.mode": "colocated", "trainer.world_size": devices},
-    )
-
-
-def _simulate_settings(
-    trace: RunTrace, settings: Mapping[str, Any], timings: StageTimings, cluster: Cluster | None
-) -> SteadyMetrics | None:
-    try:
-        config = with_settings(trace.config, settings)
-        planned_run = PlannedRun.from_trace(trace, config, cluster)
-        return predict_metrics(planned_run, timings)
-    except ConfigError:
-        return None
-
-
 REFRESH_FACTOR = 1.2
 SATURATED_BUSY = 0.9
 """Busy fraction above which a stage has no reserve."""
@@ -246,23 +85,6 @@ def report_to_json(trace: RunTrace) -> dict[str, Any]:
         "filter": measure_filter_cost(trace),
         "episodes": measure_episodes(trace),
         "measured": vars(SteadyMetrics.from_run(trace)),
-    }
-
-
-def advice_to_json(advice: SettingsAdvice) -> dict[str, Any]:
-    return {
-        "simulated": vars(advice.simulated_metrics),
-        "error": advice.simulation_error,
-        "options": [
-            {
-                "what": option.description,
-                "settings": option.settings,
-                "change": option.step_s_change,
-                "counts": abs(option.step_s_change) > advice.min_change,
-                **vars(option.metrics),
-            }
-            for option in advice.options
-        ],
     }
 
 
@@ -308,22 +130,6 @@ def describe_excluded_steps(trace: RunTrace) -> str:
     """Return a clause that counts the steps left out, by reason; "" without such steps."""
     excluded = ", ".join(f"{count} {why}" for why, count in trace.excluded_steps.items() if count)
     return f"; left out: {excluded}" if excluded else ""
-
-
-def describe_advice(trace: RunTrace, advice: SettingsAdvice) -> list[str]:
-    """Format a table of other settings, with the simulated step time and staleness of each."""
-    simulated = advice.simulated_metrics
-    lines = [
-        f"simulated   a step of {simulated.step_s:.3g} s,"
-        f" {advice.simulation_error:+.0%}; the rows below may have the same error",
-        f"{'instead':<50}{'step':>8}{'change':>8}{'staleness':>11}",
-        *_describe_options(advice.options, advice.min_change),
-    ]
-    if trace.cores:
-        lines.append(
-            f"simulated with a core for every process; those of the run share {trace.cores} cores"
-        )
-    return lines
 
 
 def _describe_filter(trace: RunTrace) -> Iterable[str]:
@@ -379,14 +185,3 @@ def _describe_loads(loads: Mapping[str, Mapping[str, float | None]]) -> Iterable
     for stage, load in loads.items():
         waiting = "" if load["depth"] is None else f"  waiting {load['depth']:>6.3g} groups"
         yield f"  {stage:<14}busy {load['busy']:>4.0%}{waiting}"
-
-
-def _describe_options(options: Iterable[SettingsOption], min_change: float) -> Iterable[str]:
-    """Yield two lines per option; changes up to `min_change` are marked as noise."""
-    for option in options:
-        note = "" if abs(option.step_s_change) > min_change else "  (within noise)"
-        yield (
-            f"{option.description:<50}{option.metrics.step_s:>6.3g} s{option.step_s_change:>8.0%}"
-            f"{option.metrics.staleness_mean:>11.2g}{note}"
-        )
-        yield f"    {' '.join(option.settings)}"

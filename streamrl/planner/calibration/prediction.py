@@ -33,13 +33,12 @@ class SteadyMetrics:
     """Metrics of the steady part of a run: step time, idle fraction by stage, token staleness."""
 
     step_s: float
-    step_s_median: float
     idle: Mapping[str, float]
     staleness_mean: float
 
     @classmethod
     def from_run(cls, run: RunTrace | SimulationResult) -> "SteadyMetrics":
-        return cls(run.mean_step_s, run.median_step_s, run.idle_fractions, run.staleness_mean)
+        return cls(run.mean_step_s, run.idle_fractions, run.staleness_mean)
 
     def compare_with(self, measured: "SteadyMetrics") -> dict[str, dict[str, float]]:
         """Compare predicted with measured metrics: {metric: {predicted, measured, error}}.
@@ -48,7 +47,6 @@ class SteadyMetrics:
         """
         pairs = {
             "step_s": (self.step_s, measured.step_s),
-            "step_s_median": (self.step_s_median, measured.step_s_median),
             **{f"idle/{stage}": (self.idle[stage], idle) for stage, idle in measured.idle.items()},
             "staleness_mean": (self.staleness_mean, measured.staleness_mean),
         }

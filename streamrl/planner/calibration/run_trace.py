@@ -159,10 +159,6 @@ class RunTrace:
         return groups
 
     @property
-    def median_step_s(self) -> float:
-        return statistics.median(step.step_s for step in self.steps)
-
-    @property
     def mean_step_s(self) -> float:
         return statistics.fmean(step.step_s for step in self.steps)
 

@@ -1,28 +1,15 @@
-"""Results of a simulation: step times, rates, idle time, staleness and rows of metrics."""
+"""Results of a simulation: step times, rates, idle time and staleness."""
 
-import math
-from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
-from statistics import median
 
 from streamrl.buffer.run_log import LedgerCounts
 from streamrl.dataflow import CallKind, Dataflow
-from streamrl.planner.problem.workload import Workload
 from streamrl.stream.protocols import StepResult
-from streamrl.stream.step_metrics import StageActivity, StepFacts, compute_step_metrics
-from streamrl.telemetry.chrome_trace import TraceSink
-from streamrl.telemetry.metric_names import Histogram, find_missing_metrics
-from streamrl.telemetry.sinks import JsonlSink
+from streamrl.stream.step_metrics import StageActivity
 from streamrl.telemetry.spans import Span, compute_idle_fraction
-
-MetricsRow = Mapping[str, float | Histogram]
-NAN = math.nan
-_UNSIMULATED_METRICS = ("queue/bytes", "journal/bytes", "journal/fsync_s")
-"""Metrics that only the real queue can measure: NaN in the rows of a simulation."""
 
 
 # repr=False: asyncio's debug logging formats the result of a coroutine, and this repr would format
@@ -41,8 +28,6 @@ class SimulationResult:
     """
 
     dataflow: Dataflow
-    workload: Workload
-    max_staleness: int
     outcomes: Sequence[StepResult]
     step_ends: Sequence[float]
     queue_depths: Mapping[str, Sequence[tuple[float, int]]]
@@ -68,18 +53,9 @@ class SimulationResult:
         return slice(self.warm_up_steps, len(self.step_ends) - self.cool_down_steps)
 
     @property
-    def step_durations_s(self) -> list[float]:
-        starts = [0.0, *self.step_ends]
-        return [end - start for start, end in zip(starts, self.step_ends, strict=False)]
-
-    @property
     def mean_step_s(self) -> float:
         start, end = self._steady_interval
         return (end - start) / len(self.step_ends[self._steady_slice])
-
-    @property
-    def median_step_s(self) -> float:
-        return median(self.step_durations_s[self._steady_slice])
 
     @property
     def _steady_interval(self) -> tuple[float, float]:
@@ -120,7 +96,7 @@ class SimulationResult:
             stage: compute_idle_fraction(
                 activity.spans, start=start, end=end, num_processes=activity.num_processes
             )
-            for stage, activity in self._collect_activity(self.spans).items()
+            for stage, activity in self.collect_activity(self.spans).items()
         }
 
     @property
@@ -131,44 +107,7 @@ class SimulationResult:
     def spans(self) -> Sequence[Span]:
         return [span for spans in self.spans_by_process.values() for span in spans]
 
-    @cached_property
-    def metrics_rows(self) -> Sequence[MetricsRow]:
-        """Rows of all steps in the format of metrics.jsonl; NaN for metrics not simulated."""
-        starts = [0.0, *self.step_ends[:-1]]
-        spans_by_step: list[list[Span]] = [[] for _ in starts]
-        for span in self.spans:
-            first = bisect_right(self.step_ends, span.start_s)
-            for step in range(first, min(bisect_left(self.step_ends, span.end_s) + 1, len(starts))):
-                spans_by_step[step].append(span)
-        return [
-            self._make_row(outcome, self._collect_activity(spans), start, end)
-            for outcome, spans, start, end in zip(
-                self.outcomes, spans_by_step, starts, self.step_ends, strict=True
-            )
-        ]
-
-    def write_run_files(self, run_dir: Path) -> None:
-        """Write the simulation's trace.json and metrics.jsonl, with virtual times, to a directory.
-
-        Raises ConfigError if the directory holds a run, DiskError if writing fails.
-        """
-        now = 0.0
-
-        def clock() -> float:
-            return now
-
-        sinks = (JsonlSink(run_dir, clock=clock), TraceSink(run_dir, clock=clock))
-        for sink in sinks:
-            sink.start({})
-        sinks[1].write_spans(self.spans)
-        for outcome, row, end in zip(self.outcomes, self.metrics_rows, self.step_ends, strict=True):
-            now = end
-            for sink in sinks:
-                sink.log_step(outcome.version + 1, row)
-        for sink in sinks:
-            sink.close({})
-
-    def _collect_activity(self, spans: Sequence[Span]) -> dict[str, StageActivity]:
+    def collect_activity(self, spans: Sequence[Span]) -> dict[str, StageActivity]:
         """Return, by stage, the spans and processes from which idle time is computed.
 
         Spans that belong to no stage, such as pulls, count for the first stage of their role.
@@ -192,47 +131,6 @@ class SimulationResult:
                     kind, role, len(self.process_names[role]), stage_spans
                 )
         return activity
-
-    def _make_row(
-        self,
-        outcome: StepResult,
-        activity: Mapping[str, StageActivity],
-        start_s: float,
-        end_s: float,
-    ) -> MetricsRow:
-        prompt_tokens = self.workload.rounded_prompt_tokens
-        lengths = [n - prompt_tokens for group in outcome.groups for n in group.info.lengths]
-        max_tokens = self.workload.lengths.max_tokens
-        metrics = {
-            "weights/version": float(outcome.version + 1),
-            **dict.fromkeys(_UNSIMULATED_METRICS, NAN),
-        }
-        row = compute_step_metrics(
-            StepFacts(
-                version=outcome.version,
-                groups=outcome.groups,
-                metric_sums={
-                    "rollouts": len(lengths),
-                    "included": len(lengths),
-                    "sampled_sum": sum(group.info.num_loss_tokens for group in outcome.groups),
-                    "sampled_max": max(lengths),
-                    "truncated_sum": sum(length >= max_tokens for length in lengths),
-                    "groups": len(outcome.groups),
-                    "equal_score_groups": NAN,
-                    "score_sum": NAN,
-                    "score_squared_sum": NAN,
-                },
-                metrics=metrics,
-                queue_stats=outcome.queue_stats,
-                ledger_counts=outcome.ledger_counts,
-                activity=activity,
-                start_s=start_s,
-                end_s=end_s,
-                max_staleness=self.max_staleness,
-                filter_tally=outcome.filter_tally,
-            )
-        )
-        return {**row, **dict.fromkeys(find_missing_metrics(row), NAN)}
 
 
 def name_processes(dataflow: Dataflow, counts: Mapping[str, int]) -> dict[str, list[str]]:

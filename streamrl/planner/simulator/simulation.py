@@ -359,8 +359,6 @@ async def _simulate_scenario(
     lead = scenario.pipeline_config.max_steps_ahead
     result = SimulationResult(
         dataflow=scenario.dataflow,
-        workload=scenario.workload,
-        max_staleness=scenario.placement.max_staleness,
         outcomes=run.outcomes,
         step_ends=run.step_ends,
         queue_depths=run.queue.queue_depths,

@@ -207,4 +207,4 @@ def test_cool_down_steps_do_not_count():
     assert (result.warm_up_steps, result.cool_down_steps) == (8, 4)
     assert result.mean_step_s == pytest.approx((result.step_ends[25] - result.step_ends[7]) / 18)
     assert result.exclude_steps(0).cool_down_steps == 0
-    assert result.exclude_steps(99, 99).mean_step_s == result.step_durations_s[-1]
+    assert result.exclude_steps(99, 99).mean_step_s == result.step_ends[-1] - result.step_ends[-2]
