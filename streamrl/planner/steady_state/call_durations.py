@@ -6,7 +6,7 @@ of their distribution in a fixed order, plus the expected longest rollout of a s
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -17,9 +17,7 @@ from streamrl.messages import Array
 from streamrl.planner.problem.stage_timings import GeneratorTiming, ScoreTiming, TrainTiming
 from streamrl.planner.problem.workload import Workload
 from streamrl.planner.steady_state.continuous_batching import (
-    RefillChains,
     ReplicaSchedule,
-    compute_chain_length_quantiles,
     schedule_replica,
 )
 from streamrl.planner.steady_state.overlapping_steps import RolloutProfile
@@ -32,13 +30,9 @@ from streamrl.planner.steady_state.stragglers import (
 
 MAX_ROLLOUTS = 256
 """Most simulated rollouts that start together on a replica; each may stand for several."""
-MAX_CHAIN_ROLLOUTS = 16384
-"""Most simulated rollouts per replica, including those that replace filtered groups."""
 MIN_GROUPS = 24
 """Replicas are simulated until their schedules hold so many groups together."""
 MAX_REPLICA_SCHEDULES = 6
-NUM_SAMPLED_GROUPS = 4096
-"""Groups drawn at random to estimate the time in flight, if a filter rejects some groups."""
 CAPACITY_TOLERANCE = 0.02
 """Relative difference of KV cache sizes that count as equal, to reuse schedules."""
 NUM_PROFILE_SEGMENTS = 20
@@ -48,15 +42,11 @@ NUM_PROFILE_SEGMENTS = 20
 class GenerationModel:
     """Model of a step's generation on equal replicas; caches replica schedules.
 
-    On policy, the groups of a step start together and a new group replaces each filtered group.
-    With generation ahead, `workload` holds all sampled groups, and `replaced` is the fraction of
-    them that a filter rejects.
     extra: rollouts per group besides group_size, such as a greedy rollout.
     """
 
-    def __init__(self, workload: Workload, extra: int = 0, *, replaced: float = 0.0) -> None:
+    def __init__(self, workload: Workload, extra: int = 0) -> None:
         self.workload = workload
-        self._replaced_fraction = replaced
         self.rollouts_per_group = workload.group_size + extra
         self.find_completions_s = cache(self._compute_completions_s)
         self._replica_schedules = cache(self._make_replica_schedules)
@@ -83,21 +73,18 @@ class GenerationModel:
         return rollouts / timing.replicas
 
     def _compute_completions_s(
-        self, timing: GeneratorTiming, cuts: tuple[float, ...], link_s: float = 0.0
+        self, timing: GeneratorTiming, cuts: tuple[float, ...]
     ) -> list[float]:
         """Return, for each cut, the seconds from the step's start until that cut is complete.
 
         cuts: fractions of the step's groups; the last is 1.0.
-        link_s: time from the end of a filtered group to the request of its replacement.
         """
         schedules = self.find_replica_schedules(timing)
         slowest = max(schedules, key=lambda schedule: float(schedule.edges[-1]))
         if cuts == (1.0,):
             schedules = [slowest]
         sorted_ends = np.sort(
-            np.concatenate(
-                [schedule.compute_group_ends_s(timing, link_s) for schedule in schedules]
-            )
+            np.concatenate([schedule.compute_group_ends_s(timing) for schedule in schedules])
         )
         ends_s = [float(sorted_ends[math.ceil(cut * len(sorted_ends)) - 1]) for cut in cuts]
         ends_s[-1] = max(
@@ -109,7 +96,7 @@ class GenerationModel:
         self, timing: GeneratorTiming, schedule: ReplicaSchedule
     ) -> float:
         """Return the mean time of a step's slowest replica over that of the slowest simulated."""
-        if not (self.workload.has_varied_lengths or self.workload.filtered_fraction):
+        if not self.workload.has_varied_lengths:
             return 1.0
         replicas = min(timing.replicas, self.workload.groups_per_step)
         widths = np.diff(schedule.edges)
@@ -128,9 +115,6 @@ class GenerationModel:
 
     def _delay_in_window(self, timing: GeneratorTiming, last: float, window: int) -> float:
         """Return the decode steps, `last` if alone, of a step among `window` in flight."""
-        if self._replaced_fraction:
-            # Replacements start while the first groups still wait for slots.
-            return max(last, self._find_in_flight_steps(timing, window))
         if self.workload.has_varied_lengths:
             return (
                 last
@@ -142,19 +126,9 @@ class GenerationModel:
     def _find_in_flight_steps(self, timing: GeneratorTiming, window: int) -> float:
         """Return the mean decode steps that a step is in flight, without slot limits."""
         if window not in self._in_flight_steps:
-            workload, replaced = self.workload, self._replaced_fraction
-            groups = round(workload.groups_per_step * (1 - replaced)) if replaced else 1
-            if replaced:
-                lengths = workload.lengths.sample(
-                    NUM_SAMPLED_GROUPS * self.rollouts_per_group, np.random.default_rng(0)
-                )
-                longest = lengths.reshape(NUM_SAMPLED_GROUPS, self.rollouts_per_group).max(axis=1)
-            else:
-                replicas = min(timing.replicas, workload.groups_per_step)
-                longest = self._sample_loads(replicas).longest_tokens.max(axis=1)
-            self._in_flight_steps[window] = compute_mean_time_in_flight(
-                longest, window=window, groups=groups, filtered=replaced
-            )
+            replicas = min(timing.replicas, self.workload.groups_per_step)
+            longest = self._sample_loads(replicas).longest_tokens.max(axis=1)
+            self._in_flight_steps[window] = compute_mean_time_in_flight(longest, window=window)
         return self._in_flight_steps[window]
 
     def _build_rollout_profile(
@@ -242,76 +216,41 @@ class GenerationModel:
         token_capacity: tokens that fit into a replica's KV cache.
         """
         groups = self.count_max_replica_groups(replicas)
-        num_replicas = min(replicas, self.workload.groups_per_step)
-        count = min(num_replicas, MAX_REPLICA_SCHEDULES, max(1, -(-MIN_GROUPS // groups)))
-        # Keep few rollouts, but whole groups.
-        max_start_rollouts = math.ceil(MAX_CHAIN_ROLLOUTS * (1 - self.workload.filtered_fraction))
-        simulated_groups = max(
-            1, min(groups, min(MAX_ROLLOUTS, max_start_rollouts) // self.rollouts_per_group)
+        count = min(
+            replicas,
+            self.workload.groups_per_step,
+            MAX_REPLICA_SCHEDULES,
+            max(1, -(-MIN_GROUPS // groups)),
         )
+        # Keep few rollouts, but whole groups.
+        simulated_groups = max(1, min(groups, MAX_ROLLOUTS // self.rollouts_per_group))
         scale, prompt = groups / simulated_groups, self.workload.prompt_tokens
         slots = min(float(max_running), token_capacity / (prompt + self._mean_age))
         return [
             schedule_replica(
-                chains,
+                lengths,
                 prompt_tokens=prompt,
                 token_capacity=token_capacity / scale,
                 num_slots=max(1, round(max_running / scale)),
                 scale=scale,
                 slots=slots,
             )
-            for chains in self._draw_chains(num_replicas, count, simulated_groups)
+            for lengths in np.split(self._make_lengths(count * simulated_groups), count)
         ]
 
-    def _draw_chains(
-        self, replicas: int, num_schedules: int, chains: int
-    ) -> Iterator[RefillChains]:
-        """Yield each simulated replica's groups as `chains` chains; one has the longest rollout."""
-        if self.workload.filtered_fraction:
-            longest = float(self._sample_loads(replicas).longest_tokens.max(axis=1).mean())
-            all_chains = self._make_refill_chains(num_schedules * chains).stretch_longest(longest)
-        else:
-            all_chains = self._make_unfiltered_chains(num_schedules * chains)
-        return all_chains.split_chains(num_schedules)
+    def _make_lengths(self, groups: int) -> Array:
+        """Return the tokens of each rollout, float64 [groups, rollouts]; the longest is in the
+        middle.
 
-    def _make_refill_chains(self, chains: int) -> RefillChains:
-        """Return chains of groups, each group but the last filtered and replaced by the next.
-
-        Chain lengths and rollout lengths are quantiles in a fixed random order.
-        """
-        rng = np.random.default_rng(0)
-        counts = rng.permutation(
-            compute_chain_length_quantiles(self.workload.filtered_fraction, chains)
-        )
-        lengths = rng.permutation(self._compute_length_quantiles(int(counts.sum())))
-        return self._to_chains(lengths, counts)
-
-    def _make_unfiltered_chains(self, groups: int) -> RefillChains:
-        """Return chains of a single group each, with the longest rollout in the middle.
-
-        Rollout lengths are quantiles in a fixed random order.
+        They are quantiles in a fixed random order.
         """
         num_rollouts = self.workload.groups_per_step * self.rollouts_per_group
-        lengths_without_longest = np.random.default_rng(0).permutation(
-            self._compute_length_quantiles(groups)[:-1]
-        )
-        longest = max(
-            self.workload.lengths.expected_longest(num_rollouts),
-            lengths_without_longest.max(initial=1.0),
-        )
-        lengths = np.insert(
-            lengths_without_longest, (len(lengths_without_longest) + 1) // 2, longest
-        )
-        return self._to_chains(lengths, np.ones(groups, np.int64))
-
-    def _compute_length_quantiles(self, groups: int) -> Array:
         total = groups * self.rollouts_per_group
-        return self.workload.lengths.quantiles((np.arange(total) + 0.5) / total)
-
-    def _to_chains(self, lengths: Array, counts: Array) -> RefillChains:
-        return RefillChains.from_counts(
-            np.rint(lengths).reshape(-1, self.rollouts_per_group), counts
-        )
+        quantiles = self.workload.lengths.quantiles((np.arange(total) + 0.5) / total)
+        others = np.random.default_rng(0).permutation(quantiles[:-1])
+        longest = max(self.workload.lengths.expected_longest(num_rollouts), others.max(initial=1.0))
+        lengths = np.insert(others, (len(others) + 1) // 2, longest)
+        return np.asarray(np.rint(lengths).reshape(-1, self.rollouts_per_group))
 
 
 def score_duration_s(

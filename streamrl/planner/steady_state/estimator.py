@@ -184,12 +184,10 @@ class PlacementEstimator:
         self.costs = costs
         self._on_estimated = on_estimated
         self.call_graph = CallGraph.from_dataflow(problem.dataflow)
-        # With generation ahead, other sampled groups make up for filtered ones.
-        sampled, replaced = problem.workload.sampled_workload, problem.workload.filtered_fraction
-        self._ahead_generation = GenerationModel(
-            sampled, self.call_graph.num_greedy, replaced=replaced
+        # All groups that a step samples start together, those that a filter replaces included.
+        self.generation = GenerationModel(
+            problem.workload.sampled_workload, self.call_graph.num_greedy
         )
-        self._on_policy_generation = GenerationModel(problem.workload, self.call_graph.num_greedy)
         self._step_durations_s: dict[PlacementKey, float] = {}
 
     def iter_estimated(self) -> Iterator[tuple[Placement, float]]:
@@ -217,14 +215,7 @@ class PlacementEstimator:
     def _find_max_busy_s(self, placement: Placement) -> float:
         """Return the busiest device's busy seconds per step, a lower bound of the step time."""
         jobs = self._make_job_graph(placement)
-        return find_max_busy_s(jobs, build_busy_jobs(jobs, self.select_generation(placement))[0])
-
-    def select_generation(self, placement: Placement) -> GenerationModel:
-        """Return the model of generation for a placement.
-
-        Generation is ahead of training if the placement allows staleness, else on policy.
-        """
-        return self._ahead_generation if placement.max_staleness else self._on_policy_generation
+        return find_max_busy_s(jobs, build_busy_jobs(jobs, self.generation)[0])
 
     def _make_job_graph(self, placement: Placement) -> JobGraph:
         problem, timings = self.problem, self.costs.predict_timings(placement)
@@ -258,7 +249,7 @@ class PlacementEstimator:
 
     def schedule_jobs(self, placement: Placement) -> tuple[JobGraph, UnrolledSchedule]:
         """Return the jobs of a feasible placement, and their schedule over several steps."""
-        jobs, generation = self._make_job_graph(placement), self.select_generation(placement)
+        jobs, generation = self._make_job_graph(placement), self.generation
         # Round up to whole publish intervals, if not every step is published.
         publish_every, window = jobs.publish_every, placement.max_staleness + 1
         window = -(-window // publish_every) * publish_every

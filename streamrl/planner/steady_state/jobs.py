@@ -147,20 +147,6 @@ class JobGraph:
         scores = [call.stage for call in self.call_graph.calls if call.kind is CallKind.SCORE]
         return [calls[stage] for stage in scores if stage in calls]
 
-    @property
-    def refill_s(self) -> float:
-        """Seconds from the end of a filtered group to the request of its replacement, on policy.
-
-        They are two hops between stages, and the scoring of the group.
-        """
-        if not self.workload.filtered_fraction:
-            return 0.0
-        judges = [call for call in self.call_graph.calls if "scores" in call.produces]
-        timed_judges = [call for call in judges if call.stage in self.timings.score]
-        return 2 * self.timings.hop_s + sum(
-            self._estimate_group_score_s(call) for call in timed_judges
-        )
-
     def score_duration_s(self, call: ModelCall) -> float:
         timing, per_group = (
             self.timings.score[call.stage],
@@ -342,7 +328,7 @@ def _are_exclusive(
 
 def make_on_policy_job(jobs: JobGraph, generation: GenerationModel) -> StepJob:
     """Return the generation job on policy: the rollouts of a step all start together."""
-    curve = generation.find_completions_s(jobs.timings.generator, jobs.group_cuts, jobs.refill_s)
+    curve = generation.find_completions_s(jobs.timings.generator, jobs.group_cuts)
     stage = jobs.call_graph.generate_call.stage
     return StepJob(stage, jobs.find_mesh(stage), (curve[-1],), result_times_s=curve)
 
@@ -363,7 +349,7 @@ def build_busy_jobs(jobs: JobGraph, generation: GenerationModel) -> tuple[list[S
     if jobs.placement.max_staleness:
         busy_s = generation.estimate_saturated_step_s(timing, jobs.placement.max_staleness)
     else:
-        (busy_s,) = generation.find_completions_s(timing, (1.0,), jobs.refill_s)
+        (busy_s,) = generation.find_completions_s(timing, (1.0,))
     return jobs.build_jobs(StepJob(stage, jobs.find_mesh(stage), (busy_s,))), busy_s
 
 

@@ -15,7 +15,6 @@ from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
-from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import (
     CallMemory,
     PlacementCosts,
@@ -250,35 +249,12 @@ def test_devices_are_exclusive(
         )
 
 
-def test_ahead_replacements_of_filtered_groups_overlap():
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_replacements_of_filtered_groups_are_sampled_too(ahead: int):
     # 8 rollouts fill the replica; 16 take twice as long.
-    timing, placement = replace(GENERATOR, max_running=8), Placement({}, max_staleness=1)
-    ends = []
+    placement, step_s = separate(ahead), []
+    timings = replace(TIMINGS, score={}, generator=replace(GENERATOR, max_running=8))
     for fraction in (0.0, 0.5):
-        filtered_problem = make_problem(workload=replace(WORKLOAD, filtered_fraction=fraction))
-        generation = PlacementEstimator(
-            filtered_problem, CostModel(filtered_problem)
-        ).select_generation(placement)
-        ends.append(generation.find_completions_s(timing, (1.0,))[-1])
-    assert ends[1] == pytest.approx(2 * ends[0])
-
-
-def test_on_policy_replacements_follow_filtered_groups():
-    filtered_problem = make_problem(
-        workload=replace(WORKLOAD, groups_per_step=64, filtered_fraction=0.5)
-    )
-    generation = PlacementEstimator(
-        filtered_problem, CostModel(filtered_problem)
-    ).select_generation(Placement({}))
-    unlimited = replace(GENERATOR, max_running=10**6)
-    # Half of the groups are kept at once; of 64 chains the longest has 7.3 groups on average,
-    # however much KV cache exists. Half a second passes before each group but the first.
-    ahead = PlacementEstimator(filtered_problem, CostModel(filtered_problem)).select_generation(
-        Placement({}, max_staleness=1)
-    )
-    first = ahead.find_completions_s(unlimited, (1.0,))[-1]
-    half, last = generation.find_completions_s(unlimited, (0.5, 1.0))
-    assert half == pytest.approx(first, rel=0.05)
-    assert last == pytest.approx(7.3 * first, rel=0.1)
-    expected = pytest.approx(last + 6.3 * 0.5, rel=0.1)
-    assert generation.find_completions_s(unlimited, (0.5, 1.0), link_s=0.5)[-1] == expected
+        problem = make_problem(workload=replace(WORKLOAD, filtered_fraction=fraction))
+        step_s.append(estimate_placement(problem, placement, FixedCosts(timings)).step_s)
+    assert step_s == pytest.approx([10 + 5, 20 + 5] if not ahead else [10, 20])

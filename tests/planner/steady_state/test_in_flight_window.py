@@ -12,17 +12,15 @@ from streamrl.planner.steady_state.stragglers import (
 LENGTHS = np.exp(np.random.default_rng(1).normal(6.0, 0.8, 4096))
 
 
-@given(st.integers(1, 6), st.integers(1, 40))
-def test_equal_steps_do_not_delay_each_other(window: int, groups: int):
-    time_in_flight = compute_mean_time_in_flight(np.full(3, 7.0), window=window, groups=groups)
-    assert time_in_flight == pytest.approx(7.0)
+@given(st.integers(1, 6))
+def test_equal_steps_do_not_delay_each_other(window: int):
+    assert compute_mean_time_in_flight(np.full(3, 7.0), window=window) == pytest.approx(7.0)
 
 
-def test_single_step_takes_its_longest_group():
-    expected = np.random.default_rng(2).choice(LENGTHS, (4000, 16)).max(axis=1).mean()
-    assert compute_mean_time_in_flight(LENGTHS, window=1, groups=16) == pytest.approx(
-        expected, rel=0.05
-    )
+def test_more_steps_in_flight_are_longer_in_flight():
+    times = [compute_mean_time_in_flight(LENGTHS, window=window) for window in (1, 2, 4)]
+    assert times[0] == pytest.approx(LENGTHS.mean(), rel=0.05)
+    assert times == sorted(times)
 
 
 def test_two_steps_in_flight_delay_each_other():
@@ -36,16 +34,3 @@ def test_two_steps_in_flight_delay_each_other():
     assert compute_mean_time_in_flight(np.array([1.0, 9.0]), window=2) == pytest.approx(
         expected, rel=0.05
     )
-
-
-def test_time_in_flight_grows_with_filtering_and_groups():
-    by_filtered = [
-        compute_mean_time_in_flight(LENGTHS, window=2, groups=64, filtered=f)
-        for f in (0.0, 0.2, 0.5, 0.8, 0.95)
-    ]
-    assert by_filtered == sorted(by_filtered)
-    by_groups = [
-        compute_mean_time_in_flight(LENGTHS, window=3, groups=n, filtered=0.5)
-        for n in (1, 8, 64, 512)
-    ]
-    assert by_groups == sorted(by_groups)
