@@ -38,8 +38,8 @@ from streamrl.data.config import DataConfig
 from streamrl.distributed.devices import has_local_gpu
 from streamrl.engines.generation.generation_engine import GenerationEngine
 from streamrl.engines.generator_config import GeneratorConfig
-from streamrl.engines.vllm.engine import EngineSpec
 from streamrl.engines.vllm.environment import make_vllm_env
+from streamrl.engines.vllm.requests import EngineSpec
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.episodes.driver import EpisodeDriver
 from streamrl.environments.episodes.start_driver import start_episode_driver

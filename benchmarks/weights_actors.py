@@ -15,7 +15,7 @@ from streamrl.actors.transport.ray_calls import RAY_ACCESS
 from streamrl.engines.generation.generation_engine import GenerationEngine
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.vllm import engine
-from streamrl.engines.vllm.engine import EngineSpec
+from streamrl.engines.vllm.requests import EngineSpec
 from streamrl.errors import GenerationError
 from streamrl.weights import TransportReader, TransportWriter, WeightManifest, WeightsConfig
 from streamrl.weights.buckets import publish_version, unpack_tensors

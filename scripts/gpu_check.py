@@ -1632,7 +1632,7 @@ async def sample_and_load() -> Measurements:
 
     from streamrl.engines.generation.generation_engine import GenerationEngine
     from streamrl.engines.generator_config import GeneratorConfig
-    from streamrl.engines.vllm.engine import EngineSpec
+    from streamrl.engines.vllm.requests import EngineSpec
 
     config = AutoConfig.for_model("qwen2", **GENERATOR_CONFIG)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(get_device_name())

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from streamrl.engines.generation.generation_engine import GenerationEngine
     from streamrl.engines.training.model_trainer import ModelTrainer
-    from streamrl.engines.vllm.engine import EngineSpec
     from streamrl.engines.vllm.follower_rank import FollowerRank
+    from streamrl.engines.vllm.requests import EngineSpec
 
 
 async def _await_nothing() -> None:
@@ -150,7 +150,7 @@ class RealEngineFactory:
 
 def _make_engine_spec(config: RunConfig, max_length: int, replica: int) -> "EngineSpec":
     """Return the settings of a vLLM engine, with the rank group of an engine that spans ranks."""
-    from streamrl.engines.vllm.engine import EngineSpec
+    from streamrl.engines.vllm.requests import EngineSpec
 
     size = config.generator.tensor_parallel
     is_shared = config.placement.is_hybrid and size > 1

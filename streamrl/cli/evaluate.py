@@ -263,7 +263,7 @@ async def start_engine(subject: EvaluationSubject, max_length: int) -> "Generati
     """Start vLLM in this process; `max_length` limits the tokens of prompt plus completion."""
     from streamrl.distributed.devices import has_local_gpu
     from streamrl.engines.generation.generation_engine import GenerationEngine
-    from streamrl.engines.vllm.engine import EngineSpec
+    from streamrl.engines.vllm.requests import EngineSpec
 
     threads = os.cpu_count() or 1
     # vLLM and PyTorch warn about each other on import; users can do nothing about those warnings.

@@ -22,7 +22,7 @@ from streamrl.buffer.run_log import (
 )
 from streamrl.config.run_config import RunConfig
 from streamrl.data.prompt_stream import PromptStream
-from streamrl.dataflow import POLICY, CallKind, Dataflow
+from streamrl.dataflow import CallKind
 from streamrl.errors import CheckpointError, ConfigError, DataError, JournalError, LedgerError
 from streamrl.files.bounded_read import read_jsonl
 from streamrl.run_dir.checkpoint import (
@@ -80,7 +80,7 @@ def check_resume(
     location = f"--resume {resume.checkpoint.path if resume.checkpoint else resume.run_dir}"
     try:
         if resume.checkpoint is not None:
-            _check_checkpoint(resume.checkpoint, config.dataflow)
+            _check_checkpoint(resume.checkpoint)
         if config.queue.journal.enabled:
             _check_queue(resume, layout, config, prompts)
         _check_metric_rows(resume.run_dir)
@@ -103,20 +103,12 @@ def check_resume(
         ) from None
 
 
-def _check_checkpoint(checkpoint: Checkpoint, dataflow: Dataflow) -> None:
-    """Raise CheckpointError if a model or trainer state in the checkpoint is lost or damaged."""
-    from streamrl.engines.checkpoint.sharded_state import check_saved_state
-    from streamrl.engines.models.supported_models import check_weight_files
-
+def _check_checkpoint(checkpoint: Checkpoint) -> None:
+    """Raise ConfigError unless every file of the checkpoint is as it was written."""
     try:
         check_files(checkpoint)
     except ConfigError as error:
         raise ConfigError(f"{error}{suggest_whole_checkpoint(checkpoint.path)}") from None
-    for role in (call.role for call in dataflow.select_calls(CallKind.TRAIN)):
-        model, state = checkpoint.get_role_dirs(role)
-        location = f"--resume {checkpoint.path}: {role}"
-        check_weight_files(str(model), location, is_served=role == POLICY)
-        check_saved_state(state)
 
 
 def _check_queue(

@@ -52,11 +52,9 @@ def list_gpu_names() -> list[str]:
 
 def get_local_device() -> "torch.device":
     """Return the device that this process computes on: its current GPU, or the CPU."""
-    import torch
-
-    if has_local_gpu():
-        return torch.device(GPU, _get_gpu_module().current_device())
-    return torch.device("cpu")
+    name = f"{GPU}:{_get_gpu_module().current_device()}" if has_local_gpu() else "cpu"
+    device: torch.device = _get_torch().device(name)
+    return device
 
 
 def select_local_gpu(rank: int) -> None:
@@ -155,11 +153,9 @@ def pin_host_memory(address: int, num_bytes: int) -> bool:
         return False
     if int(_get_gpu_module().cudart().cudaHostRegister(address, num_bytes, 0)) == 0:
         return True
-    import torch
-
     # CUDA keeps the error, and the next operation of this thread would raise it.
     with suppress(RuntimeError):
-        torch.zeros(1, device=GPU)
+        _get_torch().zeros(1, device=GPU)
     return False
 
 
@@ -227,16 +223,19 @@ def check_ray_agrees(ray_gpus: float) -> None:
         check_device()
 
 
-def _get_gpu_module() -> Any:
+def _get_torch() -> Any:
+    """Return torch, which the processes that never compute do not load."""
     import torch
 
-    return torch.get_device_module(GPU)
+    return torch
+
+
+def _get_gpu_module() -> Any:
+    return _get_torch().get_device_module(GPU)
 
 
 def _describe_torch() -> str:
-    import torch
-
-    return f"torch {torch.__version__}"
+    return f"torch {_get_torch().__version__}"
 
 
 def _get_host() -> str:
@@ -244,9 +243,7 @@ def _get_host() -> str:
 
 
 def _suggest_fix() -> str:
-    import torch
-
-    if torch.version.cuda is None:
+    if _get_torch().version.cuda is None:
         return (
             "it is the CPU build: make install DEVICE=gpu, or hide the GPUs"
             " (CUDA_VISIBLE_DEVICES=) to compute on the CPU"

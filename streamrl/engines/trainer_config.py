@@ -47,8 +47,8 @@ class TrainerConfig:
     #: Number of ranks that share the tokens of each micro-batch (DeepSpeed-Ulysses), for sequences
     #: whose activations do not fit one rank. Must divide the attention heads and the KV heads.
     sequence_parallel: Annotated[int, at_least(1)] = 1
-    #: ZeRO stage: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters. Backend
-    #: torch shards everything at 3 (FSDP2) and nothing below.
+    #: ZeRO stage: 0 shards nothing (as backend torch), 1 optimizer state, 2 also gradients, 3 also
+    #: parameters. Backend torch shards everything at 3 (FSDP2) and nothing below.
     zero_stage: Annotated[int, at_least(0, 3)] = 1
     #: Peak learning rate.
     lr: Annotated[float, above(0)] = 1e-6

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from benchmarks.memory import LiveBytes
 from streamrl.engines.models.stored_weights import StoredModelTensor, StoredWeights, find_owners
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.engines.training.fsdp_tp_backend import FsdpTpBackend
+from streamrl.engines.training.torch_backend import TorchBackend
 from streamrl.resharding.boxes import TensorBox
 
 SIZES: dict[str, dict[str, int]] = {
@@ -88,7 +88,7 @@ class FakeWeights:
         return torch.empty(box.shape)
 
 
-class CountedBackend(FsdpTpBackend):
+class CountedBackend(TorchBackend):
     """A rank whose shards are fake tensors, which take no memory but are counted."""
 
     def __init__(

@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 
 from streamrl.engines.generation.generation_engine import GenerationEngine
 from streamrl.engines.generator_config import GeneratorConfig
-from streamrl.engines.vllm import engine as vllm_engine
-from streamrl.engines.vllm.engine import EngineSpec
 from streamrl.engines.vllm.environment import make_vllm_env
+from streamrl.engines.vllm.requests import EngineSpec
 from streamrl.messages import Rollout
 from streamrl.weights import WeightLoadStats
 from streamrl.weights.versions import NUM_SEQUENCES
@@ -42,7 +41,7 @@ class StepLog:
     def wrap_build(self, build: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `build_vllm_engine` so that the log observes the engine it builds."""
 
-        def build_logged(spec: vllm_engine.EngineSpec) -> Any:
+        def build_logged(spec: EngineSpec) -> Any:
             engine = build(spec)
             self.block_size = engine.vllm_config.cache_config.block_size
             runner = engine.model_executor.driver_worker.worker.model_runner
@@ -180,6 +179,8 @@ async def start_flight(folder: str, policy: str, config: GeneratorConfig) -> Asy
     with pytest.MonkeyPatch.context() as patch:
         for name, value in make_vllm_env("cpu").items():
             patch.setenv(name, value)
+        from streamrl.engines.vllm import engine as vllm_engine  # loads vLLM
+
         patch.setattr(
             vllm_engine, "build_vllm_engine", log.wrap_build(vllm_engine.build_vllm_engine)
         )

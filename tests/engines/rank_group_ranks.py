@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,9 +23,8 @@ from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.model_trainer import WeightResharder, make_backend
 from streamrl.engines.training.training_backend import TrainingBackend
-from streamrl.engines.vllm.engine import EngineSpec
-from streamrl.engines.vllm.follower_rank import FollowerRank
 from streamrl.engines.vllm.rank_groups import RankGroup, make_rank_group
+from streamrl.engines.vllm.requests import EngineSpec
 from streamrl.errors import GenerationError
 from streamrl.resharding.boxes import count_elements, subtract_boxes
 from streamrl.resharding.executors import ReshardingStats
@@ -33,6 +32,9 @@ from streamrl.resharding.layouts import TensorShard
 from streamrl.resharding.storage import ShardStorage
 from tests.engines import tiny_qwen
 from tests.engines.tiny_qwen import fill, save
+
+if TYPE_CHECKING:
+    from streamrl.engines.vllm.follower_rank import FollowerRank
 
 UPDATES = 2
 SEEDS = range(6)
@@ -109,7 +111,9 @@ def run_rank(
     }
 
 
-async def start_engine(path: str, rank_group: RankGroup) -> GenerationEngine | FollowerRank:
+async def start_engine(path: str, rank_group: RankGroup) -> "GenerationEngine | FollowerRank":
+    from streamrl.engines.vllm.follower_rank import FollowerRank  # loads vLLM
+
     group = rank_group if rank_group.size > 1 else None
     spec = EngineSpec(path, generator_config(rank_group.size), MAX_LENGTH, rank_group=group)
     return await (
@@ -212,7 +216,7 @@ def count_lacking_bytes(backend: Any, storage: ShardStorage) -> int:
     )
 
 
-def get_weight_loader(engine: GenerationEngine | FollowerRank) -> Any:
+def get_weight_loader(engine: "GenerationEngine | FollowerRank") -> Any:
     """Return the weights that vLLM holds on this rank."""
     return (
         engine._thread._weight_loader
@@ -221,7 +225,7 @@ def get_weight_loader(engine: GenerationEngine | FollowerRank) -> Any:
     )
 
 
-async def measure_sleep(engine: GenerationEngine | FollowerRank) -> tuple[int, int]:
+async def measure_sleep(engine: "GenerationEngine | FollowerRank") -> tuple[int, int]:
     """Return the bytes of the KV cache on this rank before and after sleep."""
     if isinstance(engine, GenerationEngine):
         await engine.pause("test")
@@ -237,7 +241,7 @@ async def measure_sleep(engine: GenerationEngine | FollowerRank) -> tuple[int, i
     return before, after
 
 
-def count_kv_bytes(engine: GenerationEngine | FollowerRank) -> int:
+def count_kv_bytes(engine: "GenerationEngine | FollowerRank") -> int:
     rank_engine: Any = engine
     if isinstance(engine, GenerationEngine):
         worker = get_weight_loader(engine)._worker
@@ -247,7 +251,7 @@ def count_kv_bytes(engine: GenerationEngine | FollowerRank) -> int:
 
 
 async def measure_version(
-    engine: GenerationEngine | FollowerRank,
+    engine: "GenerationEngine | FollowerRank",
     backend: Any,
     switch: Switch | None,
     version: int,
@@ -266,7 +270,7 @@ async def measure_version(
 
 
 async def switch_version(
-    engine: GenerationEngine | FollowerRank, backend: Any, switch: Switch | None, version: int
+    engine: "GenerationEngine | FollowerRank", backend: Any, switch: Switch | None, version: int
 ) -> dict[str, Any]:
     """Reshard a version into the generator's memory, or else load the trainer's parameters."""
     if switch is None:
@@ -333,6 +337,8 @@ async def lead(spec: EngineSpec, victim: int, ready_file: Path) -> str:
 
 
 async def follow(spec: EngineSpec, victim: int, ready_file: Path) -> str:
+    from streamrl.engines.vllm.follower_rank import FollowerRank  # loads vLLM
+
     follower = await FollowerRank.start(spec)
     serving = asyncio.create_task(follower.wait_until_closed())
     if victim == 1:

@@ -10,9 +10,8 @@ import pytest
 
 from streamrl.engines.generation.generation_engine import GenerationEngine
 from streamrl.engines.generator_config import GeneratorConfig
-from streamrl.engines.vllm import engine as vllm_engine
-from streamrl.engines.vllm.engine import EngineSpec
 from streamrl.engines.vllm.environment import make_vllm_env
+from streamrl.engines.vllm.requests import EngineSpec
 from streamrl.errors import ConfigError, DeadlineError, GenerationError, WeightsError
 from tests.engines.flight import SHORT, start_engine
 from tests.engines.tiny_qwen import (
@@ -103,7 +102,7 @@ async def test_a_start_past_its_deadline_is_reported(
         release.wait()
         raise RuntimeError("too late")
 
-    monkeypatch.setattr(vllm_engine, "build_vllm_engine", stuck)
+    monkeypatch.setattr("streamrl.engines.vllm.engine.build_vllm_engine", stuck)
     folder = save(tiny_model(tied=True, seed=1), tmp_path)
     config = GeneratorConfig(start_timeout_s=0.01)
     with pytest.raises(DeadlineError, match=r"did not start .* within 0.01 s"):

@@ -47,8 +47,9 @@ async def test_a_weight_load_interrupts_no_rollout_and_versions_match_the_decode
     flight: Flight,
 ):
     first = max(flight.models)
-    number = flight.engine._last_request_id + 1
     running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(CONCURRENT)))
+    await asyncio.sleep(0)
+    (number,) = flight.engine._requests
     loads = []
     for seed in (2,) if flight.policy == "drain" else (2, 3):
         await flight.wait_for_steps(20)

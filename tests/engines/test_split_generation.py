@@ -16,7 +16,6 @@ import torch
 
 from streamrl.engines.generation.generation_engine import ProgressWatch
 from streamrl.engines.generator_config import GeneratorConfig
-from streamrl.engines.vllm import engine as vllm_engine
 from streamrl.errors import StreamError
 from tests import forked
 from tests.engines.flight import SHORT, start_engine
@@ -147,6 +146,8 @@ async def test_ranks_that_hang_end_with_a_killed_engine(tmp_path: Path):
 async def test_a_dead_rank_is_reported_and_ends_the_other_ranks(
     tmp_path: Path, activity: str, monkeypatch: pytest.MonkeyPatch
 ):
+    from streamrl.engines.vllm import engine as vllm_engine  # loads vLLM
+
     # vLLM would shut the engine down on garbage collection, when the next one may run already.
     shut_down: list[None] = []
     shut_down_engine = vllm_engine.shut_down_engine

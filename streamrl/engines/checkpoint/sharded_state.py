@@ -11,7 +11,7 @@ The format uses no pickle.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -183,19 +183,6 @@ def _read_rng(path: Path) -> dict[str, Tensor]:
     return states
 
 
-def check_saved_state(directory: Path) -> TrainerProgress:
-    """Return the progress of a saved trainer after checking that all its shards exist.
-
-    Reads only the headers of the large files. Raises CheckpointError if the state is incomplete.
-    """
-    progress = read_progress(directory)
-    with StateReader(directory) as files:
-        files.check_complete(MOMENT_KINDS if progress.step else ())
-    for path in sorted(directory.glob("rng_*.safetensors")):
-        _read_rng(path)
-    return progress
-
-
 class StateReader:
     """Index of the shards that all ranks saved; a context manager that keeps their files mapped."""
 
@@ -262,27 +249,6 @@ class StateReader:
                 f"{self._directory} lacks {kind} of {shard.tensor}{missing[0]}: it was written for"
                 " another model, or is incomplete"
             )
-
-    def check_complete(self, kinds: Iterable[str]) -> None:
-        """Raise CheckpointError unless the saved shards cover every parameter completely.
-
-        `kinds` lists AdamW moments, which are checked as well.
-        """
-        names = [name for kind, name in self._parts if kind == VALUE_KIND]
-        for kind in (VALUE_KIND, *kinds):
-            for name in names:
-                covered_boxes = [
-                    box for shard, _ in self._parts.get((kind, name), ()) for box in shard.boxes
-                ]
-                # The shape is not stored: infer it as the maximal end of any shard.
-                stops = zip(*(box.stop for box in self._iter_boxes(name)), strict=True)
-                full_box = TensorBox.from_shape(tuple(map(max, stops)))
-                if missing := subtract_boxes([full_box], covered_boxes):
-                    raise CheckpointError(f"{self._directory} lacks {kind} of {name}{missing[0]}")
-
-    def _iter_boxes(self, name: str) -> Iterator[TensorBox]:
-        for shard, _ in self._parts.get((VALUE_KIND, name), ()):
-            yield from (box for box, _ in shard.box_origins)
 
 
 @dataclass

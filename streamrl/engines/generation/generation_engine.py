@@ -1,6 +1,6 @@
 """Asyncio front end of a vLLM engine: prompts in, rollouts with logprobs and versions out.
 
-    event loop:  GenerationEngine --commands--> EngineThread (vllm/engine_thread.py)
+    event loop:  GenerationEngine --commands--> EngineThread (vllm/engine.py)
                  RequestInFlight  <--results--  steps vLLM's LLMEngine
 
 The engine runs in the calling process on a thread of its own. New weights are loaded between two
@@ -14,11 +14,11 @@ FinishReason.ABORT; a rollout without sampled tokens consists of the prompt.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+import itertools
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from streamrl.dataflow import GENERATE_CALL, GREEDY_CALL
 from streamrl.distributed.devices import get_local_device
 from streamrl.engines.generator_config import SamplingSettings
 from streamrl.engines.models.forward import VALUE_HEADS
-from streamrl.engines.vllm.engine import (
+from streamrl.engines.vllm.requests import (
     EngineSpec,
     ModelInfo,
     SampledSequence,
@@ -35,7 +35,6 @@ from streamrl.engines.vllm.engine import (
     SequenceRequest,
     TokenCount,
 )
-from streamrl.engines.vllm.engine_thread import EngineThread
 from streamrl.errors import ConfigError, DeadlineError, GenerationError, WeightsError
 from streamrl.messages import (
     Array,
@@ -65,25 +64,6 @@ def make_empty_rollout(prompt_ids: Array) -> Rollout:
     )
 
 
-def resolve_partials(
-    prompt_ids: Array, partial_rollouts: Sequence[Rollout], *, num_rollouts: int
-) -> Sequence[Rollout]:
-    """Return `partial_rollouts`, or `num_rollouts` empty rollouts of the prompt if there are none.
-
-    Raises ValueError if the number of partial rollouts is not `num_rollouts`, or if a rollout does
-    not begin with the prompt, int32 [P].
-    """
-    if not partial_rollouts:
-        return [make_empty_rollout(prompt_ids)] * num_rollouts
-    if len(partial_rollouts) != num_rollouts:
-        raise ValueError(f"{len(partial_rollouts)} partial rollouts for {num_rollouts} seeds")
-    if any(
-        not np.array_equal(r.token_ids[: len(prompt_ids)], prompt_ids) for r in partial_rollouts
-    ):
-        raise ValueError("a partial rollout does not start with the prompt")
-    return partial_rollouts
-
-
 def count_remaining_tokens(
     rollout: Rollout, *, num_prompt: int, max_new_tokens: int, max_length: int
 ) -> int:
@@ -96,16 +76,6 @@ def count_remaining_tokens(
         return 0
     length = len(rollout.token_ids)
     return max(0, min(max_new_tokens - (length - num_prompt), max_length - length))
-
-
-def finish_by_length(rollout: Rollout) -> Rollout:
-    """Set FinishReason.LENGTH on an unfinished rollout, which has reached the length limit.
-
-    Finished rollouts are returned unchanged.
-    """
-    if rollout.finish_reason is not FinishReason.ABORT:
-        return rollout
-    return replace(rollout, finish_reason=FinishReason.LENGTH)
 
 
 def extend_rollout(rollout: Rollout, sampled: SampledSequence) -> Rollout:
@@ -203,8 +173,12 @@ def select_progress(
     return {name: count.num_tokens for name, count in awaited.items()}
 
 
+MIN_WAIT_S = 1.0
+"""Shortest wait of `PauseState.wait`: a paused engine is looked at no more often."""
+
+
 class PauseState:
-    """Reasons for which an engine is paused, and the request timeouts suspended meanwhile.
+    """Reasons for which an engine is paused, and waits that do not count paused time.
 
     The engine resumes once the last reason is removed. An instance belongs to one event loop.
     """
@@ -212,8 +186,6 @@ class PauseState:
     def __init__(self) -> None:
         self._reasons: set[str] = set()
         self._ended_pauses_s = self._paused_since = 0.0
-        #: Running timeouts and, while paused, the seconds that remain of each.
-        self._remaining_s: dict[asyncio.Timeout, float] = {}
 
     @property
     def paused_s(self) -> float:
@@ -223,47 +195,30 @@ class PauseState:
         return self._ended_pauses_s + asyncio.get_running_loop().time() - self._paused_since
 
     def add_reason(self, reason: str) -> None:
-        """Add a reason to pause the engine; the first suspends all pausable timeouts."""
         if not self._reasons:
-            now = self._paused_since = asyncio.get_running_loop().time()
-            for deadline in self._list_running_deadlines():
-                self._remaining_s[deadline] = (deadline.when() or now) - now
-                deadline.reschedule(None)
+            self._paused_since = asyncio.get_running_loop().time()
         self._reasons.add(reason)
 
     def remove_reason(self, reason: str) -> bool:
-        """Remove a reason to pause the engine; return whether no reason is left.
-
-        Removing the last reason resumes all timeouts of `pausable_timeout`.
-        """
+        """Remove a reason to pause the engine; return whether it was the last."""
         was_last = self._reasons == {reason}
-        self._reasons.discard(reason)
         if was_last:
-            now = asyncio.get_running_loop().time()
-            self._ended_pauses_s += now - self._paused_since
-            for deadline in self._list_running_deadlines():
-                deadline.reschedule(now + self._remaining_s[deadline])
+            self._ended_pauses_s = self.paused_s
+        self._reasons.discard(reason)
         return was_last
 
-    def _list_running_deadlines(self) -> list[asyncio.Timeout]:
-        """Return the timeouts that have not passed; asyncio cannot reschedule the others."""
-        return [deadline for deadline in self._remaining_s if not deadline.expired()]
+    async def wait(self, future: asyncio.Future[Any], timeout_s: float) -> bool:
+        """Wait for a future, for `timeout_s` without the pauses; return whether it is done."""
 
-    @asynccontextmanager
-    async def pausable_timeout(self, timeout_s: float) -> AsyncIterator[None]:
-        """Raise TimeoutError if the `async with` body takes over `timeout_s` without the pauses."""
-        loop = asyncio.get_running_loop()
-        deadline = asyncio.timeout_at(None if self._reasons else loop.time() + timeout_s)
-        async with deadline:
-            self._remaining_s[deadline] = timeout_s
-            try:
-                yield
-            finally:
-                del self._remaining_s[deadline]
+        def get_running_time() -> float:
+            return asyncio.get_running_loop().time() - self.paused_s
+
+        deadline = get_running_time() + timeout_s
+        while not future.done() and (left_s := deadline - get_running_time()) > 0:
+            await asyncio.wait([future], timeout=max(left_s, MIN_WAIT_S))
+        return future.done()
 
 
-#: vLLM keeps seeds as int64; -1 means no seed.
-MAX_SEED = 2**63 - 1
 #: Greedy decoding ignores the seed.
 GREEDY_SEED = 0
 #: An idle engine shuts down in a second, but a step may be running.
@@ -283,12 +238,15 @@ class GenerationEngine:
     _model_info: ModelInfo
 
     def __init__(self, spec: EngineSpec) -> None:
+        # Loads vLLM, which reads the environment.
+        from streamrl.engines.vllm.engine import EngineThread
+
         self._spec = spec
         self._thread = EngineThread(spec, self._add_sampled, self._reject_request)
         self._requests: dict[int, RequestInFlight] = {}
         self._unsent_requests: list[SamplingRequest] = []
         self._pause_state = PauseState()
-        self._last_request_id = 0
+        self._request_ids = itertools.count(1)
         self._newest_version = -1
 
     @classmethod
@@ -400,10 +358,9 @@ class GenerationEngine:
         the first version, and GenerationError if the engine dies or makes no progress.
         """
         self._check_tokens(prompt_ids)
-        _validate_seeds(seeds)
         config = self._spec.config
         limit = config.max_new_tokens if max_new_tokens is None else max_new_tokens
-        rollouts = resolve_partials(prompt_ids, partial_rollouts, num_rollouts=len(seeds))
+        rollouts = partial_rollouts or [make_empty_rollout(prompt_ids)] * len(seeds)
         budgets = [
             count_remaining_tokens(
                 rollout,
@@ -414,15 +371,17 @@ class GenerationEngine:
             for rollout in rollouts
         ]
         rollouts = [
-            rollout if budget else finish_by_length(rollout)
+            replace(rollout, finish_reason=FinishReason.LENGTH)
+            if rollout.finish_reason is FinishReason.ABORT and not budget
+            else rollout
             for rollout, budget in zip(rollouts, budgets, strict=True)
         ]
         sequences = tuple(
-            _make_sequence_request(
-                index, rollout, budgets[index], int(seeds[index]), len(prompt_ids)
+            _make_sequence_request(index, rollout, budget, int(seed), len(prompt_ids))
+            for index, (rollout, budget, seed) in enumerate(
+                zip(rollouts, budgets, seeds, strict=True)
             )
-            for index, rollout in enumerate(rollouts)
-            if budgets[index]
+            if budget
         )
         missing = [sequence.index for sequence in sequences]
         request = RequestInFlight(rollouts, missing, self._thread.create_future(), watch)
@@ -430,7 +389,7 @@ class GenerationEngine:
             settings = sampling or SamplingSettings(config.temperature)
             await self._run_request(
                 SamplingRequest(
-                    self._make_request_id(),
+                    next(self._request_ids),
                     sequences,
                     settings,
                     stop_token_ids=tuple(stop_token_ids),
@@ -481,7 +440,7 @@ class GenerationEngine:
             if not requests:
                 return logprobs
             request = SamplingRequest(
-                self._make_request_id(), requests, SamplingSettings(0.0), should_score_prompt=True
+                next(self._request_ids), requests, SamplingSettings(0.0), should_score_prompt=True
             )
             results = RequestInFlight(
                 [make_empty_rollout(sequence) for sequence in sequences],
@@ -630,10 +589,7 @@ class GenerationEngine:
         # Retrieve its exception: once the engine is ended here, nothing awaits it.
         waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
-            while True:
-                with suppress(TimeoutError):
-                    async with self._pause_state.pausable_timeout(timeout_s):
-                        return await asyncio.shield(waiting)
+            while not await self._pause_state.wait(waiting, timeout_s):
                 counts = await self._await_reply(self._thread.count_tokens(), describe())
                 progress = select_progress(counts, request_id)
                 if progress == last_progress and not waiting.done():
@@ -643,6 +599,7 @@ class GenerationEngine:
                         f" and runs {self.num_running} rollouts"
                     )
                 last_progress = progress
+            return await waiting
         finally:
             waiting.cancel()
 
@@ -662,10 +619,6 @@ class GenerationEngine:
         self._thread.stop()
         self._thread.fail_pending(reason)
         return GenerationError(reason)
-
-    def _make_request_id(self) -> int:
-        self._last_request_id += 1
-        return self._last_request_id
 
     def _queue_request(self, request: SamplingRequest) -> None:
         """Queue a request to be sent at the end of this event loop iteration.
@@ -713,11 +666,6 @@ class GenerationEngine:
                 f"a prompt with token ids {token_ids.min()} to {token_ids.max()}: the model has "
                 f"{vocab_size} tokens"
             )
-
-
-def _validate_seeds(seeds: Sequence[int]) -> None:
-    if not seeds or not 0 <= min(seeds) <= max(seeds) <= MAX_SEED:
-        raise ValueError(f"seeds={list(seeds)}: needs at least one, all from 0 to {MAX_SEED}")
 
 
 def _make_sequence_request(

@@ -66,21 +66,6 @@ class ModelShape:
             raise ConfigError(
                 f"model {self.name}: layers={self.layers}: must be at most {MAX_LAYERS}"
             )
-        if self.experts and self.dense_layers > self.layers:
-            raise ConfigError(
-                f"model {self.name}: dense_layers={self.dense_layers}: must be at most the"
-                f" {self.layers} layers"
-            )
-        if self.heads % self.kv_heads:
-            raise ConfigError(
-                f"model {self.name}: {self.heads} heads: must be a multiple of"
-                f" {self.kv_heads} kv_heads"
-            )
-        if self.experts and not 1 <= self.experts_per_token <= self.experts:
-            raise ConfigError(
-                f"model {self.name}: experts_per_token={self.experts_per_token}: must be from 1 to"
-                f" the {self.experts} experts"
-            )
 
     @property
     def attention_params(self) -> int:

@@ -1,4 +1,4 @@
-"""Training backend DeepSpeed: ZeRO stages 0 to 3, on nccl and gloo.
+"""Training backend DeepSpeed: ZeRO stages 1 to 3, on nccl and gloo.
 
 The number of micro-batches of an update is not known in advance: gradients of summed losses
 accumulate until the caller passes the divisor to `step`. The configuration leaves accumulation to
@@ -8,13 +8,10 @@ the caller, and the division happens after the reduction over ranks and before c
   float32 and bfloat16. `backward` multiplies by it, so it is 1 except during a step.
 - BF16_Optimizer (stage 1 in bfloat16) has no loss scale. Its float32 gradients, not yet reduced,
   are divided before its step.
-- Stage 0 leaves the update to torch's optimizer and reports no norm. A hook before the optimizer's
-  step divides and clips.
 
 DeepSpeed averages over ranks; dividing by `divisor / world_size` turns the average into the sum.
 """
 
-import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -52,8 +49,7 @@ class DeepSpeedBackend(TrainingBackend):
             self._partition_weights(weights, settings)
         elif not self.has_sharded_params:
             make_siblings_contiguous(module)
-        # From stage 1 on, ZeRO flattens them into a block in this order, so that siblings are
-        # contiguous.
+        # ZeRO flattens them into a block in this order, so that siblings are contiguous.
         self.optimizer = self._make_optimizer(self.trained_params.values())
         if self.has_sharded_params:
             # Gathered once per pass, not once per chunk.
@@ -63,10 +59,8 @@ class DeepSpeedBackend(TrainingBackend):
             model=module, optimizer=self.optimizer, config=settings
         )
         self.forward = self._engine
-        if self._config.zero_stage == 0:
-            self.optimizer.register_step_pre_hook(self._divide_and_clip)
-        self._grad_norm = 0.0
-        self._grad_divisor = 1.0
+        bf16_optimizer = self._deepspeed.runtime.bf16_optimizer.BF16_Optimizer
+        self._has_bf16_optimizer = isinstance(self._engine.optimizer, bf16_optimizer)
 
     def _partition_weights(self, weights: StoredWeights, settings: dict[str, Any]) -> None:
         """Read the weights of a model on the meta device; partition each before reading the next.
@@ -96,34 +90,17 @@ class DeepSpeedBackend(TrainingBackend):
 
     def step(self, *, divisor: float, lr: float) -> float:
         engine, optimizer = self._engine, self._engine.optimizer
-        self._grad_divisor = divisor / dist.get_world_size()
+        grad_divisor = divisor / dist.get_world_size()
         self._set_lr(lr)
-        if self._config.zero_stage == 0:
-            engine.step()
-            return self._grad_norm
-        if _is_bf16_optimizer(optimizer):
+        if self._has_bf16_optimizer:
             for gradients in optimizer.fp32_groups_gradients_flat:
-                gradients.div_(self._grad_divisor)
+                gradients.div_(grad_divisor)
             engine.step()
         else:
-            optimizer.loss_scale = self._grad_divisor
+            optimizer.loss_scale = grad_divisor
             engine.step()
             optimizer.loss_scale = 1.0
         return float(engine.get_global_grad_norm())
-
-    def _divide_and_clip(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Divide the gradients of ZeRO stage 0 by the divisor of `step`, and clip them.
-
-        Called by torch as a hook before the optimizer's step. Stores the gradients' norm; if the
-        norm is not finite, the update is skipped.
-        """
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        for parameter in parameters:
-            parameter.grad /= self._grad_divisor
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self._config.grad_clip or math.inf)
-        if not norm.isfinite():
-            optimizer.zero_grad()  # AdamW skips parameters without gradients
-        self._grad_norm = norm.item()
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         if not self.has_sharded_params:
@@ -159,12 +136,8 @@ class DeepSpeedBackend(TrainingBackend):
     def iter_fragments(self) -> Iterator[ParameterFragment]:
         """Yield the parts of parameters that this rank's optimizer updates.
 
-        From stage 1 on, these are ranges of flat float32 blocks. In stage 0 every rank updates all
-        parameters.
+        These are ranges of flat float32 blocks.
         """
-        if self._config.zero_stage == 0:
-            yield from super().iter_fragments()
-            return
         optimizer = self._engine.optimizer
         for name, parameter in dict[str, Any](self.trained_params).items():
             if self.has_sharded_params:
@@ -190,7 +163,7 @@ class DeepSpeedBackend(TrainingBackend):
     def _master_blocks(self) -> list[Tensor]:
         """Flat float32 master weights of ZeRO stages 1 and 2, a tensor per parameter group."""
         optimizer = self._engine.optimizer
-        is_bf16 = _is_bf16_optimizer(optimizer)
+        is_bf16 = self._has_bf16_optimizer
         name = "fp32_groups_flat_partition" if is_bf16 else "single_partition_of_fp32_groups"
         blocks: list[Tensor] = getattr(optimizer, name)
         return blocks
@@ -214,7 +187,7 @@ def make_deepspeed_config(module: "PreTrainedModel", config: TrainerConfig) -> d
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
-        "gradient_clipping": config.grad_clip if config.zero_stage else 0.0,
+        "gradient_clipping": config.grad_clip,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {
             "stage": config.zero_stage,
@@ -250,16 +223,14 @@ def import_deepspeed() -> Any:
     # DeepSpeed's launcher would set the device index.
     os.environ["LOCAL_RANK"] = str(get_local_device().index or 0)
     import deepspeed
-    import deepspeed.ops
-    from deepspeed.runtime import compiler
-    from deepspeed.utils import logger
 
-    logger.setLevel("WARNING")
+    deepspeed.utils.logger.setLevel("WARNING")
     # DeepSpeed calls deprecated torch collectives; users cannot act on the warning.
     warnings.filterwarnings("ignore", "`torch.distributed.*` is deprecated", FutureWarning)
     # Building the shared-memory collectives for CPUs on first use takes over a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # Muon, imported with every optimizer, would import torch's compiler, which takes a second.
+    compiler = deepspeed.runtime.compiler
     compiler.compile = lambda: compiler.dummy_decorator
     return deepspeed
 
@@ -268,9 +239,3 @@ def _make_flat_shard(name: str, parameter: Any) -> TensorShard | None:
     """Return this rank's range of a parameter that stage 3 shards; None if it has no element."""
     whole = create_whole_shard(name, tuple(parameter.ds_shape))
     return whole.chunk_flat(dist.get_rank(), dist.get_world_size())
-
-
-def _is_bf16_optimizer(optimizer: Any) -> bool:
-    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-
-    return isinstance(optimizer, BF16_Optimizer)

@@ -91,12 +91,12 @@ from streamrl.engines.training.collate import (
 )
 from streamrl.engines.training.deepspeed_backend import DeepSpeedBackend
 from streamrl.engines.training.forward_scorers import compute_token_column
-from streamrl.engines.training.fsdp_tp_backend import FsdpTpBackend
 from streamrl.engines.training.optimizer_offload import OptimizerOffload
 from streamrl.engines.training.pretraining import PretrainingLoss
 from streamrl.engines.training.rollout_sums import sum_rollouts
 from streamrl.engines.training.tasks import PolicyTask, TrainingTask
-from streamrl.engines.training.training_backend import TrainingBackend, make_siblings_contiguous
+from streamrl.engines.training.torch_backend import TorchBackend
+from streamrl.engines.training.training_backend import TrainingBackend
 from streamrl.errors import CheckpointError, DeadlineError, StreamError, WeightsError
 from streamrl.files.atomic_write import wrap_checkpoint_errors, write_atomic
 from streamrl.files.hf_config import GENERATION_CONFIG, WEIGHTS_FILE, WEIGHTS_INDEX
@@ -342,28 +342,6 @@ def _merge_served_specs(ranks: Sequence[_RankShards]) -> ModelSpec:
 def _describe_adapters(config: TrainerConfig) -> str:
     settings = ("lora_rank", "lora_alpha") if config.lora_rank else ()
     return " ".join(f"{name}={vars(config)[name]}" for name in settings)
-
-
-class TorchBackend(TrainingBackend):
-    """A data-parallel replica of the model. Kept simple: the other backends are tested against it.
-
-    `step` sums the accumulated gradients over ranks and divides.
-    """
-
-    def __init__(self, module: "PreTrainedModel", config: TrainerConfig) -> None:
-        make_siblings_contiguous(module)
-        super().__init__(module, config)
-        self.optimizer = self._make_optimizer(p for p in module.parameters() if p.requires_grad)
-
-    def step(self, *, divisor: float, lr: float) -> float:
-        parameters = self.optimizer.param_groups[0]["params"]
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= divisor
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self._config.grad_clip or math.inf)
-        return self._apply_update(norm.item(), lr)
 
 
 class StepPlan:
@@ -900,8 +878,6 @@ def make_backend(
     If it is on the meta device, which needs `has_sharded_params`, each rank reads its part of
     `weights`.
     """
-    if config.backend == "deepspeed":
-        return DeepSpeedBackend(module, config, weights)
-    if config.has_sharded_params:
-        return FsdpTpBackend(module, config, weights)
-    return TorchBackend(module, config)
+    # DeepSpeed's stage 0 would shard nothing and leave the update to torch's optimizer.
+    is_deepspeed = config.backend == "deepspeed" and config.zero_stage
+    return (DeepSpeedBackend if is_deepspeed else TorchBackend)(module, config, weights)

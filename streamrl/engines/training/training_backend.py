@@ -1,15 +1,13 @@
-"""Base of the training backends: gradients and optimizer of a rank that holds all parameters.
+"""Base of the training backends: gradients and optimizer of a rank.
 
-A backend overrides what it shards. The updates of all backends are tested against `TorchBackend`.
+A backend overrides what it shards.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -75,15 +73,6 @@ class TrainingBackend:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
-    def _apply_update(self, norm: float, lr: float) -> float:
-        """Run the optimizer on clipped gradients, unless their `norm` is not finite; return it."""
-        self._set_lr(lr)
-        if math.isfinite(norm):
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.module.zero_grad()
-        return norm
-
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and full tensor of every trained parameter, tied ones once.
 
@@ -124,9 +113,7 @@ class TrainingBackend:
 
         Of equal parts on several ranks, only the first rank's is not a copy.
         """
-        for name, parameter in self.trained_params.items():
-            shard = create_whole_shard(name, tuple(parameter.shape))
-            yield ParameterFragment(shard, parameter, is_copy=dist.get_rank() != 0)
+        raise NotImplementedError
 
     def refresh_params(self) -> None:
         """Make the forward pass use tensors of `iter_shards` that a checkpoint load has filled.

@@ -1,47 +1,72 @@
-"""Build, step, update and shut down a vLLM engine: streamrl's calls into vLLM's LLMEngine.
+"""A vLLM engine on a thread of its own: streamrl's calls into vLLM's LLMEngine.
 
-The functions import vLLM, the module does not. All calls for an engine must come from its thread
-(`EngineThread`).
+`EngineThread` executes commands between decode steps and reports results:
+
+    loop:  take commands -> execute them -> decode step -> report finished rollouts
+
+Results go to the event loop, those of sampling batched per step. Any exception ends the thread,
+since the engine's state is unknown afterwards: all pending futures fail, and threading's excepthook
+prints the traceback. All calls for an engine must come from its thread.
+
+The module loads vLLM, which reads the environment of `make_vllm_env` at its import.
 """
 
+import asyncio
 import logging
 import os
+import queue
+import sys
 import threading
 import time
-import warnings
+import traceback
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, TypeVar
 
 import torch
+from transformers import PreTrainedTokenizerBase
+from vllm import SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMClientError
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import FinishReason as VllmFinishReason
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+from vllm.v1.engine.llm_engine import LLMEngine
 
+from streamrl.data.chat_template import load_tokenizer
 from streamrl.distributed.devices import has_local_gpu, synchronize_stream
-from streamrl.engines.generator_config import GeneratorConfig, SamplingSettings, make_engine_args
+from streamrl.engines.generator_config import GeneratorConfig, make_engine_args
 from streamrl.engines.memory.peak_memory import release_freed_memory
 from streamrl.engines.models.forward import load_skeleton
+from streamrl.engines.vllm.executor import make_rank_group_args
 from streamrl.engines.vllm.load_check import LoadWarningHandler
-from streamrl.engines.vllm.rank_groups import RankGroup
-from streamrl.engines.vllm.stop_conditions import StopConditions
+from streamrl.engines.vllm.requests import (
+    EngineSpec,
+    ModelInfo,
+    SampledSequence,
+    SamplingRequest,
+    SequenceRequest,
+    TokenCount,
+    make_vllm_request_id,
+)
 from streamrl.engines.vllm.weight_loader import (
     PartialWeightLoader,
     WeightLoader,
-    keep_plain_linears,
-)
-from streamrl.engines.vllm.worker_weights import (
     WorkerWeightLoader,
     end_workers_with_engine,
     has_lost_rank,
+    keep_plain_linears,
     unlink_shared_memory,
 )
 from streamrl.errors import ConfigError, GenerationError
 from streamrl.messages import FinishReason
+from streamrl.resharding.storage import ShardStorage
 from streamrl.weights import LoadVerification, WeightLoadStats
 from streamrl.weights.parameters import ParameterSet
-
-if TYPE_CHECKING:
-    from streamrl.engines.vllm.executor import FollowerWorker
-
 
 #: vLLM's LLMEngine.
 VllmEngine = Any
@@ -53,98 +78,8 @@ _ENGINE_LOCK = threading.Lock()
 LOAD_WARNINGS = LoadWarningHandler()
 
 
-@dataclass(frozen=True)
-class EngineSpec:
-    """Arguments for building a vLLM engine of a model directory.
-
-    `max_length` bounds prompt plus completion, in tokens. A weight load recomputes the KV cache of
-    running rollouts, unless `should_keep_kv`. With `should_drain`, running rollouts finish with the
-    old weights first. `rank_group` places a tensor-parallel engine on existing trainer ranks;
-    without it, vLLM starts its own processes. `seed` seeds vLLM itself; the seeds of a group's
-    `group_size` rollouts derive from `run_seed`.
-    """
-
-    model_path: str
-    config: GeneratorConfig
-    max_length: int
-    seed: int = 0
-    should_drain: bool = False
-    should_keep_kv: bool = False
-    rank_group: RankGroup | None = None
-    group_size: int = 1
-    run_seed: int = 0
-
-
-@dataclass(frozen=True)
-class ModelInfo:
-    """Parameters of a model directory, by their transformers names, and its vocabulary size."""
-
-    parameters: ParameterSet
-    vocab_size: int
-
-
-@dataclass(frozen=True)
-class SequenceRequest:
-    """A rollout to sample, as sent to the engine: prefix, seed and number of new tokens.
-
-    `index` is the position of the rollout in its request. `token_ids` is the prefix: the prompt and
-    `num_sampled` tokens of a partial rollout.
-    """
-
-    index: int
-    token_ids: list[int]
-    seed: int
-    max_new_tokens: int
-    num_sampled: int = 0
-
-
-@dataclass(frozen=True)
-class SamplingRequest:
-    """Rollouts of a prompt to sample with the same settings; results carry `request_id`.
-
-    With `should_score_prompt`, results also contain the logprobs of the prefix. `stop_token_ids`
-    end a rollout besides those of the engine.
-    """
-
-    request_id: int
-    sequences: tuple[SequenceRequest, ...]
-    sampling: SamplingSettings
-    should_score_prompt: bool = False
-    stop_token_ids: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class SampledSequence:
-    """Tokens that the engine has newly sampled for a rollout, with their logprobs and versions.
-
-    `prompt_logprobs` has an entry for each token of the prefix except the first, if requested.
-    """
-
-    request_id: int
-    index: int
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
-    versions: Sequence[int]
-    finish_reason: FinishReason
-    prompt_logprobs: Sequence[float] = ()
-
-
-class TokenCount(NamedTuple):
-    """Number of tokens that the engine has sampled for a sequence; whether it decodes it now.
-
-    Otherwise the sequence waits in vLLM's queue, because it is new or was preempted.
-    """
-
-    num_tokens: int
-    is_running: bool
-
-
 #: The loaders have the same methods, which `WeightLoader` describes.
 AnyWeightLoader = WeightLoader | WorkerWeightLoader | PartialWeightLoader
-
-
-def make_vllm_request_id(request_id: int, index: int) -> str:
-    return f"{request_id}:{index}"
 
 
 @contextmanager
@@ -175,28 +110,13 @@ def build_vllm_engine(spec: EngineSpec) -> VllmEngine:
     A tensor-parallel engine computes in child processes, or, with `spec.rank_group`, in the
     existing processes of the rank group, whose leader this process is.
     """
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    with _keep_plain_on_cpu():
+    with keep_plain_on_cpu():
         engine = LLMEngine.from_engine_args(_make_engine_args(spec), enable_multiprocessing=False)
     if spec.config.tensor_parallel > 1 and spec.rank_group is None:
         end_workers_with_engine(engine)
-        if _is_on_cpu():
+        if current_platform.is_cpu():
             unlink_shared_memory(engine)
     return engine
-
-
-def build_follower_worker(spec: EngineSpec) -> "FollowerWorker":
-    """Build the vLLM worker of a follower rank of a tensor-parallel engine.
-
-    Collective: the leader builds the engine at the same time.
-    """
-    assert spec.rank_group is not None
-    config = make_engine_config(spec)
-    from streamrl.engines.vllm.executor import FollowerWorker
-
-    with _keep_plain_on_cpu():
-        return FollowerWorker(config, spec.rank_group)
 
 
 def make_engine_config(spec: EngineSpec) -> Any:
@@ -211,12 +131,9 @@ def _make_engine_args(spec: EngineSpec) -> Any:
     logger = logging.getLogger("vllm")
     logger.setLevel(logging.WARNING)
     logger.handlers, logger.propagate = [LOAD_WARNINGS], False
-    with warnings.catch_warnings():
-        # Raised by vLLM's own imports; users cannot act on these.
-        warnings.simplefilter("ignore", FutureWarning)
-        from vllm.engine.arg_utils import EngineArgs
-    if _is_on_cpu() == has_local_gpu():
-        devices = ("a CPU", "finds a GPU") if _is_on_cpu() else ("a GPU", "finds none")
+    on_cpu = bool(current_platform.is_cpu())
+    if on_cpu == has_local_gpu():
+        devices = ("a CPU", "finds a GPU") if on_cpu else ("a GPU", "finds none")
         raise ConfigError(
             f"vLLM computes on {devices[0]}, but torch {devices[1]}: `streamrl doctor` names the"
             " build to install"
@@ -226,27 +143,19 @@ def _make_engine_args(spec: EngineSpec) -> Any:
         spec.config,
         seed=spec.seed,
         max_length=spec.max_length,
-        on_cpu=_is_on_cpu(),
+        on_cpu=on_cpu,
     )
     if spec.rank_group is not None:
-        from streamrl.engines.vllm.executor import make_rank_group_args
-
         arguments |= make_rank_group_args(spec.rank_group, spec.config.request_timeout_s)
     engine_args = EngineArgs(**arguments)
     # vLLM caches prefixes of such models in chunks of prompts only, which a CPU does not have.
-    if _is_on_cpu() and engine_args.create_model_config().has_inner_state:
+    if on_cpu and engine_args.create_model_config().has_inner_state:
         engine_args.enable_prefix_caching = False
     return engine_args
 
 
-def _is_on_cpu() -> bool:
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())
-
-
-def _keep_plain_on_cpu() -> AbstractContextManager[None]:
-    return keep_plain_linears() if _is_on_cpu() else nullcontext()
+def keep_plain_on_cpu() -> AbstractContextManager[None]:
+    return keep_plain_linears() if current_platform.is_cpu() else nullcontext()
 
 
 def make_weight_loader(
@@ -261,13 +170,65 @@ def make_weight_loader(
     return WeightLoader(engine, parameters, spec.model_path)
 
 
+BYTES_PER_CHARACTER = 4
+"""Maximum in UTF-8; with byte-level tokenizers a byte may be a token."""
+
+
+class StopConditions:
+    """Stop strings and stop token ids of an engine.
+
+    vLLM's own stop strings need its detokenizer, which decodes every token of every request. This
+    class decodes only the last tokens, as many as a stop string can span.
+    """
+
+    def __init__(self, model_path: str, config: GeneratorConfig) -> None:
+        self.token_ids = list(config.stop_token_ids)
+        self._texts = list(config.stop)
+        self._tokenizer = load_tokenizer(model_path) if self._texts else None
+
+    def make_detokenizer(self, sampled: Sequence[int]) -> Any:
+        """Return a detokenizer that ends a vLLM request at a stop string; None if no string is set.
+
+        `sampled` are tokens of a partial rollout from an earlier request, in which a stop string
+        may start.
+        """
+        if self._tokenizer is None:
+            return None
+        return StopTextDetokenizer(self._tokenizer, self._texts, sampled)
+
+
+class StopTextDetokenizer(IncrementalDetokenizer):
+    """Decodes the last tokens of a request, as many as a stop string can span."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], sampled: Sequence[int]
+    ) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._texts = texts
+        self._window = 1 + max(len(text) for text in texts) * BYTES_PER_CHARACTER
+        self._sampled = list(sampled[-self._window :])
+
+    def update(self, new_token_ids: list[int], stop_terminated: bool) -> str | None:
+        """Append new tokens; return the stop string in the decoded tail, or None."""
+        super().update(new_token_ids, stop_terminated)
+        tail = [*self._sampled, *self.token_ids[-self._window :]][-self._window :]
+        text = decode_verbatim(self._tokenizer, tail)
+        return next((stop for stop in self._texts if stop in text), None)
+
+
+def decode_verbatim(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
+    text = tokenizer.decode(
+        list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    return str(text)
+
+
 def add_request(engine: VllmEngine, request: SamplingRequest, stops: StopConditions) -> str | None:
     """Add the sequences of a request to the engine; return None, or why vLLM rejects them.
 
     If vLLM rejects a sequence, no sequence of the request is added.
     """
-    from vllm.exceptions import VLLMClientError
-
     salt = _make_cache_salt(engine)
     try:
         for sequence in request.sequences:
@@ -314,8 +275,6 @@ def list_partial_sequences(
     engine: VllmEngine, request_ids: Collection[int]
 ) -> list[SampledSequence]:
     """Return the unfinished sequences of these requests that have at least one sampled token."""
-    from vllm.v1.engine import FinishReason as VllmFinishReason
-
     # Read vLLM's internal state: streaming outputs (RequestOutputKind.DELTA) would cost time in
     # every step.
     outputs = [
@@ -373,8 +332,6 @@ def set_weight_version(engine: VllmEngine, version: int) -> None:
 
 
 def shut_down_engine(engine: VllmEngine) -> None:
-    from vllm.distributed import cleanup_dist_env_and_memory
-
     engine.engine_core.shutdown()
     cleanup_dist_env_and_memory()
 
@@ -402,9 +359,6 @@ def _list_running_states(engine: VllmEngine) -> list[Any]:
 def _make_sampling_params(
     request: SamplingRequest, sequence: SequenceRequest, stop_token_ids: Sequence[int]
 ) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
     return SamplingParams(
         seed=sequence.seed,
         temperature=request.sampling.temperature,
@@ -509,3 +463,275 @@ def _list_cache_storages(worker: VllmWorker) -> dict[torch.UntypedStorage, int]:
         _, num_bytes = sizes.get(storage._cdata, (storage, 0))
         sizes[storage._cdata] = storage, max(num_bytes, (last + 1) * cache.itemsize)
     return dict(sizes.values())
+
+
+EngineCommand = Callable[[VllmEngine], None]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class WeightUpdate:
+    """Parameters of a version to load; `tensors` is None if resharding has written them already."""
+
+    tensors: Mapping[str, torch.Tensor] | None
+    version: int
+    stats: asyncio.Future[WeightLoadStats]
+
+
+class EngineThread:
+    """Builds a vLLM engine, steps it while it has requests, and shuts it down.
+
+    Public methods belong to the event loop. Except for `start`, they enqueue a command, which the
+    thread executes before its next step. Once the engine has ended, all pending futures and later
+    calls raise GenerationError.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        on_sampled: Callable[[Sequence[SampledSequence]], None],
+        on_rejected: Callable[[int, str], None],
+    ) -> None:
+        """Prepare the thread.
+
+        The event loop calls `on_sampled` with the rollouts that a decode step finished, and
+        `on_rejected` with the id of a request and vLLM's reason.
+        """
+        #: Version of the weights that the engine samples with; -1 before the first load.
+        self.version = -1
+        self.exited = asyncio.Event()
+        self._spec = spec
+        self._on_sampled = on_sampled
+        self._on_rejected = on_rejected
+        self._loop = asyncio.get_running_loop()
+        self._commands: queue.SimpleQueue[EngineCommand | None] = queue.SimpleQueue()
+        #: While draining: pending weight updates and all later requests, in order.
+        self._deferred_work: deque[WeightUpdate | SamplingRequest] = deque()
+        self._is_paused = False
+        self._failure: str | None = None
+        self._pending: set[asyncio.Future[Any]] = set()
+        self._started: asyncio.Future[ModelInfo] = self.create_future()
+        # A daemon thread: a stuck decode step must not keep the process alive.
+        self._thread = threading.Thread(target=self._run, name="vllm-engine", daemon=True)
+
+    def start(self) -> asyncio.Future[ModelInfo]:
+        self._thread.start()
+        return self._started
+
+    def create_future(self) -> asyncio.Future[Any]:
+        """Create a future that fails if the engine ends."""
+        self.check_alive()
+        future: asyncio.Future[Any] = self._loop.create_future()
+        self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
+        return future
+
+    def check_alive(self) -> None:
+        """Raise GenerationError if the engine has died or was closed."""
+        if self._failure is not None:
+            raise GenerationError(self._failure)
+
+    def fail_pending(self, reason: str) -> None:
+        """Make all pending and later calls raise GenerationError with the first `reason` given."""
+        self._failure = self._failure or reason
+        for future in [future for future in self._pending if not future.done()]:
+            future.set_exception(GenerationError(self._failure))
+
+    def add_requests(self, requests: Sequence[SamplingRequest]) -> None:
+        self._commands.put(lambda engine: self._add_or_defer(engine, requests))
+
+    def abort_sequences(self, request_id: int, indices: Sequence[int]) -> None:
+        names = [make_vllm_request_id(request_id, index) for index in indices]
+        self._commands.put(lambda engine: self._abort_sequences(engine, request_id, names))
+
+    def load_weights(
+        self, tensors: Mapping[str, torch.Tensor] | None, version: int
+    ) -> asyncio.Future[WeightLoadStats]:
+        """Load all parameters as `version`.
+
+        With `should_drain`, the engine first finishes earlier requests. `tensors` None means that
+        resharding has written the parameters into the storage already.
+        """
+        update = WeightUpdate(tensors, version, self.create_future())
+        self._commands.put(lambda engine: self._load_or_defer(engine, update))
+        return update.stats
+
+    def use_model_dir(self, version: int) -> asyncio.Future[WeightLoadStats]:
+        """Label the weights that the engine was built with as `version`."""
+
+        def command(engine: VllmEngine) -> WeightLoadStats:
+            set_weight_version(engine, version)
+            self.version = version
+            return WeightLoadStats()
+
+        return self._submit(command)
+
+    def list_partials(
+        self, request_ids: Collection[int]
+    ) -> asyncio.Future[Sequence[SampledSequence]]:
+        return self._submit(lambda engine: list_partial_sequences(engine, request_ids))
+
+    def count_tokens(self) -> asyncio.Future[dict[str, TokenCount]]:
+        return self._submit(lambda engine: self._count_deferred() | count_tokens(engine))
+
+    def _count_deferred(self) -> dict[str, TokenCount]:
+        return {
+            make_vllm_request_id(work.request_id, sequence.index): TokenCount(0, is_running=False)
+            for work in self._deferred_work
+            if isinstance(work, SamplingRequest)
+            for sequence in work.sequences
+        }
+
+    def get_storage(self) -> asyncio.Future[ShardStorage | None]:
+        return self._submit(lambda engine: self._weight_loader.get_storage())
+
+    def sleep(self) -> asyncio.Future[None]:
+        return self._submit(lambda engine: self._kv_memory.sleep())
+
+    def pause(self) -> asyncio.Future[None]:
+        """Stop decoding; other commands are still executed."""
+        return self._submit(lambda engine: self._set_paused(True))
+
+    def resume(self) -> None:
+        self._commands.put(lambda engine: self._set_paused(False))
+
+    def stop(self) -> None:
+        """End the thread before the next decode step and drop all running requests."""
+        self._commands.put(None)
+
+    def _submit(self, command: Callable[[VllmEngine], Result]) -> asyncio.Future[Result]:
+        future = self.create_future()
+        self._commands.put(lambda engine: self._resolve(future, command(engine)))
+        return future
+
+    def _set_paused(self, is_paused: bool) -> None:
+        self._is_paused = is_paused
+
+    def _run(self) -> None:
+        try:
+            with claim_process_engine():
+                model_info = read_model_info(self._spec.model_path)
+                self._stop_conditions = StopConditions(self._spec.model_path, self._spec.config)
+                engine = build_vllm_engine(self._spec)
+                self._kv_memory = KvCacheMemory(engine)
+                self._weight_loader = make_weight_loader(engine, self._spec, model_info.parameters)
+                try:
+                    self._resolve(self._started, model_info)
+                    with translate_lost_rank_errors(engine):
+                        self._run_loop(engine)
+                finally:
+                    # Also after a failure: otherwise vLLM shuts down when the engine is garbage
+                    # collected, and destroys the process groups of the next engine.
+                    shut_down_engine(engine)
+        finally:
+            self._call_loop(self._handle_exit, sys.exception())
+
+    def _call_loop(self, function: Callable[..., None], *args: object) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def _resolve(self, future: asyncio.Future[Result], result: Result) -> None:
+        """Resolve a future on the event loop, unless its caller has given up."""
+
+        def set_result() -> None:
+            if not future.done():
+                future.set_result(result)
+
+        self._call_loop(set_result)
+
+    def _handle_exit(self, error: BaseException | None) -> None:
+        self.exited.set()
+        path = self._spec.model_path
+        if isinstance(error, ValueError | OSError) and not self._started.done():
+            self._started.set_exception(
+                ConfigError(f"generator: vLLM cannot start {path}: {error}")
+            )
+        outcome = "ended"
+        if error is not None:
+            # vLLM's classes assert on settings without a word.
+            reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+            outcome = f"died: {type(error).__name__}: {reason}"
+        self.fail_pending(f"the engine of {path} {outcome}")
+
+    def _run_loop(self, engine: VllmEngine) -> None:
+        """Alternate commands and decode steps until `stop`; block while no step is possible."""
+        while True:
+            for command in self._take_commands(wait=not self._can_step(engine)):
+                if command is None:
+                    return
+                command(engine)
+                del command  # which may keep loaded weights alive
+            if self._can_step(engine):
+                self._kv_memory.wake_up()
+                batch = step_engine(engine)
+                if batch:
+                    self._call_loop(self._on_sampled, batch)
+                self._run_deferred(engine)
+
+    def _can_step(self, engine: VllmEngine) -> bool:
+        return not self._is_paused and engine.has_unfinished_requests()
+
+    def _take_commands(self, *, wait: bool) -> list[EngineCommand | None]:
+        """Return all queued commands (None: `stop`); with `wait`, block until one arrives."""
+        commands = [self._commands.get()] if wait else []
+        try:
+            while True:
+                commands.append(self._commands.get_nowait())
+        except queue.Empty:
+            return commands
+
+    def _add_or_defer(self, engine: VllmEngine, requests: Sequence[SamplingRequest]) -> None:
+        for request in requests:
+            if self._deferred_work:
+                self._deferred_work.append(request)
+            else:
+                self._add_request(engine, request)
+
+    def _load_or_defer(self, engine: VllmEngine, update: WeightUpdate) -> None:
+        if self._spec.should_drain and (self._deferred_work or engine.has_unfinished_requests()):
+            self._deferred_work.append(update)
+        else:
+            self._load_weights(engine, update)
+
+    def _run_deferred(self, engine: VllmEngine) -> None:
+        """Once the engine is drained, load deferred weights and add deferred requests, in order.
+
+        Stops at the next weight update if requests were added before it.
+        """
+        if not self._deferred_work or engine.has_unfinished_requests():
+            return
+        while self._deferred_work:
+            match self._deferred_work[0]:
+                case WeightUpdate() as update if not engine.has_unfinished_requests():
+                    self._load_weights(engine, update)
+                case SamplingRequest() as request:
+                    self._add_request(engine, request)
+                case _:
+                    return
+            self._deferred_work.popleft()
+
+    def _add_request(self, engine: VllmEngine, request: SamplingRequest) -> None:
+        reason = add_request(engine, request, self._stop_conditions)
+        if reason is not None:
+            self._call_loop(self._on_rejected, request.request_id, reason)
+
+    def _abort_sequences(self, engine: VllmEngine, request_id: int, names: Sequence[str]) -> None:
+        """Abort the vLLM requests `names`; drop their request if it is still deferred."""
+        engine.abort_request(list(names))
+        self._deferred_work = deque(
+            work
+            for work in self._deferred_work
+            if isinstance(work, WeightUpdate) or work.request_id != request_id
+        )
+        self._run_deferred(engine)
+
+    def _load_weights(self, engine: VllmEngine, update: WeightUpdate) -> None:
+        stats = load_weights(
+            engine,
+            self._weight_loader,
+            update.tensors,
+            update.version,
+            should_keep_kv=self._spec.should_keep_kv,
+        )
+        self.version = update.version
+        self._resolve(update.stats, stats)

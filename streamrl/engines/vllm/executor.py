@@ -7,8 +7,6 @@
 vLLM's own executors start processes; this one uses the ranks of a RankGroup. `collective_rpc` sends
 each call to the followers and then calls the leader's worker. Collectives of the model go through
 torch.distributed, whose default process group contains all ranks already.
-
-The module imports vLLM at the top; `engine.py` imports it lazily.
 """
 
 import math
@@ -29,7 +27,6 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.serial_utils import run_method
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from streamrl.engines.vllm.engine import is_freed_after
 from streamrl.engines.vllm.rank_groups import RankGroup
 from streamrl.errors import GenerationError
 
@@ -122,11 +119,10 @@ class FollowerWorker:
         #: Guards the worker: `serve` and weight loads run on different threads.
         self.lock = threading.Lock()
 
-    def serve(self, on_kv_freed: Callable[[bool], None]) -> None:
+    def serve(self, on_called: Callable[[Any], None]) -> None:
         """Execute the leader's calls until the leader closes the connection.
 
-        on_kv_freed: called with true after a call that freed the KV cache, and with false after one
-            that allocated it again.
+        on_called: receives the method of each call after it, before its answer is sent.
 
         Raises GenerationError if the leader's process ends, and any exception of a call.
         """
@@ -135,8 +131,7 @@ class FollowerWorker:
                 method, args, kwargs, is_answered = self._connection.recv()
                 with self.lock:
                     answer = run_method(self.wrapper, method, args, kwargs)
-                if (is_freed := is_freed_after(method)) is not None:
-                    on_kv_freed(is_freed)
+                on_called(method)
                 if is_answered:
                     self._connection.send(answer)
         except (OSError, EOFError, RuntimeError) as error:

@@ -3,21 +3,19 @@
 import asyncio
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from streamrl.distributed.devices import get_local_device, synchronize_device
 from streamrl.engines.vllm import engine
-from streamrl.engines.vllm.engine import EngineSpec
+from streamrl.engines.vllm.executor import FollowerWorker
+from streamrl.engines.vllm.requests import EngineSpec
 from streamrl.engines.vllm.weight_loader import PartialWeightLoader
 from streamrl.errors import ConfigError, DeadlineError, GenerationError
 from streamrl.messages import Array
 from streamrl.resharding.storage import ShardStorage
 from streamrl.weights.parameters import build_full_weights
-
-if TYPE_CHECKING:
-    from streamrl.engines.vllm.executor import FollowerWorker
 
 
 class FollowerRank:
@@ -117,18 +115,21 @@ class FollowerRank:
                 f" it within {timeout_s:g} s"
             ) from error
 
-    def _note_kv_freed(self, is_freed: bool) -> None:
-        """Tell the event loop, from the worker's thread, whether the KV cache is freed."""
+    def _note_call(self, method: Any) -> None:
+        """Tell the event loop, from the worker's thread, whether a call freed the KV cache."""
+        is_freed = engine.is_freed_after(method)
         change = self._kv_freed.set if is_freed else self._kv_freed.clear
-        if not self._loop.is_closed():
+        if is_freed is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(change)
 
     def _run_worker(self) -> None:
         try:
             with engine.claim_process_engine():
                 self._parameters = engine.read_model_info(self._spec.model_path).parameters
-                worker = self._worker = engine.build_follower_worker(self._spec)
                 assert self._spec.rank_group is not None
+                config = engine.make_engine_config(self._spec)
+                with engine.keep_plain_on_cpu():
+                    worker = self._worker = FollowerWorker(config, self._spec.rank_group)
                 self._weight_loader = PartialWeightLoader(
                     worker.wrapper.worker,
                     self._parameters,
@@ -136,7 +137,7 @@ class FollowerRank:
                     self._spec.rank_group,
                 )
                 self._report_status(None)
-                worker.serve(self._note_kv_freed)
+                worker.serve(self._note_call)
         except BaseException as error:
             self._report_status(error)
             raise

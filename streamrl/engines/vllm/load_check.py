@@ -211,10 +211,6 @@ class LoadWarningHandler(logging.Handler):
                 self._messages.append(message)
 
     def drain_warnings(self) -> tuple[str, ...]:
-        """Return the distinct warnings since the last call, each with its number of repetitions."""
+        """Return the distinct warnings since the last call."""
         messages, self._messages = self._messages, []
-        counts = {message: messages.count(message) for message in dict.fromkeys(messages)}
-        return tuple(
-            message if count == 1 else f"{message} ({count} times)"
-            for message, count in counts.items()
-        )
+        return tuple(dict.fromkeys(messages))

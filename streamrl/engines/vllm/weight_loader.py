@@ -1,4 +1,4 @@
-"""Load new weights into a running vLLM model of a single process.
+"""Load new weights into a running vLLM model.
 
 vLLM's `reload_weights` copies every tensor and, on a CPU, repacks each linear layer. Often vLLM's
 parameters are the checkpoint's, concatenated by rows: qkv_proj is q_proj, k_proj and v_proj;
@@ -19,14 +19,20 @@ import copy
 import ctypes
 import functools
 import itertools
+import mmap
+import os
+import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
 
 from streamrl.engines.models.forward import load_skeleton
 from streamrl.engines.vllm.load_check import FingerprintsByDtype, LoadCheck, list_source_names
@@ -67,6 +73,7 @@ def keep_plain_linears() -> Iterator[None]:
     - Rotary embeddings of non-contiguous queries (DeepSeek's attention) use torch: vLLM's CPU
       kernel leaves such queries unrotated.
     """
+
     from vllm import _custom_ops
     from vllm.compilation import decorators
     from vllm.model_executor.layers import utils as layers
@@ -231,9 +238,6 @@ def iter_stored_tensors(
     unless transformers stores them in another form (such as all experts in a single tensor), which
     needs all at once.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import revert_weight_conversion
-
     skeleton = load_skeleton(model_path)
     if get_model_conversion_mapping(skeleton, add_legacy=False):
         tensors = revert_weight_conversion(skeleton, dict(tensors))
@@ -253,6 +257,7 @@ def reload_through_copy(
     The second model goes through the same packing, padding and layout changes as the first. Raises
     ValueError if a parameter gets no value.
     """
+
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -271,8 +276,8 @@ def reload_through_copy(
     new_tensors = {**dict(loaded.named_parameters()), **dict(loaded.named_buffers())}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         tensor.data = new_tensors[name].data
-    layers: Iterator[Any] = model.modules()
-    for module in layers:
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
         if is_deferred_attention_layer(module):
             module.process_weights_after_loading(vllm_config.model_config.dtype)
 
@@ -436,7 +441,7 @@ def make_storage(pieces: Iterable[LocalPiece], parameters: ParameterSet) -> Shar
 
 
 def _match_parameter(
-    module: torch.nn.Module,
+    module: Any,
     local: Tensor,
     full_shapes: Sequence[NamedShape],
     index: int,
@@ -446,10 +451,8 @@ def _match_parameter(
 
     `full_shapes` are the checkpoint parameters that this rank's tensor `local` may fuse.
     """
-    from vllm.model_executor.layers.linear import QKVParallelLinear
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-    if isinstance(module, VocabParallelEmbedding):
+    if hasattr(module, "shard_indices"):  # an embedding or a head
         # vLLM pads the rows of the last ranks.
         ((name, shape),) = full_shapes
         start = module.shard_indices.org_vocab_start_index
@@ -459,7 +462,7 @@ def _match_parameter(
         box = TensorBox.from_shape(shape)
         return [(name, box.narrow(0, start, stop), local[: stop - start])] * (start < stop)
     # With fewer key-value heads than ranks, vLLM replicates heads.
-    heads = module.total_num_kv_heads if isinstance(module, QKVParallelLinear) else None
+    heads = module.total_num_kv_heads if hasattr(module, "total_num_kv_heads") else None
     dims = range(local.ndim if len(full_shapes) == 1 else 1)
     if len(full_shapes) == 1 and local.shape == full_shapes[0][1]:
         return [(full_shapes[0][0], TensorBox.from_shape(full_shapes[0][1]), local)]
@@ -543,3 +546,113 @@ def _have_equal_values(
     return all(
         torch.equal(view.cpu(), full[name][box.slices].to(view.dtype)) for name, box, view in pieces
     )
+
+
+ALIGNMENT = 64
+"""Alignment of parameters in the memory file, bytes."""
+SHARED_MEMORY_DIR = "/dev/shm/"
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class StoredParameter:
+    """Position of a parameter in the memory file; `offset` in bytes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+
+class WorkerWeightLoader:
+    """Loads weights into all worker processes that vLLM has started for a tensor-parallel engine.
+
+    A version is written once into an anonymous memory file (memfd). Every worker maps the file and
+    copies its part of each parameter. The kernel frees the memory when the last process closes the
+    file, even after a kill.
+    """
+
+    def __init__(self, engine: VllmEngine, parameters: ParameterSet, model_path: str) -> None:
+        self._engine = engine
+        self._model_path = model_path
+        self._tied_names = {name: names for names in parameters.tied_groups for name in names}
+
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> tuple[int, LoadVerification]:
+        """Write all parameters into a memory file and load them in every worker.
+
+        Returns the size of the file in bytes and an empty verification.
+        """
+        file = os.memfd_create("weights")
+        try:
+            stored = list(self._write_tensors(file, tensors))
+            path = f"/proc/{os.getpid()}/fd/{file}"
+            self._engine.collective_rpc(reload_from_file, args=(path, stored))
+            return os.fstat(file).st_size, LoadVerification()
+        finally:
+            os.close(file)
+
+    def get_storage(self) -> None:
+        """Return None: other processes cannot write into the ranks' memory."""
+        return
+
+    def _write_tensors(self, file: int, tensors: Mapping[str, Tensor]) -> Iterator[StoredParameter]:
+        offsets: dict[frozenset[str], int] = {}
+        with os.fdopen(os.dup(file), "wb") as out:
+            for name, tensor in iter_stored_tensors(self._model_path, tensors):
+                names = self._tied_names.get(name, frozenset([name]))
+                if names not in offsets:
+                    out.seek(-out.tell() % ALIGNMENT, os.SEEK_CUR)
+                    offsets[names] = out.tell()
+                    flat = tensor.detach().cpu().contiguous().flatten()
+                    out.write(flat.view(torch.uint8).numpy().data)
+                yield StoredParameter(name, tensor.dtype, tuple(tensor.shape), offsets[names])
+
+
+def reload_from_file(worker: VllmWorker, path: str, stored: Iterable[StoredParameter]) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        # ACCESS_COPY: torch warns about read-only memory.
+        memory = mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(file)
+    worker.reload_weights(weights_iterator=_read_tensors(memory, stored))
+
+
+def _read_tensors(
+    memory: mmap.mmap, stored: Iterable[StoredParameter]
+) -> Iterator[tuple[str, Tensor]]:
+    for parameter in stored:
+        count = torch.Size(parameter.shape).numel()
+        flat = torch.frombuffer(memory, dtype=parameter.dtype, count=count, offset=parameter.offset)
+        yield parameter.name, flat.view(parameter.shape)
+
+
+def end_workers_with_engine(engine: VllmEngine) -> None:
+    """Have the kernel kill the engine's workers when the thread that started them ends.
+
+    A worker that waits for a lost rank in NCCL notices nothing else, and would keep its GPU.
+    """
+    engine.collective_rpc(set_parent_death_signal)
+
+
+def set_parent_death_signal(worker: VllmWorker) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def unlink_shared_memory(engine: VllmEngine) -> None:
+    """Unlink the shared memory files of an engine's CPU workers once all workers have mapped them.
+
+    vLLM kills its processes before they unlink the files, which would then leak.
+    """
+    for name in engine.collective_rpc(list_shared_memory_files)[0]:
+        os.unlink(SHARED_MEMORY_DIR + name)
+
+
+def list_shared_memory_files(worker: VllmWorker) -> list[str]:
+    prefix = os.environ["VLLM_DIST_IDENT"]
+    return [name for name in os.listdir(SHARED_MEMORY_DIR) if name.startswith(prefix)]
+
+
+def has_lost_rank(engine: VllmEngine) -> bool:
+    executor = engine.model_executor
+    return hasattr(executor, "is_failed") and bool(executor.is_failed)

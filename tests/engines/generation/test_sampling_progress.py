@@ -1,23 +1,21 @@
 """How long a request may take: any time with progress, `request_timeout_s` without it."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from streamrl.engines.generation import generation_engine
 from streamrl.engines.generation.generation_engine import GenerationEngine
 from streamrl.engines.generator_config import GeneratorConfig
-from streamrl.engines.vllm.engine import (
+from streamrl.engines.vllm.requests import (
     EngineSpec,
     ModelInfo,
     SampledSequence,
     SamplingRequest,
     TokenCount,
 )
-from streamrl.engines.vllm.engine_thread import EngineThread
 from streamrl.errors import GenerationError, WeightsError
 from streamrl.messages import FinishReason, Rollout
 from streamrl.weights import WeightLoadStats
@@ -28,13 +26,16 @@ TIMEOUT_S = 600.0
 PROMPT = np.array([1, 2, 3], np.int32)
 
 
-class ScriptedThread(EngineThread):
+class ScriptedThread:
     """Engine in virtual time: decodes the first unfinished sequence, a token every `token_s`.
 
     stops_after: number of tokens after which it samples no more.
     hangs_after: number of tokens after which its step does not end, so that it answers nothing.
     """
 
+    _loop: asyncio.AbstractEventLoop
+    _on_sampled: Callable[[Sequence[SampledSequence]], None]
+    create_future: Callable[[], asyncio.Future[Any]]
     token_s = 4.0
     stops_after = hangs_after = 10**9
 
@@ -101,8 +102,10 @@ def make_engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that makes an engine whose thread behaves as its arguments say."""
 
     def make(**behaviour: Any) -> GenerationEngine:
-        thread = type("Thread", (ScriptedThread,), behaviour)
-        monkeypatch.setattr(generation_engine, "EngineThread", thread)
+        from streamrl.engines.vllm.engine import EngineThread  # loads vLLM
+
+        thread = type("Thread", (ScriptedThread, EngineThread), behaviour)
+        monkeypatch.setattr("streamrl.engines.vllm.engine.EngineThread", thread)
         monkeypatch.setattr(GeneratorConfig, "request_timeout_s", TIMEOUT_S)
         engine = GenerationEngine(EngineSpec("model", GeneratorConfig(), 10**5, should_drain=True))
         engine._model_info = ModelInfo(ParameterSet({}, ()), 100)

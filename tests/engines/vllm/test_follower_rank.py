@@ -8,13 +8,14 @@ from multiprocessing.connection import Connection
 import pytest
 
 from streamrl.engines.generator_config import GeneratorConfig
-from streamrl.engines.vllm.engine import KV_CACHE_TAG, EngineSpec
 from streamrl.engines.vllm.environment import make_vllm_env
-from streamrl.engines.vllm.follower_rank import FollowerRank
 from streamrl.engines.vllm.rank_groups import RankGroup
+from streamrl.engines.vllm.requests import EngineSpec
 from streamrl.errors import DeadlineError, GenerationError
 
 pytestmark = pytest.mark.xdist_group("engines")
+
+KV_CACHE_TAG = "kv_cache"
 
 
 class GpuWorker:
@@ -48,6 +49,7 @@ async def test_training_on_a_follower_waits_until_the_leader_has_freed_its_kv_ca
     for name, value in make_vllm_env("cpu").items():
         monkeypatch.setenv(name, value)
     from streamrl.engines.vllm import executor
+    from streamrl.engines.vllm.follower_rank import FollowerRank
 
     here, there = Pipe()
     worker, leader = GpuWorker(), Leader(here)
@@ -59,7 +61,7 @@ async def test_training_on_a_follower_waits_until_the_leader_has_freed_its_kv_ca
 
     def serve() -> None:
         with pytest.raises(GenerationError, match="has ended"):
-            follower_worker.serve(follower._note_kv_freed)
+            follower_worker.serve(follower._note_call)
 
     serving = threading.Thread(target=serve)
     serving.start()

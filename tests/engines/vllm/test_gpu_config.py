@@ -7,16 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Qwen2Config
 
 from streamrl.config.run_config import load_config
-from streamrl.engines.models.model_shapes import MODEL_SHAPES, ModelShape
 from streamrl.weights.versions import NUM_SEQUENCES
 
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
-#: Longest rollout of recipes whose model is a toy.
-TOY_TOKENS = 256
-PROMPT_TOKENS = 1024
 TIMEOUT_S = 300
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -30,54 +27,26 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_model(shape: ModelShape, folder: Path) -> str:
-    """Write config.json of a model, without weights."""
-    family = "qwen3_moe" if shape.experts else shape.family
-    config = {
-        "architectures": [{"qwen3_moe": "Qwen3MoeForCausalLM"}.get(family, "Qwen2ForCausalLM")],
-        "model_type": family if shape.experts else "qwen2",
-        "vocab_size": shape.vocab,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "max_position_embeddings": 32768,
-        "tie_word_embeddings": shape.has_tied_embeddings,
-        "dtype": "bfloat16",
-    }
-    if shape.experts:
-        config |= {
-            "head_dim": shape.head_dim,
-            "num_experts": shape.experts,
-            "num_experts_per_tok": shape.experts_per_token,
-            "moe_intermediate_size": shape.intermediate,
-        }
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
+def write_model(folder: Path) -> str:
+    """Write config.json of a model of 32B parameters, without weights."""
+    settings = {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64}
+    heads = {"num_attention_heads": 40, "num_key_value_heads": 8}
+    config = Qwen2Config(**settings, **heads, architectures=["Qwen2ForCausalLM"], dtype="bfloat16")
+    config.save_pretrained(folder)
     return str(folder)
-
-
-def make_recipe_case(name: str, folder: Path) -> dict[str, Any]:
-    config = load_config(ROOT / "configs" / f"{name}.yaml")
-    model = Path(config.model.path).name.lower()
-    tokens = config.max_completion_tokens + PROMPT_TOKENS if model in MODEL_SHAPES else TOY_TOKENS
-    shape = MODEL_SHAPES.get(model, MODEL_SHAPES["qwen2.5-0.5b"])
-    return {
-        "model": write_model(shape, folder / shape.name),
-        "generator": vars(config.generator),
-        "max_length": tokens,
-    }
 
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Facts of vLLM's config, or its error, by recipe and by name of settings."""
-    folder = tmp_path_factory.mktemp("models")
-    model = write_model(MODEL_SHAPES["qwen2.5-32b"], folder / "qwen2.5-32b")
-    cases = {name: make_recipe_case(name, folder) for name in RECIPES}
-    for name, settings in SETTINGS.items():
-        cases[name] = {"model": model, "generator": settings, "max_length": 4096}
+    model = write_model(tmp_path_factory.mktemp("model"))
+    generators = {
+        name: vars(load_config(ROOT / "configs" / f"{name}.yaml").generator) for name in RECIPES
+    }
+    cases: dict[str, dict[str, Any]] = {
+        name: {"model": model, "generator": settings, "max_length": 4096}
+        for name, settings in (generators | SETTINGS).items()
+    }
     cases["long"] = {"model": model, "generator": {}, "max_length": 32768}
     done = subprocess.run(
         [sys.executable, "-m", "tests.engines.vllm.stub_gpu"],

@@ -6,7 +6,6 @@ import pytest
 
 from streamrl.engines.generation.generation_engine import make_empty_rollout
 from streamrl.engines.generator_config import GeneratorConfig
-from streamrl.engines.vllm.stop_conditions import StopConditions
 from streamrl.messages import FinishReason, Rollout
 from tests.engines.flight import SHORT, start_engine
 from tests.engines.tiny_qwen import endless_model, prompt, save, weights_of, worst_error
@@ -53,6 +52,8 @@ async def test_a_rollout_ends_with_the_token_that_completes_a_stop_string(tmp_pa
 
 
 def test_a_stop_string_is_found_across_a_resume_and_between_bytes(tmp_path: Path):
+    from streamrl.engines.vllm.engine import StopConditions  # loads vLLM
+
     folder = save(endless_model(seed=1), tmp_path)
     conditions = StopConditions(folder, GeneratorConfig(stop=["1 t3 t4", "t9"]))
     for sampled, new, expected in (

@@ -1,4 +1,4 @@
-"""Training backend torch with FSDP2 and tensor parallelism, on nccl and gloo.
+"""Training backend torch: replicas, FSDP2 and tensor parallelism, on nccl and gloo.
 
 Example: world_size 4, tensor_parallel 2.
 
@@ -20,6 +20,7 @@ bfloat16 copy, which follows each update. Frozen parameters, such as those below
 no master weights.
 """
 
+import math
 from collections.abc import Iterator
 from functools import partial
 
@@ -44,7 +45,7 @@ from streamrl.engines.models.forward import iter_layers
 from streamrl.engines.models.stored_weights import StoredWeights
 from streamrl.engines.models.tensor_parallel import list_shared_norms, parallelize_layers
 from streamrl.engines.trainer_config import PARAMETER_SHARDING_STAGE, TrainerConfig
-from streamrl.engines.training.training_backend import TrainingBackend
+from streamrl.engines.training.training_backend import TrainingBackend, make_siblings_contiguous
 from streamrl.resharding.layouts import TensorShard, create_tensor_shard
 from streamrl.resharding.storage import ShardStorage
 from streamrl.resharding.tensor_specs import TensorSpec
@@ -54,8 +55,8 @@ CLIP_EPSILON = 1e-6
 """Added to the gradient norm before dividing by it, as torch's clip_grad_norm_ does."""
 
 
-class FsdpTpBackend(TrainingBackend):
-    """A rank of the FSDP2 and tensor-parallel mesh.
+class TorchBackend(TrainingBackend):
+    """A rank of the data- and tensor-parallel mesh.
 
     Gradients accumulate in `.grad`. `step` sums them over the data-parallel ranks, then divides
     once, then clips.
@@ -75,6 +76,8 @@ class FsdpTpBackend(TrainingBackend):
         self._is_sharded = (
             config.zero_stage == PARAMETER_SHARDING_STAGE and self._dp_mesh.size() > 1
         )
+        if not self.has_sharded_params:
+            make_siblings_contiguous(module)
         #: Parameters of which each tensor-parallel rank has a part of the gradient.
         self._shared_norms: list[str] = []
         if self._tp_mesh.size() > 1:
@@ -147,7 +150,11 @@ class FsdpTpBackend(TrainingBackend):
         for local in self._local_params.values():
             assert local.grad is not None
             local.grad *= min(scale, 1.0)
-        self._apply_update(norm, lr)
+        self._set_lr(lr)
+        if math.isfinite(norm):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.module.zero_grad()
         if self._has_copies:
             for name, parameter in self.trained_params.items():
                 _to_local(parameter).copy_(self._local_params[name])
@@ -190,7 +197,8 @@ class FsdpTpBackend(TrainingBackend):
         return shard.chunk(0, self._dp_mesh.get_local_rank(), self._dp_mesh.size())
 
     def alias_into(self, served: ShardStorage) -> None:
-        if self._is_sharded:  # FSDP2 gathers from buffers of its own
+        # FSDP2 gathers from buffers of its own; a generator aliases whole parameters itself.
+        if self._is_sharded or not self.has_sharded_params:
             return
         for name, local, shard in self.iter_shards():
             view = find_alias_view(served, name, local, shard)

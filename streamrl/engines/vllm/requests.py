@@ -1,0 +1,100 @@
+"""Arguments and results of a vLLM engine; the module loads no vLLM."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from streamrl.engines.generator_config import GeneratorConfig, SamplingSettings
+from streamrl.engines.vllm.rank_groups import RankGroup
+from streamrl.messages import FinishReason
+from streamrl.weights.parameters import ParameterSet
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """Arguments for building a vLLM engine of a model directory.
+
+    `max_length` bounds prompt plus completion, in tokens. A weight load recomputes the KV cache of
+    running rollouts, unless `should_keep_kv`. With `should_drain`, running rollouts finish with the
+    old weights first. `rank_group` places a tensor-parallel engine on existing trainer ranks;
+    without it, vLLM starts its own processes. `seed` seeds vLLM itself; the seeds of a group's
+    `group_size` rollouts derive from `run_seed`.
+    """
+
+    model_path: str
+    config: GeneratorConfig
+    max_length: int
+    seed: int = 0
+    should_drain: bool = False
+    should_keep_kv: bool = False
+    rank_group: RankGroup | None = None
+    group_size: int = 1
+    run_seed: int = 0
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """Parameters of a model directory, by their transformers names, and its vocabulary size."""
+
+    parameters: ParameterSet
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class SequenceRequest:
+    """A rollout to sample, as sent to the engine: prefix, seed and number of new tokens.
+
+    `index` is the position of the rollout in its request. `token_ids` is the prefix: the prompt and
+    `num_sampled` tokens of a partial rollout.
+    """
+
+    index: int
+    token_ids: list[int]
+    seed: int
+    max_new_tokens: int
+    num_sampled: int = 0
+
+
+@dataclass(frozen=True)
+class SamplingRequest:
+    """Rollouts of a prompt to sample with the same settings; results carry `request_id`.
+
+    With `should_score_prompt`, results also contain the logprobs of the prefix. `stop_token_ids`
+    end a rollout besides those of the engine.
+    """
+
+    request_id: int
+    sequences: tuple[SequenceRequest, ...]
+    sampling: SamplingSettings
+    should_score_prompt: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class SampledSequence:
+    """Tokens that the engine has newly sampled for a rollout, with their logprobs and versions.
+
+    `prompt_logprobs` has an entry for each token of the prefix except the first, if requested.
+    """
+
+    request_id: int
+    index: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    versions: Sequence[int]
+    finish_reason: FinishReason
+    prompt_logprobs: Sequence[float] = ()
+
+
+class TokenCount(NamedTuple):
+    """Number of tokens that the engine has sampled for a sequence; whether it decodes it now.
+
+    Otherwise the sequence waits in vLLM's queue, because it is new or was preempted.
+    """
+
+    num_tokens: int
+    is_running: bool
+
+
+def make_vllm_request_id(request_id: int, index: int) -> str:
+    return f"{request_id}:{index}"
