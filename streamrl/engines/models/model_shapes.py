@@ -197,67 +197,53 @@ class ModelShape:
         return tensors
 
 
-def _make_llama(
-    name: str, layers: int, hidden: int, intermediate: int, heads: int, **more: int
+def _make_shape(
+    name: str,
+    *sizes: int,
+    head_dim: int | None = None,
+    is_tied: bool = False,
+    experts: int = 0,
+    experts_per_token: int = 0,
 ) -> ModelShape:
-    kv_heads = more.get("kv_heads", heads)
-    vocab, head_dim = more.get("vocab", 32000), hidden // heads
-    sizes = (layers, hidden, intermediate, heads, kv_heads, vocab, head_dim)
-    return ModelShape(name, *sizes, family="llama")
-
-
-def _make_qwen(
-    name: str, layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, **more: int
-) -> ModelShape:
+    """Make a Llama or Qwen; sizes: layers, hidden, MLP, heads, key-value heads, vocabulary."""
+    layers, hidden, intermediate, heads, kv_heads, vocab = sizes
+    family = "llama" if name.startswith("llama") else name[: len("qwen2")]
     return ModelShape(
         name,
-        layers,
-        hidden,
-        intermediate,
-        heads,
-        kv_heads,
-        more.get("vocab", 152064),
-        more.get("head_dim", hidden // heads),
-        has_tied_embeddings=bool(more.get("tied", 0)),
-        has_qkv_bias=bool(more.get("bias", 1)),
-        experts=more.get("experts", 0),
-        experts_per_token=more.get("active", 0),
-        family=name.split("-")[0].split(".")[0] + ("_moe" if more.get("experts") else ""),
+        *(layers, hidden, intermediate, heads, kv_heads, vocab, head_dim or hidden // heads),
+        has_tied_embeddings=is_tied,
+        has_qkv_bias=family == "qwen2",
+        experts=experts,
+        experts_per_token=experts_per_token,
+        family=family + "_moe" * bool(experts),
     )
 
 
+_QWEN3_MOE: dict[str, Any] = {"head_dim": 128, "experts": 128, "experts_per_token": 8}
 MODEL_SHAPES = {
     shape.name: shape
     for shape in (
-        _make_llama("llama-7b", 32, 4096, 11008, 32),
-        _make_llama("llama-13b", 40, 5120, 13824, 40),
+        _make_shape("llama-7b", 32, 4096, 11008, 32, 32, 32000),
+        _make_shape("llama-13b", 40, 5120, 13824, 40, 40, 32000),
         # Llama 2 has no published 34B; the sizes are CodeLlama's.
-        _make_llama("llama-34b", 48, 8192, 22016, 64, kv_heads=8),
-        _make_llama("llama-33b", 60, 6656, 17920, 52),
-        _make_llama("llama-65b", 80, 8192, 22016, 64),
-        _make_llama("llama-70b", 80, 8192, 28672, 64, kv_heads=8),
-        _make_llama("llama3-8b", 32, 4096, 14336, 32, kv_heads=8, vocab=128256),
-        _make_llama("llama3-70b", 80, 8192, 28672, 64, kv_heads=8, vocab=128256),
-        _make_qwen("qwen2.5-0.5b", 24, 896, 4864, 14, 2, vocab=151936, tied=1),
-        _make_qwen("qwen2.5-1.5b", 28, 1536, 8960, 12, 2, vocab=151936, tied=1),
-        _make_qwen("qwen2.5-3b", 36, 2048, 11008, 16, 2, vocab=151936, tied=1),
-        _make_qwen("qwen2.5-7b", 28, 3584, 18944, 28, 4),
-        _make_qwen("qwen2.5-14b", 48, 5120, 13824, 40, 8),
-        _make_qwen("qwen2.5-32b", 64, 5120, 27648, 40, 8),
-        _make_qwen("qwen2.5-72b", 80, 8192, 29568, 64, 8),
-        _make_qwen("qwen3-4b", 36, 2560, 9728, 32, 8, vocab=151936, head_dim=128, tied=1, bias=0),
-        _make_qwen("qwen3-8b", 36, 4096, 12288, 32, 8, vocab=151936, head_dim=128, bias=0),
-        _make_qwen("qwen3-32b", 64, 5120, 25600, 64, 8, vocab=151936, head_dim=128, bias=0),
-        _make_qwen(
-            "qwen3-30b-a3b",
-            *(48, 2048, 768, 32, 4),
-            **{"vocab": 151936, "head_dim": 128, "bias": 0, "experts": 128, "active": 8},
-        ),
-        _make_qwen(
-            "qwen3-235b-a22b",
-            *(94, 4096, 1536, 64, 4),
-            **{"vocab": 151936, "head_dim": 128, "bias": 0, "experts": 128, "active": 8},
-        ),
+        _make_shape("llama-34b", 48, 8192, 22016, 64, 8, 32000),
+        _make_shape("llama-33b", 60, 6656, 17920, 52, 52, 32000),
+        _make_shape("llama-65b", 80, 8192, 22016, 64, 64, 32000),
+        _make_shape("llama-70b", 80, 8192, 28672, 64, 8, 32000),
+        _make_shape("llama3-8b", 32, 4096, 14336, 32, 8, 128256),
+        _make_shape("llama3-70b", 80, 8192, 28672, 64, 8, 128256),
+        _make_shape("qwen2.5-0.5b", 24, 896, 4864, 14, 2, 151936, is_tied=True),
+        _make_shape("qwen2.5-1.5b", 28, 1536, 8960, 12, 2, 151936, is_tied=True),
+        _make_shape("qwen2.5-3b", 36, 2048, 11008, 16, 2, 151936, is_tied=True),
+        _make_shape("qwen2.5-7b", 28, 3584, 18944, 28, 4, 152064),
+        _make_shape("qwen2.5-14b", 48, 5120, 13824, 40, 8, 152064),
+        _make_shape("qwen2.5-32b", 64, 5120, 27648, 40, 8, 152064),
+        _make_shape("qwen2.5-72b", 80, 8192, 29568, 64, 8, 152064),
+        _make_shape("qwen3-4b", 36, 2560, 9728, 32, 8, 151936, head_dim=128, is_tied=True),
+        _make_shape("qwen3-8b", 36, 4096, 12288, 32, 8, 151936, head_dim=128),
+        _make_shape("qwen3-32b", 64, 5120, 25600, 64, 8, 151936, head_dim=128),
+        _make_shape("qwen3-30b-a3b", 48, 2048, 768, 32, 4, 151936, **_QWEN3_MOE),
+        _make_shape("qwen3-235b-a22b", 94, 4096, 1536, 64, 4, 151936, **_QWEN3_MOE),
         ModelShape(
             "deepseek-v3",
             *(61, 7168, 2048, 128, 128, 129280, 128),

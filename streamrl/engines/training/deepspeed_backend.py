@@ -37,8 +37,8 @@ class DeepSpeedBackend(TrainingBackend):
 
     def __init__(
         self,
-        module: "PreTrainedModel",
-        config: "TrainerConfig",
+        module: PreTrainedModel,
+        config: TrainerConfig,
         weights: StoredWeights | None = None,
     ) -> None:
         super().__init__(module, config)
@@ -181,7 +181,7 @@ class DeepSpeedBackend(TrainingBackend):
         self._deepspeed.comm.destroy_process_group()
 
 
-def make_deepspeed_config(module: "PreTrainedModel", config: TrainerConfig) -> dict[str, Any]:
+def make_deepspeed_config(module: PreTrainedModel, config: TrainerConfig) -> dict[str, Any]:
     """Return the configuration of deepspeed.initialize for the model and ZeRO stage."""
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,

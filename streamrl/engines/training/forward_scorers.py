@@ -113,7 +113,7 @@ class ValueScorer(_Scorer):
 
 @torch.no_grad()
 def copy_parameters(
-    model: "PreTrainedModel", tensors: Mapping[str, Tensor], *, model_path: str
+    model: PreTrainedModel, tensors: Mapping[str, Tensor], *, model_path: str
 ) -> None:
     """Copy published parameters into a model.
 

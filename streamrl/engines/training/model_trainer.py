@@ -118,7 +118,7 @@ MAX_FILE_BYTES = 256 << 20
 
 def write_hf_model(
     directory: Path,
-    module: "PreTrainedModel",
+    module: PreTrainedModel,
     parameters: Iterable[tuple[str, Tensor]],
     *,
     tokenizer_from: str,
@@ -148,7 +148,7 @@ def write_hf_model(
 
 
 def _restore_layout(
-    module: "PreTrainedModel", tensors: Iterable[tuple[str, Tensor]]
+    module: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors with the names and shapes of the files that the module was loaded from.
 
@@ -871,7 +871,7 @@ class ModelTrainer:
 
 
 def make_backend(
-    module: "PreTrainedModel", config: TrainerConfig, weights: StoredWeights | None = None
+    module: PreTrainedModel, config: TrainerConfig, weights: StoredWeights | None = None
 ) -> TrainingBackend:
     """Shard a model as configured.
 

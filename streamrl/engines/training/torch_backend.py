@@ -36,10 +36,7 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from streamrl.distributed.devices import get_local_device
-from streamrl.engines.checkpoint.sharded_state import (
-    ParameterFragment,
-    view_piece,
-)
+from streamrl.engines.checkpoint.sharded_state import ParameterFragment, view_piece
 from streamrl.engines.dtypes import resolve_trainer_dtype
 from streamrl.engines.models.forward import iter_layers
 from streamrl.engines.models.stored_weights import StoredWeights
@@ -64,8 +61,8 @@ class TorchBackend(TrainingBackend):
 
     def __init__(
         self,
-        module: "PreTrainedModel",
-        config: "TrainerConfig",
+        module: PreTrainedModel,
+        config: TrainerConfig,
         weights: StoredWeights | None = None,
     ) -> None:
         super().__init__(module, config)

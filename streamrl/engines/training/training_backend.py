@@ -31,7 +31,7 @@ class TrainingBackend:
 
     optimizer: torch.optim.Optimizer
 
-    def __init__(self, module: "PreTrainedModel", config: TrainerConfig) -> None:
+    def __init__(self, module: PreTrainedModel, config: TrainerConfig) -> None:
         self.module = module
         self.forward: Callable[..., Any] = module
         self._config = config
