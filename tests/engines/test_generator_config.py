@@ -28,22 +28,13 @@ def test_on_a_cpu_the_engine_is_eager_float32_with_a_small_cache():
     assert args["dtype"] == "float32"
     assert args["kv_cache_memory_bytes"] == 64 * 2**20
     assert args["max_num_seqs"] == 10 + NUM_SEQUENCES, "the logprob check has slots of its own"
-
-
-def test_on_a_cpu_the_token_budget_fits_the_longest_prompt():
-    args = arguments(GeneratorConfig(), on_cpu=True)
+    # The budget of a step holds the longest prompt.
     assert args["enable_chunked_prefill"] is False
     assert args["max_num_batched_tokens"] == 8192
 
 
-def test_the_model_runner_of_vllm_is_pinned():
-    assert make_vllm_env("cpu")["VLLM_USE_V2_MODEL_RUNNER"] == "0"
-    assert make_vllm_env("cuda")["VLLM_USE_V2_MODEL_RUNNER"] == "1"
-
-
-def test_dynamo_is_disabled_only_on_a_cpu():
-    assert make_vllm_env("cpu", threads=2)["TORCHDYNAMO_DISABLE"] == "1"
-    assert make_vllm_env("cpu", threads=2)["OMP_NUM_THREADS"] == "2"
-    assert "TORCHDYNAMO_DISABLE" not in make_vllm_env("cuda")
-    with pytest.raises(ValueError, match="tpu"):
-        make_vllm_env("tpu")
+def test_the_model_runner_is_pinned_and_dynamo_disabled_on_a_cpu():
+    cpu, gpu = make_vllm_env("cpu", threads=2), make_vllm_env("cuda")
+    assert (cpu["VLLM_USE_V2_MODEL_RUNNER"], gpu["VLLM_USE_V2_MODEL_RUNNER"]) == ("0", "1")
+    assert (cpu["TORCHDYNAMO_DISABLE"], cpu["OMP_NUM_THREADS"]) == ("1", "2")
+    assert "TORCHDYNAMO_DISABLE" not in gpu
