@@ -22,7 +22,7 @@ from streamrl.buffer.run_log import (
 )
 from streamrl.config.run_config import RunConfig
 from streamrl.data.prompt_stream import PromptStream
-from streamrl.dataflow import CallKind
+from streamrl.dataflow import CallKind, Dataflow
 from streamrl.errors import CheckpointError, ConfigError, DataError, JournalError, LedgerError
 from streamrl.files.bounded_read import read_jsonl
 from streamrl.run_dir.checkpoint import (
