@@ -3,17 +3,14 @@
 Devices are numbered from 0, node by node, in the order of the node list.
 """
 
-import contextlib
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
 
 from streamrl.errors import ConfigError
-from streamrl.files.typed_settings import read_settings, suggest_nearest
+from streamrl.files.typed_settings import suggest_nearest
 
 GIB = 1 << 30
 GB = 1e9
@@ -21,8 +18,6 @@ MAX_DEVICES = 1 << 14
 CPU_DEVICE = "CPU"
 PCIE_3, PCIE_4, PCIE_5 = 16 * GB, 32 * GB, 64 * GB
 """Bytes per second of a PCIe link with 16 lanes, in each direction."""
-MIN_QUANTITY, MAX_QUANTITY = 1e-3, 1e6
-"""Bounds of every number in a cluster file, in the unit of its key; they catch a wrong unit."""
 
 
 @dataclass(frozen=True)
@@ -148,26 +143,10 @@ class Cluster:
         A suffix @GIGABITSGb sets the network of a node. Without NODES, N devices fill nodes of the
         device's usual size. Raise ConfigError for any other text.
         """
-        groups = tuple(_parse_group(group_text.strip(), text) for group_text in text.split(","))
-        with _prefix_errors(f"cluster {text}"):
-            return cls(groups)
-
-    @classmethod
-    def from_dict(cls, loose: Mapping[str, Any], *, location: str) -> "Cluster":
-        """Read a cluster: {nodes: [{device: NAME, devices: N, count: N, network_gbps: X}]}.
-
-        A device outside `DEVICES` is, instead of a NAME, a mapping of name, tflops, memory_gb,
-        memory_gbps, link_gbps and host_gbps; the last three in GB/s. `location` names the source in
-        errors. Raise ConfigError for an invalid entry.
-        """
-        nodes = loose.get("nodes") if isinstance(loose, Mapping) else None
-        if not isinstance(nodes, Sequence) or isinstance(nodes, str) or set(loose) != {"nodes"}:
-            raise ConfigError(f"{location}: must be a mapping whose only key is `nodes`, a list")
-        groups = tuple(
-            _read_group(entry, f"{location}: nodes[{i}]") for i, entry in enumerate(nodes)
-        )
-        with _prefix_errors(location):
-            return cls(groups)
+        try:
+            return cls(tuple(_parse_group(group_text.strip()) for group_text in text.split(",")))
+        except ConfigError as error:
+            raise ConfigError(f"cluster {text}: {error}") from None
 
     @property
     def num_devices(self) -> int:
@@ -211,119 +190,26 @@ class Cluster:
         return ",".join(map(str, self.node_groups))
 
 
-@contextlib.contextmanager
-def _prefix_errors(location: str) -> Iterator[None]:
-    """Prepend `location`, the source of the input, to a ConfigError raised in the block."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{location}: {error}") from None
-
-
 _GROUP_PATTERN = re.compile(r"(?:(\d{1,18})x)?(\d{1,18})x([A-Za-z][\w-]*)(?:@(\d+(?:\.\d+)?)Gb)?")
 
 
-def find_device(name: str, location: str) -> DeviceSpec:
-    """Return a device of `DEVICES` by name, ignoring case.
-
-    Raise ConfigError, which starts with `location` and suggests the nearest name, for an unknown
-    device.
-    """
-    by_lowercase = {key.lower(): device for key, device in DEVICES.items()}
-    if name.lower() in by_lowercase:
-        return by_lowercase[name.lower()]
-    raise ConfigError(
-        f"{location}: device {name}: not in the table; {suggest_nearest(name, DEVICES, 'device')}"
-    )
-
-
-def _parse_group(group_text: str, text: str) -> NodeGroup:
-    """Parse a node group such as 2x8xA100@200Gb; errors quote `text`, the whole cluster."""
-    location = f"cluster {text}"
-    match = _GROUP_PATTERN.fullmatch(group_text)
+def _parse_group(text: str) -> NodeGroup:
+    """Parse a node group such as 2x8xA100@200Gb."""
+    match = _GROUP_PATTERN.fullmatch(text)
     if match is None:
-        raise ConfigError(
-            f"{location}: {group_text!r:.60} is not written like 8xH100 or 16x8xA100@200Gb"
-        )
+        raise ConfigError(f"{text!r:.60} is not written like 8xH100 or 16x8xA100@200Gb")
     nodes, devices, name, gigabits = match.groups()
-    device, count = find_device(name, location), int(devices)
-    network = float(gigabits or 0)
-    if gigabits:
-        _check_quantity(f"{location}: network_gbps", network)
-    network *= GB / 8
+    device = {key.lower(): device for key, device in DEVICES.items()}.get(name.lower())
+    if device is None:
+        nearest = suggest_nearest(name, DEVICES, "device")
+        raise ConfigError(f"device {name}: not in the table; {nearest}")
+    count, network = int(devices), float(gigabits or 0) * GB / 8
     if nodes is not None or count <= device.devices_per_node:
-        with _prefix_errors(location):
-            return NodeGroup(device, count, 1 if nodes is None else int(nodes), network)
-    if count > MAX_DEVICES:
-        raise ConfigError(f"{location}: {count} devices: must be at most {MAX_DEVICES}")
-    if count % device.devices_per_node:
-        # Suggest the fewest equal nodes below the usual size.
-        nodes = next(
-            n
-            for n in range(2, count + 1)
-            if count % n == 0 and count // n < device.devices_per_node
-        )
+        return NodeGroup(device, count, int(nodes or 1), network)
+    num_nodes, rest = divmod(count, device.devices_per_node)
+    if rest:
         raise ConfigError(
-            f"{location}: {count} {name} do not fill nodes of {device.devices_per_node};"
-            f" give the number of nodes,"
-            f" as in {nodes}x{count // nodes}x{name}"
+            f"{count} {name} do not fill nodes of {device.devices_per_node};"
+            f" give the number of nodes, as in 2x6x{name}"
         )
-    return NodeGroup(device, device.devices_per_node, count // device.devices_per_node, network)
-
-
-@dataclass
-class _DeviceEntry:
-    """Device in a cluster file, in the units of the file: TFLOP/s, GB, GB/s."""
-
-    name: str
-    tflops: float
-    memory_gb: float
-    memory_gbps: float
-    link_gbps: float
-    host_gbps: float = PCIE_4 / GB
-
-    def to_device(self, location: str) -> DeviceSpec:
-        for key in ("tflops", "memory_gb", "memory_gbps", "link_gbps", "host_gbps"):
-            _check_quantity(f"{location}.{key}", vars(self)[key])
-        return _make_device(
-            self.name,
-            self.tflops,
-            (self.memory_gb, self.memory_gbps),
-            link=self.link_gbps,
-            network=self.link_gbps,
-            host=self.host_gbps * GB,
-        )
-
-
-@dataclass
-class _GroupEntry:
-    """Node group in a cluster file; `network_gbps` in gigabits per second."""
-
-    devices: int
-    count: int = 1
-    network_gbps: float = 0.0
-
-
-def _check_quantity(name: str, value: float) -> None:
-    if not MIN_QUANTITY <= value <= MAX_QUANTITY:
-        raise ConfigError(
-            f"{name}={value:g}: must be at least {MIN_QUANTITY:g} and at most {MAX_QUANTITY:g}"
-        )
-
-
-def _read_group(entry: Any, location: str) -> NodeGroup:
-    if not isinstance(entry, Mapping) or "device" not in entry:
-        raise ConfigError(f"{location}: must be a mapping with device and devices")
-    device_entry = entry["device"]
-    if isinstance(device_entry, Mapping):
-        device = read_settings(_DeviceEntry, device_entry, section=f"{location}.device").to_device(
-            f"{location}.device"
-        )
-    else:
-        device = find_device(str(device_entry), f"{location}.device")
-    other_keys = {key: value for key, value in entry.items() if key != "device"}
-    group = read_settings(_GroupEntry, other_keys, section=location)
-    if group.network_gbps:
-        _check_quantity(f"{location}.network_gbps", group.network_gbps)
-    with _prefix_errors(location):
-        return NodeGroup(device, group.devices, group.count, group.network_gbps * GB / 8)
+    return NodeGroup(device, device.devices_per_node, num_nodes, network)

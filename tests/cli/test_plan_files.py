@@ -10,7 +10,6 @@ RUN_ARGS = [GRPO, *STEP, "--model", "qwen2.5-1.5b", "--prompt-tokens", "200"]
 OPTIONS = {
     "--lengths": (["plan"], "--lengths"),
     "--constants": (["plan"], "constants"),
-    "--cluster": (["plan"], "cluster"),
     "--placement": (["simulate"], "--placement"),
 }
 
@@ -18,8 +17,7 @@ OPTIONS = {
 def refused(capsys: pytest.CaptureFixture[str], option: str, path: Path | str) -> str:
     """Return the part of the error after the file name."""
     (command,), name = OPTIONS[option]
-    cluster = ["--cluster", "8xH100"] if option != "--cluster" else []
-    error = refusal(capsys, command, *RUN_ARGS, *cluster, option, str(path))
+    error = refusal(capsys, command, *RUN_ARGS, "--cluster", "8xH100", option, str(path))
     assert f"{name} {path}: " in error
     return error.split(f"{path}: ")[1]
 

@@ -33,7 +33,7 @@ def add_run_cluster_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cluster",
         type=parse_nonempty,
-        metavar="FILE|8xH100",
+        metavar="8xH100",
         help="cluster that the run used; not needed for the CPU cores of one machine",
     )
 

@@ -12,7 +12,7 @@ from streamrl.cli.arguments.config_args import add_config_arguments
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import REWARD_ROLES
 from streamrl.errors import ConfigError
-from streamrl.files.bounded_read import MIB, parse_json, read_small_text, read_small_yaml
+from streamrl.files.bounded_read import MIB, parse_json, read_small_text
 from streamrl.files.typed_settings import describe_read_error
 from streamrl.placement.clusters import Cluster
 from streamrl.planner.calibration.run_trace import load_run_trace
@@ -49,8 +49,8 @@ def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
         "--cluster",
         type=parse_nonempty,
         required=True,
-        metavar="FILE|8xH100",
-        help="devices, e.g. 64xH100, 16x8xA100@200Gb or 8xA100,8xV100, or a YAML file of nodes",
+        metavar="8xH100",
+        help="devices, e.g. 64xH100, 16x8xA100@200Gb or 8xA100,8xV100",
     )
     parser.add_argument(
         "--model",
@@ -117,7 +117,7 @@ def read_planner_inputs(arguments: argparse.Namespace, config: RunConfig) -> Pla
     """
     if arguments.seed < 0:
         raise ConfigError(f"--seed {arguments.seed}: must be 0 or more")
-    cluster = _read_cluster(arguments.cluster)
+    cluster = Cluster.from_text(arguments.cluster)
     constants = CostConstants.from_cluster(cluster)
     if arguments.constants is not None:
         constants = CostConstants.from_yaml(arguments.constants, constants)
@@ -150,18 +150,6 @@ def check_simulation_time(seconds: float, workload: Workload, *, prefix: str) ->
             f" algorithm.group_size={workload.group_size}: about {seconds / HOUR_S:.3g} h to"
             " simulate; the limit is 1 h"
         )
-
-
-def _read_cluster(text: str) -> Cluster:
-    """Read a cluster file if `text` names one, else parse `text` as a cluster spec."""
-    path = Path(text)
-    if not os.path.exists(path) and path.suffix not in (".yaml", ".yml", ".json"):
-        return Cluster.from_text(text)
-    try:
-        loaded = read_small_yaml(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cluster {path}: {describe_read_error(error)}") from None
-    return Cluster.from_dict(loaded, location=f"cluster {path}")
 
 
 def read_models(config: RunConfig, words: list[str]) -> dict[str, str]:
