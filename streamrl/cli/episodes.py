@@ -15,11 +15,9 @@ from typing import Any
 import msgspec
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
-from streamrl.cli.output.output_files import check_html_file, write_output_file
 from streamrl.errors import ConfigError
 from streamrl.files.printable_text import make_printable
 from streamrl.planner.calibration.run_trace import describe_missing_run
-from streamrl.telemetry.drawing.episode_page import groups_to_json, render_page
 from streamrl.telemetry.progress import show_progress
 from streamrl.telemetry.rollout_log import (
     PROMPT,
@@ -29,6 +27,7 @@ from streamrl.telemetry.rollout_log import (
     RecordedGroup,
     RecordedRollout,
     RecordedTurn,
+    groups_to_json,
     list_recorded_steps,
     read_recorded_groups,
 )
@@ -123,9 +122,7 @@ def _indent(text: str) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = (
-        "streamrl episodes RUN [--step N | --last N | --uid UID] [--worst] [--html FILE | --json]"
-    )
+    parser.usage = "streamrl episodes RUN [--step N | --last N | --uid UID] [--worst] [--json]"
     parser.add_argument("run_dir", type=parse_path, metavar="RUN", help="run directory")
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--step", type=int, metavar="N", help="rollouts that step N trained")
@@ -138,28 +135,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--worst", action="store_true", help="lowest scores first, of groups and of their rollouts"
     )
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument(
-        "--html",
-        type=parse_path,
-        metavar="FILE",
-        help="write a page with every token: source, version, logprob, relative score",
-    )
-    form.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.html is not None:
-        check_html_file(arguments.html)
     with show_progress(f"reading {arguments.run_dir}"):
         groups = _select_groups(arguments)
     if arguments.worst:
         groups = _sort_by_score(groups)
-    if arguments.html is not None:
-        write_output_file("--html", arguments.html, render_page(str(arguments.run_dir), groups))
-        num_rollouts = sum(len(group.rollouts) for group in groups)
-        print(f"{arguments.html}: {num_rollouts} rollouts of {len(groups)} groups")
-    elif arguments.json:
+    if arguments.json:
         print(json.dumps(groups_to_json(groups)))
     else:
         print_groups(groups)

@@ -154,27 +154,19 @@ def parse_json(text: str | bytes) -> Any:
     """
     try:
         value = json.loads(text, object_pairs_hook=make_unique_dict)
-    except (json.JSONDecodeError, UnicodeDecodeError, RepeatedKeyError):
-        raise
-    except ValueError:
-        raise ValueError("a number has too many digits") from None
     except RecursionError:
         raise ValueError("nested too deeply") from None
     check_depth(value)
     return value
 
 
-class RepeatedKeyError(ValueError):
-    """Error: a JSON object has a duplicate key."""
-
-
 def make_unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a dict from the pairs of a JSON object. Raises RepeatedKeyError for a duplicate key."""
+    """Build a dict from the pairs of a JSON object. Raises ValueError for a duplicate key."""
     unique = dict(pairs)
     if len(unique) < len(pairs):
         counts = Counter(key for key, _ in pairs)
         repeated = next(key for key, count in counts.items() if count > 1)
-        raise RepeatedKeyError(f"key {repeated[:40]!r}: must occur only once")
+        raise ValueError(f"key {repeated[:40]!r}: must occur only once")
     return unique
 
 
@@ -242,7 +234,7 @@ def iter_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """
     if not path.exists():
         return
-    torn_line = offset = 0
+    torn_line = 0
     with wrap_file_errors(path), open_regular_file(path) as file:
         for number, line in enumerate(read_lines(file), start=1):
             if torn_line:
@@ -251,11 +243,7 @@ def iter_jsonl(path: Path) -> Iterator[dict[str, Any]]:
                 row = parse_json(line.decode())
             except json.JSONDecodeError:
                 torn_line = number
-            except UnicodeDecodeError as error:
-                byte = offset + error.start
-                raise ConfigError(f"{path}: byte {byte}: not text in UTF-8") from None
             except ValueError as error:
                 raise ConfigError(f"{path}:{number}: {describe_read_error(error)}") from None
             else:
                 yield row
-            offset += len(line)

@@ -258,6 +258,30 @@ def _read_rollout_fields(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def groups_to_json(groups: Sequence[RecordedGroup]) -> dict[str, Any]:
+    """Return groups as JSON types, with mean and relative scores; null if not finite."""
+    described = []
+    for group in groups:
+        rollouts = [
+            {
+                **msgspec.to_builtins(rollout),
+                "score": _to_json_number(rollout.score),
+                "relative_score": _to_json_number(rollout.score - group.mean_score),
+                "advantage": None
+                if rollout.advantage is None
+                else _to_json_number(rollout.advantage),
+            }
+            for rollout in group.rollouts
+        ]
+        mean = _to_json_number(group.mean_score)
+        described.append({**msgspec.to_builtins(group), "mean_score": mean, "rollouts": rollouts})
+    return {"groups": described}
+
+
+def _to_json_number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
 def select_prefixed(row: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Return the values whose names start with a prefix and that are not None, by the rest."""
     return {

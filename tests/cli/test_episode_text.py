@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from streamrl.cli.episodes import print_groups
 from streamrl.files.printable_text import make_printable
 from streamrl.telemetry.rollout_log import RecordedGroup, RecordedRollout, RecordedTurn
-from tests.telemetry.drawing.recorded import make_group, make_guess
+from tests.telemetry.recorded import make_group, make_guess
 
 WON, LOST = make_guess("50", score=1.0), make_guess("80", score=0.0, answer="lower")
 

@@ -9,7 +9,7 @@ import pytest
 
 from streamrl.cli.main import main
 from streamrl.telemetry.rollout_log import RecordedGroup, RolloutLog
-from tests.telemetry.drawing.recorded import make_group, make_guess
+from tests.telemetry.recorded import make_group, make_guess
 
 Show = Callable[..., str]
 
@@ -80,14 +80,6 @@ def test_the_worst_rollout_of_a_group_is_first(show: Show):
     assert [r["relative_score"] for r in group["rollouts"]] == [-0.25, 0.25]
 
 
-def test_the_page_is_written_to_a_file(show: Show, tmp_path: Path):
-    page = tmp_path / "page.html"
-    assert show("--last", 2, "--html", page) == f"{page}: 6 rollouts of 3 groups\n"
-    assert page.read_text().startswith("<!doctype html>")
-    assert "guess 0.75" in page.read_text()
-    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["page.html"]
-
-
 @pytest.mark.parametrize("words", [("--step", 4), ("--uid", "9:9:9")])
 def test_rollouts_that_are_not_recorded_are_refused(
     refuse: Show, run_dir: Path, words: Sequence[object]
@@ -102,7 +94,5 @@ def test_bad_input_is_one_line(refuse: Show, run_dir: Path, tmp_path: Path):
     (tmp_path / "config.yaml").touch()
     assert "no rollouts/" in refuse(tmp_path)
     assert "--last 0: must be at least 1" in refuse(run_dir, "--last", 0)
-    assert "No such file or directory" in refuse(run_dir, "--html", tmp_path / "none" / "page.html")
-    assert "not allowed with" in refuse(run_dir, "--html", tmp_path / "page.html", "--json")
     (run_dir / "rollouts" / "step_000006.parquet").write_text("no parquet")
     assert "step_000006.parquet: not recorded rollouts" in refuse(run_dir)

@@ -16,10 +16,11 @@ from streamrl.telemetry.rollout_log import (
     RecordedGroup,
     RecordedRollout,
     RolloutLog,
+    groups_to_json,
     list_recorded_steps,
     read_recorded_groups,
 )
-from tests.telemetry.drawing.recorded import make_group, make_guess
+from tests.telemetry.recorded import make_group, make_guess
 
 
 def test_a_step_without_groups_has_no_file(tmp_path: Path):
@@ -137,3 +138,23 @@ def test_a_damaged_file_is_named(columns: list[str] | None, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"step_000001.parquet: ") as error:
         read_recorded_groups(tmp_path, 1)
     assert "\n" not in str(error.value)
+
+
+def test_scores_are_also_relative_to_the_mean_of_their_group():
+    (group,) = groups_to_json(
+        [make_group([make_guess("50", score=1.0), make_guess("80", score=0.0)])]
+    )["groups"]
+    assert group["mean_score"] == 0.5
+    assert [r["relative_score"] for r in group["rollouts"]] == [0.5, -0.5]
+    turn = group["rollouts"][0]["turns"][1]
+    assert turn["logprobs"] == (-0.5, None)
+
+
+def test_scores_that_are_not_finite_are_null():
+    group = RecordedGroup(1, "0:0:0", (RecordedRollout("", math.nan), RecordedRollout("", 1.0)))
+    (described,) = groups_to_json([group])["groups"]
+    assert described["mean_score"] is None
+    assert [(r["score"], r["relative_score"]) for r in described["rollouts"]] == [
+        (None, None),
+        (1.0, None),
+    ]

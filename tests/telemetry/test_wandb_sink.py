@@ -21,7 +21,7 @@ from streamrl.telemetry.wandb_sink import (
     MAX_TABLE_TEXT,
     WandbSink,
 )
-from tests.telemetry.drawing.recorded import make_group, make_guess
+from tests.telemetry.recorded import make_group, make_guess
 from tests.telemetry.rows import full_row
 from tests.telemetry.wandb_file import read_wandb_file
 

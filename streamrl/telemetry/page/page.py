@@ -13,7 +13,7 @@ import re
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -25,18 +25,13 @@ from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
 from streamrl.errors import ConfigError
 from streamrl.telemetry.chrome_trace import TRACE_FILE
-from streamrl.telemetry.drawing.episode_page import (
-    embed_json,
-    fill_template,
-    groups_to_json,
-    read_rollout_view,
-)
 from streamrl.telemetry.metric_names import IDLE_PREFIX
 from streamrl.telemetry.page.charts import draw_run_charts, draw_shared_charts
 from streamrl.telemetry.page.run_record import RunReader, RunRecord
 from streamrl.telemetry.progress import format_duration, format_number
 from streamrl.telemetry.rollout_log import (
     ROLLOUTS_FOLDER,
+    groups_to_json,
     list_recorded_steps,
     read_recorded_groups,
 )
@@ -128,6 +123,29 @@ class RunPage:
             "@PLOTLY@": load_plotly_script(),
         }
         return fill_template(_FOLDER / "page.html", parts)
+
+
+def read_rollout_view() -> dict[str, str]:
+    """Return style, controls and script that draw rollouts, by their places in a template."""
+    files = {"@STYLE@": "css", "@CONTROLS@": "html", "@SCRIPT@": "js"}
+    return {
+        place: (_FOLDER / f"rollout_view.{suffix}").read_text(encoding="utf-8")
+        for place, suffix in files.items()
+    }
+
+
+def fill_template(path: Path, parts: Mapping[str, str]) -> str:
+    """Return the text of a template with each part in its place.
+
+    What stands in a part is never taken for a place: the template is cut at its own places first.
+    """
+    pattern = "|".join(map(re.escape, parts))
+    return re.sub(pattern, lambda place: parts[place[0]], path.read_text(encoding="utf-8"))
+
+
+def embed_json(value: object) -> str:
+    """Return a value as JSON for a script element, which only "<" can end."""
+    return json.dumps(value, allow_nan=False).replace("<", "\\u003c")
 
 
 def load_plotly_script() -> str:

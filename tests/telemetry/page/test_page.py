@@ -13,11 +13,19 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from streamrl.cli.main import main
 from streamrl.errors import ConfigError
 from streamrl.telemetry.page import page as run_page_module
-from streamrl.telemetry.page.page import PageServer, RunPage
+from streamrl.telemetry.page.page import (
+    PageServer,
+    RunPage,
+    embed_json,
+    fill_template,
+    read_rollout_view,
+)
 from streamrl.telemetry.page.run_record import RunReader
 from streamrl.telemetry.rollout_log import RecordedGroup, RecordedRollout, RolloutLog
 from tests.telemetry.page.recorded_run import write_run
@@ -61,6 +69,30 @@ def test_text_of_a_run_cannot_end_the_script_that_holds_it(folder: Path) -> None
     rollout = read_data(html)["runs"][0]["rollouts"]["2"][0]["rollouts"][0]
     assert rollout["completion"] == "</script><script>alert(1)</script>"
     assert "<script>alert(1)" not in html
+
+
+HOSTILE = st.sampled_from(
+    ["</script>", "<!--", "<script>", "]]>", "\\", '"', "\u2028", "\ud800", "\x00", "@DATA@"]
+)
+
+
+@given(st.lists(HOSTILE | st.text(st.characters()), max_size=4).map("".join))
+def test_no_text_of_a_run_changes_the_page(text: str) -> None:
+    folder = Path(run_page_module.__file__).parent
+    parts = {**read_rollout_view(), "@PAGE_SCRIPT@": "", "@PLOTLY@": ""}
+    empty, full = (
+        fill_template(folder / "page.html", {**parts, "@DATA@": embed_json(value)})
+        for value in ("", text)
+    )
+    assert full.count("<") == empty.count("<")
+    assert read_data(full) == text
+
+
+def test_text_enters_the_document_only_as_text() -> None:
+    folder = Path(run_page_module.__file__).parent
+    for name in ("page.js", "rollout_view.js"):
+        script = (folder / name).read_text()
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b", script)
 
 
 @contextmanager
