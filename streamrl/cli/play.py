@@ -24,11 +24,7 @@ from streamrl.cli.arguments.environment_args import (
 from streamrl.config.run_config import ConfigSections, load_sections
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.environments.config import EnvironmentConfig
-from streamrl.environments.episodes.check_environment import (
-    EnvironmentProbe,
-    FindingStatus,
-    check_model,
-)
+from streamrl.environments.episodes.check_environment import EnvironmentProbe, check_model
 from streamrl.environments.episodes.start_driver import load_turn_renderer
 from streamrl.environments.episodes.text_episode import (
     TextEnd,
@@ -277,7 +273,7 @@ async def _print_findings(
         async with aclosing(check) as findings:
             async for status, subject, text in findings:
                 progress.print_line(f"{status:<4}  {subject:<11}  {text}")
-                has_failed |= status is FindingStatus.FAIL
+                has_failed |= status == "fail"
     return has_failed
 
 

@@ -5,8 +5,6 @@ import math
 import random
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
-from functools import partial
 from itertools import zip_longest
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -134,28 +132,17 @@ async def _check_reset(
         )
 
 
-class FindingStatus(StrEnum):
-    """Status of a finding; FAIL: a run with this environment would drop groups or train wrongly."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-
-
 class Finding(NamedTuple):
     """Result of one check of an environment.
 
-    subject: aspect that was checked. text: what was found and, unless it is OK, what to do.
+    status: "ok", "warn", or "fail": a run with this environment would drop groups or train wrongly.
+    subject: aspect that was checked. text: what was found and, unless it is ok, what to do.
     """
 
-    status: FindingStatus
+    status: str
     subject: str
     text: str
 
-
-report_ok = partial(Finding, FindingStatus.OK)
-report_warning = partial(Finding, FindingStatus.WARN)
-report_failure = partial(Finding, FindingStatus.FAIL)
 
 SILENT, RANDOM, ORACLE = "silent", "random", "oracle"
 FRAGMENTS = (
@@ -304,11 +291,11 @@ class EnvironmentProbe:
             for finding in judge_scores(records):
                 yield finding
             if not records:
-                yield report_warning("repeat", "not compared: no episode came to its end")
+                yield Finding("warn", "repeat", "not compared: no episode came to its end")
                 return
             repeated = await self._compare_repeated(records)
             yield repeated
-            if repeated.status is FindingStatus.OK:
+            if repeated.status == "ok":
                 yield await self._compare_together(records)
         finally:
             await self._hosts.close()
@@ -349,13 +336,16 @@ class EnvironmentProbe:
         for first in records:
             second = await self._play(first.policy, first.prompt, first.seed)
             if difference := find_first_difference(first, second):
-                return report_failure(
+                return Finding(
+                    "fail",
                     "same seed",
                     f"{first.policy} policy, {describe_prompt(first.prompt)}: two episodes differ:"
                     f" {difference}; take all randomness from random.Random(seed) of"
                     " reset(row, seed), or a group compares different tasks",
                 )
-        return report_ok("same seed", f"{len(records)} episodes are equal when they are repeated")
+        return Finding(
+            "ok", "same seed", f"{len(records)} episodes are equal when they are repeated"
+        )
 
     async def _compare_together(self, alone: Sequence[EpisodeRecord]) -> Finding:
         """Play episodes side by side, several of each, and compare them with those played alone."""
@@ -365,7 +355,7 @@ class EnvironmentProbe:
         pairs = zip(firsts, map(find_first_difference, firsts, seconds), strict=True)
         different = [(first, difference) for first, difference in pairs if difference]
         if not different:
-            return report_ok("together", f"{len(firsts)} episodes side by side are as alone")
+            return Finding("ok", "together", f"{len(firsts)} episodes side by side are as alone")
         advice = (
             "a process shares global variables, attributes of classes, the generators of random and"
             " numpy.random, os.environ and the working directory among its episodes: keep all state"
@@ -374,7 +364,8 @@ class EnvironmentProbe:
         if self._config.isolate:
             advice = "each has a process: they share files, ports or a service; give each its own"
         first, difference = different[0]
-        return report_failure(
+        return Finding(
+            "fail",
             "together",
             f"{len(different)} of {len(firsts)} episodes side by side are not as alone:"
             f" {first.policy} policy, {describe_prompt(first.prompt)}: {difference}; {advice}",
@@ -385,18 +376,19 @@ def describe_class(description: EnvironmentDescription) -> Iterator[Finding]:
     """Yield the shape of the class, its tools, and advice if it can score nothing."""
     score = "score(episode)" if description.has_score else "the sum of the turns' rewards"
     shape = "tools" if description.tools else "step(reply)"
-    yield report_ok("class", f"{description.place}: {shape}, scored by {score}")
+    yield Finding("ok", "class", f"{description.place}: {shape}, scored by {score}")
     for tool in description.tools:
-        yield report_ok("tool", format_tool(tool))
+        yield Finding("ok", "tool", format_tool(tool))
     if description.note:
-        yield report_warning("score", description.note)
+        yield Finding("warn", "score", description.note)
 
 
 def describe_episodes(policy: str, records: Sequence[EpisodeRecord]) -> Finding:
     """Report a policy's episodes: turns, scores and ends, or the first failure."""
     if failed := [record for record in records if record.error]:
         first = failed[0]
-        return report_failure(
+        return Finding(
+            "fail",
             policy,
             f"{len(failed)} of {len(records)} episodes failed, {describe_prompt(first.prompt)}"
             f" after {first.num_turns} turns: {first.error}; answer a bad reply by an observation"
@@ -408,7 +400,8 @@ def describe_episodes(policy: str, records: Sequence[EpisodeRecord]) -> Finding:
     reasons = ", ".join(sorted({end.reason.name.lower() for end in ends}))
     num_raised = sum(record.num_raised for record in records)
     errors = f"; {num_raised} calls raised" if num_raised else ""
-    return report_ok(
+    return Finding(
+        "ok",
         policy,
         f"{len(records)} episodes, {turns:.1f} turns, scores {min(scores):g} to {max(scores):g},"
         f" ends: {reasons}{errors}",
@@ -427,13 +420,15 @@ def judge_scores(records: Sequence[EpisodeRecord]) -> Iterator[Finding]:
     oracle = means.pop(ORACLE, math.inf)
     for policy, mean in means.items():
         if mean >= full:
-            yield report_warning(
+            yield Finding(
+                "warn",
                 "score",
                 f"gives {mean:g} to nonsense: the {policy} policy gets it on average; a run would"
                 " teach this",
             )
     if oracle <= (most := max(means.values(), default=0.0)):
-        yield report_warning(
+        yield Finding(
+            "warn",
             "score",
             f"the oracle's mean is {oracle:g}, no more than the mean of a policy without"
             f" sense, {most:g}; check oracle and score",
@@ -446,8 +441,10 @@ async def check_model(
     """Yield what a run with the model's chat template would refuse or note."""
     try:
         for note in check_template(renderer).list_notes(config.max_samples):
-            yield report_ok("template", note)
+            yield Finding("ok", "template", note)
         await check_class(config, renderer, prompts)
-        yield report_ok("model", f"{renderer.template.name}: turns, calls and rows can be rendered")
+        yield Finding(
+            "ok", "model", f"{renderer.template.name}: turns, calls and rows can be rendered"
+        )
     except ConfigError as error:
-        yield report_failure("model", str(error))
+        yield Finding("fail", "model", str(error))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from streamrl.data.chat_template import ChatTemplate, Conversation, render_text
 from streamrl.data.guarded_text import CODE
 from streamrl.environments.interface import Message, ToolSchema
-from streamrl.environments.tool_calls.reply_text import make_call_id
+from streamrl.environments.tool_calls.reply_text import make_call
 from streamrl.environments.tool_calls.served_calls import ShownCall
 from streamrl.errors import ConfigError
 
@@ -130,9 +130,8 @@ class BridgeWriter:
         tool: ToolSchema = {"type": "function", "function": function}
         tools = [tool] if self._template.can_render_tools else []
         arguments = {"word": 'say "hi", 7', "limit": 3}
-        function = {"name": "look_up", "arguments": arguments}
-        call = {"id": make_call_id(0), "type": "function", "function": function}
-        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        calls = [make_call(0, "look_up", arguments)]
+        turn = {"role": "assistant", "content": "", "tool_calls": calls}
         try:
             opened = self.render([_make_question()], tools)
             closed = self.render([_make_question(), turn], tools, is_closed=True)
@@ -299,14 +298,9 @@ def _list_replies(results: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _make_calls(results: Sequence[Message]) -> list[dict[str, Any]]:
-    return [
-        {
-            "id": result["tool_call_id"],
-            "type": "function",
-            "function": {"name": result["name"], "arguments": {"argument": ARGUMENT}},
-        }
-        for result in results
-    ]
+    calls = (make_call(0, result["name"], {"argument": ARGUMENT}) for result in results)
+    ids = (result["tool_call_id"] for result in results)
+    return [{**call, "id": call_id} for call, call_id in zip(calls, ids, strict=True)]
 
 
 def _cut_after_reply(text: str) -> str | None:

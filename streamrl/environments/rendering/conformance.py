@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from streamrl.environments.interface import Message, ToolSchema
 from streamrl.environments.rendering.bridge_text import decode
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
-from streamrl.environments.tool_calls.reply_text import make_call_id
+from streamrl.environments.tool_calls.reply_text import make_call, make_call_id
 from streamrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -135,14 +135,7 @@ def make_conversations(special_text: str) -> dict[str, list[Message]]:
 
 
 def _make_call(*words: str, content: str = "") -> Message:
-    calls = [
-        {
-            "id": make_call_id(number),
-            "type": "function",
-            "function": {"name": "look_up", "arguments": {"word": word}},
-        }
-        for number, word in enumerate(words)
-    ]
+    calls = [make_call(number, "look_up", {"word": word}) for number, word in enumerate(words)]
     return {"role": "assistant", "content": content, "tool_calls": calls}
 
 

@@ -27,7 +27,7 @@ from streamrl.environments.tool_calls.marked_turn import (
     ScaffoldSpan,
     WrittenCall,
 )
-from streamrl.environments.tool_calls.reply_text import make_call_id
+from streamrl.environments.tool_calls.reply_text import make_call
 from streamrl.environments.tool_calls.schema_check import is_valid_argument, validate_arguments
 from streamrl.environments.tool_calls.served_calls import (
     ServedParser,
@@ -295,18 +295,10 @@ def _list_candidates() -> Iterator[str]:
 
 
 def make_assistant_message(reply: Reply) -> Message:
-    """Return a reply as a chat message.
-
-    Arguments are objects, as chat templates take them; OpenAI's API
-    has JSON text there. A call that could not be parsed is part of the content, as written.
-    """
+    """Return a reply as a chat message; a call that could not be parsed is in its content."""
     message: dict[str, object] = {"role": "assistant", "content": reply.text}
     calls = [
-        {
-            "id": make_call_id(number),
-            "type": "function",
-            "function": {"name": call.name, "arguments": dict(call.arguments)},
-        }
+        make_call(number, call.name, call.arguments)
         for number, call in enumerate(reply.calls)
         if call.outcome is not CallOutcome.MALFORMED
     ]

@@ -1,6 +1,7 @@
 """Results and errors of tools as text for the model."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +65,12 @@ def make_call_id(number: int) -> str:
     Nine letters and digits: Mistral's templates refuse other ids.
     """
     return f"call{number:05}"
+
+
+def make_call(number: int, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return call `number` of an assistant's message.
+
+    Arguments are objects, as chat templates take them; OpenAI's API has JSON text there.
+    """
+    function = {"name": name, "arguments": dict(arguments)}
+    return {"id": make_call_id(number), "type": "function", "function": function}
