@@ -42,12 +42,11 @@ class SequenceGroup:
         return gathered
 
     def split_heads(self, states: Tensor) -> Tensor:
-        """Turn [1, heads, N / size, width] into [1, heads / size, N, width]. Collective."""
+        """Turn [1, heads, N / size, width] into [1, heads / size, N, width]. Collective.
+
+        `check_head_split` has refused sizes that do not divide the heads.
+        """
         _, heads, tokens, width = states.shape
-        if heads % self.size:
-            raise StreamError(
-                f"trainer.sequence_parallel={self.size}: must divide the {heads} heads"
-            )
         parts = states.view(self.size, heads // self.size, tokens, width)
         received = _all_to_all(parts, self._group)
         return received.transpose(0, 1).reshape(1, heads // self.size, -1, width)

@@ -88,7 +88,7 @@ class StoredWeights:
         """
         yielded: set[int] = set()
         for target, (transform, sources) in self._transforms.items():
-            if _is_renaming(transform):
+            if isinstance(transform, WeightRenaming):
                 reads = {target: functools.partial(_read_slice, self._slices[sources[0][1]])}
             else:
                 shapes = self._convert(target, transform, sources, _make_meta)
@@ -104,7 +104,7 @@ class StoredWeights:
     def _read_converted(self, target: str, name: str, box: TensorBox) -> Tensor:
         if target not in self._converted:
             self._converted.clear()  # before the next tensors are in memory
-            self._converted[target] = self._convert(target, *self._transforms[target], _read_whole)
+            self._converted[target] = self._convert(target, *self._transforms[target], _read_slice)
         return self._converted[target][name][box.slices]
 
     def _convert(
@@ -154,10 +154,6 @@ def _plan_transforms(
     return plan
 
 
-def _is_renaming(transform: Any) -> bool:
-    return isinstance(transform, WeightRenaming)
-
-
 def find_owners(model: nn.Module) -> dict[int, tuple[tuple[nn.Module, str], ...]]:
     """Return the modules, and their attributes, that hold each parameter and buffer, by its id."""
     owners: dict[int, tuple[tuple[nn.Module, str], ...]] = {}
@@ -196,13 +192,9 @@ def _are_equal(first: Any, second: Any) -> bool:
     return True
 
 
-def _read_slice(stored: Any, box: TensorBox) -> Tensor:
-    value: Tensor = stored[box.slices] if box.shape else stored[...]
-    return value
-
-
-def _read_whole(stored: Any) -> Tensor:
-    value: Tensor = stored[...]
+def _read_slice(stored: Any, box: TensorBox | None = None) -> Tensor:
+    """Return the elements of a box of a stored tensor, by default all."""
+    value: Tensor = stored[box.slices if box and box.shape else ...]
     return value
 
 

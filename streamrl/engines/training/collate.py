@@ -117,7 +117,7 @@ def build_batch(
     if not rows:
         rows = [{name: np.zeros(2, get_column_spec(name).dtype) for name in token_columns}]
     lengths = np.array([len(row["token_ids"]) for row in rows])
-    batch = {name: torch.from_numpy(_stack_rows([row[name] for row in rows])) for name in rows[0]}
+    batch = {name: torch.from_numpy(_pad_rows([row[name] for row in rows])) for name in rows[0]}
     batch["token_ids"] = batch["token_ids"].long()
     batch["attention_mask"] = torch.from_numpy(np.arange(lengths.max()) < lengths[:, None])
     if picks and all(EPISODE_COLUMN in groups[uid] for uid, _ in picks):
@@ -163,11 +163,10 @@ def find_token_slice(lengths: Array, index: int) -> slice:
     return slice(end - int(lengths[index]), end)
 
 
-def _stack_rows(rows: Sequence[Array]) -> Array:
-    return _pad_rows(rows) if rows[0].ndim else np.stack(rows)
-
-
 def _pad_rows(rows: Sequence[Array]) -> Array:
+    """Return rows [T] as [B, T], 0 in the padding; numbers as [B]."""
+    if not rows[0].ndim:
+        return np.stack(rows)
     padded = np.zeros((len(rows), max(len(row) for row in rows)), rows[0].dtype)
     for i, row in enumerate(rows):
         padded[i, : len(row)] = row

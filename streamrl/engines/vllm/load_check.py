@@ -12,8 +12,10 @@ with the model that vLLM has just read from it, and excludes layers that differ.
 import logging
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ CHUNK_ELEMENTS = 2**22
 """Elements that are converted to float64 at a time."""
 SUM_TOLERANCE = 1e-9
 """Relative tolerance of float64 sums in different orders."""
+Value = TypeVar("Value")
 LAYER_PATTERN = re.compile(r"\.(\d+)\.")
 WARNING_LOGGERS = ("vllm.model_executor.model_loader", "vllm.model_executor.models")
 """Loggers of vLLM that warn about weights they did not load."""
@@ -118,18 +121,13 @@ class LoadCheck:
         self, published: Mapping[str, FingerprintsByDtype]
     ) -> Iterator[tuple[list[str], list[str]]]:
         """Yield (unmatched published names, unmatched model names) of each differing layer."""
-        model_layers: dict[str, dict[str, tuple[torch.dtype, TensorFingerprint]]] = {}
-        for name, parameter in self._model.named_parameters():
-            if name not in self._unchecked_names:
-                fingerprint = (
-                    parameter.dtype,
-                    TensorFingerprint.from_tensor(parameter, parameter.dtype),
-                )
-                model_layers.setdefault(_parse_layer(name), {})[name] = fingerprint
-        published_layers: dict[str, dict[str, FingerprintsByDtype]] = {}
-        for name, prints in published.items():
-            if name not in self._unchecked_names:
-                published_layers.setdefault(_parse_layer(name), {})[name] = prints
+        model_prints = {
+            name: (parameter.dtype, TensorFingerprint.from_tensor(parameter, parameter.dtype))
+            for name, parameter in self._model.named_parameters()
+            if name not in self._unchecked_names
+        }
+        checked = {n: prints for n, prints in published.items() if n not in self._unchecked_names}
+        model_layers, published_layers = _group_by_layer(model_prints), _group_by_layer(checked)
         for layer, parameters in model_layers.items():
             missing, rest = self._find_unmatched(published_layers.get(layer, {}), parameters)
             if missing or rest:
@@ -189,10 +187,13 @@ def list_source_names(name: str, merged: Mapping[str, Sequence[str]]) -> tuple[s
     return tuple(f"{parent}.{source}.{kind}" for source in merged[module])
 
 
-def _parse_layer(name: str) -> str:
-    """Return the layer number in a parameter's name; "" for parameters outside of layers."""
-    match = LAYER_PATTERN.search(name)
-    return match[1] if match else ""
+def _group_by_layer(named: Mapping[str, Value]) -> dict[str, dict[str, Value]]:
+    """Return the entries of each layer, by the number in their names; "" is outside of layers."""
+    layers = defaultdict[str, dict[str, Value]](dict)
+    for name, value in named.items():
+        match = LAYER_PATTERN.search(name)
+        layers[match[1] if match else ""][name] = value
+    return layers
 
 
 class LoadWarningHandler(logging.Handler):
