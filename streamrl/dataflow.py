@@ -3,7 +3,6 @@
 This module is pure: executors read the declaration; nothing here runs anything.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -112,53 +111,23 @@ SOURCE_CALLS = (
 
 
 class Dataflow:
-    """The model calls of an algorithm, validated, with the columns that connect them.
+    """The model calls of an algorithm, with the columns that connect them (`build_dataflow`).
 
-    Raises ValueError naming the wrong column or stage.
+    A stage occurs once, a column has one producer, and a role one training. Raises ValueError
+    naming a stage and a column that no stage produces.
     """
 
     def __init__(self, calls: Iterable[ModelCall]) -> None:
         self.calls = tuple(calls)
-        for stage, count in Counter(call.stage for call in self.calls).items():
-            if count > 1:
-                raise ValueError(f"stage {stage} is declared {count} times")
-        self._producers: dict[str, ModelCall] = {}
-        for call in self.calls:
-            for column in call.produces:
-                if column in self._producers:
-                    rivals = f"{self._producers[column].stage} and {call.stage}"
-                    raise ValueError(f"column {column} is produced twice: by {rivals}")
-                self._producers[column] = call
-        self._trainers: dict[str, ModelCall] = {}
-        for call in (call for call in self.calls if call.kind is CallKind.TRAIN):
-            if call.role in self._trainers:
-                rivals = f"{self._trainers[call.role].stage} and {call.stage}"
-                raise ValueError(f"role {call.role} is trained twice: by {rivals}")
-            self._trainers[call.role] = call
-        self._check_dependencies()
-
-    def _check_dependencies(self) -> None:
-        """Raise ValueError for a column or weights that no stage produces, or a cycle of stages."""
+        self._producers = {column: call for call in self.calls for column in call.produces}
+        trainings = (call for call in self.calls if call.kind is CallKind.TRAIN)
+        self._trainers = {call.role: call for call in trainings}
         for call in self.calls:
             for column in call.needs:
                 if column not in self._producers:
                     raise ValueError(
                         f"stage {call.stage} needs column {column}: no stage produces it"
                     )
-            if (
-                call.followed_role
-                and _get_publishing_role(call.followed_role) not in self._trainers
-            ):
-                raise ValueError(
-                    f"stage {call.stage} follows {call.followed_role}: no stage trains it"
-                )
-        graph = self.graph
-        if not nx.is_directed_acyclic_graph(graph):
-            links = [
-                f"{source} makes {', '.join(graph.edges[source, target]['columns'])} for {target}"
-                for source, target in nx.find_cycle(graph)
-            ]
-            raise ValueError(f"the stages wait for each other in a cycle: {'; '.join(links)}")
 
     @property
     def queue_calls(self) -> list[ModelCall]:

@@ -472,18 +472,14 @@ class ColumnContract:
     """
 
     def __init__(self, stages: Mapping[str, StageSchema]) -> None:
-        self._required_columns = {stage: frozenset(ports.needs) for stage, ports in stages.items()}
-        self._produced_columns = {
-            stage: frozenset(ports.produces) for stage, ports in stages.items()
-        }
-        all_columns = frozenset[str]().union(*self._produced_columns.values())
-        self._foreign_columns = {
-            stage: all_columns - produced for stage, produced in self._produced_columns.items()
-        }
+        self._stages = stages
+        self._produced_columns = {name for schema in stages.values() for name in schema.produces}
 
     def check_request(self, stage: str, columns: Sequence[str]) -> None:
         """Check that a stage requests only columns that it declares as needed."""
-        if undeclared := set(columns) - self._get_columns(self._required_columns, stage):
+        if stage not in self._stages:
+            raise ContractError(f"unknown stage {stage}: this queue has {', '.join(self._stages)}")
+        if undeclared := set(columns) - set(self._stages[stage].needs):
             raise ContractError(
                 f"stage {stage} requests {sorted(undeclared)}: not among the columns it needs"
             )
@@ -494,11 +490,10 @@ class ColumnContract:
         info: sizes of the group; None before its rollouts exist.
         """
         stage, uid, names = commit.lease.stage, commit.lease.uid, commit.column_sizes.keys()
-        if not names >= self._get_columns(self._produced_columns, stage):
-            missing = sorted(self._produced_columns[stage] - names)
+        declared = set(self._stages[stage].produces)
+        if missing := sorted(declared - names):
             raise ContractError(f"stage {stage} committed {uid} without {missing}")
-        if not names.isdisjoint(self._foreign_columns[stage]):
-            foreign = sorted(names & self._foreign_columns[stage])
+        if foreign := sorted(names & self._produced_columns - declared):
             raise ContractError(
                 f"stage {stage} committed {foreign} for {uid}: another stage produces them"
             )
@@ -512,15 +507,9 @@ class ColumnContract:
             raise ContractError(f"group {uid}: no token of it was sampled (loss_mask)")
         if info.min_version < 0:
             raise ContractError(f"group {uid}: a sampled token has no policy_version")
-        if min(info.lengths, default=0) < 1:
-            shortest = min(info.lengths, default=0)
+        if (shortest := min(info.lengths, default=0)) < 1:
             raise ContractError(f"group {uid}: a rollout of {shortest} tokens (lengths)")
         check_column_sizes(commit.column_sizes, info)
-
-    def _get_columns(self, columns: Mapping[str, frozenset[str]], stage: str) -> frozenset[str]:
-        if stage not in columns:
-            raise ContractError(f"unknown stage {stage}: this queue has {', '.join(columns)}")
-        return columns[stage]
 
 
 class ColumnHistory:

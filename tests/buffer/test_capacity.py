@@ -23,7 +23,6 @@ from tests.buffer.shards import (
 from tests.fake_shards import MemoryLog, recover
 from tests.virtual_time import in_virtual_time
 
-GENERATED_BYTES = len(encode_columns(WORK["generate"]))
 WHOLE_BYTES = sum(len(encode_columns(columns)) for columns in WORK.values())
 """Bytes of the columns of a finished group."""
 

@@ -1,6 +1,5 @@
 """Properties of all token losses and KL estimates: references, padding, order, first steps."""
 
-import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -12,11 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from streamrl.algorithms.config import LOSS_AGGREGATIONS
 from streamrl.algorithms.math import losses
 from streamrl.algorithms.math.tokens import apply_mask, kl_estimate
 from tests.algorithms import ragged
-from tests.algorithms.aggregate import aggregate_loss
 from tests.algorithms.ragged import BATCHES, Batch
 
 LOW, HIGH, DUAL = 0.2, 0.28, 1.5
@@ -263,47 +260,3 @@ def test_advantages_may_be_per_rollout(name, batch):
         for advantages in (per_row, per_row.expand(mask.shape))
     )
     torch.testing.assert_close(result, expected, atol=1e-12, rtol=0)
-
-
-def first_step(loss: Callable[[Batch], Tensor], batch: Batch, mode: str) -> Tensor:
-    """Return the gradient of a first on-policy step by logprobs: every ratio is 1."""
-    mask = batch["loss_mask"]
-    leaf = batch["logprobs"].clone().requires_grad_()
-    logprobs = apply_mask(leaf, mask)
-    tokens = batch | {"logprobs": logprobs, "log_ratio": logprobs - logprobs.detach()}
-    group_ids = torch.arange(len(mask)) // 2
-    total = aggregate_loss(loss(tokens), mask, mode=mode, max_length=9, group_ids=group_ids)
-    total.backward()
-    return ragged.gradient(leaf)
-
-
-EXACTLY = {
-    **{name: POLICY_LOSSES[name] for name in ("ppo", "dual", "cispo", "gspo", "kl_cov")},
-    "sapo at temperature 1": loss_of(losses.soft_adaptive_loss, temperature_negative=1.0),
-    **{
-        f"dppo {kind}, bounds {bound}": loss_of(
-            losses.divergence_masked_loss, "logprobs", kind=kind, low=bound, high=bound, cap=1.0
-        )
-        for kind in ("tv", "kl")
-        for bound in (0.0, 0.2)
-    },
-}
-
-
-@pytest.mark.parametrize("name", EXACTLY)
-def test_the_first_on_policy_step_has_exactly_the_gradient_of_reinforce(name):
-    for mode, seed in itertools.product(LOSS_AGGREGATIONS, range(8)):
-        batch = ragged.make_batch(seed)
-        expected = first_step(POLICY_LOSSES["reinforce"], batch, mode)
-        assert torch.equal(first_step(EXACTLY[name], batch, mode), expected), mode
-
-
-@pytest.mark.parametrize("name", ["sapo", "gmpo"])
-def test_the_first_step_of_sapo_and_gmpo_is_reinforce_up_to_rounding(name):
-    for mode, seed in itertools.product(LOSS_AGGREGATIONS, range(8)):
-        batch = ragged.make_batch(seed)
-        if name == "gmpo":
-            batch["advantages"] = batch["scores"][:, None].expand_as(batch["advantages"])
-        expected = first_step(POLICY_LOSSES["reinforce"], batch, mode)
-        gradient = first_step(POLICY_LOSSES[name], batch, mode)
-        torch.testing.assert_close(gradient, expected, atol=1e-15, rtol=1e-15)

@@ -22,22 +22,6 @@ from tests.algorithms.aggregate import aggregate_loss
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
 
-def surrogate(ratio: float, advantage: float, **clip: float) -> float:
-    log_ratio = torch.tensor([[math.log(ratio)]])
-    loss = clipped_surrogate_loss(log_ratio, torch.tensor([[advantage]]), **(CLIP | clip))
-    return round(loss.item(), 5)
-
-
-def test_clipped_surrogate_by_hand():
-    assert surrogate(1.1, 2.0) == -2.2  # inside: -A r
-    assert surrogate(1.5, 2.0) == -2.56  # -A (1 + 0.28): clipped
-    assert surrogate(0.5, 2.0) == -1.0  # worse than the clip allows for: no clipping
-    assert surrogate(0.5, -2.0) == 1.6  # -A (1 - 0.2)
-    assert surrogate(5.0, -2.0) == 10.0
-    assert surrogate(5.0, -2.0, dual_clip=3.0) == 6.0  # -A c
-    assert surrogate(1.1, 2.0, dual_clip=3.0) == -2.2
-
-
 def test_the_clip_mask_marks_tokens_without_gradient():
     log_ratio = torch.tensor([[0.5, -0.5, 0.1, 0.5, -0.5]], requires_grad=True)
     advantages = torch.tensor([[1.0, 1.0, 1.0, -1.0, -1.0]])
