@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from streamrl.config.run_config import load_config
 from streamrl.dataflow import (
     EMA_REFERENCE,
-    GENERATE_CALL,
     POLICY,
     CallKind,
     Dataflow,
