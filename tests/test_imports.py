@@ -72,7 +72,7 @@ def test_a_step_of_deepspeed_loads_no_compiler(tmp_path: Path):
 ACTORS = ("coordination.coordinator", "generator", "replica", "queue_shard", "trainer")
 NO_TORCH = (
     # A process with an actor handle loads the actor's class.
-    *(f"streamrl.actors.{name}" for name in (*ACTORS, "colocated", "engine_factory")),
+    *(f"streamrl.actors.{name}" for name in (*ACTORS, "engine_factory")),
     *(
         "streamrl.algorithms",
         "streamrl.buffer.shard",

@@ -227,19 +227,11 @@ def _partition_shards(
     """Divide the shards of each group among its ranks.
 
     partition: function of (shard, index of the rank in the group, size of the group) that returns
-    the rank's part. Raises ValueError unless each rank is in one group and groups hold equal
-    shards.
+    the rank's part. The groups hold every rank of the layout once.
     """
     shards: dict[int, dict[str, TensorShard]] = {}
     for group in groups:
         for index, rank in enumerate(group):
-            group_shards = layout.shards[rank]
-            if rank in shards:
-                raise ValueError(f"rank {rank} is in the groups more than once")
-            if group_shards != layout.shards[group[0]]:
-                raise ValueError(f"ranks {group[0]} and {rank} of one group hold different shards")
-            parts = (partition(shard, index, len(group)) for shard in group_shards.values())
+            parts = (partition(shard, index, len(group)) for shard in layout.shards[rank].values())
             shards[rank] = {shard.tensor: shard for shard in parts if shard}
-    if shards.keys() != layout.shards.keys():
-        raise ValueError("the groups must contain every rank of the layout")
     return ModelLayout(layout.model, shards)

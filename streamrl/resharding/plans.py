@@ -29,10 +29,6 @@ class NodeTopology:
 
     ranks_per_node: int = 8
 
-    def __post_init__(self) -> None:
-        if self.ranks_per_node < 1:
-            raise ValueError(f"{self.ranks_per_node} ranks per node: must be at least 1")
-
     def get_node(self, rank: int) -> int:
         return rank // self.ranks_per_node
 

@@ -13,9 +13,9 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from streamrl.actors.colocated import HybridActor, HybridActorHandle
 from streamrl.actors.coordination.coordinator import CoordinatorActor
 from streamrl.actors.coordination.role_actors import RoleActors
+from streamrl.actors.generator import HybridActor, HybridActorHandle
 from streamrl.actors.launch.actor_registry import ACTOR_CLASSES, ActorRegistry, ActorRestarts
 from streamrl.actors.launch.driver import RunSession
 from streamrl.actors.liveness import (

@@ -128,13 +128,3 @@ def test_an_empty_chunk_is_not_a_shard():
     layout = partition_fsdp2(create_layout(transformer(), seating), seating.list_dp_groups())
     # 12 rows in chunks of 3: none are left for the fifth rank.
     assert "embed" not in layout.shards[4] and "embed" in layout.shards[3]
-
-
-def test_groups_must_hold_equal_shards_and_contain_all_ranks():
-    layout = create_layout(transformer(), RankGrid.from_text("1-2-2").assign_ranks())
-    with pytest.raises(ValueError, match="ranks 0 and 1 of one group hold different shards"):
-        partition_fsdp2(layout, [[0, 1], [2, 3]])
-    with pytest.raises(ValueError, match="must contain every rank"):
-        partition_zero3(layout, [[0, 2]])
-    with pytest.raises(ValueError, match="rank 0 is in the groups more than once"):
-        partition_zero3(layout, [[0, 2, 0], [1, 3]])

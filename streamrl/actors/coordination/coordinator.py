@@ -449,13 +449,15 @@ class CoordinatorActor(PingableActor):
         await self._step_reporter.wait_until_idle()
         await self._driver_events.wait_until_delivered(CALL_TIMEOUT_S)
 
-    async def handle_actor_death(self, name: str) -> None:
-        """Requeue the groups of an actor that died, and forget the versions it loaded.
+    async def release_actor(self, name: str, *, died: bool) -> None:
+        """Requeue the groups of an actor that died or left, and forget the versions it loaded.
 
-        Ray restarts the actor, which then joins under the same name.
+        Ray restarts an actor that died, which then joins under the same name.
         """
-        self._forget_actor(name)
-        await self._queue.release_holder(name)
+        self._arbiter.remove_holder(name)
+        for registry in self._run_state.publisher.registries.values():
+            registry.remove_reader(name)
+        await self._queue.release_holder(name, died=died)
 
     async def add_replica(self, role: str, name: str, actor: Any) -> None:
         """Include a replica that joined the run in evaluations and step reports."""
@@ -464,17 +466,6 @@ class CoordinatorActor(PingableActor):
     async def start_replica_drain(self, role: str, name: str) -> None:
         """Exclude a replica that is leaving the run from evaluations and step reports."""
         self._role_actors[role].remove_replica(name)
-
-    async def remove_replica(self, name: str) -> None:
-        """Requeue the groups that a replica held when it left, and forget its loaded version."""
-        self._forget_actor(name)
-        await self._queue.release_holder(name, died=False)
-
-    def _forget_actor(self, name: str) -> None:
-        """Drop an actor's claims on the device pool and its entries in the weight registries."""
-        self._arbiter.remove_holder(name)
-        for registry in self._run_state.publisher.registries.values():
-            registry.remove_reader(name)
 
     async def request_stop(self) -> None:
         """Stop the run after the current micro-batch, or after the step if an update has begun."""

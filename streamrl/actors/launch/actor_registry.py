@@ -12,9 +12,8 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from streamrl.actors.actor_context import ActorContext
-from streamrl.actors.colocated import HybridActor, HybridActorHandle
 from streamrl.actors.coordination.role_actors import RoleActors
-from streamrl.actors.generator import GeneratorActor
+from streamrl.actors.generator import GeneratorActor, HybridActor, HybridActorHandle
 from streamrl.actors.launch.fork_server import (
     BASE_LEVEL,
     GENERATOR_LEVEL,
@@ -356,24 +355,24 @@ class ActorRegistry:
         """
         actor = self.actors[name]
         self.roles[role].add_replica(name, actor)
-        self._notify_coordinator("add_replica", role, name, actor)
+        self.notify_coordinator("add_replica", role, name, actor)
         return actor.run.remote(), actor.wait_until_serving.remote()
 
     def drain_replica(self, name: str, role: str) -> None:
         """Exclude a replica from evaluations and make it return its groups and leave."""
         self.roles[role].remove_replica(name)
-        self._notify_coordinator("start_replica_drain", role, name)
+        self.notify_coordinator("start_replica_drain", role, name)
         self.actors[name].start_drain.remote()
 
     def remove_replica(self, name: str) -> None:
         """Kill a replica that has drained; the queue requeues any group it still holds."""
         self.kill_actor(name)
-        self._notify_coordinator("remove_replica", name)
+        self.notify_coordinator("release_actor", name, died=False)
 
     def reject_replica(self, name: str, role: str) -> None:
         """Remove a replica that joined but failed before it served."""
         self.roles[role].remove_replica(name)
-        self._notify_coordinator("start_replica_drain", role, name)
+        self.notify_coordinator("start_replica_drain", role, name)
         self.remove_replica(name)
 
     @staticmethod
@@ -381,9 +380,9 @@ class ActorRegistry:
         """Return the value of a reply of actor `name`; raises the errors of `await_reply`."""
         return fetch_reply(reply, name)
 
-    def _notify_coordinator(self, method: str, *arguments: Any) -> None:
+    def notify_coordinator(self, method: str, *arguments: Any, **named: Any) -> None:
         """Call a method of the coordinator and wait until it returns."""
-        reply = getattr(self.actors["coordinator"], method).remote(*arguments)
+        reply = getattr(self.actors["coordinator"], method).remote(*arguments, **named)
         fetch_reply(reply, f"coordinator.{method}")
 
     def kill_actor(self, name: str) -> None:

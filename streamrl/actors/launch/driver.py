@@ -343,10 +343,7 @@ class RunSession:
         for crash in self.crash_watch.find_new_crashes():
             handle(EventReport("crashed", asdict(crash)))
         if name not in self._shard_names:
-            fetch_reply(
-                self._registry.actors["coordinator"].handle_actor_death.remote(name),
-                "coordinator.handle_actor_death",
-            )
+            self._registry.notify_coordinator("release_actor", name, died=True)
         self._pending_starts.add_actor(self._registry.restarts[name].restart(), name)
 
     def close(self) -> None:

@@ -92,7 +92,7 @@ BASE_LEVEL = ForkLevel(
         "ray._private.workers.default_worker",
         *(
             f"streamrl.actors.{name}"
-            for name in ("coordination.coordinator", "colocated", "queue_shard")
+            for name in ("coordination.coordinator", "generator", "queue_shard")
         ),
         "transformers",
         "torch",
