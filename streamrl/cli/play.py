@@ -5,14 +5,12 @@ import asyncio
 import contextlib
 import json
 import logging
-import math
 import sys
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import zip_longest
 
-from streamrl.cli.arguments.arg_types import parse_nonempty
 from streamrl.cli.arguments.environment_args import (
     RenderPrompt,
     add_environment_arguments,
@@ -28,7 +26,6 @@ from streamrl.environments.episodes.check_environment import EnvironmentProbe, c
 from streamrl.environments.episodes.start_driver import load_turn_renderer
 from streamrl.environments.episodes.text_episode import (
     TextEnd,
-    load_policy,
     play_text_episode,
     render_messages,
 )
@@ -50,32 +47,18 @@ CALL_HINT = 'Call a tool as name(argument="value"); any other text answers and e
 
 
 class EpisodeTranscript:
-    """Printer of what an episode's environment sees and answers (`EpisodeObserver`).
-
-    has_person: the policy is a person, who needs no echo of the own turns.
-    """
-
-    def __init__(self, *, has_person: bool) -> None:
-        self._has_person = has_person
+    """Printer of what an episode's environment says to a person (`EpisodeObserver`)."""
 
     def see_start(self, prompt: Prompt, start: ResetResult) -> None:
         if start.tools:
             _print_line("tools:")
             for tool in start.tools:
                 _print_line(f"  {format_tool(tool)}")
-            if self._has_person:
-                _print_line(CALL_HINT)
+            _print_line(CALL_HINT)
         _print_messages([m for m in prompt.messages if m["content"]])
         _print_messages(start.messages)
 
     def see_turn(self, reply: Reply, step: EnvironmentStep) -> None:
-        if not self._has_person:
-            if reply.text or not reply.calls:
-                _print_line(f"policy> {reply.text}")
-            for call in reply.calls:
-                values = {k: json.dumps(v, ensure_ascii=False) for k, v in call.arguments.items()}
-                written = ", ".join(f"{name}={value}" for name, value in values.items())
-                _print_line(f"policy> {call.name}({written})")
         for call, outcome in zip_longest(reply.calls, step.outcomes):
             _print_line(f"  call {call.name or '?'}: {outcome or call.outcome}")
         if step.reward:
@@ -96,12 +79,8 @@ def _print_line(text: str) -> None:
     print(make_printable(text))
 
 
-HUMAN = "human"
 DEFAULT_ROWS = 4
-PLAY_OPTIONS = {
-    **dict.fromkeys(("row", "prompt", "truth")),
-    **{"policy": HUMAN, "seed": 0},
-}
+PLAY_OPTIONS = {"row": None, "prompt": None, "truth": None, "seed": 0}
 """Options, with their defaults, that `--check` does not use."""
 CHECK_OPTIONS = {"rows": None}
 PERSON_PROMPT = "you> "
@@ -115,7 +94,7 @@ class TurnInterruptedError(Exception):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "streamrl play ENVIRONMENT [--data FILE --row N | --prompt TEXT --truth TEXT]"
-        " [--policy POLICY] [options]\n"
+        " [options]\n"
         "       streamrl play ENVIRONMENT --check [--data FILE] [--config CONFIG] [--rows N]"
     )
     add_environment_arguments(parser)
@@ -133,13 +112,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--row", type=int, metavar="N", help="row of the file, from 0 (default: 0)")
     parser.add_argument("--prompt", metavar="TEXT", help="user message of a row, without a file")
     parser.add_argument("--truth", metavar="TEXT", help="ground truth of the row of --prompt")
-    parser.add_argument(
-        "--policy",
-        default=HUMAN,
-        type=parse_nonempty,
-        metavar="POLICY",
-        help="human (the default), or FILE.py:FUNCTION called with messages and tools",
-    )
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="seed of the environment (default 0)"
     )
@@ -183,24 +155,16 @@ async def _play(arguments: argparse.Namespace, recipe: ConfigSections | None) ->
     settings = recipe.environment if recipe else EnvironmentConfig()
     prompt = _read_row(arguments, recipe)
     config = choose_environment(arguments, settings, prompt)
-    is_human = arguments.policy == HUMAN
-    policy = ask_person if is_human else load_policy(arguments.policy, setting="--policy")
     hosts = EnvironmentHostPool(replace(config, processes=1))
     try:
         with show_progress("starting the environment"):
             await hosts.start()
-        if is_human:
-            print(HINT)
+        print(HINT)
         session = hosts.open_session(prompt, seed=arguments.seed)
         try:
+            # A person may think for as long as they like.
             return await play_text_episode(
-                config,
-                session,
-                prompt,
-                policy,
-                observer=EpisodeTranscript(has_person=is_human),
-                # A person may think for as long as they like.
-                timeout_s=math.inf if is_human else config.episode_timeout_s,
+                config, session, prompt, ask_person, observer=EpisodeTranscript(), timeout_s=None
             )
         finally:
             await session.close()

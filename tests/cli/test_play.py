@@ -9,28 +9,11 @@ from streamrl.cli.main import main
 from tests.descendants import descendants
 from tests.environments.hosts.user_files import CALCULATOR, GUESS
 
-POLICIES = """
-def solve(messages, tools):
-    if messages[-1]["role"] == "user":
-        function = {"name": tools[0]["function"]["name"], "arguments": {"a": 17, "b": 23}}
-        return {"content": "", "tool_calls": [{"function": function}]}
-    return messages[-1]["content"]
-
-def number(messages, tools):
-    return 3
-
-def leave(messages, tools):
-    exit()
-
-def unnamed():
-    return ""
-"""
-
 
 @pytest.fixture
 def play(tmp_path, monkeypatch, capsys):
     """Run the command in a folder of user files, with typed lines; return code, out and err."""
-    for name, source in (("guess", GUESS), ("calculator", CALCULATOR), ("policies", POLICIES)):
+    for name, source in (("guess", GUESS), ("calculator", CALCULATOR)):
         (tmp_path / f"{name}.py").write_text(source)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "first"}\n{"prompt": "17*23"}\n')
     monkeypatch.chdir(tmp_path)
@@ -82,23 +65,11 @@ def test_an_interrupt_while_typing_ends_the_episode(play, monkeypatch):
     assert (code, error) == (130, "streamrl: interrupted\n")
 
 
-def test_a_function_plays_up_to_the_limit_of_turns(play, tmp_path):
-    words = (
-        "calculator.py",
-        "--prompt",
-        "17*23",
-        "--truth",
-        "391",
-        "--policy",
-        "policies.py:solve",
-    )
-    code, out, _ = play(*words)
-    assert code == 0
-    assert "policy> multiply(a=17, b=23)\n  call multiply: ok\ntool multiply> 391\n" in out
-    assert out.endswith("policy> 391\nend: stop after turn 2; rewards 0, 0; score 1\n")
+def test_an_episode_ends_at_the_limit_of_turns(play, tmp_path):
     (tmp_path / "short.yaml").write_text("environment: {max_turns: 1}")
-    _, out, _ = play(*words, "--config", "short.yaml")
-    assert out.endswith("end: turns after turn 1; rewards 0; score 0\n")
+    typed = "multiply(a=17, b=23)\n"
+    code, out, _ = play("calculator.py", "--config", "short.yaml", typed=typed)
+    assert code == 0 and out.endswith("end: turns after turn 1; rewards 0; score 0\n")
 
 
 def test_the_row_names_its_environment_among_those_of_a_recipe(play, tmp_path):
@@ -139,10 +110,6 @@ def test_an_environment_that_raises_fails_the_command_with_its_line(play):
         (["guess.py", "--check", "--seed", "2"], "--seed: has no effect with --check"),
         (["guess.py", "--split", "x"], "--split=x has no effect"),
         (["guess.py", "--prompt", "x", "--row", "0"], "--prompt: gives the row itself"),
-        (["guess.py", "--policy", "policies.py:none"], "--policy=policies.py:none: not in"),
-        (["guess.py", "--policy", "policies.py:unnamed"], "write it as unnamed(messages, tools)"),
-        (["guess.py", "--policy", "policies.py:number"], "returned 3; a policy returns text"),
-        (["guess.py", "--policy", "policies.py:leave"], "policies.py:12: SystemExit"),
     ],
 )
 def test_bad_input_is_refused_with_one_line(play, words, message):

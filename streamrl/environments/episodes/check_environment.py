@@ -36,6 +36,7 @@ from streamrl.environments.interface import (
 from streamrl.environments.rendering.conformance import check_template
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
 from streamrl.environments.tool_calls.call_formats import REGEX_FORMAT
+from streamrl.environments.tool_calls.marked_turn import WrittenCall
 from streamrl.environments.tool_calls.tool_schema import (
     format_tool,
     get_parameters,
@@ -169,8 +170,7 @@ def make_random_policy(seed: int) -> Policy:
         rng = random.Random(f"{seed}/{len(messages)}")
         if tools and rng.random() < CALL_RATE:
             tool = rng.choice(tools)
-            function = {"name": get_tool_name(tool), "arguments": sample_arguments(tool, rng)}
-            return {"content": "", "tool_calls": [{"function": function}]}
+            return WrittenCall(0, 0, get_tool_name(tool), sample_arguments(tool, rng))
         return sample_text(rng)
 
     return policy

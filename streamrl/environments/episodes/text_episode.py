@@ -2,10 +2,8 @@
 
 import ast
 import asyncio
-import json
-import math
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -23,16 +21,12 @@ from streamrl.environments.interface import (
 )
 from streamrl.environments.rendering.turn_renderer import clean_observation
 from streamrl.environments.tool_calls.call_formats import check_call, make_assistant_message
-from streamrl.environments.tool_calls.json_calls import read_call_object
 from streamrl.environments.tool_calls.marked_turn import WrittenCall
 from streamrl.environments.tool_calls.tool_schema import get_tool_name
-from streamrl.errors import ConfigError
-from streamrl.files.python_module import load_referenced_function
 from streamrl.messages import Array, FinishReason, Prompt
-from streamrl.user_code.checks import format_value
 
-PolicyReply = str | Message
-"""Text of a turn, or an assistant message: content, and tool_calls in OpenAI's form."""
+PolicyReply = str | WrittenCall
+"""Text of a turn, or a tool call."""
 Policy = Callable[[Sequence[Message], Sequence[ToolSchema]], Awaitable[PolicyReply]]
 """Function that returns the next turn of a conversation."""
 CALL_RULE = "expected name(argument=value), ..."
@@ -67,12 +61,12 @@ async def play_text_episode(
     policy: Policy,
     *,
     observer: EpisodeObserver,
-    timeout_s: float,
+    timeout_s: float | None,
 ) -> TextEnd:
     """Run an episode whose turns a policy writes, without limits of tokens.
 
-    timeout_s: longest time from the reset to the last turn, s. Raises EpisodeError, also for an
-    observation that no chat template could show.
+    timeout_s: longest time from the reset to the last turn, s; None: any. Raises EpisodeError, also
+    for an observation that no chat template could show.
     """
     start = await session.reset()
     observer.see_start(prompt, start)
@@ -82,11 +76,9 @@ async def play_text_episode(
     row, opened = open_conversation(prompt.messages, shown)
     messages, reason = [*row, *opened], None
     try:
-        async with asyncio.timeout(timeout_s if math.isfinite(timeout_s) else None):
+        async with asyncio.timeout(timeout_s):
             while reason is None:
-                turn = await policy(messages, start.tools)
-                turn = {"content": turn} if isinstance(turn, str) else turn
-                reply = parse_turn(turn, start.tools)
+                reply = parse_turn(await policy(messages, start.tools), start.tools)
                 messages.append(make_assistant_message(reply))
                 step = await session.step(reply)
                 observer.see_turn(reply, step)
@@ -104,14 +96,14 @@ async def play_text_episode(
     return TextEnd(reason, rewards, await session.score(summary))
 
 
-def parse_turn(message: Message, tools: Sequence[ToolSchema]) -> Reply:
+def parse_turn(turn: PolicyReply, tools: Sequence[ToolSchema]) -> Reply:
     """Split a turn into text and tool calls, each with its outcome.
 
-    A message may have OpenAI's tool_calls. In an environment with tools, text that begins with
-    `name(` is a call, or several that are separated by commas: add(a=1, b=2), stop().
+    In an environment with tools, text that begins with `name(` is a call, or several that are
+    separated by commas: add(a=1, b=2), stop().
     """
-    text, written = str(message.get("content") or ""), _read_calls(message)
-    if tools and not written and _CALL_START.match(text):
+    text, written = ("", [turn]) if isinstance(turn, WrittenCall) else (turn, [])
+    if tools and _CALL_START.match(text):
         written = _read_text_calls(text)
         text = text if written[0].error else ""
     by_name = {get_tool_name(tool): tool for tool in tools}
@@ -137,44 +129,3 @@ def _read_keywords(call: Any) -> dict[str, Any]:
     if call.args or any(keyword.arg is None for keyword in call.keywords):
         raise ValueError("an argument has no name")
     return {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-
-
-def _read_calls(message: Mapping[str, Any]) -> list[WrittenCall]:
-    """Return the tool_calls of an assistant message; arguments are an object or JSON text."""
-    calls = []
-    for call in message.get("tool_calls") or ():
-        try:
-            function = dict(call["function"])
-            if isinstance(function.get("arguments"), str):
-                function["arguments"] = json.loads(function["arguments"])
-            calls.append(WrittenCall(0, 0, *read_call_object(function)))
-        except (ValueError, TypeError, KeyError) as error:
-            calls.append(WrittenCall(0, 0, error=str(error)))
-    return calls
-
-
-def load_policy(reference: str, *, setting: str) -> Policy:
-    """Load a user's function policy(messages, tools), named as file.py:function.
-
-    Raises ConfigError if it cannot be loaded or called so. The policy raises ConfigError if the
-    function raises, or returns neither text nor an assistant message.
-    """
-    code = load_referenced_function(reference, setting=setting)
-    code.check_not_async()
-    code.check_positional(("messages", "tools"))
-
-    async def policy(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> PolicyReply:
-        try:
-            reply = code.function(messages, tools)
-        # SystemExit too: a user's function may call exit().
-        except (Exception, SystemExit) as error:
-            raise ConfigError(f"{setting}={code.describe_error(error)}") from error
-        if not isinstance(reply, str | Mapping):
-            raise ConfigError(
-                f"{setting}={reference}: returned {format_value(reply)}; a policy returns text, or"
-                " {'content': text, 'tool_calls': [{'function': {'name': ..., 'arguments':"
-                " {...}}}]}"
-            )
-        return reply
-
-    return policy
