@@ -96,7 +96,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             processors.append(processor_s)
             for name, words in COMMANDS.items():
                 words = [*words, str(run_dir)] if name == "report" else words
-                commands[name].append(time_command("-m", "streamrl.cli.main", *words))
+                commands[name].append(time_command("-m", "streamrl.cli", *words))
         model = ROOT / "examples" / "arithmetic" / "build" / "base_model"
         limits.append(time_command("-c", BARE_ENGINE, str(model)))
     kinds = sorted({kind for one in processors for kind in one})
@@ -134,7 +134,7 @@ class DemoRun:
         self._started = time.perf_counter()
         words = [str(RECIPE), f"run.dir={run_dir.parent}", f"run.name={run_dir.name}"]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "streamrl.cli.main", "train", *words, "run.steps=100000"],
+            [sys.executable, "-m", "streamrl.cli", "train", *words, "run.steps=100000"],
             stdin=subprocess.DEVNULL,
             stdout=log.open("w"),
             stderr=subprocess.STDOUT,
@@ -222,7 +222,7 @@ def get_process_kind(process: psutil.Process) -> str:
         return "ended"
     if words[0].startswith("ray::"):
         return words[0].partition("::")[2].partition(".")[0]
-    if "streamrl.cli.main" in words:
+    if "streamrl.cli" in words:
         return "driver"
     if SERVER_CODE in words:
         return "fork server"

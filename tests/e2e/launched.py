@@ -14,6 +14,9 @@ from typing import Any
 
 import psutil
 
+from streamrl.buffer.run_log import LedgerAudit, audit_run_log, read_history
+from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
+
 MARK = "STREAMRL_TEST_RUN"
 
 
@@ -74,6 +77,23 @@ class Launched:
         assert "Traceback" not in self.output
         assert self.orphans() == []
         return line
+
+    def stop(self) -> None:
+        """Interrupt it; assert that it saves and ends within half a minute, and left no process."""
+        started = time.monotonic()
+        self.interrupt()
+        assert self.wait() == 130, self.output
+        # A run has 12 s to save; then its processes end.
+        assert time.monotonic() - started < 30
+        assert self.orphans() == []
+        assert "Traceback" not in self.output
+
+    def kill(self) -> None:
+        """Kill the command; assert that its other processes end."""
+        self.process.kill()
+        self.process.wait()
+        # Ray's own agents would stay for a minute.
+        assert self.orphans(60.0) == []
 
     def until(self, condition: Callable[[], bool], timeout_s: float = 600.0) -> None:
         """Wait for a condition to become true while the command runs."""
@@ -136,6 +156,20 @@ def _kill_group(process: "subprocess.Popen[bytes]") -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def train(toy: Path, name: str, *overrides: str) -> tuple[Launched, Path]:
+    """Start a run of the toy's recipe; return it and its directory."""
+    words = ["train", str(toy / "recipe.yaml"), f"run.dir={toy}/runs", f"run.name={name}"]
+    return Launched([*words, *overrides], toy), toy / "runs" / name
+
+
+def audit(run_dir: Path) -> LedgerAudit:
+    """Return the account of a run's prompts; assert that each was trained at most once."""
+    account = audit_run_log(read_history(get_journal_dir(run_dir, RUN_LOG_FOLDER)))
+    assert not account.problems
+    assert len(account.trained) == len(set(account.trained))
+    return account
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:

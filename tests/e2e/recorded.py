@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from streamrl.actors.engine_factory import RealEngineFactory
 from streamrl.buffer.micro_batch_schedule import RolloutIndex
@@ -16,6 +16,7 @@ from streamrl.cli.run_setup.training import train
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.dataflow import POLICY
 from streamrl.messages import Columns, columns_to_rollouts
+from tests.e2e.launched import Launched, rows
 
 if TYPE_CHECKING:
     from streamrl.engines.training.model_trainer import ModelTrainer
@@ -63,6 +64,23 @@ def trained(notes: Path, name: str) -> TrainedRollouts:
         for version, uid, index, tokens in map(json.loads, path.read_text().splitlines()):
             assert rollouts.setdefault((version, uid, index), tokens) == tokens
     return rollouts
+
+
+@dataclass(frozen=True)
+class Played:
+    """A run that has ended: the rows of its metrics, and what it trained."""
+
+    rows: list[dict[str, Any]]
+    trained: TrainedRollouts
+
+
+def play(folder: Path, runs: Mapping[str, Sequence[str]]) -> dict[str, Played]:
+    """Run the recipe of the toy in `folder` with the overrides of each name, in one process."""
+    words = [str(folder / "recipe.yaml"), str(folder)]
+    for name, overrides in runs.items():
+        words.append(json.dumps([*overrides, f"run.dir={folder}/runs", f"run.name={name}"]))
+    Launched(words, folder, module="tests.e2e.recorded").finish(1200.0)
+    return {name: Played(rows(folder / "runs" / name), trained(folder, name)) for name in runs}
 
 
 if __name__ == "__main__":

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.buffer.run_log import audit_run_log, read_history
-from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
-from tests.e2e.launched import Launched, events, rows
+from tests.e2e.launched import Launched, audit, events, rows, train
 from tests.toy import write_toy
 
 SHAKY = """
@@ -70,13 +68,13 @@ def stopped(run_dir: Path) -> Ended:
     rollouts that are paused while other stages have the pool; then Ctrl-C."""
     toy = run_dir.parents[1]
     (toy / "shaky.py").write_text(SHAKY)
-    words = ["train", str(toy / "recipe.yaml"), f"run.dir={toy}/runs", f"run.name={run_dir.name}"]
     reward = f"rewards=[{{kind: function, path: {toy}/shaky.py, function: score}}, {PROGRAM}]"
     around = ["evaluation.every=3", "filter.kind=equal_rewards", reward]
     # Rollouts of very different lengths, while other stages wait for the pool.
     tail = ["generator.max_new_tokens=120", "pipeline.micro_batch_tokens=512"]
     tail += ["placement.slice_s=0.05", "pipeline.max_staleness=1"]
-    run = Launched([*words, f"run.steps={STEPS}", "placement.cpus=1", *around, *tail], toy)
+    words = [f"run.steps={STEPS}", "placement.cpus=1", *around, *tail]
+    run, _ = train(toy, run_dir.name, *words)
 
     def has_lost_groups() -> bool:
         last = (rows(run_dir) or [{}])[-1]
@@ -237,9 +235,7 @@ def test_resumes_miss_no_step_and_train_every_prompt_once(finished: Ended, run_d
     assert finished.code == 0, finished.run.output
     assert [row["step"] for row in finished.rows] == list(range(1, len(finished.rows) + 1))
     assert max(row["staleness/max"] for row in finished.rows) <= 1
-    account = audit_run_log(read_history(get_journal_dir(run_dir, RUN_LOG_FOLDER)))
-    assert not account.problems
-    assert len(account.trained) == len(set(account.trained)) == 4 * len(finished.rows)
+    assert len(audit(run_dir).trained) == 4 * len(finished.rows)
     assert finished.state["version"] == len(finished.rows)
 
 

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.buffer.run_log import audit_run_log, read_history
-from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
 from streamrl.telemetry.rollout_log import SAMPLED, RecordedTurn, read_recorded_groups
-from tests.e2e.launched import Launched
+from tests.e2e.launched import audit, train
 from tests.e2e.shared_runs import Ended
 
 pytestmark = pytest.mark.xdist_group("episodes")
@@ -67,27 +65,24 @@ def run(toy: Path) -> Ended:
     for i, row in enumerate(rows):
         row["environment"] = row["data_source"] = ("thrice", "adder")[i % 2]
     (toy / "named.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["train", str(toy / "recipe.yaml"), f"run.dir={toy}/runs", "run.name=episodes"]
-    words += [f"data.{key}={toy}/named.jsonl" for key in ("train", "eval")]
+    words = [f"data.{key}={toy}/named.jsonl" for key in ("train", "eval")]
     named = NAMED.format(toy / "mine.py")
     words += [f"environment={{named: {named}, max_turns: 3, {LIMITS}, {FORMAT}}}"]
     words += ["rewards=[{kind: environment}, {kind: length, weight: 0, of: sampled}]"]
     # A digit ends a turn: the random model seldom samples EOS.
     words += ["generator.stop_token_ids=[3,4,5,6,7,8,9,10,11,12]"]
     words += [f"run.steps={STEPS}", "pipeline.max_staleness=0", "placement.cpus=1"]
-    run = Launched([*words, "evaluation.every=4"], toy)
+    run, run_dir = train(toy, "episodes", *words, "evaluation.every=4")
     code = run.wait()
     assert run.orphans() == []
-    return Ended(code, run.output, toy / "runs" / "episodes")
+    return Ended(code, run.output, run_dir)
 
 
 def test_episodes_are_trained_after_their_host_was_killed(run: Ended):
     assert run.code == 0, run.output
     assert len(run.rows) == STEPS
     assert sum(row["episode/infra_errors"] for row in run.rows) > 0, "the killed host's episodes"
-    account = audit_run_log(read_history(get_journal_dir(run.run_dir, RUN_LOG_FOLDER)))
-    assert not account.problems
-    assert len(account.trained) == len(set(account.trained)) == 4 * STEPS
+    assert len(audit(run.run_dir).trained) == 4 * STEPS
 
 
 def test_generator_and_trainer_agree_on_every_turn(run: Ended):

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.buffer.run_log import audit_run_log, read_history
-from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
-from tests.e2e.launched import Launched, events, rows
+from tests.e2e.launched import audit, events, rows, train
 
 pytestmark = pytest.mark.slow
 STEPS = 12
@@ -42,14 +40,12 @@ class Logged:
 
 def test_a_killed_generator_leaves_no_host_and_every_prompt_is_trained_once(toy: Path):
     (toy / "logged.py").write_text(ENVIRONMENT)
-    run_dir = toy / "runs" / "logged"
-    words = ["train", str(toy / "recipe.yaml"), f"run.dir={toy}/runs", "run.name=logged"]
-    words += [f"environment={{path: {toy}/logged.py, max_turns: 3, max_tokens: 48}}"]
+    words = [f"environment={{path: {toy}/logged.py, max_turns: 3, max_tokens: 48}}"]
     # A digit ends a turn: the random model seldom samples EOS.
     words += ["generator.stop_token_ids=[3,4,5,6,7,8,9,10,11,12]"]
     words += ["rewards=[{kind: environment}]", f"run.steps={STEPS}"]
     words += ["placement.mode=disaggregated", "placement.cpus=8", "evaluation.at_start=false"]
-    run = Launched(words, toy)
+    run, run_dir = train(toy, "logged", *words)
     run.until(lambda: len(rows(run_dir)) >= 2)
     generator = run.actor("GeneratorActor")
     hosts = {process.pid for process in generator.children(recursive=True)}
@@ -60,7 +56,6 @@ def test_a_killed_generator_leaves_no_host_and_every_prompt_is_trained_once(toy:
     lines = [line.split() for line in (toy / "log").read_text().splitlines()]
     interrupted = [event for pid, event in lines if int(pid) in hosts]
     assert interrupted.count("began") > interrupted.count("ended"), "killed in mid-episode"
-    account = audit_run_log(read_history(get_journal_dir(run_dir, RUN_LOG_FOLDER)))
-    assert not account.problems
-    assert len(account.trained) == len(set(account.trained)) == 4 * STEPS
+    account = audit(run_dir)
+    assert len(account.trained) == 4 * STEPS
     assert not account.dropped

@@ -11,10 +11,9 @@ import pytest
 
 from streamrl.buffer import journal as journal_module
 from streamrl.buffer.journal import CorruptRecord
-from streamrl.buffer.run_log import audit_run_log, read_history
 from streamrl.config.run_config import load_config
-from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, find_resume_point, get_journal_dir
-from tests.e2e.launched import Launched, rows
+from streamrl.run_dir.checkpoint import find_resume_point, get_journal_dir
+from tests.e2e.launched import Launched, audit, rows
 
 ARCHIVE = Path(__file__).with_name("run_of_november_2026.tar.gz")
 
@@ -37,9 +36,7 @@ def test_journals_and_checkpoint_of_an_earlier_version_are_read(old_run: Path):
     resume = find_resume_point(old_run)
     assert resume.checkpoint is not None and resume.checkpoint.path.name == "step_000004"
 
-    account = audit_run_log(read_history(get_journal_dir(old_run, RUN_LOG_FOLDER)))
-    assert (account.num_steps, len(rows(old_run))) == (6, 5)
-    assert not account.problems
+    assert (audit(old_run).num_steps, len(rows(old_run))) == (6, 5)
 
     for name in ("shard-0", "shard-1"):
         folder = get_journal_dir(old_run, name)
@@ -58,6 +55,5 @@ def test_resume_of_an_earlier_version_trains_to_the_end(old_run: Path):
     assert run.wait() == 0, run.output
     assert [row["step"] for row in rows(old_run)] == [1, 2, 3, 4, 5, 6]
     assert rows(old_run)[:4] == earlier[:4]
-    account = audit_run_log(read_history(get_journal_dir(old_run, RUN_LOG_FOLDER)))
-    assert account.num_steps == 6 and not account.problems
+    assert audit(old_run).num_steps == 6
     assert "admitted 24 = trained 24 + filtered 0 + dropped 0 + in flight 0" in run.output

@@ -1,8 +1,6 @@
 """One run in every placement: the same rollouts, token for token, and the same losses."""
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.launched import Launched, rows
-from tests.e2e.recorded import TrainedRollouts, trained
+from tests.e2e.recorded import Played, TrainedRollouts, play
 from tests.toy import write_toy
 
 STEPS, HALF = 6, 3
@@ -62,56 +60,44 @@ updates of Adam losses may differ by one part in 1e5.
 """
 
 
-@dataclass(frozen=True)
-class Played:
-    """A run that has ended: the rows of its metrics, and what it trained."""
-
-    rows: list[dict[str, Any]]
-    trained: TrainedRollouts
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_toy(tmp_path_factory.mktemp("placements"))
 
 
-Runs = Mapping[tuple[str, str], Played]  # by algorithm and mode
+Runs = Mapping[str, Played]  # by algorithm and mode
 
 
 @pytest.fixture(scope="module")
 def pair(folder: Path) -> Runs:
-    return _play(folder, [("grpo", mode) for mode in PAIR])
+    return play_modes(folder, [("grpo", mode) for mode in PAIR])
 
 
 @pytest.fixture(scope="module")
 def played(folder: Path, pair: Runs) -> Runs:
-    keys = {(name, mode) for name, modes in MODES.items() for mode in modes}
-    return {**pair, **_play(folder, sorted(keys - {*pair}))}
+    keys = [(name, mode) for name, modes in MODES.items() for mode in modes]
+    return {**pair, **play_modes(folder, [key for key in keys if "-".join(key) not in pair])}
 
 
-def _play(folder: Path, keys: Sequence[tuple[str, str]]) -> Runs:
-    """Run each algorithm in its mode, all in one process."""
-    words = [str(folder / "recipe.yaml"), str(folder)]
+def play_modes(folder: Path, keys: Sequence[tuple[str, str]]) -> Runs:
+    """Run each algorithm in its mode."""
+    runs = {}
     for name, mode in keys:
-        overrides = [*ON_POLICY, *ALGORITHMS[name], f"run.dir={folder}/runs"]
-        overrides += [f"run.name={name}-{mode}", f"placement.mode={mode}"]
-        words.append(json.dumps([*overrides, *[MIXED] * (mode == "mixed")]))
-    run = Launched(words, folder, module="tests.e2e.recorded")
-    run.finish(1200.0)
-    names = [(key, "-".join(key)) for key in keys]
-    return {key: Played(rows(folder / "runs" / name), trained(folder, name)) for key, name in names}
+        settings = [*ON_POLICY, *ALGORITHMS[name], f"placement.mode={mode}"]
+        runs[f"{name}-{mode}"] = [*settings, *[MIXED] * (mode == "mixed")]
+    return play(folder, runs)
 
 
 def test_colocated_and_disaggregated_runs_have_the_same_tokens_and_losses(pair: Runs):
-    disaggregated, colocated = (pair["grpo", mode] for mode in PAIR)
+    disaggregated, colocated = (pair[f"grpo-{mode}"] for mode in PAIR)
     check_tokens([disaggregated.trained, colocated.trained])
     check_same(disaggregated.rows, colocated.rows)
     assert _sent_bytes(disaggregated) > 0 == _sent_bytes(colocated)
 
 
-def check_tokens(runs: Sequence[TrainedRollouts]) -> None:
+def check_tokens(runs: Sequence[TrainedRollouts], steps: int = STEPS) -> None:
     """Assert the same rollouts in every step, token for token."""
-    assert {version for version, _, _ in runs[0]} == set(range(STEPS))
+    assert {version for version, _, _ in runs[0]} == set(range(steps))
     assert all(run == runs[0] for run in runs)
     assert len({len(tokens) for tokens in runs[0].values()}) > 3, "lengths differ"
 
@@ -123,13 +109,13 @@ def _sent_bytes(run: Played) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_placement_samples_the_same_tokens(played: Runs, name: str):
-    check_tokens([played[name, mode].trained for mode in MODES[name]])
+    check_tokens([played[f"{name}-{mode}"].trained for mode in MODES[name]])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_placement_has_the_same_losses(played: Runs, name: str):
-    for first, second in pairwise(played[name, mode].rows for mode in MODES[name]):
+    for first, second in pairwise(played[f"{name}-{mode}"].rows for mode in MODES[name]):
         check_same(first, second)
 
 
@@ -141,7 +127,7 @@ def test_a_resume_as_colocated_repeats_the_disaggregated_steps(pair: Runs, folde
     assert run.wait() == 0, run.output
     metrics = rows(run_dir)
     assert not any(row["weights/bytes"] for row in metrics[HALF:]), "repeated as colocated"
-    check_same(metrics, pair["grpo", "disaggregated"].rows)
+    check_same(metrics, pair["grpo-disaggregated"].rows)
 
 
 def check_same(rows: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]]) -> None:
@@ -158,8 +144,8 @@ def check_same(rows: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str
 
 @pytest.mark.slow
 def test_colocated_generators_receive_no_weights(played: Runs):
-    assert _sent_bytes(played["grpo", "colocated"]) == 0
-    assert _sent_bytes(played["grpo", "sequential"]) > 0
+    assert _sent_bytes(played["grpo-colocated"]) == 0
+    assert _sent_bytes(played["grpo-sequential"]) > 0
     # The critic's are sent to its shadow in each; the policy's would go to two generators.
-    colocated, disaggregated = (_sent_bytes(played["ppo", mode]) for mode in PAIR[::-1])
+    colocated, disaggregated = (_sent_bytes(played[f"ppo-{mode}"]) for mode in PAIR[::-1])
     assert 0 < colocated < disaggregated / 2

@@ -6,7 +6,6 @@ import os
 import pickle
 import resource
 import shutil
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,6 @@ import torch
 from safetensors.torch import save_file
 
 from streamrl.buffer.journal import get_segment_path, list_segments, read_segment
-from streamrl.buffer.run_log import audit_run_log, read_history
 from streamrl.cli.main import main
 from streamrl.run_dir.checkpoint import (
     RUN_LOG_FOLDER,
@@ -27,7 +25,7 @@ from streamrl.run_dir.checkpoint import (
 )
 from streamrl.run_dir.discarded import DISCARDED
 from streamrl.run_dir.run_lock import LOCK_FILE
-from tests.e2e.launched import Launched, events, rows
+from tests.e2e.launched import Launched, audit, events, rows
 from tests.hostile_pickle import Hostile
 from tests.sealed import seal
 
@@ -63,8 +61,7 @@ def step_of(checkpoint: Path) -> int:
 
 def words(toy: Path, name: str, *more: str) -> list[str]:
     config = ["train", str(toy / "recipe.yaml"), f"run.dir={toy}/runs", f"run.name={name}"]
-    every = ["run.steps=100000", "checkpoint.every=10", "evaluation.limit=4"]
-    return [*config, *every, *APART, *more]
+    return [*config, "run.steps=100000", "checkpoint.every=10", "evaluation.limit=4", *APART, *more]
 
 
 @pytest.fixture(scope="module")
@@ -90,10 +87,7 @@ def killed(toy: Path) -> Killed:
         return last >= step_of(newest(run_dir)) + 1 and last % 10 in (3, 4, 5)
 
     run.until(is_between, 120.0)
-    run.process.send_signal(signal.SIGKILL)
-    run.process.wait()
-    # Ray's own agents would stay for a minute.
-    assert run.orphans(30.0) == []
+    run.kill()
     return Killed(run_dir, refusals, rows(run_dir))
 
 
@@ -123,7 +117,7 @@ def test_a_fork_with_other_settings_leaves_the_original_unchanged(toy: Path, kil
     again = ["train", "--resume", str(older), "run.name=fork", f"run.steps={last}"]
     changes = ["trainer.backend=torch", "queue.shards=3", "trainer.lr_schedule=cosine"]
     run = Launched([*again, *changes], toy)
-    assert run.wait() == 0, run.output
+    run.finish()
     assert tree(run_dir) == before
     fork = run_dir.with_name("fork")
     assert [row["step"] for row in rows(fork)] == list(range(step_of(older) + 1, last + 1))
@@ -139,29 +133,28 @@ def test_a_resume_on_other_ranks_stage_and_shards_repeats_its_steps(toy: Path, k
     run_dir = copied(killed, "changed")
     # The run log may be ahead of the metrics: the coordinator outlived the command by a moment.
     saved = step_of(newest(run_dir))
-    made = audit_run_log(read_history(get_journal_dir(run_dir, RUN_LOG_FOLDER))).num_steps
+    made = audit(run_dir).num_steps
     assert made > saved
     changes = ["trainer.world_size=2", "trainer.zero_stage=3", "queue.shards=3"]
     run = Launched(["train", "--resume", str(run_dir), f"run.steps={made + 2}", *changes], toy)
-    assert run.wait() == 0, run.output
+    run.finish()
     metrics = {row["step"]: row for row in rows(run_dir)}
     assert list(metrics) == list(range(1, made + 3))
     # The repeats agree with the recorded rows to rounding, or the run would have ended.
     assert rows(run_dir)[: len(killed.rows)] == killed.rows
-    account = audit_run_log(read_history(get_journal_dir(run_dir, RUN_LOG_FOLDER)))
-    assert len(account.trained) == len(set(account.trained)) == 4 * (made + 2)
+    assert len(audit(run_dir).trained) == 4 * (made + 2)
     assert len(list_segments(get_journal_dir(run_dir, "shard-2.1"))) == 1
     assert not list_segments(get_journal_dir(run_dir, "shard-0")), "the old journals are gone"
     words = ["train", "--resume", str(run_dir), f"run.steps={made + 3}", "queue.shards=1"]
     run = Launched(words, toy)
-    assert run.wait() == 0, run.output
+    run.finish()
 
 
 def test_a_resume_keeps_recorded_rows_and_repeats_them_bit_by_bit(toy: Path, killed: Killed):
     run_dir = copied(killed, "repeated")
     last = killed.rows[-1]["step"]
     run = Launched(["train", "--resume", str(run_dir), f"run.steps={last + 2}"], toy)
-    assert run.wait() == 0, run.output
+    run.finish()
     assert rows(run_dir)[: len(killed.rows)] == killed.rows
     assert [row["step"] for row in rows(run_dir)] == list(range(1, last + 3))
 
@@ -182,11 +175,9 @@ def test_a_failed_return_to_an_older_checkpoint_discards_nothing(toy: Path, kill
     older, last = list_checkpoints(run_dir / "checkpoints")[0], newest(run_dir)
     run = Launched(["train", "--resume", str(older)], toy)
     run.until(lambda: (run_dir / DISCARDED).exists())
-    run.process.send_signal(signal.SIGKILL)
-    run.process.wait()
-    assert run.orphans(60.0) == []
+    run.kill()
     run = Launched(["train", "--resume", str(run_dir), f"run.steps={len(killed.rows) + 2}"], toy)
-    assert run.wait() == 0, run.output
+    run.finish()
     assert rows(run_dir)[: len(killed.rows)] == killed.rows and last.exists()
 
 
@@ -197,16 +188,14 @@ def test_a_damaged_record_of_a_journal_is_made_again_and_the_weights_are_equal(t
     assert Launched(words(toy, "undisturbed", *settings), toy).wait() == 0
     run = Launched(words(toy, "stopped", *settings), toy)
     run.until(lambda: len(rows(stopped)) >= 8)
-    run.process.send_signal(signal.SIGKILL)
-    run.process.wait()
-    assert run.orphans(60.0) == []
+    run.kill()
     for name in ("shard-0", "shard-1"):
         folder = get_journal_dir(stopped, name)
         path = get_segment_path(folder, list_segments(folder)[-1])
         *_, (position, _) = [item for item in read_segment(path) if isinstance(item, tuple)]
         _flip(path, position.offset + position.size // 2)
     run = Launched(["train", "--resume", str(stopped)], toy)
-    assert run.wait() == 0, run.output
+    run.finish()
     assert len(events(stopped, "corrupt")) == 2
     model = "checkpoints/step_000014/model"
     assert tree(stopped / model) == tree(undisturbed / model)
@@ -350,7 +339,7 @@ def test_on_a_full_disk_the_run_goes_on_or_ends_in_one_line_and_resumes(toy: Pat
     line = run.output.strip().splitlines()[-1]
     assert f"{full}; kept: step_" in line and f"then --resume {run_dir}" in line
     run = Launched(["train", "--resume", str(run_dir), f"run.steps={last + 1}"], toy)
-    assert run.wait() == 0, run.output
+    run.finish()
     assert [row["step"] for row in rows(run_dir)] == list(range(1, last + 2))
 
 

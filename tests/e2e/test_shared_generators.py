@@ -1,6 +1,5 @@
 """Colocated runs of a tensor-parallel trainer: a generator per rank, or one for all ranks."""
 
-import json
 import os
 import re
 import signal
@@ -9,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from streamrl.engines.models.forward import load_skeleton
-from tests.e2e.launched import Launched, events, rows
-from tests.e2e.recorded import trained
-from tests.e2e.test_placements import ON_POLICY, check_same
+from tests.e2e.launched import events, rows, train
+from tests.e2e.recorded import play
+from tests.e2e.test_placements import ON_POLICY, check_same, check_tokens
 from tests.toy import write_toy
 
 pytestmark = pytest.mark.slow
@@ -31,15 +30,10 @@ TIGHT = [*("generator.kv_cache_mb=56", "placement.memory_mb=60", "pipeline.micro
 
 def test_tensor_parallel_colocated_runs_have_the_same_tokens_and_losses(tmp_path: Path):
     folder = write_toy(tmp_path)
-    common = [*ON_POLICY, *MESH, f"run.steps={STEPS}", f"run.dir={folder}/runs"]
-    runs = [[*common, *settings, f"run.name={mode}"] for mode, settings in MODES.items()]
-    words = [str(folder / "recipe.yaml"), str(folder), *map(json.dumps, runs)]
-    run = Launched(words, folder, module="tests.e2e.recorded")
-    run.finish()
-    sequential, *colocated = (trained(folder, mode) for mode in MODES)
-    assert {version for version, _, _ in sequential} == set(range(STEPS))
-    assert colocated == [sequential, sequential]
-    first, shared, per_rank = (rows(folder / "runs" / mode) for mode in MODES)
+    common = [*ON_POLICY, *MESH, f"run.steps={STEPS}"]
+    runs = play(folder, {mode: [*common, *settings] for mode, settings in MODES.items()})
+    check_tokens([run.trained for run in runs.values()], STEPS)
+    first, shared, per_rank = (run.rows for run in runs.values())
     check_same(first, shared)
     check_same(first, per_rank)
     # Each rank serves the layers that it trains. vLLM keeps rows of so small a vocabulary on one
@@ -66,12 +60,10 @@ def test_a_killed_or_stopped_rank_of_a_shared_generator_ends_the_run_and_is_name
     tmp_path: Path, sent: signal.Signals, message: str
 ):
     folder = write_toy(tmp_path)
-    run_dir = folder / "runs" / "hit"
-    words = ["train", str(folder / "recipe.yaml"), *MESH, *SHARED, *TIGHT, "run.steps=100000"]
+    words = [*MESH, *SHARED, *TIGHT, "run.steps=100000"]
     around = ["pipeline.max_staleness=1", "placement.slice_s=0.05", "generator.max_new_tokens=60"]
     waits = ["pipeline.stall_s=30", "trainer.collective_timeout_s=15"]
-    run_options = [f"run.dir={run_dir.parent}", "run.name=hit"]
-    run = Launched([*words, *around, *waits, *run_options], folder)
+    run, run_dir = train(folder, "hit", *words, *around, *waits)
     run.until(lambda: len(rows(run_dir)) > 2)
     notes = [event["text"] for event in events(run_dir, "note")]
     assert any("the KV cache is released while it trains" in note for note in notes)

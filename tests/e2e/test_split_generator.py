@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.launched import Launched, events, rows
+from tests.e2e.launched import events, rows, train
 from tests.toy import write_toy
 
 pytestmark = pytest.mark.slow
@@ -14,9 +14,7 @@ STEPS = 120
 
 def test_a_split_generator_restarts_after_a_process_is_killed(tmp_path: Path):
     toy = write_toy(tmp_path)
-    run_dir = toy / "runs" / "split"
-    words = ["train", str(toy / "recipe.yaml"), f"run.dir={toy}/runs", f"run.name={run_dir.name}"]
-    run = Launched([*words, f"run.steps={STEPS}", "generator.tensor_parallel=2"], toy)
+    run, run_dir = train(toy, "split", f"run.steps={STEPS}", "generator.tensor_parallel=2")
     run.until(lambda: len(rows(run_dir)) > 1)
     ranks = run.named("VLLM::Worker")
     assert len(ranks) == 2
