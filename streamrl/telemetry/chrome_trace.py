@@ -36,8 +36,6 @@ _OPENING, _CLOSING = b"[\n", b"\n]\n"
 _NAMING_EVENT = b'{"ph": "M"'
 MAX_READ_BYTES = 32_000_000
 """Part of a long trace that is analyzed: about 100,000 spans, in 150 MB of memory."""
-RECENT_TRACE_BYTES = 4_000_000
-"""Spans of the latest steps: about 15,000."""
 
 
 class TraceSink(MetricsSink):
@@ -178,12 +176,12 @@ def read_spans(path: Path, *, most_bytes: int = MAX_READ_BYTES) -> list[Span]:
     """
     earlier, size = path.with_name(EARLIER_TRACE_FILE), path.stat().st_size if path.exists() else 0
     return [
-        *read_recent_spans(earlier, most_bytes=most_bytes - size),
-        *read_recent_spans(path, most_bytes=most_bytes),
+        *_read_last_spans(earlier, most_bytes - size),
+        *_read_last_spans(path, most_bytes),
     ]
 
 
-def read_recent_spans(path: Path, *, most_bytes: int = RECENT_TRACE_BYTES) -> list[Span]:
+def _read_last_spans(path: Path, most_bytes: int) -> list[Span]:
     """Return the spans in the last `most_bytes` of a trace; [] without a file.
 
     Names of processes come from the whole file; other lines before are not parsed.

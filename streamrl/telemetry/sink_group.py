@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import iter_jsonl
 from streamrl.telemetry.alerts import ALERT_EVENT, AlertWatch
 from streamrl.telemetry.chrome_trace import MAX_TRACE_BYTES, TraceSink
@@ -112,8 +113,11 @@ def make_sink_group(
     sinks: list[MetricsSink] = [] if view is None else [view]
     sinks.append(JsonlSink(run_dir, is_resumed=is_resumed))
     if config.wandb.is_enabled:
-        from streamrl.telemetry.wandb_sink import WandbSink
-
+        try:
+            from streamrl.telemetry.wandb_sink import WandbSink
+        except ImportError as error:  # of a library that wandb does not fit
+            mode = config.wandb.mode
+            raise ConfigError(f"telemetry.wandb.mode={mode}: cannot import it: {error}") from error
         resume_id = load_run_id(run_dir) if is_resumed else None
         sinks.append(WandbSink(run_dir, config.wandb, run_name=run_info.name, resume_id=resume_id))
     sinks.append(TraceSink(run_dir, resume=is_resumed, most_bytes=MAX_TRACE_BYTES))

@@ -132,17 +132,6 @@ def test_bad_rows_are_refused_in_the_sample_and_skipped_when_drawn(tokenizer, tm
     assert skipped.problems[0].startswith(f"{path} line 21: not JSON")
 
 
-def test_an_unjudgeable_row_in_the_sample_is_refused(tokenizer, write_rows):
-    def inspect(prompts):
-        for prompt in prompts:
-            if prompt.ground_truth == "4":
-                raise ConfigError(f"{prompt.row_location}: no")
-
-    path = write_rows(*numbered(50))
-    with pytest.raises(ConfigError, match="line 5: no"):
-        open_rows(path, tokenizer=tokenizer, inspect=inspect)
-
-
 def test_the_longest_rows_bound_the_prompt_length(tokenizer, write_rows, tmp_path):
     rows = numbered(50)
     rows[33]["prompt"] = "x" * 17

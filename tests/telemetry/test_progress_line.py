@@ -1,11 +1,7 @@
-"""Progress of a command on standard error: on a terminal, elsewhere, and when it is interrupted."""
+"""Progress of a command on standard error: on a terminal and elsewhere."""
 
 import io
-import os
 import re
-import select
-import signal
-import subprocess
 import sys
 
 import pytest
@@ -129,38 +125,3 @@ def test_only_printed_lines_go_to_standard_output(capsys, monkeypatch):
     line.print_line("result 2")
     assert file.getvalue().endswith(ERASE_LINE)
     assert capsys.readouterr() == ("result 1\nresult 2\n", "")
-
-
-def test_an_interrupt_erases_the_line_before_the_error():
-    code = (
-        "import signal, sys, time\n"
-        "from streamrl.telemetry import progress\n"
-        # A shell's background jobs inherit that it is ignored.
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "progress.SHOW_AFTER_S = 0.0\n"
-        "try:\n"
-        "    with progress.show_progress('checking rows'):\n"
-        "        time.sleep(60)\n"
-        "except KeyboardInterrupt:\n"
-        "    print('interrupted', file=sys.stderr)\n"
-    )
-    terminal, child = os.openpty()
-    with subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdin=child,
-        stdout=subprocess.PIPE,
-        stderr=child,
-        env={**os.environ, "TERM": "xterm"},
-    ) as process:
-        text = ""
-        while "checking rows" not in text:
-            text += os.read(terminal, 4096).decode()
-        process.send_signal(signal.SIGINT)
-        # Read meanwhile: a full terminal would hold up the process.
-        while not text.endswith("interrupted\r\n") and select.select([terminal], [], [], 60)[0]:
-            text += os.read(terminal, 4096).decode()
-        out, _ = process.communicate(timeout=60)
-    for end in (child, terminal):
-        os.close(end)
-    assert text.endswith(f"{SHOW_CURSOR}\r\x1b[1A{ERASE_LINE}interrupted\r\n")
-    assert (process.returncode, out) == (0, b"")

@@ -1,5 +1,6 @@
 import io
 import json
+import sys
 
 import pytest
 from omegaconf import OmegaConf
@@ -123,6 +124,12 @@ def test_a_resumed_run_continues_its_files_and_its_console(tmp_path):
     # The drop of the first step is alerted once, and not again by the resumed run.
     assert marks == ["step 1", "alert", "step 2", "step 3", "step 3"]
     assert "0.100 -> 0.300" in text.getvalue()
+
+
+def test_a_wandb_that_cannot_be_imported_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "streamrl.telemetry.wandb_sink", None)
+    with pytest.raises(ConfigError, match=r"telemetry.wandb.mode=offline: cannot import it"):
+        make_sink_group(TelemetryConfig(console="none"), make_run_info(tmp_path))
 
 
 def test_an_existing_run_is_not_overwritten(tmp_path):

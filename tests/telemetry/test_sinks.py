@@ -121,15 +121,15 @@ def test_the_base_models_evaluation_is_an_event_instead_of_a_row(tmp_path):
     assert events[0]["eval/pass_at_1"] == 0.25
 
 
-def test_a_broken_line_in_the_middle_is_an_error_with_its_number(tmp_path):
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b'{"step": 1}\nnot json\n{"step": 3}\n', "not a line of JSON"),
+        (b'{"step": 1}\n\xd0\xff\n', "'utf-8' codec can't decode"),
+    ],
+)
+def test_a_broken_line_is_an_error_with_its_number(tmp_path: Path, content: bytes, problem: str):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\nnot json\n{"step": 3}\n')
-    with pytest.raises(ValueError, match=r"metrics.jsonl:2: not a line of JSON"):
-        read_jsonl(path)
-
-
-def test_a_binary_file_is_an_error_with_its_name(tmp_path: Path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n\xd0\xff\n')
-    with pytest.raises(ValueError, match=rf"^{path}:2: 'utf-8' codec can't decode"):
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"^{path}:2: {problem}"):
         read_jsonl(path)

@@ -16,7 +16,6 @@ from streamrl.messages import Array
 from streamrl.telemetry.metric_names import CHECKPOINT_TIME, EVALUATE_TIME, IDLE_PREFIX
 from streamrl.telemetry.page.run_record import RunRecord
 from streamrl.telemetry.sinks import ALERT_EVENTS, QUIET_EVENTS
-from streamrl.telemetry.spans import Span
 
 PALETTE = (
     "#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#eeca3b",
@@ -29,8 +28,6 @@ MAX_EVENTS = 400
 """Most events in a chart; the latest are shown."""
 MAX_ALARMS = 40
 """Most alarming events marked in every chart over steps."""
-TIMELINE_STEPS = 3
-MAX_TIMELINE_SPANS = 2000
 Trace = dict[str, Any]
 
 
@@ -38,8 +35,8 @@ Trace = dict[str, Any]
 class Chart:
     """Chart with a title and a sentence that says how to read it.
 
-    traces, layout: as in Plotly's `Figure`. has_step_axis: the x axis counts training steps; all
-    such charts of a page are zoomed together. metrics, style, runs: as in charts.yaml.
+    traces, layout: as in Plotly's `Figure`; the x axis counts training steps. metrics, style, runs:
+    as in charts.yaml.
     """
 
     chart_id: str
@@ -47,7 +44,6 @@ class Chart:
     caption: str
     traces: Sequence[Trace] = ()
     layout: Mapping[str, Any] = field(default_factory=dict)
-    has_step_axis: bool = True
     metrics: Mapping[str, str] = field(default_factory=dict)
     style: Mapping[str, Any] = field(default_factory=dict)
     runs: bool = False
@@ -288,64 +284,15 @@ def make_vertical_line(x: float, color: str) -> dict[str, Any]:
 def mark_alarms(chart: Chart, run: RunRecord) -> Chart:
     """Return a chart over steps with a vertical line at each alarming event."""
     alarms = [e for e in run.events if e.get("event") in ALARMING_EVENTS][-MAX_ALARMS:]
-    if not alarms or not chart.has_step_axis:
+    if not alarms:
         return chart
     steps = sorted({run.find_step_at(event["time"]) for event in alarms})
     lines = [make_vertical_line(step, ALARM_COLOR) for step in steps]
     return chart.with_layout(chart.traces, shapes=lines)
 
 
-# Time line.
-
-
-def draw_timeline(chart: Chart, run: RunRecord) -> Chart:
-    """Draw what each process did in the last TIMELINE_STEPS steps."""
-    bounds = run.step_bounds[-1 - TIMELINE_STEPS :]
-    if not len(bounds):
-        return chart
-    start_s, end_s = bounds[0], bounds[-1]
-    shown = [span for span in run.spans if span.end_s > start_s and span.start_s < end_s]
-    shown = sorted(shown, key=lambda span: span.start_s)[-MAX_TIMELINE_SPANS:]
-    traces: list[Trace] = []
-    for i, name in enumerate(dict.fromkeys(span.name for span in shown)):
-        chosen = [span for span in shown if span.name == name]
-        starts = [max(span.start_s, start_s) - start_s for span in chosen]
-        ends = [min(span.end_s, end_s) - start_s for span in chosen]
-        trace = {
-            "type": "bar",
-            "orientation": "h",
-            "name": name,
-            "y": [span.process for span in chosen],
-            "base": starts,
-            "x": [end - start for start, end in zip(starts, ends, strict=True)],
-            "marker": {"color": pick_color(i), "opacity": 0.55},
-            "text": [_describe_span(span) for span in chosen],
-            "textposition": "none",
-            "hovertemplate": "%{text}<extra>%{y}</extra>",
-        }
-        traces.append(trace)
-    shapes = [make_vertical_line(time_s, "#888888") for time_s in (bounds - start_s).tolist()]
-    num_steps = len(bounds) - 1
-    processes = sorted({span.process for span in shown}, reverse=True)
-    return replace(
-        chart.with_layout(
-            traces,
-            yaxis={"categoryorder": "array", "categoryarray": processes},
-            shapes=shapes,
-            height=120 + 30 * len(processes),
-        ),
-        title=f"The last {num_steps} steps" if num_steps > 1 else "The last step",
-    )
-
-
-def _describe_span(span: Span) -> str:
-    facts = ", ".join(f"{name} {value}" for name, value in span.args.items())
-    return escape_text(shorten_text(f"{span.name} {span.end_s - span.start_s:.3g} s {facts}"))
-
-
 DRAWERS: Mapping[str, Callable[[Chart, RunRecord], Chart]] = {
     "staleness": draw_staleness,
     "step_time": draw_step_time,
     "events": draw_events,
-    "timeline": draw_timeline,
 }

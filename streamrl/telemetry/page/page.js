@@ -22,10 +22,10 @@ const styleAxis = (axis) => ({ gridcolor: GRID, zerolinecolor: GRID, ...axis });
 
 function layOut(chart) {
   const layout = { ...BASE_LAYOUT, ...chart.layout, uirevision: chart.chart_id };
-  const xaxis = chart.has_step_axis ? { title: { text: "training step" } } : {};
+  const xaxis = { title: { text: "training step" } };
   layout.xaxis = styleAxis({ ...xaxis, ...chart.layout.xaxis });
   layout.yaxis = styleAxis({ automargin: true, ...chart.layout.yaxis });
-  if (chart.has_step_axis && stepRange) layout.xaxis.range = stepRange;
+  if (stepRange) layout.xaxis.range = stepRange;
   return layout;
 }
 
@@ -50,9 +50,9 @@ function drawCharts(container, charts) {
 function drawChart(box, chart) {
   const plot = box.lastChild, isFirst = !plot.data;
   box.firstChild.textContent = chart.title;
-  box.classList.toggle("over-steps", chart.has_step_axis);
+  box.classList.add("over-steps");
   Plotly.react(plot, chart.traces, layOut(chart), PLOT_CONFIG);
-  if (isFirst && chart.has_step_axis) plot.on("plotly_relayout", (change) => zoomAll(plot, change));
+  if (isFirst) plot.on("plotly_relayout", (change) => zoomAll(plot, change));
 }
 
 function drawWaiting() {
@@ -70,7 +70,7 @@ function findBox(container, chart) {
   if (known) return known;
   const box = make("article", "chart");
   box.dataset.chart = chart.chart_id;
-  if (["timeline", "events"].includes(chart.chart_id)) box.classList.add("wide");
+  if (chart.chart_id === "events") box.classList.add("wide");
   box.append(make("h3", "", chart.title), make("p", "caption", chart.caption), make("div", "plot"));
   // The height that it will have: charts in view are told from those below before they are drawn.
   box.lastChild.style.minHeight = `${chart.layout.height ?? BASE_LAYOUT.height}px`;

@@ -24,7 +24,6 @@ import numpy as np
 from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
 from streamrl.errors import ConfigError
-from streamrl.telemetry.chrome_trace import TRACE_FILE
 from streamrl.telemetry.metric_names import IDLE_PREFIX
 from streamrl.telemetry.page.charts import draw_run_charts, draw_shared_charts
 from streamrl.telemetry.page.run_record import RunReader, RunRecord
@@ -45,7 +44,7 @@ FOLLOW_EVERY_S = 5
 MAX_ROLLOUT_BYTES = 8_000_000
 """Most JSON of rollouts in a file; a page that is served has those of all steps."""
 _FOLDER = Path(__file__).parent
-SHOWN_FILES = (METRICS_FILE, EVENTS_FILE, TRACE_FILE, ROLLOUTS_FOLDER)
+SHOWN_FILES = (METRICS_FILE, EVENTS_FILE, ROLLOUTS_FOLDER)
 _DescribeBottleneck = Callable[[Path, int], Sequence[str]]
 
 

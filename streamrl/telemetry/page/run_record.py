@@ -28,10 +28,8 @@ from streamrl.files.bounded_read import (
     wrap_file_errors,
 )
 from streamrl.messages import Array
-from streamrl.telemetry.chrome_trace import TRACE_FILE, read_recent_spans
-from streamrl.telemetry.metric_names import EVALUATE_TIME, STALENESS_HISTOGRAM
+from streamrl.telemetry.metric_names import STALENESS_HISTOGRAM
 from streamrl.telemetry.sinks import BASE_EVALUATION, EVENTS_FILE, METRICS_FILE
-from streamrl.telemetry.spans import Span
 
 CONFIG_FILE = "config.yaml"
 MAX_BINS = 400
@@ -165,27 +163,12 @@ class RunRecord:
         return np.array([row["time"] for row in self.rows], np.float64)
 
     @cached_property
-    def step_bounds(self) -> Array:
-        """Start of the first step and ends of all steps, float64 [S + 1], s since the epoch.
-
-        A step's row is logged after its evaluation, which the next row's time includes.
-        """
-        waits = np.append(self.get_column(EVALUATE_TIME)[1:], math.nan)
-        ends = self.end_times - np.nan_to_num(waits)
-        return np.concatenate([ends[:1] - self.get_column("time/step_s")[:1], ends])
-
-    @cached_property
     def metric_names(self) -> Sequence[str]:
         """Names of metrics with a value in at least one row, in the order of the rows."""
         names = dict.fromkeys(
             name for row in self.rows for name, value in row.items() if value is not None
         )
         return [name for name in names if name not in ("step", "time")]
-
-    @cached_property
-    def spans(self) -> Sequence[Span]:
-        """Spans of the latest steps."""
-        return read_recent_spans(self.run_dir / TRACE_FILE)
 
     @cached_property
     def step_labels(self) -> list[str]:

@@ -4,10 +4,8 @@ from pathlib import Path
 
 import yaml
 
-from streamrl.telemetry.chrome_trace import TraceSink
 from streamrl.telemetry.metric_names import WAIT_METRICS, Histogram
 from streamrl.telemetry.sinks import JsonlSink
-from streamrl.telemetry.spans import Span
 from tests.telemetry.rows import full_row
 
 START_S = 1_000_000.0
@@ -25,7 +23,7 @@ class StepClock:
 
 
 def write_run(folder: Path, *, num_steps: int = 6, is_closed: bool = True) -> Path:
-    """Write a run of steps of STEP_S s each, with an evaluation, a death and spans."""
+    """Write a run of steps of STEP_S s each, with evaluations and a death."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump({"run": {"name": folder.name}}))
     clock = StepClock()
@@ -33,10 +31,7 @@ def write_run(folder: Path, *, num_steps: int = 6, is_closed: bool = True) -> Pa
     sink.start({})
     sink.log_event("machine", {"cores": 2})
     sink.log_step(0, {"eval/mean_at_k": 0.1, "eval/pass_at_1": 0.1})
-    trace = TraceSink(folder, clock=clock)
-    trace.start({})
     for step in range(1, num_steps + 1):
-        start_s = clock.now
         clock.now += STEP_S
         row = full_row(step) | dict.fromkeys(WAIT_METRICS, float("nan"))
         row |= {"eval/mean_at_k": 0.1 + 0.1 * step if step % 3 == 0 else float("nan")}
@@ -44,13 +39,6 @@ def write_run(folder: Path, *, num_steps: int = 6, is_closed: bool = True) -> Pa
         if step == 3:
             sink.log_event("died", {"actor": "generator-0", "reason": "<b>killed</b>"})
         sink.log_step(step, row)
-        trace.write_spans(
-            [
-                Span("generator-0", "generate", 0, start_s, start_s + 1.5, {"uid": f"0:{step}:0"}),
-                Span("trainer-0", "train", 0, start_s + 1.0, start_s + 2.0),
-            ]
-        )
     if is_closed:
         sink.close({"outcome": "finished"})
-    trace.close({})
     return folder

@@ -27,7 +27,7 @@ def test_a_run_has_every_chart_that_it_has_measurements_for(charts: dict[str, Ch
     assert list(charts) == [
         *("reward", "throughput", "lengths", "entropy", "kl", "grad_norm", "critic", "filter"),
         *("queue", "staleness", "idle"),
-        *("step_time", "weights", "ledger", "events", "timeline"),
+        *("step_time", "weights", "ledger", "events"),
     ]
 
 
@@ -66,37 +66,8 @@ def test_events_lie_at_their_step_and_cannot_write_markup(charts: dict[str, Char
 
 def test_charts_over_steps_mark_the_death_of_an_actor(charts: dict[str, Chart]) -> None:
     for chart in charts.values():
-        if chart.has_step_axis:
-            (line,) = chart.layout["shapes"]
-            assert line["x0"] == line["x1"] == pytest.approx(3.0), chart.chart_id
-
-
-def test_the_time_line_has_the_last_three_steps(charts: dict[str, Chart]) -> None:
-    generate = get_trace(charts["timeline"], "generate")
-    assert generate["base"] == pytest.approx([0.0, 2.0, 4.0])
-    assert generate["x"] == pytest.approx([1.5] * 3)
-    assert generate["y"] == ["generator-0"] * 3
-
-
-@pytest.mark.parametrize(("rows", "title"), [(1, "The last step"), (2, "The last 2 steps")])
-def test_the_time_line_of_a_short_run_has_all_its_steps(
-    tmp_path: Path, rows: int, title: str
-) -> None:
-    run = RunReader(write_run(tmp_path / "run", num_steps=rows)).read()
-    chart = draw_run_charts(run)[-1]
-    assert chart.title == title
-    lines = [shape["x0"] for shape in chart.layout["shapes"] if shape["type"] == "line"]
-    assert lines == pytest.approx([2.0 * i for i in range(rows + 1)])
-
-
-def test_a_step_ends_before_its_evaluation() -> None:
-    rows: list[dict[str, float | None]] = [
-        {"step": 1, "time": 10.0, "time/step_s": 4.0, "time/evaluate_s": None},
-        {"step": 2, "time": 17.0, "time/step_s": 4.0, "time/evaluate_s": None},
-        {"step": 3, "time": 21.0, "time/step_s": 7.0, "time/evaluate_s": 3.0},
-    ]
-    run = RunRecord("mine", Path("mine"), "", rows)
-    assert run.step_bounds.tolist() == [6.0, 10.0, 14.0, 21.0]
+        (line,) = chart.layout["shapes"]
+        assert line["x0"] == line["x1"] == pytest.approx(3.0), chart.chart_id
 
 
 def test_resumes_and_interruptions_are_events() -> None:
