@@ -58,7 +58,7 @@ class PromptStream(Iterator[Prompt]):
     Each file has its own epochs, shuffled by (seed, file, epoch). A prompt has uid (epoch, index,
     0). Rows without a prompt are skipped and reported by `take_skipped`; if a file's share of
     unusable rows exceeds MAX_BAD_SHARE, drawing raises DataError. A thread per file prefetches
-    rows unless `reads_ahead` is false.
+    rows.
     """
 
     def __init__(
@@ -67,10 +67,8 @@ class PromptStream(Iterator[Prompt]):
         *,
         seed: int,
         shuffle: bool = True,
-        reads_ahead: bool = True,
     ) -> None:
         self._data = data
-        self._reads_ahead = reads_ahead
         self._seed = seed
         self._shuffle = shuffle
         self._skipped = SkippedRows()
@@ -131,7 +129,6 @@ class PromptStream(Iterator[Prompt]):
                 iter_row_batches(
                     file.indices, first, part=i, seed=self._seed, shuffle=self._shuffle
                 ),
-                num_ahead=PREFETCH_BATCHES if self._reads_ahead else 0,
             )
             for i, (file, first) in enumerate(zip(files, start.num_drawn, strict=True))
         ]
@@ -277,20 +274,17 @@ def choose_next_file(shares: Sequence[float], num_prompts: Sequence[int]) -> int
 
 
 def iter_classified_rows(
-    file: StreamFile, batches: Iterator[list[tuple[int, int]]], *, num_ahead: int
+    file: StreamFile, batches: Iterator[list[tuple[int, int]]]
 ) -> Iterator[tuple[int, ClassifiedRow]]:
-    """Yield the epoch and prompt of each row; a thread keeps `num_ahead` batches ready."""
+    """Yield the epoch and prompt of each row; a thread keeps batches ready."""
 
     def classify_batch(batch: list[tuple[int, int]]) -> list[tuple[int, ClassifiedRow]]:
         rows = file.classify_indices([index for _, index in batch])
         return [(epoch, row) for (epoch, _), row in zip(batch, rows, strict=True)]
 
-    if not num_ahead:
-        for batch in batches:
-            yield from classify_batch(batch)
     thread = ThreadPoolExecutor(1, "prompts")
     ahead: deque[Future[list[tuple[int, ClassifiedRow]]]] = deque(
-        thread.submit(classify_batch, batch) for batch in islice(batches, num_ahead)
+        thread.submit(classify_batch, batch) for batch in islice(batches, PREFETCH_BATCHES)
     )
     while ahead:
         yield from ahead.popleft().result()

@@ -74,7 +74,7 @@ def stream_of(
     **settings: Any,
 ) -> PromptStream:
     data: Any = FakeTrainingFiles(items, mix, statuses or {}, fingerprint)
-    return PromptStream(data, seed=seed, **{"reads_ahead": False, **settings})
+    return PromptStream(data, seed=seed, **settings)
 
 
 def uids(stream, count):
@@ -241,7 +241,7 @@ def test_too_many_bad_rows_end_the_stream():
 
 
 async def test_prefetching_in_a_thread_keeps_the_position():
-    stream = stream_of(prompts(9), seed=4, reads_ahead=True)
+    stream = stream_of(prompts(9), seed=4)
     fresh = stream_of(prompts(9), seed=4)
     before = stream.state_dict()
     await stream.prefetch_prompts(5)

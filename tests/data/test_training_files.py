@@ -39,7 +39,7 @@ def open_rows(
 
 
 def stream_of(data: TrainingFiles, *, seed: int = 1, **settings: Any) -> PromptStream:
-    return PromptStream(data, seed=seed, reads_ahead=False, **settings)
+    return PromptStream(data, seed=seed, **settings)
 
 
 def numbered(size: int) -> list[dict[str, Any]]:
