@@ -1,7 +1,6 @@
 """Table of reward kinds, and construction of a run's rewards from the config."""
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -172,8 +171,6 @@ def check_options(configs: Sequence[RewardConfig], score_spec: ScoreSpec) -> Non
 
 
 def _check_entry(config: RewardConfig, score_spec: ScoreSpec) -> None:
-    if not math.isfinite(config.weight):
-        raise ConfigError(f"rewards.weight={config.weight}: must be finite")
     if config.name and not re.fullmatch(r"[\w.-]+", config.name, re.ASCII):
         raise ConfigError(f"rewards.name={config.name}: letters, digits and _ . - only")
     if config.component_name in _RESERVED_NAMES:

@@ -12,10 +12,9 @@ import numpy as np
 from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import COMPONENT_PREFIX, COST_PREFIX, Array, Prompt, describe_prompt
 from streamrl.rewards.interface.completion import LAST_TURN, Completion
-from streamrl.rewards.interface.reward import (
-    Reward,
-)
+from streamrl.rewards.interface.reward import Reward
 from streamrl.rewards.metric_means import MetricSums, add_extra_metrics
+from streamrl.stream.evaluation.sample_and_score import map_concurrently
 from streamrl.user_code.reward_result import RewardOutcome, RewardResult
 
 ResultsByComponent = Mapping[str, Sequence[RewardResult]]
@@ -187,14 +186,6 @@ class RewardSet:
         for component in self._components:
             await component.reward.close()
 
-    async def score(self, prompt: Prompt, completions: Sequence[str]) -> dict[str, Array]:
-        """Score a group; return columns, float32 [G]: one per component, and `scores` or `costs`
-        combined.
-
-        Raises RewardError naming the reward and the uid.
-        """
-        return self.to_columns(await self.judge_texts(prompt, completions))
-
     def to_columns(self, group_result: GroupRewardResult) -> dict[str, Array]:
         """Return the scores of a group as columns, float32 [G]: one per component, and combined."""
         columns: dict[str, Array] = {
@@ -216,15 +207,11 @@ class RewardSet:
 
         Raises RewardError naming the reward and the uid.
         """
-        tasks = [
-            asyncio.create_task(self._score_component(component, prompt, completions))
-            for component in self._components
-        ]
-        try:
-            scored = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+        scored = await map_concurrently(
+            lambda component: self._score_component(component, prompt, completions),
+            self._components,
+            most=len(self._components),
+        )
         components = dict(
             zip(self.component_names, (results for results, _ in scored), strict=True)
         )

@@ -12,7 +12,7 @@ from streamrl.data.prompt_file import load_data_rows, make_prompt
 from streamrl.errors import ConfigError, RewardError
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.registry import build_rewards
-from tests.rewards.judged import started_rewards
+from tests.rewards.judged import score_texts, started_rewards
 
 
 def test_the_datasets_judge_scores_the_answers_to_its_rows(tmp_path: Path):
@@ -35,10 +35,10 @@ def test_the_datasets_judge_scores_the_answers_to_its_rows(tmp_path: Path):
     async def score() -> list[float]:
         async with started_rewards(RewardConfig("function", options=options)) as rewards:
             completions = ["well, <answer> 156 </answer>", "<answer>x</answer>", "156"]
-            columns = await rewards.score(prompt, completions)
+            columns = await score_texts(rewards, prompt, completions)
             moved = replace(prompt, ground_truth=other.ground_truth)
             with pytest.raises(RewardError, match="task 0 of chain_sum is another now"):
-                await rewards.score(moved, completions)
+                await score_texts(rewards, moved, completions)
             return list(columns["scores"])
 
     assert asyncio.run(score()) == [1.0, 0.0, 0.0]

@@ -1,13 +1,13 @@
 """Helpers of reward tests: a row, its results and scores, and rewards that are started."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 
 from streamrl.errors import RewardError
-from streamrl.messages import Prompt
+from streamrl.messages import Array, Prompt
 from streamrl.rewards.interface.completion import Completion
 from streamrl.rewards.interface.config import RewardConfig, ScorerConfig
 from streamrl.rewards.interface.reward import RewardContext
@@ -43,6 +43,13 @@ async def started_rewards(*configs: RewardConfig, **scorer: Any) -> AsyncIterato
         yield rewards
     finally:
         await rewards.close()
+
+
+async def score_texts(
+    rewards: RewardSet, row: Prompt, completions: Sequence[str]
+) -> Mapping[str, Array]:
+    """Return the columns of a group with these completions."""
+    return rewards.to_columns(await rewards.judge_texts(row, completions))
 
 
 async def judge(config: RewardConfig, row: Prompt, *completions: str) -> list[tuple[float, str]]:

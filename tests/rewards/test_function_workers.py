@@ -15,7 +15,7 @@ from streamrl.errors import (
     RewardTimeoutError,
 )
 from streamrl.rewards.interface.config import RewardConfig
-from tests.rewards.judged import prompt
+from tests.rewards.judged import prompt, score_texts
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ async def test_a_sync_function_runs_in_the_main_thread_and_may_use_signals(runni
             signal.signal(signal.SIGALRM, lambda *_: None)
             return float(completion)
     """)
-    assert (await rewards.score(prompt(), ["5", "6"]))["reward/f"].tolist() == [5.0, 6.0]
+    assert (await score_texts(rewards, prompt(), ["5", "6"]))["reward/f"].tolist() == [5.0, 6.0]
 
 
 async def test_a_hanging_call_is_killed_with_its_children_and_other_calls_continue(
@@ -59,11 +59,11 @@ async def test_a_hanging_call_is_killed_with_its_children_and_other_calls_contin
         replicas=1,
     )
     row = prompt(pid=str(tmp_path / "pid"))
-    hung = asyncio.create_task(rewards.score(row, ["hang"]))
+    hung = asyncio.create_task(score_texts(rewards, row, ["hang"]))
     while not (tmp_path / "pid").exists():
         assert not hung.done()
         await asyncio.sleep(0.01)
-    assert (await rewards.score(prompt(), ["x"]))["scores"].tolist() == [1.0]
+    assert (await score_texts(rewards, prompt(), ["x"]))["scores"].tolist() == [1.0]
     with pytest.raises(RewardTimeoutError, match="reward f, uid 0:4:0: no result in 3 s") as caught:
         await hung
     assert caught.value.cause == "reward_timeout"
@@ -99,7 +99,7 @@ async def test_crashes_and_exceptions_are_retried_then_named_by_cause(
     """
     rewards = await running(source, attempts=2, memory_gib=0.25, timeout_s=20.0)
     with pytest.raises(error, match=f"reward f, uid 0:4:0: .*{words}"):
-        await rewards.score(prompt(), ["5"])
+        await score_texts(rewards, prompt(), ["5"])
     assert (tmp_path / "tries").read_text() == "xx"
 
 
@@ -118,7 +118,7 @@ async def test_a_service_of_a_function_that_does_not_answer_is_waited_for_withou
             return 1.0
     """
     rewards = await running(source, attempts=1)
-    assert (await rewards.score(prompt(), ["5"]))["scores"].tolist() == [1.0]
+    assert (await score_texts(rewards, prompt(), ["5"]))["scores"].tolist() == [1.0]
     assert path.read_text() == "xxxx"
 
 
@@ -128,7 +128,7 @@ async def test_an_invalid_result_is_not_retried(running, tmp_path):
             open({str(tmp_path / "tries")!r}, "a").write("x")
     """)
     with pytest.raises(RewardError, match=r"uid 0:4:0: f in .* returned None for completion 0"):
-        await rewards.score(prompt(), ["5"])
+        await score_texts(rewards, prompt(), ["5"])
     assert (tmp_path / "tries").read_text() == "x"
 
 
@@ -144,8 +144,8 @@ async def test_async_calls_of_several_groups_share_a_worker_and_each_has_its_own
         attempts=1,
         replicas=1,
     )
-    late = asyncio.create_task(rewards.score(prompt(), ["late"]))
-    groups = [rewards.score(prompt(), ["meet"]) for _ in range(3)]
+    late = asyncio.create_task(score_texts(rewards, prompt(), ["late"]))
+    groups = [score_texts(rewards, prompt(), ["meet"]) for _ in range(3)]
     for columns in await asyncio.gather(*groups):
         assert columns["scores"].tolist() == [1.0]
     with pytest.raises(RewardTimeoutError):

@@ -16,7 +16,7 @@ from streamrl.rewards.registry import build_rewards
 from streamrl.rewards.reward_set import COSTS, RewardComponent, RewardSet
 from streamrl.telemetry.metric_names import find_metric
 from streamrl.user_code.reward_result import RewardOutcome, RewardResult
-from tests.rewards.judged import started_rewards
+from tests.rewards.judged import score_texts, started_rewards
 
 PROMPT = Prompt("2:11:0", np.array([1], np.int32), ground_truth="5")
 PLACED = replace(PROMPT, row_location="sums.jsonl line 12")
@@ -62,7 +62,7 @@ async def test_scores_are_the_weighted_sum_and_components_are_unweighted():
         form=(0.25, FakeReward([1, 1])),
         zero=(0, FakeReward([9, 9])),
     )
-    columns = await rewards.score(PROMPT, ["a", "b"])
+    columns = await score_texts(rewards, PROMPT, ["a", "b"])
     assert {name: column.tolist() for name, column in columns.items()} == {
         "reward/right": [1.0, 0.0],
         "reward/form": [1.0, 1.0],
@@ -80,7 +80,7 @@ async def test_a_failed_gate_makes_the_combined_score_0():
         form=(0.5, FakeReward([1, 0.5, 1])),
         fee=(-1.0, FakeReward([0, 9, 1])),
     )
-    columns = await rewards.score(PROMPT, ["a", "b", "c"])
+    columns = await score_texts(rewards, PROMPT, ["a", "b", "c"])
     assert columns["scores"].tolist() == [2.5, 0.0, -0.5]
 
 
@@ -101,7 +101,7 @@ async def test_an_abstaining_component_is_excluded_from_the_score():
         math=(2.0, FakeResults([ABSENT, half, ABSENT])),
         code=(1.0, FakeResults([full, ABSENT, triple])),
     )
-    columns = await rewards.score(PROMPT, ["a", "b", "c"])
+    columns = await score_texts(rewards, PROMPT, ["a", "b", "c"])
     assert columns["scores"].tolist() == [1.0, 1.0, 3.0]
     assert columns["reward/code"][[0, 2]].tolist() == [1.0, 3.0]
     assert np.isnan(columns["reward/math"]).tolist() == [True, False, True]
@@ -114,13 +114,13 @@ async def test_an_abstaining_gate_is_open_and_a_completion_without_results_has_n
         gate=(0.0, FakeResults([ABSENT, RewardResult.from_correctness(False)])),
         other=(1.0, FakeReward([2.0, 2.0])),
     )
-    assert (await gate.score(PROMPT, ["a", "b"]))["scores"].tolist() == [2.0, 0.0]
+    assert (await score_texts(gate, PROMPT, ["a", "b"]))["scores"].tolist() == [2.0, 0.0]
     abstaining = reward_set(
         a=(1.0, FakeResults([RewardResult.from_correctness(True), ABSENT])),
         logged=(0.0, FakeReward([1.0, 1.0])),
     )
     with pytest.raises(RewardError, match=r"completion 1 has no score: a returned None"):
-        await abstaining.score(PROMPT, ["a", "b"])
+        await score_texts(abstaining, PROMPT, ["a", "b"])
 
 
 async def test_extra_metrics_are_summed_and_averaged():
@@ -134,19 +134,19 @@ async def test_extra_metrics_are_summed_and_averaged():
     second = reward_set(f=(1.0, FakeResults(results_with({"acc": 0.0}, {"acc": -3.0}))))
     counts: Counter[str] = Counter()
     for rewards in (first, second):
-        await rewards.score(PROMPT, ["a", "b"])
+        await score_texts(rewards, PROMPT, ["a", "b"])
         counts.update(rewards.drain_counts())
     assert sums_to_means(counts) == {"verdicts/pass": 4, "reward/f/acc": -0.5, "reward/f/a~b": 4.0}
     assert find_metric("reward/f/acc").name == "reward/<component>/<number>"
     assert first.drain_counts() == {}
     many = reward_set(f=(1.0, FakeResults(results_with({f"n{i}": 1.0 for i in range(999)}))))
-    await many.score(PROMPT, ["a"])
+    await score_texts(many, PROMPT, ["a"])
     assert len(sums_to_means(many.drain_counts())) == 201
 
 
 async def test_completions_are_counted_by_outcome_until_drained():
     rewards = reward_set(a=(1.0, FakeReward([1, 0])), b=(1.0, FakeReward([1, 1])))
-    await rewards.score(PROMPT, ["a", "b"])
+    await score_texts(rewards, PROMPT, ["a", "b"])
     assert rewards.drain_counts() == {"verdicts/pass": 3, "verdicts/wrong": 1}
     assert rewards.drain_counts() == {}
 
@@ -159,7 +159,7 @@ async def test_a_failing_reward_raises_at_once_and_cancels_the_other_rewards():
     with pytest.raises(
         RewardError, match=r"^reward broken, uid 2:11:0: no answer from the judge$"
     ) as caught:
-        await rewards.score(PROMPT, ["a"])
+        await score_texts(rewards, PROMPT, ["a"])
     assert time.monotonic() - started < 5
     await asyncio.sleep(0)
     assert slow.cancelled
@@ -168,7 +168,7 @@ async def test_a_failing_reward_raises_at_once_and_cancels_the_other_rewards():
 
 async def test_cancelling_the_group_cancels_its_rewards():
     slow = FakeReward([1], wait_s=60)
-    task = asyncio.create_task(reward_set(slow=(1.0, slow)).score(PROMPT, ["a"]))
+    task = asyncio.create_task(score_texts(reward_set(slow=(1.0, slow)), PROMPT, ["a"]))
     await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -180,33 +180,33 @@ async def test_cancelling_the_group_cancels_its_rewards():
 async def test_a_reward_that_cancels_itself_is_an_error_of_that_reward():
     rewards = reward_set(odd=(1.0, FakeReward(error=asyncio.CancelledError())))
     with pytest.raises(RewardError, match="reward odd, uid 2:11:0: the reward cancelled itself"):
-        await rewards.score(PROMPT, ["a"])
+        await score_texts(rewards, PROMPT, ["a"])
 
 
 async def test_internal_errors_are_not_converted_to_reward_errors():
     rewards = reward_set(broken=(1.0, FakeReward(error=KeyError("x"))))
     with pytest.raises(KeyError):
-        await rewards.score(PROMPT, ["a"])
+        await score_texts(rewards, PROMPT, ["a"])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e39])
 async def test_a_number_that_is_not_finite_is_an_error(bad):
     rewards = reward_set(odd=(1.0, FakeReward([1.0, bad])))
     with pytest.raises(RewardError, match=r"reward odd, uid 2:11:0: completion 1 has"):
-        await rewards.score(PROMPT, ["a", "b"])
+        await score_texts(rewards, PROMPT, ["a", "b"])
 
 
 async def test_a_sum_that_overflows_is_an_error():
     rewards = reward_set(big=(1e30, FakeReward([1e30])))
     with pytest.raises(RewardError, match="combined reward, uid 2:11:0: completion 0 has"):
-        await rewards.score(PROMPT, ["a"])
+        await score_texts(rewards, PROMPT, ["a"])
 
 
 @pytest.mark.parametrize("values", [[], [1.0], [1.0, 1.0, 1.0]])
 async def test_a_wrong_number_of_scores_is_an_error(values):
     rewards = reward_set(odd=(1.0, FakeReward(values)))
     with pytest.raises(RewardError, match=f"reward odd, uid .*: {len(values)} numbers for 2 compl"):
-        await rewards.score(PROMPT, ["a", "b"])
+        await score_texts(rewards, PROMPT, ["a", "b"])
 
 
 def test_check_prompts_names_the_first_row_that_a_reward_cannot_score():
@@ -226,7 +226,7 @@ async def test_rewards_are_built_from_their_config(tmp_path):
         RewardConfig("regex", weight=0.5, options={"pattern": r"\A\d+\Z"}),
         RewardConfig("function", "short", weight=0, options=short),
     ) as rewards:
-        columns = await rewards.score(PROMPT, ["5", "5.0", "6", "what"])
+        columns = await score_texts(rewards, PROMPT, ["5", "5.0", "6", "what"])
     assert {name: column.tolist() for name, column in columns.items()} == {
         "reward/exact": [1, 0, 0, 0],
         "reward/value": [1, 1, 0, 0],

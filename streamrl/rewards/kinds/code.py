@@ -1,7 +1,6 @@
 """Kind `code`: run the program of a completion against the row's tests in a sandbox."""
 
 import asyncio
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -138,7 +137,14 @@ class CodeReward(Reward):
         self._runner: Sandbox | RemoteSandbox | None = None
 
     def validate_prompt(self, prompt: Prompt) -> None:
-        read_tests(prompt.ground_truth, most=self._options.most_tests)
+        self._read_tests(prompt)
+
+    def _read_tests(self, prompt: Prompt) -> list[ProgramTest]:
+        tests = read_tests(prompt.ground_truth, most=self._options.most_tests)
+        language = self._options.language
+        if self._languages[language].run and isinstance(tests[0], CallTest):
+            raise RewardError(f"fn_name is for programs in Python, not {language}")
+        return tests
 
     async def run_preflight(self) -> str:
         """Raise ConfigError if this machine cannot isolate programs or lacks the language."""
@@ -152,7 +158,7 @@ class CodeReward(Reward):
         if self._options.url:
             self._runner = RemoteSandbox(self._options.url, self._limits)
         else:
-            self._runner = await self._start_sandbox(self._options.jails or os.cpu_count() or 1)
+            self._runner = await self._start_sandbox(self._options.jails)
 
     async def _start_sandbox(self, jails: int) -> Sandbox:
         return await Sandbox.start(
@@ -160,7 +166,7 @@ class CodeReward(Reward):
         )
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
-        tests = read_tests(prompt.ground_truth, most=self._options.most_tests)
+        tests = self._read_tests(prompt)
         # In a thread: a regular expression may take up to SEARCH_TIMEOUT_S per completion.
         sources = await asyncio.to_thread(lambda: [*map(self._extract_source, completions)])
         return await asyncio.gather(*(self._judge_source(source, tests) for source in sources))

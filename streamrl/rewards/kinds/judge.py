@@ -6,12 +6,9 @@ import json
 import math
 import os
 import re
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from email.utils import parsedate_to_datetime
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import httpx
@@ -25,12 +22,12 @@ from streamrl.errors import (
     ServiceOutageError,
     StreamError,
 )
-from streamrl.files.bounded_read import read_small_text
-from streamrl.files.typed_settings import at_least
+from streamrl.files.typed_settings import at_least, check_conflicts
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.answers import AnswerPattern
 from streamrl.rewards.interface.completion import CONVERSATION, Completion
 from streamrl.rewards.interface.reward import RetryOptions, Reward, RewardSpec, retry_infra_errors
+from streamrl.stream.evaluation.sample_and_score import map_concurrently
 from streamrl.user_code.reward_result import RewardResult
 from streamrl.user_code.service_gate import (
     TOO_MANY_REQUESTS,
@@ -77,18 +74,18 @@ class ChatClient:
         )
         self._slots = asyncio.Semaphore(concurrency)
 
-    async def wait_until_ready(self) -> str:
-        """Wait until the server responds; return a note for the user, empty if there was no wait.
+    async def wait_until_ready(self) -> None:
+        """Wait until the server responds; warn when waiting starts.
 
-        Warns when waiting starts. Raises ConfigError if the server does not respond within
-        STARTUP_TIMEOUT_S, rejects the request, or does not serve the model.
+        Raises ConfigError if the server does not respond within STARTUP_TIMEOUT_S, rejects the
+        request, or does not serve the model.
         """
 
         def read_names(reply: Any) -> set[str]:
             return {str(model["id"]) for model in reply["data"]}
 
         clock = asyncio.get_running_loop().time
-        started, note = clock(), ""
+        started, is_waiting = clock(), False
         while True:
             try:
                 names = await self._request_json("GET", "/models", read_names)
@@ -98,18 +95,17 @@ class ChatClient:
                     raise ConfigError(
                         f"rewards.url={error} (for {STARTUP_TIMEOUT_S:g} s)"
                     ) from None
-                if not note:
+                if not is_waiting:
                     warning = f"{error}; waiting up to {STARTUP_TIMEOUT_S:g} s for the server"
                     warnings.warn(warning, stacklevel=2)
+                is_waiting = True
                 await asyncio.sleep(POLL_INTERVAL_S)
-                note = f"{self._url}: ready after {clock() - started:.0f} s"
             except RewardError as error:
                 raise ConfigError(f"rewards.url={error} (GET {self._url}/models)") from None
         if names and self._model not in names:
             raise ConfigError(
                 f"rewards.model={self._model}: {self._url} has {', '.join(sorted(names)[:10])}"
             )
-        return note
 
     async def request_completion(self, text: str, request: Mapping[str, Any]) -> tuple[str, bool]:
         """Request a chat completion for `text`; wait while the server does not answer at all.
@@ -198,13 +194,9 @@ class ChatClient:
 
 
 def parse_retry_after(header: str) -> float | None:
-    """Parse a retry-after header, seconds or HTTP date, to seconds; None if absent or invalid."""
+    """Parse a retry-after header in seconds; None if absent, or an HTTP date."""
     try:
         return max(0.0, float(header))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, parsedate_to_datetime(header).timestamp() - time.time())
     except ValueError:
         return None
 
@@ -221,7 +213,6 @@ class JudgeOptions(RetryOptions):
     url: base URL of the API, such as http://localhost:8000/v1.
     model: name of the model on the server.
     template: prompt of the judge, with {completion} and optionally {prompt} and {ground_truth}.
-    path: file with the template, instead of `template`.
     pattern: regular expression of the number in the response: first group of the last match.
     least: lowest valid number; a number outside [least, most] is an invalid response.
     most: highest valid number.
@@ -235,8 +226,7 @@ class JudgeOptions(RetryOptions):
 
     url: str = MISSING
     model: str = MISSING
-    template: str = ""
-    path: str = ""
+    template: str = MISSING
     pattern: str = MISSING
     least: float = 0.0
     most: float = 1.0
@@ -249,24 +239,32 @@ class JudgeOptions(RetryOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not re.match(r"https?://[^/]", self.url):
-            raise ConfigError(f"url={self.url}: must begin with http:// or https://")
-        if bool(self.template) == bool(self.path):
-            raise ConfigError("template: give either template or path, not both")
-        if not -math.inf < self.least < self.most < math.inf:
-            raise ConfigError(f"least={self.least}: must be below most={self.most}, both finite")
+        conflicts = (
+            (
+                not re.match(r"https?://[^/]", self.url),
+                "url",
+                "must begin with http:// or https://",
+            ),
+            (
+                not -math.inf < self.least < self.most < math.inf,
+                "least",
+                f"must be below most={self.most}, both finite",
+            ),
+        )
+        check_conflicts(self, conflicts)
+        if "{completion}" not in self.template:
+            raise ConfigError("template: must contain {completion}")
 
 
 class JudgeReward(Reward):
     """Sends a request to the judge per completion; requests of a group run concurrently.
 
-    Raises ConfigError for an unusable template, pattern or API key.
+    Raises ConfigError for an unusable pattern or API key.
     """
 
     def __init__(self, spec: RewardSpec[JudgeOptions]) -> None:
         super().__init__()
         self._options = options = spec.options
-        self._template = _load_template(options)
         self._api_key = _load_api_key(options.api_key_env)
         self._pattern = AnswerPattern(options.pattern)
         self._pass_score = options.most if options.pass_score is None else options.pass_score
@@ -279,16 +277,17 @@ class JudgeReward(Reward):
         self._client: ChatClient | None = None
 
     def validate_prompt(self, prompt: Prompt) -> None:
-        if "{ground_truth}" in self._template and prompt.ground_truth is None:
+        if "{ground_truth}" in self._options.template and prompt.ground_truth is None:
             raise RewardError("the template has {ground_truth}, the row has none")
 
     async def run_preflight(self) -> str:
         """Wait for the server. Raises ConfigError if the server stays down or lacks the model."""
         client = self._make_client()
         try:
-            return await client.wait_until_ready()
+            await client.wait_until_ready()
         finally:
             await client.close()
+        return ""
 
     async def start(self) -> None:
         """Create the client. Does not contact the server: requests are retried in an outage."""
@@ -309,18 +308,11 @@ class JudgeReward(Reward):
     ) -> Sequence[RewardResult]:
         """Judge each completion. The first RewardError cancels the other requests of the group."""
         self.validate_prompt(prompt)
-        tasks = [
-            asyncio.create_task(self._judge_text(prompt, _write_completion(completion, part)))
-            for completion in completions
-        ]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+        template, texts = self._options.template, [_write_completion(c, part) for c in completions]
+        requests = [_fill_template(template, prompt, text) for text in texts]
+        return await map_concurrently(self._judge_text, requests, most=self._options.concurrency)
 
-    async def _judge_text(self, prompt: Prompt, completion: str) -> RewardResult:
-        text = _fill_template(self._template, prompt, completion)
+    async def _judge_text(self, text: str) -> RewardResult:
         result: RewardResult = await retry_infra_errors(
             lambda: self._judge_once(text), self._options.attempts
         )
@@ -357,19 +349,6 @@ class JudgeReward(Reward):
     async def close(self) -> None:
         if self._client is not None:
             await self._client.close()
-
-
-def _load_template(options: JudgeOptions) -> str:
-    setting, template = "rewards.template", options.template
-    if options.path:
-        setting = f"rewards.path={options.path}"
-        try:
-            template = read_small_text(Path(options.path))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{setting}: cannot be read: {error}") from None
-    if "{completion}" not in template:
-        raise ConfigError(f"{setting}: must contain {{completion}}")
-    return template
 
 
 def _load_api_key(name: str) -> str:

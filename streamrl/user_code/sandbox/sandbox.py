@@ -73,19 +73,17 @@ class Sandbox:
         cls,
         limits: ProgramLimits,
         *,
-        jails: int | None = None,
+        jails: int = 0,
         languages: Mapping[str, LanguageSpec] = PYTHON_ONLY,
         allow_unsafe: bool = False,
     ) -> "Sandbox":
         """Choose and probe an isolation mode, and start a sandbox for programs in `languages`.
 
-        jails: concurrent programs; default: the number of available cores.
+        jails: concurrent programs; 0: the number of available cores.
 
         Raises ConfigError if this machine cannot isolate programs (unless `allow_unsafe`), lacks
         the tools of a language, or does not start a jail.
         """
-        if jails is not None and jails < 1:
-            raise ConfigError(f"sandbox.jails={jails}: must be at least 1")
         check_language_tools(languages)
         jail_spec, warning = await choose_isolation(limits, allow_unsafe=allow_unsafe)
         sandbox = cls(jail_spec, jails or len(os.sched_getaffinity(0)), languages)
@@ -97,12 +95,8 @@ class Sandbox:
         return sandbox
 
     async def run(self, program: SandboxProgram) -> ProgramResult:
-        """Run and judge the program's tests in order.
-
-        Raises ValueError for an unknown language, a program without tests, and function-call tests
-        in languages other than Python.
-        """
-        language = self._find_language(program)
+        """Run and judge the program's tests in order; function-call tests are for Python only."""
+        language = self._languages[program.language]
         async with self._slot_semaphore:
             slot = self._slots.pop()
             program_run = ProgramRun(program, language, self._jail_spec.limits, self._pool)
@@ -111,17 +105,6 @@ class Sandbox:
             finally:
                 program_run.release_jail()
                 self._slots.append(slot)
-
-    def _find_language(self, program: SandboxProgram) -> LanguageSpec:
-        if program.language not in self._languages:
-            names = ", ".join(self._languages)
-            raise ValueError(f"no language {program.language}: the sandbox was started for {names}")
-        language = self._languages[program.language]
-        if language.run and any(isinstance(test, CallTest) for test in program.tests):
-            raise ValueError(f"function-call tests are for Python only, not {program.language}")
-        if not program.tests:
-            raise ValueError("a program without tests")
-        return language
 
     async def close(self) -> None:
         """Kill all jails; running programs end with INFRA_ERROR."""

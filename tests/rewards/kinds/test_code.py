@@ -169,6 +169,12 @@ def test_invalid_options_are_refused(options, words):
         build_rewards([RewardConfig("code", options=options)])
 
 
+def test_function_calls_are_for_python():
+    config = RewardConfig("code", options={"language": "bash"})
+    with pytest.raises(ConfigError, match="fn_name is for programs in Python, not bash"):
+        build_rewards([config]).check_prompts([prompt(ADD)])
+
+
 async def test_without_isolation_the_run_is_refused_unless_allow_unsafe(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("sys.prefix", str(tmp_path))

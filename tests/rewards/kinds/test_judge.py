@@ -1,8 +1,6 @@
 import asyncio
 import importlib
 import json
-from datetime import UTC, datetime, timedelta
-from email.utils import format_datetime
 
 import numpy as np
 import pytest
@@ -98,9 +96,9 @@ async def test_the_request_contains_the_options(server, started):
     }
 
 
-async def test_a_conversation_and_a_template_from_a_file(server, started, tmp_path):
-    (tmp_path / "ask.txt").write_text("{prompt}|A: {completion}\n{ground_truth} {other} {}")
-    rewards = await started(server.url, template="", path=str(tmp_path / "ask.txt"))
+async def test_a_conversation_in_a_template_with_other_braces(server, started):
+    template = "{prompt}|A: {completion}\n{ground_truth} {other} {}"
+    rewards = await started(server.url, template=template)
     chat = ({"role": "system", "content": "add"}, {"role": "user", "content": "2+3"})
     await judged(rewards, "3", prompt=Prompt("0:0:0", PROMPT.token_ids, chat, "", {"sum": 5}))
     (request,) = server.requests
@@ -310,8 +308,7 @@ async def test_the_preflight_waits_for_the_server(server):
             assert not starting.done()
             await asyncio.sleep(0.01)
         await web.TCPSite(restarted, "127.0.0.1", port).start()
-        (note,) = await starting
-    assert note.startswith(f"{url}: ready after ")
+        assert await starting == []
     await restarted.cleanup()
 
 
@@ -334,8 +331,7 @@ async def test_a_wrong_url_or_model_refuses_the_run(server, started):
     ("options", "message"),
     [
         ({"url": "localhost:8000"}, "url=localhost:8000: must begin with http:// or https://"),
-        ({"template": ""}, "template: give either template or path, not both"),
-        ({"template": "", "path": "/nowhere"}, "path=/nowhere: cannot be read"),
+        ({"template": "Rate it"}, "rewards[0].template: must contain {completion}"),
         ({"pattern": "("}, "pattern=("),
         ({"least": 10}, "least=10.0: must be below most=10.0"),
         (
@@ -360,11 +356,6 @@ def test_a_row_without_the_ground_truth_of_the_template_is_named():
         rewards.check_prompts([Prompt("0:7:0", PROMPT.token_ids, CHAT)])
 
 
-def test_retry_after_in_seconds_or_as_a_date():
-    assert parse_retry_after("1.5") == 1.5
-    assert parse_retry_after("-3") == 0.0
-    date = format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)
-    wait_s = parse_retry_after(date)
-    assert wait_s is not None and 27 < wait_s < 31
-    assert parse_retry_after("soon") is None
-    assert parse_retry_after("") is None
+def test_retry_after_is_read_in_seconds():
+    headers = ("1.5", "-3", "soon", "", "Wed, 21 Oct 2026 07:28:00 GMT")
+    assert [*map(parse_retry_after, headers)] == [1.5, 0.0, None, None, None]
