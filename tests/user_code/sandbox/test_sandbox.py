@@ -387,10 +387,5 @@ def test_an_infra_error_determines_the_outcome():
     assert ProgramResult(results, 3).detail == "no jail"
 
 
-async def test_at_least_one_jail_is_required():
-    with pytest.raises(ConfigError, match=r"sandbox.jails=0: must be at least 1"):
-        await Sandbox.start(QUICK, jails=0)
-
-
 def test_this_machine_can_isolate():
     assert explain_unavailability() is None
