@@ -5,6 +5,8 @@ journals of steps 5 and 6. Its checkpoint is sealed anew in today's format.
 """
 
 import json
+import os
+import pickle
 import random
 import shutil
 import tarfile
@@ -15,10 +17,12 @@ import pytest
 
 from streamrl.buffer import StageSchema
 from streamrl.buffer.durable_shard import recover_state
+from streamrl.buffer.group import make_admit_record
 from streamrl.buffer.journal import (
     CorruptRecord,
     JournalRecord,
     get_segment_path,
+    list_segments,
     read_segment,
     write_segment,
 )
@@ -35,6 +39,7 @@ from streamrl.run_dir.checkpoint import (
     find_resume_point,
     get_journal_dir,
 )
+from tests.hostile_pickle import Hostile
 from tests.sealed import seal
 
 ARCHIVE = Path(__file__).parents[1] / "e2e" / "run_of_november_2026.tar.gz"
@@ -58,9 +63,9 @@ class StoppedRun:
     def check(self, path: str = "") -> ResumePoint:
         """Check a resume, as the command does before it starts anything."""
         resume = find_resume_point(self.path / path)
-        assert resume.checkpoint is not None
         prompts: PromptStream = self.prepared.prompts
-        prompts.load_state_dict(resume.checkpoint.state["prompts"])
+        if resume.checkpoint is not None:
+            prompts.load_state_dict(resume.checkpoint.state["prompts"])
         check_resume(resume, resume.read_layout(shards=2), self.config, prompts)
         return resume
 
@@ -151,11 +156,20 @@ def test_a_trained_group_whose_step_must_be_repeated_has_all_columns(stopped: St
     assert refused
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
-def test_a_row_without_its_time_is_named(damaged: StoppedRun, name: str):
-    path = damaged.path / name
-    path.write_text(path.read_text().replace('"time"', '"tIme"', 1))
-    assert f"{name}:1: " in (error := refuse(damaged)) and "time" in error
+def _segment(run_dir: Path, after_last: int = 0) -> Path:
+    """Return the path of the run log's last segment, or of one so many numbers after it."""
+    folder = get_journal_dir(run_dir, RUN_LOG_FOLDER)
+    return get_segment_path(folder, list_segments(folder)[-1] + after_last)
+
+
+def _append(path: Path, text: str) -> None:
+    path.write_text(path.read_text() + text)
+
+
+def _write_hostile_prompt(run_dir: Path) -> None:
+    folder = get_journal_dir(run_dir, "shard-0")
+    record = make_admit_record("0:99:0", pickle.dumps(Hostile(run_dir.with_name("harmed"))), 0)
+    write_segment(get_segment_path(folder, list_segments(folder)[-1] + 1), [record])
 
 
 CHECKPOINT_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -193,16 +207,41 @@ CHECKPOINT_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         "state.json does not match",
     ),
+    "deep": (lambda saved: (saved / "state.json").write_text("[" * 100_000), "state.json"),
+    "progress": (lambda saved: (saved / "trainer/trainer.json").unlink(), "trainer.json"),
+    "version": (lambda saved: seal(saved, version=7), "does not match the folder name"),
+}
+RUN_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "metrics": (
+        lambda run: (run / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 2}\n'),
+        "metrics.jsonl:2",
+    ),
+    "rows": (
+        lambda run: _append(run / "metrics.jsonl", '{"step": 6, "time": 1, "a/hist": {}}\n'),
+        "a/hist={}: neither a number nor a histogram",
+    ),
+    "time": (
+        lambda run: _append(run / "events.jsonl", '{"event": "died"}\n'),
+        "must be a JSON object with time and event",
+    ),
+    "hostile": (_write_hostile_prompt, "a prompt in the journal cannot be read"),
+    "gap": (lambda run: _segment(run).rename(_segment(run, 9_999_999)), "is missing"),
+    "lost": (lambda run: shutil.rmtree(run / "checkpoints"), "start a run with another name"),
+    "trace": (lambda run: (run / "trace.json").write_text("[" * 100_000), "trace.json: "),
+    "link": (lambda run: (run / "trace.partial").symlink_to("/nowhere"), "trace.partial is a link"),
+    "pipe": (lambda run: os.mkfifo(_segment(run, 1)), "not a regular file"),
 }
 
 
-@pytest.mark.parametrize("kind", CHECKPOINT_DAMAGE)
-def test_a_changed_checkpoint_is_refused_and_nothing_changes(damaged: StoppedRun, kind: str):
-    damage, part = CHECKPOINT_DAMAGE[kind]
-    damage(damaged.path / STEP)
-    before = prove_files(list_files(damaged.path))
+@pytest.mark.parametrize("kind", [*CHECKPOINT_DAMAGE, *RUN_DAMAGE])
+def test_a_damaged_run_directory_is_refused_and_stays_unchanged(damaged: StoppedRun, kind: str):
+    damage, part = (CHECKPOINT_DAMAGE | RUN_DAMAGE)[kind]
+    damage(damaged.path / STEP if kind in CHECKPOINT_DAMAGE else damaged.path)
+    files = [path for path in list_files(damaged.path) if path.is_file()]
+    before = prove_files(files)
     assert part in refuse(damaged)
-    assert prove_files(list_files(damaged.path)) == before
+    assert prove_files(files) == before
+    assert not damaged.path.with_name("harmed").exists()
 
 
 def test_a_broken_checkpoint_beside_a_whole_one_names_both(damaged: StoppedRun):
@@ -210,7 +249,7 @@ def test_a_broken_checkpoint_beside_a_whole_one_names_both(damaged: StoppedRun):
     shutil.copytree(damaged.path / STEP, newer)
     hint = f"remove step_000099, then --resume {damaged.path}"
     error = refuse(damaged)
-    assert "version 4: does not match the folder name step_000099; step_000004 is whole" in error
+    assert "version 4 does not match the folder name step_000099; step_000004 is whole" in error
     assert error.endswith(hint)
     seal(newer, version=99)
     (newer / "model/tokenizer.json").write_text("{}")
