@@ -314,8 +314,16 @@ class ShardState:
 
     def find_leased_group(self, lease: GroupLease) -> GroupState | None:
         """Return the group of a lease, or None if the lease is not active."""
-        group = self.groups.get(lease.uid)
-        return group if group and group.find_lease(lease.stage, lease.token) else None
+        found = self.find_active(lease.uid, lease.stage, lease.token)
+        return found[0] if found else None
+
+    def find_active(
+        self, uid: str, stage: str, token: int
+    ) -> tuple[GroupState, ActiveLease] | None:
+        """Return the group and the state of an active lease; None if it is not active."""
+        group = self.groups.get(uid)
+        active = group.find_lease(stage, token) if group else None
+        return (group, active) if group and active else None
 
     def is_ready(self, group: GroupState, stage: str) -> bool:
         """Return True if a stage may lease the group now.

@@ -145,8 +145,7 @@ class LeaseTable:
             self._compact_at = MIN_COMPACT_SIZE + 2 * len(self._expiries)
 
     def _is_active(self, lease: GroupLease) -> bool:
-        group = self._state.groups.get(lease.uid)
-        return group is not None and group.find_lease(lease.stage, lease.token) is not None
+        return self._state.find_leased_group(lease) is not None
 
     def make_lease_record(
         self, groups: Sequence[GroupState], request: LeaseRequest
@@ -164,22 +163,18 @@ class LeaseTable:
         request_id, tokens = self._last_grants.get((request.stage, request.holder), ("", []))
         if not request.request_id or request.request_id != request_id:
             return []
-        groups = ((self._state.groups.get(uid), token) for uid, token in tokens)
-        pairs = (
-            (group, group.find_lease(request.stage, token)) for group, token in groups if group
-        )
-        return [(group, active) for group, active in pairs if active]
+        found = (self._state.find_active(uid, request.stage, token) for uid, token in tokens)
+        return [pair for pair in found if pair]
 
     def renew_leases(self, leases: Sequence[GroupLease]) -> list[GroupLease]:
         """Extend each lease to `lease_s` from now; return the leases that are no longer active."""
         lost = []
         for lease in leases:
-            group = self._state.groups.get(lease.uid)
-            active = group.find_lease(lease.stage, lease.token) if group else None
-            if active is None:
+            found = self._state.find_active(lease.uid, lease.stage, lease.token)
+            if found is None:
                 lost.append(lease)
             elif lease.stage != self._state.last_stage:
-                active.expires_at = self._state.clock() + self._lease_s
+                found[1].expires_at = self._state.clock() + self._lease_s
         return lost
 
     def pop_expired(self) -> Iterator[tuple[GroupState, GroupLease]]:
@@ -187,10 +182,10 @@ class LeaseTable:
         now = self._state.clock()
         while self._expiries and self._expiries[0][0] <= now:
             _, token, lease = heapq.heappop(self._expiries)
-            group = self._state.groups.get(lease.uid)
-            active = group.find_lease(lease.stage, token) if group else None
-            if group is None or active is None:
+            found = self._state.find_active(lease.uid, lease.stage, token)
+            if found is None:
                 continue
+            group, active = found
             if active.expires_at > now:  # renewed since this entry was pushed
                 self._track_expiry(active)
             else:
@@ -228,9 +223,8 @@ class LeaseTable:
     ) -> Iterator[tuple[OverdueLease, GroupState, GroupLease]]:
         """Yield (overdue lease, group, lease) for each overdue lease that is still active."""
         for overdue in leases:
-            group = self._state.groups.get(overdue.uid)
-            active = group.find_lease(overdue.stage, overdue.token) if group else None
-            if group and active:
+            if found := self._state.find_active(overdue.uid, overdue.stage, overdue.token):
+                group, active = found
                 yield overdue, group, active.lease
 
     def find_next_expiry(self) -> float:

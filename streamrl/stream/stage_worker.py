@@ -243,74 +243,50 @@ class CommitBatcher:
         await self._results.join()
 
 
-@dataclass
-class _SaveSchedule:
-    """Start of the work on a group and time of its next save, event loop time."""
-
-    started_at: float
-    due_at: float
-
-
 class PartialRolloutSaver:
     """Saves the partial rollouts of running groups in the queue.
 
-    A group is saved every PARTIAL_SAVE_INTERVAL_S after its start, so that shorter groups cost
-    nothing.
+    A group is saved at least every PARTIAL_SAVE_INTERVAL_S after its start; shorter groups cost
+    nothing. Groups that are due at about the same time share a call.
     """
 
     def __init__(self, queue: ExperienceQueue, read_partials: ReadPartialRollouts) -> None:
         self._queue = queue
         self._read_partial_rollouts = read_partials
-        self._schedules: dict[GroupLease, _SaveSchedule] = {}
+        self._saved_at: dict[GroupLease, float] = {}
+        """Last save, or start of the work, of each tracked lease, event loop time."""
 
     @contextmanager
     def track_lease(self, lease: GroupLease) -> Iterator[None]:
         """Save partial rollouts of this lease's group while the context is active."""
-        now = asyncio.get_running_loop().time()
-        self._schedules[lease] = _SaveSchedule(now, now + PARTIAL_SAVE_INTERVAL_S)
+        self._saved_at[lease] = asyncio.get_running_loop().time()
         try:
             yield
         finally:
-            del self._schedules[lease]
+            del self._saved_at[lease]
 
     async def save_periodically(self) -> None:
         """Save the partial rollouts of tracked leases when due, until cancelled."""
         clock = asyncio.get_running_loop().time
         while True:
-            # Work that starts during this sleep is due only after it.
-            first = min((s.due_at for s in self._schedules.values()), default=math.inf)
-            await asyncio.sleep(min(first - clock(), PARTIAL_SAVE_INTERVAL_S))
-            due = self._select_due(clock())
+            pause_s = PARTIAL_SAVE_INTERVAL_S / 4
+            await asyncio.sleep(pause_s)
+            # Due are leases that would be late after the next pause.
+            last_due = clock() + pause_s - PARTIAL_SAVE_INTERVAL_S
+            due = {lease for lease, saved_at in self._saved_at.items() if saved_at <= last_due}
             if due:
+                self._saved_at |= dict.fromkeys(due, clock())
                 partials = await self.read_partials()
                 await self._queue.save_partials(
                     [(lease, columns) for lease, columns in partials if lease in due]
                 )
 
-    def _select_due(self, now: float) -> set[GroupLease]:
-        """Return the leases to save partial rollouts for now; schedule their next saves.
-
-        If any lease is due, leases due within half an interval are saved, too, except for first
-        saves.
-        """
-        if all(schedule.due_at > now for schedule in self._schedules.values()):
-            return set()
-        due = set()
-        for lease, schedule in self._schedules.items():
-            is_first = schedule.due_at <= schedule.started_at + PARTIAL_SAVE_INTERVAL_S
-            if schedule.due_at <= now or (
-                not is_first and schedule.due_at <= now + PARTIAL_SAVE_INTERVAL_S / 2
-            ):
-                schedule.due_at = now + PARTIAL_SAVE_INTERVAL_S
-                due.add(lease)
-        return due
-
     async def read_partials(self) -> list[tuple[GroupLease, Columns]]:
         """Return the partial rollouts of all tracked leases that have any."""
-        if not self._schedules:
+        if not self._saved_at:
             return []
         partials = await self._read_partial_rollouts()
-        return [(lease, partials[lease.uid]) for lease in self._schedules if lease.uid in partials]
+        return [(lease, partials[lease.uid]) for lease in self._saved_at if lease.uid in partials]
 
 
 def split_batches(experiences: Sequence[Experience], size: int) -> list[Sequence[Experience]]:

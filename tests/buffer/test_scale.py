@@ -160,7 +160,7 @@ def test_an_idle_generator_does_not_wake_for_leases_that_ended():
         with count_lines() as counted:
             assert await take(shard, "generate", wait_s=60.0) == []
         # The heap entry of each ended lease is removed once.
-        return counted.lines - number * 8
+        return counted.lines - number * 10
 
     check_flat_on_loop(count)
 
