@@ -56,7 +56,6 @@ RAY_AUTO_ADDRESS = "auto"
 """Ray address that joins the cluster running on the node."""
 OBJECT_STORE_SLACK = 1.05
 """Reserve for extra columns that rewards add."""
-NO_EXPERT_PARALLELISM = "streamrl has expert parallelism over tensor-parallel ranks only"
 NO_MATCHING_POOLS = "no placement mode or pools of roles give these devices"
 
 
@@ -108,19 +107,16 @@ def apply_placement(
     """Return the config with its settings changed so that the run uses this placement.
 
     Inverse of `build_run_placement`, except for the numbers of the devices. kv_cache_bytes: KV
-    cache per generator device, unless the config sets a size; by default vLLM decides. Raises
-    ConfigError, naming the call or devices, if streamrl cannot run the placement.
+    cache per generator device, unless the config sets a size; by default vLLM decides. The
+    parallelism of the placement must be one that `make_split_rules` allows. Raises ConfigError if
+    no pools of roles give its devices.
     """
     stages = {
         call.stage: call for call in config.dataflow.calls if call.stage in placement.assignments
     }
-    for stage, call in stages.items():
-        _check_supported(call, placement.assignments[stage], placement)
     pools = find_pools(config.dataflow, placement)
     if pools is None:
         raise ConfigError(f"placement: {placement}: {NO_MATCHING_POOLS}")
-    if why := find_size_mismatch(config.dataflow, placement):
-        raise ConfigError(f"placement: {placement}: {why}")
     roles = {call.role: placement.assignments[stage] for stage, call in stages.items()}
     # Check the new sizes without the run's current placement, which may contradict them.
     disaggregated = replace(config.placement, mode="disaggregated", pools=[], memory_mb=None)
@@ -266,9 +262,6 @@ def make_run_refusal(config: RunConfig, problem: PlacementProblem) -> Callable[[
         return pool_cache[key]
 
     def refuse(placement: Placement) -> str:
-        for stage, assignment in placement.assignments.items():
-            if assignment.ep_size > 1:
-                return f"{stage} on {assignment.mesh}: {NO_EXPERT_PARALLELISM}"
         if not {GENERATE_CALL.stage, "train"} <= placement.assignments.keys():
             return ""
         pools = find_cached_pools(placement)
@@ -295,26 +288,6 @@ def _explain_refused_mode(
         on_gpu = not problem.cluster.is_cpu
         why = explain_unshareable_process(architectures, mode=pools.mode, on_gpu=on_gpu)
     return why or find_conflict_at_any_size(config, max_staleness)
-
-
-def _check_supported(call: ModelCall, assignment: CallAssignment, placement: Placement) -> None:
-    """Raise ConfigError if streamrl cannot run a model call on its assigned devices and grid."""
-    grid, zero = assignment.grid, assignment.zero_stage
-    is_split, generators = grid.tp_size > 1, placement.assignments[GENERATE_CALL.stage]
-    obstacles = {
-        NO_EXPERT_PARALLELISM: assignment.ep_size > 1,
-        "streamrl does not support pipeline parallelism": grid.pp_size > 1,
-        "a scoring model must fit on one device (no tensor parallelism)": is_split
-        and call.kind is CallKind.SCORE,
-        f"must equal the generators' {generators}": call.stage == GREEDY_CALL.stage
-        and generators != assignment,
-        f"ZeRO {zero} does not support tensor parallelism; use 0 or 3": is_split
-        and call.kind is CallKind.TRAIN
-        and zero in (1, 2),
-    }
-    for obstacle, exists in obstacles.items():
-        if exists:
-            raise ConfigError(f"placement.{call.stage}: {assignment}: {obstacle}")
 
 
 def find_size_mismatch(dataflow: Dataflow, placement: Placement) -> str:

@@ -304,19 +304,8 @@ def _grpo(generate: tuple[str, str], train: tuple[str, str]) -> Placement:
     return placement_from_meshes({"generate": generate, "train": train})
 
 
-@pytest.mark.parametrize(
-    ("placement", "message"),
-    [
-        (_grpo(("0-3", "1-1-4"), ("4-7", "2-1-2")), "does not support pipeline parallelism"),
-        (_grpo(("0-3", "1-1-4"), ("4-7", "1-2-2")), "ZeRO 1 does not support tensor parallelism"),
-        # A generator on shared devices is either split over trainer ranks or unsplit.
-        (
-            _grpo(("0-3", "1-2-2"), ("0-1", "1-1-2")),
-            "no placement mode or pools of roles give these devices",
-        ),
-    ],
-)
-def test_an_unsupported_placement_names_the_call(placement: Placement, message: str):
-    with pytest.raises(ConfigError) as caught:
+def test_devices_that_no_pools_of_roles_give_are_refused():
+    # A generator on shared devices is either split over trainer ranks or unsplit.
+    placement = _grpo(("0-3", "1-2-2"), ("0-1", "1-1-2"))
+    with pytest.raises(ConfigError, match="no placement mode or pools of roles give these devices"):
         apply_placement(recipe("grpo"), placement)
-    assert message in str(caught.value)

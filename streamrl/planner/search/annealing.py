@@ -6,10 +6,9 @@ rejects most bad proposals before they are scheduled. The search counts proposal
 so equal seeds give equal placements.
 """
 
-import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -17,7 +16,7 @@ import numpy as np
 
 from streamrl.placement.meshes import Mesh, find_max_load, iter_meshes
 from streamrl.placement.placements import CallAssignment
-from streamrl.planner.search.hybridflow import ParallelismChoices, RoleAssignments
+from streamrl.planner.search.hybridflow import ParallelismChoices
 
 INITIAL_TEMPERATURE, FINAL_TEMPERATURE = 0.05, 0.002
 """Temperatures of annealing, as fractions of the step time.
@@ -31,13 +30,6 @@ SMALL_CLUSTER_MESHES = 16
 DESCENT_ROUNDS = 3
 FASTEST_OPTIONS = 4
 """A moved role draws from this many fastest parallelisms of its mesh."""
-REARRANGE_TOLERANCE = 0.1
-"""Rearrangements slower than the current step time by more than this fraction get no descent."""
-MAX_REARRANGE_DESCENTS = 3
-MAX_MESHES = 4
-"""Maximum number of meshes among which roles are redistributed."""
-MAX_REARRANGEMENTS = 192
-"""Rearrangements that are fitted: those with the least work of the busiest device."""
 
 
 @dataclass(frozen=True)
@@ -174,28 +166,6 @@ class AnnealingSearch:
             ]
         return options
 
-    def rearrange_roles(self, state: SearchState, cost: float) -> tuple[SearchState, float]:
-        """Redistribute roles over the meshes in use, then descend from the best redistributions.
-
-        cost: step time of `state`. Return the best state, which may be `state`, and its step time.
-        """
-        rearranged = [
-            replace(state, assignments=roles)
-            for roles in iter_rearrangements(
-                self._choices, state.assignments, state.steps_ahead, cost
-            )
-        ]
-        ranked = sorted(
-            (self.estimate_state_step_s(candidate, cost * (1 + REARRANGE_TOLERANCE)), i)
-            for i, candidate in enumerate(rearranged)
-        )
-        for way_cost, i in ranked[:MAX_REARRANGE_DESCENTS]:
-            if math.isfinite(way_cost):
-                other, other_cost = self.descend_by_role(rearranged[i], way_cost)
-                if other_cost < cost:
-                    state, cost = other, other_cost
-        return state, cost
-
     def _list_neighbors(self, mesh: Mesh) -> list[Mesh]:
         """List meshes with a common edge, and adjacent ones of equal size; else `mesh` itself."""
         neighbors = []
@@ -307,47 +277,3 @@ class AnnealingSearch:
     def _change_pace(self, state: SearchState) -> SearchState | None:
         ahead = self._allowed_steps_ahead[self._rng.integers(len(self._allowed_steps_ahead))]
         return replace(state, steps_ahead=ahead)
-
-
-def iter_rearrangements(
-    choices: ParallelismChoices, roles: RoleAssignments, ahead: int, limit_s: float
-) -> Iterator[RoleAssignments]:
-    """Yield other assignments of roles to meshes that fit and have a lower bound below `limit_s`.
-
-    ahead: steps that generation runs ahead.
-    """
-    names, current = list(roles), tuple(role_mesh.mesh for role_mesh in roles.values())
-    candidates = _list_meshes(choices, current)
-    busy_s = {
-        (role, mesh): _find_min_busy_s(choices, role, mesh, ahead)
-        for role in names
-        for mesh in candidates
-    }
-    bounded = (
-        (
-            find_max_load([(pair[1], busy_s[pair]) for pair in zip(names, meshes, strict=True)]),
-            meshes,
-        )
-        for meshes in itertools.product(candidates, repeat=len(names))
-        if meshes != current
-    )
-    for _, meshes in heapq.nsmallest(
-        MAX_REARRANGEMENTS, (entry for entry in bounded if entry[0] < limit_s)
-    ):
-        fitted = choices.fit_on_meshes(dict(zip(names, meshes, strict=True)))
-        if fitted is not None:
-            yield fitted
-
-
-def _list_meshes(choices: ParallelismChoices, used: tuple[Mesh, ...]) -> list[Mesh]:
-    """Return the mesh of all devices, and those meshes of `used` that hold the most roles."""
-    all_devices = Mesh(0, choices.problem.cluster.num_devices)
-    by_usage = sorted(set(used) - {all_devices}, key=lambda mesh: (-used.count(mesh), mesh))
-    return [all_devices, *by_usage[: MAX_MESHES - 1]]
-
-
-def _find_min_busy_s(choices: ParallelismChoices, role: str, mesh: Mesh, ahead: int) -> float:
-    """Return a lower bound of the seconds of a role's work on a mesh; inf if the role does not
-    fit."""
-    options = choices.list_options(role, mesh)
-    return choices.compute_min_busy_s(role, options[0], ahead) if options else math.inf

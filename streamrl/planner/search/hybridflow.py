@@ -131,8 +131,6 @@ def _pack_meshes(sizes: Sequence[int], devices: int) -> tuple[Mesh, ...] | None:
 
 MAX_FIXES = 64
 """Maximum changes of parallelism to make models that share devices fit into memory."""
-EP_SIZES = (8, 16, 32, 64)
-"""Sizes of expert-parallel groups that the search tries."""
 
 RoleAssignments = Mapping[str, CallAssignment]
 """Devices and parallelism by role; all calls of a role share them."""
@@ -164,13 +162,6 @@ def list_grids(mesh: Mesh, cluster: Cluster, shape: ModelShape) -> list[RankGrid
         if mesh.size % (p * t) == 0
         and not any(width % t for width in (shape.heads, shape.vocab, shape.intermediate))
     ]
-
-
-def list_ep_sizes(shape: ModelShape, grid: RankGrid) -> list[int]:
-    """Return the possible expert-parallel sizes of a model: 1 (none), and sizes from EP_SIZES."""
-    ranks = grid.tp_size * grid.dp_size
-    sizes = (size for size in EP_SIZES if size <= shape.experts)
-    return [1, *(size for size in sizes if ranks % size == 0 and shape.experts % size == 0)]
 
 
 class ParallelismChoices:
@@ -268,10 +259,9 @@ class ParallelismChoices:
         assert shape is not None
         call = self.problem.dataflow.calls_by_role[role][0]
         return [
-            CallAssignment(mesh, grid, zero, expert)
+            CallAssignment(mesh, grid, zero)
             for grid in list_grids(mesh, self.problem.cluster, shape)
             for zero in self._split_rules(call, grid)
-            for expert in list_ep_sizes(shape, grid)
         ]
 
     def make_placement(

@@ -299,8 +299,6 @@ class PlacementPlanner:
             del searched[1:]
         descended = [annealing.descend_by_role(state, cost) for state, cost in searched]
         state, cost = min(descended, key=lambda item: item[1], default=(None, math.inf))
-        if not bound and state is not None and not annealing.is_small_cluster:
-            state, cost = annealing.rearrange_roles(state, cost)
         return state if math.isfinite(cost) else None
 
     # Build the result from all evaluated placements.

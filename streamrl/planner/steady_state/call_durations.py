@@ -42,16 +42,22 @@ NUM_PROFILE_SEGMENTS = 20
 class GenerationModel:
     """Model of a step's generation on equal replicas; caches replica schedules.
 
+    All groups that a step samples start together, those that a filter replaces included; with
+    `replaces_in_turn` (on policy) a group starts once the filtered one before it is complete.
     extra: rollouts per group besides group_size, such as a greedy rollout.
     """
 
-    def __init__(self, workload: Workload, extra: int = 0) -> None:
-        self.workload = workload
+    def __init__(
+        self, workload: Workload, extra: int = 0, *, replaces_in_turn: bool = False
+    ) -> None:
+        self.workload = workload.sampled_workload
+        self._has_chains = replaces_in_turn and workload.filtered_fraction > 0
         self.rollouts_per_group = workload.group_size + extra
         self.find_completions_s = cache(self._compute_completions_s)
         self._replica_schedules = cache(self._make_replica_schedules)
         self._in_flight_steps: dict[int, float] = {}
-        self._sample_loads = cache(partial(sample_loads, workload, self.rollouts_per_group))
+        self._sample_loads = cache(partial(sample_loads, self.workload, self.rollouts_per_group))
+        self._sample_chains = cache(partial(sample_loads, workload, self.rollouts_per_group))
         self.find_rollout_profile = cache(self._build_rollout_profile)
         quantiles = workload.lengths.quantiles(np.linspace(0.0005, 0.9995, 1000))
         self._mean_length = float(np.mean(quantiles))
@@ -90,7 +96,18 @@ class GenerationModel:
         ends_s[-1] = max(
             ends_s[-1] * self._estimate_slowest_replica_factor(timing, slowest), *ends_s
         )
+        if self._has_chains:
+            ends_s[-1] = max(ends_s[-1], self._estimate_chains_s(timing))
         return ends_s
+
+    def _estimate_chains_s(self, timing: GeneratorTiming) -> float:
+        """Return the seconds until the last group is kept, if a group follows each filtered one.
+
+        The slowest replica takes as many decode steps as its longest chain has tokens.
+        """
+        loads = self._sample_chains(min(timing.replicas, self.workload.groups_per_step))
+        steps = np.maximum(loads.longest_tokens, loads.total_tokens / self.count_slots(timing))
+        return float(loads.duration_s(timing, steps).max(axis=1).mean())
 
     def _estimate_slowest_replica_factor(
         self, timing: GeneratorTiming, schedule: ReplicaSchedule

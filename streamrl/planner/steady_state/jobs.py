@@ -340,8 +340,8 @@ def make_ahead_job(jobs: JobGraph, generation: GenerationModel) -> StepJob:
     return StepJob(stage, jobs.find_mesh(stage), (0.0,), profile=profile)
 
 
-def build_busy_jobs(jobs: JobGraph, generation: GenerationModel) -> tuple[list[StepJob], float]:
-    """Return the jobs of a step with generation as a single part, and the seconds of generation.
+def build_busy_jobs(jobs: JobGraph, generation: GenerationModel) -> list[StepJob]:
+    """Return the jobs of a step with generation as a single part.
 
     This form adds up the busy time of devices; it does not schedule.
     """
@@ -350,7 +350,7 @@ def build_busy_jobs(jobs: JobGraph, generation: GenerationModel) -> tuple[list[S
         busy_s = generation.estimate_saturated_step_s(timing, jobs.placement.max_staleness)
     else:
         (busy_s,) = generation.find_completions_s(timing, (1.0,))
-    return jobs.build_jobs(StepJob(stage, jobs.find_mesh(stage), (busy_s,))), busy_s
+    return jobs.build_jobs(StepJob(stage, jobs.find_mesh(stage), (busy_s,)))
 
 
 def find_max_busy_s(jobs: JobGraph, jobs_of_step: Sequence[StepJob]) -> float:

@@ -10,7 +10,6 @@ import itertools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from streamrl.planner.steady_state.overlapping_steps import (
     CompletionEvent,
@@ -85,30 +84,16 @@ class StepJob:
         return not (step - self.first_step) % self.step_interval
 
 
-class BusyInterval(NamedTuple):
-    """Interval in which a job holds the devices of its mesh."""
-
-    job: int
-    step: int
-    start_s: float
-    end_s: float
-
-
 @dataclass
 class UnrolledSchedule:
     """Simulated schedule of consecutive steps.
 
-    period_s: mean time of the last `period_steps` steps.
+    period_s: mean time of the last steps.
     ends_s: end of each step.
-    started_s, done_s: by (job, step), start of the job and time of its last result.
     """
 
     period_s: float = 0.0
-    period_steps: int = 1
     ends_s: list[float] = field(default_factory=list)
-    busy_intervals: list[BusyInterval] = field(default_factory=list)
-    started_s: dict[tuple[int, int], float] = field(default_factory=dict)
-    done_s: dict[tuple[int, int], float] = field(default_factory=dict)
 
 
 _Dependents = list[tuple[int, int, float]]
@@ -259,13 +244,12 @@ class ListScheduler:
         if self._jobs[self._part_graph.job_by_part[part]].profile is not None:
             assert self._generation is not None
             self._generation.admit_step(step)
-            self._schedule.started_s[self._generation_job, step] = ready
         else:
             self._finish_part(step, self._run_part(ready, step, part))
         return True
 
     def _finish_result(self, result: CompletionEvent) -> None:
-        schedule, at, step = self._schedule, result.at_s, result.step
+        at, step = result.at_s, result.step
         part_graph, j = self._part_graph, self._generation_job
         self._release_dependents(
             part_graph.after_result[step % part_graph.cycle_steps][j][result.result_index],
@@ -274,7 +258,6 @@ class ListScheduler:
             j,
         )
         if result.is_last:
-            schedule.done_s[j, step] = at
             self._finish_part(step, at)
 
     def _finish_part(self, step: int, at: float) -> None:
@@ -299,7 +282,6 @@ class ListScheduler:
         self._schedule.period_s = (
             (ends[-1] - ends[-1 - num_steps]) / num_steps if len(ends) > num_steps else ends[-1]
         )
-        self._schedule.period_steps = num_steps
         if len(ends) <= 4 * window:
             return False
         marks = [ends[-1 - k * window] for k in range(4)]
@@ -312,7 +294,6 @@ class ListScheduler:
         step_times = [late - early for early, late in itertools.pairwise(schedule.ends_s)]
         half = step_times[len(step_times) // 2 :]
         schedule.period_s = sum(half) / len(half) if half else schedule.ends_s[-1]
-        schedule.period_steps = max(1, len(half))
         for cycle in range(1, window + 2):
             count = max(cycle, min(MIN_EQUAL_STEPS, window))
             # The first steps start without waiting for a version, so they do not count.
@@ -322,7 +303,7 @@ class ListScheduler:
                 abs(step_times[-k] - step_times[-k - cycle]) <= PERIOD_TOLERANCE * step_times[-k]
                 for k in range(1, count + 1)
             ):
-                schedule.period_s, schedule.period_steps = sum(step_times[-cycle:]) / cycle, cycle
+                schedule.period_s = sum(step_times[-cycle:]) / cycle
                 return True
         return False
 
@@ -344,7 +325,7 @@ class ListScheduler:
                     heapq.heappush(self._ready_heap, (0.0, number, part))
 
     def _run_part(self, ready: float, step: int, part: int) -> float:
-        part_graph, schedule = self._part_graph, self._schedule
+        part_graph = self._part_graph
         cycle_step = step % part_graph.cycle_steps
         j, seconds = part_graph.job_by_part[part], part_graph.part_seconds[cycle_step][part]
         job, start, free = self._jobs[j], ready, self._free_at_s
@@ -353,12 +334,9 @@ class ListScheduler:
         end = start + seconds
         if seconds and job.mesh != NO_MESH:
             free[job.mesh] = end
-            schedule.busy_intervals.append(BusyInterval(j, step, start, end))
             if self._generation is not None and job.mesh in self._blocking_meshes:
                 # Generation yields to a waiting job even while that job waits for other devices.
                 self._generation.block_devices(ready, end)
-        if part == part_graph.first_part[j]:
-            schedule.started_s[j, step] = start
         if part_graph.after_part[cycle_step][part]:
             self._release_dependents(part_graph.after_part[cycle_step][part], step, end, j)
         if job.result_times_s:
@@ -367,8 +345,6 @@ class ListScheduler:
                     part_graph.after_result[cycle_step][j][output], step, start + offset, j
                 )
             end = start + job.result_times_s[-1]
-        if part + 1 == part_graph.first_part[j + 1]:
-            schedule.done_s[j, step] = end
         return end
 
     def _release_dependents(

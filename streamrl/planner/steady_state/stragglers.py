@@ -35,7 +35,7 @@ DRAW_SIZE = 4096
 class ReplicaLoads:
     """Work of replicas in a step, as arrays of equal shape.
 
-    longest_tokens: longest rollout.
+    longest_tokens: longest rollout, or longest chain of replaced groups.
     total_tokens: sampled tokens.
     read_tokens: resident tokens summed over decode steps.
     """
@@ -52,20 +52,27 @@ class ReplicaLoads:
 def sample_loads(workload: Workload, per_group: int, replicas: int) -> ReplicaLoads:
     """Return the loads of replicas in steps drawn at random, float64 [steps, replicas].
 
+    A filtered group and its replacements are sampled one after another, as a chain.
     per_group: rollouts per group.
     """
-    groups = workload.groups_per_step
-    count = int(np.clip(NUM_SAMPLED_ROLLOUTS // (groups * per_group), MIN_STEPS, MAX_STEPS))
+    groups, kept_fraction = workload.groups_per_step, 1 - workload.filtered_fraction
+    sampled = groups * per_group / kept_fraction
+    count = int(np.clip(NUM_SAMPLED_ROLLOUTS // sampled, MIN_STEPS, MAX_STEPS))
     rng = np.random.default_rng(0)
-    lengths = workload.lengths.sample(count * groups * per_group, rng).astype(np.float64)
+    # Groups of each chain: all but the last are filtered.
+    counts = np.ones(count * groups, np.int64)
+    if workload.filtered_fraction:
+        counts = rng.geometric(kept_fraction, count * groups)
+    firsts = np.cumsum(counts) - counts
+    lengths = workload.lengths.sample(int(counts.sum()) * per_group, rng).astype(np.float64)
     group_lengths = lengths.reshape(-1, per_group)
     read = group_lengths * workload.prompt_tokens + group_lengths**2 / 2
     rounds = -(-groups // replicas)
 
     def assign_to_replicas(of_groups: Array) -> Array:
-        """Assign groups to replicas round-robin: [steps, rounds, replicas]."""
+        """Assign chains to replicas round-robin: [steps, rounds, replicas]."""
         padded = np.zeros((count, rounds * replicas))
-        padded[:, :groups] = of_groups.reshape(count, groups)
+        padded[:, :groups] = np.add.reduceat(of_groups, firsts).reshape(count, groups)
         return padded.reshape(count, rounds, replicas)
 
     return ReplicaLoads(

@@ -1,12 +1,10 @@
 """Expert parallelism: parameters held and read, and all-to-all traffic."""
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from streamrl.config.run_config import load_config
 from streamrl.dataflow import build_dataflow
 from streamrl.engines.models.model_shapes import MODEL_SHAPES, ModelShape
 from streamrl.engines.trainer_config import TrainerConfig
@@ -18,7 +16,6 @@ from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import PlacementProblem, RunMemory
 from streamrl.planner.problem.workload import FixedLength, Workload
-from streamrl.planner.to_placement import apply_placement, make_run_refusal
 from tests.planner.assignments import make_assignment
 
 CONFIG = Path(__file__).parents[3] / "configs" / "grpo_arithmetic.yaml"
@@ -107,18 +104,3 @@ def test_expert_ranks_must_divide_the_ranks_of_a_stage():
     placement = place_experts(3)
     with pytest.raises(ConfigError, match=r"train\.expert=3: must divide the 8 ranks"):
         placement.check_valid(GRPO, CLUSTER)
-
-
-def test_a_run_has_no_expert_parallelism():
-    placement = place_experts(8)
-    with pytest.raises(
-        ConfigError, match="streamrl has expert parallelism over tensor-parallel ranks only"
-    ) as refused:
-        apply_placement(load_config(CONFIG), placement)
-    assert "\n" not in str(refused.value)
-    problem = make_problem()
-    costs = CostModel(problem, refuse=make_run_refusal(load_config(CONFIG), problem))
-    assert math.isinf(costs.call_duration_s("train", placement.assignments["train"]))
-    assert "expert parallelism over tensor-parallel ranks only" in costs.explain_infeasible(
-        placement
-    )
