@@ -124,8 +124,7 @@ def _choose_placement(
 def describe_simulation(result: SimulationResult) -> list[str]:
     rows = [["stage", "idle", "groups waiting"]]
     for stage, idle in result.idle_fractions.items():
-        depth = _compute_mean_depth(result, stage)
-        rows.append([stage, format_percent(idle), f"{depth:.1f}"])
+        rows.append([stage, format_percent(idle), f"{result.queue_depths.get(stage, 0):.1f}"])
     ages = " ".join(
         f"{age}: {tokens / result.tokens_by_staleness.total():.0%}"
         for age, tokens in sorted(result.tokens_by_staleness.items())
@@ -144,24 +143,13 @@ def describe_simulation(result: SimulationResult) -> list[str]:
     return [*lines, "", *format_table(rows)]
 
 
-def _compute_mean_depth(result: SimulationResult, stage: str) -> float:
-    """Return the mean number of groups that waited for a stage, weighted by simulated time."""
-    changes = result.queue_depths.get(stage, ())
-    if not changes:
-        return 0.0
-    end = result.step_ends[-1]
-    times = [*(at for at, _ in changes), end]
-    waits = zip(times, times[1:], (depth for _, depth in changes), strict=False)
-    return sum((b - a) * depth for a, b, depth in waits) / max(end - changes[0][0], 1e-12)
-
-
 def to_json(result: SimulationResult) -> dict[str, Any]:
     return {
         **simulation_to_json(result),
         "staleness": {
             str(age): tokens for age, tokens in sorted(result.tokens_by_staleness.items())
         },
-        "queue_depth": {stage: _compute_mean_depth(result, stage) for stage in result.queue_depths},
+        "queue_depth": result.queue_depths,
         "step_ends_s": list(result.step_ends),
         "ledger": vars(result.ledger) | {"drops": dict(result.ledger.drops)},
     }

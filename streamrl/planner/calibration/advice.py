@@ -101,7 +101,6 @@ def describe_run(trace: RunTrace) -> list[str]:
         *_describe_loads(loads),
         *_describe_episodes(trace),
         *_describe_filter(trace),
-        *_describe_stale(trace),
     ]
 
 
@@ -146,19 +145,6 @@ def _describe_filter(trace: RunTrace) -> Iterable[str]:
             f"            {cost['oversample']:.3g} prompts are admitted per trained group, and one"
             f" in {1 / kept:.3g} is kept: filter.oversample=auto fills a step in one round"
         )
-
-
-def _describe_stale(trace: RunTrace) -> Iterable[str]:
-    rows = [step.row for step in trace.steps if step.row.get("stale/share")]
-    ratios = [row["stale/length_ratio"] for row in rows if row.get("stale/length_ratio")]
-    if not rows:
-        return
-    share = sum(row["stale/share"] for row in rows) / len(trace.steps)
-    length = f"rollouts {statistics.fmean(ratios):.2g} times as long" if ratios else "no lengths"
-    yield (
-        f"stale       {share:.0%} of the groups are dropped, with {length} as the trained ones;"
-        f" {sum(row['stale/lost_prompts'] for row in rows):.0f} prompts for good"
-    )
 
 
 def _describe_episodes(trace: RunTrace) -> Iterable[str]:

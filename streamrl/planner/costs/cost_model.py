@@ -29,8 +29,6 @@ from streamrl.planner.costs.memory import (
     compute_usable_bytes,
     estimate_state_offload_s,
     estimate_weight_load_s,
-    find_max_score_tokens,
-    find_max_train_tokens,
     score_active_bytes,
     train_memory,
 )
@@ -383,13 +381,8 @@ class CostModel:
         )
         weights = f"{call.role} {assignment}"
         if call.kind is CallKind.TRAIN:
-            tokens = find_max_train_tokens(cost)
-            return CallFootprint(
-                call.kind,
-                train_memory(cost, offload_idle=offload_idle),
-                f"{weights} trained",
-                tokens,
-            )
+            memory = train_memory(cost, offload_idle=offload_idle)
+            return CallFootprint(call.kind, memory, f"{weights} trained")
         memory = CallMemory(compute_serving_weight_bytes(cost), 0.0)
         if trainer is not None and not _has_served_copy(cost):
             # The weights alias the trainer's memory where layouts coincide; the rest stays in runs,
@@ -403,10 +396,7 @@ class CostModel:
             elif offload_idle and self.constants.offloads_weights:
                 memory = CallMemory(0.0, memory.peak_bytes)
             active = memory.active_bytes + score_active_bytes(cost)
-            tokens = find_max_score_tokens(cost)
-            return CallFootprint(
-                call.kind, CallMemory(memory.resident_bytes, active), weights, tokens
-            )
+            return CallFootprint(call.kind, CallMemory(memory.resident_bytes, active), weights)
         workload, set_kv = cost.workload, self.problem.kv_cache_bytes
         least_kv = compute_rollout_kv_bytes(cost, workload.max_rollout_tokens)
         replica_rollouts = math.ceil(workload.sampled_workload.num_rollouts / cost.dp_size)
@@ -414,7 +404,6 @@ class CostModel:
             call.kind,
             memory,
             weights,
-            workload.max_rollout_tokens,
             max(set_kv, least_kv),
             set_kv or replica_rollouts * least_kv,
             set_kv or self.constants.max_running * least_kv,

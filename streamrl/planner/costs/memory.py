@@ -207,8 +207,6 @@ class CallFootprint:
 
     memory: resident and active bytes, without the KV cache.
     weights_key: identifies the resident weights; calls with equal keys on a device share them.
-    batch_tokens: tokens of a micro-batch or scoring batch; of a generating call, those of the
-      longest rollout.
     min_kv_bytes: KV cache of the longest rollout, or the size that the run sets.
     step_kv_bytes: KV cache of all rollouts of a step.
     max_kv_bytes: KV cache of the maximum of concurrent rollouts.
@@ -217,7 +215,6 @@ class CallFootprint:
     kind: CallKind
     memory: CallMemory
     weights_key: str
-    batch_tokens: float = 0.0
     min_kv_bytes: float = 0.0
     step_kv_bytes: float = 0.0
     max_kv_bytes: float = 0.0
@@ -399,7 +396,7 @@ class DeviceMemory:
             for stages in stages_by_key.values()
         ]
         active = [
-            self._describe_item(item)
+            f"{item.stage}{' for keys and values' * item.is_kv} {_format_gb(item.num_bytes)}"
             for item in self._list_peak_items(device_range)
             if item.num_bytes
         ]
@@ -410,22 +407,6 @@ class DeviceMemory:
             f" {_format_gb(missing)} GB short: resident"
             f" {', '.join(resident)}; active {', '.join(active)}"
         )
-
-    def _describe_item(self, item: MemoryItem) -> str:
-        footprint = self.footprints[item.stage]
-        purpose = _ACTIVE_MEMORY_TEXT[footprint.kind].format(tokens=footprint.batch_tokens)
-        if item.is_kv:
-            is_set = footprint.min_kv_bytes == footprint.max_kv_bytes
-            purpose = "for keys and values" + ("" if is_set else " of one rollout")
-        return f"{item.stage} {_format_gb(item.num_bytes)} {purpose}"
-
-
-_ACTIVE_MEMORY_TEXT = {
-    CallKind.GENERATE: "to load a version",
-    CallKind.SCORE: "for {tokens:.0f} tokens at a time",
-    CallKind.TRAIN: "for {tokens:.0f} tokens at a time",
-}
-"""Purpose of a call's active bytes, in `explain_infeasible`."""
 
 
 def _sum_bytes(items: Sequence[MemoryItem]) -> float:

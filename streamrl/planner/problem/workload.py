@@ -35,10 +35,6 @@ class FixedLength:
 
     tokens: int
 
-    def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise ConfigError(f"lengths: fixed:{self.tokens}: must be at least 1")
-
     @property
     def mean(self) -> float:
         return float(self.tokens)
@@ -111,11 +107,6 @@ class EmpiricalLengths:
 
     samples: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        if not self.samples or min(self.samples) < 1:
-            raise ConfigError("lengths: must be one length or more, each at least 1")
-        assert list(self.samples) == sorted(self.samples)
-
     @classmethod
     def from_samples(cls, lengths: Sequence[int]) -> "EmpiricalLengths":
         return cls(tuple(sorted(int(length) for length in lengths)))
@@ -179,14 +170,6 @@ class Workload:
             raise ConfigError(
                 f"workload: filtered={self.filtered_fraction:g}: must be 0 or more, and at most"
                 f" {MAX_FILTERED_FRACTION:g}"
-            )
-        for key in ("groups_per_step", "group_size", "epochs", "mini_batches"):
-            if vars(self)[key] < 1:
-                raise ConfigError(f"workload: {key}={vars(self)[key]}: must be at least 1")
-        if not 0 < self.prompt_tokens < math.inf or self.micro_batch_tokens <= 0:
-            raise ConfigError(
-                f"workload: prompt_tokens={self.prompt_tokens:g},"
-                f" micro_batch_tokens={self.micro_batch_tokens}: must be above 0 and finite"
             )
 
     def check_micro_batch_tokens(self, setting: str = "workload.micro_batch_tokens") -> None:

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol
 
 from streamrl.buffer.micro_batch_schedule import Round, ScheduledRound, UpdatePlan
@@ -71,30 +70,15 @@ class ProcessRecorder:
             if name in names
         ]
 
+    def list_spans(self) -> list[Span]:
+        return [Span(self.process, *work) for work in self.closed_spans]
+
     def resume_spans(self) -> None:
         now = self._clock.time()
         for lane, (name, _, args) in self._open_spans.items():
             if name in self._paused_names:
                 self._open_spans[lane] = name, now, args
         self._paused_names = ()
-
-
-class ProcessRecordings:
-    """Recorders by process name."""
-
-    def __init__(self) -> None:
-        self._recorders: dict[str, ProcessRecorder] = {}
-
-    def get_recorder(self, process: str) -> ProcessRecorder:
-        return self._recorders.setdefault(process, ProcessRecorder(process))
-
-    @cached_property
-    def spans_by_process(self) -> Mapping[str, Sequence[Span]]:
-        """Spans by process name. Cached: read the property only after the simulation."""
-        return {
-            process: [Span(process, *work) for work in recorder.closed_spans]
-            for process, recorder in self._recorders.items()
-        }
 
 
 TRAINER_PHASE = "trainer"
@@ -279,6 +263,7 @@ class WeightPuller:
 class SimulationContext:
     """Objects that all simulated processes of a run share.
 
+    recorders: by process name.
     registries: weight registries by followed role.
     """
 
@@ -286,9 +271,12 @@ class SimulationContext:
     queue: SimulatedQueue
     leases: DeviceLeases
     completions: CompletionLengths
-    recordings: ProcessRecordings
+    recorders: dict[str, ProcessRecorder]
     reference: ReferenceConfig
     registries: Mapping[str, SimulatedWeightRegistry]
+
+    def get_recorder(self, process: str) -> ProcessRecorder:
+        return self.recorders.setdefault(process, ProcessRecorder(process))
 
 
 @dataclass(eq=False, slots=True)
@@ -317,7 +305,7 @@ class SimulatedGenerator:
     ) -> None:
         self.process = process
         self._context = context
-        self._recorder = context.recordings.get_recorder(process)
+        self._recorder = context.get_recorder(process)
         timing = context.timings.generator
         self._begin_s = timing.begin_s
         stages, group_size = [call.stage for call in calls], context.completions.group_size
@@ -507,7 +495,7 @@ class SimulatedScorer:
         self._context = context
         self._calls = {call.stage: call for call in calls}
         self._free_slots = {stage: 2 * context.timings.score[stage].batch for stage in self._calls}
-        self._recorder = context.recordings.get_recorder(process)
+        self._recorder = context.get_recorder(process)
         lease = context.leases.make_lease(calls[0].role, process)
         self._device_hold = SimulatedDeviceHold(calls[0].stage, lease, self._start_next_batch)
         self._weight_puller: WeightPuller | None = None

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import fmean
 
 from streamrl.buffer.run_log import LedgerCounts
 from streamrl.dataflow import CallKind, Dataflow
@@ -21,7 +22,6 @@ class SimulationResult:
     Means leave out the first `warm_up_steps` steps and the last `cool_down_steps`, in which the
     generators have no prompts left.
 
-    queue_depths: by stage, (time, waiting groups) at each change.
     process_names: by role.
     num_parts: number of equal parts of the run, of which only one was simulated; `tokens_per_s`
         covers all.
@@ -30,7 +30,6 @@ class SimulationResult:
     dataflow: Dataflow
     outcomes: Sequence[StepResult]
     step_ends: Sequence[float]
-    queue_depths: Mapping[str, Sequence[tuple[float, int]]]
     spans_by_process: Mapping[str, Sequence[Span]]
     process_names: Mapping[str, Sequence[str]]
     warm_up_steps: int
@@ -76,6 +75,12 @@ class SimulationResult:
                 for version, tokens in group.info.version_tokens:
                     counts[outcome.version - version] += tokens
         return counts
+
+    @property
+    def queue_depths(self) -> dict[str, float]:
+        """Mean number of groups that wait for each stage."""
+        means = [outcome.queue_stats.depth for outcome in self.outcomes[self._steady_slice]]
+        return {stage: fmean(depth[stage] for depth in means) for stage in means[0]}
 
     @property
     def staleness_mean(self) -> float:

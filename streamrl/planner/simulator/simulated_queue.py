@@ -7,7 +7,7 @@ replicas wait, each gets at most its share of the ready groups.
 import asyncio
 import heapq
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -64,7 +64,6 @@ class StageQueue:
         self.required_stages = required_stages
         self.ready_heap: list[tuple[int, SimulatedGroup]] = []
         self.requests: dict[GroupConsumer, int] = {}
-        self.depths: list[tuple[float, int]] = []
 
     def add_group(self, group: SimulatedGroup) -> None:
         heapq.heappush(self.ready_heap, (group.admission_index, group))
@@ -139,11 +138,6 @@ class SimulatedQueue:
         self._trainable: list[SimulatedGroup] = []
         self._depth_meter = DepthMeter(self._stage_queues, self._loop.time())
 
-    @property
-    def queue_depths(self) -> Mapping[str, Sequence[tuple[float, int]]]:
-        """Number of waiting groups by stage, as (time in s, groups) at each change."""
-        return {stage: stage_queue.depths for stage, stage_queue in self._stage_queues.items()}
-
     # Called by replicas.
 
     def request_groups(self, stage: str, consumer: GroupConsumer) -> None:
@@ -207,10 +201,7 @@ class SimulatedQueue:
             self._observe_depth(stage_queue, len(stage_queue.ready_heap))
 
     def _observe_depth(self, stage_queue: StageQueue, depth: int) -> None:
-        now = self._loop.time()
-        if depth != (stage_queue.depths[-1][1] if stage_queue.depths else 0):
-            stage_queue.depths.append((now, depth))
-            self._depth_meter.observe_depth(stage_queue.stage, depth, now)
+        self._depth_meter.observe_depth(stage_queue.stage, depth, self._loop.time())
 
     # Interface of ExperienceQueue, for the control loops.
 

@@ -32,7 +32,6 @@ from streamrl.planner.simulator.replicas import (
     TRAINER_PHASE,
     DeviceLeases,
     GeneratorPool,
-    ProcessRecordings,
     SimulatedGenerator,
     SimulatedScorer,
     SimulatedTrainer,
@@ -169,7 +168,7 @@ class SimulatedRun:
             self.queue,
             DeviceLeases(dataflow, scenario.placement, slice_s=scenario.run_options.slice_s),
             CompletionLengths(scenario.workload, scenario.seed),
-            ProcessRecordings(),
+            {},
             scenario.reference_config,
             {},
         )
@@ -244,7 +243,7 @@ class SimulatedRun:
                 scenario.pace,
                 publish_s=scenario.estimate_publish_s(call.role),
                 completions=context.completions,
-                recorder=context.recordings.get_recorder(call.role),
+                recorder=context.get_recorder(call.role),
                 devices=locks.get(call.role),
             )
             for call in scenario.dataflow.select_calls(CallKind.TRAIN)
@@ -305,13 +304,11 @@ def run_simulation(  # noqa: PLR0913
 ) -> SimulationResult:
     """Simulate a run of `steps` training steps under a placement. Equal seeds give equal results.
 
-    on_step: called when a step has ended. Raises ConfigError if a stage has no
-    timings, or if the longest completion fits neither a micro-batch nor the KV cache of a
-    generator.
+    on_step: called when a step has ended. Raises ConfigError if the longest
+    completion fits neither a micro-batch nor the KV cache of a generator.
     """
     run_options = run_options or RunOptions()
-    check_timings(dataflow, timings)
-    check_workload(workload, timings, steps)
+    check_workload(workload, timings)
     if not placement.is_streamed:
         raise ConfigError("placement.streamed=false: a run streams the groups of a step")
     lead = run_options.get_max_steps_ahead(placement.max_staleness)
@@ -327,20 +324,8 @@ def run_simulation(  # noqa: PLR0913
         return run_virtual(_simulate_scenario(scenario, on_step), polls=False)
 
 
-def check_timings(dataflow: Dataflow, timings: StageTimings) -> None:
-    """Raise ConfigError if a score stage or a trained role has no timings."""
-    for call in dataflow.select_calls(CallKind.SCORE):
-        if call.stage not in timings.score:
-            raise ConfigError(f"timings.score.{call.stage}: missing")
-    for role in dataflow.trained_roles:
-        if role not in timings.train:
-            raise ConfigError(f"timings.train.{role}: missing")
-
-
-def check_workload(workload: Workload, timings: StageTimings, steps: int) -> None:
-    """Raise ConfigError if the workload is invalid, or the longest rollout exceeds the KV cache."""
-    if steps < 1:
-        raise ConfigError(f"steps={steps}: must be at least 1")
+def check_workload(workload: Workload, timings: StageTimings) -> None:
+    """Raise ConfigError if the longest rollout exceeds a micro-batch or the KV cache."""
     workload.check_micro_batch_tokens()
     longest = workload.rounded_prompt_tokens + workload.lengths.max_tokens
     if timings.generator.kv_tokens < longest:
@@ -361,8 +346,9 @@ async def _simulate_scenario(
         dataflow=scenario.dataflow,
         outcomes=run.outcomes,
         step_ends=run.step_ends,
-        queue_depths=run.queue.queue_depths,
-        spans_by_process=run.context.recordings.spans_by_process,
+        spans_by_process={
+            process: recorder.list_spans() for process, recorder in run.context.recorders.items()
+        },
         process_names=run.process_names,
         warm_up_steps=0,
     )

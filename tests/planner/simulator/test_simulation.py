@@ -146,22 +146,17 @@ def test_trained_models_run_concurrently_unless_they_share_devices():
     assert result.step_ends == [10.5 + 4 + 1 + 2 + 1]
 
 
-def test_queue_depths_are_recorded_at_every_change():
-    timings = replace(TIMINGS, generator=replace(GENERATOR, max_running=1), weights={})
-    assert run(timings, steps=1).queue_depths["generate"] == [(0.0, 2), (0.0, 1), (10.0, 0)]
+def test_queue_depths_are_means_over_time():
+    timings = replace(TIMINGS, generator=sampler(1.0, max_running=1))
+    # Two groups of 10 s one after the other: the second waits for half of the time.
+    assert run(timings, steps=1).queue_depths["generate"] == pytest.approx(0.5, abs=0.3)
 
 
 def test_invalid_scenarios_are_errors_with_a_reason():
-    with pytest.raises(ConfigError, match=r"timings\.score\.reward: missing"):
-        run(replace(TIMINGS, score={}))
-    with pytest.raises(ConfigError, match=r"timings\.train\.policy: missing"):
-        run(replace(TIMINGS, train={}))
     with pytest.raises(ConfigError, match="micro_batch_tokens=10: must hold one rollout, 11"):
         run(workload=replace(WORKLOAD, micro_batch_tokens=10))
     with pytest.raises(ConfigError, match="kv_tokens=10: must be at least 11"):
         run(replace(TIMINGS, generator=replace(GENERATOR, kv_tokens=10)))
-    with pytest.raises(ConfigError, match="steps=0"):
-        run(steps=0)
 
 
 def test_filtered_groups_are_replaced():
