@@ -9,7 +9,7 @@ import math
 import statistics
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +37,6 @@ from streamrl.telemetry.progress import (
 from streamrl.telemetry.sinks import EVENTS_FILE, EventFields, MetricsSink
 
 EVENTS_PER_STEP = 3
-EVENTS_EVERY_S = 30.0
 FILE_ONLY_FIELDS = {"objective", "layout", "goes_back"}
 """Fields of events that only a later resume reads (`recorded_rows`)."""
 SHOWN_EVALS = ("mean_at_k", "pass_at_1")
@@ -177,21 +176,11 @@ def format_fields(fields: Iterable[tuple[str, object]]) -> str:
     return "  ".join(text if name == "text" else f"{name}={text}" for name, text in texts)
 
 
-@dataclass
-class _EventCounter:
-    """Number of events of one name since the last step, and of those that were printed."""
-
-    count: int = 0
-    num_printed: int = 0
-    last_printed_s: float = 0.0
-
-
 class RunConsole(MetricsSink):
     """Console sink that prints evaluations, events and the summary; a subclass displays the steps.
 
-    Events of one name can be too many to print. A line is printed for the first EVENTS_PER_STEP
-    events of a step, then for an event every EVENTS_EVERY_S with the count so far. The step's end
-    prints the number of events left out.
+    Events of one name can be too many to print: a line is printed for the first EVENTS_PER_STEP of
+    a step, and at its end the number of those left out.
     """
 
     def __init__(
@@ -201,7 +190,7 @@ class RunConsole(MetricsSink):
         self.console = console
         self.clock = clock
         self.started_at = clock()
-        self._event_counters: dict[str, _EventCounter] = {}
+        self._num_events = Counter[str]()
 
     def start(self, config: Mapping[str, Any]) -> None:
         self.started_at = self.clock()
@@ -227,21 +216,17 @@ class RunConsole(MetricsSink):
         """Display the latest step; does nothing in this class."""
 
     def log_event(self, name: str, fields: EventFields) -> None:
-        events, now = self._event_counters.setdefault(name, _EventCounter()), self.clock()
-        events.count += 1
-        is_first = events.count <= EVENTS_PER_STEP
-        if is_first or now - events.last_printed_s >= EVENTS_EVERY_S:
-            events.num_printed, events.last_printed_s = events.count, now
+        self._num_events[name] += 1
+        if self._num_events[name] <= EVENTS_PER_STEP:
             text = format_fields(f for f in fields.items() if f[0] not in FILE_ONLY_FIELDS)
-            so_far = "" if is_first else f"{events.count:,} so far, the last: "
-            self.print_line(name, so_far + text, style="yellow")
+            self.print_line(name, text, style="yellow")
 
     def _print_omitted_events(self) -> None:
-        for name, events in self._event_counters.items():
-            if events.count > events.num_printed:
-                more = f"{events.count - events.num_printed:,} more, see {EVENTS_FILE}"
+        for name, count in self._num_events.items():
+            if count > EVENTS_PER_STEP:
+                more = f"{count - EVENTS_PER_STEP:,} more, see {EVENTS_FILE}"
                 self.print_line(name, more, style="yellow")
-        self._event_counters.clear()
+        self._num_events.clear()
 
     def close(self, summary: EventFields) -> None:
         """End the display and print the summary of the run.

@@ -122,15 +122,6 @@ def test_frequent_events_are_limited_per_step_and_counted(plain):
     assert "stage=train" in text
 
 
-def test_persistent_events_are_printed_every_half_minute(plain):
-    plain.start({})
-    for number in range(1, 101):
-        plain.log_event("drop", {"uid": f"0:{number}:0"})
-        plain.clock.now += 1.0
-    counts = re.findall(r"drop +([\d,]+) so far", "\n".join(lines(plain.console)))
-    assert counts == ["33", "63", "93"]
-
-
 @pytest.mark.parametrize(("kind", "output"), [(LiveConsole, terminal), (PlainConsole, pipe)])
 def test_the_summary_shows_rewards_totals_and_ledger(kind, output, tmp_path):
     console = kind(make_run_info(tmp_path), output(120), clock=ManualClock())
