@@ -3,6 +3,7 @@
 Each row becomes a prompt, or the reason to skip it.
 """
 
+import copy
 import hashlib
 import os
 import reprlib
@@ -117,7 +118,7 @@ class LazyTokenizer:
 class PromptFile:
     """Data file whose rows are turned into prompts on demand, in any order.
 
-    first: uid index of the first row. table: rows of the file, opened from `file` by default.
+    first: uid index of the first row.
     """
 
     def __init__(
@@ -127,11 +128,10 @@ class PromptFile:
         limits: PromptLimits,
         *,
         first: int = 0,
-        table: IndexedTable | None = None,
     ) -> None:
         self.file = file
         self.limits = limits
-        self.table = open_table(file.path, file.split) if table is None else table
+        self.table = open_table(file.path, file.split)
         self.indices = first + self.table.get_indices()
         self._first_index = first
         self._tokenizer = tokenizer
@@ -193,9 +193,9 @@ class PromptFile:
             )
 
     def with_limits(self, limits: PromptLimits) -> "PromptFile":
-        return PromptFile(
-            self.file, self._tokenizer, limits, first=self._first_index, table=self.table
-        )
+        limited = copy.copy(self)
+        limited.limits = limits
+        return limited
 
     @property
     def settings_text(self) -> str:
