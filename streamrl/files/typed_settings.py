@@ -49,14 +49,14 @@ def merge_settings(base: Any, raw: Any, *, location: str) -> Any:
     location: start of messages. Raises ConfigError, the dataclass's own unchanged.
     """
     # Worker processes of users' code import this module for its errors only.
-    from omegaconf import OmegaConf
-    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+    import omegaconf
 
     try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(base), raw))
-    except MissingMandatoryValue as error:
+        merged = omegaconf.OmegaConf.merge(omegaconf.OmegaConf.structured(base), raw)
+        return omegaconf.OmegaConf.to_object(merged)
+    except omegaconf.errors.MissingMandatoryValue as error:
         raise ConfigError(f"{location}{error.full_key}: missing") from None
-    except OmegaConfBaseException as error:
+    except omegaconf.errors.OmegaConfBaseException as error:
         reason = str(error.msg or error).splitlines()[0]
         raise ConfigError(f"{location}{error.full_key or 'config'}: {reason}") from None
 
@@ -130,15 +130,19 @@ def _convert_scalar(key: str, value: Any, kinds: Sequence[Any]) -> Any:
 
 def _convert_type(key: str, value: Any, kinds: Sequence[Any], types: Sequence[Any]) -> Any:
     """Convert a value as OmegaConf does; a setting of several types takes none of another type."""
-    from omegaconf import BooleanNode, FloatNode, IntegerNode, StringNode
-    from omegaconf.errors import OmegaConfBaseException
+    import omegaconf
 
-    nodes: dict[Any, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
+    nodes: dict[Any, Any] = {
+        int: omegaconf.IntegerNode,
+        float: omegaconf.FloatNode,
+        bool: omegaconf.BooleanNode,
+        str: omegaconf.StringNode,
+    }
     if isinstance(value, bool) and str in kinds:
         words = "on, yes and true" if value else "off, no and false"
         raise ConfigError(f"{key}={value}: must be text; YAML reads unquoted {words} as a boolean")
     if len(types) == 1:
-        with contextlib.suppress(OmegaConfBaseException, OverflowError):
+        with contextlib.suppress(omegaconf.errors.OmegaConfBaseException, OverflowError):
             return nodes[types[0]](value, is_optional=False)._value()
     rule = " or ".join(TYPE_RULES[kind] for kind in kinds)
     raise ConfigError(f"{key}={value!r:.200}: must be {rule}")
