@@ -1,7 +1,6 @@
 """All rewards of a run: scored concurrently for a group, checked and combined."""
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -91,12 +90,10 @@ class GroupRewardResult:
 
     components: a result per completion, by component name.
     totals: combined scores, float64 [G].
-    seconds: duration for the whole group, by component name.
     """
 
     components: ResultsByComponent
     totals: Array
-    seconds: Mapping[str, float]
 
 
 @contextmanager
@@ -212,21 +209,18 @@ class RewardSet:
             self._components,
             most=len(self._components),
         )
-        components = dict(
-            zip(self.component_names, (results for results, _ in scored), strict=True)
-        )
+        components = dict(zip(self.component_names, scored, strict=True))
         totals = self._combine_scores(prompt, components, len(completions))
         for name, results in components.items():
             self._outcome_counts.update(result.outcome.value for result in results)
             add_extra_metrics(self._extra_metrics, self._score_spec.column_prefix + name, results)
-        seconds = dict(zip(self.component_names, (took_s for _, took_s in scored), strict=True))
-        return GroupRewardResult(components, totals, seconds)
+        return GroupRewardResult(components, totals)
 
     async def _score_component(
         self, component: RewardComponent, prompt: Prompt, completions: Sequence[Completion]
-    ) -> tuple[Sequence[RewardResult], float]:
-        """Return the results of a component, checked, and the seconds that they took."""
-        started, task = time.perf_counter(), asyncio.current_task()
+    ) -> Sequence[RewardResult]:
+        """Return the results of a component, checked."""
+        task = asyncio.current_task()
         where = f"{self._score_spec.noun} {component.name}, {describe_prompt(prompt)}"
         try:
             results = await component.reward.score_completions(prompt, completions, component.part)
@@ -236,10 +230,9 @@ class RewardSet:
             if task is not None and task.cancelling():
                 raise
             raise RewardError(f"{where}: the reward cancelled itself") from None
-        _validate_size(results, len(completions), where)
         scores = np.array([0.0 if r.is_not_judged else r.score for r in results])
         _validate_finite(scores, where)
-        return results, time.perf_counter() - started
+        return results
 
     def _combine_scores(self, prompt: Prompt, components: ResultsByComponent, size: int) -> Array:
         where = f"combined {self._score_spec.noun}, {describe_prompt(prompt)}"
@@ -263,11 +256,6 @@ class RewardSet:
         counts = {f"verdicts/{outcome}": count for outcome, count in outcomes.items()}
         kill_counts = {f"scorer/killed/{cause}": count for cause, count in new_kills.items()}
         return {**counts, **kill_counts, **self._extra_metrics.drain_sums()}
-
-
-def _validate_size(results: Sequence[RewardResult], size: int, where: str) -> None:
-    if len(results) != size:
-        raise RewardError(f"{where}: {len(results)} numbers for {size} completions")
 
 
 def _validate_finite(numbers: Array, where: str) -> Array:

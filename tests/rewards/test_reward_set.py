@@ -202,13 +202,6 @@ async def test_a_sum_that_overflows_is_an_error():
         await score_texts(rewards, PROMPT, ["a"])
 
 
-@pytest.mark.parametrize("values", [[], [1.0], [1.0, 1.0, 1.0]])
-async def test_a_wrong_number_of_scores_is_an_error(values):
-    rewards = reward_set(odd=(1.0, FakeReward(values)))
-    with pytest.raises(RewardError, match=f"reward odd, uid .*: {len(values)} numbers for 2 compl"):
-        await score_texts(rewards, PROMPT, ["a", "b"])
-
-
 def test_check_prompts_names_the_first_row_that_a_reward_cannot_score():
     rewards = reward_set(fine=(1.0, FakeReward()), odd=(1.0, FakeReward(prompt_error="no truth")))
     message = r"^sums.jsonl line 12 \(uid 2:11:0\): reward odd: no truth$"

@@ -38,8 +38,6 @@ OptionsT = TypeVar("OptionsT")
 
 BACKOFF_S = 0.25
 """Retry backoff: attempt n + 1 waits BACKOFF_S * 2^n * uniform(0.5, 1.5) seconds."""
-_LIMIT_ATTEMPTS = 2
-"""Timeouts or memory errors that decide a completion: a busy machine may cause the first."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +176,7 @@ class WorkerReward(Reward):
     def __init__(self, target: str, payload: Any, spec: RewardSpec[Any]) -> None:
         super().__init__()
         options: WorkerOptions = spec.options
-        self._name, self._attempts = spec.name, options.attempts
+        self._name, self.attempts = spec.name, options.attempts
         settings = PoolSettings(
             options.replicas,
             options.concurrency,
@@ -213,15 +211,15 @@ class WorkerReward(Reward):
         """
         request, attempt = (prompt, list(completions)), itertools.count()
 
-        async def call_once() -> Any:
+        async def attempt_once() -> Any:
             # A request that failed before runs on an exclusive worker.
-            call = partial(self._call_once, request, exclusive=next(attempt) > 0)
+            call = partial(self.call_once, request, exclusive=next(attempt) > 0)
             return await request_service(self._name, call, RewardInfraError)
 
-        results: list[RewardResult] = await retry_infra_errors(call_once, self._attempts)
+        results: list[RewardResult] = await retry_infra_errors(attempt_once, self.attempts)
         return results
 
-    async def _call_once(self, request: Any, *, exclusive: bool = False) -> Any:
+    async def call_once(self, request: Any, *, exclusive: bool = False) -> Any:
         """Run a request in a worker once. Raises RewardError for a failure or a text response, and
         ServiceOutageError.
 
@@ -239,38 +237,6 @@ class WorkerReward(Reward):
 
     async def close(self) -> None:
         await self._pool.close()
-
-
-class CompletionWorkerReward(WorkerReward):
-    """Reward computed in worker processes, a call per completion, whose text may break its judge.
-
-    A completion that exceeds the deadline or the memory limit twice has outcome TIMEOUT or MEMORY
-    and score 0; this is no infrastructure error.
-    """
-
-    async def judge_completion(self, request: Any) -> RewardResult:
-        """Judge a completion in a worker; judge again after an error.
-
-        The second timeout or memory error, counted together, gives score 0 with that outcome.
-        """
-        num_limit_errors = 0
-
-        async def judge_once() -> RewardResult:
-            nonlocal num_limit_errors
-            try:
-                result: RewardResult = await self._call_once(request)
-                return result
-            except (RewardTimeoutError, RewardMemoryError) as error:
-                num_limit_errors += 1
-                if num_limit_errors < _LIMIT_ATTEMPTS:
-                    raise
-                is_timeout = isinstance(error, RewardTimeoutError)
-                outcome = RewardOutcome.TIMEOUT if is_timeout else RewardOutcome.MEMORY
-                return RewardResult(0.0, outcome, detail=str(error))
-
-        attempts = max(self._attempts, _LIMIT_ATTEMPTS)
-        result: RewardResult = await retry_infra_errors(judge_once, attempts)
-        return result
 
 
 async def retry_infra_errors(call: Callable[[], Any], attempts: int) -> Any:

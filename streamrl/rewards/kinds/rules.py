@@ -12,21 +12,22 @@ from typing import Annotated, Any
 
 from omegaconf import MISSING
 
-from streamrl.errors import RewardError
+from streamrl.errors import RewardError, RewardMemoryError, RewardTimeoutError
 from streamrl.files.typed_settings import at_least, check_conflicts, check_rules, one_of
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.answers import AnswerPattern, parse_truth_text
 from streamrl.rewards.interface.completion import Completion
 from streamrl.rewards.interface.reward import (
-    CompletionWorkerReward,
     Reward,
     RewardSpec,
     RuleReward,
     WorkerOptions,
+    WorkerReward,
+    retry_infra_errors,
 )
 from streamrl.rewards.kinds import math_answers
 from streamrl.rewards.kinds.math_answers import GSM8K_METHODS
-from streamrl.user_code.reward_result import RewardResult
+from streamrl.user_code.reward_result import RewardOutcome, RewardResult
 
 
 @dataclass(frozen=True)
@@ -242,8 +243,16 @@ def build_matcher_reward(name: str, options: Any = None) -> RuleReward:
     return RuleReward(judge, matcher.validate_truth)
 
 
-class SymbolicReward(CompletionWorkerReward):
-    """Scores completions with math-verify: parsing one may take forever or all memory."""
+_LIMIT_ATTEMPTS = 2
+"""Timeouts or memory errors that decide a completion: a busy machine may cause the first."""
+
+
+class SymbolicReward(WorkerReward):
+    """Scores completions with math-verify: parsing one may take forever or all memory.
+
+    A completion that exceeds the deadline or the memory limit twice has outcome TIMEOUT or MEMORY
+    and score 0; this is no infrastructure error.
+    """
 
     def __init__(self, spec: RewardSpec[SymbolicOptions]) -> None:
         super().__init__("streamrl.rewards.kinds.symbolic:make_symbolic_handler", None, spec)
@@ -253,7 +262,31 @@ class SymbolicReward(CompletionWorkerReward):
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
         truth = prompt.ground_truth
-        return await asyncio.gather(*(self.judge_completion((truth, text)) for text in completions))
+        return await asyncio.gather(*(self._judge((truth, text)) for text in completions))
+
+    async def _judge(self, request: tuple[Any, str]) -> RewardResult:
+        """Judge a completion in a worker; judge again after an error.
+
+        The second timeout or memory error, counted together, gives score 0 with that outcome.
+        """
+        num_limit_errors = 0
+
+        async def judge_once() -> RewardResult:
+            nonlocal num_limit_errors
+            try:
+                result: RewardResult = await self.call_once(request)
+                return result
+            except (RewardTimeoutError, RewardMemoryError) as error:
+                num_limit_errors += 1
+                if num_limit_errors < _LIMIT_ATTEMPTS:
+                    raise
+                is_timeout = isinstance(error, RewardTimeoutError)
+                outcome = RewardOutcome.TIMEOUT if is_timeout else RewardOutcome.MEMORY
+                return RewardResult(0.0, outcome, detail=str(error))
+
+        attempts = max(self.attempts, _LIMIT_ATTEMPTS)
+        result: RewardResult = await retry_infra_errors(judge_once, attempts)
+        return result
 
 
 class AutoReward(Reward):

@@ -224,14 +224,13 @@ class JailReport:
 
     exit_kind: EXITED or another constant of jail_driver.py.
     exit_code: exit code, negative: a signal.
-    seconds, cpu_s: wall time and CPU time.
+    cpu_s: CPU time.
     out: stdout, or a function's return value as JSON.
     err: end of stderr.
     """
 
     exit_kind: int
     exit_code: int
-    seconds: float
     cpu_s: float
     out: bytes
     err: bytes
@@ -385,10 +384,10 @@ class Jail:
             head = jail_driver.REPORT_FORMAT.unpack(
                 await self._reader.readexactly(jail_driver.REPORT_FORMAT.size)
             )
-            exit_kind, exit_code, seconds, cpu_s, out_size, err_size = head
+            exit_kind, exit_code, cpu_s, out_size, err_size = head
             out = await self._reader.readexactly(out_size)
             err = await self._reader.readexactly(err_size)
-            return JailReport(exit_kind, exit_code, seconds, cpu_s, out, err)
+            return JailReport(exit_kind, exit_code, cpu_s, out, err)
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise JailLostError from error
 

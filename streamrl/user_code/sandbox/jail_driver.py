@@ -26,8 +26,8 @@ from _sitebuiltins import Quitter
 
 #: How a compilation or test ended: the first field of a report.
 READY, EXITED, WALL_TIMEOUT, OUTPUT_LIMIT, FILE_LIMIT, COMPILE_FAILED = range(6)
-#: Kind, exit code (negative: a signal), seconds, CPU seconds, bytes of output, bytes of stderr.
-REPORT_FORMAT = struct.Struct("!BiddII")
+#: Kind, exit code (negative: a signal), CPU seconds, bytes of output, bytes of stderr.
+REPORT_FORMAT = struct.Struct("!BidII")
 LENGTH_FORMAT = struct.Struct("!I")
 HOST_FD = 200  # the host's socket, away from the descriptors of the program
 _MAX_ERROR_BYTES = 4096
@@ -100,7 +100,6 @@ def _read_exactly(fd: int, size: int) -> bytes:
 def send_report(
     exit_kind: int,
     code: int = 0,
-    seconds: float = 0.0,
     cpu_s: float = 0.0,
     out: bytes = b"",
     err: bytes = b"",
@@ -108,9 +107,9 @@ def send_report(
     """Send the host the report of a compilation or test.
 
     exit_kind: EXITED or another constant of this module. code: exit code, negative: a signal.
-        seconds: wall time. cpu_s: CPU time. out: stdout or return value. err: end of stderr.
+        cpu_s: CPU time. out: stdout or return value. err: end of stderr.
     """
-    data = REPORT_FORMAT.pack(exit_kind, code, seconds, cpu_s, len(out), len(err)) + out + err
+    data = REPORT_FORMAT.pack(exit_kind, code, cpu_s, len(out), len(err)) + out + err
     write_all(HOST_FD, data)
 
 
@@ -202,7 +201,6 @@ def run_job(job: JobMessage) -> bool:
     streams = [PipeReader(read, job["output_bytes"]) for read, _ in pipes]
     exit_kind = wait_for_exit(pid, streams, job, started + job["wall_s"])
     code, cpu_s = kill_all(pid)
-    seconds = time.monotonic() - started
     for stream in streams:
         stream.drain()
     out, err, value, note = streams
@@ -211,9 +209,7 @@ def run_job(job: JobMessage) -> bool:
     if note.data:
         exit_kind, err = COMPILE_FAILED, note
     result = value if "call" in job else out
-    send_report(
-        exit_kind, code, seconds, cpu_s, bytes(result.data), bytes(err.data[-_MAX_ERROR_BYTES:])
-    )
+    send_report(exit_kind, code, cpu_s, bytes(result.data), bytes(err.data[-_MAX_ERROR_BYTES:]))
     return False
 
 

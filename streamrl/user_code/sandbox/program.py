@@ -86,7 +86,6 @@ class ProgramTestResult:
     """Result of a test. detail: explanation for people, such as the last line of stderr."""
 
     outcome: RewardOutcome
-    seconds: float
     detail: str = ""
 
 

@@ -108,23 +108,21 @@ def _judge_reply(
     reply: dict[str, Any], program: SandboxProgram, test: StdinTest | CallTest
 ) -> ProgramTestResult:
     compiled, ran = reply.get("compile_result") or {}, reply.get("run_result") or {}
-    seconds = float(ran.get("execution_time") or 0.0)
     if compiled and (compiled.get("status") != "Finished" or compiled.get("return_code")):
-        return ProgramTestResult(RewardOutcome.COMPILE_ERROR, seconds, _get_last_line(compiled))
+        return ProgramTestResult(RewardOutcome.COMPILE_ERROR, _get_last_line(compiled))
     if ran.get("status") == "TimeLimitExceeded":
-        return ProgramTestResult(RewardOutcome.TIMEOUT, seconds, "ran for too long")
+        return ProgramTestResult(RewardOutcome.TIMEOUT, "ran for too long")
     error = _get_last_line(ran)
     if ran.get("status") != "Finished" or ran.get("return_code") != 0:
         outcome = RewardOutcome.MEMORY if "MemoryError" in error else RewardOutcome.RUNTIME_ERROR
         if error.startswith(("SyntaxError", "IndentationError")):
             outcome = RewardOutcome.COMPILE_ERROR
-        return ProgramTestResult(outcome, seconds, error)
+        return ProgramTestResult(outcome, error)
     out = str(ran.get("stdout") or "")
     if isinstance(test, CallTest):
         _, mark, value = out.rpartition("\n" + _VALUE_MARKER)
         out = value if mark else ""
-    outcome, detail = compare_output(out.encode(errors="replace"), test, program)
-    return ProgramTestResult(outcome, seconds, detail)
+    return compare_output(out.encode(errors="replace"), test, program)
 
 
 def _get_last_line(result: dict[str, Any]) -> str:

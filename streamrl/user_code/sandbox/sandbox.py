@@ -157,7 +157,6 @@ class ProgramRun:
             self._claim = None
 
     async def _run_test(self, test: StdinTest | CallTest, slot: int) -> ProgramTestResult:
-        started = time.monotonic()
         outcome, detail = RewardOutcome.RUNTIME_ERROR, "the program killed its jail"
         for _ in range(_JAILS_PER_TEST):
             try:
@@ -168,7 +167,7 @@ class ProgramRun:
                 outcome, detail = _OUTCOMES[type(error)], str(error)
                 break
         self.release_jail()
-        return ProgramTestResult(outcome, time.monotonic() - started, detail)
+        return ProgramTestResult(outcome, detail)
 
     async def _try_test(self, test: StdinTest | CallTest, slot: int) -> ProgramTestResult:
         if self._claim is None:
@@ -178,7 +177,7 @@ class ProgramRun:
         wall_s = min(self.limits.wall_s, self.limits.total_s - self._used_s)
         if wall_s <= 0:
             return ProgramTestResult(
-                RewardOutcome.TIMEOUT, 0.0, f"all tests together took {self.limits.total_s:g} s"
+                RewardOutcome.TIMEOUT, f"all tests together took {self.limits.total_s:g} s"
             )
         report = await self._request_report(
             self._claim.process, make_test_message(test, wall_s), wall_s

@@ -68,10 +68,9 @@ def make_test_message(test: StdinTest | CallTest, wall_s: float) -> dict[str, An
 def judge_report(
     report: JailReport, test: StdinTest | CallTest, program: SandboxProgram, limits: ProgramLimits
 ) -> ProgramTestResult:
-    outcome, detail = _classify_exit(report, limits)
-    if outcome is RewardOutcome.PASS:
-        outcome, detail = compare_output(report.out, test, program)
-    return ProgramTestResult(outcome, report.seconds, detail)
+    by_exit = _classify_exit(report, limits)
+    passes = by_exit.outcome is RewardOutcome.PASS
+    return compare_output(report.out, test, program) if passes else by_exit
 
 
 def describe_compile_failure(report: JailReport) -> str:
@@ -87,7 +86,7 @@ def describe_compile_failure(report: JailReport) -> str:
     return stopped.get(report.exit_kind) or [*errors, *lines, "the compiler failed"][0]
 
 
-def _classify_exit(report: JailReport, limits: ProgramLimits) -> tuple[RewardOutcome, str]:
+def _classify_exit(report: JailReport, limits: ProgramLimits) -> ProgramTestResult:
     """Judge by the exit alone; PASS for exit code 0 within all limits."""
     last_line = (report.err.decode(errors="replace").strip().splitlines() or [""])[-1]
     stopped = {
@@ -102,50 +101,46 @@ def _classify_exit(report: JailReport, limits: ProgramLimits) -> tuple[RewardOut
             f"created more than {limits.files} files",
         ),
     }
+    code = report.exit_code
     if report.exit_kind in stopped:
-        return stopped[report.exit_kind]
-    if report.exit_code == 0:
-        return RewardOutcome.PASS, ""
-    if report.exit_code == -signal.SIGXCPU or (
-        report.exit_code < 0 and report.cpu_s > limits.cpu_s
-    ):
-        return RewardOutcome.TIMEOUT, f"used more than {limits.cpu_s:g} s of CPU time"
+        return ProgramTestResult(*stopped[report.exit_kind])
+    if code == 0:
+        return ProgramTestResult(RewardOutcome.PASS)
+    if code == -signal.SIGXCPU or (code < 0 and report.cpu_s > limits.cpu_s):
+        detail = f"used more than {limits.cpu_s:g} s of CPU time"
+        return ProgramTestResult(RewardOutcome.TIMEOUT, detail)
     if any(text in last_line for text in _OUT_OF_MEMORY_TEXTS):
-        return RewardOutcome.MEMORY, last_line
-    exit_status = (
-        f"exit code {report.exit_code}"
-        if report.exit_code > 0
-        else f"killed by signal {-report.exit_code}"
-    )
-    return RewardOutcome.RUNTIME_ERROR, last_line or exit_status
+        return ProgramTestResult(RewardOutcome.MEMORY, last_line)
+    status = f"exit code {code}" if code > 0 else f"killed by signal {-code}"
+    return ProgramTestResult(RewardOutcome.RUNTIME_ERROR, last_line or status)
 
 
 def compare_output(
     out: bytes, test: StdinTest | CallTest, program: SandboxProgram
-) -> tuple[RewardOutcome, str]:
+) -> ProgramTestResult:
     """Return PASS for the expected output, else the outcome and its explanation.
 
     out: stdout, or the return value as JSON.
     """
+    show = _SHORT_REPR.repr
     if isinstance(test, StdinTest):
         actual = decode_output(out)
         if is_same_text(test.stdout, actual, loose_numbers=program.loose_numbers):
-            return RewardOutcome.PASS, ""
-        return (
-            RewardOutcome.WRONG,
-            f"wrote {_SHORT_REPR.repr(actual)}, not {_SHORT_REPR.repr(test.stdout)}",
-        )
-    accepted = " or ".join(map(_SHORT_REPR.repr, test.accepted))
+            return ProgramTestResult(RewardOutcome.PASS)
+        detail = f"wrote {show(actual)}, not {show(test.stdout)}"
+        return ProgramTestResult(RewardOutcome.WRONG, detail)
+    accepted = " or ".join(map(show, test.accepted))
     if not can_be_value(out, test.accepted):
-        size_kib = len(out) >> 10
-        return RewardOutcome.WRONG, f"returned {size_kib} KiB of other structure, not {accepted}"
+        detail = f"returned {len(out) >> 10} KiB of other structure, not {accepted}"
+        return ProgramTestResult(RewardOutcome.WRONG, detail)
     try:
         value = parse_value(out)
     except ValueError:
-        return RewardOutcome.RUNTIME_ERROR, f"{test.function} ended without returning a value"
+        detail = f"{test.function} ended without returning a value"
+        return ProgramTestResult(RewardOutcome.RUNTIME_ERROR, detail)
     if any(is_same_value(expected, value) for expected in test.accepted):
-        return RewardOutcome.PASS, ""
-    return RewardOutcome.WRONG, f"returned {_SHORT_REPR.repr(value)}, not {accepted}"
+        return ProgramTestResult(RewardOutcome.PASS)
+    return ProgramTestResult(RewardOutcome.WRONG, f"returned {show(value)}, not {accepted}")
 
 
 #: Tolerances of numpy.allclose; they apply only if the expected value is a float.

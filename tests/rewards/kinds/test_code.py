@@ -83,7 +83,7 @@ class FailingSandbox:
     async def run(self, program):
         self.failures -= 1
         verdict = RewardOutcome.INFRA_ERROR if self.failures >= 0 else RewardOutcome.PASS
-        return ProgramResult((ProgramTestResult(verdict, 0.1, "no jail"),), len(program.tests))
+        return ProgramResult((ProgramTestResult(verdict, "no jail"),), len(program.tests))
 
     async def close(self):
         pass

@@ -380,8 +380,8 @@ async def test_a_language_with_a_missing_tool_is_refused_by_name():
 
 def test_an_infra_error_determines_the_outcome():
     results = (
-        ProgramTestResult(RewardOutcome.WRONG, 0.1),
-        ProgramTestResult(RewardOutcome.INFRA_ERROR, 0.1, "no jail"),
+        ProgramTestResult(RewardOutcome.WRONG),
+        ProgramTestResult(RewardOutcome.INFRA_ERROR, "no jail"),
     )
     assert ProgramResult(results, 3).outcome is RewardOutcome.INFRA_ERROR
     assert ProgramResult(results, 3).detail == "no jail"
