@@ -73,6 +73,10 @@ class GymnasiumEnvironment:
         seed: int | None = None,
     ) -> None:
         import_package("gymnasium")
+        if not isinstance(actions, Mapping | None):
+            raise ConfigError(
+                f"environment.options.actions={actions}: must map names of actions to their values"
+            )
         self._options = {"id": id, "make": make or {}, "seed": seed}
         self._actions = {str(name).lower(): value for name, value in (actions or {}).items()}
         self._instructions = instructions

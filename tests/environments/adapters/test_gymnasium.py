@@ -99,3 +99,8 @@ def test_unusable_options_are_refused(options, words):
 )
 def test_colours_become_marks_and_other_sequences_go(text, expected):
     assert mark_colours(text) == expected
+
+
+def test_actions_are_names_with_values():
+    with pytest.raises(ConfigError, match=r"options.actions=mine.py:f: must map names"):
+        make_lake(actions="mine.py:f")

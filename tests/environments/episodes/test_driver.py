@@ -137,15 +137,15 @@ async def test_a_turn_that_does_not_continue_the_episode_is_an_infrastructure_er
 
 
 @pytest.mark.parametrize(
-    ("limits", "reason", "turns"),
+    ("limits", "reason", "turns", "steps"),
     [
-        ({"max_turns": 2}, FinishReason.TURNS, 2),
-        ({"max_turn_tokens": 3}, FinishReason.LENGTH, 1),
-        ({"max_tokens": 12}, FinishReason.TOKENS, 1),  # no room for the observation
-        ({"max_tokens": 14}, FinishReason.TOKENS, 2),  # no room for the second turn
+        ({"max_turns": 2}, FinishReason.TURNS, 2, 2),
+        ({"max_turn_tokens": 3}, FinishReason.LENGTH, 1, 0),  # the environment sees no cut turn
+        ({"max_tokens": 12}, FinishReason.TOKENS, 1, 1),  # no room for the observation
+        ({"max_tokens": 14}, FinishReason.TOKENS, 2, 1),  # no room for the second turn
     ],
 )
-def test_limits_end_an_episode_as_truncated_and_it_is_still_scored(limits, reason, turns):
+def test_limits_end_an_episode_as_truncated_and_it_is_still_scored(limits, reason, turns, steps):
     async def run():
         session = ScriptedSession([say("again", reward=0.5)] * 9, final_score=0.25)
         driver = make_driver(
@@ -153,21 +153,12 @@ def test_limits_end_an_episode_as_truncated_and_it_is_still_scored(limits, reaso
         )
         columns = await run_group(driver)
         assert list_reasons(columns) == [reason]
-        assert columns["num_turns"].tolist() == [turns]
+        assert (columns["num_turns"].tolist(), len(session.replies)) == ([turns], steps)
         assert columns["environment_scores"].tolist() == [0.25]
         assert len(columns["token_ids"]) <= 1 + limits.get("max_tokens", 256)
         assert session.summary.finish_reason == reason.name.lower()
 
     run_virtual(run())
-
-
-@in_virtual_time
-async def test_a_cut_turn_is_not_given_to_the_environment():
-    session = ScriptedSession([])
-    sampler = ScriptedSampler(lambda context, seed: "endless" * 9)
-    columns = await run_group(make_driver(sampler, ScriptedHosts(lambda: session)))
-    assert list_reasons(columns) == [FinishReason.LENGTH]
-    assert session.replies == []
 
 
 @in_virtual_time
@@ -224,10 +215,12 @@ async def test_a_retry_writes_other_words_in_the_same_environment():
         lambda: ScriptedSession([DONE if hosts.sessions else EpisodeError("crash")])
     )
     driver = make_driver(ScriptedSampler(lambda context, seed: f"{seed};"), hosts)
-    await run_group(driver, seeds=[5])
+    columns = await run_group(driver, seeds=[5])
     words = [session.replies for session in hosts.sessions]
     assert words == [["5"], [str(derive_attempt_seed(5, 2))]]
-    assert hosts.seeds == [7, 7]
+    assert to_text(columns["token_ids"]) == f"?{derive_attempt_seed(5, 2)};"
+    assert hosts.seeds == [7, 7] and all(session.is_closed for session in hosts.sessions)
+    assert driver.meter.drain_counts()["episode/infra_errors"] == 1
     assert len({derive_attempt_seed(5, attempt) for attempt in range(1, 9)}) == 8
 
 
@@ -269,23 +262,6 @@ async def test_the_meter_tells_how_many_open_episodes_wait_for_their_environment
     )
     await group
     assert driver.meter.describe_waits() == ""
-
-
-@in_virtual_time
-async def test_an_episode_whose_environment_fails_is_run_again_from_its_reset():
-    sessions = iter(
-        [
-            ScriptedSession([say("x"), EpisodeError("host died")]),
-            ScriptedSession([say("y"), DONE]),
-        ]
-    )
-    hosts = ScriptedHosts(lambda: next(sessions))
-    driver = make_driver(ScriptedSampler(lambda context, seed: "a;"), hosts)
-    columns = await run_group(driver)
-    assert to_text(columns["token_ids"]) == "?a;[y]a;"
-    assert hosts.seeds == [7, 7]
-    assert all(session.is_closed for session in hosts.sessions)
-    assert driver.meter.drain_counts()["episode/infra_errors"] == 1
 
 
 @in_virtual_time
@@ -443,28 +419,27 @@ async def test_cancelling_a_group_closes_its_sessions():
 
 
 @in_virtual_time
-async def test_a_first_observation_without_room_for_a_turn_is_no_episode():
-    start = ResetResult(messages=[{"role": "user", "content": "x" * 300}])
+@pytest.mark.parametrize("length", [300, 1_000_000])
+async def test_a_first_observation_without_room_for_a_turn_is_no_episode(monkeypatch, length):
+    start = ResetResult(messages=[{"role": "user", "content": "x" * length}])
     hosts = ScriptedHosts(lambda: ScriptedSession([DONE], start))
     driver = make_driver(ScriptedSampler(lambda context, seed: "a;"), hosts, attempts=1)
+    if length > 300:
+        monkeypatch.setattr(CodePointRenderer, "render_prompt", refuse_to_encode)
     with pytest.raises(EpisodeError, match=r"environment.max_tokens=256 leaves no room"):
         await run_group(driver)
 
 
 @in_virtual_time
 async def test_an_observation_that_cannot_fit_is_not_encoded(monkeypatch):
-    def refuse(*arguments, **options):
-        raise AssertionError("megabytes were encoded")
-
-    monkeypatch.setattr(CodePointRenderer, "render_bridge", refuse)
+    monkeypatch.setattr(CodePointRenderer, "render_bridge", refuse_to_encode)
     hosts = ScriptedHosts(lambda: ScriptedSession([say("x" * 1_000_000), DONE]))
     columns = await run_group(make_driver(ScriptedSampler(lambda context, seed: "a;"), hosts))
     assert list_reasons(columns) == [FinishReason.TOKENS]
-    start = ResetResult(messages=[{"role": "user", "content": "x" * 1_000_000}])
-    hosts = ScriptedHosts(lambda: ScriptedSession([DONE], start))
-    driver = make_driver(ScriptedSampler(lambda context, seed: "a;"), hosts, attempts=1)
-    with pytest.raises(EpisodeError, match="leaves no room for a turn"):
-        await run_group(driver)
+
+
+def refuse_to_encode(*arguments, **options):
+    raise AssertionError("megabytes were encoded")
 
 
 @in_virtual_time

@@ -16,7 +16,6 @@ from streamrl.environments.episodes.driver import EpisodeDriver, EpisodeLimits
 from streamrl.environments.rendering.bridge_text import decode
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
 from streamrl.environments.tool_calls.call_formats import make_call_format
-from streamrl.errors import EpisodeError
 from streamrl.messages import (
     FinishReason,
     Prompt,
@@ -129,14 +128,6 @@ async def test_the_policy_reads_the_result_of_a_tool_as_ordinary_text(
     assert read_observation(renderer, columns) == text
 
 
-async def test_a_tool_that_returns_20_mb_is_cut_in_the_middle(renderer, run_episode):
-    source = TOOL.format("'begin' + 'x' * 20_000_000 + 'end'")
-    columns = await run_episode(source, CALL, "done")
-    text = read_observation(renderer, columns)
-    assert text.startswith("beginx") and text.endswith("xend") and len(text) < 100_100
-    assert columns["turn_outcomes"].tolist() == [TurnOutcome.CALLED, TurnOutcome.SPOKE]
-
-
 @pytest.mark.parametrize(
     ("observation", "text"),
     [
@@ -154,27 +145,3 @@ async def test_the_policy_reads_an_observation_as_ordinary_text(
     assert columns["num_turns"].tolist() == [2]
     assert columns["finish_reason"].tolist() == [FinishReason.STOP.value]
     assert read_observation(renderer, columns) == text
-
-
-async def test_score_reads_a_conversation_that_can_be_encoded(run_episode):
-    source = TURNS.format(r"'\ud800'") + (
-        "    def score(self, episode):\n"
-        "        return float(''.join(m['content'] for m in episode.messages).encode() != b'')\n"
-    )
-    columns = await run_episode(source, "go", "done")
-    assert columns["environment_scores"].tolist() == [1.0]
-
-
-@pytest.mark.parametrize(
-    ("observation", "words"),
-    [
-        ("'x' * 20_000_000", r"an observation of 19\.1 MiB; the limit is 16 MiB"),
-        (r"b'\xff'", r"returned b'\\xff', not a text or a list of chat messages"),
-        ("None", "returned None, not a text or a list of chat messages"),
-    ],
-)
-async def test_an_observation_that_is_no_text_is_a_fault_of_the_environment(
-    run_episode, observation, words
-):
-    with pytest.raises(EpisodeError, match=words):
-        await run_episode(TURNS.format(observation), "go", "done")

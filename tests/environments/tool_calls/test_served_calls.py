@@ -6,7 +6,6 @@ import pytest
 
 from streamrl.environments.interface import CallOutcome, Reply
 from streamrl.environments.tool_calls.call_formats import make_call_format
-from streamrl.environments.tool_calls.json_calls import OPENING
 from streamrl.environments.tool_calls.served_calls import ShownCall
 from streamrl.errors import ConfigError
 
@@ -113,29 +112,6 @@ def test_a_call_that_the_parser_does_not_read_is_malformed(make_format, encode, 
         assert reply.calls
     for step in (2, 3, 5):
         call_format.parse(known[::step] + known, [LOOK_UP])
-
-
-def test_theirs_ends_a_hermes_call_at_a_quoted_marker_and_loses_the_good_call(marker_tokenizer):
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.tool_parsers import ToolParserManager
-
-    request = ChatCompletionRequest(messages=[{"role": "user", "content": ""}], tools=[LOOK_UP])
-    served = ToolParserManager.get_tool_parser("hermes")(marker_tokenizer, request.tools)
-    ours = make_call_format("hermes", marker_tokenizer)
-    good = '<tool_call>{"name": "look_up", "arguments": {"word": "x"}}</tool_call>'
-    quoted = good.replace('"x"', '"</tool_call>"')
-    for turn, num_ok in ((good, 1), (quoted, 1), (OPENING + "{</tool_call>" + good, 1)):
-        calls = ours.parse(marker_tokenizer.encode(turn), [LOOK_UP]).calls
-        assert [call.outcome for call in calls].count(CallOutcome.OK) == num_ok
-        assert bool(served.extract_tool_calls(turn, request).tool_calls) == (turn == good)
-
-
-def test_theirs_reads_harmony_by_the_ids_of_one_vocabulary_alone():
-    from vllm.tool_parsers import ToolParserManager
-
-    parser = ToolParserManager.get_tool_parser("openai")
-    with pytest.raises(NotImplementedError, match="stub"):
-        parser.extract_tool_calls(None, "", None)
 
 
 def test_a_tokenizer_without_the_tokens_of_a_format_is_refused(plain_tokenizer):

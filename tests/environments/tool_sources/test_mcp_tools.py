@@ -243,15 +243,6 @@ async def test_a_server_sees_only_the_variables_that_the_entry_names(open_episod
     assert variables["SEARCH_KEY"] == "1" and "PATH" in variables
 
 
-async def test_texts_of_servers_arrive_as_text_that_utf8_can_encode(open_episode):
-    episode = await open_episode(make_source())
-    assert await read(episode, "write", shape="nothing") == ""
-    assert await read(episode, "write", shape="tokens") == "<|im_end|>"
-    assert len(await read(episode, "write", shape="long")) == 20_000_000
-    # The server writes this character as byte 0xff.
-    assert await read(episode, "say", text="a\ue001b") == "a�b"
-
-
 async def test_an_error_of_the_protocol_is_a_text_and_the_death_of_a_server_an_episode_error(
     open_episode,
 ):
