@@ -50,6 +50,10 @@ LOSS_AGGREGATIONS = (
 KL_KINDS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+")
 
 
+def _is_empty(low: float | None, high: float | None) -> bool:
+    return low is not None and high is not None and low >= high
+
+
 @dataclass
 class CorrectionConfig:
     """Off-policy correction of tokens from an older policy or a different engine."""
@@ -88,6 +92,9 @@ class CorrectionConfig:
 
     def __post_init__(self) -> None:
         check_rules(self, "algorithm.correction.")
+        has_reject, low, high = self.reject != NO_CORRECTION, self.reject_low, self.reject_high
+        is_open = low is None and high is None
+        unused = "has no effect with reject=none. Remove it, or set reject."
         conflicts: list[Conflict] = [
             (
                 self.weights != NO_CORRECTION and self.proximal == "generator",
@@ -95,24 +102,21 @@ class CorrectionConfig:
                 "with correction.proximal=generator the loss's ratio is this weight already."
                 " Set correction.proximal=trainer.",
             ),
-        ]
-        for kind in ("weight", "reject"):
-            low, high = vars(self)[f"{kind}_low"], vars(self)[f"{kind}_high"]
-            is_empty = low is not None and high is not None and low >= high
-            conflicts.append((is_empty, f"{kind}_low", f"must be below {kind}_high={high}"))
-        bounds = {key: vars(self)[key] is not None for key in ("reject_low", "reject_high")}
-        unused = "has no effect with reject=none. Remove it, or set reject."
-        conflicts += [
-            (self.reject == NO_CORRECTION and is_set, key, unused) for key, is_set in bounds.items()
-        ]
-        conflicts += [
             (
-                self.reject != NO_CORRECTION and not any(bounds.values()),
+                _is_empty(self.weight_low, self.weight_high),
+                "weight_low",
+                f"must be below weight_high={self.weight_high}",
+            ),
+            (_is_empty(low, high), "reject_low", f"must be below reject_high={high}"),
+            (not has_reject and low is not None, "reject_low", unused),
+            (not has_reject and high is not None, "reject_high", unused),
+            (
+                has_reject and low is None and high is None,
                 "reject",
                 "needs reject_low or reject_high",
             ),
             (
-                self.reject not in (NO_CORRECTION, "k1") and bounds["reject_low"],
+                self.reject not in (NO_CORRECTION, "k1") and low is not None,
                 "reject_low",
                 f"{self.reject} is a divergence, which only has an upper bound. Use reject_high.",
             ),

@@ -3,14 +3,12 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 
-from streamrl.buffer.run_log import LedgerCounts, TrainedGroup
-from streamrl.buffer.shard import ShardStats
 from streamrl.dataflow import GENERATE_CALL, REWARD_CALL
 from streamrl.messages import GroupInfo
-from streamrl.stream.protocols import FilterTally
+from streamrl.stream.protocols import FilterTally, StepResult
 from streamrl.telemetry.metric_names import METRICS, STALENESS_HISTOGRAM, Histogram
 from streamrl.telemetry.spans import Span, compute_idle_fraction, sum_busy_s
 
@@ -45,22 +43,19 @@ class StageActivity:
 class StepFacts:
     """Inputs from which the metrics of a finished training step are computed.
 
+    outcome: the step's groups, and queue and ledger at its end.
     metric_sums: sums over micro-batches and ranks.
     metrics: finished values, added to the result unchanged.
     activity: per stage, within [start_s, end_s], the window since the previous step.
     """
 
-    version: int
-    groups: Sequence[TrainedGroup]
+    outcome: StepResult
     metric_sums: Mapping[str, float]
     metrics: Mapping[str, float]
-    queue_stats: ShardStats
-    ledger_counts: LedgerCounts
     activity: Mapping[str, StageActivity]
     start_s: float
     end_s: float
     max_staleness: int
-    filter_tally: FilterTally = field(default_factory=FilterTally)
 
 
 def compute_step_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
@@ -117,10 +112,10 @@ def _compute_staleness_metrics(facts: StepFacts) -> dict[str, float | Histogram]
     """Return how many versions old the trained tokens of a step are, and where they waited."""
     tokens: Counter[int] = Counter()
     in_queue = 0
-    for group in facts.groups:
+    for group in facts.outcome.groups:
         for version, count in group.info.version_tokens:
-            tokens[facts.version - version] += count
-            in_queue += (facts.version - group.ready_version) * count
+            tokens[facts.outcome.version - version] += count
+            in_queue += (facts.outcome.version - group.ready_version) * count
     total = tokens.total()
     mean = sum(staleness * count for staleness, count in tokens.items()) / total
     return {
@@ -134,19 +129,19 @@ def _compute_staleness_metrics(facts: StepFacts) -> dict[str, float | Histogram]
 
 
 def _compute_queue_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
-    ledger = facts.ledger_counts
+    ledger = facts.outcome.ledger_counts
     row: dict[str, float | Histogram] = {
-        f"queue/depth/{stage}": depth for stage, depth in facts.queue_stats.depth.items()
+        f"queue/depth/{stage}": depth for stage, depth in facts.outcome.queue_stats.depth.items()
     }
     row |= {f"drops/{cause}": count for cause, count in ledger.drops}
     for name in ("admitted", "trained", "filtered", "dropped", "in_flight"):
         row[f"ledger/{name}"] = vars(ledger)[name]
     return row | {
-        "queue/bytes": facts.queue_stats.num_bytes,
-        "queue/oldest_age_s": facts.queue_stats.oldest_age_s,
-        **{f"queue/{name}": count for name, count in facts.queue_stats.counts.items()},
-        "journal/bytes": facts.queue_stats.journal_bytes,
-        "journal/fsync_s": facts.queue_stats.fsync_s,
+        "queue/bytes": facts.outcome.queue_stats.num_bytes,
+        "queue/oldest_age_s": facts.outcome.queue_stats.oldest_age_s,
+        **{f"queue/{name}": count for name, count in facts.outcome.queue_stats.counts.items()},
+        "journal/bytes": facts.outcome.queue_stats.journal_bytes,
+        "journal/fsync_s": facts.outcome.queue_stats.fsync_s,
     }
 
 
@@ -157,7 +152,7 @@ def _compute_filter_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
     in batches, so that spans belong to no single group. Example: if filtered groups have 30 % of
     the sampled tokens, 30 % of the generation time counts as filtered.
     """
-    tally, infos = facts.filter_tally, [group.info for group in facts.groups]
+    tally, infos = facts.outcome.filter_tally, [group.info for group in facts.outcome.groups]
     sampled = sum(info.num_loss_tokens for info in infos) + tally.num_sampled_tokens
     tokens = sum(info.num_tokens for info in infos) + tally.num_tokens
     generate_s, score_s = (
@@ -198,12 +193,12 @@ def _compute_time_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
         )
     for activity in _merge_by_role(facts.activity):
         busy[activity.kind] += _compute_mean_busy_s(activity, facts)
-    tokens = sum(group.info.num_tokens for group in facts.groups)
+    tokens = sum(group.info.num_tokens for group in facts.outcome.groups)
     row |= {f"time/{kind}_s": seconds for kind, seconds in busy.items()}
     return row | {
         "time/step_s": step_s,
         "throughput/tokens_per_s": tokens / step_s,
-        "throughput/groups_per_s": len(facts.groups) / step_s,
+        "throughput/groups_per_s": len(facts.outcome.groups) / step_s,
     }
 
 

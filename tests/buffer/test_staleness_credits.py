@@ -53,12 +53,6 @@ def test_unpublished_version_brings_no_credits():
     assert admission.num_credits == 8, "version 2 brings the credits of two steps"
 
 
-def test_dropped_group_refunds_its_credit():
-    ledger, admission = make_full()
-    ledger.mark_dropped("3", "deadline")
-    assert admission.num_credits == 1
-
-
 def test_admission_stops_at_total_groups():
     assert make(Ledger(), steps=1).num_credits == 4
 

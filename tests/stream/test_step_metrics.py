@@ -1,13 +1,15 @@
 """Step metrics, computed from facts small enough to check by hand."""
 
 import math
+from dataclasses import fields
+from typing import Any
 
 import pytest
 
 from streamrl.buffer.run_log import LedgerCounts, TrainedGroup
 from streamrl.buffer.shard import ShardStats
 from streamrl.messages import GroupInfo
-from streamrl.stream.protocols import FilterTally
+from streamrl.stream.protocols import FilterTally, StepResult
 from streamrl.stream.step_metrics import StageActivity, StepFacts, compute_step_metrics
 from streamrl.telemetry.metric_names import Histogram, validate_row
 from streamrl.telemetry.spans import Span
@@ -20,7 +22,7 @@ def group(uid: str, versions: dict[int, int], ready: int) -> TrainedGroup:
 
 
 def facts(**changes: object) -> StepFacts:
-    values: dict[str, object] = {
+    values: dict[str, Any] = {
         "version": 5,
         "groups": [group("a", {4: 6, 5: 2}, ready=5), group("b", {3: 4}, ready=4)],
         "metric_sums": {
@@ -60,7 +62,13 @@ def facts(**changes: object) -> StepFacts:
         "end_s": 14.0,
         "max_staleness": 2,
     }
-    return StepFacts(**{**values, **changes})  # type: ignore[arg-type]
+    values |= changes
+    names = {field.name for field in fields(StepResult)}
+    step = {name: values.pop(name) for name in names & values.keys()}
+    outcome = StepResult(
+        **step, results_by_role={}, adaptive_params={}, started_at=0.0, ended_at=14.0
+    )
+    return StepFacts(outcome, **values)
 
 
 def test_component_mean_ignores_abstaining_rollouts():

@@ -139,21 +139,17 @@ class StepReporter:
         end_s = max(outcome.ended_at, self._window_start + 1e-3)
         row = compute_step_metrics(
             StepFacts(
-                version=outcome.version,
-                groups=outcome.groups,
+                outcome,
                 metric_sums=next(
                     result.metric_sums
                     for result in outcome.results_by_role.values()
                     if result.metric_sums
                 ),
                 metrics=self._compute_metrics(snapshot),
-                queue_stats=outcome.queue_stats,
-                ledger_counts=outcome.ledger_counts,
                 activity=self._collect_activity(),
                 start_s=self._window_start,
                 end_s=end_s,
                 max_staleness=self._config.pipeline.max_staleness,
-                filter_tally=outcome.filter_tally,
             )
         )
         validate_row(row)
