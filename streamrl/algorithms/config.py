@@ -111,7 +111,7 @@ class CorrectionConfig:
             (not has_reject and low is not None, "reject_low", unused),
             (not has_reject and high is not None, "reject_high", unused),
             (
-                has_reject and low is None and high is None,
+                has_reject and is_open,
                 "reject",
                 "needs reject_low or reject_high",
             ),
