@@ -14,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
+from safetensors.torch import load_file
 from torch import Tensor
 
 from streamrl.errors import WeightsError
@@ -232,9 +234,7 @@ def _load_parameters(model_path: str) -> Mapping[str, Tensor]:
 
     Cached in memory: transformers builds them anew, for example by fusing all experts' weights.
     """
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
+    model = transformers.AutoModelForCausalLM.from_pretrained(
         model_path, dtype="auto", trust_remote_code=is_trusted(model_path)
     )
     named = model.named_parameters(remove_duplicate=False)
@@ -267,8 +267,6 @@ def load_stored_weights(model_path: str) -> dict[str, Tensor]:
     Reading is lazy. Pages that were read stay in the page cache, which the kernel evicts under
     memory pressure.
     """
-    from safetensors.torch import load_file
-
     tensors: dict[str, Tensor] = {}
     for file in list_weight_files(Path(model_path)):
         tensors |= load_file(file)

@@ -1,9 +1,8 @@
 """Trainer actor: memory beside a generator, and publishing when a send or a gather fails."""
 
 import asyncio
-import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from streamrl.actors import trainer
 from streamrl.actors.shared_weights import SharedWeights
 from streamrl.actors.trainer import RendezvousInfo, TrainerActor
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.config.run_config import ModelConfig, RunConfig
 from streamrl.data.config import DataConfig
 from streamrl.dataflow import EMA_REFERENCE, POLICY, CallKind, ModelCall
-from streamrl.distributed import devices
 from streamrl.engines.memory.worker_memory import WorkerMemory
 from streamrl.engines.trainer_config import ReferenceConfig
 from streamrl.engines.training.ema_reference import EmaReference
@@ -263,93 +262,30 @@ async def test_only_rank_0_reads_unsharded_parameters():
     assert rank.gathered == []
 
 
-class StandInStream:
-    """GPU stream that logs what it waits for, and which threads wait for it."""
-
-    device = "cuda:0"
-
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self._log = name, log
-
-    def wait_stream(self, stream: "StandInStream") -> None:
-        self._log.append(f"{self.name} waits for {stream.name}")
-
-    def synchronize(self) -> None:
-        self._log.append(f"{self.name} has ended")
-
-
-class SelectedStream(threading.local):
-    """Stream that a thread has selected, if any."""
-
-    stream: StandInStream | None = None
-
-
-class StandInGpu:
-    """GPU whose threads compute on the default stream unless they select another."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self._default = StandInStream("default stream", self.log)
-        self._selected = SelectedStream()
-
-    def is_available(self) -> bool:
-        return True
-
-    def Stream(self) -> StandInStream:  # noqa: N802
-        return StandInStream("side stream", self.log)
-
-    def current_stream(self, device: str = "") -> StandInStream:
-        return self._selected.stream or self._default
+@pytest.mark.parametrize("is_sharded", [False, True])
+async def test_only_whole_parameters_are_read_on_a_stream_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, is_sharded: bool
+):
+    """Sharded ones are gathered on the stream of the model, as its other collectives."""
+    side_streams: list[str] = []
+    read_aside: list[bool] = []
 
     @contextmanager
-    def stream(self, stream: StandInStream) -> Iterator[None]:
-        self._selected.stream = stream
-        try:
-            yield
-        finally:
-            self._selected.stream = None
+    def note_side_stream(stream: str) -> Iterator[None]:
+        side_streams.append(stream)
+        yield
+        side_streams.pop()
 
+    class NotingRank(ShardedRank):
+        def full_state(self) -> Iterator[tuple[str, Tensor]]:
+            for pair in super().full_state():
+                read_aside.append(bool(side_streams))
+                yield pair
 
-class GpuRank(ShardedRank):
-    """Rank that logs on which stream its parameters are read."""
-
-    def __init__(self, gpu: StandInGpu, *, has_sharded_params: bool) -> None:
-        super().__init__(has_sharded_params=has_sharded_params)
-        self._gpu = gpu
-
-    def full_state(self) -> Iterator[tuple[str, Tensor]]:
-        for pair in super().full_state():
-            self._gpu.log.append(f"read on {self._gpu.current_stream().name}")
-            yield pair
-
-
-@pytest.mark.parametrize("fails", [False, True])
-async def test_publishing_does_not_wait_for_micro_batches_that_are_queued_meanwhile(
-    monkeypatch: pytest.MonkeyPatch, fails: bool
-):
-    gpu, writer = StandInGpu(), FailingWriter()
-    monkeypatch.setattr(devices, "_get_gpu_module", lambda: gpu)
-    rank = GpuRank(gpu, has_sharded_params=False)
-    actor = await start_actor(rank, 0, {POLICY: writer, EMA_REFERENCE: writer})
-    for publish in (
-        lambda: actor.publish_weights(1, [], False),
-        lambda: actor.publish_reference(1, []),
-    ):
-        gpu.log.clear()
-        writer.failures = int(fails)
-        with pytest.raises(WeightsError, match="the disk is full") if fails else nullcontext():
-            await publish()
-        assert gpu.log[0] == "side stream waits for default stream"
-        assert gpu.log[-1] == "side stream has ended", "others may use what it has written"
-        assert set(gpu.log[1:-1]) == {"read on side stream"}
-
-
-async def test_sharded_parameters_are_gathered_on_the_stream_of_the_model(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    gpu = StandInGpu()
-    monkeypatch.setattr(devices, "_get_gpu_module", lambda: gpu)
-    actor = await start_actor(GpuRank(gpu, has_sharded_params=True))
+    monkeypatch.setattr(trainer, "use_side_stream", note_side_stream)
+    monkeypatch.setattr(trainer, "has_local_gpu", lambda: True)
+    monkeypatch.setattr(trainer, "make_gpu_stream", lambda: "side stream")
+    actor = await start_actor(NotingRank(has_sharded_params=is_sharded))
     await actor.publish_weights(1, [], False)
     await actor.publish_reference(1, [])
-    assert gpu.log == ["read on default stream"] * 8
+    assert read_aside == [not is_sharded] * 8

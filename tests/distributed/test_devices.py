@@ -2,6 +2,7 @@
 
 import os
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import ray
 import torch
 
 from streamrl.actors.engine_factory import check_assigned_device
+from streamrl.distributed import devices
 from streamrl.distributed.devices import (
     DEVICE_ENV,
     check_device,
@@ -16,6 +18,7 @@ from streamrl.distributed.devices import (
     has_run_gpus,
     make_device_env,
     use_device,
+    use_side_stream,
 )
 from streamrl.engines.dtypes import resolve_dtype
 from streamrl.errors import ConfigError
@@ -94,3 +97,37 @@ def test_an_engine_checks_the_gpus_that_ray_assigned(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ray, "get_gpu_ids", lambda: [3])
     with pytest.raises(ConfigError, match=r"has 1 of Ray.s GPUs, but .* finds 8"):
         check_assigned_device()
+
+
+class StandInStream:
+    """GPU stream that logs what it waits for, and that it is waited for."""
+
+    device = "cuda:0"
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def wait_stream(self, stream: str) -> None:
+        self._log.append(f"waits for the {stream}")
+
+    def synchronize(self) -> None:
+        self._log.append("has ended")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_side_stream_starts_after_queued_work_and_ends_with_its_context(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+):
+    log: list[str] = []
+    gpu = SimpleNamespace(
+        current_stream=lambda device: "stream of the model", stream=lambda stream: nullcontext()
+    )
+    monkeypatch.setattr(devices, "_get_gpu_module", lambda: gpu)
+    with (
+        pytest.raises(ValueError, match="disk") if fails else nullcontext(),
+        use_side_stream(StandInStream(log)),
+    ):
+        log.append("copies")
+        if fails:
+            raise ValueError("disk")
+    assert log == ["waits for the stream of the model", "copies", "has ended"]
