@@ -1,10 +1,8 @@
 """Output files of commands: checked before the work starts, written atomically."""
 
 import contextlib
-import errno
 import os
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from streamrl.errors import ConfigError
@@ -21,15 +19,18 @@ def check_output_file(option: str, path: Path) -> Path:
     target = Path(os.path.realpath(path))
     if os.path.exists(target) and not target.is_file():
         raise ConfigError(f"{option} {path}: not a file")
-    if not os.path.isdir(target.parent):
-        code = errno.ENOTDIR if os.path.exists(target.parent) else errno.ENOENT
-        raise ConfigError(f"{option} {path}: {os.strerror(code)}")
-    _check_creatable(option, path, target.parent, [get_partial_path(target)])
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.lstat(get_partial_path(target))  # raises for a name that is too long
+        # Permission bits do not tell (read-only mounts, ACLs), so create an unnamed file.
+        tempfile.TemporaryFile(dir=target.parent).close()
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: {error.strerror or error}") from None
     return target
 
 
-def check_html_file(path: Path) -> Path:
-    """Return the path to write for `--html`, as `check_output_file` does.
+def check_html_file(path: Path) -> None:
+    """Check the path to write for `--html`, as `check_output_file` does.
 
     Also raises ConfigError for an existing file that is no HTML page, such as a run's metrics.
     """
@@ -38,19 +39,6 @@ def check_html_file(path: Path) -> Path:
         with wrap_file_errors(target), target.open("rb") as file:
             if not file.read(64).lstrip().lower().startswith(b"<!doctype html"):
                 raise ConfigError(f"--html {path}: exists and is no HTML page; name another file")
-    return target
-
-
-def _check_creatable(option: str, path: Path, folder: Path, names: Sequence[Path]) -> None:
-    """Raise ConfigError unless `folder` is writable and its file system accepts the paths."""
-    try:
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                os.lstat(name)
-        # Permission bits do not tell (read-only mounts, ACLs), so create an unnamed file.
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: {error.strerror or error}") from None
 
 
 def write_output_file(option: str, path: Path, content: str) -> None:
