@@ -1,8 +1,8 @@
 """Cost of weight updates for long rollouts: `python -m benchmarks.updates` prints one JSON object.
 
 The demo with a model that never ends a text, so that every completion has --tokens tokens and spans
-many trainer steps: every version arrives in the middle of rollouts. By mode (weights.on_update,
-weights.kv), medians over steps of the tokens per second sampled by a generator and trained, each
+many trainer steps: every version arrives in the middle of rollouts. By mode (weights.kv),
+medians over steps of the tokens per second sampled by a generator and trained, each
 also relative to the best mode; pause_s is the pause of sampling per version, interrupted the number
 of rollouts in progress.
 """
@@ -18,12 +18,9 @@ from typing import Any
 from benchmarks.command import ROOT, BenchmarkParser, at_least, report_progress, run_benchmark
 from benchmarks.runs import RECIPE, compute_medians, load_quiet, make_arithmetic, train_run
 from streamrl.actors.engine_factory import RealEngineFactory
+from streamrl.weights.config import KV_CACHE_MODES
 
-MODES = {
-    "interrupt, recompute": ["weights.on_update=interrupt", "weights.kv=recompute"],
-    "interrupt, keep": ["weights.on_update=interrupt", "weights.kv=keep"],
-    "drain": ["weights.on_update=drain"],
-}
+MODES = {mode: [f"weights.kv={mode}"] for mode in KV_CACHE_MODES}
 WARM_UP_STEPS = 3
 NEVER_WRITTEN = ("<bos>", 1)
 """A token that the model never samples, and its id."""
@@ -35,7 +32,7 @@ def make_parser() -> BenchmarkParser:
     parser.add_argument("--steps", type=at_least(1), default=12, help="steps of each run")
     parser.add_argument("--tokens", type=at_least(1), default=192, help="tokens of a completion")
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
-    parser.set_quick(steps=2, tokens=32, modes=["interrupt, keep"])
+    parser.set_quick(steps=2, tokens=32, modes=["keep"])
     return parser
 
 

@@ -160,7 +160,6 @@ def _make_engine_spec(config: RunConfig, max_length: int, replica: int) -> "Engi
         config.generator,
         seed=config.run.seed + (rank_group.leader_rank if rank_group else replica),
         max_length=max_length,
-        should_drain=config.weights.on_update == "drain",
         should_keep_kv=config.weights.kv == "keep",
         rank_group=rank_group,
         group_size=config.algorithm.group_size,

@@ -207,12 +207,9 @@ def find_colocation_conflict(config: "RunConfig") -> str:
     return _format_first_conflict(config, _iter_colocation_conflicts(config))
 
 
-def find_conflict_at_any_size(config: "RunConfig", max_staleness: int) -> str:
-    """Return a setting that forbids a colocated run of any number of ranks, with the reason, or "".
-
-    max_staleness: staleness bound to assume in place of the config's.
-    """
-    return _format_first_conflict(config, _iter_sizeless_conflicts(config, max_staleness))
+def find_conflict_at_any_size(config: "RunConfig") -> str:
+    """Return a setting that forbids a colocated run of any size, with the reason, or ""."""
+    return _format_first_conflict(config, _iter_sizeless_conflicts(config))
 
 
 def _format_first_conflict(config: "RunConfig", conflicts: Iterable[Conflict]) -> str:
@@ -224,7 +221,7 @@ def _format_first_conflict(config: "RunConfig", conflicts: Iterable[Conflict]) -
 
 
 def _iter_colocation_conflicts(config: "RunConfig") -> Iterator[Conflict]:
-    yield from _iter_sizeless_conflicts(config, config.pipeline.max_staleness)
+    yield from _iter_sizeless_conflicts(config)
     generator, ranks = config.generator, config.trainer.world_size
     tp_size = generator.tensor_parallel
     hosts = "each" if tp_size == 1 else f"every group of generator.tensor_parallel={tp_size}"
@@ -240,14 +237,12 @@ def _iter_colocation_conflicts(config: "RunConfig") -> Iterator[Conflict]:
     )
 
 
-def _iter_sizeless_conflicts(config: "RunConfig", max_staleness: int) -> Iterator[Conflict]:
+def _iter_sizeless_conflicts(config: "RunConfig") -> Iterator[Conflict]:
     """Yield the rules of colocated runs that hold for any number of ranks."""
     weights = config.weights
-    drains = weights.on_update == "drain" and max_staleness > 0
     for applies, key, reason in (
         (weights.publish_every > 1, "weights.publish_every", "the weights change at every step"),
         (weights.transport != AUTO, "weights.transport", "weights need no transport"),
-        (drains, "weights.on_update", "rollouts cannot finish while the trainer computes"),
         (
             config.critic.shared_coef is not None,
             "critic.shared_coef",

@@ -108,6 +108,7 @@ REMOVED_SETTINGS: Mapping[str, object] = {
     "queue.store_share": 0.5,
     "queue.max_drop_rounds": 10,
     "weights.keep_versions": 2,
+    "weights.on_update": "interrupt",
     "weights.on_device": False,
     "evaluation.concurrency": 64,
     "telemetry.rollouts.max_gib": 1.0,

@@ -287,7 +287,7 @@ def _explain_refused_mode(
     if architectures is not None:
         on_gpu = not problem.cluster.is_cpu
         why = explain_unshareable_process(architectures, mode=pools.mode, on_gpu=on_gpu)
-    return why or find_conflict_at_any_size(config, max_staleness)
+    return why or find_conflict_at_any_size(config)
 
 
 def find_size_mismatch(dataflow: Dataflow, placement: Placement) -> str:

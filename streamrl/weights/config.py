@@ -27,7 +27,6 @@ TRANSPORT_LABELS = {
     SHARED_MEMORY: "shared memory",
     COLLECTIVE: "collective",
 }
-ON_UPDATE_MODES = ("interrupt", "drain")
 KV_CACHE_MODES = ("recompute", "keep")
 EXACT_LOGPROB_LIMIT = 3e-4
 ROUNDED_LOGPROB_LIMIT = 0.1
@@ -47,11 +46,8 @@ class WeightsConfig:
     transport: Annotated[str, one_of(*TRANSPORTS)] = AUTO
     #: Training steps per published version; generators keep the last published version in between.
     publish_every: Annotated[int, at_least(1)] = 1
-    #: Effect of a new version on running rollouts: interrupt continues them under the new weights;
-    #: drain finishes them under the old weights and starts no others until then.
-    on_update: Annotated[str, one_of(*ON_UPDATE_MODES)] = "interrupt"
-    #: KV cache of interrupted rollouts: recompute it under the new weights, or keep the entries
-    #: that the old weights produced.
+    #: KV cache of running rollouts, which continue under the new weights: recompute it under these,
+    #: or keep the entries that the old weights produced.
     kv: Annotated[str, one_of(*KV_CACHE_MODES)] = "recompute"
     #: Published versions per logprob check, in which generators compare the log-probabilities of
     #: fixed sequences with the trainer's. The first three versions are always checked; 0: never.
@@ -63,20 +59,12 @@ class WeightsConfig:
 
     def __post_init__(self) -> None:
         check_rules(self, "weights.")
-        conflicts = (
-            (
-                self.probe_limit is not None and not self.probe_every,
-                "probe_limit",
-                "has no effect: weights.probe_every=0 disables the check. Remove one of them.",
-            ),
-            (
-                self.on_update == "drain" and self.kv == "keep",
-                "kv",
-                "has no effect: weights.on_update=drain finishes all rollouts before an update."
-                " Remove one of them.",
-            ),
+        conflict = (
+            self.probe_limit is not None and not self.probe_every,
+            "probe_limit",
+            "has no effect: weights.probe_every=0 disables the check. Remove one of them.",
         )
-        check_conflicts(self, conflicts, "weights.")
+        check_conflicts(self, [conflict], "weights.")
 
     def resolve_probe_limit(self, *, exact: bool) -> float:
         """Return the limit of the logprob check, in nats.

@@ -110,10 +110,6 @@ def read_files(folder: Path) -> dict[Path, bytes]:
         ),
         (["placement.cpus=1", "trainer.world_size=2"], ["needs 4 CPU slots", "the cluster has 1"]),
         (
-            ["placement.cpus=2", "weights.on_update=drain", "pipeline.max_staleness=1"],
-            ["needs 3 CPU slots"],
-        ),
-        (
             [*("placement.mode=colocated", "trainer.world_size=3"), "generator.tensor_parallel=3"],
             ["generator.tensor_parallel=3: must divide the model's num_attention_heads=2"],
         ),

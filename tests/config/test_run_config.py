@@ -290,7 +290,6 @@ def test_a_value_of_a_wrong_type_is_one_line_with_key_and_value(recipe: Path):
             "environment={path: a.py, episode_timeout_s: 300}",
             "episode_timeout_s=300.0: must be below pipeline.stall_s=300, .*; raise pipe",
         ),
-        ("weights={on_update: drain, kv: keep}", "weights.kv=keep: has no effect: .*drain"),
         ("weights={probe_limit: 1, probe_every: 0}", "probe_limit=1.0.* has no .*probe_every=0"),
         ("weights.publish_every=3", "weights.publish_every=3: .*pipeline.max_staleness=1"),
         ("reference.every=2", "reference.every=2: .*uses no reference"),

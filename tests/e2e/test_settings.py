@@ -19,9 +19,7 @@ SETTINGS = {
         *("weights.transport=collective", "weights.publish_every=2", "weights.kv=keep"),
         *("reference.every=2", "reference.decay=0.5", "evaluation.at_end=false"),
     ],
-    "adapters": [
-        *(*PROBED, "trainer.lora_rank=4", "weights.transport=store", "weights.on_update=drain")
-    ],
+    "adapters": [*PROBED, "trainer.lora_rank=4", "weights.transport=store"],
     "cast": [*COLOCATED, "run.steps=2", "generator.dtype=bfloat16"],
     "filtered": [
         *("run.steps=4", "evaluation.at_start=false", "evaluation.at_end=false"),

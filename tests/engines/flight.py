@@ -137,7 +137,6 @@ WIDE = GeneratorConfig(max_new_tokens=150, max_concurrent_rollouts=CONCURRENT - 
 """Settings of the engine that most tests share."""
 POLICIES: Mapping[str, dict[str, Any]] = {
     "keep": {"should_keep_kv": True},
-    "drain": {"should_drain": True},
     # Last, as most other tests share this engine.
     "recompute": {},
 }

@@ -1,4 +1,4 @@
-"""Running rollouts during a weight load: prefilled again, kept on their KV cache, or drained."""
+"""Running rollouts during a weight load: prefilled again, or kept on their KV cache."""
 
 import asyncio
 
@@ -51,7 +51,7 @@ async def test_a_weight_load_interrupts_no_rollout_and_versions_match_the_decode
     await asyncio.sleep(0)
     (number,) = flight.engine._requests
     loads = []
-    for seed in (2,) if flight.policy == "drain" else (2, 3):
+    for seed in (2, 3):
         await flight.wait_for_steps(20)
         loads.append(await flight.load(endless_model(seed=seed)))
     rollouts = await running
@@ -59,12 +59,8 @@ async def test_a_weight_load_interrupts_no_rollout_and_versions_match_the_decode
     assert [len(v) for v in versions] == [150] * CONCURRENT
     assert versions == flight.logged_versions(number, CONCURRENT)
     assert all(0 < loaded.pause_s < 5 for loaded in loads)
-    if flight.policy == "drain":
-        assert {v for row in versions for v in row} == {first}
-        assert [loaded.num_interrupted for loaded in loads] == [0]
-    else:
-        assert {v for row in versions for v in row} == {first, first + 1, first + 2}
-        assert [loaded.num_interrupted for loaded in loads] == [CONCURRENT] * 2
+    assert {v for row in versions for v in row} == {first, first + 1, first + 2}
+    assert [loaded.num_interrupted for loaded in loads] == [CONCURRENT] * 2
     if flight.policy != "keep":
         assert worst_error(rollouts[::8], flight.models) < 1e-4
     fresh = await flight.engine.generate(SHORT, seeds=range(4))
@@ -87,12 +83,7 @@ async def test_new_and_waiting_requests_use_no_prefix_of_old_weights(flight: Fli
     queued = [rollout for call in calls for rollout in await call]
     interrupted = [r for r in queued if old in r.policy_version]
     waiting = [r for r in queued if old not in r.policy_version]
-    if flight.policy == "drain":
-        assert len(waiting) == 0
-        assert all(set(v) == {old} for v in sampled_versions(queued))
-    else:
-        assert len(interrupted) == CONCURRENT
-        assert len(waiting) == 32
+    assert (len(interrupted), len(waiting)) == (CONCURRENT, 32)
     started = [*waiting, *await later]
     assert worst_error(started, {old + 1: flight.models[old + 1]}) < 1e-4
     if flight.policy != "keep":
@@ -149,40 +140,3 @@ async def test_paused_rollouts_resume_with_the_same_tokens(flight: Flight):
         rollout.token_ids.tolist() for rollout in [*expected, expected[3]]
     ]
     assert flight.log.num_steps > num_steps
-
-
-@parametrize_policies("drain")
-async def test_requests_during_a_drain_start_with_the_new_weights(flight: Flight):
-    old = max(flight.models)
-    running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4)))
-    second, third = endless_model(seed=2), endless_model(seed=3)
-    await flight.wait_for_steps(5)
-    loads = [asyncio.create_task(flight.load(second))]
-    await asyncio.sleep(0)
-    during = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4), max_new_tokens=9))
-    cancelled = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4)))
-    await asyncio.sleep(0.01)
-    cancelled.cancel()
-    loads.append(asyncio.create_task(flight.load(third)))
-    await asyncio.sleep(0)
-    after = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4), max_new_tokens=9))
-    assert not running.done()
-    groups = [await running, await during, await after]
-    for version, rollouts in enumerate(groups, old):
-        assert {v for row in sampled_versions(rollouts) for v in row} == {version}
-        assert worst_error(rollouts, flight.models) < 1e-4
-    assert [loaded.num_interrupted for loaded in await asyncio.gather(*loads)] == [0, 0]
-    assert flight.engine.num_running == 0
-
-
-@parametrize_policies("drain")
-async def test_a_cancelled_request_ends_the_drain(flight: Flight):
-    running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4), max_new_tokens=400))
-    await flight.wait_for_steps(5)
-    loading = asyncio.create_task(flight.load(endless_model(seed=2)))
-    await flight.wait_for_steps(5)
-    assert not loading.done()
-    running.cancel()
-    steps = flight.log.num_steps
-    await loading
-    assert flight.log.num_steps < steps + 100

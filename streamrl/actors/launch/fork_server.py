@@ -114,7 +114,7 @@ GENERATOR_LEVEL = ForkLevel(
     "models",
     (
         "streamrl.engines.generation.generation_engine",
-        "vllm.v1.engine.llm_engine",
+        "streamrl.engines.vllm.engine",
         "vllm.v1.worker.cpu_worker",
     ),
     make_vllm_env("cpu"),

@@ -6,7 +6,7 @@
 The engine runs in the calling process on a thread of its own. New weights are loaded between two
 decode steps, and running rollouts go on: sampled tokens keep their version, later tokens come from
 the new weights. The KV cache of running rollouts is recomputed with the new weights unless
-`should_keep_kv`. With `should_drain`, rollouts finish before the weights are loaded.
+`should_keep_kv`.
 
 A rollout may be sampled piecewise, by several versions and in several engines (arXiv 2501.12599).
 Existing tokens keep their logprobs and versions; new tokens are appended. An unfinished rollout has
@@ -230,7 +230,7 @@ class GenerationEngine:
     """A generating replica of the policy; use it only on the event loop that started it.
 
     Calls may run concurrently. The engine serves requests after the first `load_weights`. Sampling
-    may take any time as long as it makes progress (`_await_sampling`); every other call has a
+    may take any time as long as it makes progress (`_run_request`); every other call has a
     deadline. After a missed one the engine's state is unknown, so the engine ends. Once the engine
     has died, every pending and later call raises GenerationError.
     """
@@ -465,13 +465,11 @@ class GenerationEngine:
         until a later version is served.
 
         Running rollouts go on. Their KV cache is recomputed with the new weights, or kept if
-        `should_keep_kv`. With `should_drain`, the engine first finishes its earlier requests and
-        starts no new ones meanwhile.
+        `should_keep_kv`.
 
         Raises WeightsError and leaves the engine alive if the version is not newer than the last,
         or if a parameter is missing, unknown or of another shape. Ends the engine and raises
-        WeightsError if vLLM fails half-way, and GenerationError after `request_timeout_s` or, with
-        `should_drain`, if the earlier requests make no progress.
+        WeightsError if vLLM fails half-way, and GenerationError after `request_timeout_s`.
         """
         self._thread.check_alive()
         full = await _build_weights(tensors, self._model_info.parameters, self._spec.model_path)
@@ -552,12 +550,15 @@ class GenerationEngine:
             except GenerationError as error:
                 raise WeightsError(f"{operation}: {error}") from error
 
-        if self._spec.should_drain:  # earlier requests may take as long as they need
-            return await self._await_sampling(wait_until_loaded(), lambda: operation)
         return await self._await_reply(wait_until_loaded(), operation)
 
     async def _run_request(self, request: SamplingRequest, results: RequestInFlight) -> None:
-        """Send a request to the engine's thread and wait until all its rollouts are finished."""
+        """Send a request to the engine's thread and wait until all its rollouts are finished.
+
+        They may take any time while the engine samples; else the engine is ended. Looks every
+        `request_timeout_s`, paused time excluded, for new tokens of the request since the last
+        look, or, while vLLM runs none of its sequences, of any request.
+        """
 
         def describe() -> str:
             return (
@@ -565,43 +566,27 @@ class GenerationEngine:
                 f" of a prompt of {len(request.sequences[0].token_ids)} tokens are not finished"
             )
 
+        timeout_s, done = self._spec.config.request_timeout_s, results.done
+        last_progress: Mapping[str, int] | None = None
         self._requests[request.request_id] = results
         self._queue_request(request)
-        try:
-            await self._await_sampling(results.done, describe, request.request_id)
-        finally:
-            self._drop_request(request.request_id)
-
-    async def _await_sampling(
-        self,
-        reply: Awaitable[Reply],
-        describe: Callable[[], str],
-        request_id: int | None = None,
-    ) -> Reply:
-        """Await a reply that may take any time while the engine samples; else end the engine.
-
-        Looks every `request_timeout_s`, paused time excluded, for new tokens since the last look:
-        of the request, or, without one and while vLLM runs none of its sequences, of any request.
-        """
-        timeout_s = self._spec.config.request_timeout_s
-        last_progress: Mapping[str, int] | None = None
-        waiting = asyncio.ensure_future(reply)
         # Retrieve its exception: once the engine is ended here, nothing awaits it.
-        waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
+        done.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
-            while not await self._pause_state.wait(waiting, timeout_s):
+            while not await self._pause_state.wait(done, timeout_s):
                 counts = await self._await_reply(self._thread.count_tokens(), describe())
-                progress = select_progress(counts, request_id)
-                if progress == last_progress and not waiting.done():
+                progress = select_progress(counts, request.request_id)
+                if progress == last_progress and not done.done():
                     raise self._fail_engine(
                         f"{describe()}: no token was sampled for {timeout_s:g} s"
                         f"; the engine serves version {self.version}"
                         f" and runs {self.num_running} rollouts"
                     )
                 last_progress = progress
-            return await waiting
+            await done
         finally:
-            waiting.cancel()
+            done.cancel()
+            self._drop_request(request.request_id)
 
     async def _await_reply(self, reply: Awaitable[Reply], operation: str) -> Reply:
         """Await a reply of the engine's thread; end the engine after `request_timeout_s`."""

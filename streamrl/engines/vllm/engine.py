@@ -19,10 +19,9 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -469,15 +468,6 @@ EngineCommand = Callable[[VllmEngine], None]
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class WeightUpdate:
-    """Parameters of a version to load; `tensors` is None if resharding has written them already."""
-
-    tensors: Mapping[str, torch.Tensor] | None
-    version: int
-    stats: asyncio.Future[WeightLoadStats]
-
-
 class EngineThread:
     """Builds a vLLM engine, steps it while it has requests, and shuts it down.
 
@@ -505,8 +495,6 @@ class EngineThread:
         self._on_rejected = on_rejected
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[EngineCommand | None] = queue.SimpleQueue()
-        #: While draining: pending weight updates and all later requests, in order.
-        self._deferred_work: deque[WeightUpdate | SamplingRequest] = deque()
         self._is_paused = False
         self._failure: str | None = None
         self._pending: set[asyncio.Future[Any]] = set()
@@ -538,23 +526,29 @@ class EngineThread:
             future.set_exception(GenerationError(self._failure))
 
     def add_requests(self, requests: Sequence[SamplingRequest]) -> None:
-        self._commands.put(lambda engine: self._add_or_defer(engine, requests))
+        self._commands.put(lambda engine: self._add_requests(engine, requests))
 
     def abort_sequences(self, request_id: int, indices: Sequence[int]) -> None:
         names = [make_vllm_request_id(request_id, index) for index in indices]
-        self._commands.put(lambda engine: self._abort_sequences(engine, request_id, names))
+        self._commands.put(lambda engine: engine.abort_request(names))
 
     def load_weights(
         self, tensors: Mapping[str, torch.Tensor] | None, version: int
     ) -> asyncio.Future[WeightLoadStats]:
         """Load all parameters as `version`.
 
-        With `should_drain`, the engine first finishes earlier requests. `tensors` None means that
-        resharding has written the parameters into the storage already.
+        `tensors` None means that resharding has written the parameters into the storage already.
         """
-        update = WeightUpdate(tensors, version, self.create_future())
-        self._commands.put(lambda engine: self._load_or_defer(engine, update))
-        return update.stats
+
+        def command(engine: VllmEngine) -> WeightLoadStats:
+            keeps_kv = self._spec.should_keep_kv
+            stats = load_weights(
+                engine, self._weight_loader, tensors, version, should_keep_kv=keeps_kv
+            )
+            self.version = version
+            return stats
+
+        return self._submit(command)
 
     def use_model_dir(self, version: int) -> asyncio.Future[WeightLoadStats]:
         """Label the weights that the engine was built with as `version`."""
@@ -572,15 +566,7 @@ class EngineThread:
         return self._submit(lambda engine: list_partial_sequences(engine, request_ids))
 
     def count_tokens(self) -> asyncio.Future[dict[str, TokenCount]]:
-        return self._submit(lambda engine: self._count_deferred() | count_tokens(engine))
-
-    def _count_deferred(self) -> dict[str, TokenCount]:
-        return {
-            make_vllm_request_id(work.request_id, sequence.index): TokenCount(0, is_running=False)
-            for work in self._deferred_work
-            if isinstance(work, SamplingRequest)
-            for sequence in work.sequences
-        }
+        return self._submit(count_tokens)
 
     def get_storage(self) -> asyncio.Future[ShardStorage | None]:
         return self._submit(lambda engine: self._weight_loader.get_storage())
@@ -666,7 +652,6 @@ class EngineThread:
                 batch = step_engine(engine)
                 if batch:
                     self._call_loop(self._on_sampled, batch)
-                self._run_deferred(engine)
 
     def _can_step(self, engine: VllmEngine) -> bool:
         return not self._is_paused and engine.has_unfinished_requests()
@@ -680,58 +665,8 @@ class EngineThread:
         except queue.Empty:
             return commands
 
-    def _add_or_defer(self, engine: VllmEngine, requests: Sequence[SamplingRequest]) -> None:
+    def _add_requests(self, engine: VllmEngine, requests: Sequence[SamplingRequest]) -> None:
         for request in requests:
-            if self._deferred_work:
-                self._deferred_work.append(request)
-            else:
-                self._add_request(engine, request)
-
-    def _load_or_defer(self, engine: VllmEngine, update: WeightUpdate) -> None:
-        if self._spec.should_drain and (self._deferred_work or engine.has_unfinished_requests()):
-            self._deferred_work.append(update)
-        else:
-            self._load_weights(engine, update)
-
-    def _run_deferred(self, engine: VllmEngine) -> None:
-        """Once the engine is drained, load deferred weights and add deferred requests, in order.
-
-        Stops at the next weight update if requests were added before it.
-        """
-        if not self._deferred_work or engine.has_unfinished_requests():
-            return
-        while self._deferred_work:
-            match self._deferred_work[0]:
-                case WeightUpdate() as update if not engine.has_unfinished_requests():
-                    self._load_weights(engine, update)
-                case SamplingRequest() as request:
-                    self._add_request(engine, request)
-                case _:
-                    return
-            self._deferred_work.popleft()
-
-    def _add_request(self, engine: VllmEngine, request: SamplingRequest) -> None:
-        reason = add_request(engine, request, self._stop_conditions)
-        if reason is not None:
-            self._call_loop(self._on_rejected, request.request_id, reason)
-
-    def _abort_sequences(self, engine: VllmEngine, request_id: int, names: Sequence[str]) -> None:
-        """Abort the vLLM requests `names`; drop their request if it is still deferred."""
-        engine.abort_request(list(names))
-        self._deferred_work = deque(
-            work
-            for work in self._deferred_work
-            if isinstance(work, WeightUpdate) or work.request_id != request_id
-        )
-        self._run_deferred(engine)
-
-    def _load_weights(self, engine: VllmEngine, update: WeightUpdate) -> None:
-        stats = load_weights(
-            engine,
-            self._weight_loader,
-            update.tensors,
-            update.version,
-            should_keep_kv=self._spec.should_keep_kv,
-        )
-        self.version = update.version
-        self._resolve(update.stats, stats)
+            reason = add_request(engine, request, self._stop_conditions)
+            if reason is not None:
+                self._call_loop(self._on_rejected, request.request_id, reason)

@@ -15,17 +15,15 @@ class EngineSpec:
     """Arguments for building a vLLM engine of a model directory.
 
     `max_length` bounds prompt plus completion, in tokens. A weight load recomputes the KV cache of
-    running rollouts, unless `should_keep_kv`. With `should_drain`, running rollouts finish with the
-    old weights first. `rank_group` places a tensor-parallel engine on existing trainer ranks;
-    without it, vLLM starts its own processes. `seed` seeds vLLM itself; the seeds of a group's
-    `group_size` rollouts derive from `run_seed`.
+    running rollouts, unless `should_keep_kv`. `rank_group` places a tensor-parallel engine on
+    existing trainer ranks; without it, vLLM starts its own processes. `seed` seeds vLLM itself; the
+    seeds of a group's `group_size` rollouts derive from `run_seed`.
     """
 
     model_path: str
     config: GeneratorConfig
     max_length: int
     seed: int = 0
-    should_drain: bool = False
     should_keep_kv: bool = False
     rank_group: RankGroup | None = None
     group_size: int = 1

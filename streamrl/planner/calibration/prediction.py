@@ -127,8 +127,7 @@ class PlannedRun:
     def base_timings(self) -> StageTimings:
         timings = CostModel(self.problem, self.initial_constants).predict_timings(self.placement)
         generator = self._set_kv_tokens(timings.generator)
-        weights = self.config.weights
-        if (weights.on_update, weights.kv) == ("interrupt", "recompute"):
+        if self.config.weights.kv == "recompute":
             generator = replace(generator, recompute_token_s=generator.prefill_token_s)
         return apply_replica_counts(replace(timings, generator=generator), self.config)
 

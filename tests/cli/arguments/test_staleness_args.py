@@ -43,15 +43,6 @@ def kinds(capsys: pytest.CaptureFixture[str], *words: str) -> set[str]:
     return {candidate["kind"] for candidate in candidates if "unfit" not in candidate}
 
 
-def test_drain_allows_colocation_only_with_max_staleness_0(capsys: pytest.CaptureFixture[str]):
-    # Under the run's current placement a bound of 1 would be invalid.
-    words = ["weights.on_update=drain", "placement.mode=colocated", "trainer.threads=1"]
-    colocated_kinds = kinds(capsys, "--max-staleness", "0,1", *words, "generator.threads=1")
-    assert "colocated" in colocated_kinds
-    assert any(kind.endswith("1 ahead") for kind in colocated_kinds)
-    assert "colocated, 1 ahead" not in colocated_kinds
-
-
 def test_the_runs_current_sizes_do_not_prevent_colocation(capsys: pytest.CaptureFixture[str]):
     separate_sizes = ["generator.replicas=3", "trainer.world_size=2"]
     assert "colocated" in kinds(capsys, "--max-staleness", "0", *separate_sizes)
