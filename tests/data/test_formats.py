@@ -2,7 +2,6 @@
 
 import json
 import pickle
-from uuid import UUID
 
 import numpy as np
 import pyarrow as pa
@@ -136,30 +135,6 @@ def test_a_value_unrepresentable_in_python_makes_a_bad_row(tmp_path, kind, good,
     with pytest.raises(ConfigError, match=f"^{path} row 2: ") as caught:
         read_fields(path)
     assert "\n" not in str(caught.value)
-
-
-def tensors():
-    return pa.FixedShapeTensorArray.from_numpy_ndarray(
-        np.arange(12, dtype=np.float32).reshape(3, 4)
-    )
-
-
-@pytest.mark.parametrize(
-    ("column", "expected"),
-    [
-        (tensors, [4, 5, 6, 7]),
-        (lambda: pa.ListArray.from_arrays([0, 1, 2, 3], tensors()), [[4, 5, 6, 7]]),
-        (lambda: pa.StructArray.from_arrays([tensors()], ["a"]), {"a": [4, 5, 6, 7]}),
-        (lambda: pa.array([b"%016d" % i for i in range(3)], pa.uuid()), UUID(bytes=b"%016d" % 1)),
-    ],
-)
-def test_a_column_of_an_extension_type_is_read(tmp_path, column, expected):
-    rows = {"prompt": pa.array(["1", "2", "3"]), "x": column()}
-    pq.write_table(pa.table(rows), tmp_path / "a.parquet")
-    pq.write_table(pa.table({"prompt": pa.array(["4"])}), tmp_path / "b.parquet")
-    infos = [row.extra_info for row in load_rows(str(tmp_path))]
-    assert infos[1] == {"x": expected}
-    assert infos[3] == {}
 
 
 @pytest.mark.parametrize(

@@ -173,12 +173,3 @@ def test_a_foreign_trace_is_an_error_of_one_line(tmp_path: Path, line: str):
     (tmp_path / TRACE_FILE).write_text(f"[\n{line}\n]\n")
     with pytest.raises(ConfigError, match=r"trace\.json: "):
         check_trace(tmp_path)
-
-
-def test_a_trace_is_not_written_through_a_link(tmp_path: Path):
-    (tmp_path / "precious").write_text("mine")
-    (tmp_path / "trace.partial").symlink_to("precious")
-    sink = TraceSink(tmp_path)
-    sink.start({})
-    sink.close({})
-    assert (tmp_path / "precious").read_text() == "mine"

@@ -50,10 +50,6 @@ def test_a_sparkline_goes_from_the_lowest_to_the_highest_block():
     assert render_sparkline([5, 5, 5], 8) == SPARKLINE_BLOCKS[0] * 3
 
 
-def test_a_long_series_is_shown_as_means_of_equal_pieces():
-    assert render_sparkline([0, 0, 10, 4, 7, 7], 3) == SPARKLINE_BLOCKS[0] + SPARKLINE_BLOCKS[7] * 2
-
-
 @given(st.lists(st.floats(-1e6, 1e6), max_size=50), st.integers(-1, 30))
 def test_a_sparkline_never_exceeds_its_width(values, width):
     line = render_sparkline(values, width)
