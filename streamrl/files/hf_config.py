@@ -118,9 +118,10 @@ def read_model_length(path: str, *, limit: int | None) -> int:
     Raises ConfigError for a malformed config, or a `limit` above the context length.
     """
     with wrap_config_errors(path):
-        tokens = compute_max_positions(read_model_config(path))
+        config = read_model_config(path)
+        tokens, vocab_size = compute_max_positions(config), int(config.get_text_config().vocab_size)
     # vLLM refuses or ignores other ids.
-    token_ids, vocab_size = read_eos_token_ids(Path(path)), read_vocab_size(path)
+    token_ids = read_eos_token_ids(Path(path))
     if not all(isinstance(token_id, int) and 0 <= token_id < vocab_size for token_id in token_ids):
         raise ConfigError(
             f"{path}: {GENERATION_CONFIG}: eos_token_id={token_ids}: must be token ids below the"
