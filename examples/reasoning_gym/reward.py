@@ -18,7 +18,7 @@ def make_task(settings, index):
     return load_dataset(settings)[index]
 
 
-def compute_score(data_source, solution_str, ground_truth, extra_info, pattern="(?s)(.*)"):
+def compute_score(data_source, solution_str, ground_truth, extra_info, pattern=r"(?s)\A(.*)\Z"):
     """Score the first group of the last match of `pattern`; 0 without a match.
 
     A judge that raises on the answer, but not on the task's own, cannot read it: the score is 0.

@@ -7,6 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from examples.reasoning_gym.make_rows import main
+from examples.reasoning_gym.reward import compute_score
 from streamrl.data.config import DataConfig
 from streamrl.data.prompt_file import load_data_rows, make_prompt
 from streamrl.errors import ConfigError, RewardError
@@ -42,6 +43,11 @@ def test_the_datasets_judge_scores_the_answers_to_its_rows(tmp_path: Path):
             return list(columns["scores"])
 
     assert asyncio.run(score()) == [1.0, 0.0, 0.0]
+    whole = [
+        compute_score("chain_sum", text, prompt.ground_truth, prompt.extra_info)
+        for text in (" 156\n", "It is 156")
+    ]
+    assert whole[0] == 1.0 > whole[1]
 
 
 def test_the_former_kinds_name_the_example():

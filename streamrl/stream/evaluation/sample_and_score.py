@@ -105,7 +105,8 @@ async def map_concurrently(
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(run(item)) for item in items]
     except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+        first = errors.exceptions[0]
+        raise first from first.__cause__
     return [task.result() for task in tasks]
 
 

@@ -11,10 +11,6 @@ from streamrl.user_code.reward_result import RewardOutcome, RewardResult
 from tests.rewards.judged import prompt, score_completions, scores
 
 
-def text_prompt(**extra_info):
-    return replace(prompt(**extra_info), is_chat=False)
-
-
 class InProcessReward:
     """Runs the worker's handler in this process."""
 
@@ -38,72 +34,66 @@ def reward_from(tmp_path):
     return make
 
 
-async def test_the_streamrl_signature_receives_the_prompt(reward_from):
-    reward = reward_from("""
-        def f(prompt, completion, scale=2):
-            return scale * (completion == prompt.ground_truth)
-    """)
-    assert await scores(reward) == [2.0, 0.0]
-
-
-async def test_the_verl_signature_receives_the_row(reward_from):
-    reward = reward_from(
+SIGNATURES = [
+    (
+        "def f(prompt, completion, scale=2): return scale * (completion == prompt.ground_truth)",
+        [2, 0],
+    ),
+    (
         """
-        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-            assert data_source == "sums" and extra_info == {"n": 1}
+        def f(data_source, solution_str, ground_truth, extra_info=None):
+            assert data_source == "sums" and extra_info == {"n": 1, "solution": "6"}
             return {"score": float(solution_str == ground_truth), "acc": True}
-    """,
-        "compute_score",
-    )
-    assert await scores(reward, row=prompt(n=1)) == [1.0, 0.0]
-
-
-async def test_a_verl_function_may_take_fewer_parameters_or_kwargs(reward_from):
-    few = reward_from("def f(solution_str, ground_truth): return solution_str == ground_truth")
-    assert await scores(few) == [1.0, 0.0]
-    more = reward_from("def f(solution_str, ground_truth, **kwargs): return len(kwargs)")
-    assert await scores(more) == [2.0, 2.0]
-
-
-async def test_a_function_cannot_change_the_row_of_the_next_completion(reward_from):
-    reward = reward_from("""
+        """,
+        [1, 0],
+    ),
+    ("def f(solution_str, ground_truth): return solution_str == ground_truth", [1, 0]),
+    ("def f(solution_str, ground_truth, **kwargs): return len(kwargs)", [2, 2]),
+    (  # The row is the same for the next completion.
+        """
         def f(solution_str, ground_truth, extra_info):
             extra_info["n"] += 1
             return extra_info["n"]
-    """)
-    row = prompt(n=0)
-    assert await scores(reward, row=row) == [1.0, 1.0]
-    assert row.extra_info == {"n": 0}
-
-
-async def test_the_trl_signature_receives_the_group_with_columns_as_lists(reward_from):
-    reward = reward_from("""
+        """,
+        [2, 2],
+    ),
+    ("def f(solution_strs, ground_truths, **kwargs): return [len(kwargs)] * 2", [2, 2]),
+    (
+        """
         def f(prompts, completions, solution, **columns):
-            assert prompts == ["2+3=", "2+3="]
+            assert prompts == [[{"role": "user", "content": "2+3="}]] * 2
             assert columns["ground_truth"] == ["5", "5"]
-            return [float(c == s) for c, s in zip(completions, solution)]
-    """)
-    assert await scores(reward, row=text_prompt(solution="6")) == [0.0, 1.0]
-
-
-async def test_the_trl_signature_receives_messages_for_chat_rows(reward_from):
-    reward = reward_from("""
-        def f(completions, prompts):
-            assert prompts[0] == [{"role": "user", "content": "2+3="}]
-            return [len(c[0]["content"]) for c in completions]
-    """)
-    assert await scores(reward, ["5", "five"]) == [1.0, 4.0]
-
-
-async def test_an_async_group_function_and_a_callable_object_are_accepted(reward_from):
-    group = reward_from("async def f(completions): return [1] * len(completions)")
-    assert await scores(group, row=text_prompt()) == [1.0, 1.0]
-    callable_object = reward_from("""
+            return [float(c[0]["content"] == s) for c, s in zip(completions, solution)]
+        """,
+        [0, 1],
+    ),
+    ("async def f(completions): return [1] * len(completions)", [1, 1]),
+    (
+        """
         class Judge:
             async def __call__(self, prompt, completion): return 0.5
         f = Judge()
+        """,
+        [0.5, 0.5],
+    ),
+]
+
+
+@pytest.mark.parametrize(("source", "numbers"), SIGNATURES)
+async def test_each_signature_receives_row_and_completions(reward_from, source, numbers):
+    row = prompt(n=1, solution="6")
+    assert await scores(reward_from(source), row=row) == numbers
+    assert row.extra_info == {"n": 1, "solution": "6"}
+
+
+async def test_the_trl_signature_receives_text_for_rows_without_chat(reward_from):
+    reward = reward_from("""
+        def f(prompts, completions):
+            assert prompts == ["2+3=", "2+3="]
+            return [len(c) for c in completions]
     """)
-    assert await scores(callable_object) == [0.5, 0.5]
+    row = replace(prompt(), is_chat=False)
+    assert await scores(reward, ["5", "five"], row=row) == [1.0, 4.0]
 
 
 async def test_a_dict_has_pass_flag_and_answer(reward_from):
@@ -135,8 +125,6 @@ async def test_the_verl_batch_signature_receives_the_group_as_lists(reward_from)
         RewardResult(2.0, RewardOutcome.PASS, extra_metrics=(("acc", 1.0), ("length", 1.0))),
         RewardResult(0.0, RewardOutcome.WRONG, extra_metrics=(("acc", 0.0), ("length", 1.0))),
     ]
-    few = reward_from("def f(solution_strs, ground_truths, **kwargs): return [len(kwargs)] * 2")
-    assert await scores(few) == [2.0, 2.0]
     short = reward_from("def f(solution_strs, ground_truths): return [1.0]")
     with pytest.raises(RewardError, match="not a list of 2 numbers"):
         await scores(short)
