@@ -40,12 +40,17 @@ from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import PlacementProblem
-from streamrl.planner.problem.workload import FixedLength, LognormalLengths, Workload
+from streamrl.planner.problem.workload import (
+    LengthDistribution,
+    LognormalLengths,
+    Workload,
+    make_fixed_lengths,
+)
 from streamrl.planner.search.hybridflow import ParallelismChoices, allow_any_split
 from streamrl.planner.search.planner import DEFAULT_PROPOSALS, PlacementPlanner
 from streamrl.planner.steady_state.estimator import PlacementEstimator
 
-FIXED = FixedLength(1024)
+FIXED = make_fixed_lengths(1024)
 LONG_TAILED = LognormalLengths(500, 0.8, 4096)
 SMALL = (
     ("2xA100", "qwen2.5-0.5b", "grpo"),
@@ -145,7 +150,7 @@ def name_a100_cluster(gpus: int) -> str:
 
 
 def make_problem(
-    algorithm: str, cluster: str, model: str, lengths: FixedLength | LognormalLengths, groups: int
+    algorithm: str, cluster: str, model: str, lengths: LengthDistribution, groups: int
 ) -> PlacementProblem:
     """Return a problem in which every role has a model of this size."""
     columns = ["scores", "ref_logprobs", *(["values"] if algorithm == "ppo" else [])]

@@ -32,7 +32,7 @@ from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.placement.resource_demand import ClusterCapacity, choose_mode
 from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.costs.cost_model import CostModel
-from streamrl.planner.problem.workload import FixedLength
+from streamrl.planner.problem.workload import make_fixed_lengths
 from streamrl.planner.search.hybridflow import (
     ParallelismChoices,
     iter_allocations,
@@ -179,7 +179,9 @@ def test_train_accepts_every_placement_that_a_plan_may_choose(name: str, bound: 
     path, *overrides = preset(name, inputs)
     config = load_config(Path(path), [*overrides, f"pipeline.max_staleness={bound}"])
     cluster = Cluster.from_text("4xH100")
-    problem = build_planner_problem(config, cluster, PlannerRequest(5, lengths=FixedLength(12)))
+    problem = build_planner_problem(
+        config, cluster, PlannerRequest(5, lengths=make_fixed_lengths(12))
+    )
     costs = CostModel(
         problem,
         build_run_constants(config, CostConstants()),

@@ -25,7 +25,7 @@ from streamrl.planner.costs.cost_model import ApproximateTraffic, CostModel
 from streamrl.planner.costs.memory import CallFootprint
 from streamrl.planner.problem.problem import CallMemory, PlacementProblem
 from streamrl.planner.problem.stage_timings import StageTimings
-from streamrl.planner.problem.workload import FixedLength, Workload
+from streamrl.planner.problem.workload import Workload, make_fixed_lengths
 from streamrl.planner.steady_state.estimator import PlacementEstimator
 from streamrl.resharding.grids import RankGrid
 
@@ -125,7 +125,7 @@ def build_problem(point: Throughput) -> PlacementProblem:
     else:
         largest = BATCH if point.strategy == "colocated" else FLEX_BATCH
         rollouts = BATCHES.get(point.model, largest) * trained
-    workload = Workload(rollouts, 1, 256, FixedLength(256), micro_batch_tokens=4096)
+    workload = Workload(rollouts, 1, 256, make_fixed_lengths(256), micro_batch_tokens=4096)
     return PlacementProblem(PPO, models, workload, cluster)
 
 

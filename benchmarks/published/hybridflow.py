@@ -16,7 +16,7 @@ from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.costs.traffic import WeightTraffic
 from streamrl.planner.problem.problem import PlacementProblem
-from streamrl.planner.problem.workload import FixedLength, Workload
+from streamrl.planner.problem.workload import Workload, make_fixed_lengths
 from streamrl.planner.steady_state.call_durations import GenerationModel
 from streamrl.resharding.grids import RankGrid
 
@@ -49,7 +49,7 @@ def build_problem(model: str, cluster: Cluster = CLUSTER) -> PlacementProblem:
     shape = MODEL_SHAPES[model]
     models = {"policy": shape, "reference": shape}
     models |= {"critic": shape.to_critic(), "reward": shape.to_critic()}
-    workload = Workload(1024, 1, 1024, FixedLength(1024), mini_batches=8)
+    workload = Workload(1024, 1, 1024, make_fixed_lengths(1024), mini_batches=8)
     return PlacementProblem(PPO, models, workload, cluster)
 
 

@@ -19,7 +19,7 @@ from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import PlacementProblem
-from streamrl.planner.problem.workload import FixedLength, Workload
+from streamrl.planner.problem.workload import Workload, make_fixed_lengths
 from streamrl.planner.search.annealing import AnnealingSearch, SearchState
 from streamrl.planner.search.hybridflow import (
     MappingSearch,
@@ -74,7 +74,9 @@ def build_problem(scale: str, length: int, at: int) -> PlacementProblem:
     actor = small if scale == "critic" else large
     critic = (small if scale == "actor" else large).to_critic()
     devices = REAL_DEVICES[at] * (2 if scale == "both" else 1)
-    workload = Workload(LENGTHS[length], 1, 128, FixedLength(length), mini_batches=MINI_BATCHES)
+    workload = Workload(
+        LENGTHS[length], 1, 128, make_fixed_lengths(length), mini_batches=MINI_BATCHES
+    )
     roles = {"policy": actor, "reference": actor, "critic": critic, "reward": critic}
     return PlacementProblem(PPO, roles, workload, Cluster.from_text(f"{devices}xA100@1600Gb"))
 

@@ -7,7 +7,7 @@ torn last record is ignored.
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.output.output_files import check_html_file, write_output_file
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_jsonl
-from streamrl.messages import parse_uid
 from streamrl.planner.calibration import advice
 from streamrl.planner.calibration.run_trace import describe_missing_run, load_run_trace
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
@@ -60,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--uid",
         type=parse_nonempty,
         metavar="UID",
-        help="history of one prompt, epoch:index:attempt, and of its later attempts; requires"
+        help="history of one prompt, epoch:index:attempt, and of its other attempts; requires"
         " --ledger",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -78,7 +77,11 @@ def run(arguments: argparse.Namespace) -> int:
         audit = audit_run_log(_read_run_log(run_dir))
     events = []
     if arguments.uid is not None:
-        _check_uid(arguments.uid, audit)
+        if arguments.uid not in audit.admitted:
+            raise ConfigError(
+                f"--uid {arguments.uid}: not in the run log. Give epoch:index:attempt of one of its"
+                f" {len(audit.admitted)} groups"
+            )
         events = trace_uid(arguments.uid, _read_run_log(run_dir), _read_events(run_dir))
     if arguments.json:
         ledger = to_json(audit)
@@ -125,59 +128,21 @@ def _print_run_report(arguments: argparse.Namespace) -> int:
 
 
 def trace_uid(uid: str, entries: Iterable[LogEntry], events: Iterable[LogEntry]) -> list[LogEntry]:
-    """Return run log entries and events about a uid, or a later attempt of its prompt, by time.
+    """Return run log entries and events that name a uid, or another attempt of its prompt, by time.
 
-    Each returned entry has a `uid` and a `source`: the run log or events.jsonl. A resume of the run
-    (an entry of kind "open") is returned for each group in flight at that moment, and for each
-    group whose training step is repeated (`again`).
+    Each returned entry has a `uid` and a `source`: the run log or events.jsonl.
     """
-    epoch, index, attempt = parse_uid(uid)
-
-    def matches(other: str) -> bool:
-        prefix, _, number = other.rpartition(":")
-        return prefix == f"{epoch}:{index}" and int(number) >= attempt
-
-    matching = [*_select_log_entries(entries, matches), *_select_events(events, matches)]
-    return sorted(matching, key=lambda entry: float(entry["time"]))
-
-
-def _select_log_entries(
-    entries: Iterable[LogEntry], matches: Callable[[str], bool]
-) -> Iterator[LogEntry]:
-    in_flight: set[str] = set()
-    trained: dict[str, int] = {}
-    for entry in entries:
-        kind, repeated_uids = entry["kind"], set[str]()
-        facts = {
-            "source": RUN_LOG_FOLDER,
-            **{k: v for k, v in entry.items() if k not in ("uid", "uids")},
-        }
-        if kind == "open":
-            repeated_uids = {uid for uid, version in trained.items() if version >= entry["version"]}
-            uids = sorted(in_flight | repeated_uids)
-        else:
-            uids = [u for u in entry.get("uids") or [entry["uid"]] if matches(u)]
-            change = in_flight.update if kind == "admit" else in_flight.difference_update
-            change(uids)
-        if kind == "step":
-            trained.update((uid, entry["version"]) for uid in uids)
-        for uid in uids:
-            yield {
-                **facts,
-                "uid": uid,
-                **({"again": uid in repeated_uids} if kind == "open" else {}),
-            }
-
-
-def _select_events(
-    events: Iterable[LogEntry], matches: Callable[[str], bool]
-) -> Iterator[LogEntry]:
-    for event in events:
-        # A stall event lists several uids in one field.
-        named = f"{event.get('uid', '')} {event.get('uids', '')}".split()
-        facts = {k: v for k, v in event.items() if k not in ("event", "uid", "uids")}
-        for uid in filter(matches, named):
-            yield {"source": EVENTS_FILE, "kind": event["event"], **facts, "uid": uid}
+    prompt, history = uid.rpartition(":")[0] + ":", []
+    for source, records in ((RUN_LOG_FOLDER, entries), (EVENTS_FILE, events)):
+        for record in records:
+            facts = {key: value for key, value in record.items() if key not in ("uid", "uids")}
+            several = record.get("uids", ())
+            # A stall event lists several uids in one field.
+            named = several.split() if isinstance(several, str) else several
+            for name in (*named, record.get("uid", "")):
+                if name.startswith(prompt):
+                    history.append({"source": source, **facts, "uid": name})
+    return sorted(history, key=lambda entry: float(entry["time"]))
 
 
 def to_json(audit: LedgerAudit) -> dict[str, Any]:
@@ -220,23 +185,9 @@ def _truncate_list(items: Sequence[str]) -> list[str]:
 
 
 def _format_entry(entry: LogEntry) -> str:
-    return f"{_format_time(entry['time'])}  {entry['uid']}  {_describe_entry(entry)}"
-
-
-def _describe_entry(entry: LogEntry) -> str:
-    if entry["source"] == EVENTS_FILE:
-        facts = (f"{k}={v}" for k, v in entry.items() if k not in ("source", "kind", "time", "uid"))
-        return f"event {entry['kind']}: {', '.join(facts)}"
-    match entry["kind"]:
-        case "open":
-            again = ", and its step is repeated" if entry["again"] else ""
-            return f"the run resumes from version {entry['version']}{again}"
-        case "admit":
-            return f"admitted at version {entry['version']}"
-        case "step":
-            return f"trained at version {entry['version']}: step {entry['version'] + 1}"
-    outcome = "filtered" if entry["filtered"] else f"dropped ({entry['cause']})"
-    return f"{outcome}: {entry['reason']}"
+    hidden = ("source", "time", "uid")
+    facts = ", ".join(f"{key}={value}" for key, value in entry.items() if key not in hidden)
+    return f"{_format_time(entry['time'])}  {entry['uid']}  {facts}"
 
 
 def _format_time(time_s: float) -> str:
@@ -260,17 +211,3 @@ def _read_events(run_dir: Path) -> list[dict[str, Any]]:
         return read_jsonl(run_dir / EVENTS_FILE)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-
-
-def _check_uid(uid: str, audit: LedgerAudit) -> None:
-    if uid in audit.admitted:
-        return
-    nearest = min(audit.admitted, key=lambda other: _compute_uid_distance(other, uid), default=None)
-    hint = f"the nearest is {nearest}" if nearest else "the log is still empty"
-    raise ConfigError(f"--uid {uid}: not in the run log. Give epoch:index:attempt; {hint}")
-
-
-def _compute_uid_distance(candidate: str, uid: str) -> tuple[int, ...]:
-    """Return differences of epoch, index and attempt; fields missing in `uid` are left out."""
-    numbers = [int(field) for field in uid.split(":") if field.isdecimal()]
-    return tuple(abs(a - b) for a, b in zip(parse_uid(candidate), numbers, strict=False))

@@ -17,15 +17,12 @@ from streamrl.planner.search.planner import (
 from streamrl.planner.simulator.results import SimulationResult
 
 
-def format_table(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
-    """Format rows of cells as lines of text with aligned columns.
-
-    left: number of leading columns that are aligned to the left; all others go to the right.
-    """
+def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Format rows of cells as lines of text: the first column to the left, others to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  ".join(
-            cell.ljust(width) if i < left else cell.rjust(width)
+            cell.rjust(width) if i else cell.ljust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
@@ -63,22 +60,18 @@ SimulatedPoint = tuple[BoundOptimum, SimulationResult]
 def describe_problem(config: RunConfig, problem: PlacementProblem) -> str:
     """Describe a planner problem: a line of algorithm, cluster and models; the work of a step."""
     workload = problem.workload
+    episodes = filtered = ""
     if config.environment.is_enabled:
         episodes = "; an episode counts as one completion, without the time of its environment"
-    else:
-        episodes = ""
+    if workload.filtered_fraction:
+        filtered = f"; {100 * workload.filtered_fraction:.3g}% of all groups are filtered"
     models = ", ".join(f"{role} {shape.name}" for role, shape in problem.models.items())
     return (
         f"{config.algorithm.name} on {problem.cluster} ({problem.cluster.num_devices}"
         f" devices): {models}\n"
         f"a step: {workload.groups_per_step} groups of {workload.group_size}, prompts of"
         f" {workload.prompt_tokens:.0f} tokens, completions of {workload.lengths.mean:.0f} (at most"
-        f" {workload.lengths.max_tokens}){episodes}, {workload.num_updates} updates"
-        + (
-            f"; {100 * workload.filtered_fraction:.3g}% of all groups are filtered"
-            if workload.filtered_fraction
-            else ""
-        )
+        f" {workload.lengths.max_tokens}){episodes}, {workload.num_updates} updates{filtered}"
     )
 
 
@@ -147,7 +140,7 @@ class PlanReport:
         )
         lines += [f"  written with {_format_settings(settings)}"] if settings else []
         lines += ["", *self._describe_others()] if explain and self.best_row is not None else []
-        notes = [*self._describe_trade_offs(), *self._describe_absences()]
+        notes = self._describe_absences()
         return "\n".join([*lines, "", *notes] if notes else lines)
 
     def _describe_no_fit(self) -> list[str]:
@@ -179,22 +172,6 @@ class PlanReport:
 
     def _compute_hours(self, result: SimulationResult) -> float:
         return self.config.run.steps * result.mean_step_s / 3600
-
-    def _describe_trade_offs(self) -> list[str]:
-        if self.own_bound is None or self.best_row is None:
-            return []
-        _, best = self.best_row
-        lines = []
-        for point, other in self.front:
-            if point.max_staleness == self.own_bound:
-                continue
-            gain = other.tokens_per_s / best.tokens_per_s - 1
-            lines.append(
-                f"--max-staleness {point.max_staleness}: {gain:+.0%} tokens/s, with tokens"
-                f" {other.staleness_mean:.2f} versions old (at most {other.staleness_max}) instead"
-                f" of {best.staleness_mean:.2f}"
-            )
-        return lines
 
     @staticmethod
     def _format_row(point: BoundOptimum, result: SimulationResult) -> list[str]:

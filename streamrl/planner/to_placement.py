@@ -117,6 +117,8 @@ def apply_placement(
     pools = find_pools(config.dataflow, placement)
     if pools is None:
         raise ConfigError(f"placement: {placement}: {NO_MATCHING_POOLS}")
+    if why := find_size_mismatch(config.dataflow, placement):
+        raise ConfigError(f"placement: {placement}: {why}")
     roles = {call.role: placement.assignments[stage] for stage, call in stages.items()}
     # Check the new sizes without the run's current placement, which may contradict them.
     disaggregated = replace(config.placement, mode="disaggregated", pools=[], memory_mb=None)

@@ -14,9 +14,9 @@ from streamrl.placement.clusters import Cluster
 from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.problem.problem import PlacementProblem, RunMemory, RunOptions
 from streamrl.planner.problem.workload import (
-    FixedLength,
     LengthDistribution,
     Workload,
+    make_fixed_lengths,
 )
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.kinds.model import ModelOptions
@@ -51,7 +51,7 @@ def build_planner_problem(
         config.pipeline.groups_per_step,
         algorithm.group_size,
         request.prompt_tokens,
-        request.lengths or FixedLength(config.max_completion_tokens),
+        request.lengths or make_fixed_lengths(config.max_completion_tokens),
         settings.epochs,
         settings.mini_batches,
         # Ranks that share a micro-batch are planned as if each had a part of its own.

@@ -21,7 +21,7 @@ from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.costs.memory import build_training_sizes
 from streamrl.planner.problem.problem import CallMemory, RunOptions
-from streamrl.planner.problem.workload import FixedLength, Workload
+from streamrl.planner.problem.workload import Workload, make_fixed_lengths
 from streamrl.planner.to_placement import (
     apply_placement,
     build_run_placement,
@@ -50,7 +50,7 @@ def test_a_problem_has_the_workload_and_the_named_models():
     assert problem.workload.num_rollouts == 256
     assert problem.workload.num_updates == 4
     assert problem.workload.requires_whole_step
-    assert problem.workload.lengths == FixedLength(12)
+    assert problem.workload.lengths == make_fixed_lengths(12)
     # The reward is rule-based: no model, no devices.
     assert problem.placed_stages == ["generate", "reference", "value", "train", "train_critic"]
     assert problem.models["critic"].has_scalar_head
@@ -101,7 +101,9 @@ def predict_training_memory(model: str, tokens: int, zero_stage: int, **trainer:
     models = dict.fromkeys(config.dataflow.calls_by_role, model)
     models = {role: name for role, name in models.items() if role in SIZES}
     problem = build_planner_problem(
-        config, Cluster.from_text("8x8xH100"), PlannerRequest(20, models, FixedLength(tokens))
+        config,
+        Cluster.from_text("8x8xH100"),
+        PlannerRequest(20, models, make_fixed_lengths(tokens)),
     )
     costs = CostModel(problem, build_run_constants(config, CostConstants()))
     size = 64 if zero_stage == 3 else 1
@@ -130,7 +132,7 @@ def test_a_shape_has_the_sizes_of_its_model(tp_size: int, tmp_path: Path):
     cost = CallCost(
         load_model_shape(str(tmp_path)),
         train,
-        Workload(1, 1, 1, FixedLength(1)),
+        Workload(1, 1, 1, make_fixed_lengths(1)),
         Cluster.from_text("8xH100"),
         CostConstants(),
     )
@@ -143,7 +145,7 @@ def test_micro_batches_kv_cache_and_longest_rollout_come_from_the_run():
     overrides = ["pipeline.micro_batch_tokens=8192", "generator.kv_cache_mb=3"]
     judged = "rewards=[{kind: model, path: some/judge, batch_tokens: 100}]"
     models = {**SIZES, "reward": "qwen2.5-0.5b"}
-    request = PlannerRequest(20, models, FixedLength(5), max_prompt_tokens=30)
+    request = PlannerRequest(20, models, make_fixed_lengths(5), max_prompt_tokens=30)
     problem = build_planner_problem(
         recipe("ppo", *overrides, judged), Cluster.from_text("8xA100"), request
     )

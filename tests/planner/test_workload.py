@@ -6,14 +6,14 @@ import pytest
 from streamrl.errors import ConfigError
 from streamrl.planner.problem.workload import (
     EmpiricalLengths,
-    FixedLength,
     LengthDistribution,
     LognormalLengths,
     Workload,
+    make_fixed_lengths,
 )
 
 KINDS = [
-    FixedLength(100),
+    make_fixed_lengths(100),
     LognormalLengths(300, 0.8, 4096),
     LognormalLengths(1500, 1.2, 2048),
     EmpiricalLengths.from_samples([3, 90, 40, 40, 1000]),
@@ -32,7 +32,7 @@ def test_mean_longest_and_limit_match_samples(lengths: LengthDistribution):
 
 
 def test_workload_counts_rollouts_updates_and_tokens():
-    workload = Workload(32, 8, 100.0, FixedLength(50), epochs=2, mini_batches=4)
+    workload = Workload(32, 8, 100.0, make_fixed_lengths(50), epochs=2, mini_batches=4)
     assert workload.num_rollouts == 256
     assert workload.num_updates == 8
     assert workload.num_tokens == 256 * 150
@@ -44,18 +44,18 @@ def test_impossible_lengths_are_refused():
 
 
 def test_filtering_raises_the_number_of_sampled_groups():
-    workload = Workload(60, 4, 100.0, FixedLength(50), filtered_fraction=0.4)
+    workload = Workload(60, 4, 100.0, make_fixed_lengths(50), filtered_fraction=0.4)
     assert workload.num_rollouts == 240
-    assert workload.sampled_workload == Workload(100, 4, 100.0, FixedLength(50))
-    assert Workload(60, 4, 100.0, FixedLength(50)).sampled_workload.groups_per_step == 60
+    assert workload.sampled_workload == Workload(100, 4, 100.0, make_fixed_lengths(50))
+    assert Workload(60, 4, 100.0, make_fixed_lengths(50)).sampled_workload.groups_per_step == 60
     with pytest.raises(ConfigError, match="filtered=1: must be 0 or more, and at most"):
-        Workload(1, 8, 100.0, FixedLength(50), filtered_fraction=1.0)
+        Workload(1, 8, 100.0, make_fixed_lengths(50), filtered_fraction=1.0)
 
 
 def test_micro_batch_must_hold_the_longest_rollout():
     # A prompt of 9.6 tokens counts as 10, and 10 + 20 fit into 30.
-    Workload(1, 1, 9.6, FixedLength(20), micro_batch_tokens=30).check_micro_batch_tokens()
+    Workload(1, 1, 9.6, make_fixed_lengths(20), micro_batch_tokens=30).check_micro_batch_tokens()
     message = "tokens=29: must hold one rollout, 30 tokens = prompt 10 [+] longest completion 20"
     with pytest.raises(ConfigError, match=f"pipeline.micro_batch_{message}"):
-        short = Workload(1, 1, 9.6, FixedLength(20), micro_batch_tokens=29)
+        short = Workload(1, 1, 9.6, make_fixed_lengths(20), micro_batch_tokens=29)
         short.check_micro_batch_tokens("pipeline.micro_batch_tokens")

@@ -20,10 +20,10 @@ from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.problem.problem import PlacementProblem
 from streamrl.planner.problem.workload import (
     EmpiricalLengths,
-    FixedLength,
     LengthDistribution,
     LognormalLengths,
     Workload,
+    make_fixed_lengths,
 )
 from streamrl.planner.to_planner_problem import (
     PlannerRequest,
@@ -199,7 +199,7 @@ def _parse_lengths(text: str, limit: int) -> LengthDistribution:
         except ValueError:
             values = []
         if kind == "fixed" and len(values) == 1:
-            return FixedLength(_parse_whole(numbers[0], f"{option} {text}"))
+            return make_fixed_lengths(_parse_whole(numbers[0], f"{option} {text}"))
         if kind == "lognormal" and len(values) == len(("median", "sigma")):
             if values[0] > MAX_MEDIAN:
                 raise ConfigError(f"{option} {text}: median: must be at most {MAX_MEDIAN}")

@@ -487,17 +487,13 @@ class _TimingFitter:
             ),
         )
 
-    @property
-    def _trains_whole_steps(self) -> bool:
-        return self._config.algorithm_settings.scope == "step"
-
     def _collect_round_gaps(self, role: str) -> list[float]:
         """Return the seconds to dispatch a training round and read its groups.
 
         If rounds start as groups arrive, only the gap before an update contains no waiting.
         """
         work = [s for s in self._select_spans(role, "train", "update") if s.process.endswith("-0")]
-        waiting_names = () if self._trains_whole_steps else ("train",)
+        waiting_names = () if self._config.algorithm_settings.scope == "step" else ("train",)
         return [
             max(0.0, after.start_s - before.end_s)
             for before, after in pairwise(work)

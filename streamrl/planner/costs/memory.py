@@ -8,7 +8,7 @@ during training; other systems release it then.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from streamrl.dataflow import CallKind
@@ -218,12 +218,6 @@ class CallFootprint:
     min_kv_bytes: float = 0.0
     step_kv_bytes: float = 0.0
     max_kv_bytes: float = 0.0
-
-    def with_more(self, added: CallMemory) -> "CallFootprint":
-        """Return the footprint of a call that holds `added` besides."""
-        resident = self.memory.resident_bytes + added.resident_bytes
-        active = self.memory.active_bytes + added.active_bytes
-        return replace(self, memory=CallMemory(resident, active))
 
 
 @dataclass(frozen=True)

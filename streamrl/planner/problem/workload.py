@@ -30,30 +30,6 @@ def _compute_longest_quantile_ranks(count: int) -> list[float]:
 
 
 @dataclass(frozen=True)
-class FixedLength:
-    """Length distribution in which all completions have the same length."""
-
-    tokens: int
-
-    @property
-    def mean(self) -> float:
-        return float(self.tokens)
-
-    @property
-    def max_tokens(self) -> int:
-        return self.tokens
-
-    def sample(self, count: int, rng: np.random.Generator) -> Array:
-        return np.full(count, self.tokens, np.int64)
-
-    def quantiles(self, parts: Array) -> Array:
-        return np.full(len(parts), float(self.tokens))
-
-    def expected_longest(self, count: int) -> float:
-        return float(self.tokens)
-
-
-@dataclass(frozen=True)
 class LognormalLengths:
     """Lognormal completion lengths, cut off at `limit`; `sigma` belongs to the logarithm."""
 
@@ -130,7 +106,12 @@ class EmpiricalLengths:
         return float(np.asarray(self.samples)[at].mean())
 
 
-LengthDistribution = FixedLength | LognormalLengths | EmpiricalLengths
+def make_fixed_lengths(tokens: int) -> EmpiricalLengths:
+    """Return the distribution in which all completions have the same length."""
+    return EmpiricalLengths((tokens,))
+
+
+LengthDistribution = LognormalLengths | EmpiricalLengths
 """Distribution of completion lengths, in tokens.
 
 `sample` returns random lengths, int64 [count], each at least 1. `quantiles` returns the lengths at

@@ -16,12 +16,12 @@ from streamrl.planner.costs.constants import HOST_FRACTION, CostConstants
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.costs.memory import TrainStateBytes
 from streamrl.planner.problem.problem import PlacementProblem
-from streamrl.planner.problem.workload import FixedLength, Workload
+from streamrl.planner.problem.workload import Workload, make_fixed_lengths
 from tests.planner.assignments import make_assignment
 
 PPO = build_dataflow(("scores", "ref_logprobs", "values", "generator_logprobs"))
 GRPO = build_dataflow(("scores", "generator_logprobs"))
-WORK = Workload(256, 1, 1024, FixedLength(1024), mini_batches=8)
+WORK = Workload(256, 1, 1024, make_fixed_lengths(1024), mini_batches=8)
 
 
 def make_ppo_problem(model: str, cluster: Cluster, workload: Workload = WORK) -> PlacementProblem:
@@ -154,7 +154,7 @@ def test_memory_shortage_is_explained_in_one_line():
 
 
 def test_shortage_for_one_rollout_is_explained():
-    long = replace(WORK, lengths=FixedLength(200_000), groups_per_step=16)
+    long = replace(WORK, lengths=make_fixed_lengths(200_000), groups_per_step=16)
     problem = make_grpo_problem("llama-7b", A100, long)
     reason = CostModel(problem).explain_infeasible(place("1-8-1", "1-1-8", 8))
     assert reason.startswith("devices 8-15: ")

@@ -15,7 +15,7 @@ from streamrl.planner.costs.call_cost import find_max_stage_params
 from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import PlacementProblem, RunMemory
-from streamrl.planner.problem.workload import FixedLength, Workload
+from streamrl.planner.problem.workload import Workload, make_fixed_lengths
 from tests.planner.assignments import make_assignment
 
 CONFIG = Path(__file__).parents[3] / "configs" / "grpo_arithmetic.yaml"
@@ -25,7 +25,7 @@ SMALL = ModelShape("small", 4, 64, 32, 4, 4, 128, 16, experts=16, experts_per_to
 ROUTED = 4 * 16 * 3 * 64 * 32
 CLUSTER = Cluster((NodeGroup(replace(DEVICES["H100"], link_bytes_per_s=1e11), 8, 2, 8e10),))
 PLAIN = CostConstants(link_fraction=1.0, network_fraction=1.0)
-WORKLOAD = Workload(64, 1, 64, FixedLength(64))
+WORKLOAD = Workload(64, 1, 64, make_fixed_lengths(64))
 
 
 def make_problem(shape: ModelShape = SMALL) -> PlacementProblem:

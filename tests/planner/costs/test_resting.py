@@ -13,7 +13,7 @@ from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.planner.costs.constants import OPTIMIZER_MEMORY_FRACTION, CostConstants
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import PlacementProblem, RunMemory
-from streamrl.planner.problem.workload import FixedLength, Workload
+from streamrl.planner.problem.workload import Workload, make_fixed_lengths
 from streamrl.resharding.grids import RankGrid
 
 GRPO = build_dataflow(("scores", "ref_logprobs", "generator_logprobs"))
@@ -21,7 +21,7 @@ SHAPE = MODEL_SHAPES["llama-7b"]
 PROBLEM = PlacementProblem(
     GRPO,
     {"policy": SHAPE, "reference": SHAPE},
-    Workload(64, 1, 512, FixedLength(512)),
+    Workload(64, 1, 512, make_fixed_lengths(512)),
     Cluster.from_text("2x8xA100"),
 )
 RESIDENT = CostConstants()

@@ -13,12 +13,12 @@ from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import PlacementProblem, RunMemory
-from streamrl.planner.problem.workload import FixedLength, Workload
+from streamrl.planner.problem.workload import Workload, make_fixed_lengths
 from streamrl.resharding.grids import RankGrid
 
 GRPO = build_dataflow(("scores", "ref_logprobs", "generator_logprobs"))
 SHAPE = MODEL_SHAPES["llama-7b"]
-WORK = Workload(256, 8, 512, FixedLength(512), micro_batch_tokens=8192)
+WORK = Workload(256, 8, 512, make_fixed_lengths(512), micro_batch_tokens=8192)
 RUN = RunMemory({"policy": TrainerConfig(gradient_checkpointing=True)})
 
 

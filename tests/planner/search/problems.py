@@ -6,18 +6,23 @@ from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import PlacementProblem
-from streamrl.planner.problem.workload import FixedLength, LognormalLengths, Workload
+from streamrl.planner.problem.workload import (
+    LengthDistribution,
+    LognormalLengths,
+    Workload,
+    make_fixed_lengths,
+)
 from streamrl.planner.search.hybridflow import ParallelismChoices, allow_any_split
 from streamrl.planner.steady_state.estimator import PlacementEstimator
 
-FIXED = FixedLength(512)
+FIXED = make_fixed_lengths(512)
 LONG_TAILED = LognormalLengths(300, 0.8, 2048)
 
 
 def ppo(
     cluster: str,
     size: str = "llama-7b",
-    lengths: FixedLength | LognormalLengths = FIXED,
+    lengths: LengthDistribution = FIXED,
     groups: int = 512,
 ) -> PlacementProblem:
     """Return a problem with policy, critic, reference and reward model of one size."""
@@ -28,9 +33,7 @@ def ppo(
     return PlacementProblem(dataflow, models, workload, Cluster.from_text(cluster))
 
 
-def grpo(
-    cluster: str, size: str, lengths: FixedLength | LognormalLengths = FIXED
-) -> PlacementProblem:
+def grpo(cluster: str, size: str, lengths: LengthDistribution = FIXED) -> PlacementProblem:
     """Return a problem with policy, reference and a rule-based reward."""
     dataflow = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
     shape = load_model_shape(size)

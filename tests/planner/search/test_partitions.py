@@ -8,7 +8,7 @@ from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.meshes import Mesh
 from streamrl.planner.problem.problem import PlacementProblem
-from streamrl.planner.problem.workload import FixedLength, Workload
+from streamrl.planner.problem.workload import Workload, make_fixed_lengths
 from streamrl.planner.search.hybridflow import (
     group_roles_by_model,
     iter_allocations,
@@ -57,7 +57,7 @@ def test_followers_are_grouped_with_their_leader():
     shape = load_model_shape("llama-7b")
     dataflow = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs", "values"))
     roles = {"policy": shape, "critic": shape, "reference": shape, "reward": shape}
-    workload = Workload(8, 1, 100, FixedLength(10))
+    workload = Workload(8, 1, 100, make_fixed_lengths(10))
     problem = PlacementProblem(dataflow, roles, workload, Cluster.from_text("8xA100"))
     units = {frozenset(unit) for unit in group_roles_by_model(problem)}
     assert units == {

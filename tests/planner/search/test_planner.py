@@ -11,7 +11,9 @@ from streamrl.dataflow import ModelCall
 from streamrl.placement.placements import Placement
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import PlacementProblem, RunOptions
-from streamrl.planner.problem.workload import FixedLength, LognormalLengths
+from streamrl.planner.problem.workload import (
+    LengthDistribution,
+)
 from streamrl.planner.search.flexrlhf import apply_guideline
 from streamrl.planner.search.planner import (
     MAX_CONFIRMATIONS,
@@ -37,7 +39,7 @@ def measure_gap(problem: PlacementProblem, ahead: int) -> float:
 @pytest.mark.parametrize("cluster", ["2xA100", "4xA100", "8xA100"])
 @pytest.mark.parametrize("size", ["qwen2.5-0.5b", "qwen2.5-3b"])
 def test_on_policy_plan_is_near_the_exhaustive_optimum(
-    cluster: str, size: str, lengths: FixedLength | LognormalLengths
+    cluster: str, size: str, lengths: LengthDistribution
 ):
     assert measure_gap(grpo(cluster, size, lengths), 0) <= MAX_GAP
 
@@ -53,7 +55,7 @@ def test_ahead_plan_is_near_the_exhaustive_optimum(cluster: str):
     [("2xA100", "qwen2.5-0.5b", LONG_TAILED), ("4xA100", "qwen2.5-1.5b", FIXED)],
 )
 def test_ppo_plan_is_near_the_exhaustive_optimum(
-    cluster: str, size: str, lengths: FixedLength | LognormalLengths
+    cluster: str, size: str, lengths: LengthDistribution
 ):
     assert measure_gap(ppo(cluster, size, lengths), 0) <= MAX_GAP
 

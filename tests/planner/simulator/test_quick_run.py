@@ -13,7 +13,12 @@ from streamrl.planner.problem.stage_timings import (
     StageTimings,
     TrainTiming,
 )
-from streamrl.planner.problem.workload import FixedLength, LognormalLengths, Workload
+from streamrl.planner.problem.workload import (
+    LengthDistribution,
+    LognormalLengths,
+    Workload,
+    make_fixed_lengths,
+)
 from streamrl.planner.simulator.quick_run import (
     choose_num_parts,
     choose_num_steps,
@@ -39,7 +44,7 @@ PLACEMENT = placement_from_meshes(
 )
 
 
-def workload(groups: int, lengths: FixedLength | LognormalLengths = LENGTHS) -> Workload:
+def workload(groups: int, lengths: LengthDistribution = LENGTHS) -> Workload:
     return Workload(groups, 1, 100, lengths, micro_batch_tokens=4096)
 
 
@@ -82,7 +87,7 @@ def test_filtering_on_policy_is_not_split():
 def test_parts_keep_the_expected_longest_rollout():
     endless = LognormalLengths(200, 0.6, 1_000_000)
     assert choose_num_parts(TIMINGS, workload(2048, endless), 0) == 1
-    assert choose_num_parts(TIMINGS, workload(2048, FixedLength(300)), 0) == 8
+    assert choose_num_parts(TIMINGS, workload(2048, make_fixed_lengths(300)), 0) == 8
 
 
 def test_indivisible_replicas_become_slower():

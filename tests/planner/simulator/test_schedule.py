@@ -15,13 +15,18 @@ from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import PlacementProblem, RunOptions
-from streamrl.planner.problem.workload import FixedLength, LognormalLengths, Workload
+from streamrl.planner.problem.workload import (
+    LengthDistribution,
+    LognormalLengths,
+    Workload,
+    make_fixed_lengths,
+)
 from streamrl.planner.simulator.simulation import run_simulation
 from streamrl.planner.steady_state.estimator import PlacementEstimator
 from streamrl.resharding.grids import RankGrid
 
 MODEL = load_model_shape("qwen2.5-1.5b")
-FIXED = FixedLength(512)
+FIXED = make_fixed_lengths(512)
 LONG_TAILED = LognormalLengths(300, 0.9, 4096)
 PLACES = {
     "colocated": {"generate": (0, 8), "reference": (0, 8), "train": (0, 8)},
@@ -35,7 +40,7 @@ MEDIAN = 0.05
 
 @cache
 def errors(
-    lengths: FixedLength | LognormalLengths,
+    lengths: LengthDistribution,
     mini_batches: int,
     publish_every: int = 1,
     aheads: tuple[int, ...] = (0, 1, 2),
@@ -72,9 +77,7 @@ def errors(
 
 @pytest.mark.parametrize("mini_batches", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("lengths", [FIXED, LONG_TAILED], ids=["fixed", "long-tailed"])
-def test_estimates_are_close_to_simulated_steps(
-    lengths: FixedLength | LognormalLengths, mini_batches: int
-):
+def test_estimates_are_close_to_simulated_steps(lengths: LengthDistribution, mini_batches: int):
     step_errors = errors(lengths, mini_batches)
     assert {name: error for name, error in step_errors.items() if abs(error) > WORST} == {}
 

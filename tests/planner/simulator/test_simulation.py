@@ -17,7 +17,7 @@ from streamrl.planner.problem.stage_timings import (
     TrainTiming,
     WeightsTiming,
 )
-from streamrl.planner.problem.workload import FixedLength, Workload
+from streamrl.planner.problem.workload import Workload, make_fixed_lengths
 from streamrl.planner.simulator.results import SimulationResult
 from streamrl.planner.simulator.simulation import run_simulation
 from streamrl.resharding.grids import RankGrid
@@ -32,7 +32,7 @@ TIMINGS = StageTimings(
     weights={"generate": WeightsTiming(publish_s=3.0, pull_s=4.0)},
 )
 """A token takes a second, a score half of one, a micro-batch two, an update one."""
-WORKLOAD = Workload(2, 1, 1, FixedLength(10), micro_batch_tokens=100)
+WORKLOAD = Workload(2, 1, 1, make_fixed_lengths(10), micro_batch_tokens=100)
 
 
 def on(first_device: int) -> CallAssignment:
@@ -87,7 +87,7 @@ def test_a_weight_update_pauses_running_rollouts():
 
 def test_stages_on_shared_devices_take_turns():
     # A trainer on separate devices trains each group as soon as it is scored.
-    workload = replace(WORKLOAD, lengths=FixedLength(10), micro_batch_tokens=11)
+    workload = replace(WORKLOAD, lengths=make_fixed_lengths(10), micro_batch_tokens=11)
     timings = replace(TIMINGS, generator=replace(GENERATOR, max_running=1), weights={})
     # Sampled by 10 and 20, trained from 10.5 and from 20.5 on.
     assert run(timings, workload=workload, steps=1).step_ends == [20.5 + 2 + 1]
@@ -147,9 +147,9 @@ def test_trained_models_run_concurrently_unless_they_share_devices():
 
 
 def test_queue_depths_are_means_over_time():
-    timings = replace(TIMINGS, generator=sampler(1.0, max_running=1))
-    # Two groups of 10 s one after the other: the second waits for half of the time.
-    assert run(timings, steps=1).queue_depths["generate"] == pytest.approx(0.5, abs=0.3)
+    result = run(replace(TIMINGS, generator=replace(GENERATOR, max_running=1), weights={}), steps=1)
+    # Of two groups one waits while the other is sampled, for 10 s.
+    assert result.queue_depths["generate"] == pytest.approx(10 / result.step_ends[0])
 
 
 def test_invalid_scenarios_are_errors_with_a_reason():

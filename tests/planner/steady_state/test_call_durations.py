@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from streamrl.planner.problem.stage_timings import ScoreTiming, TrainTiming
 from streamrl.planner.problem.workload import (
-    FixedLength,
     LognormalLengths,
     Workload,
+    make_fixed_lengths,
 )
 from streamrl.planner.steady_state.call_durations import (
     GenerationModel,
@@ -26,7 +26,7 @@ UNBOUNDED = sampler(0.01)
 
 
 def test_rollouts_of_equal_length_take_one_decode_step_per_token():
-    generation = GenerationModel(Workload(16, 1, 100, FixedLength(50)))
+    generation = GenerationModel(Workload(16, 1, 100, make_fixed_lengths(50)))
     assert generation.find_completions_s(UNBOUNDED, ALL) == pytest.approx([0.5])
 
 
@@ -40,7 +40,7 @@ def test_waiting_rollouts_start_as_others_end():
 
 
 def test_replicas_divide_whole_groups():
-    generation = GenerationModel(Workload(5, 8, 100, FixedLength(50)))
+    generation = GenerationModel(Workload(5, 8, 100, make_fixed_lengths(50)))
     timing = replace(UNBOUNDED, weights_s=0.0, rollout_s=1e-3)
     # Two replicas: the busier one has 3 groups of 8.
     expected = pytest.approx([50 * 0.024])
@@ -71,7 +71,7 @@ def test_completion_is_monotonic_and_more_kv_cache_is_never_slower(
 
 def test_scoring_time_counts_batches_of_groups():
     timing = ScoreTiming(replicas=2, batch=4, batch_s=1.0, rollout_s=0.1, token_s=0.001)
-    workload = Workload(20, 2, 100, FixedLength(50))
+    workload = Workload(20, 2, 100, make_fixed_lengths(50))
     # 10 groups per replica: 3 batches, 20 rollouts, 3000 tokens.
     assert score_duration_s(timing, workload, 2) == pytest.approx(3 + 2 + 3)
     assert score_duration_s(timing, workload, 1) == pytest.approx(3 + 1 + 1.5)
@@ -81,7 +81,7 @@ def test_scoring_time_counts_batches_of_groups():
 
 def test_training_has_an_early_and_a_final_part():
     timing = TrainTiming(dp_size=2, micro_batch_s=0.5, token_s=1e-3, update_s=4.0)
-    workload = Workload(20, 2, 100, FixedLength(50), epochs=3, mini_batches=2)
+    workload = Workload(20, 2, 100, make_fixed_lengths(50), epochs=3, mini_batches=2)
     # 20 rollouts of 150 tokens per mini-batch: each rank has one micro-batch of 10.
     duration = train_duration(timing, workload)
     epoch = 2 * (0.5 + 1.5)
@@ -93,6 +93,6 @@ def test_training_has_an_early_and_a_final_part():
 
 def test_round_takes_as_long_as_the_fullest_rank():
     timing = TrainTiming(dp_size=3, micro_batch_s=0.0, token_s=1.0, update_s=0.0)
-    workload = Workload(4, 1, 5, FixedLength(5), micro_batch_tokens=20)
+    workload = Workload(4, 1, 5, make_fixed_lengths(5), micro_batch_tokens=20)
     # Four rollouts, two per micro-batch; one of the two is halved, and 2, 1, 1 are one round.
     assert train_duration(timing, workload).total_s == pytest.approx(20)

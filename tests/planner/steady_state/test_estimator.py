@@ -27,7 +27,7 @@ from streamrl.planner.problem.stage_timings import (
     TrainTiming,
     WeightsTiming,
 )
-from streamrl.planner.problem.workload import FixedLength, LognormalLengths, Workload
+from streamrl.planner.problem.workload import LognormalLengths, Workload, make_fixed_lengths
 from streamrl.planner.steady_state.call_durations import GenerationModel
 from streamrl.planner.steady_state.estimator import PlacementEstimator
 from streamrl.planner.steady_state.list_scheduler import JobDependency
@@ -37,7 +37,7 @@ from tests.planner.samplers import sampler
 SMALL = load_model_shape("qwen2.5-0.5b")
 GRPO = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
 PPO = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs", "values"))
-WORKLOAD = Workload(8, 1, 100, FixedLength(100))
+WORKLOAD = Workload(8, 1, 100, make_fixed_lengths(100))
 """8 rollouts with 1600 tokens in total."""
 
 

@@ -3,20 +3,20 @@
 import pytest
 
 from streamrl.planner.problem.stage_timings import TrainTiming
-from streamrl.planner.problem.workload import EmpiricalLengths, FixedLength, Workload
+from streamrl.planner.problem.workload import EmpiricalLengths, Workload, make_fixed_lengths
 from streamrl.planner.steady_state.call_durations import pack_mini_batch, train_duration
 
 
 def test_round_waits_for_the_fullest_rank():
     # Three rollouts of 10 tokens with at most 20 in a micro-batch: [10, 10] and [10].
-    workload = Workload(3, 1, 1, FixedLength(9), micro_batch_tokens=20)
+    workload = Workload(3, 1, 1, make_fixed_lengths(9), micro_batch_tokens=20)
     assert pack_mini_batch(workload, 1) == (2, 20 + 10)
     assert pack_mini_batch(workload, 2) == (1, 20)
 
 
 def test_varied_lengths_need_more_micro_batches():
     timing = TrainTiming(dp_size=1, micro_batch_s=1.0, token_s=0.0, update_s=0.0)
-    equal = Workload(64, 1, 5, FixedLength(20), micro_batch_tokens=100)
+    equal = Workload(64, 1, 5, make_fixed_lengths(20), micro_batch_tokens=100)
     mixed = EmpiricalLengths.from_samples([5] * 30 + [65] * 10)
     varied = Workload(64, 1, 5, mixed, micro_batch_tokens=100)
     assert equal.num_tokens == varied.num_tokens
