@@ -322,7 +322,7 @@ def save_checkpoint(run_dir: Path, prompts: object, state: Mapping[str, object] 
 @pytest.mark.parametrize(
     ("state", "part"),
     [
-        ({"version": "x"}, "version 'x': must be a whole number"),
+        ({"version": "x"}, "at `$.version`"),
         ({"prompts": {}}, "state.json: KeyError"),
         ({"ledger": {"in_flight": 3}}, "state.json: "),
         ({}, "trainer/ is missing or empty"),
