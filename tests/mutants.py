@@ -469,6 +469,12 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # planner, placement
     Mutant(
+        "planner/costs/memory.py",
+        "layer_params=(cost.device_params - outside) // shape.layers,",
+        "layer_params=cost.device_params // shape.layers,",
+        "tests/planner/test_to_planner_problem.py -k shape_has_the_sizes",
+    ),
+    Mutant(
         "planner/search/planner.py",
         "if min_ahead <= placement.max_staleness <= bound and math.isfinite(seconds)",
         "if min_ahead <= placement.max_staleness and math.isfinite(seconds)",
