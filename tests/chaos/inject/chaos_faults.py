@@ -63,7 +63,6 @@ class PlannedFault:
             return False
         with self._lock:
             self._hits += 1
-            self._trace(f"{self.actor} {point} {self._hits}")
             return self._hits == self.hit
 
     def kill(self):
@@ -109,12 +108,6 @@ class PlannedFault:
                 if self.count_hit(self.role, self.point):
                     self.kill_later()
             time.sleep(POLL_S)
-
-    def _trace(self, text):
-        path = os.environ.get("STREAMRL_CHAOS_TRACE")
-        if path:
-            with open(path, "a") as file:
-                file.write(f"{text}\n")
 
 
 def wrap(owner, name, around):
