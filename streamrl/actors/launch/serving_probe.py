@@ -17,10 +17,11 @@ from pydantic import ValidationError
 from streamrl.distributed.devices import has_local_gpu
 from streamrl.engines.generation.generation_engine import GenerationEngine
 from streamrl.engines.generator_config import GeneratorConfig
-from streamrl.engines.models.forward import ModelLoadOptions, load_model
+from streamrl.engines.models.forward import ModelLoadOptions, compute_token_logprobs, load_model
 from streamrl.engines.vllm.engine import EngineSpec, make_engine_config
 from streamrl.files.hf_config import read_model_config
-from streamrl.weights.versions import make_check_sequences
+from streamrl.weights.config import EXACT_LOGPROB_LIMIT, ROUNDED_LOGPROB_LIMIT
+from streamrl.weights.versions import LogprobCheck, make_check_sequences
 
 MAX_REASON = 500
 
@@ -51,22 +52,25 @@ def _import_model_class(path: str) -> None:
 
 
 async def _try_model(spec: EngineSpec) -> None:
-    """Load the trainer's parameters into an engine, and compute log-probabilities with them.
+    """Load the trainer's parameters into an engine, and compare what both compute.
 
     vLLM lacks CPU kernels of some layers, and settings and names of parameters of some classes.
-    Whether both sides compute the same, the first versions of a run are checked for.
     """
     options = ModelLoadOptions(max_length=spec.max_length)
     model = load_model(spec.model_path, dtype=torch.float32, options=options)
     vocab_size = model.config.get_text_config().vocab_size
+    sequences = make_check_sequences(vocab_size=vocab_size, max_length=spec.max_length)
+    rows = [torch.from_numpy(sequence)[None].long() for sequence in sequences]
+    with torch.no_grad():
+        scores = [compute_token_logprobs(model, row, row >= 0, temperature=1.0) for row in rows]
+    limit = EXACT_LOGPROB_LIMIT if spec.config.dtype == "float32" else ROUNDED_LOGPROB_LIMIT
+    check = LogprobCheck(sequences, [score.logprobs[0].numpy() for score in scores], limit)
     engine = await GenerationEngine.start(spec)
     try:
         parameters = {name: value.detach() for name, value in model.named_parameters()}
         loaded = await engine.load_weights(parameters, 0)
         loaded.verification.raise_on_difference("vLLM")
-        await engine.compute_logprobs(
-            make_check_sequences(vocab_size=vocab_size, max_length=spec.max_length)
-        )
+        check.compare_logprobs(await engine.compute_logprobs(sequences), "vLLM")
     finally:
         await engine.close()
 
