@@ -145,7 +145,8 @@ def build_rewards(
     for i, config in enumerate(configs):
         with naming_config_errors(section, i):
             _check_entry(config, score_spec)
-            reward = _build_reward(config, context)
+            spec = RewardSpec(config.component_name, _read_options(config), context)
+            reward = REWARD_KINDS[config.kind].create_reward(spec)
         components.append(
             RewardComponent(config.component_name, config.weight, config.gate, reward, config.of)
         )
@@ -179,13 +180,6 @@ def _check_entry(config: RewardConfig, score_spec: ScoreSpec) -> None:
             f"rewards.name={config.component_name}: the metric {metric} is reserved for the"
             " combined score. Choose another name"
         )
-
-
-def _build_reward(config: RewardConfig, context: RewardContext) -> Reward:
-    options = _read_options(config)
-    return REWARD_KINDS[config.kind].create_reward(
-        RewardSpec(config.component_name, options, context)
-    )
 
 
 def _read_options(config: RewardConfig) -> Any:
