@@ -4,9 +4,9 @@ Coordinator, queue and weight registry of a run with empty engines, by groups in
 
 - virtual: the real code in one process on a virtual clock, CPU time by part: `coordinator`
   (admission, step assembly, schedule, metrics, reports), `queue` (a shard), `weights` (requests of
-  the generators for versions, in the order of a broadcast tree), `replicas` (all generators,
-  scorers and ranks). `largest_over_smallest` compares the cost of a group in coordinator and
-  queue. For scale: a bare asyncio task in the same process.
+  the generators for versions), `replicas` (all generators, scorers and ranks).
+  `largest_over_smallest` compares the cost of a group in coordinator and queue. For scale: a bare
+  asyncio task in the same process.
 - ray: actors, journals and messages, with many empty generators in a process. A group's time,
   end to end, in round trips of a bare Ray call.
 """

@@ -29,8 +29,8 @@ from streamrl.rewards.interface.reward import RewardContext
 from streamrl.rewards.registry import build_rewards
 from streamrl.rewards.reward_scorer import describe_completion
 from streamrl.rewards.reward_set import COSTS, RewardSet
-from streamrl.stream.evaluation.sample_and_score import map_concurrently
 from streamrl.telemetry.progress import ProgressLine, show_progress
+from streamrl.user_code.concurrent_calls import map_concurrently
 from streamrl.user_code.reward_result import RewardOutcome
 
 EXIT_FAILED = 1

@@ -3,7 +3,6 @@
 Devices are numbered from 0, node by node, in the order of the node list.
 """
 
-import math
 import re
 from bisect import bisect_right
 from dataclasses import dataclass, replace
@@ -105,10 +104,6 @@ class NodeGroup:
                 f"{self.num_nodes} nodes of {self.devices_per_node} {self.device.name}:"
                 " must be at least 1 of each"
             )
-        if not 0 <= self.network_bytes_per_s < math.inf:
-            raise ConfigError(
-                f"network of {self.network_bytes_per_s:g} bytes/s: must be 0 or more, and finite"
-            )
 
     @property
     def num_devices(self) -> int:
@@ -120,8 +115,9 @@ class NodeGroup:
 
     def __str__(self) -> str:
         nodes = f"{self.num_nodes}x" if self.num_nodes > 1 else ""
-        gigabits = f"@{self.network_bytes_per_s * 8 / GB:g}Gb" if self.network_bytes_per_s else ""
-        return f"{nodes}{self.devices_per_node}x{self.device.name}{gigabits}"
+        gigabits = self.network_bytes_per_s * 8 / GB
+        network = f"@{gigabits:.12g}Gb" if gigabits else ""
+        return f"{nodes}{self.devices_per_node}x{self.device.name}{network}"
 
 
 @dataclass(frozen=True)
@@ -190,6 +186,7 @@ class Cluster:
         return ",".join(map(str, self.node_groups))
 
 
+MIN_GIGABITS, MAX_GIGABITS = 1e-3, 1e6
 _GROUP_PATTERN = re.compile(r"(?:(\d{1,18})x)?(\d{1,18})x([A-Za-z][\w-]*)(?:@(\d+(?:\.\d+)?)Gb)?")
 
 
@@ -203,6 +200,9 @@ def _parse_group(text: str) -> NodeGroup:
     if device is None:
         nearest = suggest_nearest(name, DEVICES, "device")
         raise ConfigError(f"device {name}: not in the table; {nearest}")
+    if gigabits and not MIN_GIGABITS <= float(gigabits) <= MAX_GIGABITS:
+        bounds = f"from {MIN_GIGABITS:g} to {MAX_GIGABITS:.0f}"
+        raise ConfigError(f"network of {float(gigabits):g} Gb: must be {bounds}")
     count, network = int(devices), float(gigabits or 0) * GB / 8
     if nodes is not None or count <= device.devices_per_node:
         return NodeGroup(device, count, int(nodes or 1), network)

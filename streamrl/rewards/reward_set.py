@@ -13,7 +13,7 @@ from streamrl.messages import COMPONENT_PREFIX, COST_PREFIX, Array, Prompt, desc
 from streamrl.rewards.interface.completion import LAST_TURN, Completion
 from streamrl.rewards.interface.reward import Reward
 from streamrl.rewards.metric_means import MetricSums, add_extra_metrics
-from streamrl.stream.evaluation.sample_and_score import map_concurrently
+from streamrl.user_code.concurrent_calls import map_concurrently
 from streamrl.user_code.reward_result import RewardOutcome, RewardResult
 
 ResultsByComponent = Mapping[str, Sequence[RewardResult]]

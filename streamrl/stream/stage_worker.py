@@ -246,8 +246,8 @@ class CommitBatcher:
 class PartialRolloutSaver:
     """Saves the partial rollouts of running groups in the queue.
 
-    A group is saved at least every PARTIAL_SAVE_INTERVAL_S after its start; shorter groups cost
-    nothing. Groups that are due at about the same time share a call.
+    A group is saved at least every PARTIAL_SAVE_INTERVAL_S after its start. A read delays all
+    groups of the generator, so one that is due takes along all of at least half the interval.
     """
 
     def __init__(self, queue: ExperienceQueue, read_partials: ReadPartialRollouts) -> None:
@@ -271,15 +271,17 @@ class PartialRolloutSaver:
         while True:
             pause_s = PARTIAL_SAVE_INTERVAL_S / 4
             await asyncio.sleep(pause_s)
-            # Due are leases that would be late after the next pause.
-            last_due = clock() + pause_s - PARTIAL_SAVE_INTERVAL_S
+            now = clock()
+            # Wait until a lease would be late after the next pause.
+            if all(at > now + pause_s - PARTIAL_SAVE_INTERVAL_S for at in self._saved_at.values()):
+                continue
+            last_due = now - PARTIAL_SAVE_INTERVAL_S / 2
             due = {lease for lease, saved_at in self._saved_at.items() if saved_at <= last_due}
-            if due:
-                self._saved_at |= dict.fromkeys(due, clock())
-                partials = await self.read_partials()
-                await self._queue.save_partials(
-                    [(lease, columns) for lease, columns in partials if lease in due]
-                )
+            self._saved_at |= dict.fromkeys(due, now)
+            partials = await self.read_partials()
+            await self._queue.save_partials(
+                [(lease, columns) for lease, columns in partials if lease in due]
+            )
 
     async def read_partials(self) -> list[tuple[GroupLease, Columns]]:
         """Return the partial rollouts of all tracked leases that have any."""

@@ -180,9 +180,8 @@ def test_an_irreplaceable_silent_process_is_reported_once_and_not_killed(
     for role, name in ((POLICY, "trainer-0"), (GENERATE_CALL.role, "generator-0")):
         registry.roles[role] = RoleActors([calls[role]], [name], [registry.actors[name]])
     registry.restarts["generator-0"] = ActorRestarts(nothing, 3)
-    processes_by_name = dict(registry.processes)
-    del processes_by_name["generator-0"]
-    session._irreplaceable = processes_by_name
+    session._irreplaceable = registry.irreplaceable
+    assert list(session._irreplaceable) == ["coordinator", "trainer-0"]
     events: list[Any] = []
     clock = ManualClock()
     session._liveness = LivenessMonitor(config.run.silent_s, clock=clock)

@@ -307,7 +307,7 @@ def test_placement_is_all_or_nothing_if_a_model_has_no_room_on_the_node(
     registry = make_registry(ranks=2)
     lacking = f"no room for 2 slots of 1 CPU each on the node {second_node} in 2 s"
     words = f"^critic.trainer.world_size=2: {lacking}"
-    with pytest.raises(ConfigError, match=words + r"; free: \S+ of 16 CPU$"):
+    with pytest.raises(ConfigError, match=words + r"; free in all: \S+ of 16 CPU$"):
         registry.create_roles(second_node, print)
     registry.close()
     release_placement_groups(reserved)

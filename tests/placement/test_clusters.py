@@ -33,7 +33,7 @@ def test_cluster_numbers_devices_in_order_of_node_groups():
             st.sampled_from(list(DEVICES.values())),
             st.integers(1, 16),
             st.integers(1, 5),
-            st.sampled_from([0.0, 25e9, 12.5e9]),
+            st.sampled_from([0.0, 25e9, 12.5e9, 1.25e14]),
         ),
         min_size=1,
         max_size=4,
@@ -66,7 +66,8 @@ def test_cluster_text_round_trips_and_every_device_has_a_node(groups: list[NodeG
         ("8xH100@fastGb", "is not written like"),
         ("9999999x8xH100", "must be at most"),
         ("65536xH100", "cluster 65536xH100: 65536 devices: must be at most 16384"),
-        (f"8xH100@{'9' * 400}Gb", "network of inf bytes/s: must be 0 or more, and finite"),
+        (f"8xH100@{'9' * 400}Gb", "network of inf Gb: must be from 0.001 to 1000000"),
+        ("8xH100@0Gb", "cluster 8xH100@0Gb: network of 0 Gb: must be from 0.001 to 1000000"),
     ],
 )
 def test_from_text_refuses_bad_text_in_one_line(text: str, message: str):

@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 
 from streamrl.buffer import ExperienceQueue, QueueConfig, ShardCapacity
 from streamrl.errors import RewardError
-from streamrl.messages import Experience, FilteredGroup, GroupLease
+from streamrl.messages import Columns, Experience, FilteredGroup, GroupLease
 from streamrl.stream.device_lease import DedicatedDeviceLease
 from streamrl.stream.protocols import StageContext
 from streamrl.stream.stage_worker import (
+    PARTIAL_SAVE_INTERVAL_S,
     ConcurrencyLimit,
     InFlightWork,
+    PartialRolloutSaver,
     StageResult,
     serve_stage,
     split_batches,
@@ -244,3 +246,36 @@ def test_retried_groups_form_batches_of_one():
         ["a", "c"],
         ["e"],
     ]
+
+
+@in_virtual_time
+async def test_groups_that_start_at_any_time_share_reads_of_their_partial_rollouts():
+    clock = asyncio.get_running_loop().time
+    saved_at: dict[GroupLease, float] = {}
+    intervals: list[float] = []
+    reads: list[float] = []
+
+    async def read_partials() -> dict[str, Columns]:
+        reads.append(clock())
+        return {lease.uid: {} for lease in saved_at}
+
+    class Queue(ExperienceQueue):
+        async def save_partials(self, entries: Sequence[tuple[GroupLease, Columns]]) -> None:
+            for lease, _ in entries:
+                intervals.append(clock() - saved_at[lease])
+                saved_at[lease] = clock()
+
+    saver = PartialRolloutSaver(Queue([make_shard(UIDS)], "me"), read_partials)
+
+    async def run_group(number: int) -> None:
+        await asyncio.sleep(0.13 * number)
+        lease = GroupLease(number, f"0:{number}:0", "generate", 1, 1000.0)
+        saved_at[lease] = clock()
+        with saver.track_lease(lease):
+            await asyncio.sleep(40.0)
+
+    saving = asyncio.create_task(saver.save_periodically())
+    await asyncio.gather(*map(run_group, range(64)))
+    saving.cancel()
+    assert len(reads) <= clock()
+    assert min(intervals) >= 1.0 and max(intervals) <= PARTIAL_SAVE_INTERVAL_S

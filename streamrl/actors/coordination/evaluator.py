@@ -25,11 +25,13 @@ RETRY_INTERVAL_S = 0.5
 class RunEvaluator:
     """Evaluates a version on the run's own generators and reward scorers.
 
-    Replicas may join or leave during an evaluation.
+    Replicas may join or leave during an evaluation. They limit their own work: the wait for a
+    token, a reward or the devices. So a call may take any time while its replica answers pings.
     """
 
     def __init__(self, config: RunConfig, generators: RoleActors, scorers: RoleActors) -> None:
         self._config = config.evaluation
+        self._ping_every_s = config.pipeline.stall_s
         self._timeout_s = config.pipeline.stall_s + config.generator.request_timeout_s
         self._can_restart = config.run.max_restarts > 0
         self._generators, self._scorers = generators, scorers
@@ -48,18 +50,13 @@ class RunEvaluator:
 
         async def generate(prompt: Prompt, seeds: Sequence[int]) -> SampledPrompt:
             arguments = (prompt, seeds, self._config.sampling, version)
-            # The generator limits the wait: for each token, for the device and the environment.
-            sampled = await self._call_replica(
-                self._generators, "sample", *arguments, timeout_s=MAX_LEASE_WAIT_S
-            )
+            sampled = await self._call_replica(self._generators, "sample", *arguments)
             assert isinstance(sampled, SampledPrompt)
             return sampled
 
         async def score(prompt: Prompt, rollouts: Columns) -> Columns:
             group = Experience.make_unqueued(rollouts, prompt, version)
-            (scored,) = await self._call_replica(
-                self._scorers, "score", [group], timeout_s=self._timeout_s
-            )
+            (scored,) = await self._call_replica(self._scorers, "score", [group])
             if isinstance(scored, StreamError):
                 raise scored
             on_scored()
@@ -73,9 +70,7 @@ class RunEvaluator:
         self._turns[role.role] = index + 1
         return role.names[index], role.actors[index]
 
-    async def _call_replica(
-        self, role: RoleActors, method: str, *arguments: Any, timeout_s: float
-    ) -> Any:
+    async def _call_replica(self, role: RoleActors, method: str, *arguments: Any) -> Any:
         """Call a method of the next replica in turn; on failure retry with the replica after that.
 
         A dead replica may restart before the timeout. If a replica left the run, another takes the
@@ -84,12 +79,24 @@ class RunEvaluator:
         deadline = None
         while True:
             name, actor = self.choose_replica(role)
-            reply = getattr(actor, method).remote(*arguments)
             try:
-                return await await_reply(reply, f"{name}.{method}", timeout_s)
+                return await self._call_actor(actor, method, arguments, name=name)
             except (ActorLostError, GenerationError, WeightsError):
                 may_recover = self._can_restart or name not in role.names
                 deadline = deadline or asyncio.get_running_loop().time() + self._timeout_s
                 if not may_recover or asyncio.get_running_loop().time() > deadline:
                     raise
                 await asyncio.sleep(RETRY_INTERVAL_S)
+
+    async def _call_actor(
+        self, actor: Any, method: str, arguments: Sequence[Any], *, name: str
+    ) -> Any:
+        """Call a method; raise DeadlineError once the actor does not answer a ping in time."""
+        call_name, reply = f"{name}.{method}", getattr(actor, method).remote(*arguments)
+        waiting = asyncio.ensure_future(await_reply(reply, call_name, MAX_LEASE_WAIT_S))
+        try:
+            while not (await asyncio.wait({waiting}, timeout=self._ping_every_s))[0]:
+                await await_reply(actor.ping.remote(), f"{call_name}: ping", self._timeout_s)
+            return waiting.result()
+        finally:
+            waiting.cancel()

@@ -268,6 +268,11 @@ class ActorRegistry:
         names += [name for role in self.roles.values() for name in role.names]
         return {self.get_process_name(name): _unwrap_handle(self.actors[name]) for name in names}
 
+    @property
+    def irreplaceable(self) -> dict[str, Any]:
+        """Processes that Ray cannot restart, by name."""
+        return {name: p for name, p in self.processes.items() if name not in self.restarts}
+
     def start_actors(self, context: ActorContext, checkpoint: Checkpoint | None) -> dict[Any, str]:
         """Send `start` to the actors of all roles; return the pending replies with the actor names.
 

@@ -79,8 +79,8 @@ class StopDeadline:
 
 
 POLL_INTERVAL_S = 0.2
-MAX_COORDINATOR_CALLS = 10_000
 LEDGER_TIMEOUT_S = 5.0
+MAX_COORDINATOR_CALLS = 10_000
 """Calls that wait at the coordinator at once: one per follower of the weights, and the driver's.
 
 A call beyond the limit, such as a stop request, would wait for one of the others; Ray's default is
@@ -178,11 +178,7 @@ class RunSession:
         self._loop_replies[coordinator.run.remote()] = "coordinator"
         self._shard_names = {shard.name for shard in context.shards}
         self._loop_replies |= registry.watch_shards(context.shards)
-        self._irreplaceable = {
-            name: actor
-            for name, actor in registry.processes.items()
-            if name not in registry.restarts
-        }
+        self._irreplaceable = registry.irreplaceable
         self._request_inbox.open()
         status("")
         return corrupt

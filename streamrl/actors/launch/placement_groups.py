@@ -143,7 +143,8 @@ def _make_capacity_error(bundles: Sequence[Bundle], node: str, timeout_s: float)
     )
     slots = " and ".join(f"{count} slots of {kind} each" for kind, count in kinds.items())
     where = f" on the node {node}" if node else ""
-    return ConfigError(f"no room for {slots}{where} in {timeout_s:g} s; free: {free_text}")
+    free_in = "free in all" if node else "free"
+    return ConfigError(f"no room for {slots}{where} in {timeout_s:g} s; {free_in}: {free_text}")
 
 
 @dataclass

@@ -88,7 +88,8 @@ def choose_transport(config: WeightsConfig, facts: TransportFacts) -> tuple[str,
     """
     counts = {model: facts.count_versions(model, config) for model in facts.models}
     num_bytes, terms = _sum_versions(counts)
-    needed = f"needs {terms}; /dev/shm has {_format_size(facts.shm_bytes)} for it"
+    shm_size = _format_size(facts.shm_bytes)
+    needed = f"needs {terms}; /dev/shm has {shm_size} for it, beside Ray's object store"
     if facts.num_nodes > 1:
         obstacle = f"needs one node; publisher and readers are on {facts.num_nodes}"
     else:
@@ -216,7 +217,7 @@ def _describe_hybrid_transport(config: RunConfig, *, on_gpu: bool) -> str:
     """Return a line about how weights reach the generator in the trainer's own process."""
     if has_shared_weights(config.trainer, config.generator, on_gpu=on_gpu):
         return "weights: in place, as the trainer and the generator of a rank share them"
-    return "weights: into the generator of each rank, which has a copy of its own"
+    return "weights: into the generator of each rank, where it does not share them"
 
 
 def _list_published_models(

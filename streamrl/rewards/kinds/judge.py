@@ -27,7 +27,7 @@ from streamrl.messages import Prompt
 from streamrl.rewards.interface.answers import AnswerPattern
 from streamrl.rewards.interface.completion import CONVERSATION, Completion
 from streamrl.rewards.interface.reward import RetryOptions, Reward, RewardSpec, retry_infra_errors
-from streamrl.stream.evaluation.sample_and_score import map_concurrently
+from streamrl.user_code.concurrent_calls import map_concurrently
 from streamrl.user_code.reward_result import RewardResult
 from streamrl.user_code.service_gate import (
     TOO_MANY_REQUESTS,

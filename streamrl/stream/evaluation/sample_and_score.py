@@ -1,9 +1,8 @@
 """Evaluation loop: sample completions of the prompts and score them by the caller's functions."""
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Self, TypeVar
+from typing import Self
 
 import numpy as np
 
@@ -20,9 +19,7 @@ from streamrl.messages import (
 )
 from streamrl.stream.evaluation.config import EvaluationConfig
 from streamrl.stream.evaluation.metrics import EvaluationResult, compute_evaluation_result
-
-ItemT = TypeVar("ItemT")
-ResultT = TypeVar("ResultT")
+from streamrl.user_code.concurrent_calls import map_concurrently
 
 
 @dataclass(frozen=True)
@@ -86,28 +83,6 @@ class SampledPrompt:
 
     columns: Columns
     failure: str = ""
-
-
-async def map_concurrently(
-    function: Callable[[ItemT], Awaitable[ResultT]], items: Sequence[ItemT], *, most: int
-) -> list[ResultT]:
-    """Await the function for every item, at most `most` at a time; return the results in order.
-
-    Raises the first error; the other calls are cancelled.
-    """
-    slots = asyncio.Semaphore(most)
-
-    async def run(item: ItemT) -> ResultT:
-        async with slots:
-            return await function(item)
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(run(item)) for item in items]
-    except ExceptionGroup as errors:
-        first = errors.exceptions[0]
-        raise first from first.__cause__
-    return [task.result() for task in tasks]
 
 
 GenerateFn = Callable[[Prompt, Sequence[int]], Awaitable[SampledPrompt]]

@@ -154,13 +154,13 @@ NEEDED = "needs 248.0 GB = 4 x 61.0 GB of policy + 4 x 1.0 GB of critic; /dev/sh
         (
             ONE_NODE,
             "shared_memory",
-            f"shared memory (publisher and readers are on one node; {NEEDED} 1000.0 GB for it)",
+            f"shared memory (publisher and readers are on one node; {NEEDED} 1000.0 GB for it,",
         ),
         (replace(ONE_NODE, has_gpus=True), "shared_memory", "shared memory (publisher and"),
         (
             replace(ONE_NODE, shm_bytes=248 * 10**9 - 1),
             "store",
-            f"object store (shared memory {NEEDED} 248.0 GB for it)",
+            f"object store (shared memory {NEEDED} 248.0 GB for it, beside Ray's object store)",
         ),
         (
             TWO_NODES,

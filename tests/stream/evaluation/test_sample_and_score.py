@@ -9,7 +9,6 @@ from streamrl.stream.evaluation.config import EvaluationConfig
 from streamrl.stream.evaluation.sample_and_score import (
     SampledPrompt,
     evaluate_policy,
-    map_concurrently,
 )
 
 
@@ -270,34 +269,3 @@ async def test_a_scores_column_of_the_wrong_shape_is_refused():
 def test_evaluations_are_due_at_start_end_and_every_n_steps(settings, due_steps):
     config = EvaluationConfig(**settings)
     assert [step for step in range(11) if config.is_due(step, num_steps=10)] == due_steps
-
-
-async def test_the_number_of_concurrent_calls_is_bounded():
-    concurrency = [0]
-    scored: list[int] = []
-
-    async def judge(number):
-        concurrency.append(concurrency[-1] + 1)
-        await asyncio.sleep(0.001 * (number % 3))
-        concurrency.append(concurrency[-1] - 1)
-        scored.append(number)
-
-    await map_concurrently(judge, range(20), most=4)
-    assert max(concurrency) == 4
-    assert sorted(scored) == list(range(20))
-
-
-async def test_the_first_error_ends_all_calls():
-    ended = []
-
-    async def score(group: str) -> None:
-        try:
-            await asyncio.sleep(0.0 if group == "broken" else 60.0)
-            raise OSError(group)
-        finally:
-            ended.append(group)
-
-    with pytest.raises(OSError, match="broken"):
-        await map_concurrently(score, ["a", "broken", "b"], most=3)
-    await asyncio.sleep(0)
-    assert sorted(ended) == ["a", "b", "broken"]
