@@ -46,7 +46,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "tensor": {"tensor_parallel": -1},
     "sharded": {"zero_stage": 3},
     "whole": {},
-    **{f"zero {stage}": {"backend": "deepspeed", "zero_stage": stage} for stage in range(4)},
+    **{f"zero {stage}": {"backend": "deepspeed", "zero_stage": stage} for stage in range(1, 4)},
 }
 CAST_MESH = "zero 3"
 """Mesh whose shards are also served in another dtype."""

@@ -48,7 +48,7 @@ class Layout:
 LAYOUTS = [
     Layout(backend, stage, world_size)
     for world_size in (1, 2)
-    for backend, stage in [("torch", 1), *(("deepspeed", stage) for stage in range(4))]
+    for backend, stage in [("torch", 1), *(("deepspeed", stage) for stage in range(1, 4))]
 ]
 LAYOUTS += [Layout("torch", 3, 2), Layout("torch", 1, 2, tensor_parallel=2)]
 LAYOUTS += [Layout("torch", 3, 2, sequence_parallel=2)]

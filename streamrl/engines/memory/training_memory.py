@@ -23,8 +23,8 @@ from streamrl.engines.trainer_config import (
 )
 
 FLOAT32_BYTES = 4
-ZERO0_REDUCE_ELEMENTS = 500_000_000
-"""Elements that DeepSpeed reduces at a time in stage 0; a constant of DeepSpeed."""
+REDUCE_ELEMENTS = 500_000_000
+"""Elements that DeepSpeed's BF16_Optimizer reduces at a time; a constant of DeepSpeed."""
 ZERO3_SUB_GROUP_ELEMENTS = 1_000_000_000
 """DeepSpeed's default sub_group_size of stage 3: elements per optimizer call."""
 MOMENT_BYTES = 2 * FLOAT32_BYTES
@@ -187,14 +187,12 @@ def estimate_transient_memory(
     # AdamW's square roots of second moments: of all parameters at once on a GPU (foreach); on a CPU
     # of a single parameter, plus the quotient in new memory.
     roots = (trained if on_gpu else 2 * largest) * FLOAT32_BYTES
-    if trainer.backend != "deepspeed":
+    if trainer.backend != "deepspeed" or trainer.zero_stage == 0:
         return TransientMemory(update=roots)
-    reduced = min(trained, ZERO0_REDUCE_ELEMENTS) * FLOAT32_BYTES
-    if trainer.zero_stage == 0:
-        return TransientMemory(update=max(reduced, roots))
     is_float32 = itemsize == FLOAT32_BYTES
     if trainer.zero_stage == 1 and not is_float32 and not trainer.offload_optimizer:
         # BF16_Optimizer keeps the bfloat16 gradients besides float32 ones and uses no buckets.
+        reduced = min(trained, REDUCE_ELEMENTS) * FLOAT32_BYTES
         roots = _estimate_adamw_bytes(-(-trained // trainer.world_size), on_gpu=on_gpu)
         return TransientMemory(between_micro_batches=trained * itemsize, update=max(reduced, roots))
     return _estimate_bucket_memory(trainer, trained, itemsize, on_gpu=on_gpu)

@@ -101,8 +101,8 @@ def check_model_support(path: str, *, key: str = "model.path", is_served: bool =
     `path` is the model directory, which the config key `key` names. With `is_served` False, as for
     a critic, vLLM need not support the model.
     """
-    config = read_model_config(path).get_text_config()
-    settings, stored = config.to_dict(), read_stored_shapes(Path(path), key)
+    config = read_model_config(path)
+    settings, stored = config.get_text_config().to_dict(), read_stored_shapes(Path(path), key)
     problem = ""
     if settings.get("quantization_config"):
         problem = f"quantization_config: quantized weights cannot be trained; {RESAVE_ADVICE}"
@@ -116,11 +116,11 @@ def check_model_support(path: str, *, key: str = "model.path", is_served: bool =
 def _explain_vllm_mismatch(config: Any, settings: Mapping[str, Any], stored: TensorShapes) -> str:
     """Explain why vLLM would compute something else than transformers; "" if it would not.
 
-    `settings` are those of `config`, and `stored` the tensors in the files.
+    `settings` are those of the language model of `config`, and `stored` the tensors in the files.
     """
-    family, has_window = config.model_type, bool(settings.get("use_sliding_window"))
+    family, has_window = settings["model_type"], bool(settings.get("use_sliding_window"))
     served = (config.architectures or [""])[0]
-    trained = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family, "")
+    trained = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, "")
     is_other_class = served and trained and served != trained and not served.endswith("Model")
     layer_types, clip_qkv = set(settings.get("layer_types") or ()), settings.get("clip_qkv")
     unprefixed = next((name for name in stored if name.startswith("layers.")), "")

@@ -46,7 +46,7 @@ FAMILIES = [
 SHARED = ["qwen2", "gemma3_text", "phi3", "qwen3_moe", "deepseek_v3", "gpt_neox"]
 SLOW = [SplitCase(family, tensor=2) for family in FAMILIES]
 SLOW += [SplitCase(family, sequence=2) for family in SHARED]
-SLOW += [SplitCase("qwen3", sequence=2, backend="deepspeed", zero_stage=z) for z in (0, 1, 2, 3)]
+SLOW += [SplitCase("qwen3", sequence=2, backend="deepspeed", zero_stage=z) for z in (1, 2, 3)]
 SLOW += [SplitCase("qwen3_moe", tensor=2, sequence=2, recomputes=True)]
 # A biased head; rows of a tensor-parallel rank that FSDP2 cannot shard evenly; padding.
 SLOW += [SplitCase("phi", tensor=2)]

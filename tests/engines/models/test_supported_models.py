@@ -144,6 +144,11 @@ def test_a_tensor_with_an_unknown_name_is_rejected(tmp_path: Path, family: str):
         ("gemma2", {"tie_word_embeddings": False}, "tie_word_embeddings=false: "),
         ("olmoe", {"clip_qkv": 1.0}, "clip_qkv=1.0: "),
         ("llama", {"architectures": ["MyLlama"]}, r'MyLlama"\]: must be \["LlamaForCausalLM"\]'),
+        (
+            "qwen3",
+            {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"]},
+            r'must be \["Qwen3_5ForCausalLM"\]',
+        ),
     ],
 )
 def test_settings_of_config_json_are_rejected(

@@ -54,10 +54,10 @@ from tests.engines.trainer_ranks import (
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
-SINGLE_RANKS = [Layout("deepspeed", stage, 1) for stage in (0, 1)]
-QUICK = [ONE, TWO, SPLIT, SHARDED, GATHERED, *SINGLE_RANKS]
+ONE_OF_DEEPSPEED = Layout("deepspeed", 1, 1)
+QUICK = [ONE, TWO, SPLIT, SHARDED, GATHERED, ONE_OF_DEEPSPEED]
 """A trainer of each kind."""
-OTHER_SETTINGS = TrainerCase("other_settings", Layout("deepspeed", 1, 1))
+OTHER_SETTINGS = TrainerCase("other_settings", ONE_OF_DEEPSPEED)
 
 
 def plain_steps(num_steps: int):
@@ -273,9 +273,9 @@ def test_the_whole_optimizer_state_is_offloaded(results, expected, layout):
     # The output head is tied to the embedding.
     unique_parameters = {n: p for n, p in expected[1].items() if n != "lm_head.weight"}
     num_bytes = 4 * sum(parameter.numel() for parameter in unique_parameters.values())
-    # Moments, and from ZeRO stage 1 on master weights.
-    copies = 3 if layout.backend == "deepspeed" and layout.zero_stage > 0 else 2
-    is_sharded = layout.zero_stage > 0 if layout.backend == "deepspeed" else layout.zero_stage == 3
+    # Moments, and with DeepSpeed master weights.
+    is_deepspeed = layout.backend == "deepspeed"
+    copies, is_sharded = 3 if is_deepspeed else 2, is_deepspeed or layout.zero_stage == 3
     share = copies * num_bytes // (layout.world_size // layout.tensor_parallel if is_sharded else 1)
     for offloaded in results[f"offloaded/{layout.label}"]:
         if layout.tensor_parallel > 1:  # persistent parameters stay unsplit
@@ -302,7 +302,7 @@ def test_two_ranks_resume_the_state_of_one(results, expected, layout):
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(TrainerCase("master_weights", SINGLE_RANKS[1]))
+@pytest.mark.ranks(TrainerCase("master_weights", ONE_OF_DEEPSPEED))
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_resume_restores_the_master_weights_of_any_stage(results, stage):
     (((report, parameters, _), runs),) = results[f"bf16_state/{stage}"]
