@@ -3,9 +3,7 @@
 Schemas come from functions or from a server (MCP), so validation needs nothing but the schema.
 """
 
-import json
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jsonschema import Draft202012Validator, SchemaError, ValidationError
@@ -55,13 +53,22 @@ def _check_references(parameters: Mapping[str, Any], label: str) -> None:
     """Raise ConfigError for a $ref that leads out of the schema, or nowhere."""
     resource = DRAFT202012.create_resource(parameters)
     resolver = Registry().with_resource("", resource).resolver()
-    for reference in re.findall(r'"\$ref": "([^"]*)"', json.dumps(parameters)):
+    for reference in _list_references(parameters):
         try:
             resolver.lookup(reference)
         except Unresolvable:
             raise ConfigError(
                 f"{label}: $ref {reference}: must lead to a definition in the same schema"
             ) from None
+
+
+def _list_references(schema: Any) -> Iterator[str]:
+    if isinstance(schema, Mapping):
+        if isinstance(schema.get("$ref"), str):
+            yield schema["$ref"]
+        schema = list(schema.values())
+    for part in schema if isinstance(schema, list) else ():
+        yield from _list_references(part)
 
 
 def validate_arguments(tool: ToolSchema, arguments: Mapping[str, Any]) -> str:

@@ -1,7 +1,9 @@
 """Tool schemas in OpenAI's form, made from Python functions."""
 
 import inspect
+import json
 import re
+import textwrap
 import types
 from collections.abc import Callable, Mapping
 from inspect import Parameter
@@ -15,6 +17,7 @@ JSON_TYPES = (str, int, float, bool, type(None), list, dict, Any)
 """Annotations of values that JSON can carry as they are."""
 ANNOTATION_RULE = "use str, int, float, bool, list, dict, Literal, or a union of these"
 _ARGS = re.compile(r"^(?:Args|Arguments|Parameters): *\n((?: +.*\n|\n)*)", re.MULTILINE)
+_END_OF_FIRST = re.compile(r"\n\n|^(?:Returns|Raises|Yields|Examples?): *$", re.MULTILINE)
 
 
 def make_tool_schema(function: Callable[..., Any]) -> ToolSchema:
@@ -92,11 +95,10 @@ def _is_json_type(annotation: Any) -> bool:
 def _read_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
     """Return the first paragraph of a docstring, and the descriptions in its Args section."""
     text = f"{inspect.getdoc(function)}\n"
-    first = _ARGS.sub("", text).partition("\n\n")[0]
-    section = "".join(_ARGS.findall(text))
-    indent = section[: len(section) - len(section.lstrip(" "))]
+    first = _END_OF_FIRST.split(_ARGS.sub("", text), maxsplit=1)[0]
+    section = textwrap.dedent("".join(_ARGS.findall(text)))
     # A description goes on in lines that are indented further than its name.
-    entry = rf"^{indent}(\w+)(?:\s*\([^)]*\))?:(.*(?:\n{indent} .*)*)"
+    entry = r"^(\w+)(?:\s*\([^)]*\))?:(.*(?:\n+ .*)*)"
     entries = re.findall(entry, section, re.MULTILINE)
     return _join_words(first), {name: _join_words(words) for name, words in entries}
 
@@ -120,7 +122,20 @@ def format_tool(tool: ToolSchema) -> str:
     parameters = get_parameters(tool)
     written = []
     for name, schema in parameters.get("properties", {}).items():
-        facts = schema if isinstance(schema, Mapping) else {}
-        default = "" if name in parameters.get("required", ()) else f" = {facts.get('default')}"
-        written.append(f"{name}: {facts.get('type', 'any')}{default}")
+        text = f"{name}: {_name_type(schema)}"
+        if name not in parameters.get("required", ()):
+            default = schema.get("default") if isinstance(schema, Mapping) else None
+            text += f" = {json.dumps(default, ensure_ascii=False)}"
+        written.append(text)
     return f"{function['name']}({', '.join(written)}): {function.get('description', '')}".rstrip()
+
+
+def _name_type(schema: Any) -> str:
+    if not isinstance(schema, Mapping):
+        return "any"
+    if "enum" in schema:
+        return " | ".join(json.dumps(value, ensure_ascii=False) for value in schema["enum"])
+    if "anyOf" in schema:
+        return " | ".join(map(_name_type, schema["anyOf"]))
+    kind = schema.get("type", "any")
+    return " | ".join(kind) if isinstance(kind, list) else str(kind)

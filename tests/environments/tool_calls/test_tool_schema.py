@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pytest
 
 from streamrl.environments.tool_calls.schema_check import check_tool_schema, validate_arguments
-from streamrl.environments.tool_calls.tool_schema import make_tool_schema
+from streamrl.environments.tool_calls.tool_schema import format_tool, make_tool_schema
 from streamrl.errors import ConfigError
 
 
@@ -80,6 +80,35 @@ def test_types_defaults_and_the_args_section_reach_the_schema():
     }
 
 
+def close_sections(query: str, limit: int = 3) -> None:
+    """Search the library.
+    Args:
+
+        query: Words.
+
+            All must occur.
+        limit: Most books.
+    Returns:
+        Nothing.
+    """
+
+
+def test_sections_need_no_blank_line_before_them_and_may_have_some_within():
+    tool = make_tool_schema(close_sections)["function"]
+    assert tool["description"] == "Search the library."
+    properties = tool["parameters"]["properties"]
+    descriptions = [schema["description"] for schema in properties.values()]
+    assert descriptions == ["Words. All must occur.", "Most books."]
+
+
+def test_a_tool_in_a_line_shows_types_allowed_values_and_defaults():
+    assert format_tool(make_tool_schema(Library().search)) == (
+        "search(query: string, limit: integer = 3, tags: array | null = null,"
+        ' weights: object | null = null, order: "date" | "title" = "date"):'
+        " Search the library for books."
+    )
+
+
 def no_annotation(x):  # type: ignore[no-untyped-def]
     """Take anything."""
 
@@ -148,8 +177,8 @@ def wrap(parameters: Any) -> dict[str, Any]:
 
 
 def test_schemas_of_servers_may_refer_to_their_own_definitions():
-    properties = {"x": {"$ref": "#/$defs/size"}}
-    tool = wrap({"properties": properties, "$defs": {"size": {"type": "integer"}}})
+    properties = {"x": {"$ref": "#/$defs/Gr\u00f6\u00dfe"}}
+    tool = wrap({"properties": properties, "$defs": {"Gr\u00f6\u00dfe": {"type": "integer"}}})
     check_tool_schema(tool, place="server")
     assert validate_arguments(tool, {"x": 1}) == ""
     assert validate_arguments(tool, {"x": "1"}) == "x: '1' is not of type 'integer'"
