@@ -1,10 +1,19 @@
-"""Tasks that a pool starts without waiting for them at once."""
+"""Tasks that a pool does not wait for at once, or that outlast the cancellation of their caller."""
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+async def run_to_end(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run the cleanup of a caller that raises afterwards; its cancellations do not interrupt it."""
+    task = asyncio.create_task(coroutine)
+    while not task.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.shield(task)
 
 
 class BackgroundTasks:

@@ -14,6 +14,7 @@ from typing import Any
 
 from streamrl.errors import ConfigError
 from streamrl.user_code.pool import reaper
+from streamrl.user_code.pool.background_tasks import run_to_end
 from streamrl.user_code.pool.worker import (
     CANCEL,
     HEADER,
@@ -102,7 +103,7 @@ class WorkerProcess:
                 await process._wait_until_ready(payload)
         except BaseException as error:
             # The socket closes before the exit status is available; kill() waits for the status.
-            await process.kill()
+            await run_to_end(process.kill())
             if isinstance(error, TimeoutError):
                 raise ProcessExitedError(f"worker was not ready in {within_s:g} s") from None
             if isinstance(error, ProcessExitedError):

@@ -46,18 +46,21 @@ def run_worker(channel: socket.socket, target: str) -> NoReturn:
     """
     _detach_stdio()
     reader = channel.makefile("rb")
+    handler: RequestHandler | None = None
+    answer: tuple[str, int | str, bool]
     try:
         module, _, name = target.partition(":")
-        handler: RequestHandler = vars(importlib.import_module(module))[name](read_message(reader))
-        channel.sendall(pack_message((READY, os.getpid(), is_async_handler(handler))))
+        handler = vars(importlib.import_module(module))[name](read_message(reader))
+        answer = (READY, os.getpid(), is_async_handler(handler))
     except ConfigError as error:
-        channel.sendall(pack_message((LOAD_FAILED, str(error), False)))
-        os._exit(0)
+        answer = (LOAD_FAILED, str(error), False)
     except EOFError:
         os._exit(0)
-    serve = _serve_async if is_async_handler(handler) else _serve_sync
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        serve(handler, channel, reader)
+        channel.sendall(pack_message(answer))
+        if handler is not None:
+            serve = _serve_async if is_async_handler(handler) else _serve_sync
+            serve(handler, channel, reader)
     # os._exit does not wait for threads that user code left behind.
     os._exit(0)
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.errors import DeadlineError
+from streamrl.user_code.pool.background_tasks import run_to_end
 from streamrl.user_code.pool.proc_stats import ProcessTable
 from streamrl.user_code.pool.process import ProcessExitedError
 from streamrl.user_code.sandbox import jail_driver
@@ -307,7 +308,7 @@ class Jail:
         try:
             await jail._boot_driver(info_fd)
         except BaseException:
-            await jail.kill()
+            await run_to_end(jail.kill())
             raise
         finally:
             os.close(info_fd)

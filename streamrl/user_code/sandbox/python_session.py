@@ -4,6 +4,7 @@ import math
 import time
 from dataclasses import dataclass
 
+from streamrl.user_code.pool.background_tasks import run_to_end
 from streamrl.user_code.sandbox import jail_driver
 from streamrl.user_code.sandbox.jail import (
     START_TIMEOUT_S,
@@ -59,11 +60,10 @@ class PythonSession:
             # A character of UTF-8 has up to four bytes.
             message = {**limits, "end_bytes": 4 * kept_chars}
             await jail.request_report(message, time.monotonic() + START_TIMEOUT_S)
-        except (JailLostError, MemoryLimitError, TimeoutError) as error:
-            await jail.kill()
-            raise JailError(f"the interpreter of a jail does not start: {error}") from error
-        except BaseException:
-            await jail.kill()
+        except BaseException as error:
+            await run_to_end(jail.kill())
+            if isinstance(error, JailLostError | MemoryLimitError | TimeoutError):
+                raise JailError(f"the interpreter of a jail does not start: {error}") from error
             raise
         return cls(jail, spec)
 

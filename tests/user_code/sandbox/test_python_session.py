@@ -39,6 +39,21 @@ async def session(spec):
     await started.kill()
 
 
+@module_loop
+async def test_cancelling_a_start_again_and_again_leaves_no_process(spec):
+    before = descendants()
+    for delay_s in (0.001, 0.01, 0.03):
+        starting = asyncio.create_task(PythonSession.start(spec, 1, kept_chars=KEPT_CHARS))
+        await asyncio.sleep(delay_s)
+        for _ in range(3):
+            starting.cancel()
+            await asyncio.sleep(0)
+        (end,) = await asyncio.gather(starting, return_exceptions=True)
+        if isinstance(end, PythonSession):
+            await end.kill()
+        assert not descendants() - before
+
+
 async def run_alone(spec, *codes):
     """Run codes in a session of their own; return the last output."""
     before = descendants()
