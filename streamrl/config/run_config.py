@@ -125,7 +125,10 @@ the names of a mapping.
 
 REPLACEMENTS = {
     "filter.options": "write its keys in the section filter",
-    "telemetry.sinks": "metrics.jsonl is always written; telemetry.wandb.mode turns wandb off",
+    "telemetry.sinks": (
+        "metrics.jsonl is always written; remove it from the config (for a resume:"
+        " 'telemetry.sinks=[jsonl,wandb]'), and telemetry.wandb.mode=disabled turns wandb off"
+    ),
     "data.prompt_key": "set prompt_key per file, beside its path",
     "environment.call_timeout_s": "half of environment.turn_timeout_s holds now",
     "queue.journal.fsync_s": "use queue.journal.fsync, true or false",

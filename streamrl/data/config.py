@@ -18,7 +18,6 @@ from streamrl.files.typed_settings import (
 
 MODEL_TEMPLATE, PLAIN_TEMPLATE = "model", "plain"
 """Template names that are not files: the model's chat template, and joining by newlines."""
-MAX_WEIGHT = 1e9
 _LONG_PROMPT_ACTIONS = ("error", "skip")
 
 
@@ -38,7 +37,7 @@ class FileSettings:
     """
 
     path: str = ""
-    weight: Annotated[float | None, above(0, MAX_WEIGHT)] = None
+    weight: Annotated[float | None, above(0)] = None
     split: str = ""
     prompt_key: str = "prompt"
     label_key: str = ""
@@ -212,9 +211,11 @@ def _parse_data_file(entry: Any, key: str) -> DataFile:
             f"{key}={entry!r}: must be a path, a mapping of {', '.join(FILE_KEYS)}, or a"
             f" list of these"
         )
-    if "kind" in entry:
+    # Run directories of earlier versions name the kind.
+    entry = dict(entry)
+    if (kind := entry.pop("kind", "file")) != "file":
         raise ConfigError(
-            f"{key}.kind={entry['kind']}: no longer a key, every entry is a file;"
+            f"{key}.kind={kind}: no longer a key, every entry is a file;"
             " examples/reasoning_gym writes the tasks of that package to one"
         )
     settings = read_settings(FileSettings, entry, section=key)

@@ -145,6 +145,11 @@ def parse_json_row(row: bytes, location: str) -> Any:
 def _open_text_table(path: str) -> TextTable:
     starts, sizes, numbers = array("q"), array("i"), array("q")
     with open_regular_file(path) as file:
+        if file.read(MIB).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+            raise ConfigError(
+                f"{path}: a JSON array; write one object per line: jq -c '.[]' FILE > rows.jsonl"
+            )
+        file.seek(0)
         stamp = _get_file_stamp(file)
         for index, start, row in iter_json_lines(file):
             numbers.append(index)
@@ -221,10 +226,14 @@ def _to_records(rows: pa.Table, locations: Sequence[str]) -> list[Any]:
         raise
     # Dates beyond Python's, unknown time zones and duplicate keys raise errors of many types.
     except Exception as error:  # noqa: BLE001
-        if len(locations) == 1:
-            return [ConfigError(f"{locations[0]}: {format_error(error)}")]
-        singles = (_to_records(rows.slice(i, 1), [place]) for i, place in enumerate(locations))
-        return [record for (record,) in singles]
+        if len(locations) > 1:
+            singles = (_to_records(rows.slice(i, 1), [place]) for i, place in enumerate(locations))
+            return [record for (record,) in singles]
+        if rows.num_columns > 1:
+            columns = (_to_records(rows.select([i]), locations) for i in range(rows.num_columns))
+            return next(records for records in columns if isinstance(records[0], ConfigError))
+        column = f"column {rows.column_names[0]!r}"
+        return [ConfigError(f"{locations[0]}: {column}: {format_error(error)}")]
     return records
 
 
@@ -253,13 +262,16 @@ def _list_parquet_files(path: str, split: str) -> list[str]:
         if not path.lower().endswith(PARQUET):
             names = ", ".join((*JSONL_EXTENSIONS, PARQUET))
             raise ConfigError(
-                f"{path}: must be one of {names}, or a directory of {PARQUET} files; convert other"
-                " data with pandas or datasets"
+                f"{path}: must be one of {names}, or a directory of {PARQUET} files; gunzip a .gz,"
+                " convert other data with pandas"
             )
         return [path]
     shards = sorted(file for file in Path(path).iterdir() if file.suffix.lower() == PARQUET)
     if not shards:
-        raise ConfigError(f"{path}: the directory contains no {PARQUET} files")
+        raise ConfigError(
+            f"{path}: the directory contains no {PARQUET} files; convert a dataset of save_to_disk"
+            " with datasets.load_from_disk(...)[split].to_parquet(...)"
+        )
     splits = [_parse_split(shard.stem) for shard in shards]
     if len({*splits}) > 1 or split:
         names = ", ".join(sorted({*splits} - {""})) or "none"

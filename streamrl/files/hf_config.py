@@ -67,6 +67,8 @@ def read_model_config(path: str, **changes: Any) -> "PreTrainedConfig":
     from transformers import AutoConfig
 
     check_regular_files(Path(path))
+    if not (Path(path) / "config.json").is_file():
+        raise ConfigError(f"{path}: not a model directory: config.json is missing")
     num_layers = read_num_layers(Path(path))
     if num_layers > MAX_LAYERS:
         raise ConfigError(

@@ -283,11 +283,13 @@ def check_files(checkpoint: Checkpoint, part: str = "", *, key: str = "--resume 
 
 
 def check_model_dir(path: Path, key: str) -> None:
-    """Raise ConfigError if a model directory belongs to a checkpoint and has changed.
+    """Raise ConfigError if a model directory is missing, or of a checkpoint and changed since.
 
     key: setting or argument that names the directory, such as `model.path=`. A directory elsewhere,
     such as a copy of a checkpoint's model, has no proof.
     """
+    if not path.is_dir():
+        raise ConfigError(f"{key}{path}: no such directory; a model is a directory on this machine")
     folder = path.resolve()
     for parent in (folder.parent, folder.parent.parent) if folder.name == "model" else ():
         is_own = (parent / "state.json").is_file() or parent.parent.name == "checkpoints"

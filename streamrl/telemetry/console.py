@@ -312,8 +312,8 @@ def _format_step(progress: RunProgress) -> str:
     parts = [
         f" step {progress.step}/{run_info.num_steps}",
         f"reward {get('reward/mean')}",
-        f"staleness {get('staleness/mean', 1)}, at most {get('staleness/max', 0)}",
-        f"{get('time/step_s', 1)} s",
+        f"staleness {get('staleness/mean', 1)}, largest {get('staleness/max', 0)}",
+        f"{get('time/step_s', 1)} s/step",
         f"{format_duration(progress.estimate_remaining_s())} left",
         f"{get('throughput/tokens_per_s', 0)} tokens/s",
     ]

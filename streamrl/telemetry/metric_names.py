@@ -130,18 +130,6 @@ def validate_row(row: MetricsRow) -> None:
             raise ValueError(f"metric {name}={value!r}: must be a {expected_type.__name__}")
 
 
-def find_missing_metrics(row: MetricsRow) -> list[str]:
-    """Return the names that every run must log but that this metrics row lacks.
-
-    They are the names without a placeholder, but for those of episodes.
-    """
-    return [
-        name
-        for name, metric in _METRICS_BY_NAME.items()
-        if name not in row and not metric.has_episodes
-    ]
-
-
 def to_json_value(value: float | Histogram) -> int | float | dict[str, list[float]] | None:
     """Convert a metric value to JSON; NaN and infinities become null."""
     if isinstance(value, Histogram):

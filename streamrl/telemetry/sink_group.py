@@ -115,9 +115,11 @@ def make_sink_group(
     if config.wandb.is_enabled:
         try:
             from streamrl.telemetry.wandb_sink import WandbSink
-        except ImportError as error:  # of a library that wandb does not fit
-            mode = config.wandb.mode
-            raise ConfigError(f"telemetry.wandb.mode={mode}: cannot import it: {error}") from error
+        except Exception as error:  # a library that wandb does not fit raises any
+            raise ConfigError(
+                f"telemetry.wandb.mode={config.wandb.mode}: wandb cannot be imported:"
+                f" {' '.join(str(error).split())}; telemetry.wandb.mode=disabled runs without it"
+            ) from error
         resume_id = load_run_id(run_dir) if is_resumed else None
         sinks.append(WandbSink(run_dir, config.wandb, run_name=run_info.name, resume_id=resume_id))
     sinks.append(TraceSink(run_dir, resume=is_resumed, most_bytes=MAX_TRACE_BYTES))
@@ -128,7 +130,7 @@ def preload_wandb(config: WandbConfig) -> None:
     """Start to import wandb in a background thread, if the config uses wandb."""
 
     def load() -> None:
-        with contextlib.suppress(ImportError):  # `make_sink_group` raises it
+        with contextlib.suppress(Exception):  # `make_sink_group` raises it
             importlib.import_module("wandb")
 
     if config.is_enabled:
@@ -156,7 +158,7 @@ def make_console(kind: str, run_info: RunInfo, console: Console | None = None) -
 
 
 def make_stdout_console() -> Console:
-    """Return a console for standard output; rich gives a file 80 columns, too few for a step."""
+    """Return a console for standard output; in a file rich would wrap events at column 80."""
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = LOG_WIDTH

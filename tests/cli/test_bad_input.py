@@ -91,7 +91,7 @@ def read_files(folder: Path) -> dict[Path, bytes]:
         (["run.steps=many"], ["run.steps", "'many'"]),
         (["pipeline.micro_batch_tokens=5"], ["pipeline.micro_batch_tokens=5", "one rollout"]),
         (["filter={kind: function, path: no.py, function: f}"], ["filter.path", "no such file"]),
-        (["model.path=nowhere"], ["nowhere", "no such directory"]),
+        (["model.path=nowhere"], ["model.path=", "nowhere: no such directory"]),
         ([f"algorithm.path={'x' * 300}"], ["xxx: File name too long"]),
         (["data.train=nowhere.jsonl"], ["nowhere.jsonl"]),
         (["data.train=rows.csv"], ["rows.csv"]),

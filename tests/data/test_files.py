@@ -28,10 +28,15 @@ def test_files_may_be_a_path_a_mapping_or_a_list():
 
 
 def test_each_file_has_its_own_options():
-    train = ["a.jsonl", {"path": "b", "split": "test", "prompt_key": "input", "label_key": "label"}]
+    train = [
+        "a.jsonl",
+        {"kind": "file", "path": "b", "split": "test", "prompt_key": "input", "label_key": "label"},
+    ]
     first, second = DataConfig(train=train).train_files
     assert (first.prompt_key, second.prompt_key, second.label_key) == ("prompt", "input", "label")
     assert second.name == "b_test"
+    earlier = {"kind": "file", "path": "a.jsonl"}  # in directories of earlier runs
+    assert DataConfig(train=earlier).train_files[0].path == "a.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -47,6 +52,7 @@ def test_each_file_has_its_own_options():
         ({"path": ["a"]}, "data.train.path=['a']: must be text"),
         ({"path": "a", "weight": 0}, "data.train.weight=0.0: must be above 0"),
         ({"path": "a", "weight": "x"}, "data.train.weight='x': must be a number"),
+        ({"path": "a", "kind": "reasoning_gym"}, "data.train.kind=reasoning_gym: no longer a key"),
         (["a", {"path": "b", "weight": 1}], "data.train[0].weight: missing; give all files"),
         ({"path": "a", "name": "x/y"}, "data.train.name='x/y': must be printable"),
         ({"path": "a", "filter": "keep.py"}, "data.train.filter=keep.py: write it as file"),

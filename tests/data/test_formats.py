@@ -106,6 +106,20 @@ def test_a_split_of_data_without_splits_is_refused(tmp_path):
             read_fields(tmp_path / name, "train")
 
 
+@pytest.mark.parametrize("text", ['[{"prompt": "1"}]', '\ufeff\n[\n {"prompt": "1"}\n]'])
+def test_a_json_array_is_refused_with_its_conversion(tmp_path, text):
+    path = tmp_path / "rows.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=rf"^{path}: a JSON array; .*: jq -c '\.\[\]' FILE"):
+        read_fields(path)
+
+
+def test_a_saved_dataset_is_refused_with_its_conversion(tmp_path):
+    (tmp_path / "dataset_dict.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"save_to_disk with datasets.load_from_disk\(...\)\["):
+        read_fields(tmp_path)
+
+
 ZONE = pa.timestamp("us", tz="Mars/Base")
 PAIRS = pa.map_(TEXT, pa.int64())
 
@@ -132,7 +146,7 @@ def test_a_value_unrepresentable_in_python_makes_a_bad_row(tmp_path, kind, good,
         records = {index: record for _, index, record in opened.read_rows(indices)}
         assert [records[i]["prompt"] for i in (0, 2)] == ["1", "3"]
         assert isinstance(records[1], ConfigError)
-    with pytest.raises(ConfigError, match=f"^{path} row 2: ") as caught:
+    with pytest.raises(ConfigError, match=f"^{path} row 2: column 'x': ") as caught:
         read_fields(path)
     assert "\n" not in str(caught.value)
 

@@ -29,7 +29,7 @@ def test_texts_load_from_jsonl_and_parquet(tmp_path):
             r"texts.jsonl line 2: column 'text' must be non-empty text",
         ),
         ('{"text": ""}', r"line 1: column 'text' must be non-empty text"),
-        ("[1]", r"line 1: column 'text' must be non-empty text"),
+        ("1", r"line 1: column 'text' must be non-empty text"),
         ("{", "line 1: not JSON"),
     ],
 )

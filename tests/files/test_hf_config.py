@@ -225,6 +225,11 @@ def test_a_malformed_config_json_is_a_one_line_error(copy_with_config: Any, name
     assert name in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_directory_without_config_json_is_no_model_directory(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"not a model directory: config\.json is missing"):
+        read_model_config(str(tmp_path))
+
+
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_a_fifo_in_a_model_directory_is_refused_without_blocking(tmp_path: Path, name: str):
     os.mkfifo(tmp_path / name)

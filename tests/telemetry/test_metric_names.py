@@ -12,7 +12,6 @@ from streamrl.telemetry.metric_names import (
     METRICS,
     Histogram,
     find_metric,
-    find_missing_metrics,
     to_json_value,
     validate_row,
 )
@@ -46,9 +45,8 @@ def test_a_name_that_is_not_in_the_contract_raises(name):
         validate_row({name: 1.0})
 
 
-def test_a_full_row_passes_and_misses_nothing():
+def test_a_full_row_passes():
     validate_row(full_row(3))
-    assert find_missing_metrics(full_row(3)) == []
 
 
 @pytest.mark.parametrize("value", [1, 0.5, math.nan, np.float32(0.5), np.int64(3)])

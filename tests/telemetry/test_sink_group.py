@@ -126,9 +126,14 @@ def test_a_resumed_run_continues_its_files_and_its_console(tmp_path):
     assert "0.100 -> 0.300" in text.getvalue()
 
 
-def test_a_wandb_that_cannot_be_imported_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "streamrl.telemetry.wandb_sink", None)
-    with pytest.raises(ConfigError, match=r"telemetry.wandb.mode=offline: cannot import it"):
+@pytest.mark.parametrize("kind", [ImportError, AttributeError])
+def test_a_wandb_that_cannot_be_imported_is_one_line(tmp_path, monkeypatch, kind):
+    (tmp_path / "wandb.py").write_text(f"raise {kind.__name__}('two\\nlines')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("wandb", "streamrl.telemetry.wandb_sink"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    words = r"telemetry.wandb.mode=offline: .*: two lines; telemetry.wandb.mode=disabled runs"
+    with pytest.raises(ConfigError, match=words):
         make_sink_group(TelemetryConfig(console="none"), make_run_info(tmp_path))
 
 

@@ -50,7 +50,6 @@ function drawCharts(container, charts) {
 function drawChart(box, chart) {
   const plot = box.lastChild, isFirst = !plot.data;
   box.firstChild.textContent = chart.title;
-  box.classList.add("over-steps");
   Plotly.react(plot, chart.traces, layOut(chart), PLOT_CONFIG);
   if (isFirst) plot.on("plotly_relayout", (change) => zoomAll(plot, change));
 }
@@ -86,7 +85,7 @@ function zoomAll(source, change) {
   else return;
   isZooming = true;
   const update = stepRange ? { "xaxis.range": stepRange.slice() } : { "xaxis.autorange": true };
-  const others = Array.from(document.querySelectorAll(".over-steps .plot"))
+  const others = Array.from(document.querySelectorAll(".chart .plot"))
     .filter((plot) => plot !== source && plot.data);
   Promise.all(others.map((plot) => Plotly.relayout(plot, update)))
     .finally(() => { isZooming = false; });

@@ -57,7 +57,7 @@ class JsonlTail:
     def read(self, forget_rows: Callable[[], None]) -> Iterator[dict[str, Any]]:
         """Yield the new lines; call `forget_rows` before lines that replace those of earlier calls.
 
-        Raises ConfigError with the file for a line that is not a JSON object.
+        Raises ConfigError with the place of a line that is not a JSON object.
         """
         if not self._path.exists():
             return
@@ -75,11 +75,13 @@ class JsonlTail:
             for line in read_lines(file):
                 if not line.endswith(b"\n"):
                     break
+                location = f"{self._path}, line at byte {self._offset}"
                 self._offset += len(line)
                 if line.strip():
-                    row = parse_json(line)
-                    if not isinstance(row, dict):
-                        raise ValueError("a line is not a JSON object")
+                    with wrap_file_errors(location):
+                        row = parse_json(line)
+                        if not isinstance(row, dict):
+                            raise ValueError("not a JSON object")
                     yield row
 
 

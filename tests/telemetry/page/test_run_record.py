@@ -123,8 +123,9 @@ def test_a_growing_file_is_read_once_in_any_pieces(
 def test_a_damaged_line_is_named(tmp_path: Path, line: bytes) -> None:
     folder = write_run(tmp_path / "run", num_steps=1)
     with (folder / "metrics.jsonl").open("ab") as file:
+        start = file.tell()
         file.write(line + b"\n")
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl: ") as raised:
+    with pytest.raises(ConfigError, match=rf"metrics\.jsonl, line at byte {start}: ") as raised:
         RunReader(folder).read()
     assert "\n" not in str(raised.value)
 
