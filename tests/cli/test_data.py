@@ -119,7 +119,7 @@ def test_filter_and_template_options_are_applied(toy, tmp_path, check):
         ([], "name a file"),
         (["rows.jsonl"], "--model or --config"),
         (["nowhere.jsonl", "--model", "{toy}/model"], "nowhere.jsonl: cannot be read"),
-        (["{toy}/rows.jsonl", "--model", "{toy}"], r"{toy}: config\.json: "),
+        (["{toy}/rows.jsonl", "--model", "{toy}"], r"{toy}: not a model directory: config\.json"),
         (["--config", "{toy}/recipe.yaml", "--split", "x"], "--split=x .* no file is named"),
     ],
 )

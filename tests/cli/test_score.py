@@ -225,7 +225,7 @@ def test_the_verdict_depends_on_weighted_components(verdicts, verdict):
     [
         ("\n\n", "{}: contains no rows"),
         ('{"index": 0, "completion": "5"}\n{"index": ', "{} line 2: not JSON: Expecting value"),
-        ('\n["5"]', "{} line 2: Expected `object`, got `array`"),
+        ('\n"5"', "{} line 2: Expected `object`, got `str`"),
         ('{"index": 0, "text": "5"}', "{} line 1: Object missing required field `completion`"),
         ('{"index": "0", "completion": ""}', "{} line 1: Expected `int`, got `str` - at `$.index`"),
         ('{"index": true, "completion": ""}', "{} line 1: Expected `int`, got `bool`"),
