@@ -1,7 +1,8 @@
 """Checks of everything a resume reads, before it changes a file or starts a process.
 
-Covers the run log, the shards' snapshots and journals, trainer states and metrics. Otherwise a
-damaged file would only surface after actors have started and metric rows have been cut.
+Covers every file of the checkpoint with its hash (format 3: its size only; the trainers report
+other damage when they load), the run log, the shards' snapshots and journals, and metrics.
+Otherwise a damaged file would only surface after actors have started and metric rows have been cut.
 """
 
 import copy
@@ -176,8 +177,10 @@ def _check_metric_rows(run_dir: Path) -> None:
     for name, key in ((METRICS_FILE, "step"), (EVENTS_FILE, "event")):
         for number, line in enumerate(read_jsonl(run_dir / name), start=1):
             place = f"--resume: {run_dir / name}:{number}"
-            if not isinstance(line, dict) or not {"time", key} <= line.keys():
-                raise ConfigError(f"{place}: must be a JSON object with time and {key}")
+            is_row = isinstance(line, dict) and {"time", key} <= line.keys()
+            if not is_row or (key == "step" and not isinstance(line["step"], int)):
+                wanted = "integer step" if key == "step" else key
+                raise ConfigError(f"{place}: must be a JSON object with time and {wanted}")
             try:
                 parse_metrics_row(line if name == METRICS_FILE else {})
             except ValueError as error:

@@ -7,6 +7,7 @@ from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import CRITIC, POLICY, CallKind
 from streamrl.engines.trainer_config import REFERENCE_FILE
+from streamrl.environments.config import EnvironmentConfig
 from streamrl.errors import ConfigError
 from streamrl.files.file_proofs import compute_digest
 from streamrl.files.typed_settings import Conflict, check_conflicts, get_setting
@@ -57,6 +58,7 @@ def check_overrides(stored: RunConfig, config: RunConfig, checkpoint: Checkpoint
             check_conflicts(new, rows, f"{section}.")
     check_conflicts(config, _iter_changes(FIXED_SETTINGS, stored, config))
     check_conflicts(config, _iter_lost_state(stored, config))
+    _check_environments(stored.environment, config.environment)
     if checkpoint is not None:
         roles = [call.role for call in config.dataflow.select_calls(CallKind.TRAIN)]
         _check_role_files(checkpoint, roles)
@@ -110,9 +112,12 @@ def _iter_lost_state(stored: RunConfig, config: RunConfig) -> Iterator[Conflict]
         f"a resumed run must keep it {'above' if old.max_samples > 1 else 'at'} 1, as groups in its"
         " queue have the columns for that",
     )
-    # An override may add an environment to several, but not to none.
-    yield (
-        old.is_enabled != new.is_enabled or not old.specs.keys() <= new.specs.keys(),
-        "environment.path",
-        f"a resumed run must keep {old.settings_text}, as groups in its queue were sampled so",
-    )
+
+
+def _check_environments(old: EnvironmentConfig, new: EnvironmentConfig) -> None:
+    """Raise ConfigError unless the environments remain; more may join several, but not none."""
+    if old.is_enabled != new.is_enabled or not old.specs.keys() <= new.specs.keys():
+        raise ConfigError(
+            f"{new.settings_text}: a resumed run must keep {old.settings_text}, as groups in its"
+            " queue were sampled so"
+        )

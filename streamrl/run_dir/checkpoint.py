@@ -235,9 +235,11 @@ def read_checkpoint(folder: Path, *, key: str = "--resume ") -> Checkpoint:
     fields = _read_state(folder / "state.json", location)
     if fields["format"] == SIZES_ONLY_FORMAT and isinstance(fields.get("files"), dict):
         fields["files"] = {name: (size, "") for name, size in fields["files"].items()}
+    if "files" not in fields:
+        raise ConfigError(f"{location}: Object missing required field `files`")
     try:
         state = convert(fields, CheckpointState)
-        proofs = convert(fields.get("files"), dict[str, FileProof])
+        proofs = convert(fields["files"], dict[str, FileProof])
     except ValidationError as error:
         raise ConfigError(f"{location}: {error}") from None
     if _STEP_FOLDER_PATTERN.fullmatch(folder.name) and _parse_step(folder) != state["version"]:

@@ -26,6 +26,7 @@ from streamrl.buffer.journal import (
     read_segment,
     write_segment,
 )
+from streamrl.cli.main import main
 from streamrl.config.preflight import PreparedRun, prepare_run
 from streamrl.config.resume_checks import check_resume, load_run_log
 from streamrl.config.run_config import RunConfig, load_config
@@ -39,6 +40,7 @@ from streamrl.run_dir.checkpoint import (
     find_resume_point,
     get_journal_dir,
 )
+from streamrl.run_dir.run_lock import LOCK_FILE
 from tests.hostile_pickle import Hostile
 from tests.sealed import seal
 
@@ -54,6 +56,7 @@ class StoppedRun:
         with tarfile.open(ARCHIVE) as archive:
             archive.extractall(folder, filter="data")
         self.path = folder / "run"
+        (self.path / LOCK_FILE).write_text("")  # free without a wait for its owner's heartbeat
         config = self.path / "config.yaml"
         config.write_text(config.read_text().replace("FOLDER", str(folder)))
         seal(self.path / STEP)
@@ -220,6 +223,10 @@ RUN_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda run: _append(run / "metrics.jsonl", '{"step": 6, "time": 1, "a/hist": {}}\n'),
         "a/hist={}: neither a number nor a histogram",
     ),
+    "no step": (
+        lambda run: _append(run / "metrics.jsonl", '{"step": null, "time": 1}\n'),
+        "must be a JSON object with time and integer step",
+    ),
     "time": (
         lambda run: _append(run / "events.jsonl", '{"event": "died"}\n'),
         "must be a JSON object with time and event",
@@ -233,15 +240,30 @@ RUN_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+def prove(run_dir: Path) -> object:
+    return prove_files([path for path in list_files(run_dir) if path.is_file()])
+
+
 @pytest.mark.parametrize("kind", [*CHECKPOINT_DAMAGE, *RUN_DAMAGE])
 def test_a_damaged_run_directory_is_refused_and_stays_unchanged(damaged: StoppedRun, kind: str):
     damage, part = (CHECKPOINT_DAMAGE | RUN_DAMAGE)[kind]
     damage(damaged.path / STEP if kind in CHECKPOINT_DAMAGE else damaged.path)
-    files = [path for path in list_files(damaged.path) if path.is_file()]
-    before = prove_files(files)
+    before = prove(damaged.path)
     assert part in refuse(damaged)
-    assert prove_files(files) == before
+    assert prove(damaged.path) == before
     assert not damaged.path.with_name("harmed").exists()
+
+
+@pytest.mark.parametrize("kind", ["metrics", "hostile"])
+def test_the_command_refuses_a_damaged_run_and_changes_no_file(
+    damaged: StoppedRun, kind: str, capsys: pytest.CaptureFixture[str]
+):
+    damage, part = RUN_DAMAGE[kind]
+    damage(damaged.path)
+    before = prove(damaged.path)
+    assert main(["train", "--resume", str(damaged.path), "run.steps=99"]) == 2
+    assert part in capsys.readouterr().err
+    assert prove(damaged.path) == before
 
 
 def test_a_broken_checkpoint_beside_a_whole_one_names_both(damaged: StoppedRun):

@@ -42,18 +42,22 @@ def test_a_resumed_run_may_change_environments_and_add_a_named_one(resume, befor
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        (NONE, GUESS, "environment.path=: a resumed run must keep environment={}, as groups"),
+        (
+            NONE,
+            GUESS,
+            "^environment.named.guess.path=/a.py: .* must keep environment={}, as groups",
+        ),
         (
             ONE,
             [*ONE, "environment.max_samples=2"],
             "max_samples=2: a resumed run must keep it at 1",
         ),
         ([*ONE, "environment.max_samples=2"], ONE, "max_samples=1: .* must keep it above 1"),
-        (ONE, NONE, "environment.path=: a resumed run must keep environment.path=/a.py, as groups"),
+        (ONE, NONE, "^environment={}: a resumed run must keep environment.path=/a.py, as groups"),
         (
             ONE,
             GUESS,
-            "environment.path=: a resumed run must keep environment.path=/a.py, as groups",
+            "^environment.named.guess.path=/a.py: a resumed run must keep environment.path=/a.py,",
         ),
         (TWO, GUESS, "must keep environment.named.guess.path=/a.py, environment.named.other.path="),
     ],

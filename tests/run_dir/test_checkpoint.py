@@ -221,7 +221,7 @@ def test_invalid_checkpoints_are_refused_with_one_line(tmp_path: Path):
     full_state = {**state(1, {}), "files": {}}
     for name in full_state:
         write_state(tmp_path, {key: full_state[key] for key in full_state if key != name})
-        with pytest.raises(ConfigError, match=f"state.json: .*({name}|null)"):
+        with pytest.raises(ConfigError, match=f"state.json: .*`{name}`"):
             find_resume_point(tmp_path)
     write_state(tmp_path, full_state)
     assert read_checkpoint(tmp_path).version == 1
