@@ -7,7 +7,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from streamrl.buffer.encoding import (
@@ -145,8 +145,11 @@ class ExperienceQueue:
         if not pending:
             request = LeaseRequest(stage, self._holder, max_groups, tuple(columns))
             await self._await_grants(request, deadline - _read_loop_time())
-        grants = [pending.popleft() for _ in range(min(max_groups, len(pending)))]
-        return [_make_experience(grant, columns) for grant in grants]
+        grants = list(islice(pending, max_groups))
+        experiences = [_make_experience(grant, columns) for grant in grants]
+        for _ in grants:  # only after decoding: leases are active, do not lose them
+            pending.popleft()
+        return experiences
 
     async def _renew_if_due(self, wait_s: float) -> bool:
         """Renew the active leases if that is due; return False if it takes longer than `wait_s`."""

@@ -7,7 +7,7 @@ import weakref
 import pytest
 
 from streamrl.buffer import ExperienceQueue
-from streamrl.errors import DeadlineError
+from streamrl.errors import ContractError, DeadlineError
 from streamrl.messages import FilteredGroup
 from tests.buffer.clients import UIDS, finish, lease, local_shards, queue_of, take_all
 from tests.buffer.shards import prompt, rollouts
@@ -147,6 +147,20 @@ async def test_pending_grants_do_not_expire_during_other_work():
         assert await queue.commit_columns([(group.lease, rollouts())]) == []
         done.append((group.uid, group.lease.attempt))
     assert sorted(done) == sorted((uid, 1) for uid in uids)
+
+
+@in_virtual_time
+async def test_grant_that_fails_to_decode_stays_for_the_next_call():
+    queue = queue_of(2)
+    await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
+    (first,) = await lease(queue, "generate")
+    await asyncio.sleep(1.0)  # the other shard has granted a group as well
+    with pytest.raises(ContractError, match=r"\['nope'\] do not exist yet"):
+        await lease(queue, "generate", columns=("nope",))
+    started = asyncio.get_running_loop().time()
+    (second,) = await lease(queue, "generate")
+    assert asyncio.get_running_loop().time() == started
+    assert second.uid != first.uid and second.lease.attempt == 1
 
 
 @in_virtual_time
