@@ -53,7 +53,7 @@ else:
 
 def group_relative(columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings) -> "Tensor":
     return adv.group_relative_advantages(
-        columns["scores"], ids, **_get_scaling(settings), single=settings.single_rollout
+        columns["scores"], ids, scale=settings.advantage_scale, single=settings.single_rollout
     )
 
 
@@ -70,12 +70,7 @@ def length_weighted_baseline(
 
 
 def best_of_group(columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings) -> "Tensor":
-    return adv.best_of_group_advantages(columns["scores"], ids, **_get_scaling(settings))
-
-
-def _get_scaling(settings: AlgorithmSettings) -> dict[str, Any]:
-    """Return the arguments that say how advantages are divided."""
-    return {"scale": settings.advantage_scale}
+    return adv.best_of_group_advantages(columns["scores"], ids, scale=settings.advantage_scale)
 
 
 def gpg(columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings) -> "Tensor":

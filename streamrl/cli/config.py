@@ -336,7 +336,8 @@ def list_algorithms(specs: Iterable[Algorithm]) -> Table:
         own = _format_settings({**changed, **spec.params})
         columns, scope = ", ".join(spec.columns), _choose_scope(spec)
         rows.append((spec.name, columns, _format_functions(spec), scope, own, spec.paper))
-    rows.append(("others", "", "", "", _format_settings(DEFAULT_SETTINGS), "defaults of any row"))
+    common = _format_settings(DEFAULT_SETTINGS)
+    rows.append(("(any row)", "", "", "", common, "unless its own defaults differ"))
     return Table(("name", "columns", "advantages, loss", "scope", "defaults", "paper"), rows)
 
 

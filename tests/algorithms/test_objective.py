@@ -149,6 +149,7 @@ def compute_first_step_gradient(config):
         AlgorithmConfig(name="grpo", dual_clip=3.0, loss_aggregation="token-mean"),
         AlgorithmConfig(name="cispo"),
         AlgorithmConfig(name="gpg"),
+        AlgorithmConfig(name="kl_cov", loss_aggregation="token-mean"),
         AlgorithmConfig(name="dppo_tv"),
         AlgorithmConfig(name="dppo_kl"),
         AlgorithmConfig(name="sapo", loss_aggregation="token-mean"),

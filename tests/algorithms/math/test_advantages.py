@@ -68,6 +68,11 @@ def test_a_single_rollout_gets_zero_or_keeps_its_score():
     near(keep(eps=2.0), [1.0, 0.0, 0.0])
 
 
+def test_a_group_without_sampled_tokens_gets_its_plain_mean_as_baseline():
+    no_tokens = torch.zeros(2, dtype=torch.int64)
+    near(length_weighted_advantages(*grouped([[0.0, 1.0]]), no_tokens), [-0.5, 0.5])
+
+
 def test_decoupled_rewards_by_hand():
     # Rewards of spread 2 and 200: each has a deviation of half its spread times sqrt 2.
     rewards = torch.tensor([[0.0, 100.0], [2.0, -100.0], [5.0, 0.0], [5.0, 200.0]])

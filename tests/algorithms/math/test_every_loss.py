@@ -1,4 +1,4 @@
-"""Properties of all token losses and KL estimates: references, padding, order, first steps."""
+"""Properties of all token losses and KL estimates: references, padding, order."""
 
 import math
 from collections.abc import Callable
