@@ -56,7 +56,8 @@ import os, sys
 from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.engines.generator_config import GeneratorConfig
 os.environ.update(make_vllm_env("cpu"))
-from streamrl.engines.vllm.engine import EngineSpec, build_vllm_engine
+from streamrl.engines.vllm.engine import build_vllm_engine
+from streamrl.engines.vllm.requests import EngineSpec
 config = GeneratorConfig(max_new_tokens=12, max_concurrent_rollouts=512)
 build_vllm_engine(EngineSpec(sys.argv[1], config, 64))
 os._exit(0)

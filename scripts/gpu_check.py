@@ -756,7 +756,6 @@ LAYOUTS = (
     TrainerLayout("deepspeed", 3, "bfloat16"),
     TrainerLayout("deepspeed", 1, "bfloat16", lora_rank=8),
     TrainerLayout("deepspeed", 2, "bfloat16"),
-    TrainerLayout("deepspeed", 0, "float32"),
     TrainerLayout("deepspeed", 2, "float32"),
     TrainerLayout("deepspeed", 3, "float32"),
     TrainerLayout("deepspeed", 3, "bfloat16", gradient_checkpointing="offload"),

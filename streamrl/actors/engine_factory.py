@@ -118,9 +118,12 @@ class RealEngineFactory:
         """Start a vLLM worker: one tensor-parallel rank of an engine that another process leads."""
         check_assigned_device()
         with pause_gc():
-            from streamrl.engines.vllm.follower_rank import FollowerRank
+            from streamrl.engines.vllm.requests import import_vllm
 
-            return await FollowerRank.start(_make_engine_spec(config, max_length, rank))
+            spec = _make_engine_spec(config, max_length, rank)
+            module = await import_vllm("follower_rank", spec)
+            follower: FollowerRank = await module.FollowerRank.start(spec)
+            return follower
 
     async def make_scorer(self, config: RunConfig, max_length: int, role: str) -> HostedScorer:
         """Build the scorer of a serving role other than the generator.

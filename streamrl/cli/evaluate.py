@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import json
-import logging
 import os
 import sys
 import time
@@ -268,7 +267,6 @@ async def start_engine(subject: EvaluationSubject, max_length: int) -> "Generati
     threads = os.cpu_count() or 1
     # vLLM and PyTorch warn about each other on import; users can do nothing about those warnings.
     warnings.simplefilter("ignore", FutureWarning)
-    logging.getLogger("vllm").setLevel(logging.ERROR)
     # vLLM reads the environment on import, which happens inside GenerationEngine.start.
     os.environ.update(make_vllm_env("cuda" if has_local_gpu() else "cpu", threads=threads))
     config = subject.config

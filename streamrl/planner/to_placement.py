@@ -382,7 +382,6 @@ def _apply_sizes(
 
     roles: assignment of devices by role.
     """
-
     generator, policy = roles[GENERATE_CALL.role], roles[POLICY]
     sections: dict[str, Any] = {
         "pipeline": replace(config.pipeline, max_staleness=max_staleness, depth=None),

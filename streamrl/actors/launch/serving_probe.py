@@ -18,7 +18,8 @@ from streamrl.distributed.devices import has_local_gpu
 from streamrl.engines.generation.generation_engine import GenerationEngine
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.models.forward import ModelLoadOptions, compute_token_logprobs, load_model
-from streamrl.engines.vllm.engine import EngineSpec, make_engine_config
+from streamrl.engines.vllm.engine import make_engine_config
+from streamrl.engines.vllm.requests import EngineSpec
 from streamrl.files.hf_config import read_model_config
 from streamrl.weights.config import EXACT_LOGPROB_LIMIT, ROUNDED_LOGPROB_LIMIT
 from streamrl.weights.versions import LogprobCheck, make_check_sequences

@@ -34,6 +34,7 @@ from streamrl.engines.vllm.requests import (
     SamplingRequest,
     SequenceRequest,
     TokenCount,
+    import_vllm,
 )
 from streamrl.errors import ConfigError, DeadlineError, GenerationError, WeightsError
 from streamrl.messages import (
@@ -238,7 +239,7 @@ class GenerationEngine:
     _model_info: ModelInfo
 
     def __init__(self, spec: EngineSpec) -> None:
-        # Loads vLLM, which reads the environment.
+        # `start` has imported the module: it loads vLLM, which reads the environment.
         from streamrl.engines.vllm.engine import EngineThread
 
         self._spec = spec
@@ -258,9 +259,10 @@ class GenerationEngine:
         other ranks of the group start a `FollowerRank` each; all ranks of all groups start
         together.
 
-        Raises ConfigError if vLLM rejects the settings, DeadlineError after `start_timeout_s` and
-        GenerationError if the engine dies.
+        Raises ConfigError if vLLM cannot be imported or rejects the settings, DeadlineError if its
+        import or the start takes over `start_timeout_s`, and GenerationError if the engine dies.
         """
+        await import_vllm("engine", spec)
         engine, timeout_s = cls(spec), spec.config.start_timeout_s
         started = engine._thread.start()
         try:

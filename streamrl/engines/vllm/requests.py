@@ -1,11 +1,15 @@
-"""Arguments and results of a vLLM engine; the module loads no vLLM."""
+"""Arguments and results of a vLLM engine, and its import; the module itself loads no vLLM."""
 
+import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from importlib import import_module
+from typing import Any, NamedTuple
 
 from streamrl.engines.generator_config import GeneratorConfig, SamplingSettings
 from streamrl.engines.vllm.rank_groups import RankGroup
+from streamrl.errors import ConfigError, DeadlineError
 from streamrl.messages import FinishReason
 from streamrl.weights.parameters import ParameterSet
 
@@ -28,6 +32,25 @@ class EngineSpec:
     rank_group: RankGroup | None = None
     group_size: int = 1
     run_seed: int = 0
+
+
+async def import_vllm(module: str, spec: EngineSpec) -> Any:
+    """Import a module of this package and with it vLLM, which takes seconds, on another thread.
+
+    Raises ConfigError if vLLM cannot be imported, DeadlineError after `start_timeout_s`.
+    """
+    # Users cannot act on warnings of the import; an engine sets the level anew.
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    timeout_s = spec.config.start_timeout_s
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.to_thread(import_module, f"streamrl.engines.vllm.{module}")
+    except TimeoutError as error:
+        raise DeadlineError(
+            f"vLLM did not start {spec.model_path} within {timeout_s:g} s"
+        ) from error
+    except (ImportError, OSError) as error:
+        raise ConfigError(f"generator: vLLM cannot start {spec.model_path}: {error}") from error
 
 
 @dataclass(frozen=True)

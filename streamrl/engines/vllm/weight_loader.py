@@ -73,7 +73,6 @@ def keep_plain_linears() -> Iterator[None]:
     - Rotary embeddings of non-contiguous queries (DeepSeek's attention) use torch: vLLM's CPU
       kernel leaves such queries unrotated.
     """
-
     from vllm import _custom_ops
     from vllm.compilation import decorators
     from vllm.model_executor.layers import utils as layers
@@ -257,7 +256,6 @@ def reload_through_copy(
     The second model goes through the same packing, padding and layout changes as the first. Raises
     ValueError if a parameter gets no value.
     """
-
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -451,7 +449,6 @@ def _match_parameter(
 
     `full_shapes` are the checkpoint parameters that this rank's tensor `local` may fuse.
     """
-
     if hasattr(module, "shard_indices"):  # an embedding or a head
         # vLLM pads the rows of the last ranks.
         ((name, shape),) = full_shapes
