@@ -5,13 +5,19 @@ import json
 from pathlib import Path
 
 import reasoning_gym
+from reasoning_gym.composite import DatasetSpec
+
+
+def create_dataset(settings):
+    """Return a dataset of the package; members of a composite are mappings in `settings`."""
+    if "datasets" in settings:
+        members = [DatasetSpec(**member) for member in settings["datasets"]]
+        settings = {**settings, "datasets": members}
+    return reasoning_gym.create_dataset(**settings)
 
 
 def make_row(settings, index, task, system=""):
-    """Return a task as a row; `extra_info` has all that makes it again.
-
-    settings: arguments of reasoning_gym.create_dataset.
-    """
+    """Return a task as a row; `extra_info` has all that makes it again."""
     messages = [{"role": "user", "content": task["question"]}]
     if system:
         messages.insert(0, {"role": "system", "content": system})
@@ -19,7 +25,11 @@ def make_row(settings, index, task, system=""):
         "prompt": messages,
         "ground_truth": task["answer"],
         "data_source": task["metadata"].get("source_dataset", settings["name"]),
-        "extra_info": {"settings": json.dumps(settings), "index": index},
+        "extra_info": {
+            "settings": json.dumps(settings),
+            "index": index,
+            "question": task["question"],
+        },
     }
 
 
@@ -33,7 +43,7 @@ def main(arguments=None):
     parser.add_argument("--system", default="", help="system message before each task")
     given = parser.parse_args(arguments)
     settings = {"name": given.dataset, "size": given.size, "seed": given.seed, **given.options}
-    dataset = reasoning_gym.create_dataset(**settings)
+    dataset = create_dataset(settings)
     with open(given.output, "w", encoding="utf-8") as file:
         for index in range(given.size):
             row = make_row(settings, index, dataset[index], given.system)

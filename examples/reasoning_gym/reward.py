@@ -6,11 +6,20 @@ import re
 from functools import lru_cache
 
 import reasoning_gym
+from reasoning_gym.composite import DatasetSpec
+
+
+def create_dataset(settings):
+    """Return a dataset of the package; members of a composite are mappings in `settings`."""
+    if "datasets" in settings:
+        members = [DatasetSpec(**member) for member in settings["datasets"]]
+        settings = {**settings, "datasets": members}
+    return reasoning_gym.create_dataset(**settings)
 
 
 @lru_cache(16)
 def load_dataset(settings):
-    return reasoning_gym.create_dataset(**json.loads(settings))
+    return create_dataset(json.loads(settings))
 
 
 @lru_cache(64)
@@ -25,7 +34,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, pattern=r
     """
     settings, index = extra_info["settings"], extra_info["index"]
     task = make_task(settings, index)
-    if task["answer"] != ground_truth:
+    if (task["question"], task["answer"]) != (extra_info.get("question"), ground_truth):
         raise ValueError(
             f"task {index} of {data_source} is another now; write the rows again, with this"
             " release of reasoning-gym and PYTHONHASHSEED=0"
@@ -36,6 +45,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, pattern=r
     judge = load_dataset(settings).score_answer
     try:
         return judge(answers[-1].strip(), copy.deepcopy(task))
+    except MemoryError:
+        raise
     except Exception:  # noqa: BLE001 - the package may raise anything
         judge(ground_truth, copy.deepcopy(task))
         return 0.0

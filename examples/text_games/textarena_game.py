@@ -34,7 +34,10 @@ class TextArenaGame:
         while isinstance(self._game, textarena.Wrapper):
             self._game = self._game.env  # wrappers repeat the whole game every turn
         self._let_opponent_play()
-        return self._read_messages()
+        messages = self._read_messages()
+        if self._players == 2:
+            list_legal_actions(messages)  # raises before the episode, not within
+        return messages
 
     def step(self, reply: Reply) -> Turn:
         is_over, _ = self._game.step(reply.text.strip())
@@ -46,7 +49,7 @@ class TextArenaGame:
     def _let_opponent_play(self) -> bool:
         """Play until it is the policy's turn; return whether the game is over."""
         while self._game.state.current_player_id != self._player:
-            actions = BRACKETED.findall(LISTED.findall(self._read_messages())[-1])
+            actions = list_legal_actions(self._read_messages())
             is_over, _ = self._game.step(self._rng.choice(actions))
             if is_over:
                 return True
@@ -56,6 +59,13 @@ class TextArenaGame:
         """Return what the player whose turn it is was sent by others; of the boards the last."""
         player, messages = self._game.get_observation()
         return format_messages([message for message in messages if message[0] != player])
+
+
+def list_legal_actions(text: str) -> list[str]:
+    lists = LISTED.findall(text)
+    if not lists:
+        raise ValueError("this game lists no legal moves: write the opponent's moves here")
+    return BRACKETED.findall(lists[-1])
 
 
 def format_messages(messages: Sequence[tuple[int, str, Any]]) -> str:

@@ -10,7 +10,11 @@ STATUS_LINE = re.compile(r"\s*>?[ ]{20,}[^\n]*\Z|\s*>\s*\Z")
 """End of the interpreter's output: its prompt, and a line with place, score and moves."""
 COMMAND = re.compile(r"[A-Za-z0-9 ,'-]{1,120}")
 """A command; other characters may end the interpreter, or look like its marks of score and end."""
-META_COMMAND = re.compile(r"tw-|(?:quit|q|restart|restore|save|undo|script|verbose)\b", re.I)
+META_COMMAND = re.compile(
+    r"\b(?:tw-|(?:quit|q|restart|restore|save|undo|oops|script|unscript|transcript|verbose|brief"
+    r"|superbrief|version|verify|notify|restrict|enable|disable)\b)",
+    re.I,
+)
 """Commands to the interpreter, which write files, end it, or show what a player cannot know."""
 
 

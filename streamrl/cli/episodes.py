@@ -1,4 +1,4 @@
-"""`streamrl episodes`: recorded rollouts of a run, turn by turn, as text, JSON or an HTML page.
+"""`streamrl episodes`: recorded rollouts of a run, turn by turn, as text or JSON.
 
 The command reads only `rollouts/`. The run may still be active.
 """

@@ -33,7 +33,7 @@ COMMANDS = {
     "plan": "find the best placement of a run on a cluster, and explain why others lost",
     "simulate": "simulate a run's placement on a cluster in virtual time",
     "calibrate": "fit the planner's cost constants to a run",
-    "episodes": "show recorded rollouts turn by turn, as text or as an HTML page",
+    "episodes": "show recorded rollouts turn by turn, as text or JSON",
     "report": "find a run's bottleneck and possible fixes, or audit its prompts",
     "view": "serve a page of charts of runs, and follow those under way",
     "doctor": "check this machine's hardware and packages, and say what can run",

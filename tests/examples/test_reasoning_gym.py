@@ -1,6 +1,7 @@
 """Example of tasks from reasoning-gym: rows, and the reward that judges their answers."""
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
@@ -37,9 +38,13 @@ def test_the_datasets_judge_scores_the_answers_to_its_rows(tmp_path: Path):
         async with started_rewards(RewardConfig("function", options=options)) as rewards:
             completions = ["well, <answer> 156 </answer>", "<answer>x</answer>", "156"]
             columns = await score_texts(rewards, prompt, completions)
-            moved = replace(prompt, ground_truth=other.ground_truth)
-            with pytest.raises(RewardError, match="task 0 of chain_sum is another now"):
-                await score_texts(rewards, moved, completions)
+            asked = {**prompt.extra_info, "question": "Another one with the same answer?"}
+            for moved in (
+                replace(prompt, ground_truth=other.ground_truth),
+                replace(prompt, extra_info=asked),
+            ):
+                with pytest.raises(RewardError, match="task 0 of chain_sum is another now"):
+                    await score_texts(rewards, moved, completions)
             return list(columns["scores"])
 
     assert asyncio.run(score()) == [1.0, 0.0, 0.0]
@@ -48,6 +53,18 @@ def test_the_datasets_judge_scores_the_answers_to_its_rows(tmp_path: Path):
         for text in (" 156\n", "It is 156")
     ]
     assert whole[0] == 1.0 > whole[1]
+
+
+def test_members_of_a_composite_are_options_in_json(tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    names = ("chain_sum", "leg_counting")
+    options = {"datasets": [{"name": name, "weight": 1, "config": {}} for name in names]}
+    main(["composite", str(path), "--size=4", "--options", json.dumps(options)])
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {row["data_source"] for row in rows} == {*names}
+    for row in rows:
+        answer = row["ground_truth"]
+        assert compute_score(row["data_source"], answer, answer, row["extra_info"]) == 1.0
 
 
 def test_the_former_kinds_name_the_example():

@@ -37,6 +37,12 @@ def test_tictactoe_is_played_to_its_reward(player):
     assert turn.reward in (-1, 0, 1)
 
 
+def test_a_game_that_lists_no_moves_for_the_opponent_is_refused_at_its_reset():
+    game = make_game("textarena_game.py", id="ConnectFour-v0", players=2)
+    with pytest.raises(ValueError, match="lists no legal moves"):
+        game.reset(make_row(), 3)
+
+
 # TextWorld turns this warning off at its import, pytest on again; Jericho knows other games.
 @pytest.mark.filterwarnings("ignore:Game '.*' is not fully supported")
 def test_the_walkthrough_of_an_adventure_wins_its_full_score(tmp_path):
@@ -45,7 +51,9 @@ def test_the_walkthrough_of_an_adventure_wins_its_full_score(tmp_path):
     game = make_game("textworld_game.py", game=str(tmp_path / "house.z8"))
     assert game.reset(make_row(), 0).endswith("going east, that entranceway is unblocked.")
     refused = Turn("Reply with a command of the game.")
-    assert play(game, "", "quit", "\\help", "tw-print state") == [refused] * 4
+    commands = ("", "\\help", "tw-print state", "look then quit", "disable print state option")
+    assert play(game, *commands) == [refused] * len(commands)
+    assert play(game, "examine manuscript") != [refused]
     turns = play(game, *(game.oracle(None, None) for _ in range(4)))
     assert [turn.reward for turn in turns] == [0.0, 0.5, 0.0, 0.5]
     assert [turn.done for turn in turns] == [False, False, False, True]

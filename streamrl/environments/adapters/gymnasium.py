@@ -87,6 +87,7 @@ class GymnasiumEnvironment:
         if ":" in options["id"] and options["id"] != self._options["id"]:
             raise ConfigError(f"extra_info.{ROW_KEY}.id={options['id']}: a row names no module")
         self._game = self._make_game(options["id"], options["make"])
+        self._check_actions(options["id"])
         observation, _ = self._game.reset(seed=options["seed"])
         texts = [self._instructions, self._format_observation(observation)]
         return "\n\n".join(filter(None, texts))
@@ -117,7 +118,10 @@ class GymnasiumEnvironment:
                 game = gymnasium.make(name, render_mode=TEXT_RENDER_MODE, **settings)
         except gymnasium.error.Error as error:
             raise ConfigError(f"environment.options.id={name}: {error}") from error
-        space = game.action_space
+        return game
+
+    def _check_actions(self, name: str) -> None:
+        space = self._game.action_space
         is_discrete = isinstance(space, import_package("gymnasium.spaces").Discrete)
         unknown = [n for n, v in self._actions.items() if not space.contains(_to_action(v, space))]
         if unknown or not (self._actions or is_discrete):
@@ -125,7 +129,6 @@ class GymnasiumEnvironment:
             raise ConfigError(
                 f"environment.options.actions: {name} has the action space {space}; {problem}"
             )
-        return game
 
     def _find_action(self, text: str) -> Any:
         """Return the last action that a text names; None if there is none."""

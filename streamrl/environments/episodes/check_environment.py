@@ -43,7 +43,7 @@ from streamrl.environments.tool_calls.tool_schema import (
     get_tool_name,
 )
 from streamrl.errors import ConfigError, EpisodeError
-from streamrl.messages import Prompt, describe_prompt
+from streamrl.messages import FinishReason, Prompt, describe_prompt
 from streamrl.user_code.checks import format_value
 
 
@@ -240,6 +240,12 @@ class EpisodeRecord:
         }
         self.events += [(f"turn {self.num_turns}: {name}", seen[name]) for name in seen]
 
+    @property
+    def counts(self) -> bool:
+        """False after a failure or past episode_timeout_s: a run would leave the episode out."""
+        is_whole = self.end is not None and self.end.reason is not FinishReason.TIMEOUT
+        return is_whole and not self.error
+
 
 def find_first_difference(first: EpisodeRecord, second: EpisodeRecord) -> str:
     """Return how the second episode failed or first differs, with its turn from 1; else ""."""
@@ -287,7 +293,7 @@ class EnvironmentProbe:
                     for prompt in self._prompts
                 ]
                 yield describe_episodes(policy, played)
-                records += [record for record in played if not record.error]
+                records += [record for record in played if record.counts]
             for finding in judge_scores(records):
                 yield finding
             if not records:

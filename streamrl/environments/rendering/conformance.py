@@ -46,11 +46,9 @@ class ConformanceReport:
     """Comparison of a template with the streams of several kinds of conversation.
 
     differences: the first different token of each kind whose stream is not the rendering.
-    unsupported: why the template does not take conversations of a kind.
     """
 
     differences: Mapping[str, str]
-    unsupported: Mapping[str, str]
 
     def list_notes(self, max_samples: int) -> list[str]:
         """Return each difference, and what becomes of it, given the most samples of an episode."""
@@ -69,7 +67,7 @@ def check_template(renderer: TurnRenderer) -> ConformanceReport:
     """Compare stream and rendering of generated conversations of each kind.
 
     Raises ConfigError for a template that refuses, drops or reorders messages of the user and
-    replies to them, or whose turns hold a token that ends turns. Other kinds may be unsupported;
+    replies to them, or whose turns hold a token that ends turns. Other kinds may be refused;
     environments then must not use them.
     """
     name, tokenizer = renderer.template.name, renderer.tokenizer
@@ -82,16 +80,14 @@ def check_template(renderer: TurnRenderer) -> ConformanceReport:
     end_texts = [decode(tokenizer, [token]) for token in sorted(renderer.end_token_ids)]
     conversations = make_conversations(" ".join(["see", *end_texts, "there"]))
     differences: dict[str, str] = {}
-    unsupported: dict[str, str] = {}
     for kind, messages in conversations.items():
         try:
             if difference := _compare(renderer, kind, messages):
                 differences[kind] = difference
-        except ConfigError as error:
+        except ConfigError:
             if kind == USER_MESSAGES:
                 raise
-            unsupported[kind] = str(error)
-    return ConformanceReport(differences, unsupported)
+    return ConformanceReport(differences)
 
 
 def make_conversations(special_text: str) -> dict[str, list[Message]]:

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from gymnasium.envs.classic_control.pendulum import PendulumEnv
 
 from streamrl.environments.adapters.gymnasium import GymnasiumEnvironment, mark_colours
 from streamrl.environments.interface import Turn
@@ -85,6 +86,16 @@ def test_unusable_options_are_refused(options, words):
     lake = make_lake(**options)
     with pytest.raises(ConfigError, match=f"^environment.options.{words}"):
         lake.reset(make_row(), 0)
+
+
+def test_a_game_whose_actions_are_refused_is_closed(monkeypatch):
+    closed: list[PendulumEnv] = []
+    monkeypatch.setattr(PendulumEnv, "close", lambda game: closed.append(game))
+    pendulum = GymnasiumEnvironment(id="Pendulum-v1")
+    with pytest.raises(ConfigError, match="name actions with values"):
+        pendulum.reset(make_row(), 0)
+    pendulum.close()
+    assert closed
 
 
 @pytest.mark.parametrize(

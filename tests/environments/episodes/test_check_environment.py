@@ -1,4 +1,4 @@
-"""Findings on environments that raise, repeat nothing, reward nonsense or need much memory."""
+"""Findings on environments that raise, hang, repeat nothing, share state or reward nonsense."""
 
 import asyncio
 import re
@@ -58,6 +58,18 @@ class Bad:
         if len(reply.text) > 0:
             raise ValueError(f"cannot parse {reply.text[:1]!r}")
         return Turn(reward=1.0, done=True)
+"""
+ENDLESS = """
+import time
+from streamrl.environments import Turn
+
+class Endless:
+    def reset(self, row):
+        return "Go on."
+
+    def step(self, reply):
+        time.sleep(0.1)
+        return Turn("Go on.", reward=1.0)
 """
 
 
@@ -124,6 +136,13 @@ async def test_failures_name_turn_and_line_and_a_group_whose_episodes_differ(tmp
     assert "first observation: [{'content': 'Episode 0.'" in text
     assert found["score"][1].startswith("gives 1 to nonsense: the silent policy")
     assert "together" not in found, "two alone differ"
+
+
+async def test_an_episode_past_its_deadline_counts_in_no_finding(tmp_path):
+    found = await probe(tmp_path, ENDLESS, episode_timeout_s=0.3)
+    assert "ends: timeout" in found["silent"][1]
+    assert "score" not in found
+    assert found["repeat"] == ("warn", "not compared: no episode came to its end")
 
 
 def make_record(policy="silent", *, score=0.0, rewards=(0.0,)):
