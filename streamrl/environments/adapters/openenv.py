@@ -27,7 +27,7 @@ from streamrl.environments.interface import CallOutcome, Reply, ToolSchema, Turn
 from streamrl.environments.tool_calls.json_calls import check_encodable, parse_json_at
 from streamrl.environments.tool_calls.reply_text import replace_surrogates
 from streamrl.environments.tool_calls.schema_check import check_tool_schema
-from streamrl.environments.tool_sources.tool_sources import ToolAnswer
+from streamrl.environments.tool_sources.python_tools import ToolAnswer
 from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError
 from streamrl.files.bounded_read import MIB
 from streamrl.files.optional_package import import_optional

@@ -44,7 +44,7 @@ from streamrl.environments.tool_calls.reply_text import (
 )
 from streamrl.environments.tool_calls.tool_schema import get_tool_name
 from streamrl.environments.tool_config import PYTHON, ToolConfig
-from streamrl.environments.tool_sources.tool_sources import (
+from streamrl.environments.tool_sources.python_tools import (
     PythonTools,
     ToolAnswer,
     ToolSession,

@@ -21,7 +21,7 @@ from streamrl.environments.tool_calls.marked_turn import WrittenCall
 from streamrl.environments.tool_calls.tool_schema import get_tool_name
 from streamrl.environments.tool_config import ToolConfig
 from streamrl.environments.tool_sources.mcp_tools import RESTARTED, McpTools
-from streamrl.environments.tool_sources.tool_sources import ToolAnswer
+from streamrl.environments.tool_sources.python_tools import ToolAnswer
 from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError
 from tests.descendants import descendants
 from tests.environments.tool_sources import raw_mcp_server

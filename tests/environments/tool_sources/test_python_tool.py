@@ -7,8 +7,8 @@ import pytest_asyncio
 
 from streamrl.environments.interface import CallOutcome
 from streamrl.environments.tool_config import ToolConfig
-from streamrl.environments.tool_sources import tool_sources
-from streamrl.environments.tool_sources.tool_sources import LOST, PythonTools, ToolAnswer
+from streamrl.environments.tool_sources import python_tools
+from streamrl.environments.tool_sources.python_tools import LOST, PythonTools, ToolAnswer
 from streamrl.errors import ConfigError, EpisodeError
 from streamrl.user_code.sandbox.backend_choice import IsolationError
 from tests.descendants import descendants
@@ -73,7 +73,7 @@ async def test_a_machine_that_cannot_isolate_is_named(monkeypatch):
     async def refuse(limits):
         raise IsolationError("bwrap is not on PATH: apt install bubblewrap,")
 
-    monkeypatch.setattr(tool_sources, "find_isolation", refuse)
+    monkeypatch.setattr(python_tools, "find_isolation", refuse)
     source = PythonTools(ToolConfig("python"), kept_chars=10)
     error = "tools: python: bwrap is not on PATH: apt install bubblewrap,"
     with pytest.raises(ConfigError, match=f"{error} or remove this tool"):

@@ -1,4 +1,4 @@
-"""Tools besides those of a user's class: the interface of their sources, and the tool `python`.
+"""The tool `python`, and the interface of all sources of tools besides a user's class.
 
 ToolSource --open--> ToolSession      an episode's side of a source
 ToolSession.call(name, arguments) -> ToolAnswer
