@@ -128,6 +128,8 @@ def _evaluate(
     named = parse_named_files(arguments, arguments.data, config.data)
     # The command line cannot name files, and base names may collide (test.parquet in two folders).
     files = {file.path: file for file in named}
+    if len(files) < len(named):
+        raise ConfigError("--data: a file is named twice")
     files = files or {file.name: file for file in config.data.eval_files}
     if not files:
         raise ConfigError("evaluate: give prompt files with --data, or data.eval in the recipe")

@@ -158,7 +158,10 @@ def read_completion_groups(file: DataFile, completions: str) -> list[CompletionG
     file: prompt file with the rows. completions: path of the JSONL completion file. Raises
     ConfigError, with file and line, for a malformed record or an index without a row.
     """
-    records = list(_read_records(completions))
+    try:
+        records = list(_read_records(completions))
+    except ConfigError as error:
+        raise ConfigError(f"--completions {error}") from None
     wanted = {record.index for _, record in records}
     # Rewards read only the messages, so one dummy token will do.
     prompts = {
@@ -168,7 +171,8 @@ def read_completion_groups(file: DataFile, completions: str) -> list[CompletionG
     for line, (where, record) in enumerate(records):
         if record.index not in prompts:
             raise ConfigError(
-                f"{where}: index={record.index}: {file.path} has no such row; rows count from 0"
+                f"--completions {where}: index={record.index}: {file.path} has no such row; rows"
+                " count from 0"
             )
         lines_by_index[record.index].append(line)
     return [
@@ -179,7 +183,7 @@ def read_completion_groups(file: DataFile, completions: str) -> list[CompletionG
 
 def _read_records(path: str) -> Iterator[tuple[str, CompletionRecord]]:
     """Yield each record of a completion file, with its location for errors."""
-    for where, _, row in iterate_records(open_table(path)):
+    for where, _, row in iterate_records(open_table(path, is_text=True)):
         if isinstance(row, ConfigError):
             raise row
         try:

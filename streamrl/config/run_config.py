@@ -461,9 +461,13 @@ def _build_sections(kind: type[ConfigT], settings: DictConfig, *, source: str) -
         raw = drop_removed_settings(raw)
         prepared = prepare_settings(raw, kind, "", _suggest_key)
     except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from None
+        # Users write options beside `kind`.
+        text = str(error).replace("].options.", "].", 1)
+        raise ConfigError(f"{source}: {text}") from None
     config = merge_settings(kind, prepared, location=f"{source}: ")
     assert isinstance(config, kind)
+    # Interpolations have values only now.
+    prepare_settings(config_to_dict(config), kind)
     return config
 
 
@@ -566,6 +570,9 @@ def _apply_override(settings: DictConfig, override: str) -> None:
         ) from None
     try:
         OmegaConf.update(settings, key, raw["value"], merge=False, force_add=True)
-    except (OmegaConfBaseException, TypeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"{override!r:.200}: {reason}; set a whole list as in x=[...]") from None
+    except (TypeError, ValueError, IndexError):
+        raise ConfigError(
+            f"{override!r:.200}: a list has no such entry; set a whole list as in x=[...]"
+        ) from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{override!r:.200}: {str(error).splitlines()[0]}") from None

@@ -49,10 +49,13 @@ def _wrap_open_errors(path: str) -> Iterator[None]:
         raise ConfigError(f"{path}: cannot be read: {reason or format_error(error)}") from error
 
 
-def open_table(path: str, split: str = "") -> "IndexedTable":
-    """Open data for random access to its rows. Raises ConfigError for unreadable or empty data."""
+def open_table(path: str, split: str = "", *, is_text: bool = False) -> "IndexedTable":
+    """Open data for random access to its rows. Raises ConfigError for unreadable or empty data.
+
+    is_text: the file is JSONL whatever its extension.
+    """
     with _wrap_open_errors(path):
-        if path.lower().endswith(JSONL_EXTENSIONS) and not split:
+        if is_text or (path.lower().endswith(JSONL_EXTENSIONS) and not split):
             table: IndexedTable = _open_text_table(path)
         else:
             files = _list_parquet_files(path, split)

@@ -23,6 +23,9 @@ TYPE_RULES: Mapping[Any, str] = {
     NoneType: "null",
 }
 
+CONTAINER_TYPES: Mapping[type, Any] = {list: list[Any], dict: dict[Any, Any]}
+"""Types of values of a setting that may be anything: what they contain is checked, too."""
+
 
 def read_settings(kind: type[T], values: Mapping[str, Any], *, section: str) -> T:
     """Convert a mapping of raw values to the settings dataclass `kind`.
@@ -75,6 +78,8 @@ def prepare_settings(raw: Any, hint: Any, key: str = "", suggest: KeyHint = sugg
     YAML reads `key=` and `key:` as null, which becomes "" for a text. hint: type of the values.
     key: their key, for errors. Raises ConfigError. An interpolation passes.
     """
+    if hint is Any:
+        hint = CONTAINER_TYPES.get(type(raw), Any)
     if dataclasses.is_dataclass(hint):
         return _prepare_section(raw, hint, key, suggest)
     if get_origin(hint) is list:
@@ -87,9 +92,9 @@ def prepare_settings(raw: Any, hint: Any, key: str = "", suggest: KeyHint = sugg
     if get_origin(hint) is dict:
         if not isinstance(raw, dict):
             raise ConfigError(f"{key}={raw!r:.200}: must be a mapping of names to settings")
-        if odd := [name for name in raw if not isinstance(name, str)]:
+        names, kind = get_args(hint)
+        if odd := [name for name in raw if names is str and not isinstance(name, str)]:
             raise ConfigError(f"{key}.{odd[0]}: the name must be text; quote it")
-        kind = get_args(hint)[1]
         return {
             name: prepare_settings(value, kind, f"{key}.{name}", suggest)
             for name, value in raw.items()

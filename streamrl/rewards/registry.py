@@ -136,7 +136,7 @@ def build_rewards(
     """Build the rewards or costs of a run from the config; `RewardSet.start` starts them.
 
     score_spec: REWARDS or COSTS. Raises ConfigError if the list is empty, a kind is unknown, a name
-        repeats, a weight is not finite, or the options do not fit the kind.
+        repeats, or the options do not fit the kind.
     """
     section, context = score_spec.section, context or RewardContext()
     if not configs:

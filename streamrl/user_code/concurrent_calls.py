@@ -26,5 +26,6 @@ async def map_concurrently(
             tasks = [group.create_task(run(item)) for item in items]
     except ExceptionGroup as errors:
         first = errors.exceptions[0]
-        raise first from first.__cause__
-    return [task.result() for task in tasks]
+    else:
+        return [task.result() for task in tasks]
+    raise first  # outside of the handler, which would replace its context

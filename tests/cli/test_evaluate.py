@@ -1,9 +1,14 @@
 """Sampling settings of `streamrl evaluate`: the command line overrides the run or recipe."""
 
 import argparse
+import json
 from dataclasses import replace
+from pathlib import Path
+
+import pytest
 
 from streamrl.cli.evaluate import add_arguments, choose_sampling
+from streamrl.cli.main import main
 from streamrl.stream.evaluation.config import EvaluationConfig
 
 
@@ -18,3 +23,9 @@ def test_options_override_the_runs_evaluation_settings():
     assert choose_sampling(parse(), run) == run
     changed = choose_sampling(parse("--samples", "8", "--temperature", "0", "--seed", "0"), run)
     assert changed == replace(run, samples=8, temperature=0.0, seed=0)
+
+
+def test_a_file_named_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert main(["evaluate", str(tmp_path), "--data", "a.jsonl", "--data", "a.jsonl"]) == 2
+    assert "--data: a file is named twice" in capsys.readouterr().err

@@ -49,9 +49,9 @@ def write(path: Path, records) -> Path:
 def score(tmp_path, capsys):
     """Run the command on ROWS; return exit code, JSON lines and stderr."""
 
-    def run(*words, completions=COMPLETIONS):
+    def run(*words, completions=COMPLETIONS, name="outs.jsonl"):
         records = [{"index": index, "completion": text} for index, text in completions]
-        files = write(tmp_path / "rows.jsonl", ROWS), write(tmp_path / "outs.jsonl", records)
+        files = write(tmp_path / "rows.jsonl", ROWS), write(tmp_path / name, records)
         code = main(["score", str(files[0]), "--completions", str(files[1]), *map(str, words)])
         out, error = capsys.readouterr()
         return code, [json.loads(line) for line in out.splitlines()], error
@@ -240,7 +240,12 @@ def test_a_bad_completion_line_is_named_by_number(tmp_path, capsys, lines, words
     assert main(["score", str(rows), "--completions", str(path), "--reward", "exact"]) == 2
     out, error = capsys.readouterr()
     assert (out, error.count("\n")) == ("", 1)
-    assert error.startswith("streamrl: " + words.format(path))
+    assert error.startswith("streamrl: --completions " + words.format(path))
+
+
+def test_completions_are_jsonl_whatever_their_extension(score):
+    code, lines, _ = score("--reward", "exact", name="outs.txt")
+    assert (code, len(lines)) == (0, len(COMPLETIONS))
 
 
 def test_a_reward_file_imports_neighbors_and_its_prints_go_to_stderr(reward_file, tmp_path):

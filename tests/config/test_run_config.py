@@ -80,9 +80,9 @@ def test_any_key_can_be_overridden(recipe: Path):
 
 def test_a_list_entry_can_be_overridden_by_index(recipe: Path):
     assert load_config(recipe, ["rewards[0].weight=2"]).rewards[0].weight == 2.0
-    for index in ("[5]", ".7", ".x"):
-        with pytest.raises(ConfigError, match=r"^'rewards.*ndex .*; set a whole list as in x="):
-            load_config(recipe, [f"rewards{index}.weight=2"])
+    for key in ("[5].weight", ".7.weight", ".x.weight", "[5]", ".name"):
+        with pytest.raises(ConfigError, match=r"^'rewards.*': a list has no such entry; set a wh"):
+            load_config(recipe, [f"rewards{key}=2"])
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,10 @@ def test_a_value_of_a_wrong_type_is_one_line_with_key_and_value(recipe: Path):
             "data.filter=a.py:b",
             "data.filter='a.py:b': unknown; set it per file, as in data.train={path",
         ),
-        ("rewards=[{kind: exact, timeout_s: .inf}]", r"rewards\[0\].*timeout_s=inf: must be a fin"),
+        ("rewards=[{kind: exact, timeout_s: .inf}]", r"rewards\[0\]\.timeout_s=inf: must be a f"),
+        ("rewards=[{kind: exact, kwargs: {a: [.inf]}}]", r"kwargs\.a\[0\]=inf: must be a finite"),
+        ("data.chat_template_kwargs={a: {b: .nan}}", r"kwargs\.a\.b=nan: must be a finite number"),
+        ("pipeline.stall_s=${oc.decode:'inf'}", "pipeline.stall_s=inf: must be a finite number"),
         ("rewards=[{kind: exact, wieght: 2}]", r"rewards\[0\].wieght=2: .*nearest key is weight"),
         ("placement.pools=[{policy: 1}, 3]", r"placement.pools\[1\]=3: must be a mapping"),
         ("placement.pools=[{policy: x}]", r"placement.pools\[0\].policy='x': must be"),

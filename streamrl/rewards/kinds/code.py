@@ -13,6 +13,7 @@ from streamrl.files.typed_settings import at_least, one_of, read_settings
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.answers import AnswerPattern, PatternTimeoutError
 from streamrl.rewards.interface.reward import RetryOptions, Reward, RewardSpec, retry_infra_errors
+from streamrl.user_code.concurrent_calls import map_concurrently
 from streamrl.user_code.reward_result import RewardOutcome, RewardResult
 from streamrl.user_code.sandbox.program import (
     LANGUAGES,
@@ -169,7 +170,9 @@ class CodeReward(Reward):
         tests = self._read_tests(prompt)
         # In a thread: a regular expression may take up to SEARCH_TIMEOUT_S per completion.
         sources = await asyncio.to_thread(lambda: [*map(self._extract_source, completions)])
-        return await asyncio.gather(*(self._judge_source(source, tests) for source in sources))
+        return await map_concurrently(
+            lambda source: self._judge_source(source, tests), sources, most=len(sources)
+        )
 
     def _extract_source(self, completion: str) -> str | PatternTimeoutError:
         try:

@@ -310,7 +310,7 @@ class JudgeReward(Reward):
         self.validate_prompt(prompt)
         template, texts = self._options.template, [_write_completion(c, part) for c in completions]
         requests = [_fill_template(template, prompt, text) for text in texts]
-        return await map_concurrently(self._judge_text, requests, most=self._options.concurrency)
+        return await map_concurrently(self._judge_text, requests, most=len(requests))
 
     async def _judge_text(self, text: str) -> RewardResult:
         result: RewardResult = await retry_infra_errors(

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from omegaconf import MISSING
 
@@ -23,10 +23,6 @@ from streamrl.messages import Prompt
 from streamrl.rewards.interface.completion import LAST_TURN, Completion
 from streamrl.rewards.interface.reward import RetryOptions, Reward, RewardSpec, retry_infra_errors
 from streamrl.user_code.reward_result import RewardResult
-
-if TYPE_CHECKING:
-    pass
-
 
 TokenRow = Sequence[int]
 

@@ -1,6 +1,5 @@
 """Kinds that judge by a rule: patterns, answer matchers, the score of the environment."""
 
-import asyncio
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +26,7 @@ from streamrl.rewards.interface.reward import (
 )
 from streamrl.rewards.kinds import math_answers
 from streamrl.rewards.kinds.math_answers import GSM8K_METHODS
+from streamrl.user_code.concurrent_calls import map_concurrently
 from streamrl.user_code.reward_result import RewardOutcome, RewardResult
 
 
@@ -261,8 +261,8 @@ class SymbolicReward(WorkerReward):
         math_answers.validate_symbolic_truth(prompt.ground_truth)
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
-        truth = prompt.ground_truth
-        return await asyncio.gather(*(self._judge((truth, text)) for text in completions))
+        requests = [(prompt.ground_truth, text) for text in completions]
+        return await map_concurrently(self._judge, requests, most=len(requests))
 
     async def _judge(self, request: tuple[Any, str]) -> RewardResult:
         """Judge a completion in a worker; judge again after an error.

@@ -1,3 +1,4 @@
+import asyncio
 import importlib
 import json
 
@@ -104,6 +105,35 @@ async def test_a_failing_sandbox_is_retried_and_never_scored_as_wrong(monkeypatc
         message = r"reward code, uid 0:0:0: no jail, tried 2 times"
         with pytest.raises(RewardInfraError, match=message):
             await judged(truth, "", attempts=2)
+
+
+class RefusingSandbox:
+    """Refuses the program `broken`; others run for a minute. ended: programs that ended."""
+
+    def __init__(self):
+        self.ended = []
+
+    async def run(self, program):
+        try:
+            await asyncio.sleep(0.0 if program.source == "broken" else 60.0)
+            raise RewardError(program.source)
+        finally:
+            self.ended.append(program.source)
+
+    async def close(self):
+        pass
+
+
+async def test_a_program_without_a_result_ends_the_others_of_its_group(monkeypatch):
+    sandbox = RefusingSandbox()
+
+    async def start(*_, **__):
+        return sandbox
+
+    monkeypatch.setattr(Sandbox, "start", start)
+    with pytest.raises(RewardError, match="broken"):
+        await judged(SUM, "a", "broken", "b")
+    assert sorted(sandbox.ended) == ["a", "b", "broken"]
 
 
 async def test_a_user_defined_language():

@@ -1,5 +1,6 @@
 """Answer matchers: a table of answers, forms of completions, ground truths, time bounds."""
 
+import asyncio
 import time
 from inspect import signature
 from pathlib import Path
@@ -12,8 +13,15 @@ from hypothesis import strategies as st
 from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.config import RewardConfig
+from streamrl.rewards.interface.reward import RewardContext, RewardSpec
 from streamrl.rewards.kinds import math_answers
-from streamrl.rewards.kinds.rules import KIND_BY_SOURCE, MATCHERS, find_kind
+from streamrl.rewards.kinds.rules import (
+    KIND_BY_SOURCE,
+    MATCHERS,
+    SymbolicOptions,
+    SymbolicReward,
+    find_kind,
+)
 from streamrl.rewards.kinds.symbolic import judge_symbolic
 from streamrl.rewards.registry import build_rewards
 from streamrl.user_code.reward_result import RewardOutcome, RewardResult
@@ -255,6 +263,23 @@ async def test_symbolic_compares_mathematics_and_endless_parsing_is_a_timeout():
     config = RewardConfig("symbolic", options={"timeout_s": 3.0, "memory_gib": 0.5})
     (endless,) = await judge(config, prompt("x+1"), "\\boxed{10^{10^{10^{10}}}}")
     assert endless in [(0.0, "memory"), (0.0, "timeout")]
+
+
+async def test_a_completion_that_cannot_be_judged_ends_the_others_of_its_group(monkeypatch):
+    ended = []
+
+    async def call_once(self, request):
+        try:
+            await asyncio.sleep(0.0 if request[1] == "broken" else 60.0)
+            raise RewardError(request[1])
+        finally:
+            ended.append(request[1])
+
+    monkeypatch.setattr(SymbolicReward, "call_once", call_once)
+    reward = SymbolicReward(RewardSpec("symbolic", SymbolicOptions(), RewardContext()))
+    with pytest.raises(RewardError, match="broken"):
+        await reward.score(prompt("7"), ["a", "broken", "b"])
+    assert sorted(ended) == ["a", "b", "broken"]
 
 
 async def test_auto_selects_the_rule_by_data_source():
