@@ -124,7 +124,9 @@ the names of a mapping.
 
 
 REPLACEMENTS = {
-    "filter.options": "write its keys in the section filter",
+    "filter.options": (
+        "kind function has path and function in the section filter; mean_outside is gone"
+    ),
     "telemetry.sinks": (
         "metrics.jsonl is always written; remove it from the config (for a resume:"
         " 'telemetry.sinks=[jsonl,wandb]'), and telemetry.wandb.mode=disabled turns wandb off"
@@ -141,11 +143,15 @@ REPLACEMENTS = {
 
 
 def drop_removed_settings(raw: Any) -> Any:
-    """Return settings as read without the keys of REMOVED_SETTINGS.
+    """Return settings as read without the keys of REMOVED_SETTINGS; move the file of a filter.
 
     Raises ConfigError for one with another value than the one that holds now.
     """
     raw = copy.deepcopy(raw)
+    for section in _iter_sections(raw, ["filter"]):
+        options = section.get("options")
+        if isinstance(options, dict) and options.keys() == {"path", "function"}:
+            section.update(section.pop("options"))
     for key, value in REMOVED_SETTINGS.items():
         *parents, name = key.replace("[]", ".*").split(".")
         for section in _iter_sections(raw, parents):

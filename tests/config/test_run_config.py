@@ -341,6 +341,10 @@ def test_a_removed_key_is_ignored_with_the_value_that_holds_and_refused_with_ano
     tools = "environment={tools: [{kind: python, memory_mib: 512, share: false}]}"
     config = load_config(recipe, ["queue.capacity_groups=null", "telemetry.trace=true", tools])
     assert config.environment.tools[0].kind == "python"
+    old = "filter={kind: function, options: {path: keep.py, function: keep}}"
+    assert load_config(recipe, [old]).filter.function == "keep"
+    with pytest.raises(ConfigError, match=r"filter.options=.*; mean_outside is gone"):
+        load_config(recipe, ["filter={kind: mean_outside, options: {low: 0.1}}"])
     with pytest.raises(ConfigError, match=r"queue.store_share=0.9: no longer a setting; 0.5 hol"):
         load_config(recipe, ["queue.store_share=0.9"])
     with pytest.raises(ConfigError, match=r"tools\[\].cpu_s=5: no longer a setting; 60.0 holds"):
