@@ -143,7 +143,7 @@ REPLACEMENTS = {
 
 
 def drop_removed_settings(raw: Any) -> Any:
-    """Return settings as read without the keys of REMOVED_SETTINGS; move the file of a filter.
+    """Return settings as read, written as today, without the keys of REMOVED_SETTINGS.
 
     Raises ConfigError for one with another value than the one that holds now.
     """
@@ -152,13 +152,33 @@ def drop_removed_settings(raw: Any) -> Any:
         options = section.get("options")
         if isinstance(options, dict) and options.keys() == {"path", "function"}:
             section.update(section.pop("options"))
+    for parents in (["trainer"], ["critic", "trainer"]):
+        for section in _iter_sections(raw, parents):
+            _rename_schedule(section)
     for key, value in REMOVED_SETTINGS.items():
         *parents, name = key.replace("[]", ".*").split(".")
         for section in _iter_sections(raw, parents):
             if (given := section.pop(name, value)) != value:
                 instead = REPLACEMENTS.get(key, f"{value!r} holds now. Remove it")
-                raise ConfigError(f"{key}={given!r}: no longer a setting; {instead}")
+                raise ConfigError(
+                    f"{key}={given!r}: no longer a setting; {instead}; to resume a run, edit its"
+                    " config.yaml"
+                )
     return raw
+
+
+def _rename_schedule(section: dict[str, Any]) -> None:
+    """Write a schedule of the learning rate of earlier versions, in place, as the same of today."""
+    match section.get("lr_schedule"), section.get("lr_schedule_options"):
+        case "constant_with_warmup", _:
+            section["lr_schedule"] = "constant"
+        case "cosine_with_min_lr", _:
+            section["lr_schedule"] = "cosine"
+        # Without lr_min it fell to 1e-7.
+        case "polynomial", _ if section.get("lr_min") is not None:
+            section["lr_schedule"] = "linear"
+        case "warmup_stable_decay", {"num_decay_steps": steps, **others} if not others:
+            section |= {"lr_schedule": "cosine", "lr_decay_steps": steps, "lr_schedule_options": {}}
 
 
 def _iter_sections(raw: Any, names: Sequence[str]) -> Iterator[dict[str, Any]]:

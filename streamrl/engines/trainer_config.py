@@ -59,7 +59,8 @@ class TrainerConfig:
     warmup_steps: Annotated[int, at_least(0)] = 0
     #: Final learning rate of a falling schedule; null is 0.
     lr_min: Annotated[float | None, at_least(0)] = None
-    #: Last training steps of the run, in which the rate falls; null is all after the warm-up.
+    #: Last training steps of the run, in which the rate falls, at most those after the warm-up;
+    #: null is all of them.
     lr_decay_steps: Annotated[int | None, at_least(1)] = None
     #: Weight decay of AdamW.
     weight_decay: Annotated[float, at_least(0)] = 0.0

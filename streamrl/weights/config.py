@@ -22,11 +22,7 @@ TRANSPORT_MODULES = {
 }
 """Module of `weights/transports` by the value of `weights.transport` that selects it."""
 TRANSPORTS = (AUTO, *TRANSPORT_MODULES)
-TRANSPORT_LABELS = {
-    OBJECT_STORE: "object store",
-    SHARED_MEMORY: "shared memory",
-    COLLECTIVE: "collective",
-}
+TRANSPORT_LABELS = {name: module.replace("_", " ") for name, module in TRANSPORT_MODULES.items()}
 KV_CACHE_MODES = ("recompute", "keep")
 EXACT_LOGPROB_LIMIT = 3e-4
 ROUNDED_LOGPROB_LIMIT = 0.1

@@ -353,6 +353,33 @@ def test_a_removed_key_is_ignored_with_the_value_that_holds_and_refused_with_ano
         load_config(recipe, ["data.prompt_key=question"])
 
 
+@pytest.mark.parametrize(
+    ("schedule", "renamed", "decay_steps"),
+    [
+        ("{lr_schedule: cosine_with_min_lr, lr_schedule_options: {}", "cosine", None),
+        ("{lr_schedule: polynomial", "linear", None),
+        (
+            "{lr_schedule: warmup_stable_decay, lr_schedule_options: {num_decay_steps: 60}",
+            "cosine",
+            60,
+        ),
+    ],
+)
+def test_a_schedule_of_earlier_versions_has_the_name_of_its_curve(
+    recipe: Path, schedule: str, renamed: str, decay_steps: int | None
+):
+    trainer = load_config(recipe, [f"trainer={schedule}, lr: 2e-3, lr_min: 5e-5}}"]).trainer
+    assert (trainer.lr_schedule, trainer.lr_decay_steps) == (renamed, decay_steps)
+
+
+def test_a_schedule_that_is_gone_is_refused(recipe: Path):
+    with pytest.raises(ConfigError, match=r"lr_schedule=polynomial: must be one of constant, li"):
+        load_config(recipe, ["trainer={lr_schedule: polynomial}"])
+    options = "{lr_schedule: warmup_stable_decay, lr_schedule_options: {decay_type: linear}}"
+    with pytest.raises(ConfigError, match=r"lr_schedule_options=.*to resume a run, edit its con"):
+        load_config(recipe, [f"critic.trainer={options}"])
+
+
 def test_critic_settings_are_not_checked_without_a_critic(recipe: Path):
     config = load_config(recipe, FALLING)
     assert "critic" not in count_actors(config)

@@ -62,10 +62,24 @@ class ModelShape:
         for key in ("layers", "hidden", "intermediate", "heads", "kv_heads", "vocab", "head_dim"):
             if vars(self)[key] < 1:
                 raise ConfigError(f"model {self.name}: {key}={vars(self)[key]}: must be at least 1")
-        if self.layers > MAX_LAYERS:
-            raise ConfigError(
-                f"model {self.name}: layers={self.layers}: must be at most {MAX_LAYERS}"
-            )
+        experts, active = self.experts, self.experts_per_token
+        for is_bad, rule in (
+            (self.layers > MAX_LAYERS, f"layers={self.layers}: must be at most {MAX_LAYERS}"),
+            (
+                self.heads % self.kv_heads,
+                f"heads={self.heads}: must be a multiple of the {self.kv_heads} kv_heads",
+            ),
+            (
+                experts and self.dense_layers > self.layers,
+                f"dense_layers={self.dense_layers}: must be at most the {self.layers} layers",
+            ),
+            (
+                experts and not 1 <= active <= experts,
+                f"experts_per_token={active}: must be from 1 to the {experts} experts",
+            ),
+        ):
+            if is_bad:
+                raise ConfigError(f"model {self.name}: {rule}")
 
     @property
     def attention_params(self) -> int:

@@ -89,6 +89,9 @@ WIDTHS = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "
         ({**WIDTHS, "num_attention_heads": 0}, "heads=0: must be at least 1"),
         ({**WIDTHS, "num_hidden_layers": 10**6}, "layers=1000000: must be at most 10000"),
         ({**WIDTHS, "intermediate_size": [1, 2]}, r"intermediate_size=\[1, 2\]: must be a whole"),
+        ({**WIDTHS, "num_key_value_heads": 3}, "heads=4: must be a multiple of the 3 kv_heads"),
+        ({**WIDTHS, "num_experts": 8, "first_k_dense_replace": 3}, "at most the 2 layers"),
+        ({**WIDTHS, "num_experts": 8, "num_experts_per_tok": 9}, "from 1 to the 8 experts"),
     ],
 )
 def test_impossible_sizes_are_refused(settings: dict[str, object], message: str, tmp_path: Path):
