@@ -52,6 +52,8 @@ class GenerationModel:
     ) -> None:
         self.workload = workload.sampled_workload
         self._has_chains = replaces_in_turn and workload.filtered_fraction > 0
+        self._filtered_fraction = workload.filtered_fraction
+        self._kept_groups = workload.groups_per_step
         self.rollouts_per_group = workload.group_size + extra
         self.find_completions_s = cache(self._compute_completions_s)
         self._replica_schedules = cache(self._make_replica_schedules)
@@ -132,6 +134,8 @@ class GenerationModel:
 
     def _delay_in_window(self, timing: GeneratorTiming, last: float, window: int) -> float:
         """Return the decode steps, `last` if alone, of a step among `window` in flight."""
+        if self._filtered_fraction:
+            return max(last, self._find_in_flight_steps(timing, window))
         if self.workload.has_varied_lengths:
             return (
                 last
@@ -143,9 +147,17 @@ class GenerationModel:
     def _find_in_flight_steps(self, timing: GeneratorTiming, window: int) -> float:
         """Return the mean decode steps that a step is in flight, without slot limits."""
         if window not in self._in_flight_steps:
-            replicas = min(timing.replicas, self.workload.groups_per_step)
-            longest = self._sample_loads(replicas).longest_tokens.max(axis=1)
-            self._in_flight_steps[window] = compute_mean_time_in_flight(longest, window=window)
+            if self._filtered_fraction:
+                lengths = self.workload.lengths.sample(
+                    4096 * self.rollouts_per_group, np.random.default_rng(0)
+                )
+                longest, groups = lengths.reshape(4096, -1).max(axis=1), self._kept_groups
+            else:
+                replicas = min(timing.replicas, self.workload.groups_per_step)
+                longest, groups = self._sample_loads(replicas).longest_tokens.max(axis=1), 1
+            self._in_flight_steps[window] = compute_mean_time_in_flight(
+                longest, window=window, groups=groups, filtered=self._filtered_fraction
+            )
         return self._in_flight_steps[window]
 
     def _build_rollout_profile(

@@ -1,4 +1,4 @@
-"""Steady-state estimate of a placement: step time, idle time and staleness.
+"""Steady-state estimate of a placement: step time and idle time.
 
 The estimate takes milliseconds to compute. The dataflow is unrolled over steps
 (`list_scheduler.py`). A call waits for its columns, for versions within `max_staleness`, and for

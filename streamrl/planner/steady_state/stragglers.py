@@ -10,6 +10,7 @@ up for the delay.
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,6 +23,10 @@ from streamrl.planner.problem.workload import Workload
 NUM_SAMPLED_ROLLOUTS = 32768
 """Rollouts to sample, approximately: steps are sampled as a whole."""
 MIN_STEPS, MAX_STEPS = 4, 256
+MAX_CHAIN_ROLLOUTS = 1 << 21
+"""Most rollouts to sample under a filter, whose longest chains need MAX_STEPS steps."""
+MAX_GROUPS = 8192
+"""Most sampled groups of a step in flight that are simulated; larger steps count as this large."""
 MAX_ROUNDS, MIN_ROUNDS = 500, 3
 """Most and fewest windows of steps that are simulated."""
 MAX_EVENTS = 60_000
@@ -58,6 +63,8 @@ def sample_loads(workload: Workload, per_group: int, replicas: int) -> ReplicaLo
     groups, kept_fraction = workload.groups_per_step, 1 - workload.filtered_fraction
     sampled = groups * per_group / kept_fraction
     count = int(np.clip(NUM_SAMPLED_ROLLOUTS // sampled, MIN_STEPS, MAX_STEPS))
+    if workload.filtered_fraction:
+        count = max(count, min(MAX_STEPS, int(MAX_CHAIN_ROLLOUTS // sampled)))
     rng = np.random.default_rng(0)
     # Groups of each chain: all but the last are filtered.
     counts = np.ones(count * groups, np.int64)
@@ -109,26 +116,41 @@ def estimate_slowest_replica_factor(
     return float(slowest / mean_load.duration_s(timing, np.asarray(steps)).item())
 
 
-def compute_mean_time_in_flight(longest: Array, *, window: int) -> float:
+def compute_mean_time_in_flight(
+    longest: Array, *, window: int, groups: int = 1, filtered: float = 0.0
+) -> float:
     """Return the mean time that a training step is in flight, if all rollouts have slots.
 
-    A step takes the earliest result that is ready, and waits only for those in flight that would
-    exceed the staleness bound after it.
-    longest [n]: equally likely durations of a step's generation, in any unit.
-    window: steps in flight.
+    A step takes any groups that are ready, and waits only for those in flight that would exceed the
+    staleness bound after it. A new group takes the place of each that a filter rejects.
+    longest [n]: equally likely durations of a group, in any unit. window: steps in flight.
+    groups: per step. filtered: fraction of finished groups that the filter rejects.
     """
-    rounds = int(np.clip(MAX_EVENTS / window, MIN_ROUNDS, MAX_ROUNDS))
+    groups = max(1, min(groups, round(MAX_GROUPS * (1 - filtered))))
+    rounds = int(np.clip(MAX_EVENTS * (1 - filtered) / groups / window, MIN_ROUNDS, MAX_ROUNDS))
     measured_steps, durations = rounds * window, _draw_values(longest)
-    in_flight, ready = [(next(durations), 0) for _ in range(window)], list[int]()
-    heapq.heapify(in_flight)
-    ends: list[float] = []
+    rng, ends, ready = np.random.default_rng(1), list[float](), 0
+    in_flight, unfinished = list[tuple[float, int]](), Counter[int]()
+
+    def admit_groups(count: int, now: float) -> None:
+        for _ in range(count):
+            heapq.heappush(in_flight, (now + next(durations), len(ends)))
+        unfinished[len(ends)] += count
+
+    admit_groups(window * groups, 0.0)
     while len(ends) < measured_steps + WARMUP_ROUNDS * window:
         now, version = heapq.heappop(in_flight)
-        heapq.heappush(ready, version)
-        while ready and all(admitted > len(ends) - window + 1 for _, admitted in in_flight):
-            heapq.heappop(ready)
+        unfinished[version] -= 1
+        if not unfinished[version]:
+            del unfinished[version]
+        if filtered and rng.random() < filtered:
+            admit_groups(1, now)
+        else:
+            ready += 1
+        while ready >= groups and all(v > len(ends) - window + 1 for v in unfinished):
+            ready -= groups
             ends.append(now)
-            heapq.heappush(in_flight, (now + next(durations), len(ends)))
+            admit_groups(groups, now)
     return (ends[-1] - ends[-1 - measured_steps]) / rounds
 
 

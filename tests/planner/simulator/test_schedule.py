@@ -45,10 +45,14 @@ def errors(
     publish_every: int = 1,
     aheads: tuple[int, ...] = (0, 1, 2),
     group_s: float = 0.0,
+    filtered: float = 0.0,
 ) -> dict[str, float]:
     """Return the relative excess of the estimated step time, per placement and bound."""
     workload = Workload(
-        32, 4, 256, lengths, mini_batches=mini_batches, requires_whole_step=mini_batches > 1
+        *(32, 4, 256, lengths),
+        mini_batches=mini_batches,
+        requires_whole_step=mini_batches > 1,
+        filtered_fraction=filtered,
     )
     flow = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
     models = {"policy": MODEL, "reference": MODEL}
@@ -79,6 +83,12 @@ def errors(
 @pytest.mark.parametrize("lengths", [FIXED, LONG_TAILED], ids=["fixed", "long-tailed"])
 def test_estimates_are_close_to_simulated_steps(lengths: LengthDistribution, mini_batches: int):
     step_errors = errors(lengths, mini_batches)
+    assert {name: error for name, error in step_errors.items() if abs(error) > WORST} == {}
+
+
+@pytest.mark.parametrize("filtered", [0.5, pytest.param(0.8, marks=pytest.mark.slow)])
+def test_estimates_hold_for_runs_that_filter_groups(filtered: float):
+    step_errors = errors(LONG_TAILED, 1, filtered=filtered)
     assert {name: error for name, error in step_errors.items() if abs(error) > WORST} == {}
 
 

