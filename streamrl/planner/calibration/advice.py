@@ -47,7 +47,7 @@ def measure_filter_cost(trace: RunTrace) -> dict[str, float]:
 
 
 def measure_episodes(trace: RunTrace) -> dict[str, float] | None:
-    """Return the load of a run's episodes, means over its steps; None without an environment.
+    """Return the load of a run's episodes, means over its steps; None if none sampled.
 
     decode_frac, wait_frac, environment_frac: shares of an episode's time in the engine, waiting for
     a slot or the devices, and in its environment. max_open: most open episodes of a generator.
@@ -55,7 +55,7 @@ def measure_episodes(trace: RunTrace) -> dict[str, float] | None:
     environment time / decode time), but no more than it has of the steps in flight.
     """
     config = trace.config
-    if not config.environment.is_enabled:
+    if not config.environment.is_enabled or not average_metric(trace, "episode/decode_frac"):
         return None
     names = "turns calls sampled_tokens environment_s decode_frac wait_frac environment_frac"
     load = {name: average_metric(trace, f"episode/{name}") or 0.0 for name in names.split()}
@@ -101,6 +101,7 @@ def describe_run(trace: RunTrace) -> list[str]:
         *_describe_loads(loads),
         *_describe_episodes(trace),
         *_describe_filter(trace),
+        *_describe_stale(trace),
     ]
 
 
@@ -145,6 +146,19 @@ def _describe_filter(trace: RunTrace) -> Iterable[str]:
             f"            {cost['oversample']:.3g} prompts are admitted per trained group, and one"
             f" in {1 / kept:.3g} is kept: filter.oversample=auto fills a step in one round"
         )
+
+
+def _describe_stale(trace: RunTrace) -> Iterable[str]:
+    rows = [step.row for step in trace.steps if step.row.get("stale/share")]
+    ratios = [row["stale/length_ratio"] for row in rows if row.get("stale/length_ratio")]
+    if not rows:
+        return
+    share = sum(row["stale/share"] for row in rows) / len(trace.steps)
+    longer = f", {statistics.fmean(ratios):.2g} times as long as the trained ones" if ratios else ""
+    yield (
+        f"stale       {share:.0%} of the groups are dropped{longer};"
+        f" {sum(row['stale/lost_prompts'] for row in rows):.0f} prompts for good"
+    )
 
 
 def _describe_episodes(trace: RunTrace) -> Iterable[str]:

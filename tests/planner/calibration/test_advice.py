@@ -55,6 +55,10 @@ def test_a_run_of_episodes_has_too_few_open_and_is_not_simulated(tmp_path: Path)
     assert "20% sampling, 10% waiting for a slot or the devices, 70% waiting for" in lines[0]
     # 4 * (1 + 0.7 / 0.2) = 18, but a step has 16 episodes.
     assert "environment.open_episodes=16 keep more of its 4 decode slots" in lines[1]
+    # Episodes that sampled nothing have no decode time.
+    rows = [{**step.row, "episode/decode_frac": 0.0} for step in trace.steps]
+    steps = [replace(step, row=row) for step, row in zip(trace.steps, rows, strict=True)]
+    assert report_to_json(replace(trace, steps=steps))["episodes"] is None
     with pytest.raises(ConfigError, match="no sampled groups with lengths: the run has an envi"):
         PlannedRun.from_trace(trace, trace.config)
 
@@ -62,6 +66,19 @@ def test_a_run_of_episodes_has_too_few_open_and_is_not_simulated(tmp_path: Path)
 def test_a_generation_bound_run_is_recognized(tmp_path: Path):
     slow_run = measure(tmp_path, SLOW_SAMPLING)
     assert next(iter(measure_stage_loads(slow_run))) == "generate"
+
+
+def test_groups_dropped_as_stale_are_compared_with_the_trained_ones(slow_run: RunTrace):
+    assert not any(line.startswith("stale") for line in describe_run(slow_run))
+    dropped = {"stale/share": 0.5, "stale/length_ratio": 2.5, "stale/lost_prompts": 3}
+    first, second, *others = slow_run.steps
+    steps = [*(replace(step, row={**step.row, **dropped}) for step in (first, second)), *others]
+    (line,) = [n for n in describe_run(replace(slow_run, steps=steps)) if n.startswith("stale")]
+    share = f"{1 / len(steps):.0%}"
+    assert line == (
+        f"stale       {share} of the groups are dropped, 2.5 times as long as the trained ones;"
+        " 6 prompts for good"
+    )
 
 
 def test_filter_cost_is_reported_with_the_advice_to_oversample(slow_run: RunTrace):
