@@ -249,8 +249,8 @@ def list_zero_stages(call: ModelCall, grid: RankGrid) -> Sequence[int]:
 def make_run_refusal(config: RunConfig, problem: PlacementProblem) -> Callable[[Placement], str]:
     """Return a function of a placement: why `streamrl train` refuses it, or "".
 
-    It depends on the config and the cluster of the problem. A placement of some of the calls is
-    refused only for their parallelism.
+    It depends on the config and the cluster of the problem. A placement without generation or
+    training of the policy is not refused.
     """
     dataflow = config.dataflow
     pool_cache: dict[tuple[bool, tuple[tuple[str, Mesh], ...]], PlacementConfig | None] = {}

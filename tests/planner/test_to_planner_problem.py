@@ -4,13 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedConfig, Qwen3MoeConfig
 
 from benchmarks.memory import make_config
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.dataflow import CallKind
 from streamrl.engines.memory.memory_model import measure_training_sizes
 from streamrl.engines.models.forward import load_skeleton
-from streamrl.engines.models.model_shapes import load_model_shape
+from streamrl.engines.models.model_shapes import add_adapter_params, load_model_shape
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.placement.clusters import Cluster
@@ -120,17 +121,46 @@ def test_planned_memory_of_training_is_as_measured_on_a_gpu(case: tuple[str, int
     assert 0.97 < planned.peak_bytes / GIB / MEASURED_GIB[case] < 1.09
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_shape_has_the_sizes_of_its_model(tp_size: int, tmp_path: Path):
-    make_config("qwen2.5-0.5b", 24).save_pretrained(tmp_path)
+QWEN3_MOE = Qwen3MoeConfig(
+    hidden_size=256,
+    num_hidden_layers=2,
+    vocab_size=1024,
+    intermediate_size=1024,
+    moe_intermediate_size=1024,
+    num_experts=8,
+    num_experts_per_tok=4,
+    architectures=["Qwen3MoeForCausalLM"],
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "tp_size", "lora_rank"),
+    [
+        (make_config("qwen2.5-0.5b", 24), 1, 0),
+        (make_config("qwen2.5-0.5b", 24), 2, 0),
+        (make_config("qwen2.5-0.5b", 24), 1, 16),
+        (QWEN3_MOE, 1, 0),
+        (QWEN3_MOE, 2, 0),
+    ],
+    ids=["dense", "split", "LoRA", "experts", "split experts"],
+)
+def test_a_shape_has_the_sizes_of_its_model(
+    model: PreTrainedConfig, tp_size: int, lora_rank: int, tmp_path: Path
+):
+    model.save_pretrained(tmp_path)
     backend = "torch" if tp_size > 1 else "deepspeed"
     trainer = TrainerConfig(
-        backend, dtype="float32", world_size=tp_size, tensor_parallel=tp_size, zero_stage=3
+        backend,
+        dtype="float32",
+        world_size=tp_size,
+        tensor_parallel=tp_size,
+        zero_stage=3,
+        lora_rank=lora_rank,
     )
     measured = measure_training_sizes(load_skeleton(str(tmp_path)), trainer)
     train = CallAssignment(Mesh(0, tp_size), RankGrid(1, tp_size, 1), 3)
     cost = CallCost(
-        load_model_shape(str(tmp_path)),
+        add_adapter_params(load_model_shape(str(tmp_path)), lora_rank),
         train,
         Workload(1, 1, 1, make_fixed_lengths(1)),
         Cluster.from_text("8xH100"),

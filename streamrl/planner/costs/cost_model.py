@@ -71,7 +71,7 @@ class CostModel:
     ) -> None:
         """Describe the costs of a problem.
 
-        refuse: why a placement of some or all calls cannot run although it fits, or "".
+        refuse: why a placement cannot run although it fits, or "".
         """
         self.problem = problem
         self.constants = constants or CostConstants.from_cluster(problem.cluster)
@@ -246,7 +246,8 @@ class CostModel:
     def _compute_misfit(self, stage: str, assignment: CallAssignment) -> str:
         """Return why a stage cannot run on its rank grid; empty if it can.
 
-        A dimension of the model does not divide, or replicas outnumber rollouts.
+        A dimension of the model does not divide, replicas outnumber rollouts, or streamrl does not
+        split a model so.
         """
         grid, workload = assignment.grid, self._call_workload(stage)
         try:
@@ -260,7 +261,23 @@ class CostModel:
             rollouts //= workload.mini_batches
         if grid.dp_size > rollouts:
             return f"{stage} as {grid}: {grid.dp_size} replicas for {rollouts} rollouts"
-        return self._refuse(Placement({stage: assignment}))
+        why = self._explain_unsupported_split(stage, assignment)
+        return why and f"{stage} as {grid}: {why}"
+
+    def _explain_unsupported_split(self, stage: str, assignment: CallAssignment) -> str:
+        run, call, grid = self.problem.run_memory, self._call_by_stage[stage], assignment.grid
+        if run is None:
+            return ""
+        if grid.pp_size > 1:
+            return "streamrl does not split layers over pipeline stages"
+        if assignment.ep_size > grid.tp_size:
+            return "streamrl splits experts only over tensor-parallel ranks"
+        if call.kind is CallKind.TRAIN:
+            try:
+                _size_trainer(run.trainers[call.role], assignment)
+            except ConfigError as error:
+                return str(error)
+        return ""
 
     def _get_model_shape(self, stage: str) -> ModelShape:
         shape = self._model_shapes[stage]
@@ -410,14 +427,9 @@ class CostModel:
         )
 
 
-def _size_trainer(trainer: TrainerConfig, assignment: CallAssignment) -> TrainerConfig | None:
-    """Return the settings of a trainer for an assignment; None if streamrl does not train so."""
-    if assignment.grid.pp_size > 1 or assignment.ep_size > 1:
-        return None
-    try:
-        return replace(trainer, **make_trainer_sizes(trainer, assignment))
-    except ConfigError:
-        return None
+def _size_trainer(trainer: TrainerConfig, assignment: CallAssignment) -> TrainerConfig:
+    """Return the settings of a trainer for an assignment, or raise ConfigError."""
+    return replace(trainer, **make_trainer_sizes(trainer, assignment))
 
 
 def make_trainer_sizes(trainer: TrainerConfig, assignment: CallAssignment) -> dict[str, Any]:

@@ -101,14 +101,15 @@ def build_training_sizes(cost: CallCost, trainer: TrainerConfig) -> TrainingSize
     """Return the sizes of a model that streamrl's `trainer` splits over tensor-parallel ranks."""
     shape, ranks, adapters = cost.shape, cost.tp_size, cost.shape.adapter_params
     outside = shape.embedding_params // ranks
-    widest = max(shape.intermediate * max(1, shape.experts), shape.dense_intermediate)
+    # The gate and up matrices of all experts of a layer are one parameter.
+    widest = max(shape.intermediate * max(1, 2 * shape.experts), shape.dense_intermediate)
     is_float32 = trainer.dtype == "float32" or not trainer.has_master_weights
     return TrainingSizes(
         params=shape.num_params + adapters,
         trained=adapters or shape.num_params,
         rank_params=cost.device_params + adapters,
         layer_params=(cost.device_params - outside) // shape.layers,
-        root_params=outside,
+        root_params=outside + adapters,
         largest_param=shape.hidden * max(shape.vocab, widest) // ranks,
         layers=shape.layers,
         hidden=shape.hidden,

@@ -15,6 +15,7 @@ from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import PlacementProblem, RunMemory
 from streamrl.planner.problem.workload import Workload, make_fixed_lengths
 from streamrl.resharding.grids import RankGrid
+from tests.planner.assignments import make_assignment
 
 GRPO = build_dataflow(("scores", "ref_logprobs", "generator_logprobs"))
 SHAPE = MODEL_SHAPES["llama-7b"]
@@ -49,6 +50,25 @@ def test_training_memory_follows_the_micro_batch_limit():
     batch_bytes = [item - layer for item in active]
     assert batch_bytes[1] / batch_bytes[0] == pytest.approx((8192 + 512) / 8192, rel=0.01)
     assert batch_bytes[2] / batch_bytes[0] == pytest.approx(2, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("grid", "experts", "lora_rank", "message"),
+    [
+        ("2-1-4", 1, 0, "train as 2-1-4: streamrl does not split layers over pipeline stages"),
+        ("1-1-8", 8, 0, "train as 1-1-8: streamrl splits experts only over tensor-parallel ranks"),
+        ("1-2-4", 1, 8, "train as 1-2-4: trainer.tensor_parallel=2: does not"),
+    ],
+)
+def test_splits_that_streamrl_does_not_train_are_infeasible(
+    grid: str, experts: int, lora_rank: int, message: str
+):
+    shape = MODEL_SHAPES["qwen3-30b-a3b"]
+    run = RunMemory({"policy": TrainerConfig(lora_rank=lora_rank)})
+    costs = CostModel(make_problem(run_memory=run, models={"policy": shape, "reference": shape}))
+    train = make_assignment(grid, zero_stage=3, experts=experts)
+    assert costs.explain_infeasible(Placement({"train": train})).startswith(message)
+    assert costs.call_duration_s("train", train) == float("inf")
 
 
 def test_gpu_runs_copy_served_weights_and_keep_the_kv_cache():
