@@ -44,6 +44,7 @@ from streamrl.planner.search.planner import (
     plan_placement,
 )
 from streamrl.planner.simulator.quick_run import (
+    estimate_quick_run_s,
     estimate_simulation_s,
     run_quick_simulation,
     split_workload,
@@ -80,10 +81,11 @@ def suggest_fixes(
 
     def fits(settings: SettingValues, on: Cluster = cluster) -> bool:
         try:
-            problem, costs, rules = make_inputs(with_settings(config, settings), on)
+            changed = with_settings(config, settings)
+            problem, costs, rules = make_inputs(changed, on)
         except ConfigError:
             return False
-        return can_fit(
+        return (changed != config or on is not cluster) and can_fit(
             ParallelismChoices(PlacementEstimator(problem, costs.approximate_costs), rules=rules)
         )
 
@@ -95,7 +97,7 @@ def suggest_fixes(
         {"trainer.offload_optimizer": True},
         {"generator.kv_cache_mb": None},
     ]
-    fixes = [s for s in lossless if with_settings(config, s) != config and fits(s)]
+    fixes = [s for s in lossless if fits(s)]
     fixes += [s for s in smaller if fits(s)][:1]
     adapters: SettingValues = {"trainer.lora_rank": LORA_RANK}
     if not fixes and not config.trainer.lora_rank and fits(adapters):
@@ -132,7 +134,7 @@ DEFAULT_BOUNDS = "0,1,2,4"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "streamrl plan CONFIG [key=value ...] --cluster FILE|8xH100 [options]"
+    parser.usage = "streamrl plan CONFIG [key=value ...] --cluster 8xH100 [options]"
     parser.epilog = (
         "Plan chooses the placement: it does not use placement.mode, placement.pools and the"
         " numbers of devices of the config. `streamrl simulate` estimates the config's own."
@@ -289,7 +291,13 @@ def _simulate_front(
     on_simulated: Callable[[], None],
 ) -> list[SimulatedPoint]:
     """Simulate the placement of each bound. on_simulated: called after each point."""
-    placements = [point.candidate.placement for point in front]
+    placements, workload = [point.candidate.placement for point in front], problem.workload
+    # How much of a run a simulation needs is only known of its placement.
+    seconds = (
+        estimate_quick_run_s(costs.predict_timings(p), workload, p.max_staleness)
+        for p in placements
+    )
+    check_simulation_time(sum(seconds), workload, prefix="")
     results: list[SimulatedPoint] = []
     for point, placement in zip(front, placements, strict=True):
         # Several bounds may have the same placement.
@@ -301,7 +309,7 @@ def _simulate_front(
                 problem.dataflow,
                 placement,
                 costs.predict_timings(placement),
-                problem.workload,
+                workload,
                 seed=seed,
                 run_options=problem.run_options,
             )

@@ -38,7 +38,7 @@ MAX_STEPS = 10_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "streamrl simulate CONFIG [key=value ...] --cluster FILE|8xH100 [options]"
+    parser.usage = "streamrl simulate CONFIG [key=value ...] --cluster 8xH100 [options]"
     add_problem_arguments(parser)
     parser.add_argument(
         "--placement",

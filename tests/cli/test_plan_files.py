@@ -74,7 +74,9 @@ def test_an_unwritable_output_is_refused(tmp_path: Path, capsys: pytest.CaptureF
 HUGE = "pipeline.groups_per_step=10000000"
 
 
-def test_a_simulation_of_hours_is_refused_before_it_starts(capsys: pytest.CaptureFixture[str]):
+def test_a_simulation_of_hours_is_refused_before_it_starts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     factors = "pipeline.groups_per_step=10000000, algorithm.group_size=8: about"
     rule = "h to simulate; the limit is 1 h\n"
     error = refusal(capsys, "plan", *SMALL, HUGE)
@@ -87,6 +89,12 @@ def test_a_simulation_of_hours_is_refused_before_it_starts(capsys: pytest.Captur
     assert "must be from 1 to 10000" in refusal(
         capsys, "simulate", *SMALL[:-2], "--steps", "10000000"
     )
+    # The size of a full simulation is only known after planning.
+    monkeypatch.setattr("streamrl.cli.arguments.planner_args.HOUR_S", 0.1)
+    monkeypatch.setattr("streamrl.cli.plan.run_quick_simulation", None)
+    groups = "pipeline.groups_per_step=64"
+    error = refusal(capsys, "plan", *SMALL, groups, "--max-staleness", "0")
+    assert "pipeline.groups_per_step=64, algorithm.group_size=8: about" in error
 
 
 LONG = "x" * 300

@@ -72,6 +72,15 @@ def run_quick_simulation(
     return replace(result, num_parts=parts)
 
 
+def estimate_quick_run_s(timings: StageTimings, workload: Workload, lead: int) -> float:
+    """Estimate the seconds of wall time that `run_quick_simulation` takes.
+
+    lead: steps that generation runs ahead.
+    """
+    parts = choose_num_parts(timings, workload, lead)
+    return estimate_simulation_s(split_workload(workload, parts), lead=lead)
+
+
 def estimate_simulation_s(workload: Workload, *, lead: int = 0, steps: int | None = None) -> float:
     """Estimate the seconds of wall time to simulate `steps` steps, by default a quick simulation.
 

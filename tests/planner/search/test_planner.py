@@ -79,7 +79,6 @@ def test_more_staleness_is_never_slower():
     assert planned.best.step_s == min(times)
     for point in planned.points:
         assert point.candidate.placement.max_staleness <= point.max_staleness
-        assert point.candidate.placement.max_staleness <= point.max_staleness
 
 
 def test_every_losing_kind_has_a_reason():
