@@ -67,7 +67,7 @@ def test_a_killed_or_stopped_rank_of_a_shared_generator_ends_the_run_and_is_name
     run.until(lambda: len(rows(run_dir)) > 2)
     notes = [event["text"] for event in events(run_dir, "note")]
     assert any("the KV cache is released while it trains" in note for note in notes)
-    assert any("its shard of its group's generator; ranks 0-1" in note for note in notes)
+    assert any("weights: into the generator of each rank" in note for note in notes)
     os.kill(run.named("ray::HybridActor")[-1].pid, sent)
     last = run.fail()
     assert re.search(message, last)

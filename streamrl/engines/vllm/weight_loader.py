@@ -450,14 +450,16 @@ def _match_parameter(
     `full_shapes` are the checkpoint parameters that this rank's tensor `local` may fuse.
     """
     if hasattr(module, "shard_indices"):  # an embedding or a head
-        # vLLM pads the rows of the last ranks.
+        # vLLM pads the rows of the last ranks, which may have no others.
         ((name, shape),) = full_shapes
         start = module.shard_indices.org_vocab_start_index
         stop = module.shard_indices.org_vocab_end_index
         if local.shape[1:] != shape[1:]:
             return None
-        box = TensorBox.from_shape(shape)
-        return [(name, box.narrow(0, start, stop), local[: stop - start])] * (start < stop)
+        if start == stop:
+            return []
+        box = TensorBox.from_shape(shape).narrow(0, start, stop)
+        return [(name, box, local[: stop - start])]
     # With fewer key-value heads than ranks, vLLM replicates heads.
     heads = module.total_num_kv_heads if hasattr(module, "total_num_kv_heads") else None
     dims = range(local.ndim if len(full_shapes) == 1 else 1)

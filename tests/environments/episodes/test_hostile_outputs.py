@@ -74,7 +74,6 @@ def renderer(bpe_tokenizer):
 @pytest.fixture
 def run_episode(renderer, tmp_path, monkeypatch):
     """Run an episode of the given turns in an environment of this source; return its columns."""
-
     monkeypatch.setattr(EnvironmentConfig, "max_reply_chars", 100_000)
 
     async def run(source, *turns, **settings):
