@@ -1,4 +1,7 @@
-"""Interfaces that the stream's loops call; engines, remote proxies and test fakes have them."""
+"""Interfaces that the stream's loops call; each names the class that has it in a run.
+
+Tests and the simulator have classes of their own.
+"""
 
 import asyncio
 import math
@@ -17,7 +20,11 @@ from streamrl.weights.versions import ReaderState
 
 
 class FollowerProtocol(Protocol):
-    """A model kept equal to a trained model: the engine of a generator, or a scorer's model."""
+    """A model kept equal to a trained model.
+
+    In a run: `GenerationEngine`, `FollowerScorer`, and `SharedWeights` on devices that trainer and
+    generator share.
+    """
 
     async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats:
         """Replace the model's weights by the tensors of `version`.
@@ -47,7 +54,10 @@ ReadPartialRollouts = Callable[[], Awaitable[Mapping[str, Columns]]]
 
 
 class TrainerProtocol(Protocol):
-    """A trained model, all its ranks behind one interface; a round has `dp_size` micro-batches."""
+    """A trained model, all its ranks behind one interface; a round has `dp_size` micro-batches.
+
+    In a run: `TrainerGroup`.
+    """
 
     dp_size: int
     update_plan: UpdatePlan
@@ -88,7 +98,10 @@ class TrainerProtocol(Protocol):
 
 
 class StepControl(Protocol):
-    """Decides before each round and each update whether a training step goes on."""
+    """Decides before each round and each update whether a training step goes on.
+
+    In a run: `RunState`.
+    """
 
     def should_abandon_step(self, *, needs_s: float = 0.0) -> bool:
         """Return True if the step must be abandoned. needs_s: estimated time to finish it, s."""
@@ -121,7 +134,7 @@ class WeightChannel(Protocol):
     """Connection of a follower to the versions that its trainer publishes.
 
     `wait_for_newer` returns the manifest of a version newer than that of `state`, None after
-    `wait_s`.
+    `wait_s`. In a run: `RemoteWeightChannel`.
     """
 
     async def wait_for_newer(
@@ -137,7 +150,10 @@ class WeightChannel(Protocol):
 
 
 class PromptSource(Protocol):
-    """Prompts of the data set, in the order in which the run draws them."""
+    """Prompts of the data set, in the order in which the run draws them.
+
+    In a run: `PromptStream`.
+    """
 
     async def prefetch_prompts(self, count: int) -> None:
         """Load the next `count` prompts ahead of time, so that drawing them does not block."""
@@ -160,7 +176,8 @@ class DeviceLease(Protocol):
     """Right of a process to compute on its devices; never blocks where no stages share them.
 
     `hold` returns a context in which a stage may compute. `report_progress` extends the deadlines
-    of stages that wait for the same devices.
+    of stages that wait for the same devices. In a run: `DedicatedDeviceLease`, and
+    `SharedDeviceLease` where stages share devices.
     """
 
     def hold(self, stage: str) -> AbstractAsyncContextManager[None]: ...

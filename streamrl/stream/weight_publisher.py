@@ -80,7 +80,7 @@ class WeightPublisher:
         The caller may release the devices after the return: this publisher holds them by then.
         `first` publishes all roles; `awaited` publishes a version that is not due, for example
         because groups admitted at it before a resume wait for it. Returns True if the policy is
-        published.
+        among the models whose publishing has begun.
         """
         await self.wait_until_published()
         self._version = version

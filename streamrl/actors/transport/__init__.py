@@ -1,1 +1,1 @@
-"""Communication between actors: calls, columns of groups, and weights."""
+"""Calls between actors: over connections of their own to shards, and through Ray."""
