@@ -86,7 +86,6 @@ def test_torch_backend_holds_weights_gradients_and_two_moments(path: str):
     ("stage", "sizes"),
     [
         # Weights, those of the generator, optimizer, gradients, activations, update.
-        (0, (4, 0, 8, 4, 0, 4)),
         (1, (4, 0, 6, 4, 0, 4)),
         # A bucket as large as the model, and its copy.
         (2, (4, 0, 6, 2, 8, 4)),
