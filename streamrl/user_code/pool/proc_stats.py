@@ -56,7 +56,7 @@ class ProcessTable:
         with self._refresh_lock:
             started = time.monotonic()
             if started > self._valid_until:
-                self._children_by_pid = _list_children_by_parent()
+                self._children_by_pid = list_children_by_parent()
                 took_s = time.monotonic() - started
                 self._valid_until = started + max(_MAX_AGE_S, _AGE_PER_SCAN_TIME * took_s)
             return self._children_by_pid
@@ -73,7 +73,7 @@ class ProcessTable:
         return 0
 
 
-def _list_children_by_parent() -> Mapping[int, Sequence[int]]:
+def list_children_by_parent() -> Mapping[int, Sequence[int]]:
     children = defaultdict(list)
     for name in os.listdir("/proc"):
         if name.isdigit():

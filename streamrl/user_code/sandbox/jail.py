@@ -9,6 +9,7 @@ import contextlib
 import json
 import marshal
 import os
+import select
 import shutil
 import signal
 import socket
@@ -24,7 +25,7 @@ from typing import Any
 
 from streamrl.errors import DeadlineError
 from streamrl.user_code.pool.background_tasks import run_to_end
-from streamrl.user_code.pool.proc_stats import ProcessTable
+from streamrl.user_code.pool.proc_stats import ProcessTable, list_children_by_parent
 from streamrl.user_code.pool.process import ProcessExitedError
 from streamrl.user_code.sandbox import jail_driver
 from streamrl.user_code.sandbox.program import MIB, ProgramLimits
@@ -408,7 +409,7 @@ class Jail:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._init_process[1], signal.SIGKILL)
         else:
-            self._process.kill()
+            await asyncio.to_thread(_kill_tree, self._process.pid)
         self._writer.transport.abort()
         await self._wait_for_exit()
         assert self._process.stderr is not None
@@ -462,6 +463,24 @@ def _spawn_jail(
             pass_fds=pass_fds,
             cwd="/",
         )
+
+
+def _kill_tree(pid: int) -> None:
+    """Kill a child of this process that is starting, with its own children.
+
+    A child of bwrap that waits to be set up has no parent-death signal yet.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)  # it starts no further child
+        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    children = list_children_by_parent()
+    members = [pid]
+    for member in members:
+        members += children.get(member, ())
+    for member in members:
+        with contextlib.suppress(ProcessLookupError), os.fdopen(os.pidfd_open(member)) as pidfd:
+            signal.pidfd_send_signal(pidfd.fileno(), signal.SIGKILL)
+            select.select([pidfd], [], [], KILL_TIMEOUT_S)
 
 
 def _read_child_pid(info_fd: int) -> int:

@@ -1,12 +1,14 @@
 """Python sessions: variables persist, output and limits, and what a hostile call can do."""
 
 import asyncio
+import ctypes
 import time
 
 import psutil
 import pytest
 import pytest_asyncio
 
+from streamrl.user_code.pool.reaper import PR_SET_CHILD_SUBREAPER
 from streamrl.user_code.sandbox.backend_choice import find_isolation
 from streamrl.user_code.sandbox.program import ProgramLimits
 from streamrl.user_code.sandbox.python_session import CodeOutput, PythonSession
@@ -39,10 +41,20 @@ async def session(spec):
     await started.kill()
 
 
+@pytest.fixture
+def is_subreaper():
+    """What a killed process leaves is a descendant of this process during the test."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    yield
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
 @module_loop
+@pytest.mark.usefixtures("is_subreaper")
 async def test_cancelling_a_start_again_and_again_leaves_no_process(spec):
     before = descendants()
-    for delay_s in (0.001, 0.01, 0.03):
+    for delay_s in (0.001 * i for i in range(1, 31)):
         starting = asyncio.create_task(PythonSession.start(spec, 1, kept_chars=KEPT_CHARS))
         await asyncio.sleep(delay_s)
         for _ in range(3):
