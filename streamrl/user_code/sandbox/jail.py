@@ -197,6 +197,7 @@ START_TIMEOUT_S = 20.0
 GRACE_PERIOD_S = 3.0
 #: Longest time until all processes of a killed jail have exited.
 KILL_TIMEOUT_S = 20.0
+_REAP_TIMEOUT_S = 3.0
 #: Memory checks of a running program: at least this interval, and at least this multiple of the
 #: check's duration, which grows with the number of mappings.
 MEMORY_CHECK_INTERVAL_S = 0.05
@@ -468,19 +469,29 @@ def _spawn_jail(
 def _kill_tree(pid: int) -> None:
     """Kill a child of this process that is starting, with its own children.
 
-    A child of bwrap that waits to be set up has no parent-death signal yet.
+    A child of bwrap that waits to be set up has no parent-death signal yet. bwrap reaps it and
+    exits: reaped by nobody, it would count as a process of the jail's user for good.
     """
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGSTOP)  # it starts no further child
         os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
     children = list_children_by_parent()
-    members = [pid]
+    members = [*children.get(pid, ())]
     for member in members:
         members += children.get(member, ())
     for member in members:
-        with contextlib.suppress(ProcessLookupError), os.fdopen(os.pidfd_open(member)) as pidfd:
-            signal.pidfd_send_signal(pidfd.fileno(), signal.SIGKILL)
-            select.select([pidfd], [], [], KILL_TIMEOUT_S)
+        _signal_and_wait(member, signal.SIGKILL, KILL_TIMEOUT_S)
+    if members and _signal_and_wait(pid, signal.SIGCONT, _REAP_TIMEOUT_S):
+        return
+    _signal_and_wait(pid, signal.SIGKILL, KILL_TIMEOUT_S)
+
+
+def _signal_and_wait(pid: int, number: signal.Signals, timeout_s: float) -> bool:
+    """Send a signal to a process; return whether it exits in time."""
+    with contextlib.suppress(ProcessLookupError), os.fdopen(os.pidfd_open(pid)) as pidfd:
+        signal.pidfd_send_signal(pidfd.fileno(), number)
+        return bool(select.select([pidfd], [], [], timeout_s)[0])
+    return True
 
 
 def _read_child_pid(info_fd: int) -> int:
