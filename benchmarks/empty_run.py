@@ -51,7 +51,7 @@ from streamrl.pipeline import (
     ScoringLimits,
     follow_weights,
     generate_rollouts,
-    hold_lease_per_group,
+    hold_devices_per_group,
     score_groups,
 )
 from streamrl.stream.device_lease import DedicatedDeviceLease
@@ -325,7 +325,7 @@ class EmptyReplica:
             shape.pull_s,
         )
         limit = ConcurrencyLimit(shape.slots * shape.rollouts, shape.rollouts)
-        sample = hold_lease_per_group(stage, self.sample)
+        sample = hold_devices_per_group(stage, self.sample)
         await asyncio.gather(
             follow_weights(stage, self, channel, served),
             generate_rollouts(stage, sample, served, limit=limit, read_partials=read_no_partials),

@@ -118,7 +118,7 @@ async def generate_rollouts(
     run it is a method of GenerationEngine or, with environments, of EpisodeDriver.
     Unblocked by: `admit_prompts`, its own finished rollouts, and `follow_weights`. While running,
     the loop saves partial rollouts so that another generator can resume them. `sample` holds the
-    device lease while it computes: for the whole group (`hold_lease_per_group`), or turn by turn.
+    device lease while it computes: for the whole group (`hold_devices_per_group`), or turn by turn.
     """
     partial_saver = PartialRolloutSaver(stage.queue, exclude_unverified(read_partials, served))
     in_flight = InFlightWork(limit)
@@ -144,19 +144,19 @@ async def generate_rollouts(
         )
 
 
-def hold_lease_per_group(stage: StageContext, sample: SampleFunction) -> SampleFunction:
+def hold_devices_per_group(stage: StageContext, sample: SampleFunction) -> SampleFunction:
     """Wrap `sample` to hold the stage's device lease, and record a span, while it runs."""
 
-    async def sample_with_lease(
+    async def sample_on_devices(
         prompt: Prompt, partial_rollouts: Columns | None, on_finished: FinishedCallback
     ) -> Columns:
         prompt_tokens = len(prompt.token_ids)
-        async with stage.record_compute(uid=prompt.uid, prompt=prompt_tokens) as span_facts:
+        async with stage.hold_devices(uid=prompt.uid, prompt=prompt_tokens) as span_facts:
             columns = await sample(prompt, partial_rollouts, on_finished)
             span_facts["lengths"] = " ".join(map(str, count_sampled_tokens(columns)))
         return columns
 
-    return sample_with_lease
+    return sample_on_devices
 
 
 async def wait_for_first_version(stage: StageContext, served: ServedVersion) -> bool:
@@ -241,7 +241,7 @@ async def score_groups(
                 max(experience.admitted_version for experience in experiences)
             )
         rollouts, tokens = measure_completions(experiences)
-        async with stage.record_compute(groups=len(experiences), rollouts=rollouts, tokens=tokens):
+        async with stage.hold_devices(groups=len(experiences), rollouts=rollouts, tokens=tokens):
             return await score(experiences)
 
     if served is None or await wait_for_first_version(stage, served):

@@ -63,7 +63,7 @@ class FakeEpisodeGenerator(FakeGenerator):
                 prompt,
                 seeds=make_rollout_seeds(plan.seed, prompt.uid, plan.group_size),
                 environment_seed=make_environment_seed(plan.seed, prompt.uid),
-                compute=stage.record_compute,
+                compute=stage.hold_devices,
                 on_finished=finished,
             )
 

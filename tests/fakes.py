@@ -28,7 +28,7 @@ from streamrl.messages import (
     parse_uid,
     rollouts_to_columns,
 )
-from streamrl.pipeline import hold_lease_per_group
+from streamrl.pipeline import hold_devices_per_group
 from streamrl.stream.protocols import (
     FetchedWeights,
     FinishedCallback,
@@ -179,7 +179,7 @@ class FakeGenerator:
         return {"generate": self.group, "greedy": self.greedy}
 
     def make_sample_function(self, stage: StageContext) -> SampleFunction:
-        return hold_lease_per_group(stage, self.stages[stage.name])
+        return hold_devices_per_group(stage, self.stages[stage.name])
 
     async def read_partials(self) -> Mapping[str, Columns]:
         """Return the tokens sampled so far."""

@@ -17,7 +17,7 @@ from streamrl.environments.episodes.driver import EpisodeDriver, make_environmen
 from streamrl.environments.episodes.start_driver import start_episode_driver
 from streamrl.errors import ActorLostError
 from streamrl.messages import Columns, Prompt, make_rollout_seeds, rollouts_to_columns
-from streamrl.pipeline import generate_rollouts, hold_lease_per_group
+from streamrl.pipeline import generate_rollouts, hold_devices_per_group
 from streamrl.stream.evaluation.sample_and_score import SampledPrompt
 from streamrl.stream.protocols import (
     FinishedCallback,
@@ -113,7 +113,7 @@ class GeneratorActor(ReplicaActor):
         if self._driver is None:
             is_resumable = stage.name == GENERATE_CALL.stage
             read_partials = generator.collect_partial_rollouts if is_resumable else read_no_partials
-            return hold_lease_per_group(stage, generator.stages[stage.name]), read_partials
+            return hold_devices_per_group(stage, generator.stages[stage.name]), read_partials
         driver, config = self._driver, self._config
 
         async def run_episodes(
@@ -124,7 +124,7 @@ class GeneratorActor(ReplicaActor):
                 prompt,
                 seeds=make_rollout_seeds(seed, prompt.uid, config.algorithm.group_size),
                 environment_seed=make_environment_seed(seed, prompt.uid),
-                compute=stage.record_compute,
+                compute=stage.hold_devices,
                 on_finished=on_finished,
             )
 

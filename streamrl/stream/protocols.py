@@ -258,7 +258,7 @@ class StageContext:
     """Set once the stage must lease nothing more and leave the run."""
 
     @asynccontextmanager
-    async def record_compute(self, **facts: SpanArgValue) -> AsyncIterator[dict[str, SpanArgValue]]:
+    async def hold_devices(self, **facts: SpanArgValue) -> AsyncIterator[dict[str, SpanArgValue]]:
         """Hold the device lease and record the time as a busy span of the stage.
 
         Yields the span's `facts` as a dict, to which the caller may add.

@@ -76,7 +76,7 @@ class TurnSampler(Protocol):
 
 ComputeContext = Callable[..., AbstractAsyncContextManager[MutableMapping[str, Any]]]
 """Returns a context that holds the device lease and records a span with facts, as
-`StageContext.record_compute` does."""
+`StageContext.hold_devices` does."""
 
 
 class EpisodeMeter:

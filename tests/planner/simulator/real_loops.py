@@ -21,7 +21,7 @@ from streamrl.messages import (
     Rollout,
     rollouts_to_columns,
 )
-from streamrl.pipeline import hold_lease_per_group
+from streamrl.pipeline import hold_devices_per_group
 from streamrl.placement.placements import Placement
 from streamrl.planner.problem.stage_timings import StageTimings, WeightsTiming
 from streamrl.planner.problem.workload import Workload
@@ -163,7 +163,7 @@ class TimedGenerator:
         return {"generate": self._group}
 
     def make_sample_function(self, stage: StageContext) -> SampleFunction:
-        return hold_lease_per_group(stage, self.stages[stage.name])
+        return hold_devices_per_group(stage, self.stages[stage.name])
 
     async def read_partials(self) -> Mapping[str, Columns]:
         return {}
