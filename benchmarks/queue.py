@@ -245,7 +245,7 @@ class FlowMember:
         for first in range(0, len(numbers), self._batch):
             uids = [make_uid(0, number) for number in numbers[first : first + self._batch]]
             prompts = [Prompt(uid, self._groups[0]["lengths"]) for uid in uids]
-            await self._queue.admit_prompts(prompts, 0)
+            await self._queue.insert_prompts(prompts, 0)
         return start
 
     async def generate(self) -> None:

@@ -100,7 +100,7 @@ async def admit_prompts(
             or await run_state.admission.wait_for_credit(wait_s)
             or run_state.prompts_to_insert
         ):
-            await run_state.admit_prompts(queue)
+            await run_state.fill_queue(queue)
 
 
 async def generate_rollouts(

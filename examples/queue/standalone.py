@@ -107,7 +107,7 @@ async def main(folder: Path) -> int:
         workers[name].run.remote(stage, make_rollouts if stage == "generate" else compute_scores)
     queue, uids = ExperienceQueue(shards, "consumer"), [make_uid(0, i) for i in range(NUM_GROUPS)]
     prompts = [Prompt(uid, np.array([n], np.int32)) for n, uid in enumerate(uids)]
-    await queue.admit_prompts(prompts, version=0)
+    await queue.insert_prompts(prompts, version=0)
     print(f"{NUM_GROUPS} prompts are in {len(shards)} shards, with journals in {folder}")
     received, repeated = await asyncio.wait_for(consume_groups(queue), TIMEOUT_S)
     print(f"{len(received)} groups have arrived; {repeated} were leased twice and ignored")

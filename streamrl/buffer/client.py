@@ -94,7 +94,7 @@ class ExperienceQueue:
     def get_shard_index(self, uid: str) -> int:
         return get_shard_index(uid, len(self.shards))
 
-    async def admit_prompts(
+    async def insert_prompts(
         self,
         prompts: Sequence[Prompt],
         version: int,
@@ -112,7 +112,7 @@ class ExperienceQueue:
         """
         entries = [(prompt.uid, encode_prompt(prompt), version) for prompt in prompts]
         await _gather_all(
-            _admit_entries(shard, batch, wait_s, on_entered)
+            _send_entries(shard, batch, wait_s, on_entered)
             for shard, batch in self._select_owners(entries)
         )
 
@@ -427,13 +427,13 @@ async def _gather_first(calls: Iterable[Coroutine[Any, Any, list[T]]]) -> list[T
             future.cancel()
 
 
-async def _admit_entries(
+async def _send_entries(
     shard: ShardProxy,
     entries: Sequence[tuple[str, bytes, int]],
     wait_s: float,
     on_entered: Callable[[Collection[str]], None],
 ) -> None:
-    """Admit entries of one shard, as many at a time as it has capacity for, until all are in.
+    """Send entries to their shard, as many at a time as it has capacity for, until all are in.
 
     Raises DeadlineError if nothing gets in for `wait_s`.
     """
@@ -444,7 +444,7 @@ async def _admit_entries(
         batch = [waiting.popleft() for _ in range(min(limit, len(waiting)))]
         request_s = min(remaining_s, CAPACITY_WAIT_S)
         try:
-            entered = set(await shard.call(QueueShard.admit_prompts, batch, wait_s=request_s))
+            entered = set(await shard.call(QueueShard.admit_entries, batch, wait_s=request_s))
         except DeadlineError:
             if remaining_s <= CAPACITY_WAIT_S:
                 raise

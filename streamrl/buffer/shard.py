@@ -382,15 +382,17 @@ class CapacityLimiter:
     ) -> None:
         self._state = state
         self._capacity = capacity
-        self._insert_prompts = insert
+        self._write_admissions = insert
         self._pending_uids: set[str] = set()
         self._group_bytes = 0
         """Bytes reserved for the groups in the shard."""
         self._num_inserts = 0
         self._capacity_freed = asyncio.Event()
 
-    async def admit_prompts(self, entries: Sequence[PromptEntry], deadline: float) -> list[str]:
-        """Admit as many prompts as fit, at least one; return the uids that are admitted by now.
+    async def insert_within_capacity(
+        self, entries: Sequence[PromptEntry], deadline: float
+    ) -> list[str]:
+        """Insert as many prompts as fit, at least one; return the uids that are admitted by now.
 
         Uids of a retried call count as admitted, also if they are removed by now. Returns as soon
         as some prompts are admitted. Raises DeadlineError if no prompt fits by `deadline`.
@@ -399,7 +401,7 @@ class CapacityLimiter:
             batch = self._reserve_capacity(entries)
             if batch:
                 try:
-                    await self._insert_prompts(batch)
+                    await self._write_admissions(batch)
                 finally:
                     self._pending_uids.difference_update(uid for uid, *_ in batch)
                     self._num_inserts += 1
@@ -648,7 +650,7 @@ class QueueShard:
         self._column_histories: dict[str, ColumnHistory] = {}
         self._release_counts: Counter[str] = Counter()
         self._latest_requests: dict[tuple[str, str], object] = {}
-        self._capacity_limiter = CapacityLimiter(state, capacity, insert=self._insert_prompts)
+        self._capacity_limiter = CapacityLimiter(state, capacity, insert=self._write_admissions)
         self._stats_recorder = ShardStatsRecorder(state, self._log, self._clock())
         number, forgets = state.incarnation + 1, state.is_damaged
         opening = transitions.make_open_record(session, number, forgets=forgets)
@@ -662,16 +664,16 @@ class QueueShard:
 
     # Calls of the stages and ranks.
 
-    async def admit_prompts(self, entries: Sequence[PromptEntry], *, wait_s: float) -> list[str]:
+    async def admit_entries(self, entries: Sequence[PromptEntry], *, wait_s: float) -> list[str]:
         """Admit entries (uid, encoded prompt, version); return the uids that are in the shard.
 
         Admits as many entries as fit, at least one. Raises DeadlineError if no entry fits within
         `wait_s`. Uids admitted earlier in this session count as admitted and are not inserted
         again.
         """
-        return await self._capacity_limiter.admit_prompts(entries, self._clock() + wait_s)
+        return await self._capacity_limiter.insert_within_capacity(entries, self._clock() + wait_s)
 
-    async def _insert_prompts(self, entries: Sequence[PromptEntry]) -> None:
+    async def _write_admissions(self, entries: Sequence[PromptEntry]) -> None:
         await self._write_records([transitions.make_admit_record(*entry) for entry in entries])
 
     async def lease_groups(self, request: LeaseRequest, *, wait_s: float) -> list[LeaseGrant]:

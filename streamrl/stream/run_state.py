@@ -197,7 +197,7 @@ class RunState:
         self.pending_inserts.update(missing)
         self.prompts_to_insert += [self.prompt_source.get_prompt(uid) for uid in missing]
 
-    async def admit_prompts(self, queue: ExperienceQueue) -> None:
+    async def fill_queue(self, queue: ExperienceQueue) -> None:
         """Insert waiting readmitted prompts into the queue, and new prompts for free credits."""
         if self.oversampling.is_enabled:
             # Kept groups only reduce the credits, so a waiting admission loop can skip this.
@@ -218,7 +218,7 @@ class RunState:
             inserting = list(batch)
             # Infinite wait: capacity frees up when a step ends. The training loop has the deadline.
             on_entered = self.pending_inserts.difference_update
-            await queue.admit_prompts(inserting, version, wait_s=math.inf, on_entered=on_entered)
+            await queue.insert_prompts(inserting, version, wait_s=math.inf, on_entered=on_entered)
 
     def keep_groups(self, uids: Iterable[str]) -> None:
         """Record that the group filter kept groups; ignore groups that are not in flight."""

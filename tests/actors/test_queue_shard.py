@@ -100,7 +100,7 @@ def kill(shard: RemoteShard) -> None:
 async def test_partial_rollouts_go_to_the_next_holder(make: Make, uid: str):
     shard = make()
     first, second = (ExperienceQueue([shard], holder) for holder in ("a", "b"))
-    await first.admit_prompts([Prompt(uid, np.array([1], np.int32))], 0)
+    await first.insert_prompts([Prompt(uid, np.array([1], np.int32))], 0)
     (leased,) = await first.lease_groups("generate", max_groups=1, columns=(), wait_s=5.0)
     assert leased.partial_rollouts is None
     await first.save_partials([(leased.lease, columns_of(uid))])
@@ -114,7 +114,7 @@ async def test_partial_rollouts_go_to_the_next_holder(make: Make, uid: str):
 async def test_only_large_columns_take_actor_calls(make: Make, uid: str):
     shard = make()
     queue = ExperienceQueue([shard], "me")
-    await queue.admit_prompts([Prompt(uid, np.array([1], np.int32))], 0)
+    await queue.insert_prompts([Prompt(uid, np.array([1], np.int32))], 0)
     (leased,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=5.0)
     assert await queue.commit_columns([(leased.lease, columns_of(uid))]) == []
     (ready,) = await queue.lease_groups("train", max_groups=1, columns=ROLLOUT_COLUMNS, wait_s=5.0)
@@ -128,7 +128,7 @@ async def test_only_large_columns_take_actor_calls(make: Make, uid: str):
 
 async def test_an_error_of_the_shard_is_raised_in_the_caller(make: Make):
     queue = ExperienceQueue([make()], "me")
-    await queue.admit_prompts(prompts(), 0)
+    await queue.insert_prompts(prompts(), 0)
     (leased,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=5.0)
     with pytest.raises(ContractError, match="token_ids"):
         await queue.commit_columns([(leased.lease, {"scores": np.zeros(2, np.float32)})])
@@ -144,7 +144,7 @@ async def test_a_lost_connection_is_reopened_without_losing_groups(make: Make):
     )
     await queue.get_stats()
     (await shard._get_connection()).close()
-    await queue.admit_prompts(prompts(), 0)
+    await queue.insert_prompts(prompts(), 0)
     leased = await waiting
     await queue.commit_columns([(group.lease, columns_of(group.uid)) for group in leased])
     uids = {group.uid for group in leased}
@@ -158,7 +158,7 @@ async def test_a_lost_connection_is_reopened_without_losing_groups(make: Make):
 async def test_requests_are_retried_until_a_dead_shard_is_back(make: Make):
     shard = make()
     queue = ExperienceQueue([shard], "me")
-    await queue.admit_prompts(prompts(), 0)
+    await queue.insert_prompts(prompts(), 0)
     waiting = asyncio.create_task(
         queue.lease_groups("train", max_groups=1, columns=(), wait_s=150.0)
     )
@@ -173,7 +173,7 @@ async def test_requests_are_retried_until_a_dead_shard_is_back(make: Make):
 
 async def test_a_snapshot_replaces_the_journal_segments_before_its_cut(make: Make, tmp_path: Path):
     shard, snapshot = make(), tmp_path / "snapshot"
-    await ExperienceQueue([shard], "me").admit_prompts(prompts(), 0)
+    await ExperienceQueue([shard], "me").insert_prompts(prompts(), 0)
     cut = await shard.call(DurableShard.rotate_journal)
     await shard.call(DurableShard.write_snapshot, cut, snapshot)
     await shard.call(DurableShard.discard_before, cut)
@@ -213,7 +213,7 @@ async def test_a_long_call_survives_repeated_connection_losses(
     monkeypatch.setattr(queue_shard, "RECONNECT_S", 0.5)
     shard = make(groups=1)
     queue = ExperienceQueue([shard], "me")
-    admitting = asyncio.create_task(queue.admit_prompts(prompts()[:2], 0))
+    admitting = asyncio.create_task(queue.insert_prompts(prompts()[:2], 0))
     for _ in range(2):
         await asyncio.sleep(1.0)
         connection = await shard._get_connection()
@@ -230,7 +230,7 @@ async def test_a_long_call_survives_repeated_connection_losses(
 def test_every_event_loop_and_process_has_its_own_connection(make: Make):
     shard = make()
     with asyncio.Runner() as first_runner, asyncio.Runner() as second_runner:
-        first_runner.run(shard.call(QueueShard.admit_prompts, [("0:0:0", b"", 0)], wait_s=1.0))
+        first_runner.run(shard.call(QueueShard.admit_entries, [("0:0:0", b"", 0)], wait_s=1.0))
         for runner in (second_runner, first_runner, second_runner):
             assert runner.run(shard.call(QueueShard.get_stats)).uids == ("0:0:0",)
     assert shard.actor.called == ["get_endpoint"] * 2

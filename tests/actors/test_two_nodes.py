@@ -407,7 +407,7 @@ def test_the_queue_spans_two_nodes_and_outlives_one(nodes: Nodes, tmp_path: Path
     consumer = nodes.member(shards, "eve", head_node)
     assert ray.get([producer.node.remote(), consumer.node.remote()]) == [second_node, head_node]
     prompts = [Prompt(uid, np.array([1], np.int32)) for uid in SIZES]
-    asyncio.run(queue.admit_prompts(prompts, 0))
+    asyncio.run(queue.insert_prompts(prompts, 0))
     assert sorted(ray.get(producer.produce.remote(len(SIZES)))) == sorted(SIZES)
     pid = ray.get(producer.__ray_call__.remote(lambda _: psutil.Process().pid))
     process = psutil.Process(pid)

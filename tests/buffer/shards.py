@@ -99,7 +99,7 @@ def on_shard(
 
 
 def entry(uid: str, version: int = 0) -> tuple[str, bytes, int]:
-    """Return the entry of an `admit_prompts` call."""
+    """Return the entry of an `admit_entries` call."""
     return uid, pickle.dumps(prompt(uid)), version
 
 
@@ -107,7 +107,7 @@ async def admit(shard: QueueShard, *uids: str, version: int = 0, wait_s: float =
     """Admit prompts, retrying until all are admitted, like the client."""
     waiting = [entry(uid, version) for uid in uids]
     while waiting:
-        entered = await shard.admit_prompts(waiting, wait_s=wait_s)
+        entered = await shard.admit_entries(waiting, wait_s=wait_s)
         waiting = [item for item in waiting if item[0] not in entered]
 
 

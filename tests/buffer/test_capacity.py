@@ -43,8 +43,8 @@ async def test_full_shard_blocks_admission_until_a_removal(shard: QueueShard):
 @on_shard(bounds=ShardCapacity(2))
 async def test_admission_inserts_as_many_as_fit(shard: QueueShard):
     entries = [entry(uid) for uid in "abc"]
-    assert await shard.admit_prompts(entries, wait_s=60.0) == ["a", "b"]
-    retry = asyncio.create_task(shard.admit_prompts(entries[2:], wait_s=60.0))
+    assert await shard.admit_entries(entries, wait_s=60.0) == ["a", "b"]
+    retry = asyncio.create_task(shard.admit_entries(entries[2:], wait_s=60.0))
     await asyncio.sleep(1.0)
     assert not retry.done()
     await shard.remove_groups(["a"], 1)
@@ -78,12 +78,12 @@ async def test_admission_retried_while_waiting_is_inserted_once(shard: QueueShar
 @on_shard(bounds=ShardCapacity(1))
 async def test_admission_retried_after_removal_does_not_reinsert_the_group(shard: QueueShard):
     await admit(shard, "a")
-    waiting = asyncio.create_task(shard.admit_prompts([entry("b")], wait_s=60.0))
+    waiting = asyncio.create_task(shard.admit_entries([entry("b")], wait_s=60.0))
     await asyncio.sleep(1.0)
     await shard.remove_groups(["a"], 1)
-    assert await shard.admit_prompts([entry("b")], wait_s=1.0) == ["b"]
+    assert await shard.admit_entries([entry("b")], wait_s=1.0) == ["b"]
     await shard.remove_groups(["b"], 1)
-    assert await shard.admit_prompts([entry("a")], wait_s=1.0) == ["a"]
+    assert await shard.admit_entries([entry("a")], wait_s=1.0) == ["a"]
     assert await waiting == ["b"]
     assert (await shard.get_stats()).uids == ()
 
@@ -97,7 +97,7 @@ async def test_seen_uids_survive_a_shard_restart_but_not_a_new_session():
     await shard.remove_groups(["a"], 1)
     for session in ("first", "second"):
         successor = make_shard(book=recover(STAGES, log), session=session)
-        assert await successor.admit_prompts([entry("a")], wait_s=1.0) == ["a"]
+        assert await successor.admit_entries([entry("a")], wait_s=1.0) == ["a"]
         removed[session] = (await successor.get_stats()).uids
     assert removed == {"first": (), "second": ("a",)}
 

@@ -34,7 +34,7 @@ def large(value: int) -> Columns:
 async def test_large_columns_survive_a_shard_restart():
     (shard,) = shards = local_shards(1)
     queue = ExperienceQueue(shards, "me")
-    await queue.admit_prompts([prompt("0:0:0")], 0)
+    await queue.insert_prompts([prompt("0:0:0")], 0)
     await do(queue, "generate", large(7))
     shard.kill()
     shard.revive()
@@ -47,7 +47,7 @@ async def test_large_columns_survive_a_shard_restart():
 async def test_failed_commit_waits_for_all_shards_before_raising():
     shards = local_shards(2)
     queue = ExperienceQueue(shards, "me")
-    await queue.admit_prompts([prompt(uid) for uid in UIDS[:8]], 0)
+    await queue.insert_prompts([prompt(uid) for uid in UIDS[:8]], 0)
     leases = {
         queue.get_shard_index(group.uid): group.lease for group in await take_all(queue, "generate")
     }
@@ -68,11 +68,11 @@ async def test_failed_commit_waits_for_all_shards_before_raising():
 @in_virtual_time
 async def test_admission_waits_for_capacity_over_several_requests():
     queue = ExperienceQueue(local_shards(1, capacity=1), "me")
-    await queue.admit_prompts([prompt("a")], 0)
+    await queue.insert_prompts([prompt("a")], 0)
     with pytest.raises(DeadlineError, match="waited for capacity in a full shard"):
-        await queue.admit_prompts([prompt("b")], 0, wait_s=50.0)
+        await queue.insert_prompts([prompt("b")], 0, wait_s=50.0)
     assert asyncio.get_running_loop().time() == pytest.approx(50.0, abs=1.0)
-    waiting = asyncio.create_task(queue.admit_prompts([prompt("b")], 0, wait_s=math.inf))
+    waiting = asyncio.create_task(queue.insert_prompts([prompt("b")], 0, wait_s=math.inf))
     await asyncio.sleep(10_000.0)
     assert not waiting.done()
     await queue.remove_groups(["a"], 1)
@@ -86,7 +86,7 @@ async def test_admission_waits_for_capacity_over_several_requests():
 async def test_shard_index_is_equal_in_every_process():
     shards = local_shards(3)
     first_queue, second_queue = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
-    await first_queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
+    await first_queue.insert_prompts([prompt(uid) for uid in UIDS], 0)
     indices = [first_queue.get_shard_index(uid) for uid in UIDS]
     assert indices == [second_queue.get_shard_index(uid) for uid in UIDS]
     assert indices == [zlib.crc32(uid.encode()) % 3 for uid in UIDS]
@@ -99,7 +99,7 @@ async def test_shard_index_is_equal_in_every_process():
 @in_virtual_time
 async def test_every_group_is_leased_once_from_any_shard(shards: int):
     queue = queue_of(shards)
-    await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
+    await queue.insert_prompts([prompt(uid) for uid in UIDS], 0)
     leased = [experience.uid for experience in await take_all(queue, "generate")]
     assert sorted(leased) == sorted(UIDS)
 
@@ -107,7 +107,7 @@ async def test_every_group_is_leased_once_from_any_shard(shards: int):
 @in_virtual_time
 async def test_read_columns_by_uid():
     queue, uids = queue_of(2), UIDS[:6]
-    await queue.admit_prompts([prompt(uid) for uid in uids], 0)
+    await queue.insert_prompts([prompt(uid) for uid in uids], 0)
     await do(queue, "generate", rollouts(version=3))
     columns_by_uid = await queue.read_columns(uids, ("policy_version", "lengths"))
     assert set(columns_by_uid) == set(uids)
@@ -123,7 +123,7 @@ async def test_read_columns_by_uid():
 @in_virtual_time
 async def test_stats_are_summed_over_shards():
     queue = queue_of(3)
-    await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
+    await queue.insert_prompts([prompt(uid) for uid in UIDS], 0)
     await asyncio.sleep(5.0)
     stats = await queue.end_step(UIDS[:5], 1)
     assert sorted(stats.uids) == sorted(UIDS[5:])
@@ -142,7 +142,7 @@ async def test_stats_are_summed_over_shards():
 async def test_release_holder_requeues_in_every_shard():
     shards = local_shards(3)
     dead, alive = ExperienceQueue(shards, "worker-0"), ExperienceQueue(shards, "worker-1")
-    await alive.admit_prompts([prompt(uid) for uid in UIDS], 0)
+    await alive.insert_prompts([prompt(uid) for uid in UIDS], 0)
     dead_groups = await take_all(dead, "generate")
     assert len(dead_groups) == 20
     assert await alive.release_holder("worker-0") == 20
@@ -153,7 +153,7 @@ async def test_release_holder_requeues_in_every_shard():
 async def test_find_overdue_and_locate_groups_cover_all_shards():
     shards = local_shards(3)
     slow, watcher = ExperienceQueue(shards, "worker-0"), ExperienceQueue(shards, "coordinator")
-    await watcher.admit_prompts([prompt(uid) for uid in UIDS[:5]], 0)
+    await watcher.insert_prompts([prompt(uid) for uid in UIDS[:5]], 0)
     leased = await take_all(slow, "generate")
     await asyncio.sleep(5.0)
     overdue = await watcher.find_overdue(4.0)
@@ -171,11 +171,11 @@ async def test_find_overdue_and_locate_groups_cover_all_shards():
 async def test_invalid_version_raises_and_changes_nothing(version: object):
     (shard,) = local_shards(1)
     queue = ExperienceQueue([shard], "me")
-    await queue.admit_prompts([prompt("0:0:0")], 0)
+    await queue.insert_prompts([prompt("0:0:0")], 0)
     before = list(shard.log.records)
     with pytest.raises(ContractError, match="version"):
-        await queue.admit_prompts([prompt("0:1:0")], version)  # type: ignore[arg-type]
+        await queue.insert_prompts([prompt("0:1:0")], version)  # type: ignore[arg-type]
     with pytest.raises(ContractError, match="version"):
         await queue.remove_groups(["0:0:0"], version)  # type: ignore[arg-type]
     assert shard.log.records == before
-    await queue.admit_prompts([prompt("0:1:0")], 1)
+    await queue.insert_prompts([prompt("0:1:0")], 1)

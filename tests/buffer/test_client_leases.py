@@ -22,7 +22,7 @@ async def test_waiting_lease_call_returns_when_any_shard_gets_a_prompt():
     queue = queue_of(3)
     waiting = asyncio.create_task(lease(queue, "generate", 4, wait_s=60.0))
     await asyncio.sleep(5.0)
-    await queue.admit_prompts([prompt("0:7:0")], 0)
+    await queue.insert_prompts([prompt("0:7:0")], 0)
     (group,) = await waiting
     assert group.uid == "0:7:0"
     assert group.prompt is not None and group.prompt.token_ids.tolist() == [1, 2]
@@ -38,7 +38,7 @@ async def test_request_outlives_the_call():
     cancelled = asyncio.create_task(lease(queue, "generate", 2, wait_s=9))
     await asyncio.sleep(1.0)
     cancelled.cancel()
-    await queue.admit_prompts([prompt("0:0:0")], 0)
+    await queue.insert_prompts([prompt("0:0:0")], 0)
     await asyncio.sleep(1.0)
     # The shard answered the first call's request while no call was waiting.
     started = asyncio.get_running_loop().time()
@@ -51,7 +51,7 @@ async def test_request_outlives_the_call():
 async def test_request_is_retried_after_a_shard_restart_and_gets_the_same_leases():
     shards = local_shards(1)
     queue = ExperienceQueue(shards, "me")
-    await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
+    await queue.insert_prompts([prompt(uid) for uid in UIDS], 0)
     leasing = asyncio.create_task(lease(queue, "generate", 3, wait_s=60.0))
     # The grant is in the log, but the reply is still in flight.
     await asyncio.sleep(1.5 * CALL_S + 0.002)
@@ -72,7 +72,7 @@ async def test_request_is_retried_after_a_shard_restart_and_gets_the_same_leases
 async def test_pending_grants_are_renewed():
     shards = local_shards(2)
     queue, other_queue = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
-    await queue.admit_prompts([prompt(uid) for uid in UIDS[:4]], 0)
+    await queue.insert_prompts([prompt(uid) for uid in UIDS[:4]], 0)
     assert queue.renew_interval_s == float("inf"), "no leases are held"
     (first,) = await lease(queue, "generate")
     assert queue.renew_interval_s == pytest.approx(10.0 / 3)
@@ -92,9 +92,9 @@ async def test_lost_leases_are_reported_once_and_not_returned():
     leasing = asyncio.create_task(lease(queue, "generate", 2, wait_s=5.0))
     await asyncio.sleep(1.0)
     # One group in each shard: the second reply arrives after the call has returned.
-    await queue.admit_prompts([prompt("0:0:0")], 0)
+    await queue.insert_prompts([prompt("0:0:0")], 0)
     (pending,) = await leasing
-    await queue.admit_prompts([prompt(uid) for uid in UIDS[1:4]], 0)
+    await queue.insert_prompts([prompt(uid) for uid in UIDS[1:4]], 0)
     await asyncio.sleep(11.0)
     taken_uids = [group.uid for group in await take_all(other_queue, "generate")]
     assert pending.uid in taken_uids
@@ -107,7 +107,7 @@ async def test_lost_leases_are_reported_once_and_not_returned():
 @in_virtual_time
 async def test_settled_leases_are_not_renewed():
     queue = queue_of(2)
-    await queue.admit_prompts([prompt(uid) for uid in UIDS[:3]], 0)
+    await queue.insert_prompts([prompt(uid) for uid in UIDS[:3]], 0)
     done, failed, filtered = await take_all(queue, "generate")
     await queue.commit_columns([(done.lease, rollouts())])
     await queue.filter_groups([(filtered.lease, FilteredGroup("not worth it"))])
@@ -121,7 +121,7 @@ async def test_settled_leases_are_not_renewed():
 @in_virtual_time
 async def test_coordinator_does_not_renew_and_forgets_removed_groups():
     queue = queue_of(1)
-    await queue.admit_prompts([prompt("0:0:0")], 0)
+    await queue.insert_prompts([prompt("0:0:0")], 0)
     await finish(queue)
     (ready,) = await take_all(queue, "train")
     assert queue.renew_interval_s == float("inf")
@@ -139,7 +139,7 @@ async def test_coordinator_does_not_renew_and_forgets_removed_groups():
 async def test_pending_grants_do_not_expire_during_other_work():
     queue = queue_of(4)
     uids = {f"0:{i}:0" for i in range(12)}
-    await queue.admit_prompts([prompt(uid) for uid in uids], 0)
+    await queue.insert_prompts([prompt(uid) for uid in uids], 0)
     done = []
     for _ in range(12):
         (group,) = await lease(queue, "generate")
@@ -152,7 +152,7 @@ async def test_pending_grants_do_not_expire_during_other_work():
 @in_virtual_time
 async def test_grant_that_fails_to_decode_stays_for_the_next_call():
     queue = queue_of(2)
-    await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
+    await queue.insert_prompts([prompt(uid) for uid in UIDS], 0)
     (first,) = await lease(queue, "generate")
     await asyncio.sleep(1.0)  # the other shard has granted a group as well
     with pytest.raises(ContractError, match=r"\['nope'\] do not exist yet"):
@@ -166,7 +166,7 @@ async def test_grant_that_fails_to_decode_stays_for_the_next_call():
 @in_virtual_time
 async def test_lease_lost_during_a_lease_call_is_reported_by_the_next_renewal():
     queue = queue_of(1)
-    await queue.admit_prompts([prompt("0:0:0")], 0)
+    await queue.insert_prompts([prompt("0:0:0")], 0)
     (group,) = await lease(queue, "generate")
     await asyncio.sleep(30.0)
     (redelivered,) = await lease(queue, "generate")
@@ -178,7 +178,7 @@ async def test_lease_lost_during_a_lease_call_is_reported_by_the_next_renewal():
 @in_virtual_time
 async def test_lost_lease_with_a_refused_commit_is_not_reported_again():
     queue = queue_of(1)
-    await queue.admit_prompts([prompt("0:0:0")], 0)
+    await queue.insert_prompts([prompt("0:0:0")], 0)
     (group,) = await lease(queue, "generate")
     await asyncio.sleep(30.0)
     (redelivered,) = await lease(queue, "generate")
@@ -192,10 +192,10 @@ async def test_grants_are_returned_only_after_a_due_renewal():
     shards = local_shards(2)
     queue = ExperienceQueue(shards, "me")
     uids = [next(uid for uid in UIDS if queue.get_shard_index(uid) == i) for i in range(2)]
-    await queue.admit_prompts([prompt(uid) for uid in uids], 0)
+    await queue.insert_prompts([prompt(uid) for uid in uids], 0)
     (group,) = await lease(queue, "generate")
     await asyncio.sleep(6.0)  # the other shard has answered as well, and a renewal is due
-    await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)  # makes the leases durable
+    await queue.insert_prompts([prompt(uid) for uid in UIDS], 0)  # makes the leases durable
     for shard in shards:
         shard.kill()
     assert await lease(queue, "generate") == []
@@ -209,9 +209,9 @@ async def test_grants_are_returned_only_after_a_due_renewal():
 async def test_lease_call_ends_in_time_if_a_renewal_hangs():
     shards = local_shards(1)
     queue, clock = ExperienceQueue(shards, "me"), asyncio.get_running_loop().time
-    await queue.admit_prompts([prompt("0:0:0")], 0)
+    await queue.insert_prompts([prompt("0:0:0")], 0)
     (group,) = await lease(queue, "generate")
-    await queue.admit_prompts([prompt("0:1:0")], 0)  # makes the lease durable
+    await queue.insert_prompts([prompt("0:1:0")], 0)  # makes the lease durable
     await asyncio.sleep(6.0)
     shards[0].kill()
     before = clock()

@@ -107,10 +107,10 @@ def test_a_group_that_fills_no_round_is_packed_without_a_look_at_those_that_wait
 def test_a_group_costs_the_coordinator_the_same_whatever_it_holds_already():
     async def count(number: int) -> int:
         queue = ExperienceQueue(local_shards(1, capacity=2 * MANY), "coordinator")
-        await queue.admit_prompts([prompt(f"0:{i}:0") for i in range(number)], 0)
+        await queue.insert_prompts([prompt(f"0:{i}:0") for i in range(number)], 0)
         await work(queue, number)
         assert len(await lease(queue, "train", number)) == number
-        await queue.admit_prompts([prompt("0:9998:0"), prompt("0:9999:0")], 0)
+        await queue.insert_prompts([prompt("0:9998:0"), prompt("0:9999:0")], 0)
         await work(queue, 2)
         with count_lines() as counted:
             taken = await lease(queue, "train", 2)
@@ -197,7 +197,7 @@ def test_a_filtered_group_is_found_without_a_look_at_the_others():
 def test_a_kept_group_is_reported_without_those_reported_before():
     async def count(number: int) -> int:
         queue = ExperienceQueue(local_shards(1, capacity=2 * MANY), "coordinator")
-        await queue.admit_prompts([prompt(f"0:{i}:0") for i in range(number + 1)], 0)
+        await queue.insert_prompts([prompt(f"0:{i}:0") for i in range(number + 1)], 0)
         groups = await lease(queue, "generate", number + 1)
         *first, last = [(group.lease, rollouts()) for group in groups]
         await queue.commit_columns(first)
@@ -216,7 +216,7 @@ def test_a_commit_in_a_full_shard_does_not_look_at_the_prompts_that_wait():
         shard = make_shard(bounds=ShardCapacity(1))
         await admit(shard, "a")
         entries = [entry(f"0:{i}:0") for i in range(number)]
-        blocked = asyncio.create_task(shard.admit_prompts(entries, wait_s=60.0))
+        blocked = asyncio.create_task(shard.admit_entries(entries, wait_s=60.0))
         await asyncio.sleep(1.0)
         (group,) = await take(shard, "generate")
         with count_lines() as counted:
@@ -247,7 +247,7 @@ def test_prompts_that_wait_for_capacity_are_not_sent_with_each_that_enters():
         shard, entered = TightShard(), list[str]()
         queue = ExperienceQueue([shard], "coordinator")  # type: ignore[list-item]
         uids = [f"0:{i}:0" for i in range(MANY)]
-        await queue.admit_prompts([prompt(uid) for uid in uids], 0, on_entered=entered.extend)
+        await queue.insert_prompts([prompt(uid) for uid in uids], 0, on_entered=entered.extend)
         assert entered == uids
         assert shard.num_sent <= 3 * MANY
 

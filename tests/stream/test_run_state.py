@@ -51,7 +51,7 @@ class FakeQueue:
     async def find_uids_with(self, column: str) -> list[str]:
         return self.kept_uids
 
-    async def admit_prompts(
+    async def insert_prompts(
         self,
         prompts: Sequence[Prompt],
         version: int,
@@ -110,11 +110,11 @@ def run_with_outcomes(
 
     async def main() -> tuple[RunState, FakeQueue]:
         run_state, fake_queue = make_run_state(**settings), FakeQueue()
-        await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
+        await run_state.fill_queue(fake_queue)  # type: ignore[arg-type]
         for outcomes in outcomes_by_call:
             await run_state.finish_groups(fake_queue, outcomes)  # type: ignore[arg-type]
             run_state.check_step_limits(outcomes)
-            await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
+            await run_state.fill_queue(fake_queue)  # type: ignore[arg-type]
         return run_state, fake_queue
 
     return run_virtual(main())
@@ -154,12 +154,12 @@ def test_prompt_is_readmitted_up_to_max_attempts_then_replaced():
 @in_virtual_time
 async def test_readmitted_prompt_is_inserted_at_its_logged_version():
     run_state, fake_queue = make_run_state(should_readmit_failed=True), FakeQueue()
-    await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
+    await run_state.fill_queue(fake_queue)  # type: ignore[arg-type]
     await run_state.finish_groups(fake_queue, {"0:1:0": FAILED})  # type: ignore[arg-type]
     run_state.admission.advance_version(1)
     await run_state.finish_groups(fake_queue, {"0:2:0": FAILED})  # type: ignore[arg-type]
     assert run_state.pending_inserts == {"0:1:1", "0:2:1"}
-    await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
+    await run_state.fill_queue(fake_queue)  # type: ignore[arg-type]
     assert not run_state.pending_inserts
     assert fake_queue.inserted[6:] == [("0:1:1", 0), ("0:2:1", 1)]
 
@@ -251,7 +251,7 @@ class LateLog(MemoryLog):
 async def test_log_and_ledger_agree_whenever_the_lock_is_free():
     log = LateLog()
     run_state, fake_queue = make_run_state(log=log), FakeQueue()
-    await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
+    await run_state.fill_queue(fake_queue)  # type: ignore[arg-type]
     finishing = asyncio.create_task(
         run_state.finish_groups(fake_queue, {"0:1:0": FAILED})  # type: ignore[arg-type]
     )
@@ -268,7 +268,7 @@ async def test_reconcile_removes_unknown_groups_and_inserts_missing_ones():
     run_state, queue = make_run_state(), ExperienceQueue([shard], "coordinator")
     await run_state.run_log.record_admissions(uids(3), 0)
     # The queue has one of the three groups, and a group that is not in flight in the log.
-    await queue.admit_prompts([FakePrompts.get_prompt(uid) for uid in ("0:1:0", "0:7:0")], 0)
+    await queue.insert_prompts([FakePrompts.get_prompt(uid) for uid in ("0:1:0", "0:7:0")], 0)
     await run_state.reconcile_queue(queue)
     assert (await queue.get_stats()).uids == ("0:1:0",)
     assert [prompt.uid for prompt in run_state.prompts_to_insert] == ["0:0:0", "0:2:0"]
@@ -283,7 +283,7 @@ async def make_oversampling_run_state(factor: float | None) -> tuple[RunState, F
         make_run_state(oversampling=OversamplingController(factor, groups_per_step=3)),
         FakeQueue(),
     )
-    await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
+    await run_state.fill_queue(fake_queue)  # type: ignore[arg-type]
     return run_state, fake_queue
 
 
@@ -292,11 +292,11 @@ async def test_oversampling_undecided_group_spends_a_fraction_of_a_credit():
     run_state, fake_queue = await make_oversampling_run_state(4.0)
     assert len(fake_queue.inserted) == 24, "four for each of the six slots"
     fake_queue.kept_uids = ["0:0:0"]
-    await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
+    await run_state.fill_queue(fake_queue)  # type: ignore[arg-type]
     # Five slots are free: they need twenty undecided groups, and there are 23.
     assert len(fake_queue.inserted) == 24
     await run_state.finish_groups(fake_queue, dict.fromkeys(uids(5)[1:], FILTERED))  # type: ignore[arg-type]
-    await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
+    await run_state.fill_queue(fake_queue)  # type: ignore[arg-type]
     assert len(fake_queue.inserted) == 25, "19 undecided groups are one too few"
 
 
@@ -305,7 +305,7 @@ async def test_oversampling_auto_follows_the_recent_keep_rate():
     run_state, fake_queue = await make_oversampling_run_state(None)
     assert len(fake_queue.inserted) == 6, "the keep rate is not yet estimated"
     await run_state.finish_groups(fake_queue, dict.fromkeys(uids(6), FILTERED))  # type: ignore[arg-type]
-    await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
+    await run_state.fill_queue(fake_queue)  # type: ignore[arg-type]
     assert len(fake_queue.inserted) == 6 + 15, "2.5 for each slot: an estimated keep rate of 4/10"
 
 
@@ -322,12 +322,12 @@ async def test_surplus_prompts_are_readmitted_first():
     assert dict(run_state.admission.ledger.counts.drops) == {"surplus": 14}
     run_state.check_step_limits(late)  # surplus groups do not count as dropped
     assert not run_state.prompts_to_insert
-    await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
+    await run_state.fill_queue(fake_queue)  # type: ignore[arg-type]
     # Version 2 allows twelve groups, and ten are kept: two slots of four prompts each.
     assert fake_queue.inserted[24:] == [(f"0:{n}:1", 2) for n in range(8)]
     filtered = dict.fromkeys([f"0:{n}:1" for n in range(8)], FILTERED)
     await run_state.finish_groups(fake_queue, filtered)  # type: ignore[arg-type]
-    await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
+    await run_state.fill_queue(fake_queue)  # type: ignore[arg-type]
     readmitted = [f"0:{n}:1" for n in range(8, 14)]
     assert [uid for uid, _ in fake_queue.inserted[32:]] == [*readmitted, "0:24:0", "0:25:0"]
 
@@ -375,7 +375,7 @@ async def test_resumed_groups_do_not_count_as_dropped():
         [prompt.uid for prompt in run_state.prompt_source.draw_prompts(2)], 0
     )
     await run_state.reconcile_queue(queue)
-    await run_state.admit_prompts(queue)
+    await run_state.fill_queue(queue)
     for outcomes in (dict.fromkeys(uids(2), FAILED), {"0:3:0": FAILED}):
         await run_state.finish_groups(queue, outcomes)
         if "0:3:0" not in outcomes:

@@ -72,7 +72,7 @@ async def start_stage(
 
 async def admit_uids(shard: LocalShard, uids: Sequence[str]) -> ExperienceQueue:
     queue = ExperienceQueue([shard], "coordinator")
-    await queue.admit_prompts([prompt(uid) for uid in uids], 0)
+    await queue.insert_prompts([prompt(uid) for uid in uids], 0)
     return queue
 
 
@@ -151,7 +151,7 @@ async def test_lost_work_is_cancelled_and_frees_its_slot():
     loop = await start_stage(shard, sampler, slots=1)
     await asyncio.sleep(5.0)
     await queue.remove_groups(UIDS[:1], 0)
-    await queue.admit_prompts([prompt(UIDS[1])], 0)
+    await queue.insert_prompts([prompt(UIDS[1])], 0)
     await asyncio.sleep(40.0)
     loop.cancel()
     assert sampler.started == UIDS[:2]

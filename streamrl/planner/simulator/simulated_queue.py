@@ -205,7 +205,7 @@ class SimulatedQueue:
 
     # Interface of ExperienceQueue, for the control loops.
 
-    async def admit_prompts(
+    async def insert_prompts(
         self,
         prompts: Sequence[Prompt],
         version: int,

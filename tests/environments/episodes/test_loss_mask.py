@@ -60,7 +60,7 @@ async def test_the_queue_refuses_a_loss_mask_beyond_the_sampled_tokens(columns, 
     queue = ExperienceQueue(
         [LocalShard(STAGES, QueueConfig(shards=1), ShardCapacity(4), log=MemoryLog())], "me"
     )
-    await queue.admit_prompts([PROMPT], 0)
+    await queue.insert_prompts([PROMPT], 0)
     (group,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1)
     with pytest.raises(
         ContractError, match=rf"loss_mask: true for token \d+ .*token_source is {source.name}$"

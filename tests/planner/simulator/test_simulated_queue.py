@@ -36,7 +36,7 @@ def make_queue(*, hop_s: float = 0.0) -> SimulatedQueue:
 
 
 async def admit_groups(queue: SimulatedQueue, count: int) -> None:
-    await queue.admit_prompts(SimulatedPrompts().draw_prompts(count), 0)
+    await queue.insert_prompts(SimulatedPrompts().draw_prompts(count), 0)
 
 
 @in_virtual_time
