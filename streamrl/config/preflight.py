@@ -449,8 +449,9 @@ def _collect_notes(
             f" run.steps={config.run.steps}"
         )
     groups = config.run.steps * config.pipeline.groups_per_step
-    for part in train.stream_files:
-        name = f"{part.name}, {part.fraction:.0%} of the stream: " if len(train.files) > 1 else ""
-        count, size = round(groups * part.fraction), len(part.indices)
+    for file, share in zip(train.files, train.shares, strict=True):
+        path = file.prompt_file.file.path
+        name = f"{path}, {share:.0%} of the stream: " if len(train.files) > 1 else ""
+        count, size = round(groups * share), len(file.row_indices)
         notes.append(f"{name}{size} prompts; {count} groups are {count / size:.2f} epochs")
     return tuple(notes)

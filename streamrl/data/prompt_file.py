@@ -15,6 +15,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from streamrl.data.chat_template import (
     ChatTemplate,
@@ -137,17 +138,13 @@ class PromptFile:
         self._tokenizer = tokenizer
         self._template_and_filter: tuple[ChatTemplate, PromptFilter] | None = None
 
-    def classify_indices(self, indices: Sequence[int]) -> list[ClassifiedRow]:
-        """Turn the rows with these uid indices into prompts. Raises DataError if unreadable."""
-        return self.classify_rows(np.searchsorted(self.indices, indices).tolist())
-
-    def classify_rows(self, rows: Sequence[int]) -> list[ClassifiedRow]:
-        """Turn the rows at these positions into prompts; a bad row has its problem.
+    def make_prompts(self, indices: ArrayLike) -> list[ClassifiedRow]:
+        """Turn the rows with these uid indices into prompts; a bad row has its problem.
 
         Raises DataError if rows are unreadable, and ConfigError for an unusable template or filter.
         """
         keys = {"prompt_key": self.file.prompt_key, "label_key": self.file.label_key}
-        read = self.table.read_rows(rows)
+        read = self.table.read_rows(np.searchsorted(self.indices, indices).tolist())
         parsed = [parse_record(record, place, index, **keys) for place, index, record in read]
         with _render_lock:
             template, keep = self._load_template_and_filter()
@@ -188,9 +185,7 @@ class PromptFile:
 
     def __iter__(self) -> Iterator[ClassifiedRow]:
         for start in range(0, len(self.table), RENDER_BATCH_ROWS):
-            yield from self.classify_rows(
-                range(start, min(start + RENDER_BATCH_ROWS, len(self.table)))
-            )
+            yield from self.make_prompts(self.indices[start : start + RENDER_BATCH_ROWS])
 
     def with_limits(self, limits: PromptLimits) -> "PromptFile":
         limited = copy.copy(self)

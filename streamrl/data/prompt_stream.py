@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from streamrl.data.prompt_file import ClassifiedRow, RowStatus
-from streamrl.data.training_files import COLUMNS_MARK, StreamFile, TrainingFiles
+from streamrl.data.training_files import COLUMNS_MARK, TrainingFile, TrainingFiles
 from streamrl.errors import ConfigError, DataError
 from streamrl.messages import Prompt, make_uid, parse_uid
 
@@ -72,7 +72,7 @@ class PromptStream(Iterator[Prompt]):
         self._seed = seed
         self._shuffle = shuffle
         self._skipped = SkippedRows()
-        zeros = (0,) * len(data.stream_files)
+        zeros = (0,) * len(data.files)
         self._set_position(StreamPosition(zeros, zeros))
 
     def _set_position(self, position: StreamPosition) -> None:
@@ -81,7 +81,7 @@ class PromptStream(Iterator[Prompt]):
         self._source: Iterator[DrawnPrompt] | None = None
 
     def __len__(self) -> int:
-        return sum(len(file.indices) for file in self._data.stream_files)
+        return sum(len(file.row_indices) for file in self._data.files)
 
     def __next__(self) -> Prompt:
         """Return the next prompt. Raises DataError if rows cannot be read, or too many are bad."""
@@ -119,15 +119,14 @@ class PromptStream(Iterator[Prompt]):
 
         Raises DataError if a file yields none, or too many bad rows.
         """
-        files = self._data.stream_files
-        shares = [file.fraction for file in files]
+        files, shares = self._data.files, self._data.shares
         num_drawn, num_prompts = list(start.num_drawn), list(start.num_prompts)
         bad_rows = [BadRowLimit(file) for file in files]
         sources = [
             iter_classified_rows(
                 file,
                 iter_row_batches(
-                    file.indices, first, part=i, seed=self._seed, shuffle=self._shuffle
+                    file.row_indices, first, part=i, seed=self._seed, shuffle=self._shuffle
                 ),
             )
             for i, (file, first) in enumerate(zip(files, start.num_drawn, strict=True))
@@ -158,10 +157,10 @@ class PromptStream(Iterator[Prompt]):
         prompt.
         """
         _, index, _ = parse_uid(uid)
-        for file in self._data.stream_files:
-            position = int(file.indices.searchsorted(index))
-            if position < len(file.indices) and file.indices[position] == index:
-                (row,) = file.classify_indices([index])
+        for file in self._data.files:
+            position = int(file.row_indices.searchsorted(index))
+            if position < len(file.row_indices) and file.row_indices[position] == index:
+                (row,) = file.prompt_file.make_prompts([index])
                 if row.prompt is None:
                     raise DataError(f"uid {uid}: {row.problem or row.status.value}")
                 return replace(row.prompt, uid=uid)
@@ -177,7 +176,10 @@ class PromptStream(Iterator[Prompt]):
         return {
             "num_prompts": len(self),
             "fingerprint": self._data.fingerprint,
-            "files": [[len(file.indices), file.fraction] for file in self._data.stream_files],
+            "files": [
+                [len(file.row_indices), share]
+                for file, share in zip(self._data.files, self._data.shares, strict=True)
+            ],
             "shuffle": self._shuffle,
             "seed": self._seed,
         }
@@ -274,27 +276,27 @@ def choose_next_file(shares: Sequence[float], num_prompts: Sequence[int]) -> int
 
 
 def iter_classified_rows(
-    file: StreamFile, batches: Iterator[list[tuple[int, int]]]
+    file: TrainingFile, batches: Iterator[list[tuple[int, int]]]
 ) -> Iterator[tuple[int, ClassifiedRow]]:
     """Yield the epoch and prompt of each row; a thread keeps batches ready."""
 
-    def classify_batch(batch: list[tuple[int, int]]) -> list[tuple[int, ClassifiedRow]]:
-        rows = file.classify_indices([index for _, index in batch])
+    def make_batch(batch: list[tuple[int, int]]) -> list[tuple[int, ClassifiedRow]]:
+        rows = file.prompt_file.make_prompts([index for _, index in batch])
         return [(epoch, row) for (epoch, _), row in zip(batch, rows, strict=True)]
 
     thread = ThreadPoolExecutor(1, "prompts")
     ahead: deque[Future[list[tuple[int, ClassifiedRow]]]] = deque(
-        thread.submit(classify_batch, batch) for batch in islice(batches, PREFETCH_BATCHES)
+        thread.submit(make_batch, batch) for batch in islice(batches, PREFETCH_BATCHES)
     )
     while ahead:
         yield from ahead.popleft().result()
-        ahead.append(thread.submit(classify_batch, next(batches)))
+        ahead.append(thread.submit(make_batch, next(batches)))
 
 
 class BadRowLimit:
     """Limit of the bad rows of a file, and of its rows between two prompts."""
 
-    def __init__(self, file: StreamFile) -> None:
+    def __init__(self, file: TrainingFile) -> None:
         self._file = file
         self._num_seen = self._num_bad = self._num_since_prompt = 0
 
@@ -304,12 +306,12 @@ class BadRowLimit:
         self._num_bad += row.status is RowStatus.BAD
         self._num_since_prompt = 0 if row.prompt is not None else self._num_since_prompt + 1
         # Allow two epochs: a file's single good row may come first in one and last in the next.
-        num_rows = len(self._file.indices)
+        num_rows, path = len(self._file.row_indices), self._file.prompt_file.file.path
         if self._num_since_prompt >= 2 * num_rows:
-            raise DataError(f"{self._file.name}: none of its {num_rows} rows yields a prompt")
+            raise DataError(f"{path}: none of its {num_rows} rows yields a prompt")
         if self._num_bad > MAX_BAD_SHARE * max(self._num_seen, MIN_ROWS_FOR_BAD_SHARE):
             raise DataError(
-                f"{self._file.name}: {self._num_bad} of the last {self._num_seen} rows are"
+                f"{path}: {self._num_bad} of the last {self._num_seen} rows are"
                 f" unusable, more than {MAX_BAD_SHARE:.0%}; last problem:"
                 f" {row.problem}"
             )

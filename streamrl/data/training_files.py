@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from streamrl.data.config import DataFile
 from streamrl.data.prompt_file import (
     RENDER_BATCH_ROWS,
-    ClassifiedRow,
     PromptFile,
     PromptLimits,
     RowStatus,
@@ -46,20 +45,6 @@ PARTIAL_PREFIX = "rows-"
 """Prefix of the fingerprint of partly classified data."""
 
 PromptInspector = Callable[[Sequence[Prompt]], None]
-
-
-@dataclass(frozen=True)
-class StreamFile:
-    """Data file in the prompt stream, with its share of the stream.
-
-    indices: uid indices of its rows, unique in the stream. fraction: share of the stream's prompts.
-    classify_indices: turns the rows with uid indices into prompts. name: used in errors.
-    """
-
-    indices: NDArray[np.int64]
-    fraction: float
-    classify_indices: Callable[[Sequence[int]], Sequence[ClassifiedRow]]
-    name: str = "data"
 
 
 @dataclass(frozen=True)
@@ -103,23 +88,15 @@ class TrainingFiles:
     fingerprint: str
 
     @property
-    def stream_files(self) -> list[StreamFile]:
-        """Files with their shares of the stream, by weight or else proportional to row counts."""
+    def shares(self) -> list[float]:
+        """Share of each file in the stream's prompts, by weight or else in proportion to rows."""
         weights = [
             float(len(file.row_indices))
             if file.prompt_file.file.weight is None
             else file.prompt_file.file.weight
             for file in self.files
         ]
-        return [
-            StreamFile(
-                file.row_indices,
-                weight / sum(weights),
-                file.prompt_file.classify_indices,
-                file.prompt_file.file.path,
-            )
-            for file, weight in zip(self.files, weights, strict=True)
-        ]
+        return [weight / sum(weights) for weight in weights]
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -133,10 +110,8 @@ class TrainingFiles:
 
     @property
     def mean_prompt_tokens(self) -> float:
-        return sum(
-            part.fraction * file.mean_prompt_tokens
-            for part, file in zip(self.stream_files, self.files, strict=True)
-        )
+        pairs = zip(self.shares, self.files, strict=True)
+        return sum(share * file.mean_prompt_tokens for share, file in pairs)
 
 
 def open_training_files(
@@ -197,7 +172,7 @@ def _classify_file(
     lengths, typical = array("i"), array("i")
     for start in range(0, len(rows), RENDER_BATCH_ROWS):
         part = slice(start, start + RENDER_BATCH_ROWS)
-        batch = file.classify_rows(rows[part].tolist())
+        batch = file.make_prompts(file.indices[rows[part]])
         if problem := next(filter(None, (row.problem for row in batch)), None):
             raise problem
         inspect([row.prompt for row in batch if row.prompt is not None])

@@ -132,7 +132,7 @@ def test_file_shares_follow_weights_or_prompt_counts(tokenizer, write_rows):
     def mix(train):
         files = DataConfig(train=train).train_files
         opened = open_training_files(files, lambda: tokenizer, PromptLimits(50, 300))
-        return [(len(file.indices), file.fraction) for file in opened.stream_files]
+        return [*zip([len(file.row_indices) for file in opened.files], opened.shares, strict=True)]
 
     assert mix([a, b]) == [(1, 0.25), (3, 0.75)]
     weighted = [{"path": a, "weight": 4}, {"path": b, "weight": 1.0}]

@@ -2,7 +2,7 @@ import json
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.data.config import DataFile
 from streamrl.data.prompt_file import ClassifiedRow, RowStatus
 from streamrl.data.prompt_stream import PromptStream
-from streamrl.data.training_files import StreamFile
 from streamrl.errors import ConfigError, DataError
 from streamrl.messages import Prompt, make_uid, parse_uid
 
@@ -40,28 +40,29 @@ class FakeTrainingFiles:
     fingerprint: str = "0"
 
     @property
-    def stream_files(self) -> list[StreamFile]:
-        indices_left = iter([parse_uid(prompt.uid)[1] for prompt in self.prompts])
-        files = self.mix or [(len(self.prompts), 1.0)]
+    def shares(self) -> list[float]:
+        return [share for _, share in self.mix] or [1.0]
+
+    @property
+    def files(self) -> list[Any]:
+        indices = np.array([parse_uid(prompt.uid)[1] for prompt in self.prompts])
+        sizes = [size for size, _ in self.mix] or [len(indices)]
+        prompt_file = SimpleNamespace(file=DataFile("rows.jsonl"), make_prompts=self.make_prompts)
         return [
-            StreamFile(
-                np.array([next(indices_left) for _ in range(size)]), share, partial(classify, self)
-            )
-            for size, share in files
+            SimpleNamespace(row_indices=part, prompt_file=prompt_file)
+            for part in np.split(indices, np.cumsum(sizes)[:-1])
         ]
 
+    def make_prompts(self, indices: Sequence[int]) -> list[ClassifiedRow]:
+        by_index = {parse_uid(prompt.uid)[1]: prompt for prompt in self.prompts}
+        return [self._classify_row(by_index[index], index) for index in indices]
 
-def classify(data: FakeTrainingFiles, indices: Sequence[int]) -> list[ClassifiedRow]:
-    by_index = {parse_uid(prompt.uid)[1]: prompt for prompt in data.prompts}
-    return [_classify_row(data, by_index[index], index) for index in indices]
-
-
-def _classify_row(data: FakeTrainingFiles, prompt: Prompt, index: int) -> ClassifiedRow:
-    status = data.statuses.get(index, RowStatus.KEPT)
-    if status is RowStatus.KEPT:
-        return ClassifiedRow(status, index, 2, prompt)
-    problem = ConfigError(f"row {index}: no good") if status is RowStatus.BAD else None
-    return ClassifiedRow(status, index, problem=problem)
+    def _classify_row(self, prompt: Prompt, index: int) -> ClassifiedRow:
+        status = self.statuses.get(index, RowStatus.KEPT)
+        if status is RowStatus.KEPT:
+            return ClassifiedRow(status, index, 2, prompt)
+        problem = ConfigError(f"row {index}: no good") if status is RowStatus.BAD else None
+        return ClassifiedRow(status, index, problem=problem)
 
 
 def stream_of(
