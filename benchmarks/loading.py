@@ -37,8 +37,9 @@ from streamrl.algorithms import AlgorithmConfig
 from streamrl.distributed.process_group import join_process_group
 from streamrl.engines.models.forward import load_model, load_skeleton
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.engines.training.model_trainer import ModelTrainer, make_backend, write_hf_model
+from streamrl.engines.training.model_trainer import ModelTrainer, write_hf_model
 from streamrl.engines.training.tasks import PolicyTask
+from streamrl.engines.training.training_backend import make_backend
 
 LAYOUTS = {"fsdp2": "torch", "zero3": "deepspeed"}
 SAMPLE_S = 0.002

@@ -70,7 +70,7 @@ def iter_micro_batches(
     groups: Mapping[str, Columns], budget: int, *, is_streamed: bool
 ) -> Iterator[MicroBatch]:
     """Yield the micro-batches of a step as the trainer forms them."""
-    packer = MicroBatchPacker(world_size=1, micro_batch_tokens=budget)
+    packer = MicroBatchPacker(dp_size=1, micro_batch_tokens=budget)
     for uid, columns in groups.items():
         packer.add_group(uid, columns["lengths"].tolist())
         if is_streamed:

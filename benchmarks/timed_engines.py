@@ -183,7 +183,7 @@ class _TimedTrainer(ModelTrainer):
     def compute_loss_denominator(self, sums: Mapping[str, float]) -> float:
         return 1.0
 
-    def step(self, loss_denominator: float, version: int = 0) -> dict[str, float]:
+    def update(self, loss_denominator: float, version: int = 0) -> dict[str, float]:
         return {"policy/grad_norm": 0.0}
 
     def drain_advantages(self) -> dict[str, dict[int, float]]:

@@ -571,7 +571,7 @@ def import_trainer() -> Measurements:
     begun = time.monotonic()
     import streamrl.engines.training.model_trainer
     import streamrl.weights.buckets  # noqa: F401
-    from streamrl.engines.training.deepspeed_backend import import_deepspeed
+    from streamrl.engines.training.training_backend import import_deepspeed
 
     imported = time.monotonic()
     # On a GPU DeepSpeed also probes the compilers, once per kind of kernel.
@@ -854,7 +854,7 @@ def take_step(trainer: ModelTrainer, groups: Mapping[str, Columns]) -> float:
     for part in (picks[::2], picks[1::2]):
         for name, value in trainer.train_micro_batch(groups, part).items():
             sums[name] = sums.get(name, 0.0) + value
-    return trainer.step(trainer.compute_loss_denominator(sums))["policy/grad_norm"]
+    return trainer.update(trainer.compute_loss_denominator(sums))["policy/grad_norm"]
 
 
 def copy_parameters(trainer: ModelTrainer) -> dict[str, Tensor]:
@@ -1268,7 +1268,7 @@ def measure_pass(
     seconds = time_seconds(lambda: trainer.train_micro_batch(groups, picks))
     peak = read_memory_gib("max_memory_allocated")
     reset_peak_memory()
-    trainer.step(float(len(picks)))
+    trainer.update(float(len(picks)))
     return {
         "held": held,
         "micro_batch": peak,

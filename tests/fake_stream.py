@@ -95,7 +95,7 @@ def draw_plans(**overrides: st.SearchStrategy[Any]) -> st.SearchStrategy[Plan]:
         "max_staleness": st.integers(0, 3),
         "generators": st.integers(1, 3),
         "scorers": st.integers(1, 2),
-        "world_size": st.integers(1, 2),
+        "dp_size": st.integers(1, 2),
         "pace": st.sampled_from([UpdatePlan(), *PACES]),
         "micro_batch_tokens": st.integers(11, 120),
         "generate_s": st.sampled_from([(0.0, 0.1), (0.5, 2.0), (0.1, 20.0)]),
@@ -180,13 +180,13 @@ def make_trainers(plan: Plan) -> dict[str, FakeTrainer]:
     pace = replace(
         plan.pace, num_mini_batches=min(plan.pace.num_mini_batches, plan.groups_per_step)
     )
-    trainer = FakeTrainer(plan.train_s, plan.world_size, pace, publish_s=plan.publish_s)
+    trainer = FakeTrainer(plan.train_s, plan.dp_size, pace, publish_s=plan.publish_s)
     trainer.probe = PROBE if plan.broken_version >= 0 else None
     trainers = {POLICY: trainer}
     if plan.critic:
         trainer.frozen_until = plan.critic_warmup_steps
         # The critic's number of ranks and its round time differ from the policy's.
-        trainers[CRITIC] = FakeTrainer(2 * plan.train_s, 3 - plan.world_size, pace)
+        trainers[CRITIC] = FakeTrainer(2 * plan.train_s, 3 - plan.dp_size, pace)
     return trainers
 
 

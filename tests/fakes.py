@@ -62,7 +62,7 @@ class Plan:
     shards: int = 2
     generators: int = 2
     scorers: int = 1
-    world_size: int = 1
+    dp_size: int = 1
     pace: UpdatePlan = STREAMED
     micro_batch_tokens: int = 40
     generate_s: tuple[float, float] = (0.5, 2.0)

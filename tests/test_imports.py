@@ -55,7 +55,7 @@ def test_a_step_of_deepspeed_loads_no_compiler(tmp_path: Path):
         import torch
         import torch.distributed as dist
         from streamrl.actors.transport.ray_calls import find_rendezvous
-        from streamrl.engines.training.deepspeed_backend import DeepSpeedBackend
+        from streamrl.engines.training.training_backend import DeepSpeedBackend
         from streamrl.engines.models.forward import load_model
         from streamrl.engines.trainer_config import TrainerConfig
         _, port = find_rendezvous()
@@ -63,7 +63,7 @@ def test_a_step_of_deepspeed_loads_no_compiler(tmp_path: Path):
         module = load_model({path!r}, dtype=torch.float32)
         backend = DeepSpeedBackend(module, TrainerConfig())
         backend.backward(backend.forward(input_ids=torch.ones(1, 4).long()).logits.sum())
-        backend.step(divisor=1.0, lr=1e-3)
+        backend.update(divisor=1.0, lr=1e-3)
         backend.close()
     """
     assert find_loaded_modules(program, "deepspeed", "torch._inductor.compile_fx") == ["deepspeed"]

@@ -55,11 +55,11 @@ class RendezvousInfo:
 
 
 def measure_micro_batch(
-    groups: Mapping[str, Columns], rollouts: Sequence[RolloutIndex]
+    groups: Mapping[str, Columns], picks: Sequence[RolloutIndex]
 ) -> dict[str, int]:
     """Return the sizes of a micro-batch for its span: rollouts, all tokens, longest rollout."""
-    lengths = [int(groups[uid]["lengths"][index]) for uid, index in rollouts]
-    return {"rollouts": len(rollouts), "tokens": sum(lengths), "longest": max(lengths, default=0)}
+    lengths = [int(groups[uid]["lengths"][index]) for uid, index in picks]
+    return {"rollouts": len(picks), "tokens": sum(lengths), "longest": max(lengths, default=0)}
 
 
 def make_logprob_check(
@@ -154,7 +154,7 @@ class TrainerActor(PingableActor):
         """Compute, before the training step of `version`, everything that needs all of its groups.
 
         uids: groups of the step.
-        micro_batches: rollouts of this rank that need log-probabilities under the policy before the
+        micro_batches: picks of this rank that need log-probabilities under the policy before the
         step.
         """
         spec, settings = self._config.algorithm.spec, self._config.algorithm_settings
@@ -164,18 +164,18 @@ class TrainerActor(PingableActor):
             step_groups = await queue.read_columns(uids, list_derivation_columns(spec, settings))
             with spans.record_span("plan", groups=len(step_groups)):
                 await self._run_in_thread(self._trainer.plan_step, step_groups)
-            for rollouts in micro_batches:
-                groups = await self._read_groups(rollouts)
-                with spans.record_span("look", **measure_micro_batch(groups, rollouts)):
+            for picks in micro_batches:
+                groups = await self._read_groups(picks)
+                with spans.record_span("look", **measure_micro_batch(groups, picks)):
                     await self._run_in_thread(
-                        self._trainer.precompute_logprobs, groups, rollouts, version
+                        self._trainer.precompute_logprobs, groups, picks, version
                     )
             if micro_batches:
                 await self._run_in_thread(self._trainer.sync_plan)
 
     async def train_micro_batch(
         self,
-        rollouts: Sequence[RolloutIndex],
+        picks: Sequence[RolloutIndex],
         epoch: int,
         version: int,
         adaptive_params: Mapping[str, float],
@@ -185,17 +185,15 @@ class TrainerActor(PingableActor):
         epoch: pass over the batch; statistics of the rollouts are returned in the first pass only.
         """
         self._trainer.set_adaptive_params(adaptive_params)
-        groups = await self._read_groups(rollouts)
+        groups = await self._read_groups(picks)
         async with self._run_compute_phase(is_piece=True):
-            with self._stage.spans.record_span("train", **measure_micro_batch(groups, rollouts)):
+            with self._stage.spans.record_span("train", **measure_micro_batch(groups, picks)):
                 train = partial(self._trainer.train_micro_batch, epoch=epoch)
-                sums: Mapping[str, float] = await self._run_in_thread(
-                    train, groups, rollouts, version
-                )
+                sums: Mapping[str, float] = await self._run_in_thread(train, groups, picks, version)
         return sums
 
-    async def _read_groups(self, rollouts: Sequence[RolloutIndex]) -> Mapping[str, Columns]:
-        uids = dict.fromkeys(uid for uid, _ in rollouts)
+    async def _read_groups(self, picks: Sequence[RolloutIndex]) -> Mapping[str, Columns]:
+        uids = dict.fromkeys(uid for uid, _ in picks)
         return await self._stage.queue.read_columns(uids, self._columns)
 
     async def update(self, sums: Mapping[str, float], version: int) -> Mapping[str, float]:
@@ -210,7 +208,7 @@ class TrainerActor(PingableActor):
             with self._stage.spans.record_span("update"):
                 loss_denominator = self._trainer.compute_loss_denominator(sums)
                 metrics: Mapping[str, float] = await self._run_in_thread(
-                    self._trainer.step, loss_denominator, version
+                    self._trainer.update, loss_denominator, version
                 )
         return metrics
 

@@ -40,16 +40,16 @@ sorts longest first. A plain tuple, because thousands are sorted.
 
 
 def pack_rollouts(
-    rollouts: Sequence[tuple[str, int, int]], *, world_size: int, micro_batch_tokens: int
+    rollouts: Sequence[tuple[str, int, int]], *, dp_size: int, micro_batch_tokens: int
 ) -> list[Round]:
-    """Pack rollouts (uid, index in the group, tokens) into rounds for `world_size` ranks.
+    """Pack rollouts (uid, index in the group, tokens) into rounds for `dp_size` ranks.
 
     Every rollout appears exactly once and is an episode of its own. Every micro-batch has at most
     `micro_batch_tokens` with padding. The padded tokens of two ranks, over all rounds, differ by at
     most `micro_batch_tokens`. No rank is idle in a round while a different rank has two episodes.
     Raises ValueError if a single rollout is longer than `micro_batch_tokens`.
     """
-    packer = MicroBatchPacker(world_size=world_size, micro_batch_tokens=micro_batch_tokens)
+    packer = MicroBatchPacker(dp_size=dp_size, micro_batch_tokens=micro_batch_tokens)
     for uid, index, length in rollouts:
         packer.add_rollout(uid, index, length)
     return packer.take_rounds(final=True)
@@ -61,15 +61,15 @@ class MicroBatchPacker:
     Full rounds can be taken early, the remaining rounds once the step is complete.
     """
 
-    def __init__(self, *, world_size: int, micro_batch_tokens: int) -> None:
-        self._world_size = world_size
+    def __init__(self, *, dp_size: int, micro_batch_tokens: int) -> None:
+        self._dp_size = dp_size
         self._max_tokens = micro_batch_tokens
         self._pending_episodes: list[_SizedEpisode] = []
         """Episodes that no round has yet, longest first."""
         self._new_episodes: list[_SizedEpisode] = []
         """Episodes added since the last `take_rounds`, unsorted."""
         self._has_joined_samples = False
-        self._rank_loads = [0] * world_size
+        self._rank_loads = [0] * dp_size
 
     def add_group(self, uid: str, lengths: Sequence[int], samples: Sequence[int] = ()) -> None:
         """Add a group; `lengths` are the tokens of its rollouts.
@@ -124,14 +124,14 @@ class MicroBatchPacker:
         if not final:
             last = self._pending_episodes[cuts[-2] : cuts[-1]] if len(cuts) > 1 else []
             num_full = len(cuts) - 1 - bool(last and not self._is_full(last))
-            cuts = cuts[: num_full // self._world_size * self._world_size + 1]
+            cuts = cuts[: num_full // self._dp_size * self._dp_size + 1]
         bins = [self._pending_episodes[start:end] for start, end in pairwise(cuts)]
         del self._pending_episodes[: cuts[-1]]
         rounds = _assign_ranks(
-            _split_largest(bins, self._world_size) if final else bins, self._rank_loads
+            _split_largest(bins, self._dp_size) if final else bins, self._rank_loads
         )
         if final:
-            self._rank_loads = [0] * self._world_size
+            self._rank_loads = [0] * self._dp_size
         return rounds
 
     def _is_full(self, episodes: Sequence[_SizedEpisode]) -> bool:
@@ -177,8 +177,8 @@ def _find_sample_cuts(episodes: Sequence[_SizedEpisode], budget: int) -> list[in
     return [*cuts, len(episodes)] if episodes else cuts
 
 
-def _split_largest(bins: list[list[_SizedEpisode]], world_size: int) -> list[list[_SizedEpisode]]:
-    """Halve the largest micro-batches until their number is a multiple of `world_size`.
+def _split_largest(bins: list[list[_SizedEpisode]], dp_size: int) -> list[list[_SizedEpisode]]:
+    """Halve the largest micro-batches until their number is a multiple of `dp_size`.
 
     Stops early if only micro-batches of a single episode are left.
     """
@@ -186,7 +186,7 @@ def _split_largest(bins: list[list[_SizedEpisode]], world_size: int) -> list[lis
     heapq.heapify(heap)
     halved: set[int] = set()
     split = list(bins)
-    while heap and (len(split) - len(halved)) % world_size:
+    while heap and (len(split) - len(halved)) % dp_size:
         _, i, rows = heapq.heappop(heap)
         halved.add(i)
         for half in (rows[::2], rows[1::2]):
@@ -292,15 +292,11 @@ def _redistribute_rounds(rounds: Sequence[Round], dp_size: int) -> tuple[Round, 
 class StepScheduler:
     """Builds the schedule of a training step for one trained model while the groups arrive."""
 
-    def __init__(
-        self, update_plan: UpdatePlan, *, world_size: int, micro_batch_tokens: int
-    ) -> None:
+    def __init__(self, update_plan: UpdatePlan, *, dp_size: int, micro_batch_tokens: int) -> None:
         self._update_plan = update_plan
         self._groups: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
         """Lengths of the rollouts, and number of samples of each episode, by uid."""
-        self._packer = MicroBatchPacker(
-            world_size=world_size, micro_batch_tokens=micro_batch_tokens
-        )
+        self._packer = MicroBatchPacker(dp_size=dp_size, micro_batch_tokens=micro_batch_tokens)
         self._update_rounds: list[list[Round]] = [[]]
 
     def add_group(self, uid: str, lengths: Sequence[int], samples: Sequence[int] = ()) -> None:

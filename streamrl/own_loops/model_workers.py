@@ -205,7 +205,7 @@ class RankTrainer(ParallelTrainer):
 
     async def apply_update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
         """Run the optimizer step. sums: sums of all rounds of the update."""
-        return self.model.step(self.model.compute_loss_denominator(sums), self._version)
+        return self.model.update(self.model.compute_loss_denominator(sums), self._version)
 
     def gather_from_ranks(self, value: Any, name: str) -> list[Any]:
         """Return the values of all ranks; a collective. name: of the value, for errors."""

@@ -333,7 +333,7 @@ class RoundRunner:
 def make_scheduler(trainer: TrainerProtocol, config: PipelineConfig) -> StepScheduler:
     return StepScheduler(
         trainer.update_plan,
-        world_size=trainer.dp_size,
+        dp_size=trainer.dp_size,
         micro_batch_tokens=config.micro_batch_tokens,
     )
 

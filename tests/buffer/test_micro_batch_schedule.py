@@ -14,8 +14,8 @@ from streamrl.buffer.micro_batch_schedule import (
 GROUPS = {"a": (5, 3), "b": (4, 4), "c": (6,), "d": (2, 7)}
 
 
-def make_scheduler(pace: UpdatePlan, *, world_size: int = 1, tokens: int = 12) -> StepScheduler:
-    return StepScheduler(pace, world_size=world_size, micro_batch_tokens=tokens)
+def make_scheduler(pace: UpdatePlan, *, dp_size: int = 1, tokens: int = 12) -> StepScheduler:
+    return StepScheduler(pace, dp_size=dp_size, micro_batch_tokens=tokens)
 
 
 def list_picks(all_rounds: list[ScheduledRound]) -> list[tuple[str, int]]:
@@ -50,12 +50,12 @@ def test_full_step_plan_waits_for_all_groups():
 @given(
     epochs=st.integers(1, 3),
     mini_batches=st.integers(1, 4),
-    world_size=st.integers(1, 3),
+    dp_size=st.integers(1, 3),
     order=st.permutations(list(GROUPS)),
 )
-def test_every_epoch_trains_each_rollout_once(epochs, mini_batches, world_size, order):
+def test_every_epoch_trains_each_rollout_once(epochs, mini_batches, dp_size, order):
     pace = UpdatePlan(requires_full_step=True, num_epochs=epochs, num_mini_batches=mini_batches)
-    schedule = make_scheduler(pace, world_size=world_size)
+    schedule = make_scheduler(pace, dp_size=dp_size)
     for uid in order:
         schedule.add_group(uid, GROUPS[uid])
     all_rounds = schedule.take_rounds(complete=True)
@@ -64,9 +64,9 @@ def test_every_epoch_trains_each_rollout_once(epochs, mini_batches, world_size, 
         assert sorted(list_picks(of_epoch)) == EVERYTHING
         assert sum(r.is_last_of_update for r in of_epoch) == mini_batches
     assert [r.is_last_of_step for r in all_rounds] == [False] * (len(all_rounds) - 1) + [True]
-    assert all(len(r.micro_batches) == world_size for r in all_rounds)
+    assert all(len(r.micro_batches) == dp_size for r in all_rounds)
     # Ranks cache values of their rollouts, so that a rollout must stay on its rank.
-    for rank in range(world_size):
+    for rank in range(dp_size):
         picks_by_epoch = [
             {p for t in all_rounds if t.epoch == e for p in t.micro_batches[rank]}
             for e in range(epochs)

@@ -92,7 +92,7 @@ def test_late_groups_are_found_without_a_look_at_each(drops_stale: bool):
 
 def test_a_group_that_fills_no_round_is_packed_without_a_look_at_those_that_wait():
     def count(number: int) -> int:
-        packer = MicroBatchPacker(world_size=8, micro_batch_tokens=100 * MANY)
+        packer = MicroBatchPacker(dp_size=8, micro_batch_tokens=100 * MANY)
         for i in range(number):
             packer.add_group(f"0:{i}:0", [7 + i % 5, 9])
         assert packer.take_rounds(final=False) == []

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from benchmarks.memory import LiveBytes
 from streamrl.engines.models.stored_weights import StoredModelTensor, StoredWeights, find_owners
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.engines.training.torch_backend import TorchBackend
+from streamrl.engines.training.training_backend import TorchBackend
 from streamrl.resharding.boxes import TensorBox
 
 SIZES: dict[str, dict[str, int]] = {

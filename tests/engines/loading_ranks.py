@@ -19,7 +19,7 @@ from streamrl.engines.models.forward import (
 from streamrl.engines.models.lora import add_lora_adapters
 from streamrl.engines.models.stored_weights import StoredWeights
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.engines.training.model_trainer import make_backend
+from streamrl.engines.training.training_backend import make_backend
 
 WORLD = 3
 """Divides few sizes, so that shards are padded and some ranks have none."""

@@ -40,7 +40,7 @@ def run_rank(
     rank: int, model_path: str, small_path: str, ports: Sequence[int]
 ) -> dict[str, dict[str, float]]:
     """Return a rank's measurements by case, after a warm-up with a small model."""
-    from streamrl.engines.training.deepspeed_backend import import_deepspeed
+    from streamrl.engines.training.training_backend import import_deepspeed
 
     release_large_blocks_eagerly()  # as a worker with a memory budget does
     import_deepspeed()
@@ -74,7 +74,7 @@ def measure_training(case: Layout, rank: int, model_path: str) -> dict[str, floa
     for _ in range(UPDATES):
         for _ in range(MICRO_BATCHES):
             trainer.train_micro_batch(groups, picks)
-        trainer.step(4.0)
+        trainer.update(4.0)
     memory.record_phase("train")
     release_freed_memory()
     resident = measure_resident_mb()

@@ -21,8 +21,8 @@ from streamrl.distributed.process_group import join_process_group
 from streamrl.engines.generation.generation_engine import GenerationEngine
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.engines.training.model_trainer import WeightResharder, make_backend
-from streamrl.engines.training.training_backend import TrainingBackend
+from streamrl.engines.training.model_trainer import WeightResharder
+from streamrl.engines.training.training_backend import TrainingBackend, make_backend
 from streamrl.engines.vllm.rank_groups import RankGroup, make_rank_group
 from streamrl.engines.vllm.requests import EngineSpec
 from streamrl.errors import GenerationError
@@ -301,7 +301,7 @@ def update(backend: Any, config: TrainerConfig) -> None:
     """Change every parameter by a step on different tokens per data-parallel rank."""
     ids = torch.from_numpy(SEQUENCE).long().roll(config.get_dp_rank(dist.get_rank()))[None]
     backend.backward(backend.forward(ids).logits.square().mean())
-    backend.step(divisor=float(config.dp_size), lr=LR)
+    backend.update(divisor=float(config.dp_size), lr=LR)
 
 
 RANKS = (0, 1)

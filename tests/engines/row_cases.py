@@ -53,7 +53,7 @@ def train(trainer: "ModelTrainer", groups: dict[str, Columns], layout: Layout) -
     if layout.world_size > 1:
         dist.all_reduce(total)
     total_sums = dict(zip(sums, total.tolist(), strict=True))
-    return trainer.step(trainer.compute_loss_denominator(total_sums))
+    return trainer.update(trainer.compute_loss_denominator(total_sums))
 
 
 @cache

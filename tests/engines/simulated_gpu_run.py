@@ -118,7 +118,7 @@ def train_step(trainer: ModelTrainer, groups: Groups) -> tuple[dict[str, float],
         copies.append(SimulatedGpu.host_copies - before)
         denominator += trainer.compute_loss_denominator(sums)
         numbers |= {f"{half[0]}/{name}": value for name, value in sums.items()}
-    return numbers | trainer.step(denominator), copies
+    return numbers | trainer.update(denominator), copies
 
 
 def train(

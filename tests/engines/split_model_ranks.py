@@ -31,8 +31,7 @@ from streamrl.engines.models.forward import (
 from streamrl.engines.models.packed_rows import enable_packing, join_sequence_group, share_tokens
 from streamrl.engines.models.tensor_parallel import parallelize_layers
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.engines.training.model_trainer import make_backend
-from streamrl.engines.training.training_backend import TrainingBackend
+from streamrl.engines.training.training_backend import TrainingBackend, make_backend
 from tests.engines.models.test_chunked_head import WidestTensor, make_model
 from tests.engines.models.test_packed_rows import make_rows
 
@@ -149,12 +148,12 @@ def train(rank: int, module: PreTrainedModel, config: TrainerConfig) -> dict[str
             results["scores"][index] = torch.stack((logprobs, entropy)).detach()
             weights = torch.arange(1, ids.numel() + 1).view_as(ids) / ids.numel()
             backend.backward((weights * logprobs + weights.flip(0) * entropy).sum())
-        results["norms"].append(backend.step(divisor=40.0, lr=LR))
+        results["norms"].append(backend.update(divisor=40.0, lr=LR))
     full_state = {name: tensor.clone() for name, tensor in backend.full_state()}
     results["parameters"] = full_state
     logprobs, _ = score(module, backend.forward, ids, mask)
     backend.backward(logprobs.sum() * torch.nan)
-    results["norms"].append(backend.step(divisor=40.0, lr=LR))
+    results["norms"].append(backend.update(divisor=40.0, lr=LR))
     results["unchanged"] = all(full_state[n].equal(tensor) for n, tensor in backend.full_state())
     shards = list(backend.iter_shards())
     results["rows"] = {name: len(tensor) for name, tensor, _ in shards}

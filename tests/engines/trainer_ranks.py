@@ -181,7 +181,7 @@ def train_step(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Run a step over all groups; return this rank's metric sums and the update's metrics."""
     sums = train_rounds(trainer, GROUPS, num_shares, num_micro_batches=num_micro_batches)
-    return sums, trainer.step(compute_divisor(GROUPS), version)
+    return sums, trainer.update(compute_divisor(GROUPS), version)
 
 
 def close_after_saving(trainer: "ModelTrainer", folder: Path) -> dict[str, torch.Tensor]:
@@ -308,7 +308,7 @@ def critic_updates(job: RankJob, layout: Layout) -> None:
     sums = []
     for _ in range(2):
         sums.append(train_rounds(trainer, VALUED, layout.num_shares))
-        report = trainer.step(SEVERAL_DIVISOR)
+        report = trainer.update(SEVERAL_DIVISOR)
     parameters = close_after_saving(trainer, job.folder / f"critic-{layout.label}")
     results = {"sums": sums, "parameters": parameters, "report": report}
     job.results[f"critic/{layout.label}"] = results
@@ -328,7 +328,7 @@ def two_headed_updates(job: RankJob, layout: Layout) -> None:
         sums = []
         for _ in range(2):
             sums.append(train_rounds(trainer, VALUED, layout.num_shares))
-            trainer.step(SEVERAL_DIVISOR)
+            trainer.update(SEVERAL_DIVISOR)
         folder = job.folder / f"two-headed-{layout.label}-{coef}"
         parameters = close_after_saving(trainer, folder)
         job.results[f"two_headed/{layout.label}/{coef}"] = {"sums": sums, "parameters": parameters}
@@ -352,7 +352,7 @@ def pretraining_updates(job: RankJob, layout: Layout) -> None:
     reports = []
     for divisor in PTX_DIVISORS:
         train_rounds(trainer, EQUAL_SCORES, layout.num_shares)
-        reports.append(trainer.step(divisor))
+        reports.append(trainer.update(divisor))
     parameters = parameters_of(trainer)
     trainer.close()
     job.results[f"pretraining/{layout.label}"] = {"reports": reports, "parameters": parameters}
@@ -408,7 +408,7 @@ def several_updates(job: RankJob, layout: Layout) -> None:
     sums = []
     for part in (uids[::2], uids[1::2]) * SEVERAL.epochs:
         sums.append(train_rounds(trainer, GROUPS, layout.num_shares, part=part))
-        trainer.step(SEVERAL_DIVISOR)
+        trainer.update(SEVERAL_DIVISOR)
     parameters = parameters_of(trainer)
     trainer.close()
     job.results[f"several/{layout.label}"] = {"sums": sums, "parameters": parameters}
@@ -427,13 +427,13 @@ def skipped_updates(job: RankJob, layout: Layout) -> None:
     trainer = job.trainer(layout, warmup_steps=4)
     before = parameters_of(trainer)
     trainer.train_micro_batch({}, [])
-    reports = [trainer.step(0.0, version) for version in (0, 0, 1, 1)]
+    reports = [trainer.update(0.0, version) for version in (0, 0, 1, 1)]
     broken = dict(next(iter(GROUPS.values())))
     broken["scores"] = broken["scores"] * float("nan")
     share = trainer._config.get_dp_rank(job.rank)
     trainer.train_micro_batch({"0:9:0": broken}, [("0:9:0", 0)] if share == 0 else [])
     try:
-        trainer.step(1.0)
+        trainer.update(1.0)
     except StreamError as error:
         message = str(error)
     after = parameters_of(trainer)

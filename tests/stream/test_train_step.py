@@ -88,7 +88,7 @@ async def test_steps_after_the_last_checkpoint_are_replayed_identically():
 
 
 def test_replay_uses_the_recorded_rounds():
-    stream = run_virtual(run_stream(Plan(steps=1, world_size=2)))
+    stream = run_virtual(run_stream(Plan(steps=1, dp_size=2)))
     (step,) = [r for r in stream.disk.books.records if r.meta["kind"] == "step"]
     recorded = TrainedStep.from_record(step)
 

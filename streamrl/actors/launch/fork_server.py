@@ -104,7 +104,7 @@ TRAINER_LEVEL = ForkLevel(
     "models",
     (
         "streamrl.engines.training.model_trainer",
-        "streamrl.engines.training.deepspeed_backend",
+        "streamrl.engines.training.training_backend",
         "deepspeed",
     ),
     {**STAGE_ENV, "DS_ACCELERATOR": "cpu"},

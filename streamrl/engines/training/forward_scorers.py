@@ -145,7 +145,7 @@ def compute_token_column(
     result = np.zeros(len(columns["token_ids"]), np.float32)
     rounds = pack_rollouts(
         [("", index, int(length)) for index, length in enumerate(lengths)],
-        world_size=1,
+        dp_size=1,
         micro_batch_tokens=micro_batch_tokens,
     )
     num_missing = agree_on_rounds(len(rounds)) - len(rounds)

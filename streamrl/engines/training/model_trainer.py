@@ -3,10 +3,10 @@
 Micro-batches are trained as their groups arrive. Each adds the gradient of a summed (not averaged)
 loss:
 
-    train_micro_batch(...)  ->  grad += d(sum of token losses)      any number of times
-    step(loss_denominator)  ->  grad / loss_denominator, clip, AdamW
+    train_micro_batch(...)    ->  grad += d(sum of token losses)      any number of times
+    update(loss_denominator)  ->  grad / loss_denominator, clip, AdamW
 
-The loss denominator is known once all micro-batches of the update are, and `step` divides once,
+The loss denominator is known once all micro-batches of the update are, and `update` divides once,
 after the reduction over ranks and before clipping. The update is therefore independent of the
 split into micro-batches and of the number of ranks.
 
@@ -89,14 +89,12 @@ from streamrl.engines.training.collate import (
     derive_columns,
     find_token_slice,
 )
-from streamrl.engines.training.deepspeed_backend import DeepSpeedBackend
 from streamrl.engines.training.forward_scorers import compute_token_column
 from streamrl.engines.training.optimizer_offload import OptimizerOffload
 from streamrl.engines.training.pretraining import PretrainingLoss
 from streamrl.engines.training.rollout_sums import sum_rollouts
 from streamrl.engines.training.tasks import PolicyTask, TrainingTask
-from streamrl.engines.training.torch_backend import TorchBackend
-from streamrl.engines.training.training_backend import TrainingBackend
+from streamrl.engines.training.training_backend import TrainingBackend, make_backend
 from streamrl.errors import CheckpointError, DeadlineError, StreamError, WeightsError
 from streamrl.files.atomic_write import wrap_checkpoint_errors, write_atomic
 from streamrl.files.hf_config import GENERATION_CONFIG, WEIGHTS_FILE, WEIGHTS_INDEX
@@ -114,329 +112,8 @@ from streamrl.weights.parameters import LORA_SCALE, ParameterSet, build_full_wei
 
 MAX_FILE_BYTES = 256 << 20
 """Size at which the next weight file starts; bounds the memory that writing takes."""
-
-
-def write_hf_model(
-    directory: Path,
-    module: PreTrainedModel,
-    parameters: Iterable[tuple[str, Tensor]],
-    *,
-    tokenizer_from: str,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Write a Hugging Face directory of a trained model.
-
-    `parameters` are names and trained values on the CPU, tied ones once; they are written as they
-    come, at most a file at a time in memory. Buffers and config come from `module`, tokenizer and
-    generation_config.json from the directory `tokenizer_from`. The latter file is copied because
-    transformers refuses to save a generation config with contradictions, such as a temperature with
-    greedy decoding. `dtype` is that of the values, by default the module's.
-    """
-    with _reset_generation_config(module):
-        module.save_pretrained(directory, state_dict={})
-    if dtype not in (None, module.dtype):
-        module.config.dtype = dtype
-        module.config.save_pretrained(directory)
-    # state_dict() omits non-persistent buffers, such as those of rotary embeddings.
-    module_state, buffers = module.state_dict(), dict(module.named_buffers())
-    saved_buffers = ((name, module_state[name].cpu()) for name in module_state.keys() & buffers)
-    _write_weights(directory, _restore_layout(module, chain(parameters, saved_buffers)))
-    defaults = Path(tokenizer_from) / GENERATION_CONFIG
-    if module.can_generate() and defaults.is_file():
-        shutil.copyfile(defaults, directory / GENERATION_CONFIG)
-    load_tokenizer(tokenizer_from).save_pretrained(directory)
-
-
-def _restore_layout(
-    module: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors with the names and shapes of the files that the module was loaded from.
-
-    Tensors that make up a stored one, such as the parts of a fused matrix, wait for each other.
-    """
-    loaded_by: list[Any] = vars(module).get("_weight_conversions") or []
-    reverse = [conversion.reverse_transform() for conversion in reversed(loaded_by)]
-    renamings = [entry for entry in reverse if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in reverse if isinstance(entry, WeightConverter)]
-
-    def find_stored_name(name: str) -> str:
-        stored_name: str = rename_source_key(name, renamings, converters, reverse=True)[0]
-        return stored_name
-
-    # Adapters move a layer's weight into base_layer.
-    names = (name.replace(".base_layer.", ".") for name in module.state_dict())
-    num_parts = Counter(map(find_stored_name, names))
-    waiting = defaultdict[str, dict[str, Tensor]](dict)
-    for name, tensor in tensors:
-        stored_name = find_stored_name(name)
-        waiting[stored_name][name] = tensor
-        if not loaded_by:
-            yield from waiting.pop(stored_name).items()
-        elif len(waiting[stored_name]) >= num_parts[stored_name]:
-            yield from revert_weight_conversion(module, waiting.pop(stored_name)).items()
-    for parts in waiting.values():
-        yield from revert_weight_conversion(module, parts).items()
-
-
-def _write_weights(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write tensors into model.safetensors, or into several files and their index."""
-    files: list[Path] = []
-    weight_map: dict[str, int] = {}
-    pending, pending_bytes, total_bytes = dict[str, Tensor](), 0, 0
-
-    def write_file() -> None:
-        files.append(directory / f"model-{len(files) + 1:05d}.partial")
-        save_file(pending, files[-1], metadata={"format": "pt"})
-        pending.clear()
-
-    for name, tensor in tensors:
-        if pending and pending_bytes + tensor.nbytes > MAX_FILE_BYTES:
-            write_file()
-            pending_bytes = 0
-        weight_map[name] = len(files)
-        pending[name] = tensor.contiguous()
-        pending_bytes += tensor.nbytes
-        total_bytes += tensor.nbytes
-    write_file()
-    single, index = directory / WEIGHTS_FILE, directory / WEIGHTS_INDEX
-    for stale in (single, index):
-        stale.unlink(missing_ok=True)
-    if len(files) == 1:
-        files[0].rename(single)
-        return
-    names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
-    for file, file_name in zip(files, names, strict=True):
-        file.rename(directory / file_name)
-    content = {
-        "metadata": {"total_size": total_bytes},
-        "weight_map": {name: names[number] for name, number in weight_map.items()},
-    }
-    write_atomic(index, json.dumps(content, indent=2, sort_keys=True) + "\n")
-
-
-@contextmanager
-def _reset_generation_config(module: PreTrainedModel) -> Iterator[None]:
-    if not module.can_generate():
-        yield
-        return
-    original = module.generation_config
-    module.generation_config = type(original)()
-    try:
-        yield
-    finally:
-        module.generation_config = original
-
-
 BUCKET_BYTES = 16 * 2**20
 """Bytes that a transfer has in flight at a time; gloo buffers as much again."""
-
-
-@dataclass(frozen=True)
-class _RankShards:
-    """Facts about a rank that all ranks exchange for planning the transfer.
-
-    `train_shards` and `serve_shards` are the rank's parts of parameters in training and generation;
-    `dtypes` are those of generation.
-    """
-
-    train_shards: Mapping[str, TensorShard]
-    serve_shards: Mapping[str, TensorShard]
-    dtypes: Mapping[str, torch.dtype]
-    node: str
-
-
-class WeightResharder:
-    """Writes versions from the trainer ranks into this rank's generator, by one plan for all."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._is_planned = False
-        self._executor: ReshardingExecutor | None = None
-        self._dtypes: Mapping[str, torch.dtype] = {}
-
-    def run(
-        self, backend: TrainingBackend, served: ShardStorage | None, version: int
-    ) -> ReshardingStats | None:
-        """Fill the generator's parameters with `version` while it is paused. Collective.
-
-        `served` is the storage of this rank's generator, the same at every call, or None if
-        resharding cannot write into the generator. The first call plans. Returns None at every call
-        if any rank passes None, or if trained and served parameters differ. Raises WeightsError if
-        the ranks pass different versions or a rank times out.
-        """
-        if not self._is_planned:
-            self._plan_transfer(backend, served)
-            self._is_planned = True
-            if self._executor is not None and served is not None:
-                backend.alias_into(served)
-        if self._executor is None or served is None:
-            return None
-        buffers, shards = {}, {}
-        for name, tensor, shard in backend.iter_forward_shards():
-            buffers[name], shards[name] = tensor.to(self._dtypes[name]), shard
-        return self._executor.run(create_from_buffers(buffers, shards, version=version), served)
-
-    def _plan_transfer(self, backend: TrainingBackend, served: ShardStorage | None) -> None:
-        """Make the executor of the transfer, if resharding is possible. Collective."""
-        local_shards = {name: (tensor, shard) for name, tensor, shard in backend.iter_shards()}
-        descriptions: list[_RankShards | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(descriptions, _describe_rank(local_shards, served))
-        ranks = [rank_shards for rank_shards in descriptions if rank_shards is not None]
-        if len(ranks) < len(descriptions):
-            return
-        model = _merge_served_specs(ranks)
-        trained_names = {name for rank_shards in ranks for name in rank_shards.train_shards}
-        if {spec.name for spec in model.tensors} != trained_names:
-            return
-        for rank_shards in ranks:
-            self._dtypes = {**self._dtypes, **rank_shards.dtypes}
-        self._executor = create_least_bytes_executor(
-            ModelLayout(model, {i: r.train_shards for i, r in enumerate(ranks)}),
-            ModelLayout(model, {i: r.serve_shards for i, r in enumerate(ranks)}),
-            cluster=make_nodes([rank_shards.node for rank_shards in ranks]),
-            bucket_bytes=BUCKET_BYTES,
-            timeout_s=self._timeout_s,
-        )
-
-
-def _describe_rank(
-    local_shards: Mapping[str, tuple[Tensor, TensorShard]], served: ShardStorage | None
-) -> _RankShards | None:
-    """Return this rank's shards for planning; None if it trains and serves on different devices."""
-    if served is None or any(tensor.device != served.device for tensor, _ in local_shards.values()):
-        return None
-    return _RankShards(
-        train_shards={name: shard for name, (_, shard) in local_shards.items()},
-        serve_shards={
-            name: TensorShard(name, box.shape, ((box, (0,) * len(box.shape)),))
-            for name, box, _ in served
-        },
-        dtypes={name: view.dtype for name, _, view in served},
-        node=socket.gethostname(),
-    )
-
-
-def make_nodes(nodes: Sequence[str]) -> NodeTopology:
-    """Return the topology of the ranks; `nodes` names the node of each rank.
-
-    If nodes have unequal numbers of ranks, all ranks count as a single node, so that planning
-    minimizes the number of bytes only.
-    """
-    sizes = [len(list(ranks)) for _, ranks in groupby(nodes)]
-    return NodeTopology(sizes[0] if len(set(sizes)) == 1 else len(nodes))
-
-
-def _merge_served_specs(ranks: Sequence[_RankShards]) -> ModelSpec:
-    """Return names, shapes and item sizes of the full model, inferred from all served shards."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    sizes: dict[str, int] = {}
-    for rank_shards in ranks:
-        for name, shard in rank_shards.serve_shards.items():
-            (box,) = shard.boxes
-            shapes[name] = tuple(map(max, shapes.get(name, box.stop), box.stop))
-            sizes[name] = rank_shards.dtypes[name].itemsize
-    specs = (TensorSpec(name, shape, (0,), itemsize=sizes[name]) for name, shape in shapes.items())
-    return ModelSpec(tuple(specs), 1)
-
-
-def _describe_adapters(config: TrainerConfig) -> str:
-    settings = ("lora_rank", "lora_alpha") if config.lora_rank else ()
-    return " ".join(f"{name}={vars(config)[name]}" for name in settings)
-
-
-class StepPlan:
-    """Columns computed ahead for a training step: derived columns, proximal logprobs and a mask.
-
-    Derived columns cover all groups of the step. Proximal logprobs, those of the policy at the
-    start of the step, and the mask `near` of the tokens that the correction keeps cover only this
-    rank's rollouts; a rank keeps its rollouts through all epochs.
-    """
-
-    def __init__(self, settings: AlgorithmSettings, derived: Mapping[str, Columns]) -> None:
-        self._derived = {uid: dict(columns) for uid, columns in derived.items()}
-        self._correction = settings.correction
-        self._squared_log_ratios: list[tuple[RolloutIndex, slice, Array]] = []
-
-    def get_derived(self, uids: Iterable[str]) -> dict[str, Columns]:
-        """Return the columns computed so far for these groups, by uid."""
-        return {uid: self._derived[uid] for uid in uids}
-
-    def add_proximal_logprobs(
-        self,
-        groups: Mapping[str, Columns],
-        picks: Sequence[RolloutIndex],
-        logprobs: Array,
-        near: Array,
-    ) -> None:
-        """Store logprobs [B, T] of picked rollouts under the policy at the start of the step.
-
-        `picks` are (uid, index of the rollout in its group), in the order of the rows of
-        `logprobs` and of `near`, bool [B, T].
-        """
-        for (uid, index), row, near_row in zip(picks, logprobs, near, strict=False):
-            columns = groups[uid]
-            tokens = find_token_slice(columns["lengths"], index)
-            token_logprobs = row[: tokens.stop - tokens.start]
-            self._fill_column(uid, "proximal_logprobs", tokens, token_logprobs)
-            if self._correction.masks_before_updates:
-                log_ratio = token_logprobs - columns["generator_logprobs"][tokens]
-                episode = (
-                    int(columns[EPISODE_COLUMN][index]) if EPISODE_COLUMN in columns else index
-                )
-                self._squared_log_ratios.append(
-                    ((uid, episode), tokens, np.square(log_ratio, dtype=np.float64))
-                )
-                self._fill_column(uid, "near", tokens, near_row[: len(token_logprobs)])
-
-    def sync_near_mask(self, *, ranks_per_batch: int) -> set[RolloutIndex]:
-        """Finish the mask `near`; return episodes of all ranks of which it keeps no token.
-
-        Collective; call it after the last `add_proximal_logprobs`. With `second_moment_threshold`,
-        the mask loses tokens whose log ratio, proximal minus generator logprob, exceeds a limit
-        that `second_moment_limit` computes from the squares of all ranks. Those of
-        `ranks_per_batch` consecutive ranks are equal and count once. Episodes are (uid, index).
-        """
-        if not self._correction.masks_before_updates:
-            return set()
-        if self._correction.second_moment_threshold is not None:
-            unmasked = [
-                squares[self._derived[uid]["loss_mask"][tokens]]
-                for (uid, _), tokens, squares in self._squared_log_ratios
-            ]
-            rank_squares = _gather(np.concatenate([np.zeros(0), *unmasked]))[::ranks_per_batch]
-            limit = second_moment_limit(
-                torch.from_numpy(np.concatenate(rank_squares)),
-                threshold=self._correction.second_moment_threshold,
-            )
-            for (uid, _), tokens, squares in self._squared_log_ratios:
-                self._derived[uid]["near"][tokens] &= squares <= limit
-        trained, kept = (
-            {
-                (uid, episode)
-                for (uid, episode), tokens, _ in self._squared_log_ratios
-                if self._derived[uid][name][tokens].any()
-            }
-            for name in ("loss_mask", "near")
-        )
-        rejected: list[set[RolloutIndex]] = _gather(trained - kept)
-        return set[RolloutIndex]().union(*rejected)
-
-    def replace_derived(self, derived: Mapping[str, Columns]) -> None:
-        """Replace derived columns, by uid; keep the columns computed since."""
-        for uid, columns in derived.items():
-            self._derived[uid] |= columns
-
-    def _fill_column(self, uid: str, name: str, tokens: slice, values: Array) -> None:
-        """Write values for the tokens of a rollout into a column of its group."""
-        zeros = np.zeros(len(self._derived[uid]["loss_mask"]), values.dtype)
-        self._derived[uid].setdefault(name, zeros)[tokens] = values
-
-
-def _gather(value: Any) -> list[Any]:
-    """Return the values of all ranks. Collective."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 class ModelTrainer:
@@ -612,7 +289,7 @@ class ModelTrainer:
         """Return the loss denominator of an update, given the sums of its micro-batches."""
         return self._task.compute_loss_denominator(sums)
 
-    def step(self, loss_denominator: float, version: int = 0) -> dict[str, float]:
+    def update(self, loss_denominator: float, version: int = 0) -> dict[str, float]:
         """Update with the gradient of all ranks' summed losses divided by `loss_denominator`.
 
         Returns the gradient norm before clipping and the learning rate, that of the training step
@@ -628,7 +305,7 @@ class ModelTrainer:
         metrics = self._add_pretraining_loss(loss_denominator)
         self._optimizer_offload.restore_state()
         with self._limit_wait("the optimizer"):
-            norm = self._backend.step(divisor=loss_denominator, lr=lr)
+            norm = self._backend.update(divisor=loss_denominator, lr=lr)
         if not math.isfinite(norm):
             raise StreamError(
                 f"update {self.num_updates}: the gradient's norm is {norm}; skipped the update"
@@ -639,7 +316,7 @@ class ModelTrainer:
     def _add_pretraining_loss(self, loss_denominator: float) -> dict[str, float]:
         """Add the gradient of the pretraining loss to the update; return the metric loss/ptx.
 
-        The gradient is multiplied by `loss_denominator`, by which `step` divides.
+        The gradient is multiplied by `loss_denominator`, by which `update` divides.
         """
         if self._pretraining is None:
             return {}
@@ -851,7 +528,7 @@ class ModelTrainer:
                 yield name, full[name] if name in trained else full[name].to(dtype)
 
     @property
-    def _current_plan(self) -> StepPlan:
+    def _current_plan(self) -> "StepPlan":
         assert self._plan is not None, "call plan_step first: the algorithm has scope step"
         return self._plan
 
@@ -870,14 +547,320 @@ class ModelTrainer:
         )
 
 
-def make_backend(
-    module: PreTrainedModel, config: TrainerConfig, weights: StoredWeights | None = None
-) -> TrainingBackend:
-    """Shard a model as configured.
+def _describe_adapters(config: TrainerConfig) -> str:
+    settings = ("lora_rank", "lora_alpha") if config.lora_rank else ()
+    return " ".join(f"{name}={vars(config)[name]}" for name in settings)
 
-    If it is on the meta device, which needs `has_sharded_params`, each rank reads its part of
-    `weights`.
+
+class StepPlan:
+    """Columns computed ahead for a training step: derived columns, proximal logprobs and a mask.
+
+    Derived columns cover all groups of the step. Proximal logprobs, those of the policy at the
+    start of the step, and the mask `near` of the tokens that the correction keeps cover only this
+    rank's rollouts; a rank keeps its rollouts through all epochs.
     """
-    # DeepSpeed's stage 0 would shard nothing and leave the update to torch's optimizer.
-    is_deepspeed = config.backend == "deepspeed" and config.zero_stage
-    return (DeepSpeedBackend if is_deepspeed else TorchBackend)(module, config, weights)
+
+    def __init__(self, settings: AlgorithmSettings, derived: Mapping[str, Columns]) -> None:
+        self._derived = {uid: dict(columns) for uid, columns in derived.items()}
+        self._correction = settings.correction
+        self._squared_log_ratios: list[tuple[RolloutIndex, slice, Array]] = []
+
+    def get_derived(self, uids: Iterable[str]) -> dict[str, Columns]:
+        """Return the columns computed so far for these groups, by uid."""
+        return {uid: self._derived[uid] for uid in uids}
+
+    def add_proximal_logprobs(
+        self,
+        groups: Mapping[str, Columns],
+        picks: Sequence[RolloutIndex],
+        logprobs: Array,
+        near: Array,
+    ) -> None:
+        """Store logprobs [B, T] of picked rollouts under the policy at the start of the step.
+
+        `picks` are (uid, index of the rollout in its group), in the order of the rows of
+        `logprobs` and of `near`, bool [B, T].
+        """
+        for (uid, index), row, near_row in zip(picks, logprobs, near, strict=False):
+            columns = groups[uid]
+            tokens = find_token_slice(columns["lengths"], index)
+            token_logprobs = row[: tokens.stop - tokens.start]
+            self._fill_column(uid, "proximal_logprobs", tokens, token_logprobs)
+            if self._correction.masks_before_updates:
+                log_ratio = token_logprobs - columns["generator_logprobs"][tokens]
+                episode = (
+                    int(columns[EPISODE_COLUMN][index]) if EPISODE_COLUMN in columns else index
+                )
+                self._squared_log_ratios.append(
+                    ((uid, episode), tokens, np.square(log_ratio, dtype=np.float64))
+                )
+                self._fill_column(uid, "near", tokens, near_row[: len(token_logprobs)])
+
+    def sync_near_mask(self, *, ranks_per_batch: int) -> set[RolloutIndex]:
+        """Finish the mask `near`; return episodes of all ranks of which it keeps no token.
+
+        Collective; call it after the last `add_proximal_logprobs`. With `second_moment_threshold`,
+        the mask loses tokens whose log ratio, proximal minus generator logprob, exceeds a limit
+        that `second_moment_limit` computes from the squares of all ranks. Those of
+        `ranks_per_batch` consecutive ranks are equal and count once. Episodes are (uid, index).
+        """
+        if not self._correction.masks_before_updates:
+            return set()
+        if self._correction.second_moment_threshold is not None:
+            unmasked = [
+                squares[self._derived[uid]["loss_mask"][tokens]]
+                for (uid, _), tokens, squares in self._squared_log_ratios
+            ]
+            rank_squares = _gather(np.concatenate([np.zeros(0), *unmasked]))[::ranks_per_batch]
+            limit = second_moment_limit(
+                torch.from_numpy(np.concatenate(rank_squares)),
+                threshold=self._correction.second_moment_threshold,
+            )
+            for (uid, _), tokens, squares in self._squared_log_ratios:
+                self._derived[uid]["near"][tokens] &= squares <= limit
+        trained, kept = (
+            {
+                (uid, episode)
+                for (uid, episode), tokens, _ in self._squared_log_ratios
+                if self._derived[uid][name][tokens].any()
+            }
+            for name in ("loss_mask", "near")
+        )
+        rejected: list[set[RolloutIndex]] = _gather(trained - kept)
+        return set[RolloutIndex]().union(*rejected)
+
+    def replace_derived(self, derived: Mapping[str, Columns]) -> None:
+        """Replace derived columns, by uid; keep the columns computed since."""
+        for uid, columns in derived.items():
+            self._derived[uid] |= columns
+
+    def _fill_column(self, uid: str, name: str, tokens: slice, values: Array) -> None:
+        """Write values for the tokens of a rollout into a column of its group."""
+        zeros = np.zeros(len(self._derived[uid]["loss_mask"]), values.dtype)
+        self._derived[uid].setdefault(name, zeros)[tokens] = values
+
+
+def _gather(value: Any) -> list[Any]:
+    """Return the values of all ranks. Collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def write_hf_model(
+    directory: Path,
+    module: PreTrainedModel,
+    parameters: Iterable[tuple[str, Tensor]],
+    *,
+    tokenizer_from: str,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write a Hugging Face directory of a trained model.
+
+    `parameters` are names and trained values on the CPU, tied ones once; they are written as they
+    come, at most a file at a time in memory. Buffers and config come from `module`, tokenizer and
+    generation_config.json from the directory `tokenizer_from`. The latter file is copied because
+    transformers refuses to save a generation config with contradictions, such as a temperature with
+    greedy decoding. `dtype` is that of the values, by default the module's.
+    """
+    with _reset_generation_config(module):
+        module.save_pretrained(directory, state_dict={})
+    if dtype not in (None, module.dtype):
+        module.config.dtype = dtype
+        module.config.save_pretrained(directory)
+    # state_dict() omits non-persistent buffers, such as those of rotary embeddings.
+    module_state, buffers = module.state_dict(), dict(module.named_buffers())
+    saved_buffers = ((name, module_state[name].cpu()) for name in module_state.keys() & buffers)
+    _write_weights(directory, _restore_layout(module, chain(parameters, saved_buffers)))
+    defaults = Path(tokenizer_from) / GENERATION_CONFIG
+    if module.can_generate() and defaults.is_file():
+        shutil.copyfile(defaults, directory / GENERATION_CONFIG)
+    load_tokenizer(tokenizer_from).save_pretrained(directory)
+
+
+def _restore_layout(
+    module: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors with the names and shapes of the files that the module was loaded from.
+
+    Tensors that make up a stored one, such as the parts of a fused matrix, wait for each other.
+    """
+    loaded_by: list[Any] = vars(module).get("_weight_conversions") or []
+    reverse = [conversion.reverse_transform() for conversion in reversed(loaded_by)]
+    renamings = [entry for entry in reverse if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in reverse if isinstance(entry, WeightConverter)]
+
+    def find_stored_name(name: str) -> str:
+        stored_name: str = rename_source_key(name, renamings, converters, reverse=True)[0]
+        return stored_name
+
+    # Adapters move a layer's weight into base_layer.
+    names = (name.replace(".base_layer.", ".") for name in module.state_dict())
+    num_parts = Counter(map(find_stored_name, names))
+    waiting = defaultdict[str, dict[str, Tensor]](dict)
+    for name, tensor in tensors:
+        stored_name = find_stored_name(name)
+        waiting[stored_name][name] = tensor
+        if not loaded_by:
+            yield from waiting.pop(stored_name).items()
+        elif len(waiting[stored_name]) >= num_parts[stored_name]:
+            yield from revert_weight_conversion(module, waiting.pop(stored_name)).items()
+    for parts in waiting.values():
+        yield from revert_weight_conversion(module, parts).items()
+
+
+def _write_weights(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write tensors into model.safetensors, or into several files and their index."""
+    files: list[Path] = []
+    weight_map: dict[str, int] = {}
+    pending, pending_bytes, total_bytes = dict[str, Tensor](), 0, 0
+
+    def write_file() -> None:
+        files.append(directory / f"model-{len(files) + 1:05d}.partial")
+        save_file(pending, files[-1], metadata={"format": "pt"})
+        pending.clear()
+
+    for name, tensor in tensors:
+        if pending and pending_bytes + tensor.nbytes > MAX_FILE_BYTES:
+            write_file()
+            pending_bytes = 0
+        weight_map[name] = len(files)
+        pending[name] = tensor.contiguous()
+        pending_bytes += tensor.nbytes
+        total_bytes += tensor.nbytes
+    write_file()
+    single, index = directory / WEIGHTS_FILE, directory / WEIGHTS_INDEX
+    for stale in (single, index):
+        stale.unlink(missing_ok=True)
+    if len(files) == 1:
+        files[0].rename(single)
+        return
+    names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    for file, file_name in zip(files, names, strict=True):
+        file.rename(directory / file_name)
+    content = {
+        "metadata": {"total_size": total_bytes},
+        "weight_map": {name: names[number] for name, number in weight_map.items()},
+    }
+    write_atomic(index, json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+@contextmanager
+def _reset_generation_config(module: PreTrainedModel) -> Iterator[None]:
+    if not module.can_generate():
+        yield
+        return
+    original = module.generation_config
+    module.generation_config = type(original)()
+    try:
+        yield
+    finally:
+        module.generation_config = original
+
+
+@dataclass(frozen=True)
+class _RankShards:
+    """Facts about a rank that all ranks exchange for planning the transfer.
+
+    `train_shards` and `serve_shards` are the rank's parts of parameters in training and generation;
+    `dtypes` are those of generation.
+    """
+
+    train_shards: Mapping[str, TensorShard]
+    serve_shards: Mapping[str, TensorShard]
+    dtypes: Mapping[str, torch.dtype]
+    node: str
+
+
+class WeightResharder:
+    """Writes versions from the trainer ranks into this rank's generator, by one plan for all."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._is_planned = False
+        self._executor: ReshardingExecutor | None = None
+        self._dtypes: Mapping[str, torch.dtype] = {}
+
+    def run(
+        self, backend: TrainingBackend, served: ShardStorage | None, version: int
+    ) -> ReshardingStats | None:
+        """Fill the generator's parameters with `version` while it is paused. Collective.
+
+        `served` is the storage of this rank's generator, the same at every call, or None if
+        resharding cannot write into the generator. The first call plans. Returns None at every call
+        if any rank passes None, or if trained and served parameters differ. Raises WeightsError if
+        the ranks pass different versions or a rank times out.
+        """
+        if not self._is_planned:
+            self._plan_transfer(backend, served)
+            self._is_planned = True
+            if self._executor is not None and served is not None:
+                backend.alias_into(served)
+        if self._executor is None or served is None:
+            return None
+        buffers, shards = {}, {}
+        for name, tensor, shard in backend.iter_forward_shards():
+            buffers[name], shards[name] = tensor.to(self._dtypes[name]), shard
+        return self._executor.run(create_from_buffers(buffers, shards, version=version), served)
+
+    def _plan_transfer(self, backend: TrainingBackend, served: ShardStorage | None) -> None:
+        """Make the executor of the transfer, if resharding is possible. Collective."""
+        local_shards = {name: (tensor, shard) for name, tensor, shard in backend.iter_shards()}
+        descriptions: list[_RankShards | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(descriptions, _describe_rank(local_shards, served))
+        ranks = [rank_shards for rank_shards in descriptions if rank_shards is not None]
+        if len(ranks) < len(descriptions):
+            return
+        model = _merge_served_specs(ranks)
+        trained_names = {name for rank_shards in ranks for name in rank_shards.train_shards}
+        if {spec.name for spec in model.tensors} != trained_names:
+            return
+        for rank_shards in ranks:
+            self._dtypes = {**self._dtypes, **rank_shards.dtypes}
+        self._executor = create_least_bytes_executor(
+            ModelLayout(model, {i: r.train_shards for i, r in enumerate(ranks)}),
+            ModelLayout(model, {i: r.serve_shards for i, r in enumerate(ranks)}),
+            cluster=make_nodes([rank_shards.node for rank_shards in ranks]),
+            bucket_bytes=BUCKET_BYTES,
+            timeout_s=self._timeout_s,
+        )
+
+
+def _describe_rank(
+    local_shards: Mapping[str, tuple[Tensor, TensorShard]], served: ShardStorage | None
+) -> _RankShards | None:
+    """Return this rank's shards for planning; None if it trains and serves on different devices."""
+    if served is None or any(tensor.device != served.device for tensor, _ in local_shards.values()):
+        return None
+    return _RankShards(
+        train_shards={name: shard for name, (_, shard) in local_shards.items()},
+        serve_shards={
+            name: TensorShard(name, box.shape, ((box, (0,) * len(box.shape)),))
+            for name, box, _ in served
+        },
+        dtypes={name: view.dtype for name, _, view in served},
+        node=socket.gethostname(),
+    )
+
+
+def make_nodes(nodes: Sequence[str]) -> NodeTopology:
+    """Return the topology of the ranks; `nodes` names the node of each rank.
+
+    If nodes have unequal numbers of ranks, all ranks count as a single node, so that planning
+    minimizes the number of bytes only.
+    """
+    sizes = [len(list(ranks)) for _, ranks in groupby(nodes)]
+    return NodeTopology(sizes[0] if len(set(sizes)) == 1 else len(nodes))
+
+
+def _merge_served_specs(ranks: Sequence[_RankShards]) -> ModelSpec:
+    """Return names, shapes and item sizes of the full model, inferred from all served shards."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    sizes: dict[str, int] = {}
+    for rank_shards in ranks:
+        for name, shard in rank_shards.serve_shards.items():
+            (box,) = shard.boxes
+            shapes[name] = tuple(map(max, shapes.get(name, box.stop), box.stop))
+            sizes[name] = rank_shards.dtypes[name].itemsize
+    specs = (TensorSpec(name, shape, (0,), itemsize=sizes[name]) for name, shape in shapes.items())
+    return ModelSpec(tuple(specs), 1)

@@ -45,7 +45,7 @@ class PretrainingLoss:
         num_tokens = sum(len(ids) - 1 for ids in token_ids)
         rounds = pack_rollouts(
             [("", index, len(ids)) for index, ids in enumerate(token_ids)],
-            world_size=dp_size,
+            dp_size=dp_size,
             micro_batch_tokens=self.micro_batch_tokens,
         )
         for work in rounds:

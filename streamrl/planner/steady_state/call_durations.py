@@ -352,7 +352,7 @@ def pack_mini_batch(workload: Workload, dp_size: int) -> tuple[int, float]:
         completions = workload.lengths.quantiles(ranks)
         lengths = np.rint(workload.prompt_tokens + completions).astype(int).tolist()
         budget = max(int(workload.micro_batch_tokens), *lengths)
-        packer = MicroBatchPacker(world_size=dp_size, micro_batch_tokens=budget)
+        packer = MicroBatchPacker(dp_size=dp_size, micro_batch_tokens=budget)
         packer.add_group("", lengths)
         rounds = packer.take_rounds(final=True)
         tokens = sum(max(sum(lengths[i] for _, i in rows) for rows in batch) for batch in rounds)

@@ -363,7 +363,7 @@ def patch_model_trainer(fault, module):
 
     updated = threading.Event()
 
-    def step(original, self, *arguments):
+    def update(original, self, *arguments):
         metrics = original(self, *arguments)
         if fault.delay_s:
             updated.set()
@@ -380,7 +380,7 @@ def patch_model_trainer(fault, module):
             yield item
 
     wrap(trainer, "__init__", init)
-    wrap(trainer, "step", step)
+    wrap(trainer, "update", update)
     wrap(trainer, "full_state", full_state)
 
 

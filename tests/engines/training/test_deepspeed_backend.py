@@ -6,9 +6,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.engines.training.deepspeed_backend import make_deepspeed_config
-from streamrl.engines.training.model_trainer import make_backend
-from streamrl.engines.training.torch_backend import TorchBackend
+from streamrl.engines.training.training_backend import (
+    TorchBackend,
+    make_backend,
+    make_deepspeed_config,
+)
 from tests.engines.tiny_qwen import tiny_model
 
 

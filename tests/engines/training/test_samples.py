@@ -65,12 +65,12 @@ class Trained:
     sums: dict[str, float]
 
 
-def train(config, groups, *, world_size=1):
-    """Train a step in the micro-batches of `world_size` ranks, on given logprobs."""
+def train(config, groups, *, dp_size=1):
+    """Train a step in the micro-batches of `dp_size` ranks, on given logprobs."""
     chosen = make_settings(config, groups)
     task = PolicyTask("", config.spec, chosen, temperature=1.0)
     derived = derive_columns(config.spec, chosen, groups)
-    packer = MicroBatchPacker(world_size=world_size, micro_batch_tokens=BUDGET)
+    packer = MicroBatchPacker(dp_size=dp_size, micro_batch_tokens=BUDGET)
     for uid, columns in groups.items():
         packer.add_group(uid, columns["lengths"].tolist(), count_samples(columns).tolist())
     loss, sums = 0.0, dict[str, float]()
@@ -97,10 +97,10 @@ def train(config, groups, *, world_size=1):
 
 @every_config
 @settings(max_examples=3)
-@given(seed=st.integers(0, 9999), world_size=st.integers(1, 3))
-def test_an_episode_in_one_or_in_several_samples_gives_the_same_update(config, seed, world_size):
+@given(seed=st.integers(0, 9999), dp_size=st.integers(1, 3))
+def test_an_episode_in_one_or_in_several_samples_gives_the_same_update(config, seed, dp_size):
     whole, split = make_pair(seed)
-    expected, trained = train(config, whole), train(config, split, world_size=world_size)
+    expected, trained = train(config, whole), train(config, split, dp_size=dp_size)
     assert trained.loss == pytest.approx(expected.loss, rel=1e-6, abs=1e-6)
     torch.testing.assert_close(trained.gradients, expected.gradients, rtol=1e-5, atol=1e-6)
     for result in (trained, expected):
