@@ -9,7 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
-ADAPTERS = ("gymnasium", "openenv", "mcp")
+ADAPTERS = ("openenv", "mcp")
 
 
 def test_the_tests_packages_are_releases_that_the_extras_allow():

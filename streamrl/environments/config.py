@@ -10,27 +10,9 @@ from streamrl.environments.tool_config import ToolConfig
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import above, at_least, check_rules, suggest_nearest
 
-CLASS_KIND = "class"
-"""Kind of an environment whose class is in a file of the user."""
-_ADAPTERS = "streamrl.environments.adapters"
-ADAPTER_CLASSES: Mapping[str, str] = {
-    "gymnasium": f"{_ADAPTERS}.gymnasium:GymnasiumEnvironment",
-    "openenv": f"{_ADAPTERS}.openenv:OpenEnvEnvironment",
-}
-"""Class of each further kind, as module:Class."""
-# An adapter is a class with `reset` and `step`, like a user's. Its constructor takes
-# `environment.options` as keyword arguments and runs once per episode, and once when a host process
-# loads the class. It may raise ConfigError: for a package that is not installed, with the extra to
-# install, or a value that it refuses. Adapters import their package inside functions, which run in
-# host processes only.
-#
-# An adapter whose server may have tools also has an async classmethod `list_tools(**options)`,
-# called once before the run, and `call_tool(name, arguments)`, which returns a ToolAnswer. If
-# schemas are listed, `call_tool` answers the policy's calls, and `step` is not used.
-LIST_TOOLS, CALL_TOOL = "list_tools", "call_tool"
-"""Names of the methods of an adapter whose server may have tools."""
-ENVIRONMENT_KINDS = (CLASS_KIND, *ADAPTER_CLASSES)
-EXAMPLE_KINDS = ("textarena", "textworld")
+CLASS_KIND, OPENENV_KIND = "class", "openenv"
+"""Kinds of environments: a class in a file of the user; a server of OpenEnv (`openenv.py`)."""
+EXAMPLE_KINDS = ("gymnasium", "textarena", "textworld")
 """Former kinds, which are classes in examples/text_games now."""
 
 SECTION = "environment"
@@ -42,7 +24,7 @@ class EnvironmentSpec:
     """Class of an environment, the options of its constructor, and further tools.
 
     path: file of the environment, as file.py or file.py:Class.
-    kind: class (that of `path`), or an adapter.
+    kind: class (that of `path`), or openenv, a server of OpenEnv.
     options: keyword arguments of the class's constructor.
     tools: tools besides the methods of a class without `step`, or without any class; as in
         environment.tools.
@@ -86,8 +68,8 @@ class EnvironmentSpec:
                 f"{section}.kind={self.kind}: no such kind any more; name the class of"
                 f" examples/text_games/{self.kind}_game.py in {section}.path"
             )
-        if self.kind not in ENVIRONMENT_KINDS:
-            hint = suggest_nearest(self.kind, ENVIRONMENT_KINDS, noun="kind")
+        if self.kind not in (CLASS_KIND, OPENENV_KIND):
+            hint = suggest_nearest(self.kind, (CLASS_KIND, OPENENV_KIND), noun="kind")
             raise ConfigError(f"{section}.kind={self.kind}: no such kind of environment; {hint}")
         if self.path and self.kind != CLASS_KIND:
             raise ConfigError(

@@ -7,12 +7,12 @@ from streamrl.errors import ConfigError
 
 
 def import_optional(module: str, *, setting: str, extra: str) -> ModuleType:
-    """Import a module of a package that an extra of streamrl installs.
+    """Import a module that imports a package which an extra of streamrl installs.
 
     setting: setting that needs it, as key=value. Raises ConfigError that names the extra if the
-    module or one of its own requirements is missing.
+    package, or what the module takes from it, is missing.
     """
     try:
         return importlib.import_module(module)
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         raise ConfigError(f"{setting}: {error}; run pip install 'streamrl[{extra}]'") from error

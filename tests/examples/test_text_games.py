@@ -1,5 +1,6 @@
 """Text games: the classes play a game of each package to its end, as a host process loads them."""
 
+import json
 import random
 import re
 import tarfile
@@ -12,7 +13,6 @@ from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.hosts.user_class import load_user_class
 from streamrl.environments.interface import Reply, Turn
 from streamrl.errors import ConfigError
-from tests.environments.adapters.rows import make_row, play
 
 FOLDER = Path("examples/text_games")
 
@@ -23,11 +23,33 @@ def make_game(file, **options):
     return loaded.class_object(**loaded.options)
 
 
+def play(game, *texts):
+    return [game.step(Reply(text)) for text in texts]
+
+
+def test_frozen_lake_is_played_to_its_goal_and_shows_the_player():
+    config = yaml.safe_load((FOLDER / "README.md").read_text().split("```")[3][len("yaml\n") :])
+    lake = make_game("gymnasium_game.py", **config["environment"]["options"])
+    assert lake.reset(None, 0) == "[S]FFF\nFHFH\nFFFH\nHFFG"
+    refused, first, *_, last = play(
+        lake, "Downwards.", "Not left but DOWN.", "down", "right", "right", "down", "right"
+    )
+    assert refused == Turn("Reply with one of: left, down, right, up.")
+    assert first == Turn("  (Down)\nSFFF\n[F]HFH\nFFFH\nHFFG", 0.0, False)
+    assert (last.reward, last.done) == (1.0, True)
+    pole = make_game("gymnasium_game.py", id="CartPole-v1", actions={"left": 0, "right": 1})
+    assert len(json.loads(pole.reset(None, 3))) == 4
+    turns = play(pole, *["right"] * 10)
+    assert not turns[0].done and turns[-1].done
+    for game in (lake, pole):
+        game.close()
+
+
 @pytest.mark.parametrize("player", [0, 1])
 def test_tictactoe_is_played_to_its_reward(player):
     config = yaml.safe_load((FOLDER / "README.md").read_text().split("```")[1][len("yaml\n") :])
     game = make_game("textarena_game.py", **config["environment"]["options"], player=player)
-    observation, turn, rng = game.reset(make_row(), 3), Turn(), random.Random(3)
+    observation, turn, rng = game.reset(None, 3), Turn(), random.Random(3)
     assert f"You are Player {player} in Tic Tac Toe" in observation
     while not turn.done:
         assert turn.reward == 0
@@ -40,7 +62,7 @@ def test_tictactoe_is_played_to_its_reward(player):
 def test_a_game_that_lists_no_moves_for_the_opponent_is_refused_at_its_reset():
     game = make_game("textarena_game.py", id="ConnectFour-v0", players=2)
     with pytest.raises(ValueError, match="lists no legal moves"):
-        game.reset(make_row(), 3)
+        game.reset(None, 3)
 
 
 # TextWorld turns this warning off at its import, pytest on again; Jericho knows other games.
@@ -49,7 +71,7 @@ def test_the_walkthrough_of_an_adventure_wins_its_full_score(tmp_path):
     with tarfile.open(Path(__file__).with_name("textworld_house.tar.xz")) as archive:
         archive.extractall(tmp_path, filter="data")
     game = make_game("textworld_game.py", game=str(tmp_path / "house.z8"))
-    assert game.reset(make_row(), 0).endswith("going east, that entranceway is unblocked.")
+    assert game.reset(None, 0).endswith("going east, that entranceway is unblocked.")
     refused = Turn("Reply with a command of the game.")
     commands = ("", "\\help", "tw-print state", "look then quit", "disable print state option")
     assert play(game, *commands) == [refused] * len(commands)
@@ -60,7 +82,7 @@ def test_the_walkthrough_of_an_adventure_wins_its_full_score(tmp_path):
     game.close()
 
 
-@pytest.mark.parametrize("kind", ["textarena", "textworld"])
+@pytest.mark.parametrize("kind", ["gymnasium", "textarena", "textworld"])
 def test_the_former_kinds_name_their_examples(kind):
     with pytest.raises(ConfigError, match=rf"kind={kind}: .* {FOLDER}/{kind}_game.py in"):
         EnvironmentConfig(kind=kind)

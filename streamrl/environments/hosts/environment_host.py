@@ -6,9 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from streamrl.environments.config import (
-    CALL_TOOL,
-    CLASS_KIND,
-    LIST_TOOLS,
+    OPENENV_KIND,
     EnvironmentConfig,
     get_environment_section,
 )
@@ -51,6 +49,7 @@ from streamrl.environments.tool_sources.python_tools import (
     ToolSource,
 )
 from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError, ServiceOutageError
+from streamrl.files.optional_package import import_optional
 from streamrl.messages import Prompt
 from streamrl.user_code.service_gate import is_silent
 
@@ -130,14 +129,11 @@ class ToolSources:
 def _make_source(config: ToolConfig, max_reply_chars: int) -> ToolSource:
     if config.kind == PYTHON:
         return PythonTools(config, kept_chars=max_reply_chars)
-    try:
-        # Here, because the package takes more than a second to import.
-        from streamrl.environments.tool_sources.mcp_tools import McpTools
-    except ImportError as error:
-        raise ConfigError(
-            f"{config.label}: needs the package mcp ({error}): pip install 'streamrl[mcp]'"
-        ) from error
-    return McpTools(config)
+    # Here, because the package takes more than a second to import.
+    name = "streamrl.environments.tool_sources.mcp_tools"
+    mcp_tools = import_optional(name, setting=config.label, extra="mcp")
+    source: ToolSource = mcp_tools.McpTools(config)
+    return source
 
 
 class ToolEnvironment(UserEnvironment):
@@ -185,7 +181,7 @@ class ToolEnvironment(UserEnvironment):
         is_malformed = self._num_malformed >= self._settings.max_malformed
         return EnvironmentStep(
             messages,
-            reward=self.to_float(CALL_TOOL, sum(answer.reward for answer in answers)),
+            reward=self.to_float("call_tool", sum(answer.reward for answer in answers)),
             done=is_malformed or any(answer.done for answer in answers),
             outcomes=[answer.outcome for answer in answers],
         )
@@ -237,7 +233,7 @@ class MethodTools:
         """Call a method. Raises UserCodeError if it returns neither text nor JSON."""
         environment = self._environment
         if environment.description.serves_tools:
-            answer: ToolAnswer = await environment.call(CALL_TOOL, name, arguments)
+            answer: ToolAnswer = await environment.call("call_tool", name, arguments)
             return answer
         try:
             result = await environment.call(name, **arguments)
@@ -272,7 +268,7 @@ class EnvironmentHost:
     def __init__(self, settings: EnvironmentConfig) -> None:
         self._settings = settings
         name, spec = settings.single
-        self._is_adapter = spec.kind != CLASS_KIND
+        self._is_openenv = spec.kind == OPENENV_KIND
         self._class = load_user_class(spec, section=get_environment_section(name))
         self._sources = ToolSources(
             spec.tools, self._class.description.tools, max_reply_chars=settings.max_reply_chars
@@ -326,15 +322,15 @@ class EnvironmentHost:
         """Return the description of the class with the tools of all sources."""
         await self._sources.check()
         deadline = asyncio.get_running_loop().time() + self._settings.turn_timeout_s
-        if self._is_adapter and LIST_TOOLS in self._class.methods:
-            list_tools = getattr(self._class.class_object, LIST_TOOLS)
+        if self._is_openenv:
+            environment: Any = self._class.class_object
             async with asyncio.timeout_at(deadline):
-                self._adopt_tools(await list_tools(**self._class.options))
+                self._adopt_tools(await environment.list_tools(**self._class.options))
         tools = await self._sources.list_tools(deadline)
         return replace(self._class.description, tools=tools)
 
     def _adopt_tools(self, tools: Sequence[ToolSchema] = ()) -> None:
-        """Offer the tools that an adapter's server has listed, if any, in place of turns."""
+        """Offer the tools that a server of OpenEnv has listed, if any, in place of turns."""
         if tools:
             shape, known = EnvironmentShape.TOOLS, self._class.description
             known = replace(known, shape=shape, tools=tools, serves_tools=True)

@@ -33,7 +33,7 @@ class EnvironmentDescription:
     has_score: the class has `score`; otherwise the score is the sum of the turns' rewards, which
         for tools is 0.
     has_oracle: the class has `oracle`, a policy that solves it, for `streamrl play --check`.
-    serves_tools: the tools are those of an adapter's server, which rewards calls.
+    serves_tools: the tools are those of a server of OpenEnv, which rewards calls.
     """
 
     name: str

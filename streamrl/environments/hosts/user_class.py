@@ -1,4 +1,4 @@
-"""Environment classes of users and adapters: loading, and telling their two shapes apart.
+"""Environment classes of users and that of OpenEnv: loading, and telling their two shapes apart.
 
 class Guess:                        turns: the class has `step`
     def reset(self, row, seed): ...
@@ -12,22 +12,17 @@ class Calculator:                   tools: its other public methods
     def score(self, episode): ...
 """
 
-import importlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from streamrl.environments.config import (
-    ADAPTER_CLASSES,
-    CLASS_KIND,
-    SECTION,
-    EnvironmentSpec,
-)
+from streamrl.environments.config import OPENENV_KIND, SECTION, EnvironmentSpec
 from streamrl.environments.hosts.host_protocol import EnvironmentDescription, EnvironmentShape
 from streamrl.environments.tool_calls.tool_schema import make_tool_schema
 from streamrl.errors import ConfigError
+from streamrl.files.optional_package import import_optional
 from streamrl.files.python_module import FileFunction, load_referenced_class, make_file_function
 
 RESET_PARAMETERS = ("row", "seed")
@@ -44,7 +39,7 @@ CONSTRUCTOR = "__init__"
 
 @dataclass(frozen=True)
 class UserClass:
-    """Environment class of a user or adapter.
+    """Environment class of a user, or that of OpenEnv.
 
     options: keyword arguments of the constructor.
     methods: `reset`, `step`, `score`, `oracle`, `close` and tools by name, as far as the class has
@@ -77,12 +72,12 @@ def load_user_class(spec: EnvironmentSpec, *, section: str = SECTION) -> UserCla
     file, class_object, label = _import_class(spec, section)
     constructor = make_file_function(file, class_object.__name__, class_object, label=label)
     _check_options(constructor, spec.options, section)
-    is_adapter = spec.kind != CLASS_KIND
-    if is_adapter:
-        class_object(**spec.options)
+    is_openenv = spec.kind == OPENENV_KIND
+    if is_openenv:
+        class_object(**spec.options)  # refuses values that it cannot use
     methods = _find_methods(class_object, file, label)
     other = ("reset", *POSITIONAL_ARGUMENTS)
-    tools = [name for name in methods if name not in other and not is_adapter]
+    tools = [name for name in methods if name not in other and not is_openenv]
     if "step" in methods and spec.tools:
         raise ConfigError(
             f"{section}.tools: {label} in {file} has step(self, reply), which answers every reply;"
@@ -127,13 +122,13 @@ def _make_bare_class() -> UserClass:
 
 def _import_class(spec: EnvironmentSpec, section: str) -> tuple[str, type, str]:
     """Return the file of the class, the class, and its setting=value for errors."""
-    if spec.kind == CLASS_KIND:
-        file, class_object = load_referenced_class(spec.path, setting=f"{section}.path")
-        path = spec.path.removesuffix(f":{class_object.__name__}")
-        return file, class_object, f"{section}.path={path}:{class_object.__name__}"
-    module_name, _, class_name = ADAPTER_CLASSES[spec.kind].partition(":")
-    module = importlib.import_module(module_name)
-    return str(module.__file__), vars(module)[class_name], spec.format_setting(section)
+    if spec.kind == OPENENV_KIND:
+        setting = spec.format_setting(section)
+        module = import_optional("streamrl.environments.openenv", setting=setting, extra=spec.kind)
+        return str(module.__file__), module.OpenEnvEnvironment, setting
+    file, class_object = load_referenced_class(spec.path, setting=f"{section}.path")
+    path = spec.path.removesuffix(f":{class_object.__name__}")
+    return file, class_object, f"{section}.path={path}:{class_object.__name__}"
 
 
 def _find_methods(class_object: type, file: str, label: str) -> dict[str, FileFunction]:

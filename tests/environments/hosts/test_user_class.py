@@ -1,12 +1,8 @@
 """Environment classes of users: the two shapes, and classes that fit neither."""
 
-import sys
-from types import ModuleType
-
 import pytest
 
 from streamrl.environments.config import EnvironmentSpec
-from streamrl.environments.hosts import user_class
 from streamrl.environments.hosts.host_protocol import EnvironmentShape
 from streamrl.environments.hosts.user_class import load_user_class
 from streamrl.errors import ConfigError
@@ -149,29 +145,3 @@ def test_an_option_that_does_not_suit_the_constructor_is_named(write, section, o
     with pytest.raises(ConfigError) as caught:
         load_user_class(EnvironmentSpec(path=path, options=options), section=section)
     assert str(caught.value).startswith(f"{section}.{words.format(path=path)}")
-
-
-@pytest.fixture
-def adapter_kind(monkeypatch):
-    """Kind whose class refuses the option size=0."""
-
-    class Boxed:
-        def __init__(self, size=1):
-            if size == 0:
-                raise ConfigError("environment.options.size=0: must be above 0")
-
-        def step(self, reply): ...
-
-    module = ModuleType("boxed_adapter")
-    vars(module).update(Boxed=Boxed, __file__="boxed_adapter.py")
-    monkeypatch.setitem(sys.modules, "boxed_adapter", module)
-    monkeypatch.setattr(user_class, "ADAPTER_CLASSES", {"boxed": "boxed_adapter:Boxed"})
-    return "boxed"
-
-
-def test_an_adapter_is_a_class_that_checks_its_options_once_per_host(adapter_kind):
-    loaded = load("", kind=adapter_kind, options={"size": 2})
-    assert (loaded.description.name, loaded.description.file) == ("Boxed", "boxed_adapter.py")
-    assert loaded.description.shape is EnvironmentShape.TURNS
-    with pytest.raises(ConfigError, match="size=0: must be above 0"):
-        load("", kind=adapter_kind, options={"size": 0})

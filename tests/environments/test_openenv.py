@@ -1,24 +1,34 @@
 """OpenEnv adapter against a server of the protocol in another process."""
 
 import asyncio
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import yaml
 from msgspec.structs import replace
 
-from streamrl.environments.adapters.openenv import OpenEnvEnvironment
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.hosts.environment_host import EnvironmentHost
 from streamrl.environments.hosts.host_pool import EnvironmentHostPool
 from streamrl.environments.hosts.host_protocol import EnvironmentShape, HostOperation
+from streamrl.environments.hosts.user_class import load_user_class
 from streamrl.environments.interface import CallOutcome, Reply, ToolCall, Turn
+from streamrl.environments.openenv import OpenEnvEnvironment
 from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError
-from tests.environments.adapters.rows import make_row
+from streamrl.messages import Prompt
 from tests.environments.hosts.open_session import OpenSession, get_host_pid
 
 SERVER = Path(__file__).with_name("openenv_server.py")
+
+
+def make_row(**options):
+    """Return a row with options of its own."""
+    extra_info = {"environment_options": options} if options else {}
+    return Prompt("0:0:0", np.zeros(1, np.int32), extra_info=extra_info)
 
 
 def start_server():
@@ -145,11 +155,27 @@ async def test_a_row_has_a_seed_and_data_of_the_reset_of_its_own(connect):
     [
         ({"url": "http://localhost"}, r"url=http://localhost: must be ws://HOST:PORT/PATH"),
         ({"action": {"text": "a"}}, r"action=\{'text': 'a'\}: must be \{field: NAME\} or \{json: "),
+        ({"idd": "x"}, r": .*'idd'"),
     ],
 )
 def test_unusable_options_are_refused(options, words):
-    with pytest.raises(ConfigError, match=rf"^environment.options.{words}"):
-        OpenEnvEnvironment(**{"url": "ws://localhost/ws", **options})
+    options = {"url": "ws://localhost/ws", **options}
+    with pytest.raises(ConfigError, match=rf"^environment.options.?{words}"):
+        load_user_class(EnvironmentConfig(kind="openenv", options=options))
+
+
+def test_a_missing_package_is_named_with_the_extra_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "websockets.asyncio.client", None)
+    monkeypatch.delitem(sys.modules, "streamrl.environments.openenv")
+    with pytest.raises(ConfigError, match=r"^environment.kind=openenv: .*streamrl\[openenv\]'$"):
+        load_user_class(EnvironmentConfig(kind="openenv", options={"url": "ws://localhost/ws"}))
+
+
+def test_the_example_of_the_docs_can_be_loaded():
+    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+    section = page.partition("\n## OpenEnv\n")[2]
+    (block,) = re.findall(r"^```yaml\n(.*?)^```", section.partition("\n## ")[0], re.DOTALL | re.M)
+    load_user_class(EnvironmentConfig(**yaml.safe_load(block)["environment"]))
 
 
 def make_config(port, path="tools", **settings):

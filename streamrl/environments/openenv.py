@@ -18,11 +18,12 @@ import contextlib
 import json
 import random
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from streamrl.environments.adapters.options import merge_row_options
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed, InvalidMessage, WebSocketException
+
 from streamrl.environments.interface import CallOutcome, Reply, ToolSchema, Turn
 from streamrl.environments.tool_calls.json_calls import check_encodable, parse_json_at
 from streamrl.environments.tool_calls.reply_text import replace_surrogates
@@ -30,11 +31,11 @@ from streamrl.environments.tool_calls.schema_check import check_tool_schema
 from streamrl.environments.tool_sources.python_tools import ToolAnswer
 from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError
 from streamrl.files.bounded_read import MIB
-from streamrl.files.optional_package import import_optional
-from streamrl.messages import Prompt
+from streamrl.messages import Prompt, describe_prompt
 from streamrl.user_code.service_gate import is_outage
 
-import_package = partial(import_optional, setting="environment.kind=openenv", extra="openenv")
+ROW_KEY = "environment_options"
+"""Key of `extra_info` under which a row has options of its own."""
 MAX_MESSAGE_BYTES = 16 * MIB
 CONNECT_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 2.0
@@ -75,7 +76,6 @@ class OpenEnvEnvironment:
         seed: int | None = None,
         wait_s: float = 50.0,
     ) -> None:
-        import_package("websockets.asyncio.client")
         address = urlsplit(url)
         if address.scheme not in ("ws", "wss") or not address.hostname:
             raise ConfigError(
@@ -87,7 +87,7 @@ class OpenEnvEnvironment:
         self._action_field = "" if action == {"json": True} else _read_field("action", action)
         self._shown_field = _read_field("observation", observation) if observation else ""
         self._instructions = instructions
-        self._options = {"reset": reset or {}, "seed": seed}
+        self._reset_data, self._seed = reset or {}, seed
         self._wait_s = wait_s
         self._connection: Any = None
         self._num_unread, self._turn = 0, asyncio.Lock()
@@ -117,8 +117,15 @@ class OpenEnvEnvironment:
         return tools
 
     async def reset(self, row: Prompt, seed: int) -> str | None:
-        options = merge_row_options(row, seed, self._options, allowed=("reset", "seed"))
-        data = {"seed": options["seed"], **options["reset"]}
+        own = row.extra_info.get(ROW_KEY, {})
+        # Nothing that names a server: rows may come from elsewhere.
+        if not (isinstance(own, Mapping) and own.keys() <= {"reset", "seed"}):
+            raise ConfigError(
+                f"{describe_prompt(row)}: extra_info.{ROW_KEY}={own!r:.100}: must map options to"
+                " values; a row may have reset, seed"
+            )
+        seed = own.get("seed", seed if self._seed is None else self._seed)
+        data = {"seed": seed, **self._reset_data, **own.get("reset", {})}
         result = self._read_result(await self._open({"type": "reset", "data": data}))
         texts = [self._instructions, self._format_observation(result["observation"])]
         return "\n\n".join(filter(None, texts)) or None
@@ -159,8 +166,7 @@ class OpenEnvEnvironment:
     async def close(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            closed = import_package("websockets.exceptions").ConnectionClosed
-            with contextlib.suppress(closed):
+            with contextlib.suppress(ConnectionClosed):
                 await connection.send(json.dumps({"type": "close"}))
             await connection.close()
 
@@ -184,10 +190,8 @@ class OpenEnvEnvironment:
             await asyncio.sleep(pause_s)
 
     async def _connect(self) -> None:
-        client = import_package("websockets.asyncio.client")
-        failures = import_package("websockets.exceptions")
         try:
-            self._connection = await client.connect(
+            self._connection = await connect(
                 self._url,
                 # As given: neither a proxy nor, with host and port set, a redirect elsewhere.
                 host=self._host,
@@ -200,8 +204,8 @@ class OpenEnvEnvironment:
                 max_size=MAX_MESSAGE_BYTES,
             )
             self._num_unread = 0
-        except (OSError, ValueError, failures.WebSocketException) as error:
-            is_out = isinstance(error, OSError | failures.InvalidMessage) or is_outage(error)
+        except (OSError, ValueError, WebSocketException) as error:
+            is_out = isinstance(error, OSError | InvalidMessage) or is_outage(error)
             kind = EpisodeOutageError if is_out else EpisodeError
             raise kind(f"{self._url}: no connection: {error}") from error
 
@@ -212,17 +216,16 @@ class OpenEnvEnvironment:
 
         is_first: the server may end the connection instead, which means that it is full.
         """
-        closed = import_package("websockets.exceptions").ConnectionClosed
         try:
             async with self._turn:
                 self._num_unread += 1
-                with contextlib.suppress(closed):  # its last words may be there to read
+                with contextlib.suppress(ConnectionClosed):  # its last words may be there to read
                     await self._connection.send(json.dumps(message))
                 # Answers to calls that were given up come first.
                 while self._num_unread:
                     text = await self._connection.recv()
                     self._num_unread -= 1
-        except closed as error:
+        except ConnectionClosed as error:
             if is_first and error.rcvd is not None and error.rcvd.code == NORMAL_CLOSURE:
                 return {"type": "error", "data": {"code": CAPACITY_REACHED}}
             # Without a closing frame the server, or the way to it, is gone.

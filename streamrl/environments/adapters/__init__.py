@@ -1,1 +1,0 @@
-"""Adapters: environments of other packages as classes of users (`environment.kind`)."""
