@@ -15,9 +15,9 @@ from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.hosts.environment_host import EnvironmentHost
 from streamrl.environments.hosts.host_pool import EnvironmentHostPool
 from streamrl.environments.hosts.host_protocol import EnvironmentShape, HostOperation
+from streamrl.environments.hosts.openenv import OpenEnvEnvironment
 from streamrl.environments.hosts.user_class import load_user_class
 from streamrl.environments.interface import CallOutcome, Reply, ToolCall, Turn
-from streamrl.environments.openenv import OpenEnvEnvironment
 from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError
 from streamrl.messages import Prompt
 from tests.environments.hosts.open_session import OpenSession, get_host_pid
@@ -166,13 +166,13 @@ def test_unusable_options_are_refused(options, words):
 
 def test_a_missing_package_is_named_with_the_extra_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "websockets.asyncio.client", None)
-    monkeypatch.delitem(sys.modules, "streamrl.environments.openenv")
+    monkeypatch.delitem(sys.modules, "streamrl.environments.hosts.openenv")
     with pytest.raises(ConfigError, match=r"^environment.kind=openenv: .*streamrl\[openenv\]'$"):
         load_user_class(EnvironmentConfig(kind="openenv", options={"url": "ws://localhost/ws"}))
 
 
 def test_the_example_of_the_docs_can_be_loaded():
-    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "environments.md").read_text()
     section = page.partition("\n## OpenEnv\n")[2]
     (block,) = re.findall(r"^```yaml\n(.*?)^```", section.partition("\n## ")[0], re.DOTALL | re.M)
     load_user_class(EnvironmentConfig(**yaml.safe_load(block)["environment"]))
