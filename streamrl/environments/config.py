@@ -11,7 +11,7 @@ from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import above, at_least, check_rules, suggest_nearest
 
 CLASS_KIND, OPENENV_KIND = "class", "openenv"
-"""Kinds of environments: a class in a file of the user; a server of OpenEnv (`hosts/openenv.py`)."""
+"""Kinds of environments: a class in a file of the user; a server of OpenEnv."""
 EXAMPLE_KINDS = ("gymnasium", "textarena", "textworld")
 """Former kinds, which are classes in examples/text_games now."""
 
