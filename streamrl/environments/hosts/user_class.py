@@ -124,9 +124,8 @@ def _import_class(spec: EnvironmentSpec, section: str) -> tuple[str, type, str]:
     """Return the file of the class, the class, and its setting=value for errors."""
     if spec.kind == OPENENV_KIND:
         setting = spec.format_setting(section)
-        module = import_optional(
-            "streamrl.environments.hosts.openenv", setting=setting, extra=spec.kind
-        )
+        name = "streamrl.environments.hosts.openenv"
+        module = import_optional(name, setting=setting, extra=spec.kind)
         return str(module.__file__), module.OpenEnvEnvironment, setting
     file, class_object = load_referenced_class(spec.path, setting=f"{section}.path")
     path = spec.path.removesuffix(f":{class_object.__name__}")
