@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from streamrl.buffer import Ledger
-from streamrl.cli.main import main
 from streamrl.config.preflight import prepare_run
 from streamrl.config.run_config import dump_config, load_config
 from streamrl.dataflow import POLICY
@@ -29,22 +28,6 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def refuse(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run a command that is refused; return the one-line error."""
-
-    def run(*words: object) -> str:
-        try:
-            code: object = main([str(word) for word in words])
-        except SystemExit as stop:
-            code = stop.code
-        error = capsys.readouterr().err.strip()
-        assert code == 2 and "\n" not in error, error
-        return error
-
-    return run
-
-
-@pytest.fixture
 def refused(toy: Path, tmp_path: Path, refuse: Refuse) -> Refuse:
     """Run `streamrl train` with overrides; return the error."""
 
@@ -60,7 +43,7 @@ def refused(toy: Path, tmp_path: Path, refuse: Refuse) -> Refuse:
 
 @pytest.fixture
 def saved(toy: Path, tmp_path: Path) -> Saved:
-    """Write a run directory with a checkpoint; return both."""
+    """Write a run directory with a checkpoint of any state; return both."""
 
     def make(
         *overrides: str, state: Mapping[str, object] = {}, prompts: object = {}
@@ -71,9 +54,20 @@ def saved(toy: Path, tmp_path: Path) -> Saved:
             dump_config(load_config(toy / "recipe.yaml", overrides))
         )
         (run_dir / "metrics.jsonl").write_text('{"step": 9}\n')
-        return run_dir, save_checkpoint(run_dir, prompts, state)
+        writer = CheckpointWriter(run_dir, 1)
+        for folder in (*writer.get_role_dirs(POLICY), writer.queue_dir):
+            folder.mkdir()
+            (folder / "file").write_text("state")
+        full_state: Any = {"version": 1, "ledger": Ledger().state_dict(), "cuts": {}, "dials": {}}
+        return run_dir, writer.commit({**full_state, "prompts": prompts, **state}, keep=1)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def prompts(toy: Path) -> object:
+    """The state of the recipe's prompt stream before its first prompt."""
+    return prepare_run(load_config(toy / "recipe.yaml")).prompts.state_dict()
 
 
 def read_files(folder: Path) -> dict[Path, bytes]:
@@ -128,23 +122,9 @@ def test_an_invalid_config_is_refused_before_any_file_is_written(
         assert part in line
 
 
-def rows(tmp_path: Path, *records: object) -> str:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
-
-
-def row(content: str, **changes: object) -> dict[str, object]:
-    return {
-        "data_source": "toy",
-        "prompt": [{"role": "user", "content": content}],
-        "reward_model": {"style": "rule", "ground_truth": "1"},
-        **changes,
-    }
-
-
 def test_a_row_that_the_reward_cannot_judge_is_named(refused: Refuse, tmp_path: Path):
-    path = rows(tmp_path, row("1+1"), row("2+2", reward_model={"style": "rule"}))
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "1+1=", "ground_truth": "2"}\n{"prompt": "2+2="}\n')
     line = refused(f"data.train={path}")
     assert "ground_truth" in line and "line 2" in line
 
@@ -194,66 +174,45 @@ def test_overwrite_refuses_to_remove_inputs_of_the_new_run(
     assert (model / "model.safetensors").is_file()
 
 
+PPO = ["algorithm.name=ppo", "algorithm.kl_coef=0.1", "algorithm.kl_target=0.1"]
+SAFE_RLHF = ["algorithm.name=safe_rlhf", "costs=[{kind: exact}]"]
+
+
 @pytest.mark.parametrize(
-    ("override", "part"),
+    ("stored", "override", "part"),
     [
-        ("pipeline.groups_per_step=8", "a resumed run must keep 4"),
-        ("pipeline.max_staleness=0", "the bound may only grow"),
-        ("trainer.lora_rank=4", "trainer.lora_rank=4: a resumed run must keep 0"),
-        ("algorithm.mini_batches=2", "algorithm.mini_batches=2: a resumed run must keep 1"),
-        ("queue.journal.enabled=false", "a resumed run must keep True"),
-        ("environment.path=a.py", "must keep environment={}, as groups in its queue"),
-        ("run.seed=5", "cannot resume the data stream"),
+        ([], "pipeline.groups_per_step=8", "a resumed run must keep 4"),
+        ([], "pipeline.max_staleness=0", "the bound may only grow"),
+        ([], "trainer.lora_rank=4", "trainer.lora_rank=4: a resumed run must keep 0"),
+        ([], "algorithm.mini_batches=2", "algorithm.mini_batches=2: a resumed run must keep 1"),
+        ([], "queue.journal.enabled=false", "a resumed run must keep True"),
+        ([], "environment.path=a.py", "must keep environment={}, as groups in its queue"),
+        ([], "run.seed=5", "cannot resume the data stream"),
+        (PPO, "critic.trainer.lora_rank=4", "lora_rank=4: a resumed run must keep 0"),
+        (PPO, "critic.warmup_alone=2", "critic.warmup_alone=2: a resumed run must keep 0"),
+        (PPO, "algorithm.kl_coef=0.5", "kl_coef=0.5: kl_coef adapts during training"),
+        (SAFE_RLHF, "algorithm.params.lagrange=2", "lagrange adapts during training"),
     ],
 )
 def test_a_resume_with_incompatible_settings_is_refused_and_changes_no_file(
-    toy: Path, saved: Saved, refuse: Refuse, override: str, part: str
+    saved: Saved, prompts: object, refuse: Refuse, stored: list[str], override: str, part: str
 ):
-    prompts = prepare_run(load_config(toy / "recipe.yaml")).prompts
-    run_dir, _ = saved(prompts=prompts.state_dict())
+    run_dir, _ = saved(*stored, prompts=prompts)
     before = read_files(run_dir)
     assert part in refuse("train", "--resume", run_dir, override)
     assert read_files(run_dir) == before
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "override", "part"),
-    [
-        ("ppo", "critic.trainer.lora_rank=4", "lora_rank=4: a resumed run must keep 0"),
-        ("ppo", "critic.warmup_alone=2", "critic.warmup_alone=2: a resumed run must keep 0"),
-        ("ppo", "algorithm.kl_coef=0.5", "kl_coef=0.5: kl_coef adapts during training"),
-        (
-            "safe_rlhf",
-            "algorithm.params.lagrange=2",
-            "lagrange adapts during training",
-        ),
-    ],
-)
-def test_a_resume_keeps_its_critic_and_adaptive_parameters(
-    saved: Saved, refuse: Refuse, algorithm: str, override: str, part: str
-):
-    costs = ["costs=[{kind: exact}]"] if algorithm == "safe_rlhf" else []
-    chosen = ["algorithm.kl_coef=0.1", "algorithm.kl_target=0.1", *costs]
-    run_dir, _ = saved(f"algorithm.name={algorithm}", *chosen)
-    assert part in refuse("train", "--resume", run_dir, override)
-
-
-@pytest.mark.parametrize(
-    ("old_every", "new_every", "part"),
-    [
-        (2, 0, "reference.every=0: a resumed run must keep it above 0, as {checkpoint}"),
-        (0, 2, "reference.every=2: a resumed run must keep it at 0, as {checkpoint}"),
-    ],
-)
+@pytest.mark.parametrize(("old_every", "kept"), [(2, "above"), (0, "at")])
 def test_a_resume_keeps_a_fixed_or_an_ema_reference(
-    saved: Saved, refuse: Refuse, old_every: int, new_every: int, part: str
+    saved: Saved, refuse: Refuse, old_every: int, kept: str
 ):
     run_dir, path = saved("algorithm.kl_coef=0.1", f"reference.every={old_every}")
     if old_every:
         (path / "trainer" / REFERENCE_FILE).write_text("tensors")
     before = read_files(run_dir)
-    error = refuse("train", "--resume", run_dir, f"reference.every={new_every}")
-    assert part.format(checkpoint=path) in error
+    error = refuse("train", "--resume", run_dir, f"reference.every={2 - old_every}")
+    assert f"={2 - old_every}: a resumed run must keep it {kept} 0, as {path}" in error
     assert read_files(run_dir) == before
 
 
@@ -301,24 +260,6 @@ def test_an_impossible_fork_is_refused(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "taken"]
 
 
-def save_checkpoint(run_dir: Path, prompts: object, state: Mapping[str, object] = {}) -> Path:
-    """Build a checkpoint state in which any key can be replaced."""
-    writer = CheckpointWriter(run_dir, 1)
-    for folder in (*writer.get_role_dirs(POLICY), writer.queue_dir):
-        folder.mkdir()
-        (folder / "file").write_text("state")
-    ledger = Ledger().state_dict()
-    full_state: Any = {
-        "version": 1,
-        "ledger": ledger,
-        "prompts": prompts,
-        "cuts": {},
-        "dials": {},
-        **state,
-    }
-    return writer.commit(full_state, keep=1)
-
-
 @pytest.mark.parametrize(
     ("state", "part"),
     [
@@ -329,15 +270,19 @@ def save_checkpoint(run_dir: Path, prompts: object, state: Mapping[str, object] 
     ],
 )
 def test_a_damaged_checkpoint_is_refused_and_changes_no_file(
-    toy: Path, saved: Saved, refuse: Refuse, state: dict[str, object], part: str
+    saved: Saved, prompts: object, refuse: Refuse, state: dict[str, object], part: str
 ):
-    prompts = prepare_run(load_config(toy / "recipe.yaml")).prompts
-    run_dir, path = saved(prompts=prompts.state_dict(), state=state)
+    run_dir, path = saved(prompts=prompts, state=state)
     if not state:
         (path / "trainer" / "file").unlink()
     before = read_files(run_dir)
     assert part in refuse("train", "--resume", run_dir, "run.steps=5")
     assert read_files(run_dir) == before
+
+
+GRPO = "configs/grpo_arithmetic.yaml"
+PLAN_ARGS = [GRPO, "--cluster", "8xH100"]
+LONG = "x" * 400
 
 
 @pytest.mark.parametrize(
@@ -347,6 +292,7 @@ def test_a_damaged_checkpoint_is_refused_and_changes_no_file(
         (["train", "run.steps=3"], "name a config file first"),
         (["train", "nowhere.yaml"], "nowhere.yaml: No such file"),
         (["train", "--resume", "nowhere"], "no such directory"),
+        (["train", "--resume", "{tmp}"], "not a checkpoint"),
         (["evaluate", "nowhere", "--data", "x.jsonl"], "neither a model directory"),
         (["scale"], "RUN"),
         (["scale", "nowhere"], "name a role to scale"),
@@ -355,12 +301,40 @@ def test_a_damaged_checkpoint_is_refused_and_changes_no_file(
         (["scale", "nowhere", "--trainers", "2"], "--trainers"),
         (["dance"], "invalid choice"),
         ([], "COMMAND"),
+        # An empty word never means the working directory.
+        (["plan", GRPO, "--cluster", ""], "--cluster: must not be empty"),
+        (["plan", "", "--cluster", "8xH100"], "CONFIG: must not be empty"),
+        (["plan", *PLAN_ARGS, "-o", ""], "-o/--output: must not be empty"),
+        (["simulate", *PLAN_ARGS, "--placement", ""], "--placement: must not be empty"),
+        (["report", ""], "RUN: must not be empty"),
+        (["train", "--resume", ""], "--resume: must not be empty"),
+        (["evaluate", "model", "--data", ""], "--data: must not be empty"),
+        (["data", "check", ""], "FILE: must not be empty"),
+        (["score", "", "--completions", "rows"], "ROWS: must not be empty"),
+        (["calibrate", LONG], "no run: no such directory"),
+        (["report", LONG], "no run: no such directory"),
+        (["report", "--ledger", LONG], "not a run: no such directory"),
+        (["plan", *PLAN_ARGS, "--prompt-tokens", "9", "--model", LONG], "a known model name"),
+        (["report"], "name a RUN to find its bottleneck, or --ledger RUN"),
+        (["report", "a", "--ledger", "a"], "name a RUN to find its bottleneck, or --ledger RUN"),
+        (["report", "a", "--uid", "0:1:0"], "--uid needs --ledger RUN"),
+        (["report", GRPO], "no run: not a directory"),
+        (["report", "--ledger", GRPO], "not a run: not a directory"),
+        (["config", "trainer.lrr"], "no such config key; the nearest key is trainer.lr"),
+        (["config", "--rewards", "rgex"], "no such kind of reward; the nearest kind is regex"),
+        (["config", "--algorithms", "gpo"], "no such algorithm; the nearest algorithm is gspo"),
+        (["config", "critic.run.steps"], "critic.run.steps: no such config key"),
+        (["config", "--rewards", "--path", "x.py"], "config --path: has no effect here"),
+        (["config", "--algorithms", "--path", "no.py"], "algorithm.path=no.py: no such file"),
+        (["config", "run", "trainer"], "config: one name at a time, not run trainer"),
+        (["config", "--graph"], "config --graph: name a config file or a run directory"),
+        (["config", "--graph", LONG], f"config {LONG}: File name too long"),
+        (["config", "--graph", "nowhere.yaml"], "config nowhere.yaml: No such file or directory"),
+        (["config", "--graph", GRPO, "nonsense"], "'nonsense': write an override as key=value"),
     ],
 )
-def test_a_bad_command_line_is_a_one_line_error(words: list[str], part: str, refuse: Refuse):
-    assert part in refuse(*words)
-
-
-def test_resume_from_a_path_without_checkpoint_is_refused(tmp_path: Path, refuse: Refuse):
-    assert "not a checkpoint" in refuse("train", "--resume", tmp_path)
+def test_a_bad_command_line_is_a_one_line_error(
+    words: list[str], part: str, refuse: Refuse, tmp_path: Path
+):
+    assert part in refuse(*(word.format(tmp=tmp_path) for word in words))
     assert list(tmp_path.iterdir()) == []

@@ -1,5 +1,6 @@
 """`streamrl calibrate`: console output, written constants, refusals."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,33 +34,15 @@ def test_fitted_constants_are_printed_and_written(
 @pytest.mark.parametrize(
     ("words", "rule"),
     [
-        (["nowhere"], "no run: no such directory"),
         (["{run}", "--cluster", "8xZ9"], "not in the table"),
         (["{run}", "--cluster", "1xH100"], "the run uses 2 devices"),
         (["{run}/config.yaml"], "no run: not a directory"),
+        # The output is checked before the run is read.
+        (["nowhere", "-o", "/dev/null"], "-o /dev/null: not a file"),
     ],
 )
 def test_bad_input_is_a_one_line_error(
-    run_dir: Path, words: list[str], rule: str, capsys: pytest.CaptureFixture[str]
+    run_dir: Path, words: list[str], rule: str, refuse: Callable[..., str]
 ):
-    assert main(["calibrate", *(word.format(run=run_dir) for word in words)]) == 2
-    error = capsys.readouterr().err
-    assert rule in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "rule"),
-    [
-        ("/dev/null", "-o /dev/null: not a file"),
-        ("{tmp}", "-o {tmp}: not a file"),
-        ("{tmp}/none/c.yaml", "-o {tmp}/none/c.yaml: No such file or directory"),
-        ("{tmp}/recipe.yaml/c.yaml", "-o {tmp}/recipe.yaml/c.yaml: Not a directory"),
-    ],
-)
-def test_an_unwritable_output_is_refused_before_the_run_is_read(
-    run_dir: Path, tmp_path: Path, name: str, rule: str, capsys: pytest.CaptureFixture[str]
-):
-    # The run is invalid too, but the output is checked first.
-    (run_dir / "trace.json").unlink()
-    assert main(["calibrate", str(run_dir), "-o", name.format(tmp=tmp_path)]) == 2
-    assert capsys.readouterr().err == f"streamrl: {rule.format(tmp=tmp_path)}\n"
+    error = refuse("calibrate", *(word.format(run=run_dir) for word in words))
+    assert rule in error

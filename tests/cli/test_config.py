@@ -181,26 +181,3 @@ def test_neither_model_nor_data_nor_runtime_is_loaded(tmp_path: Path):
     words = [sys.executable, "-c", code, "config", "--graph", str(config)]
     process = subprocess.run(words, capture_output=True, text=True, check=True)
     assert process.stdout.splitlines()[-1] == "0 []"
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["trainer.lrr"], "trainer.lrr: no such config key; the nearest key is trainer.lr"),
-        (["--rewards", "rgex"], "rgex: no such kind of reward; the nearest kind is regex"),
-        (["--algorithms", "gpo"], "gpo: no such algorithm; the nearest algorithm is gspo"),
-        (["critic.run.steps"], "critic.run.steps: no such config key"),
-        (["--rewards", "--path", "x.py"], "config --path: has no effect here"),
-        (["--algorithms", "--path", "no.py"], "algorithm.path=no.py: no such file"),
-        (["run", "trainer"], "config: one name at a time, not run trainer"),
-        (["--graph"], "config --graph: name a config file or a run directory"),
-        (["--graph", "a" * 300], f"config {'a' * 300}: File name too long"),
-        (["--graph", "nowhere.yaml"], "config nowhere.yaml: No such file or directory"),
-        (["--graph", GRPO, "nonsense"], "'nonsense': write an override as key=value"),
-    ],
-)
-def test_bad_input_is_a_one_line_error(capsys, words: list[str], line: str):
-    assert main(["config", *words]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith(f"streamrl: {line}")
-    assert captured.err.count("\n") == 1 and not captured.out

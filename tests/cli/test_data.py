@@ -123,8 +123,6 @@ def test_filter_and_template_options_are_applied(toy, tmp_path, check):
         (["--config", "{toy}/recipe.yaml", "--split", "x"], "--split=x .* no file is named"),
     ],
 )
-def test_bad_arguments_are_a_one_line_error(toy, check, words, message):
-    code, text = check(*(word.format(toy=toy) for word in words))
-    assert code == 2
-    assert len(text.splitlines()) == 1
-    assert re.search(message.replace("{toy}", str(toy)), text)
+def test_bad_arguments_are_a_one_line_error(toy, refuse, words, message):
+    error = refuse("data", "check", *(word.format(toy=toy) for word in words))
+    assert re.search(message.replace("{toy}", str(toy)), error)

@@ -41,22 +41,6 @@ def show(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> Show:
     return run
 
 
-@pytest.fixture
-def refuse(capsys: pytest.CaptureFixture[str]) -> Show:
-    """Run `streamrl episodes` with bad input; return the error, which is one line."""
-
-    def run(*words: object) -> str:
-        try:
-            code: object = main(["episodes", *map(str, words)])
-        except SystemExit as stop:
-            code = stop.code
-        printed = capsys.readouterr()
-        assert (code, printed.out, printed.err.count("\n")) == (2, "", 1)
-        return printed.err
-
-    return run
-
-
 @pytest.mark.parametrize(
     ("words", "uids"),
     [
@@ -80,19 +64,13 @@ def test_the_worst_rollout_of_a_group_is_first(show: Show):
     assert [r["relative_score"] for r in group["rollouts"]] == [-0.25, 0.25]
 
 
-@pytest.mark.parametrize("words", [("--step", 4), ("--uid", "9:9:9")])
-def test_rollouts_that_are_not_recorded_are_refused(
-    refuse: Show, run_dir: Path, words: Sequence[object]
-):
-    assert refuse(run_dir, *words).endswith(
-        "no such rollouts are recorded; rollouts/ has 2 steps from 2 to 5\n"
-    )
-
-
 def test_bad_input_is_one_line(refuse: Show, run_dir: Path, tmp_path: Path):
-    assert "not a run: no such directory" in refuse(tmp_path / "none")
+    for words in (("--step", 4), ("--uid", "9:9:9")):
+        error = refuse("episodes", run_dir, *words)
+        assert error.endswith("no such rollouts are recorded; rollouts/ has 2 steps from 2 to 5")
+    assert "not a run: no such directory" in refuse("episodes", tmp_path / "none")
     (tmp_path / "config.yaml").touch()
-    assert "no rollouts/" in refuse(tmp_path)
-    assert "--last 0: must be at least 1" in refuse(run_dir, "--last", 0)
+    assert "no rollouts/" in refuse("episodes", tmp_path)
+    assert "--last 0: must be at least 1" in refuse("episodes", run_dir, "--last", 0)
     (run_dir / "rollouts" / "step_000006.parquet").write_text("no parquet")
-    assert "step_000006.parquet: not recorded rollouts" in refuse(run_dir)
+    assert "step_000006.parquet: not recorded rollouts" in refuse("episodes", run_dir)

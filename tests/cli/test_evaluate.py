@@ -5,10 +5,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from streamrl.cli.evaluate import add_arguments, choose_sampling
-from streamrl.cli.main import main
 from streamrl.stream.evaluation.config import EvaluationConfig
 
 
@@ -25,7 +22,7 @@ def test_options_override_the_runs_evaluation_settings():
     assert changed == replace(run, samples=8, temperature=0.0, seed=0)
 
 
-def test_a_file_named_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_file_named_twice_is_refused(tmp_path: Path, refuse):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert main(["evaluate", str(tmp_path), "--data", "a.jsonl", "--data", "a.jsonl"]) == 2
-    assert "--data: a file is named twice" in capsys.readouterr().err
+    error = refuse("evaluate", tmp_path, "--data", "a.jsonl", "--data", "a.jsonl")
+    assert "--data: a file is named twice" in error

@@ -1,6 +1,7 @@
-"""`streamrl plan` and `streamrl simulate`: console output, written files, refusals."""
+"""`streamrl plan` and `streamrl simulate`: console output, written filess."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from streamrl.planner.costs.traffic import WeightTraffic
 from streamrl.planner.simulator.quick_run import choose_num_steps
 from streamrl.planner.to_placement import build_run_placement
 
+Refuse = Callable[..., str]
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 GRPO = str(CONFIGS / "grpo_arithmetic.yaml")
 GUESS = str(CONFIGS / "grpo_guess.yaml")
@@ -27,20 +29,6 @@ TINY = [GRPO, *STEP, "--cluster", "4xH100", *SIZES, "--proposals", "20"]
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     code = main(list(words))
     return code, capsys.readouterr().out
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """Return the one-line error of a command that exits with code 2."""
-    code: object
-    try:
-        code = main(list(words))
-    except SystemExit as end:
-        code = end.code
-    captured = capsys.readouterr()
-    assert code == 2
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    return captured.err
 
 
 def test_a_plan_lists_every_gaining_bound_and_details_the_best(capsys: pytest.CaptureFixture[str]):
@@ -266,13 +254,13 @@ def test_a_run_that_fits_nowhere_is_reported_with_the_arithmetic(
 )
 @pytest.mark.parametrize("command", ["plan", "simulate"])
 def test_bad_input_is_a_one_line_error(
-    command: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    command: str, words: list[str], message: str, refuse: Refuse
 ):
     default_options = {"--model": "qwen2.5-1.5b", "--prompt-tokens": "20"}
     more = [
         word for key, value in default_options.items() if key not in words for word in (key, value)
     ]
-    assert message in refusal(capsys, command, GRPO, *words, *more)
+    assert message in refuse(command, GRPO, *words, *more)
 
 
 def test_a_plan_says_that_the_time_of_environments_is_left_out(
@@ -284,62 +272,127 @@ def test_a_plan_says_that_the_time_of_environments_is_left_out(
     assert "an episode counts as one completion, without the time of its environment" in out
 
 
-def test_a_placement_with_too_large_a_bound_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    path = tmp_path / "plan.json"
-    calls = {stage: {"devices": "0-7", "grid": "1-1-8"} for stage in ("generate", "train")}
-    path.write_text(json.dumps({"calls": calls, "max_staleness": 1_000_000_000}))
-    words = [*SMALL[:-2], "--placement", str(path)]
-    assert "max_staleness=1000000000: must be from 0 to 64" in refusal(capsys, "simulate", *words)
-    assert "must be from 0 to 64" in refusal(
-        capsys, "simulate", *SMALL[:-2], "pipeline.max_staleness=1000000000"
-    )
+@pytest.mark.parametrize(
+    ("command", "words", "message"),
+    [
+        ("plan", ["--max-staleness", "one"], "--max-staleness one: must be numbers"),
+        ("plan", ["--max-staleness", "9" * 5000], "must be numbers from 0 to 64"),
+        ("plan", ["--max-staleness", "0,99"], "--max-staleness 0,99: must be numbers from 0 to"),
+        ("plan", ["--proposals", "-1"], "--proposals -1"),
+        ("plan", ["-o", "plan.txt"], "-o plan.txt: must end in .yaml or .json"),
+        ("plan", ["--model", "llama-7b"], "--model llama-7b: --model qwen2.5-1.5b names the same"),
+        ("simulate", ["--steps", "0"], "--steps 0: must be from 1"),
+        ("simulate", ["--steps", "10000000"], "must be from 1 to 10000"),
+        ("simulate", ["--placement", "no/file"], "--placement no/file: no such file"),
+        ("simulate", ["generator.replicas=9"], "the cluster has 8"),
+        ("simulate", ["pipeline.max_staleness=1000000000"], "must be from 0 to 64"),
+        (
+            "simulate",
+            ["pipeline.depth=65", "pipeline.on_stale=drop"],
+            "depth=65: must be at most 64 steps ahead",
+        ),
+    ],
+)
+def test_bad_options_of_a_command_are_refused(refuse, command, words, message):
+    small = SMALL if command == "plan" else SMALL[:-2]
+    assert message in refuse(command, *small, *words)
+
+
+MESH = '{"devices": "0-7", "grid": "1-1-8"}'
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("option", "content", "message"),
     [
-        (["--max-staleness", "one"], "--max-staleness one: must be numbers"),
-        (["--max-staleness", "9" * 5000], "must be numbers from 0 to 64"),
-        (["--max-staleness", "0,99"], "--max-staleness 0,99: must be numbers from 0 to 64"),
-        (["--proposals", "-1"], "--proposals -1"),
-        (["-o", "plan.txt"], "-o plan.txt: must end in .yaml or .json"),
-        (["--model", "llama-7b"], "--model llama-7b: --model qwen2.5-1.5b names the same role"),
+        ("--lengths", "[1e400, 3]", "inf: must be a whole number"),
+        ("--lengths", "[3.7, 5]", "3.7: must be a whole number"),
+        ("--lengths", "[true]", "True: must be a whole number"),
+        ("--lengths", "[[1]]", "[1]: must be a whole number"),
+        ("--lengths", "1 2 x", "'x': must be a whole number"),
+        ("--lengths", "[0]", "0: must be a whole number, at least 1"),
+        ("--lengths", "[]", "must contain at least one length"),
+        ("--lengths", "[1,", "Expecting value"),
+        ("--lengths", "[" + "9" * 400 + "]", "must be a whole number"),
+        ("--lengths", "3 3000", "3000 tokens: must be at most generator.max_new_tokens=2048"),
+        ("--placement", "[]", ": must be a mapping"),
+        ("--placement", "3", ": must be a mapping"),
+        ("--placement", '{"calls": {"train": 3}}', ".calls.train: must be a mapping"),
+        ("--placement", "{", ": Expecting property name"),
+        (
+            "--placement",
+            f'{{"max_staleness": 65, "calls": {{"generate": {MESH}, "train": {MESH}}}}}',
+            "max_staleness=65: must be from 0 to 64",
+        ),
     ],
 )
-def test_bad_options_of_plan_are_refused(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+def test_a_malformed_file_is_a_one_line_error(refuse, tmp_path, option, content, message):
+    path = tmp_path / "file.json"
+    path.write_text(content)
+    error = refuse("simulate", *SMALL[:-2], option, path)
+    assert str(path) in error and message in error
+
+
+HUGE = "pipeline.groups_per_step=10000000"
+
+
+def test_a_simulation_of_hours_is_refused_before_it_starts(
+    refuse: Refuse, monkeypatch: pytest.MonkeyPatch
 ):
-    assert message in refusal(capsys, "plan", *SMALL, *words)
+    factors = "pipeline.groups_per_step=10000000, algorithm.group_size=8: about"
+    rule = "h to simulate; the limit is 1 h"
+    error = refuse("plan", *SMALL, HUGE)
+    assert f" {factors} " in error and error.endswith(rule)
+    error = refuse("simulate", *SMALL[:-2], HUGE, "--steps", "2")
+    assert f" --steps 2, {factors} " in error and error.endswith(rule)
+    overrides = ["pipeline.groups_per_step=4096", "--steps", "10000"]
+    error = refuse("simulate", *SMALL[:-2], *overrides)
+    assert "--steps 10000, pipeline.groups_per_step=4096, algorithm.group_size=8: about" in error
+    # The size of a full simulation is only known after planning.
+    monkeypatch.setattr("streamrl.cli.arguments.planner_args.HOUR_S", 0.1)
+    monkeypatch.setattr("streamrl.cli.plan.run_quick_simulation", None)
+    groups = "pipeline.groups_per_step=64"
+    error = refuse("plan", *SMALL, groups, "--max-staleness", "0")
+    assert "pipeline.groups_per_step=64, algorithm.group_size=8: about" in error
+
+
+LONG = "x" * 300
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("path", "reason"),
     [
-        (["--steps", "0"], "--steps 0: must be from 1"),
-        (["--placement", "no/file"], "--placement no/file: no such file"),
-        (["generator.replicas=9"], "the cluster has 8"),
+        ("/proc/plan.yaml", ""),
+        (f"{{tmp}}/{LONG}.yaml", "File name too long"),
+        # An unfinished file has a longer temporary name.
+        (f"{{tmp}}/{LONG[:245]}.yaml", "File name too long"),
+        ("{tmp}/folder.yaml", "not a file"),
+        ("{tmp}/none/plan.yaml", "No such file or directory"),
     ],
 )
-def test_bad_options_of_simulate_are_refused(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+def test_an_unwritable_output_file_is_refused_before_reading(
+    path: str, reason: str, tmp_path: Path, refuse: Refuse
 ):
-    assert message in refusal(capsys, "simulate", *SMALL[:-2], *words)
+    (tmp_path / "folder.yaml").mkdir()
+    output_path = Path(path.format(tmp=tmp_path))
+    error = refuse("plan", "nowhere.yaml", "--cluster", "8xH100", "-o", str(output_path))
+    assert f"-o {output_path}: {reason}" in error
+    assert [entry.name for entry in tmp_path.iterdir()] == ["folder.yaml"]
 
 
 def test_a_plan_on_unlike_devices_cannot_be_written_as_config(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], refuse: Refuse
 ):
     words = [GRPO, *STEP, "--cluster", "2xH100,2xA100", *SIZES, "--proposals", "20"]
     words += ["--max-staleness", "0"]
     out = tmp_path / "plan.yaml"
-    assert "cannot choose between unlike devices" in refusal(capsys, "plan", *words, "-o", str(out))
+    assert "cannot choose between unlike devices" in refuse("plan", *words, "-o", str(out))
     assert run(capsys, "plan", *words, "-o", str(tmp_path / "plan.json"))[0] == 0
 
 
 @pytest.mark.slow
-def test_filtered_groups_are_reported_and_cost_time(capsys: pytest.CaptureFixture[str]):
+def test_filtered_groups_are_reported_and_cost_time(
+    capsys: pytest.CaptureFixture[str], refuse: Refuse
+):
     dapo = str(CONFIGS / "dapo_arithmetic.yaml")
     words = [dapo, *STEP, "--cluster", "8xH100", *SIZES, "--proposals", "0"]
     results = []
@@ -350,8 +403,8 @@ def test_filtered_groups_are_reported_and_cost_time(capsys: pytest.CaptureFixtur
     assert results[1] > 1.1 * results[0]
     code, out = run(capsys, "simulate", *words[:-2], "--filtered", "0.995", "--steps", "1")
     assert code == 0 and "99.5% of all groups are filtered" in out
-    assert "filter.kind=none" in refusal(capsys, "plan", *SMALL, "--filtered", "0.5")
-    assert "filtered=1" in refusal(capsys, "plan", *words, "--filtered", "1")
+    assert "filter.kind=none" in refuse("plan", *SMALL, "--filtered", "0.5")
+    assert "filtered=1" in refuse("plan", *words, "--filtered", "1")
 
 
 def test_a_plan_with_the_optimizer_on_the_host_uses_stages_that_can(
@@ -376,3 +429,32 @@ def test_a_bfloat16_plan_splits_weights_by_the_torch_backend_only(
     written = load_config(plan)
     assert written.trainer.dtype == "bfloat16" and written.trainer.has_master_weights
     assert (written.trainer.backend == "torch") == (written.trainer.tensor_parallel > 1)
+
+
+PLAN = ["plan", *TINY, "--json"]
+PUBLISH_EVERY_3 = "weights.publish_every=3"
+
+
+def test_an_excluded_bound_is_absent_and_the_written_config_loads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    plan = tmp_path / "plan.yaml"
+    # The config's own bound is 1.
+    words = ["--max-staleness", "0,1,2", PUBLISH_EVERY_3, "-o", str(plan)]
+    result = json.loads(run(capsys, *PLAN, *words)[1])
+    assert [point["max_staleness"] for point in result["front"]] == [2]
+    assert [bound["max_staleness"] for bound in result["absent"]] == [0, 1]
+    assert all(bound["why"].startswith(PUBLISH_EVERY_3) for bound in result["absent"])
+    written = load_config(plan)
+    assert (written.pipeline.max_staleness, written.weights.publish_every) == (2, 3)
+
+
+def test_excluding_every_bound_is_an_error(refuse: Refuse):
+    error = refuse(*PLAN, "--max-staleness", "0,1", PUBLISH_EVERY_3)
+    assert PUBLISH_EVERY_3 in error and "pipeline.max_staleness=0" in error
+
+
+def test_the_runs_current_sizes_do_not_prevent_colocation(capsys: pytest.CaptureFixture[str]):
+    sizes = ["--max-staleness", "0", "generator.replicas=3", "trainer.world_size=2"]
+    candidates = json.loads(run(capsys, *PLAN, *sizes)[1])["candidates"]
+    assert "colocated" in {c["kind"] for c in candidates if "unfit" not in c}

@@ -1,4 +1,4 @@
-"""`streamrl play`: a person or a function plays an episode in the terminal."""
+"""`streamrl play`: a person or a function plays an episode in the terminal; a check."""
 
 import io
 import json
@@ -97,6 +97,28 @@ def test_an_environment_that_raises_fails_the_command_with_its_line(play):
     assert "Guess.step at" in error and "ValueError: invalid literal" in error
 
 
+def test_a_check_of_an_environment_that_raises_at_nonsense_fails(play):
+    code, out, _ = play("guess.py", "--check", "--rows", "1")
+    assert code == 1
+    lines = out.splitlines()
+    assert lines[0].startswith("ok    class        Guess in ")
+    assert lines[1].startswith("fail  silent       1 of 1 episodes failed, uid 0:0:0 after 0 turns")
+
+
+def test_a_check_prints_findings_on_tools(play):
+    code, out, _ = play("calculator.py", "--check", "--data", "rows.jsonl", "--rows", "2")
+    assert code == 0
+    assert "\nok    tool         multiply(a: integer, b: integer): Multiply two numbers.\n" in out
+    assert "ok    silent       2 episodes, 1.0 turns, scores 0 to 0" in out
+
+
+def test_a_config_of_a_check_may_consist_of_the_environment_alone(play, tmp_path):
+    (tmp_path / "mine.yaml").write_text("environment: {max_turns: 2}")
+    (tmp_path / "patient.py").write_text(GUESS.replace("int(reply.text)", "64"))
+    code, out, _ = play("patient.py", "--check", "--config", "mine.yaml", "--rows", "1")
+    assert code == 0 and "ok    silent       1 episodes, 2.0 turns" in out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -110,10 +132,13 @@ def test_an_environment_that_raises_fails_the_command_with_its_line(play):
         (["guess.py", "--check", "--seed", "2"], "--seed: has no effect with --check"),
         (["guess.py", "--split", "x"], "--split=x has no effect"),
         (["guess.py", "--prompt", "x", "--row", "0"], "--prompt: gives the row itself"),
+        (["guess.py", "--check", "--rows", "0"], "--rows=0: must be at least 1"),
+        (["guess.py", "--check", "--data", "none.jsonl"], "none.jsonl"),
+        (["guess.py", "--check", "--config", "none.yaml"], "none.yaml"),
+        (["guess.py", "--check", "--config", "bad.yaml"], "key is environment.turn_timeout_s"),
     ],
 )
-def test_bad_input_is_refused_with_one_line(play, words, message):
-    code, _, error = play(*words)
-    assert code == 2
-    assert error.startswith("streamrl: ") and error.count("\n") == 1
-    assert message in error
+@pytest.mark.usefixtures("play")
+def test_bad_input_is_refused_with_one_line(refuse, tmp_path, words, message):
+    (tmp_path / "bad.yaml").write_text("environment: {turn_timeouts: 7}")
+    assert message in refuse("play", *words)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,29 +42,7 @@ def test_a_stage_without_queue_depth_omits_the_waiting_groups(
     assert "waiting" not in lines_by_stage["train"] and "waiting" in lines_by_stage["reward"]
 
 
-@pytest.mark.parametrize(
-    ("words", "rule"),
-    [
-        ([], "name a RUN to find its bottleneck, or --ledger RUN"),
-        (["{run}", "--ledger", "{run}"], "name a RUN to find its bottleneck, or --ledger RUN"),
-        (["{run}", "--uid", "0:1:0"], "--uid needs --ledger RUN"),
-        (["nowhere"], "no such directory"),
-        (["{run}/config.yaml"], "run: not a directory"),
-        (["--ledger", "{run}/config.yaml"], "run: not a directory"),
-    ],
-)
-def test_bad_input_is_a_one_line_error(
-    run_dir: Path, words: list[str], rule: str, capsys: pytest.CaptureFixture[str]
-):
-    assert main(["report", *(word.format(run=run_dir) for word in words)]) == 2
-    error = capsys.readouterr().err
-    assert rule in error and error.count("\n") == 1
-
-
-def test_a_run_that_is_too_short_is_a_one_line_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_run_that_is_too_short_is_a_one_line_error(tmp_path: Path, refuse: Callable[..., str]):
     config = recipe(tmp_path)
     run = write_run(tmp_path / "run", config, play(config, steps=7))
-    assert main(["report", str(run)]) == 2
-    assert "too short: 3 steady steps" in capsys.readouterr().err
+    assert "too short: 3 steady steps" in refuse("report", run)

@@ -19,15 +19,11 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_stopped_run_or_an_unknown_role_is_a_one_line_error(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-):
-    assert main(["scale", str(run_dir), "--generators", "2"]) == 2
-    assert capsys.readouterr().err == (
-        f"streamrl: {run_dir}: the run is not running, or still starting\n"
-    )
-    assert main(["scale", str(run_dir), "--cost-value", "2"]) == 2
-    assert capsys.readouterr().err == "streamrl: --cost-value: this run has no cost_value\n"
+def test_a_stopped_run_or_an_unknown_role_is_a_one_line_error(run_dir: Path, refuse):
+    error = refuse("scale", run_dir, "--generators", "2")
+    assert error == f"streamrl: {run_dir}: the run is not running, or still starting"
+    error = refuse("scale", run_dir, "--cost-value", "2")
+    assert error == "streamrl: --cost-value: this run has no cost_value"
 
 
 @pytest.mark.parametrize("is_done", [True, False])

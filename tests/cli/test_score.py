@@ -191,7 +191,8 @@ def test_costs_of_a_recipe_are_on_every_line_and_in_the_summary(score, tmp_path)
 
 
 def test_the_summary_counts_by_outcome_component_and_source(score):
-    _, _, error = score("--reward", "exact", "--reward", "{kind: numeric, weight: 0.5}")
+    words = ("--reward", "exact", "--reward", "{kind: numeric, weight: 0.5}")
+    _, _, error = score(*words, name="outs.txt")  # JSONL, whatever its extension
     rows = dict(line.split("  ", 1) for line in error.splitlines())
     summary = {name: text.strip() for name, text in rows.items()}
     assert summary["4 completions"].endswith(": pass 2, wrong 2")
@@ -234,18 +235,11 @@ def test_the_verdict_depends_on_weighted_components(verdicts, verdict):
         ('{"index": -1, "completion": ""}', "{} line 1: index=-1: "),
     ],
 )
-def test_a_bad_completion_line_is_named_by_number(tmp_path, capsys, lines, words):
+def test_a_bad_completion_line_is_named_by_number(tmp_path, refuse, lines, words):
     path, rows = tmp_path / "outs.jsonl", write(tmp_path / "rows.jsonl", ROWS)
     path.write_text(lines)
-    assert main(["score", str(rows), "--completions", str(path), "--reward", "exact"]) == 2
-    out, error = capsys.readouterr()
-    assert (out, error.count("\n")) == ("", 1)
+    error = refuse("score", rows, "--completions", path, "--reward", "exact")
     assert error.startswith("streamrl: --completions " + words.format(path))
-
-
-def test_completions_are_jsonl_whatever_their_extension(score):
-    code, lines, _ = score("--reward", "exact", name="outs.txt")
-    assert (code, len(lines)) == (0, len(COMPLETIONS))
 
 
 def test_a_reward_file_imports_neighbors_and_its_prints_go_to_stderr(reward_file, tmp_path):
@@ -285,9 +279,10 @@ def test_a_reward_file_imports_neighbors_and_its_prints_go_to_stderr(reward_file
         (["--reward", "exact", "scorer.timeout_s"], "'scorer.timeout_s': write an override"),
     ],
 )
-def test_bad_settings_are_a_one_line_error(score, words, line):
-    code, lines, error = score(*words)
-    assert (code, lines, error.count("\n")) == (2, [], 1)
+def test_bad_settings_are_a_one_line_error(refuse, tmp_path, words, line):
+    rows = write(tmp_path / "rows.jsonl", ROWS)
+    outs = write(tmp_path / "outs.jsonl", [{"index": 0, "completion": "5"}])
+    error = refuse("score", rows, "--completions", outs, *words)
     assert error.startswith(f"streamrl: {line}")
 
 

@@ -1,0 +1,24 @@
+"""Fixtures of the commands' tests."""
+
+from collections.abc import Callable
+
+import pytest
+
+from streamrl.cli.main import main
+
+
+@pytest.fixture
+def refuse(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a command that is refused with exit code 2 and without output; return its one line."""
+
+    def run(*words: object) -> str:
+        code: object
+        try:
+            code = main([str(word) for word in words])
+        except SystemExit as stop:
+            code = stop.code
+        printed = capsys.readouterr()
+        assert (code, printed.out, printed.err.count("\n")) == (2, "", 1), printed
+        return printed.err.rstrip("\n")
+
+    return run
