@@ -5,13 +5,18 @@ import os
 import re
 import shutil
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from streamrl.buffer.run_log import read_log, recover_run_log
+from streamrl.buffer.run_log import (
+    LedgerCounts,
+    audit_run_log,
+    read_history,
+    read_log,
+    recover_run_log,
+)
 from streamrl.config.preflight import prepare_run
 from streamrl.config.run_config import load_config
 from streamrl.messages import parse_uid
@@ -225,24 +230,16 @@ def _read_steps(run_dir: Path) -> Iterator[list[str]]:
 
 def audit_run(run_dir: Path, settings: Mapping[str, Any]) -> Iterator[str]:
     """Check the run log and the metrics of a finished run, killed or not."""
-    records = list(read_log(get_journal_dir(run_dir, RUN_LOG_FOLDER)))
-    admitted = [u for r in records if r.meta["kind"] == "admit" for u in r.meta["uids"]]
-    versions = [r.meta["version"] for r in records if r.meta["kind"] == "step"]
-    trained = [uid for step in _read_steps(run_dir) for uid in step]
-    ended = [r.meta["uid"] for r in records if r.meta["kind"] == "end"]
-    for outcome, uids in (("admitted", admitted), ("trained", trained)):
-        if repeated := {uid: count for uid, count in Counter(uids).items() if count > 1}:
-            yield f"{outcome} more than once: {repeated}"
-    if versions != list(range(STEPS)):
-        yield f"steps in the run log: {versions}"
-    if ended:
-        yield f"ended untrained: {ended}"
-    if set(admitted) != set(trained) or len(trained) != STEPS * GROUPS_PER_STEP:
-        yield f"admitted {sorted(admitted)}, trained {sorted(trained)}"
-    recovered = recover_run_log(records, None)
-    counts = recovered.ledger.counts
-    if (counts.trained, counts.in_flight) != (len(trained), 0):
-        yield f"the ledger: {counts}"
+    folder = get_journal_dir(run_dir, RUN_LOG_FOLDER)
+    account, num_groups = audit_run_log(read_history(folder)), STEPS * GROUPS_PER_STEP
+    yield from account.problems
+    if account.counts != LedgerCounts(num_groups, num_groups, 0, 0, 0, ()):
+        yield f"prompts in the run log: {account.counts}"
+    recovered = recover_run_log(read_log(folder), None)
+    if [*recovered.steps_to_replay] != [*range(STEPS)] or account.num_steps != STEPS:
+        yield f"steps in the run log: {account.num_steps}, {[*recovered.steps_to_replay]}"
+    if recovered.ledger.counts != account.counts:
+        yield f"the ledger: {recovered.ledger.counts}"
     for version, step in recovered.steps_to_replay.items():
         oldest = min(group.info.min_version for group in step.groups)
         if version - oldest > settings["pipeline.max_staleness"]:

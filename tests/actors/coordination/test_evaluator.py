@@ -1,4 +1,4 @@
-"""Evaluation on the run's replicas, which may join and leave."""
+"""Evaluation on the run's replicas, which may join and leave, and what replicas wait for."""
 
 import asyncio
 import math
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from streamrl.actors.coordination.evaluator import RunEvaluator
-from streamrl.actors.coordination.role_actors import RoleActors
+from streamrl.actors.coordination.role_actors import RoleActors, describe_waits
 from streamrl.config.run_config import ModelConfig, RunConfig, RunSettings
 from streamrl.data.config import DataConfig
 from streamrl.dataflow import GENERATE_CALL, REWARD_CALL
@@ -22,13 +22,15 @@ from streamrl.stream.evaluation.metrics import EvaluationResult
 from streamrl.stream.evaluation.sample_and_score import SampledPrompt
 from streamrl.stream.run_state import PipelineConfig
 from streamrl.telemetry.progress import WorkStatus
+from tests.actors.fake_actor import FakeActor
 from tests.rollouts import make_rollout
+from tests.virtual_time import in_virtual_time
 
 
 class Replica:
     """Replica that is both generator and scorer, each of which takes a number of seconds.
 
-    hangs_at: time from which the replica answers no call.
+    hangs_at: time from which the replica answers no ping.
     """
 
     def __init__(
@@ -41,14 +43,12 @@ class Replica:
     ) -> None:
         self._seconds, self._dies, self._score_s = seconds, dies, score_s
         self._hangs_at = hangs_at
-        self.sample, self.score = Method(self._sample), Method(self._score)
-        self.ping = Method(self._ping)
 
-    async def _ping(self) -> None:
+    async def ping(self) -> None:
         if asyncio.get_running_loop().time() >= self._hangs_at:
             await asyncio.Event().wait()
 
-    async def _sample(self, prompt: Prompt, seeds: Sequence[int], *_: Any) -> SampledPrompt:
+    async def sample(self, prompt: Prompt, seeds: Sequence[int], *_: Any) -> SampledPrompt:
         await asyncio.sleep(self._seconds)
         if self._dies:
             self._dies = False
@@ -56,19 +56,9 @@ class Replica:
         rollouts = [make_rollout(prompt.token_ids, [1]) for _ in seeds]
         return SampledPrompt(rollouts_to_columns(rollouts))
 
-    async def _score(self, groups: Sequence[Experience]) -> list[dict[str, Array]]:
+    async def score(self, groups: Sequence[Experience]) -> list[dict[str, Array]]:
         await asyncio.sleep(self._score_s)
         return [{"scores": np.ones(4, np.float32)} for _ in groups]
-
-
-class Method:
-    """Actor method."""
-
-    def __init__(self, function: Any) -> None:
-        self._function = function
-
-    def remote(self, *arguments: Any) -> Any:
-        return asyncio.ensure_future(self._function(*arguments))
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +89,7 @@ def test_round_robin_follows_joining_and_leaving_replicas():
 
 def test_prompts_of_a_generator_that_leaves_are_sampled_by_another():
     """Without restarts, too: the generator has not died."""
-    leaving, staying = Replica(5.0, dies=True), Replica(5.0)
+    leaving, staying = FakeActor(Replica(5.0, dies=True)), FakeActor(Replica(5.0))
     sampling = RoleActors([GENERATE_CALL], ["generator-0", "generator-1"], [leaving, staying])
     scoring = RoleActors([REWARD_CALL], ["reward-0"], [staying])
     config = make_config(run=RunSettings(max_restarts=0))
@@ -121,9 +111,8 @@ def test_prompts_of_a_generator_that_leaves_are_sampled_by_another():
 
 
 def evaluate_with(replica: Replica) -> EvaluationResult:
-    sampling, scoring = (
-        RoleActors([call], [call.role], [replica]) for call in (GENERATE_CALL, REWARD_CALL)
-    )
+    calls, replicas = (GENERATE_CALL, REWARD_CALL), [FakeActor(replica)]
+    sampling, scoring = (RoleActors([call], [call.role], replicas) for call in calls)
     prompts = {"held_out": [Prompt("0:0:0", np.array([1], np.int32))]}
     return run_virtual(
         RunEvaluator(make_config(), sampling, scoring).run_evaluation(prompts, version=0)
@@ -142,3 +131,23 @@ def test_an_evaluation_ends_once_a_replica_no_longer_answers(sample_s: float, ca
     replica = Replica(sample_s, score_s=5000.0, hangs_at=1000.0)
     with pytest.raises(DeadlineError, match=rf"^{call}: ping: no answer within 20 s$"):
         evaluate_with(replica)
+
+
+class Waiter:
+    """Generator that describes its waits after some seconds."""
+
+    def __init__(self, waits: str, seconds: float = 0.0) -> None:
+        self._waits, self._seconds = waits, seconds
+
+    async def describe_waits(self) -> str:
+        await asyncio.sleep(self._seconds)
+        return self._waits
+
+
+@in_virtual_time
+async def test_waits_are_those_of_generators_that_answer():
+    waiters = [Waiter("1 of 2 open episodes wait"), Waiter(""), Waiter("too late", 1e6)]
+    names = [f"generator-{i}" for i in range(3)]
+    generators = RoleActors([GENERATE_CALL], names, [*map(FakeActor, waiters)])
+    assert await describe_waits(generators) == "generator-0: 1 of 2 open episodes wait"
+    assert asyncio.get_running_loop().time() < 10.0

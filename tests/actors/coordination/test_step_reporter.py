@@ -1,4 +1,4 @@
-"""Step reports: spans belong to the right step, however fast steps follow."""
+"""Reports to the driver: spans belong to the right step; long work has a status."""
 
 import asyncio
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ import pytest
 from streamrl.actors.actor_context import ActorReport
 from streamrl.actors.coordination.driver_events import (
     DriverEvents,
+    DriverReport,
     EventReport,
     RolloutReport,
     StepReport,
@@ -29,8 +30,10 @@ from streamrl.dataflow import build_dataflow
 from streamrl.errors import DeadlineError
 from streamrl.messages import ROLLOUT_COLUMNS, GroupInfo
 from streamrl.stream.protocols import StepResult, TrainStepResult
+from streamrl.telemetry.progress import WorkStatus
 from streamrl.telemetry.rollout_log import RecordedGroup, RecordedRollout
 from streamrl.telemetry.spans import SpanRecorder
+from tests.actors.fake_actor import FakeActor
 from tests.virtual_time import in_virtual_time
 
 RECIPE = Path(__file__).parents[3] / "configs" / "grpo_arithmetic.yaml"
@@ -48,7 +51,7 @@ SUMS = {
 
 
 class Worker:
-    """Actor handle with `collect_report.remote()`; records spans on the loop's clock."""
+    """Actor that records spans on the loop's clock, and replies `delay_s` after a call."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -56,18 +59,14 @@ class Worker:
         self.drains: list[float] = []
         self.recorded: list[RecordedGroup] = []
         self.advantages: dict[str, dict[int, float]] = {}
-        self.collect_report = self
+        self.delay_s = 0.0
 
-    async def remote(self) -> ActorReport:
-        """Reply to collect_report."""
+    async def collect_report(self) -> ActorReport:
+        await asyncio.sleep(self.delay_s)
         self.drains.append(asyncio.get_running_loop().time())
-        spans = self.spans.drain_spans()
-        return ActorReport(
-            self.name,
-            spans,
-            self.recorded,
-            self.advantages,
-        )
+        recorded, self.recorded = self.recorded, []
+        advantages, self.advantages = self.advantages, {}
+        return ActorReport(self.name, self.spans.drain_spans(), recorded, advantages)
 
     async def work(self, seconds: float) -> None:
         with self.spans.record_span("work"):
@@ -97,8 +96,8 @@ class Reported:
         self.feed = DriverEvents()
         calls = build_dataflow(ROLLOUT_COLUMNS).calls_by_role
         roles = self.roles = [
-            RoleActors(calls["generator"], ["generator-0"], [self.generator]),
-            RoleActors(calls["policy"], ["trainer-0"], [self.rank]),
+            RoleActors(calls["generator"], ["generator-0"], [FakeActor(self.generator)]),
+            RoleActors(calls["policy"], ["trainer-0"], [FakeActor(self.rank)]),
         ]
         self.reporter = StepReporter(load_config(RECIPE), roles, self.feed, start_s=0.0)
         self.reporter.start()
@@ -156,7 +155,7 @@ async def test_a_replica_counts_from_joining_until_leaving():
     run, joined_worker = Reported(), Worker("generator-1")
     generators = run.roles[0]
     joining = asyncio.create_task(joined_worker.work(2.0))
-    generators.add_replica("generator-1", joined_worker)
+    generators.add_replica("generator-1", FakeActor(joined_worker))
     await asyncio.sleep(2.0)
     run.reporter.add_step(snapshot(0, ended_at=2.0))
     await asyncio.sleep(1.0)
@@ -176,30 +175,21 @@ def make_group(uid: str, *, rows: Sequence[int] = (0,)) -> RecordedGroup:
 
 
 @in_virtual_time
-async def test_a_recorded_group_is_reported_with_the_step_that_trained_it():
+async def test_a_recorded_group_is_reported_with_its_step_and_the_advantages_of_its_rows():
     run = Reported()
-    run.generator.recorded = [make_group(uid) for uid in "ab"]
+    run.generator.recorded = [make_group("a", rows=(0, 2)), make_group("b")]
+    run.rank.advantages = {"a": {0: -0.5, 1: 0.25, 2: 0.75}}
     run.reporter.add_step(snapshot(0, ended_at=1.0, uid="a"))
     await asyncio.sleep(1.0)
     run.generator.recorded = [make_group("c")]
     run.reporter.add_step(snapshot(1, ended_at=2.0, uid="c"))
     await asyncio.sleep(1.0)
-    run.generator.recorded = []
     run.reporter.add_step(snapshot(2, ended_at=3.0, uid="b"))
     await asyncio.sleep(1.0)
     run.reporter.add_step(snapshot(3, ended_at=4.0, uid="d"))
     _, recorded = await run.finish_all()
     uids = {step: [(g.uid, g.step) for g in groups] for step, groups in recorded.items()}
     assert uids == {1: [("a", 1)], 2: [("c", 2)], 3: [("b", 3)]}
-
-
-@in_virtual_time
-async def test_a_recorded_rollout_gets_the_advantage_of_its_row():
-    run = Reported()
-    run.generator.recorded = [make_group("a", rows=(0, 2))]
-    run.rank.advantages = {"a": {0: -0.5, 1: 0.25, 2: 0.75}}
-    run.reporter.add_step(snapshot(0, ended_at=1.0, uid="a"))
-    _, recorded = await run.finish_all()
     assert [rollout.advantage for rollout in recorded[1][0].rollouts] == [-0.5, 0.75]
 
 
@@ -210,7 +200,6 @@ async def test_groups_that_are_never_trained_are_forgotten():
     run.generator.recorded = [make_group("old"), *(make_group(f"0:{i}:0") for i in range(limit))]
     run.reporter.add_step(snapshot(0, ended_at=1.0, uid="none"))
     await asyncio.sleep(1.0)
-    run.generator.recorded = []
     run.reporter.add_step(snapshot(1, ended_at=2.0, uid="old"))
     steps, recorded = await run.finish_all()
     assert len(steps) == 2 and not recorded
@@ -229,7 +218,7 @@ async def test_a_wall_clock_set_back_gives_a_step_of_no_length():
 async def test_a_hung_actor_delays_a_report_only_briefly():
     run = Reported()
     await run.rank.work(1.0)
-    run.generator.collect_report = Hung()  # type: ignore[assignment]
+    run.generator.delay_s = 1000.0
     run.reporter.add_step(snapshot(0, ended_at=2.0))
     began = asyncio.get_running_loop().time()
     await run.reporter._snapshots.join()
@@ -240,20 +229,6 @@ async def test_a_hung_actor_delays_a_report_only_briefly():
     assert waited_s <= 2 * DRAIN_TIMEOUT_S + DRAIN_EVERY_S + LAST_DRAIN_TIMEOUT_S
 
 
-class Slow:
-    """Method that replies to each call after `delay_s`, with what happened before the reply."""
-
-    def __init__(self, worker: Worker, delay_s: float) -> None:
-        self.worker = worker
-        self.delay_s = delay_s
-
-    async def remote(self) -> ActorReport:
-        await asyncio.sleep(self.delay_s)
-        report = await self.worker.remote()
-        self.worker.recorded, self.worker.advantages = [], {}
-        return report
-
-
 @pytest.mark.parametrize("slow_name", ["generator", "rank"])
 @pytest.mark.parametrize("later_steps", [0, 3])
 @in_virtual_time
@@ -261,8 +236,7 @@ async def test_rollouts_of_a_slow_actor_are_reported_once_it_answers(
     slow_name: str, later_steps: int
 ):
     run = Reported()
-    slow: Worker = vars(run)[slow_name]
-    slow.collect_report = Slow(slow, 3 * DRAIN_TIMEOUT_S)  # type: ignore[assignment]
+    vars(run)[slow_name].delay_s = 3 * DRAIN_TIMEOUT_S
     run.generator.recorded = [make_group(uid) for uid in "abcd"]
     run.rank.advantages = {uid: {0: 0.5} for uid in "abcd"}
     for version, uid in enumerate("abcd"[: 1 + later_steps]):
@@ -280,8 +254,8 @@ async def test_rollouts_of_a_slow_actor_are_reported_once_it_answers(
 @in_virtual_time
 async def test_a_slow_replica_that_leaves_holds_no_rollouts_back():
     run, leaving = Reported(), Worker("generator-1")
-    leaving.collect_report = Hung()  # type: ignore[assignment]
-    run.roles[0].add_replica("generator-1", leaving)
+    leaving.delay_s = 1000.0
+    run.roles[0].add_replica("generator-1", FakeActor(leaving))
     run.generator.recorded = [make_group("a")]
     run.reporter.add_step(snapshot(0, ended_at=1.0, uid="a"))
     await asyncio.sleep(2 * DRAIN_TIMEOUT_S)
@@ -293,14 +267,6 @@ async def test_a_slow_replica_that_leaves_holds_no_rollouts_back():
     await run.finish_all()
 
 
-class Hung:
-    """Method that never replies."""
-
-    async def remote(self) -> ActorReport:
-        await asyncio.sleep(1000.0)
-        raise AssertionError("the caller waited for the hung actor")
-
-
 @in_virtual_time
 async def test_a_failed_drain_ends_the_wait_for_reports():
     run = Reported()
@@ -308,7 +274,7 @@ async def test_a_failed_drain_ends_the_wait_for_reports():
     async def fail() -> ActorReport:
         raise RuntimeError("gone")
 
-    run.rank.remote = fail  # type: ignore[method-assign]
+    run.rank.collect_report = fail  # type: ignore[method-assign]
     run.reporter.add_step(snapshot(0, ended_at=1.0))
     async with asyncio.timeout(100.0):
         # A failed run waits for the reports before its last checkpoint, when nothing else watches.
@@ -352,3 +318,26 @@ async def test_update_metrics_are_averaged_over_the_updates_of_a_model():
     (report,) = await run.finish()
     assert report.row["policy/grad_norm"] == 2.0
     assert report.row["critic/grad_norm"] == 3.0
+
+
+async def report_work(seconds: float) -> list[DriverReport]:
+    """Return the reports on work that counts ten units in `seconds`."""
+    events, status = DriverEvents(), WorkStatus("evaluating version 3", 10, "prompts")
+    with events.report_status(status):
+        for _ in range(10):
+            await asyncio.sleep(seconds / 10)
+            status.advance()
+    return await events.read_after(0, 0.0)
+
+
+@in_virtual_time
+async def test_short_work_only_clears_the_status():
+    assert await report_work(1.9) == [WorkStatus("")]
+
+
+@in_virtual_time
+async def test_long_work_is_reported_every_second_until_it_ends():
+    *reports, last = await report_work(5.5)
+    times = [(r.elapsed_s, r.completed) for r in reports if isinstance(r, WorkStatus)]
+    assert times == [(2.0, 3), (3.0, 5), (4.0, 7), (5.0, 9)]
+    assert last == WorkStatus("")

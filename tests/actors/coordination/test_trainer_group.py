@@ -1,6 +1,10 @@
 """Trainer group: collectives start in the same order on every rank."""
 
 import asyncio
+from collections import defaultdict
+from collections.abc import Coroutine
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,33 +24,28 @@ from streamrl.weights import WeightManifest, WeightsConfig
 from tests.virtual_time import in_virtual_time
 
 
-class Method:
-    """Actor method that takes a second and records its start and end."""
-
-    def __init__(self, name: str, log: list[str], reply: Any) -> None:
-        self._name, self._log, self.reply = name, log, reply
-        self.calls: list[tuple[object, ...]] = []
-
-    async def remote(self, *arguments: object) -> Any:
-        self.calls.append(arguments)
-        self._log.append(f"{self._name} begins")
-        await asyncio.sleep(1.0)
-        self._log.append(f"{self._name} ends")
-        if isinstance(self.reply, Exception):
-            raise self.reply
-        return self.reply
-
-
 class Rank:
-    """Trainer rank that logs its calls."""
+    """Trainer rank whose calls take a second; logs their starts and ends."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
+        self.calls: defaultdict[str, list[tuple[Any, ...]]] = defaultdict(list)
         manifest = WeightManifest(1, (), ())
-        self.publish_weights = Method("publish", self.log, manifest)
-        self.publish_reference = Method("publish_reference", self.log, manifest)
-        self.plan_step = Method("plan", self.log, None)
-        self.train_micro_batch = Method("train", self.log, {})
+        self.replies: dict[str, Any] = {"publish_weights": manifest, "publish_reference": manifest}
+        self.replies["train_micro_batch"] = {}
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=partial(self._answer, method))
+
+    async def _answer(self, method: str, *arguments: object) -> Any:
+        self.calls[method].append(arguments)
+        self.log.append(f"{method} begins")
+        await asyncio.sleep(1.0)
+        self.log.append(f"{method} ends")
+        reply = self.replies.get(method)
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
 
 
 def group(
@@ -69,76 +68,72 @@ def group(
     return TrainerGroup(actors, config)
 
 
-PUBLISHES = ["publish begins", "publish ends"]
-PUBLISHES_REFERENCE = ["publish_reference begins", "publish_reference ends"]
-
-
 @pytest.mark.parametrize("zero_stage", [1, 3])
 @in_virtual_time
 async def test_a_model_and_its_ema_reference_are_published_one_after_the_other(zero_stage: int):
     ranks = [Rank(), Rank()]
     trainer = group(ranks, zero_stage=zero_stage)
     await asyncio.gather(trainer.publish_weights(1, []), trainer.publish_reference(1, []))
-    assert [rank.log for rank in ranks] == [[*PUBLISHES, *PUBLISHES_REFERENCE]] * 2
+    first, second = "publish_weights", "publish_reference"
+    expected = [f"{first} begins", f"{first} ends", f"{second} begins", f"{second} ends"]
+    assert [rank.log for rank in ranks] == [expected] * 2
 
 
 @pytest.mark.parametrize(("zero_stage", "waits"), [(1, False), (3, True)])
+@pytest.mark.parametrize("publishes_first", [True, False])
 @in_virtual_time
-async def test_a_round_waits_for_a_publish_that_gathers_parameters(zero_stage: int, waits: bool):
+async def test_a_round_and_a_publish_that_gathers_parameters_wait_for_each_other(
+    zero_stage: int, waits: bool, publishes_first: bool
+):
     ranks = [Rank(), Rank()]
     trainer = group(ranks, zero_stage=zero_stage)
-    publishing = asyncio.create_task(trainer.publish_weights(1, []))
+    works: list[Coroutine[Any, Any, Any]] = [
+        trainer.publish_weights(1, []),
+        trainer.train_round(((), ()), epoch=0),
+    ]
+    names = ["publish_weights", "train_micro_batch"]
+    if not publishes_first:
+        works.reverse()
+        names.reverse()
+    first = asyncio.create_task(works[0])
     await asyncio.sleep(0.5)
-    await trainer.train_round(((), ()), epoch=0)
-    await publishing
+    await works[1]
+    await first
     for rank in ranks:
-        assert (rank.log.index("train begins") > rank.log.index("publish ends")) is waits
+        is_apart = rank.log.index(f"{names[1]} begins") > rank.log.index(f"{names[0]} ends")
+        assert is_apart is waits
 
 
 @in_virtual_time
 async def test_all_ranks_agree_which_versions_get_a_logprob_check_also_on_retries():
     ranks = [Rank(), Rank()]
     trainer = group(ranks, zero_stage=3)
-    manifest, broken = ranks[0].publish_weights.reply, WeightsError("the disk is full")
+    manifest, broken = ranks[0].replies["publish_weights"], WeightsError("the disk is full")
     retries = [(8, broken), (8, manifest), (8, manifest), (9, manifest), (9, manifest)]
     for version, reply in [(0, manifest), (4, manifest), *retries, (10, manifest)]:
-        ranks[0].publish_weights.reply = reply
+        ranks[0].replies["publish_weights"] = reply
         try:
             await trainer.publish_weights(version, [])
         except WeightsError:
             assert reply is broken
     for rank in ranks:
-        checked = [
-            (version, should_check) for version, _, should_check in rank.publish_weights.calls
-        ]
+        calls = rank.calls["publish_weights"]
+        checked = [(version, should_check) for version, _, should_check in calls]
         retried = [(8, True), (8, True), (8, True), (9, False), (9, False)]
         assert checked == [(0, True), (4, True), *retried, (10, True)]
-
-
-@pytest.mark.parametrize(("zero_stage", "waits"), [(1, False), (3, True)])
-@in_virtual_time
-async def test_a_publish_that_gathers_waits_for_the_current_round(zero_stage: int, waits: bool):
-    ranks = [Rank(), Rank()]
-    trainer = group(ranks, zero_stage=zero_stage)
-    training = asyncio.create_task(trainer.train_round(((), ()), epoch=0))
-    await asyncio.sleep(0.5)
-    await trainer.publish_weights(1, [])
-    await training
-    for rank in ranks:
-        assert (rank.log.index("publish begins") > rank.log.index("train ends")) is waits
 
 
 @in_virtual_time
 async def test_tensor_parallel_ranks_train_the_same_micro_batch_and_count_once():
     ranks = [Rank() for _ in range(4)]
     for i, rank in enumerate(ranks):
-        rank.train_micro_batch.reply = {"num_tokens": 10.0 ** (i // 2)}
+        rank.replies["train_micro_batch"] = {"num_tokens": 10.0 ** (i // 2)}
     trainer = group(ranks, backend="torch", tensor_parallel=2)
     assert trainer.dp_size == 2
     micro_batches = ((("a", 0), ("a", 1)), (("b", 0),))
     sums = await trainer.train_round(micro_batches, epoch=0)
     expected = [micro_batches[0], micro_batches[0], micro_batches[1], micro_batches[1]]
-    assert [rank.train_micro_batch.calls[0][0] for rank in ranks] == expected
+    assert [rank.calls["train_micro_batch"][0][0] for rank in ranks] == expected
     assert sums == {"num_tokens": 11.0}
 
 
@@ -154,5 +149,5 @@ async def test_logprobs_are_precomputed_in_the_first_of_several_epochs(
     rounds = [ScheduledRound(micro_batches, epoch) for epoch in range(epochs)]
     assert len(trainer.select_precomputed(rounds)) == recomputes
     await trainer.plan_step(["a", "b"], rounds)
-    planned = [call[1] for rank in ranks for call in rank.plan_step.calls]
+    planned = [call[1] for rank in ranks for call in rank.calls["plan_step"]]
     assert planned == ([[picks] for picks in micro_batches] if recomputes else [])
