@@ -58,8 +58,8 @@ def saved(toy: Path, tmp_path: Path) -> Saved:
         for folder in (*writer.get_role_dirs(POLICY), writer.queue_dir):
             folder.mkdir()
             (folder / "file").write_text("state")
-        full_state: Any = {"version": 1, "ledger": Ledger().state_dict(), "cuts": {}, "dials": {}}
-        return run_dir, writer.commit({**full_state, "prompts": prompts, **state}, keep=1)
+        full: Any = {"version": 1, "ledger": Ledger().state_dict(), "cuts": {}, "dials": {}}
+        return run_dir, writer.commit(full | {"prompts": prompts, **state}, keep=1)
 
     return make
 
