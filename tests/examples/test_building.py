@@ -28,11 +28,16 @@ Build("toy", out, 1, fill).make(out, seed=0)
 
 
 def test_concurrent_processes_make_a_build_once(tmp_path: Path):
-    words = [sys.executable, "-c", SCRIPT, str(tmp_path / "build")]
+    out = tmp_path / "build"
+    words = [sys.executable, "-c", SCRIPT, str(out)]
     both = [subprocess.Popen(words, cwd=ROOT) for _ in range(2)]
     assert [process.wait(60.0) for process in both] == [0, 0]
     assert (tmp_path / "filled.txt").read_text() == "filled\n"
-    assert (tmp_path / "build" / "made.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["build", "filled.txt"]
+    build = Build("toy", out, 1, lambda folder, seed: {})
+    assert build.is_made(out, seed=0)
+    with pytest.raises(SystemExit, match="no build of format 1 with seed 1"):
+        build.make(out, seed=1)
 
 
 def test_models_are_made_from_other_seeds_until_one_reaches_the_bar():

@@ -1,13 +1,12 @@
-"""The calculator task: its tool, its score, its demonstrations and its base model."""
+"""The calculator task: its tool, its score and its demonstrations."""
 
 import random
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from examples.calculator import make, training
+from examples.calculator import training
 from examples.calculator.calculator import Calculator
 from examples.calculator.problems import make_rows
 from examples.toy_models.rows import get_question
@@ -16,11 +15,8 @@ from streamrl.environments.hosts.user_class import load_user_class
 from streamrl.environments.interface import CallOutcome, EpisodeSummary
 from streamrl.environments.tool_calls.call_formats import make_call_format
 from streamrl.messages import Prompt
-from tests.examples.builds import check_split
 from tests.examples.turns import (
-    SHORT_RECIPE,
     check_demonstrations,
-    check_turns_build,
     make_renderer,
 )
 
@@ -40,10 +36,6 @@ def test_every_ground_truth_is_the_product():
         for row in part:
             first, second = map(int, get_question(row).split("*"))
             assert row["reward_model"]["ground_truth"] == str(first * second)
-
-
-def test_held_out_problems_are_not_trained_on():
-    check_split(make_rows, num_train=8000, num_eval=256)
 
 
 @pytest.mark.parametrize(
@@ -114,18 +106,3 @@ def test_the_recipe_finds_the_calls_of_the_demonstrations():
     (call,) = reply.calls
     assert (reply.text, call.name, call.outcome) == ("", "calculate", CallOutcome.OK)
     assert call.arguments == {"expression": "347*86"}
-
-
-def test_a_build_is_complete_and_its_rows_load(tmp_path: Path):
-    measured = check_turns_build(
-        "calculator", partial(make.write_contents, recipe=SHORT_RECIPE), tmp_path
-    )
-    assert measured.keys() == {"called", "called_right", "solved", "likeliest"}
-
-
-@pytest.mark.slow
-def test_the_base_model_calls_in_half_of_the_cases_and_solves_two_in_five(tmp_path: Path):
-    measured = check_turns_build("calculator", make.write_contents, tmp_path)
-    assert 0.4 < measured["called"] < 0.6
-    assert 0.3 < measured["solved"] < 0.5
-    assert measured["likeliest"] > 0.98

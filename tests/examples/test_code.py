@@ -2,15 +2,12 @@
 
 import json
 import random
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-from examples.code import make, training
+from examples.code import training
 from examples.code.problems import list_problems
-from examples.code.rows import make_ground_truth, make_rows
+from examples.code.rows import make_ground_truth
 from examples.toy_models.small_qwen2 import CHARACTERS
-from tests.examples.builds import SHORT_RECIPE, check_build, check_split
 
 
 def passes(program: str, ground_truth: str) -> bool:
@@ -75,18 +72,8 @@ def test_a_program_with_a_slip_fails_whether_it_parses_or_not():
     assert outcomes["syntax"] > 0.2 * total, outcomes
 
 
-def test_held_out_problems_are_not_trained_on():
-    check_split(make_rows, num_train=2000, num_eval=128)
-
-
 def test_the_base_models_training_counts_only_programs_of_the_problem_as_right():
     row = {"prompt": [{"role": "user", "content": "f(x): 3 times x plus 2"}]}
     assert training.is_right(row, "def f(x):\n return 3*x+2")
     assert training.is_right(row, "def f(x):\n return x*3+2")
     assert not training.is_right(row, "def f(x):\n return 3*x+1")
-
-
-def test_a_build_is_complete_and_its_rows_load(tmp_path: Path):
-    check_build(
-        "code", partial(make.write_contents, recipe=SHORT_RECIPE), make_rows(seed=0), tmp_path
-    )

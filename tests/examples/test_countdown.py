@@ -1,17 +1,14 @@
 """The countdown task: its problems have solutions, and its reward accepts nothing else."""
 
 import random
-from functools import partial
 from itertools import permutations, product
-from pathlib import Path
 
 import pytest
 
-from examples.countdown import make, training
+from examples.countdown import training
 from examples.countdown.problems import make_rows
 from examples.countdown.reward import compute_score
 from examples.toy_models.rows import get_question
-from tests.examples.builds import SHORT_RECIPE, check_build, check_split
 
 TRUTH = {"numbers": [2, 7, 9], "target": 25}
 
@@ -43,10 +40,6 @@ def test_a_slip_is_a_sum_that_comes_near():
     assert sum(right) < 0.05 * len(rows), "few targets have no other near them"
 
 
-def test_held_out_problems_are_not_trained_on():
-    check_split(make_rows, num_train=2000, num_eval=256)
-
-
 @pytest.mark.parametrize("answer", ["7+2*9", "2*9+7", "9*2+7", " 7 + (9 * 2) ", "(7+9*2)"])
 def test_each_way_to_the_target_is_right(answer: str):
     assert compute_score("countdown", answer, TRUTH) == 1.0
@@ -73,9 +66,3 @@ WRONG = [
 @pytest.mark.parametrize("answer", WRONG, ids=lambda answer: repr(answer)[:20])
 def test_other_answers_score_0_and_raise_nothing(answer: str):
     assert compute_score("countdown", answer, TRUTH) == 0.0
-
-
-def test_a_build_is_complete_and_its_rows_load(tmp_path: Path):
-    check_build(
-        "countdown", partial(make.write_contents, recipe=SHORT_RECIPE), make_rows(seed=0), tmp_path
-    )

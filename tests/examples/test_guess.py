@@ -1,7 +1,6 @@
-"""The guessing game: its answers and rewards, its demonstrations and its base model."""
+"""The guessing game: its answers and rewards, and its demonstrations."""
 
 import random
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.guess import make, training
+from examples.guess import training
 from examples.guess.guess import MAX_GUESSES, NUMBERS, Guess
 from examples.guess.problems import make_rows
 from streamrl.config.run_config import load_config
 from streamrl.environments.hosts.user_class import load_user_class
 from streamrl.environments.interface import EpisodeSummary, Reply
 from streamrl.messages import Prompt
-from tests.examples.turns import SHORT_RECIPE, check_demonstrations, check_turns_build
+from tests.examples.turns import check_demonstrations
 
 RECIPE = "configs/grpo_guess.yaml"
 ROW = Prompt("0:0:0", np.array([1], np.int32))
@@ -108,10 +107,3 @@ def test_the_recipe_has_the_limits_of_the_game():
     # All tokens of the longest game: guesses with EOS, and answers, which end with a newline.
     longest = MAX_GUESSES * training.MAX_NEW_TOKENS + (MAX_GUESSES - 1) * len(">32-63\n")
     assert config.environment.max_tokens >= longest
-
-
-def test_a_build_is_complete_and_its_rows_load(tmp_path: Path):
-    measured = check_turns_build(
-        "guess", partial(make.write_contents, recipe=SHORT_RECIPE), tmp_path
-    )
-    assert measured.keys() == {"sensible", "won", "guesses"}

@@ -15,7 +15,7 @@ from examples.reward_model import make, training
 from examples.reward_model.training import RewardModelRecipe, compute_logits, render_conversation
 from examples.toy_models import building
 from examples.toy_models.small_qwen2 import make_tokenizer, make_untrained, save_model
-from tests.examples.builds import SHORT_RECIPE
+from tests.examples.test_tasks import PRETRAINING
 
 
 def test_about_half_of_the_training_answers_are_right():
@@ -28,7 +28,7 @@ def test_about_half_of_the_training_answers_are_right():
 
 def test_a_build_is_a_classifier_of_one_label_that_reads_conversations(tmp_path: Path):
     arithmetic, out = tmp_path / "arithmetic", tmp_path / "build"
-    fill = partial(arithmetic_make.write_contents, recipe=SHORT_RECIPE)
+    fill = partial(arithmetic_make.write_contents, recipe=PRETRAINING)
     building.Build("arithmetic", arithmetic, format=2, fill=fill).make(arithmetic, seed=0)
     recipe = RewardModelRecipe(num_steps=2, rows_per_step=4, num_measured=4)
     fill = partial(make.write_contents, recipe=recipe, arithmetic=arithmetic)

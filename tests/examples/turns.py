@@ -1,14 +1,9 @@
-"""Checks that the example tasks of many turns share: their template and their build."""
+"""Check that the example tasks of many turns share: what they teach is what an episode renders."""
 
-import json
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-from examples.toy_models.building import RECORD, Build
 from examples.toy_models.demonstrations import (
     Conversation,
-    DemonstrationRecipe,
     encode_conversation,
 )
 from examples.toy_models.lessons import IGNORED
@@ -16,11 +11,6 @@ from examples.toy_models.small_qwen2 import TURNS_TEMPLATE, make_tokenizer
 from streamrl.data.chat_template import load_chat_template
 from streamrl.environments.interface import ToolSchema
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
-from tests.data_rows import load_rows
-
-SHORT_RECIPE = DemonstrationRecipe(
-    num_demonstrations=8, num_steps=2, demonstrations_per_step=4, num_measured=4
-)
 
 
 def make_renderer() -> TurnRenderer:
@@ -53,17 +43,3 @@ def check_demonstrations(
                 stream += bridge.tolist()
                 labels += [IGNORED] * len(bridge)
         assert encode_conversation(messages, tokenizer) == (stream, labels)
-
-
-def check_turns_build(name: str, fill: Callable[..., Any], folder: Path) -> dict[str, float]:
-    """Build a task; assert that its model exists and its rows load; return what was measured."""
-    out = folder / "build"
-    build = Build(name, out, format=1, fill=fill)
-    build.make(out, seed=0)
-    assert build.is_made(out, seed=0)
-    for part in ("train", "eval"):
-        lists = [list(load_rows(str(path))) for path in sorted(out.glob(f"{part}.*"))]
-        assert [len(rows) for rows in lists] == [len(lists[0])] * 2
-    assert (out / "base_model" / "model.safetensors").is_file()
-    measured: dict[str, float] = json.loads((out / RECORD).read_text())["measured"]
-    return measured
