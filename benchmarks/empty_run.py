@@ -55,13 +55,13 @@ from streamrl.pipeline import (
     score_groups,
 )
 from streamrl.stream.device_lease import DedicatedDeviceLease
-from streamrl.stream.protocols import FetchedWeights, FinishedCallback, StageContext
+from streamrl.stream.protocols import FinishedCallback, StageContext
 from streamrl.stream.stage_worker import ConcurrencyLimit, StageResult, read_no_partials
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.user_code.service_gate import Outage
 from streamrl.weights import ServedVersion, WeightLoadStats, WeightManifest
 from streamrl.weights.transport import TransportSpec
-from streamrl.weights.versions import ReaderState
+from streamrl.weights.versions import FetchedWeights, FollowerState
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -267,7 +267,7 @@ class EmptyRank:
         return {"policy/grad_norm": 0.0}
 
     async def publish_weights(
-        self, version: int, readers: Sequence[str], has_check: bool
+        self, version: int, followers: Sequence[str], has_check: bool
     ) -> WeightManifest:
         return WeightManifest(version, (), ())
 
@@ -283,11 +283,11 @@ class ManifestChannel:
     """
 
     coordinator: Any
-    reader: str
+    follower: str
     pull_s: float
 
-    async def wait_for_newer(self, state: ReaderState, *, wait_s: float) -> WeightManifest | None:
-        call = self.coordinator.wait_for_manifest.remote(POLICY, self.reader, state, wait_s)
+    async def wait_for_newer(self, state: FollowerState, *, wait_s: float) -> WeightManifest | None:
+        call = self.coordinator.wait_for_manifest.remote(POLICY, self.follower, state, wait_s)
         manifest: WeightManifest | None = await await_reply(call, "wait_for_manifest")
         return manifest
 

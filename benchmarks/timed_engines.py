@@ -17,7 +17,7 @@ from streamrl.dataflow import GENERATE_CALL, REWARD_CALL
 from streamrl.engines.generation.generation_engine import GenerationEngine
 from streamrl.engines.training.model_trainer import ModelTrainer
 from streamrl.engines.training.rollout_sums import sum_rollouts
-from streamrl.engines.vllm.follower_rank import FollowerRank
+from streamrl.engines.vllm.peer_rank import PeerRank
 from streamrl.errors import ConfigError
 from streamrl.messages import (
     Array,
@@ -52,9 +52,7 @@ class TimedEngines(RealEngineFactory):
     ) -> GenerationEngine:
         return _TimedGenerator(self.generate_s, config.algorithm.group_size)
 
-    async def make_follower_rank(
-        self, config: RunConfig, max_length: int, rank: int
-    ) -> FollowerRank:
+    async def make_peer_rank(self, config: RunConfig, max_length: int, rank: int) -> PeerRank:
         """Raise ConfigError: sleeping engines cannot be split over ranks."""
         raise ConfigError(
             f"generator.tensor_parallel={config.generator.tensor_parallel}: must be 1"

@@ -36,13 +36,11 @@ from streamrl.errors import (
 from streamrl.messages import Columns, Experience, Prompt
 from streamrl.stream.protocols import (
     FinishedCallback,
-    FollowerProtocol,
     ReadPartialRollouts,
     SampleFunction,
     StageContext,
     StepResult,
     TrainerProtocol,
-    WeightChannel,
 )
 from streamrl.stream.run_state import PipelineConfig, RunState
 from streamrl.stream.stage_worker import (
@@ -56,7 +54,13 @@ from streamrl.stream.stage_worker import (
 )
 from streamrl.stream.train_step import train_step
 from streamrl.weights import LoadVerification, ServedVersion, WeightManifest
-from streamrl.weights.versions import PullStats, ReaderState, WeightFault
+from streamrl.weights.versions import (
+    FollowerProtocol,
+    FollowerState,
+    PullStats,
+    WeightChannel,
+    WeightFault,
+)
 
 FOLLOW_WAIT_S = 20.0
 """Longest wait of a follower's request for a newer version, s: the coordinator answers hundreds."""
@@ -284,40 +288,40 @@ async def follow_weights(
     PULL_ATTEMPTS consecutive failures the last WeightsError is raised. A version that was not
     stored for this follower counts as none: it waits for that version's copy, or the next version.
     """
-    state, failures, retry_s = ReaderState(served.version), 0, SUPERSEDED_RETRY_S
+    state, failures, retry_s = FollowerState(served.version), 0, SUPERSEDED_RETRY_S
     while True:
         manifest = await channel.wait_for_newer(state, wait_s=FOLLOW_WAIT_S)
-        state = ReaderState(served.version)
+        state = FollowerState(served.version)
         if manifest is None:
             continue
         try:
-            pull = await load_version(stage, follower, channel, served, manifest)
-            state, failures, retry_s = ReaderState(served.version, pull), 0, SUPERSEDED_RETRY_S
+            pull = await pull_version(stage, follower, channel, served, manifest)
+            state, failures, retry_s = FollowerState(served.version, pull), 0, SUPERSEDED_RETRY_S
         except VersionSupersededError:
             await asyncio.sleep(retry_s)
             retry_s = min(RETRY_S, 2 * retry_s)
         except VersionNotStoredError as error:
-            state = ReaderState(served.version, fault=WeightFault(manifest.version, str(error)))
+            state = FollowerState(served.version, fault=WeightFault(manifest.version, str(error)))
             retry_s = min(MAX_NOT_STORED_RETRY_S, 2 * max(retry_s, RETRY_S))
             await asyncio.sleep(retry_s)
         except WeightsError as error:
             failures += 1
             if failures == PULL_ATTEMPTS:
                 raise
-            state = ReaderState(served.version, fault=WeightFault(manifest.version, str(error)))
+            state = FollowerState(served.version, fault=WeightFault(manifest.version, str(error)))
             await asyncio.sleep(RETRY_S * 2**failures)
 
 
-async def load_version(
+async def pull_version(
     stage: StageContext,
     follower: FollowerProtocol,
     channel: WeightChannel,
     served: ServedVersion,
     manifest: WeightManifest,
 ) -> PullStats:
-    """Fetch a version, load it into the follower, verify the load, and serve the version.
+    """Fetch a version, load it into the follower, verify it, and serve it.
 
-    Returns statistics of the load. Raises WeightsError if a step fails.
+    Returns statistics of the pull. Raises WeightsError if a step fails.
     """
     version = manifest.version
     if version <= served.version:
@@ -328,7 +332,7 @@ async def load_version(
         async with stage.device_lease.hold("load"):
             loaded = await follower.load_weights(fetched.tensors, version)
             difference = await verify_weights(
-                follower, served.holder, manifest, loaded.verification
+                follower, served.follower, manifest, loaded.verification
             )
     served.advance_to(version)
     return PullStats(

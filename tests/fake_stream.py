@@ -458,4 +458,4 @@ async def drain_generator(stream: Stream, index: int) -> None:
     await asyncio.wait(stages)
     follow.cancel()
     await stream.queue.release_holder(name, died=False)
-    stream.control.publisher.registries[POLICY].remove_reader(name)
+    stream.control.publisher.registries[POLICY].remove_follower(name)

@@ -30,7 +30,6 @@ from streamrl.messages import (
 )
 from streamrl.pipeline import hold_devices_per_group
 from streamrl.stream.protocols import (
-    FetchedWeights,
     FinishedCallback,
     SampleFunction,
     StageContext,
@@ -38,7 +37,12 @@ from streamrl.stream.protocols import (
 from streamrl.stream.stage_worker import StageResult
 from streamrl.user_code.service_gate import request_service
 from streamrl.weights import WeightLoadStats, WeightManifest
-from streamrl.weights.versions import LogprobCheck, ReaderState, WeightRegistry
+from streamrl.weights.versions import (
+    FetchedWeights,
+    FollowerState,
+    LogprobCheck,
+    WeightRegistry,
+)
 
 STREAMED = UpdatePlan()
 PROBE = LogprobCheck([np.array([1, 2, 3], np.int32)], [np.full(3, -1.0, np.float32)], limit=0.5)
@@ -395,12 +399,12 @@ class FakeReference:
 class LocalChannel:
     """WeightChannel on a registry in the same process, without tensors."""
 
-    def __init__(self, registry: WeightRegistry, reader: str) -> None:
+    def __init__(self, registry: WeightRegistry, follower: str) -> None:
         self._registry = registry
-        self._reader = reader
+        self._follower = follower
 
-    async def wait_for_newer(self, held: ReaderState, *, wait_s: float) -> WeightManifest | None:
-        return await self._registry.wait_for_newer(self._reader, held, wait_s=wait_s)
+    async def wait_for_newer(self, held: FollowerState, *, wait_s: float) -> WeightManifest | None:
+        return await self._registry.wait_for_newer(self._follower, held, wait_s=wait_s)
 
     async def fetch_weights(self, manifest: WeightManifest) -> FetchedWeights:
         return FetchedWeights({})

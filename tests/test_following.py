@@ -24,14 +24,15 @@ from streamrl.pipeline import (
     follow_weights,
 )
 from streamrl.stream.device_lease import DedicatedDeviceLease, DeviceArbiter, SharedDeviceLease
-from streamrl.stream.protocols import FetchedWeights, StageContext
+from streamrl.stream.protocols import StageContext
 from streamrl.stream.weight_publisher import WeightPublisher
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import ServedVersion, WeightLoadStats, WeightManifest
 from streamrl.weights.versions import (
     LOAD_REFUSED,
+    FetchedWeights,
+    FollowerState,
     LogprobCheck,
-    ReaderState,
     WeightFault,
     WeightRegistry,
 )
@@ -66,7 +67,7 @@ class Channel:
         self.faults = dict(faults or {})
         self.tries: list[tuple[float, int]] = []
 
-    async def wait_for_newer(self, held: ReaderState, *, wait_s: float) -> WeightManifest | None:
+    async def wait_for_newer(self, held: FollowerState, *, wait_s: float) -> WeightManifest | None:
         return await self.registry.wait_for_newer("generator-0", held, wait_s=wait_s)
 
     async def fetch_weights(self, manifest: WeightManifest) -> FetchedWeights:
@@ -194,7 +195,7 @@ async def test_follower_gives_up_after_max_pull_attempts():
 async def test_older_version_is_refused():
     class Backwards(Channel):
         async def wait_for_newer(
-            self, held: ReaderState, *, wait_s: float
+            self, held: FollowerState, *, wait_s: float
         ) -> WeightManifest | None:
             return manifest(5 if held.version < 0 else 4)
 
@@ -244,7 +245,7 @@ async def test_fault_is_reported_once():
         """Channel that offers a version only once."""
 
         async def wait_for_newer(
-            self, held: ReaderState, *, wait_s: float
+            self, held: FollowerState, *, wait_s: float
         ) -> WeightManifest | None:
             await self.registry.wait_for_newer("generator-0", held, wait_s=0.0)
             await asyncio.sleep(wait_s)

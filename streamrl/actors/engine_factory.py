@@ -22,17 +22,17 @@ from streamrl.rewards.interface.reward import RewardContext
 from streamrl.rewards.registry import build_rewards
 from streamrl.rewards.reward_scorer import RewardScorer, score_costs
 from streamrl.rewards.reward_set import COSTS
-from streamrl.stream.protocols import FollowerProtocol
 from streamrl.stream.stage_worker import ComputeFunction, StageResult
 from streamrl.telemetry.rollout_log import RecordedGroup
 from streamrl.weights import WeightLoadStats
+from streamrl.weights.versions import FollowerProtocol
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from streamrl.engines.generation.generation_engine import GenerationEngine
     from streamrl.engines.training.model_trainer import ModelTrainer
-    from streamrl.engines.vllm.follower_rank import FollowerRank
+    from streamrl.engines.vllm.peer_rank import PeerRank
     from streamrl.engines.vllm.requests import EngineSpec
 
 
@@ -104,7 +104,7 @@ class RealEngineFactory:
         """Start the vLLM engine of a generator replica.
 
         Where a tensor-parallel engine spans trainer processes, only its leader's process calls
-        this method, with its trainer rank as `replica`; the others call `make_follower_rank`.
+        this method, with its trainer rank as `replica`; the others call `make_peer_rank`.
         """
         check_assigned_device()
         with pause_gc():
@@ -112,18 +112,16 @@ class RealEngineFactory:
 
             return await GenerationEngine.start(_make_engine_spec(config, max_length, replica))
 
-    async def make_follower_rank(
-        self, config: RunConfig, max_length: int, rank: int
-    ) -> "FollowerRank":
+    async def make_peer_rank(self, config: RunConfig, max_length: int, rank: int) -> "PeerRank":
         """Start a vLLM worker: one tensor-parallel rank of an engine that another process leads."""
         check_assigned_device()
         with pause_gc():
             from streamrl.engines.vllm.requests import import_vllm
 
             spec = _make_engine_spec(config, max_length, rank)
-            module = await import_vllm("follower_rank", spec)
-            follower: FollowerRank = await module.FollowerRank.start(spec)
-            return follower
+            module = await import_vllm("peer_rank", spec)
+            peer: PeerRank = await module.PeerRank.start(spec)
+            return peer
 
     async def make_scorer(self, config: RunConfig, max_length: int, role: str) -> HostedScorer:
         """Build the scorer of a serving role other than the generator.

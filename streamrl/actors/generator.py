@@ -30,7 +30,7 @@ from streamrl.telemetry.spans import SpanArgValue
 
 if TYPE_CHECKING:
     from streamrl.engines.generation.generation_engine import GenerationEngine
-    from streamrl.engines.vllm.follower_rank import FollowerRank
+    from streamrl.engines.vllm.peer_rank import PeerRank
 
 
 class GeneratorActor(ReplicaActor):
@@ -185,28 +185,26 @@ class GeneratorActor(ReplicaActor):
         return ActorReport(spans.process, spans.drain_spans(), counts=counts)
 
 
-class FollowerRankActor(ReplicaActor):
+class PeerRankActor(ReplicaActor):
     """Actor with one rank of a generator that spans several processes; another process leads."""
 
     _shared_weights: SharedWeights
 
     def __init__(self, shared_weights: SharedWeights) -> None:
         self._shared_weights = shared_weights
-        self._follower_rank: FollowerRank | None = None
+        self._peer_rank: PeerRank | None = None
 
     async def start(self, context: ActorContext, rank: int, calls: Sequence[ModelCall]) -> None:
         config = context.config
         self._join_stream(context, calls, f"generator-{rank}", follows=POLICY)
         await self._shared_weights.wait_for_trainer(config.generator.start_timeout_s)
-        self._follower_rank = await context.engines.make_follower_rank(
-            config, context.max_length, rank
-        )
-        await self._shared_weights.attach_follower_rank(self._follower_rank)
+        self._peer_rank = await context.engines.make_peer_rank(config, context.max_length, rank)
+        await self._shared_weights.attach_peer_rank(self._peer_rank)
 
     async def run(self) -> None:
         """Compute each engine step together with the leader, until the leader exits."""
-        assert self._follower_rank is not None
-        await self._run_loops([self._follower_rank.wait_until_closed()], self._shared_weights)
+        assert self._peer_rank is not None
+        await self._run_loops([self._peer_rank.wait_until_closed()], self._shared_weights)
 
 
 class HybridActor(PingableActor):
@@ -218,11 +216,11 @@ class HybridActor(PingableActor):
     def __init__(self, leads: bool = True) -> None:
         """Create the hosted actors.
 
-        leads: host a GeneratorActor, which runs the engine; otherwise a FollowerRankActor, which
+        leads: host a GeneratorActor, which runs the engine; otherwise a PeerRankActor, which
         computes for a generator that another process leads.
         """
         shared_weights = SharedWeights()
-        generator = GeneratorActor(shared_weights) if leads else FollowerRankActor(shared_weights)
+        generator = GeneratorActor(shared_weights) if leads else PeerRankActor(shared_weights)
         self._role_actors = {"trainer": TrainerActor(shared_weights), "generator": generator}
 
     async def call_role(self, role: str, method: str, arguments: tuple[Any, ...]) -> Any:

@@ -70,7 +70,7 @@ def _make_reference_scorer(config: RunConfig, max_length: int) -> HostedScorer:
         dtype=config.trainer.dtype,
         options=ModelLoadOptions(config.trainer.attention, max_length, config.scorer.offload),
     )
-    follower = FollowerScorer(model.compute_ref_logprobs, model.load_weights)
+    follower = FollowerScorer(model.compute_ref_logprobs, model.copy_weights)
     return HostedScorer({REFERENCE_CALL.stage: follower.score}, follower)
 
 
@@ -88,7 +88,7 @@ def _make_value_scorer(call: ModelCall, config: RunConfig, max_length: int) -> H
         options=ModelLoadOptions(trainer_config.attention, max_length, config.scorer.offload),
     )
     follower = FollowerScorer(
-        lambda columns: {column: model.compute_values(columns)}, model.load_weights
+        lambda columns: {column: model.compute_values(columns)}, model.copy_weights
     )
     return HostedScorer({call.stage: follower.score}, follower)
 

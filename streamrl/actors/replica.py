@@ -19,11 +19,11 @@ from streamrl.messages import Experience
 from streamrl.pipeline import ScoringLimits, follow_weights, score_groups
 from streamrl.run_dir.crash_stacks import record_crash_stacks
 from streamrl.stream.device_lease import SuspendableWork
-from streamrl.stream.protocols import FetchedWeights, FollowerProtocol, StageContext
+from streamrl.stream.protocols import StageContext
 from streamrl.stream.stage_worker import StageResult
 from streamrl.user_code.service_gate import Outage, list_outages
 from streamrl.weights import ServedVersion, TransportReader, WeightManifest
-from streamrl.weights.versions import ReaderState
+from streamrl.weights.versions import FetchedWeights, FollowerProtocol, FollowerState
 
 
 def find_policy_version(version: int) -> int:
@@ -32,26 +32,26 @@ def find_policy_version(version: int) -> int:
 
 
 class RemoteWeightChannel:
-    """Channel of the actor `reader` to the versions of `role` that the coordinator announces.
+    """Channel of the actor `follower` to the versions of `role` that the coordinator offers.
 
     The tensors come through the run's transport, or from the trainer of this process through
     `shared_weights`.
     """
 
     def __init__(
-        self, context: ActorContext, role: str, reader: str, shared_weights: SharedWeights | None
+        self, context: ActorContext, role: str, follower: str, shared_weights: SharedWeights | None
     ) -> None:
         self._coordinator = context.coordinator
         self._role = role
-        self._reader_name = reader
+        self._follower_name = follower
         self._shared_weights = shared_weights
         self._transport_reader: TransportReader | None = None
         if shared_weights is None:
-            self._transport_reader = context.transport.make_reader(role, reader)
+            self._transport_reader = context.transport.make_reader(role, follower)
 
-    async def wait_for_newer(self, state: ReaderState, *, wait_s: float) -> WeightManifest | None:
+    async def wait_for_newer(self, state: FollowerState, *, wait_s: float) -> WeightManifest | None:
         reply = self._coordinator.wait_for_manifest.remote(
-            self._role, self._reader_name, state, wait_s
+            self._role, self._follower_name, state, wait_s
         )
         manifest = await await_reply(
             reply, "coordinator.wait_for_manifest", wait_s + CALL_TIMEOUT_S

@@ -17,13 +17,13 @@ from streamrl.engines.memory.peak_memory import PeakMemoryTracker, release_freed
 from streamrl.engines.memory.worker_memory import WorkerMemory
 from streamrl.errors import DeadlineError, VersionSupersededError
 from streamrl.messages import Array
-from streamrl.stream.protocols import FetchedWeights
 from streamrl.weights import WeightLoadStats, WeightManifest
+from streamrl.weights.versions import FetchedWeights
 
 if TYPE_CHECKING:
     from streamrl.engines.generation.generation_engine import GenerationEngine
     from streamrl.engines.training.model_trainer import ModelTrainer
-    from streamrl.engines.vllm.follower_rank import FollowerRank
+    from streamrl.engines.vllm.peer_rank import PeerRank
     from streamrl.resharding.storage import ShardStorage
 
 PAUSE_FOR_UPDATE = "update"
@@ -52,7 +52,7 @@ class SharedWeights:
         self._trainer_ready = asyncio.Event()
         self._should_sleep_generator = self._should_offload_optimizer = False
         self._generator: GenerationEngine | None = None
-        self._follower_rank: FollowerRank | None = None
+        self._peer_rank: PeerRank | None = None
         self._should_fill_storage = False
         self._generator_storage: ShardStorage | None = None
         self._version = -1
@@ -105,15 +105,15 @@ class SharedWeights:
         if should_fill_storage:
             self._generator_storage = await generator.get_storage()
 
-    async def attach_follower_rank(self, follower_rank: "FollowerRank") -> None:
+    async def attach_peer_rank(self, peer_rank: "PeerRank") -> None:
         """Set the generator rank of this process, for a generator that another process leads.
 
         The trainer copies each version into the parameters of the rank. The leader pauses before
         the ranks update, all together, until it activates a version that every rank has published.
         """
-        self._follower_rank = follower_rank
+        self._peer_rank = peer_rank
         self._should_fill_storage = True
-        self._generator_storage = await follower_rank.get_storage()
+        self._generator_storage = await peer_rank.get_storage()
 
     @asynccontextmanager
     async def run_training_phase(
@@ -128,7 +128,7 @@ class SharedWeights:
 
         Memory peaks before the context count as "generate", those inside as "train".
         """
-        generator = self._generator or self._follower_rank
+        generator = self._generator or self._peer_rank
         if self._should_sleep_generator and may_release_kv and generator is not None:
             await generator.sleep()
         self.peak_memory.record_phase("generate")
@@ -146,7 +146,7 @@ class SharedWeights:
         """Context in which the optimizer state is on the device too, for saving a checkpoint.
 
         If the optimizer is offloaded because memory is short, pauses the generator of this process
-        and frees its KV cache. A follower rank cannot be paused here: only its leader, in another
+        and frees its KV cache. A peer rank cannot be paused here: only its leader, in another
         process, can do so. The caller needs no device lease.
         """
         if not self._should_offload_optimizer:
@@ -165,8 +165,9 @@ class SharedWeights:
     async def invalidate_weights(self) -> None:
         """Mark the weights as changing: pause the generator until `load_weights`.
 
-        Both calls require the device lease: the caller holds the device pool until the change is
-        complete.
+        Call each under a device lease: the trainers' lease, and later that of the generator's
+        process. No lease is held in between, while `publish_version` runs: the pause alone keeps
+        the generator from computing.
         """
         self._version = -1
         if self._generator is not None:
@@ -194,9 +195,9 @@ class SharedWeights:
         if resharding is None:
             self._tensors = dict(trainer.full_state())
             self._moved_bytes = trainer.count_received_bytes(self._tensors)
-            if self._follower_rank is not None:
-                # Copy now: no later call reaches a follower rank, and the leader waits for all.
-                self._copied_bytes = self._follower_rank.fill_shard(self._tensors)
+            if self._peer_rank is not None:
+                # Copy now: no later call reaches a peer rank, and the leader waits for all.
+                self._copied_bytes = self._peer_rank.fill_shard(self._tensors)
                 self._tensors = {}
         else:
             self._moved_bytes = resharding.received_bytes
@@ -219,7 +220,7 @@ class SharedWeights:
         """Switch the paused generator to a version and let it decode again.
 
         tensors: those of `fetch_version`; empty if the generator's storage holds the version.
-        Raises VersionSupersededError if the trainer has begun a newer version. On a follower rank,
+        Raises VersionSupersededError if the trainer has begun a newer version. On a peer rank,
         nothing is left to load.
         """
         self._validate_version(version)
@@ -235,7 +236,7 @@ class SharedWeights:
         return stats
 
     async def compute_logprobs(self, sequences: Sequence[Array]) -> Sequence[Array] | None:
-        """Return the generator's logprobs; None on a follower rank, whose leader is checked."""
+        """Return the generator's logprobs; None on a peer rank, whose leader is checked."""
         return (
             None if self._generator is None else await self._generator.compute_logprobs(sequences)
         )

@@ -213,11 +213,11 @@ class TrainerActor(PingableActor):
         return metrics
 
     async def publish_weights(
-        self, version: int, readers: Sequence[str], should_check: bool
+        self, version: int, followers: Sequence[str], should_check: bool
     ) -> WeightManifest | None:
         """Publish the weights as `version`. All ranks must call; rank 0 returns the manifest.
 
-        readers: names of the current followers, for transports that address them.
+        followers: names of the current ones, for transports that address them.
         should_check: add a logprob check to the manifest.
         """
         # The KV cache may only go while the generator is paused, that is, while weights change.
@@ -234,7 +234,7 @@ class TrainerActor(PingableActor):
             with self._stage.spans.record_span("publish", version=version):
                 if is_collective:
                     manifest: WeightManifest | None = await self._run_in_thread(
-                        self._check_and_send, version, readers, should_check
+                        self._check_and_send, version, followers, should_check
                     )
                     return manifest
                 # The check is a forward pass and needs the model thread; reading parameters may
@@ -243,22 +243,22 @@ class TrainerActor(PingableActor):
                 logprob_check = (
                     await self._run_in_thread(self._make_logprob_check) if computes_check else None
                 )
-                manifest = await self._run_beside_training(self._send_model, version, readers)
+                manifest = await self._run_beside_training(self._send_model, version, followers)
                 return manifest and replace(manifest, logprob_check=logprob_check)
 
     def _make_logprob_check(self) -> LogprobCheck:
         return make_logprob_check(self._trainer, self._config, max_length=self._max_length)
 
     def _check_and_send(
-        self, version: int, readers: Sequence[str], should_check: bool
+        self, version: int, followers: Sequence[str], should_check: bool
     ) -> WeightManifest | None:
         """Make the logprob check if needed and send the model; runs in the model thread."""
         logprob_check = self._make_logprob_check() if should_check else None
-        manifest = self._send_model(version, readers)
+        manifest = self._send_model(version, followers)
         return manifest and replace(manifest, logprob_check=logprob_check)
 
     async def publish_reference(
-        self, version: int, readers: Sequence[str]
+        self, version: int, followers: Sequence[str]
     ) -> WeightManifest | None:
         """Update and publish the EMA reference, which rank 0 owns; rank 0 returns the manifest.
 
@@ -267,11 +267,11 @@ class TrainerActor(PingableActor):
         is_collective = self._trainer.has_sharded_params
         run = self._run_in_thread if is_collective else self._run_beside_training
         with self._stage.spans.record_span("publish_reference", version=version):
-            manifest: WeightManifest | None = await run(self._send_reference, version, readers)
+            manifest: WeightManifest | None = await run(self._send_reference, version, followers)
         return manifest
 
     async def _run_beside_training(
-        self, send: Callable[[int, Sequence[str]], Any], version: int, readers: Sequence[str]
+        self, send: Callable[[int, Sequence[str]], Any], version: int, followers: Sequence[str]
     ) -> Any:
         """Send weights in the publish thread while the model thread trains micro-batches.
 
@@ -281,16 +281,16 @@ class TrainerActor(PingableActor):
 
         def send_aside() -> Any:
             with use_side_stream(self._publish_stream):
-                return send(version, readers)
+                return send(version, followers)
 
         return await self._run_in_thread(send_aside, thread=self._publish_thread)
 
-    def _send_model(self, version: int, readers: Sequence[str]) -> WeightManifest | None:
+    def _send_model(self, version: int, followers: Sequence[str]) -> WeightManifest | None:
         if self._shared_weights is not None:
             return self._shared_weights.publish_version(version)
-        return self._send_tensors(self._role, iter(self._trainer.full_state()), version, readers)
+        return self._send_tensors(self._role, iter(self._trainer.full_state()), version, followers)
 
-    def _send_reference(self, version: int, readers: Sequence[str]) -> WeightManifest | None:
+    def _send_reference(self, version: int, followers: Sequence[str]) -> WeightManifest | None:
         model = iter(self._trainer.full_state())
         # On a retry the reference was already updated; only the send failed.
         if self._has_reference and version > self._reference_version:
@@ -301,14 +301,14 @@ class TrainerActor(PingableActor):
         for _ in model if self._trainer.has_sharded_params else ():
             pass  # every rank takes part in each collective that gathers a tensor
         reference = self._ema_reference.named_tensors()
-        return self._send_tensors(EMA_REFERENCE, reference, version, readers)
+        return self._send_tensors(EMA_REFERENCE, reference, version, followers)
 
     def _send_tensors(
         self,
         role: str,
         tensors: "Iterator[tuple[str, Tensor]]",
         version: int,
-        readers: Sequence[str],
+        followers: Sequence[str],
     ) -> WeightManifest | None:
         """Send tensors by the role's writer; a rank without a writer only takes part in gathers."""
         from streamrl.weights.buckets import publish_gathered
@@ -318,7 +318,7 @@ class TrainerActor(PingableActor):
             version=version,
             bucket_bytes=self._config.weights.bucket_bytes,
             writer=self._writers.get(role),
-            readers=readers,
+            followers=followers,
             is_collective=self._trainer.has_sharded_params,
         )
 

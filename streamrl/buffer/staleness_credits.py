@@ -169,7 +169,7 @@ class AdmissionController:
         self.ledger = ledger
         self.oversampling = oversampling or OversamplingController()
         self.version = version
-        self.published_version = version
+        self.announced_version = version
         self._depth = depth
         self.groups_per_step = groups_per_step
         self._capacity_groups = capacity_groups
@@ -181,7 +181,7 @@ class AdmissionController:
         """Number of prompts that may be admitted now."""
         per_step, in_flight = self.groups_per_step, len(self.ledger.in_flight)
         limit = compute_credit_limit(
-            self.published_version, depth=self._depth, groups_per_step=per_step
+            self.announced_version, depth=self._depth, groups_per_step=per_step
         )
         # Credits not spent by trained or kept groups, times the factor, minus the undecided groups
         # that already use them. Example: limit 8, 3 trained, 1 kept, 2 undecided, factor 2:
@@ -206,16 +206,17 @@ class AdmissionController:
                 return 0
         return self.num_credits
 
-    def advance_version(self, version: int, *, published: bool = True) -> None:
+    def advance_version(self, version: int, *, announced: bool = True) -> None:
         """Set the version that a finished training step has made.
 
-        With `published=False` generators do not get this version, and the step's credits become
-        available with the next published version.
+        An announced version is published or being published: prompts are admitted at it, and wait
+        until generators serve it. Others are never published, and their step's credits become
+        available with the next announced version.
         """
         assert version == self.version + 1, (version, self.version)
         self.version = version
-        if published:
-            self.published_version = version
+        if announced:
+            self.announced_version = version
         self._credit_changed.set()
 
     def refund_credit(self) -> None:

@@ -4,7 +4,6 @@ Tests and the simulator have classes of their own.
 """
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -13,34 +12,8 @@ from typing import Any, Protocol
 from streamrl.buffer import ExperienceQueue, ShardStats
 from streamrl.buffer.micro_batch_schedule import Round, ScheduledRound, UpdatePlan
 from streamrl.buffer.run_log import LedgerCounts, TrainedGroup
-from streamrl.messages import Array, Columns, GroupInfo, Prompt
+from streamrl.messages import Columns, GroupInfo, Prompt
 from streamrl.telemetry.spans import SpanArgValue, SpanRecorder
-from streamrl.weights import WeightLoadStats, WeightManifest
-from streamrl.weights.versions import ReaderState
-
-
-class FollowerProtocol(Protocol):
-    """A model kept equal to a trained model.
-
-    In a run: `GenerationEngine`, `FollowerScorer`, and `SharedWeights` on devices that trainer and
-    generator share.
-    """
-
-    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats:
-        """Replace the model's weights by the tensors of `version`.
-
-        Raises WeightsError and keeps the old version on failure.
-        """
-        ...
-
-    async def compute_logprobs(self, sequences: Sequence[Array]) -> Sequence[Array] | None:
-        """Return the model's logprob of each token of each sequence.
-
-        sequences: token ids, int32 [T] each. Returns float32 [T] per sequence, 0 for its first
-        token, or None if the model computes no logprobs, such as a critic.
-        """
-        ...
-
 
 FinishedCallback = Callable[[], None]
 """Called on the event loop for each finished completion, before the whole group is finished."""
@@ -111,40 +84,6 @@ class StepControl(Protocol):
         """Wait until the model of a role may change; return False if the step is abandoned.
 
         finishes_step: the update is the last of the step.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class FetchedWeights:
-    """Weights of one version as a follower has fetched them.
-
-    num_bytes: bytes transferred.
-    fallback_reason: reason for using another transport than configured; "" if none was needed.
-    copied_bytes: bytes copied within processes on the way; NaN if unknown.
-    """
-
-    tensors: Mapping[str, Any]
-    num_bytes: int = 0
-    fallback_reason: str = ""
-    copied_bytes: float = math.nan
-
-
-class WeightChannel(Protocol):
-    """Connection of a follower to the versions that its trainer publishes.
-
-    `wait_for_newer` returns the manifest of a version newer than that of `state`, None after
-    `wait_s`. In a run: `RemoteWeightChannel`.
-    """
-
-    async def wait_for_newer(
-        self, state: ReaderState, *, wait_s: float
-    ) -> WeightManifest | None: ...
-
-    async def fetch_weights(self, manifest: WeightManifest) -> "FetchedWeights":
-        """Fetch and verify the tensors of the version of a manifest.
-
-        Raises WeightsError on failure.
         """
         ...
 

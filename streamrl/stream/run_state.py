@@ -208,7 +208,7 @@ class RunState:
             prompts = [self.prompt_source.retry_prompt(uid) for uid in readmitted]
             await self.prompt_source.prefetch_prompts(credit - len(readmitted))
             prompts += self.prompt_source.draw_prompts(credit - len(readmitted))
-            uids, version = [prompt.uid for prompt in prompts], self.admission.published_version
+            uids, version = [prompt.uid for prompt in prompts], self.admission.announced_version
             self._expect_groups(uids, version)
             if uids:
                 await self.run_log.record_admissions(uids, version)
@@ -279,7 +279,7 @@ class RunState:
             self.surplus_uids += [uid for uid in retried if ended[uid].cause == SURPLUS_CAUSE]
             readmitted = [uid for uid in retried if ended[uid].cause != SURPLUS_CAUSE]
             prompts = [self.prompt_source.retry_prompt(uid) for uid in readmitted]
-            uids, version = [prompt.uid for prompt in prompts], self.admission.published_version
+            uids, version = [prompt.uid for prompt in prompts], self.admission.announced_version
             await self.run_log.record_finished(ended, readmitted=uids, version=version)
             for uid, outcome in ended.items():
                 self.assembler.drop_group(uid)

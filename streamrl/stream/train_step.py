@@ -262,9 +262,9 @@ async def train_step(
         run_state.has_partial_update = False
         # Log first: no generator may sample from a version that a crash could still lose.
         awaited = version + 1 in run_state.admission.ledger.in_flight.values()
-        published = await run_state.publisher.begin_publish(version + 1, awaited=awaited)
+        announced = await run_state.publisher.begin_publish(version + 1, awaited=awaited)
     run_state.adaptive_params.update_after_step(results[POLICY].metric_sums)
-    run_state.admission.advance_version(version + 1, published=published)
+    run_state.admission.advance_version(version + 1, announced=announced)
     filter_tally = run_state.reset_step_counts()
     inserted = run_state.inserted_uids
     stats = await stage.queue.end_step([group.uid for group in step.groups], version + 1)

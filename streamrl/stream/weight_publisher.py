@@ -60,7 +60,7 @@ class WeightPublisher:
         sources: functions that publish a model, by role.
         registries: published versions and followers by role.
         due(role, version): whether followers of a role get a version or keep the last one.
-        lease: the trainers' device lease, held to read a model.
+        lease: the trainers' device lease, held to read a model; None if reading needs none.
         on_fault(role, fault): called for every failed attempt.
         """
         self._sources = sources
@@ -77,10 +77,12 @@ class WeightPublisher:
     ) -> bool:
         """Start publishing the current models as `version`, once the previous version is out.
 
-        The caller may release the devices after the return: this publisher holds them by then.
+        The caller may release the devices after the return: this publisher holds its lease by then.
+        Without a lease, as where a generator shares the trainer's memory, nothing needs the devices
+        to stay: that generator is paused until it loads the version.
         `first` publishes all roles; `awaited` publishes a version that is not due, for example
-        because groups admitted at it before a resume wait for it. Returns True if the policy is
-        among the models whose publishing has begun.
+        because groups admitted at it before a resume wait for it. Returns True if the version is
+        announced: publishing the policy has begun.
         """
         await self.wait_until_published()
         self._version = version
@@ -117,7 +119,7 @@ class WeightPublisher:
         while True:
             try:
                 async with self._lease.hold("publish"):
-                    manifest = await self._sources[role](version, registry.readers)
+                    manifest = await self._sources[role](version, registry.followers)
                 break
             except WeightsError as error:
                 failures += 1

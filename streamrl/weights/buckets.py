@@ -115,18 +115,18 @@ def publish_gathered(
     version: int,
     bucket_bytes: int,
     writer: TransportWriter | None,
-    readers: Sequence[str] = (),
+    followers: Sequence[str] = (),
     is_collective: bool,
 ) -> WeightManifest | None:
     """Publish tensors as `publish_version` does; a rank without a writer publishes nothing.
 
-    readers: names of the followers, for transports that address them.
+    followers: their names, for transports that address them.
     is_collective: reading the tensors gathers them from all ranks, so that every rank reads all.
     """
     try:
         if writer is None:
             return None
-        writer.set_readers(readers)
+        writer.set_readers(followers)
         return publish_version(
             named_tensors, version=version, bucket_bytes=bucket_bytes, writer=writer
         )

@@ -12,7 +12,7 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -166,10 +166,10 @@ class LoadVerification:
     differing_names: Sequence[str] = ()
     warnings: Sequence[str] = ()
 
-    def raise_on_difference(self, holder: str) -> None:
+    def raise_on_difference(self, subject: str) -> None:
         """Raise LogprobCheckError if a loaded parameter differs from its published value.
 
-        `holder` names the generator or scorer in the error.
+        `subject` names the follower in the error.
         """
         if self.differing_names:
             num_more = max(0, len(self.differing_names) - MAX_NAMED_PARAMETERS)
@@ -178,7 +178,7 @@ class LoadVerification:
             ) + f" and {num_more} more" * bool(num_more)
             engine_warnings = f"; vLLM says: {'; '.join(self.warnings)}" if self.warnings else ""
             raise LogprobCheckError(
-                f"{holder} holds parameters that differ from the published ones: {names}."
+                f"{subject} holds parameters that differ from the published ones: {names}."
                 f" Training would use wrong log-probabilities{engine_warnings}"
             )
 
@@ -200,7 +200,7 @@ class WeightLoadStats:
 
 
 class ServedVersion:
-    """Record of the version that one generator or scorer (`holder`) serves; tasks can wait for one.
+    """Record of the version that the process `follower` serves; its tasks can wait for one.
 
     Loads nothing: the loader calls `advance_to`. Use from a single event loop. Version -1 means no
     weights yet. A followed model may skip versions of the policy (publish_every):
@@ -209,13 +209,13 @@ class ServedVersion:
 
     def __init__(
         self,
-        holder: str,
+        follower: str,
         version: int = -1,
         *,
         resolve_due_version: Callable[[int], int] = lambda version: version,
     ) -> None:
         self._resolve_due_version = resolve_due_version
-        self.holder = holder
+        self.follower = follower
         self._version = version
         self._version_changed = asyncio.Event()
 
@@ -230,14 +230,14 @@ class ServedVersion:
         """
         if version <= self._version:
             raise WeightsError(
-                f"{self.holder} holds version {self._version}: cannot switch to version {version}"
+                f"{self.follower} serves version {self._version}: cannot switch to {version}"
             )
         self._version = version
         changed, self._version_changed = self._version_changed, asyncio.Event()
         changed.set()
 
     async def wait_for_version(self, version: int) -> int:
-        """Wait until the holder serves the weights due at policy version `version`, or newer ones.
+        """Wait until the follower serves the weights due at policy version `version`, or newer.
 
         Returns the served version. Deliberately without a timeout: a resumed run may repeat any
         number of steps before that version exists. Two other timeouts bound the wait: the trainer's
@@ -251,7 +251,7 @@ class ServedVersion:
 
 @dataclass(frozen=True)
 class PullStats:
-    """Cost of one pull: a reader fetches a version of the weights and loads it.
+    """Cost of one pull: a follower fetches a version of the weights and loads it.
 
     - pull_s: seconds from learning of the version until serving it.
     - pause_s: seconds without sampling.
@@ -276,15 +276,15 @@ class PullStats:
 
 @dataclass(frozen=True)
 class WeightFault:
-    """Version that a reader could not load as intended, and the reason."""
+    """Version that a follower could not load as intended, and the reason."""
 
     version: int
     reason: str
 
 
 @dataclass(frozen=True)
-class ReaderState:
-    """State that a reader reports: the version it serves.
+class FollowerState:
+    """State that a follower reports: the version it serves.
 
     pull, fault: statistics of the last pull and reason of the last failed pull, each reported once.
     """
@@ -294,12 +294,69 @@ class ReaderState:
     fault: WeightFault | None = None
 
 
+class FollowerProtocol(Protocol):
+    """A model kept equal to a trained model.
+
+    In a run: `GenerationEngine`, `FollowerScorer`, and `SharedWeights` on devices that trainer and
+    generator share.
+    """
+
+    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats:
+        """Replace the model's weights by the tensors of `version`.
+
+        Raises WeightsError and keeps the old version on failure.
+        """
+        ...
+
+    async def compute_logprobs(self, sequences: Sequence[Array]) -> Sequence[Array] | None:
+        """Return the model's logprob of each token of each sequence.
+
+        sequences: token ids, int32 [T] each. Returns float32 [T] per sequence, 0 for its first
+        token, or None if the model computes no logprobs, such as a critic.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class FetchedWeights:
+    """Weights of one version as a follower has fetched them.
+
+    num_bytes: bytes transferred.
+    fallback_reason: reason for using another transport than configured; "" if none was needed.
+    copied_bytes: bytes copied within processes on the way; NaN if unknown.
+    """
+
+    tensors: Mapping[str, Any]
+    num_bytes: int = 0
+    fallback_reason: str = ""
+    copied_bytes: float = math.nan
+
+
+class WeightChannel(Protocol):
+    """Connection of a follower to the versions that its trainer publishes.
+
+    `wait_for_newer` returns the manifest of a version newer than that of `state`, None after
+    `wait_s`. In a run: `RemoteWeightChannel`.
+    """
+
+    async def wait_for_newer(
+        self, state: FollowerState, *, wait_s: float
+    ) -> WeightManifest | None: ...
+
+    async def fetch_weights(self, manifest: WeightManifest) -> FetchedWeights:
+        """Fetch and verify the tensors of the version of a manifest.
+
+        Raises WeightsError on failure.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class SyncStats:
     """Publishes and pulls of one model's weights during an interval.
 
     publish_s: longest publish in seconds, NaN without any. max_version_lag: versions that the
-    slowest reader is behind. num_faults: failed publishes and pulls since the run began.
+    slowest follower is behind. num_faults: failed publishes and pulls since the run began.
     """
 
     pulls: Sequence[PullStats]
@@ -309,9 +366,9 @@ class SyncStats:
 
 
 class WeightRegistry:
-    """Rendezvous of a model's publisher and readers; holds manifests, never weights.
+    """Rendezvous of a model's publisher and followers; holds manifests, never weights.
 
-    The last `keep_versions` manifests stay, so that a reader in the middle of a pull keeps its
+    The last `keep_versions` manifests stay, so that a follower in the middle of a pull keeps its
     buckets when the next version arrives.
     """
 
@@ -319,11 +376,11 @@ class WeightRegistry:
         self,
         *,
         keep_versions: int,
-        on_fault: Callable[[str, str, WeightFault], None] = lambda kind, reader, fault: None,
+        on_fault: Callable[[str, str, WeightFault], None] = lambda kind, follower, fault: None,
     ) -> None:
         """Create a registry.
 
-        `on_fault(kind, reader, fault)` is called for every failed pull (kind LOAD_REFUSED), every
+        `on_fault(kind, follower, fault)` is called for every failed pull (kind LOAD_REFUSED), every
         pull through the fallback transport (FALLBACK_USED), and weights that an engine did not load
         (NOT_LOADED).
         """
@@ -331,7 +388,7 @@ class WeightRegistry:
         self._on_fault = on_fault
         self._manifests: list[WeightManifest] = []
         self._version_published = asyncio.Event()
-        self._reader_versions: dict[str, int] = {}
+        self._follower_versions: dict[str, int] = {}
         self._publish_durations_s: list[float] = []
         self._pulls: list[PullStats] = []
         self._num_faults = 0
@@ -342,9 +399,9 @@ class WeightRegistry:
         return self._manifests[-1].version if self._manifests else -1
 
     @property
-    def readers(self) -> list[str]:
-        """Names of all current readers, sorted."""
-        return sorted(self._reader_versions)
+    def followers(self) -> list[str]:
+        """Names of all current followers, sorted."""
+        return sorted(self._follower_versions)
 
     def add_manifest(self, manifest: WeightManifest, *, publish_s: float = 0.0) -> None:
         """Add a published version, or replace the newest one if it was published again.
@@ -363,13 +420,13 @@ class WeightRegistry:
         self._num_faults += 1
 
     async def wait_for_newer(
-        self, reader: str, state: ReaderState, *, wait_s: float
+        self, follower: str, state: FollowerState, *, wait_s: float
     ) -> WeightManifest | None:
-        """Wait up to `wait_s` for a version newer than the reader's; return its manifest or None.
+        """Wait up to `wait_s` for a version newer than the follower's; return its manifest or None.
 
-        Records `state`, the reader's report, for the statistics first.
+        Records `state`, the follower's report, for the statistics first.
         """
-        self._record_state(reader, state)
+        self._record_state(follower, state)
         try:
             async with asyncio.timeout(wait_s):
                 while self.version <= state.version:
@@ -377,33 +434,33 @@ class WeightRegistry:
                     await self._version_published.wait()
         except TimeoutError:
             return None
-        return self._manifests[-1] if reader in self._reader_versions else None
+        return self._manifests[-1] if follower in self._follower_versions else None
 
-    def remove_reader(self, reader: str) -> None:
-        """Forget a reader that left, so that the version lag no longer includes it."""
-        self._reader_versions.pop(reader, None)
+    def remove_follower(self, follower: str) -> None:
+        """Forget a follower that left, so that the version lag no longer includes it."""
+        self._follower_versions.pop(follower, None)
 
-    def _record_state(self, reader: str, state: ReaderState) -> None:
-        """Record a reader's version and pull, and report its faults."""
-        self._reader_versions[reader] = state.version
+    def _record_state(self, follower: str, state: FollowerState) -> None:
+        """Record a follower's version and pull, and report its faults."""
+        self._follower_versions[follower] = state.version
         if state.pull is not None:
             self._pulls.append(state.pull)
             if state.pull.fallback_reason:
                 self._on_fault(
-                    FALLBACK_USED, reader, WeightFault(state.version, state.pull.fallback_reason)
+                    FALLBACK_USED, follower, WeightFault(state.version, state.pull.fallback_reason)
                 )
             for warning in state.pull.warnings:
-                self._on_fault(NOT_LOADED, reader, WeightFault(state.version, warning))
+                self._on_fault(NOT_LOADED, follower, WeightFault(state.version, warning))
         if state.fault is not None:
             self._num_faults += 1
-            self._on_fault(LOAD_REFUSED, reader, state.fault)
+            self._on_fault(LOAD_REFUSED, follower, state.fault)
 
     def drain_stats(self) -> SyncStats:
         """Return the statistics of publishes and pulls since the last call."""
         pulls, self._pulls = self._pulls, []
         publish_s = max(self._publish_durations_s, default=math.nan)
         self._publish_durations_s = []
-        served_versions = [version for version in self._reader_versions.values() if version >= 0]
+        served_versions = [version for version in self._follower_versions.values() if version >= 0]
         max_version_lag = self.version - min(served_versions, default=self.version)
         return SyncStats(pulls, publish_s, max_version_lag, self._num_faults)
 

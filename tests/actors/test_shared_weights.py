@@ -115,8 +115,8 @@ async def test_a_superseded_version_is_not_activated():
     assert generator.calls == ["storage", "pause"]
 
 
-class FollowerRank:
-    """Follower rank that records its calls."""
+class PeerRank:
+    """Peer rank that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -133,10 +133,10 @@ class FollowerRank:
 
 
 @pytest.mark.parametrize("fills", [True, False])
-async def test_a_follower_rank_holds_a_version_once_it_is_published(fills: bool):
-    shared_weights, follower_rank = SharedWeights(), FollowerRank()
+async def test_a_peer_rank_holds_a_version_once_it_is_published(fills: bool):
+    shared_weights, peer_rank = SharedWeights(), PeerRank()
     await shared_weights.attach_trainer(Rank(gathers=True, fills=fills), TIGHT_MEMORY)  # type: ignore[arg-type]
-    await shared_weights.attach_follower_rank(follower_rank)  # type: ignore[arg-type]
+    await shared_weights.attach_peer_rank(peer_rank)  # type: ignore[arg-type]
     await shared_weights.invalidate_weights()
     shared_weights.publish_version(3)
     fetched = shared_weights.fetch_version(3)
@@ -148,7 +148,7 @@ async def test_a_follower_rank_holds_a_version_once_it_is_published(fills: bool)
         await shared_weights.load_weights({}, 3)
     async with shared_weights.run_training_phase():
         pass
-    assert follower_rank.calls == ([] if fills else [["weight"]]) + ["sleep"]
+    assert peer_rank.calls == ([] if fills else [["weight"]]) + ["sleep"]
 
 
 async def test_whole_weights_can_be_filled_into_a_sharded_generator():

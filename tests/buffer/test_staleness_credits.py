@@ -42,11 +42,11 @@ def test_new_version_brings_credits_for_one_step():
     assert admission.num_credits == 4
 
 
-def test_unpublished_version_brings_no_credits():
+def test_version_that_is_not_announced_brings_no_credits():
     """Credits of unpublished versions would let version 0 sample for step 2, beyond the bound."""
     ledger, admission = make_full()
     train(ledger, *range(4))
-    admission.advance_version(1, published=False)
+    admission.advance_version(1, announced=False)
     assert admission.num_credits == 0
     train(ledger, *range(4, 8))
     admission.advance_version(2)
@@ -66,7 +66,7 @@ def make_full() -> tuple[Ledger, AdmissionController]:
 
 
 @in_virtual_time
-async def test_wait_for_credit_ends_with_a_published_version():
+async def test_wait_for_credit_ends_with_an_announced_version():
     ledger, admission = make_full()
     waiting = asyncio.create_task(admission.wait_for_credit(100.0))
     await asyncio.sleep(5.0)

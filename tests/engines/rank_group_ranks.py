@@ -34,7 +34,7 @@ from tests.engines import tiny_qwen
 from tests.engines.tiny_qwen import fill, save
 
 if TYPE_CHECKING:
-    from streamrl.engines.vllm.follower_rank import FollowerRank
+    from streamrl.engines.vllm.peer_rank import PeerRank
 
 UPDATES = 2
 SEEDS = range(6)
@@ -111,14 +111,12 @@ def run_rank(
     }
 
 
-async def start_engine(path: str, rank_group: RankGroup) -> "GenerationEngine | FollowerRank":
-    from streamrl.engines.vllm.follower_rank import FollowerRank  # loads vLLM
+async def start_engine(path: str, rank_group: RankGroup) -> "GenerationEngine | PeerRank":
+    from streamrl.engines.vllm.peer_rank import PeerRank  # loads vLLM
 
     group = rank_group if rank_group.size > 1 else None
     spec = EngineSpec(path, generator_config(rank_group.size), MAX_LENGTH, rank_group=group)
-    return await (
-        GenerationEngine.start(spec) if rank_group.is_leader else FollowerRank.start(spec)
-    )
+    return await (GenerationEngine.start(spec) if rank_group.is_leader else PeerRank.start(spec))
 
 
 async def run_meshes(path: str, rank_group: RankGroup, meshes: Sequence[str]) -> dict[str, Any]:
@@ -216,7 +214,7 @@ def count_lacking_bytes(backend: Any, storage: ShardStorage) -> int:
     )
 
 
-def get_weight_loader(engine: "GenerationEngine | FollowerRank") -> Any:
+def get_weight_loader(engine: "GenerationEngine | PeerRank") -> Any:
     """Return the weights that vLLM holds on this rank."""
     return (
         engine._thread._weight_loader
@@ -225,14 +223,14 @@ def get_weight_loader(engine: "GenerationEngine | FollowerRank") -> Any:
     )
 
 
-async def measure_sleep(engine: "GenerationEngine | FollowerRank") -> tuple[int, int]:
+async def measure_sleep(engine: "GenerationEngine | PeerRank") -> tuple[int, int]:
     """Return the bytes of the KV cache on this rank before and after sleep."""
     if isinstance(engine, GenerationEngine):
         await engine.pause("test")
     before = count_kv_bytes(engine)
     await asyncio.to_thread(dist.barrier)
     if isinstance(engine, GenerationEngine):
-        await asyncio.sleep(0.3)  # the followers must wait for the leader
+        await asyncio.sleep(0.3)  # the peers must wait for the leader
     await engine.sleep()
     after = count_kv_bytes(engine)
     await asyncio.to_thread(dist.barrier)
@@ -241,7 +239,7 @@ async def measure_sleep(engine: "GenerationEngine | FollowerRank") -> tuple[int,
     return before, after
 
 
-def count_kv_bytes(engine: "GenerationEngine | FollowerRank") -> int:
+def count_kv_bytes(engine: "GenerationEngine | PeerRank") -> int:
     rank_engine: Any = engine
     if isinstance(engine, GenerationEngine):
         worker = get_weight_loader(engine)._worker
@@ -251,7 +249,7 @@ def count_kv_bytes(engine: "GenerationEngine | FollowerRank") -> int:
 
 
 async def measure_version(
-    engine: "GenerationEngine | FollowerRank",
+    engine: "GenerationEngine | PeerRank",
     backend: Any,
     switch: Switch | None,
     version: int,
@@ -270,7 +268,7 @@ async def measure_version(
 
 
 async def switch_version(
-    engine: "GenerationEngine | FollowerRank", backend: Any, switch: Switch | None, version: int
+    engine: "GenerationEngine | PeerRank", backend: Any, switch: Switch | None, version: int
 ) -> dict[str, Any]:
     """Reshard a version into the generator's memory, or else load the trainer's parameters."""
     if switch is None:
@@ -337,10 +335,10 @@ async def lead(spec: EngineSpec, victim: int, ready_file: Path) -> str:
 
 
 async def follow(spec: EngineSpec, victim: int, ready_file: Path) -> str:
-    from streamrl.engines.vllm.follower_rank import FollowerRank  # loads vLLM
+    from streamrl.engines.vllm.peer_rank import PeerRank  # loads vLLM
 
-    follower = await FollowerRank.start(spec)
-    serving = asyncio.create_task(follower.wait_until_closed())
+    peer = await PeerRank.start(spec)
+    serving = asyncio.create_task(peer.wait_until_closed())
     if victim == 1:
         while not ready_file.exists():
             await asyncio.sleep(0.01)

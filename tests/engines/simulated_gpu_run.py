@@ -204,7 +204,7 @@ def publish_and_pull(kind: str, path: str, groups: Groups) -> Measurements:
             trainer.full_state(), version=version, bucket_bytes=1 << 14, writer=writer
         )
         published, waits = SimulatedGpu.host_copies, GpuModule.num_waits - waits_before
-        scorer.load_weights(unpack_tensors(manifest, reader.fetch_buckets(manifest)))
+        scorer.copy_weights(unpack_tensors(manifest, reader.fetch_buckets(manifest)))
     pulled, host_bytes = SimulatedGpu.host_copies, SimulatedGpu.host_bytes - bytes_before
     names = {slot.name for bucket in manifest.buckets for slot in bucket.slots}
     state = {name: tensor.cpu() for name, tensor in trainer.merged_state()}

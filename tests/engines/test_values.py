@@ -69,7 +69,7 @@ def scorer_of(model_path, *, micro_batch_tokens=64, **facts):
 def test_a_value_scorer_follows_the_critic(model_path):
     scorer, trained = scorer_of(model_path), make_critic_with_head(model_path)
     assert not scorer.compute_values(COLUMNS).any()
-    scorer.load_weights(dict(trained.named_parameters(remove_duplicate=False)))
+    scorer.copy_weights(dict(trained.named_parameters(remove_duplicate=False)))
     columns = {"values": scorer.compute_values(COLUMNS)}
     check_column_sizes(measure_columns(columns), GroupInfo.from_columns(COLUMNS))
     lengths = COLUMNS["lengths"]
@@ -94,9 +94,9 @@ def test_a_value_scorer_merges_adapters_and_loads_the_head(model_path):
     scorer, expected_scorer = scorer_of(model_path), scorer_of(model_path)
     with torch.no_grad():
         trained.get_submodule(layer).weight += 0.5 * b @ a
-    expected_scorer.load_weights(dict(trained.named_parameters(remove_duplicate=False)))
+    expected_scorer.copy_weights(dict(trained.named_parameters(remove_duplicate=False)))
     for _ in range(2):
-        scorer.load_weights(published)
+        scorer.copy_weights(published)
         actual, expected_values = (
             value_scorer.compute_values(COLUMNS) for value_scorer in (scorer, expected_scorer)
         )
@@ -108,14 +108,14 @@ def test_a_value_scorer_of_a_shared_model_loads_its_part_of_the_policy(model_pat
     critic = make_critic_with_head(model_path)
     model.score.load_state_dict(critic.score.state_dict())
     shared = scorer_of(model_path, shares_policy=True)
-    shared.load_weights(dict(model.named_parameters(remove_duplicate=False)))
+    shared.copy_weights(dict(model.named_parameters(remove_duplicate=False)))
     separate = scorer_of(model_path)
-    separate.load_weights(dict(critic.named_parameters(remove_duplicate=False)))
+    separate.copy_weights(dict(critic.named_parameters(remove_duplicate=False)))
     np.testing.assert_allclose(
         shared.compute_values(COLUMNS), separate.compute_values(COLUMNS), atol=1e-6
     )
     with pytest.raises(WeightsError, match="the weights lack"):
-        shared.load_weights(dict(tiny_model(tied=True, seed=1).named_parameters()))
+        shared.copy_weights(dict(tiny_model(tied=True, seed=1).named_parameters()))
 
 
 def test_two_heads_of_a_forward_pass_equal_two_models(model_path):

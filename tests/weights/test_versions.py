@@ -15,9 +15,9 @@ from streamrl.weights import ServedVersion, WeightManifest
 from streamrl.weights.versions import (
     FALLBACK_USED,
     NOT_LOADED,
+    FollowerState,
     LogprobCheck,
     PullStats,
-    ReaderState,
     SyncStats,
     WeightBucket,
     WeightFault,
@@ -75,7 +75,7 @@ def test_fallbacks_and_engine_warnings_are_reported_without_being_faults():
         registry = WeightRegistry(keep_versions=2, on_fault=lambda *args: reported.append(args))
         warnings = ("FusedMoE: Failed to load weights",)
         pull = PullStats(fallback_reason="the broadcast came too late", warnings=warnings)
-        await registry.wait_for_newer("generator-0", ReaderState(4, pull), wait_s=0.0)
+        await registry.wait_for_newer("generator-0", FollowerState(4, pull), wait_s=0.0)
         assert registry.drain_stats().num_faults == 0
 
     run_virtual(scenario())
@@ -89,8 +89,8 @@ def test_skew_counts_only_readers_with_a_version():
     async def scenario() -> None:
         registry = WeightRegistry(keep_versions=2)
         registry.add_manifest(make_manifest(6))
-        for reader, version in {"generator-0": 4, "generator-1": -1}.items():
-            await registry.wait_for_newer(reader, ReaderState(version), wait_s=0.0)
+        for follower, version in {"generator-0": 4, "generator-1": -1}.items():
+            await registry.wait_for_newer(follower, FollowerState(version), wait_s=0.0)
         assert registry.drain_stats().max_version_lag == 2
 
     run_virtual(scenario())
@@ -120,11 +120,11 @@ def test_a_reader_that_failed_verification_gets_the_republished_version():
         for version in (3, 4, 4):
             registry.add_manifest(make_manifest(version))
         first, republished = [
-            await registry.wait_for_newer("generator-0", ReaderState(number), wait_s=0.0)
+            await registry.wait_for_newer("generator-0", FollowerState(number), wait_s=0.0)
             for number in (3, 4)
         ]
         assert first is not None and first.version == 4
-        assert republished is None, "a reader that serves the version gets nothing"
+        assert republished is None, "a follower that serves the version gets nothing"
         with pytest.raises(WeightsError, match="version 3 was published after 4"):
             registry.add_manifest(make_manifest(3))
 
@@ -160,7 +160,7 @@ async def test_a_model_that_skips_versions_waits_only_for_the_due_version():
 @pytest.mark.parametrize("version", [3, 2, -1])
 async def test_a_version_never_goes_backwards(version: int):
     served = ServedVersion("generator 2", version=3)
-    with pytest.raises(WeightsError, match=f"generator 2 holds version 3: .* version {version}"):
+    with pytest.raises(WeightsError, match=f"generator 2 serves version 3: .* {version}"):
         served.advance_to(version)
     assert served.version == 3
 
@@ -168,12 +168,12 @@ async def test_a_version_never_goes_backwards(version: int):
 def test_a_reader_that_was_removed_gets_no_version():
     async def scenario() -> None:
         registry = WeightRegistry(keep_versions=2)
-        dead = asyncio.create_task(registry.wait_for_newer("dead", ReaderState(-1), wait_s=20.0))
+        dead = asyncio.create_task(registry.wait_for_newer("dead", FollowerState(-1), wait_s=20.0))
         await asyncio.sleep(1.0)
-        registry.remove_reader("dead")
+        registry.remove_follower("dead")
         registry.add_manifest(make_manifest(0))
         assert await dead is None
-        assert await registry.wait_for_newer("alive", ReaderState(-1), wait_s=1.0)
+        assert await registry.wait_for_newer("alive", FollowerState(-1), wait_s=1.0)
 
     run_virtual(scenario())
 

@@ -56,7 +56,7 @@ from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightManifest
 from streamrl.weights.versions import (
     LOAD_REFUSED,
-    ReaderState,
+    FollowerState,
     WeightFault,
     WeightRegistry,
     compute_weight_metrics,
@@ -95,7 +95,7 @@ class RunResult:
 
 
 class CoordinatorActor(PingableActor):
-    """Actor that admits prompts, drives training, and announces new weights to followers."""
+    """Actor that admits prompts, drives training, and offers new versions to followers."""
 
     def __init__(self) -> None:
         self._driver_events = DriverEvents()
@@ -155,6 +155,7 @@ class CoordinatorActor(PingableActor):
             sources,
             registries,
             due=self._should_publish,
+            # A generator in the trainers' processes is paused until it has loaded the version.
             lease=None if config.placement.is_hybrid else self._lease,
             on_fault=lambda role, fault: self._post_fault("publish_failed", role, fault),
         )
@@ -199,8 +200,8 @@ class CoordinatorActor(PingableActor):
         """Make the registry of a model's versions, which resends a version after refused loads."""
         refusals: Counter[int] = Counter()
 
-        def handle_fault(kind: str, reader: str, fault: WeightFault) -> None:
-            self._post_fault(kind, reader, fault)
+        def handle_fault(kind: str, follower: str, fault: WeightFault) -> None:
+            self._post_fault(kind, follower, fault)
             if kind == LOAD_REFUSED:
                 refusals[fault.version] += 1
                 if refusals[fault.version] % REFUSALS_PER_RESEND == 0:
@@ -456,7 +457,7 @@ class CoordinatorActor(PingableActor):
         """
         self._arbiter.remove_holder(name)
         for registry in self._run_state.publisher.registries.values():
-            registry.remove_reader(name)
+            registry.remove_follower(name)
         await self._queue.release_holder(name, died=died)
 
     async def add_replica(self, role: str, name: str, actor: Any) -> None:
@@ -481,11 +482,11 @@ class CoordinatorActor(PingableActor):
         return await self._driver_events.read_after(after, wait_s)
 
     async def wait_for_manifest(
-        self, role: str, reader: str, state: ReaderState, wait_s: float
+        self, role: str, follower: str, state: FollowerState, wait_s: float
     ) -> WeightManifest | None:
-        """Return a role's newest manifest, once newer than the reader's; None after `wait_s`."""
+        """Return a role's newest manifest, once newer than the follower's; None after `wait_s`."""
         return await self._run_state.publisher.registries[role].wait_for_newer(
-            reader, state, wait_s=wait_s
+            follower, state, wait_s=wait_s
         )
 
     async def call_arbiter(self, method: str, *arguments: str) -> Any:

@@ -132,8 +132,8 @@ class TrainerGroup(ParallelTrainer):
         metrics: Mapping[str, float] = replies[0]
         return metrics
 
-    async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
-        """Publish the model as `version` to these readers; return the manifest."""
+    async def publish_weights(self, version: int, followers: Sequence[str]) -> WeightManifest:
+        """Publish the model as `version` to these followers; return the manifest."""
         async with self._publish_lock:
             if version != self._published_version:  # a retry repeats the first decision
                 # Decided here, not per rank: the check is a collective, and after a failed send the
@@ -142,7 +142,7 @@ class TrainerGroup(ParallelTrainer):
                     self._num_published, every=self._probe_every
                 )
             calls = [
-                rank.publish_weights.remote(version, readers, self._has_logprob_check)
+                rank.publish_weights.remote(version, followers, self._has_logprob_check)
                 for rank in self._ranks
             ]
             manifest = (await self._gather_replies("publish_weights", calls))[0]
@@ -151,10 +151,10 @@ class TrainerGroup(ParallelTrainer):
         assert isinstance(manifest, WeightManifest)
         return manifest
 
-    async def publish_reference(self, version: int, readers: Sequence[str]) -> WeightManifest:
+    async def publish_reference(self, version: int, followers: Sequence[str]) -> WeightManifest:
         """Update the policy's EMA reference and publish it as `version`; return the manifest."""
         async with self._publish_lock:
-            calls = [rank.publish_reference.remote(version, readers) for rank in self._ranks]
+            calls = [rank.publish_reference.remote(version, followers) for rank in self._ranks]
             manifest = (await self._gather_replies("publish_reference", calls))[0]
         assert isinstance(manifest, WeightManifest)
         return manifest

@@ -256,7 +256,7 @@ class GenerationEngine:
 
         The process's environment must contain the variables of `make_vllm_env`. With
         `spec.rank_group`, this process must be the leader rank of its tensor-parallel group. The
-        other ranks of the group start a `FollowerRank` each; all ranks of all groups start
+        other ranks of the group start a `PeerRank` each; all ranks of all groups start
         together.
 
         Raises ConfigError if vLLM cannot be imported or rejects the settings, DeadlineError if its
@@ -475,7 +475,7 @@ class GenerationEngine:
         """
         self._thread.check_alive()
         full = await _build_weights(tensors, self._model_info.parameters, self._spec.model_path)
-        return await self._apply_version(version, partial(self._thread.load_weights, full))
+        return await self._apply_version(version, partial(self._thread.swap_weights, full))
 
     async def get_storage(self) -> ShardStorage | None:
         """Return views of vLLM's parameters, for resharding to write into while paused.
@@ -492,7 +492,7 @@ class GenerationEngine:
 
         Raises as `load_weights` does.
         """
-        return await self._apply_version(version, partial(self._thread.load_weights, None))
+        return await self._apply_version(version, partial(self._thread.swap_weights, None))
 
     async def use_model_dir(self, version: int) -> None:
         """Serve the weights of the model directory as `version`, for engines without a trainer.

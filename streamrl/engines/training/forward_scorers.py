@@ -47,8 +47,8 @@ class _Scorer:
         self._model_path = model_path
         self._micro_batch_tokens = micro_batch_tokens
 
-    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load a newer version of the model; raise WeightsError if it is of another model."""
+    def copy_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy a newer version into the model; raise WeightsError if it is of another model."""
         own = {name: value for name, value in tensors.items() if not self._is_of_others(name)}
         copy_parameters(self._model, own, model_path=self._model_path)
 

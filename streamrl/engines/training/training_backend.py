@@ -112,8 +112,7 @@ class TrainingBackend:
         The tensors may be views, which the next update changes. Advancing the iterator may be
         collective: exhaust it on every rank.
         """
-        for name, parameter in self.trained_params.items():
-            yield name, parameter.detach()
+        raise NotImplementedError
 
     def iter_shards(self) -> Iterator[tuple[str, Tensor, TensorShard]]:
         """Yield name, local tensor and position of this rank's shard of each trained parameter.
@@ -254,10 +253,10 @@ class DeepSpeedBackend(TrainingBackend):
         return float(engine.get_global_grad_norm())
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
-        if not self.has_sharded_params:
-            yield from super().full_state()
-            return
         for name, parameter in self.trained_params.items():
+            if not self.has_sharded_params:
+                yield name, parameter.detach()
+                continue
             # Copy inside, yield outside: a suspended consumer must not keep the other ranks waiting
             # in the context's exit.
             with self._deepspeed.zero.GatheredParameters([parameter]):
@@ -523,8 +522,8 @@ class TorchBackend(TrainingBackend):
         return total.sqrt().item()
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in super().full_state():
-            yield name, _gather_tensor(parameter.to(self._dtype))
+        for name, parameter in self.trained_params.items():
+            yield name, _gather_tensor(parameter.detach().to(self._dtype))
 
     def iter_shards(self) -> Iterator[tuple[str, Tensor, TensorShard]]:
         for name, parameter in self.trained_params.items():

@@ -293,43 +293,6 @@ def count_tokens(engine: VllmEngine) -> dict[str, TokenCount]:
     }
 
 
-def load_weights(
-    engine: VllmEngine,
-    loader: AnyWeightLoader,
-    tensors: Mapping[str, torch.Tensor] | None,
-    version: int,
-    *,
-    should_keep_kv: bool,
-) -> WeightLoadStats:
-    """Load all parameters of `version` into the engine between two decode steps.
-
-    Iterates over `tensors` once. `tensors` None means that resharding has written the parameters
-    into the storage already. After an exception the model may mix old and new parameters.
-    """
-    start_s = time.monotonic()
-    interrupted = len(_list_running_states(engine))
-    copied_bytes, verification = (
-        (0, LoadVerification()) if tensors is None else loader.load_weights(tensors)
-    )
-    # The engine copies on a stream of its own, and the tensors are freed next.
-    synchronize_stream()
-    set_weight_version(engine, version)
-    if should_keep_kv:
-        # vLLM cannot reset the prefix cache while rollouts run. A new salt keeps waiting requests
-        # from matching prefixes of the old weights.
-        _update_waiting_salts(engine)
-    else:
-        # Preempts running rollouts, which are then prefilled with the new weights, and drops all
-        # cached prefixes.
-        engine.reset_prefix_cache(reset_running_requests=True)
-    verification = replace(verification, warnings=LOAD_WARNINGS.drain_warnings())
-    return WeightLoadStats(time.monotonic() - start_s, interrupted, copied_bytes, verification)
-
-
-def set_weight_version(engine: VllmEngine, version: int) -> None:
-    engine.engine_core.set_weight_version(str(version))
-
-
 def shut_down_engine(engine: VllmEngine) -> None:
     engine.engine_core.shutdown()
     cleanup_dist_env_and_memory()
@@ -532,21 +495,38 @@ class EngineThread:
         names = [make_vllm_request_id(request_id, index) for index in indices]
         self._commands.put(lambda engine: engine.abort_request(names))
 
-    def load_weights(
+    def swap_weights(
         self, tensors: Mapping[str, torch.Tensor] | None, version: int
     ) -> asyncio.Future[WeightLoadStats]:
-        """Load all parameters as `version`.
+        """Replace all parameters by those of `version` between two decode steps.
 
-        `tensors` None means that resharding has written the parameters into the storage already.
+        Iterates over `tensors` once. `tensors` None means that resharding has written the
+        parameters into the storage already. After an exception the model may mix old and new
+        parameters.
         """
 
         def command(engine: VllmEngine) -> WeightLoadStats:
-            keeps_kv = self._spec.should_keep_kv
-            stats = load_weights(
-                engine, self._weight_loader, tensors, version, should_keep_kv=keeps_kv
+            start_s = time.monotonic()
+            interrupted = len(_list_running_states(engine))
+            copied_bytes, verification = (
+                (0, LoadVerification())
+                if tensors is None
+                else self._weight_loader.set_parameters(tensors)
             )
-            self.version = version
-            return stats
+            # The engine copies on a stream of its own, and the tensors are freed next.
+            synchronize_stream()
+            self._set_version(engine, version)
+            if self._spec.should_keep_kv:
+                # vLLM cannot reset the prefix cache while rollouts run. A new salt keeps waiting
+                # requests from matching prefixes of the old weights.
+                _update_waiting_salts(engine)
+            else:
+                # Preempts running rollouts, which are then prefilled with the new weights, and
+                # drops all cached prefixes.
+                engine.reset_prefix_cache(reset_running_requests=True)
+            verification = replace(verification, warnings=LOAD_WARNINGS.drain_warnings())
+            pause_s = time.monotonic() - start_s
+            return WeightLoadStats(pause_s, interrupted, copied_bytes, verification)
 
         return self._submit(command)
 
@@ -554,11 +534,14 @@ class EngineThread:
         """Label the weights that the engine was built with as `version`."""
 
         def command(engine: VllmEngine) -> WeightLoadStats:
-            set_weight_version(engine, version)
-            self.version = version
+            self._set_version(engine, version)
             return WeightLoadStats()
 
         return self._submit(command)
+
+    def _set_version(self, engine: VllmEngine, version: int) -> None:
+        engine.engine_core.set_weight_version(str(version))
+        self.version = version
 
     def list_partials(
         self, request_ids: Collection[int]

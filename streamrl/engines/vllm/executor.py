@@ -1,11 +1,11 @@
-"""Tensor-parallel vLLM in existing trainer processes: an executor and its follower workers.
+"""Tensor-parallel vLLM in existing trainer processes: an executor and its peer workers.
 
     leader rank:    LLMEngine -> LeaderExecutor -> its worker
-                                      |  method, args (a TCP connection per follower)
-    follower rank:  FollowerWorker <--+-> its worker
+                                      |  method, args (a TCP connection per peer)
+    peer rank:  PeerWorker <--+-> its worker
 
 vLLM's own executors start processes; this one uses the ranks of a RankGroup. `collective_rpc` sends
-each call to the followers and then calls the leader's worker. Collectives of the model go through
+each call to the peers and then calls the leader's worker. Collectives of the model go through
 torch.distributed, whose default process group contains all ranks already.
 """
 
@@ -31,7 +31,7 @@ from streamrl.engines.vllm.rank_groups import RankGroup
 from streamrl.errors import GenerationError
 
 DISCONNECT_GRACE_S = 2.0
-"""Time until a follower's death closes its connection, s; its collectives may fail earlier."""
+"""Time until a peer's death closes its connection, s; its collectives may fail earlier."""
 
 
 class LeaderExecutor(UniProcExecutor):
@@ -41,7 +41,7 @@ class LeaderExecutor(UniProcExecutor):
 
     def _init_executor(self) -> None:
         self.driver_worker = build_worker(self.vllm_config, self.rank_group)
-        self._connections = _accept_followers(self.rank_group)
+        self._connections = _accept_peers(self.rank_group)
 
     def collective_rpc(
         self,
@@ -55,7 +55,7 @@ class LeaderExecutor(UniProcExecutor):
         """Call a method of the workers on all ranks; return the results, leader first.
 
         Parameters are those of vLLM's Executor.collective_rpc; with `single_value`, only the
-        leader's result is returned. Raises GenerationError that names the rank of a follower that
+        leader's result is returned. Raises GenerationError that names the rank of a peer that
         has died.
         """
         try:
@@ -75,7 +75,7 @@ class LeaderExecutor(UniProcExecutor):
 
     @property
     def lost_rank(self) -> int | None:
-        """Rank of a follower of this engine whose process has ended, or None."""
+        """Rank of a peer of this engine whose process has ended, or None."""
         wait(list(self._connections.values()), DISCONNECT_GRACE_S)
         return next(
             (rank for rank, connection in self._connections.items() if _is_closed(connection)), None
@@ -109,8 +109,8 @@ def make_rank_group_args(rank_group: RankGroup, timeout_s: float) -> dict[str, A
     }
 
 
-class FollowerWorker:
-    """Executes the calls of the leader rank on the vLLM worker of a follower rank."""
+class PeerWorker:
+    """Executes the calls of the leader rank on the vLLM worker of a peer rank."""
 
     def __init__(self, config: VllmConfig, rank_group: RankGroup) -> None:
         self.wrapper = build_worker(config, rank_group)
@@ -197,7 +197,7 @@ def _init_process_groups(config: VllmConfig, rank_group: RankGroup) -> None:
         parallel_state._EP = make_group(tp_groups, "ep")
 
 
-def _accept_followers(rank_group: RankGroup) -> dict[int, Connection]:
+def _accept_peers(rank_group: RankGroup) -> dict[int, Connection]:
     key, connections = secrets.token_bytes(16), {}
     with Listener((_find_local_address(), 0), backlog=rank_group.size, authkey=key) as listener:
         _broadcast_from_leader(rank_group, [(listener.address, key)])

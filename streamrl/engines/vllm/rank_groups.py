@@ -26,7 +26,7 @@ class RankGroup:
     """Position of a trainer rank among the tensor-parallel generators in the trainer's processes.
 
     `groups` lists the ranks of each generator, ordered by the index of the shard they serve. The
-    first rank of a group is its leader, which runs the engine. The others are followers.
+    first rank of a group is its leader, which runs the engine. The others are peers.
     """
 
     rank: int

@@ -158,8 +158,8 @@ class WeightLoader:
             merged = get_merged_modules(self._model)
             self._load_check = LoadCheck(self._model, load_stored_weights(model_path), merged)
 
-    def load_weights(self, tensors: Mapping[str, Tensor]) -> tuple[int, LoadVerification]:
-        """Load all parameters, reading each of `tensors` once.
+    def set_parameters(self, tensors: Mapping[str, Tensor]) -> tuple[int, LoadVerification]:
+        """Set all parameters, reading each of `tensors` once.
 
         Returns the bytes copied (or merged from adapters) and a verification, empty after the first
         few loads. Tensors that are not copied are aliased: keep them unchanged until the next load.
@@ -168,15 +168,15 @@ class WeightLoader:
         if not self._bound_parameters:
             return self._reload_weights(tensors)
         old_tensors = [bound.live_tensors for bound in self._bound_parameters]
-        num_bytes = sum(self._load_parameter(bound, tensors) for bound in self._bound_parameters)
+        num_bytes = sum(self._set_parameter(bound, tensors) for bound in self._bound_parameters)
         # Unmapping the old version takes as long as the rest of the load; do it in the background.
         self._free_executor.submit(old_tensors.clear)
         return num_bytes, LoadVerification(len(self._parameters.shapes))
 
     @staticmethod
-    def _load_parameter(bound: "BoundParameter", tensors: Mapping[str, Tensor]) -> int:
+    def _set_parameter(bound: "BoundParameter", tensors: Mapping[str, Tensor]) -> int:
         parts = {name: tensors[name] for name in bound.names}
-        num_bytes = bound.load_parts(list(parts.values()))
+        num_bytes = bound.set_parts(list(parts.values()))
         if num_bytes or not isinstance(tensors, MergedWeights):
             return num_bytes
         # A view of merged weights: the merge has just written them.
@@ -185,7 +185,7 @@ class WeightLoader:
     def get_storage(self) -> ShardStorage | None:
         """Return views of all parameters, by their first names, for resharding to write into.
 
-        Call it before the first load, and do not use `load_weights` afterwards. Write only while
+        Call it before the first load, and do not use `set_parameters` afterwards. Write only while
         the engine is paused. Returns None if a parameter is not a concatenation of the
         checkpoint's.
         """
@@ -299,7 +299,7 @@ class BoundParameter:
         """
         return self._parameter.data, self._viewed_tensors
 
-    def load_parts(self, parts: Sequence[Tensor]) -> int:
+    def set_parts(self, parts: Sequence[Tensor]) -> int:
         """Set the parameter to `parts`, concatenated by rows; return the bytes copied.
 
         If the parts are adjacent in memory, the parameter becomes a view of them and no byte is
@@ -355,7 +355,7 @@ class PartialWeightLoader:
     ) -> None:
         """Prepare loading into a worker that has just read the model directory `model_path`.
 
-        Call `get_storage` before the first `load_weights`: it compares vLLM's values with the
+        Call `get_storage` before the first `set_parameters`: it compares vLLM's values with the
         directory's.
         """
         self._worker = worker
@@ -367,8 +367,8 @@ class PartialWeightLoader:
         if self._is_on_cpu:
             use_onednn(self._model)
 
-    def load_weights(self, tensors: Mapping[str, Tensor]) -> tuple[int, LoadVerification]:
-        """Load this rank's part of all parameters; return the bytes copied and no verification.
+    def set_parameters(self, tensors: Mapping[str, Tensor]) -> tuple[int, LoadVerification]:
+        """Set this rank's part of all parameters; return the bytes copied and no verification.
 
         All ranks of the group must load the same tensors before the next decode step.
         """
@@ -576,8 +576,8 @@ class WorkerWeightLoader:
         self._model_path = model_path
         self._tied_names = {name: names for names in parameters.tied_groups for name in names}
 
-    def load_weights(self, tensors: Mapping[str, Tensor]) -> tuple[int, LoadVerification]:
-        """Write all parameters into a memory file and load them in every worker.
+    def set_parameters(self, tensors: Mapping[str, Tensor]) -> tuple[int, LoadVerification]:
+        """Write all parameters into a memory file, from which every worker loads its part.
 
         Returns the size of the file in bytes and an empty verification.
         """

@@ -196,12 +196,12 @@ class SimulatedWeightRegistry(WeightRegistry):
 
     def __init__(self) -> None:
         super().__init__(keep_versions=2)
-        self.followers: list[WeightPuller] = []
+        self.pullers: list[WeightPuller] = []
 
     def add_manifest(self, manifest: WeightManifest, *, publish_s: float = 0.0) -> None:
         super().add_manifest(manifest, publish_s=publish_s)
-        for follower in self.followers:
-            follower.pull_if_newer()
+        for puller in self.pullers:
+            puller.pull_if_newer()
 
 
 class VersionFollower(Protocol):
@@ -237,7 +237,7 @@ class WeightPuller:
         self._pull_task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._registry.followers.append(self)
+        self._registry.pullers.append(self)
         self.pull_if_newer()
 
     def pull_if_newer(self) -> None:

@@ -60,10 +60,10 @@ def test_a_view_copies_nothing_and_is_never_written():
     bound = BoundParameter(target := parameter(6), ("q", "k"))
     first = torch.arange(24.0).view(6, 4)
     expected = first.clone()
-    assert bound.load_parts([first[:2], first[2:]]) == 0
+    assert bound.set_parts([first[:2], first[2:]]) == 0
     assert target.data_ptr() == first.data_ptr()
     second = -torch.arange(24.0).view(6, 4)
-    assert bound.load_parts([second[:2].clone(), second[2:].clone()]) == 6 * 4 * 4
+    assert bound.set_parts([second[:2].clone(), second[2:].clone()]) == 6 * 4 * 4
     assert torch.equal(target, second)
     assert torch.equal(first, expected)
 
@@ -71,12 +71,12 @@ def test_a_view_copies_nothing_and_is_never_written():
 def test_copies_reuse_their_memory_and_views_keep_theirs_alive():
     bound = BoundParameter(target := parameter(6), ("q", "k"))
     parts = [torch.ones(2, 4), torch.ones(4, 4)]
-    bound.load_parts(parts)
+    bound.set_parts(parts)
     address = target.data_ptr()
-    bound.load_parts([2 * part for part in parts])
+    bound.set_parts([2 * part for part in parts])
     assert target.data_ptr() == address
     memory = torch.full((6, 4), 3.0)
-    bound.load_parts([memory[:2], memory[2:]])
+    bound.set_parts([memory[:2], memory[2:]])
     del memory
     torch.full((6, 4), 9.0)  # would reuse freed memory
     assert target.tolist() == [[3.0] * 4] * 6
@@ -85,16 +85,16 @@ def test_copies_reuse_their_memory_and_views_keep_theirs_alive():
 def test_a_copied_embedding_is_padded_with_zeros_and_a_view_is_not():
     bound = BoundParameter(target := parameter(8), ("embed",))
     for value in (1.0, 2.0):
-        assert bound.load_parts([torch.full((4, 5), value).t()]) == 5 * 4 * 4
+        assert bound.set_parts([torch.full((4, 5), value).t()]) == 5 * 4 * 4
         assert target.tolist() == [[value] * 4] * 5 + [[0.0] * 4] * 3
-    assert bound.load_parts([torch.full((5, 4), 3.0)]) == 0
+    assert bound.set_parts([torch.full((5, 4), 3.0)]) == 0
     assert target.tolist() == [[3.0] * 4] * 5
 
 
 def test_target_views_write_into_own_memory_also_after_a_view():
     bound = BoundParameter(target := parameter(6), ("q", "k"))
     viewed = torch.ones(6, 4)
-    bound.load_parts([viewed[:2], viewed[2:]])
+    bound.set_parts([viewed[:2], viewed[2:]])
     for value, rows in zip((2.0, 3.0), bound.list_targets([2, 4]), strict=True):
         rows.fill_(value)
     assert target.tolist() == [[2.0] * 4] * 2 + [[3.0] * 4] * 4

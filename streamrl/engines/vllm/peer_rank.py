@@ -1,4 +1,4 @@
-"""Follower rank of a tensor-parallel generator; the leader rank runs the engine."""
+"""Peer rank of a tensor-parallel generator; the leader rank runs the engine."""
 
 import asyncio
 import threading
@@ -9,7 +9,7 @@ import torch
 
 from streamrl.distributed.devices import get_local_device, synchronize_device
 from streamrl.engines.vllm import engine
-from streamrl.engines.vllm.executor import FollowerWorker
+from streamrl.engines.vllm.executor import PeerWorker
 from streamrl.engines.vllm.requests import EngineSpec
 from streamrl.engines.vllm.weight_loader import PartialWeightLoader
 from streamrl.errors import ConfigError, DeadlineError, GenerationError
@@ -18,8 +18,8 @@ from streamrl.resharding.storage import ShardStorage
 from streamrl.weights.parameters import build_full_weights
 
 
-class FollowerRank:
-    """The vLLM worker of a follower rank; use it only on the event loop that started it.
+class PeerRank:
+    """The vLLM worker of a peer rank; use it only on the event loop that started it.
 
     A thread executes the leader's calls. The other methods require the leader to be paused.
     """
@@ -31,28 +31,28 @@ class FollowerRank:
         self._finished: asyncio.Future[None] = loop.create_future()
         self._kv_freed = asyncio.Event()
         self._loop = loop
-        self._worker: FollowerWorker | None = None
+        self._worker: PeerWorker | None = None
         self._weight_loader: PartialWeightLoader | None = None
         # A daemon thread: a stuck call must not keep the process alive.
         self._thread = threading.Thread(target=self._run_worker, name="vllm-part", daemon=True)
 
     @classmethod
-    async def start(cls, spec: EngineSpec) -> "FollowerRank":
+    async def start(cls, spec: EngineSpec) -> "PeerRank":
         """Build the vLLM worker of this rank while the leader builds the engine.
 
         Raises as `GenerationEngine.start` does.
         """
-        follower = cls(spec)
-        follower._thread.start()
+        peer = cls(spec)
+        peer._thread.start()
         timeout_s = spec.config.start_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                await asyncio.shield(follower._started)
+                await asyncio.shield(peer._started)
         except TimeoutError as error:
             raise DeadlineError(
                 f"vLLM did not start its part of {spec.model_path} within {timeout_s:g} s"
             ) from error
-        return follower
+        return peer
 
     async def wait_until_closed(self) -> None:
         """Wait until the leader shuts down; a thread executes its calls meanwhile.
@@ -84,17 +84,17 @@ class FollowerRank:
             return self._weight_loader.get_storage()
 
     def fill_shard(self, tensors: Mapping[str, torch.Tensor | Array]) -> int:
-        """Load this rank's part of all parameters and return the bytes copied.
+        """Set this rank's part of all parameters and return the bytes copied.
 
         `tensors` are as for `GenerationEngine.load_weights`. The leader must be paused, and
-        activates the version after all followers have loaded it.
+        activates the version after all peers have loaded it.
         """
         assert self._worker is not None and self._weight_loader is not None
         full = build_full_weights(
             tensors, self._parameters, model_path=self._spec.model_path, device=get_local_device()
         )
         with self._worker.lock:
-            num_bytes, _ = self._weight_loader.load_weights(full)
+            num_bytes, _ = self._weight_loader.set_parameters(full)
             # The worker uses another CUDA stream.
             synchronize_device()
         return num_bytes
@@ -129,7 +129,7 @@ class FollowerRank:
                 assert self._spec.rank_group is not None
                 config = engine.make_engine_config(self._spec)
                 with engine.keep_plain_on_cpu():
-                    worker = self._worker = FollowerWorker(config, self._spec.rank_group)
+                    worker = self._worker = PeerWorker(config, self._spec.rank_group)
                 self._weight_loader = PartialWeightLoader(
                     worker.wrapper.worker,
                     self._parameters,
